@@ -1,0 +1,107 @@
+"""The numeric contract of ep in plain jnp: what every backend must return.
+
+Arrays carry a leading axis for the `P` ranks of one EP domain. `T` tokens of a
+rank, `K` choices of a token, `E` experts, `L = E / P` local experts (expert `e`
+lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
+
+* Layout: expert-major. The slab of local expert `j` starts at
+  `offset[j] = sum_{i<j} roundup(count[i], alignment)`; its rows ascend by
+  source rank, then by source token. Rows and weights that pad a slab, and those
+  past the last slab, are zero.
+* Choices: -1 is an unused one. Slots at or past `C` are dropped, along with
+  their weights and gradients; `total_recv_tokens` counts them, padding included.
+* Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
+  is rounded once, to the dtype of the rows. A weighted row is a float32 product
+  that is rounded before it is added.
+* Derivatives: dispatch and combine move rows along the same routing in opposite
+  directions, so each is the other's transpose.
+
+Run these functions outside `jit`: compiled as one program, XLA may contract the
+product and the sum into an FMA, which rounds once where the contract rounds
+twice.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Routing(NamedTuple):
+    """Where each choice goes, and what each rank receives."""
+
+    rank: jax.Array  # [P, T, K] destination rank; -1: unused or dropped
+    slot: jax.Array  # [P, T, K] row on that rank; -1: unused or dropped
+    group_sizes: jax.Array  # [P, L] rows of each slab, cut at the capacity
+    token_counts: jax.Array  # [P, L] rows of each slab that hold a token
+    total_recv_tokens: jax.Array  # [P, 1] rows wanted, dropped ones included
+
+
+def prepare(topk_idx, *, num_experts, capacity, alignment=1):
+    """`topk_idx [P, T, K]` -> `Routing`."""
+    P, T, _ = topk_idx.shape
+    E, L = num_experts, num_experts // P
+    idx = topk_idx.astype(jnp.int32)
+    chosen = (idx[..., None] == jnp.arange(E)).any(2).reshape(P * T, E)
+    chosen = chosen.astype(jnp.int32)
+    count = chosen.sum(0).reshape(P, L)
+    padded = -(-count // alignment) * alignment
+    end = padded.cumsum(1)
+    offset = end - padded
+    row_in_slab = (chosen.cumsum(0) - chosen).reshape(P, T, E)
+    slot_of_expert = row_in_slab + offset.reshape(E)
+    slot = jnp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
+    kept = (idx >= 0) & (slot < capacity)
+    return Routing(
+        rank=jnp.where(kept, idx // L, -1),
+        slot=jnp.where(kept, slot, -1),
+        group_sizes=end.clip(max=capacity) - offset.clip(max=capacity),
+        token_counts=count.clip(max=(capacity - offset).clip(0)),
+        total_recv_tokens=end[:, -1:],
+    )
+
+
+def dispatch(routing, tokens, topk_weights, *, capacity):
+    """`[P, T, H]`, `[P, T, K]` -> `recv [P, C, H]`, `recv_weights [P, C]`."""
+    weights = topk_weights.astype(jnp.float32)
+    return (
+        _scatter(routing, tokens[:, :, None], capacity),
+        _scatter(routing, weights, capacity),
+    )
+
+
+def combine(routing, rows, weights=None):
+    """`rows [P, C, H]`, optional `weights [P, C]` -> `[P, T, H]`."""
+    out = jnp.float32(0)
+    terms = _gather(routing, rows).astype(jnp.float32)
+    if weights is not None:
+        terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
+    for k in range(terms.shape[2]):
+        out += terms[:, :, k]
+    return out.astype(rows.dtype)
+
+
+def dispatch_bwd(routing, g_recv, g_recv_weights):
+    """`[P, C, H]`, `[P, C]` -> cotangents of `tokens` and `topk_weights`."""
+    return combine(routing, g_recv), _gather(routing, g_recv_weights)
+
+
+def combine_bwd(routing, g, *, capacity):
+    """`g [P, T, H]` -> cotangent of unweighted combine's `rows`, `[P, C, H]`."""
+    return _scatter(routing, g[:, :, None], capacity)
+
+
+def _scatter(routing, x, capacity):
+    """`x [P, T, K or 1, ...]` -> `[P, C, ...]`: each choice to its slot."""
+    P, _, _, *rest = x.shape
+    x = jnp.broadcast_to(x, (*routing.slot.shape, *rest))
+    slot = jnp.where(routing.slot < 0, capacity, routing.slot)  # out of bounds
+    rows = jnp.zeros((P, capacity, *rest), x.dtype)
+    return rows.at[routing.rank, slot].set(x, mode="drop")
+
+
+def _gather(routing, rows):
+    """`rows [P, C, ...]` -> `[P, T, K, ...]`: each slot to its choice."""
+    kept = routing.slot >= 0
+    kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
+    return jnp.where(kept, rows[routing.rank, routing.slot], 0)
