@@ -1,0 +1,368 @@
+"""Starts the ranks of a program on this host, and joins them from inside.
+
+    python -m ep.launch --num_processes=4 train.py --steps=10
+    python -m ep.launch --num_processes=4 -m pytest tests/dispatch_test.py
+
+`launch` is the same thing as a function, and `initialize`, called by the
+program before anything else touches JAX, makes each process one rank. The
+contract between the two is a handful of environment variables, so a cluster's
+own launcher can take this one's place:
+
+    JAX_COORDINATOR_ADDRESS   host:port of rank 0's coordinator (JAX's name)
+    JAX_NUM_PROCESSES         how many ranks there are
+    JAX_PROCESS_ID            which of them this process is
+
+This module imports JAX only in `initialize`: a parent that launches must not
+hold the devices that its ranks want.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+_POLL_S = 0.05
+_KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
+_TAIL_LINES = 40
+_TIMED_OUT = 124  # as timeout(1) does
+
+# Run by each rank before it becomes the program: asks the kernel to kill this
+# process when its launcher dies, however that happens. In the rank and not in
+# a preexec_fn, which is unsafe in a parent with threads.
+_BOUND_TO_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+  PR_SET_PDEATHSIG = 1
+  ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+  os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+def inside_launcher() -> bool:
+  """Whether this process is a rank of `launch` or of something like it."""
+  return "JAX_COORDINATOR_ADDRESS" in os.environ
+
+
+def initialize() -> None:
+  """Joins the launcher that started this process; does nothing without one.
+
+  Call it before anything else touches JAX devices; calling it again is
+  harmless. What the launcher left unset (see the module's docstring), JAX finds
+  out from the cluster it runs on, if it knows that kind of cluster.
+
+  From here on an uncaught exception ends this rank at once, as it does under
+  `python -m mpi4py`. Python's orderly exit would first wait for all the other
+  ranks (minutes, in JAX's shutdown barrier), and those may be waiting for this
+  one.
+  """
+  if not inside_launcher():
+    return
+  import jax  # not at the top: see the module's docstring
+
+  if jax.distributed.is_initialized():
+    return
+  jax.distributed.initialize(
+      os.environ["JAX_COORDINATOR_ADDRESS"],
+      num_processes=_int_from_env("JAX_NUM_PROCESSES"),
+      process_id=_int_from_env("JAX_PROCESS_ID"),
+  )
+  report = sys.excepthook
+
+  def report_and_exit(*exc_info):
+    report(*exc_info)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+  sys.excepthook = report_and_exit
+
+
+def launch(
+    argv: Sequence[str],
+    *,
+    num_processes: int,
+    devices_per_process: int = 1,
+    log_dir: str | os.PathLike | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = 10.0,
+    env: Mapping[str, str] | None = None,
+) -> int:
+  """Runs `python *argv` in `num_processes` processes and waits for them all.
+
+  Each rank finds the variables of the module's docstring, runs on the CPU
+  unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
+  and imports from where this process does. Ranks read nothing from stdin.
+
+  Rank r writes stdout and stderr to `rank_<r>.log`; rank 0's is also copied to
+  this process's stdout as it grows. If a rank fails, the others get `grace_s`
+  to report what they saw, then are made to dump their stacks and end. The last
+  lines of each log are printed, and the first failure decides the result. No
+  rank, nor a process it started, outlives this call: SIGINT and SIGTERM are
+  passed on, and even a SIGKILL of the launcher ends its ranks (on Linux).
+
+  Args:
+    argv: what follows `python` on a command line: ["train.py", "--steps=10"] or
+      ["-m", "pytest", "tests"].
+    num_processes: how many ranks.
+    devices_per_process: CPU devices of each rank; other platforms ignore it.
+    log_dir: folder for the logs, created if missing. By default a new folder
+      under $TEST_UNDECLARED_OUTPUTS_DIR (a Bazel test keeps it), or else a
+      temporary one that is removed if all goes well.
+    timeout_s: after this, ranks dump their stacks and end; None: wait forever.
+    grace_s: see above.
+    env: variables on top of this process's own.
+
+  Returns:
+    0 if every rank succeeded. Otherwise the exit code of the first that did
+    not, 128 + n if it died of signal n; 128 + n if this process was asked to
+    end by signal n; 124 on timeout.
+  """
+  outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
+  keep_logs = bool(log_dir or outputs)
+  logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
+  logs.mkdir(parents=True, exist_ok=True)
+  with contextlib.ExitStack() as stack:
+    port = stack.enter_context(_reserved_port())
+    signals = stack.enter_context(_caught_signals())
+    ranks = []
+    for index in range(num_processes):
+      log = logs / f"rank_{index}.log"
+      rank_env = _rank_env(index, num_processes, devices_per_process, port, env)
+      ranks.append(_Rank(index, argv, log, rank_env))
+      stack.callback(ranks[-1].kill)
+    code = _watch(ranks, signals, timeout_s, grace_s)
+  if code == 0 and not keep_logs:
+    shutil.rmtree(logs)
+  return code
+
+
+class _Rank:
+  """One process and its log."""
+
+  def __init__(
+      self,
+      index: int,
+      argv: Sequence[str],
+      log: pathlib.Path,
+      env: Mapping[str, str],
+  ):
+    self.index = index
+    self.log = log
+    self.code: int | None = None  # None while it runs
+    with log.open("wb") as stdout:
+      self._process = subprocess.Popen(
+          [sys.executable, "-ISc", _BOUND_TO_PARENT, str(os.getpid()), *argv],
+          stdin=subprocess.DEVNULL,
+          stdout=stdout,
+          stderr=subprocess.STDOUT,
+          env=env,
+          start_new_session=True,  # signals reach it through us, and only once
+      )
+
+  def running(self) -> bool:
+    """Whether it runs; sets `code` once it does not."""
+    if self.code is None:
+      # WNOWAIT keeps the process id, and with it the session's, from being
+      # taken by anyone else until `kill` has used it.
+      flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+      if os.waitid(os.P_PID, self._process.pid, flags) is not None:
+        self.kill()
+    return self.code is None
+
+  def send_signal(self, signum: int) -> None:
+    if self.code is None:
+      self._process.send_signal(signum)
+
+  def kill(self) -> None:
+    """Ends it, if it still runs, and every process that it started."""
+    if self.code is None:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self._process.pid, signal.SIGKILL)
+      code = self._process.wait()
+      self.code = 128 - code if code < 0 else code
+
+
+def _watch(
+    ranks: Sequence[_Rank],
+    signals: Sequence[int],
+    timeout_s: float | None,
+    grace_s: float,
+) -> int:
+  """Waits for the ranks, ends them where `launch` says so, and reports."""
+  timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
+  with _Follower(ranks[0].log) as terminal:
+
+    def wait(limit: float, condition: Callable[[], object] = bool) -> None:
+      """Until all ranks have ended, a point in time, or a condition."""
+      while any([rank.running() for rank in ranks]):
+        terminal.copy()
+        if time.monotonic() > limit or condition():
+          break
+        time.sleep(_POLL_S)
+      terminal.copy()
+
+    wait(timeout_at, lambda: signals or any(rank.code for rank in ranks))
+    failed = [rank for rank in ranks if rank.code]
+    if failed and not signals:
+      wait(min(timeout_at, _in(grace_s)), lambda: signals)
+    if signals:
+      for rank in ranks:
+        rank.send_signal(signals[0])
+      wait(_in(grace_s))
+    stuck = [rank for rank in ranks if rank.running()]
+    for rank in stuck:
+      rank.send_signal(signal.SIGABRT)  # its faulthandler dumps the stacks
+    wait(_in(_KILL_AFTER_S))
+
+  if signals:
+    _say(f"ended by {signal.Signals(signals[0]).name}")
+    return 128 + signals[0]
+  why = "after another rank's failure" if failed else "at the timeout"
+  for rank in stuck:
+    _say(f"rank {rank.index} was still running {why}", rank.log)
+  for rank in ranks:
+    if rank.code and rank not in stuck:
+      _say(f"rank {rank.index} failed with exit code {rank.code}", rank.log)
+  if failed:
+    return failed[0].code
+  return _TIMED_OUT if stuck else 0
+
+
+def _in(seconds: float) -> float:
+  return time.monotonic() + seconds
+
+
+def _say(what: str, log: pathlib.Path | None = None) -> None:
+  """Prints a line, and the end of a log."""
+  print(f"ep.launch: {what}")
+  if log is not None:
+    lines = log.read_text(errors="replace").splitlines()
+    shown = lines[-_TAIL_LINES:]
+    print(f"  {log}, lines {len(lines) - len(shown) + 1} to {len(lines)}:")
+    print(*(f"  | {line}" for line in shown), sep="\n")
+  sys.stdout.flush()
+
+
+class _Follower:
+  """Copies what is appended to a file to stdout, as `tail -f` does."""
+
+  def __init__(self, path: pathlib.Path):
+    self._file = path.open("rb")
+    self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    self._file.close()
+
+  def copy(self) -> None:
+    sys.stdout.write(self._decode(self._file.read()))
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _reserved_port():
+  """A port of the loopback interface that nobody else is given meanwhile.
+
+  Finding a free port and letting it go before rank 0 binds it is a race. Held
+  with SO_REUSEPORT, and never listened on, it is not handed out again, but a
+  server of the same user that sets the option too (gRPC does) can bind it.
+  """
+  with socket.socket() as holder:
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(("127.0.0.1", 0))
+    yield holder.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _caught_signals():
+  """Yields a list that SIGINT and SIGTERM are appended to instead of acting."""
+  caught: list[int] = []
+  if threading.current_thread() is not threading.main_thread():
+    yield caught  # only the main thread may set handlers, and receives signals
+    return
+  before = {
+      signum: signal.signal(signum, lambda s, _: caught.append(s))
+      for signum in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    yield caught
+  finally:
+    for signum, handler in before.items():
+      signal.signal(signum, handler)
+
+
+def _rank_env(
+    index: int,
+    num_processes: int,
+    devices_per_process: int,
+    port: int,
+    extra: Mapping[str, str] | None,
+) -> dict[str, str]:
+  address = f"127.0.0.1:{port}"
+  env = {
+      "JAX_PLATFORMS": "cpu",
+      **os.environ,
+      **(extra or {}),
+      "JAX_COORDINATOR_ADDRESS": address,
+      "JAX_COORDINATOR_BIND_ADDRESS": address,  # not on every interface
+      "JAX_NUM_PROCESSES": str(num_processes),
+      "JAX_PROCESS_ID": str(index),
+      # A Bazel launcher may have put its packages on sys.path alone.
+      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+      "PYTHONUNBUFFERED": "1",
+      "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT, which ends a stuck rank
+  }
+  flag = "--xla_force_host_platform_device_count"
+  others = re.sub(rf"{flag}=\S*", "", env.get("XLA_FLAGS", ""))
+  env["XLA_FLAGS"] = f"{others} {flag}={devices_per_process}".strip()
+  return env
+
+
+def _int_from_env(name: str) -> int | None:
+  value = os.environ.get(name)
+  return None if value is None else int(value)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(
+      prog="python -m ep.launch",
+      description="Starts the ranks of a Python program on this host.",
+  )
+  parser.add_argument("--num_processes", type=int, required=True)
+  parser.add_argument("--devices_per_process", type=int, default=1)
+  parser.add_argument("--log_dir")
+  parser.add_argument("--timeout", type=float, help="seconds")
+  rest = argparse.REMAINDER
+  parser.add_argument("-m", dest="module", nargs=rest, help="module args...")
+  parser.add_argument("script", nargs=rest, help="script.py args...")
+  args = parser.parse_args()
+  argv = ["-m", *args.module] if args.module else args.script
+  if not argv:
+    parser.error("name a program to run: a file, or -m and a module")
+  return launch(
+      argv,
+      num_processes=args.num_processes,
+      devices_per_process=args.devices_per_process,
+      log_dir=args.log_dir,
+      timeout_s=args.timeout,
+  )
+
+
+if __name__ == "__main__":
+  sys.exit(main())

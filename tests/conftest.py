@@ -1,0 +1,109 @@
+"""Makes a pytest process one rank of a test world; what every test imports.
+
+Worlds are named processes x devices of each. A test file runs in any of them:
+
+    python -m pytest tests/foo_test.py                                    # 1x4
+    python -m ep.launch --num_processes=4 -m pytest tests/foo_test.py     # 4x1
+    ./bazelw test //tests:foo_test_1x4_cpu //tests:foo_test_4x1_cpu
+
+Every process runs every test, so a test is an SPMD program: it builds the same
+numpy arrays everywhere (from a fixed seed), and takes every branch that leads
+to a collective everywhere. Expected values are whole arrays, of which each
+process compares its own shards: checking needs no collective, so a failure on
+one rank cannot hang another in the check. Where a failure does leave ranks
+waiting, `TIMEOUT_S` ends it: pass it to `ep_bootstrap`.
+
+    from conftest import assert_shards_equal, make_mesh, to_global
+"""
+
+from collections.abc import Mapping, Sequence
+import math
+import os
+
+if "JAX_COORDINATOR_ADDRESS" not in os.environ:  # plain pytest: the 1x4 world
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+  )
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from ep import launch
+
+launch.initialize()
+
+TIMEOUT_S = 20.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Rank 0 writes the test.xml that Bazel would otherwise make up."""
+  if jax.process_index() == 0 and "XML_OUTPUT_FILE" in os.environ:
+    config.option.xmlpath = os.environ["XML_OUTPUT_FILE"]
+
+
+def make_mesh(
+  axes: Mapping[str, int], axis_types: Sequence[AxisType] | None = None
+) -> Mesh:
+  """A mesh of the first devices, for example `make_mesh({"dp": 2, "ep": 2})`.
+
+  The axes are Auto unless `axis_types` says otherwise. Skips the calling test
+  when there are too few devices, and, with more than one process, when the mesh
+  would not hold every device: the processes left out could not take part. The
+  world alone decides, so either all processes skip or none does; the 1x4 world
+  runs every mesh of up to 4 devices.
+  """
+  size = math.prod(axes.values())
+  world = f"{jax.process_count()}x{jax.local_device_count()}"
+  if size > jax.device_count():
+    pytest.skip(f"a mesh of {size} does not fit the {world} world")
+  if size < jax.device_count() and jax.process_count() > 1:
+    pytest.skip(f"a mesh of {size} leaves out processes of the {world} world")
+  return jax.make_mesh(
+    tuple(axes.values()),
+    tuple(axes),
+    axis_types=axis_types or (AxisType.Auto,) * len(axes),
+    devices=jax.devices()[:size],
+  )
+
+
+def to_global(
+  array: np.ndarray, mesh: Mesh, spec: PartitionSpec = PartitionSpec()
+) -> jax.Array:
+  """The global array whose shards are slices of `array`, alike on all ranks."""
+  array = np.asarray(array)
+  return jax.make_array_from_callback(
+    array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+  )
+
+
+def assert_shards_equal(actual: jax.Array, expected: np.ndarray) -> None:
+  """Fails unless this process's shards of `actual` have the expected bits.
+
+  Shape and dtype are compared too, +0.0 differs from -0.0, and a NaN equals
+  any NaN. The message gives the first difference at its global index.
+  """
+  expected = np.asarray(expected)
+  assert actual.shape == expected.shape
+  assert actual.dtype == expected.dtype
+  for shard in actual.addressable_shards:
+    got, want = np.asarray(shard.data), expected[shard.index]
+    differs = _bits(got) != _bits(want)
+    if np.issubdtype(got.dtype, np.inexact) or got.dtype.kind == "V":
+      differs &= ~(np.isnan(got) & np.isnan(want))
+    if differs.any():
+      at = tuple(np.argwhere(differs)[0])
+      where = tuple(
+        int(i) + (s.start or 0) for i, s in zip(at, shard.index, strict=True)
+      )
+      pytest.fail(
+        f"shard on {shard.device}: {differs.sum()} of {differs.size} elements "
+        f"differ; the first is at global index {where}: "
+        f"got {got[at]!r}, expected {want[at]!r}"
+      )
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+  return array.view(f"u{array.dtype.itemsize}")
