@@ -1,0 +1,148 @@
+"""Repository rules that fetch PyPI packages, pinned by hash.
+
+Both run the machine's pip, which asks whatever index the machine is set up to
+use (pip.conf, PIP_* variables) and accepts nothing whose hash is not in the
+lock.
+"""
+
+load(":python.bzl", "find_python")
+
+_LOCK_DOC = """\
+Label of the lock in this module; "{python}" stands for the version, "3_11"."""
+
+def _run(rctx, arguments, environment = {}):
+    result = rctx.execute(
+        arguments,
+        timeout = 1800,
+        environment = environment,
+    )
+    if result.return_code:
+        fail("{} failed. If its output names the network or an index, check that `pip download six` works here; Bazel runs the same pip.\n{}\n{}".format(
+            " ".join([str(a) for a in arguments]),
+            result.stdout,
+            result.stderr,
+        ))
+
+def _pip(rctx, python):
+    """The command line that runs pip with `python`."""
+    if not rctx.execute([python.path, "-m", "pip", "--version"]).return_code:
+        return [python.path, "-m", "pip"]
+
+    # Debian's python3 has no pip; bazelw fetches a wheel of it, which runs in
+    # place.
+    wheel = rctx.getenv("EP_PIP_WHEEL")
+    if wheel:
+        return [python.path, wheel + "/pip"]
+    fail("{} has no pip. Install it (on Debian: apt-get install python3-pip) and run this again.".format(python.path))
+
+def _lock(rctx, python):
+    """The path of the lock for this Python version."""
+    label = Label(rctx.attr.lock.format(
+        python = python.version.replace(".", "_"),
+    ))
+    lock = rctx.path(label)
+    if not lock.exists:
+        fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or add the lock with tools/update_locks.sh.".format(label, python.version))
+    return lock
+
+def _pip_packages_impl(rctx):
+    python = find_python(rctx)
+    lock = _lock(rctx, python)
+    rctx.report_progress("pip installs {}".format(lock.basename))
+    _run(rctx, _pip(rctx, python) + [
+        "install",
+        "--target=site",
+        "--no-compile",
+        "--no-deps",
+        "--require-hashes",
+        "--requirement",
+        lock,
+    ], {"PIP_ROOT_USER_ACTION": "ignore"})
+
+    # Compiled here, in parallel, so that no test has to, nor writes into the
+    # folders it was given.
+    rctx.report_progress("compiling to bytecode")
+    _run(rctx, [python.path, "-m", "compileall", "-q", "-j0", "site"])
+    _run(rctx, [
+        python.path,
+        rctx.path(rctx.attr._write_build),
+        "site",
+        "BUILD.bazel",
+    ])
+
+pip_packages = repository_rule(
+    implementation = _pip_packages_impl,
+    doc = """\
+Installs every package of a lock and makes each a py_library.
+
+A library is named like its package, in lower case with underscores, and hands
+its files over as whole folders: one link each in a runfiles tree or a sandbox
+instead of thousands.""",
+    attrs = {
+        "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
+        "_write_build": attr.label(default = ":pip_write_build.py"),
+    },
+)
+
+def _requirement(lock, package):
+    """The lines of `lock`, a lock's text, that pin `package`."""
+    start = ("\n" + lock).find("\n" + package + "==")
+    if start < 0:
+        fail("The lock does not pin {}.".format(package))
+    lines = []
+    for line in lock[start:].split("\n"):
+        lines.append(line)
+        if not line.endswith("\\"):
+            break
+    return "\n".join(lines) + "\n"
+
+def _pip_archive_impl(rctx):
+    python = find_python(rctx)
+    pip = _pip(rctx, python)
+    lock = rctx.read(_lock(rctx, python))
+    rctx.report_progress("pip downloads " + rctx.attr.package)
+
+    # pip asks a source archive for its metadata, hence for its build backend.
+    # That comes from the lock as well.
+    for package in rctx.attr.build_requires:
+        rctx.file("backend.txt", _requirement(lock, package))
+        _run(rctx, pip + [
+            "install",
+            "--target=backend",
+            "--no-deps",
+            "--require-hashes",
+            "--requirement=backend.txt",
+        ], {"PIP_ROOT_USER_ACTION": "ignore"})
+    rctx.file("package.txt", _requirement(lock, rctx.attr.package))
+    _run(rctx, pip + [
+        "download",
+        "--dest=archive",
+        "--no-build-isolation",
+        "--no-deps",
+        "--require-hashes",
+        "--requirement=package.txt",
+    ], {"PYTHONPATH": str(rctx.path("backend"))})
+
+    archive = rctx.path("archive").readdir()[0]
+    if archive.basename.endswith(".whl"):
+        # Bazel before 8.3 knows an archive by its name only.
+        rctx.symlink(archive, "archive/wheel.zip")
+        archive = rctx.path("archive/wheel.zip")
+    rctx.extract(archive, "", rctx.attr.strip_prefix)
+    for scratch in ["archive", "backend", "backend.txt", "package.txt"]:
+        rctx.delete(scratch)
+    rctx.file("BUILD.bazel", rctx.read(rctx.attr.build_file))
+
+pip_archive = repository_rule(
+    implementation = _pip_archive_impl,
+    doc = "Unpacks a folder of one package of a lock, for use from C++.",
+    attrs = {
+        "build_file": attr.label(mandatory = True),
+        "build_requires": attr.string_list(
+            doc = "The build backend, where the lock pins a source archive.",
+        ),
+        "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
+        "package": attr.string(mandatory = True),
+        "strip_prefix": attr.string(doc = "The folder to unpack."),
+    },
+)

@@ -1,0 +1,68 @@
+"""The machine's own Python: found once, the same way, for every use.
+
+Repository rules run pip with it and a toolchain runs tests with it, so the
+wheels that pip picks are for the interpreter that imports them.
+"""
+
+def find_python(rctx):
+    """Finds the interpreter.
+
+    Args:
+      rctx: the repository context.
+
+    Returns:
+      A struct: `path`, the interpreter's absolute path with every shim
+      resolved, and `version`, such as "3.11".
+    """
+    wanted = rctx.getenv("HERMETIC_PYTHON_VERSION", "")
+    name = "python" + (wanted or "3")
+    cure = (" Put {} on PATH, or name a version that is there: " +
+            "--repo_env=HERMETIC_PYTHON_VERSION=3.11.").format(name)
+    program = rctx.which(name)
+    if not program:
+        fail("There is no {} on PATH.".format(name) + cure)
+
+    # sys.executable, because a shim picks its interpreter by current folder
+    # and environment, both of which differ when tests run.
+    result = rctx.execute([
+        program,
+        "-c",
+        "import sys; print(sys.executable, '%d.%d' % sys.version_info[:2])",
+    ])
+    if result.return_code:
+        fail("{} does not run: {}".format(program, result.stderr) + cure)
+    path, version = result.stdout.strip().split(" ")
+    if wanted and version != wanted:
+        fail("{} is Python {}, not {}.".format(program, version, wanted) + cure)
+    return struct(path = path, version = version)
+
+_BUILD = """\
+load("@rules_python//python:py_runtime.bzl", "py_runtime")
+load("@rules_python//python:py_runtime_pair.bzl", "py_runtime_pair")
+
+py_runtime(
+    name = "python3",
+    interpreter_path = "{path}",
+    python_version = "PY3",
+    stub_shebang = "#!{path}",
+)
+
+py_runtime_pair(
+    name = "pair",
+    py3_runtime = ":python3",
+)
+
+toolchain(
+    name = "toolchain",
+    toolchain = ":pair",
+    toolchain_type = "@bazel_tools//tools/python:toolchain_type",
+)
+"""
+
+def _python_toolchain_impl(rctx):
+    rctx.file("BUILD.bazel", _BUILD.format(path = find_python(rctx).path))
+
+python_toolchain = repository_rule(
+    implementation = _python_toolchain_impl,
+    doc = "A Python toolchain, `:toolchain`, that runs the machine's Python.",
+)

@@ -1,0 +1,179 @@
+#!/usr/bin/env bash
+# Installs Debian's packaged Bazel into a private prefix, for hosts that reach a
+# Debian mirror but not GitHub. Needs apt-get, dpkg-deb and python3, no root;
+# the host's own packages are neither used nor changed.
+#
+#   tools/debian_bazel.sh PREFIX && PREFIX/bin/bazel --version
+#
+# PREFIX appears only when it is complete: everything is laid out in
+# PREFIX.partial, with PREFIX's paths written inside, and renamed at the end.
+#
+#   EP_DEBIAN_MIRROR   where to download from (default: the host's own mirror)
+#   EP_DEBIAN_SUITE    the release to take Bazel from
+set -euo pipefail
+
+readonly prefix=$(readlink -m "${1:?usage: debian_bazel.sh PREFIX}")
+readonly stage=$prefix.partial
+readonly suite=${EP_DEBIAN_SUITE:-forky} # the first to package Bazel 7
+
+say() { printf 'debian_bazel: %s\n' "$*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+
+for tool in apt-get dpkg-deb python3; do
+  command -v "$tool" >/dev/null ||
+    die "$tool is missing, so Debian's Bazel cannot be installed here."
+done
+
+mirror=${EP_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' |
+  grep -m1 -E '/debian/?$' || true)}
+[[ $mirror ]] || die "apt knows no Debian mirror; name one: EP_DEBIAN_MIRROR=…"
+
+rm -rf "$stage"
+mkdir -p "$stage"/{root,bin,registry,apt/lists/partial,apt/archives/partial}
+
+# 1. The packages: Bazel's dependency closure in a release newer than the host,
+# computed by an apt that sees an empty system and keeps its state to itself.
+readonly apt=$stage/apt
+: >"$apt/status"
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+echo "deb [signed-by=$keyring] $mirror $suite main" >"$apt/sources.list"
+apt_get() {
+  apt-get -qq \
+    -o Dir::State="$apt" -o Dir::State::Lists="$apt/lists" \
+    -o Dir::State::status="$apt/status" \
+    -o Dir::Cache="$apt" -o Dir::Cache::archives="$apt/archives" \
+    -o Dir::Etc::SourceList="$apt/sources.list" \
+    -o Dir::Etc::SourceParts=/dev/null \
+    -o APT::Install-Recommends=false -o APT::Sandbox::User=root \
+    -o Debug::NoLocking=1 "$@"
+}
+
+say "1/4 reading the package lists of Debian $suite"
+apt_get update ||
+  die "the mirror did not answer for '$suite'; see apt's message above."
+
+# Left out: compilers and interpreters, which the host brings itself, and the
+# JDK, of which Bazel's server needs no more than the runtime.
+packages=$(apt_get -s install bazel-bootstrap patchelf python3-pip-whl |
+  awk '$1 == "Inst" { print $2 }' |
+  grep -vE '^(build-essential|binutils|cpp|g\+\+|gcc-[0-9]+-x|gcc$|gcc-x|perl|dpkg|make$|libc6-dev|lib(gcc|stdc\+\+)-.*-dev|linux-libc-dev|.*-jdk-headless|python3$|python3-minimal|python3\.|libpython3|lib[a-z]*san[0-9]+$)')
+say "2/4 downloading $(wc -w <<<"$packages") packages"
+(cd "$apt/archives" && apt_get download $packages)
+
+say "3/4 unpacking"
+printf '%s\0' "$apt"/archives/*.deb |
+  xargs -0 -n1 -P2 sh -c 'dpkg-deb -x "$1" "$0"' "$stage/root"
+rm -rf "$apt"
+
+# 2. The programs: each is pointed at the prefix's own loader and libraries,
+# as the host's C library is older than the one they were linked against.
+say "4/4 fitting the programs to this host"
+root=$stage/root
+loaders=("$root"/usr/lib/*/ld-linux-*.so.*)
+lib=${loaders[0]%/*}
+jres=("$root"/usr/lib/jvm/java-*-openjdk-*)
+jre=${jres[0]}
+here() { printf '%s' "${1/#"$stage"/"$prefix"}"; } # the path after the rename
+
+patchelf() {
+  "${loaders[0]}" --library-path "$lib" "$root/usr/bin/patchelf" "$@"
+}
+for program in "$root"/usr/bin/bazel "$root"/usr/libexec/*/bazel/* \
+  "$jre/bin/java" "$jre/lib/jspawnhelper"; do
+  [[ -f $program ]] || continue
+  old=$(patchelf --print-rpath "$program")
+  # DT_RPATH, not DT_RUNPATH: it must also hold for the libraries' libraries.
+  patchelf --set-interpreter "$(here "${loaders[0]}")" --force-rpath --set-rpath \
+    "$(here "$lib"):$(here "$jre/lib"):$(here "$jre/lib/server")${old:+:$old}" \
+    "$program"
+done
+
+# Debian's parts name each other by absolute path: in links, in the server's
+# class path and in the manifests of its jars. The server does not follow the
+# manifests once the class path is rewritten, so they are followed here.
+python3 - "$root" "$prefix/root" <<'PY'
+import os
+import pathlib
+import re
+import sys
+import zipfile
+
+stage, final = sys.argv[1:]
+for folder, dirs, files in os.walk(stage):
+    for name in dirs + files:
+        path = os.path.join(folder, name)
+        if os.path.islink(path) and os.readlink(path).startswith("/"):
+            target = os.readlink(path)
+            if os.path.lexists(stage + target):
+                os.remove(path)
+                os.symlink(os.path.relpath(stage + target, folder), path)
+
+
+def class_path(jar):
+    """The jars that `jar`'s manifest names, as paths below the stage."""
+    try:
+        manifest = zipfile.ZipFile(jar).read("META-INF/MANIFEST.MF").decode()
+    except KeyError:
+        return
+    manifest = re.sub(r"\r?\n ", "", manifest)  # folded lines
+    match = re.search(r"^Class-Path: *(.*)$", manifest, re.MULTILINE)
+    for entry in (match.group(1) if match else "").split():
+        entry = entry.removeprefix("file:")
+        base = stage if entry.startswith("/") else os.path.dirname(jar) + "/"
+        yield os.path.normpath(base + entry)
+
+
+listing = pathlib.Path(stage, "usr/share/bazel/bazel_classpath_debian_depends.txt")
+jars = [stage + line for line in listing.read_text().split()]
+for jar in jars:  # grows while it is walked
+    if os.path.exists(jar):
+        jars += [j for j in class_path(jar) if j not in jars and os.path.exists(j)]
+listing.write_text("".join(final + j[len(stage):] + "\n" for j in jars))
+PY
+
+# 3. The rule sets: Debian's stand in for the modules a C++ and Python build
+# names, whatever version it asks for. The registry holds stubs of the others
+# that Bazel's own MODULE file names; such a build never loads them.
+stub() {
+  local dir=$stage/registry/modules/$1/$2
+  mkdir -p "$dir"
+  echo "module(name = \"$1\", version = \"$2\")" >"$dir/MODULE.bazel"
+  echo '{"type": "local_path", "path": "/nonexistent"}' >"$dir/source.json"
+}
+echo '{}' >"$stage/registry/bazel_registry.json"
+stub apple_support 1.23.1
+stub buildozer 7.1.2
+stub protobuf 3.19.6
+stub protobuf 21.7
+stub zlib 1.3.1.bcr.3
+
+base=$(here "$root/usr/share/bazel")
+pip=("$root"/usr/share/python-wheels/pip-*.whl)
+{
+  echo "startup --install_base=$base --trust_install_base"
+  echo "startup --server_javabase=$(here "$jre")"
+  echo "common --registry=file://$prefix/registry"
+  # The sandbox hides /tmp, and the prefix may well lie there.
+  echo "common --sandbox_add_mount_pair=$prefix"
+  # For hosts whose python3 comes without pip.
+  echo "common --repo_env=EP_PIP_WHEEL=$(here "${pip[0]}")"
+  for module in bazel_features:tools/features bazel_skylib:tools/skylib \
+    platforms:tools/platforms rules_cc:rules/cc rules_java:rules/java \
+    rules_license:rules/license rules_proto:rules/proto \
+    rules_python:rules/python; do
+    echo "common --override_module=${module%:*}=$base/${module#*:}"
+    echo "common --override_repository=${module%:*}=$base/${module#*:}"
+  done
+} >"$stage/bazelrc"
+cat >"$stage/bin/bazel" <<SH
+#!/bin/sh
+exec $(here "$root/usr/bin/bazel") --nosystem_rc --bazelrc=$prefix/bazelrc "\$@"
+SH
+chmod +x "$stage/bin/bazel"
+
+rm -rf "$prefix"
+mv "$stage" "$prefix"
+say "$("$prefix/bin/bazel" --version) is in $prefix"
