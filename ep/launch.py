@@ -76,9 +76,9 @@ def initialize() -> None:
   if jax.distributed.is_initialized():
     return
   jax.distributed.initialize(
-      os.environ["JAX_COORDINATOR_ADDRESS"],
-      num_processes=_int_from_env("JAX_NUM_PROCESSES"),
-      process_id=_int_from_env("JAX_PROCESS_ID"),
+    os.environ["JAX_COORDINATOR_ADDRESS"],
+    num_processes=_int_from_env("JAX_NUM_PROCESSES"),
+    process_id=_int_from_env("JAX_PROCESS_ID"),
   )
   report = sys.excepthook
 
@@ -92,14 +92,14 @@ def initialize() -> None:
 
 
 def launch(
-    argv: Sequence[str],
-    *,
-    num_processes: int,
-    devices_per_process: int = 1,
-    log_dir: str | os.PathLike | None = None,
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    env: Mapping[str, str] | None = None,
+  argv: Sequence[str],
+  *,
+  num_processes: int,
+  devices_per_process: int = 1,
+  log_dir: str | os.PathLike | None = None,
+  timeout_s: float | None = None,
+  grace_s: float = 10.0,
+  env: Mapping[str, str] | None = None,
 ) -> int:
   """Runs `python *argv` in `num_processes` processes and waits for them all.
 
@@ -154,23 +154,23 @@ class _Rank:
   """One process and its log."""
 
   def __init__(
-      self,
-      index: int,
-      argv: Sequence[str],
-      log: pathlib.Path,
-      env: Mapping[str, str],
+    self,
+    index: int,
+    argv: Sequence[str],
+    log: pathlib.Path,
+    env: Mapping[str, str],
   ):
     self.index = index
     self.log = log
     self.code: int | None = None  # None while it runs
     with log.open("wb") as stdout:
       self._process = subprocess.Popen(
-          [sys.executable, "-ISc", _BOUND_TO_PARENT, str(os.getpid()), *argv],
-          stdin=subprocess.DEVNULL,
-          stdout=stdout,
-          stderr=subprocess.STDOUT,
-          env=env,
-          start_new_session=True,  # signals reach it through us, and only once
+        [sys.executable, "-ISc", _BOUND_TO_PARENT, str(os.getpid()), *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,  # signals reach it through us, and only once
       )
 
   def running(self) -> bool:
@@ -197,10 +197,10 @@ class _Rank:
 
 
 def _watch(
-    ranks: Sequence[_Rank],
-    signals: Sequence[int],
-    timeout_s: float | None,
-    grace_s: float,
+  ranks: Sequence[_Rank],
+  signals: Sequence[int],
+  timeout_s: float | None,
+  grace_s: float,
 ) -> int:
   """Waits for the ranks, ends them where `launch` says so, and reports."""
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
@@ -229,14 +229,14 @@ def _watch(
     wait(_in(_KILL_AFTER_S))
 
   if signals:
-    _say(f"ended by {signal.Signals(signals[0]).name}")
+    print(f"ep.launch: ended by {signal.Signals(signals[0]).name}")
     return 128 + signals[0]
   why = "after another rank's failure" if failed else "at the timeout"
   for rank in stuck:
-    _say(f"rank {rank.index} was still running {why}", rank.log)
+    _report(rank, f"was still running {why}")
   for rank in ranks:
     if rank.code and rank not in stuck:
-      _say(f"rank {rank.index} failed with exit code {rank.code}", rank.log)
+      _report(rank, f"failed with exit code {rank.code}")
   if failed:
     return failed[0].code
   return _TIMED_OUT if stuck else 0
@@ -246,15 +246,11 @@ def _in(seconds: float) -> float:
   return time.monotonic() + seconds
 
 
-def _say(what: str, log: pathlib.Path | None = None) -> None:
-  """Prints a line, and the end of a log."""
-  print(f"ep.launch: {what}")
-  if log is not None:
-    lines = log.read_text(errors="replace").splitlines()
-    shown = lines[-_TAIL_LINES:]
-    print(f"  {log}, lines {len(lines) - len(shown) + 1} to {len(lines)}:")
-    print(*(f"  | {line}" for line in shown), sep="\n")
-  sys.stdout.flush()
+def _report(rank: _Rank, what: str) -> None:
+  print(f"ep.launch: rank {rank.index} {what}; its log is {rank.log}")
+  if rank.index != 0:  # whose log is on the terminal already
+    lines = rank.log.read_text(errors="replace").splitlines()
+    print(*(f"  | {line}" for line in lines[-_TAIL_LINES:]), sep="\n")
 
 
 class _Follower:
@@ -297,8 +293,8 @@ def _caught_signals():
     yield caught  # only the main thread may set handlers, and receives signals
     return
   before = {
-      signum: signal.signal(signum, lambda s, _: caught.append(s))
-      for signum in (signal.SIGINT, signal.SIGTERM)
+    signum: signal.signal(signum, lambda s, _: caught.append(s))
+    for signum in (signal.SIGINT, signal.SIGTERM)
   }
   try:
     yield caught
@@ -308,25 +304,25 @@ def _caught_signals():
 
 
 def _rank_env(
-    index: int,
-    num_processes: int,
-    devices_per_process: int,
-    port: int,
-    extra: Mapping[str, str] | None,
+  index: int,
+  num_processes: int,
+  devices_per_process: int,
+  port: int,
+  extra: Mapping[str, str] | None,
 ) -> dict[str, str]:
   address = f"127.0.0.1:{port}"
   env = {
-      "JAX_PLATFORMS": "cpu",
-      **os.environ,
-      **(extra or {}),
-      "JAX_COORDINATOR_ADDRESS": address,
-      "JAX_COORDINATOR_BIND_ADDRESS": address,  # not on every interface
-      "JAX_NUM_PROCESSES": str(num_processes),
-      "JAX_PROCESS_ID": str(index),
-      # A Bazel launcher may have put its packages on sys.path alone.
-      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-      "PYTHONUNBUFFERED": "1",
-      "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT, which ends a stuck rank
+    "JAX_PLATFORMS": "cpu",
+    **os.environ,
+    **(extra or {}),
+    "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_COORDINATOR_BIND_ADDRESS": address,  # not on every interface
+    "JAX_NUM_PROCESSES": str(num_processes),
+    "JAX_PROCESS_ID": str(index),
+    # A Bazel launcher may have put its packages on sys.path alone.
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT, which ends a stuck rank
   }
   flag = "--xla_force_host_platform_device_count"
   others = re.sub(rf"{flag}=\S*", "", env.get("XLA_FLAGS", ""))
@@ -341,8 +337,8 @@ def _int_from_env(name: str) -> int | None:
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-      prog="python -m ep.launch",
-      description="Starts the ranks of a Python program on this host.",
+    prog="python -m ep.launch",
+    description="Starts the ranks of a Python program on this host.",
   )
   parser.add_argument("--num_processes", type=int, required=True)
   parser.add_argument("--devices_per_process", type=int, default=1)
@@ -356,11 +352,11 @@ def main() -> int:
   if not argv:
     parser.error("name a program to run: a file, or -m and a module")
   return launch(
-      argv,
-      num_processes=args.num_processes,
-      devices_per_process=args.devices_per_process,
-      log_dir=args.log_dir,
-      timeout_s=args.timeout,
+    argv,
+    num_processes=args.num_processes,
+    devices_per_process=args.devices_per_process,
+    log_dir=args.log_dir,
+    timeout_s=args.timeout,
   )
 
 

@@ -23,7 +23,8 @@ import os
 if "JAX_COORDINATOR_ADDRESS" not in os.environ:  # plain pytest: the 1x4 world
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=4"
   )
 
 import jax

@@ -1,0 +1,222 @@
+"""The launcher starts, watches and ends ranks as its docstring says."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ep import launch
+
+_STUCK = "import time; time.sleep(600)"
+
+
+def _launch(code, *args, **kwargs):
+  """Runs a Python text on two ranks, with limits that suit a test."""
+  options = dict(num_processes=2, timeout_s=50.0, grace_s=0.5)
+  return launch.launch(
+    ["-c", textwrap.dedent(code), *args], **(options | kwargs)
+  )
+
+
+def _wait_until(condition):
+  deadline = time.monotonic() + 20
+  while not condition():
+    assert time.monotonic() < deadline, "waited for nothing"
+    time.sleep(0.02)
+
+
+def _is_running(pid):
+  """Whether a process runs: neither gone nor waiting to be reaped."""
+  with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return state.split()[0] != "Z"
+  return False
+
+
+def test_ranks_know_their_place_and_logs_are_kept(tmp_path, capsys):
+  code = """
+    import os, sys
+    print(os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"])
+    print(sys.argv[1:], os.environ["EXTRA"], file=sys.stderr)
+  """
+  result = _launch(
+    code, "a b", num_processes=3, log_dir=tmp_path, env={"EXTRA": "é"}
+  )
+  assert result == 0
+  logs = [(tmp_path / f"rank_{r}.log").read_text() for r in range(3)]
+  assert logs == [f"{r} 3\n['a b'] é\n" for r in range(3)]
+  assert capsys.readouterr().out == logs[0]  # rank 0's, and nothing else
+
+
+def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
+  monkeypatch.setenv(
+    "XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=4 --b=2"
+  )
+  code = "import os; print(os.environ['XLA_FLAGS'].split())"
+  assert _launch(code, log_dir=tmp_path, devices_per_process=3) == 0
+  flags = ["--a=1", "--b=2", "--xla_force_host_platform_device_count=3"]
+  assert (tmp_path / "rank_1.log").read_text() == f"{flags}\n"
+
+
+@pytest.mark.parametrize(
+  "end, code", [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + 9)]
+)
+def test_one_failure_ends_all(tmp_path, capsys, end, code):
+  program = f"""
+    import os, sys, time
+    print("hello from", os.environ["JAX_PROCESS_ID"])
+    if os.environ["JAX_PROCESS_ID"] == "1":
+      {end}
+    time.sleep(600)
+  """
+  assert _launch(program, log_dir=tmp_path) == code
+  out = capsys.readouterr().out
+  assert f"rank 1 failed with exit code {code}" in out
+  assert "  | hello from 1" in out
+  assert "rank 0 was still running after another rank's failure" in out
+  assert "most recent call first" in (tmp_path / "rank_0.log").read_text()
+
+
+def test_survivors_may_report_within_the_grace(tmp_path, capsys):
+  program = """
+    import os, sys, time
+    rank = int(os.environ["JAX_PROCESS_ID"])
+    time.sleep(0.5 * rank)
+    sys.exit(f"error seen by {rank}" if rank else 5)
+  """
+  assert _launch(program, log_dir=tmp_path, grace_s=20.0) == 5
+  out = capsys.readouterr().out
+  assert "  | error seen by 1" in out
+  assert "still running" not in out
+
+
+def test_timeout_ends_all_and_shows_where_they_were(tmp_path, capsys):
+  program = f"def am_stuck():\n  {_STUCK}\nam_stuck()"
+  assert _launch(program, log_dir=tmp_path, timeout_s=1.0) == 124
+  assert "rank 1 was still running at the timeout" in capsys.readouterr().out
+  for rank in range(2):
+    assert "in am_stuck" in (tmp_path / f"rank_{rank}.log").read_text()
+
+
+def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch):
+  monkeypatch.setattr(launch, "_KILL_AFTER_S", 0.2)
+  program = f"""
+    import faulthandler, signal
+    faulthandler.disable()
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)
+    {_STUCK}
+  """
+  assert _launch(program, timeout_s=1.0) == 124
+
+
+def test_temporary_logs_are_removed_unless_something_failed(
+  tmp_path, monkeypatch
+):
+  monkeypatch.delenv("TEST_UNDECLARED_OUTPUTS_DIR", raising=False)
+  monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+  assert _launch("") == 0
+  assert not list(tmp_path.iterdir())
+  assert _launch("raise SystemExit(1)") == 1
+  assert len(list(tmp_path.glob("*/rank_*.log"))) == 2
+
+
+def test_bazel_keeps_the_logs_of_every_launch(tmp_path, monkeypatch):
+  monkeypatch.setenv("TEST_UNDECLARED_OUTPUTS_DIR", str(tmp_path))
+  for _ in range(2):
+    assert _launch("") == 0
+  assert len(list(tmp_path.glob("*/rank_*.log"))) == 4
+
+
+def test_what_a_rank_started_does_not_outlive_it(tmp_path):
+  program = f"""
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", {_STUCK!r}])
+    print(child.pid)
+  """
+  assert _launch(program, log_dir=tmp_path) == 0
+  for rank in range(2):
+    pid = int((tmp_path / f"rank_{rank}.log").read_text())
+    _wait_until(lambda pid=pid: not _is_running(pid))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_launcher(tmp_path, signum):
+  program = f"""
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+print(os.getpid())
+{_STUCK}
+"""
+  launcher = subprocess.Popen(
+    [sys.executable, "-m", "ep.launch", "--num_processes=2"]
+    + [f"--log_dir={tmp_path}", str(_script(tmp_path, program))],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+  )
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  pids = [int(log.read_text()) for log in logs]
+  assert all(_is_running(pid) for pid in pids)
+  launcher.send_signal(signum)
+  expected = -signum if signum == signal.SIGKILL else 128 + signum
+  assert launcher.wait(timeout=20) == expected
+  _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+  told = signum == signal.SIGTERM
+  assert all(("told to end" in log.read_text()) == told for log in logs)
+
+
+def _script(folder, text):
+  path = folder / "script.py"
+  path.write_text(text)
+  return path
+
+
+def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
+  script = _script(tmp_path, "import sys; print(sys.argv[1:])")
+  monkeypatch.setattr(launch.sys, "path", [str(tmp_path), *sys.path])
+  for program in ([str(script)], ["-m", "script"]):
+    argv = ["launch", "--num_processes=1", *program, "--num_processes=9", "-m"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert launch.main() == 0
+    assert capsys.readouterr().out == "['--num_processes=9', '-m']\n"
+  monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=1"])
+  with pytest.raises(SystemExit):
+    launch.main()
+  assert "name a program" in capsys.readouterr().err
+
+
+def test_a_reserved_port_is_given_to_nobody_else():
+  with launch._reserved_port() as one, launch._reserved_port() as two:
+    assert one != two
+
+
+def test_ranks_join_jax_and_an_exception_does_not_wait_for_the_others(
+  tmp_path,
+):
+  program = """
+    from ep import launch
+    launch.initialize()
+    launch.initialize()
+    import jax, time
+    print(jax.process_index(), jax.local_device_count(), jax.device_count())
+    if jax.process_index() == 1:
+      raise ValueError("as planned")
+    time.sleep(600)
+  """
+  code = _launch(program, devices_per_process=2, log_dir=tmp_path)
+  assert code == 1
+  for rank in range(2):
+    assert f"{rank} 2 4\n" in (tmp_path / f"rank_{rank}.log").read_text()
+  assert "ValueError: as planned" in (tmp_path / "rank_1.log").read_text()
+
+
+def test_initialize_does_nothing_without_a_launcher(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  hook = sys.excepthook
+  launch.initialize()
+  assert sys.excepthook is hook
