@@ -17,216 +17,214 @@ L = E // P
 
 
 class ByHand:
-    """The contract, one row at a time."""
+  """The contract, one row at a time."""
 
-    def __init__(self, topk_idx, alignment, capacity):
-        self.capacity = capacity
-        self.group_sizes, self.token_counts, self.total = [], [], []
-        self.source = {}  # (rank, slot) -> (source rank, token, choice)
-        for rank in range(P):
-            slabs = [self._slab(topk_idx, rank * L + j) for j in range(L)]
-            rows = []
-            for slab in slabs:
-                padding = [None] * (-len(slab) % alignment)
-                start = len(rows)
-                rows += slab + padding
-                kept = rows[start:capacity]
-                self.group_sizes.append(len(kept))
-                self.token_counts.append(sum(r is not None for r in kept))
-            self.total.append(len(rows))
-            for slot, source in enumerate(rows[:capacity]):
-                if source is not None:
-                    self.source[rank, slot] = source
+  def __init__(self, topk_idx, alignment, capacity):
+    self.capacity = capacity
+    self.group_sizes, self.token_counts, self.total = [], [], []
+    self.source = {}  # (rank, slot) -> (source rank, token, choice)
+    for rank in range(P):
+      slabs = [self._slab(topk_idx, rank * L + j) for j in range(L)]
+      rows = []
+      for slab in slabs:
+        padding = [None] * (-len(slab) % alignment)
+        start = len(rows)
+        rows += slab + padding
+        kept = rows[start:capacity]
+        self.group_sizes.append(len(kept))
+        self.token_counts.append(sum(r is not None for r in kept))
+      self.total.append(len(rows))
+      for slot, source in enumerate(rows[:capacity]):
+        if source is not None:
+          self.source[rank, slot] = source
 
-    @staticmethod
-    def _slab(topk_idx, expert):
-        return [
-            (p, t, k)
-            for p in range(P)
-            for t in range(T)
-            for k in range(K)
-            if topk_idx[p, t, k] == expert
-        ]
+  @staticmethod
+  def _slab(topk_idx, expert):
+    return [
+      (p, t, k)
+      for p in range(P)
+      for t in range(T)
+      for k in range(K)
+      if topk_idx[p, t, k] == expert
+    ]
 
-    def scatter(self, x):
-        """`x [P, T, K, ...]` -> `[P, C, ...]`."""
-        out = np.zeros((P, self.capacity, *x.shape[3:]), x.dtype)
-        for place, choice in self.source.items():
-            out[place] = x[choice]
-        return out
+  def scatter(self, x):
+    """`x [P, T, K, ...]` -> `[P, C, ...]`."""
+    out = np.zeros((P, self.capacity, *x.shape[3:]), x.dtype)
+    for place, choice in self.source.items():
+      out[place] = x[choice]
+    return out
 
-    def gather(self, rows):
-        """`rows [P, C, ...]` -> `[P, T, K, ...]`."""
-        out = np.zeros((P, T, K, *rows.shape[2:]), rows.dtype)
-        for place, choice in self.source.items():
-            out[choice] = rows[place]
-        return out
+  def gather(self, rows):
+    """`rows [P, C, ...]` -> `[P, T, K, ...]`."""
+    out = np.zeros((P, T, K, *rows.shape[2:]), rows.dtype)
+    for place, choice in self.source.items():
+      out[choice] = rows[place]
+    return out
 
-    def sum_home(self, rows, weights):
-        """`[P, C, H]` -> `[P, T, H]`, in float32, rounded once."""
-        out = np.zeros((P, T, H), np.float32)
-        for k in range(K):  # ascending k is part of the contract
-            for (rank, slot), (p, t, choice) in self.source.items():
-                if choice == k:
-                    row = rows[rank, slot].astype(np.float32)
-                    out[p, t] += row * weights[rank, slot]
-        return out.astype(rows.dtype)
+  def sum_home(self, rows, weights):
+    """`[P, C, H]` -> `[P, T, H]`, in float32, rounded once."""
+    out = np.zeros((P, T, H), np.float32)
+    for k in range(K):  # ascending k is part of the contract
+      for (rank, slot), (p, t, choice) in self.source.items():
+        if choice == k:
+          row = rows[rank, slot].astype(np.float32)
+          out[p, t] += row * weights[rank, slot]
+    return out.astype(rows.dtype)
 
 
 @pytest.fixture
 def rng():
-    return np.random.default_rng(0)
+  return np.random.default_rng(0)
 
 
 def choices(rng):
-    """Distinct experts of each token, a quarter of the choices unused."""
-    idx = rng.random((P, T, E)).argsort(-1)[..., :K].astype(np.int32)
-    idx[rng.random(idx.shape) < 0.25] = -1
-    return idx
+  """Distinct experts of each token, a quarter of the choices unused."""
+  idx = rng.random((P, T, E)).argsort(-1)[..., :K].astype(np.int32)
+  idx[rng.random(idx.shape) < 0.25] = -1
+  return idx
 
 
 LAYOUTS = pytest.mark.parametrize(
-    "alignment, capacity", [(1, 45), (4, 60), (1, 6), (4, 8), (8, 32)]
+  "alignment, capacity", [(1, 45), (4, 60), (1, 6), (4, 8), (8, 32)]
 )
 DTYPES = pytest.mark.parametrize(
-    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16]
+  "dtype", [np.float32, np.float16, ml_dtypes.bfloat16]
 )
 
 
 def routings(rng, alignment, capacity):
-    idx = choices(rng)
-    routing = reference.prepare(
-        jnp.asarray(idx),
-        num_experts=E,
-        capacity=capacity,
-        alignment=alignment,
-    )
-    return routing, ByHand(idx, alignment, capacity)
+  idx = choices(rng)
+  routing = reference.prepare(
+    jnp.asarray(idx),
+    num_experts=E,
+    capacity=capacity,
+    alignment=alignment,
+  )
+  return routing, ByHand(idx, alignment, capacity)
 
 
 def normal(rng, *shape, dtype=np.float32):
-    return rng.standard_normal(shape).astype(dtype)
+  return rng.standard_normal(shape).astype(dtype)
 
 
 def assert_same_bits(actual, expected):
-    actual = np.asarray(actual)
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert actual.tobytes() == expected.tobytes()
+  actual = np.asarray(actual)
+  assert actual.dtype == expected.dtype
+  assert actual.shape == expected.shape
+  assert actual.tobytes() == expected.tobytes()
 
 
 @LAYOUTS
 def test_prepare(rng, alignment, capacity):
-    routing, hand = routings(rng, alignment, capacity)
-    rank, slot = np.full((2, P, T, K), -1, np.int32)
-    for place, choice in hand.source.items():
-        rank[choice], slot[choice] = place
-    assert_same_bits(routing.rank, rank)
-    assert_same_bits(routing.slot, slot)
-    for name, shape, expected in [
-        ("group_sizes", (P, L), hand.group_sizes),
-        ("token_counts", (P, L), hand.token_counts),
-        ("total_recv_tokens", (P, 1), hand.total),
-    ]:
-        expected = np.reshape(expected, shape).astype(np.int32)
-        assert_same_bits(getattr(routing, name), expected)
+  routing, hand = routings(rng, alignment, capacity)
+  rank, slot = np.full((2, P, T, K), -1, np.int32)
+  for place, choice in hand.source.items():
+    rank[choice], slot[choice] = place
+  assert_same_bits(routing.rank, rank)
+  assert_same_bits(routing.slot, slot)
+  for name, shape, expected in [
+    ("group_sizes", (P, L), hand.group_sizes),
+    ("token_counts", (P, L), hand.token_counts),
+    ("total_recv_tokens", (P, 1), hand.total),
+  ]:
+    expected = np.reshape(expected, shape).astype(np.int32)
+    assert_same_bits(getattr(routing, name), expected)
 
 
 @DTYPES
 @LAYOUTS
 def test_dispatch(rng, alignment, capacity, dtype):
-    routing, hand = routings(rng, alignment, capacity)
-    tokens = normal(rng, P, T, H, dtype=dtype)
-    weights = normal(rng, P, T, K)
-    recv, recv_weights = reference.dispatch(
-        routing, jnp.asarray(tokens), jnp.asarray(weights), capacity=capacity
-    )
-    per_choice = np.repeat(tokens[:, :, None], K, axis=2)
-    assert_same_bits(recv, hand.scatter(per_choice))
-    assert_same_bits(recv_weights, hand.scatter(weights))
+  routing, hand = routings(rng, alignment, capacity)
+  tokens = normal(rng, P, T, H, dtype=dtype)
+  weights = normal(rng, P, T, K)
+  recv, recv_weights = reference.dispatch(
+    routing, jnp.asarray(tokens), jnp.asarray(weights), capacity=capacity
+  )
+  per_choice = np.repeat(tokens[:, :, None], K, axis=2)
+  assert_same_bits(recv, hand.scatter(per_choice))
+  assert_same_bits(recv_weights, hand.scatter(weights))
 
 
 @DTYPES
 @LAYOUTS
 @pytest.mark.parametrize("weighted", [False, True])
 def test_combine(rng, alignment, capacity, dtype, weighted):
-    routing, hand = routings(rng, alignment, capacity)
-    rows = normal(rng, P, capacity, H, dtype=dtype)
-    weights = normal(rng, P, capacity) if weighted else None
-    actual = reference.combine(
-        routing,
-        jnp.asarray(rows),
-        None if weights is None else jnp.asarray(weights),
-    )
-    ones = np.ones((P, capacity), np.float32)
-    expected = hand.sum_home(rows, ones if weights is None else weights)
-    assert_same_bits(actual, expected)
+  routing, hand = routings(rng, alignment, capacity)
+  rows = normal(rng, P, capacity, H, dtype=dtype)
+  weights = normal(rng, P, capacity) if weighted else None
+  actual = reference.combine(
+    routing,
+    jnp.asarray(rows),
+    None if weights is None else jnp.asarray(weights),
+  )
+  ones = np.ones((P, capacity), np.float32)
+  expected = hand.sum_home(rows, ones if weights is None else weights)
+  assert_same_bits(actual, expected)
 
 
 @DTYPES
 @LAYOUTS
 def test_backward_of_dispatch(rng, alignment, capacity, dtype):
-    routing, hand = routings(rng, alignment, capacity)
-    g_recv = normal(rng, P, capacity, H, dtype=dtype)
-    g_recv_weights = normal(rng, P, capacity)
-    g_tokens, g_weights = reference.dispatch_bwd(
-        routing, jnp.asarray(g_recv), jnp.asarray(g_recv_weights)
-    )
-    ones = np.ones((P, capacity), np.float32)
-    assert_same_bits(g_tokens, hand.sum_home(g_recv, ones))
-    assert_same_bits(g_weights, hand.gather(g_recv_weights))
+  routing, hand = routings(rng, alignment, capacity)
+  g_recv = normal(rng, P, capacity, H, dtype=dtype)
+  g_recv_weights = normal(rng, P, capacity)
+  g_tokens, g_weights = reference.dispatch_bwd(
+    routing, jnp.asarray(g_recv), jnp.asarray(g_recv_weights)
+  )
+  ones = np.ones((P, capacity), np.float32)
+  assert_same_bits(g_tokens, hand.sum_home(g_recv, ones))
+  assert_same_bits(g_weights, hand.gather(g_recv_weights))
 
 
 @LAYOUTS
 def test_backward_is_the_transpose_of_forward(rng, alignment, capacity):
-    """On small whole numbers, which float32 adds exactly in any order."""
-    routing, _ = routings(rng, alignment, capacity)
+  """On small whole numbers, which float32 adds exactly in any order."""
+  routing, _ = routings(rng, alignment, capacity)
 
-    def whole(*shape):
-        return jnp.asarray(rng.integers(-8, 9, shape).astype(np.float32))
+  def whole(*shape):
+    return jnp.asarray(rng.integers(-8, 9, shape).astype(np.float32))
 
-    tokens, weights = whole(P, T, H), whole(P, T, K)
-    g_rows, g_weights, g_out = (
-        whole(P, capacity, H),
-        whole(P, capacity),
-        whole(P, T, H),
-    )
-    _, transpose = jax.vjp(
-        lambda x, w: reference.dispatch(routing, x, w, capacity=capacity),
-        tokens,
-        weights,
-    )
-    expected = transpose((g_rows, g_weights))
-    actual = reference.dispatch_bwd(routing, g_rows, g_weights)
-    for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a, e)
+  tokens, weights = whole(P, T, H), whole(P, T, K)
+  g_rows, g_weights, g_out = (
+    whole(P, capacity, H),
+    whole(P, capacity),
+    whole(P, T, H),
+  )
+  _, transpose = jax.vjp(
+    lambda x, w: reference.dispatch(routing, x, w, capacity=capacity),
+    tokens,
+    weights,
+  )
+  expected = transpose((g_rows, g_weights))
+  actual = reference.dispatch_bwd(routing, g_rows, g_weights)
+  for a, e in zip(actual, expected, strict=True):
+    np.testing.assert_array_equal(a, e)
 
-    _, transpose = jax.vjp(
-        lambda rows: reference.combine(routing, rows), g_rows
-    )
-    (expected,) = transpose(g_out)
-    actual = reference.combine_bwd(routing, g_out, capacity=capacity)
-    np.testing.assert_array_equal(actual, expected)
+  _, transpose = jax.vjp(lambda rows: reference.combine(routing, rows), g_rows)
+  (expected,) = transpose(g_out)
+  actual = reference.combine_bwd(routing, g_out, capacity=capacity)
+  np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_sum_is_not_rounded_between_its_terms():
-    """1 + eps/2 + eps/2: lost twice in bfloat16, kept when rounded once."""
-    eps = float(jnp.finfo(jnp.bfloat16).eps)
-    routing = reference.prepare(
-        jnp.arange(3, dtype=jnp.int32)[None, None], num_experts=3, capacity=3
-    )
-    rows = jnp.asarray([[[1.0], [eps / 2], [eps / 2]]], jnp.bfloat16)
-    out = reference.combine(routing, rows)
-    assert float(out[0, 0, 0]) == 1 + eps
+  """1 + eps/2 + eps/2: lost twice in bfloat16, kept when rounded once."""
+  eps = float(jnp.finfo(jnp.bfloat16).eps)
+  routing = reference.prepare(
+    jnp.arange(3, dtype=jnp.int32)[None, None], num_experts=3, capacity=3
+  )
+  rows = jnp.asarray([[[1.0], [eps / 2], [eps / 2]]], jnp.bfloat16)
+  out = reference.combine(routing, rows)
+  assert float(out[0, 0, 0]) == 1 + eps
 
 
 def test_a_product_is_rounded_before_it_is_added():
-    """An FMA would keep the eps**2 that the product alone rounds away."""
-    eps = float(jnp.finfo(jnp.float32).eps)
-    routing = reference.prepare(
-        jnp.arange(2, dtype=jnp.int32)[None, None], num_experts=2, capacity=2
-    )
-    rows = jnp.asarray([[[-1 - 2 * eps], [1 + eps]]], jnp.float32)
-    weights = jnp.asarray([[1, 1 + eps]], jnp.float32)
-    out = reference.combine(routing, rows, weights)
-    assert float(out[0, 0, 0]) == 0.0
+  """An FMA would keep the eps**2 that the product alone rounds away."""
+  eps = float(jnp.finfo(jnp.float32).eps)
+  routing = reference.prepare(
+    jnp.arange(2, dtype=jnp.int32)[None, None], num_experts=2, capacity=2
+  )
+  rows = jnp.asarray([[[-1 - 2 * eps], [1 + eps]]], jnp.float32)
+  weights = jnp.asarray([[1, 1 + eps]], jnp.float32)
+  out = reference.combine(routing, rows, weights)
+  assert float(out[0, 0, 0]) == 0.0

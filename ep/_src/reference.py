@@ -28,80 +28,79 @@ import jax.numpy as jnp
 
 
 class Routing(NamedTuple):
-    """Where each choice goes, and what each rank receives."""
+  """Where each choice goes, and what each rank receives."""
 
-    rank: jax.Array  # [P, T, K] destination rank; -1: unused or dropped
-    slot: jax.Array  # [P, T, K] row on that rank; -1: unused or dropped
-    group_sizes: jax.Array  # [P, L] rows of each slab, cut at the capacity
-    token_counts: jax.Array  # [P, L] rows of each slab that hold a token
-    total_recv_tokens: jax.Array  # [P, 1] rows wanted, dropped ones included
+  rank: jax.Array  # [P, T, K] destination rank; -1: unused or dropped
+  slot: jax.Array  # [P, T, K] row on that rank; -1: unused or dropped
+  group_sizes: jax.Array  # [P, L] rows of each slab, cut at the capacity
+  token_counts: jax.Array  # [P, L] rows of each slab that hold a token
+  total_recv_tokens: jax.Array  # [P, 1] rows wanted, dropped ones included
 
 
 def prepare(topk_idx, *, num_experts, capacity, alignment=1):
-    """`topk_idx [P, T, K]` -> `Routing`."""
-    P, T, _ = topk_idx.shape
-    E, L = num_experts, num_experts // P
-    idx = topk_idx.astype(jnp.int32)
-    chosen = (idx[..., None] == jnp.arange(E)).any(2).reshape(P * T, E)
-    chosen = chosen.astype(jnp.int32)
-    count = chosen.sum(0).reshape(P, L)
-    padded = -(-count // alignment) * alignment
-    end = padded.cumsum(1)
-    offset = end - padded
-    row_in_slab = (chosen.cumsum(0) - chosen).reshape(P, T, E)
-    slot_of_expert = row_in_slab + offset.reshape(E)
-    slot = jnp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
-    kept = (idx >= 0) & (slot < capacity)
-    return Routing(
-        rank=jnp.where(kept, idx // L, -1),
-        slot=jnp.where(kept, slot, -1),
-        group_sizes=end.clip(max=capacity) - offset.clip(max=capacity),
-        token_counts=count.clip(max=(capacity - offset).clip(0)),
-        total_recv_tokens=end[:, -1:],
-    )
+  """`topk_idx [P, T, K]` -> `Routing`."""
+  P, T, _ = topk_idx.shape
+  E, L, i32 = num_experts, num_experts // P, jnp.int32
+  idx = topk_idx.astype(i32)
+  chosen = (idx[..., None] == jnp.arange(E)).any(2).reshape(P * T, E)
+  count = chosen.sum(0, dtype=i32).reshape(P, L)
+  padded = -(-count // alignment) * alignment
+  end = padded.cumsum(1, dtype=i32)
+  offset = end - padded
+  row_in_slab = (chosen.cumsum(0, dtype=i32) - chosen).reshape(P, T, E)
+  slot_of_expert = row_in_slab + offset.reshape(E)
+  slot = jnp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
+  kept = (idx >= 0) & (slot < capacity)
+  return Routing(
+    rank=jnp.where(kept, idx // L, -1),
+    slot=jnp.where(kept, slot, -1),
+    group_sizes=end.clip(max=capacity) - offset.clip(max=capacity),
+    token_counts=count.clip(max=(capacity - offset).clip(0)),
+    total_recv_tokens=end[:, -1:],
+  )
 
 
 def dispatch(routing, tokens, topk_weights, *, capacity):
-    """`[P, T, H]`, `[P, T, K]` -> `recv [P, C, H]`, `recv_weights [P, C]`."""
-    weights = topk_weights.astype(jnp.float32)
-    return (
-        _scatter(routing, tokens[:, :, None], capacity),
-        _scatter(routing, weights, capacity),
-    )
+  """`[P, T, H]`, `[P, T, K]` -> `recv [P, C, H]`, `recv_weights [P, C]`."""
+  weights = topk_weights.astype(jnp.float32)
+  return (
+    _scatter(routing, tokens[:, :, None], capacity),
+    _scatter(routing, weights, capacity),
+  )
 
 
 def combine(routing, rows, weights=None):
-    """`rows [P, C, H]`, optional `weights [P, C]` -> `[P, T, H]`."""
-    out = jnp.float32(0)
-    terms = _gather(routing, rows).astype(jnp.float32)
-    if weights is not None:
-        terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
-    for k in range(terms.shape[2]):
-        out += terms[:, :, k]
-    return out.astype(rows.dtype)
+  """`rows [P, C, H]`, optional `weights [P, C]` -> `[P, T, H]`."""
+  out = jnp.float32(0)
+  terms = _gather(routing, rows).astype(jnp.float32)
+  if weights is not None:
+    terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
+  for k in range(terms.shape[2]):
+    out += terms[:, :, k]
+  return out.astype(rows.dtype)
 
 
 def dispatch_bwd(routing, g_recv, g_recv_weights):
-    """`[P, C, H]`, `[P, C]` -> cotangents of `tokens` and `topk_weights`."""
-    return combine(routing, g_recv), _gather(routing, g_recv_weights)
+  """`[P, C, H]`, `[P, C]` -> cotangents of `tokens` and `topk_weights`."""
+  return combine(routing, g_recv), _gather(routing, g_recv_weights)
 
 
 def combine_bwd(routing, g, *, capacity):
-    """`g [P, T, H]` -> cotangent of unweighted combine's `rows`, `[P, C, H]`."""
-    return _scatter(routing, g[:, :, None], capacity)
+  """`g [P, T, H]` -> cotangent of unweighted combine's `rows`, `[P, C, H]`."""
+  return _scatter(routing, g[:, :, None], capacity)
 
 
 def _scatter(routing, x, capacity):
-    """`x [P, T, K or 1, ...]` -> `[P, C, ...]`: each choice to its slot."""
-    P, _, _, *rest = x.shape
-    x = jnp.broadcast_to(x, (*routing.slot.shape, *rest))
-    slot = jnp.where(routing.slot < 0, capacity, routing.slot)  # out of bounds
-    rows = jnp.zeros((P, capacity, *rest), x.dtype)
-    return rows.at[routing.rank, slot].set(x, mode="drop")
+  """`x [P, T, K or 1, ...]` -> `[P, C, ...]`: each choice to its slot."""
+  P, _, _, *rest = x.shape
+  x = jnp.broadcast_to(x, (*routing.slot.shape, *rest))
+  slot = jnp.where(routing.slot < 0, capacity, routing.slot)  # out of bounds
+  rows = jnp.zeros((P, capacity, *rest), x.dtype)
+  return rows.at[routing.rank, slot].set(x, mode="drop")
 
 
 def _gather(routing, rows):
-    """`rows [P, C, ...]` -> `[P, T, K, ...]`: each slot to its choice."""
-    kept = routing.slot >= 0
-    kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
-    return jnp.where(kept, rows[routing.rank, routing.slot], 0)
+  """`rows [P, C, ...]` -> `[P, T, K, ...]`: each slot to its choice."""
+  kept = routing.slot >= 0
+  kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
+  return jnp.where(kept, rows[routing.rank, routing.slot], 0)

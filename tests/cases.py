@@ -1,0 +1,391 @@
+"""What the op tests share: routings, arrays, and the oracle beside the ops.
+
+A `Case` is a layer and a routing for it. A test states one claim about a
+function of ops, and `check` runs it twice: on the ops under test, jitted over
+the case's mesh, and on the oracle, op by op. All leaves of the two results must
+have the same bits:
+
+    case = Case(layer(top_k=2), "skewed")
+    case.check(dispatch, case.tokens(), case.weights())
+
+All arrays are the global view's: the leading axis of tokens is split over the
+ranks, and received rows have a leading axis of one entry per rank. They are
+numpy arrays, drawn alike on every process.
+"""
+
+import functools
+import math
+
+from conftest import assert_shards_equal, make_mesh, to_global
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+import ep
+from ep._src import reference
+
+T, H, E, K = 5, 7, 8, 3  # tokens of a rank, hidden size, experts, choices
+
+MESHES = {
+  "ep4": {"ep": 4},
+  "dp2_ep2": {"dp": 2, "ep": 2},
+  "dp4_ep1": {"dp": 4, "ep": 1},
+}
+
+
+def bootstrap(mesh, **overrides):
+  """A new group of the sizes above, to be closed by the caller."""
+  options = dict(
+    num_experts=E,
+    max_tokens_per_rank=T,
+    hidden_dim=H,
+    top_k=K,
+    max_token_dtype=jnp.float32,
+    timeout_s=60.0,
+  )
+  return ep.ep_bootstrap(mesh, **(options | overrides))
+
+
+@functools.cache
+def group(mesh="ep4", **options):
+  """A group that tests share; it lives as long as the process."""
+  return bootstrap(make_mesh(MESHES[mesh]), **options)
+
+
+def layer(mesh="ep4", **options):
+  return ep.EpLayerConfig(group(mesh), **options)
+
+
+# --- Routings: [N, K] distinct experts of each of N tokens, or -1 -----------
+
+
+def _draw(rng, shape, odds=None):
+  """Distinct experts, likelier ones by their odds (Gumbel's top-k trick)."""
+  n, k = shape
+  odds = np.ones(E) if odds is None else np.asarray(odds, float)
+  with np.errstate(divide="ignore"):
+    keys = np.log(odds) + rng.gumbel(size=(n, E))
+  idx = keys.argsort(-1)[:, ::-1][:, :k]
+  return np.where(odds[idx] > 0, idx, -1).astype(np.int32)
+
+
+def _uniform(rng, shape):
+  return _draw(rng, shape)
+
+
+def _skewed(rng, shape):
+  return _draw(rng, shape, 2.0 ** -np.arange(E))
+
+
+def _empty_experts(rng, shape):
+  return _draw(rng, shape, np.arange(E) % 2)
+
+
+def _to_one_expert(rng, shape):
+  return _draw(rng, shape, np.arange(E) == E - 2)
+
+
+def _with_unused_choices(rng, shape):
+  return np.where(rng.random(shape) < 0.4, -1, _draw(rng, shape))
+
+
+def _one_token(rng, shape):
+  only = np.arange(shape[0])[:, None] == shape[0] // 2
+  return np.where(only, _draw(rng, shape), -1)
+
+
+def _idle_rank(rng, shape):
+  """The second quarter, which is one rank's tokens, goes nowhere."""
+  quarter = np.arange(shape[0])[:, None] * 4 // shape[0]
+  return np.where(quarter == 1, -1, _draw(rng, shape))
+
+
+def _idle(rng, shape):
+  return np.full(shape, -1)
+
+
+ROUTINGS = {
+  "uniform": _uniform,
+  "skewed": _skewed,
+  "empty_experts": _empty_experts,
+  "to_one_expert": _to_one_expert,
+  "with_unused_choices": _with_unused_choices,
+  "one_token": _one_token,
+  "idle_rank": _idle_rank,
+  "idle": _idle,
+}
+
+
+# --- The ops, and the oracle with the same methods ---------------------------
+
+
+class Ops:
+  """The ops under test, bound to a handle."""
+
+  def __init__(self, handle):
+    self.handle = handle
+
+  def sizes(self):
+    h = self.handle
+    return h.group_sizes, h.token_counts, h.total_recv_tokens
+
+  def dispatch(self, tokens, weights):
+    return ep.ep_dispatch(self.handle, tokens, weights)
+
+  def combine(self, rows, weights=None):
+    return ep.ep_combine(self.handle, rows, weights)
+
+  def dispatch_bwd(self, primals, cotangents):
+    return jax.vjp(self.dispatch, *primals)[1](cotangents)
+
+  def combine_bwd(self, primals, cotangent):
+    return jax.vjp(self.combine, *primals)[1](cotangent)
+
+
+class LocalOps(Ops):
+  """The ops of one rank, inside `shard_map`, in the global view's shapes."""
+
+  def sizes(self):
+    return jax.tree.map(lambda x: x[None], super().sizes())
+
+  def dispatch(self, tokens, weights):
+    return jax.tree.map(lambda x: x[None], super().dispatch(tokens, weights))
+
+  def combine(self, rows, weights=None):
+    return super().combine(*jax.tree.map(lambda x: x[0], (rows, weights)))
+
+
+class Oracle:
+  """What the ops must return: the reference, mapped over the EP domains."""
+
+  def __init__(self, layer, topk_idx):
+    self._lead = topk_idx.shape[:-1]
+    self._domains = (ranks(layer) // layer.ep_size, layer.ep_size)
+    self._capacity = layer.capacity
+    prepare = functools.partial(
+      reference.prepare,
+      num_experts=layer.group.num_experts,
+      capacity=layer.capacity,
+      alignment=layer.alignment,
+    )
+    self.routing = jax.vmap(prepare)(self._tokens_in(topk_idx))
+
+  def sizes(self):
+    _, _, *sizes = self.routing
+    return tuple(self._rows_out(x) for x in sizes)
+
+  def dispatch(self, tokens, weights):
+    recv = self._map(
+      functools.partial(reference.dispatch, capacity=self._capacity),
+      self._tokens_in(tokens),
+      self._tokens_in(weights),
+    )
+    return tuple(self._rows_out(x) for x in recv)
+
+  def combine(self, rows, weights=None):
+    if weights is not None:
+      weights = self._rows_in(weights)
+    out = self._map(reference.combine, self._rows_in(rows), weights)
+    return self._tokens_out(out)
+
+  def dispatch_bwd(self, primals, cotangents):
+    _, weights = primals
+    g_tokens, g_weights = self._map(
+      reference.dispatch_bwd, *map(self._rows_in, cotangents)
+    )
+    g_weights = g_weights.astype(weights.dtype)
+    return self._tokens_out(g_tokens), self._tokens_out(g_weights)
+
+  def combine_bwd(self, primals, cotangent):
+    g = self._rows_out(
+      self._map(
+        functools.partial(reference.combine_bwd, capacity=self._capacity),
+        self._tokens_in(cotangent),
+      )
+    )
+    if len(primals) == 1:
+      return (g,)
+    rows, weights = (jnp.asarray(x, jnp.float32) for x in primals)
+    g_rows = g.astype(jnp.float32) * weights[..., None]
+    g_weights = (g.astype(jnp.float32) * rows).sum(-1)
+    return tuple(
+      d.astype(x.dtype)
+      for d, x in zip((g_rows, g_weights), primals, strict=True)
+    )
+
+  def _map(self, fn, *arrays):
+    return jax.vmap(fn)(self.routing, *arrays)
+
+  def _tokens_in(self, x):  # [R * T, ...] -> [domains, P, T, H or K]
+    x = jnp.asarray(x)
+    per_rank = x.size // (math.prod(self._domains) * x.shape[-1])
+    return x.reshape(*self._domains, per_rank, x.shape[-1])
+
+  def _tokens_out(self, x):
+    return x.reshape(*self._lead, x.shape[-1])
+
+  def _rows_in(self, x):  # [R, ...] -> [domains, P, ...]
+    x = jnp.asarray(x)
+    return x.reshape(*self._domains, *x.shape[1:])
+
+  def _rows_out(self, x):
+    return x.reshape(-1, *x.shape[2:])
+
+
+def sizes(ops):
+  return ops.sizes()
+
+
+def dispatch(ops, tokens, weights):
+  return ops.dispatch(tokens, weights)
+
+
+def combine(ops, rows, weights=None):
+  return ops.combine(rows, weights)
+
+
+# --- Cases -------------------------------------------------------------------
+
+
+class Case:
+  """A layer, a routing for it, and arrays that fit.
+
+  Args:
+    routing: a name in ROUTINGS, or the choices themselves.
+    lead: shape of one rank's tokens, without the hidden size.
+    whole: draw small positive whole numbers, which float32 multiplies and adds
+      exactly in any order, for sums whose order the contract leaves open. The
+      default, normal floats, shows every change in order and rounding.
+  """
+
+  def __init__(self, layer, routing="uniform", *, lead=(T,), whole=False):
+    self.layer = layer
+    self._lead = (ranks(layer) * lead[0], *lead[1:])
+    self._received = (ranks(layer), layer.capacity)
+    self._whole = whole
+    self._rng = np.random.default_rng(0)
+    if isinstance(routing, str):
+      n = math.prod(self._lead)
+      idx = ROUTINGS[routing](self._rng, (n, layer.top_k))
+      routing = idx.reshape(*self._lead, -1).astype(np.int32)
+    self.topk_idx = routing
+
+  @functools.cached_property
+  def oracle(self):
+    return Oracle(self.layer, self.topk_idx)
+
+  def tokens(self, dtype=jnp.float32):
+    """`[R * T, H]`."""
+    return self._numbers((*self._lead, H), dtype)
+
+  def rows(self, dtype=jnp.float32):
+    """`[R, C, H]`, with numbers in the rows that nobody owns, too."""
+    return self._numbers((*self._received, H), dtype)
+
+  def weights(self, dtype=jnp.float32):
+    """`[R * T, K]`; no two are equal, in any of our dtypes."""
+    shape = (*self._lead, self.layer.top_k)
+    return self._distinct(shape).astype(dtype)
+
+  def row_weights(self, dtype=jnp.float32):
+    """`[R, C]`; no two are equal in float32."""
+    return self._distinct(self._received).astype(dtype)
+
+  def put(self, array):
+    """A global array, its leading axis split over the ranks."""
+    return to_global(array, self.layer.group.mesh, spec(self.layer))
+
+  def run(self, fn, *arrays, **view):
+    """`fn(Ops, *arrays)`, jitted."""
+    (out,) = run((self, fn, *arrays), **view)
+    return out
+
+  def check(self, fn, *arrays, **view):
+    """`run` equals `fn(Oracle, *arrays)`, bit for bit."""
+    check((self, fn, *arrays), **view)
+
+  def _numbers(self, shape, dtype):
+    if self._whole:
+      return self._rng.integers(1, 9, shape).astype(dtype)
+    return self._rng.standard_normal(shape).astype(dtype)
+
+  def _distinct(self, shape):
+    numbers = 1 + self._rng.permutation(math.prod(shape)).reshape(shape)
+    return (numbers / 64).astype(np.float32)
+
+
+def ranks(layer):
+  """How many ranks hold distinct tokens."""
+  shape = layer.group.mesh.shape
+  return math.prod(shape[axis] for axis in _axes(layer))
+
+
+def _axes(layer):
+  return (*layer.group.data_axes, layer.group.axis_name)
+
+
+def spec(layer):
+  return PartitionSpec(_axes(layer))
+
+
+def global_view(layer, fn):
+  def call(topk_idx, *arrays):
+    return fn(Ops(ep.ep_prepare(layer, topk_idx)), *arrays)
+
+  return call
+
+
+def local_view(layer, fn, *, check_vma=True):
+  def call(topk_idx, *arrays):
+    return fn(LocalOps(ep.ep_prepare(layer, topk_idx)), *arrays)
+
+  return jax.shard_map(
+    call,
+    mesh=layer.group.mesh,
+    in_specs=spec(layer),
+    out_specs=spec(layer),
+    check_vma=check_vma,
+  )
+
+
+@functools.cache
+def _program(parts, view):
+  calls = [view(layer, fn) for layer, fn in parts]
+  return jax.jit(
+    lambda *args: [call(*a) for call, a in zip(calls, args, strict=True)]
+  )
+
+
+def lower(*claims, view=global_view):
+  """One program of all claims, `(case, fn, *arrays)`, lowered."""
+  program, args = _program_and_args(claims, view)
+  return program.lower(*args)
+
+
+def run(*claims, view=global_view):
+  """What one program of all claims, `(case, fn, *arrays)`, returns."""
+  program, args = _program_and_args(claims, view)
+  return program(*args)
+
+
+def _program_and_args(claims, view):
+  parts = tuple((case.layer, fn) for case, fn, *_ in claims)
+  args = [
+    [case.put(x) for x in (case.topk_idx, *arrays)]
+    for case, _, *arrays in claims
+  ]
+  return _program(parts, view), args
+
+
+def check(*claims, view=global_view):
+  """Each claim, `(case, fn, *arrays)`, holds where all are one program."""
+  for (case, fn, *arrays), actual in zip(
+    claims, run(*claims, view=view), strict=True
+  ):
+    assert_same(actual, fn(case.oracle, *arrays))
+
+
+def assert_same(actual, expected):
+  """Two trees of arrays have the same structure, shapes, dtypes and bits."""
+  jax.tree.map(assert_shards_equal, actual, expected)

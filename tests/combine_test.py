@@ -1,0 +1,140 @@
+"""ep_combine, forward and backward, against the oracle."""
+
+from cases import (
+  Case,
+  K,
+  ROUTINGS,
+  T,
+  assert_same,
+  combine,
+  layer,
+)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+DTYPES = pytest.mark.parametrize(
+  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+
+
+def combine_and_back(ops, g, *primals):
+  return ops.combine(*primals), ops.combine_bwd(primals, g)
+
+
+def check(case, dtype=jnp.float32):
+  case.check(combine_and_back, case.tokens(dtype), case.rows(dtype))
+
+
+def check_weighted(case, dtype=jnp.float32, weight_dtype=jnp.float32):
+  case.check(
+    combine_and_back,
+    case.tokens(dtype),
+    case.rows(dtype),
+    case.row_weights(weight_dtype),
+  )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing(routing):
+  check(Case(layer(), routing))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_weighted(routing):
+  """The gradient of a weight sums over H in an order that is left open."""
+  check_weighted(Case(layer(), routing, whole=True))
+
+
+@DTYPES
+def test_dtypes(dtype):
+  check(Case(layer(), "with_unused_choices"), dtype)
+
+
+@DTYPES
+def test_dtypes_weighted(dtype):
+  check_weighted(Case(layer(), "with_unused_choices", whole=True), dtype)
+
+
+@DTYPES
+def test_weight_dtypes(dtype):
+  """Converted explicitly; the gradient comes back in the weights' own."""
+  case = Case(layer(), "with_unused_choices", whole=True)
+  check_weighted(case, weight_dtype=dtype)
+
+
+@DTYPES
+def test_a_weighted_sum_is_rounded_as_the_contract_says(dtype):
+  case = Case(layer(), "with_unused_choices")
+  weights = np.random.default_rng(1).random(case.row_weights().shape)
+  case.check(combine, case.rows(dtype), weights.astype(np.float32))
+
+
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_meshes_and_alignments(mesh, alignment):
+  check(Case(layer(mesh, alignment=alignment), "skewed"))
+
+
+@pytest.mark.parametrize("lead", [(1,), (T - 2,), (3, 1), (1, 2, 2)], ids=str)
+def test_leading_dims_of_tokens(lead):
+  check(Case(layer(), lead=lead))
+
+
+@pytest.mark.parametrize("top_k", [1, K - 1])
+def test_top_k(top_k):
+  check(Case(layer(top_k=top_k)))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_that_hold_no_token_are_never_read(weighted):
+  """Padding and tail may hold NaN: an expert computes what it likes there."""
+  case = Case(layer(alignment=4), "skewed")
+  ones = np.ones_like(case.weights())
+  _, owned = case.oracle.dispatch(case.tokens(), ones)
+  nan = np.where(owned, 0, np.nan).astype(np.float32)
+  rows = case.rows() + nan[..., None]
+  case.check(combine, rows, *[case.row_weights() + nan] * weighted)
+
+
+def there_and_back(ops, tokens, weights):
+  return ops.combine(*ops.dispatch(tokens, weights))
+
+
+@DTYPES
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_dispatch_then_combine_is_the_identity(routing, dtype):
+  """With weights that sum to one over the choices that a token uses."""
+  case = Case(layer(), routing, whole=True)
+  used = case.topk_idx >= 0
+  last = used & (used[:, ::-1].cumsum(-1)[:, ::-1] == 1)
+  halves = np.where(used, 0.5 ** used.cumsum(-1), 0)
+  weights = np.where(last, 2 * halves, halves).astype(np.float32)
+  tokens = case.tokens(dtype)
+  expected = np.where(used.any(-1, keepdims=True), tokens, 0).astype(dtype)
+  assert_same(case.run(there_and_back, tokens, weights), expected)
+
+
+def expert_sum(ops, tokens, weights):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  return ops.combine(recv * recv, recv_weights)
+
+
+def grad_of_expert_sum(ops, tokens, weights, g):
+  return jax.vjp(lambda *x: expert_sum(ops, *x), tokens, weights)[1](g)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gradient_through_both(routing):
+  case = Case(layer(), routing, whole=True)
+  case.check(grad_of_expert_sum, case.tokens(), case.weights(), case.tokens())
+
+
+def test_each_weight_has_a_gradient_of_its_own():
+  """The gradient of weight (t, k) is that of the slot it was sent to."""
+  case = Case(layer())
+  _, g_weights = case.oracle.dispatch_bwd(
+    (case.tokens(), case.weights()), (case.rows(), case.row_weights())
+  )
+  assert np.unique(g_weights).size == g_weights.size

@@ -1,0 +1,95 @@
+"""ep_dispatch, forward and backward, against the oracle."""
+
+from cases import Case, K, ROUTINGS, T, dispatch, layer, sizes
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+DTYPES = pytest.mark.parametrize(
+  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+
+
+def dispatch_and_back(ops, tokens, weights, g_rows, g_row_weights):
+  return (
+    ops.dispatch(tokens, weights),
+    ops.dispatch_bwd((tokens, weights), (g_rows, g_row_weights)),
+  )
+
+
+def check(case, dtype=jnp.float32, weight_dtype=jnp.float32):
+  case.check(
+    dispatch_and_back,
+    case.tokens(dtype),
+    case.weights(weight_dtype),
+    case.rows(dtype),
+    case.row_weights(),
+  )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing(routing):
+  check(Case(layer(), routing))
+
+
+@DTYPES
+def test_token_dtypes(dtype):
+  check(Case(layer(), "with_unused_choices"), dtype)
+
+
+@DTYPES
+def test_weights_are_converted_and_their_gradient_comes_back(dtype):
+  check(Case(layer(), "with_unused_choices"), weight_dtype=dtype)
+
+
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_meshes_and_alignments(mesh, alignment):
+  check(Case(layer(mesh, alignment=alignment), "skewed"))
+
+
+@pytest.mark.parametrize("lead", [(1,), (3, 1), (1, 2, 2)], ids=str)
+def test_leading_dims_of_tokens(lead):
+  check(Case(layer(), lead=lead))
+
+
+@pytest.mark.parametrize("top_k", [1, K + 3])
+def test_top_k(top_k):
+  check(Case(layer(top_k=top_k)))
+
+
+def test_alignment_padding_and_tail_are_zero():
+  """Said of the result itself, not by way of the oracle."""
+  case = Case(layer(alignment=4), "skewed")
+  tokens = np.ones_like(case.tokens())
+  recv = case.run(dispatch, tokens, case.weights())
+  counts = case.run(sizes)
+  shards = zip(*(x.addressable_shards for x in (*recv, *counts)), strict=True)
+  for shard in shards:
+    rows, weights, padded, held, total = (np.asarray(s.data)[0] for s in shard)
+    holds_token = np.concatenate(
+      [np.arange(p) < c for p, c in zip(padded, held, strict=True)]
+    )
+    assert len(holds_token) == total
+    holds_token.resize(len(rows))  # the tail, filled with False
+    np.testing.assert_array_equal(rows.any(1), holds_token)
+    np.testing.assert_array_equal(weights != 0, holds_token)
+
+
+def dispatched_bits(ops, bits, weights):
+  tokens = lax.bitcast_convert_type(bits, jnp.float32)
+  recv, _ = ops.dispatch(tokens, weights)
+  return lax.bitcast_convert_type(recv, jnp.uint32)
+
+
+def test_bits_pass_unchanged():
+  """NaN payloads, infinities, subnormals and -0.0 are data like any other."""
+  case = Case(layer())
+  patterns = [0x7FC00001, 0xFFC12345, 0x7F800000, 0x00000001, 0x80000000]
+  bits = np.resize(np.array(patterns, np.uint32), case.tokens().shape)
+  case.check(dispatched_bits, bits, case.weights())
+
+
+def test_fewer_tokens_than_the_group_allows():
+  check(Case(layer(), lead=(T - 2,)))
