@@ -42,7 +42,7 @@ def entries(dist: importlib.metadata.Distribution, folder: str) -> list[str]:
 
 
 def requirements(
-    dist: importlib.metadata.Distribution, installed: set[str]
+  dist: importlib.metadata.Distribution, installed: set[str]
 ) -> list[str]:
   """The packages that `dist` needs on this machine.
 
@@ -63,16 +63,16 @@ def main() -> None:
     if stray.name in ("BUILD", "BUILD.bazel"):
       stray.unlink()  # it would make a Bazel package of a part of `folder`
   dists = {
-      target_name(dist.metadata["Name"]): dist
-      for dist in importlib.metadata.distributions(path=[folder])
+    target_name(dist.metadata["Name"]): dist
+    for dist in importlib.metadata.distributions(path=[folder])
   }
   text = _HEADER
   for name, dist in sorted(dists.items()):
     text += _LIBRARY.format(
-        name=name,
-        folder=folder,
-        data=entries(dist, folder),
-        deps=requirements(dist, set(dists)),
+      name=name,
+      folder=folder,
+      data=entries(dist, folder),
+      deps=requirements(dist, set(dists)),
     )
   pathlib.Path(build_file).write_text(text)
 

@@ -19,7 +19,7 @@ def ep_repositories():
     # install ours to compile the native library.
     pip_archive(
         name = "ep_xla_ffi",
-        build_file = "//third_party/cc:xla_ffi.BUILD",
+        build_file = Label("//third_party/cc:xla_ffi.BUILD"),
         lock = _PY_LOCK,
         package = "jaxlib",
         strip_prefix = "jaxlib/include",
@@ -28,7 +28,7 @@ def ep_repositories():
     # mypy's source archive is where PyPI has GoogleTest.
     pip_archive(
         name = "ep_googletest",
-        build_file = "//third_party/cc:googletest.BUILD",
+        build_file = Label("//third_party/cc:googletest.BUILD"),
         build_requires = ["setuptools"],
         lock = "//third_party/cc:requirements_lock.txt",
         package = "mypy",
@@ -41,7 +41,7 @@ def ep_repositories():
     )
     npm_archive(
         name = "ep_buildifier",
-        build_file = "//third_party/tools:buildifier.BUILD",
+        build_file = Label("//third_party/tools:buildifier.BUILD"),
         package = "@bazel/buildifier@8.2.1",
         sha256 = "b96ea9b13003036c801f52bee6f9b0314738f8432e5cb9d814c89f59292604ee",
     )

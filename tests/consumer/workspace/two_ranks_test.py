@@ -1,0 +1,1 @@
+../bzlmod/two_ranks_test.py

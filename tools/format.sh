@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Formats every file that git knows of, or with --check tells which need it.
+# The formatters are pinned in third_party/tools and installed by Bazel.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+exec ./bazelw run --noshow_progress --ui_event_filters=-info //tools:format -- "$@"
