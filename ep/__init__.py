@@ -1,0 +1,11 @@
+"""Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
+
+from ep._src.combine import ep_combine as ep_combine
+from ep._src.dispatch import ep_dispatch as ep_dispatch
+from ep._src.group import ep_bootstrap as ep_bootstrap
+from ep._src.group import ep_finalize as ep_finalize
+from ep._src.group import EpGroup as EpGroup
+from ep._src.group import EpLayerConfig as EpLayerConfig
+from ep._src.handle import EpHandle as EpHandle
+from ep._src.prepare import ep_prepare as ep_prepare
+from ep._src.router import route_topk as route_topk

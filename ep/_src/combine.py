@@ -1,0 +1,149 @@
+"""ep_combine: bring the expert outputs home and sum them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ep._src import compat
+from ep._src import primitive
+from ep._src import sharding
+from ep._src.compat import ad
+from ep._src.dispatch import check_rows
+from ep._src.handle import EpHandle
+
+
+def ep_combine(
+  handle: EpHandle,
+  expert_out: jax.Array,
+  weights: jax.Array | None = None,
+) -> jax.Array:
+  """Sums, for each token, the rows that its experts made of it.
+
+  Collective over the EP domain; the way back of `ep_dispatch`. With
+  `slot(t, k)` as there:
+
+      # RECEIVE, on each rank
+      for t in range(T):
+        sum = 0.0                                            # float32
+        for k in range(K):                                   # ascending
+          expert = topk_idx[t, k]
+          if expert != -1 and slot(t, k) < C:
+            row = expert_out[expert // L][slot(t, k)]        # as float32
+            sum += row                                       # or
+            sum += weights[expert // L][slot(t, k)] * row    # with weights
+        out[t] = sum                                         # rounded once
+
+  So the result does not depend on how many ranks share the experts. Rows that
+  no choice points to (padding, tail) are never read.
+
+  The derivative sends `grad_out[t]` to the slots of token t, times their
+  weights if given; no sum is involved. See docs/semantics.md.
+
+  Args:
+    handle: from `ep_prepare`.
+    expert_out: float32, bfloat16 or float16 [C, H] ([R, C, H] in the global
+      view), rows as `ep_dispatch` laid them out.
+    weights: optional float [C] ([R, C]), usually the `recv_topk_weights` of
+      `ep_dispatch`: fuses the multiplication by them, in float32.
+
+  Returns:
+    [..., H] of the dtype of `expert_out`, leading dims as in `topk_idx`.
+
+  Raises:
+    ValueError, TypeError: shape or dtype does not fit the handle or the group.
+    jax.errors.JaxRuntimeError: when the program runs, on every rank: a peer is
+      gone, late, or runs another program.
+  """
+  layer, group, params = handle.layer, handle.layer.group, handle.params
+  op = f'ep_combine(layer "{layer.name}")'
+  is_local = sharding.is_local_view(group, op)
+  lead = (() if is_local else (group.num_token_ranks,)) + (layer.capacity,)
+  expert_out = jnp.asarray(expert_out)
+  check_rows(op, "expert_out", expert_out, group)
+  if expert_out.shape[:-1] != lead:
+    raise ValueError(
+      f"{op}: expert_out has shape {expert_out.shape}, but"
+      f" {[*lead, 'H']} is expected, a row for each slot of ep_dispatch."
+    )
+  operands = [handle.mem, expert_out]
+  if weights is not None:
+    weights = jnp.asarray(weights)
+    if weights.shape != lead or not jnp.issubdtype(
+      weights.dtype, jnp.floating
+    ):
+      raise ValueError(
+        f"{op}: weights is {weights.dtype}{list(weights.shape)}, but floating"
+        f" point {list(lead)} is expected: the recv_topk_weights of"
+        " ep_dispatch, one for each slot."
+      )
+    operands.append(weights.astype(jnp.float32))
+
+  def local(*operands):
+    which = combine_p if weights is None else weighted_combine_p
+    (out,) = primitive.bind(which, params, *operands)
+    return out.reshape(*handle.token_shape, out.shape[-1])
+
+  return sharding.call(
+    group,
+    op,
+    local,
+    operands,
+    [sharding.RANK] * len(operands),
+    sharding.TOKENS,
+  )
+
+
+def _combine_types(params: primitive.OpParams, mem, slots, *weights):
+  del mem, weights
+  shape = (params.num_tokens, slots.shape[1])
+  return [jax.ShapeDtypeStruct(shape, slots.dtype)]
+
+
+def _combine_bwd_types(params: primitive.OpParams, mem, tokens):
+  del mem
+  shape = (params.layer.capacity, tokens.shape[1])
+  return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
+
+
+# Combine is the transpose of the copy of rows in dispatch (see dispatch.py),
+# so its own transpose is that copy: grad_slots[slot(t, k)] = grad_out[t].
+combine_p = primitive.op("ep_combine", _combine_types)
+combine_bwd_p = primitive.op("ep_combine_bwd", _combine_bwd_types)
+primitive.linear_op(combine_p, transposed=combine_bwd_p)
+primitive.linear_op(combine_bwd_p, transposed=combine_p)
+
+# With weights, out[t] = sum_k w[slot] x[slot]: bilinear in x and w. For a
+# cotangent g and its copy to slots G[slot(t, k)] = g[t],
+#
+#   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
+#
+# so one exchange of g serves both.
+weighted_combine_p = primitive.op(
+  "ep_weighted_combine", _combine_types, target="ep_combine"
+)
+
+
+def _weighted_jvp(primals, tangents, *, params):
+  mem, x, w = primals
+  _, dx, dw = tangents
+  combine = lambda *xs: weighted_combine_p.bind(mem, *xs, params=params)[0]
+  terms = []
+  if type(dx) is not ad.Zero:
+    terms.append(combine(dx, w))
+  if type(dw) is not ad.Zero:
+    terms.append(combine(x, dw))
+  return [combine(x, w)], [sum(terms[1:], start=terms[0])]
+
+
+def _weighted_transpose(cts, mem, x, w, *, params):
+  ct = map(compat.instantiate_zeros, cts)
+  (grad,) = primitive.bind(combine_bwd_p, params, mem, *ct)
+  grad32 = grad.astype(jnp.float32)
+  if ad.is_undefined_primal(x):
+    return [None, (w[:, None] * grad32).astype(grad.dtype), None]
+  return [None, None, jnp.sum(x.astype(jnp.float32) * grad32, axis=1)]
+
+
+ad.primitive_jvps[weighted_combine_p] = _weighted_jvp
+ad.primitive_transposes[weighted_combine_p] = _weighted_transpose

@@ -1,0 +1,75 @@
+"""All that JAX does not promise to keep, in one place.
+
+Nothing else in the package imports `jax._src`, `jax.interpreters` or
+`jax.extend`. Written for jax 0.10.2 and newer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import distributed as _distributed
+from jax.extend.core import Primitive as Primitive
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
+
+def manual_axes() -> frozenset[str]:
+  """Mesh axes that are manual here, i.e. inside `jax.shard_map`."""
+  return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def context_mesh():
+  """The mesh of `jax.set_mesh` or of an enclosing `shard_map`, or None."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return None if mesh.empty else mesh
+
+
+def _varying(x) -> frozenset[str]:
+  return jax.typeof(x).mat.varying
+
+
+def vary_together(axis_name: str, *xs):
+  """Casts values to vary over the union of their axes and `axis_name`.
+
+  Inside `shard_map(check_vma=True)` the operands of a primitive must vary over
+  the same mesh axes. The transpose of the cast is the sum over those axes.
+  """
+  if not _config._check_vma.value:
+    return xs
+  axes = frozenset([axis_name]).union(*map(_varying, xs))
+
+  def cast(x):
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return tuple(map(cast, xs))
+
+
+def out_aval(shape, dtype, like) -> Any:
+  """The abstract value of an output that varies as the input `like` does."""
+  spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+  return like.update(
+    shape=shape,
+    dtype=dtype,
+    weak_type=False,
+    sharding=like.sharding.update(spec=spec),
+  )
+
+
+def instantiate_zeros(tangent):
+  """A tangent or cotangent as an array, also if it is a symbolic zero."""
+  return ad.instantiate_zeros(tangent)
+
+
+def next_position(ctx: mlir.LoweringRuleContext) -> int:
+  """Numbers the ops of the module being lowered: equal on every process."""
+  return ctx.module_context.new_channel()
+
+
+def distributed_client():
+  """The key-value service of `jax.distributed`, or None without one."""
+  return _distributed.global_state.client

@@ -1,0 +1,355 @@
+"""EpGroup and EpLayerConfig: what is fixed before a program is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+import weakref
+
+import jax
+import jax.numpy as jnp
+
+from ep._src import ffi
+from ep._src import rendezvous
+
+_OVERFLOW = ("error", "drop")
+_TAILS = ("zero", "unspecified")
+_DTYPES = ("float32", "bfloat16", "float16")
+_BACKENDS = ("host",)
+
+
+def _check(condition: bool, what: str, message: str) -> None:
+  if not condition:
+    raise ValueError(f"{what}: {message}")
+
+
+class _Lifetime:
+  """Closes the native group when its owner says so, dies, or Python exits."""
+
+  def __init__(self, name: str):
+    self._close = weakref.finalize(self, ffi.close_group, name)
+
+  @property
+  def alive(self) -> bool:
+    return self._close.alive
+
+  def end(self) -> None:
+    self._close()
+
+
+@dataclasses.dataclass(frozen=True)
+class EpGroup:
+  """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
+
+  Frozen and hashable, so programs may close over it. A context manager that
+  calls `ep_finalize` on exit.
+
+  The attributes are the arguments of `ep_bootstrap`, with defaults resolved.
+  """
+
+  name: str
+  mesh: jax.sharding.Mesh
+  axis_name: str
+  data_axes: tuple[str, ...]
+  num_experts: int
+  max_tokens_per_rank: int
+  hidden_dim: int
+  top_k: int
+  recv_capacity_per_rank: int | None
+  alignment: int
+  max_token_dtype: jnp.dtype
+  overflow: str
+  backend: str
+  max_num_sms: int
+  timeout_s: float
+  _lifetime: _Lifetime | None = None
+
+  @property
+  def ep_size(self) -> int:
+    """P: ranks of an EP domain."""
+    return self.mesh.shape[self.axis_name]
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: experts of a rank."""
+    return self.num_experts // self.ep_size
+
+  @property
+  def token_axes(self) -> tuple[str, ...]:
+    """The mesh axes that shard tokens: the data axes, then the EP axis."""
+    return (*self.data_axes, self.axis_name)
+
+  @property
+  def num_token_ranks(self) -> int:
+    """R: ranks that hold distinct tokens."""
+    return math.prod(self.mesh.shape[a] for a in self.token_axes)
+
+  def check_alive(self, op: str) -> None:
+    """Raises `RuntimeError` after `ep_finalize`."""
+    if self._lifetime is None or not self._lifetime.alive:
+      raise RuntimeError(
+        f'{op}: the group "{self.name}" was finalized; bootstrap a new group,'
+        " and finalize it after its last op."
+      )
+
+  def __enter__(self) -> EpGroup:
+    return self
+
+  def __exit__(self, *exc: Any) -> None:
+    ep_finalize(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpLayerConfig:
+  """The static configuration of one MoE layer. Frozen and hashable.
+
+  Args:
+    group: the group whose ranks exchange tokens.
+    top_k: K, choices of a token; None inherits from the group, and so for the
+      others that may be None.
+    alignment: rows to a multiple of which each expert's slab is padded.
+    recv_capacity_per_rank: C, rows that a rank can receive, a multiple of the
+      alignment. If None here and in the group: enough for any routing, i.e.
+      `P * T * min(K, L)` rows for `T = group.max_tokens_per_rank`, plus
+      `L * (alignment - 1)`, rounded up to the alignment.
+    overflow: what to do when a rank would receive more: "error" fails on every
+      rank, "drop" drops the slots past the capacity.
+    tail: what dispatch writes past the last slab: "zero", or nothing
+      ("unspecified": never read those rows).
+    name: for messages and traces; default "moe".
+
+  Raises:
+    ValueError: a value is out of range or conflicts with the group.
+  """
+
+  group: EpGroup
+  top_k: int | None = None
+  alignment: int | None = None
+  recv_capacity_per_rank: int | None = None
+  overflow: str | None = None
+  tail: str = "zero"
+  name: str | None = None
+
+  def __post_init__(self):
+    group = self.group
+
+    def inherit(field: str, default: Any) -> None:
+      if getattr(self, field) is None:
+        object.__setattr__(self, field, default)
+
+    inherit("top_k", group.top_k)
+    inherit("alignment", group.alignment)
+    inherit("overflow", group.overflow)
+    inherit("name", "moe")
+    inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
+    what = f'EpLayerConfig(name="{self.name}")'
+    _check(
+      1 <= self.top_k <= group.num_experts,
+      what,
+      f"top_k = {self.top_k}, but it must be in 1..num_experts ="
+      f" {group.num_experts}.",
+    )
+    _check(
+      self.alignment >= 1,
+      what,
+      f"alignment = {self.alignment}, but it must be a positive number of"
+      " rows.",
+    )
+    _check(
+      self.overflow in _OVERFLOW,
+      what,
+      f"overflow = {self.overflow!r}, but it must be one of {_OVERFLOW}.",
+    )
+    _check(
+      self.tail in _TAILS,
+      what,
+      f"tail = {self.tail!r}, but it must be one of {_TAILS}.",
+    )
+    inherit("recv_capacity_per_rank", self._worst_case())
+    _check_capacity(
+      what,
+      self.capacity,
+      self.alignment,
+      group.num_local_experts,
+    )
+
+  @property
+  def capacity(self) -> int:
+    """C: rows that a rank can receive."""
+    return self.recv_capacity_per_rank
+
+  @property
+  def ep_size(self) -> int:
+    """P: ranks of an EP domain."""
+    return self.group.ep_size
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: experts of a rank."""
+    return self.group.num_local_experts
+
+  def _worst_case(self) -> int:
+    local = self.num_local_experts
+    tokens = self.ep_size * self.group.max_tokens_per_rank
+    rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
+    return max(
+      -(-rows // self.alignment) * self.alignment, local * self.alignment
+    )
+
+
+def _check_capacity(
+  what: str, capacity: int, alignment: int, num_local_experts: int
+) -> None:
+  least = num_local_experts * alignment
+  _check(
+    capacity >= least and capacity % alignment == 0,
+    what,
+    f"recv_capacity_per_rank = {capacity}, but it must be a multiple of"
+    f" alignment = {alignment} and at least {least}, one aligned slab for each"
+    f" of the {num_local_experts} local experts; raise it, or pass None for"
+    " the worst case.",
+  )
+
+
+def _pick_backend(mesh: jax.sharding.Mesh, backend: str | None) -> str:
+  platform = mesh.devices.flat[0].platform
+  if backend is None and platform == "cpu":
+    return "host"
+  _check(
+    backend in _BACKENDS,
+    "ep_bootstrap",
+    f"backend = {backend!r} on platform {platform!r}, but this version has"
+    f" only {_BACKENDS}, for CPU devices; run with JAX_PLATFORMS=cpu.",
+  )
+  _check(
+    platform == "cpu",
+    "ep_bootstrap",
+    f'backend = "host" needs a mesh of CPU devices, not of {platform!r}'
+    " devices; build the mesh from jax.devices('cpu').",
+  )
+  return backend
+
+
+def ep_bootstrap(
+  mesh: jax.sharding.Mesh,
+  *,
+  axis_name: str = "ep",
+  data_axes: tuple[str, ...] | None = None,
+  num_experts: int,
+  max_tokens_per_rank: int,
+  hidden_dim: int,
+  top_k: int,
+  recv_capacity_per_rank: int | None = None,
+  alignment: int = 1,
+  max_token_dtype: Any = jnp.bfloat16,
+  overflow: str = "error",
+  backend: str | None = None,
+  max_num_sms: int = 0,
+  timeout_s: float = 300.0,
+  name: str | None = None,
+) -> EpGroup:
+  """Builds the EP domains of a mesh and connects their ranks.
+
+  Collective: every process that has devices in the mesh calls it, with the
+  same arguments and in the same order among other bootstraps. A domain is the
+  set of ranks that differ only in their coordinate along `axis_name`.
+
+  Args:
+    mesh: a mesh of devices, with the axis `axis_name`.
+    axis_name: the EP axis; its size is P.
+    data_axes: the other axes that shard tokens; default: all of them. Along
+      the remaining ones (tensor parallelism, say) tokens are replicated, and
+      each coordinate exchanges its copy in a domain of its own.
+    num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
+    max_tokens_per_rank: the most tokens T of a rank in one op.
+    hidden_dim: the largest hidden size H.
+    top_k: the default K of a layer.
+    recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
+      the worst case, so that nothing overflows.
+    alignment: the default alignment of a layer's slabs, in rows.
+    max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
+    overflow: the default policy of a layer: "error" or "drop".
+    backend: "host" (CPU devices of one host). None picks by platform.
+    max_num_sms: streaming multiprocessors that a GPU backend may use; 0 lets
+      it choose. No effect on CPU.
+    timeout_s: seconds until a rank that waits for its peers gives up, here and
+      in every op.
+    name: of the group, unique among the live groups of the process and equal
+      on all processes; it is part of the compiled program. Default: a serial
+      number.
+
+  Returns:
+    The group. Close it with `ep_finalize`, or use it as a context manager.
+
+  Raises:
+    ValueError: an argument is out of range, differs between processes, or the
+      name is taken.
+    RuntimeError: the processes cannot be connected.
+    FileNotFoundError: the native library is missing.
+  """
+  what = "ep_bootstrap"
+  _check(
+    axis_name in mesh.axis_names,
+    what,
+    f"axis_name = {axis_name!r}, but the mesh has the axes {mesh.axis_names};"
+    " name one of them.",
+  )
+  others = tuple(a for a in mesh.axis_names if a != axis_name)
+  data_axes = others if data_axes is None else tuple(data_axes)
+  _check(
+    set(data_axes) <= set(others) and len(set(data_axes)) == len(data_axes),
+    what,
+    f"data_axes = {data_axes}, but they must be distinct axes of the mesh"
+    f" other than {axis_name!r}: {others}.",
+  )
+  ep_size = mesh.shape[axis_name]
+  _check(
+    num_experts >= 1 and num_experts % ep_size == 0,
+    what,
+    f"num_experts = {num_experts}, but it must be a positive multiple of the"
+    f" EP size {ep_size} (mesh axis {axis_name!r}).",
+  )
+  for field, value in dict(
+    max_tokens_per_rank=max_tokens_per_rank,
+    hidden_dim=hidden_dim,
+    timeout_s=timeout_s,
+  ).items():
+    _check(value > 0, what, f"{field} = {value}, but it must be positive.")
+  dtype = jnp.dtype(max_token_dtype)
+  _check(
+    dtype.name in _DTYPES,
+    what,
+    f"max_token_dtype = {dtype.name}, but it must be one of {_DTYPES}.",
+  )
+
+  group = EpGroup(
+    name=rendezvous.group_name(mesh, name),
+    mesh=mesh,
+    axis_name=axis_name,
+    data_axes=data_axes,
+    num_experts=num_experts,
+    max_tokens_per_rank=max_tokens_per_rank,
+    hidden_dim=hidden_dim,
+    top_k=top_k,
+    recv_capacity_per_rank=recv_capacity_per_rank,
+    alignment=alignment,
+    max_token_dtype=dtype,
+    overflow=overflow,
+    backend=_pick_backend(mesh, backend),
+    max_num_sms=max_num_sms,
+    timeout_s=float(timeout_s),
+  )
+  EpLayerConfig(group)  # the defaults of a layer must make one
+  rendezvous.connect(group)
+  return dataclasses.replace(group, _lifetime=_Lifetime(group.name))
+
+
+def ep_finalize(group: EpGroup) -> None:
+  """Closes a group: later ops on it fail, on every rank. Idempotent.
+
+  Wait for the results of the last op first. Compiled programs that use the
+  group may live on; there is no need to clear JAX's caches.
+  """
+  if group._lifetime is not None:
+    group._lifetime.end()

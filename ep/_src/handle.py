@@ -1,0 +1,53 @@
+"""EpHandle: the routing of one step, as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from ep._src.group import EpLayerConfig
+from ep._src.primitive import OpParams
+
+_HEADER_BYTES = 64
+_ROUTE_BYTES = 8  # rank and index, 32 bits each
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EpHandle:
+  """What `ep_prepare` returns and the other ops need.
+
+  Plain arrays and static data: a handle crosses jit boundaries, `scan`,
+  `jax.checkpoint`, donation and serialisation. Shapes are those of the local
+  view; in the global view each leaf has a leading axis of R ranks.
+
+  Attributes:
+    mem: uint8 [M], the routing, for the backend alone.
+    group_sizes: int32 [L], rows of each local expert's slab inside the
+      capacity, padding included; what `lax.ragged_dot` takes.
+    token_counts: int32 [L], rows of each slab that hold a token.
+    total_recv_tokens: int32 [1], rows that this rank would receive with an
+      unlimited capacity, padding included. More than the capacity: dropped.
+    layer: static.
+    token_shape: static, leading dims of this rank's tokens; T is its product.
+  """
+
+  mem: jax.Array
+  group_sizes: jax.Array
+  token_counts: jax.Array
+  total_recv_tokens: jax.Array
+  layer: EpLayerConfig = dataclasses.field(metadata=dict(static=True))
+  token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+
+  @property
+  def params(self) -> OpParams:
+    """What the ops on this handle have in common."""
+    return OpParams(self.layer, math.prod(self.token_shape))
+
+
+def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
+  """Bytes of `EpHandle.mem`, as `PlanBytes` in ep_ffi/core/plan.cc has it."""
+  routes = num_tokens * layer.top_k + layer.capacity
+  return -(-(_HEADER_BYTES + routes * _ROUTE_BYTES) // 64) * 64

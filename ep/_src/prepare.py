@@ -1,0 +1,88 @@
+"""ep_prepare: exchange the routing."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ep._src import primitive
+from ep._src import sharding
+from ep._src.group import EpLayerConfig
+from ep._src.handle import EpHandle
+from ep._src.handle import mem_bytes
+
+
+def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
+  """Exchanges the routing of a step between the ranks of an EP domain.
+
+  Collective. The handle that it returns serves any number of dispatches and
+  combines of the same tokens, and their derivatives.
+
+  The counts of the domain fix where each row goes. With `count[j]` tokens for
+  local expert `j` of a rank, in all, that expert's slab starts at
+
+      offset[j] = sum(roundup(count[i], alignment) for i < j)
+
+  and holds its tokens by ascending source rank, then ascending token.
+
+  Args:
+    layer: the layer's configuration.
+    topk_idx: int32 or int64 [..., K], the experts of each token, distinct
+      within a token; -1 is an unused choice. Outside `jax.shard_map` the first
+      axis is global, sharded over the data axes and the EP axis.
+
+  Returns:
+    The handle; see `EpHandle` for its shapes.
+
+  Raises:
+    ValueError, TypeError: shape or dtype does not fit the layer or the group.
+    jax.errors.JaxRuntimeError: when the program runs, on every rank: an id out
+      of range or repeated in a token, more rows than the capacity with
+      `overflow="error"`, or a peer that is gone, late, or runs another program.
+  """
+  op = f'ep_prepare(layer "{layer.name}")'
+  topk_idx = jnp.asarray(topk_idx)
+  if topk_idx.dtype not in (jnp.int32, jnp.int64):
+    raise TypeError(
+      f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"
+      " convert them."
+    )
+  if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
+    raise ValueError(
+      f"{op}: topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
+      f" [..., {layer.top_k}] with at least one axis of tokens is expected."
+    )
+  token_shape = sharding.local_lead(layer.group, op, topk_idx.shape[:-1])
+  params = primitive.OpParams(layer, math.prod(token_shape))
+  if params.num_tokens > layer.group.max_tokens_per_rank:
+    raise ValueError(
+      f"{op}: {params.num_tokens} tokens on a rank, but max_tokens_per_rank ="
+      f" {layer.group.max_tokens_per_rank}; raise it in ep_bootstrap, or split"
+      " the tokens."
+    )
+
+  def local(idx):
+    idx = idx.reshape(params.num_tokens, layer.top_k)
+    return primitive.bind(prepare_p, params, idx)
+
+  leaves = sharding.call(
+    layer.group, op, local, [topk_idx], [sharding.TOKENS], sharding.RANK
+  )
+  return EpHandle(*leaves, layer=layer, token_shape=token_shape)
+
+
+def _out_types(params: primitive.OpParams, topk_idx):
+  del topk_idx
+  layer = params.layer
+  int32 = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
+  return [
+    jax.ShapeDtypeStruct((mem_bytes(layer, params.num_tokens),), jnp.uint8),
+    int32(layer.num_local_experts),
+    int32(layer.num_local_experts),
+    int32(1),
+  ]
+
+
+prepare_p = primitive.op("ep_prepare", _out_types)

@@ -1,0 +1,128 @@
+"""From frozen parameters to a JAX primitive.
+
+An op is a primitive whose first operand is the routing (`mem`, or for prepare
+the ids themselves) and whose other operands it is linear in. Linearity is all
+that JAX needs to know: `linear_op` states the transpose, and forward mode,
+reverse mode, their compositions and `jax.checkpoint` follow. (A `custom_vjp`
+would give up forward mode and say no more.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from ep._src import compat
+from ep._src import ffi
+from ep._src.compat import ad
+from ep._src.group import EpLayerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class OpParams:
+  """The static parameters of every op."""
+
+  layer: EpLayerConfig
+  num_tokens: int  # T
+
+
+def op(
+  name: str,
+  out_types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+  target: str | None = None,
+) -> compat.Primitive:
+  """Makes the primitive `name`, lowered to an FFI target of ep_ffi/handlers.
+
+  `out_types(params, *operands)` gives shapes and dtypes of the outputs;
+  `target` is by default called like the primitive.
+  """
+  primitive = compat.Primitive(name)
+  primitive.multiple_results = True
+
+  @primitive.def_abstract_eval
+  def _(*avals, params: OpParams):
+    outs = out_types(params, *avals)
+    return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
+
+  def lower(ctx, *operands, params: OpParams):
+    layer = params.layer
+    ffi.note_lowering(layer.group.name)
+    return jax.ffi.ffi_lowering(target or name)(
+      ctx,
+      *operands,
+      group=layer.group.name,
+      layer=layer.name,
+      position=np.int64(compat.next_position(ctx)),
+      top_k=np.int64(layer.top_k),
+      alignment=np.int64(layer.alignment),
+      capacity=np.int64(layer.capacity),
+      drop=layer.overflow == "drop",
+      zero_tail=layer.tail == "zero",
+    )
+
+  def batch(args, dims, *, params: OpParams):
+    """One exchange per example, in order: an exchange has no batch axis."""
+    moved = [
+      x if d is None else jax.numpy.moveaxis(x, d, 0)
+      for x, d in zip(args, dims, strict=True)
+    ]
+
+    def body(batched):
+      batched = iter(batched)
+      return primitive.bind(
+        *(
+          x if d is None else next(batched)
+          for x, d in zip(args, dims, strict=True)
+        ),
+        params=params,
+      )
+
+    outs = jax.lax.map(
+      body, [x for x, d in zip(moved, dims, strict=True) if d is not None]
+    )
+    return outs, [0] * len(outs)
+
+  # Each op of a program has a position of its own: never lower two as one.
+  compat.mlir.register_lowering(
+    primitive, lower, platform="cpu", cacheable=False
+  )
+  compat.batching.primitive_batchers[primitive] = batch
+  return primitive
+
+
+def bind(
+  primitive: compat.Primitive, params: OpParams, *operands: jax.Array
+) -> list[jax.Array]:
+  """Applies an op in the local view."""
+  params.layer.group.check_alive(primitive.name)
+  operands = compat.vary_together(params.layer.group.axis_name, *operands)
+  return primitive.bind(*operands, params=params)
+
+
+def linear_op(
+  primitive: compat.Primitive, transposed: compat.Primitive
+) -> None:
+  """Declares that `primitive(mem, *xs)` is linear in `xs`.
+
+  Its transpose, for the same `mem`, is `transposed(mem, *cts)`.
+  """
+
+  def jvp(primals, tangents, *, params: OpParams):
+    mem, *xs = primals
+    ts = map(compat.instantiate_zeros, tangents[1:])
+    return (
+      primitive.bind(mem, *xs, params=params),
+      primitive.bind(mem, *ts, params=params),
+    )
+
+  def transpose(cts, mem, *xs, params: OpParams) -> list[Any]:
+    del xs
+    cts = map(compat.instantiate_zeros, cts)
+    return [None, *bind(transposed, params, mem, *cts)]
+
+  ad.primitive_jvps[primitive] = jvp
+  ad.primitive_transposes[primitive] = transpose

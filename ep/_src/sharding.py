@@ -1,0 +1,108 @@
+"""The only mesh-aware file: global view = `shard_map` around the local view.
+
+Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
+its rank. Outside, it works on global arrays, and this file maps one to the
+other. Two kinds of arrays occur, both sharded over (*data_axes, ep) along
+their first axis:
+
+  token arrays   [..., H]: ranks own consecutive tokens
+  rank arrays    [R, ...]: one entry per rank; the local view drops the axis
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ep._src import compat
+from ep._src.group import EpGroup
+
+TOKENS = "tokens"
+RANK = "rank"
+
+
+def is_local_view(group: EpGroup, op: str) -> bool:
+  """Whether the EP axis is manual here; raises if the mesh does not fit."""
+  group.check_alive(op)
+  mesh = compat.context_mesh()
+  if mesh is None:
+    return False
+  if group.axis_name not in compat.manual_axes():
+    if dict(mesh.shape) != dict(group.mesh.shape):
+      raise ValueError(
+        f"{op}: the mesh in context is {dict(mesh.shape)}, but the group"
+        f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)};'
+        " use the same mesh."
+      )
+    return False
+  size = mesh.shape[group.axis_name]
+  if size != group.ep_size:
+    raise ValueError(
+      f"{op}: mesh axis {group.axis_name!r} has size {size} here, but the group"
+      f' "{group.name}" was bootstrapped with {group.ep_size}; use the same'
+      " mesh."
+    )
+  automatic = [
+    a
+    for a in mesh.axis_names
+    if a not in compat.manual_axes() and mesh.shape[a] > 1
+  ]
+  if automatic:
+    raise ValueError(
+      f"{op}: the mesh axes {automatic} are not manual here; an exchange works"
+      " on the arrays of one device. Make all axes manual in jax.shard_map, or"
+      " call the op outside of it."
+    )
+  return True
+
+
+def local_lead(group: EpGroup, op: str, lead: Sequence[int]) -> tuple[int, ...]:
+  """The leading dims of a rank's tokens, given those of the current view."""
+  lead = tuple(lead)
+  if is_local_view(group, op):
+    return lead
+  ranks = group.num_token_ranks
+  if not lead or lead[0] % ranks:
+    raise ValueError(
+      f"{op}: tokens of leading dims {lead} cannot be sharded over"
+      f" {ranks} ranks; outside shard_map the first axis is global and must be"
+      f" a multiple of {ranks} (mesh axes {group.token_axes})."
+    )
+  return (lead[0] // ranks, *lead[1:])
+
+
+def call(
+  group: EpGroup,
+  op: str,
+  local_fn: Callable[..., Any],
+  args: Sequence[Any],
+  kinds: Sequence[str],
+  out_kind: str,
+) -> Any:
+  """Runs `local_fn(*args)` in the current view.
+
+  `kinds` has TOKENS or RANK for each argument (a pytree of such arrays),
+  `out_kind` the same for the outputs.
+  """
+  if is_local_view(group, op):
+    return local_fn(*args)
+
+  def body(*args):
+    args = [
+      jax.tree.map(lambda x: x.reshape(x.shape[1:]), a) if k == RANK else a
+      for a, k in zip(args, kinds, strict=True)
+    ]
+    outs = local_fn(*args)
+    if out_kind == RANK:
+      outs = jax.tree.map(lambda x: x[None], outs)
+    return outs
+
+  spec = jax.sharding.PartitionSpec(group.token_axes)
+  return jax.shard_map(
+    body,
+    mesh=compat.context_mesh() or group.mesh,
+    in_specs=spec,
+    out_specs=spec,
+  )(*args)

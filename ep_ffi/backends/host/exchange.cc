@@ -1,0 +1,412 @@
+#include "ep_ffi/backends/host/exchange.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace ep::host {
+namespace {
+
+// Runs that failed are remembered for ranks that are still to post to them.
+constexpr size_t kRememberedRuns = 256;
+
+constexpr const char* kFieldNames[] = {
+    "tokens per rank", "top_k",     "hidden size", "dtype",
+    "capacity",        "alignment", "overflow",    "weights",
+    "the routing of its handle"};
+
+constexpr size_t kAlign = 64;
+
+// Where the second array starts in a segment.
+size_t SecondOffset(const Signature& s) {
+  return (s[Signature::kFirstBytes] + kAlign - 1) / kAlign * kAlign;
+}
+
+size_t StagedBytes(const Signature& s) {
+  return SecondOffset(s) + s[Signature::kSecondBytes];
+}
+
+std::string Describe(const Call& call) {
+  return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
+}
+
+}  // namespace
+
+// The work of a ready exchange, shared by the threads that help.
+struct Exchanges::Batch {
+  ExchangePtr exchange;
+  std::vector<Table> tables;  // by rank
+  std::vector<std::pair<Part*, int64_t>> first_chunk;  // of each local rank
+  int64_t num_chunks = 0;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> unfinished{0};
+  std::mutex mutex;
+  Status status;  // the first failure
+
+  explicit Batch(ExchangePtr e) : exchange(std::move(e)) {
+    for (Part& part : exchange->parts) {
+      tables.push_back(part.contribution.table);
+      if (!part.done) continue;
+      first_chunk.emplace_back(&part, num_chunks);
+      num_chunks += part.contribution.num_chunks;
+    }
+    unfinished = num_chunks;
+  }
+
+  // Works until no chunk is left; true for the caller that ended the last.
+  bool Help() {
+    bool last = num_chunks == 0;
+    for (int64_t i; (i = next.fetch_add(1)) < num_chunks;) {
+      auto owner = std::upper_bound(
+          first_chunk.begin(), first_chunk.end(), i,
+          [](int64_t chunk, const auto& p) { return chunk < p.second; });
+      --owner;
+      Status s = owner->first->contribution.run(tables, i - owner->second);
+      if (!s.ok()) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (status.ok()) status = std::move(s);
+      }
+      last = unfinished.fetch_sub(1) == 1;
+    }
+    return last;
+  }
+};
+
+Exchanges::Exchanges(Topology topology, double timeout_s,
+                     std::unique_ptr<Peers> peers)
+    : topology_(std::move(topology)),
+      timeout_(std::chrono::duration_cast<Clock::duration>(
+          std::chrono::duration<double>(timeout_s))),
+      peers_(std::move(peers)) {
+  for (int32_t d = 0; d < topology_.num_domains(); ++d) {
+    peers_of_domain_.push_back(topology_.Peers(d));
+  }
+}
+
+std::shared_ptr<Exchanges> Exchanges::Create(Topology topology,
+                                             double timeout_s,
+                                             std::unique_ptr<Peers> peers) {
+  std::shared_ptr<Exchanges> self(
+      new Exchanges(std::move(topology), timeout_s, std::move(peers)));
+  // The progress thread ends before `self` is destroyed.
+  Exchanges* e = self.get();
+  e->peers_->Start(
+      {[e](int32_t process, const Message& m, const Mapping* memory) {
+         e->OnPost(process, m, memory);
+       },
+       [e](const Message& m, const std::string& text) {
+         e->FailRun(m.run_id, Status(static_cast<Code>(m.code), text),
+                    /*tell_peers=*/false);
+       },
+       [e](int32_t process, bool orderly) { e->OnGone(process, orderly); },
+       [e] { e->OnTick(); }});
+  return self;
+}
+
+void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
+                     Contribution contribution) {
+  const Key key(domain, call.run_id, call.site->position, call.site->clone,
+                static_cast<int32_t>(call.op));
+  Status announced = Announce(key, rank, contribution);
+  if (!announced.ok()) return Fail(call, announced);
+
+  Part part;
+  part.posted = true;
+  part.contribution = std::move(contribution);
+  part.done = call.done;
+  ExchangePtr ready;
+  Status added = Add(key, Describe(call), std::move(part), rank, &ready);
+  if (!added.ok()) return call.done(added);
+  if (ready) Run(std::move(ready), call.executor);
+}
+
+Status Exchanges::Announce(const Key& key, int32_t rank,
+                           const Contribution& c) {
+  const std::vector<int32_t>& readers = peers_of_domain_[std::get<0>(key)];
+  if (readers.empty()) return Status();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Status broken = WhyBroken(std::get<0>(key));
+    if (!broken.ok()) return broken;
+  }
+  const size_t bytes = StagedBytes(c.signature);
+  Segment* segment = peers_->Acquire(bytes, readers.size());
+  if (!segment) {
+    return Status(Code::kResourceExhausted,
+                  StrCat("no shared memory for ", bytes,
+                         " bytes; lower recv_capacity_per_rank or the number "
+                         "of programs in flight"));
+  }
+  std::byte* base = segment->memory.data();
+  c.stage(base, base + SecondOffset(c.signature));
+
+  Message message = {};
+  std::tie(message.domain, message.run_id, message.position, message.clone,
+           message.op) = key;
+  message.rank = rank;
+  message.segment = segment->id;
+  static_assert(sizeof(message.signature) >= sizeof(c.signature));
+  std::memcpy(message.signature, &c.signature, sizeof(c.signature));
+  peers_->SendPost(readers, message);
+  return Status();
+}
+
+Status Exchanges::Add(const Key& key, const std::string& what, Part part,
+                      int32_t rank, ExchangePtr* ready) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [run_id, status] : failed_runs_) {
+    if (run_id == std::get<1>(key)) return status;
+  }
+  std::list<ExchangePtr>& queue = pending_[key];
+  auto open = std::find_if(queue.begin(), queue.end(), [&](const auto& e) {
+    return !e->parts[rank].posted;
+  });
+  // A peer may close its group as soon as the last part is on its way.
+  const bool is_last = open == queue.end() ? topology_.ep_size == 1
+                                           : (*open)->missing == 1;
+  Status broken = is_last ? broken_ : WhyBroken(std::get<0>(key));
+  if (!broken.ok()) {
+    if (queue.empty()) pending_.erase(key);
+    return broken;
+  }
+  if (open == queue.end()) {
+    auto exchange = std::make_shared<Exchange>();
+    exchange->key = key;
+    exchange->deadline = Clock::now() + timeout_;
+    exchange->missing = topology_.ep_size;
+    exchange->parts.resize(topology_.ep_size);
+    open = queue.insert(queue.end(), std::move(exchange));
+  }
+  if (!what.empty()) (*open)->what = what;
+  (*open)->parts[rank] = std::move(part);
+  if (--(*open)->missing == 0) {
+    *ready = std::move(*open);
+    queue.erase(open);
+    if (queue.empty()) pending_.erase(key);
+  }
+  return Status();
+}
+
+Status Exchanges::WhyBroken(int32_t domain) const {
+  if (!broken_.ok()) return broken_;
+  for (int32_t process : peers_of_domain_[domain]) {
+    auto found = finished_.find(process);
+    if (found != finished_.end()) return found->second;
+  }
+  return Status();
+}
+
+void Exchanges::Run(ExchangePtr exchange, Executor* executor) {
+  Status compared = CompareSignatures(*exchange);
+  if (!compared.ok()) {
+    FailRun(std::get<1>(exchange->key), compared, /*tell_peers=*/true);
+    return Finish(*exchange, compared);
+  }
+  auto batch = std::make_shared<Batch>(std::move(exchange));
+  auto help = [self = shared_from_this(), batch] {
+    if (!batch->Help()) return;
+    if (!batch->status.ok()) {
+      self->FailRun(std::get<1>(batch->exchange->key), batch->status,
+                    /*tell_peers=*/true);
+    }
+    self->Finish(*batch->exchange, batch->status);
+  };
+  const int64_t threads = executor ? executor->num_threads() : 1;
+  const int64_t helpers = std::min(threads, batch->num_chunks) - 1;
+  for (int64_t i = 0; i < helpers; ++i) executor->Schedule(help);
+  help();
+}
+
+void Exchanges::Finish(const Exchange& exchange, const Status& status) {
+  for (const Part& part : exchange.parts) {
+    if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
+    if (part.done) workers_.Run([done = part.done, status] { done(status); });
+  }
+}
+
+Status Exchanges::CompareSignatures(const Exchange& exchange) const {
+  const Signature& zero = exchange.parts[0].contribution.signature;
+  for (int32_t r = 1; r < topology_.ep_size; ++r) {
+    const Signature& other = exchange.parts[r].contribution.signature;
+    for (int f = 0; f <= Signature::kRouting; ++f) {
+      if (zero.values[f] == other.values[f]) continue;
+      const int32_t domain = std::get<0>(exchange.key);
+      return Status(
+          Code::kFailedPrecondition,
+          StrCat(exchange.what, ": the ranks disagree on ", kFieldNames[f],
+                 ": ", zero.values[f], " on ", topology_.RankName(domain, 0),
+                 ", ", other.values[f], " on ", topology_.RankName(domain, r),
+                 "; every rank must run the same program on the same "
+                 "layer and handle"));
+    }
+  }
+  return Status();
+}
+
+template <typename Match>
+void Exchanges::FailMatching(const Status& status, Match match) {
+  std::vector<ExchangePtr> ended;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto entry = pending_.begin(); entry != pending_.end();) {
+      entry->second.remove_if([&](const ExchangePtr& e) {
+        if (!match(*e)) return false;
+        ended.push_back(e);
+        return true;
+      });
+      entry = entry->second.empty() ? pending_.erase(entry) : ++entry;
+    }
+  }
+  for (const ExchangePtr& e : ended) Finish(*e, status);
+}
+
+void Exchanges::FailRun(int64_t run_id, const Status& status,
+                        bool tell_peers) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& failed : failed_runs_) {
+      if (failed.first == run_id) return;
+    }
+    failed_runs_.emplace_back(run_id, status);
+    if (failed_runs_.size() > kRememberedRuns) failed_runs_.pop_front();
+  }
+  if (tell_peers) peers_->SendFail(run_id, status);
+  FailMatching(status, [&](const Exchange& e) {
+    return std::get<1>(e.key) == run_id;
+  });
+}
+
+void Exchanges::Fail(const Call& call, Status status) {
+  const int32_t index = topology_.FindDevice(call.device);
+  const std::string rank =
+      index < 0 ? StrCat("device ", call.device)
+                : topology_.RankName(index / topology_.ep_size,
+                                     index % topology_.ep_size);
+  status = Status(status.code(), StrCat(Describe(call), ", ", rank, ": ",
+                                        status.message()));
+  FailRun(call.run_id, status, /*tell_peers=*/true);
+  call.done(status);
+}
+
+void Exchanges::OnPost(int32_t process, const Message& m,
+                       const Mapping* memory) {
+  Part part;
+  part.posted = true;
+  part.process = process;
+  part.segment = m.segment;
+  Signature& signature = part.contribution.signature;
+  std::memcpy(&signature, m.signature, sizeof(signature));
+  const bool sane =
+      m.domain >= 0 && m.domain < topology_.num_domains() && m.rank >= 0 &&
+      m.rank < topology_.ep_size &&
+      topology_.member(m.domain, m.rank).process == process && memory &&
+      signature[Signature::kFirstBytes] >= 0 &&
+      signature[Signature::kSecondBytes] >= 0 &&
+      signature[Signature::kFirstBytes] <=
+          static_cast<int64_t>(memory->bytes()) &&
+      signature[Signature::kSecondBytes] <=
+          static_cast<int64_t>(memory->bytes()) &&
+      StagedBytes(signature) <= memory->bytes();
+  if (!sane) {
+    return FailRun(m.run_id,
+                   Status(Code::kInternal,
+                          StrCat("process ", process,
+                                 " sent a post that makes no sense, or its "
+                                 "shared memory could not be mapped")),
+                   /*tell_peers=*/true);
+  }
+  part.contribution.table = {memory->data(),
+                             memory->data() + SecondOffset(signature)};
+  const Key key(m.domain, m.run_id, m.position, m.clone, m.op);
+  ExchangePtr ready;
+  if (!Add(key, "", std::move(part), m.rank, &ready).ok()) {
+    return peers_->SendRelease(process, m.segment);
+  }
+  if (ready) {
+    workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
+      self->Run(ready, nullptr);
+    });
+  }
+}
+
+void Exchanges::OnGone(int32_t process, bool orderly) {
+  auto waits = [&](const Exchange& e) {
+    for (int32_t r = 0; r < topology_.ep_size; ++r) {
+      if (!e.parts[r].posted &&
+          topology_.member(std::get<0>(e.key), r).process == process) {
+        return true;
+      }
+    }
+    return false;
+  };
+  std::string ranks;
+  for (size_t i = 0; i < topology_.members.size(); ++i) {
+    if (topology_.members[i].process != process) continue;
+    ranks += StrCat(ranks.empty() ? "" : ", ",
+                    topology_.RankName(i / topology_.ep_size,
+                                       i % topology_.ep_size));
+  }
+  const Status status(
+      Code::kUnavailable,
+      orderly ? StrCat(ranks, " finalized the group; call ep_finalize only "
+                              "after the last op has completed on all ranks")
+              : StrCat(ranks, " died; restart the job, or bootstrap a new "
+                              "group without it"));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (orderly) {
+      finished_.emplace(process, status);
+    } else if (broken_.ok()) {
+      broken_ = status;
+    }
+  }
+  FailMatching(status, waits);
+}
+
+void Exchanges::OnTick() {
+  const Clock::time_point now = Clock::now();
+  ExchangePtr late;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [key, queue] : pending_) {
+      for (const ExchangePtr& e : queue) {
+        if (e->deadline <= now && (!late || e->deadline < late->deadline)) {
+          late = e;
+        }
+      }
+    }
+  }
+  if (!late) return;
+  const int32_t domain = std::get<0>(late->key);
+  std::string waiting, missing;
+  for (int32_t r = 0; r < topology_.ep_size; ++r) {
+    std::string& list = late->parts[r].posted ? waiting : missing;
+    list += StrCat(list.empty() ? "" : ", ", topology_.RankName(domain, r));
+  }
+  const double seconds = std::chrono::duration<double>(timeout_).count();
+  FailRun(std::get<1>(late->key),
+          Status(Code::kDeadlineExceeded,
+                 StrCat(late->what.empty()
+                            ? OpName(static_cast<Op>(std::get<4>(late->key)))
+                            : late->what,
+                        ": ", waiting, " waited timeout_s = ", seconds,
+                        " s for ", missing,
+                        "; every rank must run the same program. If ranks "
+                        "are only slow, raise timeout_s; if many launches "
+                        "are in flight, wait for results now and then "
+                        "(jax.block_until_ready)")),
+          /*tell_peers=*/true);
+}
+
+void Exchanges::Close() {
+  const Status status(Code::kFailedPrecondition,
+                      "the group was finalized; run no op after ep_finalize");
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    broken_ = status;
+  }
+  FailMatching(status, [](const Exchange&) { return true; });
+  peers_->SendBye();
+}
+
+}  // namespace ep::host

@@ -1,0 +1,174 @@
+// One rendezvous of all ranks of an EP domain: the heart of the engine.
+//
+// Every op is an exchange. A rank *posts* a contribution: rows that its peers
+// may read, and the work that it does once all peers have posted. The last
+// post, wherever it comes from, makes the exchange ready; then each local
+// rank's work pulls from its peers, and when all local work is done all local
+// ranks complete (not earlier: a peer may still read their buffers).
+//
+//   same process       peers read the operand buffers themselves: one copy
+//   another process    the poster stages its rows once in a shared segment,
+//                      and completes without waiting for the readers
+//
+// Posting never waits. XLA:CPU runs a program's ready ops in any order, and a
+// handler that waited would hold a thread that another rank needs.
+//
+// Matching. Ops meet by (domain, run id, position, clone, op), never by
+// arrival. Within a loop the same key recurs, but a rank posts iteration i + 1
+// only after i completed, so the oldest exchange that lacks the rank's post is
+// the right one.
+//
+// Failure. Whatever goes wrong on one rank fails the *run* on all ranks of
+// the group: pending exchanges of that run end at once, later posts to it
+// fail with the same message. Other runs are not touched, except that a dead
+// peer or a closed group fails everything.
+
+#ifndef EP_FFI_BACKENDS_HOST_EXCHANGE_H_
+#define EP_FFI_BACKENDS_HOST_EXCHANGE_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/backends/host/peers.h"
+#include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/workers.h"
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+
+// What must be equal on all ranks for an exchange to make sense, and the sizes
+// of what they post. All values come from shapes and attributes, except the
+// fingerprint of the routing.
+struct Signature {
+  enum Field {
+    kTokens,
+    kTopK,
+    kWidth,
+    kDType,
+    kCapacity,
+    kAlignment,
+    kDrop,
+    kWeighted,
+    kRouting,
+    kFirstBytes,
+    kSecondBytes,
+    kNumFields,
+  };
+  int64_t values[kNumFields] = {};
+
+  int64_t operator[](Field field) const { return values[field]; }
+  int64_t& operator[](Field field) { return values[field]; }
+};
+
+// The two arrays that a rank posts; their sizes are in its signature.
+struct Table {
+  const std::byte* first = nullptr;
+  const std::byte* second = nullptr;
+};
+
+struct Contribution {
+  Signature signature;
+  Table table;
+  // Copies the table to a segment; only called if another process needs it.
+  std::function<void(std::byte* first, std::byte* second)> stage;
+  // The work of this rank, in chunks that may run at the same time.
+  int64_t num_chunks = 0;
+  std::function<Status(const std::vector<Table>& ranks, int64_t chunk)> run;
+};
+
+class Exchanges : public std::enable_shared_from_this<Exchanges> {
+ public:
+  static std::shared_ptr<Exchanges> Create(Topology topology, double timeout_s,
+                                           std::unique_ptr<Peers> peers);
+
+  // Posts for the rank on `call.device`; `call.done` is called exactly once.
+  void Post(const Call& call, int32_t domain, int32_t rank,
+            Contribution contribution);
+
+  // Fails the run on all ranks and completes `call`: bad input on this one.
+  void Fail(const Call& call, Status status);
+
+  void Close();
+
+  const Topology& topology() const { return topology_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  // Domain, run id, position, clone, op.
+  using Key = std::tuple<int32_t, int64_t, int64_t, int64_t, int32_t>;
+
+  // A rank's part of an exchange.
+  struct Part {
+    bool posted = false;
+    Contribution contribution;  // of a remote rank: signature and table only
+    // Of a local rank.
+    std::function<void(Status)> done;
+    // Of a remote rank: what to release.
+    int32_t process = -1;
+    uint64_t segment = 0;
+  };
+
+  struct Exchange {
+    Key key;
+    std::string what;  // ep_dispatch(layer "moe_3")
+    Clock::time_point deadline;
+    int32_t missing;
+    std::vector<Part> parts;  // by rank
+  };
+  using ExchangePtr = std::shared_ptr<Exchange>;
+  struct Batch;
+
+  Exchanges(Topology topology, double timeout_s, std::unique_ptr<Peers> peers);
+
+  // Adds a part. Returns the exchange if it is ready now. Fails, without
+  // taking the part, if the run has failed or a peer that is missing is gone.
+  Status Add(const Key& key, const std::string& what, Part part, int32_t rank,
+             ExchangePtr* ready);
+  // Runs a ready exchange, on the executor's threads if there are any.
+  void Run(ExchangePtr exchange, Executor* executor);
+  void Finish(const Exchange& exchange, const Status& status);
+  Status CompareSignatures(const Exchange& exchange) const;
+  // Why nobody can come to an exchange of this domain any more, if so.
+  Status WhyBroken(int32_t domain) const;  // mutex_ held
+
+  // Stages and announces a local contribution to other processes.
+  Status Announce(const Key& key, int32_t rank, const Contribution& c);
+
+  // Ends pending exchanges for which `match` holds, under one failure.
+  template <typename Match>
+  void FailMatching(const Status& status, Match match);
+  void FailRun(int64_t run_id, const Status& status, bool tell_peers);
+
+  void OnPost(int32_t process, const Message& message, const Mapping* memory);
+  void OnGone(int32_t process, bool orderly);
+  void OnTick();
+
+  const Topology topology_;
+  const Clock::duration timeout_;
+  std::vector<std::vector<int32_t>> peers_of_domain_;
+
+  std::mutex mutex_;
+  std::map<Key, std::list<ExchangePtr>> pending_;
+  std::deque<std::pair<int64_t, Status>> failed_runs_;  // the latest
+  Status broken_;  // not ok once the group is closed or a peer died
+  std::map<int32_t, Status> finished_;  // processes that closed their group
+
+  Workers workers_;
+  std::unique_ptr<Peers> peers_;  // last: its thread uses all of the above
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_EXCHANGE_H_

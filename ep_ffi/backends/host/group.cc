@@ -1,0 +1,220 @@
+#include "ep_ffi/backends/host/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/backends/host/movers.h"
+
+namespace ep::host {
+namespace {
+
+Signature SignatureOf(const PlanDims& dims) {
+  Signature s;
+  s[Signature::kTokens] = dims.num_tokens;
+  s[Signature::kTopK] = dims.top_k;
+  s[Signature::kCapacity] = dims.capacity;
+  s[Signature::kAlignment] = dims.alignment;
+  s[Signature::kDrop] = dims.drop;
+  return s;
+}
+
+// A mover's signature and table: its rows, and their weights if any.
+Contribution RowsContribution(const PlanDims& dims, const Plan& plan,
+                              const ConstRows& rows, const float* weights,
+                              int64_t num_weights) {
+  Contribution c;
+  c.signature = SignatureOf(dims);
+  c.signature[Signature::kWidth] = rows.width;
+  c.signature[Signature::kDType] = static_cast<int64_t>(rows.dtype);
+  c.signature[Signature::kWeighted] = weights != nullptr;
+  c.signature[Signature::kRouting] = static_cast<int64_t>(plan.fingerprint());
+  c.signature[Signature::kFirstBytes] = rows.count * rows.row_bytes();
+  c.signature[Signature::kSecondBytes] =
+      weights ? num_weights * int64_t{sizeof(float)} : 0;
+  c.table = {rows.data, reinterpret_cast<const std::byte*>(weights)};
+  return c;
+}
+
+void StageAll(const Contribution& c, std::byte* first, std::byte* second) {
+  std::memcpy(first, c.table.first, c.signature[Signature::kFirstBytes]);
+  const int64_t bytes = c.signature[Signature::kSecondBytes];
+  if (bytes > 0) std::memcpy(second, c.table.second, bytes);
+}
+
+// The tables of a mover's ranks, with the types that the mover knows.
+std::vector<RankRows> ToRankRows(const std::vector<Table>& tables,
+                                 bool weighted) {
+  std::vector<RankRows> ranks;
+  ranks.reserve(tables.size());
+  for (const Table& table : tables) {
+    ranks.push_back({table.first, weighted ? reinterpret_cast<const float*>(
+                                                 table.second)
+                                           : nullptr});
+  }
+  return ranks;
+}
+
+}  // namespace
+
+Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
+  Peers::Options peer_options;
+  peer_options.process = options.topology.process;
+  peer_options.num_processes = options.topology.num_processes;
+  peer_options.secret = options.secret;
+  peer_options.timeout_s = options.timeout_s;
+  // How late a timeout may be reported.
+  peer_options.tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
+  std::unique_ptr<Peers> peers;
+  Status connected = Peers::Connect(peer_options, &peers);
+  if (!connected.ok()) return connected;
+  out->reset(new HostGroup(
+      options.num_experts,
+      Exchanges::Create(std::move(options.topology), options.timeout_s,
+                        std::move(peers))));
+  return Status();
+}
+
+PlanDims HostGroup::Dims(const Call& call, int64_t num_tokens) const {
+  const Layer& layer = call.site->layer;
+  return {num_experts_,   ep_size(),       num_tokens, layer.top_k,
+          layer.capacity, layer.alignment, layer.drop};
+}
+
+Status HostGroup::Locate(const Call& call, Place* place) const {
+  const Topology& topology = exchanges_->topology();
+  const int32_t index = topology.FindDevice(call.device);
+  if (index < 0) {
+    return Status(Code::kFailedPrecondition,
+                  StrCat("device ", call.device,
+                         " is not in the mesh of the group; run the op on "
+                         "the mesh that was given to ep_bootstrap"));
+  }
+  *place = {index / topology.ep_size, index % topology.ep_size};
+  return Status();
+}
+
+void HostGroup::Prepare(Call call, const PrepareArgs& args) {
+  const PlanDims dims = Dims(call, args.num_tokens);
+  Place place;
+  Status status = Locate(call, &place);
+  if (status.ok()) status = ValidateDims(dims);
+  auto mine = std::make_shared<SortedChoices>();
+  if (status.ok()) {
+    status = args.index_is_int64
+                 ? SortChoices(dims, static_cast<const int64_t*>(args.topk_idx),
+                               mine.get())
+                 : SortChoices(dims, static_cast<const int32_t*>(args.topk_idx),
+                               mine.get());
+  }
+  if (!status.ok()) return exchanges_->Fail(call, std::move(status));
+
+  Contribution c;
+  c.signature = SignatureOf(dims);
+  c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
+  c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
+  c.table = {reinterpret_cast<const std::byte*>(mine->starts.data()),
+             reinterpret_cast<const std::byte*>(mine->order.data())};
+  c.stage = [c](std::byte* first, std::byte* second) {
+    StageAll(c, first, second);
+  };
+  c.num_chunks = 1;
+  c.run = [dims, place, args, mine, what = call.site->layer.name](
+              const std::vector<Table>& tables, int64_t) {
+    std::vector<ChoicesView> choices;
+    for (const Table& table : tables) {
+      choices.push_back({reinterpret_cast<const int32_t*>(table.first),
+                         reinterpret_cast<const int32_t*>(table.second)});
+    }
+    Status built = BuildPlan(dims, place.rank, choices,
+                             {args.mem, args.group_sizes, args.token_counts,
+                              args.total_recv_tokens});
+    if (built.ok()) return built;
+    return Status(built.code(), StrCat("ep_prepare(layer \"", what, "\"), ",
+                                       built.message()));
+  };
+  exchanges_->Post(call, place.domain, place.rank, std::move(c));
+}
+
+void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
+  const PlanDims dims = Dims(call, args.tokens.count);
+  Place place;
+  Plan plan;
+  Status status = Locate(call, &place);
+  if (status.ok()) {
+    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes,
+                        &plan);
+  }
+  if (!status.ok()) return exchanges_->Fail(call, std::move(status));
+
+  Contribution c = RowsContribution(dims, plan, args.tokens,
+                                    args.topk_weights, dims.num_choices());
+  c.stage = [c](std::byte* first, std::byte* second) {
+    StageAll(c, first, second);
+  };
+  auto mover = std::make_shared<const Scatter>(
+      Scatter{dims, plan, call.site->layer.zero_tail, args});
+  c.num_chunks = mover->num_chunks();
+  c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
+    return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights),
+                           chunk);
+  };
+  exchanges_->Post(call, place.domain, place.rank, std::move(c));
+}
+
+void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
+  const PlanDims dims = Dims(call, args.tokens.count);
+  Place place;
+  Plan plan;
+  Status status = Locate(call, &place);
+  if (status.ok()) {
+    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes,
+                        &plan);
+  }
+  if (!status.ok()) return exchanges_->Fail(call, std::move(status));
+
+  Contribution c = RowsContribution(dims, plan, args.slots, args.slot_weights,
+                                    dims.capacity);
+  // Only the slots that another process will read; the pages of the others
+  // are never touched.
+  c.stage = [this, place, plan, args](std::byte* first, std::byte* second) {
+    const Topology& topology = exchanges_->topology();
+    const int64_t row_bytes = args.slots.row_bytes();
+    for (int64_t slot = 0; slot < plan.num_slots(); ++slot) {
+      const int32_t source = plan.recv()[slot].rank;
+      if (source < 0 || source >= topology.ep_size ||
+          topology.is_local(place.domain, source)) {
+        continue;
+      }
+      std::memcpy(first + slot * row_bytes, args.slots.data + slot * row_bytes,
+                  row_bytes);
+      if (!args.slot_weights) continue;
+      std::memcpy(second + slot * sizeof(float), args.slot_weights + slot,
+                  sizeof(float));
+    }
+  };
+  auto mover = std::make_shared<const GatherSum>(GatherSum{dims, plan, args});
+  c.num_chunks = mover->num_chunks();
+  c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
+    return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights),
+                           chunk);
+  };
+  exchanges_->Post(call, place.domain, place.rank, std::move(c));
+}
+
+void HostGroup::Dispatch(Call call, const ScatterArgs& args) {
+  RunScatter(call, args);
+}
+void HostGroup::Combine(Call call, const GatherArgs& args) {
+  RunGather(call, args);
+}
+void HostGroup::DispatchBwd(Call call, const GatherArgs& args) {
+  RunGather(call, args);
+}
+void HostGroup::CombineBwd(Call call, const ScatterArgs& args) {
+  RunScatter(call, args);
+}
+
+}  // namespace ep::host

@@ -1,0 +1,60 @@
+// The host backend: the five ops as exchanges (exchange.h).
+
+#ifndef EP_FFI_BACKENDS_HOST_GROUP_H_
+#define EP_FFI_BACKENDS_HOST_GROUP_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "ep_ffi/backends/host/exchange.h"
+#include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/plan.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+
+class HostGroup : public Group {
+ public:
+  struct Options {
+    int64_t num_experts;
+    Topology topology;
+    double timeout_s;    // to connect, and for a rank to wait for its peers
+    std::string secret;  // shared by the processes of the group
+  };
+
+  // Collective over the processes of the topology.
+  static Status Create(Options options, std::shared_ptr<Group>* out);
+
+  int64_t num_experts() const override { return num_experts_; }
+  int64_t ep_size() const override { return exchanges_->topology().ep_size; }
+
+  void Prepare(Call call, const PrepareArgs& args) override;
+  void Dispatch(Call call, const ScatterArgs& args) override;
+  void Combine(Call call, const GatherArgs& args) override;
+  void DispatchBwd(Call call, const GatherArgs& args) override;
+  void CombineBwd(Call call, const ScatterArgs& args) override;
+  void Close() override { exchanges_->Close(); }
+
+ private:
+  struct Place {
+    int32_t domain;
+    int32_t rank;
+  };
+
+  HostGroup(int64_t num_experts, std::shared_ptr<Exchanges> exchanges)
+      : num_experts_(num_experts), exchanges_(std::move(exchanges)) {}
+
+  PlanDims Dims(const Call& call, int64_t num_tokens) const;
+  Status Locate(const Call& call, Place* place) const;
+  void RunScatter(const Call& call, const ScatterArgs& args);
+  void RunGather(const Call& call, const GatherArgs& args);
+
+  const int64_t num_experts_;
+  const std::shared_ptr<Exchanges> exchanges_;
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_GROUP_H_

@@ -1,0 +1,115 @@
+#include "ep_ffi/backends/host/movers.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ep_ffi/backends/host/row_math.h"
+
+namespace ep::host {
+namespace {
+
+// Large enough to hide the cost of handing out a chunk, small enough to share
+// a small exchange among a few threads.
+constexpr int64_t kChunkBytes = 256 << 10;
+
+int64_t RowsPerChunk(int64_t bytes_per_row) {
+  return std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(
+                                                1, bytes_per_row));
+}
+
+int64_t NumChunks(int64_t rows, int64_t bytes_per_row) {
+  const int64_t per_chunk = RowsPerChunk(bytes_per_row);
+  return (rows + per_chunk - 1) / per_chunk;
+}
+
+Status CorruptRoute(const Route& route) {
+  return Status(Code::kInvalidArgument,
+                StrCat("handle.mem points to row ", route.index, " of rank ",
+                       route.rank,
+                       ", which does not exist; pass the handle that "
+                       "ep_prepare returned, unchanged"));
+}
+
+bool IsValid(const Route& route, int64_t ranks, int64_t rows) {
+  return route.rank >= 0 && route.rank < ranks && route.index >= 0 &&
+         route.index < rows;
+}
+
+}  // namespace
+
+int64_t Scatter::num_chunks() const {
+  return NumChunks(dims.capacity, args.slots.row_bytes());
+}
+
+Status Scatter::RunChunk(const std::vector<RankRows>& ranks,
+                         int64_t chunk) const {
+  const int64_t row_bytes = args.slots.row_bytes();
+  const int64_t per_chunk = RowsPerChunk(row_bytes);
+  const int64_t begin = chunk * per_chunk;
+  const int64_t end = std::min(begin + per_chunk, dims.capacity);
+  const int64_t used = std::min(end, std::max(begin, plan.num_slots()));
+  for (int64_t slot = begin; slot < used; ++slot) {
+    const Route route = plan.recv()[slot];
+    std::byte* out = args.slots.data + slot * row_bytes;
+    if (route.rank == kNoRoute.rank) {  // pads a slab
+      std::memset(out, 0, row_bytes);
+      if (args.slot_weights) args.slot_weights[slot] = 0;
+      continue;
+    }
+    if (!IsValid(route, ranks.size(), dims.num_choices())) {
+      return CorruptRoute(route);
+    }
+    const RankRows& source = ranks[route.rank];
+    std::memcpy(out, source.rows + route.index / dims.top_k * row_bytes,
+                row_bytes);
+    if (args.slot_weights) {
+      args.slot_weights[slot] = source.weights[route.index];
+    }
+  }
+  if (zero_tail) {
+    std::memset(args.slots.data + used * row_bytes, 0,
+                (end - used) * row_bytes);
+    if (args.slot_weights) {
+      std::fill(args.slot_weights + used, args.slot_weights + end, 0.0f);
+    }
+  }
+  return Status();
+}
+
+int64_t GatherSum::num_chunks() const {
+  return NumChunks(dims.num_tokens, args.tokens.row_bytes() * dims.top_k);
+}
+
+Status GatherSum::RunChunk(const std::vector<RankRows>& ranks,
+                           int64_t chunk) const {
+  const int64_t row_bytes = args.tokens.row_bytes();
+  const int64_t per_chunk = RowsPerChunk(row_bytes * dims.top_k);
+  const int64_t begin = chunk * per_chunk;
+  const int64_t end = std::min(begin + per_chunk, dims.num_tokens);
+  std::vector<Term> terms;
+  terms.reserve(dims.top_k);
+  for (int64_t token = begin; token < end; ++token) {
+    terms.clear();
+    for (int64_t k = 0; k < dims.top_k; ++k) {
+      const int64_t choice = token * dims.top_k + k;
+      const Route route = plan.send()[choice];
+      const bool kept = route.rank != kNoRoute.rank;
+      if (kept && !IsValid(route, ranks.size(), dims.capacity)) {
+        return CorruptRoute(route);
+      }
+      const RankRows& source = ranks[kept ? route.rank : 0];
+      if (args.topk_weights) {
+        args.topk_weights[choice] = kept ? source.weights[route.index] : 0;
+      }
+      if (!kept) continue;
+      const bool scale = source.weights && !args.topk_weights;
+      terms.push_back({source.rows + route.index * row_bytes,
+                       scale ? source.weights[route.index] : 1.0f});
+    }
+    SumRows(args.tokens.dtype, terms, args.tokens.width,
+            args.tokens.data + token * row_bytes);
+  }
+  return Status();
+}
+
+}  // namespace ep::host

@@ -1,0 +1,111 @@
+// Connections to the other processes of a group on this host.
+//
+// Control goes over one Unix socket per pair of processes (SOCK_SEQPACKET:
+// whole messages, in order); rows go through shared memory (segment.h). A
+// socket tells at once when its peer dies, whatever it died of, and carries
+// the descriptors of segments.
+//
+//   kSegment  a new segment of the sender; carries its descriptor
+//   kPost     a rank of the sender has posted its rows in a segment
+//   kRelease  the sender has read a segment of the receiver
+//   kFail     a run failed on the sender; it fails on the receiver too
+//   kBye      the sender closes its group; nothing follows
+//
+// One progress thread per group receives. It never waits for anything but
+// messages and the next tick, and never runs a user's program. Senders do not
+// wait either: what a socket does not take is queued for that thread.
+
+#ifndef EP_FFI_BACKENDS_HOST_PEERS_H_
+#define EP_FFI_BACKENDS_HOST_PEERS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/backends/host/segment.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+
+// The fixed part of a message; `text_bytes` of text follow.
+struct Message {
+  enum Type : uint32_t { kSegment, kPost, kRelease, kFail, kBye };
+
+  Type type;
+  uint32_t text_bytes;
+  int32_t code;             // kFail
+  int32_t domain, rank;     // kPost
+  int32_t op;               // kPost
+  int64_t run_id;           // kPost, kFail
+  int64_t position, clone;  // kPost
+  uint64_t segment;         // kSegment, kPost, kRelease: of its owner
+  int64_t signature[12];    // kPost
+};
+
+class Peers {
+ public:
+  // Called on the progress thread.
+  struct Handlers {
+    // `memory` is the mapped segment, null for types that carry none.
+    std::function<void(int32_t process, const Message&, const Mapping* memory)>
+        on_post;
+    std::function<void(const Message&, const std::string& text)> on_fail;
+    // A peer closed its group (`orderly`) or died.
+    std::function<void(int32_t process, bool orderly)> on_gone;
+    std::function<void()> on_tick;
+  };
+
+  struct Options {
+    int32_t process;
+    int32_t num_processes;
+    std::string secret;   // equal on all processes of the group
+    double timeout_s;     // to connect
+    double tick_s;
+  };
+
+  // Connects every pair of processes.
+  static Status Connect(const Options& options, std::unique_ptr<Peers>* out);
+  ~Peers();
+
+  // Begins to receive. What peers sent before waits in the sockets.
+  void Start(Handlers handlers);
+
+  // Stages for `processes`: a segment of at least `bytes`, known to them.
+  Segment* Acquire(size_t bytes, int32_t num_readers);
+  void SendPost(const std::vector<int32_t>& processes, Message message);
+  void SendRelease(int32_t process, uint64_t segment);
+  void SendFail(int64_t run_id, const Status& status);
+  // The last message; waits a moment for those still queued.
+  void SendBye();
+
+ private:
+  struct Link;
+
+  explicit Peers(const Options& options);
+  Status Handshake();
+  Status Accept(int listener, double deadline);
+  Status Dial(int32_t process, double deadline);
+  void Send(Link& link, Message message, const std::string& text, int fd);
+  void Progress();
+  void Receive(Link& link);
+  void Handle(Link& link, const Message& message, const std::string& text,
+              int fd);
+  void Drop(Link& link);
+
+  const Options options_;
+  Handlers handlers_;
+  SegmentPool pool_;
+  std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
+  int epoll_ = -1;
+  int wake_ = -1;  // eventfd that ends the progress thread
+  std::thread progress_;
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_PEERS_H_

@@ -1,0 +1,25 @@
+// out = sum of scaled rows: products and sums in float32, in order, rounded
+// once to the rows' type. An empty sum is +0, and so is a sum of -0.
+
+#ifndef EP_FFI_BACKENDS_HOST_ROW_MATH_H_
+#define EP_FFI_BACKENDS_HOST_ROW_MATH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ep_ffi/core/backend.h"
+
+namespace ep::host {
+
+struct Term {
+  const std::byte* row;
+  float scale;
+};
+
+void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,
+             std::byte* out);
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_ROW_MATH_H_

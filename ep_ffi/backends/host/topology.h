@@ -1,0 +1,69 @@
+// Where the ranks of a group live. The mesh is cut into EP domains of P
+// ranks; a rank is a device of some process, and one process may hold any
+// number of them, of any domain.
+
+#ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
+#define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+
+struct Topology {
+  struct Member {
+    int32_t process;
+    int32_t device;  // local ordinal in its process
+  };
+
+  int32_t process;  // this one
+  int32_t num_processes;
+  int32_t ep_size;
+  std::vector<Member> members;  // [num_domains * P], domain-major
+
+  int32_t num_domains() const {
+    return static_cast<int32_t>(members.size()) / ep_size;
+  }
+  const Member& member(int32_t domain, int32_t rank) const {
+    return members[domain * ep_size + rank];
+  }
+  bool is_local(int32_t domain, int32_t rank) const {
+    return member(domain, rank).process == process;
+  }
+  // Index in `members` of a device of this process, or -1.
+  int32_t FindDevice(int32_t device) const {
+    for (size_t i = 0; i < members.size(); ++i) {
+      if (members[i].process == process && members[i].device == device) {
+        return static_cast<int32_t>(i);
+      }
+    }
+    return -1;
+  }
+  // The other processes that hold ranks of this domain, ascending.
+  std::vector<int32_t> Peers(int32_t domain) const {
+    std::vector<int32_t> peers;
+    for (int32_t p = 0; p < num_processes; ++p) {
+      for (int32_t r = 0; r < ep_size && p != process; ++r) {
+        if (member(domain, r).process != p) continue;
+        peers.push_back(p);
+        break;
+      }
+    }
+    return peers;
+  }
+  std::string RankName(int32_t domain, int32_t rank) const {
+    std::string name = StrCat("rank ", rank);
+    if (num_domains() > 1) name += StrCat(" of EP domain ", domain);
+    if (num_processes > 1) {
+      name += StrCat(" (process ", member(domain, rank).process, ")");
+    }
+    return name;
+  }
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_TOPOLOGY_H_

@@ -1,0 +1,39 @@
+// Threads that finish operations.
+//
+// Completing an op resumes the XLA program that waits for it, on the thread
+// that completes it, and that program may block for other devices (a psum
+// does). So completions can share neither the progress thread nor a pool of
+// fixed size: each gets an idle thread, or a new one.
+
+#ifndef EP_FFI_BACKENDS_HOST_WORKERS_H_
+#define EP_FFI_BACKENDS_HOST_WORKERS_H_
+
+#include <functional>
+#include <memory>
+
+namespace ep::host {
+
+class Workers {
+ public:
+  Workers();
+  // Tasks that were accepted still run; their threads end on their own, so
+  // that a task may drop the last reference to the owner of this object.
+  ~Workers();
+
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  // Runs `task` soon; never waits for another task to end.
+  void Run(std::function<void()> task);
+
+ private:
+  struct State;
+  // Runs queued tasks; then waits for more, or returns if not to `park`.
+  static void Loop(std::shared_ptr<State> state, bool park);
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_WORKERS_H_

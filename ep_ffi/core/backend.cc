@@ -1,0 +1,23 @@
+#include "ep_ffi/core/backend.h"
+
+namespace ep {
+
+const char* OpName(Op op) {
+  switch (op) {
+    case Op::kPrepare:
+      return "ep_prepare";
+    case Op::kDispatch:
+      return "ep_dispatch";
+    case Op::kCombine:
+      return "ep_combine";
+    case Op::kDispatchBwd:
+      return "ep_dispatch_bwd";
+    case Op::kCombineBwd:
+      return "ep_combine_bwd";
+  }
+  return "ep_unknown";
+}
+
+int64_t ByteWidth(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+}  // namespace ep

@@ -1,0 +1,152 @@
+// The interface between the FFI handlers and a backend.
+//
+// A handler decodes its buffers, builds a `Call`, and calls one method of the
+// `Group` that the op names. A backend is a folder below ep_ffi/backends that
+// implements `Group`, plus a C function that creates it (see bootstrap.h).
+//
+// Ordering: the five ops of a group may be called from any thread, in any
+// order, several at once; ranks may differ in that order. A backend matches
+// the calls of its ranks by identity, (run id, position, clone), never by
+// arrival.
+//
+// Completion: a method returns without waiting for a peer. `done` is called
+// exactly once, from any thread, possibly before the method returns; until
+// then the buffers stay valid. A failure on one rank is a failure of the same
+// run on every rank of the group.
+//
+// Nothing here throws.
+
+#ifndef EP_FFI_CORE_BACKEND_H_
+#define EP_FFI_CORE_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "ep_ffi/core/status.h"
+
+namespace ep {
+
+enum class Op : int32_t {
+  kPrepare,
+  kDispatch,
+  kCombine,
+  kDispatchBwd,
+  kCombineBwd,
+};
+
+const char* OpName(Op op);  // "ep_dispatch"
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+int64_t ByteWidth(DType dtype);
+
+// The static configuration of a layer, from the op's own attributes.
+struct Layer {
+  std::string name;
+  int64_t top_k;
+  int64_t alignment;
+  int64_t capacity;
+  bool drop;       // overflow policy
+  bool zero_tail;  // write zeros past the last slab
+};
+
+// One op in one compiled program; lives as long as the executable.
+struct Site {
+  Layer layer;
+  int64_t position;  // of the op in the lowered module
+  int64_t clone;     // which copy, where XLA inlined a function repeatedly
+};
+
+// A pool of threads that is valid during a call.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  virtual void Schedule(std::function<void()> task) = 0;
+  virtual int64_t num_threads() const = 0;
+};
+
+// One execution of one op on one device.
+struct Call {
+  Op op;
+  const Site* site;
+  int64_t run_id;  // of the launch; equal on all ranks, unique in time
+  int32_t device;  // local ordinal
+  Executor* executor;
+  std::function<void(Status)> done;
+};
+
+// A dense [count, width] matrix of token rows.
+template <typename Byte>
+struct RowsOf {
+  Byte* data;
+  int64_t count;
+  int64_t width;
+  DType dtype;
+
+  int64_t row_bytes() const { return width * ByteWidth(dtype); }
+};
+using Rows = RowsOf<std::byte>;
+using ConstRows = RowsOf<const std::byte>;
+
+struct Mem {
+  const std::byte* data;
+  int64_t bytes;
+};
+
+struct PrepareArgs {
+  const void* topk_idx;  // [T, K], int32 or int64
+  bool index_is_int64;
+  int64_t num_tokens;
+  int64_t top_k;
+  std::byte* mem;
+  int64_t mem_bytes;
+  int32_t* group_sizes;        // [L]
+  int32_t* token_counts;       // [L]
+  int32_t* total_recv_tokens;  // [1]
+};
+
+// Token rows to slots: dispatch, and the backward of combine.
+struct ScatterArgs {
+  Mem mem;
+  ConstRows tokens;           // [T, H]
+  const float* topk_weights;  // [T, K], or null
+  Rows slots;                 // [C, H]
+  float* slot_weights;        // [C], null when topk_weights is
+};
+
+// Slots to token rows: combine, and the backward of dispatch.
+struct GatherArgs {
+  Mem mem;
+  ConstRows slots;            // [C, H]
+  const float* slot_weights;  // [C], or null
+  Rows tokens;                // [T, H]
+  // [T, K]: receives the weight of each choice (backward of dispatch). Null:
+  // slot_weights, when there, scale the rows instead (combine).
+  float* topk_weights;
+};
+
+// The EP domains of a mesh, as one process sees them.
+class Group {
+ public:
+  virtual ~Group() = default;
+
+  virtual int64_t num_experts() const = 0;
+  virtual int64_t ep_size() const = 0;
+
+  virtual void Prepare(Call call, const PrepareArgs& args) = 0;
+  virtual void Dispatch(Call call, const ScatterArgs& args) = 0;
+  virtual void Combine(Call call, const GatherArgs& args) = 0;
+  virtual void DispatchBwd(Call call, const GatherArgs& args) = 0;
+  virtual void CombineBwd(Call call, const ScatterArgs& args) = 0;
+
+  // Ends the group: what is pending and what comes later fails, on this
+  // process at once and on its peers as soon as they wait for it.
+  virtual void Close() = 0;
+};
+
+}  // namespace ep
+
+#endif  // EP_FFI_CORE_BACKEND_H_

@@ -1,0 +1,19 @@
+// The C functions of every backend, called from ep/_src through ctypes.
+
+#include <memory>
+
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/export.h"
+#include "ep_ffi/core/registry.h"
+
+// Closes a group; executables that are bound to it now get errors. No effect
+// if there is none of this name.
+EP_EXPORT void ep_group_close(const char* name) {
+  std::shared_ptr<ep::Group> group = ep::Registry::Get().Remove(name);
+  if (group) group->Close();
+}
+
+// Tells that an op of this group is being lowered; see Registry::Bind.
+EP_EXPORT void ep_group_note_lowering(const char* name) {
+  ep::Registry::Get().NoteLowering(name);
+}

@@ -1,0 +1,256 @@
+#include "ep_ffi/core/plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace ep {
+namespace {
+
+constexpr uint64_t kMagic = 0x316e616c705f7065;  // "ep_plan1"
+
+struct PlanHeader {
+  uint64_t magic;
+  uint64_t dims_hash;    // of the PlanDims it was made for
+  uint64_t fingerprint;  // of the counts of all ranks
+  int64_t rank;
+  int64_t num_slots;
+};
+
+constexpr int64_t kHeaderBytes = 64;
+static_assert(sizeof(PlanHeader) <= kHeaderBytes);
+
+int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// FNV-1a over 64-bit words.
+uint64_t Hash(uint64_t seed, int64_t word) {
+  return (seed ^ static_cast<uint64_t>(word)) * 0x100000001b3;
+}
+
+uint64_t HashDims(const PlanDims& d) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (int64_t word : {d.num_experts, d.ep_size, d.num_tokens, d.top_k,
+                       d.capacity, d.alignment, int64_t{d.drop}}) {
+    hash = Hash(hash, word);
+  }
+  return hash;
+}
+
+// Choices of one rank for one expert; `starts` comes from a peer.
+int64_t Count(const ChoicesView& choices, int64_t expert) {
+  return choices.starts[expert + 1] - choices.starts[expert];
+}
+
+Status ValidateChoices(const PlanDims& dims, int64_t rank,
+                       const ChoicesView& choices) {
+  bool valid = choices.starts[0] == 0 &&
+               choices.starts[dims.num_experts] <= dims.num_choices();
+  for (int64_t e = 0; valid && e < dims.num_experts; ++e) {
+    valid = choices.starts[e] <= choices.starts[e + 1];
+  }
+  for (int64_t i = 0; valid && i < choices.starts[dims.num_experts]; ++i) {
+    valid = choices.order[i] >= 0 && choices.order[i] < dims.num_choices();
+  }
+  if (valid) return Status();
+  return Status(Code::kInternal,
+                StrCat("the routing that rank ", rank,
+                       " sent is corrupt; please report this as a bug"));
+}
+
+// First slot of each local expert's slab on `rank`, and the slots it wants in
+// all: slabs in ascending expert, each padded to the alignment.
+std::vector<int64_t> SlabOffsets(const PlanDims& dims, int64_t rank,
+                                 const std::vector<ChoicesView>& choices) {
+  const int64_t num_local = dims.num_local_experts();
+  std::vector<int64_t> offsets(num_local + 1, 0);
+  for (int64_t j = 0; j < num_local; ++j) {
+    int64_t count = 0;
+    for (const ChoicesView& source : choices) {
+      count += Count(source, rank * num_local + j);
+    }
+    offsets[j + 1] = offsets[j] + RoundUp(count, dims.alignment);
+  }
+  return offsets;
+}
+
+Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {
+  return Status(
+      Code::kResourceExhausted,
+      StrCat("rank ", rank, " needs ", needed,
+             " receive rows, but recv_capacity_per_rank = ", capacity,
+             "; raise the capacity, balance the routing, or use "
+             "overflow=\"drop\""));
+}
+
+}  // namespace
+
+Status ValidateDims(const PlanDims& d) {
+  const bool positive = d.num_experts > 0 && d.ep_size > 0 &&
+                        d.num_tokens >= 0 && d.top_k > 0 && d.capacity > 0 &&
+                        d.alignment > 0;
+  if (!positive || d.num_experts % d.ep_size != 0) {
+    return Status(Code::kInvalidArgument,
+                  StrCat("the sizes num_experts = ", d.num_experts,
+                         ", ep_size = ", d.ep_size, ", tokens = ",
+                         d.num_tokens, ", top_k = ", d.top_k, ", capacity = ",
+                         d.capacity, ", alignment = ", d.alignment,
+                         " must be positive, and num_experts a multiple of "
+                         "ep_size"));
+  }
+  // Every sum of slots stays below P (T K) + L alignment.
+  constexpr double kMax = std::numeric_limits<int32_t>::max();
+  if (static_cast<double>(d.ep_size) * d.num_tokens * d.top_k +
+              static_cast<double>(d.num_local_experts()) * d.alignment >
+          kMax ||
+      d.capacity > kMax) {
+    return Status(Code::kInvalidArgument,
+                  "an exchange of 2^31 rows or more is not supported; split "
+                  "the tokens into several dispatches");
+  }
+  return Status();
+}
+
+int64_t PlanBytes(const PlanDims& dims) {
+  const int64_t routes = dims.num_choices() + dims.capacity;
+  return RoundUp(kHeaderBytes + routes * int64_t{sizeof(Route)}, 64);
+}
+
+template <typename Index>
+Status SortChoices(const PlanDims& dims, const Index* topk_idx,
+                   SortedChoices* out) {
+  const int64_t num_experts = dims.num_experts;
+  std::vector<int32_t>& starts = out->starts;
+  starts.assign(num_experts + 1, 0);
+  std::vector<int64_t> last_token(num_experts, -1);
+  for (int64_t t = 0; t < dims.num_tokens; ++t) {
+    for (int64_t k = 0; k < dims.top_k; ++k) {
+      const int64_t expert = topk_idx[t * dims.top_k + k];
+      if (expert == -1) continue;
+      if (expert < -1 || expert >= num_experts) {
+        return Status(Code::kInvalidArgument,
+                      StrCat("topk_idx[", t, ", ", k, "] = ", expert,
+                             ", but num_experts = ", num_experts,
+                             "; valid ids are -1..", num_experts - 1));
+      }
+      if (last_token[expert] == t) {
+        return Status(Code::kInvalidArgument,
+                      StrCat("topk_idx[", t, ", ", k, "] = ", expert,
+                             " repeats an expert of token ", t,
+                             "; the top-k experts of a token must be "
+                             "distinct (use -1 for an unused choice)"));
+      }
+      last_token[expert] = t;
+      ++starts[expert + 1];
+    }
+  }
+  for (int64_t e = 0; e < num_experts; ++e) starts[e + 1] += starts[e];
+
+  out->order.resize(dims.num_choices());
+  std::vector<int32_t> next(starts.begin(), starts.end() - 1);
+  for (int64_t i = 0; i < dims.num_choices(); ++i) {
+    if (topk_idx[i] >= 0) out->order[next[topk_idx[i]]++] = i;
+  }
+  return Status();
+}
+
+template Status SortChoices(const PlanDims&, const int32_t*, SortedChoices*);
+template Status SortChoices(const PlanDims&, const int64_t*, SortedChoices*);
+
+Status BuildPlan(const PlanDims& dims, int64_t rank,
+                 const std::vector<ChoicesView>& choices,
+                 const PlanOutputs& out) {
+  const int64_t num_local = dims.num_local_experts();
+  const int64_t capacity = dims.capacity;
+  for (int64_t r = 0; r < dims.ep_size; ++r) {
+    Status valid = ValidateChoices(dims, r, choices[r]);
+    if (!valid.ok()) return valid;
+  }
+
+  PlanHeader header = {kMagic, HashDims(dims), 0xcbf29ce484222325, rank, 0};
+  for (const ChoicesView& source : choices) {
+    for (int64_t e = 1; e <= dims.num_experts; ++e) {
+      header.fingerprint = Hash(header.fingerprint, source.starts[e]);
+    }
+  }
+
+  Route* send = reinterpret_cast<Route*>(out.mem + kHeaderBytes);
+  Route* recv = send + dims.num_choices();
+  std::fill(send, send + dims.num_choices(), kNoRoute);
+  std::fill(recv, recv + capacity, kNoRoute);
+
+  // Where my tokens go, destination by destination.
+  const ChoicesView& mine = choices[rank];
+  for (int64_t dest = 0; dest < dims.ep_size; ++dest) {
+    const std::vector<int64_t> offsets = SlabOffsets(dims, dest, choices);
+    if (offsets.back() > capacity && !dims.drop) {
+      return Overflow(dest, offsets.back(), capacity);
+    }
+    for (int64_t j = 0; j < num_local; ++j) {
+      const int64_t expert = dest * num_local + j;
+      int64_t slot = offsets[j];
+      for (int64_t r = 0; r < rank; ++r) slot += Count(choices[r], expert);
+      for (int64_t i = mine.starts[expert]; i < mine.starts[expert + 1]; ++i) {
+        if (slot < capacity) {
+          send[mine.order[i]] = {static_cast<int32_t>(dest),
+                                 static_cast<int32_t>(slot)};
+        }
+        ++slot;
+      }
+    }
+  }
+
+  // What arrives in my slots.
+  const std::vector<int64_t> offsets = SlabOffsets(dims, rank, choices);
+  for (int64_t j = 0; j < num_local; ++j) {
+    int64_t slot = std::min(offsets[j], capacity);
+    const int64_t begin = slot;
+    for (int64_t r = 0; r < dims.ep_size; ++r) {
+      const int32_t* starts = choices[r].starts + rank * num_local + j;
+      for (int64_t i = starts[0]; i < starts[1] && slot < capacity; ++i) {
+        recv[slot++] = {static_cast<int32_t>(r), choices[r].order[i]};
+      }
+    }
+    out.token_counts[j] = slot - begin;
+    out.group_sizes[j] = std::min(offsets[j + 1], capacity) - begin;
+  }
+  out.total_recv_tokens[0] = offsets.back();
+  header.num_slots = std::min(offsets.back(), capacity);
+
+  std::memset(out.mem, 0, kHeaderBytes);
+  std::memcpy(out.mem, &header, sizeof(header));
+  std::byte* end = reinterpret_cast<std::byte*>(recv + capacity);
+  std::memset(end, 0, out.mem + PlanBytes(dims) - end);
+  return Status();
+}
+
+Status Plan::Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
+                  int64_t bytes, Plan* out) {
+  if (bytes != PlanBytes(dims) ||
+      reinterpret_cast<uintptr_t>(mem) % alignof(Route) != 0) {
+    return Status(Code::kInvalidArgument,
+                  StrCat("handle.mem has ", bytes, " bytes, but this layer's "
+                         "routing state has ", PlanBytes(dims),
+                         " bytes (aligned to ", alignof(Route),
+                         "); pass the handle that ep_prepare returned for "
+                         "this layer and these tokens"));
+  }
+  PlanHeader header;
+  std::memcpy(&header, mem, sizeof(header));
+  if (header.magic != kMagic || header.dims_hash != HashDims(dims) ||
+      header.rank != rank || header.num_slots < 0 ||
+      header.num_slots > dims.capacity) {
+    return Status(Code::kInvalidArgument,
+                  "handle.mem is not the routing state that ep_prepare "
+                  "returned on this rank for this layer; pass that handle "
+                  "unchanged");
+  }
+  out->send_ = reinterpret_cast<const Route*>(mem + kHeaderBytes);
+  out->recv_ = out->send_ + dims.num_choices();
+  out->num_slots_ = header.num_slots;
+  out->fingerprint_ = header.fingerprint;
+  return Status();
+}
+
+}  // namespace ep

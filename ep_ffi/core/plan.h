@@ -1,0 +1,112 @@
+// The routing plan: who sends which token to which slot.
+//
+// `ep_prepare` turns the top-k choices of all ranks of an EP domain into one
+// plan per rank. A plan is plain bytes (`EpHandle.mem`), so it survives jit
+// boundaries, donation and serialisation; and because bytes that came back
+// from a user cannot be trusted, whoever reads a plan checks each index.
+//
+//   mem = PlanHeader | send: Route[T * K] | recv: Route[C] | zero padding
+//
+//   send[t * K + k]  rank and slot that hold token t for its k-th choice
+//   recv[c]          source rank and its choice t * K + k for my slot c
+//
+// Both are {-1, -1} where there is nothing: an unused or dropped choice, a
+// row that pads a slab, the tail past the last slab.
+//
+// The layout of the slots is the numeric contract of docs/semantics.md:
+// expert-major slabs, each padded to `alignment`; in a slab ascending source
+// rank, then ascending token.
+
+#ifndef EP_FFI_CORE_PLAN_H_
+#define EP_FFI_CORE_PLAN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ep_ffi/core/status.h"
+
+namespace ep {
+
+// The static sizes of one exchange; names as in docs/semantics.md.
+struct PlanDims {
+  int64_t num_experts;  // E
+  int64_t ep_size;      // P
+  int64_t num_tokens;   // T, tokens of a rank
+  int64_t top_k;        // K
+  int64_t capacity;     // C, slots of a rank
+  int64_t alignment;    // of a slab, in rows
+  bool drop;            // overflow policy: drop slots >= C, or fail
+
+  int64_t num_local_experts() const { return num_experts / ep_size; }  // L
+  int64_t num_choices() const { return num_tokens * top_k; }           // T K
+};
+
+// Fails unless the sizes are positive, divide, and fit 32-bit indices.
+Status ValidateDims(const PlanDims& dims);
+
+// Bytes of `EpHandle.mem`; ep/_src/handle.py computes the same.
+int64_t PlanBytes(const PlanDims& dims);
+
+struct Route {
+  int32_t rank;
+  int32_t index;
+};
+
+inline constexpr Route kNoRoute = {-1, -1};
+
+// What a rank tells its peers about its tokens: its choices sorted by expert.
+struct SortedChoices {
+  std::vector<int32_t> starts;  // [E + 1], prefix sums of choices per expert
+  std::vector<int32_t> order;   // [T K], choices t K + k, ascending per expert
+};
+
+// Counting sort of `topk_idx` [T, K], linear in T K + E. Fails on an index
+// outside [-1, E) and on an expert that occurs twice in a token.
+template <typename Index>
+Status SortChoices(const PlanDims& dims, const Index* topk_idx,
+                   SortedChoices* out);
+
+// The same as its peers see it: borrowed arrays of the sizes above.
+struct ChoicesView {
+  const int32_t* starts;
+  const int32_t* order;
+};
+
+struct PlanOutputs {
+  std::byte* mem;        // [PlanBytes]
+  int32_t* group_sizes;  // [L] rows of each slab inside the capacity
+  int32_t* token_counts;      // [L] tokens kept in each slab
+  int32_t* total_recv_tokens;  // [1] slots wanted, before any drop
+};
+
+// Writes the plan of `rank` from the choices of every rank. Fails when any
+// rank of the domain overflows and the policy is not to drop: every rank
+// sees all counts, so every rank fails with the same message.
+Status BuildPlan(const PlanDims& dims, int64_t rank,
+                 const std::vector<ChoicesView>& choices,
+                 const PlanOutputs& out);
+
+// A checked view of a plan's bytes.
+class Plan {
+ public:
+  // Fails unless `mem` is a plan made by `rank` for exactly these sizes.
+  static Status Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
+                     int64_t bytes, Plan* out);
+
+  const Route* send() const { return send_; }  // [T K]
+  const Route* recv() const { return recv_; }  // [C]
+  int64_t num_slots() const { return num_slots_; }  // used, padding included
+  // Equal on all ranks of a domain that prepared together.
+  uint64_t fingerprint() const { return fingerprint_; }
+
+ private:
+  const Route* send_ = nullptr;
+  const Route* recv_ = nullptr;
+  int64_t num_slots_ = 0;
+  uint64_t fingerprint_ = 0;
+};
+
+}  // namespace ep
+
+#endif  // EP_FFI_CORE_PLAN_H_

@@ -1,0 +1,37 @@
+#include "ep_ffi/core/registry.h"
+
+#include <utility>
+
+namespace ep {
+
+Registry& Registry::Get() {
+  // Leaked: device threads may outlive the destructors of static objects.
+  static Registry* registry = new Registry();
+  return *registry;
+}
+
+bool Registry::Add(const std::string& name, std::shared_ptr<Group> group) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return entries_.try_emplace(name, Entry{std::move(group), {}}).second;
+}
+
+std::shared_ptr<Group> Registry::Remove(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto node = entries_.extract(name);
+  return node.empty() ? nullptr : std::move(node.mapped().group);
+}
+
+Binding Registry::Bind(const std::string& name, int64_t position) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto entry = entries_.find(name);
+  if (entry == entries_.end()) return {nullptr, 0};
+  return {entry->second.group, entry->second.clones[position]++};
+}
+
+void Registry::NoteLowering(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto entry = entries_.find(name);
+  if (entry != entries_.end()) entry->second.clones.clear();
+}
+
+}  // namespace ep

@@ -1,0 +1,61 @@
+// The live groups of this process, by name.
+//
+// XLA hands an FFI handler attributes and buffers, nothing else, so a
+// compiled program can name its group only by a string that is the same on
+// every rank. This table, which turns that name into a `Group` when a program
+// is instantiated, is the only state of the process that the library keeps.
+
+#ifndef EP_FFI_CORE_REGISTRY_H_
+#define EP_FFI_CORE_REGISTRY_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "ep_ffi/core/backend.h"
+
+namespace ep {
+
+// One use of a group by one op of one executable.
+struct Binding {
+  std::shared_ptr<Group> group;
+  int64_t clone;  // see Site::clone
+};
+
+class Registry {
+ public:
+  static Registry& Get();
+
+  // False if a live group has this name.
+  bool Add(const std::string& name, std::shared_ptr<Group> group);
+  // Removes and returns the group, null if there is none. Executables that
+  // are bound to it keep it alive.
+  std::shared_ptr<Group> Remove(const std::string& name);
+
+  // Binds the op at `position` of the program that is being instantiated.
+  // Null group if there is none of this name.
+  //
+  // XLA inlines a function that a program calls twice, and both copies of an
+  // op in it carry the same position. They are told apart by the order of
+  // their instantiation, which follows the schedule of the program and is
+  // therefore the same on every process. Instantiation ends before the next
+  // program is lowered on any but exotic paths, so a new lowering restarts
+  // the count.
+  Binding Bind(const std::string& name, int64_t position);
+  void NoteLowering(const std::string& name);
+
+ private:
+  struct Entry {
+    std::shared_ptr<Group> group;
+    std::map<int64_t, int64_t> clones;  // by position, since the last lowering
+  };
+
+  std::mutex mutex_;
+  std::map<std::string, Entry> entries_;
+};
+
+}  // namespace ep
+
+#endif  // EP_FFI_CORE_REGISTRY_H_

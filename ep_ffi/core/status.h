@@ -1,0 +1,49 @@
+// The result of an operation: a code that XLA and JAX users know, and a
+// sentence that names the op, what was expected, what came, and the cure.
+
+#ifndef EP_FFI_CORE_STATUS_H_
+#define EP_FFI_CORE_STATUS_H_
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <utility>
+
+namespace ep {
+
+// The subset of the canonical codes that expert parallelism needs.
+enum class Code : uint8_t {
+  kOk,
+  kInvalidArgument,     // this input is wrong, whatever the state
+  kFailedPrecondition,  // the group or the handle is in the wrong state
+  kResourceExhausted,   // more rows than the receive capacity; no memory
+  kDeadlineExceeded,    // a peer did not come in time
+  kUnavailable,         // a peer is gone
+  kInternal,            // a bug in this library
+};
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(Code code, std::string message)
+      : code_(code), message_(std::move(message)) {}
+
+  bool ok() const { return code_ == Code::kOk; }
+  Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  Code code_ = Code::kOk;
+  std::string message_;
+};
+
+template <typename... Parts>
+std::string StrCat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+}  // namespace ep
+
+#endif  // EP_FFI_CORE_STATUS_H_

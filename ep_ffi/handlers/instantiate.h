@@ -1,0 +1,51 @@
+// Runs once per op of a compiled program: finds the op's group and keeps it
+// alive as long as the executable.
+
+#ifndef EP_FFI_HANDLERS_INSTANTIATE_H_
+#define EP_FFI_HANDLERS_INSTANTIATE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "ep_ffi/core/registry.h"
+#include "ep_ffi/handlers/op_call.h"
+
+namespace ep {
+
+inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
+    std::string_view group, std::string_view layer, int64_t position,
+    int64_t top_k, int64_t alignment, int64_t capacity, bool drop,
+    bool zero_tail) {
+  Binding binding = Registry::Get().Bind(std::string(group), position);
+  if (!binding.group) {
+    return ffi::Unexpected(ToError(Status(
+        Code::kFailedPrecondition,
+        StrCat("layer \"", layer, "\" uses the group \"", group,
+               "\", which is not live in this process; call ep_bootstrap "
+               "before the program is compiled, and ep_finalize after it "
+               "has run for the last time"))));
+  }
+  return std::make_unique<OpState>(OpState{
+      std::move(binding.group),
+      Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
+                 zero_tail},
+           position, binding.clone}});
+}
+
+inline auto BindInstantiate() {
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>()
+      .Attr<std::string_view>("group")
+      .Attr<std::string_view>("layer")
+      .Attr<int64_t>("position")
+      .Attr<int64_t>("top_k")
+      .Attr<int64_t>("alignment")
+      .Attr<int64_t>("capacity")
+      .Attr<bool>("drop")
+      .Attr<bool>("zero_tail");
+}
+
+}  // namespace ep
+
+#endif  // EP_FFI_HANDLERS_INSTANTIATE_H_
