@@ -16,10 +16,10 @@ numpy arrays, drawn alike on every process.
 import functools
 import math
 
-from conftest import assert_shards_equal, make_mesh, to_global
+from conftest import TIMEOUT_S, assert_shards_equal, make_mesh, to_global
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 
 import ep
@@ -31,6 +31,7 @@ MESHES = {
   "ep4": {"ep": 4},
   "dp2_ep2": {"dp": 2, "ep": 2},
   "dp4_ep1": {"dp": 4, "ep": 1},
+  "ep2_dp2": {"ep": 2, "dp": 2},
 }
 
 
@@ -42,19 +43,21 @@ def bootstrap(mesh, **overrides):
     hidden_dim=H,
     top_k=K,
     max_token_dtype=jnp.float32,
-    timeout_s=60.0,
+    timeout_s=TIMEOUT_S,
   )
   return ep.ep_bootstrap(mesh, **(options | overrides))
 
 
 @functools.cache
-def group(mesh="ep4", **options):
+def group(mesh="ep4", axis_type=AxisType.Auto, **options):
   """A group that tests share; it lives as long as the process."""
-  return bootstrap(make_mesh(MESHES[mesh]), **options)
+  axes = MESHES[mesh]
+  return bootstrap(make_mesh(axes, (axis_type,) * len(axes)), **options)
 
 
-def layer(mesh="ep4", **options):
-  return ep.EpLayerConfig(group(mesh), **options)
+def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
+  """A layer of a shared group."""
+  return ep.EpLayerConfig(group(mesh, axis_type), **options)
 
 
 # --- Routings: [N, K] distinct experts of each of N tokens, or -1 -----------
@@ -162,60 +165,52 @@ class Oracle:
   def __init__(self, layer, topk_idx):
     self._lead = topk_idx.shape[:-1]
     self._domains = (ranks(layer) // layer.ep_size, layer.ep_size)
-    self._capacity = layer.capacity
-    prepare = functools.partial(
+    self._capacity = {"capacity": layer.capacity}
+    self._routing = _mapped(
       reference.prepare,
       num_experts=layer.group.num_experts,
-      capacity=layer.capacity,
       alignment=layer.alignment,
-    )
-    self.routing = jax.vmap(prepare)(self._tokens_in(topk_idx))
+      **self._capacity,
+    )(self._tokens_in(topk_idx))
 
   def sizes(self):
-    _, _, *sizes = self.routing
+    _, _, *sizes = self._routing
     return tuple(self._rows_out(x) for x in sizes)
 
   def dispatch(self, tokens, weights):
-    recv = self._map(
-      functools.partial(reference.dispatch, capacity=self._capacity),
-      self._tokens_in(tokens),
-      self._tokens_in(weights),
+    recv = _mapped(reference.dispatch, **self._capacity)(
+      self._routing, self._tokens_in(tokens), self._tokens_in(weights)
     )
     return tuple(self._rows_out(x) for x in recv)
 
   def combine(self, rows, weights=None):
-    if weights is not None:
-      weights = self._rows_in(weights)
-    out = self._map(reference.combine, self._rows_in(rows), weights)
+    if weights is None:
+      out = _mapped(reference.combine)(self._routing, self._rows_in(rows))
+    else:  # op by op, because jit may contract product and sum
+      out = jax.vmap(reference.combine)(
+        self._routing, self._rows_in(rows), self._rows_in(weights)
+      )
     return self._tokens_out(out)
 
   def dispatch_bwd(self, primals, cotangents):
     _, weights = primals
-    g_tokens, g_weights = self._map(
-      reference.dispatch_bwd, *map(self._rows_in, cotangents)
+    g_tokens, g_weights = _mapped(reference.dispatch_bwd)(
+      self._routing, *map(self._rows_in, cotangents)
     )
     g_weights = g_weights.astype(weights.dtype)
     return self._tokens_out(g_tokens), self._tokens_out(g_weights)
 
   def combine_bwd(self, primals, cotangent):
-    g = self._rows_out(
-      self._map(
-        functools.partial(reference.combine_bwd, capacity=self._capacity),
-        self._tokens_in(cotangent),
-      )
+    g = _mapped(reference.combine_bwd, **self._capacity)(
+      self._routing, self._tokens_in(cotangent)
     )
+    g = self._rows_out(g)
     if len(primals) == 1:
       return (g,)
+    g = g.astype(jnp.float32)
     rows, weights = (jnp.asarray(x, jnp.float32) for x in primals)
-    g_rows = g.astype(jnp.float32) * weights[..., None]
-    g_weights = (g.astype(jnp.float32) * rows).sum(-1)
-    return tuple(
-      d.astype(x.dtype)
-      for d, x in zip((g_rows, g_weights), primals, strict=True)
-    )
-
-  def _map(self, fn, *arrays):
-    return jax.vmap(fn)(self.routing, *arrays)
+    grads = g * weights[..., None], (g * rows).sum(-1)
+    return tuple(d.astype(x.dtype) for d, x in zip(grads, primals, strict=True))
 
   def _tokens_in(self, x):  # [R * T, ...] -> [domains, P, T, H or K]
     x = jnp.asarray(x)
@@ -233,6 +228,11 @@ class Oracle:
     return x.reshape(-1, *x.shape[2:])
 
 
+@functools.cache
+def _mapped(fn, **options):
+  return jax.jit(jax.vmap(functools.partial(fn, **options)))
+
+
 def sizes(ops):
   return ops.sizes()
 
@@ -243,6 +243,22 @@ def dispatch(ops, tokens, weights):
 
 def combine(ops, rows, weights=None):
   return ops.combine(rows, weights)
+
+
+def there_and_back(ops, tokens, weights):
+  return ops.combine(*ops.dispatch(tokens, weights))
+
+
+def everything(ops, tokens, weights, rows, row_weights):
+  """Every op, each on inputs of its own."""
+  return dict(
+    sizes=ops.sizes(),
+    dispatch=ops.dispatch(tokens, weights),
+    combine=ops.combine(rows),
+    weighted=ops.combine(rows, row_weights),
+    dispatch_bwd=ops.dispatch_bwd((tokens, weights), (rows, row_weights)),
+    combine_bwd=ops.combine_bwd((rows,), tokens),
+  )
 
 
 # --- Cases -------------------------------------------------------------------
@@ -292,6 +308,11 @@ class Case:
     """`[R, C]`; no two are equal in float32."""
     return self._distinct(self._received).astype(dtype)
 
+  def inputs(self, dtype=jnp.float32):
+    """What `everything` takes."""
+    rows, row_weights = self.rows(dtype), self.row_weights()
+    return self.tokens(dtype), self.weights(), rows, row_weights
+
   def put(self, array):
     """A global array, its leading axis split over the ranks."""
     return to_global(array, self.layer.group.mesh, spec(self.layer))
@@ -307,7 +328,7 @@ class Case:
 
   def _numbers(self, shape, dtype):
     if self._whole:
-      return self._rng.integers(1, 9, shape).astype(dtype)
+      return self._rng.integers(1, 5, shape).astype(dtype)
     return self._rng.standard_normal(shape).astype(dtype)
 
   def _distinct(self, shape):

@@ -8,6 +8,7 @@ from cases import (
   assert_same,
   combine,
   layer,
+  there_and_back,
 )
 import jax
 import jax.numpy as jnp
@@ -96,10 +97,6 @@ def test_rows_that_hold_no_token_are_never_read(weighted):
   nan = np.where(owned, 0, np.nan).astype(np.float32)
   rows = case.rows() + nan[..., None]
   case.check(combine, rows, *[case.row_weights() + nan] * weighted)
-
-
-def there_and_back(ops, tokens, weights):
-  return ops.combine(*ops.dispatch(tokens, weights))
 
 
 @DTYPES

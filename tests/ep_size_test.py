@@ -1,0 +1,76 @@
+"""A result does not depend on how many ranks share the experts."""
+
+from cases import Case, E, assert_same, layer
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EP_SIZES = pytest.mark.parametrize("mesh", ["dp4_ep1", "dp2_ep2", "ep4"])
+DTYPES = pytest.mark.parametrize(
+  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+
+SCALES = np.linspace(0.5, 2, E, dtype=np.float32)  # what each expert does
+
+
+def experts(rows, group_sizes, ep_size):
+  """`rows [R, C, H]`, each times the scale of the expert whose slab it is in."""
+  ranks, local = group_sizes.shape
+  ends = group_sizes.cumsum(-1)
+  position = jnp.arange(rows.shape[1])
+  slab = (position[:, None] >= ends[:, None, :]).sum(-1)
+  first = jnp.arange(ranks) % ep_size * local
+  scale = jnp.asarray(SCALES)[(first[:, None] + slab).clip(max=E - 1)]
+  return rows * scale[..., None].astype(rows.dtype)
+
+
+def moe(ops, tokens, weights):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  group_sizes, _, _ = ops.sizes()
+  rows = experts(recv, group_sizes, ops.handle.layer.ep_size)
+  return ops.combine(rows, recv_weights)
+
+
+def moe_and_back(ops, tokens, weights, g):
+  out, vjp = jax.vjp(lambda *x: moe(ops, *x), tokens, weights)
+  return out, *vjp(g)
+
+
+def dense(topk_idx, tokens, weights):
+  """The same without ranks: every expert is at hand."""
+  scale = SCALES[topk_idx].astype(tokens.dtype)
+  out = np.zeros(tokens.shape, np.float32)
+  for k in range(topk_idx.shape[-1]):
+    row = (tokens * scale[:, k, None]).astype(np.float32)
+    out += np.where(topk_idx[:, k, None] < 0, 0, weights[:, k, None] * row)
+  return out.astype(tokens.dtype)
+
+
+@DTYPES
+@EP_SIZES
+def test_forward(mesh, dtype):
+  case = Case(layer(mesh), "with_unused_choices")
+  tokens, weights = case.tokens(dtype), case.weights()
+  weights = np.sqrt(weights)  # no product with them is exact
+  actual = case.run(moe, tokens, weights)
+  assert_same(actual, dense(case.topk_idx, tokens, weights))
+
+
+@DTYPES
+def test_forward_and_backward(dtype):
+  """What EP size 1 computes, EP sizes 2 and 4 compute bit for bit."""
+  claims = []
+  for mesh in ["dp4_ep1", "dp2_ep2", "ep4"]:
+    case = Case(layer(mesh), "with_unused_choices")
+    inputs = case.tokens(dtype), np.sqrt(case.weights()), case.tokens(dtype)
+    claims.append(jax.tree.map(local_numpy, case.run(moe_and_back, *inputs)))
+  first, *others = claims
+  for other in others:
+    jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+def local_numpy(array):
+  """This process's part of an array that all meshes split in the same way."""
+  shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start)
+  return np.concatenate([np.asarray(s.data) for s in shards])

@@ -1,0 +1,180 @@
+"""A handle is plain data: it goes wherever a pytree of arrays can go."""
+
+import pickle
+
+from cases import (
+  Case,
+  Ops,
+  assert_same,
+  everything,
+  layer,
+  there_and_back,
+)
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep
+
+STEPS = np.arange(1, 4)
+
+
+@pytest.fixture(name="case")
+def skewed_case():
+  return Case(layer(top_k=2, alignment=4), "skewed", whole=True)
+
+
+def handle_of(ops):
+  return ops.handle
+
+
+def check_handle(case, handle):
+  """All ops work on the handle, in a program that has not seen it made."""
+  inputs = case.inputs()
+  with_handle = jax.jit(lambda handle, *x: everything(Ops(handle), *x))
+  actual = with_handle(handle, *map(case.put, inputs))
+  assert_same(actual, everything(case.oracle, *inputs))
+
+
+def test_jit_boundary(case):
+  check_handle(case, case.run(handle_of))
+
+
+def test_flattened_and_back(case):
+  leaves, structure = jax.tree.flatten(case.run(handle_of))
+  assert [leaf.dtype for leaf in leaves] == [jnp.uint8] + [jnp.int32] * 3
+  assert hash(structure) == hash(jax.tree.structure(case.run(handle_of)))
+  check_handle(case, structure.unflatten(leaves))
+
+
+def test_serialised_and_back(case):
+  """Through pickled numpy arrays, each process its own shards."""
+  handle = case.run(handle_of)
+  leaves, structure = jax.tree.flatten(handle)
+  places = [(x.shape, x.sharding) for x in leaves]
+  saved = pickle.dumps(
+    [
+      {str(s.index): np.asarray(s.data) for s in x.addressable_shards}
+      for x in leaves
+    ]
+  )
+  for leaf in leaves:
+    leaf.delete()
+  loaded = [
+    jax.make_array_from_callback(*place, lambda index, x=x: x[str(index)])
+    for place, x in zip(places, pickle.loads(saved), strict=True)
+  ]
+  check_handle(case, structure.unflatten(loaded))
+
+
+def test_donated(case):
+  """A step that takes the handle and gives it back, as a training loop does."""
+  step = jax.jit(
+    lambda handle, *x: (handle, there_and_back(Ops(handle), *x)),
+    donate_argnums=0,
+  )
+  tokens, weights = case.tokens(), case.weights()
+  handle = case.run(handle_of)
+  for scale in STEPS:
+    given = handle
+    x = tokens * np.float32(scale)
+    handle, out = step(given, case.put(x), case.put(weights))
+    assert given.mem.is_deleted()
+    assert_same(out, there_and_back(case.oracle, x, weights))
+
+
+def closed_over(ops, tokens, weights):
+  def step(carry, scale):
+    return carry, there_and_back(ops, tokens * scale, weights)
+
+  return lax.scan(step, None, jnp.float32(STEPS))[1]
+
+
+def carried(ops, tokens, weights):
+  def step(handle, scale):
+    return handle, there_and_back(Ops(handle), tokens * scale, weights)
+
+  return lax.scan(step, ops.handle, jnp.float32(STEPS))[1]
+
+
+@pytest.mark.parametrize("scan", [closed_over, carried])
+def test_scan(case, scan):
+  tokens, weights = case.tokens(), case.weights()
+  expected = [
+    there_and_back(case.oracle, tokens * np.float32(s), weights) for s in STEPS
+  ]
+  assert_same(case.run(scan, tokens, weights), np.stack(expected))
+
+
+@pytest.mark.parametrize("scan", [closed_over, carried])
+def test_backward_of_scan(case, scan):
+  def grads(ops, tokens, weights, g):
+    _, vjp = jax.vjp(lambda *x: scan(ops, *x), tokens, weights)
+    return vjp(jnp.stack([g] * len(STEPS)))
+
+  def expected(oracle, tokens, weights, g):
+    _, vjp = jax.vjp(lambda *x: there_and_back(oracle, *x), tokens, weights)
+    return jax.tree.map(lambda x: x * STEPS.sum(dtype=np.float32), vjp(g))
+
+  inputs = case.tokens(), case.weights(), case.tokens()
+  assert_same(case.run(grads, *inputs), expected(case.oracle, *inputs))
+
+
+def shifted(topk_idx, step):
+  """Another routing for each step."""
+  return jnp.where(topk_idx < 0, -1, (topk_idx + step) % 8)
+
+
+def test_stacked(case):
+  """One loop prepares a handle per step, another uses them."""
+
+  @jax.jit
+  def program(topk_idx, tokens, weights):
+    def prepare(carry, step):
+      return carry, ep.ep_prepare(case.layer, shifted(topk_idx, step))
+
+    def use(carry, handle):
+      return carry, there_and_back(Ops(handle), tokens, weights)
+
+    _, handles = lax.scan(prepare, None, STEPS)
+    return lax.scan(use, None, handles)[1]
+
+  tokens, weights = case.tokens(), case.weights()
+  actual = program(*map(case.put, (case.topk_idx, tokens, weights)))
+  expected = []
+  for step in STEPS:
+    ids = np.asarray(shifted(case.topk_idx, step), np.int32)
+    oracle = Case(case.layer, ids).oracle
+    expected.append(there_and_back(oracle, tokens, weights))
+  assert_same(actual, np.stack(expected))
+
+
+def squared(ops, tokens, weights):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  return ops.combine(jnp.square(recv), recv_weights)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint(case, inside):
+  """The handle is an input of the rematerialised block, or made in it."""
+
+  @jax.jit
+  def program(topk_idx, tokens, weights, g):
+    def prepared(topk_idx):
+      return ep.ep_prepare(case.layer, topk_idx)
+
+    def block(handle, *x):
+      return squared(Ops(prepared(handle) if inside else handle), *x)
+
+    routing = topk_idx if inside else prepared(topk_idx)
+    remat = jax.checkpoint(block)
+    out, vjp = jax.vjp(lambda *x: remat(routing, *x), tokens, weights)
+    return out, vjp(g)
+
+  inputs = case.tokens(), case.weights(), case.tokens()
+  actual = program(*map(case.put, (case.topk_idx, *inputs)))
+  *primals, g = inputs
+  out, vjp = jax.vjp(lambda *x: squared(case.oracle, *x), *primals)
+  assert_same(actual, (out, vjp(g)))

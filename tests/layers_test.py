@@ -1,0 +1,96 @@
+"""Any number of layers and groups, side by side in one program."""
+
+from cases import (
+  Case,
+  E,
+  K,
+  T,
+  bootstrap,
+  check,
+  everything,
+  layer,
+  ranks,
+  there_and_back,
+)
+from conftest import make_mesh
+import numpy as np
+import pytest
+
+import ep
+
+
+def claim(config, routing="skewed"):
+  case = Case(config, routing)
+  return case, everything, *case.inputs()
+
+
+def test_two_layers_do_not_alias():
+  check(
+    claim(layer(top_k=2, alignment=4, name="one")),
+    claim(layer(top_k=3, alignment=1, name="two")),
+  )
+
+
+def test_two_uses_of_one_layer_do_not_alias():
+  check(claim(layer(), "uniform"), claim(layer(), "skewed"))
+
+
+def test_two_groups_do_not_alias():
+  options = [
+    dict(top_k=K, alignment=4),
+    dict(top_k=1, alignment=8, num_experts=2 * E, hidden_dim=32),
+  ]
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, **options[0]) as a, bootstrap(mesh, **options[1]) as b:
+    check(claim(ep.EpLayerConfig(a)), claim(ep.EpLayerConfig(b)))
+
+
+def test_groups_over_different_axes_of_one_mesh():
+  mesh = make_mesh({"x": 2, "y": 2})
+  with (
+    bootstrap(mesh, axis_name="x") as x,
+    bootstrap(mesh, axis_name="y") as y,
+  ):
+    check(claim(ep.EpLayerConfig(x)), claim(ep.EpLayerConfig(y)))
+
+
+def test_a_layer_inherits_what_it_leaves_out():
+  with bootstrap(
+    make_mesh({"ep": 4}),
+    top_k=2,
+    alignment=4,
+    overflow="drop",
+    recv_capacity_per_rank=16,
+  ) as group:
+    config = ep.EpLayerConfig(group)
+    assert (config.top_k, config.alignment) == (2, 4)
+    assert (config.overflow, config.capacity) == ("drop", 16)
+    check(claim(config, "to_one_expert"))
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 128])
+@pytest.mark.parametrize("top_k", [1, 2, K])
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
+  config = layer(mesh, top_k=top_k, alignment=alignment)
+  local = E // config.ep_size
+  rows = config.ep_size * T * min(top_k, local) + local * (alignment - 1)
+  assert config.capacity == -(-rows // alignment) * alignment
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_the_default_capacity_holds_what_it_promises(alignment):
+  """Every token of every rank chooses the experts of the last rank."""
+  config = layer(top_k=2, alignment=alignment)
+  n = ranks(config) * T
+  to_last = np.tile(np.array([E - 1, E - 2], np.int32), (n, 1))
+  case = Case(config, to_last)
+  case.check(there_and_back, case.tokens(), case.weights())
+
+
+def test_configs_are_values():
+  a, b = layer(top_k=2, name="a"), layer(top_k=2, name="a")
+  assert a == b
+  assert hash(a) == hash(b)
+  assert a != layer(top_k=2, name="b")
+  assert a != layer("dp2_ep2", top_k=2, name="a")

@@ -1,0 +1,106 @@
+"""The same ops inside shard_map and outside it, on every kind of mesh."""
+
+import functools
+
+from cases import (
+  Case,
+  assert_same,
+  bootstrap,
+  everything,
+  global_view,
+  layer,
+  local_view,
+  spec,
+)
+from conftest import make_mesh, to_global
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+import ep
+
+VIEWS = {
+  "global": global_view,
+  "local": local_view,
+  "local_without_vma": functools.partial(local_view, check_vma=False),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "ep2_dp2"])
+def test_views_agree(mesh, view):
+  case = Case(layer(mesh), "with_unused_choices")
+  case.check(everything, *case.inputs(), view=view)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_explicit_meshes(view):
+  case = Case(layer("dp2_ep2", AxisType.Explicit), "with_unused_choices")
+  case.check(everything, *case.inputs(), view=view)
+
+
+def test_explicit_types_of_results_are_those_of_the_global_view():
+  config = layer("dp2_ep2", AxisType.Explicit)
+  case = Case(config)
+  inputs = [case.put(x) for x in (case.topk_idx, *case.inputs())]
+  out = jax.eval_shape(global_view(config, everything), *inputs)
+  for leaf in jax.tree.leaves(out):
+    assert leaf.sharding.spec[0] == spec(config)[0]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_results_stay_where_they_arrive(axis_type):
+  """Every result is split over the ranks; nothing is replicated."""
+  config = layer("dp2_ep2", axis_type)
+  case = Case(config)
+  expected = NamedSharding(config.group.mesh, spec(config))
+  for leaf in jax.tree.leaves(case.run(everything, *case.inputs())):
+    assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+
+
+@pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_an_orthogonal_axis_holds_copies(axes, view):
+  with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
+    case = Case(ep.EpLayerConfig(group), "skewed")
+    case.check(everything, *case.inputs(), view=view)
+
+
+@pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
+def test_an_orthogonal_axis_makes_domains_that_do_not_mix(axes):
+  """Each `tp` rank has tokens and a routing of its own."""
+  with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
+    config = ep.EpLayerConfig(group)
+    cases = [Case(config, routing) for routing in ("uniform", "skewed")]
+    inputs = [
+      (case.topk_idx, (1 + i) * case.tokens(), case.weights())
+      for i, case in enumerate(cases)
+    ]
+
+    @jax.jit
+    @functools.partial(
+      jax.shard_map,
+      mesh=group.mesh,
+      in_specs=PartitionSpec("tp", "ep"),
+      out_specs=PartitionSpec("tp", "ep"),
+    )
+    def local(*args):
+      topk_idx, tokens, weights = (x[0] for x in args)
+      handle = ep.ep_prepare(config, topk_idx)
+      recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
+      return ep.ep_combine(handle, recv, recv_weights)[None]
+
+    actual = local(
+      *(
+        to_global(np.stack(x), group.mesh, PartitionSpec("tp", "ep"))
+        for x in zip(*inputs, strict=True)
+      )
+    )
+    expected = np.stack(
+      [
+        case.oracle.combine(*case.oracle.dispatch(*arrays))
+        for case, (_, *arrays) in zip(cases, inputs, strict=True)
+      ]
+    )
+    assert_same(actual, expected)
