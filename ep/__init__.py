@@ -7,5 +7,6 @@ from ep._src.group import ep_finalize as ep_finalize
 from ep._src.group import EpGroup as EpGroup
 from ep._src.group import EpLayerConfig as EpLayerConfig
 from ep._src.handle import EpHandle as EpHandle
+from ep._src.moe import moe_layer as moe_layer
 from ep._src.prepare import ep_prepare as ep_prepare
 from ep._src.router import route_topk as route_topk

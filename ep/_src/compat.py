@@ -6,6 +6,7 @@ Nothing else in the package imports `jax._src`, `jax.interpreters` or
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -32,15 +33,16 @@ def _varying(x) -> frozenset[str]:
   return jax.typeof(x).mat.varying
 
 
-def vary_together(axis_name: str, *xs):
-  """Casts values to vary over the union of their axes and `axis_name`.
+def vary_together(*xs, axes: Iterable[str] = ()):
+  """Casts values to vary over the union of their mesh axes and `axes`.
 
-  Inside `shard_map(check_vma=True)` the operands of a primitive must vary over
-  the same mesh axes. The transpose of the cast is the sum over those axes.
+  Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
+  of a loop before and after a step, must vary over the same mesh axes. The
+  transpose of the cast is the sum over those axes.
   """
   if not _config._check_vma.value:
     return xs
-  axes = frozenset([axis_name]).union(*map(_varying, xs))
+  axes = frozenset(axes).union(*map(_varying, xs))
 
   def cast(x):
     missing = tuple(sorted(axes - _varying(x)))

@@ -99,7 +99,9 @@ def bind(
 ) -> list[jax.Array]:
   """Applies an op in the local view."""
   params.layer.group.check_alive(primitive.name)
-  operands = compat.vary_together(params.layer.group.axis_name, *operands)
+  operands = compat.vary_together(
+    *operands, axes=[params.layer.group.axis_name]
+  )
   return primitive.bind(*operands, params=params)
 
 

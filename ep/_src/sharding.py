@@ -2,11 +2,12 @@
 
 Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
 its rank. Outside, it works on global arrays, and this file maps one to the
-other. Two kinds of arrays occur, both sharded over (*data_axes, ep) along
-their first axis:
+other. Three kinds of arrays occur, sharded along their first axis:
 
-  token arrays   [..., H]: ranks own consecutive tokens
-  rank arrays    [R, ...]: one entry per rank; the local view drops the axis
+  token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
+  rank arrays     [R, ...] over (*data_axes, ep): one entry per rank; the local
+                  view drops the axis
+  expert arrays   [E, ...] over ep, and alike on all else: [L, ...] locally
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ep._src.group import EpGroup
 
 TOKENS = "tokens"
 RANK = "rank"
+EXPERTS = "experts"
 
 
 def is_local_view(group: EpGroup, op: str) -> bool:
@@ -83,8 +85,8 @@ def call(
 ) -> Any:
   """Runs `local_fn(*args)` in the current view.
 
-  `kinds` has TOKENS or RANK for each argument (a pytree of such arrays),
-  `out_kind` the same for the outputs.
+  `kinds` has TOKENS, RANK or EXPERTS for each argument (a pytree of such
+  arrays), `out_kind` the same for the outputs.
   """
   if is_local_view(group, op):
     return local_fn(*args)
@@ -99,10 +101,13 @@ def call(
       outs = jax.tree.map(lambda x: x[None], outs)
     return outs
 
-  spec = jax.sharding.PartitionSpec(group.token_axes)
+  def spec(kind):
+    axes = group.axis_name if kind == EXPERTS else group.token_axes
+    return jax.sharding.PartitionSpec(axes)
+
   return jax.shard_map(
     body,
     mesh=compat.context_mesh() or group.mesh,
-    in_specs=spec,
-    out_specs=spec,
+    in_specs=tuple(map(spec, kinds)),
+    out_specs=spec(out_kind),
   )(*args)

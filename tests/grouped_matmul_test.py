@@ -1,0 +1,162 @@
+"""Grouped matmuls and their derivatives, against a loop over the slabs."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep._src import grouped_matmul as gm
+
+C, F, G = 300, 5, 7
+
+# Slabs within a tile, of whole tiles, across tiles, empty, and that fill C.
+SIZES = {
+  "one": [41],
+  "empty": [0, 33, 0, 0, 64, 0],
+  "none": [0, 0, 0],
+  "tiny": [1, 2, 3, 1, 1, 2],
+  "tiles": [128, 0, 128],
+  "full": [150, 17, 133],
+  "many": [3] * 100,
+}
+
+IMPLEMENTATIONS = {
+  "tiles": (gm._matmul_by_tiles, gm._outer_by_tiles),
+  "ragged": (gm._matmul_ragged, gm._outer_ragged),
+}
+
+
+def _slabs(sizes):
+  ends = np.cumsum(sizes)
+  return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _matmul(rows, matrices, sizes):
+  out = np.zeros((rows.shape[0], matrices.shape[2]))
+  for matrix, slab in zip(matrices, _slabs(sizes), strict=True):
+    out[slab] = rows[slab] @ matrix
+  return out
+
+
+def _outer(left, right, sizes):
+  return np.stack([left[slab].T @ right[slab] for slab in _slabs(sizes)])
+
+
+def _inputs(sizes, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  shapes = (C, F), (len(sizes), F, G), (C, G)
+  rows, matrices, g = (np.asarray(rng.normal(size=s), dtype) for s in shapes)
+  used = np.arange(C)[:, None] < sum(sizes)
+  rows, g = (np.where(used, x, np.array(np.nan, dtype)) for x in (rows, g))
+  return rows, matrices, g
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", SIZES)
+def test_both_operations_beside_unused_nans(case, implementation):
+  sizes = SIZES[case]
+  rows, matrices, g = _inputs(sizes)
+  matmul, outer = map(jax.jit, IMPLEMENTATIONS[implementation])
+  got = matmul(rows, matrices, jnp.int32(sizes))
+  np.testing.assert_allclose(got, _matmul(rows, matrices, sizes), 1e-5, 1e-5)
+  got = outer(rows, g, jnp.int32(sizes))
+  np.testing.assert_allclose(got, _outer(rows, g, sizes), 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_gradients_beside_unused_nans(case):
+  sizes = SIZES[case]
+  rows, matrices, g = _inputs(sizes)
+  _, vjp = jax.vjp(
+    lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), rows, matrices
+  )
+  g_rows, g_matrices = jax.jit(vjp)(jnp.asarray(g))
+  expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
+  np.testing.assert_allclose(g_rows, expected, 1e-5, 1e-5)
+  np.testing.assert_allclose(g_matrices, _outer(rows, g, sizes), 1e-4, 1e-4)
+
+
+def test_second_derivatives():
+  sizes = SIZES["full"]
+  rows, matrices, g = _inputs(sizes)
+  experts = np.repeat(np.arange(len(sizes)), sizes)
+
+  def curvature(matmul):
+    def loss(x, w):
+      return jnp.sum(jnp.tanh(matmul(x, w)) * g)
+
+    def slope(x, w):
+      gx, gw = jax.grad(loss, (0, 1))(x, w)
+      return jnp.sum(jnp.sin(gx)) + jnp.sum(jnp.sin(gw))
+
+    return jax.jit(jax.grad(slope, (0, 1)))(rows, matrices)
+
+  got = curvature(lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)))
+  expected = curvature(
+    lambda x, w: jnp.einsum(
+      "cf,cfg->cg", x, w[experts], precision=lax.Precision.HIGHEST
+    )
+  )
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_allclose(a, b, 2e-4, 2e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
+  sizes = SIZES["full"]
+  rows, matrices, g = _inputs(sizes, dtype)
+  out, vjp = jax.vjp(
+    lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), rows, matrices
+  )
+  results = out, *vjp(jnp.asarray(g))
+  rows, matrices, g = (np.float64(x) for x in (rows, matrices, g))
+  expected = (
+    _matmul(rows, matrices, sizes),
+    _matmul(g, matrices.swapaxes(1, 2), sizes),
+    _outer(rows, g, sizes),
+  )
+  half_ulp = float(jnp.finfo(dtype).eps) / 2
+  for a, b in zip(results, expected, strict=True):
+    assert a.dtype == dtype
+    np.testing.assert_allclose(np.float64(a), b, 1.01 * half_ulp, 2e-5)
+
+
+def test_work_is_linear_in_the_rows_used():
+  steps = []
+
+  def tile(expert, start, inside, carry):
+    jax.debug.callback(lambda e: steps.append(int(e)), expert)
+    return carry
+
+  for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
+    gm._for_each_tile(1024, jnp.int32(sizes), tile, 0)
+  jax.effects_barrier()
+  assert steps == [0, 0, 3]  # of 128 rows each
+
+
+def test_fewer_rows_than_a_block():
+  rows, matrices = jnp.ones((3, F)), jnp.ones((2, F, G))
+  out = gm.grouped_matmul(rows, matrices, jnp.int32([1, 1]))
+  np.testing.assert_array_equal(out, [[F] * G, [F] * G, [0] * G])
+
+
+@pytest.mark.parametrize(
+  "shapes",
+  [
+    [(3, 5), (2, 4, 7), (2,)],
+    [(3, 5), (2, 5, 7), (3,)],
+    [(3, 5), (5, 7), (2,)],
+    [(1, 3, 5), (2, 5, 7), (2,)],
+  ],
+)
+def test_shapes_that_do_not_fit(shapes):
+  rows, matrices, sizes = map(jnp.zeros, shapes)
+  with pytest.raises(ValueError, match=r"expected \[C, F\], \[L, F, G\]"):
+    gm.grouped_matmul(rows, matrices, sizes)
+
+
+def test_dtypes_that_differ():
+  rows, matrices = jnp.zeros((3, 5), jnp.bfloat16), jnp.zeros((1, 5, 7))
+  with pytest.raises(ValueError, match="convert one"):
+    gm.grouped_matmul(rows, matrices, jnp.int32([3]))
