@@ -5,7 +5,7 @@ use (pip.conf, PIP_* variables) and accepts nothing whose hash is not in the
 lock.
 """
 
-load(":python.bzl", "find_python")
+load(":python.bzl", "host_python")
 
 _LOCK_DOC = """\
 Label of the lock in this module; "{python}" stands for the version, "3_11"."""
@@ -46,7 +46,7 @@ def _lock(rctx, python):
     return lock
 
 def _pip_packages_impl(rctx):
-    python = find_python(rctx)
+    python = host_python(rctx)
     lock = _lock(rctx, python)
     rctx.report_progress("pip installs {}".format(lock.basename))
     _run(rctx, _pip(rctx, python) + [
@@ -97,7 +97,7 @@ def _requirement(lock, package):
     return "\n".join(lines) + "\n"
 
 def _pip_archive_impl(rctx):
-    python = find_python(rctx)
+    python = host_python(rctx)
     pip = _pip(rctx, python)
     lock = rctx.read(_lock(rctx, python))
     rctx.report_progress("pip downloads " + rctx.attr.package)

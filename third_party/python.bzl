@@ -1,19 +1,11 @@
-"""The machine's own Python: found once, the same way, for every use.
+"""The machine's own Python: found once, for every use.
 
 Repository rules run pip with it and a toolchain runs tests with it, so the
 wheels that pip picks are for the interpreter that imports them.
 """
 
-def find_python(rctx):
-    """Finds the interpreter.
-
-    Args:
-      rctx: the repository context.
-
-    Returns:
-      A struct: `path`, the interpreter's absolute path with every shim
-      resolved, and `version`, such as "3.11".
-    """
+def _find_python(rctx):
+    """The interpreter's absolute path, shims resolved, and its version."""
     wanted = rctx.getenv("HERMETIC_PYTHON_VERSION", "")
     name = "python" + (wanted or "3")
     cure = (" Put {} on PATH, or name a version that is there: " +
@@ -60,9 +52,24 @@ toolchain(
 """
 
 def _python_toolchain_impl(rctx):
-    rctx.file("BUILD.bazel", _BUILD.format(path = find_python(rctx).path))
+    python = _find_python(rctx)
+    rctx.watch(python.path)  # an upgrade fetches everything anew
+    rctx.file("BUILD.bazel", _BUILD.format(path = python.path))
+    rctx.file("python.json", json.encode(python))
 
 python_toolchain = repository_rule(
     implementation = _python_toolchain_impl,
     doc = "A Python toolchain, `:toolchain`, that runs the machine's Python.",
 )
+
+def host_python(rctx):
+    """What @ep_python found, for another repository rule.
+
+    Args:
+      rctx: the repository context.
+
+    Returns:
+      A struct: `path`, the interpreter's absolute path, and `version`, such as
+      "3.11".
+    """
+    return struct(**json.decode(rctx.read(Label("@ep_python//:python.json"))))
