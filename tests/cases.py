@@ -16,12 +16,13 @@ numpy arrays, drawn alike on every process.
 import functools
 import math
 
-from conftest import TIMEOUT_S, assert_shards_equal, make_mesh, to_global
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 import numpy as np
+import pytest
 
+from conftest import assert_shards_equal, make_mesh, TIMEOUT_S, to_global
 import ep
 from ep._src import reference
 
@@ -326,6 +327,22 @@ class Case:
     """`run` equals `fn(Oracle, *arrays)`, bit for bit."""
     check((self, fn, *arrays), **view)
 
+  def check_error(self, words, fn, *arrays, **view):
+    """`run` fails on every rank of this process, with all these words."""
+    try:
+      leaves = jax.tree.leaves(self.run(fn, *arrays, **view))
+    except jax.errors.JaxRuntimeError as error:
+      messages = [str(error)]
+    else:
+      messages = [
+        _error_of(shard.data)
+        for leaf in leaves
+        for shard in leaf.addressable_shards
+      ]
+    for message in messages:
+      for word in words:
+        assert word in message
+
   def _numbers(self, shape, dtype):
     if self._whole:
       return self._rng.integers(1, 5, shape).astype(dtype)
@@ -334,6 +351,12 @@ class Case:
   def _distinct(self, shape):
     numbers = 1 + self._rng.permutation(math.prod(shape)).reshape(shape)
     return (numbers / 64).astype(np.float32)
+
+
+def _error_of(array):
+  with pytest.raises(jax.errors.JaxRuntimeError) as error:
+    array.block_until_ready()
+  return str(error.value)
 
 
 def ranks(layer):

@@ -1,19 +1,20 @@
 """ep_combine, forward and backward, against the oracle."""
 
-from cases import (
-  Case,
-  K,
-  ROUTINGS,
-  T,
-  assert_same,
-  combine,
-  layer,
-  there_and_back,
-)
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from cases import (
+  assert_same,
+  Case,
+  combine,
+  K,
+  layer,
+  ROUTINGS,
+  T,
+  there_and_back,
+)
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__

@@ -4,10 +4,11 @@ The function is a polynomial of whole numbers, which float32 evaluates exactly,
 so the results have the same bits whatever the order in which JAX adds up.
 """
 
-from cases import Case, Ops, layer, there_and_back
 import jax
 import numpy as np
 import pytest
+
+from cases import Case, layer, Ops, there_and_back
 
 
 @pytest.fixture(name="case")

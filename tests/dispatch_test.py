@@ -1,10 +1,11 @@
 """ep_dispatch, forward and backward, against the oracle."""
 
-from cases import Case, K, ROUTINGS, T, dispatch, layer, sizes
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from cases import Case, dispatch, K, layer, ROUTINGS, sizes, T
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
@@ -93,3 +94,20 @@ def test_bits_pass_unchanged():
 
 def test_fewer_tokens_than_the_group_allows():
   check(Case(layer(), lead=(T - 2,)))
+
+
+def slabs(ops, tokens, weights):
+  """What was received, without the tail."""
+  group_sizes, _, _ = ops.sizes()
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  used = jnp.arange(recv.shape[1]) < group_sizes.sum(-1, keepdims=True)
+  return (
+    jnp.where(used[..., None], recv, 0),
+    jnp.where(used, recv_weights, 0),
+  )
+
+
+def test_slabs_do_not_depend_on_the_tail():
+  """Their padding is zero in either case."""
+  case = Case(layer(alignment=4, tail="unspecified"), "skewed")
+  case.check(slabs, case.tokens(), case.weights())

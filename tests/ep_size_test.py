@@ -1,10 +1,11 @@
 """A result does not depend on how many ranks share the experts."""
 
-from cases import Case, E, assert_same, layer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from cases import assert_same, Case, E, layer
 
 EP_SIZES = pytest.mark.parametrize("mesh", ["dp4_ep1", "dp2_ep2", "ep4"])
 DTYPES = pytest.mark.parametrize(
@@ -15,7 +16,7 @@ SCALES = np.linspace(0.5, 2, E, dtype=np.float32)  # what each expert does
 
 
 def experts(rows, group_sizes, ep_size):
-  """`rows [R, C, H]`, each times the scale of the expert whose slab it is in."""
+  """`rows [R, C, H]`, each times the scale of the expert of its slab."""
   ranks, local = group_sizes.shape
   ends = group_sizes.cumsum(-1)
   position = jnp.arange(rows.shape[1])

@@ -2,20 +2,20 @@
 
 import pickle
 
-from cases import (
-  Case,
-  Ops,
-  assert_same,
-  everything,
-  layer,
-  there_and_back,
-)
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases import (
+  assert_same,
+  Case,
+  everything,
+  layer,
+  Ops,
+  there_and_back,
+)
 import ep
 
 STEPS = np.arange(1, 4)

@@ -1,21 +1,21 @@
 """Any number of layers and groups, side by side in one program."""
 
-from cases import (
-  Case,
-  E,
-  K,
-  T,
-  bootstrap,
-  check,
-  everything,
-  layer,
-  ranks,
-  there_and_back,
-)
-from conftest import make_mesh
 import numpy as np
 import pytest
 
+from cases import (
+  bootstrap,
+  Case,
+  check,
+  E,
+  everything,
+  K,
+  layer,
+  ranks,
+  T,
+  there_and_back,
+)
+from conftest import make_mesh
 import ep
 
 

@@ -1,20 +1,20 @@
 """ep_prepare: what it counts, and what shapes it says it returns."""
 
-from cases import (
-  Case,
-  E,
-  MESHES,
-  ROUTINGS,
-  assert_same,
-  layer,
-  ranks,
-  sizes,
-)
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases import (
+  assert_same,
+  Case,
+  E,
+  layer,
+  MESHES,
+  ranks,
+  ROUTINGS,
+  sizes,
+)
 import ep
 
 

@@ -2,10 +2,15 @@
 
 import functools
 
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
 from cases import (
-  Case,
   assert_same,
   bootstrap,
+  Case,
   everything,
   global_view,
   layer,
@@ -13,11 +18,6 @@ from cases import (
   spec,
 )
 from conftest import make_mesh, to_global
-import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-import numpy as np
-import pytest
-
 import ep
 
 VIEWS = {

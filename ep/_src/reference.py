@@ -9,7 +9,8 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
   source rank, then by source token. Rows and weights that pad a slab, and those
   past the last slab, are zero.
 * Choices: -1 is an unused one. Slots at or past `C` are dropped, along with
-  their weights and gradients; `total_recv_tokens` counts them, padding included.
+  their weights and gradients; `total_recv_tokens` counts dropped slots too, and
+  padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
   that is rounded before it is added.

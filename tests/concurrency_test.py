@@ -1,0 +1,188 @@
+"""Exchanges that run at the same time neither mix nor wait for each other.
+
+XLA:CPU runs the ready ops of a program in any order, not the same on every
+rank, and programs overlap. All of these programs hang, or return each other's
+rows, if ops are matched by their order of arrival or if a handler waits.
+"""
+
+import functools
+import threading
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import (
+  assert_same,
+  Case,
+  check,
+  layer,
+  Ops,
+  run,
+  there_and_back,
+)
+import ep
+
+ROUTES = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
+
+
+def block(ops, tokens, weights, *_):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  return ops.combine(recv * recv, recv_weights)
+
+
+def block_and_back(ops, tokens, weights, g):
+  out, vjp = jax.vjp(lambda *x: block(ops, *x), tokens, weights)
+  return out, vjp(g)
+
+
+def claim(routing="uniform", fn=block_and_back, scale=1, **options):
+  case = Case(layer(**options), routing, whole=True)
+  tokens = case.tokens() * np.float32(scale)
+  return case, fn, tokens, case.weights(), case.tokens()
+
+
+def test_independent_branches():
+  """Sixteen blocks, forward and backward, with no order between them."""
+  check(*(claim(ROUTES[i % 4], scale=1 + i) for i in range(16)))
+
+
+def test_independent_branches_of_different_layers():
+  check(
+    *(
+      claim(ROUTES[i % 4], top_k=1 + i % 3, alignment=1 + i % 2, name=f"{i}")
+      for i in range(8)
+    )
+  )
+
+
+def test_independent_branches_on_one_handle():
+  def fan_out(ops, tokens, weights, _):
+    return [there_and_back(ops, tokens * i, weights) for i in range(1, 9)]
+
+  check(claim("skewed", fan_out))
+
+
+def test_launches_in_flight():
+  """Nobody waits for a result before all of them are under way."""
+  claims = [claim(ROUTES[i % 4], block, 1 + i) for i in range(16)]
+  check_after(claims, [run(c) for c in claims])
+
+
+def check_after(claims, outs):
+  for (case, fn, *inputs), (out,) in zip(claims, outs, strict=True):
+    assert_same(out, fn(case.oracle, *inputs))
+
+
+def test_two_programs_in_flight():
+  claims = [
+    claim(ROUTES[i % 4], (block, block_and_back)[i % 2], 1 + i)
+    for i in range(16)
+  ]
+  check_after(claims, [run(c) for c in claims])
+
+
+def test_two_threads():
+  """Each launches a program of its own, in an order of their own."""
+  parts = [claim("uniform", block), claim("skewed", block_and_back)]
+  for part in parts:
+    jax.block_until_ready(run(part))  # compiled before the race
+  outs = [[], []]
+
+  def worker(part, out):
+    for _ in range(8):
+      out.append(run(part))
+
+  threads = [
+    threading.Thread(target=worker, args=x)
+    for x in zip(parts, outs, strict=True)
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  for part, results in zip(parts, outs, strict=True):
+    check_after([part] * 8, results)
+
+
+def test_one_rank_runs_programs_of_its_own():
+  """Launch counts of other programs differ between ranks."""
+  device = jax.devices()[1]
+  extra = jax.jit(lambda x: x * 2)
+  part = claim("skewed", block)
+  case, fn, *inputs = part
+  expected = fn(case.oracle, *inputs)
+  for _ in range(4):
+    if device.process_index == jax.process_index():
+      extra(jax.device_put(jnp.ones(3), device))
+    (out,) = run(part)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
+def test_one_inner_function_twice_in_one_program(wrap):
+  """Two calls of the same jitted block, on other tokens and experts.
+
+  JAX may lower the block once and call it twice: one op in the module, two
+  exchanges when it runs, in either order.
+  """
+  cases = [Case(layer(), routing, whole=True) for routing in ROUTES[:2]]
+  inputs = [(case.topk_idx, case.tokens(), case.weights()) for case in cases]
+  experts = np.arange(1, 3, dtype=np.float32)
+
+  @wrap
+  def inner(topk_idx, tokens, weights, expert):
+    handle = ep.ep_prepare(cases[0].layer, topk_idx)
+    recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
+    return ep.ep_combine(handle, recv * expert, recv_weights)
+
+  @jax.jit
+  def outer(inputs):
+    def outs(inputs):
+      return [
+        inner(*x, expert) for x, expert in zip(inputs, experts, strict=True)
+      ]
+
+    differentiable = [x[1:] for x in inputs]
+    ids = [x[0] for x in inputs]
+
+    def of(differentiable):
+      return outs([(i, *x) for i, x in zip(ids, differentiable, strict=True)])
+
+    values, vjp = jax.vjp(of, differentiable)
+    (grads,) = vjp([x[1] for x in inputs])
+    return list(zip(values, grads, strict=True))
+
+  placed = [
+    tuple(case.put(x) for x in arrays)
+    for case, arrays in zip(cases, inputs, strict=True)
+  ]
+
+  def expected(case, arrays, expert):
+    def f(tokens, weights):
+      recv, recv_weights = case.oracle.dispatch(tokens, weights)
+      return case.oracle.combine(recv * expert, recv_weights)
+
+    _, tokens, weights = arrays
+    out, vjp = jax.vjp(f, tokens, weights)
+    return out, vjp(tokens)
+
+  want = [expected(*x) for x in zip(cases, inputs, experts, strict=True)]
+  for _ in range(8):
+    assert_same(outer(placed), want)
+
+
+def test_a_loop_beside_a_loop():
+  """Occurrences of an op within a run, of two loops that overlap."""
+
+  def loop(ops, tokens, weights, _):
+    def step(_, tokens):
+      return there_and_back(ops, tokens, weights)
+
+    if not isinstance(ops, Ops):  # the oracle runs op by op
+      return functools.reduce(lambda x, i: step(i, x), range(4), tokens)
+    return lax.fori_loop(0, 4, step, tokens)
+
+  check(claim("uniform", loop), claim("skewed", loop))

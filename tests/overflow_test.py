@@ -1,0 +1,87 @@
+"""More rows than a rank's capacity: an error everywhere, or a drop."""
+
+import numpy as np
+import pytest
+
+from cases import Case, everything, layer, sizes
+
+
+def full_layer(overflow, capacity, **options):
+  return layer(overflow=overflow, recv_capacity_per_rank=capacity, **options)
+
+
+def demand(case):
+  """The most rows that a rank would receive."""
+  _, _, total = case.oracle.sizes()
+  return int(total.max())
+
+
+def test_error_tells_needed_and_given_on_every_rank():
+  """Only one rank overflows, and all of them learn by how much."""
+  case = Case(full_layer("error", 8, name="narrow"), "to_one_expert")
+  assert demand(case) == 20
+  case.check_error(["ep_prepare", '"narrow"', "20", "8", "drop"], sizes)
+
+
+def test_the_group_works_after_an_error():
+  case = Case(full_layer("error", 8), "to_one_expert")
+  case.check_error(["20", "8"], everything, *case.inputs())
+  fits = Case(case.layer, np.full_like(case.topk_idx, -1))
+  fits.check(everything, *fits.inputs())
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("overflow", ["error", "drop"])
+def test_a_capacity_that_just_suffices(overflow, alignment):
+  wanted = demand(Case(layer(alignment=alignment), "skewed"))
+  config = full_layer(overflow, wanted, alignment=alignment)
+  case = Case(config, "skewed")
+  case.check(everything, *case.inputs())
+
+
+def test_one_row_too_few():
+  wanted = demand(Case(layer(), "skewed"))
+  case = Case(full_layer("error", wanted - 1), "skewed")
+  case.check_error([str(wanted), str(wanted - 1)], sizes)
+
+
+@pytest.mark.parametrize("alignment, capacity", [(1, 2), (1, 11), (4, 8)])
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2"])
+@pytest.mark.parametrize("routing", ["skewed", "to_one_expert", "idle"])
+def test_drop(mesh, routing, alignment, capacity):
+  capacity = max(capacity, layer(mesh).num_local_experts * alignment)
+  config = full_layer("drop", capacity, mesh=mesh, alignment=alignment)
+  case = Case(config, routing)
+  case.check(everything, *case.inputs())
+
+
+def test_dropped_rows_give_nothing_and_get_nothing():
+  """Said of the results themselves, not by way of the oracle."""
+  case = Case(full_layer("drop", 8), "to_one_expert")
+  ones = np.ones_like(case.weights())
+  tokens = np.ones_like(case.tokens())
+
+  def kept(ops, tokens, weights):
+    recv, recv_weights = ops.dispatch(tokens, weights)
+    back = ops.dispatch_bwd((tokens, weights), (recv, recv_weights))
+    return ops.combine(recv, recv_weights), *back
+
+  out, g_tokens, g_weights = case.run(kept, tokens, ones)
+  # The expert's 20 tokens come in order, and 8 fit.
+  token = np.arange(20)[:, None]
+  for array, expected in [
+    (out, token < 8),
+    (g_tokens, token < 8),
+    (g_weights, (token < 8) & (case.topk_idx >= 0)),
+  ]:
+    for shard in array.addressable_shards:
+      want = np.broadcast_to(expected, array.shape)[shard.index]
+      np.testing.assert_array_equal(np.asarray(shard.data), want)
+
+
+def test_the_total_tells_what_was_wanted():
+  case = Case(full_layer("drop", 8, alignment=4), "to_one_expert")
+  _, _, total = case.run(sizes)
+  for shard in total.addressable_shards:
+    wanted = 20 if shard.index[0].start == 3 else 0
+    assert np.asarray(shard.data).item() == wanted
