@@ -106,5 +106,23 @@ def assert_shards_equal(actual: jax.Array, expected: np.ndarray) -> None:
       )
 
 
+def assert_shards_close(
+  actual: jax.Array, expected: np.ndarray, rtol: float, atol: float = 0.0
+) -> None:
+  """Fails unless this process's shards of `actual` are near to `expected`.
+
+  For results that the numeric contract leaves to XLA, such as matmuls.
+  """
+  assert actual.shape == expected.shape
+  for shard in actual.addressable_shards:
+    np.testing.assert_allclose(
+      np.asarray(shard.data, np.float64),
+      np.asarray(expected, np.float64)[shard.index],
+      rtol,
+      atol,
+      err_msg=f"shard on {shard.device}, global index {shard.index}",
+    )
+
+
 def _bits(array: np.ndarray) -> np.ndarray:
   return array.view(f"u{array.dtype.itemsize}")

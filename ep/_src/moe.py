@@ -41,7 +41,7 @@ def moe_layer(
 
   It is `ep_prepare`, `ep_dispatch`, three grouped matmuls and `ep_combine`;
   experts of another make take the same four lines. Differentiable in tokens,
-  weights and matrices, in reverse mode, to any order.
+  weights and matrices, in reverse mode.
 
   Args:
     layer: the layer's configuration. Its `tail` has no effect: rows after the

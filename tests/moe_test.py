@@ -1,0 +1,222 @@
+"""moe_layer and its derivatives, against every expert applied to every token.
+
+The matmuls are XLA's, so results are close, not equal, to the dense layer's.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+
+from cases import Case, E, H, layer, ranks, spec, T
+from conftest import assert_shards_close, to_global
+import ep
+
+F = 9  # inner size of an expert
+
+
+def _matrices(gated=True, dtype=jnp.float32):
+  rng = np.random.default_rng(1)
+  shapes = {"w_up": (E, H, F), "w_down": (E, F, H)}
+  if gated:
+    shapes["w_gate"] = (E, H, F)
+  return {n: rng.normal(size=s).astype(dtype) for n, s in shapes.items()}
+
+
+def _dense(topk_idx, tokens, weights, matrices):
+  """All experts on all tokens, in float32, then the chosen ones' sum."""
+  tokens, weights, matrices = jax.tree.map(
+    lambda x: jnp.asarray(x, jnp.float32), (tokens, weights, matrices)
+  )
+  with jax.default_matmul_precision("highest"):
+    hidden = jnp.einsum("...h,ehf->...ef", tokens, matrices["w_up"])
+    if "w_gate" in matrices:
+      gates = jnp.einsum("...h,ehf->...ef", tokens, matrices["w_gate"])
+      hidden = jax.nn.silu(gates) * hidden
+    else:
+      hidden = jax.nn.silu(hidden)
+    out = jnp.einsum("...ef,efh->...eh", hidden, matrices["w_down"])
+    chosen = jax.nn.one_hot(topk_idx, E)  # zeros where an id is -1
+    return jnp.einsum("...k,...ke,...eh->...h", weights, chosen, out)
+
+
+def _moe(layer, moe_layer=ep.moe_layer):
+  def call(topk_idx, tokens, weights, matrices):
+    return moe_layer(layer, tokens, topk_idx, weights, **matrices)
+
+  return call
+
+
+def _local_moe(layer, check_vma):
+  tokens, experts = spec(layer), PartitionSpec(layer.group.axis_name)
+  return jax.shard_map(
+    _moe(layer),
+    mesh=layer.group.mesh,
+    in_specs=(tokens, tokens, tokens, experts),
+    out_specs=tokens,
+    check_vma=check_vma,
+  )
+
+
+VIEWS = {
+  "global": _moe,
+  "local": lambda layer: _local_moe(layer, True),
+  "local_unchecked": lambda layer: _local_moe(layer, False),
+}
+
+
+def _put(case, topk_idx, tokens, weights, matrices):
+  mesh = case.layer.group.mesh
+  experts = PartitionSpec(case.layer.group.axis_name)
+  return (
+    *(case.put(x) for x in (topk_idx, tokens, weights)),
+    {n: to_global(x, mesh, experts) for n, x in matrices.items()},
+  )
+
+
+def _check(fn, expected_fn, case, *arrays, rtol=1e-5, atol=1e-4):
+  """`fn` of sharded arrays is near `expected_fn` of whole ones."""
+  got = jax.jit(fn)(*_put(case, case.topk_idx, *arrays))
+  expected = jax.jit(expected_fn)(case.topk_idx, *arrays)
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    assert_shards_close(a, np.asarray(b), rtol, atol)
+
+
+def _with_grads(fn):
+  """The output, and gradients of a loss that feels every part of it."""
+
+  def call(topk_idx, *arrays):
+    def loss(*arrays):
+      out = fn(topk_idx, *arrays)
+      return jnp.sum(jnp.tanh(out)), out
+
+    grads, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+    return out, grads
+
+  return call
+
+
+@pytest.mark.parametrize(
+  "mesh, view",
+  [("ep4", "global"), ("dp2_ep2", "local"), ("ep4", "local_unchecked")],
+)
+def test_it_is_the_dense_layer_and_so_are_its_gradients(mesh, view):
+  case = Case(layer(mesh), "with_unused_choices")
+  arrays = case.tokens(), case.weights(), _matrices()
+  moe = VIEWS[view](case.layer)
+  _check(_with_grads(moe), _with_grads(_dense), case, *arrays)
+
+
+@pytest.mark.parametrize("routing", ["to_one_expert", "idle"])
+def test_experts_and_ranks_may_be_idle(routing):
+  case = Case(layer("dp2_ep2", alignment=4), routing)
+  arrays = case.tokens(), case.weights(), _matrices(gated=False)
+  moe = _moe(case.layer)
+  _check(_with_grads(moe), _with_grads(_dense), case, *arrays)
+
+
+def test_tokens_may_have_any_leading_dims():
+  case = Case(layer(), lead=(1, T))
+  arrays = case.tokens(), case.weights(), _matrices()
+  _check(_moe(case.layer), _dense, case, *arrays)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype):
+  case = Case(layer())
+  arrays = case.tokens(dtype), case.weights(), _matrices(dtype=dtype)
+  got = jax.jit(_moe(case.layer))(*_put(case, case.topk_idx, *arrays))
+  assert got.dtype == dtype
+  expected = np.asarray(_dense(case.topk_idx, *arrays))
+  eps = float(jnp.finfo(dtype).eps)
+  assert_shards_close(got, expected, 4 * eps, 4 * eps * abs(expected).max())
+
+
+def test_activation_is_the_callers():
+  case = Case(layer())
+  tokens, weights, matrices = arrays = (
+    case.tokens(),
+    case.weights(),
+    _matrices(gated=False),
+  )
+  twice = functools.partial(ep.moe_layer, activation=lambda x: 2 * x)
+  moe = _moe(case.layer, twice)
+  got = jax.jit(moe)(*_put(case, case.topk_idx, *arrays))
+  products = 2 * matrices["w_up"] @ matrices["w_down"]
+  out = np.einsum("th,ehg->teg", tokens, products)
+  chosen = np.eye(E)[case.topk_idx]
+  expected = np.einsum("tk,tke,teh->th", weights, chosen, out)
+  assert_shards_close(got, expected, 1e-4, 1e-4)
+
+
+def test_router_learns_through_the_layer():
+  case = Case(layer())
+  rng = np.random.default_rng(2)
+  router = rng.normal(size=(H, E)).astype(np.float32)
+  tokens, matrices = case.tokens(), _matrices()
+
+  def grad(fn):
+    def loss(router, tokens, matrices):
+      logits = jnp.matmul(tokens, router, precision=lax.Precision.HIGHEST)
+      topk_idx, weights = ep.route_topk(logits, case.layer.top_k)
+      return jnp.sum(jnp.tanh(fn(topk_idx, tokens, weights, matrices)))
+
+    return jax.jit(jax.grad(loss))
+
+  _, tokens_, _, matrices_ = _put(case, case.topk_idx, tokens, tokens, matrices)
+  router_ = to_global(router, case.layer.group.mesh)
+  got = grad(_moe(case.layer))(router_, tokens_, matrices_)
+  expected = np.asarray(grad(_dense)(router, tokens, matrices))
+  assert abs(expected).max() > 0.1
+  assert_shards_close(got, expected, 1e-4, 1e-4)
+
+
+def test_dropped_choices_add_nothing_and_learn_nothing():
+  base = layer()
+  dropping = dataclasses.replace(
+    base, recv_capacity_per_rank=4, overflow="drop"
+  )
+  case = Case(dropping, "skewed")
+  arrays = case.tokens(), case.weights(), _matrices()
+  # What the oracle says is kept: a weight comes back from its slot, or not.
+  ones = np.ones_like(arrays[1])
+  rows = np.zeros((ranks(base), dropping.capacity, H), np.float32)
+  _, kept = case.oracle.dispatch_bwd(
+    (arrays[0], ones), (rows, np.ones(rows.shape[:2], np.float32))
+  )
+  assert 0 < kept.sum() < kept.size
+  kept_idx = np.where(np.asarray(kept) > 0, case.topk_idx, -1)
+
+  def expected(topk_idx, *arrays):
+    del topk_idx
+    return _dense(kept_idx, *arrays)
+
+  moe = _moe(dropping)
+  _check(_with_grads(moe), _with_grads(expected), case, *arrays)
+
+
+@pytest.mark.parametrize(
+  "change, error, message",
+  [
+    (dict(w_up=np.zeros((E, H + 1, F), np.float32)), ValueError, "w_up has"),
+    (dict(w_down=np.zeros((E, H, F), np.float32)), ValueError, "w_down has"),
+    (dict(w_gate=np.zeros((E, H, F - 1), np.float32)), ValueError, "w_gate"),
+    (dict(w_up=np.zeros((1, H, F), np.float32)), ValueError, "all experts"),
+    (dict(w_down=np.zeros((E, F, H), np.float16)), TypeError, "w_down is"),
+  ],
+)
+def test_matrices_that_do_not_fit(change, error, message):
+  case = Case(layer(name="moe_3"))
+  matrices = {**_matrices(), **change}
+  with pytest.raises(
+    error, match=rf"moe_layer\(layer \"moe_3\"\): .*{message}"
+  ):
+    ep.moe_layer(
+      case.layer, case.tokens(), case.topk_idx, case.weights(), **matrices
+    )
