@@ -1,0 +1,277 @@
+"""Bad input is an error that names the op, the layer, and what is wrong.
+
+What the shapes tell is refused when the program is traced; what only the
+values tell fails on every rank when it runs, and the group works on.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import (
+  assert_same,
+  bootstrap,
+  Case,
+  E,
+  everything,
+  global_view,
+  group,
+  H,
+  K,
+  layer,
+  sizes,
+  T,
+  there_and_back,
+)
+from conftest import make_mesh
+import ep
+
+N = 4 * T  # tokens of all ranks
+
+
+def zeros(*shape, dtype=np.float32):
+  return np.zeros(shape, dtype)
+
+
+def ids(*shape, dtype=np.int32):
+  return np.full(shape, -1, dtype)
+
+
+def assert_refused(fn, *words):
+  """Tracing is enough to see it."""
+  with pytest.raises((ValueError, TypeError)) as error:
+    jax.eval_shape(fn)
+  for word in words:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "topk_idx, words",
+  [
+    (ids(N), ["topk_idx", "(20,)", "top_k", "3"]),
+    (ids(N, K + 1), ["topk_idx", "(20, 4)", "top_k", "3"]),
+    (zeros(N, K), ["topk_idx", "float32", "int32"]),
+    (zeros(N, K, dtype=np.uint32), ["topk_idx", "uint32", "int32"]),
+    (ids(N + 4, K), ["max_tokens_per_rank", "6", "5"]),
+    (ids(4, 2, 3, K), ["max_tokens_per_rank", "6", "5"]),
+    (ids(N - 1, K), ["19", "4"]),
+  ],
+)
+def test_prepare_refuses(topk_idx, words):
+  config = layer(name="moe_3")
+  assert_refused(
+    lambda: ep.ep_prepare(config, topk_idx), "ep_prepare", '"moe_3"', *words
+  )
+
+
+@pytest.mark.parametrize(
+  "tokens, weights, words",
+  [
+    (zeros(N), zeros(N, K), ["tokens", "(20,)"]),
+    (zeros(N, H + 1), zeros(N, K), ["tokens", "8", "hidden_dim", "7"]),
+    (zeros(N - 4, H), zeros(N, K), ["tokens", "(16, 7)", "5"]),
+    (zeros(4, T, H), zeros(N, K), ["tokens", "(4, 5, 7)", "5"]),
+    (zeros(N, H, dtype=np.int32), zeros(N, K), ["tokens", "int32", "float32"]),
+    (zeros(N, H), zeros(N), ["topk_weights", "(20,)"]),
+    (zeros(N, H), zeros(N, K - 1), ["topk_weights", "(20, 2)", "3"]),
+    (zeros(N, H), zeros(N - 4, K), ["topk_weights", "(16, 3)", "5"]),
+    (zeros(N, H), ids(N, K), ["topk_weights", "int32", "float"]),
+  ],
+)
+def test_dispatch_refuses(tokens, weights, words):
+  config = layer(name="moe_3")
+  assert_refused(
+    lambda: ep.ep_dispatch(ep.ep_prepare(config, ids(N, K)), tokens, weights),
+    "ep_dispatch",
+    '"moe_3"',
+    *words,
+  )
+
+
+C = 4 * T * 2  # the worst case with two local experts
+
+
+@pytest.mark.parametrize(
+  "rows, weights, words",
+  [
+    (zeros(4, H), None, ["expert_out", "(4, 7)", "40"]),
+    (zeros(4, C - 1, H), None, ["expert_out", "(4, 39, 7)", "40"]),
+    (zeros(2, C, H), None, ["expert_out", "(2, 40, 7)", "4"]),
+    (zeros(4, C, H + 1), None, ["expert_out", "8", "hidden_dim", "7"]),
+    (zeros(4, C, H, dtype=np.int8), None, ["expert_out", "int8", "float32"]),
+    (zeros(4, C, H), zeros(4, C, 1), ["weights", "4, 40, 1", "4, 40"]),
+    (zeros(4, C, H), zeros(N, K), ["weights", "20, 3", "4, 40"]),
+    (zeros(4, C, H), ids(4, C), ["weights", "int32", "float"]),
+  ],
+)
+def test_combine_refuses(rows, weights, words):
+  config = layer(name="moe_3")
+  assert_refused(
+    lambda: ep.ep_combine(ep.ep_prepare(config, ids(N, K)), rows, weights),
+    "ep_combine",
+    '"moe_3"',
+    *words,
+  )
+
+
+def test_tokens_wider_than_the_group_allows():
+  config = ep.EpLayerConfig(group(max_token_dtype=jnp.bfloat16), name="moe_3")
+  assert_refused(
+    lambda: ep.ep_dispatch(
+      ep.ep_prepare(config, ids(N, K)), zeros(N, H), zeros(N, K)
+    ),
+    "ep_dispatch",
+    '"moe_3"',
+    "float32",
+    "bfloat16",
+    "max_token_dtype",
+  )
+
+
+@pytest.mark.parametrize(
+  "call, words",
+  [
+    (lambda: ep.ep_prepare(group(), ids(N, K)), ["ep_prepare", "EpGroup"]),
+    (
+      lambda: ep.ep_dispatch(layer(), zeros(N, H), zeros(N, K)),
+      ["ep_dispatch", "EpLayerConfig"],
+    ),
+    (
+      lambda: ep.ep_combine(zeros(4, C, H), zeros(4, C, H)),
+      ["ep_combine", "EpHandle"],
+    ),
+  ],
+)
+def test_arguments_that_were_mixed_up(call, words):
+  assert_refused(call, *words)
+
+
+def in_shard_map(axes, manual=None):
+  """Prepares in a `shard_map` over a mesh that is not the group's."""
+  size = np.prod(list(axes.values()))
+  mesh = jax.make_mesh(
+    tuple(axes.values()),
+    tuple(axes),
+    axis_types=(AxisType.Auto,) * len(axes),
+    devices=jax.devices()[:size],
+  )
+  config = layer("dp2_ep2", name="moe_3")
+  spec = PartitionSpec(manual or tuple(axes))
+  return lambda: jax.shard_map(
+    lambda idx: ep.ep_prepare(config, idx).group_sizes,
+    mesh=mesh,
+    in_specs=spec,
+    out_specs=spec,
+    axis_names={manual} if manual else set(axes),
+  )(ids(N, K))
+
+
+@pytest.mark.parametrize(
+  "axes, manual, words",
+  [
+    ({"ep": 4}, None, ["4", "2"]),
+    ({"ep": 1}, None, ["1", "2"]),
+    ({"x": 4}, None, ["x", "ep"]),
+    ({"dp": 2, "ep": 2}, "ep", ["dp", "manual"]),
+  ],
+)
+def test_a_mesh_that_is_not_the_groups(axes, manual, words):
+  assert_refused(
+    in_shard_map(axes, manual), "ep_prepare", '"moe_3"', "mesh", *words
+  )
+
+
+def with_id(value, at, dtype=np.int32, **options):
+  """A case whose routing has one wrong id, at (token, choice)."""
+  good = Case(layer(name="moe_3", **options))
+  bad = good.topk_idx.astype(dtype)
+  bad[at] = value
+  return Case(good.layer, bad)
+
+
+@pytest.mark.parametrize("value", [E, -2, 2**31 - 1, -(2**31)])
+def test_an_id_out_of_range(value):
+  """On rank 2 alone; every rank learns whose it is and where."""
+  words = [
+    'ep_prepare(layer "moe_3")',
+    "rank 2",
+    f"topk_idx[3, 1] = {value}",
+    "num_experts = 8",
+    "-1..7",
+  ]
+  with_id(value, (2 * T + 3, 1)).check_error(words, sizes)
+
+
+@pytest.mark.parametrize("value", [2**32, 2**32 - 1, 2**40 + 1, -(2**63)])
+def test_an_int64_id_does_not_wrap(value):
+  with jax.enable_x64(True):
+    case = with_id(value, (2 * T + 3, 1), np.int64)
+    case.check_error(["rank 2", f"topk_idx[3, 1] = {value}", "-1..7"], sizes)
+
+
+def test_an_expert_twice_in_a_token():
+  case = with_id(-1, (N - 1, 0))
+  first = case.topk_idx[-1, 1]
+  case.topk_idx[-1] = [-1, first, first]
+  words = ["ep_prepare", '"moe_3"', "rank 3", f"topk_idx[4, 2] = {first}"]
+  case.check_error([*words, "distinct"], sizes)
+
+
+def test_unused_choices_are_not_duplicates():
+  case = with_id(-1, np.s_[:, 1:])
+  case.check(sizes)
+
+
+def test_an_error_in_one_domain_reaches_the_others():
+  case = with_id(E, (0, 0), mesh="dp2_ep2")
+  case.check_error(["ep_prepare", "moe_3", "topk_idx[0, 0] = 8"], sizes)
+
+
+def test_an_error_reaches_all_that_depends_on_it():
+  case = with_id(E, (0, 0))
+  case.check_error(["topk_idx[0, 0] = 8"], everything, *case.inputs())
+
+
+def test_the_group_works_after_errors():
+  for _ in range(3):
+    bad = with_id(E, (2 * T, 0))
+    bad.check_error(["topk_idx[0, 0] = 8"], everything, *bad.inputs())
+    good = Case(bad.layer, "skewed")
+    good.check(everything, *good.inputs())
+
+
+def test_an_error_leaves_programs_in_flight_alone():
+  bad, good = with_id(E, (0, 0)), Case(layer(), "skewed")
+  inputs = good.tokens(), good.weights()
+  outs = []
+  for _ in range(4):
+    outs.append(good.run(there_and_back, *inputs))
+    bad.check_error(["topk_idx[0, 0] = 8"], sizes)
+  for out in outs:
+    assert_same(out, there_and_back(good.oracle, *inputs))
+
+
+def test_a_handle_that_was_not_prepared():
+  """Its bytes are checked before they are used as addresses."""
+  case = Case(layer())
+  handle = case.run(lambda ops: ops.handle)
+  forged = jax.jit(lambda h: jax.tree.map(lambda x: x * 0 + 7, h))(handle)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="handle"):
+    jax.block_until_ready(ep.ep_combine(forged, case.put(case.rows())))
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_an_op_after_finalize(compiled_before):
+  closed = bootstrap(make_mesh({"ep": 4}), name=f"closed_{compiled_before}")
+  case = Case(ep.EpLayerConfig(closed))
+  inputs = case.tokens(), case.weights()
+  program = jax.jit(global_view(case.layer, there_and_back))
+  placed = [case.put(x) for x in (case.topk_idx, *inputs)]
+  if compiled_before:
+    jax.block_until_ready(program(*placed))
+  ep.ep_finalize(closed)
+  with pytest.raises(RuntimeError, match="finalized") as error:
+    jax.block_until_ready(program(*placed))
+  assert closed.name in str(error.value)
