@@ -57,15 +57,20 @@ apt_get update ||
 
 # Left out: compilers and interpreters, which the host brings itself, and the
 # JDK, of which Bazel's server needs no more than the runtime.
+left_out='build-essential|.*-jdk-headless|python3(-minimal|\..*)?|libpython3.*'
+left_out+='|(binutils|cpp|g\+\+|gcc|perl|dpkg).*|make|linux-libc-dev'
+left_out+='|libc6-dev|libc-dev-bin|lib(gcc|stdc\+\+)-.*-dev|libperl.*'
+left_out+='|libdpkg-perl|lib[a-z]*san[0-9]+'
 packages=$(apt_get -s install bazel-bootstrap patchelf python3-pip-whl |
-  awk '$1 == "Inst" { print $2 }' |
-  grep -vE '^(build-essential|binutils|cpp|g\+\+|gcc-[0-9]+-x|gcc$|gcc-x|perl|dpkg|make$|libc6-dev|lib(gcc|stdc\+\+)-.*-dev|linux-libc-dev|.*-jdk-headless|python3$|python3-minimal|python3\.|libpython3|lib[a-z]*san[0-9]+$)')
+  awk '$1 == "Inst" { print $2 }' | grep -vxE "$left_out")
 say "2/4 downloading $(wc -w <<<"$packages") packages"
-(cd "$apt/archives" && apt_get download $packages)
+# shellcheck disable=SC2086 # one argument per package
+(cd "$apt/archives" && apt_get download $packages) ||
+  die "a download failed; see apt's message above, and run this again."
 
 say "3/4 unpacking"
 printf '%s\0' "$apt"/archives/*.deb |
-  xargs -0 -n1 -P2 sh -c 'dpkg-deb -x "$1" "$0"' "$stage/root"
+  xargs -0 -n1 -P"$(nproc)" sh -c 'dpkg-deb -x "$1" "$0"' "$stage/root"
 rm -rf "$apt"
 
 # 2. The programs: each is pointed at the prefix's own loader and libraries,
