@@ -30,7 +30,11 @@ def formatters(buildifier: pathlib.Path) -> dict[str, Formatter]:
     ),
     "clang-format": Formatter(
       files=("*.cc", "*.cu", "*.h"),
-      command=[*python_m, "clang_format"],
+      command=[
+        sys.executable,
+        "-c",
+        "import clang_format; clang_format.clang_format()",
+      ],
       fix=["-i"],
       check=["--dry-run", "-Werror"],
     ),
