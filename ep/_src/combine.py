@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from ep._src import compat
-from ep._src import primitive
-from ep._src import sharding
+from ep._src import compat, primitive, sharding
 from ep._src.compat import ad
 from ep._src.dispatch import check_rows
-from ep._src.handle import EpHandle
+from ep._src.handle import check_handle, EpHandle
 
 
 def ep_combine(
@@ -55,6 +55,7 @@ def ep_combine(
     jax.errors.JaxRuntimeError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
+  check_handle("ep_combine", handle)
   layer, group, params = handle.layer, handle.layer.group, handle.params
   op = f'ep_combine(layer "{layer.name}")'
   is_local = sharding.is_local_view(group, op)
@@ -69,9 +70,7 @@ def ep_combine(
   operands = [handle.mem, expert_out]
   if weights is not None:
     weights = jnp.asarray(weights)
-    if weights.shape != lead or not jnp.issubdtype(
-      weights.dtype, jnp.floating
-    ):
+    if weights.shape != lead or not jnp.issubdtype(weights.dtype, jnp.floating):
       raise ValueError(
         f"{op}: weights is {weights.dtype}{list(weights.shape)}, but floating"
         f" point {list(lead)} is expected: the recv_topk_weights of"
@@ -113,37 +112,58 @@ combine_bwd_p = primitive.op("ep_combine_bwd", _combine_bwd_types)
 primitive.linear_op(combine_p, transposed=combine_bwd_p)
 primitive.linear_op(combine_bwd_p, transposed=combine_p)
 
-# With weights, out[t] = sum_k w[slot] x[slot]: bilinear in x and w. For a
-# cotangent g and its copy to slots G[slot(t, k)] = g[t],
+# With weights, out[t] = sum_k w[slot] x[slot]: bilinear in x and w. Its tangent
+#
+#   T(x, w; dx, dw) = combine(dx, w) + combine(x, dw)
+#
+# is one linear op of (dx, dw), so that one exchange serves its transpose: for a
+# cotangent g and its copy to the slots, G[slot(t, k)] = g[t],
 #
 #   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
 #
-# so one exchange of g serves both.
+# T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
 weighted_combine_p = primitive.op(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )
 
 
+def _tangent(mem, x, w, dx, dw, *, params):
+  combine = functools.partial(weighted_combine_p.bind, mem, params=params)
+  return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
+
+
+weighted_tangent_p = primitive.composite(
+  "ep_weighted_combine_tangent", _tangent
+)
+
+
 def _weighted_jvp(primals, tangents, *, params):
-  mem, x, w = primals
-  _, dx, dw = tangents
-  combine = lambda *xs: weighted_combine_p.bind(mem, *xs, params=params)[0]
-  terms = []
-  if type(dx) is not ad.Zero:
-    terms.append(combine(dx, w))
-  if type(dw) is not ad.Zero:
-    terms.append(combine(x, dw))
-  return [combine(x, w)], [sum(terms[1:], start=terms[0])]
+  tangents = map(compat.instantiate_zeros, tangents[1:])
+  return (
+    weighted_combine_p.bind(*primals, params=params),
+    weighted_tangent_p.bind(*primals, *tangents, params=params),
+  )
 
 
-def _weighted_transpose(cts, mem, x, w, *, params):
-  ct = map(compat.instantiate_zeros, cts)
-  (grad,) = primitive.bind(combine_bwd_p, params, mem, *ct)
-  grad32 = grad.astype(jnp.float32)
-  if ad.is_undefined_primal(x):
-    return [None, (w[:, None] * grad32).astype(grad.dtype), None]
-  return [None, None, jnp.sum(x.astype(jnp.float32) * grad32, axis=1)]
+def _tangent_jvp(primals, tangents, *, params):
+  mem, x, w, dx, dw = primals
+  tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[1:])
+  tangent = functools.partial(weighted_tangent_p.bind, mem, params=params)
+  terms = zip(tangent(x, w, tdx, tdw), tangent(dx, dw, tx, tw), strict=True)
+  return tangent(x, w, dx, dw), [a + b for a, b in terms]
+
+
+def _tangent_transpose(cts, mem, x, w, dx, dw, *, params):
+  del dx, dw
+  (g,) = primitive.bind(
+    combine_bwd_p, params, mem, *map(compat.instantiate_zeros, cts)
+  )
+  g32 = g.astype(jnp.float32)
+  grad_x = (w[:, None] * g32).astype(g.dtype)
+  grad_w = jnp.sum(x.astype(jnp.float32) * g32, axis=1)
+  return [None, None, None, grad_x, grad_w]
 
 
 ad.primitive_jvps[weighted_combine_p] = _weighted_jvp
-ad.primitive_transposes[weighted_combine_p] = _weighted_transpose
+ad.primitive_jvps[weighted_tangent_p] = _tangent_jvp
+ad.primitive_transposes[weighted_tangent_p] = _tangent_transpose

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ep._src import primitive
-from ep._src import sharding
-from ep._src.handle import EpHandle
+from ep._src import primitive, sharding
+from ep._src.handle import check_handle, EpHandle
 
 
 def ep_dispatch(
@@ -64,12 +63,13 @@ def ep_dispatch(
     jax.errors.JaxRuntimeError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
+  check_handle("ep_dispatch", handle)
   layer, group, params = handle.layer, handle.layer.group, handle.params
   op = f'ep_dispatch(layer "{layer.name}")'
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
   check_rows(op, "tokens", tokens, group)
   for name, x in dict(tokens=tokens, topk_weights=topk_weights).items():
-    lead = sharding.local_lead(group, op, x.shape[:-1])
+    lead = sharding.local_lead(group, op, name, x.shape)
     if lead != handle.token_shape:
       raise ValueError(
         f"{op}: {name} has shape {x.shape}, i.e. leading dims {lead} on a rank,"

@@ -13,8 +13,6 @@ import pathlib
 
 import jax
 
-from ep._src import compat
-
 # The five ops, and the FFI targets of the same names.
 OPS = (
   "ep_prepare",
@@ -46,7 +44,7 @@ def _runfile() -> pathlib.Path | None:
 
 
 def find_library() -> pathlib.Path:
-  """Path of the native library; raises `FileNotFoundError` naming all places."""
+  """Path of the native library, or `FileNotFoundError` naming all places."""
   override = os.environ.get(_VARIABLE)
   places = {
     f"${_VARIABLE}": pathlib.Path(override) if override else None,
@@ -107,7 +105,8 @@ def create_host_group(
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/host/bootstrap.cc.
 
-  `ranks` lists (process, local device ordinal), domain-major.
+  `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
+  the id that JAX knows, not an ordinal in the process.
   """
   error = ctypes.create_string_buffer(_ERROR_BYTES)
   int_array = ctypes.c_int32 * len(ranks)
@@ -127,6 +126,10 @@ def create_host_group(
   )
   if code:
     raise NativeError(f"ep_bootstrap: {error.value.decode()}")
+
+
+def is_live(name: str) -> bool:
+  return bool(library().ep_group_is_live(name.encode()))
 
 
 def close_group(name: str) -> None:

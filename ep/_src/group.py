@@ -10,8 +10,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from ep._src import ffi
-from ep._src import rendezvous
+from ep._src import ffi, rendezvous
 
 _OVERFLOW = ("error", "drop")
 _TAILS = ("zero", "unspecified")
@@ -133,6 +132,11 @@ class EpLayerConfig:
 
   def __post_init__(self):
     group = self.group
+    if not isinstance(group, EpGroup):
+      raise TypeError(
+        f"EpLayerConfig: group is a {type(group).__name__}, but an EpGroup is"
+        " expected; get one from ep_bootstrap."
+      )
 
     def inherit(field: str, default: Any) -> None:
       if getattr(self, field) is None:
@@ -316,6 +320,12 @@ def ep_bootstrap(
     timeout_s=timeout_s,
   ).items():
     _check(value > 0, what, f"{field} = {value}, but it must be positive.")
+  _check(
+    max_num_sms >= 0,
+    what,
+    f"max_num_sms = {max_num_sms}, but it must be 0 (automatic) or a positive"
+    " number of streaming multiprocessors.",
+  )
   dtype = jnp.dtype(max_token_dtype)
   _check(
     dtype.name in _DTYPES,
@@ -340,7 +350,12 @@ def ep_bootstrap(
     max_num_sms=max_num_sms,
     timeout_s=float(timeout_s),
   )
-  EpLayerConfig(group)  # the defaults of a layer must make one
+  try:
+    EpLayerConfig(group)
+  except ValueError as e:
+    raise ValueError(
+      f"ep_bootstrap: a layer of only defaults fails: {e}"
+    ) from e
   rendezvous.connect(group)
   return dataclasses.replace(group, _lifetime=_Lifetime(group.name))
 

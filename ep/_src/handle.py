@@ -51,3 +51,12 @@ def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
   """Bytes of `EpHandle.mem`, as `PlanBytes` in ep_ffi/core/plan.cc has it."""
   routes = num_tokens * layer.top_k + layer.capacity
   return -(-(_HEADER_BYTES + routes * _ROUTE_BYTES) // 64) * 64
+
+
+def check_handle(op: str, handle: EpHandle) -> None:
+  """Raises `TypeError` unless `handle` is one."""
+  if not isinstance(handle, EpHandle):
+    raise TypeError(
+      f"{op}: handle is a {type(handle).__name__}, but an EpHandle is expected;"
+      " pass what ep_prepare returned."
+    )

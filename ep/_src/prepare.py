@@ -7,11 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ep._src import primitive
-from ep._src import sharding
+from ep._src import primitive, sharding
 from ep._src.group import EpLayerConfig
-from ep._src.handle import EpHandle
-from ep._src.handle import mem_bytes
+from ep._src.handle import EpHandle, mem_bytes
 
 
 def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
@@ -42,6 +40,11 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       of range or repeated in a token, more rows than the capacity with
       `overflow="error"`, or a peer that is gone, late, or runs another program.
   """
+  if not isinstance(layer, EpLayerConfig):
+    raise TypeError(
+      f"ep_prepare: layer is a {type(layer).__name__}, but an EpLayerConfig is"
+      " expected; make one of the group."
+    )
   op = f'ep_prepare(layer "{layer.name}")'
   topk_idx = jnp.asarray(topk_idx)
   if topk_idx.dtype not in (jnp.int32, jnp.int64):
@@ -54,7 +57,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       f"{op}: topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
       f" [..., {layer.top_k}] with at least one axis of tokens is expected."
     )
-  token_shape = sharding.local_lead(layer.group, op, topk_idx.shape[:-1])
+  token_shape = sharding.local_lead(layer.group, op, "topk_idx", topk_idx.shape)
   params = primitive.OpParams(layer, math.prod(token_shape))
   if params.num_tokens > layer.group.max_tokens_per_rank:
     raise ValueError(
@@ -76,12 +79,12 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
 def _out_types(params: primitive.OpParams, topk_idx):
   del topk_idx
   layer = params.layer
-  int32 = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
+  per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
   return [
     jax.ShapeDtypeStruct((mem_bytes(layer, params.num_tokens),), jnp.uint8),
-    int32(layer.num_local_experts),
-    int32(layer.num_local_experts),
-    int32(1),
+    per_expert,
+    per_expert,
+    jax.ShapeDtypeStruct((1,), jnp.int32),
   ]
 
 

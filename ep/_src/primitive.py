@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ep._src import compat
-from ep._src import ffi
+from ep._src import compat, ffi
 from ep._src.compat import ad
 from ep._src.group import EpLayerConfig
 
@@ -64,33 +65,56 @@ def op(
       zero_tail=layer.tail == "zero",
     )
 
-  def batch(args, dims, *, params: OpParams):
-    """One exchange per example, in order: an exchange has no batch axis."""
-    moved = [
-      x if d is None else jax.numpy.moveaxis(x, d, 0)
-      for x, d in zip(args, dims, strict=True)
-    ]
-
-    def body(batched):
-      batched = iter(batched)
-      return primitive.bind(
-        *(
-          x if d is None else next(batched)
-          for x, d in zip(args, dims, strict=True)
-        ),
-        params=params,
-      )
-
-    outs = jax.lax.map(
-      body, [x for x, d in zip(moved, dims, strict=True) if d is not None]
-    )
-    return outs, [0] * len(outs)
-
   # Each op of a program has a position of its own: never lower two as one.
   compat.mlir.register_lowering(
     primitive, lower, platform="cpu", cacheable=False
   )
-  compat.batching.primitive_batchers[primitive] = batch
+  compat.batching.primitive_batchers[primitive] = functools.partial(
+    _batch_sequentially, primitive
+  )
+  return primitive
+
+
+def _batch_sequentially(primitive, args, dims, *, params: OpParams):
+  """`vmap`: one exchange per example, in order; there is no batch axis."""
+  batched = [
+    jnp.moveaxis(x, d, 0)
+    for x, d in zip(args, dims, strict=True)
+    if d is not None
+  ]
+
+  def one(examples):
+    examples = iter(examples)
+    operands = [
+      x if d is None else next(examples)
+      for x, d in zip(args, dims, strict=True)
+    ]
+    return primitive.bind(*operands, params=params)
+
+  outs = jax.lax.map(one, batched)
+  return outs, [0] * len(outs)
+
+
+def composite(
+  name: str, fn: Callable[..., Sequence[jax.Array]]
+) -> compat.Primitive:
+  """Makes a primitive of a function of ops, which gets rules of its own."""
+  primitive = compat.Primitive(name)
+  primitive.multiple_results = True
+  primitive.def_abstract_eval(
+    lambda *avals, params: [
+      compat.out_aval(o.shape, o.dtype, avals[1])
+      for o in jax.eval_shape(functools.partial(fn, params=params), *avals)
+    ]
+  )
+  compat.mlir.register_lowering(
+    primitive,
+    compat.mlir.lower_fun(fn, multiple_results=True),
+    cacheable=False,
+  )
+  compat.batching.primitive_batchers[primitive] = functools.partial(
+    _batch_sequentially, primitive
+  )
   return primitive
 
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ep._src import compat
-from ep._src import ffi
+from ep._src import compat, ffi
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
@@ -59,6 +58,11 @@ def connect(group: EpGroup) -> None:
       f"ep_bootstrap: process {jax.process_index()} has no device in the mesh;"
       " call ep_bootstrap only on the processes of the mesh."
     )
+  if ffi.is_live(group.name):
+    raise ValueError(
+      f'ep_bootstrap: the name "{group.name}" belongs to a live group; finalize'
+      " that one first, or choose another name."
+    )
   answers = _exchange(group, processes)
   secret = hashlib.sha256("".join(a["secret"] for a in answers).encode())
   ffi.create_host_group(
@@ -67,7 +71,7 @@ def connect(group: EpGroup) -> None:
     num_experts=group.num_experts,
     ep_size=group.ep_size,
     ranks=[
-      (processes.index(d.process_index), d.local_hardware_id)
+      (processes.index(d.process_index), d.id)
       for d in domains(group.mesh, group.axis_name).flat
     ],
     process=processes.index(jax.process_index()),

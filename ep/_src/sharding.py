@@ -60,15 +60,20 @@ def is_local_view(group: EpGroup, op: str) -> bool:
   return True
 
 
-def local_lead(group: EpGroup, op: str, lead: Sequence[int]) -> tuple[int, ...]:
-  """The leading dims of a rank's tokens, given those of the current view."""
-  lead = tuple(lead)
+def local_lead(
+  group: EpGroup, op: str, name: str, shape: Sequence[int]
+) -> tuple[int, ...]:
+  """The leading dims of a rank's part of a token array of this shape.
+
+  `shape` is that of the current view, [..., last]; the last dim is dropped.
+  """
+  lead = tuple(shape[:-1])
   if is_local_view(group, op):
     return lead
   ranks = group.num_token_ranks
   if not lead or lead[0] % ranks:
     raise ValueError(
-      f"{op}: tokens of leading dims {lead} cannot be sharded over"
+      f"{op}: {name} has shape {tuple(shape)}, which cannot be sharded over"
       f" {ranks} ranks; outside shard_map the first axis is global and must be"
       f" a multiple of {ranks} (mesh axes {group.token_axes})."
     )

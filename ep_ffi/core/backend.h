@@ -73,7 +73,7 @@ struct Call {
   Op op;
   const Site* site;
   int64_t run_id;  // of the launch; equal on all ranks, unique in time
-  int32_t device;  // local ordinal
+  int32_t device;  // as XLA numbers it
   Executor* executor;
   std::function<void(Status)> done;
 };

@@ -76,12 +76,11 @@ std::vector<int64_t> SlabOffsets(const PlanDims& dims, int64_t rank,
 }
 
 Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {
-  return Status(
-      Code::kResourceExhausted,
-      StrCat("rank ", rank, " needs ", needed,
-             " receive rows, but recv_capacity_per_rank = ", capacity,
-             "; raise the capacity, balance the routing, or use "
-             "overflow=\"drop\""));
+  return Status(Code::kResourceExhausted,
+                StrCat("rank ", rank, " needs ", needed,
+                       " receive rows, but recv_capacity_per_rank = ", capacity,
+                       "; raise the capacity, balance the routing, or use "
+                       "overflow=\"drop\""));
 }
 
 }  // namespace
@@ -93,9 +92,9 @@ Status ValidateDims(const PlanDims& d) {
   if (!positive || d.num_experts % d.ep_size != 0) {
     return Status(Code::kInvalidArgument,
                   StrCat("the sizes num_experts = ", d.num_experts,
-                         ", ep_size = ", d.ep_size, ", tokens = ",
-                         d.num_tokens, ", top_k = ", d.top_k, ", capacity = ",
-                         d.capacity, ", alignment = ", d.alignment,
+                         ", ep_size = ", d.ep_size, ", tokens = ", d.num_tokens,
+                         ", top_k = ", d.top_k, ", capacity = ", d.capacity,
+                         ", alignment = ", d.alignment,
                          " must be positive, and num_experts a multiple of "
                          "ep_size"));
   }
@@ -230,9 +229,10 @@ Status Plan::Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
   if (bytes != PlanBytes(dims) ||
       reinterpret_cast<uintptr_t>(mem) % alignof(Route) != 0) {
     return Status(Code::kInvalidArgument,
-                  StrCat("handle.mem has ", bytes, " bytes, but this layer's "
-                         "routing state has ", PlanBytes(dims),
-                         " bytes (aligned to ", alignof(Route),
+                  StrCat("handle.mem has ", bytes,
+                         " bytes, but this layer's "
+                         "routing state has ",
+                         PlanBytes(dims), " bytes (aligned to ", alignof(Route),
                          "); pass the handle that ep_prepare returned for "
                          "this layer and these tokens"));
   }

@@ -74,9 +74,9 @@ struct ChoicesView {
 };
 
 struct PlanOutputs {
-  std::byte* mem;        // [PlanBytes]
-  int32_t* group_sizes;  // [L] rows of each slab inside the capacity
-  int32_t* token_counts;      // [L] tokens kept in each slab
+  std::byte* mem;              // [PlanBytes]
+  int32_t* group_sizes;        // [L] rows of each slab inside the capacity
+  int32_t* token_counts;       // [L] tokens kept in each slab
   int32_t* total_recv_tokens;  // [1] slots wanted, before any drop
 };
 
@@ -94,8 +94,8 @@ class Plan {
   static Status Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                      int64_t bytes, Plan* out);
 
-  const Route* send() const { return send_; }  // [T K]
-  const Route* recv() const { return recv_; }  // [C]
+  const Route* send() const { return send_; }       // [T K]
+  const Route* recv() const { return recv_; }       // [C]
   int64_t num_slots() const { return num_slots_; }  // used, padding included
   // Equal on all ranks of a domain that prepared together.
   uint64_t fingerprint() const { return fingerprint_; }

@@ -10,6 +10,11 @@ Registry& Registry::Get() {
   return *registry;
 }
 
+bool Registry::Has(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return entries_.count(name) > 0;
+}
+
 bool Registry::Add(const std::string& name, std::shared_ptr<Group> group) {
   std::lock_guard<std::mutex> lock(mutex_);
   return entries_.try_emplace(name, Entry{std::move(group), {}}).second;

@@ -56,8 +56,8 @@ struct xla::ffi::CtxDecoding<ep::OpCall> {
 
 // Declared first, with default visibility: the macro that defines them has no
 // place for it.
-#define EP_DEFINE_HANDLER(symbol, body, binding)          \
-  EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*);    \
+#define EP_DEFINE_HANDLER(symbol, body, binding)       \
+  EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, body, binding)
 
 EP_DEFINE_HANDLER(ep_instantiate, ep::Instantiate, ep::BindInstantiate());

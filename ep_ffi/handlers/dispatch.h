@@ -12,9 +12,8 @@
 
 namespace ep {
 
-inline ffi::Future Dispatch(OpCall context, ffi::Dictionary,
-                            ffi::AnyBuffer mem, ffi::AnyBuffer tokens,
-                            ffi::AnyBuffer topk_weights,
+inline ffi::Future Dispatch(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
+                            ffi::AnyBuffer tokens, ffi::AnyBuffer topk_weights,
                             ffi::Result<ffi::AnyBuffer> slots,
                             ffi::Result<ffi::AnyBuffer> slot_weights) {
   return Submit(Op::kDispatch, context, [&](Group& group, Call call) {
@@ -23,10 +22,9 @@ inline ffi::Future Dispatch(OpCall context, ffi::Dictionary,
     EP_RETURN_IF_ERROR(DecodeMem(mem, &args.mem));
     EP_RETURN_IF_ERROR(DecodeRows("tokens", tokens, &args.tokens));
     EP_RETURN_IF_ERROR(DecodeRows("recv_tokens", *slots, &args.slots));
-    EP_RETURN_IF_ERROR(DecodeArray("topk_weights", topk_weights,
-                                   ffi::DataType::F32,
-                                   args.tokens.count * layer.top_k,
-                                   &args.topk_weights));
+    EP_RETURN_IF_ERROR(
+        DecodeArray("topk_weights", topk_weights, ffi::DataType::F32,
+                    args.tokens.count * layer.top_k, &args.topk_weights));
     EP_RETURN_IF_ERROR(DecodeArray("recv_topk_weights", *slot_weights,
                                    ffi::DataType::F32, layer.capacity,
                                    &args.slot_weights));
@@ -53,10 +51,9 @@ inline ffi::Future DispatchBwd(OpCall context, ffi::Dictionary,
     EP_RETURN_IF_ERROR(DecodeArray("grad_recv_topk_weights", slot_weights,
                                    ffi::DataType::F32, layer.capacity,
                                    &args.slot_weights));
-    EP_RETURN_IF_ERROR(DecodeArray("grad_topk_weights", *topk_weights,
-                                   ffi::DataType::F32,
-                                   args.tokens.count * layer.top_k,
-                                   &args.topk_weights));
+    EP_RETURN_IF_ERROR(
+        DecodeArray("grad_topk_weights", *topk_weights, ffi::DataType::F32,
+                    args.tokens.count * layer.top_k, &args.topk_weights));
     if (args.slots.count != layer.capacity ||
         !SameWidth(args.slots, args.tokens)) {
       return Mismatch("grad_recv_tokens");

@@ -28,10 +28,9 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
                "has run for the last time"))));
   }
   return std::make_unique<OpState>(OpState{
-      std::move(binding.group),
-      Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
-                 zero_tail},
-           position, binding.clone}});
+      std::move(binding.group), Site{Layer{std::string(layer), top_k, alignment,
+                                           capacity, drop, zero_tail},
+                                     position, binding.clone}});
 }
 
 inline auto BindInstantiate() {

@@ -47,8 +47,7 @@ inline ffi::Error ToError(const Status& status) {
     case Code::kInvalidArgument:
       return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
     case Code::kFailedPrecondition:
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                        status.message());
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message());
     case Code::kResourceExhausted:
       return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message());
     case Code::kDeadlineExceeded:
@@ -91,8 +90,9 @@ ffi::Future Submit(Op op, const OpCall& context, Start start) {
 
 inline Status Mismatch(const std::string& what) {
   return Status(Code::kInvalidArgument,
-                StrCat(what, " does not match this version of libep_ffi; use "
-                             "the library that came with the ep package"));
+                StrCat(what,
+                       " does not match this version of libep_ffi; use "
+                       "the library that came with the ep package"));
 }
 
 inline int64_t Dim(const ffi::AnyBuffer& buffer, size_t i) {
@@ -148,9 +148,9 @@ inline Status DecodeMem(const ffi::AnyBuffer& buffer, Mem* out) {
 }
 
 // Returns from the enclosing function if `expr` is a failure.
-#define EP_RETURN_IF_ERROR(expr)                       \
-  do {                                                 \
-    if (::ep::Status s = (expr); !s.ok()) return s;    \
+#define EP_RETURN_IF_ERROR(expr)                    \
+  do {                                              \
+    if (::ep::Status s = (expr); !s.ok()) return s; \
   } while (false)
 
 }  // namespace ep

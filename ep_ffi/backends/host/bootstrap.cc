@@ -13,15 +13,18 @@
 #include "ep_ffi/core/status.h"
 
 // Creates the group `name` of `num_ranks` ranks, domain-major: rank i lives in
-// process `processes[i]` on its local device `devices[i]`. Collective over
+// process `processes[i]` on device `devices[i]`. Collective over
 // processes 0..num_processes-1, which share `secret`. Returns 0, or the status
 // code with its message in `error`.
-EP_EXPORT int32_t ep_host_group_create(
-    const char* name, const char* secret, int64_t num_experts, int32_t ep_size,
-    int32_t num_ranks, const int32_t* processes, const int32_t* devices,
-    int32_t process, int32_t num_processes, double timeout_s, char* error,
-    int64_t error_bytes) {
+EP_EXPORT int32_t ep_host_group_create(const char* name, const char* secret,
+                                       int64_t num_experts, int32_t ep_size,
+                                       int32_t num_ranks,
+                                       const int32_t* processes,
+                                       const int32_t* devices, int32_t process,
+                                       int32_t num_processes, double timeout_s,
+                                       char* error, int64_t error_bytes) {
   ep::host::HostGroup::Options options;
+  options.name = name;
   options.num_experts = num_experts;
   options.secret = secret;
   options.timeout_s = timeout_s;
@@ -32,8 +35,7 @@ EP_EXPORT int32_t ep_host_group_create(
     options.topology.members.push_back({processes[i], devices[i]});
   }
   std::shared_ptr<ep::Group> group;
-  ep::Status status =
-      ep::host::HostGroup::Create(std::move(options), &group);
+  ep::Status status = ep::host::HostGroup::Create(std::move(options), &group);
   if (status.ok() && !ep::Registry::Get().Add(name, group)) {
     status = ep::Status(ep::Code::kFailedPrecondition,
                         "a group of this name is live in this process");

@@ -11,9 +11,9 @@ namespace {
 constexpr size_t kRememberedRuns = 256;
 
 constexpr const char* kFieldNames[] = {
-    "tokens per rank", "top_k",     "hidden size", "dtype",
-    "capacity",        "alignment", "overflow",    "weights",
-    "the routing of its handle"};
+    "tokens per rank", "top_k",    "hidden size",
+    "dtype",           "capacity", "alignment",
+    "overflow",        "weights",  "the routing of its handle"};
 
 constexpr size_t kAlign = 64;
 
@@ -35,7 +35,7 @@ std::string Describe(const Call& call) {
 // The work of a ready exchange, shared by the threads that help.
 struct Exchanges::Batch {
   ExchangePtr exchange;
-  std::vector<Table> tables;  // by rank
+  std::vector<Table> tables;                           // by rank
   std::vector<std::pair<Part*, int64_t>> first_chunk;  // of each local rank
   int64_t num_chunks = 0;
   std::atomic<int64_t> next{0};
@@ -72,9 +72,10 @@ struct Exchanges::Batch {
   }
 };
 
-Exchanges::Exchanges(Topology topology, double timeout_s,
-                     std::unique_ptr<Peers> peers)
-    : topology_(std::move(topology)),
+Exchanges::Exchanges(std::string group_name, Topology topology,
+                     double timeout_s, std::unique_ptr<Peers> peers)
+    : group_name_(std::move(group_name)),
+      topology_(std::move(topology)),
       timeout_(std::chrono::duration_cast<Clock::duration>(
           std::chrono::duration<double>(timeout_s))),
       peers_(std::move(peers)) {
@@ -83,11 +84,12 @@ Exchanges::Exchanges(Topology topology, double timeout_s,
   }
 }
 
-std::shared_ptr<Exchanges> Exchanges::Create(Topology topology,
+std::shared_ptr<Exchanges> Exchanges::Create(std::string group_name,
+                                             Topology topology,
                                              double timeout_s,
                                              std::unique_ptr<Peers> peers) {
-  std::shared_ptr<Exchanges> self(
-      new Exchanges(std::move(topology), timeout_s, std::move(peers)));
+  std::shared_ptr<Exchanges> self(new Exchanges(
+      std::move(group_name), std::move(topology), timeout_s, std::move(peers)));
   // The progress thread ends before `self` is destroyed.
   Exchanges* e = self.get();
   e->peers_->Start(
@@ -107,6 +109,12 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                      Contribution contribution) {
   const Key key(domain, call.run_id, call.site->position, call.site->clone,
                 static_cast<int32_t>(call.op));
+  const std::string what = Describe(call);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Status broken = WhyBroken(domain);
+    if (!broken.ok()) return call.done(Blame(what, domain, rank, broken));
+  }
   Status announced = Announce(key, rank, contribution);
   if (!announced.ok()) return Fail(call, announced);
 
@@ -115,7 +123,7 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   part.contribution = std::move(contribution);
   part.done = call.done;
   ExchangePtr ready;
-  Status added = Add(key, Describe(call), std::move(part), rank, &ready);
+  Status added = Add(key, what, std::move(part), rank, &ready);
   if (!added.ok()) return call.done(added);
   if (ready) Run(std::move(ready), call.executor);
 }
@@ -124,11 +132,6 @@ Status Exchanges::Announce(const Key& key, int32_t rank,
                            const Contribution& c) {
   const std::vector<int32_t>& readers = peers_of_domain_[std::get<0>(key)];
   if (readers.empty()) return Status();
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Status broken = WhyBroken(std::get<0>(key));
-    if (!broken.ok()) return broken;
-  }
   const size_t bytes = StagedBytes(c.signature);
   Segment* segment = peers_->Acquire(bytes, readers.size());
   if (!segment) {
@@ -162,12 +165,12 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
     return !e->parts[rank].posted;
   });
   // A peer may close its group as soon as the last part is on its way.
-  const bool is_last = open == queue.end() ? topology_.ep_size == 1
-                                           : (*open)->missing == 1;
+  const bool is_last =
+      open == queue.end() ? topology_.ep_size == 1 : (*open)->missing == 1;
   Status broken = is_last ? broken_ : WhyBroken(std::get<0>(key));
   if (!broken.ok()) {
     if (queue.empty()) pending_.erase(key);
-    return broken;
+    return Blame(what, std::get<0>(key), rank, broken);
   }
   if (open == queue.end()) {
     auto exchange = std::make_shared<Exchange>();
@@ -243,25 +246,39 @@ Status Exchanges::CompareSignatures(const Exchange& exchange) const {
   return Status();
 }
 
-template <typename Match>
-void Exchanges::FailMatching(const Status& status, Match match) {
-  std::vector<ExchangePtr> ended;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto entry = pending_.begin(); entry != pending_.end();) {
-      entry->second.remove_if([&](const ExchangePtr& e) {
-        if (!match(*e)) return false;
-        ended.push_back(e);
-        return true;
-      });
-      entry = entry->second.empty() ? pending_.erase(entry) : ++entry;
-    }
-  }
-  for (const ExchangePtr& e : ended) Finish(*e, status);
+Status Exchanges::Blame(const std::string& what, int32_t domain, int32_t rank,
+                        const Status& cause) const {
+  return Status(cause.code(),
+                StrCat(what, ", ", topology_.RankName(domain, rank), ": ",
+                       cause.message()));
 }
 
-void Exchanges::FailRun(int64_t run_id, const Status& status,
-                        bool tell_peers) {
+template <typename Match>
+std::vector<Exchanges::ExchangePtr> Exchanges::Take(Match match) {
+  std::vector<ExchangePtr> taken;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto entry = pending_.begin(); entry != pending_.end();) {
+    entry->second.remove_if([&](const ExchangePtr& e) {
+      if (!match(*e)) return false;
+      taken.push_back(e);
+      return true;
+    });
+    entry = entry->second.empty() ? pending_.erase(entry) : ++entry;
+  }
+  return taken;
+}
+
+template <typename Match>
+void Exchanges::Break(const Status& cause, Match match) {
+  for (const ExchangePtr& e : Take(match)) {
+    const int32_t domain = std::get<0>(e->key);
+    int32_t rank = 0;  // the first local one speaks for all
+    while (rank < topology_.ep_size - 1 && !e->parts[rank].done) ++rank;
+    Finish(*e, Blame(e->what, domain, rank, cause));
+  }
+}
+
+void Exchanges::FailRun(int64_t run_id, const Status& status, bool tell_peers) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& failed : failed_runs_) {
@@ -271,19 +288,20 @@ void Exchanges::FailRun(int64_t run_id, const Status& status,
     if (failed_runs_.size() > kRememberedRuns) failed_runs_.pop_front();
   }
   if (tell_peers) peers_->SendFail(run_id, status);
-  FailMatching(status, [&](const Exchange& e) {
-    return std::get<1>(e.key) == run_id;
-  });
+  for (const ExchangePtr& e :
+       Take([&](const Exchange& e) { return std::get<1>(e.key) == run_id; })) {
+    Finish(*e, status);
+  }
 }
 
 void Exchanges::Fail(const Call& call, Status status) {
   const int32_t index = topology_.FindDevice(call.device);
-  const std::string rank =
-      index < 0 ? StrCat("device ", call.device)
-                : topology_.RankName(index / topology_.ep_size,
-                                     index % topology_.ep_size);
-  status = Status(status.code(), StrCat(Describe(call), ", ", rank, ": ",
-                                        status.message()));
+  const std::string rank = index < 0
+                               ? StrCat("device ", call.device)
+                               : topology_.RankName(index / topology_.ep_size,
+                                                    index % topology_.ep_size);
+  status = Status(status.code(),
+                  StrCat(Describe(call), ", ", rank, ": ", status.message()));
   FailRun(call.run_id, status, /*tell_peers=*/true);
   call.done(status);
 }
@@ -296,17 +314,16 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   part.segment = m.segment;
   Signature& signature = part.contribution.signature;
   std::memcpy(&signature, m.signature, sizeof(signature));
-  const bool sane =
-      m.domain >= 0 && m.domain < topology_.num_domains() && m.rank >= 0 &&
-      m.rank < topology_.ep_size &&
-      topology_.member(m.domain, m.rank).process == process && memory &&
-      signature[Signature::kFirstBytes] >= 0 &&
-      signature[Signature::kSecondBytes] >= 0 &&
-      signature[Signature::kFirstBytes] <=
-          static_cast<int64_t>(memory->bytes()) &&
-      signature[Signature::kSecondBytes] <=
-          static_cast<int64_t>(memory->bytes()) &&
-      StagedBytes(signature) <= memory->bytes();
+  const bool sane = m.domain >= 0 && m.domain < topology_.num_domains() &&
+                    m.rank >= 0 && m.rank < topology_.ep_size &&
+                    topology_.member(m.domain, m.rank).process == process &&
+                    memory && signature[Signature::kFirstBytes] >= 0 &&
+                    signature[Signature::kSecondBytes] >= 0 &&
+                    signature[Signature::kFirstBytes] <=
+                        static_cast<int64_t>(memory->bytes()) &&
+                    signature[Signature::kSecondBytes] <=
+                        static_cast<int64_t>(memory->bytes()) &&
+                    StagedBytes(signature) <= memory->bytes();
   if (!sane) {
     return FailRun(m.run_id,
                    Status(Code::kInternal,
@@ -342,16 +359,18 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
   std::string ranks;
   for (size_t i = 0; i < topology_.members.size(); ++i) {
     if (topology_.members[i].process != process) continue;
-    ranks += StrCat(ranks.empty() ? "" : ", ",
-                    topology_.RankName(i / topology_.ep_size,
-                                       i % topology_.ep_size));
+    ranks += StrCat(
+        ranks.empty() ? "" : ", ",
+        topology_.RankName(i / topology_.ep_size, i % topology_.ep_size));
   }
   const Status status(
       Code::kUnavailable,
-      orderly ? StrCat(ranks, " finalized the group; call ep_finalize only "
-                              "after the last op has completed on all ranks")
-              : StrCat(ranks, " died; restart the job, or bootstrap a new "
-                              "group without it"));
+      orderly ? StrCat(ranks, " finalized the group \"", group_name_,
+                       "\"; call ep_finalize only after the last op has "
+                       "completed on all ranks")
+              : StrCat(ranks,
+                       " died; restart the job, or bootstrap a new "
+                       "group without it"));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (orderly) {
@@ -360,7 +379,7 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
       broken_ = status;
     }
   }
-  FailMatching(status, waits);
+  Break(status, waits);
 }
 
 void Exchanges::OnTick() {
@@ -400,12 +419,14 @@ void Exchanges::OnTick() {
 
 void Exchanges::Close() {
   const Status status(Code::kFailedPrecondition,
-                      "the group was finalized; run no op after ep_finalize");
+                      StrCat("the group \"", group_name_,
+                             "\" was finalized; run no op after "
+                             "ep_finalize"));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     broken_ = status;
   }
-  FailMatching(status, [](const Exchange&) { return true; });
+  Break(status, [](const Exchange&) { return true; });
   peers_->SendBye();
 }
 

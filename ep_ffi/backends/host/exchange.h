@@ -90,7 +90,8 @@ struct Contribution {
 
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
-  static std::shared_ptr<Exchanges> Create(Topology topology, double timeout_s,
+  static std::shared_ptr<Exchanges> Create(std::string group_name,
+                                           Topology topology, double timeout_s,
                                            std::unique_ptr<Peers> peers);
 
   // Posts for the rank on `call.device`; `call.done` is called exactly once.
@@ -130,7 +131,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   using ExchangePtr = std::shared_ptr<Exchange>;
   struct Batch;
 
-  Exchanges(Topology topology, double timeout_s, std::unique_ptr<Peers> peers);
+  Exchanges(std::string group_name, Topology topology, double timeout_s,
+            std::unique_ptr<Peers> peers);
 
   // Adds a part. Returns the exchange if it is ready now. Fails, without
   // taking the part, if the run has failed or a peer that is missing is gone.
@@ -138,7 +140,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
              ExchangePtr* ready);
   // Runs a ready exchange, on the executor's threads if there are any.
   void Run(ExchangePtr exchange, Executor* executor);
+  // Completes the local ranks and releases the peers' segments.
   void Finish(const Exchange& exchange, const Status& status);
+  // What a rank reports of a failure that is not its op's own.
+  Status Blame(const std::string& what, int32_t domain, int32_t rank,
+               const Status& cause) const;
   Status CompareSignatures(const Exchange& exchange) const;
   // Why nobody can come to an exchange of this domain any more, if so.
   Status WhyBroken(int32_t domain) const;  // mutex_ held
@@ -146,15 +152,19 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Stages and announces a local contribution to other processes.
   Status Announce(const Key& key, int32_t rank, const Contribution& c);
 
-  // Ends pending exchanges for which `match` holds, under one failure.
+  // Takes the pending exchanges for which `match` holds.
   template <typename Match>
-  void FailMatching(const Status& status, Match match);
+  std::vector<ExchangePtr> Take(Match match);
+  // Ends such exchanges because nobody can come to them any more.
+  template <typename Match>
+  void Break(const Status& cause, Match match);
   void FailRun(int64_t run_id, const Status& status, bool tell_peers);
 
   void OnPost(int32_t process, const Message& message, const Mapping* memory);
   void OnGone(int32_t process, bool orderly);
   void OnTick();
 
+  const std::string group_name_;
   const Topology topology_;
   const Clock::duration timeout_;
   std::vector<std::vector<int32_t>> peers_of_domain_;

@@ -50,9 +50,9 @@ std::vector<RankRows> ToRankRows(const std::vector<Table>& tables,
   std::vector<RankRows> ranks;
   ranks.reserve(tables.size());
   for (const Table& table : tables) {
-    ranks.push_back({table.first, weighted ? reinterpret_cast<const float*>(
-                                                 table.second)
-                                           : nullptr});
+    ranks.push_back(
+        {table.first,
+         weighted ? reinterpret_cast<const float*>(table.second) : nullptr});
   }
   return ranks;
 }
@@ -72,8 +72,8 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   if (!connected.ok()) return connected;
   out->reset(new HostGroup(
       options.num_experts,
-      Exchanges::Create(std::move(options.topology), options.timeout_s,
-                        std::move(peers))));
+      Exchanges::Create(std::move(options.name), std::move(options.topology),
+                        options.timeout_s, std::move(peers))));
   return Status();
 }
 
@@ -144,13 +144,12 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   Plan plan;
   Status status = Locate(call, &place);
   if (status.ok()) {
-    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes,
-                        &plan);
+    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes, &plan);
   }
   if (!status.ok()) return exchanges_->Fail(call, std::move(status));
 
-  Contribution c = RowsContribution(dims, plan, args.tokens,
-                                    args.topk_weights, dims.num_choices());
+  Contribution c = RowsContribution(dims, plan, args.tokens, args.topk_weights,
+                                    dims.num_choices());
   c.stage = [c](std::byte* first, std::byte* second) {
     StageAll(c, first, second);
   };
@@ -158,8 +157,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
       Scatter{dims, plan, call.site->layer.zero_tail, args});
   c.num_chunks = mover->num_chunks();
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
-    return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights),
-                           chunk);
+    return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights), chunk);
   };
   exchanges_->Post(call, place.domain, place.rank, std::move(c));
 }
@@ -170,8 +168,7 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   Plan plan;
   Status status = Locate(call, &place);
   if (status.ok()) {
-    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes,
-                        &plan);
+    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes, &plan);
   }
   if (!status.ok()) return exchanges_->Fail(call, std::move(status));
 
@@ -198,8 +195,7 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   auto mover = std::make_shared<const GatherSum>(GatherSum{dims, plan, args});
   c.num_chunks = mover->num_chunks();
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
-    return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights),
-                           chunk);
+    return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights), chunk);
   };
   exchanges_->Post(call, place.domain, place.rank, std::move(c));
 }

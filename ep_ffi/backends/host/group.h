@@ -18,6 +18,7 @@ namespace ep::host {
 class HostGroup : public Group {
  public:
   struct Options {
+    std::string name;
     int64_t num_experts;
     Topology topology;
     double timeout_s;    // to connect, and for a rank to wait for its peers

@@ -13,8 +13,8 @@ namespace {
 constexpr int64_t kChunkBytes = 256 << 10;
 
 int64_t RowsPerChunk(int64_t bytes_per_row) {
-  return std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(
-                                                1, bytes_per_row));
+  return std::max<int64_t>(1,
+                           kChunkBytes / std::max<int64_t>(1, bytes_per_row));
 }
 
 int64_t NumChunks(int64_t rows, int64_t bytes_per_row) {
@@ -23,11 +23,11 @@ int64_t NumChunks(int64_t rows, int64_t bytes_per_row) {
 }
 
 Status CorruptRoute(const Route& route) {
-  return Status(Code::kInvalidArgument,
-                StrCat("handle.mem points to row ", route.index, " of rank ",
-                       route.rank,
-                       ", which does not exist; pass the handle that "
-                       "ep_prepare returned, unchanged"));
+  return Status(
+      Code::kInvalidArgument,
+      StrCat("handle.mem points to row ", route.index, " of rank ", route.rank,
+             ", which does not exist; pass the handle that "
+             "ep_prepare returned, unchanged"));
 }
 
 bool IsValid(const Route& route, int64_t ranks, int64_t rows) {

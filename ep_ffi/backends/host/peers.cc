@@ -204,8 +204,7 @@ Status Peers::Handshake() {
   const double deadline = Now() + options_.timeout_s;
   Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address;
-  const socklen_t size =
-      Address(options_.secret, options_.process, &address);
+  const socklen_t size = Address(options_.secret, options_.process, &address);
   if (listener.get() < 0 ||
       bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
       listen(listener.get(), options_.num_processes) != 0) {
@@ -230,8 +229,7 @@ Status Peers::Dial(int32_t process, double deadline) {
     }
     const Hello hello = MakeHello(options_.secret, options_.process);
     int32_t answer = -1;
-    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) ==
-            sizeof(hello) &&
+    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello) &&
         ReceiveHello(fd.get(), options_.secret, deadline, &answer) &&
         answer == process) {
       links_[process] = std::make_unique<Link>();
@@ -265,9 +263,9 @@ Status Peers::Accept(int listener, double deadline) {
     Fd fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     int32_t process = -1;
     // A stranger is turned away; the wait goes on.
-    if (fd.get() < 0 || !ReceiveHello(fd.get(), options_.secret,
-                                      std::min(deadline, Now() + 5),
-                                      &process)) {
+    if (fd.get() < 0 ||
+        !ReceiveHello(fd.get(), options_.secret, std::min(deadline, Now() + 5),
+                      &process)) {
       continue;
     }
     if (process <= options_.process || process >= options_.num_processes ||
@@ -275,8 +273,7 @@ Status Peers::Accept(int listener, double deadline) {
       continue;
     }
     const Hello hello = MakeHello(options_.secret, options_.process);
-    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) !=
-        sizeof(hello)) {
+    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
       continue;
     }
     links_[process] = std::make_unique<Link>();
@@ -341,8 +338,7 @@ void Peers::SendBye() {
   }
 }
 
-void Peers::Send(Link& link, Message message, const std::string& text,
-                 int fd) {
+void Peers::Send(Link& link, Message message, const std::string& text, int fd) {
   message.text_bytes = std::min(text.size(), kMaxText);
   Link::Outgoing out;
   out.bytes.assign(reinterpret_cast<const char*>(&message), sizeof(message));
@@ -413,13 +409,12 @@ void Peers::Receive(Link& link) {
     std::memcpy(&message, bytes, sizeof(message));
     if (message.text_bytes != size - sizeof(message)) return Drop(link);
     Handle(link, message,
-           std::string(bytes + sizeof(message), message.text_bytes),
-           fd.get());
+           std::string(bytes + sizeof(message), message.text_bytes), fd.get());
   }
 }
 
-void Peers::Handle(Link& link, const Message& message,
-                   const std::string& text, int fd) {
+void Peers::Handle(Link& link, const Message& message, const std::string& text,
+                   int fd) {
   switch (message.type) {
     case Message::kSegment: {
       Mapping memory;

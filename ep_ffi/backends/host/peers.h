@@ -63,8 +63,8 @@ class Peers {
   struct Options {
     int32_t process;
     int32_t num_processes;
-    std::string secret;   // equal on all processes of the group
-    double timeout_s;     // to connect
+    std::string secret;  // equal on all processes of the group
+    double timeout_s;    // to connect
     double tick_s;
   };
 

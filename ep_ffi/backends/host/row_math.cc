@@ -8,9 +8,10 @@
 // Sanitizers run before such a choice can be made.
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
-#define EP_VECTORIZED                                              \
-  __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", \
-                               "default"), optimize("O3")))
+#define EP_VECTORIZED                                                  \
+  __attribute__((                                                      \
+      target_clones("arch=skylake-avx512", "arch=haswell", "default"), \
+      optimize("O3")))
 #else
 #define EP_VECTORIZED
 #endif

@@ -31,10 +31,10 @@ Status Mapping::OpenPeer(int fd, Mapping* out) {
   }
   void* data = mmap(nullptr, info.st_size, PROT_READ, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {
-    return Status(Code::kResourceExhausted,
-                  StrCat("cannot map ", info.st_size,
-                         " bytes of a peer's shared memory: ",
-                         strerror(errno)));
+    return Status(
+        Code::kResourceExhausted,
+        StrCat("cannot map ", info.st_size,
+               " bytes of a peer's shared memory: ", strerror(errno)));
   }
   *out = Mapping(static_cast<std::byte*>(data), info.st_size);
   return Status();

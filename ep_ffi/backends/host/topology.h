@@ -16,7 +16,7 @@ namespace ep::host {
 struct Topology {
   struct Member {
     int32_t process;
-    int32_t device;  // local ordinal in its process
+    int32_t device;  // as XLA numbers it, over all processes
   };
 
   int32_t process;  // this one
@@ -33,10 +33,10 @@ struct Topology {
   bool is_local(int32_t domain, int32_t rank) const {
     return member(domain, rank).process == process;
   }
-  // Index in `members` of a device of this process, or -1.
+  // Index in `members` of a device, or -1.
   int32_t FindDevice(int32_t device) const {
     for (size_t i = 0; i < members.size(); ++i) {
-      if (members[i].process == process && members[i].device == device) {
+      if (members[i].device == device) {
         return static_cast<int32_t>(i);
       }
     }
