@@ -47,7 +47,8 @@ apt_get() {
     -o Dir::Cache="$apt" -o Dir::Cache::archives="$apt/archives" \
     -o Dir::Etc::SourceList="$apt/sources.list" \
     -o Dir::Etc::SourceParts=/dev/null \
-    -o APT::Install-Recommends=false -o APT::Sandbox::User=root \
+    -o Acquire::Languages=none -o APT::Install-Recommends=false \
+    -o APT::Sandbox::User=root \
     -o Debug::NoLocking=1 "$@"
 }
 
