@@ -21,6 +21,7 @@ from cases import (
   H,
   K,
   layer,
+  RUN_TIME_ERRORS,
   sizes,
   T,
   there_and_back,
@@ -238,7 +239,7 @@ def test_the_group_works_after_errors():
   for _ in range(3):
     bad = with_id(E, (2 * T, 0))
     bad.check_error(["topk_idx[0, 0] = 8"], everything, *bad.inputs())
-    good = Case(bad.layer, "skewed")
+    good = Case(bad.layer, "skewed", whole=True)
     good.check(everything, *good.inputs())
 
 
@@ -258,7 +259,7 @@ def test_a_handle_that_was_not_prepared():
   case = Case(layer())
   handle = case.run(lambda ops: ops.handle)
   forged = jax.jit(lambda h: jax.tree.map(lambda x: x * 0 + 7, h))(handle)
-  with pytest.raises(jax.errors.JaxRuntimeError, match="handle"):
+  with pytest.raises(RUN_TIME_ERRORS, match="handle"):
     jax.block_until_ready(ep.ep_combine(forged, case.put(case.rows())))
 
 
@@ -272,6 +273,7 @@ def test_an_op_after_finalize(compiled_before):
   if compiled_before:
     jax.block_until_ready(program(*placed))
   ep.ep_finalize(closed)
-  with pytest.raises(RuntimeError, match="finalized") as error:
+  with pytest.raises((RuntimeError, *RUN_TIME_ERRORS)) as error:
     jax.block_until_ready(program(*placed))
-  assert closed.name in str(error.value)
+  for word in ["ep_prepare", "finalized", closed.name]:
+    assert word in str(error.value)

@@ -20,7 +20,7 @@ import ep
 
 
 def claim(config, routing="skewed"):
-  case = Case(config, routing)
+  case = Case(config, routing, whole=True)
   return case, everything, *case.inputs()
 
 

@@ -35,7 +35,7 @@ def test_the_group_works_after_an_error():
 def test_a_capacity_that_just_suffices(overflow, alignment):
   wanted = demand(Case(layer(alignment=alignment), "skewed"))
   config = full_layer(overflow, wanted, alignment=alignment)
-  case = Case(config, "skewed")
+  case = Case(config, "skewed", whole=True)
   case.check(everything, *case.inputs())
 
 
@@ -51,7 +51,7 @@ def test_one_row_too_few():
 def test_drop(mesh, routing, alignment, capacity):
   capacity = max(capacity, layer(mesh).num_local_experts * alignment)
   config = full_layer("drop", capacity, mesh=mesh, alignment=alignment)
-  case = Case(config, routing)
+  case = Case(config, routing, whole=True)
   case.check(everything, *case.inputs())
 
 

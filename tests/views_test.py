@@ -30,13 +30,15 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "ep2_dp2"])
 def test_views_agree(mesh, view):
-  case = Case(layer(mesh), "with_unused_choices")
+  case = Case(layer(mesh), "with_unused_choices", whole=True)
   case.check(everything, *case.inputs(), view=view)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_explicit_meshes(view):
-  case = Case(layer("dp2_ep2", AxisType.Explicit), "with_unused_choices")
+  case = Case(
+    layer("dp2_ep2", AxisType.Explicit), "with_unused_choices", whole=True
+  )
   case.check(everything, *case.inputs(), view=view)
 
 
@@ -63,7 +65,7 @@ def test_results_stay_where_they_arrive(axis_type):
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_an_orthogonal_axis_holds_copies(axes, view):
   with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
-    case = Case(ep.EpLayerConfig(group), "skewed")
+    case = Case(ep.EpLayerConfig(group), "skewed", whole=True)
     case.check(everything, *case.inputs(), view=view)
 
 
