@@ -171,11 +171,15 @@ class EpLayerConfig:
       f"tail = {self.tail!r}, but it must be one of {_TAILS}.",
     )
     inherit("recv_capacity_per_rank", self._worst_case())
-    _check_capacity(
+    # A slab for each local expert, or whatever can come at all.
+    least = min(group.num_local_experts * self.alignment, self._worst_case())
+    _check(
+      self.capacity >= least and self.capacity % self.alignment == 0,
       what,
-      self.capacity,
-      self.alignment,
-      group.num_local_experts,
+      f"recv_capacity_per_rank = {self.capacity}, but it must be a multiple of"
+      f" alignment = {self.alignment} and at least {least}, an aligned slab for"
+      f" each of the {group.num_local_experts} local experts; raise it, or pass"
+      " None for the worst case.",
     )
 
   @property
@@ -197,23 +201,7 @@ class EpLayerConfig:
     local = self.num_local_experts
     tokens = self.ep_size * self.group.max_tokens_per_rank
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
-    return max(
-      -(-rows // self.alignment) * self.alignment, local * self.alignment
-    )
-
-
-def _check_capacity(
-  what: str, capacity: int, alignment: int, num_local_experts: int
-) -> None:
-  least = num_local_experts * alignment
-  _check(
-    capacity >= least and capacity % alignment == 0,
-    what,
-    f"recv_capacity_per_rank = {capacity}, but it must be a multiple of"
-    f" alignment = {alignment} and at least {least}, one aligned slab for each"
-    f" of the {num_local_experts} local experts; raise it, or pass None for"
-    " the worst case.",
-  )
+    return -(-rows // self.alignment) * self.alignment
 
 
 def _pick_backend(mesh: jax.sharding.Mesh, backend: str | None) -> str:

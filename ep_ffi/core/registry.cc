@@ -1,6 +1,7 @@
 #include "ep_ffi/core/registry.h"
 
 #include <utility>
+#include <vector>
 
 namespace ep {
 
@@ -24,6 +25,15 @@ std::shared_ptr<Group> Registry::Remove(const std::string& name) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto node = entries_.extract(name);
   return node.empty() ? nullptr : std::move(node.mapped().group);
+}
+
+void Registry::FailRun(int64_t run_id, const Status& status) {
+  std::vector<std::shared_ptr<Group>> groups;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [name, entry] : entries_) groups.push_back(entry.group);
+  }
+  for (const auto& group : groups) group->FailRun(run_id, status);
 }
 
 Binding Registry::Bind(const std::string& name, int64_t position) {

@@ -35,6 +35,8 @@ class Registry {
   // are bound to it keep it alive.
   std::shared_ptr<Group> Remove(const std::string& name);
 
+  void FailRun(int64_t run_id, const Status& status);  // in all groups
+
   // Binds the op at `position` of the program that is being instantiated.
   // Null group if there is none of this name.
   //

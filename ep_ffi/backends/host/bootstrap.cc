@@ -28,6 +28,9 @@ EP_EXPORT int32_t ep_host_group_create(const char* name, const char* secret,
   options.num_experts = num_experts;
   options.secret = secret;
   options.timeout_s = timeout_s;
+  options.on_run_failed = [](int64_t run_id, const ep::Status& status) {
+    ep::Registry::Get().FailRun(run_id, status);
+  };
   options.topology.process = process;
   options.topology.num_processes = num_processes;
   options.topology.ep_size = ep_size;

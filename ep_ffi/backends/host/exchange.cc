@@ -72,24 +72,17 @@ struct Exchanges::Batch {
   }
 };
 
-Exchanges::Exchanges(std::string group_name, Topology topology,
-                     double timeout_s, std::unique_ptr<Peers> peers)
-    : group_name_(std::move(group_name)),
-      topology_(std::move(topology)),
-      timeout_(std::chrono::duration_cast<Clock::duration>(
-          std::chrono::duration<double>(timeout_s))),
-      peers_(std::move(peers)) {
-  for (int32_t d = 0; d < topology_.num_domains(); ++d) {
-    peers_of_domain_.push_back(topology_.Peers(d));
+Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
+    : options_(std::move(options)), peers_(std::move(peers)) {
+  for (int32_t d = 0; d < topology().num_domains(); ++d) {
+    peers_of_domain_.push_back(topology().Peers(d));
   }
 }
 
-std::shared_ptr<Exchanges> Exchanges::Create(std::string group_name,
-                                             Topology topology,
-                                             double timeout_s,
+std::shared_ptr<Exchanges> Exchanges::Create(Options options,
                                              std::unique_ptr<Peers> peers) {
-  std::shared_ptr<Exchanges> self(new Exchanges(
-      std::move(group_name), std::move(topology), timeout_s, std::move(peers)));
+  std::shared_ptr<Exchanges> self(
+      new Exchanges(std::move(options), std::move(peers)));
   // The progress thread ends before `self` is destroyed.
   Exchanges* e = self.get();
   e->peers_->Start(
@@ -166,7 +159,7 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
   });
   // A peer may close its group as soon as the last part is on its way.
   const bool is_last =
-      open == queue.end() ? topology_.ep_size == 1 : (*open)->missing == 1;
+      open == queue.end() ? topology().ep_size == 1 : (*open)->missing == 1;
   Status broken = is_last ? broken_ : WhyBroken(std::get<0>(key));
   if (!broken.ok()) {
     if (queue.empty()) pending_.erase(key);
@@ -175,9 +168,11 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
   if (open == queue.end()) {
     auto exchange = std::make_shared<Exchange>();
     exchange->key = key;
-    exchange->deadline = Clock::now() + timeout_;
-    exchange->missing = topology_.ep_size;
-    exchange->parts.resize(topology_.ep_size);
+    exchange->deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                           std::chrono::duration<double>(options_.timeout_s));
+    exchange->missing = topology().ep_size;
+    exchange->parts.resize(topology().ep_size);
     open = queue.insert(queue.end(), std::move(exchange));
   }
   if (!what.empty()) (*open)->what = what;
@@ -229,7 +224,7 @@ void Exchanges::Finish(const Exchange& exchange, const Status& status) {
 
 Status Exchanges::CompareSignatures(const Exchange& exchange) const {
   const Signature& zero = exchange.parts[0].contribution.signature;
-  for (int32_t r = 1; r < topology_.ep_size; ++r) {
+  for (int32_t r = 1; r < topology().ep_size; ++r) {
     const Signature& other = exchange.parts[r].contribution.signature;
     for (int f = 0; f <= Signature::kRouting; ++f) {
       if (zero.values[f] == other.values[f]) continue;
@@ -237,8 +232,8 @@ Status Exchanges::CompareSignatures(const Exchange& exchange) const {
       return Status(
           Code::kFailedPrecondition,
           StrCat(exchange.what, ": the ranks disagree on ", kFieldNames[f],
-                 ": ", zero.values[f], " on ", topology_.RankName(domain, 0),
-                 ", ", other.values[f], " on ", topology_.RankName(domain, r),
+                 ": ", zero.values[f], " on ", topology().RankName(domain, 0),
+                 ", ", other.values[f], " on ", topology().RankName(domain, r),
                  "; every rank must run the same program on the same "
                  "layer and handle"));
     }
@@ -249,7 +244,7 @@ Status Exchanges::CompareSignatures(const Exchange& exchange) const {
 Status Exchanges::Blame(const std::string& what, int32_t domain, int32_t rank,
                         const Status& cause) const {
   return Status(cause.code(),
-                StrCat(what, ", ", topology_.RankName(domain, rank), ": ",
+                StrCat(what, ", ", topology().RankName(domain, rank), ": ",
                        cause.message()));
 }
 
@@ -273,7 +268,7 @@ void Exchanges::Break(const Status& cause, Match match) {
   for (const ExchangePtr& e : Take(match)) {
     const int32_t domain = std::get<0>(e->key);
     int32_t rank = 0;  // the first local one speaks for all
-    while (rank < topology_.ep_size - 1 && !e->parts[rank].done) ++rank;
+    while (rank < topology().ep_size - 1 && !e->parts[rank].done) ++rank;
     Finish(*e, Blame(e->what, domain, rank, cause));
   }
 }
@@ -288,6 +283,7 @@ void Exchanges::FailRun(int64_t run_id, const Status& status, bool tell_peers) {
     if (failed_runs_.size() > kRememberedRuns) failed_runs_.pop_front();
   }
   if (tell_peers) peers_->SendFail(run_id, status);
+  if (options_.on_run_failed) options_.on_run_failed(run_id, status);
   for (const ExchangePtr& e :
        Take([&](const Exchange& e) { return std::get<1>(e.key) == run_id; })) {
     Finish(*e, status);
@@ -295,11 +291,11 @@ void Exchanges::FailRun(int64_t run_id, const Status& status, bool tell_peers) {
 }
 
 void Exchanges::Fail(const Call& call, Status status) {
-  const int32_t index = topology_.FindDevice(call.device);
-  const std::string rank = index < 0
-                               ? StrCat("device ", call.device)
-                               : topology_.RankName(index / topology_.ep_size,
-                                                    index % topology_.ep_size);
+  const int32_t index = topology().FindDevice(call.device);
+  const std::string rank =
+      index < 0 ? StrCat("device ", call.device)
+                : topology().RankName(index / topology().ep_size,
+                                      index % topology().ep_size);
   status = Status(status.code(),
                   StrCat(Describe(call), ", ", rank, ": ", status.message()));
   FailRun(call.run_id, status, /*tell_peers=*/true);
@@ -314,9 +310,9 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   part.segment = m.segment;
   Signature& signature = part.contribution.signature;
   std::memcpy(&signature, m.signature, sizeof(signature));
-  const bool sane = m.domain >= 0 && m.domain < topology_.num_domains() &&
-                    m.rank >= 0 && m.rank < topology_.ep_size &&
-                    topology_.member(m.domain, m.rank).process == process &&
+  const bool sane = m.domain >= 0 && m.domain < topology().num_domains() &&
+                    m.rank >= 0 && m.rank < topology().ep_size &&
+                    topology().member(m.domain, m.rank).process == process &&
                     memory && signature[Signature::kFirstBytes] >= 0 &&
                     signature[Signature::kSecondBytes] >= 0 &&
                     signature[Signature::kFirstBytes] <=
@@ -348,24 +344,24 @@ void Exchanges::OnPost(int32_t process, const Message& m,
 
 void Exchanges::OnGone(int32_t process, bool orderly) {
   auto waits = [&](const Exchange& e) {
-    for (int32_t r = 0; r < topology_.ep_size; ++r) {
+    for (int32_t r = 0; r < topology().ep_size; ++r) {
       if (!e.parts[r].posted &&
-          topology_.member(std::get<0>(e.key), r).process == process) {
+          topology().member(std::get<0>(e.key), r).process == process) {
         return true;
       }
     }
     return false;
   };
   std::string ranks;
-  for (size_t i = 0; i < topology_.members.size(); ++i) {
-    if (topology_.members[i].process != process) continue;
+  for (size_t i = 0; i < topology().members.size(); ++i) {
+    if (topology().members[i].process != process) continue;
     ranks += StrCat(
         ranks.empty() ? "" : ", ",
-        topology_.RankName(i / topology_.ep_size, i % topology_.ep_size));
+        topology().RankName(i / topology().ep_size, i % topology().ep_size));
   }
   const Status status(
       Code::kUnavailable,
-      orderly ? StrCat(ranks, " finalized the group \"", group_name_,
+      orderly ? StrCat(ranks, " finalized the group \"", options_.group_name,
                        "\"; call ep_finalize only after the last op has "
                        "completed on all ranks")
               : StrCat(ranks,
@@ -398,18 +394,17 @@ void Exchanges::OnTick() {
   if (!late) return;
   const int32_t domain = std::get<0>(late->key);
   std::string waiting, missing;
-  for (int32_t r = 0; r < topology_.ep_size; ++r) {
+  for (int32_t r = 0; r < topology().ep_size; ++r) {
     std::string& list = late->parts[r].posted ? waiting : missing;
-    list += StrCat(list.empty() ? "" : ", ", topology_.RankName(domain, r));
+    list += StrCat(list.empty() ? "" : ", ", topology().RankName(domain, r));
   }
-  const double seconds = std::chrono::duration<double>(timeout_).count();
   FailRun(std::get<1>(late->key),
           Status(Code::kDeadlineExceeded,
                  StrCat(late->what.empty()
                             ? OpName(static_cast<Op>(std::get<4>(late->key)))
                             : late->what,
-                        ": ", waiting, " waited timeout_s = ", seconds,
-                        " s for ", missing,
+                        ": ", waiting, " waited timeout_s = ",
+                        options_.timeout_s, " s for ", missing,
                         "; every rank must run the same program. If ranks "
                         "are only slow, raise timeout_s; if many launches "
                         "are in flight, wait for results now and then "
@@ -419,7 +414,7 @@ void Exchanges::OnTick() {
 
 void Exchanges::Close() {
   const Status status(Code::kFailedPrecondition,
-                      StrCat("the group \"", group_name_,
+                      StrCat("the group \"", options_.group_name,
                              "\" was finalized; run no op after "
                              "ep_finalize"));
   {

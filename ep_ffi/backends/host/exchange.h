@@ -90,8 +90,14 @@ struct Contribution {
 
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
-  static std::shared_ptr<Exchanges> Create(std::string group_name,
-                                           Topology topology, double timeout_s,
+  struct Options {
+    std::string group_name;
+    Topology topology;
+    double timeout_s;
+    std::function<void(int64_t run_id, const Status&)> on_run_failed;
+  };
+
+  static std::shared_ptr<Exchanges> Create(Options options,
                                            std::unique_ptr<Peers> peers);
 
   // Posts for the rank on `call.device`; `call.done` is called exactly once.
@@ -101,9 +107,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Fails the run on all ranks and completes `call`: bad input on this one.
   void Fail(const Call& call, Status status);
 
+  // Fails a run that another group, or another process, knows to have failed.
+  void FailRun(int64_t run_id, const Status& status, bool tell_peers);
+
   void Close();
 
-  const Topology& topology() const { return topology_; }
+  const Topology& topology() const { return options_.topology; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -131,8 +140,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   using ExchangePtr = std::shared_ptr<Exchange>;
   struct Batch;
 
-  Exchanges(std::string group_name, Topology topology, double timeout_s,
-            std::unique_ptr<Peers> peers);
+  Exchanges(Options options, std::unique_ptr<Peers> peers);
 
   // Adds a part. Returns the exchange if it is ready now. Fails, without
   // taking the part, if the run has failed or a peer that is missing is gone.
@@ -158,15 +166,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Ends such exchanges because nobody can come to them any more.
   template <typename Match>
   void Break(const Status& cause, Match match);
-  void FailRun(int64_t run_id, const Status& status, bool tell_peers);
 
   void OnPost(int32_t process, const Message& message, const Mapping* memory);
   void OnGone(int32_t process, bool orderly);
   void OnTick();
 
-  const std::string group_name_;
-  const Topology topology_;
-  const Clock::duration timeout_;
+  const Options options_;
   std::vector<std::vector<int32_t>> peers_of_domain_;
 
   std::mutex mutex_;

@@ -72,8 +72,9 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   if (!connected.ok()) return connected;
   out->reset(new HostGroup(
       options.num_experts,
-      Exchanges::Create(std::move(options.name), std::move(options.topology),
-                        options.timeout_s, std::move(peers))));
+      Exchanges::Create({std::move(options.name), std::move(options.topology),
+                         options.timeout_s, std::move(options.on_run_failed)},
+                        std::move(peers))));
   return Status();
 }
 

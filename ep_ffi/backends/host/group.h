@@ -4,6 +4,7 @@
 #define EP_FFI_BACKENDS_HOST_GROUP_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -23,6 +24,8 @@ class HostGroup : public Group {
     Topology topology;
     double timeout_s;    // to connect, and for a rank to wait for its peers
     std::string secret;  // shared by the processes of the group
+    // Told of each run that fails in this group, once.
+    std::function<void(int64_t run_id, const Status&)> on_run_failed;
   };
 
   // Collective over the processes of the topology.
@@ -36,6 +39,9 @@ class HostGroup : public Group {
   void Combine(Call call, const GatherArgs& args) override;
   void DispatchBwd(Call call, const GatherArgs& args) override;
   void CombineBwd(Call call, const ScatterArgs& args) override;
+  void FailRun(int64_t run_id, const Status& status) override {
+    exchanges_->FailRun(run_id, status, /*tell_peers=*/true);
+  }
   void Close() override { exchanges_->Close(); }
 
  private:
