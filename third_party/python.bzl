@@ -47,7 +47,7 @@ py_runtime_pair(
 toolchain(
     name = "toolchain",
     toolchain = ":pair",
-    toolchain_type = "@bazel_tools//tools/python:toolchain_type",
+    toolchain_type = "@rules_python//python:toolchain_type",
 )
 """
 
