@@ -58,18 +58,19 @@ def inside_launcher() -> bool:
 
 
 def initialize() -> None:
-  """Joins the launcher that started this process; does nothing without one.
+  """Joins the other ranks of the launcher that started this process.
 
-  Call it before anything else touches JAX devices; calling it again is
-  harmless. What the launcher left unset (see the module's docstring), JAX finds
-  out from the cluster it runs on, if it knows that kind of cluster.
+  Does nothing without a launcher, or as its only rank. Call it before anything
+  else touches JAX devices; calling it again is harmless. What the launcher left
+  unset (see the module's docstring), JAX finds out from the cluster it runs on,
+  if it knows that kind of cluster.
 
   From here on an uncaught exception ends this rank at once, as it does under
   `python -m mpi4py`. Python's orderly exit would first wait for all the other
   ranks (minutes, in JAX's shutdown barrier), and those may be waiting for this
   one.
   """
-  if not inside_launcher():
+  if not inside_launcher() or _int_from_env("JAX_NUM_PROCESSES") == 1:
     return
   import jax  # not at the top: see the module's docstring
 

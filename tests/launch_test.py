@@ -215,8 +215,11 @@ def test_ranks_join_jax_and_an_exception_does_not_wait_for_the_others(
   assert "ValueError: as planned" in (tmp_path / "rank_1.log").read_text()
 
 
-def test_initialize_does_nothing_without_a_launcher(monkeypatch):
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+def test_initialize_does_nothing_alone(monkeypatch):
   hook = sys.excepthook
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  launch.initialize()
+  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+  monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
   launch.initialize()
   assert sys.excepthook is hook

@@ -1,0 +1,42 @@
+"""The same model in one process, every expert applied to every token.
+
+Shares no code with ep or with `model.py`: it is what their result is checked
+against. Computed in float64, so that what deviates is not the reference.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def loss_output_and_grads(params, inputs, targets, top_k: int):
+  """What `step` of `model.py` returns, on whole arrays."""
+  loss_fn = functools.partial(_loss, top_k=top_k)
+  with jax.enable_x64(True):
+    params = {name: x.astype(np.float64) for name, x in params.items()}
+    (loss, output), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(
+      params, inputs, targets
+    )
+    return jax.tree.map(np.asarray, (loss, output, grads))
+
+
+def _loss(params, inputs, targets, top_k):
+  x = params["embed"][inputs]
+  scores = jax.nn.softmax(x @ params["router"])
+  order = jnp.argsort(-scores, axis=1, stable=True)
+  chosen = (order.argsort(axis=1) < top_k) * scores  # [N, E], 0 if not chosen
+  shares = chosen / chosen.sum(axis=1, keepdims=True)
+
+  def add_expert(total, expert):
+    w_gate, w_up, w_down, share = expert
+    hidden = jax.nn.silu(x @ w_gate) * (x @ w_up)
+    return total + share[:, None] * (hidden @ w_down), None
+
+  experts = params["w_gate"], params["w_up"], params["w_down"], shares.T
+  total, _ = jax.lax.scan(add_expert, jnp.zeros_like(x), experts)
+  output = x + total
+  log_probs = jax.nn.log_softmax(output @ params["unembed"])
+  loss = -log_probs[jnp.arange(targets.size), targets].mean()
+  return loss, output

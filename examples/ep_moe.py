@@ -1,0 +1,290 @@
+"""Expert parallelism end to end: a MoE model's forward and backward pass.
+
+    bazel run //examples:ep_moe -- --num_experts=32 --top_k=4
+
+starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
+launcher that has started them. They embed a text's bytes, route, dispatch, run
+their experts, combine, and take the gradients of the loss; then they print who
+sent how much to whom, how long it took, and whether all of it equals a dense
+model's results.
+"""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+from absl import app, flags, logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+
+import ep
+from ep import launch
+from examples import dense_reference, model, text
+
+_DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
+_EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
+)
+_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 16, "experts in all", 1)
+_TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
+_HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
+_TOKENS_PER_RANK = flags.DEFINE_integer(
+  "tokens_per_rank", 512, "bytes of text that each rank works on", 1
+)
+_DTYPE = flags.DEFINE_enum(
+  "dtype", "float32", ["float32", "bfloat16", "float16"], "of the parameters"
+)
+_ITERS = flags.DEFINE_integer("iters", 10, "runs of each op to be timed", 1)
+_BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
+_CHECK = flags.DEFINE_bool("check", True, "compare with a dense reference")
+_TEXT = flags.DEFINE_string(
+  "text", None, "file or folder; default: Python's standard library"
+)
+
+# Largest deviation allowed, relative to the largest value of an array.
+BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
+
+
+@flags.multi_flags_validator(
+  ["dp", "ep", "num_processes"],
+  message="num_processes must divide dp * ep: all hold as many ranks",
+)
+def _processes_divide_ranks(values) -> bool:
+  return values["dp"] * values["ep"] % values["num_processes"] == 0
+
+
+@flags.multi_flags_validator(
+  ["num_experts", "ep"], message="num_experts must be a multiple of ep"
+)
+def _ranks_divide_experts(values) -> bool:
+  return values["num_experts"] % values["ep"] == 0
+
+
+@flags.multi_flags_validator(
+  ["num_experts", "top_k"], message="top_k must not exceed num_experts"
+)
+def _experts_suffice(values) -> bool:
+  return values["top_k"] <= values["num_experts"]
+
+
+def main(argv) -> int:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)
+  if launch.inside_launcher():
+    return run_ranks()
+  read_text()  # so that a complaint about it comes once
+  return launch.launch(
+    [__file__, *sys.argv[1:]],
+    num_processes=_NUM_PROCESSES.value,
+    devices_per_process=_DP.value * _EP.value // _NUM_PROCESSES.value,
+  )
+
+
+def run_ranks() -> int:
+  """What each process does; rank 0's also reports."""
+  # XLA's threads on CPU. Where a matmul is summed in parts, their number sets
+  # the order, so it must not depend on how many processes there are.
+  os.environ["NPROC"] = str(_DP.value * _EP.value)
+  launch.initialize()
+  tokens = read_text()
+  inputs, targets = tokens[:-1], tokens[1:]
+  dtype = jnp.dtype(_DTYPE.value)
+  params = model.init(_NUM_EXPERTS.value, _HIDDEN.value, dtype)
+  with native_output_hidden():
+    results, traffic = run_step(params, inputs, targets)
+  if jax.process_index() != 0:
+    return 0
+  print_traffic(traffic)
+  if not _CHECK.value:
+    print_results(results)
+    return 0
+  expected = dense_reference.loss_output_and_grads(
+    params, inputs, targets, _TOP_K.value
+  )
+  deviations = relative_deviations(results, name_results(*expected))
+  print_results(results, deviations)
+  return verdict(deviations, BOUNDS[_DTYPE.value])
+
+
+def run_step(params, inputs, targets):
+  """The results of a training step, by name, and the traffic of its ranks."""
+  mesh = jax.make_mesh(
+    (_DP.value, _EP.value), model.RANKS, axis_types=(AxisType.Auto,) * 2
+  )
+  params = {
+    name: shard(param, mesh, model.SHARDING[name])
+    for name, param in params.items()
+  }
+  inputs, targets = (shard(x, mesh, model.TOKENS) for x in (inputs, targets))
+  with ep.ep_bootstrap(
+    mesh,
+    num_experts=_NUM_EXPERTS.value,
+    max_tokens_per_rank=_TOKENS_PER_RANK.value,
+    hidden_dim=_HIDDEN.value,
+    top_k=_TOP_K.value,
+    max_token_dtype=params["w_up"].dtype,
+    backend=_BACKEND.value,
+  ) as group:
+    layer = ep.EpLayerConfig(group)
+    step = model.make_step(mesh, layer)
+    results = fetch(mesh, step(params, inputs, targets))
+    return name_results(*results), measure(mesh, layer, params, inputs)
+
+
+@contextlib.contextmanager
+def native_output_hidden():
+  """Keeps XLA's transport between processes from greeting on stdout."""
+  sys.stdout.flush()
+  stdout = os.dup(1)
+  with open(os.devnull, "wb") as nowhere:
+    os.dup2(nowhere.fileno(), 1)
+  try:
+    yield
+  finally:
+    os.dup2(stdout, 1)
+    os.close(stdout)
+
+
+def read_text() -> np.ndarray:
+  """One byte more than all ranks' tokens: each predicts the next."""
+  # `bazel run` changes the folder, and says which one the user was in.
+  here = os.environ.get("BUILD_WORKING_DIRECTORY", "")
+  path = pathlib.Path(here, _TEXT.value or text.standard_library())
+  count = _DP.value * _EP.value * _TOKENS_PER_RANK.value + 1
+  try:
+    return text.read(path, count)
+  except (OSError, ValueError) as error:
+    sys.exit(f"ep_moe: --text: {error}")
+
+
+def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:
+  """The global array of which every process holds all and places its part."""
+  return jax.make_array_from_callback(
+    array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+  )
+
+
+def fetch(mesh, tree):
+  """Global arrays as whole numpy arrays, on every process."""
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.tree.map(
+    np.asarray, jax.jit(lambda x: x, out_shardings=replicated)(tree)
+  )
+
+
+def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
+  """Each rank's traffic, and the times of dispatch and combine: `[R]` each."""
+  tokens, topk_idx, topk_weights = jax.jit(
+    lambda params, inputs: model.embed_and_route(params, layer, inputs)
+  )(params, inputs)
+  handle = jax.jit(lambda idx: ep.ep_prepare(layer, idx))(topk_idx)
+  dispatch, combine = jax.jit(ep.ep_dispatch), jax.jit(ep.ep_combine)
+  rows, row_weights = dispatch(handle, tokens, topk_weights)
+  times = [
+    median_time(dispatch, handle, tokens, topk_weights),
+    median_time(combine, handle, rows, row_weights),
+  ]
+  times = jax.make_array_from_callback(
+    (mesh.size, 2),
+    NamedSharding(mesh, model.TOKENS),
+    lambda _: np.array([times], np.float32),  # of each rank of this process
+  )
+  topk_idx, times, handle = fetch(mesh, (topk_idx, times, handle))
+  loads = handle.token_counts
+  return {
+    "sent": (topk_idx >= 0).reshape(mesh.size, -1).sum(axis=1),
+    "received": loads.sum(axis=1),
+    # Without alignment, slabs hold no padding.
+    "dropped": handle.total_recv_tokens[:, 0] - handle.group_sizes.sum(axis=1),
+    "imbalance": loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9),
+    "dispatch": times[:, 0],
+    "combine": times[:, 1],
+  }
+
+
+def median_time(fn, *args) -> float:
+  """Seconds that `fn` takes, compiled."""
+  times = []
+  for _ in range(_ITERS.value + 1):
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    times.append(time.perf_counter() - start)
+  return statistics.median(times[1:])
+
+
+def name_results(loss, output, grads) -> dict[str, np.ndarray]:
+  return {
+    "loss": loss,
+    "output": output,
+    **{f"grad of {name}": grad for name, grad in grads.items()},
+  }
+
+
+def relative_deviations(actual, expected) -> dict[str, float]:
+  """Largest deviation of each array, relative to its largest expected value."""
+
+  def deviation(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
+
+  return {name: deviation(actual[name], expected[name]) for name in expected}
+
+
+def digest(array: np.ndarray) -> str:
+  return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+
+
+def print_traffic(traffic: dict[str, np.ndarray]) -> None:
+  dp, size = _DP.value, _EP.value
+  print(
+    f"{dp} x {size} (dp, ep) mesh, processes: {jax.process_count()}, "
+    f"{_TOKENS_PER_RANK.value} tokens on each rank\n"
+    f"{_NUM_EXPERTS.value} experts, top {_TOP_K.value}, hidden size "
+    f"{_HIDDEN.value}, {_DTYPE.value}\n"
+  )
+  print("(dp, ep)   sent  received  dropped  max/mean   dispatch    combine")
+  for rank, row in enumerate(zip(*traffic.values(), strict=True)):
+    sent, received, dropped, imbalance, dispatch, combine = row
+    print(
+      f"{str(divmod(rank, size)):8} {sent:6} {received:9} {dropped:8} "
+      f"{imbalance:9.2f} {dispatch * 1e3:7.2f} ms {combine * 1e3:7.2f} ms"
+    )
+  print("max/mean: tokens of a rank's busiest expert, relative to its mean\n")
+
+
+def print_results(
+  results: dict[str, np.ndarray], deviations: dict[str, float] | None = None
+) -> None:
+  print(f"{'':16} {'digest':16}" + ("  deviation" if deviations else ""))
+  for name, array in results.items():
+    end = f"  {deviations[name]:9.1e}" if deviations else ""
+    shown = f"{array:<16.6f}" if name == "loss" else digest(array)
+    print(f"{name:16} {shown}{end}")
+
+
+def verdict(deviations: dict[str, float], bound: float) -> int:
+  """The exit code: 0 if every deviation is within the bound (NaN is not)."""
+  failed = [name for name, d in deviations.items() if not d <= bound]
+  if failed:
+    print(
+      f"\nFAILED: {', '.join(failed)}: a value deviates from the dense model's"
+      f" by more than {bound:g} of the largest."
+    )
+    return 1
+  print(
+    f"\nOK: no value deviates from the dense model's by more than {bound:g} of"
+    " the largest."
+  )
+  return 0
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,50 @@
+"""Bytes of real text, as tokens."""
+
+from collections.abc import Iterator
+import os
+import pathlib
+import sysconfig
+
+import numpy as np
+
+VOCABULARY = 256  # a token is a byte
+
+
+def standard_library() -> pathlib.Path:
+  """The folder of Python's own sources: text that every machine has."""
+  return pathlib.Path(sysconfig.get_path("stdlib"))
+
+
+def read(path: pathlib.Path, count: int) -> np.ndarray:
+  """The first bytes of a file, or of a folder's text files in order of name.
+
+  Args:
+    path: a file or folder.
+    count: how many bytes.
+
+  Returns:
+    int32 `[count]`, from 0 to 255.
+
+  Raises:
+    ValueError: if there is less text than that.
+  """
+  text = bytearray()
+  for file in _files(path):
+    content = file.read_bytes()
+    if b"\0" not in content:  # or it is no text
+      text += content
+    if len(text) >= count:
+      return np.frombuffer(text, np.uint8)[:count].astype(np.int32)
+  raise ValueError(
+    f"{path} holds {len(text)} bytes of text, but {count} are wanted; name"
+    " another file or folder, or ask for fewer tokens."
+  )
+
+
+def _files(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  if not path.is_dir():
+    yield path
+  for folder, folders, files in os.walk(path):
+    folders.sort()
+    for name in sorted(files):
+      yield pathlib.Path(folder, name)

@@ -1,0 +1,121 @@
+"""The MoE example gives the same bits in every world, and would say if not."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ep import launch
+from examples import ep_moe, model, text
+
+
+def _run(*flags):
+  """The output of the example, started as a user does."""
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
+  return subprocess.run(
+    [sys.executable, ep_moe.__file__, *flags],
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def _digests(output):
+  return re.findall(r"^(output|grad of \w+) +([0-9a-f]{16})", output, re.M)
+
+
+def test_worlds_agree_bit_for_bit_and_with_the_dense_model(tmp_path, capfd):
+  four = _run("--num_processes=4")
+  assert four.returncode == 0, four.stdout
+  assert "OK: no value deviates" in four.stdout
+  names = ["output", *(f"grad of {name}" for name in model.SHARDING)]
+  assert sorted(name for name, _ in _digests(four.stdout)) == sorted(names)
+
+  one = _run("--num_processes=1")
+  assert one.returncode == 0, one.stdout
+  assert _digests(one.stdout) == _digests(four.stdout)
+  assert _table(one.stdout) == _table(four.stdout)
+
+  capfd.readouterr()
+  code = launch.launch(
+    [ep_moe.__file__, "--nocheck"],
+    num_processes=2,
+    devices_per_process=2,
+    log_dir=tmp_path,
+  )
+  joined = capfd.readouterr().out
+  assert code == 0, joined
+  assert _digests(joined) == _digests(four.stdout)
+  assert "OK" not in joined
+
+
+def _table(output):
+  """Sent, received, dropped and imbalance of each rank."""
+  rows = re.findall(r"^(\(\d, \d\).*?) +\S+ ms +\S+ ms$", output, re.M)
+  assert len(rows) == 4, output
+  sent = [int(row.split()[2]) for row in rows]
+  received = [int(row.split()[3]) for row in rows]
+  assert sent == [512 * 2] * 4
+  for domain in (slice(0, 2), slice(2, 4)):
+    assert sum(received[domain]) == sum(sent[domain])
+  return rows
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--num_processes=3"], "must divide dp * ep"),
+    (["--num_experts=15"], "multiple of ep"),
+    (["--top_k=17"], "must not exceed num_experts"),
+    (["--text=/does/not/exist"], "ep_moe: --text: "),
+    ([f"--text={os.devnull}"], "holds 0 bytes of text, but 2049 are wanted"),
+    (["stray"], "unexpected arguments"),
+  ],
+)
+def test_bad_flags_are_explained_once(flags, message):
+  done = _run(*flags)
+  assert done.returncode != 0
+  assert done.stdout.count(message) == 1, done.stdout
+  assert "Traceback" not in done.stdout
+
+
+def test_the_check_catches_a_wrong_value():
+  rng = np.random.default_rng(0)
+  expected = {"a": rng.normal(size=(4, 5)), "b": np.float32(2.0)}
+  right = {"a": expected["a"] * (1 + 1e-7), "b": np.float32(2.0)}
+  deviations = ep_moe.relative_deviations(right, expected)
+  assert ep_moe.verdict(deviations, 1e-6) == 0
+  for wrong_value in (1e-3, np.nan, np.inf):
+    wrong = {"a": right["a"].copy(), "b": right["b"]}
+    wrong["a"][2, 3] += wrong_value
+    deviations = ep_moe.relative_deviations(wrong, expected)
+    assert ep_moe.verdict(deviations, 1e-6) == 1
+
+
+def test_the_verdict_names_what_deviates(capsys):
+  assert ep_moe.verdict({"loss": 0.0, "output": 0.5}, 0.1) == 1
+  assert "FAILED: output: " in capsys.readouterr().out
+
+
+def test_digests_see_every_bit():
+  array = np.zeros(3, np.float32)
+  other = np.array([0, 0, -0.0], np.float32)
+  assert ep_moe.digest(array) != ep_moe.digest(other)
+
+
+def test_text_is_read_in_order_of_name_and_without_binaries(tmp_path):
+  (tmp_path / "b").mkdir()
+  (tmp_path / "b" / "x").write_bytes(b"efg")
+  (tmp_path / "a").write_bytes(b"abcd")
+  (tmp_path / "binary").write_bytes(b"\0z")
+  read = text.read(tmp_path, 6)
+  assert read.dtype == np.int32 and bytes(read.astype(np.uint8)) == b"abcdef"
+  assert text.read(tmp_path / "a", 2).tolist() == [97, 98]
+  with pytest.raises(ValueError, match="holds 7 bytes of text, but 8"):
+    text.read(tmp_path, 8)
+  assert text.read(text.standard_library(), 5000).size == 5000
