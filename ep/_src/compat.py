@@ -72,6 +72,25 @@ def next_position(ctx: mlir.LoweringRuleContext) -> int:
   return ctx.module_context.new_channel()
 
 
+def module_name(ctx: mlir.LoweringRuleContext) -> str:
+  """The name of the module being lowered, like "jit_step"."""
+  name = ctx.module_context.module.operation.attributes["sym_name"]
+  return mlir.ir.StringAttr(name).value
+
+
+def module_notes(ctx: mlir.LoweringRuleContext) -> list[Any]:
+  """A list that belongs to the module being lowered and dies with it."""
+  return ctx.module_context.keepalives
+
+
 def distributed_client():
   """The key-value service of `jax.distributed`, or None without one."""
   return _distributed.global_state.client
+
+
+def persistent_cache_enabled() -> bool:
+  """Whether compiled programs are kept on disk."""
+  return bool(
+    jax.config.jax_enable_compilation_cache
+    and jax.config.jax_compilation_cache_dir
+  )

@@ -1,7 +1,6 @@
 """Finds the native library and registers its handlers with XLA.
 
-It is loaded when the first group is built, not when the package is imported:
-the `xla` backend needs none.
+It is loaded when the first group is built, not when the package is imported.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def find_library() -> pathlib.Path:
   raise FileNotFoundError(
     f"{_LIBRARY} was not found; looked in {'; '.join(tried)}. It is taken from"
     f" the first of {names}: build //ep_ffi:{_LIBRARY} and set ${_VARIABLE} to"
-    ' it, or use backend="xla".'
+    " it."
   )
 
 
@@ -134,7 +133,3 @@ def is_live(name: str) -> bool:
 
 def close_group(name: str) -> None:
   library().ep_group_close(name.encode())
-
-
-def note_lowering(name: str) -> None:
-  library().ep_group_note_lowering(name.encode())

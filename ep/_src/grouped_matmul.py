@@ -167,14 +167,16 @@ def _for_each_tile(num_rows, sizes, tile, init):
   height = _block(num_rows, sizes.shape[0])
   tiles = (sizes + height - 1) // height
   tiles_end, slabs_end = jnp.cumsum(tiles), jnp.cumsum(sizes)
+  # All tiles that there could be, in one table: cheaper than step by step.
+  index = jnp.arange(num_rows // height + sizes.shape[0])
+  expert = jnp.searchsorted(tiles_end, index, "right", method="compare_all")
+  end = slabs_end[expert]
+  first = end - sizes[expert] + height * (index - (tiles_end - tiles)[expert])
+  start = jnp.minimum(first, num_rows - height)
+  table = jnp.stack([expert, start, first, end], axis=1)
 
   def step(i, carry):
-    expert = jnp.searchsorted(tiles_end, i, side="right")
-    end = slabs_end[expert]
-    first = (
-      end - sizes[expert] + height * (i - tiles_end[expert] + tiles[expert])
-    )
-    start = jnp.minimum(first, num_rows - height)
+    expert, start, first, end = table[i]
     row = start + jnp.arange(height)
     inside = (first <= row) & (row < end)
     return tile(expert, start, inside[:, None], carry)

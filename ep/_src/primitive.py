@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import compat, ffi
+from ep._src import compat
 from ep._src.compat import ad
 from ep._src.group import EpLayerConfig
 
@@ -51,11 +51,11 @@ def op(
 
   def lower(ctx, *operands, params: OpParams):
     layer = params.layer
-    ffi.note_lowering(layer.group.name)
     return jax.ffi.ffi_lowering(target or name)(
       ctx,
       *operands,
       group=layer.group.name,
+      program=layer.group.programs.name(ctx),
       layer=layer.name,
       position=np.int64(compat.next_position(ctx)),
       top_k=np.int64(layer.top_k),

@@ -86,7 +86,7 @@ def _exchange(group: EpGroup, processes: list[int]) -> list[dict]:
   config = {
     f.name: str(getattr(group, f.name))
     for f in dataclasses.fields(group)
-    if not f.name.startswith("_")
+    if f.compare and not f.name.startswith("_")
   }
   mine = dict(config=config, host=_host(), secret=secrets.token_hex(16))
   if len(processes) == 1:
@@ -96,6 +96,13 @@ def _exchange(group: EpGroup, processes: list[int]) -> list[dict]:
     raise RuntimeError(
       "ep_bootstrap: the mesh spans several processes, but jax.distributed is"
       " not initialized; call jax.distributed.initialize() first."
+    )
+  if compat.persistent_cache_enabled():
+    raise RuntimeError(
+      "ep_bootstrap: JAX's persistent compilation cache serves process 0 only,"
+      " whose programs then have other run ids than those of its peers, and"
+      " ops are matched by run id; set JAX_ENABLE_COMPILATION_CACHE=0 in runs"
+      " of several processes."
     )
   # A name may be used again after ep_finalize, a key may not.
   use = next(_serials[group.name, *processes])
@@ -130,8 +137,8 @@ def _check_agreement(process: int, theirs: dict, mine: dict) -> None:
   if theirs["host"] != mine["host"]:
     raise ValueError(
       f"ep_bootstrap: processes {me} and {process} run on different hosts or"
-      ' as different users, but backend="host" shares memory; use'
-      ' backend="xla".'
+      ' as different users, but backend="host" shares memory; run all'
+      " processes of a mesh on one host, as one user."
     )
 
 

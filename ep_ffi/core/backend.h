@@ -6,8 +6,8 @@
 //
 // Ordering: the five ops of a group may be called from any thread, in any
 // order, several at once; ranks may differ in that order. A backend matches
-// the calls of its ranks by identity, (run id, position, clone), never by
-// arrival.
+// the calls of its ranks by identity, (run id, program, position, clone), never
+// by arrival.
 //
 // Completion: a method returns without waiting for a peer. `done` is called
 // exactly once, from any thread, possibly before the method returns; until
@@ -56,8 +56,9 @@ struct Layer {
 // One op in one compiled program; lives as long as the executable.
 struct Site {
   Layer layer;
-  int64_t position;  // of the op in the lowered module
-  int64_t clone;     // which copy, where XLA inlined a function repeatedly
+  int64_t position;      // of the op in the lowered module
+  int64_t clone;         // which copy, where XLA inlined a function repeatedly
+  uint64_t program = 0;  // hash of the module's name, unique in the group
 };
 
 // A pool of threads that is valid during a call.

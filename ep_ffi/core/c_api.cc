@@ -17,8 +17,3 @@ EP_EXPORT void ep_group_close(const char* name) {
   std::shared_ptr<ep::Group> group = ep::Registry::Get().Remove(name);
   if (group) group->Close();
 }
-
-// Tells that an op of this group is being lowered; see Registry::Bind.
-EP_EXPORT void ep_group_note_lowering(const char* name) {
-  ep::Registry::Get().NoteLowering(name);
-}

@@ -36,17 +36,12 @@ void Registry::FailRun(int64_t run_id, const Status& status) {
   for (const auto& group : groups) group->FailRun(run_id, status);
 }
 
-Binding Registry::Bind(const std::string& name, int64_t position) {
+Binding Registry::Bind(const std::string& name, const std::string& program,
+                       int64_t position) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto entry = entries_.find(name);
   if (entry == entries_.end()) return {nullptr, 0};
-  return {entry->second.group, entry->second.clones[position]++};
-}
-
-void Registry::NoteLowering(const std::string& name) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto entry = entries_.find(name);
-  if (entry != entries_.end()) entry->second.clones.clear();
+  return {entry->second.group, entry->second.clones[{program, position}]++};
 }
 
 }  // namespace ep

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "ep_ffi/core/backend.h"
 
@@ -43,16 +44,14 @@ class Registry {
   // XLA inlines a function that a program calls twice, and both copies of an
   // op in it carry the same position. They are told apart by the order of
   // their instantiation, which follows the schedule of the program and is
-  // therefore the same on every process. Instantiation ends before the next
-  // program is lowered on any but exotic paths, so a new lowering restarts
-  // the count.
-  Binding Bind(const std::string& name, int64_t position);
-  void NoteLowering(const std::string& name);
+  // therefore the same on every process.
+  Binding Bind(const std::string& name, const std::string& program,
+               int64_t position);
 
  private:
   struct Entry {
     std::shared_ptr<Group> group;
-    std::map<int64_t, int64_t> clones;  // by position, since the last lowering
+    std::map<std::pair<std::string, int64_t>, int64_t> clones;
   };
 
   std::mutex mutex_;

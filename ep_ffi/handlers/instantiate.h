@@ -15,10 +15,11 @@
 namespace ep {
 
 inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
-    std::string_view group, std::string_view layer, int64_t position,
-    int64_t top_k, int64_t alignment, int64_t capacity, bool drop,
-    bool zero_tail) {
-  Binding binding = Registry::Get().Bind(std::string(group), position);
+    std::string_view group, std::string_view program, std::string_view layer,
+    int64_t position, int64_t top_k, int64_t alignment, int64_t capacity,
+    bool drop, bool zero_tail) {
+  Binding binding =
+      Registry::Get().Bind(std::string(group), std::string(program), position);
   if (!binding.group) {
     return ffi::Unexpected(ToError(Status(
         Code::kFailedPrecondition,
@@ -28,14 +29,16 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
                "has run for the last time"))));
   }
   return std::make_unique<OpState>(OpState{
-      std::move(binding.group), Site{Layer{std::string(layer), top_k, alignment,
-                                           capacity, drop, zero_tail},
-                                     position, binding.clone}});
+      std::move(binding.group),
+      Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
+                 zero_tail},
+           position, binding.clone, std::hash<std::string_view>()(program)}});
 }
 
 inline auto BindInstantiate() {
   return ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>()
       .Attr<std::string_view>("group")
+      .Attr<std::string_view>("program")
       .Attr<std::string_view>("layer")
       .Attr<int64_t>("position")
       .Attr<int64_t>("top_k")

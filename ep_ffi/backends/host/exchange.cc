@@ -86,9 +86,8 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
   // The progress thread ends before `self` is destroyed.
   Exchanges* e = self.get();
   e->peers_->Start(
-      {[e](int32_t process, const Message& m, const Mapping* memory) {
-         e->OnPost(process, m, memory);
-       },
+      {[e](int32_t process, const Message& m, const std::string& what,
+           const Mapping* memory) { e->OnPost(process, m, what, memory); },
        [e](const Message& m, const std::string& text) {
          e->FailRun(m.run_id, Status(static_cast<Code>(m.code), text),
                     /*tell_peers=*/false);
@@ -100,15 +99,11 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
 
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                      Contribution contribution) {
-  const Key key(domain, call.run_id, call.site->position, call.site->clone,
-                static_cast<int32_t>(call.op));
+  const Site& site = *call.site;
+  const Key key = {domain,        call.run_id, site.program,
+                   site.position, site.clone,  static_cast<int32_t>(call.op)};
   const std::string what = Describe(call);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Status broken = WhyBroken(domain);
-    if (!broken.ok()) return call.done(Blame(what, domain, rank, broken));
-  }
-  Status announced = Announce(key, rank, contribution);
+  Status announced = Announce(key, what, rank, contribution);
   if (!announced.ok()) return Fail(call, announced);
 
   Part part;
@@ -121,9 +116,9 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   if (ready) Run(std::move(ready), call.executor);
 }
 
-Status Exchanges::Announce(const Key& key, int32_t rank,
-                           const Contribution& c) {
-  const std::vector<int32_t>& readers = peers_of_domain_[std::get<0>(key)];
+Status Exchanges::Announce(const Key& key, const std::string& what,
+                           int32_t rank, const Contribution& c) {
+  const std::vector<int32_t>& readers = peers_of_domain_[key.domain];
   if (readers.empty()) return Status();
   const size_t bytes = StagedBytes(c.signature);
   Segment* segment = peers_->Acquire(bytes, readers.size());
@@ -137,13 +132,13 @@ Status Exchanges::Announce(const Key& key, int32_t rank,
   c.stage(base, base + SecondOffset(c.signature));
 
   Message message = {};
-  std::tie(message.domain, message.run_id, message.position, message.clone,
-           message.op) = key;
+  std::tie(message.domain, message.run_id, message.program, message.position,
+           message.clone, message.op) = key.Tie();
   message.rank = rank;
   message.segment = segment->id;
   static_assert(sizeof(message.signature) >= sizeof(c.signature));
   std::memcpy(message.signature, &c.signature, sizeof(c.signature));
-  peers_->SendPost(readers, message);
+  peers_->SendPost(readers, message, what);
   return Status();
 }
 
@@ -151,23 +146,22 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
                       int32_t rank, ExchangePtr* ready) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [run_id, status] : failed_runs_) {
-    if (run_id == std::get<1>(key)) return status;
+    if (run_id == key.run_id) return status;
   }
   std::list<ExchangePtr>& queue = pending_[key];
   auto open = std::find_if(queue.begin(), queue.end(), [&](const auto& e) {
     return !e->parts[rank].posted;
   });
-  // A peer may close its group as soon as the last part is on its way.
-  const bool is_last =
-      open == queue.end() ? topology().ep_size == 1 : (*open)->missing == 1;
-  Status broken = is_last ? broken_ : WhyBroken(std::get<0>(key));
-  if (!broken.ok()) {
+  Status why_not =
+      WhyNot(open == queue.end() ? nullptr : open->get(), key.domain, rank);
+  if (!why_not.ok()) {
     if (queue.empty()) pending_.erase(key);
-    return Blame(what, std::get<0>(key), rank, broken);
+    return Blame(what, key.domain, rank, why_not);
   }
   if (open == queue.end()) {
     auto exchange = std::make_shared<Exchange>();
     exchange->key = key;
+    exchange->what = what;
     exchange->deadline =
         Clock::now() + std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double>(options_.timeout_s));
@@ -175,7 +169,6 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
     exchange->parts.resize(topology().ep_size);
     open = queue.insert(queue.end(), std::move(exchange));
   }
-  if (!what.empty()) (*open)->what = what;
   (*open)->parts[rank] = std::move(part);
   if (--(*open)->missing == 0) {
     *ready = std::move(*open);
@@ -185,11 +178,16 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
   return Status();
 }
 
-Status Exchanges::WhyBroken(int32_t domain) const {
-  if (!broken_.ok()) return broken_;
-  for (int32_t process : peers_of_domain_[domain]) {
-    auto found = finished_.find(process);
-    if (found != finished_.end()) return found->second;
+Status Exchanges::WhyNot(const Exchange* exchange, int32_t domain,
+                         int32_t rank) const {
+  if (!closed_.ok()) return closed_;
+  // What a peer has posted can be completed without it, but nothing new can
+  // be begun in a group that lost one.
+  if (!exchange && !died_.ok()) return died_;
+  for (int32_t r = 0; r < topology().ep_size; ++r) {
+    if (r == rank || (exchange && exchange->parts[r].posted)) continue;
+    auto found = gone_.find(topology().member(domain, r).process);
+    if (found != gone_.end()) return found->second;
   }
   return Status();
 }
@@ -197,14 +195,14 @@ Status Exchanges::WhyBroken(int32_t domain) const {
 void Exchanges::Run(ExchangePtr exchange, Executor* executor) {
   Status compared = CompareSignatures(*exchange);
   if (!compared.ok()) {
-    FailRun(std::get<1>(exchange->key), compared, /*tell_peers=*/true);
+    FailRun(exchange->key.run_id, compared, /*tell_peers=*/true);
     return Finish(*exchange, compared);
   }
   auto batch = std::make_shared<Batch>(std::move(exchange));
   auto help = [self = shared_from_this(), batch] {
     if (!batch->Help()) return;
     if (!batch->status.ok()) {
-      self->FailRun(std::get<1>(batch->exchange->key), batch->status,
+      self->FailRun(batch->exchange->key.run_id, batch->status,
                     /*tell_peers=*/true);
     }
     self->Finish(*batch->exchange, batch->status);
@@ -228,7 +226,7 @@ Status Exchanges::CompareSignatures(const Exchange& exchange) const {
     const Signature& other = exchange.parts[r].contribution.signature;
     for (int f = 0; f <= Signature::kRouting; ++f) {
       if (zero.values[f] == other.values[f]) continue;
-      const int32_t domain = std::get<0>(exchange.key);
+      const int32_t domain = exchange.key.domain;
       return Status(
           Code::kFailedPrecondition,
           StrCat(exchange.what, ": the ranks disagree on ", kFieldNames[f],
@@ -266,7 +264,7 @@ std::vector<Exchanges::ExchangePtr> Exchanges::Take(Match match) {
 template <typename Match>
 void Exchanges::Break(const Status& cause, Match match) {
   for (const ExchangePtr& e : Take(match)) {
-    const int32_t domain = std::get<0>(e->key);
+    const int32_t domain = e->key.domain;
     int32_t rank = 0;  // the first local one speaks for all
     while (rank < topology().ep_size - 1 && !e->parts[rank].done) ++rank;
     Finish(*e, Blame(e->what, domain, rank, cause));
@@ -285,7 +283,7 @@ void Exchanges::FailRun(int64_t run_id, const Status& status, bool tell_peers) {
   if (tell_peers) peers_->SendFail(run_id, status);
   if (options_.on_run_failed) options_.on_run_failed(run_id, status);
   for (const ExchangePtr& e :
-       Take([&](const Exchange& e) { return std::get<1>(e.key) == run_id; })) {
+       Take([&](const Exchange& e) { return e.key.run_id == run_id; })) {
     Finish(*e, status);
   }
 }
@@ -303,7 +301,7 @@ void Exchanges::Fail(const Call& call, Status status) {
 }
 
 void Exchanges::OnPost(int32_t process, const Message& m,
-                       const Mapping* memory) {
+                       const std::string& what, const Mapping* memory) {
   Part part;
   part.posted = true;
   part.process = process;
@@ -330,9 +328,9 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   }
   part.contribution.table = {memory->data(),
                              memory->data() + SecondOffset(signature)};
-  const Key key(m.domain, m.run_id, m.position, m.clone, m.op);
+  const Key key = {m.domain, m.run_id, m.program, m.position, m.clone, m.op};
   ExchangePtr ready;
-  if (!Add(key, "", std::move(part), m.rank, &ready).ok()) {
+  if (!Add(key, what, std::move(part), m.rank, &ready).ok()) {
     return peers_->SendRelease(process, m.segment);
   }
   if (ready) {
@@ -346,7 +344,7 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
   auto waits = [&](const Exchange& e) {
     for (int32_t r = 0; r < topology().ep_size; ++r) {
       if (!e.parts[r].posted &&
-          topology().member(std::get<0>(e.key), r).process == process) {
+          topology().member(e.key.domain, r).process == process) {
         return true;
       }
     }
@@ -369,47 +367,42 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
                        "group without it"));
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (orderly) {
-      finished_.emplace(process, status);
-    } else if (broken_.ok()) {
-      broken_ = status;
-    }
+    gone_.emplace(process, status);
+    if (!orderly) died_ = status;
   }
   Break(status, waits);
 }
 
 void Exchanges::OnTick() {
   const Clock::time_point now = Clock::now();
-  ExchangePtr late;
+  std::vector<ExchangePtr> late;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [key, queue] : pending_) {
       for (const ExchangePtr& e : queue) {
-        if (e->deadline <= now && (!late || e->deadline < late->deadline)) {
-          late = e;
-        }
+        if (e->deadline <= now) late.push_back(e);
       }
     }
   }
-  if (!late) return;
-  const int32_t domain = std::get<0>(late->key);
+  for (const ExchangePtr& e : late) {
+    FailRun(e->key.run_id, Late(*e), /*tell_peers=*/true);
+  }
+}
+
+Status Exchanges::Late(const Exchange& exchange) const {
   std::string waiting, missing;
   for (int32_t r = 0; r < topology().ep_size; ++r) {
-    std::string& list = late->parts[r].posted ? waiting : missing;
-    list += StrCat(list.empty() ? "" : ", ", topology().RankName(domain, r));
+    std::string& list = exchange.parts[r].posted ? waiting : missing;
+    list += StrCat(list.empty() ? "" : ", ",
+                   topology().RankName(exchange.key.domain, r));
   }
-  FailRun(std::get<1>(late->key),
-          Status(Code::kDeadlineExceeded,
-                 StrCat(late->what.empty()
-                            ? OpName(static_cast<Op>(std::get<4>(late->key)))
-                            : late->what,
-                        ": ", waiting, " waited timeout_s = ",
-                        options_.timeout_s, " s for ", missing,
-                        "; every rank must run the same program. If ranks "
-                        "are only slow, raise timeout_s; if many launches "
-                        "are in flight, wait for results now and then "
-                        "(jax.block_until_ready)")),
-          /*tell_peers=*/true);
+  return Status(
+      Code::kDeadlineExceeded,
+      StrCat(exchange.what, ": ", waiting,
+             " waited timeout_s = ", options_.timeout_s, " s for ", missing,
+             "; every rank must run the same program. If ranks are only slow, "
+             "raise timeout_s; if many launches are in flight, wait for "
+             "results now and then (jax.block_until_ready)"));
 }
 
 void Exchanges::Close() {
@@ -419,7 +412,7 @@ void Exchanges::Close() {
                              "ep_finalize"));
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    broken_ = status;
+    closed_ = status;
   }
   Break(status, [](const Exchange&) { return true; });
   peers_->SendBye();

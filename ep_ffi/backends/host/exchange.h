@@ -13,10 +13,10 @@
 // Posting never waits. XLA:CPU runs a program's ready ops in any order, and a
 // handler that waited would hold a thread that another rank needs.
 //
-// Matching. Ops meet by (domain, run id, position, clone, op), never by
-// arrival. Within a loop the same key recurs, but a rank posts iteration i + 1
-// only after i completed, so the oldest exchange that lacks the rank's post is
-// the right one.
+// Matching. Ops meet by domain, run id, program, position, clone and op, never
+// by arrival. Within a loop the same key recurs, but a rank posts iteration i +
+// 1 only after i completed, so the oldest exchange that lacks the rank's post
+// is the right one.
 //
 // Failure. Whatever goes wrong on one rank fails the *run* on all ranks of
 // the group: pending exchanges of that run end at once, later posts to it
@@ -116,8 +116,20 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Domain, run id, position, clone, op.
-  using Key = std::tuple<int32_t, int64_t, int64_t, int64_t, int32_t>;
+
+  struct Key {
+    int32_t domain;
+    int64_t run_id;
+    uint64_t program;
+    int64_t position;
+    int64_t clone;
+    int32_t op;
+
+    auto Tie() const {
+      return std::tie(domain, run_id, program, position, clone, op);
+    }
+    bool operator<(const Key& other) const { return Tie() < other.Tie(); }
+  };
 
   // A rank's part of an exchange.
   struct Part {
@@ -132,7 +144,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   struct Exchange {
     Key key;
-    std::string what;  // ep_dispatch(layer "moe_3")
+    std::string what;  // ep_dispatch(layer "moe_3"), for messages
     Clock::time_point deadline;
     int32_t missing;
     std::vector<Part> parts;  // by rank
@@ -154,11 +166,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Status Blame(const std::string& what, int32_t domain, int32_t rank,
                const Status& cause) const;
   Status CompareSignatures(const Exchange& exchange) const;
-  // Why nobody can come to an exchange of this domain any more, if so.
-  Status WhyBroken(int32_t domain) const;  // mutex_ held
+  // Why a rank that this exchange (null: a new one) lacks, other than `rank`,
+  // cannot come any more; ok if all can. mutex_ held.
+  Status WhyNot(const Exchange* exchange, int32_t domain, int32_t rank) const;
 
   // Stages and announces a local contribution to other processes.
-  Status Announce(const Key& key, int32_t rank, const Contribution& c);
+  Status Announce(const Key& key, const std::string& what, int32_t rank,
+                  const Contribution& c);
 
   // Takes the pending exchanges for which `match` holds.
   template <typename Match>
@@ -167,9 +181,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   template <typename Match>
   void Break(const Status& cause, Match match);
 
-  void OnPost(int32_t process, const Message& message, const Mapping* memory);
+  void OnPost(int32_t process, const Message& message, const std::string& what,
+              const Mapping* memory);
   void OnGone(int32_t process, bool orderly);
   void OnTick();
+  Status Late(const Exchange& exchange) const;
 
   const Options options_;
   std::vector<std::vector<int32_t>> peers_of_domain_;
@@ -177,8 +193,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::mutex mutex_;
   std::map<Key, std::list<ExchangePtr>> pending_;
   std::deque<std::pair<int64_t, Status>> failed_runs_;  // the latest
-  Status broken_;  // not ok once the group is closed or a peer died
-  std::map<int32_t, Status> finished_;  // processes that closed their group
+  Status closed_;                   // not ok once this process closed the group
+  Status died_;                     // not ok once a peer died
+  std::map<int32_t, Status> gone_;  // by process: died, or closed the group
 
   Workers workers_;
   std::unique_ptr<Peers> peers_;  // last: its thread uses all of the above

@@ -244,8 +244,8 @@ Status Peers::Dial(int32_t process, double deadline) {
                        " of the group cannot be reached within timeout_s = ",
                        options_.timeout_s,
                        " s; all processes must run on this host, as one user "
-                       "and in one network namespace (else use "
-                       "backend=\"xla\"), and all must call ep_bootstrap"));
+                       "and in one network namespace, and all must call "
+                       "ep_bootstrap"));
 }
 
 Status Peers::Accept(int listener, double deadline) {
@@ -299,9 +299,10 @@ Segment* Peers::Acquire(size_t bytes, int32_t num_readers) {
   return segment;
 }
 
-void Peers::SendPost(const std::vector<int32_t>& processes, Message message) {
+void Peers::SendPost(const std::vector<int32_t>& processes, Message message,
+                     const std::string& text) {
   message.type = Message::kPost;
-  for (int32_t p : processes) Send(*links_[p], message, "", -1);
+  for (int32_t p : processes) Send(*links_[p], message, text, -1);
 }
 
 void Peers::SendRelease(int32_t process, uint64_t segment) {
@@ -428,7 +429,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
     case Message::kPost: {
       auto found = link.segments.find(message.segment);
       return handlers_.on_post(
-          link.process, message,
+          link.process, message, text,
           found == link.segments.end() ? nullptr : &found->second);
     }
     case Message::kRelease:

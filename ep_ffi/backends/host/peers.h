@@ -42,6 +42,7 @@ struct Message {
   int32_t domain, rank;     // kPost
   int32_t op;               // kPost
   int64_t run_id;           // kPost, kFail
+  uint64_t program;         // kPost
   int64_t position, clone;  // kPost
   uint64_t segment;         // kSegment, kPost, kRelease: of its owner
   int64_t signature[12];    // kPost
@@ -52,7 +53,8 @@ class Peers {
   // Called on the progress thread.
   struct Handlers {
     // `memory` is the mapped segment, null for types that carry none.
-    std::function<void(int32_t process, const Message&, const Mapping* memory)>
+    std::function<void(int32_t process, const Message&, const std::string& text,
+                       const Mapping* memory)>
         on_post;
     std::function<void(const Message&, const std::string& text)> on_fail;
     // A peer closed its group (`orderly`) or died.
@@ -77,7 +79,8 @@ class Peers {
 
   // Stages for `processes`: a segment of at least `bytes`, known to them.
   Segment* Acquire(size_t bytes, int32_t num_readers);
-  void SendPost(const std::vector<int32_t>& processes, Message message);
+  void SendPost(const std::vector<int32_t>& processes, Message message,
+                const std::string& text);
   void SendRelease(int32_t process, uint64_t segment);
   void SendFail(int64_t run_id, const Status& status);
   // The last message; waits a moment for those still queued.

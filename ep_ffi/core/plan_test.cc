@@ -1,0 +1,315 @@
+#include "ep_ffi/core/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/testing/oracle.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep {
+
+static bool operator==(const Route& a, const Route& b) {
+  return a.rank == b.rank && a.index == b.index;
+}
+
+static std::ostream& operator<<(std::ostream& out, const Route& route) {
+  return out << "{" << route.rank << ", " << route.index << "}";
+}
+
+namespace {
+
+using testing::Choices;
+using testing::Layout;
+using testing::LayOut;
+using testing::Random;
+using testing::RandomChoices;
+using testing::RandomDims;
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+constexpr PlanDims kSmall = {/*num_experts=*/4, /*ep_size=*/2,
+                             /*num_tokens=*/3,  /*top_k=*/2,
+                             /*capacity=*/16,   /*alignment=*/4,
+                             /*drop=*/false};
+const Choices kSmallChoices = {{0, 1, 2, 3, 0, 3}, {1, -1, 3, 0, 2, 1}};
+
+std::vector<SortedChoices> SortAll(const PlanDims& dims,
+                                   const Choices& topk_idx) {
+  std::vector<SortedChoices> sorted(topk_idx.size());
+  for (size_t r = 0; r < topk_idx.size(); ++r) {
+    EXPECT_TRUE(SortChoices(dims, topk_idx[r].data(), &sorted[r]).ok());
+  }
+  return sorted;
+}
+
+// ep_prepare's outputs on one rank, filled with what nobody expects.
+struct Prepared {
+  explicit Prepared(const PlanDims& dims)
+      : mem(PlanBytes(dims), std::byte{0xa5}),
+        group_sizes(dims.num_local_experts(), -7),
+        token_counts(dims.num_local_experts(), -7) {}
+
+  std::vector<std::byte> mem;
+  std::vector<int32_t> group_sizes;
+  std::vector<int32_t> token_counts;
+  int32_t total_recv_tokens = -7;
+  Status status;
+};
+
+Prepared Build(const PlanDims& dims, int64_t rank,
+               const std::vector<SortedChoices>& sorted) {
+  std::vector<ChoicesView> views;
+  for (const SortedChoices& s : sorted) {
+    views.push_back({s.starts.data(), s.order.data()});
+  }
+  Prepared out(dims);
+  out.status = BuildPlan(dims, rank, views,
+                         {out.mem.data(), out.group_sizes.data(),
+                          out.token_counts.data(), &out.total_recv_tokens});
+  return out;
+}
+
+Prepared Build(const PlanDims& dims, int64_t rank, const Choices& topk_idx) {
+  return Build(dims, rank, SortAll(dims, topk_idx));
+}
+
+Status Open(const PlanDims& dims, int64_t rank,
+            const std::vector<std::byte>& mem) {
+  Plan plan;
+  return Plan::Open(dims, rank, mem.data(), mem.size(), &plan);
+}
+
+class PlanProperty : public ::testing::TestWithParam<bool> {};
+
+TEST_P(PlanProperty, MatchesTheContract) {
+  Random random(GetParam());
+  for (int i = 0; i < 2000; ++i) {
+    SCOPED_TRACE(StrCat("case ", i));
+    const PlanDims dims =
+        RandomDims(random, /*ep_size=*/1 + i % 4, /*drop=*/GetParam());
+    const Choices topk_idx = RandomChoices(random, dims);
+    const Layout expected = LayOut(dims, topk_idx);
+    const std::vector<SortedChoices> sorted = SortAll(dims, topk_idx);
+    uint64_t fingerprint = 0;
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      const Prepared got = Build(dims, rank, sorted);
+      ASSERT_TRUE(got.status.ok()) << got.status.message();
+      EXPECT_EQ(expected.group_sizes[rank], got.group_sizes);
+      EXPECT_EQ(expected.token_counts[rank], got.token_counts);
+      EXPECT_EQ(expected.total_recv_tokens[rank], got.total_recv_tokens);
+
+      Plan plan;
+      ASSERT_TRUE(
+          Plan::Open(dims, rank, got.mem.data(), got.mem.size(), &plan).ok());
+      EXPECT_EQ(
+          expected.send[rank],
+          std::vector<Route>(plan.send(), plan.send() + dims.num_choices()));
+      EXPECT_EQ(expected.recv[rank],
+                std::vector<Route>(plan.recv(), plan.recv() + dims.capacity));
+      EXPECT_EQ(
+          std::min<int64_t>(expected.total_recv_tokens[rank], dims.capacity),
+          plan.num_slots());
+      if (rank == 0) fingerprint = plan.fingerprint();
+      EXPECT_EQ(fingerprint, plan.fingerprint());
+    }
+  }
+}
+
+INSTANTIATE_TEST_CASE_P(KeepAndDrop, PlanProperty, ::testing::Bool());
+
+TEST(SortChoicesTest, TheTwoIndexTypesAgree) {
+  const std::vector<int64_t>& wide = kSmallChoices[1];
+  const std::vector<int32_t> narrow(wide.begin(), wide.end());
+  SortedChoices from_wide, from_narrow;
+  ASSERT_TRUE(SortChoices(kSmall, wide.data(), &from_wide).ok());
+  ASSERT_TRUE(SortChoices(kSmall, narrow.data(), &from_narrow).ok());
+  EXPECT_EQ(from_wide.starts, from_narrow.starts);
+  EXPECT_TRUE(std::equal(from_wide.order.begin(),
+                         from_wide.order.begin() + from_wide.starts.back(),
+                         from_narrow.order.begin()));
+}
+
+TEST(SortChoicesTest, RejectsIdsOutOfRange) {
+  // The last one is 0 in its low 32 bits.
+  for (int64_t bad : {int64_t{4}, int64_t{-2}, int64_t{1} << 32}) {
+    std::vector<int64_t> topk_idx = kSmallChoices[0];
+    topk_idx[3] = bad;
+    SortedChoices out;
+    const Status status = SortChoices(kSmall, topk_idx.data(), &out);
+    EXPECT_EQ(Code::kInvalidArgument, status.code());
+    EXPECT_EQ(StrCat("topk_idx[1, 1] = ", bad,
+                     ", but num_experts = 4; valid ids are -1..3"),
+              status.message());
+  }
+}
+
+TEST(SortChoicesTest, RejectsAnExpertTwiceInAToken) {
+  std::vector<int64_t> topk_idx = kSmallChoices[0];
+  topk_idx[5] = topk_idx[4];
+  SortedChoices out;
+  const Status status = SortChoices(kSmall, topk_idx.data(), &out);
+  EXPECT_EQ(Code::kInvalidArgument, status.code());
+  EXPECT_TRUE(Contains(status.message(), "topk_idx[2, 1] = 0 repeats"))
+      << status.message();
+}
+
+TEST(SortChoicesTest, UnusedChoicesMayRepeat) {
+  const std::vector<int64_t> topk_idx(kSmall.num_choices(), -1);
+  SortedChoices out;
+  ASSERT_TRUE(SortChoices(kSmall, topk_idx.data(), &out).ok());
+  EXPECT_EQ(0, out.starts.back());
+}
+
+TEST(BuildPlanTest, OverflowIsTheSameErrorOnEveryRank) {
+  PlanDims dims = kSmall;
+  dims.capacity = 7;
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    const Status status = Build(dims, rank, kSmallChoices).status;
+    EXPECT_EQ(Code::kResourceExhausted, status.code());
+    EXPECT_TRUE(Contains(status.message(),
+                         "rank 0 needs 8 receive rows, but "
+                         "recv_capacity_per_rank = 7"))
+        << status.message();
+  }
+}
+
+TEST(BuildPlanTest, AFullCapacityIsEnough) {
+  PlanDims dims = kSmall;
+  dims.capacity = 8;
+  EXPECT_TRUE(Build(dims, 0, kSmallChoices).status.ok());
+}
+
+TEST(BuildPlanTest, CorruptChoicesOfAPeerAreAnError) {
+  const std::vector<SortedChoices> good = SortAll(kSmall, kSmallChoices);
+  const int32_t huge = std::numeric_limits<int32_t>::max();
+  struct {
+    const char* what;
+    std::function<void(SortedChoices*)> corrupt;
+  } cases[] = {
+      {"does not start at 0", [](auto* c) { c->starts[0] = 1; }},
+      {"descends", [](auto* c) { c->starts[1] = c->starts[2] + 1; }},
+      {"descends from far", [&](auto* c) { c->starts[2] = huge; }},
+      {"is negative", [](auto* c) { c->starts[1] = -1; }},
+      {"has too many choices", [](auto* c) { c->starts.back() = 7; }},
+      {"has a choice too large", [](auto* c) { c->order[2] = 6; }},
+      {"has a negative choice", [](auto* c) { c->order[0] = -1; }},
+  };
+  for (const auto& c : cases) {
+    std::vector<SortedChoices> sorted = good;
+    c.corrupt(&sorted[1]);
+    const Status status = Build(kSmall, 0, sorted).status;
+    EXPECT_EQ(Code::kInternal, status.code()) << c.what;
+    EXPECT_TRUE(Contains(status.message(), "rank 1")) << c.what;
+  }
+}
+
+TEST(PlanTest, OpensOnlyForItsOwnSizes) {
+  const Prepared prepared = Build(kSmall, 1, kSmallChoices);
+  ASSERT_TRUE(Open(kSmall, 1, prepared.mem).ok());
+  // Sizes of which the plan has as many bytes.
+  PlanDims wrong[7];
+  std::fill(std::begin(wrong), std::end(wrong), kSmall);
+  wrong[0].num_experts = 8;
+  wrong[1].ep_size = 4;
+  wrong[2].num_tokens = 2, wrong[2].top_k = 3;
+  wrong[3].capacity = 18, wrong[3].num_tokens = 2;
+  wrong[4].alignment = 2;
+  wrong[5].drop = true;
+  wrong[6].num_tokens = 6, wrong[6].top_k = 1;
+  for (const PlanDims& dims : wrong) {
+    ASSERT_EQ(PlanBytes(kSmall), PlanBytes(dims));
+    const Status status = Open(dims, 1, prepared.mem);
+    EXPECT_EQ(Code::kInvalidArgument, status.code());
+    EXPECT_TRUE(Contains(status.message(), "ep_prepare")) << status.message();
+  }
+}
+
+TEST(PlanTest, OpensOnlyOnTheRankThatMadeIt) {
+  const Prepared prepared = Build(kSmall, 1, kSmallChoices);
+  EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, prepared.mem).code());
+}
+
+TEST(PlanTest, RejectsAnotherNumberOfBytes) {
+  std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
+  mem.resize(mem.size() - 1);
+  const Status status = Open(kSmall, 0, mem);
+  EXPECT_EQ(Code::kInvalidArgument, status.code());
+  EXPECT_TRUE(Contains(status.message(), StrCat("has ", mem.size(), " bytes")))
+      << status.message();
+  EXPECT_TRUE(
+      Contains(status.message(), StrCat("has ", PlanBytes(kSmall), " bytes")))
+      << status.message();
+}
+
+TEST(PlanTest, RejectsBytesThatAreNoPlan) {
+  EXPECT_EQ(Code::kInvalidArgument,
+            Open(kSmall, 0, std::vector<std::byte>(PlanBytes(kSmall))).code());
+}
+
+TEST(PlanTest, RejectsBytesThatAreNotAligned) {
+  const std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
+  std::vector<std::byte> moved(mem.size() + 1);
+  std::copy(mem.begin(), mem.end(), moved.begin() + 1);
+  Plan plan;
+  EXPECT_EQ(Code::kInvalidArgument,
+            Plan::Open(kSmall, 0, moved.data() + 1, mem.size(), &plan).code());
+}
+
+TEST(PlanTest, EveryByteIsDetermined) {
+  EXPECT_EQ(Build(kSmall, 0, kSmallChoices).mem,
+            Build(kSmall, 0, kSmallChoices).mem);
+}
+
+TEST(PlanTest, TheFingerprintTellsRoutingsApart) {
+  Choices other = kSmallChoices;
+  other[1][0] = 2;
+  Plan plan[2];
+  for (int i : {0, 1}) {
+    const Prepared prepared = Build(kSmall, 0, i ? other : kSmallChoices);
+    ASSERT_TRUE(Plan::Open(kSmall, 0, prepared.mem.data(), prepared.mem.size(),
+                           &plan[i])
+                    .ok());
+  }
+  EXPECT_NE(plan[0].fingerprint(), plan[1].fingerprint());
+}
+
+TEST(ValidateDimsTest, AcceptsNoTokens) {
+  PlanDims dims = kSmall;
+  dims.num_tokens = 0;
+  EXPECT_TRUE(ValidateDims(dims).ok());
+}
+
+TEST(ValidateDimsTest, RejectsSizesThatMakeNoSense) {
+  struct {
+    const char* what;
+    int64_t PlanDims::* field;
+    int64_t value;
+  } cases[] = {
+      {"no experts", &PlanDims::num_experts, 0},
+      {"experts that do not divide", &PlanDims::num_experts, 5},
+      {"no ranks", &PlanDims::ep_size, 0},
+      {"negative tokens", &PlanDims::num_tokens, -1},
+      {"no choices", &PlanDims::top_k, 0},
+      {"no capacity", &PlanDims::capacity, 0},
+      {"no alignment", &PlanDims::alignment, 0},
+      {"tokens past 32 bits", &PlanDims::num_tokens, int64_t{1} << 30},
+      {"tokens past 64 bits", &PlanDims::num_tokens, int64_t{1} << 62},
+      {"alignment past 32 bits", &PlanDims::alignment, int64_t{1} << 31},
+      {"capacity past 32 bits", &PlanDims::capacity, int64_t{1} << 31},
+  };
+  for (const auto& c : cases) {
+    PlanDims dims = kSmall;
+    dims.*c.field = c.value;
+    EXPECT_EQ(Code::kInvalidArgument, ValidateDims(dims).code()) << c.what;
+  }
+}
+
+}  // namespace
+}  // namespace ep

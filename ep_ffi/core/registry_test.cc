@@ -1,0 +1,56 @@
+#include "ep_ffi/core/registry.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+namespace ep {
+namespace {
+
+class NoGroup : public Group {
+  int64_t num_experts() const override { return 0; }
+  int64_t ep_size() const override { return 0; }
+  void Prepare(Call, const PrepareArgs&) override {}
+  void Dispatch(Call, const ScatterArgs&) override {}
+  void Combine(Call, const GatherArgs&) override {}
+  void DispatchBwd(Call, const GatherArgs&) override {}
+  void CombineBwd(Call, const ScatterArgs&) override {}
+  void FailRun(int64_t, const Status&) override {}
+  void Close() override {}
+};
+
+TEST(RegistryTest, ANameIsTakenWhileItsGroupLives) {
+  Registry registry;
+  auto first = std::make_shared<NoGroup>();
+  EXPECT_FALSE(registry.Has("ep"));
+  EXPECT_TRUE(registry.Add("ep", first));
+  EXPECT_TRUE(registry.Has("ep"));
+  EXPECT_FALSE(registry.Add("ep", std::make_shared<NoGroup>()));
+  EXPECT_EQ(first, registry.Remove("ep"));
+  EXPECT_FALSE(registry.Has("ep"));
+  EXPECT_EQ(nullptr, registry.Remove("ep"));
+  EXPECT_TRUE(registry.Add("ep", std::make_shared<NoGroup>()));
+}
+
+TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
+  Registry registry;
+  registry.Add("ep", std::make_shared<NoGroup>());
+  const Binding binding = registry.Bind("ep", "step#0", 0);
+  const std::weak_ptr<Group> group = registry.Remove("ep");
+  EXPECT_FALSE(group.expired());
+  EXPECT_EQ(nullptr, registry.Bind("ep", "step#0", 0).group);
+}
+
+TEST(RegistryTest, CopiesOfAnOpAreCountedByProgramAndPosition) {
+  Registry registry;
+  registry.Add("ep", std::make_shared<NoGroup>());
+  registry.Add("other", std::make_shared<NoGroup>());
+  EXPECT_EQ(0, registry.Bind("ep", "step#0", 3).clone);
+  EXPECT_EQ(1, registry.Bind("ep", "step#0", 3).clone);
+  EXPECT_EQ(0, registry.Bind("ep", "step#0", 4).clone);
+  EXPECT_EQ(0, registry.Bind("ep", "step#1", 3).clone);
+  EXPECT_EQ(0, registry.Bind("other", "step#0", 3).clone);
+}
+
+}  // namespace
+}  // namespace ep
