@@ -86,11 +86,3 @@ def module_notes(ctx: mlir.LoweringRuleContext) -> list[Any]:
 def distributed_client():
   """The key-value service of `jax.distributed`, or None without one."""
   return _distributed.global_state.client
-
-
-def persistent_cache_enabled() -> bool:
-  """Whether compiled programs are kept on disk."""
-  return bool(
-    jax.config.jax_enable_compilation_cache
-    and jax.config.jax_compilation_cache_dir
-  )

@@ -97,13 +97,6 @@ def _exchange(group: EpGroup, processes: list[int]) -> list[dict]:
       "ep_bootstrap: the mesh spans several processes, but jax.distributed is"
       " not initialized; call jax.distributed.initialize() first."
     )
-  if compat.persistent_cache_enabled():
-    raise RuntimeError(
-      "ep_bootstrap: JAX's persistent compilation cache serves process 0 only,"
-      " whose programs then have other run ids than those of its peers, and"
-      " ops are matched by run id; set JAX_ENABLE_COMPILATION_CACHE=0 in runs"
-      " of several processes."
-    )
   # A name may be used again after ep_finalize, a key may not.
   use = next(_serials[group.name, *processes])
   key = f"ep/{group.name}/{use}"

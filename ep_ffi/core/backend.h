@@ -143,9 +143,9 @@ class Group {
   virtual void DispatchBwd(Call call, const GatherArgs& args) = 0;
   virtual void CombineBwd(Call call, const ScatterArgs& args) = 0;
 
-  // Fails a run, on all ranks of the group: pending and later calls of it get
-  // `status`. A program may use several groups, and a failure in one of them
-  // ends the program on some ranks, for which the others must not wait.
+  // Fails a run in this process: pending and later calls of it get `status`. A
+  // program may use several groups, and a failure in one of them ends the
+  // program on its ranks, for which the others must not wait.
   virtual void FailRun(int64_t run_id, const Status& status) = 0;
 
   // Ends the group: what is pending and what comes later fails, on this

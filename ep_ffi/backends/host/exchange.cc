@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 namespace ep::host {
 namespace {
@@ -10,10 +11,10 @@ namespace {
 // Runs that failed are remembered for ranks that are still to post to them.
 constexpr size_t kRememberedRuns = 256;
 
-constexpr const char* kFieldNames[] = {
-    "tokens per rank", "top_k",    "hidden size",
-    "dtype",           "capacity", "alignment",
-    "overflow",        "weights",  "the routing of its handle"};
+constexpr const char* kFieldNames[Signature::kNumFields] = {
+    "num_experts", "tokens per rank", "top_k",         "hidden size",
+    "dtype",       "capacity",        "alignment",     "overflow",
+    "weights",     "the routing",     "bytes of rows", "bytes of weights"};
 
 constexpr size_t kAlign = 64;
 
@@ -89,8 +90,10 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
       {[e](int32_t process, const Message& m, const std::string& what,
            const Mapping* memory) { e->OnPost(process, m, what, memory); },
        [e](const Message& m, const std::string& text) {
-         e->FailRun(m.run_id, Status(static_cast<Code>(m.code), text),
-                    /*tell_peers=*/false);
+         const Status status(static_cast<Code>(m.code), text);
+         e->WithRunId(m.launch, [e, status](int64_t run_id) {
+           e->FailRun(run_id, status);
+         });
        },
        [e](int32_t process, bool orderly) { e->OnGone(process, orderly); },
        [e] { e->OnTick(); }});
@@ -100,11 +103,11 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                      Contribution contribution) {
   const Site& site = *call.site;
-  const Key key = {domain,        call.run_id, site.program,
-                   site.position, site.clone,  static_cast<int32_t>(call.op)};
+  const Key key = {domain,        site.program, call.run_id,
+                   site.position, site.clone,   static_cast<int32_t>(call.op)};
   const std::string what = Describe(call);
   Status announced = Announce(key, what, rank, contribution);
-  if (!announced.ok()) return Fail(call, announced);
+  if (!announced.ok()) return Fail(call, std::move(announced));
 
   Part part;
   part.posted = true;
@@ -120,6 +123,10 @@ Status Exchanges::Announce(const Key& key, const std::string& what,
                            int32_t rank, const Contribution& c) {
   const std::vector<int32_t>& readers = peers_of_domain_[key.domain];
   if (readers.empty()) return Status();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!closed_.ok()) return closed_;  // nothing follows a bye
+  }
   const size_t bytes = StagedBytes(c.signature);
   Segment* segment = peers_->Acquire(bytes, readers.size());
   if (!segment) {
@@ -132,8 +139,11 @@ Status Exchanges::Announce(const Key& key, const std::string& what,
   c.stage(base, base + SecondOffset(c.signature));
 
   Message message = {};
-  std::tie(message.domain, message.run_id, message.program, message.position,
-           message.clone, message.op) = key.Tie();
+  message.domain = key.domain;
+  message.op = key.op;
+  message.launch = NameLaunch(key.program, key.run_id);
+  message.position = key.position;
+  message.clone = key.clone;
   message.rank = rank;
   message.segment = segment->id;
   static_assert(sizeof(message.signature) >= sizeof(c.signature));
@@ -195,15 +205,15 @@ Status Exchanges::WhyNot(const Exchange* exchange, int32_t domain,
 void Exchanges::Run(ExchangePtr exchange, Executor* executor) {
   Status compared = CompareSignatures(*exchange);
   if (!compared.ok()) {
-    FailRun(exchange->key.run_id, compared, /*tell_peers=*/true);
+    FailEverywhere(exchange->key.program, exchange->key.run_id, compared);
     return Finish(*exchange, compared);
   }
   auto batch = std::make_shared<Batch>(std::move(exchange));
   auto help = [self = shared_from_this(), batch] {
     if (!batch->Help()) return;
     if (!batch->status.ok()) {
-      self->FailRun(batch->exchange->key.run_id, batch->status,
-                    /*tell_peers=*/true);
+      const Key& key = batch->exchange->key;
+      self->FailEverywhere(key.program, key.run_id, batch->status);
     }
     self->Finish(*batch->exchange, batch->status);
   };
@@ -224,7 +234,7 @@ Status Exchanges::CompareSignatures(const Exchange& exchange) const {
   const Signature& zero = exchange.parts[0].contribution.signature;
   for (int32_t r = 1; r < topology().ep_size; ++r) {
     const Signature& other = exchange.parts[r].contribution.signature;
-    for (int f = 0; f <= Signature::kRouting; ++f) {
+    for (int f = 0; f < Signature::kNumFields; ++f) {
       if (zero.values[f] == other.values[f]) continue;
       const int32_t domain = exchange.key.domain;
       return Status(
@@ -271,7 +281,7 @@ void Exchanges::Break(const Status& cause, Match match) {
   }
 }
 
-void Exchanges::FailRun(int64_t run_id, const Status& status, bool tell_peers) {
+void Exchanges::FailRun(int64_t run_id, const Status& status) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& failed : failed_runs_) {
@@ -280,12 +290,49 @@ void Exchanges::FailRun(int64_t run_id, const Status& status, bool tell_peers) {
     failed_runs_.emplace_back(run_id, status);
     if (failed_runs_.size() > kRememberedRuns) failed_runs_.pop_front();
   }
-  if (tell_peers) peers_->SendFail(run_id, status);
-  if (options_.on_run_failed) options_.on_run_failed(run_id, status);
+  if (options_.on_run_failed) {
+    // Not here: it may drop the last reference to another group, or to this.
+    workers_.Run([tell = options_.on_run_failed, run_id, status] {
+      tell(run_id, status);
+    });
+  }
   for (const ExchangePtr& e :
        Take([&](const Exchange& e) { return e.key.run_id == run_id; })) {
     Finish(*e, status);
   }
+}
+
+void Exchanges::FailEverywhere(uint64_t program, int64_t run_id,
+                               const Status& status) {
+  peers_->SendFail(NameLaunch(program, run_id), status);
+  FailRun(run_id, status);
+}
+
+void Exchanges::WithRunId(const Launch& launch,
+                          std::function<void(int64_t)> act) {
+  std::optional<int64_t> run_id;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    run_id = launches_.RunId(launch);
+    if (!run_id) {
+      early_[launch.program].push_back(
+          [this, launch, act] { WithRunId(launch, act); });
+    }
+  }
+  if (run_id) act(*run_id);
+}
+
+Launch Exchanges::NameLaunch(uint64_t program, int64_t run_id) {
+  std::vector<std::function<void()>> early;
+  Launch launch;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    launch = launches_.Name(program, run_id);
+    auto node = early_.extract(program);
+    if (!node.empty()) early = std::move(node.mapped());
+  }
+  for (const auto& act : early) act();
+  return launch;
 }
 
 void Exchanges::Fail(const Call& call, Status status) {
@@ -296,7 +343,7 @@ void Exchanges::Fail(const Call& call, Status status) {
                                       index % topology().ep_size);
   status = Status(status.code(),
                   StrCat(Describe(call), ", ", rank, ": ", status.message()));
-  FailRun(call.run_id, status, /*tell_peers=*/true);
+  FailEverywhere(call.site->program, call.run_id, status);
   call.done(status);
 }
 
@@ -319,25 +366,28 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                         static_cast<int64_t>(memory->bytes()) &&
                     StagedBytes(signature) <= memory->bytes();
   if (!sane) {
-    return FailRun(m.run_id,
-                   Status(Code::kInternal,
-                          StrCat("process ", process,
-                                 " sent a post that makes no sense, or its "
-                                 "shared memory could not be mapped")),
-                   /*tell_peers=*/true);
+    const Status status(Code::kInternal,
+                        StrCat("process ", process,
+                               " sent a post that makes no sense, or its "
+                               "shared memory could not be mapped"));
+    return WithRunId(m.launch, [this, m, status](int64_t run_id) {
+      FailEverywhere(m.launch.program, run_id, status);
+    });
   }
   part.contribution.table = {memory->data(),
                              memory->data() + SecondOffset(signature)};
-  const Key key = {m.domain, m.run_id, m.program, m.position, m.clone, m.op};
-  ExchangePtr ready;
-  if (!Add(key, what, std::move(part), m.rank, &ready).ok()) {
-    return peers_->SendRelease(process, m.segment);
-  }
-  if (ready) {
-    workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
-      self->Run(ready, nullptr);
-    });
-  }
+  WithRunId(m.launch, [this, m, what, part](int64_t run_id) {
+    const Key key = {m.domain,   m.launch.program, run_id,
+                     m.position, m.clone,          m.op};
+    ExchangePtr ready;
+    if (!Add(key, what, part, m.rank, &ready).ok()) {
+      peers_->SendRelease(part.process, part.segment);
+    } else if (ready) {
+      workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
+        self->Run(ready, nullptr);
+      });
+    }
+  });
 }
 
 void Exchanges::OnGone(int32_t process, bool orderly) {
@@ -375,17 +425,17 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
 
 void Exchanges::OnTick() {
   const Clock::time_point now = Clock::now();
-  std::vector<ExchangePtr> late;
+  std::vector<std::pair<Key, Status>> late;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [key, queue] : pending_) {
       for (const ExchangePtr& e : queue) {
-        if (e->deadline <= now) late.push_back(e);
+        if (e->deadline <= now) late.emplace_back(key, Late(*e));
       }
     }
   }
-  for (const ExchangePtr& e : late) {
-    FailRun(e->key.run_id, Late(*e), /*tell_peers=*/true);
+  for (const auto& [key, status] : late) {
+    FailEverywhere(key.program, key.run_id, status);
   }
 }
 

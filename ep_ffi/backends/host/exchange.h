@@ -40,6 +40,7 @@
 #include <utility>
 #include <vector>
 
+#include "ep_ffi/backends/host/launches.h"
 #include "ep_ffi/backends/host/peers.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/workers.h"
@@ -53,6 +54,7 @@ namespace ep::host {
 // fingerprint of the routing.
 struct Signature {
   enum Field {
+    kExperts,
     kTokens,
     kTopK,
     kWidth,
@@ -108,7 +110,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void Fail(const Call& call, Status status);
 
   // Fails a run that another group, or another process, knows to have failed.
-  void FailRun(int64_t run_id, const Status& status, bool tell_peers);
+  void FailRun(int64_t run_id, const Status& status);
 
   void Close();
 
@@ -119,14 +121,14 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   struct Key {
     int32_t domain;
-    int64_t run_id;
     uint64_t program;
+    int64_t run_id;
     int64_t position;
     int64_t clone;
     int32_t op;
 
     auto Tie() const {
-      return std::tie(domain, run_id, program, position, clone, op);
+      return std::tie(domain, program, run_id, position, clone, op);
     }
     bool operator<(const Key& other) const { return Tie() < other.Tie(); }
   };
@@ -181,18 +183,29 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   template <typename Match>
   void Break(const Status& cause, Match match);
 
+  // Fails a run on all ranks of the group.
+  void FailEverywhere(uint64_t program, int64_t run_id, const Status& status);
+
+  // Does `act` with the run id here of a peer's launch: now, or once the
+  // program runs here.
+  void WithRunId(const Launch& launch, std::function<void(int64_t)> act);
+  // Names a launch of this process, and does what waited for it.
+  Launch NameLaunch(uint64_t program, int64_t run_id);
+
   void OnPost(int32_t process, const Message& message, const std::string& what,
               const Mapping* memory);
   void OnGone(int32_t process, bool orderly);
   void OnTick();
-  Status Late(const Exchange& exchange) const;
+  Status Late(const Exchange& exchange) const;  // mutex_ held
 
   const Options options_;
   std::vector<std::vector<int32_t>> peers_of_domain_;
 
   std::mutex mutex_;
   std::map<Key, std::list<ExchangePtr>> pending_;
-  std::deque<std::pair<int64_t, Status>> failed_runs_;  // the latest
+  Launches launches_;
+  std::map<uint64_t, std::vector<std::function<void()>>> early_;  // by program
+  std::deque<std::pair<int64_t, Status>> failed_runs_;            // the latest
   Status closed_;                   // not ok once this process closed the group
   Status died_;                     // not ok once a peer died
   std::map<int32_t, Status> gone_;  // by process: died, or closed the group

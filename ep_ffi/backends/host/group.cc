@@ -13,6 +13,7 @@ namespace {
 
 Signature SignatureOf(const PlanDims& dims) {
   Signature s;
+  s[Signature::kExperts] = dims.num_experts;
   s[Signature::kTokens] = dims.num_tokens;
   s[Signature::kTopK] = dims.top_k;
   s[Signature::kCapacity] = dims.capacity;

@@ -40,7 +40,7 @@ class HostGroup : public Group {
   void DispatchBwd(Call call, const GatherArgs& args) override;
   void CombineBwd(Call call, const ScatterArgs& args) override;
   void FailRun(int64_t run_id, const Status& status) override {
-    exchanges_->FailRun(run_id, status, /*tell_peers=*/true);
+    exchanges_->FailRun(run_id, status);
   }
   void Close() override { exchanges_->Close(); }
 

@@ -312,10 +312,10 @@ void Peers::SendRelease(int32_t process, uint64_t segment) {
   Send(*links_[process], message, "", -1);
 }
 
-void Peers::SendFail(int64_t run_id, const Status& status) {
+void Peers::SendFail(const Launch& launch, const Status& status) {
   Message message = {};
   message.type = Message::kFail;
-  message.run_id = run_id;
+  message.launch = launch;
   message.code = static_cast<int32_t>(status.code());
   for (auto& link : links_) {
     if (link) Send(*link, message, status.message(), -1);
@@ -395,7 +395,10 @@ void Peers::Receive(Link& link) {
     header.msg_controllen = sizeof(control);
     const ssize_t size =
         recvmsg(link.socket.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (size < 0 && errno == EAGAIN) return;
+    // A peer that leaves with our messages unread resets the connection. That
+    // is reported once, before what it had sent itself.
+    if (size < 0 && (errno == EINTR || errno == ECONNRESET)) continue;
     Fd fd;
     cmsghdr* c = size > 0 ? CMSG_FIRSTHDR(&header) : nullptr;
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS) {

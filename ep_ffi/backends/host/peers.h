@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "ep_ffi/backends/host/launches.h"
 #include "ep_ffi/backends/host/segment.h"
 #include "ep_ffi/core/status.h"
 
@@ -41,8 +42,7 @@ struct Message {
   int32_t code;             // kFail
   int32_t domain, rank;     // kPost
   int32_t op;               // kPost
-  int64_t run_id;           // kPost, kFail
-  uint64_t program;         // kPost
+  Launch launch;            // kPost, kFail: as the sender names it
   int64_t position, clone;  // kPost
   uint64_t segment;         // kSegment, kPost, kRelease: of its owner
   int64_t signature[12];    // kPost
@@ -82,7 +82,7 @@ class Peers {
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& text);
   void SendRelease(int32_t process, uint64_t segment);
-  void SendFail(int64_t run_id, const Status& status);
+  void SendFail(const Launch& launch, const Status& status);
   // The last message; waits a moment for those still queued.
   void SendBye();
 
