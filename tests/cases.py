@@ -13,6 +13,7 @@ ranks, and received rows have a leading axis of one entry per rank. They are
 numpy arrays, drawn alike on every process.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -164,52 +165,34 @@ class LocalOps(Ops):
     return super().combine(*jax.tree.map(lambda x: x[0], (rows, weights)))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Oracle:
   """What the ops must return: the reference, mapped over the EP domains."""
 
-  def __init__(self, layer, topk_idx):
-    self._lead = topk_idx.shape[:-1]
-    self._domains = (ranks(layer) // layer.ep_size, layer.ep_size)
-    self._capacity = {"capacity": layer.capacity}
-    self._routing = _mapped(
-      reference.prepare,
-      num_experts=layer.group.num_experts,
-      alignment=layer.alignment,
-      **self._capacity,
-    )(self._tokens_in(topk_idx))
+  routing: reference.Routing  # with a leading axis of domains
+  capacity: int = dataclasses.field(metadata=dict(static=True))
+  lead: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   def sizes(self):
-    _, _, *sizes = self._routing
-    return tuple(self._rows_out(x) for x in sizes)
+    return self._map(_sizes, "->rrr")
 
   def dispatch(self, tokens, weights):
-    recv = _mapped(reference.dispatch, **self._capacity)(
-      self._routing, self._tokens_in(tokens), self._tokens_in(weights)
-    )
-    return tuple(self._rows_out(x) for x in recv)
+    return self._map(_dispatch, "tt->rr", tokens, weights)
 
   def combine(self, rows, weights=None):
     if weights is None:
-      out = _mapped(reference.combine)(self._routing, self._rows_in(rows))
-    else:  # op by op, because jit may contract product and sum
-      out = jax.vmap(reference.combine)(
-        self._routing, self._rows_in(rows), self._rows_in(weights)
-      )
-    return self._tokens_out(out)
+      return self._map(_combine, "r->t", rows)
+    # Not compiled, because XLA may contract product and sum.
+    return self._map(_combine, "rr->t", rows, weights, compiled=False)
 
   def dispatch_bwd(self, primals, cotangents):
     _, weights = primals
-    g_tokens, g_weights = _mapped(reference.dispatch_bwd)(
-      self._routing, *map(self._rows_in, cotangents)
-    )
-    g_weights = g_weights.astype(weights.dtype)
-    return self._tokens_out(g_tokens), self._tokens_out(g_weights)
+    g_tokens, g_weights = self._map(_dispatch_bwd, "rr->tt", *cotangents)
+    return g_tokens, g_weights.astype(weights.dtype)
 
   def combine_bwd(self, primals, cotangent):
-    g = _mapped(reference.combine_bwd, **self._capacity)(
-      self._routing, self._tokens_in(cotangent)
-    )
-    g = self._rows_out(g)
+    g = self._map(_combine_bwd, "t->r", cotangent)
     if len(primals) == 1:
       return (g,)
     g = g.astype(jnp.float32)
@@ -217,25 +200,85 @@ class Oracle:
     grads = g * weights[..., None], (g * rows).sum(-1)
     return tuple(d.astype(x.dtype) for d, x in zip(grads, primals, strict=True))
 
-  def _tokens_in(self, x):  # [R * T, ...] -> [domains, P, T, H or K]
-    x = jnp.asarray(x)
-    per_rank = x.size // (math.prod(self._domains) * x.shape[-1])
-    return x.reshape(*self._domains, per_rank, x.shape[-1])
-
-  def _tokens_out(self, x):
-    return x.reshape(*self._lead, x.shape[-1])
-
-  def _rows_in(self, x):  # [R, ...] -> [domains, P, ...]
-    x = jnp.asarray(x)
-    return x.reshape(*self._domains, *x.shape[1:])
-
-  def _rows_out(self, x):
-    return x.reshape(-1, *x.shape[2:])
+  def _map(self, fn, kinds, *arrays, compiled=True):
+    if isinstance(self.routing.slot, jax.core.Tracer):
+      compiled = False  # by itself: it is part of a larger program
+    call = _compiled_map_domains if compiled else _map_domains
+    return call(fn, kinds, self, *arrays)
 
 
-@functools.cache
-def _mapped(fn, **options):
-  return jax.jit(jax.vmap(functools.partial(fn, **options)))
+def _map_domains(fn, kinds, oracle, *arrays):
+  """`fn(oracle, routing, *arrays)` for the arrays of each domain.
+
+  `kinds`, as "tt->rr", has a letter for each array and result of the global
+  view: tokens `[R * T, ...]` or rows `[R, ...]`.
+  """
+  domains = oracle.routing.slot.shape[:2]
+  split = {
+    "t": lambda x: x.reshape(*domains, -1, x.shape[-1]),
+    "r": lambda x: x.reshape(*domains, *x.shape[1:]),
+  }
+  join = {
+    "t": lambda x: x.reshape(*oracle.lead, x.shape[-1]),
+    "r": lambda x: x.reshape(-1, *x.shape[2:]),
+  }
+  kinds_in, kinds_out = kinds.split("->")
+  arrays = [split[k](x) for k, x in zip(kinds_in, arrays, strict=True)]
+  out = jax.vmap(functools.partial(fn, oracle))(oracle.routing, *arrays)
+  if len(kinds_out) == 1:
+    return join[kinds_out](out)
+  return tuple(join[k](x) for k, x in zip(kinds_out, out, strict=True))
+
+
+# Compiled in half the time, to be run once or twice.
+_jit_quickly = functools.partial(
+  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+_compiled_map_domains = _jit_quickly(_map_domains, static_argnums=(0, 1))
+
+
+@functools.partial(
+  _jit_quickly, static_argnames=("num_experts", "capacity", "alignment")
+)
+def _prepare(topk_idx, *, num_experts, capacity, alignment):
+  prepare = functools.partial(
+    reference.prepare,
+    num_experts=num_experts,
+    capacity=capacity,
+    alignment=alignment,
+  )
+  return jax.vmap(prepare)(topk_idx)
+
+
+def _sizes(_, routing):
+  return routing.group_sizes, routing.token_counts, routing.total_recv_tokens
+
+
+def _dispatch(oracle, *args):
+  return reference.dispatch(*args, capacity=oracle.capacity)
+
+
+def _combine(_, *args):
+  return reference.combine(*args)
+
+
+def _dispatch_bwd(_, *args):
+  return reference.dispatch_bwd(*args)
+
+
+def _combine_bwd(oracle, *args):
+  return reference.combine_bwd(*args, capacity=oracle.capacity)
+
+
+def make_oracle(layer, topk_idx):
+  domains = (ranks(layer) // layer.ep_size, layer.ep_size)
+  routing = _prepare(
+    topk_idx.reshape(*domains, -1, layer.top_k),
+    num_experts=layer.group.num_experts,
+    capacity=layer.capacity,
+    alignment=layer.alignment,
+  )
+  return Oracle(routing, layer.capacity, topk_idx.shape[:-1])
 
 
 def sizes(ops):
@@ -294,7 +337,7 @@ class Case:
 
   @functools.cached_property
   def oracle(self):
-    return Oracle(self.layer, self.topk_idx)
+    return make_oracle(self.layer, self.topk_idx)
 
   def tokens(self, dtype=jnp.float32):
     """`[R * T, H]`."""
@@ -434,14 +477,13 @@ def check(*claims, view=global_view):
 
 def expected(case, fn, *arrays):
   """`fn(Oracle, *arrays)`, op by op unless no rounding can show it."""
-  if case.whole:
-    return _compiled_oracle(case.layer, fn)(case.topk_idx, *arrays)
-  return fn(case.oracle, *arrays)
+  call = _compiled(fn) if case.whole else fn
+  return call(case.oracle, *arrays)
 
 
 @functools.cache
-def _compiled_oracle(layer, fn):
-  return jax.jit(lambda topk_idx, *x: fn(Oracle(layer, topk_idx), *x))
+def _compiled(fn):
+  return _jit_quickly(fn)
 
 
 def assert_same(actual, expected):

@@ -12,6 +12,7 @@ from cases import (
   assert_same,
   Case,
   everything,
+  expected,
   layer,
   Ops,
   there_and_back,
@@ -35,7 +36,7 @@ def check_handle(case, handle):
   inputs = case.inputs()
   with_handle = jax.jit(lambda handle, *x: everything(Ops(handle), *x))
   actual = with_handle(handle, *map(case.put, inputs))
-  assert_same(actual, everything(case.oracle, *inputs))
+  assert_same(actual, expected(case, everything, *inputs))
 
 
 def test_jit_boundary(case):
@@ -82,7 +83,7 @@ def test_donated(case):
     x = tokens * np.float32(scale)
     handle, out = step(given, case.put(x), case.put(weights))
     assert given.mem.is_deleted()
-    assert_same(out, there_and_back(case.oracle, x, weights))
+    assert_same(out, expected(case, there_and_back, x, weights))
 
 
 def closed_over(ops, tokens, weights):
@@ -102,10 +103,11 @@ def carried(ops, tokens, weights):
 @pytest.mark.parametrize("scan", [closed_over, carried])
 def test_scan(case, scan):
   tokens, weights = case.tokens(), case.weights()
-  expected = [
-    there_and_back(case.oracle, tokens * np.float32(s), weights) for s in STEPS
+  steps = [
+    expected(case, there_and_back, tokens * np.float32(step), weights)
+    for step in STEPS
   ]
-  assert_same(case.run(scan, tokens, weights), np.stack(expected))
+  assert_same(case.run(scan, tokens, weights), np.stack(steps))
 
 
 @pytest.mark.parametrize("scan", [closed_over, carried])
@@ -114,12 +116,14 @@ def test_backward_of_scan(case, scan):
     _, vjp = jax.vjp(lambda *x: scan(ops, *x), tokens, weights)
     return vjp(jnp.stack([g] * len(STEPS)))
 
-  def expected(oracle, tokens, weights, g):
+  def grads_of_one_step(oracle, tokens, weights, g):
     _, vjp = jax.vjp(lambda *x: there_and_back(oracle, *x), tokens, weights)
     return jax.tree.map(lambda x: x * STEPS.sum(dtype=np.float32), vjp(g))
 
   inputs = case.tokens(), case.weights(), case.tokens()
-  assert_same(case.run(grads, *inputs), expected(case.oracle, *inputs))
+  assert_same(
+    case.run(grads, *inputs), expected(case, grads_of_one_step, *inputs)
+  )
 
 
 def shifted(topk_idx, step):
@@ -143,12 +147,12 @@ def test_stacked(case):
 
   tokens, weights = case.tokens(), case.weights()
   actual = program(*map(case.put, (case.topk_idx, tokens, weights)))
-  expected = []
+  steps = []
   for step in STEPS:
     ids = np.asarray(shifted(case.topk_idx, step), np.int32)
-    oracle = Case(case.layer, ids).oracle
-    expected.append(there_and_back(oracle, tokens, weights))
-  assert_same(actual, np.stack(expected))
+    at_step = Case(case.layer, ids, whole=True)
+    steps.append(expected(at_step, there_and_back, tokens, weights))
+  assert_same(actual, np.stack(steps))
 
 
 def squared(ops, tokens, weights):
@@ -160,21 +164,23 @@ def squared(ops, tokens, weights):
 def test_checkpoint(case, inside):
   """The handle is an input of the rematerialised block, or made in it."""
 
+  def prepared(topk_idx):
+    return Ops(ep.ep_prepare(case.layer, topk_idx))
+
+  @jax.checkpoint
+  def block(routing, *x):
+    return squared(prepared(routing) if inside else Ops(routing), *x)
+
   @jax.jit
   def program(topk_idx, tokens, weights, g):
-    def prepared(topk_idx):
-      return ep.ep_prepare(case.layer, topk_idx)
+    routing = topk_idx if inside else prepared(topk_idx).handle
+    out, vjp = jax.vjp(lambda *x: block(routing, *x), tokens, weights)
+    return out, vjp(g)
 
-    def block(handle, *x):
-      return squared(Ops(prepared(handle) if inside else handle), *x)
-
-    routing = topk_idx if inside else prepared(topk_idx)
-    remat = jax.checkpoint(block)
-    out, vjp = jax.vjp(lambda *x: remat(routing, *x), tokens, weights)
+  def squared_and_back(oracle, tokens, weights, g):
+    out, vjp = jax.vjp(lambda *x: squared(oracle, *x), tokens, weights)
     return out, vjp(g)
 
   inputs = case.tokens(), case.weights(), case.tokens()
   actual = program(*map(case.put, (case.topk_idx, *inputs)))
-  *primals, g = inputs
-  out, vjp = jax.vjp(lambda *x: squared(case.oracle, *x), *primals)
-  assert_same(actual, (out, vjp(g)))
+  assert_same(actual, expected(case, squared_and_back, *inputs))
