@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from typing import Any
@@ -11,7 +10,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from ep._src import compat, ffi, rendezvous
+from ep._src import ffi, rendezvous
+from ep._src.program import ProgramNames
 
 _OVERFLOW = ("error", "drop")
 _TAILS = ("zero", "unspecified")
@@ -22,37 +22,6 @@ _BACKENDS = ("host",)
 def _check(condition: bool, what: str, message: str) -> None:
   if not condition:
     raise ValueError(f"{what}: {message}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _ProgramName:
-  group: str
-  name: str
-
-
-class _Programs:
-  """Names the programs of a group, by order of lowering.
-
-  Ops of different ranks meet by the program that they belong to, and two
-  programs may have the same text: `jax.jit` of equal functions. The number in
-  the name makes their texts differ, and so all that XLA derives from them.
-  """
-
-  def __init__(self, group: str):
-    self._group = group
-    self._count = collections.Counter()
-
-  def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
-    """The name of the program being lowered, like "jit_step#0"."""
-    notes = compat.module_notes(ctx)
-    for note in notes:
-      if isinstance(note, _ProgramName) and note.group == self._group:
-        return note.name
-    module = compat.module_name(ctx)
-    name = f"{module}#{self._count[module]}"
-    self._count[module] += 1
-    notes.append(_ProgramName(self._group, name))
-    return name
 
 
 class _Lifetime:
@@ -94,7 +63,7 @@ class EpGroup:
   backend: str
   max_num_sms: int
   timeout_s: float
-  programs: _Programs | None = dataclasses.field(
+  programs: ProgramNames | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
   _lifetime: _Lifetime | None = dataclasses.field(default=None, repr=False)
@@ -381,7 +350,7 @@ def ep_bootstrap(
     ) from e
   rendezvous.connect(group)
   return dataclasses.replace(
-    group, programs=_Programs(group.name), _lifetime=_Lifetime(group.name)
+    group, programs=ProgramNames(group.name), _lifetime=_Lifetime(group.name)
   )
 
 

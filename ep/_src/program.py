@@ -1,0 +1,41 @@
+"""Names for the programs of a group, equal on all processes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from ep._src import compat
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+  """Left in a module: the name that it has in a group."""
+
+  group: str
+  name: str
+
+
+class ProgramNames:
+  """Names the programs of a group, by order of lowering.
+
+  Ops of different ranks meet by the program that they belong to, and two
+  programs may have the same text: `jax.jit` of equal functions. The number in
+  the name makes their texts differ, and so all that XLA derives from them.
+  """
+
+  def __init__(self, group: str):
+    self._group = group
+    self._count = collections.Counter()
+
+  def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
+    """The name of the program being lowered, like "jit_step#0"."""
+    notes = compat.module_notes(ctx)
+    for note in notes:
+      if isinstance(note, _Note) and note.group == self._group:
+        return note.name
+    module = compat.module_name(ctx)
+    name = f"{module}#{self._count[module]}"
+    self._count[module] += 1
+    notes.append(_Note(self._group, name))
+    return name
