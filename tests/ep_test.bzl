@@ -12,6 +12,7 @@ def ep_test(
         worlds = ["1x4", "4x1"],
         platform = "cpu",
         size = "small",
+        tags = [],
         **kwargs):
     """One py_test per world, named <name>_<world>_<platform>, and a suite.
 
@@ -26,6 +27,7 @@ def ep_test(
       platform: "cpu". A GPU variant is a second call with another platform.
       size: Bazel's. The ranks are ended, their stacks in their logs, somewhat
         before Bazel would end the test.
+      tags: added to ours, which tell Bazel how many processes run.
       **kwargs: passed on to py_test.
     """
     srcs = srcs or [name + ".py"]
@@ -45,6 +47,7 @@ def ep_test(
             ],
             data = srcs,
             env = {"JAX_PLATFORMS": platform},
+            tags = tags + ["cpu:" + world.split("x")[0]],
             deps = deps + ["//tests:harness"],
             **kwargs
         )
