@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 import numpy as np
-import pytest
 
 from conftest import assert_shards_equal, make_mesh, TIMEOUT_S, to_global
 import ep
@@ -374,21 +373,27 @@ class Case:
     """`run` equals `fn(Oracle, *arrays)`, bit for bit."""
     check((self, fn, *arrays), **view)
 
-  def check_error(self, words, fn, *arrays, **view):
-    """`run` fails on every rank of this process, with all these words."""
+  def errors(self, fn, *arrays):
+    """What `run` fails with on each rank of this process; "" if it does not."""
+    shards = self.put(np.arange(ranks(self.layer))).addressable_shards
+    errors = {shard.index[0].start: "" for shard in shards}
     try:
-      leaves = jax.tree.leaves(self.run(fn, *arrays, **view))
+      leaves = jax.tree.leaves(self.run(fn, *arrays))
     except RUN_TIME_ERRORS as error:
-      messages = [str(error)]
-    else:
-      messages = [
-        _error_of(shard.data)
-        for leaf in leaves
-        for shard in leaf.addressable_shards
-      ]
-    for message in messages:
+      return dict.fromkeys(errors, str(error))
+    for leaf in leaves:
+      for rank, shard in zip(errors, leaf.addressable_shards, strict=True):
+        try:
+          shard.data.block_until_ready()
+        except RUN_TIME_ERRORS as error:
+          errors[rank] = str(error)
+    return errors
+
+  def check_error(self, words, fn, *arrays):
+    """`run` fails on every rank, with all these words."""
+    for error in self.errors(fn, *arrays).values():
       for word in words:
-        assert word in message
+        assert word in error
 
   def _numbers(self, shape, dtype):
     if self.whole:
@@ -398,12 +403,6 @@ class Case:
   def _distinct(self, shape):
     numbers = 1 + self._rng.permutation(math.prod(shape)).reshape(shape)
     return (numbers / 64).astype(np.float32)
-
-
-def _error_of(array):
-  with pytest.raises(RUN_TIME_ERRORS) as error:
-    array.block_until_ready()
-  return str(error.value)
 
 
 def ranks(layer):
