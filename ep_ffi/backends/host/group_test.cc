@@ -1,0 +1,146 @@
+// The host backend in its worlds. Processes are played by threads here: what
+// makes a group one process's is its number alone, so sockets and shared
+// memory are as real as between processes. See process_test.cc for those.
+
+#include "ep_ffi/backends/host/group.h"
+
+#include <dirent.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/testing/conformance.h"
+
+namespace ep::host {
+namespace {
+
+using testing::Backend;
+using testing::Conformance;
+using testing::Domain;
+using testing::WorldOptions;
+
+// Ranks are dealt to processes in turn; there are no empty processes.
+std::vector<Domain> MakeHostWorld(const WorldOptions& options,
+                                  int32_t max_processes) {
+  static std::atomic<int> num_worlds{0};
+  const int32_t num_ranks = options.num_domains * options.ep_size;
+  HostGroup::Options common = {};
+  common.name = StrCat("world_", num_worlds++);
+  common.secret = StrCat(common.name, " of ", getpid());
+  common.num_experts = options.num_experts;
+  common.timeout_s = options.timeout_s;
+  common.topology.num_processes = std::min(num_ranks, max_processes);
+  common.topology.ep_size = options.ep_size;
+  for (int32_t i = 0; i < num_ranks; ++i) {
+    common.topology.members.push_back(
+        {i % common.topology.num_processes, /*device=*/100 + i});
+  }
+
+  std::vector<std::shared_ptr<Group>> groups(common.topology.num_processes);
+  testing::ForEachRank(groups.size(), [&](int64_t process) {
+    HostGroup::Options mine = common;
+    mine.topology.process = process;
+    const Status created = HostGroup::Create(mine, &groups[process]);
+    EXPECT_TRUE(created.ok()) << created.message();
+  });
+
+  std::vector<Domain> domains(options.num_domains);
+  for (int32_t i = 0; i < num_ranks; ++i) {
+    const Topology::Member& member = common.topology.members[i];
+    Domain& domain = domains[i / options.ep_size];
+    domain.groups.push_back(groups[member.process]);
+    domain.devices.push_back(member.device);
+  }
+  return domains;
+}
+
+Backend HostBackend(const std::string& name, int32_t max_processes) {
+  return {name, [max_processes](const WorldOptions& options) {
+            return MakeHostWorld(options, max_processes);
+          }};
+}
+
+INSTANTIATE_TEST_CASE_P(Host, Conformance,
+                        ::testing::Values(HostBackend("OneProcess", 1),
+                                          HostBackend("TwoProcesses", 2),
+                                          HostBackend("FourProcesses", 4)));
+
+// A routing of two ranks, one token each, with room to spare.
+constexpr PlanDims kTwoRanks = {
+    /*num_experts=*/2, /*ep_size=*/2,
+    /*num_tokens=*/1,  /*top_k=*/1,
+    /*capacity=*/8,    /*alignment=*/1,
+    /*drop=*/false};
+
+testing::StepPtr PrepareStep(const Domain& domain, const PlanDims& dims) {
+  std::vector<testing::RankInput> inputs(dims.ep_size);
+  for (testing::RankInput& input : inputs) {
+    input.dims = dims;
+    input.topk_idx.resize(dims.num_choices(), 0);
+  }
+  return testing::Step::Make(domain, Op::kPrepare, {/*run_id=*/1}, inputs);
+}
+
+TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
+  Domain domain = MakeHostWorld({2, 2}, 1)[0];
+  domain.devices[1] = 7;
+  for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
+    EXPECT_EQ(Code::kFailedPrecondition, status.code());
+    EXPECT_NE(std::string::npos, status.message().find("device 7 is not in"))
+        << status.message();
+  }
+}
+
+// What the process holds that a group could leave behind.
+struct Holdings {
+  size_t descriptors, segments, threads;
+};
+
+Holdings CountHoldings() {
+  const auto count_files = [](const char* path) {
+    DIR* folder = opendir(path);
+    size_t count = 0;
+    while (readdir(folder)) ++count;
+    closedir(folder);
+    return count;
+  };
+  Holdings holdings = {count_files("/proc/self/fd"), 0,
+                       count_files("/proc/self/task")};
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    holdings.segments += line.find("memfd:ep_ffi") != std::string::npos;
+  }
+  return holdings;
+}
+
+TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
+  const auto cycle = [] {
+    const Domain domain = MakeHostWorld({2, 2}, 2)[0];
+    for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
+      ASSERT_TRUE(status.ok()) << status.message();
+    }
+    for (const auto& group : domain.groups) group->Close();
+  };
+  cycle();  // what is made once and kept
+  const Holdings before = CountHoldings();
+  for (int i = 0; i < 200; ++i) cycle();
+  // The last threads end, and drop what they hold, in their own time.
+  Holdings after = CountHoldings();
+  for (int i = 0; i < 500 && after.threads > before.threads; ++i) {
+    usleep(10000);
+    after = CountHoldings();
+  }
+  EXPECT_LE(after.descriptors, before.descriptors);
+  EXPECT_LE(after.segments, before.segments);
+  EXPECT_LE(after.threads, before.threads);
+}
+
+}  // namespace
+}  // namespace ep::host

@@ -1,0 +1,45 @@
+#include "ep_ffi/backends/host/launches.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace ep::host {
+namespace {
+
+constexpr uint64_t kProgram = 5;
+
+TEST(LaunchesTest, RunIdsThatAreNearAreTheSame) {
+  Launches here, there;
+  (void)here.Name(kProgram, 1001);
+  // A peer that saw the second launch first, and so counts from there.
+  for (int64_t run_id : {1002, 1001, 1003}) {
+    EXPECT_EQ(run_id, here.RunId(there.Name(kProgram, run_id)));
+  }
+}
+
+TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
+  constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  // Fingerprints use all 64 bits.
+  for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2}) {
+    Launches here, there;
+    (void)here.Name(kProgram, kMax / 2 + 1);
+    for (int64_t i = 0; i < 3; ++i) {
+      EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(there.Name(kProgram, first + i)));
+    }
+  }
+}
+
+TEST(LaunchesTest, AProgramIsUnknownUntilItRuns) {
+  Launches here, there;
+  (void)here.Name(kProgram + 1, 1000);
+  const Launch launch = there.Name(kProgram, 1000);
+  EXPECT_FALSE(here.RunId(launch).has_value());
+  (void)here.Name(kProgram, 1000);
+  EXPECT_EQ(1000, here.RunId(launch));
+}
+
+}  // namespace
+}  // namespace ep::host

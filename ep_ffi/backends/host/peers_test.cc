@@ -1,0 +1,223 @@
+// Connections, with threads for processes: the number alone tells them apart.
+
+#include "ep_ffi/backends/host/peers.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace ep::host {
+namespace {
+
+std::string NewSecret() {
+  static int count = 0;
+  return StrCat("peers_test ", getpid(), " ", count++);
+}
+
+Peers::Options OptionsOf(int32_t process, int32_t num_processes,
+                         const std::string& secret, double timeout_s = 30) {
+  return {process, num_processes, secret, timeout_s, /*tick_s=*/0.01};
+}
+
+std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
+  const std::string secret = NewSecret();
+  std::vector<std::unique_ptr<Peers>> all(num_processes);
+  std::vector<std::thread> threads;
+  for (int32_t p = num_processes - 1; p >= 0; --p) {
+    threads.emplace_back([&, p] {
+      const Status status =
+          Peers::Connect(OptionsOf(p, num_processes, secret), &all[p]);
+      EXPECT_TRUE(status.ok()) << status.message();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return all;
+}
+
+// Writes down what arrives, a line for each message. It must outlive its Peers.
+class Log {
+ public:
+  Peers::Handlers Handlers() {
+    return {
+        [this](int32_t process, const Message& m, const std::string& text,
+               const Mapping* memory) {
+          Add(StrCat(
+              "post ", m.launch.run_id, " of ", text, " from ", process, ": ",
+              memory ? reinterpret_cast<char*>(memory->data()) : "nothing"));
+        },
+        [this](const Message& m, const std::string& text) {
+          Add(StrCat("fail ", m.launch.run_id, " with ", m.code, ": ", text));
+        },
+        [this](int32_t process, bool orderly) {
+          Add(StrCat(process, orderly ? " ended" : " died"));
+        },
+        [this] { ++ticks_; }};
+  }
+
+  // Waits until there are as many lines as expected.
+  void Expect(const std::vector<std::string>& expected) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, std::chrono::seconds(30),
+                      [&] { return lines_.size() >= expected.size(); });
+    EXPECT_EQ(expected, lines_);
+  }
+  int ticks() const { return ticks_; }
+
+ private:
+  void Add(std::string line) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // The end of a connection may be noticed more than once.
+    if (!lines_.empty() && lines_.back() == line) return;
+    lines_.push_back(std::move(line));
+    changed_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::string> lines_;
+  std::atomic<int> ticks_{0};
+};
+
+// Posts `text` as the rows of a run.
+void Post(Peers* from, int32_t to, int64_t run_id, const char* text) {
+  Segment* segment = from->Acquire(std::strlen(text) + 1, 1);
+  ASSERT_NE(nullptr, segment);
+  std::strcpy(reinterpret_cast<char*>(segment->memory.data()), text);
+  Message message = {};
+  message.launch.run_id = run_id;
+  message.segment = segment->id;
+  from->SendPost({to}, message, "op");
+}
+
+TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
+  Log log;
+  auto peers = ConnectAll(3);
+  Post(peers[2].get(), 0, 7, "seven");
+  Post(peers[2].get(), 0, 8, "eight");
+  peers[2]->SendFail({0, 9, 0}, Status(Code::kInternal, "nine"));
+  peers[2]->SendBye();
+  peers[0]->Start(log.Handlers());
+  log.Expect({"post 7 of op from 2: seven", "post 8 of op from 2: eight",
+              StrCat("fail 9 with ", int(Code::kInternal), ": nine"),
+              "2 ended"});
+}
+
+TEST(PeersTest, SendersDoNotWaitForReceivers) {
+  constexpr int kPosts = 5000;  // more than a socket takes
+  Log sender, receiver;
+  auto peers = ConnectAll(2);
+  peers[0]->Start(sender.Handlers());
+  std::vector<std::string> expected;
+  for (int i = 0; i < kPosts; ++i) {
+    peers[0]->SendFail({0, i, 0},
+                       Status(Code::kInternal, std::string(500, 'x')));
+    expected.push_back(StrCat("fail ", i, " with ", int(Code::kInternal), ": ",
+                              std::string(500, 'x')));
+  }
+  peers[1]->Start(receiver.Handlers());
+  receiver.Expect(expected);
+}
+
+TEST(PeersTest, LongMessagesAreCut) {
+  Log log;
+  auto peers = ConnectAll(2);
+  peers[1]->Start(log.Handlers());
+  peers[0]->SendFail({0, 1, 0},
+                     Status(Code::kInternal, std::string(100000, 'x')));
+  peers[0]->SendFail({0, 2, 0}, Status(Code::kInternal, "short"));
+  const std::string code = StrCat(" with ", int(Code::kInternal), ": ");
+  log.Expect({StrCat("fail 1", code, std::string(4096, 'x')),
+              StrCat("fail 2", code, "short")});
+}
+
+TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
+  Log log;
+  auto peers = ConnectAll(2);
+  peers[0]->Start(log.Handlers());
+  const Segment* first = peers[0]->Acquire(10, 1);
+  const Segment* second = peers[0]->Acquire(10, 1);
+  EXPECT_NE(first, second);
+  peers[1]->SendRelease(0, first->id);
+  peers[1]->SendFail({0, 1, 0},
+                     Status());  // tells when the release has arrived
+  log.Expect({"fail 1 with 0: "});
+  EXPECT_EQ(first, peers[0]->Acquire(10, 1));
+}
+
+TEST(PeersTest, AVanishedPeerHasDied) {
+  Log log;
+  auto peers = ConnectAll(3);
+  peers[0]->Start(log.Handlers());
+  Post(peers[1].get(), 0, 1, "last words");
+  peers[1].reset();
+  log.Expect({"post 1 of op from 1: last words", "1 died"});
+}
+
+// A socket that is closed with messages unread makes the other side's next
+// call fail, though there may still be something to receive.
+TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
+  Log log;
+  auto peers = ConnectAll(2);
+  Post(peers[0].get(), 1, 1, "unread");
+  Post(peers[1].get(), 0, 2, "last words");
+  peers[1]->SendBye();
+  peers[1].reset();
+  peers[0]->Start(log.Handlers());
+  log.Expect({"post 2 of op from 1: last words", "1 ended"});
+}
+
+TEST(PeersTest, TicksComeWithoutMessages) {
+  Log log;
+  auto peers = ConnectAll(1);
+  peers[0]->Start(log.Handlers());
+  for (int i = 0; i < 3000 && log.ticks() < 3; ++i) usleep(10000);
+  EXPECT_GE(log.ticks(), 3);
+}
+
+TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
+  for (int32_t process : {0, 1, 2}) {
+    std::unique_ptr<Peers> peers;
+    const Status status =
+        Peers::Connect(OptionsOf(process, 3, NewSecret(), 0.2), &peers);
+    EXPECT_EQ(Code::kDeadlineExceeded, status.code());
+    for (const char* word : {"timeout_s = 0.2", "ep_bootstrap"}) {
+      EXPECT_NE(std::string::npos, status.message().find(word))
+          << status.message();
+    }
+  }
+}
+
+TEST(PeersTest, ANumberThatIsTakenIsAnError) {
+  const std::string secret = NewSecret();
+  std::unique_ptr<Peers> first, second;
+  std::thread listener([&] {
+    EXPECT_FALSE(Peers::Connect(OptionsOf(0, 2, secret, 1), &first).ok());
+  });
+  usleep(200000);
+  const Status status = Peers::Connect(OptionsOf(0, 2, secret, 0.2), &second);
+  EXPECT_EQ(Code::kUnavailable, status.code());
+  listener.join();
+}
+
+TEST(PeersTest, AnotherGroupIsAnother) {
+  std::unique_ptr<Peers> peers[2];
+  std::thread other([&] {
+    EXPECT_FALSE(
+        Peers::Connect(OptionsOf(1, 2, NewSecret(), 0.5), &peers[1]).ok());
+  });
+  EXPECT_FALSE(
+      Peers::Connect(OptionsOf(0, 2, "peers_test", 0.5), &peers[0]).ok());
+  other.join();
+}
+
+}  // namespace
+}  // namespace ep::host

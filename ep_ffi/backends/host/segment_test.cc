@@ -1,0 +1,113 @@
+#include "ep_ffi/backends/host/segment.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+
+namespace ep::host {
+namespace {
+
+// A segment that was just made, and the descriptor that peers would get.
+class NewSegment : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    segment_ = pool_.Acquire(1000, /*readers=*/2, &fd_);
+    ASSERT_NE(nullptr, segment_);
+    ASSERT_GE(fd_, 0);
+  }
+  ~NewSegment() override { close(fd_); }
+
+  SegmentPool pool_;
+  Segment* segment_;
+  int fd_ = -1;
+};
+
+TEST_F(NewSegment, APeerReadsWhatTheOwnerWrites) {
+  ASSERT_GE(segment_->memory.bytes(), 1000u);
+  Mapping peer;
+  ASSERT_TRUE(Mapping::OpenPeer(fd_, &peer).ok());
+  EXPECT_EQ(segment_->memory.bytes(), peer.bytes());
+  std::strcpy(reinterpret_cast<char*>(segment_->memory.data()), "rows");
+  EXPECT_STREQ("rows", reinterpret_cast<char*>(peer.data()));
+}
+
+TEST_F(NewSegment, OnlyTheOwnerCanWrite) {
+  EXPECT_EQ(MAP_FAILED,
+            mmap(nullptr, 1000, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0));
+  EXPECT_EQ(-1, write(fd_, "x", 1));
+}
+
+TEST_F(NewSegment, NobodyCanChangeItsSize) {
+  EXPECT_EQ(-1, ftruncate(fd_, 0));
+  EXPECT_EQ(-1, ftruncate(fd_, 1 << 30));
+}
+
+TEST_F(NewSegment, OnlyThisUserMayOpenIt) {
+  struct stat info;
+  ASSERT_EQ(0, fstat(fd_, &info));
+  EXPECT_EQ(0600u, info.st_mode & 0777);
+}
+
+TEST_F(NewSegment, ItIsReusedOnceAllReadersReleasedIt) {
+  int new_fd = -1;
+  EXPECT_TRUE(pool_.Release(segment_->id));
+  const Segment* other = pool_.Acquire(1000, 1, &new_fd);
+  EXPECT_NE(segment_, other);
+  close(new_fd);
+
+  EXPECT_TRUE(pool_.Release(segment_->id));
+  EXPECT_EQ(segment_, pool_.Acquire(2000, 1, &new_fd));
+  EXPECT_EQ(-1, new_fd);
+}
+
+TEST_F(NewSegment, AReleaseTooManyIsRefused) {
+  EXPECT_TRUE(pool_.Release(segment_->id));
+  EXPECT_TRUE(pool_.Release(segment_->id));
+  EXPECT_FALSE(pool_.Release(segment_->id));
+  EXPECT_FALSE(pool_.Release(12345));
+}
+
+TEST_F(NewSegment, ALargeOneIsNotSpentOnAFewBytes) {
+  int new_fd = -1;
+  const Segment* large = pool_.Acquire(64 << 20, 1, &new_fd);
+  close(new_fd);
+  ASSERT_TRUE(pool_.Release(large->id));
+  EXPECT_NE(large, pool_.Acquire(100, 1, &new_fd));
+  close(new_fd);
+  EXPECT_EQ(large, pool_.Acquire(60 << 20, 1, &new_fd));
+}
+
+TEST(SegmentTest, MemoryThatCouldShrinkIsRefused) {
+  const int fd = memfd_create("unsealed", MFD_ALLOW_SEALING);
+  ASSERT_EQ(0, ftruncate(fd, 4096));
+  Mapping mapping;
+  EXPECT_FALSE(Mapping::OpenPeer(fd, &mapping).ok());
+  ASSERT_EQ(0, fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK));
+  EXPECT_TRUE(Mapping::OpenPeer(fd, &mapping).ok());
+  close(fd);
+}
+
+TEST(SegmentTest, WhatIsNoMemoryIsRefused) {
+  int fds[2];
+  ASSERT_EQ(0, pipe(fds));
+  Mapping mapping;
+  for (int fd : {fds[0], -1}) {
+    EXPECT_FALSE(Mapping::OpenPeer(fd, &mapping).ok());
+  }
+  close(fds[0]);
+  close(fds[1]);
+}
+
+TEST(SegmentTest, MoreThanThereIsGivesNull) {
+  SegmentPool pool;
+  int fd = -1;
+  EXPECT_EQ(nullptr, pool.Acquire(size_t{1} << 50, 1, &fd));
+  EXPECT_EQ(-1, fd);
+}
+
+}  // namespace
+}  // namespace ep::host

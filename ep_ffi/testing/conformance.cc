@@ -1,0 +1,114 @@
+#include "ep_ffi/testing/conformance.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ep::testing {
+
+std::vector<Domain> Conformance::MakeWorld(const WorldOptions& options) {
+  std::vector<Domain> world = GetParam().make(options);
+  domains_.insert(domains_.end(), world.begin(), world.end());
+  return world;
+}
+
+Domain Conformance::MakeDomain(const WorldOptions& options) {
+  return MakeWorld(options)[0];
+}
+
+void Conformance::TearDown() {
+  for (const Domain& domain : domains_) {
+    for (const auto& group : domain.groups) group->Close();
+  }
+}
+
+std::vector<RankInput> Conformance::PrepareInputs(
+    const PlanDims& dims, const Choices& topk_idx) const {
+  std::vector<RankInput> inputs(dims.ep_size);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    inputs[rank].dims = dims;
+    inputs[rank].topk_idx = topk_idx[rank];
+  }
+  return inputs;
+}
+
+Routed Conformance::Prepare(const Domain& domain, const PlanDims& dims,
+                            const Choices& topk_idx) {
+  Routed routed = {dims, LayOut(dims, topk_idx), {}};
+  const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
+                                  PrepareInputs(dims, topk_idx));
+  ExpectRuns(step);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    const RankOutput& out = step->output(rank);
+    EXPECT_EQ(routed.layout.group_sizes[rank], out.group_sizes);
+    EXPECT_EQ(routed.layout.token_counts[rank], out.token_counts);
+    EXPECT_EQ(routed.layout.total_recv_tokens[rank], out.total_recv_tokens);
+    routed.mems.push_back(out.mem);
+  }
+  return routed;
+}
+
+Routed Conformance::PrepareRandom(const Domain& domain, const PlanDims& dims) {
+  return Prepare(domain, dims, RandomChoices(random_, dims));
+}
+
+std::vector<RankInput> Conformance::RandomInputs(Op op, const Routed& routed,
+                                                 const RowType& type,
+                                                 bool weighted) {
+  const PlanDims& dims = routed.dims;
+  std::vector<RankInput> inputs(dims.ep_size);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    RankInput& input = inputs[rank];
+    input.dims = dims;
+    input.mem = routed.mems[rank];
+    input.type = type;
+    switch (op) {
+      case Op::kPrepare:
+        ADD_FAILURE() << "ep_prepare has no rows";
+        break;
+      case Op::kDispatch:
+        input.data =
+            RandomData(random_, type, dims.num_tokens, dims.num_choices());
+        break;
+      case Op::kCombineBwd:
+        input.data = RandomData(random_, type, dims.num_tokens, 0);
+        break;
+      case Op::kCombine:
+      case Op::kDispatchBwd:
+        input.data = RandomData(random_, type, dims.capacity,
+                                weighted ? dims.capacity : 0);
+        PoisonUnusedSlots(type, routed.layout.recv[rank], &input.data);
+        break;
+    }
+  }
+  return inputs;
+}
+
+void Conformance::ExpectRuns(const StepPtr& step) {
+  for (const Status& status : step->Run()) ExpectOk(status);
+}
+
+void Conformance::ExpectOracle(Op op, const Routed& routed,
+                               const std::vector<RankInput>& inputs,
+                               const StepPtr& step) {
+  std::vector<RankData> data;
+  for (const RankInput& input : inputs) data.push_back(input.data);
+  const std::vector<RankData> expected =
+      Apply(op, routed.dims, routed.layout, inputs[0].type, data);
+  const bool sums = op == Op::kCombine || op == Op::kDispatchBwd;
+  for (int64_t rank = 0; rank < routed.dims.ep_size; ++rank) {
+    EXPECT_EQ(
+        "", Difference(inputs[0].type, expected[rank], step->output(rank).data,
+                       sums ? GetParam().sum_tolerance : 0))
+        << OpName(op) << " on rank " << rank;
+  }
+}
+
+void Conformance::ExpectWorks(const Domain& domain, Op op, const Routed& routed,
+                              const RowType& type) {
+  const std::vector<RankInput> inputs = RandomInputs(op, routed, type);
+  const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+  ExpectRuns(step);
+  ExpectOracle(op, routed, inputs, step);
+}
+
+}  // namespace ep::testing

@@ -1,0 +1,99 @@
+// What every backend must do, as one suite of tests. A backend takes part by
+// saying how its groups are made and what it promises:
+//
+//   INSTANTIATE_TEST_CASE_P(Host, Conformance, ::testing::Values(Backend{
+//       "threads", [](const WorldOptions& options) { ... }}));
+
+#ifndef EP_FFI_TESTING_CONFORMANCE_H_
+#define EP_FFI_TESTING_CONFORMANCE_H_
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/plan.h"
+#include "ep_ffi/testing/oracle.h"
+#include "ep_ffi/testing/ranks.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep::testing {
+
+struct WorldOptions {
+  int64_t num_experts;
+  int64_t ep_size;
+  int64_t num_domains = 1;
+  double timeout_s = 60;
+};
+
+struct Backend {
+  std::string name;
+  // Makes one group, on all ranks of all its domains.
+  std::function<std::vector<Domain>(const WorldOptions&)> make;
+
+  // What sums may differ by; see Difference().
+  double sum_tolerance = 0;
+  int64_t min_ep_size = 1;
+  // Ranks may call their ops in different orders.
+  bool any_order = true;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
+  return out << backend.name;
+}
+
+// A routing that every rank of a domain has prepared.
+struct Routed {
+  PlanDims dims;
+  Layout layout;
+  std::vector<std::vector<std::byte>> mems;  // by rank
+};
+
+inline void ExpectOk(const Status& status) {
+  EXPECT_TRUE(status.ok()) << status.message();
+}
+
+class Conformance : public ::testing::TestWithParam<Backend> {
+ protected:
+  Random random_{20240229};
+
+  // Groups are closed when the test ends.
+  std::vector<Domain> MakeWorld(const WorldOptions& options);
+  Domain MakeDomain(const WorldOptions& options);
+  void TearDown() override;
+
+  int64_t NextRun() { return next_run_++; }
+
+  // ep_prepare's inputs.
+  std::vector<RankInput> PrepareInputs(const PlanDims& dims,
+                                       const Choices& topk_idx) const;
+  // Runs ep_prepare and expects the oracle's layout.
+  Routed Prepare(const Domain& domain, const PlanDims& dims,
+                 const Choices& topk_idx);
+  Routed PrepareRandom(const Domain& domain, const PlanDims& dims);
+
+  // Random inputs of another op. What lies in unused slots is NaN.
+  std::vector<RankInput> RandomInputs(Op op, const Routed& routed,
+                                      const RowType& type,
+                                      bool weighted = true);
+  // Runs a step on all ranks and expects that to work.
+  static void ExpectRuns(const StepPtr& step);
+  // Expects of a step that is done what the oracle makes of its inputs.
+  void ExpectOracle(Op op, const Routed& routed,
+                    const std::vector<RankInput>& inputs, const StepPtr& step);
+  // A random step, run, with its result checked.
+  void ExpectWorks(const Domain& domain, Op op, const Routed& routed,
+                   const RowType& type);
+
+ private:
+  std::vector<Domain> domains_;
+  int64_t next_run_ = 1000;
+};
+
+}  // namespace ep::testing
+
+#endif  // EP_FFI_TESTING_CONFORMANCE_H_

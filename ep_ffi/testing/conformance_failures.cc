@@ -1,0 +1,273 @@
+// Conformance: what goes wrong on one rank is an error on all of them, in
+// time, with a sentence that says who and why; and the next run works.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/testing/conformance.h"
+
+namespace ep::testing {
+namespace {
+
+constexpr PlanDims kDims = {/*num_experts=*/8, /*ep_size=*/4,
+                            /*num_tokens=*/6,  /*top_k=*/2,
+                            /*capacity=*/64,   /*alignment=*/2,
+                            /*drop=*/false};
+constexpr WorldOptions kWorld = {kDims.num_experts, kDims.ep_size};
+constexpr RowType kType = {5, DType::kFloat32};
+
+double Now() {
+  return std::chrono::duration<double>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// The code, and the words that its message must contain.
+struct Failure {
+  Code code;
+  std::vector<std::string> words;
+};
+
+void ExpectFailure(const Failure& expected, const Status& status) {
+  EXPECT_EQ(expected.code, status.code()) << status.message();
+  for (const std::string& word : expected.words) {
+    EXPECT_NE(std::string::npos, status.message().find(word))
+        << "no \"" << word << "\" in: " << status.message();
+  }
+}
+
+void ExpectFailureOnAll(const Failure& expected, const StepPtr& step) {
+  for (const Status& status : step->Run()) {
+    ExpectFailure(expected, status);
+  }
+}
+
+TEST_P(Conformance, AnIdOutOfRangeFailsOnEveryRank) {
+  const Domain domain = MakeDomain(kWorld);
+  Choices topk_idx = RandomChoices(random_, kDims);
+  topk_idx[2][7] = kDims.num_experts;
+  ExpectFailureOnAll(
+      {Code::kInvalidArgument,
+       {"ep_prepare", kLayerName, "rank 2", "topk_idx[3, 1] = 8", "-1..7"}},
+      Step::Make(domain, Op::kPrepare, {NextRun()},
+                 PrepareInputs(kDims, topk_idx)));
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(Conformance, AnOverflowFailsOnEveryRank) {
+  const Domain domain = MakeDomain(kWorld);
+  PlanDims dims = kDims;
+  dims.capacity = 12;
+  Choices topk_idx(dims.ep_size);
+  for (auto& mine : topk_idx) {
+    for (int t = 0; t < dims.num_tokens; ++t) {
+      mine.insert(mine.end(), {6, -1});  // all tokens to rank 3
+    }
+  }
+  ExpectFailureOnAll(
+      {Code::kResourceExhausted,
+       {"ep_prepare", kLayerName, "rank 3 needs 24", "per_rank = 12"}},
+      Step::Make(domain, Op::kPrepare, {NextRun()},
+                 PrepareInputs(dims, topk_idx)));
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(Conformance, RanksThatDisagreeFail) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const Routed rerouted = PrepareRandom(domain, kDims);
+  const auto resize = [](RankInput* in) {
+    in->topk_idx.resize(in->dims.num_choices(), -1);
+  };
+  struct {
+    const char* what;
+    Op op;
+    std::function<void(RankInput*)> differ;  // on rank 1
+  } cases[] = {
+      {"tokens per rank", Op::kPrepare,
+       [&](RankInput* in) { in->dims.num_tokens = 5, resize(in); }},
+      {"top_k", Op::kPrepare,
+       [&](RankInput* in) { in->dims.top_k = 1, resize(in); }},
+      {"capacity", Op::kPrepare, [](RankInput* in) { ++in->dims.capacity; }},
+      {"alignment", Op::kPrepare, [](RankInput* in) { ++in->dims.alignment; }},
+      {"overflow", Op::kPrepare, [](RankInput* in) { in->dims.drop = true; }},
+      {"hidden size", Op::kDispatch,
+       [](RankInput* in) {
+         in->type.width = 4;
+         in->data.rows.resize(kDims.num_tokens * in->type.bytes());
+       }},
+      {"dtype", Op::kCombine,
+       [](RankInput* in) { in->type.dtype = DType::kBFloat16; }},
+      {"weights", Op::kCombine,
+       [](RankInput* in) { in->data.weights.clear(); }},
+      {"routing", Op::kDispatch,
+       [&](RankInput* in) { in->mem = rerouted.mems[1]; }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.what);
+    std::vector<RankInput> inputs =
+        c.op == Op::kPrepare
+            ? PrepareInputs(kDims, RandomChoices(random_, kDims))
+            : RandomInputs(c.op, routed, kType);
+    c.differ(&inputs[1]);
+    ExpectFailureOnAll(
+        {Code::kFailedPrecondition,
+         {OpName(c.op), kLayerName, "disagree", c.what, "rank 0", "rank 1"}},
+        Step::Make(domain, c.op, {NextRun()}, inputs));
+  }
+  ExpectWorks(domain, Op::kDispatch, routed, kType);
+}
+
+TEST_P(Conformance, AHandleOfAnotherLayerFails) {
+  const Domain domain = MakeDomain(kWorld);
+  PlanDims other = kDims;
+  other.alignment = 3;
+  const Routed routed = PrepareRandom(domain, kDims);
+  const Routed foreign = PrepareRandom(domain, other);
+  for (Op op : {Op::kDispatch, Op::kCombine}) {
+    std::vector<RankInput> inputs = RandomInputs(op, routed, kType);
+    inputs[3].mem = foreign.mems[3];
+    ExpectFailureOnAll(
+        {Code::kInvalidArgument,
+         {OpName(op), kLayerName, "rank 3", "handle.mem", "ep_prepare"}},
+        Step::Make(domain, op, {NextRun()}, inputs));
+  }
+}
+
+// Whatever bytes come back as a handle: all ranks complete, nothing is
+// written out of bounds, and the group lives on.
+TEST_P(Conformance, CorruptHandlesDoNoHarm) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  for (int i = 0; i < 100; ++i) {
+    const Op op = i % 2 ? Op::kDispatch : Op::kCombine;
+    std::vector<RankInput> inputs = RandomInputs(op, routed, kType);
+    std::vector<std::byte>& mem = inputs[i % kDims.ep_size].mem;
+    mem[Uniform(random_, 0, mem.size() - 1)] ^=
+        std::byte(1 << Uniform(random_, 0, 7));
+    (void)Step::Make(domain, op, {NextRun()}, inputs)->Run();
+  }
+  ExpectWorks(domain, Op::kDispatch, routed, kType);
+}
+
+TEST_P(Conformance, AFailureEndsItsRunAndNoOther) {
+  if (!GetParam().any_order) return;
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const int64_t doomed = NextRun();
+  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const StepPtr early = Step::Make(domain, Op::kDispatch, {doomed, 1}, inputs);
+  const StepPtr other =
+      Step::Make(domain, Op::kDispatch, {NextRun(), 1}, inputs);
+  for (const StepPtr& step : {early, other}) {
+    for (int64_t rank : {1, 2, 3}) step->Post(rank);
+  }
+
+  std::vector<RankInput> bad = inputs;
+  bad[0].mem.clear();
+  const StepPtr cause = Step::Make(domain, Op::kDispatch, {doomed, 2}, bad);
+  cause->Post(0);
+  const Failure expected = {Code::kInvalidArgument, {"rank 0", "0 bytes"}};
+  ExpectFailure(expected, cause->Wait(0));
+  for (int64_t rank : {1, 2, 3}) ExpectFailure(expected, early->Wait(rank));
+  // Those that come later learn the same.
+  for (int64_t rank : {1, 2, 3}) cause->Post(rank);
+  for (int64_t rank : {1, 2, 3}) ExpectFailure(expected, cause->Wait(rank));
+  early->Post(0);
+  ExpectFailure(expected, early->Wait(0));
+
+  other->Post(0);
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    ExpectOk(other->Wait(rank));
+  }
+  ExpectOracle(Op::kDispatch, routed, inputs, other);
+}
+
+TEST_P(Conformance, ARunCanBeFailedFromOutside) {
+  if (!GetParam().any_order) return;
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const int64_t run_id = NextRun();
+  const StepPtr step = Step::Make(domain, Op::kDispatch, {run_id},
+                                  RandomInputs(Op::kDispatch, routed, kType));
+  for (int64_t rank : {1, 2}) step->Post(rank);
+  for (const auto& group : domain.groups) {
+    group->FailRun(run_id, Status(Code::kUnavailable, "elsewhere"));
+  }
+  for (int64_t rank : {0, 3}) step->Post(rank);
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    ExpectFailure({Code::kUnavailable, {"elsewhere"}}, step->Wait(rank));
+  }
+  ExpectWorks(domain, Op::kDispatch, routed, kType);
+}
+
+TEST_P(Conformance, AnAbsentRankIsNamedInTime) {
+  if (!GetParam().any_order) return;
+  WorldOptions options = kWorld;
+  options.timeout_s = 1;
+  const Domain domain = MakeDomain(options);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()},
+                                  RandomInputs(Op::kDispatch, routed, kType));
+  const Failure expected = {
+      Code::kDeadlineExceeded,
+      {"ep_dispatch", kLayerName, "timeout_s = 1 s", "for rank 2"}};
+  const double begin = Now();
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  for (int64_t rank : {0, 1, 3}) ExpectFailure(expected, step->Wait(rank));
+  EXPECT_GE(Now() - begin, options.timeout_s);
+  EXPECT_LT(Now() - begin, 3 * options.timeout_s);
+  step->Post(2);
+  ExpectFailure(expected, step->Wait(2));
+  ExpectWorks(domain, Op::kDispatch, routed, kType);
+}
+
+TEST_P(Conformance, ClosingFailsWhatIsPendingAndWhatComes) {
+  if (!GetParam().any_order) return;
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const StepPtr pending =
+      Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  const StepPtr later = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  const double begin = Now();
+  pending->Post(0);
+  domain.groups[0]->Close();
+  later->Post(0);
+  for (const StepPtr& step : {pending, later}) {
+    ExpectFailure(
+        {Code::kFailedPrecondition, {"ep_dispatch", kLayerName, "finalized"}},
+        step->Wait(0));
+  }
+  EXPECT_LT(Now() - begin, kWorld.timeout_s / 4);
+}
+
+TEST_P(Conformance, PeersOfAClosedRankDoNotWaitForIt) {
+  if (!GetParam().any_order) return;
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const StepPtr pending =
+      Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  const StepPtr later = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  const double begin = Now();
+  for (int64_t rank : {1, 2, 3}) pending->Post(rank);
+  domain.groups[0]->Close();
+  for (int64_t rank : {1, 2, 3}) later->Post(rank);
+  for (const StepPtr& step : {pending, later}) {
+    for (int64_t rank : {1, 2, 3}) {
+      const Status status = step->Wait(rank);
+      EXPECT_FALSE(status.ok());
+      EXPECT_NE(std::string::npos, status.message().find("finalized"))
+          << status.message();
+    }
+  }
+  EXPECT_LT(Now() - begin, kWorld.timeout_s / 4);
+}
+
+}  // namespace
+}  // namespace ep::testing

@@ -1,0 +1,131 @@
+// Conformance: ops meet by run id, program, position and clone, whatever the
+// order in which ranks come to them.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/testing/conformance.h"
+
+namespace ep::testing {
+namespace {
+
+constexpr PlanDims kDims = {/*num_experts=*/8, /*ep_size=*/4,
+                            /*num_tokens=*/6,  /*top_k=*/2,
+                            /*capacity=*/64,   /*alignment=*/2,
+                            /*drop=*/false};
+constexpr RowType kType = {5, DType::kFloat32};
+
+// A step that can be checked once it has run.
+struct Planned {
+  Op op;
+  std::vector<RankInput> inputs;
+  StepPtr step;
+};
+
+TEST_P(Conformance, RanksComeInDifferentOrders) {
+  if (!GetParam().any_order) return;
+  const Domain domain = MakeDomain({kDims.num_experts, kDims.ep_size});
+  const Routed routed = PrepareRandom(domain, kDims);
+  std::vector<Planned> plan;
+  for (int64_t run = 0; run < 6; ++run) {
+    const int64_t run_id = NextRun();
+    for (int64_t position = 0; position < 4; ++position) {
+      for (int64_t clone = 0; clone < 2; ++clone) {
+        const Op op = position % 2 ? Op::kCombine : Op::kDispatch;
+        const auto inputs = RandomInputs(op, routed, kType);
+        plan.push_back(
+            {op, inputs,
+             Step::Make(domain, op, {run_id, position, clone}, inputs)});
+      }
+    }
+  }
+  std::vector<std::vector<size_t>> orders(kDims.ep_size,
+                                          std::vector<size_t>(plan.size()));
+  for (std::vector<size_t>& order : orders) {
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_);
+  }
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (size_t i : orders[rank]) plan[i].step->Post(rank);
+    for (size_t i : orders[rank]) {
+      ExpectOk(plan[i].step->Wait(rank));
+    }
+  });
+  for (const Planned& planned : plan) {
+    ExpectOracle(planned.op, routed, planned.inputs, planned.step);
+  }
+}
+
+// A loop brings the same key again and again; a rank comes to the next
+// iteration only after the last, but may be ahead of its peers.
+TEST_P(Conformance, IterationsOfALoopMeetInOrder) {
+  const Domain domain = MakeDomain({kDims.num_experts, kDims.ep_size});
+  const Routed routed = PrepareRandom(domain, kDims);
+  const int64_t run_id = NextRun();
+  std::vector<Planned> loop;
+  for (int i = 0; i < 40; ++i) {
+    const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+    loop.push_back({Op::kDispatch, inputs,
+                    Step::Make(domain, Op::kDispatch, {run_id}, inputs)});
+  }
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (const Planned& iteration : loop) {
+      iteration.step->Post(rank);
+      ExpectOk(iteration.step->Wait(rank));
+      if (rank == 1) std::this_thread::yield();
+    }
+  });
+  for (const Planned& iteration : loop) {
+    ExpectOracle(iteration.op, routed, iteration.inputs, iteration.step);
+  }
+}
+
+TEST_P(Conformance, PostingDoesNotWaitForPeers) {
+  if (!GetParam().any_order) return;
+  const Domain domain = MakeDomain({kDims.num_experts, kDims.ep_size});
+  const Routed routed = PrepareRandom(domain, kDims);
+  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  // One thread for all the ranks.
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    for (int64_t r = 0; r < rank; ++r) EXPECT_FALSE(step->IsDone(r));
+    step->Post(rank);
+  }
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    ExpectOk(step->Wait(rank));
+  }
+  ExpectOracle(Op::kDispatch, routed, inputs, step);
+}
+
+TEST_P(Conformance, DomainsAndGroupsDoNotMix) {
+  std::vector<Domain> domains = MakeWorld({kDims.num_experts, 2, 2});
+  domains.push_back(MakeDomain({kDims.num_experts, 2}));
+  PlanDims dims = kDims;
+  dims.ep_size = 2;
+  const Place same_place = {NextRun()};
+  std::vector<Routed> routed;
+  std::vector<Planned> plan;
+  for (const Domain& domain : domains) {
+    routed.push_back(PrepareRandom(domain, dims));
+    const auto inputs = RandomInputs(Op::kDispatch, routed.back(), kType);
+    plan.push_back({Op::kDispatch, inputs,
+                    Step::Make(domain, Op::kDispatch, same_place, inputs)});
+  }
+  ForEachRank(dims.ep_size, [&](int64_t rank) {
+    for (const Planned& planned : plan) planned.step->Post(rank);
+    for (const Planned& planned : plan) {
+      ExpectOk(planned.step->Wait(rank));
+    }
+  });
+  for (size_t i = 0; i < plan.size(); ++i) {
+    ExpectOracle(Op::kDispatch, routed[i], plan[i].inputs, plan[i].step);
+  }
+}
+
+}  // namespace
+}  // namespace ep::testing

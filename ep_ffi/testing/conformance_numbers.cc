@@ -1,0 +1,157 @@
+// Conformance: what arrives where, and the numbers in it.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "ep_ffi/testing/conformance.h"
+
+namespace ep::testing {
+namespace {
+
+constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
+                         Op::kCombineBwd};
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
+                             DType::kFloat16};
+
+TEST_P(Conformance, EveryOpMatchesTheOracle) {
+  for (int i = 0; i < 12; ++i) {
+    const int64_t ep_size = 1 + i % 4;
+    if (ep_size < GetParam().min_ep_size) continue;
+    SCOPED_TRACE(StrCat("case ", i));
+    const PlanDims dims = RandomDims(random_, ep_size, /*drop=*/i % 3 == 0);
+    const Domain domain = MakeDomain({dims.num_experts, ep_size});
+    const Routed routed = PrepareRandom(domain, dims);
+    const int64_t width = Uniform(random_, 1, 40);
+    for (Op op : kMoves) {
+      for (DType dtype : kDTypes) {
+        ExpectWorks(domain, op, routed, {width, dtype});
+      }
+    }
+  }
+}
+
+TEST_P(Conformance, ExchangesOfMegabytes) {
+  PlanDims dims = {
+      /*num_experts=*/8, /*ep_size=*/4,  /*num_tokens=*/64,
+      /*top_k=*/3,       /*capacity=*/0, /*alignment=*/16,
+      /*drop=*/false};
+  dims.capacity = WorstCaseCapacity(dims);
+  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
+  const Routed routed = PrepareRandom(domain, dims);
+  for (Op op : kMoves) {
+    ExpectWorks(domain, op, routed, {700, DType::kFloat32});
+  }
+}
+
+TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
+  const PlanDims dims = {4, 2, 5, 2, 32, 4, false};
+  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
+  const Choices topk_idx = RandomChoices(random_, dims);
+  const Routed wide = Prepare(domain, dims, topk_idx);
+  std::vector<RankInput> inputs = PrepareInputs(dims, topk_idx);
+  for (RankInput& input : inputs) input.index_is_int64 = false;
+  const StepPtr narrow = Step::Make(domain, Op::kPrepare, {NextRun()}, inputs);
+  ExpectRuns(narrow);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    EXPECT_EQ(wide.mems[rank], narrow->output(rank).mem);
+  }
+}
+
+TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
+  const PlanDims dims = {4, 2, 5, 2, 64, 4, false};
+  const RowType type = {3, DType::kFloat32};
+  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
+  const Routed routed = PrepareRandom(domain, dims);
+  std::vector<RankInput> inputs = RandomInputs(Op::kDispatch, routed, type);
+  std::vector<RankData> data;
+  for (RankInput& input : inputs) {
+    input.zero_tail = false;
+    data.push_back(input.data);
+  }
+  const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  ExpectRuns(step);
+  std::vector<RankData> expected =
+      Apply(Op::kDispatch, dims, routed.layout, type, data);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    const int64_t used = routed.layout.total_recv_tokens[rank];
+    ASSERT_LT(used, dims.capacity);
+    RankData actual = step->output(rank).data;
+    for (RankData* slots : {&expected[rank], &actual}) {
+      slots->rows.resize(used * type.bytes());
+      slots->weights.resize(used);
+    }
+    EXPECT_EQ("", Difference(type, expected[rank], actual));
+  }
+}
+
+TEST_P(Conformance, CombineWithoutWeightsSumsTheRows) {
+  const PlanDims dims = {4, 2, 5, 2, 32, 4, false};
+  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
+  const Routed routed = PrepareRandom(domain, dims);
+  for (DType dtype : kDTypes) {
+    const std::vector<RankInput> inputs =
+        RandomInputs(Op::kCombine, routed, {9, dtype}, /*weighted=*/false);
+    const StepPtr step = Step::Make(domain, Op::kCombine, {NextRun()}, inputs);
+    ExpectRuns(step);
+    ExpectOracle(Op::kCombine, routed, inputs, step);
+  }
+}
+
+// The same global batch, on ever more ranks: what a token sends out and gets
+// back does not depend on how many.
+TEST_P(Conformance, EverySizeGivesTheSameBits) {
+  if (GetParam().sum_tolerance > 0) return;
+  const int64_t kTokens = 24;
+  const RowType type = {33, DType::kBFloat16};
+  PlanDims whole = {8, 1, kTokens, 3, 0, 4, false};
+  const Choices topk_idx = RandomChoices(random_, whole);
+  const RankData tokens =
+      RandomData(random_, type, kTokens, whole.num_choices());
+
+  std::vector<std::byte> alone;
+  for (int64_t ep_size : {1, 2, 4}) {
+    if (ep_size < GetParam().min_ep_size) continue;
+    PlanDims dims = whole;
+    dims.ep_size = ep_size;
+    dims.num_tokens = kTokens / ep_size;
+    dims.capacity = WorstCaseCapacity(dims);
+    const auto shard = [&](const auto& array, int64_t rank) {
+      const int64_t size = array.size() / ep_size;
+      const auto begin = array.begin() + rank * size;
+      return std::decay_t<decltype(array)>(begin, begin + size);
+    };
+    Choices choices;
+    for (int64_t rank = 0; rank < ep_size; ++rank) {
+      choices.push_back(shard(topk_idx[0], rank));
+    }
+    const Domain domain = MakeDomain({dims.num_experts, ep_size});
+    const Routed routed = Prepare(domain, dims, choices);
+
+    std::vector<RankInput> inputs = RandomInputs(Op::kDispatch, routed, type);
+    for (int64_t rank = 0; rank < ep_size; ++rank) {
+      inputs[rank].data = {shard(tokens.rows, rank),
+                           shard(tokens.weights, rank)};
+    }
+    const StepPtr dispatch =
+        Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+    ExpectRuns(dispatch);
+    for (int64_t rank = 0; rank < ep_size; ++rank) {
+      inputs[rank].data = dispatch->output(rank).data;
+    }
+    const StepPtr combine =
+        Step::Make(domain, Op::kCombine, {NextRun()}, inputs);
+    ExpectRuns(combine);
+    std::vector<std::byte> together;
+    for (int64_t rank = 0; rank < ep_size; ++rank) {
+      const std::vector<std::byte>& rows = combine->output(rank).data.rows;
+      together.insert(together.end(), rows.begin(), rows.end());
+    }
+    if (alone.empty()) alone = together;
+    EXPECT_EQ(alone, together) << "EP size " << ep_size;
+  }
+}
+
+}  // namespace
+}  // namespace ep::testing

@@ -1,0 +1,164 @@
+#include "ep_ffi/testing/oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "ep_ffi/core/status.h"
+#include "ep_ffi/testing/formats.h"
+
+namespace ep::testing {
+namespace {
+
+bool IsScatter(Op op) { return op == Op::kDispatch || op == Op::kCombineBwd; }
+
+RankData ScatterTo(int64_t rank, const PlanDims& dims, const Layout& layout,
+                   const RowType& type, const std::vector<RankData>& inputs,
+                   bool weighted) {
+  RankData out;
+  out.rows.resize(dims.capacity * type.bytes());
+  if (weighted) out.weights.resize(dims.capacity);
+  for (int64_t c = 0; c < dims.capacity; ++c) {
+    const Route from = layout.recv[rank][c];
+    if (from.rank < 0) continue;
+    const RankData& source = inputs[from.rank];
+    const auto row =
+        source.rows.begin() + from.index / dims.top_k * type.bytes();
+    std::copy(row, row + type.bytes(), out.rows.begin() + c * type.bytes());
+    if (weighted) out.weights[c] = source.weights[from.index];
+  }
+  return out;
+}
+
+// With `scale` the weights of the slots multiply their rows, else they are
+// gathered beside them if there are any.
+RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
+                  const RowType& type, const std::vector<RankData>& inputs,
+                  bool scale) {
+  const bool weighted = !inputs[0].weights.empty();
+  RankData out;
+  out.rows.resize(dims.num_tokens * type.bytes());
+  if (weighted && !scale) out.weights.resize(dims.num_choices());
+  for (int64_t t = 0; t < dims.num_tokens; ++t) {
+    std::vector<float> sums(type.width, 0.0f);
+    for (int64_t i = t * dims.top_k; i < (t + 1) * dims.top_k; ++i) {
+      const Route from = layout.send[rank][i];
+      if (from.rank < 0) continue;
+      const RankData& source = inputs[from.rank];
+      const float weight = weighted ? source.weights[from.index] : 1;
+      if (weighted && !scale) out.weights[i] = weight;
+      for (int64_t h = 0; h < type.width; ++h) {
+        const float x =
+            Load(type.dtype, source.rows.data(), from.index * type.width + h);
+        const float product = scale ? weight * x : x;
+        sums[h] = sums[h] + product;
+      }
+    }
+    for (int64_t h = 0; h < type.width; ++h) {
+      Store(type.dtype, sums[h], out.rows.data(), t * type.width + h);
+    }
+  }
+  return out;
+}
+
+// The same as Difference, for arrays of one type.
+std::string ArrayDifference(const char* what, DType dtype, int64_t width,
+                            const std::byte* expected, const std::byte* actual,
+                            int64_t bytes, double tolerance) {
+  if (std::equal(expected, expected + bytes, actual)) return "";
+  const int64_t element = ByteWidth(dtype);
+  for (int64_t i = 0; i < bytes / element; ++i) {
+    if (std::memcmp(expected + i * element, actual + i * element, element) ==
+        0) {
+      continue;
+    }
+    const double want = Load(dtype, expected, i);
+    const double got = Load(dtype, actual, i);
+    const double size = std::max({1.0, std::abs(want), std::abs(got)});
+    if (std::abs(want - got) <= tolerance * size) continue;
+    return StrCat(what, " differ at [", i / width, ", ", i % width,
+                  "]: expected ", want, ", got ", got);
+  }
+  return "";
+}
+
+}  // namespace
+
+bool Layout::Overflows(const PlanDims& dims) const {
+  return *std::max_element(total_recv_tokens.begin(), total_recv_tokens.end()) >
+         dims.capacity;
+}
+
+Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
+  const int64_t num_ranks = dims.ep_size;
+  const int64_t num_local = dims.num_experts / dims.ep_size;
+  Layout layout;
+  layout.send.assign(num_ranks,
+                     std::vector<Route>(dims.num_choices(), kNoRoute));
+  for (int32_t dest = 0; dest < num_ranks; ++dest) {
+    std::vector<Route> recv(dims.capacity, kNoRoute);
+    std::vector<int32_t> group_sizes, token_counts;
+    int32_t slot = 0;
+    for (int64_t j = 0; j < num_local; ++j) {
+      const int32_t begin = slot;
+      int32_t kept = 0;
+      for (int32_t source = 0; source < num_ranks; ++source) {
+        for (int32_t i = 0; i < dims.num_choices(); ++i) {
+          if (topk_idx[source][i] != dest * num_local + j) continue;
+          if (slot < dims.capacity) {
+            layout.send[source][i] = {dest, slot};
+            recv[slot] = {source, i};
+            ++kept;
+          }
+          ++slot;
+        }
+      }
+      while (slot % dims.alignment != 0) ++slot;
+      const int32_t capacity = dims.capacity;
+      group_sizes.push_back(std::min(slot, capacity) -
+                            std::min(begin, capacity));
+      token_counts.push_back(kept);
+    }
+    layout.recv.push_back(recv);
+    layout.group_sizes.push_back(group_sizes);
+    layout.token_counts.push_back(token_counts);
+    layout.total_recv_tokens.push_back(slot);
+  }
+  return layout;
+}
+
+std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
+                            const RowType& type,
+                            const std::vector<RankData>& inputs) {
+  std::vector<RankData> outputs;
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    outputs.push_back(IsScatter(op)
+                          ? ScatterTo(rank, dims, layout, type, inputs,
+                                      /*weighted=*/op == Op::kDispatch)
+                          : GatherTo(rank, dims, layout, type, inputs,
+                                     /*scale=*/op == Op::kCombine));
+  }
+  return outputs;
+}
+
+std::string Difference(const RowType& type, const RankData& expected,
+                       const RankData& actual, double tolerance) {
+  if (expected.rows.size() != actual.rows.size() ||
+      expected.weights.size() != actual.weights.size()) {
+    return StrCat("sizes differ: expected ", expected.rows.size(),
+                  " bytes of rows and ", expected.weights.size(),
+                  " weights, got ", actual.rows.size(), " and ",
+                  actual.weights.size());
+  }
+  const std::string rows =
+      ArrayDifference("rows", type.dtype, type.width, expected.rows.data(),
+                      actual.rows.data(), expected.rows.size(), tolerance);
+  if (!rows.empty()) return rows;
+  return ArrayDifference(
+      "weights", DType::kFloat32, 1,
+      reinterpret_cast<const std::byte*>(expected.weights.data()),
+      reinterpret_cast<const std::byte*>(actual.weights.data()),
+      expected.weights.size() * sizeof(float), 0);
+}
+
+}  // namespace ep::testing

@@ -1,0 +1,226 @@
+#include "ep_ffi/testing/ranks.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <thread>
+#include <utility>
+
+namespace ep::testing {
+namespace {
+
+// Two threads that serve every call of the test program.
+class Pool : public Executor {
+ public:
+  static Pool* Get() {
+    static Pool* pool = new Pool();  // leaked: its threads never end
+    return pool;
+  }
+
+  void Schedule(std::function<void()> task) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    wake_.notify_one();
+  }
+  int64_t num_threads() const override { return kThreads; }
+
+ private:
+  static constexpr int kThreads = 2;
+
+  Pool() {
+    for (int i = 0; i < kThreads; ++i) {
+      std::thread([this] { Work(); }).detach();
+    }
+  }
+
+  void Work() {
+    while (true) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, [this] { return !tasks_.empty(); });
+      std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;
+};
+
+constexpr std::byte kCanary{0xc5};
+constexpr size_t kCanaryElements = 16;
+
+// Sizes an output and fills it, and what follows it, with what is neither
+// zero nor expected.
+template <typename T>
+void Arm(size_t size, std::vector<T>* output) {
+  output->resize(size + kCanaryElements);
+  std::memset(output->data(), static_cast<int>(kCanary),
+              output->size() * sizeof(T));
+}
+
+// Fails the test if something was written past the end; cuts the canary off.
+template <typename T>
+void Disarm(std::vector<T>* output) {
+  if (output->empty()) return;  // was not armed
+  const size_t size = output->size() - kCanaryElements;
+  const std::byte* end = reinterpret_cast<const std::byte*>(&(*output)[size]);
+  for (size_t i = 0; i < kCanaryElements * sizeof(T); ++i) {
+    EXPECT_EQ(kCanary, end[i]) << "an output was overrun by " << i << " bytes";
+  }
+  output->resize(size);
+}
+
+Site MakeSite(const RankInput& input, const Place& place) {
+  const Layer layer = {kLayerName,           input.dims.top_k,
+                       input.dims.alignment, input.dims.capacity,
+                       input.dims.drop,      input.zero_tail};
+  return {layer, place.position, place.clone, place.program};
+}
+
+}  // namespace
+
+void ForEachRank(int64_t num_ranks,
+                 const std::function<void(int64_t rank)>& body) {
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back(body, rank);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::shared_ptr<Step> Step::Make(const Domain& domain, Op op, Place place,
+                                 std::vector<RankInput> inputs) {
+  return std::shared_ptr<Step>(new Step(domain, op, place, std::move(inputs)));
+}
+
+Step::Step(const Domain& domain, Op op, Place place,
+           std::vector<RankInput> inputs)
+    : domain_(domain),
+      op_(op),
+      place_(place),
+      inputs_(std::move(inputs)),
+      outputs_(inputs_.size()),
+      completions_(inputs_.size(), 0),
+      statuses_(inputs_.size()) {
+  for (const RankInput& input : inputs_) {
+    narrow_idx_.emplace_back(input.topk_idx.begin(), input.topk_idx.end());
+    sites_.push_back(MakeSite(input, place_));
+  }
+}
+
+void Step::Post(int64_t rank) {
+  Call call = {op_,
+               &sites_[rank],
+               place_.run_id,
+               domain_.devices[rank],
+               Pool::Get(),
+               [self = shared_from_this(), rank](Status status) {
+                 self->Complete(rank, std::move(status));
+               }};
+  Group& group = *domain_.groups[rank];
+  switch (op_) {
+    case Op::kPrepare:
+      return PostPrepare(rank, std::move(call));
+    case Op::kDispatch:
+      return group.Dispatch(std::move(call), ToScatterArgs(rank));
+    case Op::kCombine:
+      return group.Combine(std::move(call), ToGatherArgs(rank));
+    case Op::kDispatchBwd:
+      return group.DispatchBwd(std::move(call), ToGatherArgs(rank));
+    case Op::kCombineBwd:
+      return group.CombineBwd(std::move(call), ToScatterArgs(rank));
+  }
+}
+
+void Step::PostPrepare(int64_t rank, Call call) {
+  const RankInput& in = inputs_[rank];
+  RankOutput& out = outputs_[rank];
+  Arm(PlanBytes(in.dims), &out.mem);
+  Arm(in.dims.num_local_experts(), &out.group_sizes);
+  Arm(in.dims.num_local_experts(), &out.token_counts);
+  const void* topk_idx = narrow_idx_[rank].data();
+  if (in.index_is_int64) topk_idx = in.topk_idx.data();
+  domain_.groups[rank]->Prepare(
+      std::move(call),
+      {topk_idx, in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
+       out.mem.data(), PlanBytes(in.dims), out.group_sizes.data(),
+       out.token_counts.data(), &out.total_recv_tokens});
+}
+
+ScatterArgs Step::ToScatterArgs(int64_t rank) {
+  const RankInput& in = inputs_[rank];
+  RankOutput& out = outputs_[rank];
+  const bool weighted = op_ == Op::kDispatch;
+  Arm(in.dims.capacity * in.type.bytes(), &out.data.rows);
+  if (weighted) Arm(in.dims.capacity, &out.data.weights);
+  static constexpr float kNoWeights = 0;  // XLA's empty buffers have addresses
+  return {
+      {in.mem.data(), static_cast<int64_t>(in.mem.size())},
+      {in.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},
+      !weighted                 ? nullptr
+      : in.data.weights.empty() ? &kNoWeights
+                                : in.data.weights.data(),
+      {out.data.rows.data(), in.dims.capacity, in.type.width, in.type.dtype},
+      weighted ? out.data.weights.data() : nullptr};
+}
+
+GatherArgs Step::ToGatherArgs(int64_t rank) {
+  const RankInput& in = inputs_[rank];
+  RankOutput& out = outputs_[rank];
+  const bool backward = op_ == Op::kDispatchBwd;
+  Arm(in.dims.num_tokens * in.type.bytes(), &out.data.rows);
+  if (backward) Arm(in.dims.num_choices(), &out.data.weights);
+  return {
+      {in.mem.data(), static_cast<int64_t>(in.mem.size())},
+      {in.data.rows.data(), in.dims.capacity, in.type.width, in.type.dtype},
+      in.data.weights.empty() ? nullptr : in.data.weights.data(),
+      {out.data.rows.data(), in.dims.num_tokens, in.type.width, in.type.dtype},
+      backward ? out.data.weights.data() : nullptr};
+}
+
+void Step::Complete(int64_t rank, Status status) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (++completions_[rank] > 1) {
+    ADD_FAILURE() << OpName(op_) << " completed twice on rank " << rank;
+    return;
+  }
+  statuses_[rank] = std::move(status);
+  changed_.notify_all();
+}
+
+bool Step::IsDone(int64_t rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completions_[rank] > 0;
+}
+
+Status Step::Wait(int64_t rank) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!changed_.wait_for(lock, std::chrono::minutes(1),
+                         [&] { return completions_[rank] > 0; })) {
+    ADD_FAILURE() << OpName(op_) << " did not complete on rank " << rank;
+    return Status(Code::kInternal, "not complete");
+  }
+  RankOutput& out = outputs_[rank];
+  Disarm(&out.mem);
+  Disarm(&out.group_sizes);
+  Disarm(&out.token_counts);
+  Disarm(&out.data.rows);
+  Disarm(&out.data.weights);
+  return statuses_[rank];
+}
+
+std::vector<Status> Step::Run() {
+  std::vector<Status> statuses(inputs_.size());
+  ForEachRank(statuses.size(), [&](int64_t rank) {
+    Post(rank);
+    statuses[rank] = Wait(rank);
+  });
+  return statuses;
+}
+
+}  // namespace ep::testing
