@@ -60,6 +60,13 @@ def group(mesh="ep4", axis_type=AxisType.Auto, **options):
   return bootstrap(make_mesh(axes, (axis_type,) * len(axes)), **options)
 
 
+def large_case(routing):
+  """Rows of many cache lines, in many chunks, and in several pages."""
+  lead, hidden = (64,), 2500
+  wide = group(max_tokens_per_rank=lead[0], hidden_dim=hidden)
+  return Case(ep.EpLayerConfig(wide), routing, lead=lead, hidden=hidden)
+
+
 def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
   """A layer of a shared group."""
   return ep.EpLayerConfig(group(mesh, axis_type), **options)
@@ -317,13 +324,17 @@ class Case:
   Args:
     routing: a name in ROUTINGS, or the choices themselves.
     lead: shape of one rank's tokens, without the hidden size.
+    hidden: the hidden size.
     whole: draw small positive whole numbers, which float32 multiplies and adds
       exactly in any order, for sums whose order the contract leaves open. The
       default, normal floats, shows every change in order and rounding.
   """
 
-  def __init__(self, layer, routing="uniform", *, lead=(T,), whole=False):
+  def __init__(
+    self, layer, routing="uniform", *, lead=(T,), hidden=H, whole=False
+  ):
     self.layer = layer
+    self._hidden = hidden
     self._lead = (ranks(layer) * lead[0], *lead[1:])
     self._received = (ranks(layer), layer.capacity)
     self.whole = whole
@@ -340,11 +351,11 @@ class Case:
 
   def tokens(self, dtype=jnp.float32):
     """`[R * T, H]`."""
-    return self._numbers((*self._lead, H), dtype)
+    return self._numbers((*self._lead, self._hidden), dtype)
 
   def rows(self, dtype=jnp.float32):
     """`[R, C, H]`, with numbers in the rows that nobody owns, too."""
-    return self._numbers((*self._received, H), dtype)
+    return self._numbers((*self._received, self._hidden), dtype)
 
   def weights(self, dtype=jnp.float32):
     """`[R * T, K]`; no two are equal, in any of our dtypes."""
@@ -426,7 +437,7 @@ def global_view(layer, fn):
   return call
 
 
-def local_view(layer, fn, *, check_vma=True):
+def local_view(layer, fn, *, check_vma=True, out_specs=None):
   def call(topk_idx, *arrays):
     return fn(LocalOps(ep.ep_prepare(layer, topk_idx)), *arrays)
 
@@ -434,7 +445,7 @@ def local_view(layer, fn, *, check_vma=True):
     call,
     mesh=layer.group.mesh,
     in_specs=spec(layer),
-    out_specs=spec(layer),
+    out_specs=out_specs or spec(layer),
     check_vma=check_vma,
   )
 

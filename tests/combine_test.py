@@ -10,6 +10,7 @@ from cases import (
   Case,
   combine,
   E,
+  large_case,
   layer,
   ROUTINGS,
   T,
@@ -130,6 +131,27 @@ def grad_of_expert_sum(ops, tokens, weights, g):
 def test_gradient_through_both(routing):
   case = Case(layer(), routing, whole=True)
   case.check(grad_of_expert_sum, case.tokens(), case.weights(), case.tokens())
+
+
+@DTYPES
+def test_special_values(dtype):
+  """Zeros have signs, and subnormal sums are what XLA:CPU makes of them."""
+  case = Case(layer(), "with_unused_choices")
+  info = jnp.finfo(dtype)
+  tiny = float(info.smallest_subnormal)
+  values = [0.0, -0.0, tiny, -tiny, 3 * tiny, float(info.tiny), 1.0]
+  values += [float(info.max), np.inf, -np.inf, np.nan]
+  rows = np.random.default_rng(1).choice(values, case.rows().shape)
+  weights = np.ones_like(case.row_weights())
+  case.check(combine, rows.astype(dtype))
+  case.check(combine, rows.astype(dtype), weights)
+
+
+@DTYPES
+def test_large(dtype):
+  case = large_case("skewed")
+  check(case, dtype)
+  case.check(combine, case.rows(dtype), np.sqrt(case.row_weights()))
 
 
 def test_each_weight_has_a_gradient_of_its_own():

@@ -5,6 +5,7 @@ rank, and programs overlap. All of these programs hang, or return each other's
 rows, if ops are matched by their order of arrival or if a handler waits.
 """
 
+import os
 import threading
 
 import jax
@@ -19,6 +20,7 @@ from cases import (
   check,
   expected,
   layer,
+  Ops,
   run,
   there_and_back,
 )
@@ -169,6 +171,37 @@ def test_one_inner_function_twice_in_one_program(wrap):
   ]
   for _ in range(8):
     assert_same(outer(placed), want)
+
+
+def test_branches_and_loops_that_data_decide():
+  """All ranks decide alike, but only when they run."""
+
+  def decided(ops, steps, tokens, weights):
+    def once(x):
+      return ops.combine(ops.dispatch(x, weights)[0])
+
+    x = lax.cond(steps > 2, once, lambda x: x, tokens)
+    return lax.fori_loop(0, steps, lambda _, x: once(x), x)
+
+  case = Case(layer(), "skewed", whole=True)
+  inputs = case.tokens(), case.weights()
+
+  @jax.jit
+  def program(steps, topk_idx, *inputs):
+    return decided(Ops(ep.ep_prepare(case.layer, topk_idx)), steps, *inputs)
+
+  for steps in (0, 3):
+    actual = program(steps, *map(case.put, (case.topk_idx, *inputs)))
+    assert_same(actual, expected(case, decided, steps, *inputs))
+
+
+def test_steps_leave_nothing_open():
+  part = claim("skewed", block_and_back)
+  check(part)
+  before = os.listdir("/proc/self/fd")
+  for _ in range(100):
+    jax.block_until_ready(run(part))
+  assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_a_loop_beside_a_loop():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case, dispatch, E, layer, ROUTINGS, sizes, T
+from cases import Case, dispatch, E, large_case, layer, ROUTINGS, sizes, T
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
@@ -79,6 +79,11 @@ def test_alignment_padding_and_tail_are_zero():
     holds_token = np.pad(holds_token, (0, len(rows) - len(holds_token)))
     np.testing.assert_array_equal(rows.any(1), holds_token)
     np.testing.assert_array_equal(weights != 0, holds_token)
+
+
+@DTYPES
+def test_large(dtype):
+  check(large_case("skewed"), dtype)
 
 
 def dispatched_bits(ops, bits, weights):

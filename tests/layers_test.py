@@ -1,5 +1,7 @@
 """Any number of layers and groups, side by side in one program."""
 
+import jax
+from jax.sharding import Mesh
 import numpy as np
 import pytest
 
@@ -52,6 +54,19 @@ def test_groups_over_different_axes_of_one_mesh():
     bootstrap(mesh, axis_name="y") as y,
   ):
     check(claim(ep.EpLayerConfig(x)), claim(ep.EpLayerConfig(y)))
+
+
+def test_groups_over_halves_of_the_devices():
+  """Each process takes part in the groups that have a device of its own."""
+  groups = []
+  for devices in jax.devices()[:2], jax.devices()[2:]:
+    mesh = Mesh(devices, ("ep",))
+    if jax.process_index() in {d.process_index for d in devices}:
+      groups.append(bootstrap(mesh))
+  for group in groups * 2:
+    check(claim(ep.EpLayerConfig(group)))
+  for group in groups:
+    ep.ep_finalize(group)
 
 
 def test_a_layer_inherits_what_it_leaves_out():

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ from cases import (
   bootstrap,
   Case,
   everything,
+  expected,
   global_view,
+  K,
   layer,
   local_view,
   spec,
+  there_and_back,
 )
 from conftest import make_mesh, to_global
 import ep
@@ -59,6 +63,39 @@ def test_results_stay_where_they_arrive(axis_type):
   expected = NamedSharding(config.group.mesh, spec(config))
   for leaf in jax.tree.leaves(case.run(everything, *case.inputs())):
     assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_arguments_that_all_ranks_share(view):
+  """Constants, for which `shard_map` knows that they do not vary."""
+
+  def with_constants(ops, tokens):
+    ones = jnp.ones((*tokens.shape[:-1], K))
+    recv, recv_weights = ops.dispatch(jnp.ones(tokens.shape), ones)
+    return ops.combine(recv, recv_weights), ops.combine(jnp.ones_like(recv))
+
+  case = Case(layer(), "with_unused_choices", whole=True)
+  case.check(with_constants, case.tokens(), view=view)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_vmap(view):
+  """Examples of a batch, with a routing for all of them."""
+
+  def batched(ops, tokens, weights):
+    scales = jnp.arange(1.0, 4.0)
+    return jax.vmap(lambda x: there_and_back(ops, tokens * x, weights))(scales)
+
+  case = Case(layer(), "skewed", whole=True)
+  tokens, weights = case.tokens(), case.weights()
+  spec_of_batch = PartitionSpec(None, *spec(case.layer))
+  if view is not global_view:
+    view = functools.partial(view, out_specs=spec_of_batch)
+  examples = [
+    expected(case, there_and_back, tokens * np.float32(x), weights)
+    for x in (1, 2, 3)
+  ]
+  assert_same(case.run(batched, tokens, weights, view=view), np.stack(examples))
 
 
 @pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
