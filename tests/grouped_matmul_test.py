@@ -125,12 +125,12 @@ def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
 def test_work_is_linear_in_the_rows_used():
   steps = []
 
-  def tile(expert, start, inside, carry):
+  def tile(expert, start, inside, out):
     jax.debug.callback(lambda e: steps.append(int(e)), expert)
-    return carry
+    return out
 
   for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
-    gm._for_each_tile(1024, jnp.int32(sizes), tile, 0)
+    gm._for_each_tile(jnp.zeros((1024, 1)), jnp.int32(sizes), tile, (1,))
   jax.effects_barrier()
   assert steps == [0, 0, 3]  # of 128 rows each
 

@@ -124,46 +124,40 @@ _outer.defvjp(_outer_fwd, _outer_bwd)
 
 def _matmul_by_tiles(rows, matrices, sizes):
   def tile(expert, start, inside, out):
-    height = inside.shape[0]
-    products = jnp.dot(
-      lax.dynamic_slice_in_dim(rows, start, height),
-      matrices[expert],
-      preferred_element_type=jnp.float32,
-    ).astype(rows.dtype)
-    before = lax.dynamic_slice_in_dim(out, start, height)
-    return lax.dynamic_update_slice_in_dim(
-      out, jnp.where(inside, products, before), start, 0
-    )
+    rows_ = lax.dynamic_slice_in_dim(rows, start, inside.shape[0])
+    before = lax.dynamic_slice_in_dim(out, start, inside.shape[0])
+    after = jnp.where(inside, _dot(rows_, matrices[expert]), before)
+    return lax.dynamic_update_slice_in_dim(out, after, start, 0)
 
   shape = (rows.shape[0], matrices.shape[2])
-  out, _ = compat.vary_together(jnp.zeros(shape, rows.dtype), rows)
-  return _for_each_tile(rows.shape[0], sizes, tile, out)
+  return _for_each_tile(rows, sizes, tile, shape)
 
 
 def _outer_by_tiles(left, right, sizes):
   def tile(expert, start, inside, sums):
-    height = inside.shape[0]
-
     def rows_of(x):  # zero outside the slab, where x may be NaN
-      return jnp.where(inside, lax.dynamic_slice_in_dim(x, start, height), 0)
+      rows = lax.dynamic_slice_in_dim(x, start, inside.shape[0])
+      return jnp.where(inside, rows, 0)
 
-    return sums.at[expert].add(
-      jnp.dot(
-        rows_of(left).T, rows_of(right), preferred_element_type=jnp.float32
-      )
-    )
+    return sums.at[expert].add(_dot(rows_of(left).T, rows_of(right)))
 
   shape = (sizes.shape[0], left.shape[1], right.shape[1])
-  sums, _ = compat.vary_together(jnp.zeros(shape, jnp.float32), left)
-  return _for_each_tile(left.shape[0], sizes, tile, sums).astype(left.dtype)
+  return _for_each_tile(left, sizes, tile, shape)
 
 
-def _for_each_tile(num_rows, sizes, tile, init):
-  """Folds `tile(expert, start, inside [height, 1], carry)` over all tiles.
+def _dot(x, y):
+  return jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32))
+
+
+def _for_each_tile(rows, sizes, tile, shape):
+  """Folds `tile(expert, start, inside [height, 1], out)` over all tiles.
 
   A tile stands for the rows from `start`; `inside` marks those that belong to
-  the slab of `expert`, for no row can be read past the last one.
+  the slab of `expert`, for no row can be read past the last one. `out` starts
+  at zero and is float32 until the end, because XLA:CPU would convert all of a
+  narrower array for each update of a part.
   """
+  num_rows = rows.shape[0]
   height = _block(num_rows, sizes.shape[0])
   tiles = (sizes + height - 1) // height
   tiles_end, slabs_end = jnp.cumsum(tiles), jnp.cumsum(sizes)
@@ -175,13 +169,15 @@ def _for_each_tile(num_rows, sizes, tile, init):
   start = jnp.minimum(first, num_rows - height)
   table = jnp.stack([expert, start, first, end], axis=1)
 
-  def step(i, carry):
+  def step(i, out):
     expert, start, first, end = table[i]
     row = start + jnp.arange(height)
     inside = (first <= row) & (row < end)
-    return tile(expert, start, inside[:, None], carry)
+    return tile(expert, start, inside[:, None], out)
 
-  return lax.fori_loop(0, tiles_end[-1], step, init)
+  zeros, _ = compat.vary_together(jnp.zeros(shape, jnp.float32), rows)
+  out = lax.fori_loop(0, tiles_end[-1], step, zeros)
+  return out.astype(rows.dtype)
 
 
 def _block(num_rows, num_slabs):
