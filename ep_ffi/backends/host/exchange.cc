@@ -197,7 +197,7 @@ Status Exchanges::WhyNot(const Exchange* exchange, int32_t domain,
   for (int32_t r = 0; r < topology().ep_size; ++r) {
     if (r == rank || (exchange && exchange->parts[r].posted)) continue;
     auto found = gone_.find(topology().member(domain, r).process);
-    if (found != gone_.end()) return found->second;
+    if (found != gone_.end()) return died_.ok() ? found->second : died_;
   }
   return Status();
 }
@@ -407,7 +407,7 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
         ranks.empty() ? "" : ", ",
         topology().RankName(i / topology().ep_size, i % topology().ep_size));
   }
-  const Status status(
+  Status status(
       Code::kUnavailable,
       orderly ? StrCat(ranks, " finalized the group \"", options_.group_name,
                        "\"; call ep_finalize only after the last op has "
@@ -418,7 +418,8 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     gone_.emplace(process, status);
-    if (!orderly) died_ = status;
+    if (!orderly && died_.ok()) died_ = status;
+    if (!died_.ok()) status = died_;  // what came later may follow from it
   }
   Break(status, waits);
 }

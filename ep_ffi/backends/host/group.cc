@@ -40,9 +40,10 @@ Contribution RowsContribution(const PlanDims& dims, const Plan& plan,
 }
 
 void StageAll(const Contribution& c, std::byte* first, std::byte* second) {
-  std::memcpy(first, c.table.first, c.signature[Signature::kFirstBytes]);
-  const int64_t bytes = c.signature[Signature::kSecondBytes];
-  if (bytes > 0) std::memcpy(second, c.table.second, bytes);
+  const int64_t first_bytes = c.signature[Signature::kFirstBytes];
+  const int64_t second_bytes = c.signature[Signature::kSecondBytes];
+  if (first_bytes > 0) std::memcpy(first, c.table.first, first_bytes);
+  if (second_bytes > 0) std::memcpy(second, c.table.second, second_bytes);
 }
 
 // The tables of a mover's ranks, with the types that the mover knows.

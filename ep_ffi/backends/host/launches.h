@@ -17,7 +17,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <optional>
 
@@ -36,7 +35,7 @@ class Launches {
   Launch Name(uint64_t program, int64_t run_id) {
     auto [entry, is_new] = first_.try_emplace(program, run_id);
     entry->second = std::min(entry->second, run_id);
-    return {program, run_id, run_id - entry->second};
+    return {program, run_id, Difference(run_id, entry->second)};
   }
 
   // The run id here of a peer's launch; none before the program's first
@@ -45,12 +44,18 @@ class Launches {
     constexpr int64_t kNear = 1 << 20;
     auto entry = first_.find(launch.program);
     if (entry == first_.end()) return std::nullopt;
-    const int64_t first = entry->second;
-    if (std::abs(launch.run_id - first) < kNear) return launch.run_id;
-    return first + launch.number;
+    const int64_t distance = Difference(launch.run_id, entry->second);
+    if (-kNear < distance && distance < kNear) return launch.run_id;
+    return Difference(entry->second, Difference(0, launch.number));
   }
 
  private:
+  // Run ids are fingerprints: they wrap around.
+  static int64_t Difference(int64_t a, int64_t b) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) -
+                                static_cast<uint64_t>(b));
+  }
+
   std::map<uint64_t, int64_t> first_;  // run id, by program
 };
 
