@@ -11,7 +11,7 @@ def ep_test(
         deps = [],
         worlds = ["1x4", "4x1"],
         platform = "cpu",
-        size = "small",
+        size = "medium",
         tags = [],
         **kwargs):
     """One py_test per world, named <name>_<world>_<platform>, and a suite.
@@ -25,8 +25,9 @@ def ep_test(
       worlds: "4x1" stands for 4 processes with 1 device each. A test of plain
         Python, or of one device, names one world.
       platform: "cpu". A GPU variant is a second call with another platform.
-      size: Bazel's. The ranks are ended, their stacks in their logs, somewhat
-        before Bazel would end the test.
+      size: Bazel's; most of a test's time is XLA's compiler's. The ranks are
+        ended, their stacks in their logs, somewhat before Bazel would end the
+        test.
       tags: added to ours, which tell Bazel how many processes run.
       **kwargs: passed on to py_test.
     """
