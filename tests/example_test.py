@@ -97,6 +97,13 @@ def test_the_check_catches_a_wrong_value():
     assert ep_moe.verdict(deviations, 1e-6) == 1
 
 
+def test_the_check_does_not_compare_rounding_with_rounding():
+  deviations = ep_moe.relative_deviations(
+    {"grad": np.zeros(3)}, {"grad": np.full(3, 1e-18)}
+  )
+  assert ep_moe.verdict(deviations, 1e-6) == 0
+
+
 def test_the_verdict_names_what_deviates(capsys):
   assert ep_moe.verdict({"loss": 0.0, "output": 0.5}, 0.1) == 1
   assert "FAILED: output: " in capsys.readouterr().out
