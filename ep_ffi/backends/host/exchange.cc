@@ -5,6 +5,8 @@
 #include <cstring>
 #include <optional>
 
+#include "ep_ffi/backends/host/denormals.h"
+
 namespace ep::host {
 namespace {
 
@@ -56,6 +58,7 @@ struct Exchanges::Batch {
 
   // Works until no chunk is left; true for the caller that ended the last.
   bool Help() {
+    const ScopedFlushDenormals flush;
     bool last = num_chunks == 0;
     for (int64_t i; (i = next.fetch_add(1)) < num_chunks;) {
       auto owner = std::upper_bound(

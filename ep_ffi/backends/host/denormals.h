@@ -1,0 +1,49 @@
+// Sums must have the same bits on whichever thread they are taken. XLA:CPU's
+// threads take denormal numbers for zero and round to zero what would be one;
+// a thread of our own does not, until it is told to.
+
+#ifndef EP_FFI_BACKENDS_HOST_DENORMALS_H_
+#define EP_FFI_BACKENDS_HOST_DENORMALS_H_
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace ep::host {
+
+// Flushes denormals on this thread, as XLA:CPU does, while it lives.
+class ScopedFlushDenormals {
+ public:
+  ScopedFlushDenormals() : saved_(Get()) { Set(saved_ | kFlush); }
+  ~ScopedFlushDenormals() { Set(saved_); }
+
+  ScopedFlushDenormals(const ScopedFlushDenormals&) = delete;
+  ScopedFlushDenormals& operator=(const ScopedFlushDenormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  static constexpr uint64_t kFlush = 0x8040;  // MXCSR: FTZ, DAZ
+  static uint64_t Get() { return _mm_getcsr(); }
+  static void Set(uint64_t value) {
+    _mm_setcsr(static_cast<unsigned int>(value));
+  }
+#elif defined(__aarch64__)
+  static constexpr uint64_t kFlush = 1 << 24;  // FPCR: FZ, of both kinds
+  static uint64_t Get() {
+    uint64_t value;
+    asm volatile("mrs %0, fpcr" : "=r"(value));
+    return value;
+  }
+  static void Set(uint64_t value) { asm volatile("msr fpcr, %0" ::"r"(value)); }
+#else
+#error "ep_ffi: tell this processor how to flush denormals, as XLA:CPU does"
+#endif
+
+  const uint64_t saved_;
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_DENORMALS_H_
