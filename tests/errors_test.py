@@ -4,6 +4,8 @@ What the shapes tell is refused when the program is traced; what only the
 values tell fails on every rank when it runs, and the group works on.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
@@ -14,6 +16,8 @@ from cases import (
   assert_same,
   bootstrap,
   Case,
+  combine,
+  dispatch,
   E,
   everything,
   global_view,
@@ -21,6 +25,7 @@ from cases import (
   H,
   K,
   layer,
+  Ops,
   RUN_TIME_ERRORS,
   sizes,
   T,
@@ -259,13 +264,62 @@ def test_an_error_leaves_programs_in_flight_alone():
     assert_same(out, there_and_back(good.oracle, *inputs))
 
 
-def test_a_handle_that_was_not_prepared():
+def of_another_layer(handle, other):
+  """Whose arrays have the same shapes."""
+  del other
+  config = layer(alignment=2, recv_capacity_per_rank=handle.layer.capacity)
+  return dataclasses.replace(handle, layer=config)
+
+
+def of_another_rank(handle, other):
+  del other
+  return dataclasses.replace(handle, mem=jnp.roll(handle.mem, 1, axis=0))
+
+
+def garbage(handle, other):
+  del other
+  return dataclasses.replace(handle, mem=jnp.full_like(handle.mem, 7))
+
+
+def garbage_after_the_header(handle, other):
+  del other
+  return dataclasses.replace(handle, mem=handle.mem.at[:, 64:].set(0x7F))
+
+
+def of_two_routings(handle, other):
+  """Each good, but the first rank's does not fit the others'."""
+  first = jnp.arange(handle.mem.shape[0])[:, None] == 0
+  mem = jnp.where(first, other.mem, handle.mem)
+  return dataclasses.replace(handle, mem=mem)
+
+
+@pytest.mark.parametrize("op", [dispatch, combine])
+@pytest.mark.parametrize(
+  "forge",
+  [
+    of_another_layer,
+    of_another_rank,
+    garbage,
+    garbage_after_the_header,
+    of_two_routings,
+  ],
+)
+def test_a_handle_that_was_not_prepared(forge, op):
   """Its bytes are checked before they are used as addresses."""
-  case = Case(layer())
-  handle = case.run(lambda ops: ops.handle)
-  forged = jax.jit(lambda h: jax.tree.map(lambda x: x * 0 + 7, h))(handle)
-  with pytest.raises(RUN_TIME_ERRORS, match="handle"):
-    jax.block_until_ready(ep.ep_combine(forged, case.put(case.rows())))
+  case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
+  handles = [x.run(lambda ops: ops.handle) for x in (case, other)]
+  inputs = {
+    dispatch: (case.tokens(), case.weights()),
+    combine: (case.rows(),),
+  }[op]
+
+  @jax.jit
+  def program(handle, other, *inputs):
+    return op(Ops(forge(handle, other)), *inputs)
+
+  with pytest.raises(RUN_TIME_ERRORS, match="handle") as error:
+    jax.block_until_ready(program(*handles, *map(case.put, inputs)))
+  assert f"ep_{op.__name__}" in str(error.value)
 
 
 @pytest.mark.parametrize("compiled_before", [False, True])
