@@ -86,7 +86,7 @@ def choices(rng):
 
 
 LAYOUTS = pytest.mark.parametrize(
-  "alignment, capacity", [(1, 45), (4, 60), (1, 6), (4, 8), (8, 32)]
+  "alignment, capacity", [(1, 45), (1, 6), (4, 8)]
 )
 DTYPES = pytest.mark.parametrize(
   "dtype", [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -177,10 +177,10 @@ def test_backward_of_dispatch(rng, alignment, capacity, dtype):
   assert_same_bits(g_weights, hand.gather(g_recv_weights))
 
 
-@LAYOUTS
-def test_backward_is_the_transpose_of_forward(rng, alignment, capacity):
+def test_backward_is_the_transpose_of_forward(rng):
   """On small whole numbers, which float32 adds exactly in any order."""
-  routing, _ = routings(rng, alignment, capacity)
+  capacity = 8  # not enough for all
+  routing, _ = routings(rng, 4, capacity)
 
   def whole(*shape):
     return jnp.asarray(rng.integers(-8, 9, shape).astype(np.float32))
