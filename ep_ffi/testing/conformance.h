@@ -46,6 +46,15 @@ inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
   return out << backend.name;
 }
 
+// For tests that are not about sizes.
+inline constexpr PlanDims kDims = {
+    /*num_experts=*/8, /*ep_size=*/4,
+    /*num_tokens=*/6,  /*top_k=*/2,
+    /*capacity=*/64,   /*alignment=*/2,
+    /*drop=*/false};
+inline constexpr WorldOptions kWorld = {kDims.num_experts, kDims.ep_size};
+inline constexpr RowType kType = {5, DType::kFloat32};
+
 // A routing that every rank of a domain has prepared.
 struct Routed {
   PlanDims dims;

@@ -13,13 +13,6 @@
 namespace ep::testing {
 namespace {
 
-constexpr PlanDims kDims = {/*num_experts=*/8, /*ep_size=*/4,
-                            /*num_tokens=*/6,  /*top_k=*/2,
-                            /*capacity=*/64,   /*alignment=*/2,
-                            /*drop=*/false};
-constexpr WorldOptions kWorld = {kDims.num_experts, kDims.ep_size};
-constexpr RowType kType = {5, DType::kFloat32};
-
 double Now() {
   return std::chrono::duration<double>(
              std::chrono::steady_clock::now().time_since_epoch())

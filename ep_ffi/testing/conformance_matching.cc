@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -13,12 +12,6 @@
 
 namespace ep::testing {
 namespace {
-
-constexpr PlanDims kDims = {/*num_experts=*/8, /*ep_size=*/4,
-                            /*num_tokens=*/6,  /*top_k=*/2,
-                            /*capacity=*/64,   /*alignment=*/2,
-                            /*drop=*/false};
-constexpr RowType kType = {5, DType::kFloat32};
 
 // A step that can be checked once it has run.
 struct Planned {
@@ -29,18 +22,19 @@ struct Planned {
 
 TEST_P(Conformance, RanksComeInDifferentOrders) {
   if (!GetParam().any_order) return;
-  const Domain domain = MakeDomain({kDims.num_experts, kDims.ep_size});
+  const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   std::vector<Planned> plan;
-  for (int64_t run = 0; run < 6; ++run) {
+  for (int64_t run = 0; run < 4; ++run) {
     const int64_t run_id = NextRun();
     for (int64_t position = 0; position < 4; ++position) {
-      for (int64_t clone = 0; clone < 2; ++clone) {
-        const Op op = position % 2 ? Op::kCombine : Op::kDispatch;
-        const auto inputs = RandomInputs(op, routed, kType);
-        plan.push_back(
-            {op, inputs,
-             Step::Make(domain, op, {run_id, position, clone}, inputs)});
+      for (int64_t clone : {0, 1}) {
+        for (uint64_t program : {7, 8}) {
+          const Op op = position % 2 ? Op::kCombine : Op::kDispatch;
+          const Place place = {run_id, position, clone, program};
+          const auto inputs = RandomInputs(op, routed, kType);
+          plan.push_back({op, inputs, Step::Make(domain, op, place, inputs)});
+        }
       }
     }
   }
@@ -64,7 +58,7 @@ TEST_P(Conformance, RanksComeInDifferentOrders) {
 // A loop brings the same key again and again; a rank comes to the next
 // iteration only after the last, but may be ahead of its peers.
 TEST_P(Conformance, IterationsOfALoopMeetInOrder) {
-  const Domain domain = MakeDomain({kDims.num_experts, kDims.ep_size});
+  const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t run_id = NextRun();
   std::vector<Planned> loop;
@@ -87,7 +81,7 @@ TEST_P(Conformance, IterationsOfALoopMeetInOrder) {
 
 TEST_P(Conformance, PostingDoesNotWaitForPeers) {
   if (!GetParam().any_order) return;
-  const Domain domain = MakeDomain({kDims.num_experts, kDims.ep_size});
+  const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
   const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);

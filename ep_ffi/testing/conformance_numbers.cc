@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "ep_ffi/testing/conformance.h"
@@ -46,25 +46,22 @@ TEST_P(Conformance, ExchangesOfMegabytes) {
 }
 
 TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
-  const PlanDims dims = {4, 2, 5, 2, 32, 4, false};
-  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
-  const Choices topk_idx = RandomChoices(random_, dims);
-  const Routed wide = Prepare(domain, dims, topk_idx);
-  std::vector<RankInput> inputs = PrepareInputs(dims, topk_idx);
+  const Domain domain = MakeDomain(kWorld);
+  const Choices topk_idx = RandomChoices(random_, kDims);
+  const Routed wide = Prepare(domain, kDims, topk_idx);
+  std::vector<RankInput> inputs = PrepareInputs(kDims, topk_idx);
   for (RankInput& input : inputs) input.index_is_int64 = false;
   const StepPtr narrow = Step::Make(domain, Op::kPrepare, {NextRun()}, inputs);
   ExpectRuns(narrow);
-  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     EXPECT_EQ(wide.mems[rank], narrow->output(rank).mem);
   }
 }
 
 TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
-  const PlanDims dims = {4, 2, 5, 2, 64, 4, false};
-  const RowType type = {3, DType::kFloat32};
-  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
-  const Routed routed = PrepareRandom(domain, dims);
-  std::vector<RankInput> inputs = RandomInputs(Op::kDispatch, routed, type);
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  std::vector<RankInput> inputs = RandomInputs(Op::kDispatch, routed, kType);
   std::vector<RankData> data;
   for (RankInput& input : inputs) {
     input.zero_tail = false;
@@ -73,23 +70,22 @@ TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
   const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
   ExpectRuns(step);
   std::vector<RankData> expected =
-      Apply(Op::kDispatch, dims, routed.layout, type, data);
-  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      Apply(Op::kDispatch, kDims, routed.layout, kType, data);
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     const int64_t used = routed.layout.total_recv_tokens[rank];
-    ASSERT_LT(used, dims.capacity);
+    ASSERT_LT(used, kDims.capacity);
     RankData actual = step->output(rank).data;
     for (RankData* slots : {&expected[rank], &actual}) {
-      slots->rows.resize(used * type.bytes());
+      slots->rows.resize(used * kType.bytes());
       slots->weights.resize(used);
     }
-    EXPECT_EQ("", Difference(type, expected[rank], actual));
+    EXPECT_EQ("", Difference(kType, expected[rank], actual));
   }
 }
 
 TEST_P(Conformance, CombineWithoutWeightsSumsTheRows) {
-  const PlanDims dims = {4, 2, 5, 2, 32, 4, false};
-  const Domain domain = MakeDomain({dims.num_experts, dims.ep_size});
-  const Routed routed = PrepareRandom(domain, dims);
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
   for (DType dtype : kDTypes) {
     const std::vector<RankInput> inputs =
         RandomInputs(Op::kCombine, routed, {9, dtype}, /*weighted=*/false);

@@ -258,15 +258,15 @@ TEST_F(ExchangeTest, LaunchesMeetByNumberWhereRunIdsDiffer) {
   for (int64_t number : {0, 2, 1}) ExpectSum(62 + 6 * number, Post(7 + number));
 }
 
-// The bytes that a rank may read of its peers are those that it posts itself.
-TEST_F(ExchangeTest, APostOfAnotherSizeFailsItsRun) {
-  for (Signature::Field field :
-       {Signature::kFirstBytes, Signature::kSecondBytes}) {
-    const int64_t run_id = field;
-    std::future<Result> mine = Post(run_id);
-    PeerPosts(1, run_id, 10);
-    PeerPosts(2, run_id, 10, [&](Message* m) { m->signature[field] = 4; });
-    PeerPosts(3, run_id, 10);
+// In particular, the bytes that a rank may read of its peers are as many as it
+// posts itself.
+TEST_F(ExchangeTest, APostOfAnotherShapeFailsItsRun) {
+  for (int field = 0; field < Signature::kNumFields; ++field) {
+    SCOPED_TRACE(field);
+    std::future<Result> mine = Post(field);
+    PeerPosts(1, field, 10);
+    PeerPosts(2, field, 10, [&](Message* m) { m->signature[field] = 4; });
+    PeerPosts(3, field, 10);
     ExpectError(Code::kFailedPrecondition, "disagree", std::move(mine));
   }
 }

@@ -9,11 +9,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <fstream>
+#include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "ep_ffi/testing/conformance.h"
@@ -29,7 +27,7 @@ using testing::WorldOptions;
 // Ranks are dealt to processes in turn; there are no empty processes.
 std::vector<Domain> MakeHostWorld(const WorldOptions& options,
                                   int32_t max_processes) {
-  static std::atomic<int> num_worlds{0};
+  static int num_worlds = 0;
   const int32_t num_ranks = options.num_domains * options.ep_size;
   HostGroup::Options common = {};
   common.name = StrCat("world_", num_worlds++);
@@ -95,6 +93,36 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
     EXPECT_EQ(Code::kFailedPrecondition, status.code());
     EXPECT_NE(std::string::npos, status.message().find("device 7 is not in"))
         << status.message();
+  }
+}
+
+// An op may run on threads of XLA, which flush denormals, and on our own.
+TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
+  const testing::RowType type = {3, DType::kFloat32};
+  for (int32_t num_processes : {1, 2}) {
+    const Domain domain = MakeHostWorld({2, 2}, num_processes)[0];
+    const testing::StepPtr prepare = PrepareStep(domain, kTwoRanks);
+    prepare->Run();
+    std::vector<testing::RankInput> inputs(kTwoRanks.ep_size);
+    for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
+      inputs[rank].dims = kTwoRanks;
+      inputs[rank].mem = prepare->output(rank).mem;
+      inputs[rank].type = type;
+      // Each word holds a denormal.
+      inputs[rank].data.rows.resize(kTwoRanks.capacity * type.bytes());
+      for (size_t i = 0; i < inputs[rank].data.rows.size(); i += 4) {
+        inputs[rank].data.rows[i] = std::byte{1};
+      }
+    }
+    const testing::StepPtr combine =
+        testing::Step::Make(domain, Op::kCombine, {/*run_id=*/2}, inputs);
+    for (const Status& status : combine->Run()) {
+      EXPECT_TRUE(status.ok()) << status.message();
+    }
+    for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
+      EXPECT_EQ(std::vector<std::byte>(type.bytes()),
+                combine->output(rank).data.rows);
+    }
   }
 }
 

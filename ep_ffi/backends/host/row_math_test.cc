@@ -174,6 +174,15 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   EXPECT_EQ(0u, Sum(GetParam(), {{{1}}, {{-1}}})[0]);
 }
 
+// Rounded like a number, it would become a zero.
+TEST_P(RowMath, ANanWithEveryBitSetIsOne) {
+  const uint32_t bits = 0x7fffffff;
+  float nan;
+  std::memcpy(&nan, &bits, sizeof(nan));
+  EXPECT_TRUE(IsNan(GetParam(), Rounded(GetParam(), nan)));
+  EXPECT_TRUE(IsNan(GetParam(), Rounded(GetParam(), -nan)));
+}
+
 TEST_P(RowMath, InfinitiesAndNans) {
   const uint32_t infinity = Encode(GetParam(), kInfinity);
   const uint32_t largest = infinity - 1;

@@ -1,0 +1,36 @@
+#include "ep_ffi/backends/host/denormals.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+namespace ep::host {
+namespace {
+
+// Whether this thread takes a denormal for zero, and makes zero of one.
+bool Flushes() {
+  volatile float smallest = std::numeric_limits<float>::min();
+  volatile float denormal = std::numeric_limits<float>::denorm_min();
+  volatile float half = 0.5f, large = 1e30f;
+  const float made = smallest * half;
+  const float taken = denormal * large;
+  EXPECT_EQ(made == 0, taken == 0);
+  return made == 0;
+}
+
+TEST(DenormalsTest, AreZeroInTheScopeOnly) {
+  EXPECT_FALSE(Flushes());
+  {
+    const ScopedFlushDenormals outer;
+    EXPECT_TRUE(Flushes());
+    {
+      const ScopedFlushDenormals inner;
+      EXPECT_TRUE(Flushes());
+    }
+    EXPECT_TRUE(Flushes());
+  }
+  EXPECT_FALSE(Flushes());
+}
+
+}  // namespace
+}  // namespace ep::host
