@@ -68,7 +68,9 @@ struct Exchanges::Batch {
       Status s = owner->first->contribution.run(tables, i - owner->second);
       if (!s.ok()) {
         std::lock_guard<std::mutex> lock(mutex);
-        if (status.ok()) status = std::move(s);
+        if (status.ok()) {
+          status = Status(s.code(), StrCat(exchange->what, ": ", s.message()));
+        }
       }
       last = unfinished.fetch_sub(1) == 1;
     }

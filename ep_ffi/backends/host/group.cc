@@ -124,19 +124,15 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
     StageAll(c, first, second);
   };
   c.num_chunks = 1;
-  c.run = [dims, place, args, mine, what = call.site->layer.name](
-              const std::vector<Table>& tables, int64_t) {
+  c.run = [dims, place, args, mine](const std::vector<Table>& tables, int64_t) {
     std::vector<ChoicesView> choices;
     for (const Table& table : tables) {
       choices.push_back({reinterpret_cast<const int32_t*>(table.first),
                          reinterpret_cast<const int32_t*>(table.second)});
     }
-    Status built = BuildPlan(dims, place.rank, choices,
-                             {args.mem, args.group_sizes, args.token_counts,
-                              args.total_recv_tokens});
-    if (built.ok()) return built;
-    return Status(built.code(), StrCat("ep_prepare(layer \"", what, "\"), ",
-                                       built.message()));
+    return BuildPlan(dims, place.rank, choices,
+                     {args.mem, args.group_sizes, args.token_counts,
+                      args.total_recv_tokens});
   };
   exchanges_->Post(call, place.domain, place.rank, std::move(c));
 }
