@@ -228,10 +228,14 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor) {
   help();
 }
 
-void Exchanges::Finish(const Exchange& exchange, const Status& status) {
-  for (const Part& part : exchange.parts) {
+void Exchanges::Finish(Exchange& exchange, const Status& status) {
+  for (Part& part : exchange.parts) {
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
-    if (part.done) workers_.Run([done = part.done, status] { done(status); });
+    // Moved: what `done` keeps alive, this object perhaps, must not die with
+    // the exchange on the progress thread.
+    if (part.done) {
+      workers_.Run([done = std::move(part.done), status] { done(status); });
+    }
   }
 }
 

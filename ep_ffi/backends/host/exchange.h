@@ -163,7 +163,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Runs a ready exchange, on the executor's threads if there are any.
   void Run(ExchangePtr exchange, Executor* executor);
   // Completes the local ranks and releases the peers' segments.
-  void Finish(const Exchange& exchange, const Status& status);
+  void Finish(Exchange& exchange, const Status& status);
   // What a rank reports of a failure that is not its op's own.
   Status Blame(const std::string& what, int32_t domain, int32_t rank,
                const Status& cause) const;
