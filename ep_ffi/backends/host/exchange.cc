@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <optional>
+#include <thread>
 
 #include "ep_ffi/backends/host/denormals.h"
 
@@ -88,7 +89,12 @@ Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
 std::shared_ptr<Exchanges> Exchanges::Create(Options options,
                                              std::unique_ptr<Peers> peers) {
   std::shared_ptr<Exchanges> self(
-      new Exchanges(std::move(options), std::move(peers)));
+      new Exchanges(std::move(options), std::move(peers)), [](Exchanges* e) {
+        // The last reference may be dropped on the progress thread, which the
+        // destructor joins.
+        if (!e->peers_->IsProgressThread()) return delete e;
+        std::thread([e] { delete e; }).detach();
+      });
   // The progress thread ends before `self` is destroyed.
   Exchanges* e = self.get();
   e->peers_->Start(

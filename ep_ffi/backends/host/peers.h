@@ -74,6 +74,11 @@ class Peers {
   static Status Connect(const Options& options, std::unique_ptr<Peers>* out);
   ~Peers();
 
+  // Whether the caller is the progress thread, which cannot destroy this.
+  bool IsProgressThread() const {
+    return std::this_thread::get_id() == progress_.get_id();
+  }
+
   // Begins to receive. What peers sent before waits in the sockets.
   void Start(Handlers handlers);
 
