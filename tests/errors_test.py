@@ -20,6 +20,7 @@ from cases import (
   dispatch,
   E,
   everything,
+  expected,
   global_view,
   group,
   H,
@@ -336,3 +337,18 @@ def test_an_op_after_finalize(compiled_before):
     jax.block_until_ready(program(*placed))
   for word in ["ep_prepare", "finalized", closed.name]:
     assert word in str(error.value)
+
+
+def test_finalize_while_programs_are_in_flight():
+  """Each has its result or an error, and none is waited for in vain."""
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    case = Case(ep.EpLayerConfig(group), whole=True)
+    inputs = case.tokens(), case.weights()
+    outs = [case.run(there_and_back, *inputs) for _ in range(8)]
+  for out in outs:
+    try:
+      jax.block_until_ready(out)
+    except RUN_TIME_ERRORS as error:
+      assert "finalized" in str(error)
+    else:
+      assert_same(out, expected(case, there_and_back, *inputs))
