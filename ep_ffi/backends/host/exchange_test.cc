@@ -13,6 +13,7 @@
 #include <future>
 #include <limits>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,7 +28,8 @@ class ExchangeTest : public ::testing::Test {
  protected:
   ExchangeTest() : peers_(kRanks) {
     static int count = 0;
-    const std::string secret = StrCat("exchange_test ", getpid(), count++);
+    const std::string secret =
+        StrCat("exchange_test ", std::random_device{}(), count++);
     Topology topology = {/*process=*/0, kRanks, /*ep_size=*/kRanks, {}};
     std::vector<std::thread> threads;
     for (int32_t p = 0; p < kRanks; ++p) {
