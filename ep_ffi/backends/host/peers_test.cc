@@ -198,14 +198,21 @@ TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
 
 TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   const std::string secret = NewSecret();
-  std::unique_ptr<Peers> first, second;
-  std::thread listener([&] {
-    EXPECT_FALSE(Peers::Connect(OptionsOf(0, 2, secret, 1), &first).ok());
-  });
-  usleep(200000);
-  const Status status = Peers::Connect(OptionsOf(0, 2, secret, 0.2), &second);
-  EXPECT_EQ(Code::kUnavailable, status.code());
-  listener.join();
+  Status statuses[2];
+  std::vector<std::thread> threads;
+  for (Status& status : statuses) {
+    threads.emplace_back([&] {
+      std::unique_ptr<Peers> peers;
+      status = Peers::Connect(OptionsOf(0, 2, secret, 2), &peers);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // One of them had the number, and waited for process 1 in vain.
+  if (statuses[0].code() == Code::kUnavailable) {
+    std::swap(statuses[0], statuses[1]);
+  }
+  EXPECT_EQ(Code::kDeadlineExceeded, statuses[0].code());
+  EXPECT_EQ(Code::kUnavailable, statuses[1].code());
 }
 
 TEST(PeersTest, AnotherGroupIsAnother) {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -82,7 +83,9 @@ class Rank {
     Run(Op::kDispatch, inputs);
   }
 
-  void Close() { domain_.groups[rank_]->Close(); }
+  void Close() {
+    if (domain_.groups[rank_]) domain_.groups[rank_]->Close();
+  }
 
  private:
   testing::RankOutput Run(Op op, const std::vector<RankInput>& inputs) {
@@ -117,8 +120,7 @@ enum class Leave {
 // rank says.
 std::vector<Ending> RunRanks(Leave leave,
                              const std::function<std::string(Rank&)>& body) {
-  static int count = 0;
-  const std::string secret = StrCat("process_test ", getpid(), " ", count++);
+  const std::string secret = StrCat("process_test ", std::random_device{}());
   std::vector<Ending> endings(kDims.ep_size);
   std::vector<pid_t> children;
   std::vector<int> reports;
