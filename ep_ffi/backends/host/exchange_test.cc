@@ -13,10 +13,11 @@
 #include <future>
 #include <limits>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -27,9 +28,7 @@ constexpr int64_t kInts = 2;   // that each rank posts
 class ExchangeTest : public ::testing::Test {
  protected:
   ExchangeTest() : peers_(kRanks) {
-    static int count = 0;
-    const std::string secret =
-        StrCat("exchange_test ", std::random_device{}(), count++);
+    const std::string secret = testing::NewSecret();
     Topology topology = {/*process=*/0, kRanks, /*ep_size=*/kRanks, {}};
     std::vector<std::thread> threads;
     for (int32_t p = 0; p < kRanks; ++p) {

@@ -11,11 +11,11 @@
 #include <algorithm>
 #include <fstream>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "ep_ffi/testing/conformance.h"
+#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -32,7 +32,7 @@ std::vector<Domain> MakeHostWorld(const WorldOptions& options,
   const int32_t num_ranks = options.num_domains * options.ep_size;
   HostGroup::Options common = {};
   common.name = StrCat("world_", num_worlds++);
-  common.secret = StrCat(common.name, " of ", std::random_device{}());
+  common.secret = testing::NewSecret();
   common.num_experts = options.num_experts;
   common.timeout_s = options.timeout_s;
   common.topology.num_processes = std::min(num_ranks, max_processes);

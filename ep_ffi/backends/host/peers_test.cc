@@ -15,13 +15,12 @@
 #include <thread>
 #include <vector>
 
+#include "ep_ffi/testing/samples.h"
+
 namespace ep::host {
 namespace {
 
-std::string NewSecret() {
-  static int count = 0;
-  return StrCat("peers_test ", getpid(), " ", count++);
-}
+using testing::NewSecret;
 
 Peers::Options OptionsOf(int32_t process, int32_t num_processes,
                          const std::string& secret, double timeout_s = 30) {

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -120,7 +119,7 @@ enum class Leave {
 // rank says.
 std::vector<Ending> RunRanks(Leave leave,
                              const std::function<std::string(Rank&)>& body) {
-  const std::string secret = StrCat("process_test ", std::random_device{}());
+  const std::string secret = testing::NewSecret();
   std::vector<Ending> endings(kDims.ep_size);
   std::vector<pid_t> children;
   std::vector<int> reports;
