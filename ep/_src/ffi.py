@@ -72,6 +72,7 @@ def library() -> ctypes.CDLL:
   lib.ep_op_state_type_id.restype = ctypes.c_void_p
   lib.ep_op_state_type_info.restype = ctypes.c_void_p
   lib.ep_host_group_create.restype = ctypes.c_int32
+  lib.ep_group_mem_bytes.restype = ctypes.c_int64
   jax.ffi.register_ffi_type(
     "ep_op_state",
     {
@@ -125,6 +126,14 @@ def create_host_group(
   )
   if code:
     raise NativeError(f"ep_bootstrap: {error.value.decode()}")
+
+
+def mem_bytes(
+  name: str, num_tokens: int, top_k: int, alignment: int, capacity: int
+) -> int:
+  """Bytes of `EpHandle.mem` in the group `name`, which must be live."""
+  sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
+  return library().ep_group_mem_bytes(name.encode(), *sizes)
 
 
 def is_live(name: str) -> bool:

@@ -10,9 +10,6 @@ import jax
 from ep._src.group import EpLayerConfig
 from ep._src.primitive import OpParams
 
-_HEADER_BYTES = 64
-_ROUTE_BYTES = 8  # rank and index, 32 bits each
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +42,6 @@ class EpHandle:
   def params(self) -> OpParams:
     """What the ops on this handle have in common."""
     return OpParams(self.layer, math.prod(self.token_shape))
-
-
-def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
-  """Bytes of `EpHandle.mem`, as `PlanBytes` in ep_ffi/core/plan.cc has it."""
-  routes = num_tokens * layer.top_k + layer.capacity
-  return -(-(_HEADER_BYTES + routes * _ROUTE_BYTES) // 64) * 64
 
 
 def check_handle(op: str, handle: EpHandle) -> None:

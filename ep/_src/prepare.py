@@ -7,9 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ep._src import primitive, sharding
+from ep._src import ffi, primitive, sharding
 from ep._src.group import EpLayerConfig
-from ep._src.handle import EpHandle, mem_bytes
+from ep._src.handle import EpHandle
 
 
 def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
@@ -80,8 +80,15 @@ def _out_types(params: primitive.OpParams, topk_idx):
   del topk_idx
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
+  mem_bytes = ffi.mem_bytes(
+    layer.group.name,
+    params.num_tokens,
+    layer.top_k,
+    layer.alignment,
+    layer.capacity,
+  )
   return [
-    jax.ShapeDtypeStruct((mem_bytes(layer, params.num_tokens),), jnp.uint8),
+    jax.ShapeDtypeStruct((mem_bytes,), jnp.uint8),
     per_expert,
     per_expert,
     jax.ShapeDtypeStruct((1,), jnp.int32),

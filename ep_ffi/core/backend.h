@@ -14,6 +14,11 @@
 // then the buffers stay valid. A failure on one rank is a failure of the same
 // run on every rank of the group.
 //
+// With a stream, an op is done when it is enqueued, in the order of the calls,
+// which is then the same on every rank. What the device finds wrong later makes
+// the outputs NaN on every rank and fails a later ep_prepare, the same one on
+// every rank.
+//
 // Nothing here throws.
 
 #ifndef EP_FFI_CORE_BACKEND_H_
@@ -73,9 +78,10 @@ class Executor {
 struct Call {
   Op op;
   const Site* site;
-  int64_t run_id;  // of the launch; equal on all ranks, unique in time
-  int32_t device;  // as XLA numbers it
-  Executor* executor;
+  int64_t run_id;      // of the launch; equal on all ranks, unique in time
+  int32_t device;      // as XLA numbers it
+  Executor* executor;  // on CPU
+  void* stream;        // on a GPU: where the op is enqueued
   std::function<void(Status)> done;
 };
 
@@ -136,6 +142,9 @@ class Group {
 
   virtual int64_t num_experts() const = 0;
   virtual int64_t ep_size() const = 0;
+
+  // Bytes of EpHandle.mem for a layer and the tokens of a rank.
+  virtual int64_t MemBytes(const Layer& layer, int64_t num_tokens) const = 0;
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Dispatch(Call call, const ScatterArgs& args) = 0;

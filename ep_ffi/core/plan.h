@@ -45,7 +45,7 @@ struct PlanDims {
 // Fails unless the sizes are positive, divide, and fit 32-bit indices.
 Status ValidateDims(const PlanDims& dims);
 
-// Bytes of `EpHandle.mem`; ep/_src/handle.py computes the same.
+// Bytes of `EpHandle.mem`.
 int64_t PlanBytes(const PlanDims& dims);
 
 struct Route {

@@ -11,9 +11,10 @@ Registry& Registry::Get() {
   return *registry;
 }
 
-bool Registry::Has(const std::string& name) {
+std::shared_ptr<Group> Registry::Find(const std::string& name) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return entries_.count(name) > 0;
+  auto it = entries_.find(name);
+  return it == entries_.end() ? nullptr : it->second.group;
 }
 
 bool Registry::Add(const std::string& name, std::shared_ptr<Group> group) {

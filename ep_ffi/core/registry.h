@@ -29,7 +29,8 @@ class Registry {
  public:
   static Registry& Get();
 
-  bool Has(const std::string& name);
+  // Null if there is none of this name.
+  std::shared_ptr<Group> Find(const std::string& name);
   // False if a live group has this name.
   bool Add(const std::string& name, std::shared_ptr<Group> group);
   // Removes and returns the group, null if there is none. Executables that

@@ -1,18 +1,11 @@
-// The CPU platform: how XLA:CPU gives a call its context, and the symbols
-// that ep/_src/ffi.py registers.
+// What XLA:CPU gives to a call: the id of the run, and a pool of threads.
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <utility>
 
-#include "ep_ffi/core/export.h"
-#include "ep_ffi/handlers/combine.h"
-#include "ep_ffi/handlers/dispatch.h"
-#include "ep_ffi/handlers/instantiate.h"
 #include "ep_ffi/handlers/op_call.h"
-#include "ep_ffi/handlers/prepare.h"
 
 namespace ep {
 namespace {
@@ -33,39 +26,14 @@ class ThreadPoolExecutor : public Executor {
 
 }  // namespace
 
-ffi::TypeId OpState::id = {};
+bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                    ffi::DiagnosticEngine& diagnostic, OpCall* call) {
+  auto run_id = ffi::CtxDecoding<ffi::RunId>::Decode(api, ctx, diagnostic);
+  auto pool = ffi::CtxDecoding<ffi::ThreadPool>::Decode(api, ctx, diagnostic);
+  if (!run_id || !pool) return false;
+  call->run_id = run_id->run_id;
+  call->executor = std::make_unique<ThreadPoolExecutor>(*pool);
+  return true;
+}
 
 }  // namespace ep
-
-template <>
-struct xla::ffi::CtxDecoding<ep::OpCall> {
-  using Type = ep::OpCall;
-
-  static std::optional<Type> Decode(const XLA_FFI_Api* api,
-                                    XLA_FFI_ExecutionContext* ctx,
-                                    DiagnosticEngine& diagnostic) {
-    auto state = CtxDecoding<State<ep::OpState>>::Decode(api, ctx, diagnostic);
-    auto run_id = CtxDecoding<RunId>::Decode(api, ctx, diagnostic);
-    auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, diagnostic);
-    auto pool = CtxDecoding<ThreadPool>::Decode(api, ctx, diagnostic);
-    if (!state || !run_id || !device || !pool) return std::nullopt;
-    return ep::OpCall{*state, run_id->run_id, *device,
-                      std::make_unique<ep::ThreadPoolExecutor>(*pool)};
-  }
-};
-
-// Declared first, with default visibility: the macro that defines them has no
-// place for it.
-#define EP_DEFINE_HANDLER(symbol, body, binding)       \
-  EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, body, binding)
-
-EP_DEFINE_HANDLER(ep_instantiate, ep::Instantiate, ep::BindInstantiate());
-EP_DEFINE_HANDLER(ep_prepare, ep::Prepare, ep::BindPrepare());
-EP_DEFINE_HANDLER(ep_dispatch, ep::Dispatch, ep::BindDispatch());
-EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd, ep::BindDispatch());
-EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine());
-EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd());
-
-EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
-EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }

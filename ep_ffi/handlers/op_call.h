@@ -1,8 +1,8 @@
 // What every handler shares: the state of an op, the decoding of a call's
 // context, and the way from a `Status` to an `ffi::Future`.
 //
-// The five handlers have one body for all platforms. A platform brings the
-// decoding of `OpCall` (cpu.cc) and the symbols.
+// The five handlers have one body for all platforms (symbols.cc). A platform
+// brings what is particular in the context of a call: cpu.cc or cuda.cc.
 
 #ifndef EP_FFI_HANDLERS_OP_CALL_H_
 #define EP_FFI_HANDLERS_OP_CALL_H_
@@ -35,10 +35,17 @@ struct OpState {
 // The context of one call, as the platform decodes it.
 struct OpCall {
   const OpState* state;
-  int64_t run_id;
   int32_t device;
+  // What the platform decodes; see `Call`.
+  int64_t run_id = 0;
   std::unique_ptr<Executor> executor;
+  void* stream = nullptr;
 };
+
+// Of the platform that the library is for. False if XLA does not provide what
+// it needs, which `diagnostic` then tells.
+bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                    ffi::DiagnosticEngine& diagnostic, OpCall* call);
 
 inline ffi::Error ToError(const Status& status) {
   switch (status.code()) {
@@ -74,6 +81,7 @@ ffi::Future Submit(Op op, const OpCall& context, Start start) {
                context.run_id,
                context.device,
                context.executor.get(),
+               context.stream,
                done};
   Status started;
   try {
@@ -154,5 +162,23 @@ inline Status DecodeMem(const ffi::AnyBuffer& buffer, Mem* out) {
   } while (false)
 
 }  // namespace ep
+
+template <>
+struct xla::ffi::CtxDecoding<ep::OpCall> {
+  using Type = ep::OpCall;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api,
+                                    XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine& diagnostic) {
+    auto state = CtxDecoding<State<ep::OpState>>::Decode(api, ctx, diagnostic);
+    auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, diagnostic);
+    if (!state || !device) return std::nullopt;
+    ep::OpCall call;
+    call.state = *state;
+    call.device = *device;
+    if (!ep::DecodePlatform(api, ctx, diagnostic, &call)) return std::nullopt;
+    return call;
+  }
+};
 
 #endif  // EP_FFI_HANDLERS_OP_CALL_H_

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <utility>
 
-#include "ep_ffi/core/plan.h"
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
@@ -27,13 +26,10 @@ inline Status DecodePrepare(const Group& group, const Layer& layer,
   out->index_is_int64 = is_int64;
   out->num_tokens = Dim(topk_idx, 0);
   out->top_k = layer.top_k;
-  const PlanDims dims = {group.num_experts(), group.ep_size(), out->num_tokens,
-                         layer.top_k,         layer.capacity,  layer.alignment,
-                         layer.drop};
-  out->mem_bytes = PlanBytes(dims);
+  out->mem_bytes = group.MemBytes(layer, out->num_tokens);
   EP_RETURN_IF_ERROR(
       DecodeArray("mem", mem, ffi::DataType::U8, out->mem_bytes, &out->mem));
-  const int64_t num_local = dims.num_local_experts();
+  const int64_t num_local = group.num_experts() / group.ep_size();
   EP_RETURN_IF_ERROR(DecodeArray("group_sizes", group_sizes, ffi::DataType::S32,
                                  num_local, &out->group_sizes));
   EP_RETURN_IF_ERROR(DecodeArray("token_counts", token_counts,

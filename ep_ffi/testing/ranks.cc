@@ -119,6 +119,7 @@ void Step::Post(int64_t rank) {
                place_.run_id,
                domain_.devices[rank],
                Pool::Get(),
+               domain_.stream(rank),
                [self = shared_from_this(), rank](Status status) {
                  self->Complete(rank, std::move(status));
                }};
@@ -140,7 +141,9 @@ void Step::Post(int64_t rank) {
 void Step::PostPrepare(int64_t rank, Call call) {
   const RankInput& in = inputs_[rank];
   RankOutput& out = outputs_[rank];
-  Arm(PlanBytes(in.dims), &out.mem);
+  const int64_t mem_bytes =
+      domain_.groups[rank]->MemBytes(sites_[rank].layer, in.dims.num_tokens);
+  Arm(mem_bytes, &out.mem);
   Arm(in.dims.num_local_experts(), &out.group_sizes);
   Arm(in.dims.num_local_experts(), &out.token_counts);
   const void* topk_idx = narrow_idx_[rank].data();
@@ -148,7 +151,7 @@ void Step::PostPrepare(int64_t rank, Call call) {
   domain_.groups[rank]->Prepare(
       std::move(call),
       {topk_idx, in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
-       out.mem.data(), PlanBytes(in.dims), out.group_sizes.data(),
+       out.mem.data(), mem_bytes, out.group_sizes.data(),
        out.token_counts.data(), &out.total_recv_tokens});
 }
 
@@ -205,13 +208,16 @@ Status Step::Wait(int64_t rank) {
     ADD_FAILURE() << OpName(op_) << " did not complete on rank " << rank;
     return Status(Code::kInternal, "not complete");
   }
+  lock.unlock();
+  Status status = statuses_[rank];
+  if (status.ok() && domain_.synchronize) status = domain_.synchronize(rank);
   RankOutput& out = outputs_[rank];
   Disarm(&out.mem);
   Disarm(&out.group_sizes);
   Disarm(&out.token_counts);
   Disarm(&out.data.rows);
   Disarm(&out.data.weights);
-  return statuses_[rank];
+  return status;
 }
 
 std::vector<Status> Step::Run() {

@@ -22,7 +22,15 @@ namespace ep::testing {
 struct Domain {
   std::vector<std::shared_ptr<Group>> groups;  // by rank
   std::vector<int32_t> devices;                // by rank
+  // Of a backend whose ops are done when they are enqueued: where each rank
+  // enqueues them, and what waits until the device is through with all of them
+  // and tells what it found wrong.
+  std::vector<void*> streams;
+  std::function<Status(int64_t rank)> synchronize;
 
+  void* stream(int64_t rank) const {
+    return streams.empty() ? nullptr : streams[rank];
+  }
   int64_t size() const { return groups.size(); }
 };
 

@@ -80,8 +80,7 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   return Status();
 }
 
-PlanDims HostGroup::Dims(const Call& call, int64_t num_tokens) const {
-  const Layer& layer = call.site->layer;
+PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
   return {num_experts_,   ep_size(),       num_tokens, layer.top_k,
           layer.capacity, layer.alignment, layer.drop};
 }
@@ -100,7 +99,7 @@ Status HostGroup::Locate(const Call& call, Place* place) const {
 }
 
 void HostGroup::Prepare(Call call, const PrepareArgs& args) {
-  const PlanDims dims = Dims(call, args.num_tokens);
+  const PlanDims dims = Dims(call.site->layer, args.num_tokens);
   Place place;
   Status status = Locate(call, &place);
   if (status.ok()) status = ValidateDims(dims);
@@ -138,7 +137,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
 }
 
 void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
-  const PlanDims dims = Dims(call, args.tokens.count);
+  const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
   Status status = Locate(call, &place);
@@ -162,7 +161,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
 }
 
 void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
-  const PlanDims dims = Dims(call, args.tokens.count);
+  const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
   Status status = Locate(call, &place);

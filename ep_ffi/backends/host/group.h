@@ -33,6 +33,9 @@ class HostGroup : public Group {
 
   int64_t num_experts() const override { return num_experts_; }
   int64_t ep_size() const override { return exchanges_->topology().ep_size; }
+  int64_t MemBytes(const Layer& layer, int64_t num_tokens) const override {
+    return PlanBytes(Dims(layer, num_tokens));
+  }
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Dispatch(Call call, const ScatterArgs& args) override;
@@ -53,7 +56,7 @@ class HostGroup : public Group {
   HostGroup(int64_t num_experts, std::shared_ptr<Exchanges> exchanges)
       : num_experts_(num_experts), exchanges_(std::move(exchanges)) {}
 
-  PlanDims Dims(const Call& call, int64_t num_tokens) const;
+  PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
   Status Locate(const Call& call, Place* place) const;
   void RunScatter(const Call& call, const ScatterArgs& args);
   void RunGather(const Call& call, const GatherArgs& args);

@@ -1,0 +1,16 @@
+// What XLA:GPU gives to a call: a stream.
+
+#include "ep_ffi/handlers/op_call.h"
+
+namespace ep {
+
+bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                    ffi::DiagnosticEngine& diagnostic, OpCall* call) {
+  auto stream = ffi::CtxDecoding<ffi::PlatformStream<void*>>::Decode(
+      api, ctx, diagnostic);
+  if (!stream) return false;
+  call->stream = *stream;
+  return true;
+}
+
+}  // namespace ep
