@@ -101,7 +101,6 @@ def _pip_archive_impl(rctx):
     python = host_python(rctx)
     pip = _pip(rctx, python)
     lock = rctx.read(_lock(rctx, python))
-    rctx.report_progress("pip downloads " + rctx.attr.package)
 
     # pip asks a source archive for its metadata, hence for its build backend.
     # That comes from the lock as well.
@@ -114,36 +113,43 @@ def _pip_archive_impl(rctx):
             "--require-hashes",
             "--requirement=backend.txt",
         ], {"PIP_ROOT_USER_ACTION": "ignore"})
-    rctx.file("package.txt", _requirement(lock, rctx.attr.package))
-    _run(rctx, pip + [
-        "download",
-        "--dest=archive",
-        "--no-build-isolation",
-        "--no-deps",
-        "--require-hashes",
-        "--requirement=package.txt",
-    ], {"PYTHONPATH": str(rctx.path("backend"))})
 
-    archive = rctx.path("archive").readdir()[0]
-    if archive.basename.endswith(".whl"):
-        # Bazel before 8.3 knows an archive by its name only.
-        rctx.symlink(archive, "archive/wheel.zip")
-        archive = rctx.path("archive/wheel.zip")
-    rctx.extract(archive, "", rctx.attr.strip_prefix)
-    for scratch in ["archive", "backend", "backend.txt", "package.txt"]:
+    for package, folder in rctx.attr.packages.items():
+        rctx.report_progress("pip downloads " + package)
+        rctx.file("package.txt", _requirement(lock, package))
+        _run(rctx, pip + [
+            "download",
+            "--dest=archive",
+            "--no-build-isolation",
+            "--no-deps",
+            "--require-hashes",
+            "--requirement=package.txt",
+        ], {"PYTHONPATH": str(rctx.path("backend"))})
+
+        archive = rctx.path("archive").readdir()[0]
+        if archive.basename.endswith(".whl"):
+            # Bazel before 8.3 knows an archive by its name only.
+            rctx.symlink(archive, "archive/wheel.zip")
+            archive = rctx.path("archive/wheel.zip")
+        rctx.extract(archive, "", folder)
+        rctx.delete("archive")
+
+    for scratch in ["backend", "backend.txt", "package.txt"]:
         rctx.delete(scratch)
     rctx.file("BUILD.bazel", rctx.read(rctx.attr.build_file))
 
 pip_archive = repository_rule(
     implementation = _pip_archive_impl,
-    doc = "Unpacks a folder of one package of a lock, for use from C++.",
+    doc = "Unpacks a folder of each of some packages of a lock, all into one.",
     attrs = {
         "build_file": attr.label(mandatory = True),
         "build_requires": attr.string_list(
             doc = "The build backend, where the lock pins a source archive.",
         ),
         "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
-        "package": attr.string(mandatory = True),
-        "strip_prefix": attr.string(doc = "The folder to unpack."),
+        "packages": attr.string_dict(
+            mandatory = True,
+            doc = "The packages, and of each the folder to unpack.",
+        ),
     },
 )

@@ -1,10 +1,29 @@
 """Every repository this module brings, for Bzlmod and WORKSPACE alike."""
 
+load("//third_party/cuda:version.bzl", "cuda_version")
 load(":npm.bzl", "npm_archive")
 load(":pip.bzl", "pip_archive", "pip_packages")
 load(":python.bzl", "python_toolchain")
 
 _PY_LOCK = "//third_party/py:requirements_lock_{python}.txt"
+
+# Both end up in the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
+_CUDA_PACKAGES = {
+    "12": {
+        "nvidia-cuda-cccl-cu12": "nvidia/cuda_cccl",
+        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # for crt/, has no nvcc
+        "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc",
+        "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime",
+    },
+    "13": {
+        "nvidia-cuda-cccl": "nvidia/cu13",
+        "nvidia-cuda-crt": "nvidia/cu13",
+        "nvidia-cuda-nvcc": "nvidia/cu13",
+        "nvidia-cuda-nvrtc": "nvidia/cu13",
+        "nvidia-cuda-runtime": "nvidia/cu13",
+        "nvidia-nvvm": "nvidia/cu13",
+    },
+}
 
 def ep_repositories():
     """Declares the repositories; one is fetched when a target needs it."""
@@ -21,8 +40,7 @@ def ep_repositories():
         name = "ep_xla_ffi",
         build_file = Label("//third_party/cc:xla_ffi.BUILD"),
         lock = _PY_LOCK,
-        package = "jaxlib",
-        strip_prefix = "jaxlib/include",
+        packages = {"jaxlib": "jaxlib/include"},
     )
 
     # mypy's source archive is where PyPI has GoogleTest.
@@ -31,9 +49,27 @@ def ep_repositories():
         build_file = Label("//third_party/cc:googletest.BUILD"),
         build_requires = ["setuptools"],
         lock = "//third_party/cc:requirements_lock.txt",
-        package = "mypy",
-        strip_prefix = "mypy-1.13.0/mypyc/external/googletest",
+        packages = {"mypy": "mypy-1.13.0/mypyc/external/googletest"},
     )
+
+    cuda_version(name = "ep_cuda_version")
+    for version, packages in _CUDA_PACKAGES.items():
+        lock = "//third_party/cuda:requirements_lock_cuda{}.txt".format(version)
+        pip_archive(
+            name = "ep_cuda" + version,
+            build_file = Label("//third_party/cuda:cuda.BUILD"),
+            lock = lock,
+            packages = packages,
+        )
+        pip_archive(
+            name = "ep_nccl" + version,
+            build_file = Label("//third_party/cuda:nccl.BUILD"),
+            lock = lock,
+            packages = {
+                "nccl-extensions": "nccl/ep",
+                "nvidia-nccl-cu" + version: "nvidia/nccl",
+            },
+        )
 
     pip_packages(
         name = "ep_tools_pypi",

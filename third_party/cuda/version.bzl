@@ -1,0 +1,18 @@
+"""Which CUDA the environment asks for."""
+
+def _cuda_version_impl(rctx):
+    wanted = rctx.getenv("HERMETIC_CUDA_VERSION", "")
+    major = wanted.split(".")[0] or "none"
+    if major not in ["none", "12", "13"]:
+        fail("HERMETIC_CUDA_VERSION is {}, but jax_ep builds with CUDA 12 or 13. Set it to one of these, or unset it.".format(wanted))
+    rctx.file("BUILD.bazel")
+    rctx.file("version.bzl", "CUDA_MAJOR = \"{}\"\n".format(major))
+
+cuda_version = repository_rule(
+    implementation = _cuda_version_impl,
+    doc = """\
+`:version.bzl` has CUDA_MAJOR, the major version in HERMETIC_CUDA_VERSION.
+
+The variable is XLA's, and XLA's own `--config=cuda` sets it. The locks here pin
+one release per major version, so no more than the major counts.""",
+)
