@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <iostream>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -24,8 +25,7 @@
 namespace ep::testing {
 
 struct WorldOptions {
-  int64_t num_experts;
-  int64_t ep_size;
+  PlanDims dims;  // of the first layer; a backend may fix what it needs to
   int64_t num_domains = 1;
   double timeout_s = 60;
 };
@@ -35,11 +35,24 @@ struct Backend {
   // Makes one group, on all ranks of all its domains.
   std::function<std::vector<Domain>(const WorldOptions&)> make;
 
-  // What sums may differ by; see Difference().
-  double sum_tolerance = 0;
+  // What it takes: sizes made to fit, where the capacity may only grow; a
+  // multiple for the width of rows; and how many ranks.
+  std::function<PlanDims(PlanDims)> fit = [](PlanDims dims) { return dims; };
+  int64_t width_multiple = 1;
   int64_t min_ep_size = 1;
-  // Ranks may call their ops in different orders.
+
+  // What its sums may differ by; see RoundingSlack().
+  double sum_roundings = 0;
+  // ep_combine multiplies by weights.
+  bool fuses_weights = true;
+  // The bytes of a handle depend on the routing alone.
+  bool repeatable_handles = true;
+  // An op waits for its peers outside of any queue: they may come to their ops
+  // in different orders, or not at all.
   bool any_order = true;
+  // Ranks tell each other what an op is about, so that each knows what another
+  // has wrong, and no op harms with what it was given.
+  bool checks_every_op = true;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
@@ -52,8 +65,7 @@ inline constexpr PlanDims kDims = {
     /*num_tokens=*/6,  /*top_k=*/2,
     /*capacity=*/64,   /*alignment=*/2,
     /*drop=*/false};
-inline constexpr WorldOptions kWorld = {kDims.num_experts, kDims.ep_size};
-inline constexpr RowType kType = {5, DType::kFloat32};
+inline constexpr WorldOptions kWorld = {kDims};
 
 // A routing that every rank of a domain has prepared.
 struct Routed {
@@ -62,6 +74,15 @@ struct Routed {
   std::vector<std::vector<std::byte>> mems;  // by rank
 };
 
+// Ends a test that is about what a backend does not promise, and says so.
+#define EP_REQUIRE(promise)                                            \
+  if (!GetParam().promise) {                                           \
+    std::cout << "[  SKIPPED ] the backend \"" << GetParam()           \
+              << "\" does not promise " << #promise << "; see Backend" \
+              << std::endl;                                            \
+    return;                                                            \
+  }
+
 inline void ExpectOk(const Status& status) {
   EXPECT_TRUE(status.ok()) << status.message();
 }
@@ -69,6 +90,12 @@ inline void ExpectOk(const Status& status) {
 class Conformance : public ::testing::TestWithParam<Backend> {
  protected:
   Random random_{20240229};
+
+  // Sizes and rows that the backend takes.
+  PlanDims RandomFittingDims(int64_t ep_size, bool drop);
+  RowType Fit(const RowType& type) const;
+  // For tests that are not about rows.
+  RowType AnyType() const { return Fit({5, DType::kFloat32}); }
 
   // Groups are closed when the test ends.
   std::vector<Domain> MakeWorld(const WorldOptions& options);
@@ -85,7 +112,8 @@ class Conformance : public ::testing::TestWithParam<Backend> {
                  const Choices& topk_idx);
   Routed PrepareRandom(const Domain& domain, const PlanDims& dims);
 
-  // Random inputs of another op. What lies in unused slots is NaN.
+  // Random inputs of another op. What lies in unused slots is NaN. A combine
+  // has weights only if the backend multiplies by them.
   std::vector<RankInput> RandomInputs(Op op, const Routed& routed,
                                       const RowType& type,
                                       bool weighted = true);

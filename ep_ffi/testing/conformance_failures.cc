@@ -52,42 +52,72 @@ TEST_P(Conformance, AnIdOutOfRangeFailsOnEveryRank) {
 }
 
 TEST_P(Conformance, AnOverflowFailsOnEveryRank) {
-  const Domain domain = MakeDomain(kWorld);
   PlanDims dims = kDims;
-  dims.capacity = 12;
+  dims.capacity = 24;
+  const Domain domain = MakeDomain({dims});
   Choices topk_idx(dims.ep_size);
   for (auto& mine : topk_idx) {
     for (int t = 0; t < dims.num_tokens; ++t) {
-      mine.insert(mine.end(), {6, -1});  // all tokens to rank 3
+      mine.insert(mine.end(), {6, 7});  // all tokens to rank 3, twice
     }
   }
   ExpectFailureOnAll(
       {Code::kResourceExhausted,
-       {"ep_prepare", kLayerName, "rank 3 needs 24", "per_rank = 12"}},
+       {"ep_prepare", kLayerName, "rank 3 needs 48", "per_rank = 24"}},
       Step::Make(domain, Op::kPrepare, {NextRun()},
                  PrepareInputs(dims, topk_idx)));
-  PrepareRandom(domain, kDims);
+  PrepareRandom(domain, dims);
 }
 
-TEST_P(Conformance, RanksThatDisagreeFail) {
+// A way in which rank 1 differs from the others.
+struct Disagreement {
+  const char* what;
+  Op op;
+  std::function<void(RankInput*)> differ;
+};
+
+// The last words are said by those who compare more than a hash.
+Failure ToFailure(const Disagreement& d, bool says_what) {
+  Failure failure = {
+      Code::kFailedPrecondition,
+      {OpName(d.op), kLayerName, "disagree", "rank 0", "rank 1"}};
+  if (says_what) failure.words.push_back(d.what);
+  return failure;
+}
+
+TEST_P(Conformance, RanksThatPrepareDifferentLayersFail) {
   const Domain domain = MakeDomain(kWorld);
-  const Routed routed = PrepareRandom(domain, kDims);
-  const Routed rerouted = PrepareRandom(domain, kDims);
   const auto resize = [](RankInput* in) {
     in->topk_idx.resize(in->dims.num_choices(), -1);
   };
-  struct {
-    const char* what;
-    Op op;
-    std::function<void(RankInput*)> differ;  // on rank 1
-  } cases[] = {
+  Disagreement cases[] = {
       {"tokens per rank", Op::kPrepare,
        [&](RankInput* in) { in->dims.num_tokens = 5, resize(in); }},
       {"top_k", Op::kPrepare,
        [&](RankInput* in) { in->dims.top_k = 1, resize(in); }},
+      {"alignment", Op::kPrepare,
+       [](RankInput* in) { in->dims.alignment *= 2; }},
+      {"overflow", Op::kPrepare, [](RankInput* in) { in->dims.drop = true; }},
+  };
+  for (const Disagreement& c : cases) {
+    SCOPED_TRACE(c.what);
+    std::vector<RankInput> inputs =
+        PrepareInputs(kDims, RandomChoices(random_, kDims));
+    c.differ(&inputs[1]);
+    ExpectFailureOnAll(ToFailure(c, GetParam().checks_every_op),
+                       Step::Make(domain, c.op, {NextRun()}, inputs));
+  }
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(Conformance, RanksThatDisagreeFail) {
+  EP_REQUIRE(checks_every_op);
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const Routed rerouted = PrepareRandom(domain, kDims);
+  Disagreement cases[] = {
       {"capacity", Op::kPrepare, [](RankInput* in) { ++in->dims.capacity; }},
       {"alignment", Op::kPrepare, [](RankInput* in) { ++in->dims.alignment; }},
-      {"overflow", Op::kPrepare, [](RankInput* in) { in->dims.drop = true; }},
       {"hidden size", Op::kDispatch,
        [](RankInput* in) {
          in->type.width = 4;
@@ -100,29 +130,28 @@ TEST_P(Conformance, RanksThatDisagreeFail) {
       {"routing", Op::kDispatch,
        [&](RankInput* in) { in->mem = rerouted.mems[1]; }},
   };
-  for (const auto& c : cases) {
+  for (const Disagreement& c : cases) {
     SCOPED_TRACE(c.what);
     std::vector<RankInput> inputs =
         c.op == Op::kPrepare
             ? PrepareInputs(kDims, RandomChoices(random_, kDims))
-            : RandomInputs(c.op, routed, kType);
+            : RandomInputs(c.op, routed, AnyType());
     c.differ(&inputs[1]);
-    ExpectFailureOnAll(
-        {Code::kFailedPrecondition,
-         {OpName(c.op), kLayerName, "disagree", c.what, "rank 0", "rank 1"}},
-        Step::Make(domain, c.op, {NextRun()}, inputs));
+    ExpectFailureOnAll(ToFailure(c, /*says_what=*/true),
+                       Step::Make(domain, c.op, {NextRun()}, inputs));
   }
-  ExpectWorks(domain, Op::kDispatch, routed, kType);
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
 TEST_P(Conformance, AHandleOfAnotherLayerFails) {
+  EP_REQUIRE(checks_every_op);
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
   other.alignment = 3;
   const Routed routed = PrepareRandom(domain, kDims);
   const Routed foreign = PrepareRandom(domain, other);
   for (Op op : {Op::kDispatch, Op::kCombine}) {
-    std::vector<RankInput> inputs = RandomInputs(op, routed, kType);
+    std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
     inputs[3].mem = foreign.mems[3];
     ExpectFailureOnAll(
         {Code::kInvalidArgument,
@@ -134,25 +163,26 @@ TEST_P(Conformance, AHandleOfAnotherLayerFails) {
 // Whatever bytes come back as a handle: all ranks complete, nothing is
 // written out of bounds, and the group lives on.
 TEST_P(Conformance, CorruptHandlesDoNoHarm) {
+  EP_REQUIRE(checks_every_op);
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   for (int i = 0; i < 100; ++i) {
     const Op op = i % 2 ? Op::kDispatch : Op::kCombine;
-    std::vector<RankInput> inputs = RandomInputs(op, routed, kType);
+    std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
     std::vector<std::byte>& mem = inputs[i % kDims.ep_size].mem;
     mem[Uniform(random_, 0, mem.size() - 1)] ^=
         std::byte(1 << Uniform(random_, 0, 7));
     (void)Step::Make(domain, op, {NextRun()}, inputs)->Run();
   }
-  ExpectWorks(domain, Op::kDispatch, routed, kType);
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
 TEST_P(Conformance, AFailureEndsItsRunAndNoOther) {
-  if (!GetParam().any_order) return;
+  EP_REQUIRE(any_order);
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t doomed = NextRun();
-  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const auto inputs = RandomInputs(Op::kDispatch, routed, AnyType());
   const StepPtr early = Step::Make(domain, Op::kDispatch, {doomed, 1}, inputs);
   const StepPtr other =
       Step::Make(domain, Op::kDispatch, {NextRun(), 1}, inputs);
@@ -181,12 +211,13 @@ TEST_P(Conformance, AFailureEndsItsRunAndNoOther) {
 }
 
 TEST_P(Conformance, ARunCanBeFailedFromOutside) {
-  if (!GetParam().any_order) return;
+  EP_REQUIRE(any_order);
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t run_id = NextRun();
-  const StepPtr step = Step::Make(domain, Op::kDispatch, {run_id},
-                                  RandomInputs(Op::kDispatch, routed, kType));
+  const StepPtr step =
+      Step::Make(domain, Op::kDispatch, {run_id},
+                 RandomInputs(Op::kDispatch, routed, AnyType()));
   for (int64_t rank : {1, 2}) step->Post(rank);
   for (const auto& group : domain.groups) {
     group->FailRun(run_id, Status(Code::kUnavailable, "elsewhere"));
@@ -195,17 +226,18 @@ TEST_P(Conformance, ARunCanBeFailedFromOutside) {
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     ExpectFailure({Code::kUnavailable, {"elsewhere"}}, step->Wait(rank));
   }
-  ExpectWorks(domain, Op::kDispatch, routed, kType);
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
 TEST_P(Conformance, AnAbsentRankIsNamedInTime) {
-  if (!GetParam().any_order) return;
+  EP_REQUIRE(any_order);
   WorldOptions options = kWorld;
   options.timeout_s = 1;
   const Domain domain = MakeDomain(options);
   const Routed routed = PrepareRandom(domain, kDims);
-  const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()},
-                                  RandomInputs(Op::kDispatch, routed, kType));
+  const StepPtr step =
+      Step::Make(domain, Op::kDispatch, {NextRun()},
+                 RandomInputs(Op::kDispatch, routed, AnyType()));
   const Failure expected = {
       Code::kDeadlineExceeded,
       {"ep_dispatch", kLayerName, "timeout_s = 1 s", "for rank 2"}};
@@ -216,14 +248,29 @@ TEST_P(Conformance, AnAbsentRankIsNamedInTime) {
   EXPECT_LT(Now() - begin, 3 * options.timeout_s);
   step->Post(2);
   ExpectFailure(expected, step->Wait(2));
-  ExpectWorks(domain, Op::kDispatch, routed, kType);
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
-TEST_P(Conformance, ClosingFailsWhatIsPendingAndWhatComes) {
-  if (!GetParam().any_order) return;
+TEST_P(Conformance, ClosingFailsWhatComes) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
-  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const StepPtr step =
+      Step::Make(domain, Op::kDispatch, {NextRun()},
+                 RandomInputs(Op::kDispatch, routed, AnyType()));
+  for (const auto& group : domain.groups) group->Close();
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    step->Post(rank);
+    ExpectFailure(
+        {Code::kFailedPrecondition, {"ep_dispatch", kLayerName, "finalized"}},
+        step->Wait(rank));
+  }
+}
+
+TEST_P(Conformance, ClosingFailsWhatIsPending) {
+  EP_REQUIRE(any_order);
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const auto inputs = RandomInputs(Op::kDispatch, routed, AnyType());
   const StepPtr pending =
       Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
   const StepPtr later = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
@@ -240,10 +287,10 @@ TEST_P(Conformance, ClosingFailsWhatIsPendingAndWhatComes) {
 }
 
 TEST_P(Conformance, PeersOfAClosedRankDoNotWaitForIt) {
-  if (!GetParam().any_order) return;
+  EP_REQUIRE(any_order);
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
-  const auto inputs = RandomInputs(Op::kDispatch, routed, kType);
+  const auto inputs = RandomInputs(Op::kDispatch, routed, AnyType());
   const StepPtr pending =
       Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
   const StepPtr later = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);

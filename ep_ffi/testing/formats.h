@@ -22,6 +22,9 @@ uint32_t Encode(DType dtype, double value);
 double Load(DType dtype, const std::byte* array, int64_t index);
 void Store(DType dtype, double value, std::byte* array, int64_t index);
 
+// What rounding to a format changes a value by at most, relative to it.
+double UnitRoundoff(DType dtype);
+
 }  // namespace ep::testing
 
 #endif  // EP_FFI_TESTING_FORMATS_H_

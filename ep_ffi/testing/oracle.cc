@@ -64,7 +64,7 @@ RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
 // The same as Difference, for arrays of one type.
 std::string ArrayDifference(const char* what, DType dtype, int64_t width,
                             const std::byte* expected, const std::byte* actual,
-                            int64_t bytes, double tolerance) {
+                            int64_t bytes, const std::vector<double>& slack) {
   if (std::equal(expected, expected + bytes, actual)) return "";
   const int64_t element = ByteWidth(dtype);
   for (int64_t i = 0; i < bytes / element; ++i) {
@@ -74,8 +74,7 @@ std::string ArrayDifference(const char* what, DType dtype, int64_t width,
     }
     const double want = Load(dtype, expected, i);
     const double got = Load(dtype, actual, i);
-    const double size = std::max({1.0, std::abs(want), std::abs(got)});
-    if (std::abs(want - got) <= tolerance * size) continue;
+    if (!slack.empty() && std::abs(want - got) <= slack[i]) continue;
     return StrCat(what, " differ at [", i / width, ", ", i % width,
                   "]: expected ", want, ", got ", got);
   }
@@ -141,8 +140,31 @@ std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
   return outputs;
 }
 
+std::vector<std::vector<double>> RoundingSlack(
+    Op op, const PlanDims& dims, const Layout& layout, const RowType& type,
+    const std::vector<RankData>& inputs, double roundings) {
+  std::vector<RankData> sizes = inputs;
+  for (RankData& data : sizes) {
+    std::byte* rows = data.rows.data();
+    for (size_t i = 0; i < data.rows.size() / ByteWidth(type.dtype); ++i) {
+      Store(type.dtype, std::abs(Load(type.dtype, rows, i)), rows, i);
+    }
+    for (float& weight : data.weights) weight = std::abs(weight);
+  }
+  std::vector<std::vector<double>> slack;
+  for (const RankData& sums : Apply(op, dims, layout, type, sizes)) {
+    std::vector<double>& mine = slack.emplace_back();
+    for (size_t i = 0; i < sums.rows.size() / ByteWidth(type.dtype); ++i) {
+      mine.push_back(roundings * UnitRoundoff(type.dtype) *
+                     Load(type.dtype, sums.rows.data(), i));
+    }
+  }
+  return slack;
+}
+
 std::string Difference(const RowType& type, const RankData& expected,
-                       const RankData& actual, double tolerance) {
+                       const RankData& actual,
+                       const std::vector<double>& slack) {
   if (expected.rows.size() != actual.rows.size() ||
       expected.weights.size() != actual.weights.size()) {
     return StrCat("sizes differ: expected ", expected.rows.size(),
@@ -152,13 +174,13 @@ std::string Difference(const RowType& type, const RankData& expected,
   }
   const std::string rows =
       ArrayDifference("rows", type.dtype, type.width, expected.rows.data(),
-                      actual.rows.data(), expected.rows.size(), tolerance);
+                      actual.rows.data(), expected.rows.size(), slack);
   if (!rows.empty()) return rows;
   return ArrayDifference(
       "weights", DType::kFloat32, 1,
       reinterpret_cast<const std::byte*>(expected.weights.data()),
       reinterpret_cast<const std::byte*>(actual.weights.data()),
-      expected.weights.size() * sizeof(float), 0);
+      expected.weights.size() * sizeof(float), {});
 }
 
 }  // namespace ep::testing

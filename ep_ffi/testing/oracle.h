@@ -51,11 +51,18 @@ std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
                             const RowType& type,
                             const std::vector<RankData>& inputs);
 
+// By how much each element of an op's rows may differ where sums round more
+// often, or in another order: `roundings` times the format's unit roundoff of
+// the sum of the sizes of its terms.
+std::vector<std::vector<double>> RoundingSlack(
+    Op op, const PlanDims& dims, const Layout& layout, const RowType& type,
+    const std::vector<RankData>& inputs, double roundings);
+
 // Empty if the two are equal to the bit; else where they first differ. With
-// a tolerance, elements may differ by so much of the larger one's size (and
-// of 1, if both are smaller).
+// slack, elements of the rows may differ by so much.
 std::string Difference(const RowType& type, const RankData& expected,
-                       const RankData& actual, double tolerance = 0);
+                       const RankData& actual,
+                       const std::vector<double>& slack = {});
 
 }  // namespace ep::testing
 

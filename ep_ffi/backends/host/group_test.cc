@@ -29,14 +29,15 @@ using testing::WorldOptions;
 std::vector<Domain> MakeHostWorld(const WorldOptions& options,
                                   int32_t max_processes) {
   static int num_worlds = 0;
-  const int32_t num_ranks = options.num_domains * options.ep_size;
+  const int32_t ep_size = options.dims.ep_size;
+  const int32_t num_ranks = options.num_domains * ep_size;
   HostGroup::Options common = {};
   common.name = StrCat("world_", num_worlds++);
   common.secret = testing::NewSecret();
-  common.num_experts = options.num_experts;
+  common.num_experts = options.dims.num_experts;
   common.timeout_s = options.timeout_s;
   common.topology.num_processes = std::min(num_ranks, max_processes);
-  common.topology.ep_size = options.ep_size;
+  common.topology.ep_size = ep_size;
   for (int32_t i = 0; i < num_ranks; ++i) {
     common.topology.members.push_back(
         {i % common.topology.num_processes, /*device=*/100 + i});
@@ -53,7 +54,7 @@ std::vector<Domain> MakeHostWorld(const WorldOptions& options,
   std::vector<Domain> domains(options.num_domains);
   for (int32_t i = 0; i < num_ranks; ++i) {
     const Topology::Member& member = common.topology.members[i];
-    Domain& domain = domains[i / options.ep_size];
+    Domain& domain = domains[i / ep_size];
     domain.groups.push_back(groups[member.process]);
     domain.devices.push_back(member.device);
   }
@@ -88,7 +89,7 @@ testing::StepPtr PrepareStep(const Domain& domain, const PlanDims& dims) {
 }
 
 TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
-  Domain domain = MakeHostWorld({2, 2}, 1)[0];
+  Domain domain = MakeHostWorld({kTwoRanks}, 1)[0];
   domain.devices[1] = 7;
   for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
     EXPECT_EQ(Code::kFailedPrecondition, status.code());
@@ -101,7 +102,7 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
 TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   const testing::RowType type = {3, DType::kFloat32};
   for (int32_t num_processes : {1, 2}) {
-    const Domain domain = MakeHostWorld({2, 2}, num_processes)[0];
+    const Domain domain = MakeHostWorld({kTwoRanks}, num_processes)[0];
     const testing::StepPtr prepare = PrepareStep(domain, kTwoRanks);
     prepare->Run();
     std::vector<testing::RankInput> inputs(kTwoRanks.ep_size);
@@ -151,7 +152,7 @@ Holdings CountHoldings() {
 
 TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
   const auto cycle = [] {
-    const Domain domain = MakeHostWorld({2, 2}, 2)[0];
+    const Domain domain = MakeHostWorld({kTwoRanks}, 2)[0];
     for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
       ASSERT_TRUE(status.ok()) << status.message();
     }
