@@ -1,0 +1,208 @@
+// What ranks must not do to each other, or to what they have made, is caught.
+
+#include <cuda.h>
+#include <gtest/gtest.h>
+#include <nccl.h>
+#include <nccl_ep.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <future>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/fake/test_ranks.h"
+
+namespace ep::nccl::fake {
+namespace {
+
+using CollectivesTest = FakeTest;
+
+TEST_F(CollectivesTest, RanksWithDifferentGroupsAreCaught) {
+  OnRanks([](Rank& rank) {
+    rank.group_config.max_recv_tokens_per_rank += 4 * rank.rank();
+    EXPECT_NE(ncclSuccess, rank.CreateGroup());
+  });
+  ExpectViolation("ranks have different configurations");
+}
+
+TEST_F(CollectivesTest, AScanModeThatWritesToHandlesIsCaught) {
+  setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "0", /*overwrite=*/1);
+  OnRanks([](Rank& rank) { rank.CreateGroup(); });
+  ExpectViolation("SCAN_MODE");
+}
+
+TEST_F(CollectivesTest, AnOverflowIsCaught) {
+  OnRanks([](Rank& rank) {
+    rank.group_config.max_recv_tokens_per_rank = 4;
+    ASSERT_EQ(ncclSuccess, rank.CreateGroup());
+    ASSERT_EQ(ncclSuccess, rank.InitHandle());
+    rank.Update();
+  });
+  ExpectViolation("traps");
+}
+
+TEST_F(CollectivesTest, TokensOfAnotherNumberThanRoutedAreCaught) {
+  OnRoutedRanks([](Rank& rank) {
+    rank.tokens.sizes[0] = rank.weights.sizes[0] = kTokens - 1;
+    rank.Dispatch();
+  });
+  ExpectViolation("the routing has 4");
+}
+
+TEST_F(CollectivesTest, AHandleThatWasNeverUpdatedIsCaught) {
+  OnOpenRanks([](Rank& rank) { rank.Dispatch(); });
+  ExpectViolation("no routing");
+}
+
+TEST_F(CollectivesTest, OtherAttributesThanTheRoutingsAreCaught) {
+  OnRoutedRanks([](Rank& rank) {
+    ncclEpHandleDestroy(rank.handle);
+    rank.handle_config.dispatch_output_per_expert_alignment = 4;
+    ASSERT_EQ(ncclSuccess, rank.InitHandle());
+    rank.Dispatch();
+  });
+  ExpectViolation("other attributes");
+}
+
+TEST_F(CollectivesTest, RoutingsThatWereNotMadeTogetherAreCaught) {
+  OnRoutedRanks([](Rank& rank) {
+    Synchronize(rank.stream());
+    std::vector<std::byte> old(rank.mem_data(), rank.mem_data() + 4096);
+    rank.Update();
+    Synchronize(rank.stream());
+    if (rank.rank() == 0) std::copy(old.begin(), old.end(), rank.mem_data());
+    rank.Dispatch();
+  });
+  ExpectViolation("different updates");
+}
+
+TEST_F(CollectivesTest, RowsThatDifferBetweenRanksAreCaught) {
+  OnRoutedRanks([](Rank& rank) {
+    if (rank.rank() == 1) {
+      rank.tokens.descriptor.datatype = ncclBfloat16;
+      rank.slots.descriptor.datatype = ncclBfloat16;
+    }
+    rank.Dispatch();
+  });
+  ExpectViolation("rank 0 comes for");
+}
+
+TEST_F(CollectivesTest, OpsInDifferentOrdersAreCaught) {
+  OnRoutedRanks(
+      [](Rank& rank) { rank.rank() == 0 ? rank.Dispatch() : rank.Combine(); });
+  ExpectViolation("rank 0 comes for");
+}
+
+TEST_F(CollectivesTest, ARankThatDoesNotComeIsCaught) {
+  TheMachine().patience_s = 0.1;
+  OnRoutedRanks([](Rank& rank) {
+    if (rank.rank() == 0) rank.Dispatch();
+  });
+  ExpectViolation("waits in vain");
+}
+
+TEST_F(CollectivesTest, AnAbortEndsTheWait) {
+  OnRanks([](Rank& rank) {
+    int32_t mine = 0, all[kRanks];
+    if (rank.rank() == 0) {
+      ncclAllGather(&mine, all, 1, ncclInt32, rank.comm, rank.stream());
+    }
+    ncclCommAbort(rank.comm);
+    Synchronize(rank.stream());
+    rank.comm = nullptr;
+  });
+  EXPECT_EQ("", Violations());
+}
+
+TEST_F(CollectivesTest, TwoStreamsAtOnceAreCaught) {
+  std::promise<void> seen;
+  OnRoutedRanks([&](Rank& rank) {
+    if (rank.rank() == 1) seen.get_future().wait();
+    rank.Dispatch();
+    if (rank.rank() == 1) return;
+    const auto other = NewStream(rank.rank());
+    EXPECT_NE(ncclSuccess,
+              ncclEpCombine(rank.handle, &rank.combine_inputs,
+                            &rank.combine_outputs, nullptr, other.get()));
+    seen.set_value();
+  });
+  ExpectViolation("two streams");
+}
+
+TEST_F(CollectivesTest, AStaleAddressIsCaught) {
+  OnRoutedRanks([](Rank& rank) {
+    const std::vector<std::byte> moved(4096);
+    const InHandler handler(moved.data(), moved.size());
+    rank.Dispatch();
+  });
+  ExpectViolation("stale address");
+}
+
+TEST_F(CollectivesTest, AGroupThatOutlivesItsCommunicatorIsCaught) {
+  OnOpenRanks([](Rank& rank) { ncclCommDestroy(rank.comm); });
+  ExpectViolation("a group of NCCL EP lives on it");
+}
+
+TEST_F(CollectivesTest, AHandleThatOutlivesItsGroupIsCaught) {
+  OnOpenRanks([](Rank& rank) { ncclEpGroupDestroy(rank.group); });
+  ExpectViolation("handles are open");
+}
+
+TEST_F(CollectivesTest, WhatIsNotDestroyedIsCounted) {
+  std::atomic<int> num_ready{0}, num_counted{0};
+  const auto await_all = [](std::atomic<int>* count) {
+    for (++*count; *count < kRanks;) std::this_thread::yield();
+  };
+  OnOpenRanks([&](Rank& rank) {
+    CUmodule module;
+    cuModuleLoadData(&module, "image");
+    void* memory;
+    cuMemHostAlloc(&memory, 8, 0);
+    await_all(&num_ready);
+    if (rank.rank() == 0) {
+      std::ostringstream counts;
+      counts << CountHoldings();
+      EXPECT_EQ(
+          "2 contexts, 2 modules, 2 host allocations, 2 communicators, "
+          "2 groups, 2 handles",
+          counts.str());
+    }
+    await_all(&num_counted);
+    cuModuleUnload(module);
+    cuMemFreeHost(memory);
+  });
+  EXPECT_EQ("", Violations());
+}
+
+TEST_F(CollectivesTest, RanksOnOneDeviceNeedPermission) {
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  const auto connect = [id](int rank, ncclResult_t expected) {
+    CUcontext context;
+    cuDevicePrimaryCtxRetain(&context, 0);
+    cuCtxPushCurrent(context);
+    ncclComm_t comm = nullptr;
+    EXPECT_EQ(expected, ncclCommInitRank(&comm, kRanks, id, rank));
+    if (comm) ncclCommDestroy(comm);
+    cuCtxPopCurrent(nullptr);
+    cuDevicePrimaryCtxRelease(0);
+  };
+  cuInit(0);
+  for (bool allowed : {false, true}) {
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed ? "1" : "0", /*overwrite=*/1);
+    const ncclResult_t expected = allowed ? ncclSuccess : ncclInvalidUsage;
+    std::thread other(connect, 1, expected);
+    connect(0, expected);
+    other.join();
+  }
+  unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  EXPECT_EQ("", Violations());
+}
+
+}  // namespace
+}  // namespace ep::nccl::fake

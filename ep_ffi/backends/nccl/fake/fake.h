@@ -1,0 +1,73 @@
+// A stand-in for the CUDA driver, NCCL and NCCL EP, on host memory, with ranks
+// as threads of one process.
+//
+// It defines the functions of libraries.h under their real names, against the
+// real headers, so a test that links it with -rdynamic has "loaded" them, and
+// the backend needs no seam to be tested. What the real libraries would answer
+// with an assertion, a trap, a hang or a wild write is a violation: recorded
+// here, for the test to expect none. What they refuse with an error code, the
+// fake refuses too.
+
+#ifndef EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_
+#define EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace ep::nccl::fake {
+
+// What there is to be found. A test may change it before it makes a group.
+struct Machine {
+  int num_devices = 8;
+  int compute_capability_major = 9;
+  int nccl_version = 23007;
+  int nccl_ep_version = 200;
+  // How long a rank waits for others before it is a violation.
+  double patience_s = 30;
+};
+
+Machine& TheMachine();
+
+// The violations so far, in order; forgets them.
+std::vector<std::string> TakeViolations();
+
+// What has been made and not yet destroyed.
+struct Holdings {
+  size_t contexts = 0;  // times that a primary context is retained
+  size_t modules = 0;
+  size_t host_allocations = 0;
+  size_t communicators = 0;
+  size_t groups = 0;
+  size_t handles = 0;
+
+  bool operator==(const Holdings& other) const;
+};
+
+std::ostream& operator<<(std::ostream& out, const Holdings& holdings);
+
+Holdings CountHoldings();
+
+// A stream as XLA would own it: a thread that does what is enqueued, in order.
+// Its end waits for that.
+std::shared_ptr<CUstream_st> NewStream(int device);
+void Synchronize(CUstream stream);
+
+// While it lives, this thread is inside an FFI handler whose routing lies in
+// `mem`. There nothing may wait or allocate, and a handle of NCCL EP is opened
+// on just these bytes.
+class InHandler {
+ public:
+  InHandler(const void* mem, size_t bytes);
+  ~InHandler();
+  InHandler(const InHandler&) = delete;
+  InHandler& operator=(const InHandler&) = delete;
+};
+
+}  // namespace ep::nccl::fake
+
+#endif  // EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_

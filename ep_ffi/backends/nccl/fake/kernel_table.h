@@ -1,0 +1,19 @@
+// The kernels of the backend, compiled for the host.
+
+#ifndef EP_FFI_BACKENDS_NCCL_FAKE_KERNEL_TABLE_H_
+#define EP_FFI_BACKENDS_NCCL_FAKE_KERNEL_TABLE_H_
+
+#include <functional>
+#include <string>
+
+namespace ep::nccl::fake {
+
+bool HasKernel(const std::string& name);
+
+// A launch of as many threads. The parameters are copied, as launches do.
+std::function<void()> BindKernel(const std::string& name, unsigned num_blocks,
+                                 unsigned block_size, void** parameters);
+
+}  // namespace ep::nccl::fake
+
+#endif  // EP_FFI_BACKENDS_NCCL_FAKE_KERNEL_TABLE_H_

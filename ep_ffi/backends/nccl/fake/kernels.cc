@@ -1,0 +1,110 @@
+// What kernels.cu needs of CUDA, as plain C++, and a table of what is in it.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "ep_ffi/backends/nccl/fake/kernel_table.h"
+
+#define __global__
+#define __device__
+
+namespace {
+
+struct Index {
+  unsigned x;
+};
+
+thread_local Index blockIdx, threadIdx, blockDim, gridDim;
+
+// A launch runs its threads one by one.
+template <typename T>
+T atomicAdd(T* address, T value) {
+  return std::exchange(*address, *address + value);
+}
+
+template <typename T>
+T atomicMax(T* address, T value) {
+  return std::exchange(*address, std::max(*address, value));
+}
+
+void __threadfence_system() { __sync_synchronize(); }
+
+using std::max;
+using std::min;
+
+}  // namespace
+
+#include "ep_ffi/backends/nccl/kernels.cu"
+
+// The host looks at reports while the device writes them. They are volatile,
+// which is enough for a GPU and not for C++.
+extern "C" const char* __tsan_default_suppressions() { return "race:^Send$\n"; }
+
+namespace ep::nccl::fake {
+namespace {
+
+// Threads have no order; to depend on one shows when it changes.
+void RunGrid(unsigned num_blocks, unsigned block_size, bool backwards,
+             const std::function<void()>& thread) {
+  gridDim.x = num_blocks;
+  blockDim.x = block_size;
+  const uint64_t size = uint64_t{num_blocks} * block_size;
+  for (uint64_t i = 0; i < size; ++i) {
+    const uint64_t at = backwards ? size - 1 - i : i;
+    blockIdx.x = at / block_size;
+    threadIdx.x = at % block_size;
+    thread();
+  }
+}
+
+using Bind = std::function<std::function<void()>(void** parameters)>;
+
+template <typename... Args, size_t... I>
+Bind MakeBind(void (*kernel)(Args...), std::index_sequence<I...>) {
+  return [kernel](void** parameters) {
+    std::tuple<Args...> args;
+    (std::memcpy(&std::get<I>(args), parameters[I], sizeof(Args)), ...);
+    return [kernel, args] { std::apply(kernel, args); };
+  };
+}
+
+template <typename... Args>
+Bind MakeBind(void (*kernel)(Args...)) {
+  return MakeBind(kernel, std::index_sequence_for<Args...>());
+}
+
+const std::map<std::string, Bind>& Table() {
+#define EP_KERNEL(name)    \
+  {                        \
+    #name, MakeBind(&name) \
+  }
+  static const auto* table = new std::map<std::string, Bind>{
+      EP_KERNEL(EpCountChoices), EP_KERNEL(EpTell),  EP_KERNEL(EpSum),
+      EP_KERNEL(EpPlaceSlabs),   EP_KERNEL(EpJudge), EP_KERNEL(EpChoose),
+      EP_KERNEL(EpFinish),
+  };
+#undef EP_KERNEL
+  return *table;
+}
+
+}  // namespace
+
+bool HasKernel(const std::string& name) { return Table().count(name) > 0; }
+
+std::function<void()> BindKernel(const std::string& name, unsigned num_blocks,
+                                 unsigned block_size, void** parameters) {
+  static std::atomic<int> num_launches{0};
+  const bool backwards = num_launches++ % 2;
+  return [=, thread = Table().at(name)(parameters)] {
+    RunGrid(num_blocks, block_size, backwards, thread);
+  };
+}
+
+}  // namespace ep::nccl::fake

@@ -1,0 +1,217 @@
+// NCCL EP 0.2.0, as far as its high-throughput algorithm with the expert-major
+// layout goes, and with what that asserts, traps on, or silently gets wrong.
+// Here: groups and handles.
+
+#include "ep_ffi/backends/nccl/fake/nccl_ep.h"
+
+#include <nccl.h>
+#include <nccl_ep.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/descriptors.h"
+#include "ep_ffi/backends/nccl/fake/driver.h"
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/backends/nccl/fake/transfers.h"
+
+namespace ep::nccl::fake {
+namespace {
+
+constexpr int64_t kMaxTopK = 32;
+constexpr int64_t kMaxLocalExperts = 256;
+constexpr int64_t kMaxSms = 16;
+constexpr uintptr_t kMemAlignment = 16;
+
+bool IsPowerOfTwo(int64_t value) {
+  return value > 0 && (value & (value - 1)) == 0;
+}
+
+int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
+  if (!config) return 1;
+  return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
+}
+
+// The routing is not all that the real one keeps; the tail stands for the rest.
+int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
+  const int64_t bytes =
+      sizeof(Routing) +
+      group.config.max_dispatch_tokens_per_rank * num_topk * sizeof(int64_t);
+  return (bytes + 1023) / 1024 * 1024;
+}
+
+void DemandHandleAttributes(Contract& contract, ncclEpLayout_t layout,
+                            const ncclEpHandleConfig_t* config, int num_topk) {
+  contract.Demand(layout == NCCL_EP_LAYOUT_EXPERT_MAJOR, "layout = ", layout);
+  if (config) DemandStruct(contract, "config", config);
+  contract.Demand(IsPowerOfTwo(AlignmentOf(config)),
+                  "alignment = ", AlignmentOf(config));
+  contract.Demand(num_topk >= 1 && num_topk <= kMaxTopK,
+                  "num_topk = ", num_topk);
+}
+
+void DemandConfig(Contract& contract, const ncclEpGroupConfig_t& c,
+                  int num_ranks) {
+  const int64_t num_experts = c.num_experts;
+  contract.Demand(c.version == NCCL_EP_API_VERSION, "version = ", c.version);
+  contract.Demand(c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT,
+                  "algorithm = ", c.algorithm);
+  contract.Demand(num_experts > 0 && num_experts % num_ranks == 0 &&
+                      num_experts % 4 == 0 &&
+                      num_experts / num_ranks <= kMaxLocalExperts,
+                  "num_experts = ", num_experts, " on ", num_ranks, " ranks");
+  contract.Demand(c.max_dispatch_tokens_per_rank > 0 &&
+                      c.max_dispatch_tokens_per_rank % 4 == 0,
+                  "max_dispatch_tokens = ", c.max_dispatch_tokens_per_rank);
+  contract.Demand(c.max_recv_tokens_per_rank >= c.max_dispatch_tokens_per_rank,
+                  "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
+  contract.Demand(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
+                  "max_token_bytes = ", c.max_token_bytes);
+  contract.Demand(c.max_num_sms <= kMaxSms, "max_num_sms = ", c.max_num_sms);
+  contract.Demand(!c.enable_mask, "masks are for low latency");
+  contract.Demand(c.zero_copy != NCCL_EP_ZERO_COPY_ON,
+                  "zero copy needs windows");
+  contract.Demand(c.overflow_policy != NCCL_EP_OVERFLOW_DROP,
+                  "the fake knows only a trap on overflow");
+  const char* scan_mode = std::getenv("NCCL_EP_HT_EM_AG_SCAN_MODE");
+  contract.Demand(scan_mode && std::string(scan_mode) == "1",
+                  "NCCL_EP_HT_EM_AG_SCAN_MODE is not 1, so that dispatch may "
+                  "write to handle_mem");
+}
+
+// What all ranks must give alike.
+auto Shared(const ncclEpGroupConfig_t& c) {
+  return std::make_tuple(c.num_experts, c.max_dispatch_tokens_per_rank,
+                         c.max_recv_tokens_per_rank, c.max_token_bytes,
+                         c.num_qp_per_rank, c.num_channels, c.max_num_sms,
+                         c.zero_copy, c.overflow_policy, c.num_topk);
+}
+
+}  // namespace
+
+void DemandGroup(Contract& contract, ncclEpGroup_t group) {
+  if (!contract.Demand(Living<ncclEpGroup>::Get().Has(group),
+                       "no such group")) {
+    return;
+  }
+  contract.Demand(Living<ncclComm>::Get().Has(group->comm),
+                  "the group's communicator is gone");
+  DemandContext(contract, group->member->device());
+}
+
+void DemandHandle(Contract& contract, ncclEpHandle_t handle,
+                  cudaStream_t stream) {
+  if (!contract.Demand(Living<ncclEpHandle>::Get().Has(handle),
+                       "no such handle")) {
+    return;
+  }
+  DemandGroup(contract, handle->group);
+  DemandStream(contract, stream);
+  contract.Demand(!IsInHandler() || HandlerMemHolds(handle->mem, handle->bytes),
+                  "the handle was opened on a stale address");
+}
+
+extern "C" {
+
+ncclResult_t ncclEpGetVersion(int* version) {
+  *version = TheMachine().nccl_ep_version;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
+                               const ncclEpGroupConfig_t* config) {
+  Contract contract("ncclEpCreateGroup");
+  contract.DemandNoHandler();
+  if (contract.Demand(Living<ncclComm>::Get().Has(comm),
+                      "no such communicator")) {
+    DemandContext(contract, comm->member->device());
+  }
+  if (!DemandStruct(contract, "config", config)) return ncclInvalidArgument;
+  Member& member = *comm->member;
+  DemandConfig(contract, *config, member.clique().size());
+  std::vector<const ncclEpGroupConfig_t*> configs;
+  uint64_t id = 0;
+  if (!MeetAll(member, "ncclEpCreateGroup", contract.kept() ? config : nullptr,
+               &configs, &id)) {
+    return ncclInvalidArgument;
+  }
+  for (const ncclEpGroupConfig_t* theirs : configs) {
+    contract.Demand(Shared(*theirs) == Shared(*config),
+                    "ranks have different configurations");
+  }
+  member.clique().Meet(member.rank(), "the end of ncclEpCreateGroup", nullptr,
+                       nullptr);
+  if (!contract.kept()) return ncclInvalidArgument;
+  ++comm->num_groups;
+  *group = Living<ncclEpGroup>::Get().Add(
+      new ncclEpGroup{comm, comm->member, *config, id});
+  return ncclSuccess;
+}
+
+ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
+  Contract contract("ncclEpGroupDestroy");
+  contract.DemandNoHandler();
+  DemandGroup(contract, group);
+  if (!contract.kept()) return ncclInvalidArgument;
+  contract.Demand(group->num_handles == 0, "handles are open on it");
+  contract.Demand(!group->member->IsBusy(), "its operations have not ended");
+  if (!contract.kept()) return ncclInvalidUsage;
+  --group->comm->num_groups;
+  Living<ncclEpGroup>::Get().Remove(group);
+  delete group;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout,
+                                 const ncclEpHandleConfig_t* config,
+                                 size_t* size, int num_topk) {
+  Contract contract("ncclEpHandleMemSize");
+  DemandGroup(contract, group);
+  DemandHandleAttributes(contract, layout, config, num_topk);
+  if (!contract.kept()) return ncclInvalidArgument;
+  *size = BytesOf(*group, num_topk);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
+                              ncclEpLayout_t layout,
+                              const ncclEpHandleConfig_t* config, int num_topk,
+                              const ncclEpTensor_t* handle_mem) {
+  Contract contract("ncclEpInitHandle");
+  DemandGroup(contract, group);
+  DemandHandleAttributes(contract, layout, config, num_topk);
+  const Tensor mem =
+      OpenTensor(contract, "handle_mem", handle_mem, 1, {ncclUint8});
+  if (!contract.kept()) return ncclInvalidArgument;
+  contract.Demand(mem.rows >= BytesOf(*group, num_topk), "handle_mem has ",
+                  mem.rows, " bytes, expected ", BytesOf(*group, num_topk));
+  contract.Demand(reinterpret_cast<uintptr_t>(mem.data) % kMemAlignment == 0,
+                  "handle_mem is not aligned");
+  if (!contract.kept()) return ncclInvalidArgument;
+  ++group->num_handles;
+  *handle = Living<ncclEpHandle>::Get().Add(
+      new ncclEpHandle{group, num_topk, AlignmentOf(config), mem.data,
+                       BytesOf(*group, num_topk)});
+  return ncclSuccess;
+}
+
+ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
+  Contract contract("ncclEpHandleDestroy");
+  if (!contract.Demand(Living<ncclEpHandle>::Get().Remove(handle),
+                       "no such handle")) {
+    return ncclInvalidArgument;
+  }
+  DemandGroup(contract, handle->group);
+  --handle->group->num_handles;
+  delete handle;
+  return ncclSuccess;
+}
+
+}  // extern "C"
+
+}  // namespace ep::nccl::fake

@@ -1,0 +1,303 @@
+// What moves: NCCL EP's collectives, checked when they are called, and run when
+// their stream comes to them.
+
+#include <nccl.h>
+#include <nccl_ep.h>
+
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/communicator.h"
+#include "ep_ffi/backends/nccl/fake/descriptors.h"
+#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/backends/nccl/fake/nccl_ep.h"
+#include "ep_ffi/backends/nccl/fake/transfers.h"
+
+namespace ep::nccl::fake {
+namespace {
+
+// Rows as dispatch and combine take them.
+Tensor OpenRows(Contract& contract, const char* name,
+                const ncclEpTensor_t* given, const ncclEpGroup& group) {
+  const Tensor rows = OpenTensor(contract, name, given, 2,
+                                 {ncclFloat32, ncclBfloat16, ncclFloat16});
+  const int64_t bytes = rows.columns * (rows.type == ncclFloat32 ? 4 : 2);
+  contract.Demand(rows.columns > 0 && rows.columns % 8 == 0 &&
+                      bytes % 16 == 0 && bytes <= group.config.max_token_bytes,
+                  name, " has rows of ", rows.columns, " elements, ", bytes,
+                  " bytes");
+  return rows;
+}
+
+DType DTypeOf(ncclDataType_t type) {
+  switch (type) {
+    case ncclBfloat16:
+      return DType::kBFloat16;
+    case ncclFloat16:
+      return DType::kFloat16;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+// What is known of a handle after it is destroyed, which may be as soon as an
+// op is enqueued.
+using Opened = ncclEpHandle;
+
+// Copies a rank's choices to the handle's memory, as far as they are valid.
+void KeepChoices(Contract& contract, const ncclEpGroup& group,
+                 const Tensor& topk_idx, int64_t* kept) {
+  for (int64_t t = 0; t < topk_idx.rows; ++t) {
+    std::set<int64_t> seen;
+    for (int64_t i = t * topk_idx.columns; i < (t + 1) * topk_idx.columns;
+         ++i) {
+      const int64_t id = topk_idx.As<int64_t>()[i];
+      const bool valid =
+          id < 0 || (id < group.config.num_experts && seen.insert(id).second);
+      contract.Demand(valid, "topk_idx[", t, ", ", i % topk_idx.columns,
+                      "] = ", id, " is out of range or repeated");
+      kept[i] = valid ? id : -1;
+    }
+  }
+}
+
+struct Counters {
+  Tensor slab_sizes, slab_offsets, total;
+};
+
+void Count(const Tensor& tensor, int64_t i, int64_t value) {
+  if (!tensor.data) return;
+  if (tensor.type == ncclInt32) tensor.As<int32_t>()[i] = value;
+  if (tensor.type == ncclInt64) tensor.As<int64_t>()[i] = value;
+}
+
+// On the stream.
+void Update(const Opened& handle, const Tensor& topk_idx,
+            const Counters& counters) {
+  Contract contract("ncclEpUpdateHandle");
+  const ncclEpGroup& group = *handle.group;
+  Member& member = *group.member;
+  std::memset(handle.mem, 0, handle.bytes);
+  Routing* mine = new (handle.mem)
+      Routing{kRoutingMagic,   group.id,         0,
+              handle.num_topk, handle.alignment, topk_idx.rows};
+  KeepChoices(contract, group, topk_idx, reinterpret_cast<int64_t*>(mine + 1));
+  Routings routings;
+  if (!MeetAll(member, StrCat("ncclEpUpdateHandle of group ", group.id), mine,
+               &routings, &mine->update)) {
+    return;
+  }
+  const Slots slots = SlotsOf(routings, member.rank(), group.num_local());
+  const int64_t total = slots.sources.size();
+  contract.Demand(total <= group.config.max_recv_tokens_per_rank,
+                  "traps, for rank ", member.rank(), " receives ", total,
+                  " rows");
+  int64_t offset = 0;
+  for (size_t j = 0; j < slots.slab_sizes.size(); ++j) {
+    Count(counters.slab_sizes, j, slots.slab_sizes[j]);
+    Count(counters.slab_offsets, j, offset);
+    offset += slots.slab_sizes[j];
+  }
+  Count(counters.total, 0, total);
+  member.clique().Meet(member.rank(), "the end of ncclEpUpdateHandle", nullptr,
+                       nullptr);
+}
+
+// What dispatch and combine have in common.
+struct Move {
+  std::string name;
+  bool combines;
+  int64_t num_tokens;  // as the op has it
+  ncclDataType_t type;
+  int64_t width;
+};
+
+// On the stream.
+void Run(const Opened& handle, const Move& move, Transfer transfer) {
+  Contract contract(move.name);
+  const ncclEpGroup& group = *handle.group;
+  Member& member = *group.member;
+  const auto* routing = reinterpret_cast<const Routing*>(handle.mem);
+  transfer.routing = routing;
+  contract.Demand(routing->magic == kRoutingMagic, "handle_mem has no routing");
+  if (contract.kept()) {
+    contract.Demand(routing->group == group.id &&
+                        routing->num_topk == handle.num_topk &&
+                        routing->alignment == handle.alignment,
+                    "handle opened with other attributes");
+    contract.Demand(routing->num_tokens == move.num_tokens, "of ",
+                    move.num_tokens, " tokens, but the routing has ",
+                    routing->num_tokens);
+  }
+  std::vector<const Transfer*> ranks;
+  if (!MeetAll(member,
+               StrCat(move.name, " of group ", group.id, ", ", move.width,
+                      " elements of type ", move.type),
+               contract.kept() ? &transfer : nullptr, &ranks, nullptr)) {
+    return;
+  }
+  for (const Transfer* rank : ranks) {
+    if (rank->routing->update == routing->update) continue;
+    contract.Demand(false, "ranks bring routings of different updates");
+    return;  // as on all ranks
+  }
+  const RowShape shape = {move.width, DTypeOf(move.type), group.num_local()};
+  if (move.combines) {
+    Combine(ranks, member.rank(), shape);
+  } else {
+    Dispatch(ranks, member.rank(), shape);
+  }
+  member.clique().Meet(member.rank(), "the end of " + move.name, nullptr,
+                       nullptr);
+}
+
+}  // namespace
+
+extern "C" {
+
+ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
+                                const ncclEpTensor_t* topk_idx,
+                                const ncclEpLayoutInfo_t* layout_info,
+                                cudaStream_t stream) {
+  Contract contract("ncclEpUpdateHandle");
+  DemandHandle(contract, handle, stream);
+  // It takes narrower ones too, but a handle that is opened later on the same
+  // memory reads them back as 64 bits wide.
+  const Tensor choices =
+      OpenTensor(contract, "topk_idx", topk_idx, 2, {ncclInt64});
+  if (!contract.kept()) return ncclInvalidArgument;
+  const ncclEpGroup& group = *handle->group;
+  contract.Demand(choices.rows <= group.config.max_dispatch_tokens_per_rank &&
+                      choices.columns == handle->num_topk,
+                  "topk_idx is [", choices.rows, ", ", choices.columns, "]");
+  Counters counters;
+  if (layout_info && DemandStruct(contract, "layout_info", layout_info)) {
+    contract.Demand(!layout_info->src_rank_counters,
+                    "src_rank_counters are for low latency");
+    std::set<ncclDataType_t> types;
+    const auto open = [&](const char* name, const ncclEpTensor_t* given,
+                          int64_t size, Tensor* out) {
+      if (!given) return;
+      *out = OpenTensor(contract, name, given, 1, {ncclInt32, ncclInt64}, size);
+      types.insert(out->type);
+    };
+    open("expert_counters", layout_info->expert_counters, group.num_local(),
+         &counters.slab_sizes);
+    open("expert_offsets", layout_info->expert_offsets, group.num_local(),
+         &counters.slab_offsets);
+    open("recv_total_counter", layout_info->recv_total_counter, 1,
+         &counters.total);
+    contract.Demand(types.size() <= 1, "counters are of several types");
+  }
+  if (!contract.kept()) return ncclInvalidArgument;
+  return Member::Enqueue(group.member, contract, stream,
+                         [opened = *handle, choices, counters] {
+                           Update(opened, choices, counters);
+                         });
+}
+
+ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
+                            const ncclEpDispatchInputs_t* inputs,
+                            const ncclEpDispatchOutputs_t* outputs,
+                            const ncclEpLayoutInfo_t* layout_info,
+                            const ncclEpDispatchConfig_t* config,
+                            cudaStream_t stream) {
+  Contract contract("ncclEpDispatch");
+  DemandHandle(contract, handle, stream);
+  DemandStruct(contract, "inputs", inputs);
+  DemandStruct(contract, "outputs", outputs);
+  if (config) DemandStruct(contract, "config", config);
+  contract.Demand(!layout_info, "layout_info is for low latency");
+  if (!contract.kept()) return ncclInvalidArgument;
+  const ncclEpGroup& group = *handle->group;
+  if (config) {
+    contract.Demand(!config->send_only && !config->round_scales &&
+                        config->quant_recipe == NCCL_EP_DISP_QUANT_NONE,
+                    "the fake knows neither stages nor quantization");
+  }
+  contract.Demand(!inputs->scales && !outputs->scales, "scales of no recipe");
+  contract.Demand(!outputs->topk_idx, "topk_idx has no meaning for slots");
+
+  const int64_t num_slots = group.config.max_recv_tokens_per_rank;
+  const Tensor tokens =
+      OpenRows(contract, "inputs.tokens", inputs->tokens, group);
+  const Tensor slots = OpenTensor(contract, "outputs.tokens", outputs->tokens,
+                                  2, {tokens.type}, num_slots, tokens.columns);
+  const bool backward = config && config->pass_direction == NCCL_EP_BWD_PASS;
+  Tensor weights, slot_weights;
+  if (backward) {
+    contract.Demand(!inputs->topk_weights && !outputs->topk_weights,
+                    "the backward pass forbids topk_weights");
+  } else {
+    weights = OpenTensor(contract, "inputs.topk_weights", inputs->topk_weights,
+                         2, {ncclFloat32}, tokens.rows, handle->num_topk);
+    slot_weights =
+        OpenTensor(contract, "outputs.topk_weights", outputs->topk_weights, 1,
+                   {ncclFloat32}, num_slots);
+  }
+  if (!contract.kept()) return ncclInvalidArgument;
+  const Move move = {backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch",
+                     /*combines=*/false, tokens.rows, tokens.type,
+                     tokens.columns};
+  const Transfer transfer = {nullptr, tokens.data, weights.As<float>(),
+                             slots.data, slot_weights.As<float>()};
+  return Member::Enqueue(
+      group.member, contract, stream,
+      [opened = *handle, move, transfer] { Run(opened, move, transfer); });
+}
+
+ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
+                           const ncclEpCombineInputs_t* inputs,
+                           const ncclEpCombineOutputs_t* outputs,
+                           const ncclEpCombineConfig_t* config,
+                           cudaStream_t stream) {
+  Contract contract("ncclEpCombine");
+  DemandHandle(contract, handle, stream);
+  DemandStruct(contract, "inputs", inputs);
+  DemandStruct(contract, "outputs", outputs);
+  if (config) DemandStruct(contract, "config", config);
+  if (!contract.kept()) return ncclInvalidArgument;
+  const ncclEpGroup& group = *handle->group;
+  if (config) {
+    contract.Demand(
+        !config->send_only && config->quant_recipe == NCCL_EP_COMB_QUANT_NONE,
+        "the fake knows neither stages nor quantization");
+  }
+  contract.Demand(!inputs->scales, "scales of no recipe");
+
+  const int64_t num_slots = group.config.max_recv_tokens_per_rank;
+  const Tensor tokens =
+      OpenRows(contract, "outputs.tokens", outputs->tokens, group);
+  const Tensor slots = OpenTensor(contract, "inputs.tokens", inputs->tokens, 2,
+                                  {tokens.type}, num_slots, tokens.columns);
+  const bool backward = config && config->pass_direction == NCCL_EP_BWD_PASS;
+  Tensor weights, slot_weights;
+  if (backward) {
+    slot_weights =
+        OpenTensor(contract, "inputs.topk_weights", inputs->topk_weights, 1,
+                   {ncclFloat32}, num_slots);
+    weights =
+        OpenTensor(contract, "outputs.topk_weights", outputs->topk_weights, 2,
+                   {ncclFloat32}, tokens.rows, handle->num_topk);
+  } else {
+    contract.Demand(!inputs->topk_weights && !outputs->topk_weights,
+                    "the forward pass forbids topk_weights");
+  }
+  if (!contract.kept()) return ncclInvalidArgument;
+  const Move move = {backward ? "ncclEpCombine (backward)" : "ncclEpCombine",
+                     /*combines=*/true, tokens.rows, tokens.type,
+                     tokens.columns};
+  const Transfer transfer = {nullptr, slots.data, slot_weights.As<float>(),
+                             tokens.data, weights.As<float>()};
+  return Member::Enqueue(
+      group.member, contract, stream,
+      [opened = *handle, move, transfer] { Run(opened, move, transfer); });
+}
+
+}  // extern "C"
+
+}  // namespace ep::nccl::fake
