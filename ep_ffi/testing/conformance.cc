@@ -108,7 +108,7 @@ void Conformance::ExpectOracle(Op op, const Routed& routed,
       Apply(op, routed.dims, routed.layout, inputs[0].type, data);
   const bool sums = op == Op::kCombine || op == Op::kDispatchBwd;
   std::vector<std::vector<double>> slack(routed.dims.ep_size);
-  if (sums && GetParam().sum_roundings > 0) {
+  if (sums && !GetParam().exact_sums) {
     slack = RoundingSlack(op, routed.dims, routed.layout, inputs[0].type, data,
                           GetParam().sum_roundings);
   }

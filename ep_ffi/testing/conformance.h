@@ -41,7 +41,9 @@ struct Backend {
   int64_t width_multiple = 1;
   int64_t min_ep_size = 1;
 
-  // What its sums may differ by; see RoundingSlack().
+  // Its sums are the contract's, to the bit; else they differ by so many
+  // roundings at most, see RoundingSlack().
+  bool exact_sums = true;
   double sum_roundings = 0;
   // ep_combine multiplies by weights.
   bool fuses_weights = true;
@@ -74,12 +76,11 @@ struct Routed {
   std::vector<std::vector<std::byte>> mems;  // by rank
 };
 
-// Ends a test that is about what a backend does not promise, and says so.
-#define EP_REQUIRE(promise)                                            \
+// Ends a test that needs what a backend does not promise, and says why.
+#define EP_REQUIRE(promise, reason)                                    \
   if (!GetParam().promise) {                                           \
-    std::cout << "[  SKIPPED ] the backend \"" << GetParam()           \
-              << "\" does not promise " << #promise << "; see Backend" \
-              << std::endl;                                            \
+    std::cout << "[  SKIPPED ] " << GetParam() << " does not promise " \
+              << #promise << ", and here " << reason << std::endl;     \
     return;                                                            \
   }
 

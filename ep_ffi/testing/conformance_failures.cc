@@ -111,7 +111,7 @@ TEST_P(Conformance, RanksThatPrepareDifferentLayersFail) {
 }
 
 TEST_P(Conformance, RanksThatDisagreeFail) {
-  EP_REQUIRE(checks_every_op);
+  EP_REQUIRE(checks_every_op, "one rank has other rows or another handle");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const Routed rerouted = PrepareRandom(domain, kDims);
@@ -144,7 +144,7 @@ TEST_P(Conformance, RanksThatDisagreeFail) {
 }
 
 TEST_P(Conformance, AHandleOfAnotherLayerFails) {
-  EP_REQUIRE(checks_every_op);
+  EP_REQUIRE(checks_every_op, "one rank has the wrong handle");
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
   other.alignment = 3;
@@ -163,7 +163,7 @@ TEST_P(Conformance, AHandleOfAnotherLayerFails) {
 // Whatever bytes come back as a handle: all ranks complete, nothing is
 // written out of bounds, and the group lives on.
 TEST_P(Conformance, CorruptHandlesDoNoHarm) {
-  EP_REQUIRE(checks_every_op);
+  EP_REQUIRE(checks_every_op, "the bytes of a handle are corrupt");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   for (int i = 0; i < 100; ++i) {
@@ -178,7 +178,7 @@ TEST_P(Conformance, CorruptHandlesDoNoHarm) {
 }
 
 TEST_P(Conformance, AFailureEndsItsRunAndNoOther) {
-  EP_REQUIRE(any_order);
+  EP_REQUIRE(any_order, "ranks wait in different ops");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t doomed = NextRun();
@@ -211,7 +211,7 @@ TEST_P(Conformance, AFailureEndsItsRunAndNoOther) {
 }
 
 TEST_P(Conformance, ARunCanBeFailedFromOutside) {
-  EP_REQUIRE(any_order);
+  EP_REQUIRE(any_order, "ranks must stop waiting");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t run_id = NextRun();
@@ -230,7 +230,7 @@ TEST_P(Conformance, ARunCanBeFailedFromOutside) {
 }
 
 TEST_P(Conformance, AnAbsentRankIsNamedInTime) {
-  EP_REQUIRE(any_order);
+  EP_REQUIRE(any_order, "three ranks must find out who the fourth is");
   WorldOptions options = kWorld;
   options.timeout_s = 1;
   const Domain domain = MakeDomain(options);
@@ -267,7 +267,7 @@ TEST_P(Conformance, ClosingFailsWhatComes) {
 }
 
 TEST_P(Conformance, ClosingFailsWhatIsPending) {
-  EP_REQUIRE(any_order);
+  EP_REQUIRE(any_order, "an op waits while its group is closed");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const auto inputs = RandomInputs(Op::kDispatch, routed, AnyType());
@@ -287,7 +287,7 @@ TEST_P(Conformance, ClosingFailsWhatIsPending) {
 }
 
 TEST_P(Conformance, PeersOfAClosedRankDoNotWaitForIt) {
-  EP_REQUIRE(any_order);
+  EP_REQUIRE(any_order, "ops wait for a rank that will not come");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const auto inputs = RandomInputs(Op::kDispatch, routed, AnyType());

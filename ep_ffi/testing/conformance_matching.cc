@@ -21,7 +21,7 @@ struct Planned {
 };
 
 TEST_P(Conformance, RanksComeInDifferentOrders) {
-  EP_REQUIRE(any_order);
+  EP_REQUIRE(any_order, "each rank has an order of its own");
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   std::vector<Planned> plan;
