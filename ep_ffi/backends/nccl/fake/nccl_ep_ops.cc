@@ -93,9 +93,9 @@ void Update(const Opened& handle, const Tensor& topk_idx,
   }
   const Slots slots = SlotsOf(routings, member.rank(), group.num_local());
   const int64_t total = slots.sources.size();
-  contract.Demand(total <= group.config.max_recv_tokens_per_rank,
-                  "traps, for rank ", member.rank(), " receives ", total,
-                  " rows");
+  const bool fits = contract.Demand(
+      total <= group.config.max_recv_tokens_per_rank, "traps, for rank ",
+      member.rank(), " receives ", total, " rows");
   int64_t offset = 0;
   for (size_t j = 0; j < slots.slab_sizes.size(); ++j) {
     Count(counters.slab_sizes, j, slots.slab_sizes[j]);
@@ -105,6 +105,7 @@ void Update(const Opened& handle, const Tensor& topk_idx,
   Count(counters.total, 0, total);
   member.clique().Meet(member.rank(), "the end of ncclEpUpdateHandle", nullptr,
                        nullptr);
+  if (!fits) mine->magic = 0;  // or what moves next would write out of bounds
 }
 
 // What dispatch and combine have in common.

@@ -1,0 +1,518 @@
+// The nccl backend over a fake of what it is built on: ranks are threads,
+// devices are numbers, and whatever the real libraries would not have stood is
+// a violation that fails the test.
+
+#include "ep_ffi/backends/nccl/group.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/testing/conformance.h"
+#include "ep_ffi/testing/formats.h"
+
+namespace ep::nccl {
+namespace {
+
+using testing::Backend;
+using testing::Choices;
+using testing::Conformance;
+using testing::Domain;
+using testing::ExpectOk;
+using testing::ForEachRank;
+using testing::kDims;
+using testing::kWorld;
+using testing::RandomChoices;
+using testing::RankInput;
+using testing::Routed;
+using testing::RowType;
+using testing::Step;
+using testing::StepPtr;
+using testing::WorldOptions;
+
+constexpr int64_t kMaxRowBytes = 4096;
+
+// After each test, that nothing was violated or left behind.
+class Auditor : public ::testing::EmptyTestEventListener {
+ public:
+  // What this test leaves behind is as it should be.
+  static void AllowLeaks() { leaks_allowed_ = true; }
+
+ private:
+  void OnTestStart(const ::testing::TestInfo&) override {
+    leaks_allowed_ = false;
+    before_ = fake::CountHoldings();
+    fake::TheMachine() = fake::Machine();
+  }
+  void OnTestEnd(const ::testing::TestInfo&) override {
+    for (const std::string& violation : fake::TakeViolations()) {
+      ADD_FAILURE() << violation;
+    }
+    if (leaks_allowed_) return;
+    // What connected a group may let go of it a little later.
+    for (int i = 0; i < 200 && !(fake::CountHoldings() == before_); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    EXPECT_EQ(before_, fake::CountHoldings());
+  }
+
+  static bool leaks_allowed_;
+  fake::Holdings before_;
+};
+
+bool Auditor::leaks_allowed_ = false;
+
+[[maybe_unused]] const bool audited = [] {
+  ::testing::UnitTest::GetInstance()->listeners().Append(new Auditor());
+  return true;
+}();
+
+// A group whose ops are called as by XLA: within a handler.
+class Handled : public Group {
+ public:
+  explicit Handled(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+
+  int64_t num_experts() const override { return group_->num_experts(); }
+  int64_t ep_size() const override { return group_->ep_size(); }
+  int64_t MemBytes(const Layer& layer, int64_t num_tokens) const override {
+    return group_->MemBytes(layer, num_tokens);
+  }
+  void Prepare(Call call, const PrepareArgs& args) override {
+    const fake::InHandler handler(args.mem, args.mem_bytes);
+    group_->Prepare(std::move(call), args);
+  }
+  void Dispatch(Call call, const ScatterArgs& args) override {
+    const fake::InHandler handler(args.mem.data, args.mem.bytes);
+    group_->Dispatch(std::move(call), args);
+  }
+  void Combine(Call call, const GatherArgs& args) override {
+    const fake::InHandler handler(args.mem.data, args.mem.bytes);
+    group_->Combine(std::move(call), args);
+  }
+  void DispatchBwd(Call call, const GatherArgs& args) override {
+    const fake::InHandler handler(args.mem.data, args.mem.bytes);
+    group_->DispatchBwd(std::move(call), args);
+  }
+  void CombineBwd(Call call, const ScatterArgs& args) override {
+    const fake::InHandler handler(args.mem.data, args.mem.bytes);
+    group_->CombineBwd(std::move(call), args);
+  }
+  void FailRun(int64_t run_id, const Status& status) override {
+    group_->FailRun(run_id, status);
+  }
+  Status Check() override { return group_->Check(); }
+  void Close() override { group_->Close(); }
+
+ private:
+  const std::shared_ptr<Group> group_;
+};
+
+Sizes SizesFor(const PlanDims& dims) {
+  return {dims.num_experts, dims.ep_size, std::max<int64_t>(dims.num_tokens, 1),
+          dims.capacity,    kMaxRowBytes, /*max_num_sms=*/0};
+}
+
+// The ranks of one domain connect, on devices from `first_device` on.
+std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
+                            int32_t first_device,
+                            std::vector<std::shared_ptr<Group>>* groups) {
+  NcclGroup::Options common = {};
+  common.name = "world";
+  common.sizes = sizes;
+  common.timeout_s = timeout_s;
+  const Status made = NewUniqueId("", "", &common.unique_id);
+  if (!made.ok()) return {made};
+  groups->resize(sizes.ep_size);
+  std::vector<Status> statuses(sizes.ep_size);
+  ForEachRank(sizes.ep_size, [&](int64_t rank) {
+    NcclGroup::Options mine = common;
+    mine.rank = rank;
+    mine.device = first_device + rank;
+    statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
+  });
+  return statuses;
+}
+
+std::vector<Domain> MakeWorld(const WorldOptions& options) {
+  std::vector<Domain> domains(options.num_domains);
+  for (int32_t i = 0; i < options.num_domains; ++i) {
+    const int64_t ep_size = options.dims.ep_size;
+    Domain& domain = domains[i];
+    for (const Status& status :
+         Connect(SizesFor(options.dims), options.timeout_s, i * ep_size,
+                 &domain.groups)) {
+      ExpectOk(status);
+    }
+    std::vector<std::shared_ptr<CUstream_st>> streams;
+    for (int64_t rank = 0; rank < ep_size; ++rank) {
+      domain.groups[rank] = std::make_shared<Handled>(domain.groups[rank]);
+      domain.devices.push_back(i * ep_size + rank);
+      streams.push_back(fake::NewStream(domain.devices[rank]));
+      domain.streams.push_back(streams[rank].get());
+    }
+    domain.synchronize = [streams, groups = domain.groups](int64_t rank) {
+      return groups[rank]->Check();
+    };
+  }
+  return domains;
+}
+
+PlanDims Fit(PlanDims dims) {
+  const auto round_up = [](int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+  };
+  dims.num_experts =
+      round_up(dims.num_experts, std::lcm(dims.ep_size, int64_t{4}));
+  while (dims.alignment & (dims.alignment - 1)) ++dims.alignment;
+  dims.capacity =
+      std::max({dims.capacity, round_up(dims.num_tokens, 4), int64_t{4}});
+  dims.capacity = round_up(dims.capacity, dims.alignment);
+  return dims;
+}
+
+Backend FakeNccl() {
+  Backend backend;
+  backend.name = "nccl";
+  backend.make = MakeWorld;
+  backend.fit = Fit;
+  backend.width_multiple = 8;
+  backend.min_ep_size = 2;
+  // NCCL EP rounds what each expert rank has summed, and once more the sum of
+  // these, where the contract rounds once: that makes three. Float32 rounds
+  // with each addition, at most three of them in this suite, either way: six.
+  backend.exact_sums = false;
+  backend.sum_roundings = 6.5;  // and what is lost of float32's own
+  backend.fuses_weights = false;
+  backend.repeatable_handles = false;
+  backend.any_order = false;
+  backend.checks_every_op = false;
+  return backend;
+}
+
+INSTANTIATE_TEST_CASE_P(Fake, Conformance, ::testing::Values(FakeNccl()));
+
+// What only this backend does.
+class NcclGroupTest : public Conformance {
+ protected:
+  // A routing in which rank 1 has a fault, and every rank its mem.
+  Routed PrepareFault(const Domain& domain, const PlanDims& dims) {
+    Choices topk_idx = RandomChoices(random_, dims);
+    topk_idx[1][2] = dims.num_experts;
+    const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
+                                    PrepareInputs(dims, topk_idx));
+    for (const Status& status : step->Run()) {
+      EXPECT_EQ(Code::kInvalidArgument, status.code()) << status.message();
+    }
+    Routed routed = {
+        dims, testing::LayOut(dims, Choices(dims.ep_size, topk_idx[0])), {}};
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      routed.mems.push_back(step->output(rank).mem);
+    }
+    return routed;
+  }
+};
+
+INSTANTIATE_TEST_CASE_P(Fake, NcclGroupTest, ::testing::Values(FakeNccl()));
+
+void ExpectWords(const std::vector<std::string>& words, const Status& status) {
+  EXPECT_FALSE(status.ok());
+  for (const std::string& word : words) {
+    EXPECT_NE(std::string::npos, status.message().find(word))
+        << "no \"" << word << "\" in: " << status.message();
+  }
+}
+
+// That each element is NaN.
+void ExpectNan(const RowType& type, const testing::RankData& data) {
+  const int64_t count = data.rows.size() / ByteWidth(type.dtype);
+  for (int64_t i = 0; i < count; ++i) {
+    ASSERT_TRUE(std::isnan(testing::Load(type.dtype, data.rows.data(), i)))
+        << "row " << i / type.width;
+  }
+  for (float weight : data.weights) ASSERT_TRUE(std::isnan(weight));
+}
+
+constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
+                         Op::kCombineBwd};
+
+// Each step has a copy of its own of what it is given, so every op finds mem at
+// another address; here the routings are of different sizes, too, and take
+// turns.
+TEST_P(NcclGroupTest, LayersOfAGroupTakeTurns) {
+  const Domain domain = MakeDomain(kWorld);
+  PlanDims other = kDims;
+  other.top_k = 1;
+  other.alignment = 8;
+  other.num_tokens = 3;
+  const Routed first = PrepareRandom(domain, kDims);
+  const Routed second = PrepareRandom(domain, other);
+  for (Op op : kMoves) {
+    ExpectWorks(domain, op, first, AnyType());
+    ExpectWorks(domain, op, second, AnyType());
+  }
+}
+
+TEST_P(NcclGroupTest, NoTokensAndNoChoices) {
+  PlanDims dims = kDims;
+  dims.num_tokens = 0;
+  const Domain domain = MakeDomain({kDims});
+  const Routed empty = PrepareRandom(domain, dims);
+  const Routed unused = Prepare(
+      domain, kDims,
+      Choices(kDims.ep_size, std::vector<int64_t>(kDims.num_choices(), -1)));
+  for (Op op : kMoves) {
+    ExpectWorks(domain, op, empty, AnyType());
+    ExpectWorks(domain, op, unused, AnyType());
+  }
+}
+
+// More choices than one block of threads counts, and than there is room for.
+TEST_P(NcclGroupTest, ManyChoicesOfFewExperts) {
+  const PlanDims dims = {
+      /*num_experts=*/4, /*ep_size=*/2,    /*num_tokens=*/700,
+      /*top_k=*/2,       /*capacity=*/704, /*alignment=*/16,
+      /*drop=*/true};
+  const Domain domain = MakeDomain({dims});
+  const Routed routed = PrepareRandom(domain, dims);
+  EXPECT_TRUE(routed.layout.Overflows(dims));
+  for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
+}
+
+TEST_P(NcclGroupTest, AFaultMakesNansOnEveryRank) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareFault(domain, kDims);
+  for (Op op : kMoves) {
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      const RowType type = Conformance::Fit({8, dtype});
+      const StepPtr step =
+          Step::Make(domain, op, {NextRun()}, RandomInputs(op, routed, type));
+      ExpectRuns(step);
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        ExpectNan(type, step->output(rank).data);
+      }
+    }
+  }
+  ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
+}
+
+TEST_P(NcclGroupTest, ARepeatedIdFails) {
+  const Domain domain = MakeDomain(kWorld);
+  Choices topk_idx = RandomChoices(random_, kDims);
+  topk_idx[3][8] = topk_idx[3][9] = 5;
+  const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
+                                  PrepareInputs(kDims, topk_idx));
+  for (const Status& status : step->Run()) {
+    ExpectWords(
+        {"ep_prepare", testing::kLayerName, "rank 3", "topk_idx[4", "5"},
+        status);
+  }
+}
+
+TEST_P(NcclGroupTest, AFaultIsReportedOnce) {
+  const Domain domain = MakeDomain(kWorld);
+  PrepareFault(domain, kDims);
+  for (const auto& group : domain.groups) ExpectOk(group->Check());
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(NcclGroupTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
+  Domain domain = MakeDomain(kWorld);
+  const auto synchronize = std::exchange(domain.synchronize, nullptr);
+  std::vector<StepPtr> steps;
+  for (int64_t i = 0; i < 3 * NcclGroup::kWindow; ++i) {
+    Choices topk_idx = RandomChoices(random_, kDims);
+    if (i == 2) topk_idx[1][4] = -7;
+    steps.push_back(Step::Make(domain, Op::kPrepare, {NextRun()},
+                               PrepareInputs(kDims, topk_idx)));
+  }
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      SCOPED_TRACE(i);
+      steps[i]->Post(rank);
+      ASSERT_TRUE(steps[i]->IsDone(rank));
+      const Status status = steps[i]->Wait(rank);
+      if (i == 2 + NcclGroup::kWindow) {
+        ExpectWords({"rank 1", "topk_idx[2, 0] = -7"}, status);
+      } else {
+        ExpectOk(status);
+      }
+    }
+    ExpectOk(synchronize(rank));
+  });
+}
+
+// Whose routing it is, its header says; what NCCL EP would make of it is not
+// ours to test: here are routings that it cannot tell from the right ones.
+TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
+  const Domain domain = MakeDomain(kWorld);
+  PlanDims other = kDims;
+  other.drop = true;
+  Routed other_layer = PrepareRandom(domain, other);
+  other_layer.dims = kDims;
+  Routed other_rank = PrepareRandom(domain, kDims);
+  std::rotate(other_rank.mems.begin(), other_rank.mems.begin() + 1,
+              other_rank.mems.end());
+  for (const Routed& routed : {other_layer, other_rank}) {
+    for (Op op : kMoves) {
+      const StepPtr step = Step::Make(domain, op, {NextRun()},
+                                      RandomInputs(op, routed, AnyType()));
+      for (const Status& status : step->Run()) {
+        ExpectWords({"handle.mem", "ep_prepare"}, status);
+      }
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        ExpectNan(AnyType(), step->output(rank).data);
+      }
+    }
+  }
+  for (const auto& group : domain.groups) ExpectOk(group->Check());
+  ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
+}
+
+// What a layer must not be is refused before anything is enqueued.
+TEST_P(NcclGroupTest, LayersBeyondTheLimitsAreRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  struct {
+    const char* words;
+    std::function<void(PlanDims*)> spoil;
+  } cases[] = {
+      {"recv_capacity_per_rank = 128", [](auto* d) { d->capacity = 128; }},
+      {"alignment = 3", [](auto* d) { d->alignment = 3; }},
+      {"alignment = 128", [](auto* d) { d->alignment = 128; }},
+      {"max_tokens_per_rank = 6", [](auto* d) { d->num_tokens = 7; }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    PlanDims dims = kDims;
+    c.spoil(&dims);
+    const StepPtr step =
+        Step::Make(domain, Op::kPrepare, {NextRun()},
+                   PrepareInputs(dims, RandomChoices(random_, dims)));
+    for (const Status& status : step->Run()) {
+      ExpectWords({"ep_prepare", testing::kLayerName, c.words}, status);
+    }
+  }
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(NcclGroupTest, RowsBeyondTheLimitsAreRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  for (int64_t width : {4, 12, 2048}) {
+    const StepPtr step = Step::Make(
+        domain, Op::kDispatch, {NextRun()},
+        RandomInputs(Op::kDispatch, routed, {width, DType::kFloat32}));
+    for (const Status& status : step->Run()) {
+      ExpectWords(
+          {"ep_dispatch", testing::kLayerName, StrCat("rows of ", width)},
+          status);
+    }
+  }
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
+}
+
+TEST_P(NcclGroupTest, ACombineWithWeightsIsRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
+  for (RankInput& input : inputs) input.data.weights.resize(kDims.capacity);
+  const StepPtr step = Step::Make(domain, Op::kCombine, {NextRun()}, inputs);
+  for (const Status& status : step->Run()) {
+    ExpectWords({"ep_combine", "weights"}, status);
+  }
+}
+
+// NCCL EP's kernels cannot be told to stop, so the group is not freed.
+TEST_P(NcclGroupTest, AnAbsentRankIsNoticedInTime) {
+  Auditor::AllowLeaks();
+  WorldOptions options = kWorld;
+  options.timeout_s = 1;
+  const Domain domain = MakeDomain(options);
+  const StepPtr step =
+      Step::Make(domain, Op::kPrepare, {NextRun()},
+                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  ForEachRank(3, [&](int64_t i) {
+    const Status status = step->Wait(i == 2 ? 3 : i);
+    EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
+    ExpectWords({"timeout_s = 1"}, status);
+  });
+  // Those who gave up may still be writing.
+  for (void* stream : domain.streams) {
+    fake::Synchronize(static_cast<CUstream>(stream));
+  }
+}
+
+// Expects that ranks cannot connect.
+void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
+  std::vector<std::shared_ptr<Group>> groups;
+  for (const Status& status :
+       Connect(sizes, /*timeout_s=*/10, /*first_device=*/0, &groups)) {
+    ExpectWords(words, status);
+  }
+}
+
+TEST(NcclGroupCreateTest, AnOldNcclIsRefused) {
+  fake::TheMachine().nccl_version = 22907;
+  ExpectRefused(SizesFor(kDims), {"NCCL is 2.29.7", "2.30.0"});
+}
+
+TEST(NcclGroupCreateTest, AnOldGpuIsRefused) {
+  fake::TheMachine().compute_capability_major = 8;
+  ExpectRefused(SizesFor(kDims), {"compute capability 8", "Hopper"});
+}
+
+TEST(NcclGroupCreateTest, AMissingGpuIsRefused) {
+  fake::TheMachine().num_devices = 0;
+  ExpectRefused(SizesFor(kDims), {"invalid device ordinal"});
+}
+
+// What NCCL EP would end the process for.
+TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
+  struct {
+    const char* words;
+    std::function<void(Sizes*)> spoil;
+  } cases[] = {
+      {"ep_size = 1", [](Sizes* s) { s->ep_size = 1; }},
+      {"num_experts = 6", [](Sizes* s) { s->ep_size = 2, s->num_experts = 6; }},
+      {"num_experts = 10", [](Sizes* s) { s->num_experts = 10; }},
+      {"num_experts = 1028", [](Sizes* s) { s->num_experts = 1028; }},
+      {"recv_capacity_per_rank = 7", [](Sizes* s) { s->capacity = 7; }},
+      {"24 bytes", [](Sizes* s) { s->max_row_bytes = 24; }},
+      {"max_num_sms = 17", [](Sizes* s) { s->max_num_sms = 17; }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    Sizes sizes = SizesFor(kDims);
+    c.spoil(&sizes);
+    ExpectRefused(sizes, {c.words});
+  }
+}
+
+TEST(NcclGroupCreateTest, ARankThatDoesNotComeIsNoticedInTime) {
+  Auditor::AllowLeaks();
+  fake::TheMachine().patience_s = 2;  // the thread that is left behind ends
+  NcclGroup::Options options = {};
+  options.name = "world";
+  options.sizes = SizesFor(kDims);
+  options.timeout_s = 0.5;
+  ExpectOk(NewUniqueId("", "", &options.unique_id));
+  std::shared_ptr<Group> group;
+  const Status status = NcclGroup::Create(options, &group);
+  EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  EXPECT_EQ(1u, fake::TakeViolations().size());
+}
+
+}  // namespace
+}  // namespace ep::nccl
