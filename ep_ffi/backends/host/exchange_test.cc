@@ -105,6 +105,7 @@ class ExchangeTest : public ::testing::Test {
                        run_id,
                        /*device=*/0,
                        /*executor=*/nullptr,
+                       /*stream=*/nullptr,
                        [state](Status status) {
                          state->result.set_value({status, state->sum});
                        }};
