@@ -2,7 +2,7 @@
 //
 // A handler decodes its buffers, builds a `Call`, and calls one method of the
 // `Group` that the op names. A backend is a folder below ep_ffi/backends that
-// implements `Group`, plus a C function that creates it (see bootstrap.h).
+// implements `Group`, plus a C function that creates it (its bootstrap.cc).
 //
 // Ordering: the five ops of a group may be called from any thread, in any
 // order, several at once; ranks may differ in that order. A backend matches
@@ -143,8 +143,10 @@ class Group {
   virtual int64_t num_experts() const = 0;
   virtual int64_t ep_size() const = 0;
 
-  // Bytes of EpHandle.mem for a layer and the tokens of a rank.
-  virtual int64_t MemBytes(const Layer& layer, int64_t num_tokens) const = 0;
+  // Bytes of EpHandle.mem for a layer and the tokens of a rank; fails if the
+  // group cannot serve them.
+  virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
+                          int64_t* out) const = 0;
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Dispatch(Call call, const ScatterArgs& args) = 0;
@@ -156,6 +158,10 @@ class Group {
   // program may use several groups, and a failure in one of them ends the
   // program on its ranks, for which the others must not wait.
   virtual void FailRun(int64_t run_id, const Status& status) = 0;
+
+  // Waits for what was enqueued on a stream, and returns what it found wrong
+  // and no op has reported.
+  virtual Status Check() { return Status(); }
 
   // Ends the group: what is pending and what comes later fails, on this
   // process at once and on its peers as soon as they wait for it.

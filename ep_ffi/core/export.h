@@ -1,8 +1,34 @@
-// Marks a C function that Python calls; all other symbols are hidden.
+// What Python calls through ctypes: C functions with default visibility, all
+// other symbols are hidden. One that can fail returns the status code, 0 if
+// there is none, and writes the message to `error`.
 
 #ifndef EP_FFI_CORE_EXPORT_H_
 #define EP_FFI_CORE_EXPORT_H_
 
+#include <cstdint>
+#include <cstring>
+#include <exception>
+
+#include "ep_ffi/core/status.h"
+
 #define EP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ep {
+
+// Runs `body`, which returns a Status, and reports it as said above.
+template <typename Body>
+int32_t Export(char* error, int64_t error_bytes, Body body) {
+  Status status;
+  try {
+    status = body();
+  } catch (const std::exception& e) {
+    status = Status(Code::kInternal, e.what());
+  }
+  std::strncpy(error, status.message().c_str(), error_bytes - 1);
+  error[error_bytes - 1] = 0;
+  return static_cast<int32_t>(status.code());
+}
+
+}  // namespace ep
 
 #endif  // EP_FFI_CORE_EXPORT_H_

@@ -4,6 +4,9 @@
 #include <cstring>
 #include <limits>
 
+#include "ep_ffi/core/faults.h"
+#include "ep_ffi/core/hash.h"
+
 namespace ep {
 namespace {
 
@@ -24,18 +27,9 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// FNV-1a over 64-bit words.
-uint64_t Hash(uint64_t seed, int64_t word) {
-  return (seed ^ static_cast<uint64_t>(word)) * 0x100000001b3;
-}
-
 uint64_t HashDims(const PlanDims& d) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (int64_t word : {d.num_experts, d.ep_size, d.num_tokens, d.top_k,
-                       d.capacity, d.alignment, int64_t{d.drop}}) {
-    hash = Hash(hash, word);
-  }
-  return hash;
+  return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
+               d.alignment, d.drop});
 }
 
 // Choices of one rank for one expert; `starts` comes from a peer.
@@ -73,14 +67,6 @@ std::vector<int64_t> SlabOffsets(const PlanDims& dims, int64_t rank,
     offsets[j + 1] = offsets[j] + RoundUp(count, dims.alignment);
   }
   return offsets;
-}
-
-Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {
-  return Status(Code::kResourceExhausted,
-                StrCat("rank ", rank, " needs ", needed,
-                       " receive rows, but recv_capacity_per_rank = ", capacity,
-                       "; raise the capacity, balance the routing, or use "
-                       "overflow=\"drop\""));
 }
 
 }  // namespace
@@ -128,17 +114,10 @@ Status SortChoices(const PlanDims& dims, const Index* topk_idx,
       const int64_t expert = topk_idx[t * dims.top_k + k];
       if (expert == -1) continue;
       if (expert < -1 || expert >= num_experts) {
-        return Status(Code::kInvalidArgument,
-                      StrCat("topk_idx[", t, ", ", k, "] = ", expert,
-                             ", but num_experts = ", num_experts,
-                             "; valid ids are -1..", num_experts - 1));
+        return IdOutOfRange(t, k, expert, num_experts);
       }
       if (last_token[expert] == t) {
-        return Status(Code::kInvalidArgument,
-                      StrCat("topk_idx[", t, ", ", k, "] = ", expert,
-                             " repeats an expert of token ", t,
-                             "; the top-k experts of a token must be "
-                             "distinct (use -1 for an unused choice)"));
+        return RepeatedId(t, k, expert);
       }
       last_token[expert] = t;
       ++starts[expert + 1];
@@ -167,7 +146,7 @@ Status BuildPlan(const PlanDims& dims, int64_t rank,
     if (!valid.ok()) return valid;
   }
 
-  PlanHeader header = {kMagic, HashDims(dims), 0xcbf29ce484222325, rank, 0};
+  PlanHeader header = {kMagic, HashDims(dims), kHashSeed, rank, 0};
   for (const ChoicesView& source : choices) {
     for (int64_t e = 1; e <= dims.num_experts; ++e) {
       header.fingerprint = Hash(header.fingerprint, source.starts[e]);

@@ -17,9 +17,13 @@ std::shared_ptr<Group> Registry::Find(const std::string& name) {
   return it == entries_.end() ? nullptr : it->second.group;
 }
 
-bool Registry::Add(const std::string& name, std::shared_ptr<Group> group) {
+Status Registry::Add(const std::string& name, std::shared_ptr<Group> group) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return entries_.try_emplace(name, Entry{std::move(group), {}}).second;
+  if (entries_.try_emplace(name, Entry{std::move(group), {}}).second) {
+    return Status();
+  }
+  return Status(Code::kFailedPrecondition,
+                "a group of this name is live in this process");
 }
 
 std::shared_ptr<Group> Registry::Remove(const std::string& name) {

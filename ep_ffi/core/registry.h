@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/status.h"
 
 namespace ep {
 
@@ -31,8 +32,8 @@ class Registry {
 
   // Null if there is none of this name.
   std::shared_ptr<Group> Find(const std::string& name);
-  // False if a live group has this name.
-  bool Add(const std::string& name, std::shared_ptr<Group> group);
+  // Fails if a live group has this name.
+  Status Add(const std::string& name, std::shared_ptr<Group> group);
   // Removes and returns the group, null if there is none. Executables that
   // are bound to it keep it alive.
   std::shared_ptr<Group> Remove(const std::string& name);

@@ -44,6 +44,12 @@ std::string StrCat(const Parts&... parts) {
   return out.str();
 }
 
+// Returns from the enclosing function if `expr` is a failure.
+#define EP_RETURN_IF_ERROR(expr)                    \
+  do {                                              \
+    if (::ep::Status s = (expr); !s.ok()) return s; \
+  } while (false)
+
 }  // namespace ep
 
 #endif  // EP_FFI_CORE_STATUS_H_

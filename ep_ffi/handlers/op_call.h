@@ -155,12 +155,6 @@ inline Status DecodeMem(const ffi::AnyBuffer& buffer, Mem* out) {
   return Status();
 }
 
-// Returns from the enclosing function if `expr` is a failure.
-#define EP_RETURN_IF_ERROR(expr)                    \
-  do {                                              \
-    if (::ep::Status s = (expr); !s.ok()) return s; \
-  } while (false)
-
 }  // namespace ep
 
 template <>

@@ -26,7 +26,7 @@ inline Status DecodePrepare(const Group& group, const Layer& layer,
   out->index_is_int64 = is_int64;
   out->num_tokens = Dim(topk_idx, 0);
   out->top_k = layer.top_k;
-  out->mem_bytes = group.MemBytes(layer, out->num_tokens);
+  EP_RETURN_IF_ERROR(group.MemBytes(layer, out->num_tokens, &out->mem_bytes));
   EP_RETURN_IF_ERROR(
       DecodeArray("mem", mem, ffi::DataType::U8, out->mem_bytes, &out->mem));
   const int64_t num_local = group.num_experts() / group.ep_size();

@@ -141,8 +141,9 @@ void Step::Post(int64_t rank) {
 void Step::PostPrepare(int64_t rank, Call call) {
   const RankInput& in = inputs_[rank];
   RankOutput& out = outputs_[rank];
-  const int64_t mem_bytes =
-      domain_.groups[rank]->MemBytes(sites_[rank].layer, in.dims.num_tokens);
+  int64_t mem_bytes = 0;  // stays so if the group refuses, as Prepare will
+  (void)domain_.groups[rank]->MemBytes(sites_[rank].layer, in.dims.num_tokens,
+                                       &mem_bytes);
   Arm(mem_bytes, &out.mem);
   Arm(in.dims.num_local_experts(), &out.group_sizes);
   Arm(in.dims.num_local_experts(), &out.token_counts);

@@ -1,13 +1,14 @@
 """The pinned NCCL libraries define what the nccl backend looks up in them.
 
-Usage: symbols_test.py LIST FILE...
+Usage: symbols_test.py libraries.h FILE...
 
-A line of LIST, "nccl ncclAllGather", names a library and a symbol. The library
-is the one of the FILEs that is called libnccl.so, whatever comes after it.
-Nothing is loaded: the libraries need a CUDA driver for that.
+The header lists what is looked up in libnccl as EP_NCCL_FUNCTIONS, and so for
+other libraries. Each is the one of the FILEs that is called libnccl.so,
+whatever comes after it. Nothing is loaded: they need a CUDA driver for that.
 """
 
 import pathlib
+import re
 import struct
 import sys
 
@@ -40,17 +41,19 @@ def defined_symbols(path: pathlib.Path) -> set[str]:
 
 
 def main() -> None:
-  listing, *files = map(pathlib.Path, sys.argv[1:])
-  wanted: dict[str, set[str]] = {}
-  for line in listing.read_text().splitlines():
-    library, symbol = line.split()
-    wanted.setdefault(library, set()).add(symbol)
-  assert wanted, f"{listing} is empty"
-  for library, symbols in wanted.items():
-    (path,) = (f for f in files if f.name.startswith(f"lib{library}.so"))
-    missing = symbols - defined_symbols(path)
+  header, *files = map(pathlib.Path, sys.argv[1:])
+  wanted = {
+    f"lib{name.lower()}.so": set(re.findall(r"F\((\w+)\)", body))
+    for name, body in re.findall(
+      r"#define EP_(\w+)_FUNCTIONS\(F\)((?:.*\\\n)+.*)", header.read_text()
+    )
+  }
+  for library in ("libnccl.so", "libnccl_ep.so"):
+    (path,) = (f for f in files if f.name.startswith(library))
+    assert wanted[library], f"{header} names nothing of {library}"
+    missing = wanted[library] - defined_symbols(path)
     assert not missing, f"{path.name} lacks {', '.join(sorted(missing))}"
-    print(f"{path.name} defines all {len(symbols)}")
+    print(f"{path.name} defines all {len(wanted[library])}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-// The C function that creates a host group, called from
-// ep/_src/rendezvous.py through ctypes.
+// The C function that creates a host group, called from ep/_src/ffi.py.
 
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,8 +12,7 @@
 
 // Creates the group `name` of `num_ranks` ranks, domain-major: rank i lives in
 // process `processes[i]` on device `devices[i]`. Collective over
-// processes 0..num_processes-1, which share `secret`. Returns 0, or the status
-// code with its message in `error`.
+// processes 0..num_processes-1, which share `secret`.
 EP_EXPORT int32_t ep_host_group_create(const char* name, const char* secret,
                                        int64_t num_experts, int32_t ep_size,
                                        int32_t num_ranks,
@@ -23,27 +20,23 @@ EP_EXPORT int32_t ep_host_group_create(const char* name, const char* secret,
                                        const int32_t* devices, int32_t process,
                                        int32_t num_processes, double timeout_s,
                                        char* error, int64_t error_bytes) {
-  ep::host::HostGroup::Options options;
-  options.name = name;
-  options.num_experts = num_experts;
-  options.secret = secret;
-  options.timeout_s = timeout_s;
-  options.on_run_failed = [](int64_t run_id, const ep::Status& status) {
-    ep::Registry::Get().FailRun(run_id, status);
-  };
-  options.topology.process = process;
-  options.topology.num_processes = num_processes;
-  options.topology.ep_size = ep_size;
-  for (int32_t i = 0; i < num_ranks; ++i) {
-    options.topology.members.push_back({processes[i], devices[i]});
-  }
-  std::shared_ptr<ep::Group> group;
-  ep::Status status = ep::host::HostGroup::Create(std::move(options), &group);
-  if (status.ok() && !ep::Registry::Get().Add(name, group)) {
-    status = ep::Status(ep::Code::kFailedPrecondition,
-                        "a group of this name is live in this process");
-  }
-  std::strncpy(error, status.message().c_str(), error_bytes - 1);
-  error[error_bytes - 1] = 0;
-  return static_cast<int32_t>(status.code());
+  return ep::Export(error, error_bytes, [&] {
+    ep::host::HostGroup::Options options;
+    options.name = name;
+    options.num_experts = num_experts;
+    options.secret = secret;
+    options.timeout_s = timeout_s;
+    options.on_run_failed = [](int64_t run_id, const ep::Status& status) {
+      ep::Registry::Get().FailRun(run_id, status);
+    };
+    options.topology.process = process;
+    options.topology.num_processes = num_processes;
+    options.topology.ep_size = ep_size;
+    for (int32_t i = 0; i < num_ranks; ++i) {
+      options.topology.members.push_back({processes[i], devices[i]});
+    }
+    std::shared_ptr<ep::Group> group;
+    EP_RETURN_IF_ERROR(ep::host::HostGroup::Create(std::move(options), &group));
+    return ep::Registry::Get().Add(name, group);
+  });
 }

@@ -33,8 +33,10 @@ class HostGroup : public Group {
 
   int64_t num_experts() const override { return num_experts_; }
   int64_t ep_size() const override { return exchanges_->topology().ep_size; }
-  int64_t MemBytes(const Layer& layer, int64_t num_tokens) const override {
-    return PlanBytes(Dims(layer, num_tokens));
+  Status MemBytes(const Layer& layer, int64_t num_tokens,
+                  int64_t* out) const override {
+    *out = PlanBytes(Dims(layer, num_tokens));
+    return Status();
   }
 
   void Prepare(Call call, const PrepareArgs& args) override;

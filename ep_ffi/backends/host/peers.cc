@@ -16,6 +16,8 @@
 #include <mutex>
 #include <utility>
 
+#include "ep_ffi/core/hash.h"
+
 namespace ep::host {
 namespace {
 
@@ -67,11 +69,7 @@ bool WaitReadable(int fd, double deadline) {
 // name alone lets nobody in, the secret and the user are checked as well.
 socklen_t Address(const std::string& secret, int32_t process,
                   sockaddr_un* address) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (char c : secret) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  }
-  const std::string name = StrCat("ep_ffi-", hash, "-", process);
+  const std::string name = StrCat("ep_ffi-", Hash(secret), "-", process);
   *address = {};
   address->sun_family = AF_UNIX;
   std::memcpy(address->sun_path + 1, name.data(), name.size());

@@ -85,8 +85,9 @@ class Handled : public Group {
 
   int64_t num_experts() const override { return group_->num_experts(); }
   int64_t ep_size() const override { return group_->ep_size(); }
-  int64_t MemBytes(const Layer& layer, int64_t num_tokens) const override {
-    return group_->MemBytes(layer, num_tokens);
+  Status MemBytes(const Layer& layer, int64_t num_tokens,
+                  int64_t* out) const override {
+    return group_->MemBytes(layer, num_tokens, out);
   }
   void Prepare(Call call, const PrepareArgs& args) override {
     const fake::InHandler handler(args.mem, args.mem_bytes);
@@ -465,6 +466,11 @@ void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
 TEST(NcclGroupCreateTest, AnOldNcclIsRefused) {
   fake::TheMachine().nccl_version = 22907;
   ExpectRefused(SizesFor(kDims), {"NCCL is 2.29.7", "2.30.0"});
+}
+
+TEST(NcclGroupCreateTest, AnOldNcclEpIsRefused) {
+  fake::TheMachine().nccl_ep_version = 100;
+  ExpectRefused(SizesFor(kDims), {"NCCL EP is 0.1.0", "0.2.0"});
 }
 
 TEST(NcclGroupCreateTest, AnOldGpuIsRefused) {

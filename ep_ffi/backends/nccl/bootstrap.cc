@@ -1,0 +1,55 @@
+// The C functions that create an nccl group, called from ep/_src/ffi.py.
+// `nccl` and `nccl_ep` are paths; see Libraries::Load.
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "ep_ffi/backends/nccl/group.h"
+#include "ep_ffi/core/export.h"
+#include "ep_ffi/core/registry.h"
+#include "ep_ffi/core/status.h"
+
+// Makes the id of a domain: `id_bytes` bytes, as many as ncclUniqueId has.
+EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
+                                    char* id, int64_t id_bytes, char* error,
+                                    int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    std::string unique_id;
+    EP_RETURN_IF_ERROR(ep::nccl::NewUniqueId(nccl, nccl_ep, &unique_id));
+    if (static_cast<int64_t>(unique_id.size()) != id_bytes) {
+      return ep::Status(ep::Code::kInternal,
+                        "an NCCL unique id has another size");
+    }
+    std::memcpy(id, unique_id.data(), id_bytes);
+    return ep::Status();
+  });
+}
+
+// Creates the group `name` on the GPU `device` of this process, which is
+// `rank` of its domain. Collective over the domain, whose ranks share `id`.
+EP_EXPORT int32_t ep_nccl_group_create(const char* name, int32_t rank,
+                                       int32_t device, int64_t num_experts,
+                                       int64_t ep_size, int64_t max_tokens,
+                                       int64_t capacity, int64_t max_row_bytes,
+                                       int64_t max_num_sms, double timeout_s,
+                                       const char* id, int64_t id_bytes,
+                                       const char* nccl, const char* nccl_ep,
+                                       char* error, int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    ep::nccl::NcclGroup::Options options;
+    options.name = name;
+    options.sizes = {num_experts, ep_size,       max_tokens,
+                     capacity,    max_row_bytes, max_num_sms};
+    options.rank = rank;
+    options.device = device;
+    options.timeout_s = timeout_s;
+    options.unique_id.assign(id, id_bytes);
+    options.nccl_path = nccl;
+    options.nccl_ep_path = nccl_ep;
+    std::shared_ptr<ep::Group> group;
+    EP_RETURN_IF_ERROR(ep::nccl::NcclGroup::Create(options, &group));
+    return ep::Registry::Get().Add(name, group);
+  });
+}

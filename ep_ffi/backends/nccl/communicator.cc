@@ -1,0 +1,130 @@
+#include "ep_ffi/backends/nccl/communicator.h"
+
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "ep_ffi/backends/nccl/deadline.h"
+
+namespace ep::nccl {
+namespace {
+
+ncclEpHandleConfig_t HandleConfig(const Layer& layer) {
+  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
+  config.dispatch_output_per_expert_alignment = layer.alignment;
+  return config;
+}
+
+}  // namespace
+
+Status CallNcclEp(const Libraries& libraries, const char* what,
+                  const std::function<ncclResult_t()>& call) {
+  try {
+    return libraries.Check(call(), what);
+  } catch (const std::exception& e) {
+    return Status(Code::kInternal, StrCat(what, " failed: ", e.what()));
+  } catch (...) {
+    return Status(Code::kInternal, StrCat(what, " failed"));
+  }
+}
+
+Status Communicator::Create(std::shared_ptr<const Device> device,
+                            const Sizes& sizes, int32_t rank,
+                            const std::string& unique_id, double timeout_s,
+                            std::shared_ptr<Communicator>* out) {
+  ncclUniqueId id;
+  if (unique_id.size() != sizeof(id)) {
+    return Status(Code::kInternal, "an NCCL unique id of the wrong size");
+  }
+  std::memcpy(&id, unique_id.data(), sizeof(id));
+  std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
+  EP_RETURN_IF_ERROR(RunWithin(
+      timeout_s, "to connect the ranks of an EP domain",
+      [made, sizes, rank, id] { return made->Init(sizes, rank, id); }));
+  *out = std::move(made);
+  return Status();
+}
+
+Status Communicator::Init(const Sizes& sizes, int32_t rank,
+                          const ncclUniqueId& id) {
+  const Libraries& nccl = device_->libraries();
+  Device::Scope scope(*device_);
+  EP_RETURN_IF_ERROR(
+      nccl.Check(nccl.ncclCommInitRank(&comm_, sizes.ep_size, id, rank),
+                 "ncclCommInitRank"));
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  config.num_experts = sizes.num_experts;
+  config.max_dispatch_tokens_per_rank = sizes.max_dispatch_tokens();
+  config.max_recv_tokens_per_rank = sizes.capacity;
+  config.max_token_bytes = sizes.max_row_bytes;
+  config.max_num_sms = sizes.max_num_sms;
+  return CallNcclEp(nccl, "ncclEpCreateGroup", [&] {
+    return nccl.ncclEpCreateGroup(&group_, comm_, &config);
+  });
+}
+
+void Communicator::Destroy() {
+  const Libraries& nccl = device_->libraries();
+  Device::Scope scope(*device_);
+  if (group_) {
+    (void)CallNcclEp(nccl, "ncclEpGroupDestroy", [&] {
+      return nccl.ncclEpGroupDestroy(std::exchange(group_, nullptr));
+    });
+  }
+  if (comm_) nccl.ncclCommDestroy(std::exchange(comm_, nullptr));
+}
+
+void Communicator::Abort() {
+  group_ = nullptr;
+  if (!comm_) return;
+  Device::Scope scope(*device_);
+  device_->libraries().ncclCommAbort(std::exchange(comm_, nullptr));
+}
+
+Status Communicator::AllGather(const int32_t* mine, int32_t* all, int64_t count,
+                               CUstream stream) const {
+  const Libraries& nccl = device_->libraries();
+  return nccl.Check(
+      nccl.ncclAllGather(mine, all, count, ncclInt32, comm_, stream),
+      "ncclAllGather");
+}
+
+Status Communicator::HandleBytes(const Layer& layer, int64_t* out) const {
+  const Libraries& nccl = device_->libraries();
+  const ncclEpHandleConfig_t config = HandleConfig(layer);
+  size_t bytes = 0;
+  EP_RETURN_IF_ERROR(CallNcclEp(nccl, "ncclEpHandleMemSize", [&] {
+    return nccl.ncclEpHandleMemSize(group_, NCCL_EP_LAYOUT_EXPERT_MAJOR,
+                                    &config, &bytes, layer.top_k);
+  }));
+  *out = bytes;
+  return Status();
+}
+
+Status Communicator::WithHandle(
+    const Layer& layer, std::byte* mem, const char* what,
+    const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
+  const Libraries& nccl = device_->libraries();
+  const ncclEpHandleConfig_t config = HandleConfig(layer);
+  int64_t bytes = 0;
+  EP_RETURN_IF_ERROR(HandleBytes(layer, &bytes));
+  size_t size = bytes;
+  ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
+  tensor.ndim = 1;
+  tensor.datatype = ncclUint8;
+  tensor.data = mem;
+  tensor.sizes = &size;
+  ncclEpHandle_t handle = nullptr;
+  EP_RETURN_IF_ERROR(CallNcclEp(nccl, "ncclEpInitHandle", [&] {
+    return nccl.ncclEpInitHandle(&handle, group_, NCCL_EP_LAYOUT_EXPERT_MAJOR,
+                                 &config, layer.top_k, &tensor);
+  }));
+  const Status used = CallNcclEp(nccl, what, [&] { return use(handle); });
+  const Status destroyed = CallNcclEp(nccl, "ncclEpHandleDestroy", [&] {
+    return nccl.ncclEpHandleDestroy(handle);
+  });
+  return used.ok() ? destroyed : used;
+}
+
+}  // namespace ep::nccl

@@ -1,0 +1,122 @@
+#include "ep_ffi/backends/nccl/device.h"
+
+#include <cstring>
+
+#include "ep_ffi/backends/nccl/kernel_images.h"
+
+namespace ep::nccl {
+namespace {
+
+constexpr const char* kNames[Device::kNumKernels] = {
+    "EpCountChoices", "EpTell",   "EpSum",   "EpPlaceSlabs",
+    "EpJudge",        "EpChoose", "EpFinish"};
+
+constexpr int kBlock = 256;  // threads
+
+}  // namespace
+
+Status Device::Open(const Libraries& libraries, int32_t ordinal,
+                    int32_t num_reports, std::shared_ptr<Device>* out) {
+  std::shared_ptr<Device> device(new Device(libraries));
+  EP_RETURN_IF_ERROR(device->Init(ordinal, num_reports));
+  *out = std::move(device);
+  return Status();
+}
+
+Status Device::Init(int32_t ordinal, int32_t num_reports) {
+  const Libraries& cuda = libraries_;
+  EP_RETURN_IF_ERROR(cuda.Check(cuda.cuInit(0), "cuInit"));
+  EP_RETURN_IF_ERROR(
+      cuda.Check(cuda.cuDeviceGet(&device_, ordinal), "cuDeviceGet"));
+  EP_RETURN_IF_ERROR(
+      cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
+                 "cuDevicePrimaryCtxRetain"));
+  Scope scope(*this);
+  void* memory = nullptr;
+  const size_t bytes = num_reports * sizeof(Report);
+  EP_RETURN_IF_ERROR(
+      cuda.Check(cuda.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
+                 "cuMemHostAlloc"));
+  std::memset(memory, 0, bytes);
+  reports_ = static_cast<Report*>(memory);
+  CUdeviceptr address = 0;
+  EP_RETURN_IF_ERROR(
+      cuda.Check(cuda.cuMemHostGetDevicePointer(&address, memory, 0),
+                 "cuMemHostGetDevicePointer"));
+  device_reports_ = reinterpret_cast<Report*>(address);
+  return LoadKernels();
+}
+
+Status Device::LoadKernels() {
+  const Libraries& cuda = libraries_;
+  int major = 0;
+  EP_RETURN_IF_ERROR(cuda.Check(
+      cuda.cuDeviceGetAttribute(
+          &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device_),
+      "cuDeviceGetAttribute"));
+  if (major < 9) {
+    return Status(Code::kFailedPrecondition,
+                  StrCat("the GPU has compute capability ", major,
+                         ".x, but NCCL EP needs 9.0 (Hopper) or newer"));
+  }
+  // Code for the architecture, else what the driver compiles.
+  const KernelImage* image = nullptr;
+  for (const KernelImage& i : kKernelImages) {
+    if (i.arch == 0 ? !image : i.arch / 10 == major) image = &i;
+  }
+  EP_RETURN_IF_ERROR(cuda.Check(cuda.cuModuleLoadData(&module_, image->data),
+                                "cuModuleLoadData"));
+  for (int i = 0; i < kNumKernels; ++i) {
+    EP_RETURN_IF_ERROR(
+        cuda.Check(cuda.cuModuleGetFunction(&kernels_[i], module_, kNames[i]),
+                   "cuModuleGetFunction"));
+  }
+  return Status();
+}
+
+Device::~Device() {
+  if (!context_) return;
+  {
+    Scope scope(*this);
+    if (module_) libraries_.cuModuleUnload(module_);
+    if (reports_) libraries_.cuMemFreeHost(reports_);
+  }
+  libraries_.cuDevicePrimaryCtxRelease(device_);
+}
+
+Status Device::LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
+                             Routing* routing) const {
+  void* parameters[] = {routing};
+  return Launch(kernel, (count + kBlock - 1) / kBlock, stream, parameters);
+}
+
+Status Device::LaunchRows(Kernel kernel, int64_t count, CUstream stream,
+                          Routing* routing, Moved* moved) const {
+  void* parameters[] = {routing, moved};
+  return Launch(kernel, count, stream, parameters);
+}
+
+Status Device::Launch(Kernel kernel, int64_t blocks, CUstream stream,
+                      void** parameters) const {
+  if (blocks == 0) return Status();
+  return libraries_.Check(
+      libraries_.cuLaunchKernel(kernels_[kernel], blocks, 1, 1, kBlock, 1, 1,
+                                /*sharedMemBytes=*/0, stream, parameters,
+                                /*extra=*/nullptr),
+      kNames[kernel]);
+}
+
+bool Device::TakeReport(int32_t i, uint64_t ticket, Verdict* out) const {
+  Report& report = reports_[i];
+  if (__atomic_load_n(&report.ticket, __ATOMIC_ACQUIRE) != ticket) return false;
+  *out = report.verdict;
+  report.ticket = 0;
+  return true;
+}
+
+Status Device::Synchronize() const {
+  Scope scope(*this);
+  return libraries_.Check(libraries_.cuCtxSynchronize(), "the device");
+}
+
+}  // namespace ep::nccl

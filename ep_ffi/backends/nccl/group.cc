@@ -1,0 +1,400 @@
+#include "ep_ffi/backends/nccl/group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <initializer_list>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "ep_ffi/backends/nccl/deadline.h"
+#include "ep_ffi/backends/nccl/libraries.h"
+#include "ep_ffi/backends/nccl/routing.h"
+#include "ep_ffi/core/faults.h"
+#include "ep_ffi/core/hash.h"
+
+namespace ep::nccl {
+namespace {
+
+// A dense array as NCCL EP takes it, which looks at the sizes while it lives.
+class Tensor {
+ public:
+  Tensor(ncclDataType_t type, const void* data,
+         std::initializer_list<int64_t> sizes) {
+    for (int64_t size : sizes) sizes_[tensor_.ndim++] = size;
+    tensor_.datatype = type;
+    tensor_.data = const_cast<void*>(data);
+    tensor_.sizes = sizes_;
+  }
+  template <typename Byte>
+  explicit Tensor(const RowsOf<Byte>& rows)
+      : Tensor(ToNccl(rows.dtype), rows.data, {rows.count, rows.width}) {}
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+
+  ncclEpTensor_t* get() { return &tensor_; }
+
+ private:
+  static ncclDataType_t ToNccl(DType dtype) {
+    switch (dtype) {
+      case DType::kFloat32:
+        return ncclFloat32;
+      case DType::kBFloat16:
+        return ncclBfloat16;
+      case DType::kFloat16:
+        return ncclFloat16;
+    }
+    return ncclNumTypes;
+  }
+
+  size_t sizes_[2];
+  ncclEpTensor_t tensor_ = NCCL_EP_TENSOR_INIT;
+};
+
+std::string Name(const Call& call) {
+  return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
+}
+
+// Of the op and all that the ranks of an exchange share.
+uint64_t HashProgram(const Site& site, uint64_t sizes) {
+  return Hash({static_cast<int64_t>(Hash(site.layer.name)),
+               static_cast<int64_t>(site.program), site.position, site.clone,
+               static_cast<int64_t>(sizes)});
+}
+
+}  // namespace
+
+Status NewUniqueId(const std::string& nccl_path,
+                   const std::string& nccl_ep_path, std::string* out) {
+  Libraries nccl;
+  EP_RETURN_IF_ERROR(Libraries::Load(nccl_path, nccl_ep_path, &nccl));
+  ncclUniqueId id;
+  EP_RETURN_IF_ERROR(nccl.Check(nccl.ncclGetUniqueId(&id), "ncclGetUniqueId"));
+  out->assign(id.internal, sizeof(id.internal));
+  return Status();
+}
+
+// ---- Life -------------------------------------------------------------------
+
+Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
+  EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
+  // Else a slab's rows come in no fixed order.
+  setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "1", /*replace=*/1);
+  Libraries libraries;
+  EP_RETURN_IF_ERROR(
+      Libraries::Load(options.nccl_path, options.nccl_ep_path, &libraries));
+  std::shared_ptr<NcclGroup> group(new NcclGroup(options));
+  EP_RETURN_IF_ERROR(group->Connect(libraries));
+  *out = std::move(group);
+  return Status();
+}
+
+Status NcclGroup::Connect(const Libraries& libraries) {
+  EP_RETURN_IF_ERROR(
+      Device::Open(libraries, options_.device, kNumReports, &device_));
+  return Communicator::Create(device_, options_.sizes, options_.rank,
+                              options_.unique_id, options_.timeout_s,
+                              &communicator_);
+}
+
+Status NcclGroup::Check() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  EP_RETURN_IF_ERROR(failed_);
+  return Drain();
+}
+
+void NcclGroup::Close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!communicator_) return;
+  if (failed_.ok()) (void)Drain();
+  if (failed_.ok()) {
+    (void)RunWithin(options_.timeout_s, "to part", [c = communicator_] {
+      c->Destroy();
+      return Status();
+    });
+  }
+  communicator_.reset();
+  failed_ = Status(Code::kFailedPrecondition,
+                   StrCat("the group \"", options_.name,
+                          "\" was finalized; bootstrap a new one"));
+}
+
+Status NcclGroup::GiveUp(const Status& status) {
+  failed_ = status;
+  // It may wait for what cannot be aborted.
+  (void)RunWithin(options_.timeout_s, "to abort", [c = communicator_] {
+    c->Abort();
+    return Status();
+  });
+  return status;
+}
+
+// ---- Ops --------------------------------------------------------------------
+
+void NcclGroup::Submit(const Call& call,
+                       const std::function<Status()>& enqueue) {
+  Status status;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    status = failed_;
+    if (status.ok()) {
+      Device::Scope scope(*device_);
+      status = enqueue();
+    }
+  }
+  if (!status.ok()) {
+    status = Status(status.code(), StrCat(Name(call), ", rank ", options_.rank,
+                                          ": ", status.message()));
+  }
+  call.done(status);
+}
+
+void NcclGroup::Prepare(Call call, const PrepareArgs& args) {
+  Submit(call, [&] {
+    Status earlier;
+    if (pending_.size() == kWindow) earlier = TakeVerdict();
+    EP_RETURN_IF_ERROR(failed_);
+    // This one's peers wait for it, whatever an earlier one had.
+    EP_RETURN_IF_ERROR(EnqueuePrepare(call, args));
+    return earlier;
+  });
+}
+
+void NcclGroup::Dispatch(Call call, const ScatterArgs& args) {
+  Scatter(call, args);
+}
+
+void NcclGroup::CombineBwd(Call call, const ScatterArgs& args) {
+  Scatter(call, args);
+}
+
+void NcclGroup::Combine(Call call, const GatherArgs& args) {
+  Gather(call, args);
+}
+
+void NcclGroup::DispatchBwd(Call call, const GatherArgs& args) {
+  Gather(call, args);
+}
+
+Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
+  const Layer& layer = call.site->layer;
+  EP_RETURN_IF_ERROR(
+      CheckMem(layer, args.num_tokens, {args.mem, args.mem_bytes}));
+  const uint64_t ticket = ++last_ticket_;
+  const CUstream stream = static_cast<CUstream>(call.stream);
+  Routing routing = RoutingIn(options_.sizes, layer, args.num_tokens,
+                              options_.rank, args.mem);
+  routing.topk_idx = args.topk_idx;
+  routing.index_is_int64 = args.index_is_int64;
+  routing.group_sizes = args.group_sizes;
+  routing.token_counts = args.token_counts;
+  routing.total_recv_tokens = args.total_recv_tokens;
+  routing.program = HashProgram(*call.site, routing.sizes);
+  routing.ticket = ticket;
+  routing.report = device_->device_report(ticket % kWindow);
+  EP_RETURN_IF_ERROR(EnqueueRouting(*device_, *communicator_, stream, routing));
+  Tensor choices(ncclInt64, routing.choices, {args.num_tokens, args.top_k});
+  EP_RETURN_IF_ERROR(communicator_->WithHandle(
+      layer, args.mem + RoutingBytes(options_.sizes, layer, args.num_tokens),
+      "ncclEpUpdateHandle", [&](ncclEpHandle_t handle) {
+        return device_->libraries().ncclEpUpdateHandle(
+            handle, choices.get(), /*layout_info=*/nullptr, stream);
+      }));
+  pending_.push_back({ticket, Name(call), args.top_k});
+  return Status();
+}
+
+void NcclGroup::Scatter(const Call& call, const ScatterArgs& args) {
+  Tensor tokens(args.tokens);
+  Tensor slots(args.slots);
+  Tensor topk_weights(ncclFloat32, args.topk_weights,
+                      {args.tokens.count, call.site->layer.top_k});
+  Tensor slot_weights(ncclFloat32, args.slot_weights, {args.slots.count});
+  ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  inputs.tokens = tokens.get();
+  outputs.tokens = slots.get();
+  // NCCL EP's forward pass is the one with weights.
+  config.pass_direction = NCCL_EP_BWD_PASS;
+  if (args.topk_weights) {
+    config.pass_direction = NCCL_EP_FWD_PASS;
+    inputs.topk_weights = topk_weights.get();
+    outputs.topk_weights = slot_weights.get();
+  }
+  Moved moved = {};
+  moved.weights = reinterpret_cast<uint32_t*>(args.slot_weights);
+  moved.weights_per_row = 1;
+  moved.zero_tail = call.site->layer.zero_tail;
+  Submit(call, [&] {
+    return EnqueueMove(call, args.mem, args.tokens.count, args.slots, moved,
+                       "ncclEpDispatch", [&](ncclEpHandle_t handle) {
+                         return device_->libraries().ncclEpDispatch(
+                             handle, &inputs, &outputs,
+                             /*layout_info=*/nullptr, &config,
+                             static_cast<CUstream>(call.stream));
+                       });
+  });
+}
+
+void NcclGroup::Gather(const Call& call, const GatherArgs& args) {
+  Tensor slots(args.slots);
+  Tensor tokens(args.tokens);
+  Tensor slot_weights(ncclFloat32, args.slot_weights, {args.slots.count});
+  Tensor topk_weights(ncclFloat32, args.topk_weights,
+                      {args.tokens.count, call.site->layer.top_k});
+  ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t outputs = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  inputs.tokens = slots.get();
+  outputs.tokens = tokens.get();
+  // NCCL EP's backward pass is the one with weights.
+  config.pass_direction = NCCL_EP_FWD_PASS;
+  if (args.topk_weights) {
+    config.pass_direction = NCCL_EP_BWD_PASS;
+    inputs.topk_weights = slot_weights.get();
+    outputs.topk_weights = topk_weights.get();
+  }
+  Moved moved = {};
+  moved.weights = reinterpret_cast<uint32_t*>(args.topk_weights);
+  moved.weights_per_row = call.site->layer.top_k;
+  Submit(call, [&] {
+    if (args.slot_weights && !args.topk_weights) {
+      return Status(Code::kInvalidArgument,
+                    "NCCL EP cannot scale rows by weights; multiply first");
+    }
+    return EnqueueMove(call, args.mem, args.tokens.count, args.tokens, moved,
+                       "ncclEpCombine", [&](ncclEpHandle_t handle) {
+                         return device_->libraries().ncclEpCombine(
+                             handle, &inputs, &outputs, &config,
+                             static_cast<CUstream>(call.stream));
+                       });
+  });
+}
+
+Status NcclGroup::EnqueueMove(
+    const Call& call, const Mem& mem, int64_t num_tokens, const Rows& rows,
+    Moved moved, const char* what,
+    const std::function<ncclResult_t(ncclEpHandle_t)>& move) {
+  const Layer& layer = call.site->layer;
+  EP_RETURN_IF_ERROR(CheckMem(layer, num_tokens, mem));
+  EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
+  // NCCL EP has scratch there, too.
+  std::byte* bytes = const_cast<std::byte*>(mem.data);
+  EP_RETURN_IF_ERROR(communicator_->WithHandle(
+      layer, bytes + RoutingBytes(options_.sizes, layer, num_tokens), what,
+      move));
+  moved.rows = reinterpret_cast<uint32_t*>(rows.data);
+  moved.row_words = rows.row_bytes() / sizeof(uint32_t);
+  moved.report = device_->device_report(kForeignReport);
+  Routing routing =
+      RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
+  return device_->LaunchRows(Device::kFinish, rows.count,
+                             static_cast<CUstream>(call.stream), &routing,
+                             &moved);
+}
+
+// ---- EpHandle.mem -----------------------------------------------------------
+
+Status NcclGroup::MemBytes(const Layer& layer, int64_t num_tokens,
+                           int64_t* out) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  EP_RETURN_IF_ERROR(failed_);
+  Device::Scope scope(*device_);
+  return SizeMem(layer, num_tokens, out);
+}
+
+Status NcclGroup::SizeMem(const Layer& layer, int64_t num_tokens,
+                          int64_t* out) const {
+  EP_RETURN_IF_ERROR(CheckLayer(options_.sizes, layer, num_tokens));
+  EP_RETURN_IF_ERROR(communicator_->HandleBytes(layer, out));
+  *out += RoutingBytes(options_.sizes, layer, num_tokens);
+  return Status();
+}
+
+Status NcclGroup::CheckMem(const Layer& layer, int64_t num_tokens,
+                           const Mem& mem) const {
+  int64_t bytes = 0;
+  EP_RETURN_IF_ERROR(SizeMem(layer, num_tokens, &bytes));
+  if (mem.bytes == bytes) return Status();
+  return Status(Code::kInvalidArgument,
+                StrCat("handle.mem has ", mem.bytes, " bytes, but ", bytes,
+                       " are expected; use the handle that ep_prepare made "
+                       "for this layer, in this process"));
+}
+
+// ---- Faults -----------------------------------------------------------------
+
+Status NcclGroup::Drain() {
+  Status first =
+      RunWithin(options_.timeout_s, "the work on the device",
+                [device = device_] { return device->Synchronize(); });
+  if (!first.ok()) return GiveUp(first);
+  while (!pending_.empty()) {
+    const Status status = TakeVerdict();
+    if (first.ok()) first = status;
+  }
+  Verdict verdict;
+  if (device_->TakeReport(kForeignReport, /*ticket=*/1, &verdict) &&
+      first.ok()) {
+    first = ToStatus(verdict, Pending());
+  }
+  return first;
+}
+
+Status NcclGroup::TakeVerdict() {
+  const Pending oldest = std::move(pending_.front());
+  pending_.pop_front();
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::chrono::duration<double>(options_.timeout_s);
+  Verdict verdict;
+  while (
+      !device_->TakeReport(oldest.ticket % kWindow, oldest.ticket, &verdict)) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      return GiveUp(Status(
+          Code::kDeadlineExceeded,
+          StrCat(oldest.op,
+                 " did not run within timeout_s = ", options_.timeout_s,
+                 "; look for a rank that failed or runs another program")));
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return ToStatus(verdict, oldest);
+}
+
+Status NcclGroup::ToStatus(const Verdict& verdict,
+                           const Pending& pending) const {
+  const int64_t token = verdict.choice / std::max(pending.top_k, int64_t{1});
+  const int64_t k = verdict.choice - token * pending.top_k;
+  const auto on_rank = [&](const Status& status) {
+    return Status(status.code(), StrCat(pending.op, ", rank ", verdict.rank,
+                                        ": ", status.message()));
+  };
+  switch (verdict.fault) {
+    case Fault::kNone:
+      return Status();
+    case Fault::kIdOutOfRange:
+      return on_rank(
+          IdOutOfRange(token, k, verdict.value, options_.sizes.num_experts));
+    case Fault::kRepeatedId:
+      return on_rank(RepeatedId(token, k, verdict.value));
+    case Fault::kOverflow:
+      return on_rank(
+          Overflow(verdict.rank, verdict.value, options_.sizes.capacity));
+    case Fault::kDisagreement:
+      return Status(Code::kFailedPrecondition,
+                    StrCat(pending.op, ": rank 0 and rank ", verdict.rank,
+                           " disagree on the op, its layer or its sizes; run "
+                           "the same program on all ranks"));
+    case Fault::kForeignHandle:
+      return Status(Code::kInvalidArgument,
+                    StrCat("rank ", verdict.rank,
+                           ": handle.mem is not what ep_prepare returned for "
+                           "this layer on this rank; pass handles on as they "
+                           "are"));
+  }
+  return Status(Code::kInternal, "an unknown fault");
+}
+
+}  // namespace ep::nccl

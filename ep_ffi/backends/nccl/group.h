@@ -1,0 +1,131 @@
+// The nccl backend: one rank of an EP domain on one GPU, over NCCL EP.
+//
+// An op enqueues its work on XLA's stream and is done. The work of ep_prepare:
+//
+//   our kernels   check and count the choices          (kernels.cu)
+//   NCCL          all-gather of counts and verdicts
+//   our kernels   verdict, slots, counts, drops
+//   NCCL EP       ncclEpUpdateHandle of what is left
+//
+// A mover opens NCCL EP's handle on the memory that it is given, calls
+// ncclEpDispatch or ncclEpCombine, and lets a kernel of ours write the tail, or
+// NaN if the routing was at fault.
+//
+// Faults. The device finds them when the host is long past the op. Every rank
+// comes to the same verdict on a prepare, and the host looks at it
+// kWindow prepares later, which is one place for all ranks; so all fail at the
+// same op and none is left waiting in a collective. The host may have to wait
+// there, for work that it enqueued kWindow prepares ago.
+//
+// Waiting. NCCL EP's kernels wait for their peers without end. A host that
+// waits here gives up after timeout_s and aborts what can be aborted.
+
+#ifndef EP_FFI_BACKENDS_NCCL_GROUP_H_
+#define EP_FFI_BACKENDS_NCCL_GROUP_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "ep_ffi/backends/nccl/communicator.h"
+#include "ep_ffi/backends/nccl/device.h"
+#include "ep_ffi/backends/nccl/kernels.h"
+#include "ep_ffi/backends/nccl/limits.h"
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::nccl {
+
+class NcclGroup : public Group {
+ public:
+  struct Options {
+    std::string name;
+    Sizes sizes;
+    int32_t rank;
+    int32_t device;         // as XLA numbers the devices of the process
+    double timeout_s;       // to connect, and to wait for the device
+    std::string unique_id;  // of the domain, from NewUniqueId
+    std::string nccl_path;  // see Libraries::Load
+    std::string nccl_ep_path;
+  };
+
+  // Prepares in flight whose verdict the host has not seen.
+  static constexpr int64_t kWindow = 8;
+
+  // Collective over the ranks of the domain.
+  static Status Create(const Options& options, std::shared_ptr<Group>* out);
+  ~NcclGroup() override { Close(); }
+
+  int64_t num_experts() const override { return options_.sizes.num_experts; }
+  int64_t ep_size() const override { return options_.sizes.ep_size; }
+  Status MemBytes(const Layer& layer, int64_t num_tokens,
+                  int64_t* out) const override;
+
+  void Prepare(Call call, const PrepareArgs& args) override;
+  void Dispatch(Call call, const ScatterArgs& args) override;
+  void Combine(Call call, const GatherArgs& args) override;
+  void DispatchBwd(Call call, const GatherArgs& args) override;
+  void CombineBwd(Call call, const ScatterArgs& args) override;
+
+  // A stream ends with its program; there is no run to fail.
+  void FailRun(int64_t, const Status&) override {}
+  Status Check() override;
+  void Close() override;
+
+ private:
+  // A prepare whose verdict has not been looked at.
+  struct Pending {
+    uint64_t ticket;
+    std::string op;  // and its layer, for messages
+    int64_t top_k;
+  };
+
+  explicit NcclGroup(const Options& options) : options_(options) {}
+  Status Connect(const Libraries& libraries);
+
+  // Where a mover reports a foreign handle; before it, those of the prepares.
+  static constexpr int32_t kForeignReport = kWindow;
+  static constexpr int32_t kNumReports = kWindow + 1;
+
+  // Runs `enqueue` if the group can take an op, and tells the caller.
+  void Submit(const Call& call, const std::function<Status()>& enqueue);
+  Status EnqueuePrepare(const Call& call, const PrepareArgs& args);
+  void Scatter(const Call& call, const ScatterArgs& args);
+  void Gather(const Call& call, const GatherArgs& args);
+  // Enqueues `move`, which is called `what`, and the end of what it writes:
+  // `rows`, to which `moved` adds their weights.
+  Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
+                     const Rows& rows, Moved moved, const char* what,
+                     const std::function<ncclResult_t(ncclEpHandle_t)>& move);
+
+  Status SizeMem(const Layer& layer, int64_t num_tokens, int64_t* out) const;
+  Status CheckMem(const Layer& layer, int64_t num_tokens, const Mem& mem) const;
+
+  // Waits for the oldest pending prepare, and returns what it found wrong.
+  Status TakeVerdict();
+  Status ToStatus(const Verdict& verdict, const Pending& pending) const;
+  // Check, under the lock.
+  Status Drain();
+  // From now on every op fails with `status`, which it returns.
+  Status GiveUp(const Status& status);
+
+  const Options options_;
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Communicator> communicator_;
+
+  mutable std::mutex mutex_;
+  Status failed_;  // what all later ops get
+  uint64_t last_ticket_ = 0;
+  std::deque<Pending> pending_;
+};
+
+// A new id for one domain, made by one of its ranks.
+Status NewUniqueId(const std::string& nccl_path,
+                   const std::string& nccl_ep_path, std::string* out);
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_GROUP_H_

@@ -1,0 +1,210 @@
+// The device side of ep_prepare, and what the movers do to NCCL EP's results.
+//
+// NCCL EP writes out of bounds for an id past the last expert and traps on
+// overflow, so it is given no choice that this file has not seen: each rank
+// checks and counts its own, all ranks exchange their counts, and from these
+// each rank comes to the same verdict and to the slot of each of its choices.
+// Choices that are dropped, and all choices of a routing that is at fault, are
+// passed on as unused. They are 64 bits wide: NCCL EP 0.2.0 reads back what it
+// cached of narrower ones as if they were not.
+//
+// No kernel uses shared memory or a barrier. What needs an order is another
+// kernel.
+
+#include "kernels.h"
+
+namespace ep::nccl {
+namespace {
+
+__device__ int32_t ThreadIndex() {
+  return blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ int64_t IdAt(const Routing& r, int32_t choice) {
+  return r.index_is_int64 ? static_cast<const int64_t*>(r.topk_idx)[choice]
+                          : static_cast<const int32_t*>(r.topk_idx)[choice];
+}
+
+__device__ Fault CheckId(const Routing& r, int32_t choice) {
+  const int64_t id = IdAt(r, choice);
+  if (id == -1) return Fault::kNone;
+  if (id < -1 || id >= r.num_experts) return Fault::kIdOutOfRange;
+  for (int32_t i = choice - choice % r.top_k; i < choice; ++i) {
+    if (IdAt(r, i) == id) return Fault::kRepeatedId;
+  }
+  return Fault::kNone;
+}
+
+__device__ int32_t RoundUp(int32_t value, int32_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+__device__ const int32_t* WordsOf(const Routing& r, int32_t rank) {
+  return r.heard + rank * (r.num_experts + kWords) + r.num_experts;
+}
+
+__device__ void Write64(uint64_t value, int32_t* words) {
+  words[0] = static_cast<int32_t>(value);
+  words[1] = static_cast<int32_t>(value >> 32);
+}
+
+__device__ uint64_t Read64(const int32_t* words) {
+  return static_cast<uint32_t>(words[0]) |
+         static_cast<uint64_t>(static_cast<uint32_t>(words[1])) << 32;
+}
+
+__device__ void Send(Report* report, const Verdict& verdict, uint64_t ticket) {
+  report->verdict = verdict;
+  __threadfence_system();
+  *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
+}
+
+// The verdict on the handle that an op was given.
+__device__ Verdict Examine(const Routing& r) {
+  const Header& header = *r.header;
+  if (header.magic != kMagic || header.sizes != r.sizes ||
+      header.rank != r.rank) {
+    return {Fault::kForeignHandle, r.rank, 0, 0, 0};
+  }
+  return header.verdict;
+}
+
+__device__ void Fill(int64_t row, int32_t width, uint32_t value,
+                     uint32_t* words) {
+  for (int32_t i = threadIdx.x; i < width; i += blockDim.x) {
+    words[row * width + i] = value;
+  }
+}
+
+constexpr uint32_t kNan = 0xffffffff;  // in every float type
+
+}  // namespace
+
+// A thread per choice. `told` and `chunk_starts` are zero before.
+extern "C" __global__ void EpCountChoices(Routing r) {
+  const int32_t choice = ThreadIndex();
+  if (choice >= r.num_choices) return;
+  const int64_t id = IdAt(r, choice);
+  if (CheckId(r, choice) != Fault::kNone) {
+    // The first fault has the highest number.
+    atomicMax(&r.told[r.num_experts + kWordChoice], r.num_choices - choice);
+  } else if (id >= 0) {
+    atomicAdd(&r.chunk_starts[choice / kChunk * r.num_experts + id], 1);
+  }
+}
+
+// A thread per expert.
+extern "C" __global__ void EpTell(Routing r) {
+  const int32_t expert = ThreadIndex();
+  if (expert >= r.num_experts) return;
+  int32_t sum = 0;
+  for (int32_t c = 0; c * kChunk < r.num_choices; ++c) {
+    int32_t* start = &r.chunk_starts[c * r.num_experts + expert];
+    const int32_t count = *start;
+    *start = sum;
+    sum += count;
+  }
+  r.told[expert] = sum;
+  if (expert != 0) return;
+  int32_t* words = r.told + r.num_experts;
+  Write64(r.program, words + kWordProgram);
+  if (words[kWordChoice] == 0) return;
+  const int32_t choice = r.num_choices - words[kWordChoice];
+  words[kWordFault] = static_cast<int32_t>(CheckId(r, choice));
+  words[kWordChoice] = choice;
+  Write64(IdAt(r, choice), words + kWordValue);
+}
+
+// A thread per expert. What all ranks told has been gathered in `heard`.
+extern "C" __global__ void EpSum(Routing r) {
+  const int32_t expert = ThreadIndex();
+  if (expert >= r.num_experts) return;
+  int32_t sum = 0;
+  for (int32_t rank = 0; rank < r.ep_size; ++rank) {
+    if (rank == r.rank) r.before[expert] = sum;
+    sum += r.heard[rank * (r.num_experts + kWords) + expert];
+  }
+  r.totals[expert] = sum;
+}
+
+// A thread per rank.
+extern "C" __global__ void EpPlaceSlabs(Routing r) {
+  const int32_t rank = ThreadIndex();
+  if (rank >= r.ep_size) return;
+  int32_t offset = 0;
+  for (int32_t j = 0; j < r.num_local; ++j) {
+    const int32_t expert = rank * r.num_local + j;
+    const int32_t total = r.totals[expert];
+    r.offsets[expert] = offset;
+    if (rank == r.rank) {
+      const int32_t left = max(r.capacity - offset, 0);
+      r.token_counts[j] = min(total, left);
+      r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
+    }
+    offset += RoundUp(total, r.alignment);
+  }
+  r.needs[rank] = offset;
+  if (rank == r.rank) *r.total_recv_tokens = offset;
+}
+
+// One thread. It sees what every other rank's sees.
+extern "C" __global__ void EpJudge(Routing r) {
+  Verdict verdict = {Fault::kNone, 0, 0, 0, 0};
+  const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
+  for (int32_t rank = 0; rank < r.ep_size; ++rank) {
+    const int32_t* words = WordsOf(r, rank);
+    if (Read64(words + kWordProgram) != program) {
+      verdict = {Fault::kDisagreement, rank, 0, 0, 0};
+      break;  // what the counts mean is not known then
+    }
+    if (verdict.fault != Fault::kNone) continue;
+    if (words[kWordFault] != 0) {
+      verdict = {static_cast<Fault>(words[kWordFault]), rank,
+                 words[kWordChoice], 0,
+                 static_cast<int64_t>(Read64(words + kWordValue))};
+    }
+  }
+  for (int32_t rank = 0; rank < r.ep_size && !r.drop; ++rank) {
+    if (verdict.fault == Fault::kNone && r.needs[rank] > r.capacity) {
+      verdict = {Fault::kOverflow, rank, 0, 0, r.needs[rank]};
+    }
+  }
+  Header& header = *r.header;
+  header.magic = kMagic;
+  header.sizes = r.sizes;
+  header.rank = r.rank;
+  header.num_slots = min(r.needs[r.rank], r.capacity);
+  header.verdict = verdict;
+  Send(r.report, verdict, r.ticket);
+}
+
+// A thread per choice.
+extern "C" __global__ void EpChoose(Routing r) {
+  const int32_t choice = ThreadIndex();
+  if (choice >= r.num_choices) return;
+  r.choices[choice] = -1;
+  const int64_t id = IdAt(r, choice);
+  if (r.header->verdict.fault != Fault::kNone || id == -1) return;
+  const int32_t chunk = choice / kChunk;
+  int32_t slot =
+      r.offsets[id] + r.before[id] + r.chunk_starts[chunk * r.num_experts + id];
+  for (int32_t i = chunk * kChunk; i < choice; ++i) slot += IdAt(r, i) == id;
+  if (slot < r.capacity) r.choices[choice] = static_cast<int32_t>(id);
+}
+
+// A block per row of a mover's result, slot or token. A routing at fault makes
+// all NaN. Else NCCL EP has written all but the tail.
+extern "C" __global__ void EpFinish(Routing r, Moved m) {
+  const int32_t row = blockIdx.x;
+  const Verdict verdict = Examine(r);
+  const bool is_tail = m.zero_tail && row >= r.header->num_slots;
+  if (verdict.fault == Fault::kNone && !is_tail) return;
+  const uint32_t value = verdict.fault == Fault::kNone ? 0 : kNan;
+  Fill(row, m.row_words, value, m.rows);
+  if (m.weights) Fill(row, m.weights_per_row, value, m.weights);
+  if (row == 0 && threadIdx.x == 0 && verdict.fault == Fault::kForeignHandle) {
+    Send(m.report, verdict, 1);
+  }
+}
+
+}  // namespace ep::nccl

@@ -1,0 +1,79 @@
+// NCCL, NCCL EP and the CUDA driver, found at run time.
+//
+// A process must have one NCCL, and JAX loads its own; so nothing is linked,
+// and what the process has loaded comes first.
+
+#ifndef EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
+#define EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
+
+#include <cuda.h>
+#include <nccl.h>
+#include <nccl_ep.h>
+
+#include <string>
+
+#include "ep_ffi/core/status.h"
+
+namespace ep::nccl {
+
+// All functions that this backend calls. //third_party/cuda:symbols_test reads
+// these lists.
+#define EP_CUDA_FUNCTIONS(F)   \
+  F(cuCtxPopCurrent)           \
+  F(cuCtxPushCurrent)          \
+  F(cuCtxSynchronize)          \
+  F(cuDeviceGet)               \
+  F(cuDeviceGetAttribute)      \
+  F(cuDevicePrimaryCtxRelease) \
+  F(cuDevicePrimaryCtxRetain)  \
+  F(cuGetErrorString)          \
+  F(cuInit)                    \
+  F(cuLaunchKernel)            \
+  F(cuMemFreeHost)             \
+  F(cuMemHostAlloc)            \
+  F(cuMemHostGetDevicePointer) \
+  F(cuMemsetD32Async)          \
+  F(cuModuleGetFunction)       \
+  F(cuModuleLoadData)          \
+  F(cuModuleUnload)
+
+#define EP_NCCL_FUNCTIONS(F) \
+  F(ncclAllGather)           \
+  F(ncclCommAbort)           \
+  F(ncclCommDestroy)         \
+  F(ncclCommInitRank)        \
+  F(ncclGetErrorString)      \
+  F(ncclGetLastError)        \
+  F(ncclGetUniqueId)         \
+  F(ncclGetVersion)
+
+#define EP_NCCL_EP_FUNCTIONS(F) \
+  F(ncclEpCombine)              \
+  F(ncclEpCreateGroup)          \
+  F(ncclEpDispatch)             \
+  F(ncclEpGetVersion)           \
+  F(ncclEpGroupDestroy)         \
+  F(ncclEpHandleDestroy)        \
+  F(ncclEpHandleMemSize)        \
+  F(ncclEpInitHandle)           \
+  F(ncclEpUpdateHandle)
+
+struct Libraries {
+#define EP_MEMBER(function) decltype(&::function) function;
+  EP_CUDA_FUNCTIONS(EP_MEMBER)
+  EP_NCCL_FUNCTIONS(EP_MEMBER)
+  EP_NCCL_EP_FUNCTIONS(EP_MEMBER)
+#undef EP_MEMBER
+
+  // `nccl` and `nccl_ep` name the files to load where the process has none
+  // loaded; empty: the system's.
+  static Status Load(const std::string& nccl, const std::string& nccl_ep,
+                     Libraries* out);
+
+  Status Check(CUresult result, const char* what) const;
+  Status Check(ncclResult_t result, const char* what) const;
+};
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_LIBRARIES_H_

@@ -1,0 +1,111 @@
+#include "ep_ffi/backends/nccl/routing.h"
+
+#include "ep_ffi/core/hash.h"
+
+namespace ep::nccl {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+
+// Hands out the parts of a buffer, or only counts them.
+class Carver {
+ public:
+  explicit Carver(std::byte* base) : base_(base) {}
+
+  template <typename T>
+  void Take(int64_t count, T** out) {
+    *out = base_ ? reinterpret_cast<T*>(base_ + size_) : nullptr;
+    size_ += (count * sizeof(T) + 7) / 8 * 8;
+  }
+  int64_t size() const {
+    return (size_ + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+ private:
+  std::byte* const base_;
+  int64_t size_ = 0;
+};
+
+int64_t NumChunks(int64_t num_choices) {
+  return (num_choices + kChunk - 1) / kChunk;
+}
+
+// What a rank tells.
+int64_t NumTold(const Routing& r) { return r.num_experts + kWords; }
+
+Carver Carve(std::byte* mem, Routing* r) {
+  Carver carver(mem);
+  std::byte* header;
+  carver.Take(kHeaderBytes, &header);
+  r->header = reinterpret_cast<Header*>(header);
+  carver.Take(r->num_choices, &r->choices);
+  // These two are zeroed as one.
+  carver.Take(NumChunks(r->num_choices) * r->num_experts + NumTold(*r),
+              &r->chunk_starts);
+  r->told = r->chunk_starts + NumChunks(r->num_choices) * r->num_experts;
+  carver.Take(r->ep_size * NumTold(*r), &r->heard);
+  carver.Take(r->num_experts, &r->totals);
+  carver.Take(r->num_experts, &r->before);
+  carver.Take(r->num_experts, &r->offsets);
+  carver.Take(r->ep_size, &r->needs);
+  return carver;
+}
+
+// Of what an op and its handle share.
+uint64_t HashSizes(const Routing& r) {
+  return Hash({r.num_experts, r.ep_size, r.num_choices, r.top_k, r.capacity,
+               r.alignment, r.drop});
+}
+
+Routing Shape(const Sizes& sizes, const Layer& layer, int64_t num_tokens) {
+  Routing r = {};
+  r.num_experts = sizes.num_experts;
+  r.num_local = sizes.num_local();
+  r.ep_size = sizes.ep_size;
+  r.num_choices = num_tokens * layer.top_k;
+  r.top_k = layer.top_k;
+  r.capacity = layer.capacity;
+  r.alignment = layer.alignment;
+  r.drop = layer.drop;
+  r.sizes = HashSizes(r);
+  return r;
+}
+
+}  // namespace
+
+int64_t RoutingBytes(const Sizes& sizes, const Layer& layer,
+                     int64_t num_tokens) {
+  Routing r = Shape(sizes, layer, num_tokens);
+  return Carve(nullptr, &r).size();
+}
+
+Routing RoutingIn(const Sizes& sizes, const Layer& layer, int64_t num_tokens,
+                  int32_t rank, std::byte* mem) {
+  Routing r = Shape(sizes, layer, num_tokens);
+  r.rank = rank;
+  Carve(mem, &r);
+  return r;
+}
+
+Status EnqueueRouting(const Device& device, const Communicator& communicator,
+                      CUstream stream, Routing r) {
+  const Libraries& cuda = device.libraries();
+  const int64_t num_zeros = r.told + NumTold(r) - r.chunk_starts;
+  EP_RETURN_IF_ERROR(cuda.Check(
+      cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(r.chunk_starts), 0,
+                            num_zeros, stream),
+      "cuMemsetD32Async"));
+  const auto launch = [&](Device::Kernel kernel, int64_t count) {
+    return device.LaunchThreads(kernel, count, stream, &r);
+  };
+  EP_RETURN_IF_ERROR(launch(Device::kCountChoices, r.num_choices));
+  EP_RETURN_IF_ERROR(launch(Device::kTell, r.num_experts));
+  EP_RETURN_IF_ERROR(
+      communicator.AllGather(r.told, r.heard, NumTold(r), stream));
+  EP_RETURN_IF_ERROR(launch(Device::kSum, r.num_experts));
+  EP_RETURN_IF_ERROR(launch(Device::kPlaceSlabs, r.ep_size));
+  EP_RETURN_IF_ERROR(launch(Device::kJudge, 1));
+  return launch(Device::kChoose, r.num_choices);
+}
+
+}  // namespace ep::nccl

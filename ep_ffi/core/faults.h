@@ -1,0 +1,38 @@
+// What can be wrong with a routing, in words that every backend uses.
+
+#ifndef EP_FFI_CORE_FAULTS_H_
+#define EP_FFI_CORE_FAULTS_H_
+
+#include <cstdint>
+
+#include "ep_ffi/core/status.h"
+
+namespace ep {
+
+inline Status IdOutOfRange(int64_t token, int64_t k, int64_t id,
+                           int64_t num_experts) {
+  return Status(Code::kInvalidArgument,
+                StrCat("topk_idx[", token, ", ", k, "] = ", id,
+                       ", but num_experts = ", num_experts,
+                       "; valid ids are -1..", num_experts - 1));
+}
+
+inline Status RepeatedId(int64_t token, int64_t k, int64_t id) {
+  return Status(Code::kInvalidArgument,
+                StrCat("topk_idx[", token, ", ", k, "] = ", id,
+                       " repeats an expert of token ", token,
+                       "; the top-k experts of a token must be distinct (use "
+                       "-1 for an unused choice)"));
+}
+
+inline Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {
+  return Status(Code::kResourceExhausted,
+                StrCat("rank ", rank, " needs ", needed,
+                       " receive rows, but recv_capacity_per_rank = ", capacity,
+                       "; raise the capacity, balance the routing, or use "
+                       "overflow=\"drop\""));
+}
+
+}  // namespace ep
+
+#endif  // EP_FFI_CORE_FAULTS_H_
