@@ -458,10 +458,10 @@ def _program(parts, view):
   )
 
 
-def lower(*claims, view=global_view):
+def lower(*claims, view=global_view, platforms=None):
   """One program of all claims, `(case, fn, *arrays)`, lowered."""
   program, args = _program_and_args(claims, view)
-  return program.lower(*args)
+  return program.trace(*args).lower(lowering_platforms=platforms)
 
 
 def run(*claims, view=global_view):

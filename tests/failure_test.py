@@ -107,6 +107,16 @@ def test_no_library(tmp_path):
     assert word in note
 
 
+def test_no_library_on_one_rank(tmp_path):
+  """Is told to the others, who do not wait for it."""
+  notes = run_world("no_library_on_one", tmp_path)
+  assert notes.keys() == {0, 1, 2, 3}
+  for note in notes.values():
+    seconds, message = note.split(" s: ", 1)
+    assert float(seconds) < LONG_S / 10
+    assert "nowhere.so" in message
+
+
 # --- The program of a rank ---------------------------------------------------
 
 
@@ -167,6 +177,11 @@ class Rank:
 
   def no_library(self):
     self.note_error(self.bootstrap)
+
+  def no_library_on_one(self):
+    if self.index == 3:
+      os.environ["EP_FFI_LIBRARY_PATH"] = "nowhere.so"
+    self.note_error(lambda: self.bootstrap(timeout_s=LONG_S))
 
   def prepare(self, group, **options):
     from cases import Case, sizes

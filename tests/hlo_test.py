@@ -17,6 +17,7 @@ from cases import (
   there_and_back,
 )
 from conftest import make_mesh, to_global
+from ep._src import ffi
 
 COLLECTIVES = (
   "all-gather",
@@ -87,6 +88,24 @@ def test_every_op(view):
   case = Case(layer("dp2_ep2"))
   hlo = compiled(case, everything, *case.inputs(), view=view)
   assert collectives(hlo) == []
+
+
+def test_gpus_run_every_op_among_their_collectives():
+  """Each is alone in a function that is called on the collective stream."""
+  case = Case(layer("dp2_ep2"))
+  program = lower((case, everything, *case.inputs()), platforms=("cuda",))
+  text = program.as_text()
+  inside = re.findall(
+    r"func private @(\w+)\(.*\n +%\S+ = stablehlo.custom_call @(ep_\w+)", text
+  )
+  calls = re.findall(
+    r"call @(\w+)\(.*_xla_stream_annotation = \"collective\", "
+    r"inlineable = \"false\"",
+    text,
+  )
+  assert {op for _, op in inside} == set(ffi.OPS)
+  assert len(inside) == text.count("@ep_") - text.count("@ep_op") > 0
+  assert sorted(name for name, _ in inside) == sorted(calls)
 
 
 def test_int64_ids_and_float16_weights():

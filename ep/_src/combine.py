@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ep._src import compat, primitive, sharding
+from ep._src.backends import BACKENDS
 from ep._src.compat import ad
 from ep._src.dispatch import check_rows
 from ep._src.handle import check_handle, EpHandle
@@ -45,7 +46,8 @@ def ep_combine(
     expert_out: float32, bfloat16 or float16 [C, H] ([R, C, H] in the global
       view), rows as `ep_dispatch` laid them out.
     weights: optional float [C] ([R, C]), usually the `recv_topk_weights` of
-      `ep_dispatch`: fuses the multiplication by them, in float32.
+      `ep_dispatch`: fuses the multiplication by them, in float32. (With
+      backend="nccl" the rows are scaled first, and rounded once more.)
 
   Returns:
     [..., H] of the dtype of `expert_out`, leading dims as in `topk_idx`.
@@ -77,9 +79,12 @@ def ep_combine(
         " ep_dispatch, one for each slot."
       )
     operands.append(weights.astype(jnp.float32))
+  if weights is not None and not BACKENDS[group.backend].FUSES_WEIGHTS:
+    scaled = operands.pop()[..., None] * expert_out.astype(jnp.float32)
+    operands[1] = scaled.astype(expert_out.dtype)
 
   def local(*operands):
-    which = combine_p if weights is None else weighted_combine_p
+    which = combine_p if len(operands) == 2 else weighted_combine_p
     (out,) = primitive.bind(which, params, *operands)
     return out.reshape(*handle.token_shape, out.shape[-1])
 

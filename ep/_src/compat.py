@@ -6,12 +6,13 @@ Nothing else in the package imports `jax._src`, `jax.interpreters` or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax._src import config as _config
 from jax._src import distributed as _distributed
+from jax._src.lib.mlir.dialects import func as _func
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -70,6 +71,39 @@ def instantiate_zeros(tangent):
 def next_position(ctx: mlir.LoweringRuleContext) -> int:
   """Numbers the ops of the module being lowered: equal on every process."""
   return ctx.module_context.new_channel()
+
+
+def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
+  """A lowering to a call of a function that holds what `lower` makes.
+
+  XLA:GPU runs the call on the stream of its own collectives, in one order with
+  them: two communicators that overlap may wait for each other without end. This
+  is what `jax.experimental.compute_on` makes of "gpu_stream:collective", and
+  what TransformerEngine does; XLA knows the name since JAX 0.10.1
+  (openxla/xla#39604).
+  """
+
+  def lower_call(ctx, *operands, **params):
+    module, ir = ctx.module_context, mlir.ir
+    outs = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
+    function = _func.FuncOp(
+      "ep_op",
+      ir.FunctionType.get([o.type for o in operands], outs),
+      visibility="private",
+      ip=ir.InsertionPoint.at_block_begin(module.module.body),
+    )
+    module.symbol_table.insert(function)
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+      _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
+    call = _func.CallOp(function, list(operands))
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({
+      "_xla_stream_annotation": ir.StringAttr.get("collective"),
+      "inlineable": ir.StringAttr.get("false"),
+    })
+    return call.results
+
+  return lower_call
 
 
 def module_name(ctx: mlir.LoweringRuleContext) -> str:

@@ -1,6 +1,7 @@
-"""Finds the native library and registers its handlers with XLA.
+"""Finds the native libraries, registers their handlers, calls their functions.
 
-It is loaded when the first group is built, not when the package is imported.
+There is one for each platform. It is loaded when the first group of a backend
+on that platform is built, not when the package is imported.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import ctypes
 import functools
 import os
 import pathlib
+from typing import Any
 
 import jax
+
+from ep._src import files
 
 # The five ops, and the FFI targets of the same names.
 OPS = (
@@ -21,65 +25,58 @@ OPS = (
   "ep_combine_bwd",
 )
 
+# Of a backend: the platform in its library's name, and as XLA calls it.
+_PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
+
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
-_LIBRARY = "libep_ffi_cpu.so"
 _ERROR_BYTES = 4096
+_INVALID_ARGUMENT = 1  # ep_ffi/core/status.h
+_UNIQUE_ID_BYTES = 128  # of an ncclUniqueId
 
 
 class NativeError(RuntimeError):
   """The native library refused; the message says why and what to do."""
 
 
-def _runfile() -> pathlib.Path | None:
-  try:
-    from python.runfiles import runfiles
-  except ImportError:
-    return None
-  found = runfiles.Create()
-  path = found and found.Rlocation(
-    f"jax_ep/ep_ffi/{_LIBRARY}", source_repo=found.CurrentRepository()
-  )
-  return pathlib.Path(path) if path else None
-
-
-def find_library() -> pathlib.Path:
-  """Path of the native library, or `FileNotFoundError` naming all places."""
-  override = os.environ.get(_VARIABLE)
-  places = {
-    f"${_VARIABLE}": pathlib.Path(override) if override else None,
-    "the Bazel runfiles": _runfile(),
-    "the package": pathlib.Path(__file__).parents[1] / _LIBRARY,
-  }
-  tried = []
-  for place, path in places.items():
-    if path and path.exists():
+def find_library(backend: str) -> pathlib.Path:
+  """Path of a backend's library, or `FileNotFoundError` naming all places."""
+  name = f"libep_ffi_{_PLATFORMS[backend][0]}.so"
+  if override := os.environ.get(_VARIABLE):  # who names one wants no other
+    path = pathlib.Path(override)
+    if path.is_dir():
+      path /= name
+    places = {f"${_VARIABLE}": path}
+  else:
+    places = {
+      f"${_VARIABLE}": None,
+      "the Bazel runfiles": files.in_runfiles(f"jax_ep/ep_ffi/{name}"),
+      "the package": files.in_package("ep", name),
+    }
+  for path in places.values():
+    if path and path.name == name and path.exists():
       return path
-    tried.append(f"{place} ({path or 'not set'})")
-    if place == f"${_VARIABLE}" and override:
-      break  # who names a library wants no other
-  names = ", ".join(places)
+  tried = "; ".join(f"{k} ({v or 'not there'})" for k, v in places.items())
   raise FileNotFoundError(
-    f"{_LIBRARY} was not found; looked in {'; '.join(tried)}. It is taken from"
-    f" the first of {names}: build //ep_ffi:{_LIBRARY} and set ${_VARIABLE} to"
-    " it."
+    f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
+    " the library or its folder, else from the Bazel runfiles, else from the"
+    f" ep package: build //ep_ffi:{name} and set ${_VARIABLE}."
   )
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-  """Loads the library and registers the five ops for the CPU platform."""
-  lib = ctypes.CDLL(str(find_library()))
+def library(backend: str) -> ctypes.CDLL:
+  """Loads a backend's library and registers the five ops for its platform."""
+  lib = ctypes.CDLL(str(find_library(backend)))
+  _, platform = _PLATFORMS[backend]
   lib.ep_op_state_type_id.restype = ctypes.c_void_p
   lib.ep_op_state_type_info.restype = ctypes.c_void_p
-  lib.ep_host_group_create.restype = ctypes.c_int32
-  lib.ep_group_mem_bytes.restype = ctypes.c_int64
   jax.ffi.register_ffi_type(
     "ep_op_state",
     {
       "type_id": jax.ffi.pycapsule(lib.ep_op_state_type_id()),
       "type_info": jax.ffi.pycapsule(lib.ep_op_state_type_info()),
     },
-    platform="cpu",
+    platform=platform,
   )
   for op in OPS:
     jax.ffi.register_ffi_target(
@@ -88,9 +85,20 @@ def library() -> ctypes.CDLL:
         "instantiate": jax.ffi.pycapsule(lib.ep_instantiate),
         "execute": jax.ffi.pycapsule(getattr(lib, op)),
       },
-      platform="cpu",
+      platform=platform,
     )
   return lib
+
+
+def _call(backend: str, function: str, *args: Any) -> None:
+  """Calls a C function that can fail; see ep_ffi/core/export.h."""
+  error = ctypes.create_string_buffer(_ERROR_BYTES)
+  code = getattr(library(backend), function)(
+    *args, error, ctypes.c_int64(_ERROR_BYTES)
+  )
+  if code:
+    kind = ValueError if code == _INVALID_ARGUMENT else NativeError
+    raise kind(error.value.decode())
 
 
 def create_host_group(
@@ -108,9 +116,10 @@ def create_host_group(
   `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
   the id that JAX knows, not an ordinal in the process.
   """
-  error = ctypes.create_string_buffer(_ERROR_BYTES)
   int_array = ctypes.c_int32 * len(ranks)
-  code = library().ep_host_group_create(
+  _call(
+    "host",
+    "ep_host_group_create",
     name.encode(),
     secret.encode(),
     ctypes.c_int64(num_experts),
@@ -121,24 +130,88 @@ def create_host_group(
     ctypes.c_int32(process),
     ctypes.c_int32(num_processes),
     ctypes.c_double(timeout_s),
-    error,
-    ctypes.c_int64(_ERROR_BYTES),
   )
-  if code:
-    raise NativeError(f"ep_bootstrap: {error.value.decode()}")
+
+
+def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
+  """Makes the id of an EP domain.
+
+  `nccl` and `nccl_ep` are the libraries to load where the process has none
+  loaded yet; empty: the system's.
+  """
+  unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+  _call(
+    "nccl",
+    "ep_nccl_unique_id",
+    nccl.encode(),
+    nccl_ep.encode(),
+    unique_id,
+    ctypes.c_int64(_UNIQUE_ID_BYTES),
+  )
+  return unique_id.raw
+
+
+def create_nccl_group(
+  name: str,
+  rank: int,
+  device: int,
+  num_experts: int,
+  ep_size: int,
+  max_tokens: int,
+  capacity: int,
+  max_row_bytes: int,
+  max_num_sms: int,
+  timeout_s: float,
+  unique_id: bytes,
+  nccl: str,
+  nccl_ep: str,
+) -> None:
+  """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
+
+  `device` is the GPU's ordinal in this process, `rank` its place in the domain
+  whose ranks share `unique_id`; `nccl`, `nccl_ep` as for `new_nccl_id`.
+  """
+  sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
+  _call(
+    "nccl",
+    "ep_nccl_group_create",
+    name.encode(),
+    ctypes.c_int32(rank),
+    ctypes.c_int32(device),
+    *map(ctypes.c_int64, sizes),
+    ctypes.c_double(timeout_s),
+    unique_id,
+    ctypes.c_int64(len(unique_id)),
+    nccl.encode(),
+    nccl_ep.encode(),
+  )
 
 
 def mem_bytes(
-  name: str, num_tokens: int, top_k: int, alignment: int, capacity: int
+  backend: str,
+  name: str,
+  num_tokens: int,
+  top_k: int,
+  alignment: int,
+  capacity: int,
 ) -> int:
   """Bytes of `EpHandle.mem` in the group `name`, which must be live."""
   sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
-  return library().ep_group_mem_bytes(name.encode(), *sizes)
+  out = ctypes.c_int64()
+  _call(
+    backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out)
+  )
+  return out.value
 
 
-def is_live(name: str) -> bool:
-  return bool(library().ep_group_is_live(name.encode()))
+def is_live(backend: str, name: str) -> bool:
+  return bool(library(backend).ep_group_is_live(name.encode()))
 
 
-def close_group(name: str) -> None:
-  library().ep_group_close(name.encode())
+def check_group(backend: str, name: str) -> None:
+  """Waits for the device; raises if it found what no op has reported."""
+  _call(backend, "ep_group_check", name.encode())
+
+
+def close_group(backend: str, name: str) -> None:
+  library(backend).ep_group_close(name.encode())

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ep._src import ffi, rendezvous
+from ep._src.backends import BACKENDS, DEFAULTS
 from ep._src.program import ProgramNames
 
 _OVERFLOW = ("error", "drop")
 _TAILS = ("zero", "unspecified")
 _DTYPES = ("float32", "bfloat16", "float16")
-_BACKENDS = ("host",)
 
 
 def _check(condition: bool, what: str, message: str) -> None:
@@ -27,8 +27,10 @@ def _check(condition: bool, what: str, message: str) -> None:
 class _Lifetime:
   """Closes the native group when its owner says so, dies, or Python exits."""
 
-  def __init__(self, name: str):
-    self._close = weakref.finalize(self, ffi.close_group, name)
+  def __init__(self, group: EpGroup):
+    self._close = weakref.finalize(
+      self, ffi.close_group, group.backend, group.name
+    )
 
   @property
   def alive(self) -> bool:
@@ -96,11 +98,26 @@ class EpGroup:
         " and finalize it after its last op."
       )
 
+  def check(self) -> None:
+    """Raises what the device has found wrong and no op has reported.
+
+    On a GPU an op is enqueued and done, and a bad id or an overflow is found
+    later: outputs are NaN then, and one of the next `ep_prepare` fails. This
+    waits for the device and tells now. Collective, since it may end the group;
+    where ops report their own failures it does nothing.
+
+    Raises:
+      ValueError, RuntimeError: the failure of an earlier op, once.
+    """
+    self.check_alive("EpGroup.check")
+    ffi.check_group(self.backend, self.name)
+
   def __enter__(self) -> EpGroup:
     return self
 
-  def __exit__(self, *exc: Any) -> None:
-    ep_finalize(self)
+  def __exit__(self, exc_type: Any, *exc: Any) -> None:
+    # What went wrong inside is told already.
+    _close(self, check=exc_type is None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,22 +225,19 @@ class EpLayerConfig:
     return -(-rows // self.alignment) * self.alignment
 
 
-def _pick_backend(mesh: jax.sharding.Mesh, backend: str | None) -> str:
+def _pick_backend(
+  mesh: jax.sharding.Mesh, axis_name: str, backend: str | None
+) -> str:
   platform = mesh.devices.flat[0].platform
-  if backend is None and platform == "cpu":
-    return "host"
+  if backend is None:
+    backend = DEFAULTS.get(platform)
   _check(
-    backend in _BACKENDS,
+    backend in BACKENDS,
     "ep_bootstrap",
-    f"backend = {backend!r} on platform {platform!r}, but this version has"
-    f" only {_BACKENDS}, for CPU devices; run with JAX_PLATFORMS=cpu.",
+    f"backend = {backend!r} on platform {platform!r}, but there are only"
+    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
   )
-  _check(
-    platform == "cpu",
-    "ep_bootstrap",
-    f'backend = "host" needs a mesh of CPU devices, not of {platform!r}'
-    " devices; build the mesh from jax.devices('cpu').",
-  )
+  BACKENDS[backend].check_mesh(mesh, axis_name)
   return backend
 
 
@@ -262,13 +276,16 @@ def ep_bootstrap(
     hidden_dim: the largest hidden size H.
     top_k: the default K of a layer.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
-      the worst case, so that nothing overflows.
+      the worst case, so that nothing overflows. With "nccl" all layers of a
+      group have the same: this one, or the worst case of `top_k` and
+      `alignment`.
     alignment: the default alignment of a layer's slabs, in rows.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
     overflow: the default policy of a layer: "error" or "drop".
-    backend: "host" (CPU devices of one host). None picks by platform.
-    max_num_sms: streaming multiprocessors that a GPU backend may use; 0 lets
-      it choose. No effect on CPU.
+    backend: "host" (CPU devices of one host) or "nccl" (NVIDIA GPUs from Hopper
+      on, one process for each, P > 1). None picks by platform.
+    max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
+      lets it choose. No effect on CPU.
     timeout_s: seconds until a rank that waits for its peers gives up, here and
       in every op.
     name: of the group, unique among the live groups of the process and equal
@@ -338,19 +355,21 @@ def ep_bootstrap(
     alignment=alignment,
     max_token_dtype=dtype,
     overflow=overflow,
-    backend=_pick_backend(mesh, backend),
+    backend=_pick_backend(mesh, axis_name, backend),
     max_num_sms=max_num_sms,
     timeout_s=float(timeout_s),
   )
   try:
-    EpLayerConfig(group)
+    layer = EpLayerConfig(group)
   except ValueError as e:
     raise ValueError(
       f"ep_bootstrap: a layer of only defaults fails: {e}"
     ) from e
-  rendezvous.connect(group)
+  if BACKENDS[group.backend].ONE_CAPACITY:
+    group = dataclasses.replace(group, recv_capacity_per_rank=layer.capacity)
+  BACKENDS[group.backend].connect(group)
   return dataclasses.replace(
-    group, programs=ProgramNames(group.name), _lifetime=_Lifetime(group.name)
+    group, programs=ProgramNames(group.name), _lifetime=_Lifetime(group)
   )
 
 
@@ -359,6 +378,19 @@ def ep_finalize(group: EpGroup) -> None:
 
   Wait for the results of the last op first. Compiled programs that use the
   group may live on; there is no need to clear JAX's caches.
+
+  Raises:
+    ValueError, RuntimeError: an op has failed and none has told; see
+      `EpGroup.check`. The group is closed all the same.
   """
-  if group._lifetime is not None:
+  _close(group, check=True)
+
+
+def _close(group: EpGroup, check: bool) -> None:
+  if group._lifetime is None or not group._lifetime.alive:
+    return
+  try:
+    if check:
+      group.check()
+  finally:
     group._lifetime.end()

@@ -80,13 +80,17 @@ def _out_types(params: primitive.OpParams, topk_idx):
   del topk_idx
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
-  mem_bytes = ffi.mem_bytes(
-    layer.group.name,
-    params.num_tokens,
-    layer.top_k,
-    layer.alignment,
-    layer.capacity,
-  )
+  try:
+    mem_bytes = ffi.mem_bytes(
+      layer.group.backend,
+      layer.group.name,
+      params.num_tokens,
+      layer.top_k,
+      layer.alignment,
+      layer.capacity,
+    )
+  except ValueError as e:
+    raise ValueError(f'ep_prepare(layer "{layer.name}"): {e}') from e
   return [
     jax.ShapeDtypeStruct((mem_bytes,), jnp.uint8),
     per_expert,

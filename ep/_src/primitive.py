@@ -66,9 +66,12 @@ def op(
     )
 
   # Each op of a program has a position of its own: never lower two as one.
-  compat.mlir.register_lowering(
-    primitive, lower, platform="cpu", cacheable=False
-  )
+  for platform, lowering in dict(
+    cpu=lower, cuda=compat.on_collective_stream(lower)
+  ).items():
+    compat.mlir.register_lowering(
+      primitive, lowering, platform=platform, cacheable=False
+    )
   compat.batching.primitive_batchers[primitive] = functools.partial(
     _batch_sequentially, primitive
   )

@@ -1,0 +1,35 @@
+"""Finds the files that a build or a package brings along."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+
+def in_runfiles(path: str) -> pathlib.Path | None:
+  """Of the runfile "repository/path", under Bazel; None if it is not there."""
+  try:
+    from python.runfiles import runfiles
+  except ImportError:
+    return None
+  found = runfiles.Create()
+  place = found and found.Rlocation(
+    path, source_repo=found.CurrentRepository()
+  )
+  return _existing(place and pathlib.Path(place))
+
+
+def in_package(package: str, path: str) -> pathlib.Path | None:
+  """Of a file of an installed package, which is not imported."""
+  try:
+    spec = importlib.util.find_spec(package)
+  except ModuleNotFoundError:  # of its parent
+    return None
+  for folder in (spec and spec.submodule_search_locations) or ():
+    if found := _existing(pathlib.Path(folder, path)):
+      return found
+  return None
+
+
+def _existing(path: pathlib.Path | None) -> pathlib.Path | None:
+  return path if path and path.exists() else None

@@ -1,0 +1,65 @@
+"""backend="host": CPU devices of one host, over shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import secrets
+from typing import TYPE_CHECKING
+
+import jax
+
+from ep._src import ffi, rendezvous
+
+if TYPE_CHECKING:
+  from ep._src.group import EpGroup
+
+# See backends.py.
+FUSES_WEIGHTS = True
+ONE_CAPACITY = False
+
+
+def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
+  del axis_name
+  platform = mesh.devices.flat[0].platform
+  if platform != "cpu":
+    raise ValueError(
+      f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
+      f" {platform!r} devices; build the mesh from jax.devices('cpu')."
+    )
+
+
+def connect(group: EpGroup) -> None:
+  answers = rendezvous.exchange(
+    group, lambda: dict(host=_host(), secret=secrets.token_hex(16))
+  )
+  me = jax.process_index()
+  for process, answer in answers.items():
+    if answer["host"] != answers[me]["host"]:
+      raise ValueError(
+        f"ep_bootstrap: processes {me} and {process} run on different hosts or"
+        ' as different users, but backend="host" shares memory; run all'
+        " processes of a mesh on one host, as one user."
+      )
+  secret = hashlib.sha256("".join(a["secret"] for a in answers.values()).encode())
+  members = list(answers)
+  ffi.create_host_group(
+    name=group.name,
+    secret=secret.hexdigest(),
+    num_experts=group.num_experts,
+    ep_size=group.ep_size,
+    ranks=[
+      (members.index(d.process_index), d.id)
+      for d in rendezvous.domains(group.mesh, group.axis_name).flat
+    ],
+    process=members.index(me),
+    num_processes=len(members),
+    timeout_s=group.timeout_s,
+  )
+
+
+def _host() -> str:
+  """Identifies this boot of this machine, and the user."""
+  boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+  return f"{boot}/{os.geteuid()}"

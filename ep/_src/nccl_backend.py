@@ -1,0 +1,89 @@
+"""backend="nccl": NVIDIA GPUs from Hopper on, through NCCL EP."""
+
+from __future__ import annotations
+
+import base64
+import collections
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from ep._src import ffi, nccl_files, rendezvous
+
+if TYPE_CHECKING:
+  from ep._src.group import EpGroup
+
+# See backends.py.
+FUSES_WEIGHTS = False
+ONE_CAPACITY = True
+
+_MIN_COMPUTE_CAPABILITY = 9.0
+
+
+def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
+  what = 'ep_bootstrap: backend = "nccl" '
+  for device in mesh.devices.flat:
+    if device.platform != "gpu":
+      raise ValueError(
+        f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
+        " devices; use backend=None, which picks by platform."
+      )
+    # No other vendor's devices have one.
+    capability = getattr(device, "compute_capability", "0")
+    if float(capability) < _MIN_COMPUTE_CAPABILITY:
+      raise ValueError(
+        f"{what}needs compute capability {_MIN_COMPUTE_CAPABILITY} (Hopper) or"
+        f" newer, but {device} ({device.device_kind}) has {capability}."
+      )
+  if mesh.shape[axis_name] < 2:
+    raise ValueError(
+      f"{what}needs at least two ranks in a domain, but mesh axis"
+      f" {axis_name!r} has one; give the axis more devices."
+    )
+  counts = collections.Counter(d.process_index for d in mesh.devices.flat)
+  process, count = counts.most_common(1)[0]
+  if count > 1:
+    raise ValueError(
+      f"{what}needs one process per GPU, but process {process} has {count} GPUs"
+      " of the mesh; start a process for each and give it one with"
+      " jax.distributed.initialize(local_device_ids=...) or"
+      " CUDA_VISIBLE_DEVICES (docs/gpu.md)."
+    )
+
+
+def connect(group: EpGroup) -> None:
+  me = jax.process_index()
+  domains = rendezvous.domains(group.mesh, group.axis_name)
+  (domain, rank), *_ = np.argwhere(
+    np.vectorize(lambda d: d.process_index == me)(domains)
+  )
+  device = domains[domain, rank]
+
+  def introduce():
+    libraries.extend(nccl_files.prepare(device.client.platform_version))
+    if rank > 0:
+      return {}
+    return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
+
+  libraries: list[str] = []
+  answers = rendezvous.exchange(group, introduce)
+  founder = answers[domains[domain, 0].process_index]
+  try:
+    ffi.create_nccl_group(
+      name=group.name,
+      rank=rank,
+      device=device.local_hardware_id,
+      num_experts=group.num_experts,
+      ep_size=group.ep_size,
+      max_tokens=group.max_tokens_per_rank,
+      capacity=group.recv_capacity_per_rank,
+      max_row_bytes=group.hidden_dim * group.max_token_dtype.itemsize,
+      max_num_sms=group.max_num_sms,
+      timeout_s=group.timeout_s,
+      unique_id=base64.b64decode(founder["id"]),
+      nccl=libraries[0],
+      nccl_ep=libraries[1],
+    )
+  except (ValueError, ffi.NativeError) as e:
+    raise type(e)(f"ep_bootstrap: {e}") from e
