@@ -13,6 +13,8 @@ def ep_test(
         platform = "cpu",
         size = "medium",
         tags = [],
+        data = [],
+        env = {},
         **kwargs):
     """One py_test per world, named <name>_<world>_<platform>, and a suite.
 
@@ -29,6 +31,8 @@ def ep_test(
         ended, their stacks in their logs, somewhat before Bazel would end the
         test.
       tags: added to ours, which tell Bazel how many processes run.
+      data: what it finds at run time besides its file.
+      env: variables of its ranks besides ours.
       **kwargs: passed on to py_test.
     """
     srcs = srcs or [name + ".py"]
@@ -46,8 +50,8 @@ def ep_test(
                 "--timeout={}".format(_LIMITS[size] * 9 // 10),
                 "$(rootpath {})".format(srcs[0]),
             ],
-            data = srcs,
-            env = {"JAX_PLATFORMS": platform},
+            data = srcs + data,
+            env = env | {"JAX_PLATFORMS": platform},
             tags = tags + ["cpu:" + world.split("x")[0]],
             deps = deps + ["//tests:harness"],
             **kwargs

@@ -88,7 +88,9 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   monkeypatch.setattr(nccl_files, "prepare", lambda version: ("a", version))
   monkeypatch.setattr(rendezvous, "exchange", exchange)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
-  monkeypatch.setattr(ffi, "create_nccl_group", lambda **what: made.update(what))
+  monkeypatch.setattr(
+    ffi, "create_nccl_group", lambda **what: made.update(what)
+  )
   nccl_backend.connect(group)
   assert made == dict(
     name="ep0",

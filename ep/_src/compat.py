@@ -97,10 +97,12 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
     with ir.InsertionPoint(block):
       _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
     call = _func.CallOp(function, list(operands))
-    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({
-      "_xla_stream_annotation": ir.StringAttr.get("collective"),
-      "inlineable": ir.StringAttr.get("false"),
-    })
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+      {
+        "_xla_stream_annotation": ir.StringAttr.get("collective"),
+        "inlineable": ir.StringAttr.get("false"),
+      }
+    )
     return call.results
 
   return lower_call

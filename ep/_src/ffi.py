@@ -198,9 +198,7 @@ def mem_bytes(
   """Bytes of `EpHandle.mem` in the group `name`, which must be live."""
   sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
   out = ctypes.c_int64()
-  _call(
-    backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out)
-  )
+  _call(backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out))
   return out.value
 
 

@@ -13,9 +13,7 @@ def in_runfiles(path: str) -> pathlib.Path | None:
   except ImportError:
     return None
   found = runfiles.Create()
-  place = found and found.Rlocation(
-    path, source_repo=found.CurrentRepository()
-  )
+  place = found and found.Rlocation(path, source_repo=found.CurrentRepository())
   return _existing(place and pathlib.Path(place))
 
 

@@ -42,7 +42,9 @@ def connect(group: EpGroup) -> None:
         ' as different users, but backend="host" shares memory; run all'
         " processes of a mesh on one host, as one user."
       )
-  secret = hashlib.sha256("".join(a["secret"] for a in answers.values()).encode())
+  secret = hashlib.sha256(
+    "".join(a["secret"] for a in answers.values()).encode()
+  )
   members = list(answers)
   ffi.create_host_group(
     name=group.name,

@@ -37,7 +37,9 @@ def prepare(platform_version: str) -> tuple[str, str]:
   found = re.search(r"cuda (\d+)", platform_version)
   cuda = int(found[1]) // 1000 if found else 13
   headers = _find(f"ep_nccl{cuda}/include", ("nvidia.nccl", "include"))
-  sources = _find(f"ep_nccl{cuda}/include/nccl_ep", ("nccl.ep", "include/nccl_ep"))
+  sources = _find(
+    f"ep_nccl{cuda}/include/nccl_ep", ("nccl.ep", "include/nccl_ep")
+  )
   nvcc = find_nvcc(cuda)
   _set_default("NCCL_EP_JIT_BUILD_INCLUDE_DIR", headers)
   _set_default("NCCL_EP_JIT_SOURCE_DIR", sources)
@@ -45,7 +47,9 @@ def prepare(platform_version: str) -> tuple[str, str]:
   _set_default("NCCL_EP_JIT_CUDA_INCLUDE_DIR", nvcc.parents[1] / "include")
   _check_compiler(nvcc)
   libraries = (
-    _find(f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")),
+    _find(
+      f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
+    ),
     _find(
       f"ep_nccl{cuda}/lib/cu{cuda}/libnccl_ep.so",
       ("nccl.ep", f"lib/cu{cuda}/libnccl_ep.so"),

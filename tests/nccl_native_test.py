@@ -1,0 +1,100 @@
+"""The functions of libep_ffi_cuda that Python calls, over a fake of NCCL.
+
+The ranks are threads: the fake is one machine in one process.
+"""
+
+import concurrent.futures
+import ctypes
+import os
+
+import pytest
+
+from ep._src import ffi
+
+SIZES = dict(
+  num_experts=8,
+  ep_size=2,
+  max_tokens=16,
+  capacity=64,
+  max_row_bytes=256,
+  max_num_sms=0,
+  timeout_s=20.0,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake():
+  """Loaded first and for all to see, it is what the backend finds."""
+  ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+
+
+def connect(names, **sizes):
+  """Creates the group of each rank; they have names of their own here."""
+  unique_id = ffi.new_nccl_id("", "")
+
+  def create(rank):
+    ffi.create_nccl_group(
+      name=names[rank],
+      rank=rank,
+      device=rank,
+      unique_id=unique_id,
+      nccl="",
+      nccl_ep="",
+      **SIZES | sizes,
+    )
+
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    list(threads.map(create, range(len(names))))
+
+
+def test_ids_differ():
+  assert ffi.new_nccl_id("", "") != ffi.new_nccl_id("", "")
+
+
+def test_a_group_from_birth_to_end():
+  names = ["rank0", "rank1"]
+  connect(names)
+  try:
+    for name in names:
+      assert ffi.is_live("nccl", name)
+      ffi.check_group("nccl", name)
+      few, many = (
+        ffi.mem_bytes("nccl", name, num_tokens, 2, 1, 64)
+        for num_tokens in (8, 16)
+      )
+      assert 0 < few < many
+  finally:
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+      list(threads.map(lambda name: ffi.close_group("nccl", name), names))
+  assert not ffi.is_live("nccl", "rank0")
+  with pytest.raises(ffi.NativeError, match='"rank0"'):
+    ffi.check_group("nccl", "rank0")
+
+
+def test_the_sizes_are_in_order():
+  """Each is refused by its own name."""
+  for sizes, word in [
+    (dict(num_experts=6), "num_experts = 6"),
+    (dict(ep_size=1), "ep_size = 1"),
+    (dict(max_tokens=100), "max_tokens_per_rank, rounded up to 100"),
+    (dict(capacity=15), "recv_capacity_per_rank = 15"),
+    (dict(max_row_bytes=8), "8 bytes"),
+    (dict(max_num_sms=17), "max_num_sms = 17"),
+  ]:
+    with pytest.raises(ValueError, match=word):
+      connect(["refused"], **sizes)
+
+
+def test_the_shape_of_a_layer_is_in_order():
+  names = ["layer0", "layer1"]
+  connect(names)
+  for shape, word in [
+    ((17, 2, 1, 64), "17 tokens"),
+    ((16, 33, 1, 64), "top_k = 33"),
+    ((16, 2, 3, 64), "alignment = 3"),
+    ((16, 2, 1, 32), "recv_capacity_per_rank = 32"),
+  ]:
+    with pytest.raises(ValueError, match=word):
+      ffi.mem_bytes("nccl", "layer0", *shape)
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    list(threads.map(lambda name: ffi.close_group("nccl", name), names))
