@@ -34,6 +34,8 @@ import tempfile
 import threading
 import time
 
+from ep._src import gpus
+
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
 _TAIL_LINES = 40
@@ -97,6 +99,7 @@ def launch(
   *,
   num_processes: int,
   devices_per_process: int = 1,
+  ranks_per_gpu: int = 1,
   log_dir: str | os.PathLike | None = None,
   timeout_s: float | None = None,
   grace_s: float = 10.0,
@@ -120,6 +123,8 @@ def launch(
       ["-m", "pytest", "tests"].
     num_processes: how many ranks.
     devices_per_process: CPU devices of each rank; other platforms ignore it.
+    ranks_per_gpu: where JAX_PLATFORMS names GPUs, each rank sees one of this
+      host's, which so many ranks share (NCCL 2.30 and newer let them).
     log_dir: folder for the logs, created if missing. By default a new folder
       under $TEST_UNDECLARED_OUTPUTS_DIR (a Bazel test keeps it), or else a
       temporary one that is removed if all goes well.
@@ -131,7 +136,14 @@ def launch(
     0 if every rank succeeded. Otherwise the exit code of the first that did
     not, 128 + n if it died of signal n; 128 + n if this process was asked to
     end by signal n; 124 on timeout.
+
+  Raises:
+    ValueError: there are fewer GPUs than the ranks need.
   """
+  common = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
+  own = [{}] * num_processes
+  if {"cuda", "gpu"} & set(common["JAX_PLATFORMS"].split(",")):
+    own = gpus.rank_variables(num_processes, ranks_per_gpu)
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
   logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
@@ -142,7 +154,9 @@ def launch(
     ranks = []
     for index in range(num_processes):
       log = logs / f"rank_{index}.log"
-      rank_env = _rank_env(index, num_processes, devices_per_process, port, env)
+      rank_env = _rank_env(
+        index, num_processes, devices_per_process, port, common | own[index]
+      )
       ranks.append(_Rank(index, argv, log, rank_env))
       stack.callback(ranks[-1].kill)
     code = _watch(ranks, signals, timeout_s, grace_s)
@@ -309,13 +323,11 @@ def _rank_env(
   num_processes: int,
   devices_per_process: int,
   port: int,
-  extra: Mapping[str, str] | None,
+  env: Mapping[str, str],
 ) -> dict[str, str]:
   address = f"127.0.0.1:{port}"
   env = {
-    "JAX_PLATFORMS": "cpu",
-    **os.environ,
-    **(extra or {}),
+    **env,
     "JAX_COORDINATOR_ADDRESS": address,
     "JAX_COORDINATOR_BIND_ADDRESS": address,  # not on every interface
     "JAX_NUM_PROCESSES": str(num_processes),
@@ -343,6 +355,7 @@ def main() -> int:
   )
   parser.add_argument("--num_processes", type=int, required=True)
   parser.add_argument("--devices_per_process", type=int, default=1)
+  parser.add_argument("--ranks_per_gpu", type=int, default=1)
   parser.add_argument("--log_dir")
   parser.add_argument("--timeout", type=float, help="seconds")
   rest = argparse.REMAINDER
@@ -356,6 +369,7 @@ def main() -> int:
     argv,
     num_processes=args.num_processes,
     devices_per_process=args.devices_per_process,
+    ranks_per_gpu=args.ranks_per_gpu,
     log_dir=args.log_dir,
     timeout_s=args.timeout,
   )

@@ -1,11 +1,23 @@
 """ep_dispatch, forward and backward, against the oracle."""
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case, dispatch, E, large_case, layer, ROUTINGS, sizes, T
+from cases import (
+  Case,
+  dispatch,
+  E,
+  expected,
+  large_case,
+  layer,
+  ROUTINGS,
+  sizes,
+  T,
+)
+from conftest import assert_shards_equal
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
@@ -32,6 +44,15 @@ def check(case, dtype=jnp.float32, weight_dtype=jnp.float32):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing(routing):
   check(Case(layer(), routing))
+
+
+@DTYPES
+def test_rows_are_copied(dtype):
+  """Bit for bit, on every backend."""
+  case = Case(layer(alignment=4), "with_unused_choices")
+  inputs = case.tokens(dtype), case.weights()
+  wanted = expected(case, dispatch, *inputs)
+  jax.tree.map(assert_shards_equal, case.run(dispatch, *inputs), wanted)
 
 
 @DTYPES

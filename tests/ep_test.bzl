@@ -5,55 +5,69 @@ load("@rules_python//python:defs.bzl", "py_test")
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
+# Of each platform: JAX's name for it, what it needs, and JAX's tags.
+_PLATFORMS = {
+    "cpu": struct(jax = "cpu", deps = [], tags = []),
+    "gpu": struct(
+        jax = "cuda",
+        deps = ["//third_party/py:jax_gpu"],
+        tags = ["gpu", "multiaccelerator", "requires-gpu-nvidia"],
+    ),
+}
+
+def _platforms(world, gpu):
+    """Where a world of several processes with a device each can be had."""
+    processes, devices = world.split("x")
+    return ["cpu", "gpu"] if gpu and processes != "1" and devices == "1" else ["cpu"]
+
 def ep_test(
         name,
-        srcs = None,
-        deps = [],
         worlds = ["1x4", "4x1"],
-        platform = "cpu",
+        gpu = True,
         size = "medium",
-        tags = [],
+        deps = [],
         data = [],
         env = {},
         **kwargs):
-    """One py_test per world, named <name>_<world>_<platform>, and a suite.
+    """One py_test per world and platform, named <name>_<world>_<platform>.
 
-    The suite, <name>, is all of them.
+    A suite, <name>, is all of those for the CPU. Those for GPUs are left out of
+    test runs without --config=gpu; see docs/gpu.md.
 
     Args:
-      name: of the suite, and by default of the file: <name>.py.
-      srcs: the test file, a list of one.
-      deps: what it imports besides //tests:harness.
+      name: of the suite, and of the file: <name>.py.
       worlds: "4x1" stands for 4 processes with 1 device each. A test of plain
         Python, or of one device, names one world.
-      platform: "cpu". A GPU variant is a second call with another platform.
+      gpu: whether a world of many processes makes sense on GPUs.
       size: Bazel's; most of a test's time is XLA's compiler's. The ranks are
         ended, their stacks in their logs, somewhat before Bazel would end the
         test.
-      tags: added to ours, which tell Bazel how many processes run.
-      data: what it finds at run time besides its file.
+      deps: what the file imports besides //tests:harness.
+      data: what it finds at run time besides itself.
       env: variables of its ranks besides ours.
       **kwargs: passed on to py_test.
     """
-    srcs = srcs or [name + ".py"]
-    tests = []
+    src = name + ".py"
     for world in worlds:
-        test = "{}_{}_{}".format(name, world, platform)
-        tests.append(test)
-        py_test(
-            name = test,
-            size = size,
-            srcs = srcs + ["//tests:run_ranks.py"],
-            main = "//tests:run_ranks.py",
-            args = [
-                "--world=" + world,
-                "--timeout={}".format(_LIMITS[size] * 9 // 10),
-                "$(rootpath {})".format(srcs[0]),
-            ],
-            data = srcs + data,
-            env = env | {"JAX_PLATFORMS": platform},
-            tags = tags + ["cpu:" + world.split("x")[0]],
-            deps = deps + ["//tests:harness"],
-            **kwargs
-        )
-    native.test_suite(name = name, tests = tests)
+        for platform in _platforms(world, gpu):
+            on = _PLATFORMS[platform]
+            py_test(
+                name = "{}_{}_{}".format(name, world, platform),
+                size = size,
+                srcs = [src, "//tests:run_ranks.py"],
+                main = "//tests:run_ranks.py",
+                args = [
+                    "--world=" + world,
+                    "--timeout={}".format(_LIMITS[size] * 9 // 10),
+                    "$(rootpath {})".format(src),
+                ],
+                data = data + [src],
+                env = env | {"JAX_PLATFORMS": on.jax},
+                tags = on.tags + ["cpu:" + world.split("x")[0]],
+                deps = deps + on.deps + ["//tests:harness"],
+                **kwargs
+            )
+    native.test_suite(
+        name = name,
+        tests = ["{}_{}_cpu".format(name, world) for world in worlds],
+    )

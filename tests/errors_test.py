@@ -21,7 +21,9 @@ from cases import (
   E,
   everything,
   expected,
+  failing,
   global_view,
+  GPU,
   group,
   H,
   K,
@@ -77,9 +79,13 @@ def test_prepare_refuses(topk_idx, words):
   "tokens, weights, words",
   [
     (zeros(N), zeros(N, K), ["tokens", "(20,)"]),
-    (zeros(N, H + 1), zeros(N, K), ["tokens", "8", "hidden_dim", "7"]),
-    (zeros(N - 4, H), zeros(N, K), ["tokens", "(16, 7)", "5"]),
-    (zeros(4, T, H), zeros(N, K), ["tokens", "(4, 5, 7)", "5"]),
+    (
+      zeros(N, H + 1),
+      zeros(N, K),
+      ["tokens", f"{H + 1}", "hidden_dim", f"{H}"],
+    ),
+    (zeros(N - 4, H), zeros(N, K), ["tokens", f"(16, {H})", "5"]),
+    (zeros(4, T, H), zeros(N, K), ["tokens", f"(4, 5, {H})", "5"]),
     (zeros(N, H, dtype=np.int32), zeros(N, K), ["tokens", "int32", "float32"]),
     (zeros(N, H), zeros(N), ["topk_weights", "(20,)"]),
     (zeros(N, H), zeros(N, K - 1), ["topk_weights", "(20, 2)", "3"]),
@@ -103,10 +109,14 @@ C = 4 * T * 2  # the worst case with two local experts
 @pytest.mark.parametrize(
   "rows, weights, words",
   [
-    (zeros(4, H), None, ["expert_out", "(4, 7)", "40"]),
-    (zeros(4, C - 1, H), None, ["expert_out", "(4, 39, 7)", "40"]),
-    (zeros(2, C, H), None, ["expert_out", "(2, 40, 7)", "4"]),
-    (zeros(4, C, H + 1), None, ["expert_out", "8", "hidden_dim", "7"]),
+    (zeros(4, H), None, ["expert_out", f"(4, {H})", "40"]),
+    (zeros(4, C - 1, H), None, ["expert_out", f"(4, 39, {H})", "40"]),
+    (zeros(2, C, H), None, ["expert_out", f"(2, 40, {H})", "4"]),
+    (
+      zeros(4, C, H + 1),
+      None,
+      ["expert_out", f"{H + 1}", "hidden_dim", f"{H}"],
+    ),
     (zeros(4, C, H, dtype=np.int8), None, ["expert_out", "int8", "float32"]),
     (zeros(4, C, H), zeros(4, C, 1), ["weights", "4, 40, 1", "4, 40"]),
     (zeros(4, C, H), zeros(N, K), ["weights", "20, 3", "4, 40"]),
@@ -307,6 +317,8 @@ def of_two_routings(handle, other):
 )
 def test_a_handle_that_was_not_prepared(forge, op):
   """Its bytes are checked before they are used as addresses."""
+  if GPU and forge in (garbage_after_the_header, of_two_routings):
+    pytest.skip("NCCL EP trusts its part of a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(lambda ops: ops.handle) for x in (case, other)]
   inputs = {
@@ -318,9 +330,10 @@ def test_a_handle_that_was_not_prepared(forge, op):
   def program(handle, other, *inputs):
     return op(Ops(forge(handle, other)), *inputs)
 
-  with pytest.raises(RUN_TIME_ERRORS, match="handle") as error:
+  with failing(case.layer.group) as error:
     jax.block_until_ready(program(*handles, *map(case.put, inputs)))
-  assert f"ep_{op.__name__}" in str(error.value)
+  assert "handle" in str(error.value)
+  assert GPU or f"ep_{op.__name__}" in str(error.value)
 
 
 @pytest.mark.parametrize("compiled_before", [False, True])

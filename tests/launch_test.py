@@ -12,6 +12,7 @@ import time
 import pytest
 
 from ep import launch
+from ep._src import gpus
 
 _STUCK = "import time; time.sleep(600)"
 
@@ -62,6 +63,46 @@ def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
   assert _launch(code, log_dir=tmp_path, devices_per_process=3) == 0
   flags = ["--a=1", "--b=2", "--xla_force_host_platform_device_count=3"]
   assert (tmp_path / "rank_1.log").read_text() == f"{flags}\n"
+
+
+_SHOW_GPU = """
+  import os
+  for name in ["CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE",
+               "XLA_PYTHON_CLIENT_MEM_FRACTION"]:
+    print(os.environ.get(name))
+"""
+
+
+@pytest.mark.parametrize(
+  "ranks_per_gpu, expected",
+  [
+    (1, [["2", None, None], ["GPU-7", None, None]]),
+    (2, [["2", "1", "0.375"], ["2", "1", "0.375"]]),
+  ],
+)
+def test_each_rank_has_its_gpu(tmp_path, monkeypatch, ranks_per_gpu, expected):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
+  options = dict(ranks_per_gpu=ranks_per_gpu, log_dir=tmp_path)
+  assert _launch(_SHOW_GPU, **options) == 0
+  logs = [(tmp_path / f"rank_{r}.log").read_text().split() for r in range(2)]
+  assert logs == [[str(value) for value in rank] for rank in expected]
+
+
+def test_too_few_gpus_are_not_shared_unasked(monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  with pytest.raises(ValueError, match="2 GPUs.*1 are.*--ranks_per_gpu=2"):
+    _launch("")
+
+
+def test_gpus_are_counted(monkeypatch, tmp_path):
+  smi = tmp_path / "nvidia-smi"
+  smi.write_text("#!/bin/sh\necho GPU 0: H200\necho GPU 1: H200\n")
+  smi.chmod(0o700)
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+  assert gpus.visible() == ["0", "1"]
 
 
 @pytest.mark.parametrize(

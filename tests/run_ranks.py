@@ -15,6 +15,7 @@ from ep import launch
 def main() -> int:
   parser = argparse.ArgumentParser()
   parser.add_argument("--world", required=True, help="processes x devices")
+  parser.add_argument("--ranks_per_gpu", type=int, default=1)
   parser.add_argument("--timeout", type=float, required=True, help="seconds")
   args, pytest_args = parser.parse_known_args()
   processes, devices = map(int, args.world.split("x"))
@@ -25,6 +26,7 @@ def main() -> int:
     + pytest_args,
     num_processes=processes,
     devices_per_process=devices,
+    ranks_per_gpu=args.ranks_per_gpu,
     timeout_s=args.timeout,
   )
 

@@ -71,6 +71,12 @@ def ep_repositories():
             },
         )
 
+    for version in ["12", "13"]:
+        pip_packages(
+            name = "ep_pypi_cuda" + version,
+            lock = "//third_party/py:requirements_lock_cuda{}.txt".format(version),
+        )
+
     pip_packages(
         name = "ep_tools_pypi",
         lock = "//third_party/tools:requirements_lock.txt",

@@ -16,5 +16,8 @@ done
 for version in 12 13; do
   lock "cuda/requirements_cuda$version.in" 3.11 \
     "requirements_lock_cuda$version.txt" --no-deps
+  # The same wheels for every Python, or hashes of those for each.
+  lock "py/requirements_cuda$version.in" 3.11 \
+    "requirements_lock_cuda$version.txt" --python-platform x86_64-manylinux_2_28
 done
 lock tools/requirements.in 3.11 requirements_lock.txt --universal

@@ -1,0 +1,57 @@
+"""Which GPU each rank of this host gets: one of its own, unless told to share.
+
+Imports no JAX: the launcher must not hold what its ranks want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import os
+import subprocess
+
+# What XLA takes of a GPU's memory, and JAX's default of it.
+_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_MEMORY_FRACTION = 0.75
+
+
+def visible() -> list[str]:
+  """The GPUs of this host that a process would see, as CUDA names them."""
+  chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if chosen is not None:
+    return [name.strip() for name in chosen.split(",") if name.strip()]
+  try:
+    listing = subprocess.run(
+      ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return []
+  lines = [line for line in listing.stdout.splitlines() if line.strip()]
+  return [str(i) for i in range(len(lines))]
+
+
+def rank_variables(
+  num_ranks: int, ranks_per_gpu: int
+) -> list[Mapping[str, str]]:
+  """What each of `num_ranks` ranks has in its environment.
+
+  Raises:
+    ValueError: there are too few GPUs.
+  """
+  gpus = visible()
+  needed = -(-num_ranks // ranks_per_gpu)
+  if len(gpus) < needed:
+    raise ValueError(
+      f"{num_ranks} ranks need {needed} GPUs, {ranks_per_gpu} for each, but"
+      f" {len(gpus)} are visible; run fewer ranks, or let them share with"
+      f" --ranks_per_gpu={num_ranks}."
+    )
+  shared = {}
+  if ranks_per_gpu > 1:
+    # NCCL 2.30 and newer; the others refuse.
+    shared["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    if _MEMORY not in os.environ:
+      shared[_MEMORY] = f"{_MEMORY_FRACTION / ranks_per_gpu:.3f}"
+  return [
+    shared | {"CUDA_VISIBLE_DEVICES": gpus[rank // ranks_per_gpu]}
+    for rank in range(num_ranks)
+  ]
