@@ -32,6 +32,9 @@ _EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
 _NUM_PROCESSES = flags.DEFINE_integer(
   "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
 )
+_RANKS_PER_GPU = flags.DEFINE_integer(
+  "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
+)
 _NUM_EXPERTS = flags.DEFINE_integer("num_experts", 16, "experts in all", 1)
 _TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
@@ -85,6 +88,7 @@ def main(argv) -> int:
     [__file__, *sys.argv[1:]],
     num_processes=_NUM_PROCESSES.value,
     devices_per_process=_DP.value * _EP.value // _NUM_PROCESSES.value,
+    ranks_per_gpu=_RANKS_PER_GPU.value,
   )
 
 
@@ -94,6 +98,8 @@ def run_ranks() -> int:
   # the order, so it must not depend on how many processes there are.
   os.environ["NPROC"] = str(_DP.value * _EP.value)
   launch.initialize()
+  # GPUs would multiply float32 as TF32, which hides what the check is to see.
+  jax.config.update("jax_default_matmul_precision", "highest")
   tokens = read_text()
   inputs, targets = tokens[:-1], tokens[1:]
   dtype = jnp.dtype(_DTYPE.value)

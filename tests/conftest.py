@@ -35,6 +35,8 @@ import pytest
 from ep import launch
 
 launch.initialize()
+# GPUs would multiply float32 as TF32.
+jax.config.update("jax_default_matmul_precision", "highest")
 
 TIMEOUT_S = 20.0
 
