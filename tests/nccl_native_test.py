@@ -6,6 +6,9 @@ The ranks are threads: the fake is one machine in one process.
 import concurrent.futures
 import ctypes
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -69,6 +72,56 @@ def test_a_group_from_birth_to_end():
   assert not ffi.is_live("nccl", "rank0")
   with pytest.raises(ffi.NativeError, match='"rank0"'):
     ffi.check_group("nccl", "rank0")
+
+
+def in_a_new_process(program, *args):
+  """What `program` prints with ffi imported."""
+  return subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      f"import ctypes, sys\nfrom ep._src import ffi\n{program}",
+    ]
+    + [str(arg) for arg in args],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout
+
+
+def test_two_nccls_are_refused(tmp_path):
+  files = [tmp_path / folder / "libnccl.so.2" for folder in ("a", "b")]
+  for file in files:
+    file.parent.mkdir()
+    shutil.copy(os.environ["FAKE_NCCL"], file)
+  message = in_a_new_process(
+    """
+for file in sys.argv[1:]:
+  ctypes.CDLL(file, ctypes.RTLD_GLOBAL)
+try:
+  ffi.new_nccl_id("", "")
+except ffi.NativeError as e:
+  print(e)
+""",
+    *files,
+  )
+  for word in ["2 NCCLs", *map(str, files)]:
+    assert word in message
+
+
+def test_a_missing_library_is_named():
+  """That of CUDA's driver, or else the NCCL that was asked for."""
+  message = in_a_new_process(
+    """
+try:
+  ffi.new_nccl_id("/nowhere/libnccl.so.2", "/nowhere/libnccl_ep.so")
+except ffi.NativeError as e:
+  print(e)
+"""
+  )
+  assert "cannot load" in message
+  assert "docs/gpu.md" in message
 
 
 def test_the_sizes_are_in_order():
