@@ -41,6 +41,14 @@ jax.config.update("jax_default_matmul_precision", "highest")
 TIMEOUT_S = 20.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+  """Those of fuzz_test. Each process works out all that is expected."""
+  cases = 300 if jax.process_count() == 1 else 60
+  parser.addoption("--fuzz_cases", type=int, default=cases)
+  parser.addoption("--fuzz_first", type=int, default=0)
+  parser.addoption("--fuzz_seed", type=int, default=0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
   """Rank 0 writes the test.xml that Bazel would otherwise make up."""
   if jax.process_index() == 0 and "XML_OUTPUT_FILE" in os.environ:

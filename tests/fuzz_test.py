@@ -1,0 +1,134 @@
+"""Random layers and routings, every op, against the oracle, bit for bit.
+
+    python -m pytest tests/fuzz_test.py --fuzz_cases=3000 --fuzz_seed=7
+
+A failure prints the command that repeats it alone. Case i of a seed is the same
+whatever else runs: a layer for every `ROUTINGS` cases, since its program has to
+be compiled, and of each case a routing and arrays.
+"""
+
+import dataclasses
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import bootstrap, Case, everything, MESHES, sizes
+from conftest import make_mesh
+import ep
+
+BACKENDS = ("host",)
+ROUTINGS = 12  # cases of a layer
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """What is drawn of a layer and its tokens."""
+
+  mesh: str
+  num_experts: int
+  top_k: int
+  tokens: int
+  hidden: int
+  alignment: int
+  capacity: int | None
+  overflow: str
+  dtype: jnp.dtype
+
+  @classmethod
+  def of(cls, rng):
+    mesh = str(rng.choice(list(MESHES)))
+    ep_size = MESHES[mesh]["ep"]
+    local = int(rng.integers(1, 6))
+    top_k = int(rng.integers(1, min(local * ep_size, 6) + 1))
+    tokens = int(rng.integers(1, 10))
+    alignment = int(rng.choice([1, 2, 3, 4, 8]))
+    worst = ep_size * tokens * min(top_k, local) + local * (alignment - 1)
+    slabs = int(rng.integers(local, max(local, worst // alignment) + 1))
+    return cls(
+      mesh=mesh,
+      num_experts=local * ep_size,
+      top_k=top_k,
+      tokens=tokens,
+      hidden=int(rng.integers(1, 20)),
+      alignment=alignment,
+      capacity=None if rng.random() < 0.4 else slabs * alignment,
+      overflow=str(rng.choice(["error", "drop"])),
+      dtype=DTYPES[rng.integers(len(DTYPES))],
+    )
+
+  def group(self, backend):
+    return bootstrap(
+      make_mesh(MESHES[self.mesh]),
+      num_experts=self.num_experts,
+      max_tokens_per_rank=self.tokens,
+      hidden_dim=self.hidden,
+      top_k=self.top_k,
+      alignment=self.alignment,
+      recv_capacity_per_rank=self.capacity,
+      overflow=self.overflow,
+      backend=backend,
+    )
+
+  def routing(self, rng, ranks):
+    """`[ranks * T, K]`: some choices unused, some experts more in demand."""
+    shape = (ranks * self.tokens, self.num_experts)
+    demand = rng.choice([0, 1, 4]) * rng.permutation(self.num_experts)
+    idx = (rng.gumbel(size=shape) + demand).argsort(-1)[:, -self.top_k :]
+    used = rng.random(idx.shape) < rng.choice([0, 0.3, 0.9, 1])
+    return np.where(used, idx, -1).astype(np.int32)
+
+
+def pytest_generate_tests(metafunc):
+  option = metafunc.config.getoption
+  first, count = option("fuzz_first"), option("fuzz_cases")
+  layers = range(first // ROUTINGS, -(-(first + count) // ROUTINGS))
+  metafunc.parametrize("layer", layers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fuzz(request, backend, layer):
+  option = request.config.getoption
+  seed, first = option("fuzz_seed"), option("fuzz_first")
+  wanted = range(first, first + option("fuzz_cases"))
+  draw = Draw.of(np.random.default_rng([seed, layer]))
+  with draw.group(backend) as group:
+    config = ep.EpLayerConfig(group)
+    for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
+      if index not in wanted:
+        continue
+      rng = np.random.default_rng([seed, layer, index])
+      routing = draw.routing(rng, group.num_token_ranks)
+      case = Case(config, routing, lead=(draw.tokens,), hidden=draw.hidden)
+      try:
+        check(case, draw)
+      except BaseException:
+        print(f"\n{draw} on {backend}; {reproducer(seed, index)}")
+        raise
+
+
+def check(case, draw):
+  _, _, total = case.oracle.sizes()
+  domains = total.reshape(-1, case.layer.ep_size)
+  too_few = (domains > case.layer.capacity).any(-1)
+  if draw.overflow == "drop" or not too_few.any():
+    return case.check(everything, *case.inputs(draw.dtype))
+  # Ranks of other domains may have been through before.
+  for rank, error in case.errors(sizes).items():
+    if error or too_few[rank // case.layer.ep_size]:
+      assert f"recv_capacity_per_rank = {case.layer.capacity}" in error
+
+
+def reproducer(seed, index):
+  launcher = (
+    f"-m ep.launch --num_processes={os.environ['JAX_NUM_PROCESSES']} "
+    if "JAX_NUM_PROCESSES" in os.environ
+    else ""
+  )
+  return (
+    f"repeat it with: python {launcher}-m pytest tests/fuzz_test.py"
+    f" --fuzz_seed={seed} --fuzz_first={index} --fuzz_cases=1"
+  )
