@@ -4,6 +4,7 @@
 #include <nccl.h>
 #include <nccl_ep.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -141,13 +142,14 @@ void Run(const Opened& handle, const Move& move, Transfer transfer) {
                contract.kept() ? &transfer : nullptr, &ranks, nullptr)) {
     return;
   }
-  for (const Transfer* rank : ranks) {
-    if (rank->routing->update == routing->update) continue;
-    contract.Demand(false, "ranks bring routings of different updates");
-    return;  // as on all ranks
-  }
+  const bool match =
+      std::all_of(ranks.begin(), ranks.end(), [&](const Transfer* rank) {
+        return rank->routing->update == routing->update;
+      });
   const RowShape shape = {move.width, DTypeOf(move.type), group.num_local()};
-  if (move.combines) {
+  if (!contract.Demand(match, "ranks bring routings of different updates")) {
+    // As on all ranks, each of which looks at the others' until the end.
+  } else if (move.combines) {
     Combine(ranks, member.rank(), shape);
   } else {
     Dispatch(ranks, member.rank(), shape);
