@@ -75,7 +75,7 @@ Status Device::LoadKernels() {
 }
 
 Device::~Device() {
-  if (!context_) return;
+  if (!context_ || forsaken_) return;
   {
     Scope scope(*this);
     if (module_) libraries_.cuModuleUnload(module_);

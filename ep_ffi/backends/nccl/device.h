@@ -67,6 +67,10 @@ class Device {
   // Waits until all that was enqueued has run.
   Status Synchronize() const;
 
+  // Frees nothing in the end: what was enqueued may never have run, and to free
+  // what it uses waits for it, or pulls it away.
+  void Forsake() { forsaken_ = true; }
+
  private:
   explicit Device(const Libraries& libraries) : libraries_(libraries) {}
 
@@ -82,6 +86,7 @@ class Device {
   CUfunction kernels_[kNumKernels] = {};
   Report* reports_ = nullptr;
   Report* device_reports_ = nullptr;
+  bool forsaken_ = false;
 };
 
 }  // namespace ep::nccl

@@ -122,12 +122,17 @@ void NcclGroup::Close() {
 
 Status NcclGroup::GiveUp(const Status& status) {
   failed_ = status;
+  device_->Forsake();
   // It may wait for what cannot be aborted.
   (void)RunWithin(options_.timeout_s, "to abort", [c = communicator_] {
     c->Abort();
     return Status();
   });
   return status;
+}
+
+Status NcclGroup::KeepUp(const Status& enqueued) {
+  return enqueued.ok() ? enqueued : GiveUp(enqueued);
 }
 
 // ---- Ops --------------------------------------------------------------------
@@ -156,8 +161,8 @@ void NcclGroup::Prepare(Call call, const PrepareArgs& args) {
     if (pending_.size() == kWindow) earlier = TakeVerdict();
     EP_RETURN_IF_ERROR(failed_);
     // This one's peers wait for it, whatever an earlier one had.
-    EP_RETURN_IF_ERROR(EnqueuePrepare(call, args));
-    return earlier;
+    const Status status = EnqueuePrepare(call, args);
+    return earlier.ok() ? status : earlier;
   });
 }
 
@@ -193,14 +198,15 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   routing.program = HashProgram(*call.site, routing.sizes);
   routing.ticket = ticket;
   routing.report = device_->device_report(ticket % kWindow);
-  EP_RETURN_IF_ERROR(EnqueueRouting(*device_, *communicator_, stream, routing));
+  EP_RETURN_IF_ERROR(
+      KeepUp(EnqueueRouting(*device_, *communicator_, stream, routing)));
   Tensor choices(ncclInt64, routing.choices, {args.num_tokens, args.top_k});
-  EP_RETURN_IF_ERROR(communicator_->WithHandle(
+  EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
       layer, args.mem + RoutingBytes(options_.sizes, layer, args.num_tokens),
       "ncclEpUpdateHandle", [&](ncclEpHandle_t handle) {
         return device_->libraries().ncclEpUpdateHandle(
             handle, choices.get(), /*layout_info=*/nullptr, stream);
-      }));
+      })));
   pending_.push_back({ticket, Name(call), args.top_k});
   return Status();
 }
@@ -282,17 +288,17 @@ Status NcclGroup::EnqueueMove(
   EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
   // NCCL EP has scratch there, too.
   std::byte* bytes = const_cast<std::byte*>(mem.data);
-  EP_RETURN_IF_ERROR(communicator_->WithHandle(
+  EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
       layer, bytes + RoutingBytes(options_.sizes, layer, num_tokens), what,
-      move));
+      move)));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = device_->device_report(kForeignReport);
   Routing routing =
       RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
-  return device_->LaunchRows(Device::kFinish, rows.count,
-                             static_cast<CUstream>(call.stream), &routing,
-                             &moved);
+  return KeepUp(device_->LaunchRows(Device::kFinish, rows.count,
+                                    static_cast<CUstream>(call.stream),
+                                    &routing, &moved));
 }
 
 // ---- EpHandle.mem -----------------------------------------------------------

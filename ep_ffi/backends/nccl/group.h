@@ -18,7 +18,8 @@
 // there, for work that it enqueued kWindow prepares ago.
 //
 // Waiting. NCCL EP's kernels wait for their peers without end. A host that
-// waits here gives up after timeout_s and aborts what can be aborted.
+// waits here gives up after timeout_s and aborts what can be aborted; so does
+// one that cannot enqueue its part, for its peers to find out in that time.
 
 #ifndef EP_FFI_BACKENDS_NCCL_GROUP_H_
 #define EP_FFI_BACKENDS_NCCL_GROUP_H_
@@ -111,6 +112,9 @@ class NcclGroup : public Group {
   Status Drain();
   // From now on every op fails with `status`, which it returns.
   Status GiveUp(const Status& status);
+  // Gives up if this rank did not enqueue what its peers wait for: its later
+  // ops would meet this one of theirs.
+  Status KeepUp(const Status& enqueued);
 
   const Options options_;
   std::shared_ptr<Device> device_;

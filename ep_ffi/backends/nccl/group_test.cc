@@ -43,6 +43,13 @@ using testing::WorldOptions;
 
 constexpr int64_t kMaxRowBytes = 4096;
 
+// Waits until it is so, but not for long.
+void Await(const std::function<bool()>& condition) {
+  for (int i = 0; i < 200 && !condition(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
 // After each test, that nothing was violated or left behind.
 class Auditor : public ::testing::EmptyTestEventListener {
  public:
@@ -61,9 +68,7 @@ class Auditor : public ::testing::EmptyTestEventListener {
     }
     if (leaks_allowed_) return;
     // What connected a group may let go of it a little later.
-    for (int i = 0; i < 200 && !(fake::CountHoldings() == before_); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
+    Await([this] { return fake::CountHoldings() == before_; });
     EXPECT_EQ(before_, fake::CountHoldings());
   }
 
@@ -451,6 +456,74 @@ TEST_P(NcclGroupTest, AnAbsentRankIsNoticedInTime) {
   // Those who gave up may still be writing.
   for (void* stream : domain.streams) {
     fake::Synchronize(static_cast<CUstream>(stream));
+  }
+}
+
+// To free what the device may yet use would wait for it, or worse.
+TEST_P(NcclGroupTest, AStuckDeviceKeepsWhatItUses) {
+  Auditor::AllowLeaks();
+  const fake::Holdings before = fake::CountHoldings();
+  {
+    WorldOptions options = kWorld;
+    options.timeout_s = 0.2;
+    const Domain domain = GetParam().make(options)[0];
+    const StepPtr step =
+        Step::Make(domain, Op::kPrepare, {NextRun()},
+                   PrepareInputs(kDims, RandomChoices(random_, kDims)));
+    for (int64_t rank : {0, 1, 3}) step->Post(rank);
+    for (int64_t rank : {0, 1, 3}) EXPECT_FALSE(step->Wait(rank).ok());
+  }
+  const auto count = [&] {
+    const fake::Holdings now = fake::CountHoldings();
+    return std::vector<size_t>{now.contexts - before.contexts,
+                               now.modules - before.modules,
+                               now.host_allocations - before.host_allocations};
+  };
+  const std::vector<size_t> stuck = {3, 3, 3};
+  Await([&] { return count() == stuck; });
+  EXPECT_EQ(stuck, count());
+}
+
+TEST_P(NcclGroupTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
+  Auditor::AllowLeaks();
+  WorldOptions options = kWorld;
+  options.timeout_s = 0.5;
+  struct {
+    Op op;
+    const char* function;
+  } cases[] = {
+      {Op::kPrepare, "ncclAllGather"},
+      {Op::kPrepare, "ncclEpUpdateHandle"},
+      {Op::kDispatch, "ncclEpDispatch"},
+      {Op::kCombine, "ncclEpCombine"},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.function);
+    fake::TheMachine().failing.clear();
+    const Domain domain = MakeDomain(options);
+    const Routed routed = PrepareRandom(domain, kDims);
+    const auto post = [&](Op op) {
+      const StepPtr step =
+          Step::Make(domain, op, {NextRun()},
+                     op == Op::kPrepare
+                         ? PrepareInputs(kDims, RandomChoices(random_, kDims))
+                         : RandomInputs(op, routed, AnyType()));
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) step->Post(rank);
+      return step;
+    };
+    fake::TheMachine().failing_device = 1;
+    fake::TheMachine().failing = c.function;
+    const StepPtr failing = post(c.op);
+    const StepPtr later = post(Op::kDispatchBwd);
+    ExpectWords({OpName(c.op), "rank 1", c.function}, failing->Wait(1));
+    ExpectWords({"ep_dispatch_bwd", "rank 1", c.function}, later->Wait(1));
+    for (int64_t rank : {0, 2, 3}) {
+      const Status status = failing->Wait(rank);
+      EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
+    }
+    for (void* stream : domain.streams) {
+      fake::Synchronize(static_cast<CUstream>(stream));
+    }
   }
 }
 

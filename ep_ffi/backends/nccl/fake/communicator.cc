@@ -71,6 +71,10 @@ void Clique::Abort(int rank) {
 
 ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
                              CUstream stream, std::function<void()> task) {
+  if (contract.function() == TheMachine().failing &&
+      member->device_ == TheMachine().failing_device) {
+    return ncclSystemError;
+  }
   {
     std::lock_guard<std::mutex> lock(member->mutex_);
     if (!contract.Demand(member->num_tasks_ == 0 || member->stream_ == stream,

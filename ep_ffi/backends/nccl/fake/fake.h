@@ -29,6 +29,9 @@ struct Machine {
   int nccl_ep_version = 200;
   // How long a rank waits for others before it is a violation.
   double patience_s = 30;
+  // A function that enqueues and, with an error code, fails on this device.
+  std::string failing;
+  int failing_device = 0;
 };
 
 Machine& TheMachine();

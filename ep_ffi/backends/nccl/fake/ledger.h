@@ -32,6 +32,7 @@ class Contract {
   // Inside a handler, nothing may wait or allocate.
   void DemandNoHandler();
 
+  const std::string& function() const { return function_; }
   bool kept() const { return kept_; }
 
  private:
