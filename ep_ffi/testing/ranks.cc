@@ -51,7 +51,6 @@ class Pool : public Executor {
   std::deque<std::function<void()>> tasks_;
 };
 
-constexpr std::byte kCanary{0xc5};
 constexpr size_t kCanaryElements = 16;
 
 // Sizes an output and fills it, and what follows it, with what is neither

@@ -4,6 +4,7 @@
 #define EP_FFI_TESTING_RANKS_H_
 
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -67,6 +68,9 @@ struct RankOutput {
   int32_t total_recv_tokens = 0;
   RankData data;
 };
+
+// Outputs are full of it before.
+inline constexpr std::byte kCanary{0xc5};
 
 // The layer that all ops belong to, as error messages call it.
 inline constexpr char kLayerName[] = "moe_3";

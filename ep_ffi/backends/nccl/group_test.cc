@@ -358,6 +358,30 @@ TEST_P(NcclGroupTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
   });
 }
 
+// A rank may look earlier than its peers, and yet enqueues what they do.
+TEST_P(NcclGroupTest, ARankThatChecksAloneStaysInStep) {
+  Domain domain = MakeDomain(kWorld);
+  const auto check = std::exchange(domain.synchronize, nullptr);
+  std::vector<StepPtr> steps;
+  for (int64_t i = 0; i < 2 * NcclGroup::kWindow; ++i) {
+    Choices topk_idx = RandomChoices(random_, kDims);
+    if (i == 0) topk_idx[1][4] = -7;
+    steps.push_back(Step::Make(domain, Op::kPrepare, {NextRun()},
+                               PrepareInputs(kDims, topk_idx)));
+  }
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      SCOPED_TRACE(i);
+      if (rank == 0 && i == 1) ExpectWords({"rank 1", "-7"}, check(rank));
+      steps[i]->Post(rank);
+      const Status status = steps[i]->Wait(rank);
+      EXPECT_EQ(rank == 0 || i != NcclGroup::kWindow, status.ok())
+          << status.message();
+    }
+    ExpectOk(check(rank));
+  });
+}
+
 // Whose routing it is, its header says; what NCCL EP would make of it is not
 // ours to test: here are routings that it cannot tell from the right ones.
 TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
@@ -383,6 +407,27 @@ TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
   }
   for (const auto& group : domain.groups) ExpectOk(group->Check());
   ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
+}
+
+// It may be long, and who asks for it never reads it.
+TEST_P(NcclGroupTest, AnUnspecifiedTailIsNotWritten) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  for (Op op : {Op::kDispatch, Op::kCombineBwd}) {
+    std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
+    for (RankInput& input : inputs) input.zero_tail = false;
+    const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+    ExpectRuns(step);
+    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+      const std::vector<std::byte>& rows = step->output(rank).data.rows;
+      const auto tail =
+          rows.begin() +
+          AnyType().bytes() * routed.layout.total_recv_tokens[rank];
+      ASSERT_NE(rows.end(), tail);
+      EXPECT_EQ(rows.end() - tail,
+                std::count(tail, rows.end(), testing::kCanary));
+    }
+  }
 }
 
 // What a layer must not be is refused before anything is enqueued.
@@ -433,8 +478,10 @@ TEST_P(NcclGroupTest, ACombineWithWeightsIsRefused) {
   std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
   for (RankInput& input : inputs) input.data.weights.resize(kDims.capacity);
   const StepPtr step = Step::Make(domain, Op::kCombine, {NextRun()}, inputs);
-  for (const Status& status : step->Run()) {
-    ExpectWords({"ep_combine", "weights"}, status);
+  const std::vector<Status> statuses = step->Run();
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    ExpectWords({"ep_combine", StrCat("rank ", rank, ":"), "weights"},
+                statuses[rank]);
   }
 }
 
@@ -454,6 +501,37 @@ TEST_P(NcclGroupTest, AnAbsentRankIsNoticedInTime) {
     ExpectWords({"timeout_s = 1"}, status);
   });
   // Those who gave up may still be writing.
+  for (void* stream : domain.streams) {
+    fake::Synchronize(static_cast<CUstream>(stream));
+  }
+}
+
+// Nobody checks, but no prepare is more than a window ahead of the device.
+TEST_P(NcclGroupTest, AnAbsentRankIsNoticedByThoseWhoGoOn) {
+  Auditor::AllowLeaks();
+  WorldOptions options = kWorld;
+  options.timeout_s = 0.5;
+  Domain domain = MakeDomain(options);
+  domain.synchronize = nullptr;
+  std::vector<StepPtr> steps;
+  for (int64_t i = 0; i < NcclGroup::kWindow + 2; ++i) {
+    steps.push_back(
+        Step::Make(domain, Op::kPrepare, {NextRun()},
+                   PrepareInputs(kDims, RandomChoices(random_, kDims))));
+  }
+  ForEachRank(3, [&](int64_t rank) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      SCOPED_TRACE(i);
+      steps[i]->Post(rank);
+      const Status status = steps[i]->Wait(rank);
+      if (i < NcclGroup::kWindow) {
+        ExpectOk(status);
+      } else {
+        EXPECT_EQ(Code::kDeadlineExceeded, status.code());
+        ExpectWords({"did not run within timeout_s = 0.5"}, status);
+      }
+    }
+  });
   for (void* stream : domain.streams) {
     fake::Synchronize(static_cast<CUstream>(stream));
   }
