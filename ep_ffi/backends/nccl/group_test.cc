@@ -409,6 +409,59 @@ TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
   ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
 }
 
+// Each of these tells an op from another, or from its own copy.
+TEST_P(NcclGroupTest, RanksThatPrepareInDifferentPlacesFail) {
+  const Domain domain = MakeDomain(kWorld);
+  const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
+  const int64_t run = NextRun();
+  for (const testing::Place& place :
+       {testing::Place{run, /*position=*/1},
+        testing::Place{run, 0, /*clone=*/1},
+        testing::Place{run, 0, 0, /*program=*/1}}) {
+    const StepPtr step = Step::Make(domain, Op::kPrepare, {run}, inputs);
+    const StepPtr other = Step::Make(domain, Op::kPrepare, place, inputs);
+    ForEachRank(kDims.ep_size, [&](int64_t rank) {
+      const StepPtr& mine = rank == 2 ? other : step;
+      mine->Post(rank);
+      ExpectWords({"rank 0 and rank 2 disagree"}, mine->Wait(rank));
+    });
+  }
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(NcclGroupTest, AHandleOfAnotherSizeIsRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  Routed routed = PrepareRandom(domain, kDims);
+  for (std::vector<std::byte>& mem : routed.mems) mem.resize(mem.size() - 8);
+  for (Op op : kMoves) {
+    const StepPtr step = Step::Make(domain, op, {NextRun()},
+                                    RandomInputs(op, routed, AnyType()));
+    for (const Status& status : step->Run()) {
+      ExpectWords({OpName(op), "handle.mem has", "ep_prepare"}, status);
+    }
+  }
+}
+
+TEST_P(NcclGroupTest, ClosingWaitsForTheDevice) {
+  Domain domain = MakeDomain(kWorld);
+  domain.synchronize = nullptr;
+  const StepPtr step =
+      Step::Make(domain, Op::kPrepare, {NextRun()},
+                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    step->Post(rank);
+    ExpectOk(step->Wait(rank));
+    domain.groups[rank]->Close();
+  });
+  for (const auto& group : domain.groups) {
+    group->Close();
+    ExpectWords({"finalized"}, group->Check());
+    int64_t bytes = 0;
+    ExpectWords({"finalized"}, group->MemBytes({}, 0, &bytes));
+  }
+}
+
 // It may be long, and who asks for it never reads it.
 TEST_P(NcclGroupTest, AnUnspecifiedTailIsNotWritten) {
   const Domain domain = MakeDomain(kWorld);
