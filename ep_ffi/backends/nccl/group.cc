@@ -79,7 +79,8 @@ Status NewUniqueId(const std::string& nccl_path,
 
 Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
   EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
-  // Else a slab's rows come in no fixed order.
+  // NCCL EP 0.2.0 knows no other. A newer one does, in which a slab's rows come
+  // in no fixed order.
   setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "1", /*replace=*/1);
   Libraries libraries;
   EP_RETURN_IF_ERROR(
@@ -385,9 +386,11 @@ Status NcclGroup::ToStatus(const Verdict& verdict,
           IdOutOfRange(token, k, verdict.value, options_.sizes.num_experts));
     case Fault::kRepeatedId:
       return on_rank(RepeatedId(token, k, verdict.value));
-    case Fault::kOverflow:
-      return on_rank(
-          Overflow(verdict.rank, verdict.value, options_.sizes.capacity));
+    case Fault::kOverflow: {
+      const Status status =  // names the rank itself
+          Overflow(verdict.rank, verdict.value, options_.sizes.capacity);
+      return Status(status.code(), StrCat(pending.op, ": ", status.message()));
+    }
     case Fault::kDisagreement:
       return Status(Code::kFailedPrecondition,
                     StrCat(pending.op, ": rank 0 and rank ", verdict.rank,

@@ -13,11 +13,13 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "ep_ffi/backends/nccl/communicator.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/testing/conformance.h"
 #include "ep_ffi/testing/formats.h"
@@ -538,6 +540,13 @@ TEST_P(NcclGroupTest, ACombineWithWeightsIsRefused) {
   }
 }
 
+// What gave up may still be writing, until the fake has ended it.
+void AwaitStreams(const Domain& domain) {
+  for (void* stream : domain.streams) {
+    fake::Synchronize(static_cast<CUstream>(stream));
+  }
+}
+
 // NCCL EP's kernels cannot be told to stop, so the group is not freed.
 TEST_P(NcclGroupTest, AnAbsentRankIsNoticedInTime) {
   Auditor::AllowLeaks();
@@ -553,10 +562,7 @@ TEST_P(NcclGroupTest, AnAbsentRankIsNoticedInTime) {
     EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
     ExpectWords({"timeout_s = 1"}, status);
   });
-  // Those who gave up may still be writing.
-  for (void* stream : domain.streams) {
-    fake::Synchronize(static_cast<CUstream>(stream));
-  }
+  AwaitStreams(domain);
 }
 
 // Nobody checks, but no prepare is more than a window ahead of the device.
@@ -585,9 +591,7 @@ TEST_P(NcclGroupTest, AnAbsentRankIsNoticedByThoseWhoGoOn) {
       }
     }
   });
-  for (void* stream : domain.streams) {
-    fake::Synchronize(static_cast<CUstream>(stream));
-  }
+  AwaitStreams(domain);
 }
 
 // To free what the device may yet use would wait for it, or worse.
@@ -603,6 +607,7 @@ TEST_P(NcclGroupTest, AStuckDeviceKeepsWhatItUses) {
                    PrepareInputs(kDims, RandomChoices(random_, kDims)));
     for (int64_t rank : {0, 1, 3}) step->Post(rank);
     for (int64_t rank : {0, 1, 3}) EXPECT_FALSE(step->Wait(rank).ok());
+    AwaitStreams(domain);
   }
   const auto count = [&] {
     const fake::Holdings now = fake::CountHoldings();
@@ -652,9 +657,7 @@ TEST_P(NcclGroupTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
       const Status status = failing->Wait(rank);
       EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
     }
-    for (void* stream : domain.streams) {
-      fake::Synchronize(static_cast<CUstream>(stream));
-    }
+    AwaitStreams(domain);
   }
 }
 
@@ -707,6 +710,31 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
     c.spoil(&sizes);
     ExpectRefused(sizes, {c.words});
   }
+}
+
+TEST(NcclGroupCreateTest, MoreRowsThanCanBeCountedAreRefused) {
+  Sizes sizes = {};
+  sizes.num_experts = sizes.ep_size = 1024;
+  sizes.max_tokens = sizes.capacity = 1 << 21;
+  Layer layer = {"moe",          /*top_k=*/1, /*alignment=*/1,
+                 sizes.capacity, true,        true};
+  ExpectWords({"2147483648 rows"}, CheckLayer(sizes, layer, 1));
+  sizes.max_tokens /= 2;
+  ExpectOk(CheckLayer(sizes, layer, 1));
+}
+
+// A C++ exception comes through NCCL EP's C interface.
+TEST(NcclGroupCreateTest, WhatNcclEpThrowsIsAnError) {
+  const Libraries unused = {};
+  const auto call = [&](const std::function<void()>& fail) {
+    return CallNcclEp(unused, "ncclEpDispatch", [&] {
+      fail();
+      return ncclSuccess;
+    });
+  };
+  ExpectWords({"ncclEpDispatch failed: Assertion"},
+              call([] { throw std::runtime_error("Assertion"); }));
+  ExpectWords({"ncclEpDispatch failed"}, call([] { throw 7; }));
 }
 
 TEST(NcclGroupCreateTest, ARankThatDoesNotComeIsNoticedInTime) {

@@ -1,5 +1,6 @@
 #include "ep_ffi/backends/nccl/limits.h"
 
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -69,6 +70,15 @@ Status CheckLayer(const Sizes& s, const Layer& layer, int64_t num_tokens) {
                   ", but it must be a power of two that divides "
                   "recv_capacity_per_rank = ",
                   s.capacity);
+  }
+  const int64_t demand =
+      s.ep_size * s.max_tokens * std::min(layer.top_k, s.num_local()) +
+      s.num_local() * (layer.alignment - 1);
+  if (demand > std::numeric_limits<int32_t>::max()) {
+    return Status(Code::kInvalidArgument,
+                  StrCat("a rank may be asked for ", demand,
+                         " rows, which are counted in 32 bits; split the "
+                         "tokens into several dispatches"));
   }
   if (num_tokens < 0 || num_tokens > s.max_tokens) {
     return Refuse(num_tokens,
