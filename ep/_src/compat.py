@@ -114,9 +114,19 @@ def module_name(ctx: mlir.LoweringRuleContext) -> str:
   return mlir.ir.StringAttr(name).value
 
 
-def module_notes(ctx: mlir.LoweringRuleContext) -> list[Any]:
-  """A list that belongs to the module being lowered and dies with it."""
-  return ctx.module_context.keepalives
+def module_note(
+  ctx: mlir.LoweringRuleContext, key: str, make: Callable[[], str]
+) -> str:
+  """The module's own attribute "ep.<key>", made when first asked for.
+
+  It dies with the module. `ModuleContext.keepalives` would too, but a module
+  that has any cannot be exported.
+  """
+  attributes = ctx.module_context.module.operation.attributes
+  name = f"ep.{key}"
+  if name not in attributes:
+    attributes[name] = mlir.ir.StringAttr.get(make())
+  return mlir.ir.StringAttr(attributes[name]).value
 
 
 def distributed_client():

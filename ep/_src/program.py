@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 from ep._src import compat
-
-
-@dataclasses.dataclass(frozen=True)
-class _Note:
-  """Left in a module: the name that it has in a group."""
-
-  group: str
-  name: str
 
 
 class ProgramNames:
@@ -30,12 +21,10 @@ class ProgramNames:
 
   def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
     """The name of the program being lowered, like "jit_step#0"."""
-    notes = compat.module_notes(ctx)
-    for note in notes:
-      if isinstance(note, _Note) and note.group == self._group:
-        return note.name
+    return compat.module_note(ctx, self._group, lambda: self._next(ctx))
+
+  def _next(self, ctx: compat.mlir.LoweringRuleContext) -> str:
     module = compat.module_name(ctx)
     name = f"{module}#{self._count[module]}"
     self._count[module] += 1
-    notes.append(_Note(self._group, name))
     return name
