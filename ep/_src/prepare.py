@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src import ffi, primitive, sharding
@@ -24,6 +25,13 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       offset[j] = sum(roundup(count[i], alignment) for i < j)
 
   and holds its tokens by ascending source rank, then ascending token.
+
+  The handle's arrays are named "ep_routing" for `jax.checkpoint`, so that a
+  block which prepares its own handle need not exchange the routing again in the
+  backward pass:
+
+      policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
+      block = jax.checkpoint(block, policy=policy)
 
   Args:
     layer: the layer's configuration.
@@ -73,6 +81,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
   leaves = sharding.call(
     layer.group, op, local, [topk_idx], [sharding.TOKENS], sharding.RANK
   )
+  leaves = [checkpoint_name(leaf, "ep_routing") for leaf in leaves]
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
 
 
