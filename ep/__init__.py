@@ -1,6 +1,12 @@
 """Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
 
+from ep import debug as debug
+from ep._src.collectives_check import (
+  assert_no_hidden_collectives as assert_no_hidden_collectives,
+)
 from ep._src.combine import ep_combine as ep_combine
+from ep._src.describe import describe as describe
+from ep._src.describe import RoutingSummary as RoutingSummary
 from ep._src.dispatch import ep_dispatch as ep_dispatch
 from ep._src.group import ep_bootstrap as ep_bootstrap
 from ep._src.group import ep_finalize as ep_finalize

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -502,6 +503,12 @@ def lower(*claims, view=global_view, platforms=None):
   """One program of all claims, `(case, fn, *arrays)`, lowered."""
   program, args = _program_and_args(claims, view)
   return program.trace(*args).lower(lowering_platforms=platforms)
+
+
+def exchanges(compiled):
+  """Names of our exchanges in a compiled program, sorted."""
+  targets = re.findall(r'custom_call_target="(ep_\w+)"', compiled.as_text())
+  return sorted(targets)
 
 
 def run(*claims, view=global_view):

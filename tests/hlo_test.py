@@ -1,5 +1,6 @@
 """The compiled program holds our exchanges, and no other collective."""
 
+import functools
 import re
 
 import jax
@@ -10,37 +11,21 @@ import pytest
 from cases import (
   Case,
   everything,
+  exchanges,
   global_view,
   layer,
   local_view,
   lower,
+  sizes,
   there_and_back,
 )
 from conftest import make_mesh, to_global
-from ep._src import ffi
-
-COLLECTIVES = (
-  "all-gather",
-  "all-reduce",
-  "all-to-all",
-  "collective-broadcast",
-  "collective-permute",
-  "reduce-scatter",
-)
-
-
-def collectives(hlo):
-  """Names of the stock collectives of a program, one for each use."""
-  return re.findall(rf"\b({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo)
-
-
-def exchanges(hlo):
-  """Names of our exchanges, sorted."""
-  return sorted(re.findall(r'custom_call_target="(ep_\w+)"', hlo))
+import ep
+from ep._src import collectives_check, ffi
 
 
 def compiled(case, fn, *arrays, **view):
-  return lower((case, fn, *arrays), **view).compile().as_text()
+  return lower((case, fn, *arrays), **view).compile()
 
 
 def forward_and_back(ops, tokens, weights, g):
@@ -60,9 +45,11 @@ BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 @BOTH_VIEWS
 def test_forward(mesh, axis_type, view):
   case = Case(layer(mesh, axis_type))
-  hlo = compiled(case, there_and_back, case.tokens(), case.weights(), view=view)
-  assert collectives(hlo) == []
-  assert exchanges(hlo) == ["ep_combine", "ep_dispatch", "ep_prepare"]
+  program = compiled(
+    case, there_and_back, case.tokens(), case.weights(), view=view
+  )
+  ep.assert_no_hidden_collectives(program)
+  assert exchanges(program) == ["ep_combine", "ep_dispatch", "ep_prepare"]
 
 
 @EVERY_MESH
@@ -72,9 +59,9 @@ def test_backward(mesh, axis_type, view):
   """And the routing is exchanged once, for both directions."""
   case = Case(layer(mesh, axis_type))
   inputs = case.tokens(), case.weights(), case.tokens()
-  hlo = compiled(case, forward_and_back, *inputs, view=view)
-  assert collectives(hlo) == []
-  assert exchanges(hlo) == [
+  program = compiled(case, forward_and_back, *inputs, view=view)
+  ep.assert_no_hidden_collectives(program)
+  assert exchanges(program) == [
     "ep_combine",
     "ep_combine_bwd",
     "ep_dispatch",
@@ -86,8 +73,8 @@ def test_backward(mesh, axis_type, view):
 @BOTH_VIEWS
 def test_every_op(view):
   case = Case(layer("dp2_ep2"))
-  hlo = compiled(case, everything, *case.inputs(), view=view)
-  assert collectives(hlo) == []
+  program = compiled(case, everything, *case.inputs(), view=view)
+  ep.assert_no_hidden_collectives(program)
 
 
 def test_gpus_run_every_op_among_their_collectives():
@@ -112,20 +99,96 @@ def test_int64_ids_and_float16_weights():
   with jax.enable_x64(True):
     case = Case(layer("dp2_ep2"))
     case = Case(case.layer, case.topk_idx.astype(np.int64))
-    hlo = compiled(
+    program = compiled(
       case, there_and_back, case.tokens(), case.weights(np.float16)
     )
-  assert collectives(hlo) == []
+  ep.assert_no_hidden_collectives(program)
 
 
-def test_other_collectives_would_be_seen():
-  """So that the empty lists above mean something."""
+def other_collectives(*, out_shardings=None):
+  """A program with an all-reduce that is asked for, and maybe more."""
   mesh = make_mesh({"x": 4})
-  replicated = NamedSharding(mesh, PartitionSpec())
   x = to_global(np.ones((4, 4), np.float32), mesh, PartitionSpec("x"))
-  for fn, expected in [
-    (lambda x: x, "all-gather"),
-    (lambda x: x.sum(), "all-reduce"),
-  ]:
-    program = jax.jit(fn, out_shardings=replicated)
-    assert expected in collectives(program.lower(x).compile().as_text())
+
+  def fn(x):
+    with jax.named_scope("grad_sync"):
+      total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "x"),
+        mesh=mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec(),
+      )(x)
+    return x, total
+
+  shardings = NamedSharding(mesh, out_shardings), None
+  return jax.jit(fn, out_shardings=shardings).lower(x).compile()
+
+
+def assert_hidden(program, *words, allow=()):
+  with pytest.raises(AssertionError, match="besides the exchanges") as error:
+    ep.assert_no_hidden_collectives(program, allow=allow)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_other_collectives_are_named():
+  """Each with its path and line, or as the partitioner's."""
+  program = other_collectives(out_shardings=PartitionSpec())
+  where = "grad_sync", "hlo_test.py:"
+  assert_hidden(program, "all-reduce", "all-gather", "partitioner", *where)
+  assert_hidden(program.as_text(), "all-gather", *where)
+  assert_hidden(program, "all-gather", allow=["all-reduce"])
+  assert_hidden(program, "all-reduce", *where, allow=["all-gather"])
+  ep.assert_no_hidden_collectives(program, allow=["all-gather", "grad_sync"])
+
+
+def test_what_is_meant_is_allowed():
+  program = other_collectives(out_shardings=PartitionSpec("x"))
+  assert_hidden(program, "all-reduce")
+  for allow in ["all-reduce"], ["grad_sync"]:
+    ep.assert_no_hidden_collectives(program, allow=allow)
+
+
+def test_collectives_in_the_scope_of_an_op_are_its_own():
+  mesh = make_mesh({"x": 4})
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=PartitionSpec("x"),
+    out_specs=PartitionSpec("x"),
+  )
+  def fn(x):
+    with jax.named_scope("ep_dispatch"):
+      return jax.lax.all_to_all(x, "x", 1, 1, tiled=True)
+
+  x = to_global(np.ones((4, 4), np.float32), mesh, PartitionSpec("x"))
+  ep.assert_no_hidden_collectives(fn.lower(x).compile())
+
+
+# As XLA prints them for GPUs and TPUs, and did before it had tables of frames.
+OTHER_SPELLINGS = """HloModule jit_f
+  %a.1 = (f32[4]{0:T(8,128)}, f32[16]{0:T(8,128)}) all-gather-start(%p), \
+metadata={op_name="jit(f)/x" source_file="f.py" source_line=7}
+  %b = f32[16]{0} all-gather-done(%a.1)
+  ROOT %c = (f32[2]{0}, /*index=1*/f32[2]{0}) ragged-all-to-all(%b)
+  %d = (f32[], u32[], token[]) send(%b, %t), channel_id=3, is_host_transfer=true
+  %e = f32[4]{0} custom-call(%b), custom_call_target="all-reduce("
+"""
+
+
+def test_other_spellings():
+  found = collectives_check.collectives(OTHER_SPELLINGS)
+  assert [(c.opcode, c.name, c.source) for c in found] == [
+    ("all-gather", "a.1", "f.py:7"),
+    ("ragged-all-to-all", "c", ""),
+  ]
+
+
+def test_programs_that_are_not_compiled():
+  """Their collectives are yet to be made."""
+  lowered = lower((Case(layer()), sizes))
+  for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
+    with pytest.raises(TypeError, match="compile()"):
+      ep.assert_no_hidden_collectives(program)

@@ -1,0 +1,186 @@
+"""describe: what a handle says, in numbers that can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from ep._src.group import EpLayerConfig
+from ep._src.handle import check_handle, EpHandle
+
+_MOST_LINES = 64  # of experts, in the table
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutingSummary:
+  """The routing of a step as N ranks see it. Made by `describe`.
+
+  All arrays are numpy's. `str` of it is a table.
+
+  Attributes:
+    layer: of the handle.
+    ranks: int32 [N], which of the R ranks these are, in the order of the token
+      axes; None for a handle of the local view, which does not know its own.
+    token_counts: int32 [N, L], tokens that each local expert receives.
+    group_sizes: int32 [N, L], rows of its slab inside the capacity, padding
+      included.
+    slab_offsets: int32 [N, L], the slab's first row, at most the capacity.
+    total_recv_tokens: int32 [N], rows wanted: padding and dropped ones too.
+  """
+
+  layer: EpLayerConfig
+  ranks: np.ndarray | None
+  token_counts: np.ndarray
+  group_sizes: np.ndarray
+  total_recv_tokens: np.ndarray
+
+  @property
+  def slab_offsets(self) -> np.ndarray:
+    return self.group_sizes.cumsum(1, dtype=np.int32) - self.group_sizes
+
+  @property
+  def experts(self) -> np.ndarray:
+    """int32 [N, L]: expert ids; those of rank 0 if `ranks` is None."""
+    local = self.layer.num_local_experts
+    ranks = np.zeros(1, np.int32) if self.ranks is None else self.ranks
+    first = ranks % self.layer.ep_size * local
+    return (first[:, None] + np.arange(local)).astype(np.int32)
+
+  @property
+  def dropped(self) -> np.ndarray:
+    """int32 [N]: rows past the capacity.
+
+    With an alignment of 1 these are the choices that were dropped; otherwise
+    some may be padding.
+    """
+    return (self.total_recv_tokens - self.layer.capacity).clip(0)
+
+  @property
+  def imbalance(self) -> np.ndarray:
+    """float64 [N]: tokens of a rank's busiest expert over the mean of its own.
+
+    1 is even (or idle), L the worst.
+    """
+    return _imbalance(self.token_counts)
+
+  @property
+  def rank_imbalance(self) -> float | None:
+    """Rows wanted by the busiest rank over the mean of its EP domain's.
+
+    1 is even, P the worst; of several domains, the worst one's. None unless
+    all R ranks are here: those of other processes are not.
+    """
+    if (
+      self.ranks is None or len(self.ranks) != self.layer.group.num_token_ranks
+    ):
+      return None
+    domains = self.total_recv_tokens.reshape(-1, self.layer.ep_size)
+    return float(_imbalance(domains).max())
+
+  def __str__(self) -> str:
+    layer = self.layer
+    lines = [
+      f'layer "{layer.name}": {layer.group.num_experts} experts,'
+      f" {layer.num_local_experts} on each rank, top_k {layer.top_k},"
+      f" capacity {layer.capacity} rows, alignment {layer.alignment}"
+    ]
+    if self.rank_imbalance is not None:
+      lines.append(
+        f"rows of the busiest rank / mean: {self.rank_imbalance:.2f}"
+      )
+    row = "{:>5} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9}".format
+    lines.append(
+      row("rank", "expert", "offset", "rows", "tokens", "dropped", "imbalance")
+    )
+    every_expert = self.group_sizes.size <= _MOST_LINES
+    for i, total in enumerate(self.total_recv_tokens):
+      rank = "-" if self.ranks is None else self.ranks[i]
+      tokens = self.token_counts[i].sum()
+      imbalance = f"{self.imbalance[i]:.2f}"
+      lines.append(
+        row(rank, "all", 0, total, tokens, self.dropped[i], imbalance)
+      )
+      experts = zip(
+        self.experts[i],
+        self.slab_offsets[i],
+        self.group_sizes[i],
+        self.token_counts[i],
+        strict=True,
+      )
+      for numbers in experts if every_expert else ():
+        lines.append(row("", *numbers, "", "").rstrip())
+    return "\n".join(lines)
+
+
+def describe(handle: EpHandle) -> RoutingSummary:
+  """What the routing of a step comes to: slabs, loads and drops.
+
+      handle = jax.jit(functools.partial(ep.ep_prepare, layer))(topk_idx)
+      plan = ep.describe(handle)
+      print(plan)                             # a table
+      assert plan.dropped.sum() == 0
+
+  Waits for the handle and copies its counts to the host, where this process
+  can see them; not collective. Inside a compiled program, for a rank at a time:
+
+      jax.debug.callback(lambda h: print(ep.describe(h)), handle)
+
+  Args:
+    handle: from `ep_prepare`, of one step, with values. Of the global view: the
+      ranks whose devices belong to this process are described, N <= R; of the
+      local view: its rank, N = 1.
+
+  Returns:
+    A `RoutingSummary`.
+
+  Raises:
+    TypeError: `handle` is not a handle, or is being traced and has no values.
+    ValueError: its arrays are not those of one step.
+  """
+  check_handle("describe", handle)
+  layer = handle.layer
+  what = f'describe(layer "{layer.name}")'
+  counts = handle.token_counts, handle.group_sizes, handle.total_recv_tokens
+  if any(isinstance(x, jax.core.Tracer) for x in counts):
+    raise TypeError(
+      f"{what}: the handle is being traced and has no values yet; return it"
+      " from the compiled program and describe it there, or print it from"
+      " inside with jax.debug.callback(lambda h: print(ep.describe(h)),"
+      " handle)."
+    )
+  ranks, local = layer.group.num_token_ranks, layer.num_local_experts
+  shape = handle.group_sizes.shape
+  if shape == (local,):
+    here = None
+    counts = [np.asarray(x)[None] for x in counts]
+  elif shape == (ranks, local):
+    (here, *_), counts = zip(*map(_addressable_rows, counts), strict=True)
+  else:
+    raise ValueError(
+      f"{what}: group_sizes has shape {shape}, but [L] = [{local}] of a rank or"
+      f" [R, L] = [{ranks}, {local}] is expected; of stacked handles, take one:"
+      " jax.tree.map(lambda x: x[i], handles)."
+    )
+  token_counts, group_sizes, totals = counts
+  return RoutingSummary(layer, here, token_counts, group_sizes, totals[:, 0])
+
+
+def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+  """The rows of `[R, ...]` that this process holds: which, and what."""
+  if not isinstance(array, jax.Array) or array.is_fully_addressable:
+    array = np.asarray(array)
+    return np.arange(len(array), dtype=np.int32), array
+  rows = {}
+  for shard in array.addressable_shards:
+    first = shard.index[0].start or 0
+    rows.update(enumerate(np.asarray(shard.data), start=first))
+  which = sorted(rows)
+  return np.array(which, np.int32), np.stack([rows[i] for i in which])
+
+
+def _imbalance(loads: np.ndarray) -> np.ndarray:
+  """Largest over mean, along the last axis; 1 where there is nothing."""
+  mean = loads.mean(-1)
+  return np.where(mean > 0, loads.max(-1) / np.where(mean > 0, mean, 1), 1.0)

@@ -1,0 +1,203 @@
+"""Pictures of a routing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import warnings
+
+import jax
+import numpy as np
+
+from ep._src.group import EpLayerConfig
+
+_COLUMNS, _LINES, _BAR = 64, 32, 56  # of a picture in text
+_SHADES = " .:-=+*#%@"
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingSizes:
+  """What of an `EpLayerConfig` a picture needs, where there is no group.
+
+  Attributes:
+    num_experts: E.
+    ep_size: P, a divisor of E.
+    num_ranks: R, a multiple of P; None: P, i.e. one domain.
+    alignment: rows to a multiple of which each expert's slab is padded.
+    capacity: C, rows that a rank can receive; None: no limit is drawn.
+    name: for the title.
+  """
+
+  num_experts: int
+  ep_size: int
+  num_ranks: int | None = None
+  alignment: int = 1
+  capacity: int | None = None
+  name: str = "routing"
+
+  def __post_init__(self):
+    if self.num_ranks is None:
+      object.__setattr__(self, "num_ranks", self.ep_size)
+    if self.num_experts % self.ep_size or self.num_ranks % self.ep_size:
+      raise ValueError(
+        f"RoutingSizes: num_experts = {self.num_experts} and num_ranks ="
+        f" {self.num_ranks}, but both must be multiples of ep_size ="
+        f" {self.ep_size}."
+      )
+
+
+def plot_routing(
+  layer_or_sizes: EpLayerConfig | RoutingSizes,
+  topk_idx: jax.Array | np.ndarray,
+  path: str | os.PathLike | None = None,
+) -> str:
+  """Draws who sends how much to whom.
+
+  A heat map of the choices of each expert by source rank, and a bar for the
+  rows that each rank should receive, padding included, beside its capacity:
+
+      print(ep.debug.plot_routing(layer, topk_idx))            # as text
+      ep.debug.plot_routing(layer, topk_idx, "routing.png")    # as a picture
+
+  Needs no exchange and no devices: a routing that was saved can be drawn
+  anywhere, with `RoutingSizes` in place of the layer.
+
+  Args:
+    layer_or_sizes: an `EpLayerConfig`, or the same sizes without a group.
+    topk_idx: integers [R * n, ..., K] of the global view, with values: ids in
+      -1..E-1 of the n * ... tokens of each of the R ranks. Domains, of P
+      consecutive ranks, are drawn below each other.
+    path: a PNG to write, with matplotlib. Where that is not installed, the text
+      is written beside it, as `path` with the suffix ".txt", with a warning.
+
+  Returns:
+    The picture as text, of at most 80 columns. Of more than 64 experts or 32
+    ranks, neighbours share a place: their choices are added, and of their loads
+    the largest is shown.
+
+  Raises:
+    TypeError: `topk_idx` is being traced.
+    ValueError: its shape or an id does not fit, or other processes hold a part
+      of it.
+  """
+  sizes = _sizes(layer_or_sizes)
+  choices = _choices(sizes, topk_idx)
+  loads = _loads(sizes, choices)
+  text = _as_text(sizes, choices, loads)
+  if path is not None:
+    try:
+      _write_png(sizes, choices, loads, path)
+    except ModuleNotFoundError as e:
+      path = pathlib.Path(path).with_suffix(".txt")
+      path.write_text(text + "\n")
+      warnings.warn(
+        f"plot_routing: {e}; wrote {path} instead. Install matplotlib for a"
+        " PNG.",
+        stacklevel=2,
+      )
+  return text
+
+
+def _sizes(layer_or_sizes: EpLayerConfig | RoutingSizes) -> RoutingSizes:
+  if isinstance(layer_or_sizes, RoutingSizes):
+    return layer_or_sizes
+  if not isinstance(layer_or_sizes, EpLayerConfig):
+    raise TypeError(
+      f"plot_routing: layer_or_sizes is a {type(layer_or_sizes).__name__}, but"
+      " an EpLayerConfig or ep.debug.RoutingSizes is expected."
+    )
+  layer = layer_or_sizes
+  return RoutingSizes(
+    layer.group.num_experts,
+    layer.ep_size,
+    layer.group.num_token_ranks,
+    layer.alignment,
+    layer.capacity,
+    layer.name,
+  )
+
+
+def _choices(sizes: RoutingSizes, topk_idx) -> np.ndarray:
+  """[R, E]: how often each rank's tokens choose each expert."""
+  if isinstance(topk_idx, jax.core.Tracer):
+    raise TypeError(
+      "plot_routing: topk_idx is being traced and has no values yet; return it"
+      " from the compiled program and plot it there."
+    )
+  if isinstance(topk_idx, jax.Array) and not topk_idx.is_fully_addressable:
+    raise ValueError(
+      "plot_routing: other processes hold a part of topk_idx; gather it first,"
+      " on all of them: jax.experimental.multihost_utils.process_allgather("
+      "topk_idx, tiled=True)."
+    )
+  idx = np.asarray(topk_idx)
+  if idx.ndim < 2 or len(idx) % sizes.num_ranks:
+    raise ValueError(
+      f"plot_routing: topk_idx has shape {idx.shape}, but [R * n, ..., K] with"
+      f" R = {sizes.num_ranks} ranks is expected."
+    )
+  if idx.size and not -1 <= idx.min() <= idx.max() < sizes.num_experts:
+    raise ValueError(
+      f"plot_routing: topk_idx has ids in {idx.min()}..{idx.max()}, but valid"
+      f" ids are -1..{sizes.num_experts - 1}."
+    )
+  return np.stack(
+    [
+      np.bincount(own[own >= 0], minlength=sizes.num_experts)
+      for own in idx.reshape(sizes.num_ranks, -1)
+    ]
+  )
+
+
+def _loads(sizes: RoutingSizes, choices: np.ndarray) -> np.ndarray:
+  """[R]: rows that each rank would receive with an unlimited capacity."""
+  domains = choices.reshape(-1, sizes.ep_size, sizes.num_experts).sum(1)
+  slabs = -(-domains // sizes.alignment) * sizes.alignment
+  return slabs.reshape(sizes.num_ranks, -1).sum(1)
+
+
+def _as_text(sizes: RoutingSizes, choices, loads) -> str:
+  experts = range(0, sizes.num_experts, -(-sizes.num_experts // _COLUMNS))
+  ranks = range(0, sizes.num_ranks, -(-sizes.num_ranks // _LINES))
+  heat = np.add.reduceat(np.add.reduceat(choices, experts, 1), ranks, 0)
+  most = max(heat.max(), 1)
+  shades = -(-heat * (len(_SHADES) - 1) // most)  # only nothing is blank
+  lines = [
+    f"{sizes.name}: choices of experts 0 to {sizes.num_experts - 1} (across)"
+    " by source rank (down)"
+  ]
+  for rank, row in zip(ranks, shades, strict=True):
+    lines.append(f"{rank:>6} |{''.join(_SHADES[s] for s in row)}|")
+  key = f"{_SHADES[0]!r} is none, {_SHADES[-1]!r} is {most}"
+  for what, bins in {"column": experts, "line": ranks}.items():
+    if bins.step > 1:
+      key += f"; a {what} is {bins.step} of them"
+  lines.append(f"{'':8}{key}")
+  lines.append(
+    f"rows wanted by each rank, mean {loads.mean():.1f}"
+    + ("" if sizes.capacity is None else f", capacity {sizes.capacity}")
+  )
+  full = int(max(loads.max(), sizes.capacity or 0, 1))
+  for rank, rows in zip(ranks, np.maximum.reduceat(loads, ranks), strict=True):
+    bar = "#" * -(-int(rows) * _BAR // full)
+    over = sizes.capacity is not None and rows > sizes.capacity
+    lines.append(f"{rank:>6} |{bar:<{_BAR}}| {rows}{'!' if over else ''}")
+  return "\n".join(lines)
+
+
+def _write_png(sizes: RoutingSizes, choices, loads, path) -> None:
+  from matplotlib.figure import Figure  # an optional dependency
+
+  figure = Figure(figsize=(10, 8), layout="constrained")
+  heat, bars = figure.subplots(2, height_ratios=(2, 1))
+  image = heat.imshow(choices, aspect="auto", interpolation="nearest")
+  figure.colorbar(image, ax=heat, label="choices")
+  heat.set(title=sizes.name, xlabel="expert", ylabel="source rank")
+  bars.bar(np.arange(sizes.num_ranks), loads)
+  bars.axhline(loads.mean(), linestyle="--", color="gray", label="mean")
+  if sizes.capacity is not None:
+    bars.axhline(sizes.capacity, color="red", label="capacity")
+  bars.set(xlabel="rank", ylabel="rows wanted, padding included")
+  bars.legend()
+  figure.savefig(path, format="png")

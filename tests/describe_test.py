@@ -1,0 +1,121 @@
+"""describe: the numbers of the oracle, of the ranks that are at hand."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from cases import Case, E, layer, ranks, ROUTINGS, sizes, spec
+from conftest import assert_shards_equal
+import ep
+
+
+def handle_of(ops):
+  return ops.handle
+
+
+def check_summary(summary, case, which):
+  """It says of the ranks `which` what the oracle says."""
+  want = [np.asarray(x)[which] for x in case.oracle.sizes()]
+  group_sizes, token_counts, total = want
+  np.testing.assert_array_equal(summary.group_sizes, group_sizes)
+  np.testing.assert_array_equal(summary.token_counts, token_counts)
+  np.testing.assert_array_equal(summary.total_recv_tokens, total[:, 0])
+  ends = group_sizes.cumsum(1)
+  np.testing.assert_array_equal(summary.slab_offsets, ends - group_sizes)
+  past = np.maximum(total[:, 0] - case.layer.capacity, 0)
+  np.testing.assert_array_equal(summary.dropped, past)
+  for name in "group_sizes", "token_counts", "slab_offsets", "dropped":
+    array = getattr(summary, name)
+    assert type(array) is np.ndarray and array.dtype == np.int32
+
+
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_global_view(mesh, routing):
+  config = layer(mesh, alignment=4, recv_capacity_per_rank=32, overflow="drop")
+  case = Case(config, routing)
+  summary = ep.describe(case.run(handle_of))
+  shards = case.put(np.arange(ranks(config))).addressable_shards
+  here = sorted(s.index[0].start for s in shards)
+  np.testing.assert_array_equal(summary.ranks, here)
+  check_summary(summary, case, here)
+  experts = np.arange(ranks(config) * config.num_local_experts) % E
+  experts = experts.reshape(ranks(config), -1)
+  np.testing.assert_array_equal(summary.experts, experts[here])
+
+
+def test_local_view():
+  """A rank at a time, from inside the program."""
+  case, seen = Case(layer(alignment=4), "skewed"), []
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=case.layer.group.mesh,
+    in_specs=spec(case.layer),
+    out_specs=spec(case.layer),
+  )
+  def program(topk_idx):
+    handle = ep.ep_prepare(case.layer, topk_idx)
+    rank = jax.lax.axis_index("ep")
+    jax.debug.callback(
+      lambda rank, h: seen.append((int(rank), ep.describe(h))), rank, handle
+    )
+    return handle.group_sizes
+
+  jax.block_until_ready(program(case.put(case.topk_idx)))
+  jax.effects_barrier()
+  assert len(seen) == jax.local_device_count()
+  for rank, summary in seen:
+    assert summary.ranks is None and summary.rank_imbalance is None
+    check_summary(summary, case, [rank])
+
+
+def test_imbalance():
+  """Rank 3 has it all, and of its two experts one has."""
+  case = Case(layer(), "to_one_expert")
+  summary = ep.describe(case.run(handle_of))
+  expected = [1, 1, 1, 2]
+  np.testing.assert_array_equal(
+    summary.imbalance, [expected[r] for r in summary.ranks]
+  )
+  whole = len(summary.ranks) == 4
+  assert summary.rank_imbalance == (4 if whole else None)
+
+
+def test_table():
+  config = layer(
+    name="moe_3", recv_capacity_per_rank=8, overflow="drop", alignment=4
+  )
+  summary = ep.describe(Case(config, "to_one_expert").run(handle_of))
+  head, *lines = str(summary).splitlines()
+  assert 'layer "moe_3": 8 experts' in head and "capacity 8" in head
+  if 3 in summary.ranks:
+    assert lines[-3].split() == ["3", "all", "0", "20", "8", "12", "2.00"]
+    assert lines[-2].split() == ["6", "0", "8", "8"]
+  assert max(map(len, lines)) <= 80
+
+
+def stacked(handle):
+  return jax.tree.map(lambda x: x[None], handle)
+
+
+def test_what_has_no_numbers():
+  case = Case(layer(name="moe_3"))
+  with pytest.raises(TypeError, match='"moe_3".*traced.*debug.callback'):
+    case.run(lambda ops: ep.describe(ops.handle).token_counts)
+  with pytest.raises(TypeError, match="describe: handle is a tuple"):
+    ep.describe(case.oracle.sizes())
+  with pytest.raises(ValueError, match="stacked.*take one"):
+    ep.describe(case.run(lambda ops: stacked(ops.handle)))
+
+
+def test_it_leaves_the_handle_alone():
+  case = Case(layer(), "skewed")
+  handle = case.run(handle_of)
+  str(ep.describe(handle))
+  fields = handle.group_sizes, handle.token_counts, handle.total_recv_tokens
+  for actual, expected in zip(fields, sizes(case.oracle), strict=True):
+    assert_shards_equal(actual, np.asarray(expected))
