@@ -1,0 +1,482 @@
+"""What JAX does to a function, it does to one that exchanges tokens.
+
+Here is what the files about one subject leave out: derivatives of derivatives
+are in derivatives_test, places that a handle can go to in handle_test, views
+and types of axes in views_test. One rank has nothing to send in any of it.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+from jax import export, lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import (
+  assert_same,
+  bootstrap,
+  Case,
+  E,
+  exchanges,
+  expected,
+  H,
+  layer,
+  Ops,
+  sizes,
+  spec,
+  there_and_back,
+)
+from conftest import make_mesh, to_global
+import ep
+from ep import launch
+from ep._src import ffi
+
+LAYERS = 3
+SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
+
+BOTH_VIEWS = pytest.mark.parametrize("view", ["global", "local"])
+EVERY_TYPE = pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+
+
+@pytest.fixture(name="case")
+def case_with_an_idle_rank():
+  return Case(layer(top_k=2), "idle_rank", whole=True)
+
+
+def inputs(case):
+  """Tokens and weights whose products float32 holds exactly."""
+  return case.tokens(), np.ceil(4 * case.weights())
+
+
+def in_view(view, config, fn, *, in_specs=None, out_specs=None):
+  """`fn` of global arrays: as it is, or of a rank's arrays in `shard_map`."""
+  if view == "global":
+    return fn
+  return jax.shard_map(
+    fn,
+    mesh=config.group.mesh,
+    in_specs=in_specs or spec(config),
+    out_specs=out_specs or spec(config),
+  )
+
+
+def prepared(config, topk_idx):
+  return Ops(ep.ep_prepare(config, topk_idx))
+
+
+def shifted(topk_idx, step):
+  """Another routing for each step, that leaves the idle idle."""
+  return jnp.where(topk_idx < 0, -1, (topk_idx + step) % E)
+
+
+def with_grads(fn, primals, g):
+  out, vjp = jax.vjp(fn, *primals)
+  return out, vjp(g)
+
+
+# --- Derivatives of a scalar -------------------------------------------------
+
+
+def test_value_and_grad(case):
+  def loss(ops, tokens, weights):
+    def value(*x):
+      return jnp.sum(jnp.square(there_and_back(ops, *x)))
+
+    return jax.value_and_grad(value, argnums=(0, 1))(tokens, weights)
+
+  case.check(loss, *inputs(case))
+
+
+def test_hessian(case):
+  """Forward over reverse, and a `vmap` over the directions of each."""
+
+  def hessian(ops, tokens, weights):
+    def loss(scales):
+      recv, recv_weights = ops.dispatch(tokens, weights * scales[0])
+      return jnp.sum(ops.combine(recv * scales[1], recv_weights) ** 2)
+
+    return jax.hessian(loss)(jnp.ones(2))
+
+  case.check(hessian, *inputs(case))
+
+
+# --- Layers: scan, checkpoint ------------------------------------------------
+
+
+def block(ops, x, weights, scale):
+  recv, recv_weights = ops.dispatch(x, weights)
+  return x + ops.combine(scale * recv, recv_weights)
+
+
+@jax.jit
+def oracle_of_layers(oracles, g, *primals):
+  def network(x, weights, scales):
+    for step, ops in enumerate(oracles):
+      x = block(ops, x, weights, scales[step])
+    return x
+
+  return with_grads(network, primals, g)
+
+
+def routings(case, count):
+  """Cases of a routing for each layer, or example."""
+  ids = [shifted(case.topk_idx, i) for i in range(count)]
+  return [Case(case.layer, np.asarray(x, np.int32)) for x in ids]
+
+
+def check_layers(case, network, view):
+  """`network(config)` is the layers above, and so are its gradients.
+
+  Returns the compiled program of both.
+  """
+  config = case.layer
+  by_rank, alike = spec(config), PartitionSpec()
+  in_specs = by_rank, by_rank, by_rank, alike
+  network = in_view(view, config, network(config), in_specs=in_specs)
+
+  def program(topk_idx, g, *primals):
+    return with_grads(lambda *x: network(topk_idx, *x), primals, g)
+
+  primals = *inputs(case), np.arange(1, LAYERS + 1, dtype=np.float32)
+  g = case.tokens()
+  args = [case.put(x) for x in (case.topk_idx, g, *primals[:2])]
+  args.append(to_global(primals[2], config.group.mesh))
+  compiled = jax.jit(program).lower(*args).compile()
+  oracles = [c.oracle for c in routings(case, LAYERS)]
+  assert_same(compiled(*args), oracle_of_layers(oracles, g, *primals))
+  return compiled
+
+
+def stacked_handles(config):
+  """Prepared in one loop, used in another."""
+
+  def network(topk_idx, tokens, weights, scales):
+    def prepare(carry, step):
+      return carry, ep.ep_prepare(config, shifted(topk_idx, step))
+
+    def use(x, handle_and_scale):
+      handle, scale = handle_and_scale
+      return block(Ops(handle), x, weights, scale), None
+
+    _, handles = lax.scan(prepare, None, jnp.arange(LAYERS))
+    return lax.scan(use, tokens, (handles, scales))[0]
+
+  return network
+
+
+def checkpointed_layers(policy, config):
+  """Each layer prepares its handle, in a block that is rematerialised."""
+
+  @functools.partial(jax.checkpoint, policy=policy)
+  def layer(x, topk_idx, weights, scale):
+    return block(prepared(config, topk_idx), x, weights, scale)
+
+  def network(topk_idx, tokens, weights, scales):
+    def body(x, step_and_scale):
+      step, scale = step_and_scale
+      return layer(x, shifted(topk_idx, step), weights, scale), None
+
+    return lax.scan(body, tokens, (jnp.arange(LAYERS), scales))[0]
+
+  return network
+
+
+@BOTH_VIEWS
+@EVERY_TYPE
+def test_scan_over_layers_with_stacked_handles(axis_type, view):
+  config = layer("dp2_ep2", axis_type, top_k=2)
+  case = Case(config, "idle_rank", whole=True)
+  program = check_layers(case, stacked_handles, view)
+  assert exchanges(program).count("ep_prepare") == 1
+
+
+@BOTH_VIEWS
+@EVERY_TYPE
+@pytest.mark.parametrize(
+  "policy, prepares",
+  [(None, 2), (SAVE_ROUTING, 1)],
+  ids=["nothing_saved", "routing_saved"],
+)
+def test_checkpointed_layers(policy, prepares, axis_type, view):
+  """Rematerialisation exchanges the routing again, unless it is saved."""
+  config = layer("dp2_ep2", axis_type, top_k=2)
+  case = Case(config, "idle_rank", whole=True)
+  network = functools.partial(checkpointed_layers, policy)
+  program = check_layers(case, network, view)
+  assert exchanges(program).count("ep_prepare") == prepares
+  assert exchanges(program).count("ep_dispatch") == 2
+
+
+@pytest.mark.parametrize("policy, prepares", [(None, 2), (SAVE_ROUTING, 1)])
+def test_the_routing_of_a_checkpointed_moe_layer(case, policy, prepares):
+  def loss(w, topk_idx, tokens, weights):
+    w_up, w_down = w, w.swapaxes(1, 2)
+    layer = jax.checkpoint(
+      lambda *x: ep.moe_layer(case.layer, *x, w_up=w_up, w_down=w_down),
+      policy=policy,
+    )
+    return jnp.sum(layer(tokens, topk_idx, weights) ** 2)
+
+  mesh = case.layer.group.mesh
+  w = to_global(np.ones((E, H, 4), np.float32), mesh, PartitionSpec("ep"))
+  args = map(case.put, (case.topk_idx, *inputs(case)))
+  program = jax.jit(jax.grad(loss)).lower(w, *args).compile()
+  assert exchanges(program).count("ep_prepare") == prepares
+
+
+# --- Control flow, and none --------------------------------------------------
+
+
+def test_branches_that_all_ranks_take(case):
+  """Of two branches with exchanges, ranks agree on one."""
+
+  @jax.jit
+  def program(which, topk_idx, tokens, weights):
+    ops = prepared(case.layer, topk_idx)
+    return lax.cond(
+      which,
+      lambda x: there_and_back(ops, x, weights),
+      lambda x: there_and_back(ops, 2 * x, weights),
+      tokens,
+    )
+
+  tokens, weights = inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  once = expected(case, there_and_back, tokens, weights)
+  for which in True, False:
+    assert_same(program(which, *args), once if which else 2 * once)
+
+
+def test_a_loop_of_unknown_length(case):
+  @jax.jit
+  def program(steps, topk_idx, tokens, weights):
+    def step(i, x):
+      return there_and_back(
+        prepared(case.layer, shifted(topk_idx, i)), x, weights
+      )
+
+    return lax.fori_loop(0, steps, step, tokens)
+
+  tokens, weights = inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  assert_same(program(0, *args), tokens)
+  assert_same(
+    program(1, *args), expected(case, there_and_back, tokens, weights)
+  )
+
+
+def test_without_jit(case):
+  tokens, weights = inputs(case)
+  ops = prepared(case.layer, case.put(case.topk_idx))
+  assert_same(ops.sizes(), sizes(case.oracle))
+  out = there_and_back(ops, case.put(tokens), case.put(weights))
+  assert_same(out, expected(case, there_and_back, tokens, weights))
+
+
+# --- vmap --------------------------------------------------------------------
+
+
+def squared(ops, tokens, weights):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  return ops.combine(jnp.square(recv), recv_weights)
+
+
+@jax.jit
+def oracle_of_squared(oracle, tokens, weights, g):
+  return with_grads(lambda *x: squared(oracle, *x), (tokens, weights), g)
+
+
+def check_batch(case, view, transform):
+  """`transform(f)` of a batch is what `with_grads` is of each example."""
+  config = case.layer
+  by_rank = PartitionSpec(None, *spec(config))
+  cases = routings(case, 3)
+  tokens, weights = inputs(case)
+  batch = [
+    (c.topk_idx, tokens + i, weights + i, case.tokens())
+    for i, c in enumerate(cases)
+  ]
+
+  def example(topk_idx, tokens, weights):
+    return squared(prepared(config, topk_idx), tokens, weights)
+
+  specs = dict(in_specs=by_rank, out_specs=by_rank)
+  program = in_view(view, config, transform(example), **specs)
+  mesh = config.group.mesh
+  arrays = [np.stack(x) for x in zip(*batch, strict=True)]
+  actual = jax.jit(program)(*(to_global(x, mesh, by_rank) for x in arrays))
+  examples = [
+    oracle_of_squared(c.oracle, *x)
+    for c, (_, *x) in zip(cases, batch, strict=True)
+  ]
+  assert_same(actual, jax.tree.map(lambda *x: np.stack(x), *examples))
+
+
+@BOTH_VIEWS
+def test_vmap_of_grad(case, view):
+  def transform(f):
+    return jax.vmap(
+      lambda idx, x, w, g: with_grads(lambda *x: f(idx, *x), (x, w), g)
+    )
+
+  check_batch(case, view, transform)
+
+
+@BOTH_VIEWS
+def test_grad_of_vmap(case, view):
+  def transform(f):
+    return lambda idx, x, w, g: with_grads(
+      lambda *x: jax.vmap(f)(idx, *x), (x, w), g
+    )
+
+  check_batch(case, view, transform)
+
+
+# --- Donation, ahead of time, shapes -----------------------------------------
+
+
+def test_donated_tokens_and_handle(case):
+  """As the state of a loop, whose buffers the next step reuses."""
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(handle, tokens, weights):
+    return handle, there_and_back(Ops(handle), tokens, weights)
+
+  tokens, weights = inputs(case)
+  handle = case.run(lambda ops: ops.handle)
+  x = case.put(tokens)
+  for _ in range(3):
+    given = handle, x
+    handle, x = step(*given, case.put(weights))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    tokens = expected(case, there_and_back, tokens, weights)
+    assert_same(x, tokens)
+
+
+def program_of(config):
+  def there_and_back_again(topk_idx, *x):
+    return there_and_back(prepared(config, topk_idx), *x)
+
+  return jax.jit(there_and_back_again)
+
+
+def avals(case, *arrays):
+  sharding = NamedSharding(case.layer.group.mesh, spec(case.layer))
+  return [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays
+  ]
+
+
+def test_ahead_of_time(case):
+  """From shapes alone; compiled twice, it is two programs."""
+  arrays = case.topk_idx, *inputs(case)
+  lowered = program_of(case.layer).lower(*avals(case, *arrays))
+  programs = [lowered.compile() for _ in range(2)]
+  args = [case.put(x) for x in arrays]
+  outs = [program(*args) for _ in range(4) for program in programs]
+  for out in outs:
+    assert_same(out, expected(case, there_and_back, *arrays[1:]))
+
+
+def test_shapes_alone_run_nothing(case):
+  """On one process: if anything ran, it would wait for the others."""
+  if jax.process_index() > 0:
+    return
+  tokens, weights = inputs(case)
+  grad = jax.grad(
+    lambda x, idx, w: jnp.sum(there_and_back(prepared(case.layer, idx), x, w))
+  )
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype)
+    for x in (tokens, case.topk_idx, weights)
+  ]
+  out = jax.eval_shape(grad, *shapes)
+  assert (out.shape, out.dtype) == (tokens.shape, tokens.dtype)
+
+
+# --- jax.export --------------------------------------------------------------
+
+EXPORTED = dict(name="exported", top_k=2)
+DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in ffi.OPS]
+
+
+def exported_case(group):
+  return Case(ep.EpLayerConfig(group), "idle_rank", whole=True)
+
+
+def export_program(case):
+  arrays = case.topk_idx, *inputs(case)
+  make = export.export(program_of(case.layer), disabled_checks=DISABLED_CHECKS)
+  return make(*avals(case, *arrays))
+
+
+def check_call(case, fn):
+  """`fn` is the exported program, by now in another group of this name."""
+  tokens, weights = inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  assert_same(fn(*args), expected(case, there_and_back, tokens, weights))
+
+
+def test_export_asks_for_our_targets(case):
+  """JAX serialises no custom call whose stability nobody has vouched for."""
+  arrays = case.topk_idx, *inputs(case)
+  with pytest.raises(ValueError, match="(?s)compatibility.*@ep_prepare"):
+    export.export(program_of(case.layer))(*avals(case, *arrays))
+
+
+def test_exported():
+  """It belongs to the group of its name, as a compiled program does not."""
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, **EXPORTED) as group:
+    exported = export_program(exported_case(group))
+  with bootstrap(mesh, **EXPORTED) as group:
+    case = exported_case(group)
+    check_call(case, jax.jit(exported.call))
+    check_call(case, exported.call)
+    twice = jax.jit(lambda *x: exported.call(*x) / 2 + exported.call(*x) / 2)
+    check_call(case, twice)
+
+
+def test_exported_in_a_file(tmp_path):
+  """And read by another program: this file, in one process with 4 devices."""
+  pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
+  with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
+    case = exported_case(group)
+    saved = export_program(case).serialize(vjp_order=1)
+    loaded = export.deserialize(saved)
+    check_call(case, jax.jit(loaded.call))
+
+    def grads(fn):
+      return jax.jit(
+        jax.grad(lambda x, idx, w: jnp.sum(jnp.square(fn(idx, x, w))))
+      )
+
+    tokens, weights = inputs(case)
+    args = [case.put(x) for x in (tokens, case.topk_idx, weights)]
+    actual, want = (
+      [np.asarray(shard.data) for shard in grads(fn)(*args).addressable_shards]
+      for fn in (loaded.call, program_of(case.layer))
+    )
+    np.testing.assert_array_equal(actual, want)
+  if jax.process_index() == 0:
+    path = tmp_path / "program"
+    path.write_bytes(saved)
+    argv = [__file__, path]
+    code = launch.launch(argv, num_processes=1, devices_per_process=4)
+    assert code == 0
+
+
+def main(path):
+  with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
+    exported = export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
+    check_call(exported_case(group), jax.jit(exported.call))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])
