@@ -39,6 +39,7 @@ def mesh(devices, **axes):
   [
     (mesh([gpu(0, platform="tpu"), gpu(1)]), ["'tpu'"]),
     (mesh([gpu(0), gpu(1, compute_capability="8.0")]), ["Hopper", "8.0"]),
+    (mesh([gpu(0), gpu(1, compute_capability="gfx942")]), ["Hopper", "gfx942"]),
     (mesh([gpu(0), gpu(1)], dp=2, ep=1), ["two ranks", "'ep'"]),
     (mesh([gpu(0), gpu(0)]), ["one process per GPU", "process 0 has 2"]),
   ],

@@ -29,9 +29,9 @@ def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
         f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
         " devices; use backend=None, which picks by platform."
       )
-    # No other vendor's devices have one.
-    capability = getattr(device, "compute_capability", "0")
-    if float(capability) < _MIN_COMPUTE_CAPABILITY:
+    # Another vendor's is a name, like "gfx942".
+    capability = getattr(device, "compute_capability", "none")
+    if _version(capability) < _MIN_COMPUTE_CAPABILITY:
       raise ValueError(
         f"{what}needs compute capability {_MIN_COMPUTE_CAPABILITY} (Hopper) or"
         f" newer, but {device} ({device.device_kind}) has {capability}."
@@ -50,6 +50,13 @@ def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
       " jax.distributed.initialize(local_device_ids=...) or"
       " CUDA_VISIBLE_DEVICES (docs/gpu.md)."
     )
+
+
+def _version(capability: str) -> float:
+  try:
+    return float(capability)
+  except ValueError:
+    return 0.0
 
 
 def connect(group: EpGroup) -> None:
