@@ -701,6 +701,7 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
       {"num_experts = 10", [](Sizes* s) { s->num_experts = 10; }},
       {"num_experts = 1028", [](Sizes* s) { s->num_experts = 1028; }},
       {"recv_capacity_per_rank = 7", [](Sizes* s) { s->capacity = 7; }},
+      {"67108864 rows", [](Sizes* s) { s->capacity = 1 << 26; }},
       {"24 bytes", [](Sizes* s) { s->max_row_bytes = 24; }},
       {"max_num_sms = 17", [](Sizes* s) { s->max_num_sms = 17; }},
   };
@@ -712,7 +713,7 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
   }
 }
 
-TEST(NcclGroupCreateTest, MoreRowsThanCanBeCountedAreRefused) {
+TEST(NcclGroupCreateTest, MoreThanCanBeCountedIsRefused) {
   Sizes sizes = {};
   sizes.num_experts = sizes.ep_size = 1024;
   sizes.max_tokens = sizes.capacity = 1 << 21;
@@ -721,6 +722,8 @@ TEST(NcclGroupCreateTest, MoreRowsThanCanBeCountedAreRefused) {
   ExpectWords({"2147483648 rows"}, CheckLayer(sizes, layer, 1));
   sizes.max_tokens /= 2;
   ExpectOk(CheckLayer(sizes, layer, 1));
+  layer.top_k = 33;
+  ExpectWords({"top_k = 33"}, CheckLayer(sizes, layer, 1));
 }
 
 // A C++ exception comes through NCCL EP's C interface.
