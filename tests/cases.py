@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import re
 
 import jax
@@ -63,6 +64,7 @@ def bootstrap(mesh, **overrides):
     top_k=K,
     max_token_dtype=jnp.float32,
     timeout_s=TIMEOUT_S,
+    backend=os.environ.get("EP_TEST_BACKEND"),
   )
   return ep.ep_bootstrap(mesh, **(options | overrides))
 

@@ -77,7 +77,8 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   )
   said = {}
 
-  def exchange(_, introduce):
+  def exchange(_, is_live, introduce):
+    del is_live
     for process in range(4):
       said[process] = dict(id=base64.b64encode(bytes([process])).decode())
     mine = introduce()

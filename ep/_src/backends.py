@@ -4,15 +4,21 @@ Each is a module with
 
   FUSES_WEIGHTS: whether its combine scales rows by weights.
   ONE_CAPACITY: whether all layers of a group have the same capacity.
-  check_mesh(mesh, axis_name): raises `ValueError` if it cannot serve the mesh.
-  connect(group): builds the native group. Collective.
+  check_mesh(mesh, axis_name): raises `CannotServe` if it cannot serve the mesh.
+  connect(group): builds the group `group.name`. Collective; raises
+    `CannotServe`, on every process, if it cannot serve the processes.
+  is_live(name), close(name): of a group that `connect` has built. `close` does
+    nothing for one that is not live.
+  check(name): waits for the device; raises what no op has reported.
+  mem_bytes(layer, num_tokens): bytes of `EpHandle.mem`.
+  lower(op, ctx, *operands, params): lowers one of `ffi.OPS`.
 """
 
 from __future__ import annotations
 
-from ep._src import host_backend, nccl_backend
+from ep._src import host_backend, nccl_backend, xla_backend
 
-BACKENDS = {"host": host_backend, "nccl": nccl_backend}
+BACKENDS = {"host": host_backend, "nccl": nccl_backend, "xla": xla_backend}
 
-# The backend of a platform, as `jax.Device.platform` calls it.
-DEFAULTS = {"cpu": "host", "gpu": "nccl"}
+# Of a platform, as `jax.Device.platform` calls it: tried before "xla".
+NATIVE = {"cpu": "host", "gpu": "nccl"}

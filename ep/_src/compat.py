@@ -68,6 +68,22 @@ def instantiate_zeros(tangent):
   return ad.instantiate_zeros(tangent)
 
 
+def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """A lowering to `fn` of one device's arrays, which may call collectives.
+
+  JAX lowers the body of a `shard_map` with its mesh axes in scope, so their
+  names mean in `fn` what they mean there. What varies over them was settled
+  when the op was bound (`vary_together`), so nobody asks about it here.
+  """
+  lower = mlir.lower_fun(fn, multiple_results=True)
+
+  def lower_unchecked(ctx, *operands, **params):
+    with _config._check_vma(False):
+      return lower(ctx, *operands, **params)
+
+  return lower_unchecked
+
+
 def next_position(ctx: mlir.LoweringRuleContext) -> int:
   """Numbers the ops of the module being lowered: equal on every process."""
   return ctx.module_context.new_channel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 import weakref
@@ -10,13 +11,15 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from ep._src import ffi, rendezvous
-from ep._src.backends import BACKENDS, DEFAULTS
+from ep._src import rendezvous
+from ep._src.backends import BACKENDS, NATIVE
 from ep._src.program import ProgramNames
 
 _OVERFLOW = ("error", "drop")
 _TAILS = ("zero", "unspecified")
 _DTYPES = ("float32", "bfloat16", "float16")
+
+_logger = logging.getLogger("ep")
 
 
 def _check(condition: bool, what: str, message: str) -> None:
@@ -25,11 +28,11 @@ def _check(condition: bool, what: str, message: str) -> None:
 
 
 class _Lifetime:
-  """Closes the native group when its owner says so, dies, or Python exits."""
+  """Closes the group when its owner says so, dies, or Python exits."""
 
   def __init__(self, group: EpGroup):
     self._close = weakref.finalize(
-      self, ffi.close_group, group.backend, group.name
+      self, BACKENDS[group.backend].close, group.name
     )
 
   @property
@@ -110,7 +113,7 @@ class EpGroup:
       ValueError, RuntimeError: the failure of an earlier op, once.
     """
     self.check_alive("EpGroup.check")
-    ffi.check_group(self.backend, self.name)
+    BACKENDS[self.backend].check(self.name)
 
   def __enter__(self) -> EpGroup:
     return self
@@ -225,20 +228,37 @@ class EpLayerConfig:
     return -(-rows // self.alignment) * self.alignment
 
 
-def _pick_backend(
-  mesh: jax.sharding.Mesh, axis_name: str, backend: str | None
-) -> str:
-  platform = mesh.devices.flat[0].platform
-  if backend is None:
-    backend = DEFAULTS.get(platform)
-  _check(
-    backend in BACKENDS,
-    "ep_bootstrap",
-    f"backend = {backend!r} on platform {platform!r}, but there are only"
-    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
+def _connect(group: EpGroup) -> EpGroup:
+  """Connects a group by its backend, or if that is None by the platform's."""
+  if group.backend is None:
+    return _connect_by_platform(group)
+  backend = BACKENDS[group.backend]
+  backend.check_mesh(group.mesh, group.axis_name)
+  try:
+    layer = EpLayerConfig(group)
+  except ValueError as e:
+    raise ValueError(
+      f"ep_bootstrap: a layer of only defaults fails: {e}"
+    ) from e
+  if backend.ONE_CAPACITY:
+    group = dataclasses.replace(group, recv_capacity_per_rank=layer.capacity)
+  backend.connect(group)
+  return dataclasses.replace(
+    group, programs=ProgramNames(group.name), _lifetime=_Lifetime(group)
   )
-  BACKENDS[backend].check_mesh(mesh, axis_name)
-  return backend
+
+
+def _connect_by_platform(group: EpGroup) -> EpGroup:
+  platform = group.mesh.devices.flat[0].platform
+  try:
+    if platform not in NATIVE:
+      raise rendezvous.CannotServe(
+        f"there is no native backend for platform {platform!r}."
+      )
+    return _connect(dataclasses.replace(group, backend=NATIVE[platform]))
+  except rendezvous.CannotServe as why:
+    _logger.warning('group "%s" uses backend = "xla": %s', group.name, why)
+  return _connect(dataclasses.replace(group, backend="xla"))
 
 
 def ep_bootstrap(
@@ -282,8 +302,10 @@ def ep_bootstrap(
     alignment: the default alignment of a layer's slabs, in rows.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
     overflow: the default policy of a layer: "error" or "drop".
-    backend: "host" (CPU devices of one host) or "nccl" (NVIDIA GPUs from Hopper
-      on, one process for each, P > 1). None picks by platform.
+    backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
+      on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
+      native code). None picks "host" or "nccl" by platform; where that cannot
+      serve the mesh it picks "xla", and logs why to the logger "ep".
     max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
       lets it choose. No effect on CPU.
     timeout_s: seconds until a rank that waits for its peers gives up, here and
@@ -341,6 +363,12 @@ def ep_bootstrap(
     what,
     f"max_token_dtype = {dtype.name}, but it must be one of {_DTYPES}.",
   )
+  _check(
+    backend is None or backend in BACKENDS,
+    what,
+    f"backend = {backend!r}, but there are only"
+    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
+  )
 
   group = EpGroup(
     name=rendezvous.group_name(mesh, name),
@@ -355,22 +383,11 @@ def ep_bootstrap(
     alignment=alignment,
     max_token_dtype=dtype,
     overflow=overflow,
-    backend=_pick_backend(mesh, axis_name, backend),
+    backend=backend,
     max_num_sms=max_num_sms,
     timeout_s=float(timeout_s),
   )
-  try:
-    layer = EpLayerConfig(group)
-  except ValueError as e:
-    raise ValueError(
-      f"ep_bootstrap: a layer of only defaults fails: {e}"
-    ) from e
-  if BACKENDS[group.backend].ONE_CAPACITY:
-    group = dataclasses.replace(group, recv_capacity_per_rank=layer.capacity)
-  BACKENDS[group.backend].connect(group)
-  return dataclasses.replace(
-    group, programs=ProgramNames(group.name), _lifetime=_Lifetime(group)
-  )
+  return _connect(group)
 
 
 def ep_finalize(group: EpGroup) -> None:

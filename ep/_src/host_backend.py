@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from ep._src import ffi, rendezvous
+from ep._src import ffi, native, rendezvous
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 # See backends.py.
 FUSES_WEIGHTS = True
 ONE_CAPACITY = False
+is_live = functools.partial(ffi.is_live, "host")
+close = functools.partial(ffi.close_group, "host")
+check = functools.partial(ffi.check_group, "host")
+mem_bytes = native.mem_bytes
+lower = native.lower
 
 
 def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
   del axis_name
   platform = mesh.devices.flat[0].platform
   if platform != "cpu":
-    raise ValueError(
+    raise rendezvous.CannotServe(
       f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
       f" {platform!r} devices; build the mesh from jax.devices('cpu')."
     )
@@ -32,12 +38,12 @@ def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
 
 def connect(group: EpGroup) -> None:
   answers = rendezvous.exchange(
-    group, lambda: dict(host=_host(), secret=secrets.token_hex(16))
+    group, is_live, lambda: dict(host=_host(), secret=secrets.token_hex(16))
   )
   me = jax.process_index()
   for process, answer in answers.items():
     if answer["host"] != answers[me]["host"]:
-      raise ValueError(
+      raise rendezvous.CannotServe(
         f"ep_bootstrap: processes {me} and {process} run on different hosts or"
         ' as different users, but backend="host" shares memory; run all'
         " processes of a mesh on one host, as one user."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import collections
+import functools
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from ep._src import ffi, nccl_files, rendezvous
+from ep._src import compat, ffi, native, nccl_files, rendezvous
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 # See backends.py.
 FUSES_WEIGHTS = False
 ONE_CAPACITY = True
+is_live = functools.partial(ffi.is_live, "nccl")
+close = functools.partial(ffi.close_group, "nccl")
+check = functools.partial(ffi.check_group, "nccl")
+mem_bytes = native.mem_bytes
 
 _MIN_COMPUTE_CAPABILITY = 9.0
 
@@ -25,26 +30,26 @@ def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
   what = 'ep_bootstrap: backend = "nccl" '
   for device in mesh.devices.flat:
     if device.platform != "gpu":
-      raise ValueError(
+      raise rendezvous.CannotServe(
         f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
         " devices; use backend=None, which picks by platform."
       )
     # Another vendor's is a name, like "gfx942".
     capability = getattr(device, "compute_capability", "none")
     if _version(capability) < _MIN_COMPUTE_CAPABILITY:
-      raise ValueError(
+      raise rendezvous.CannotServe(
         f"{what}needs compute capability {_MIN_COMPUTE_CAPABILITY} (Hopper) or"
         f" newer, but {device} ({device.device_kind}) has {capability}."
       )
   if mesh.shape[axis_name] < 2:
-    raise ValueError(
+    raise rendezvous.CannotServe(
       f"{what}needs at least two ranks in a domain, but mesh axis"
       f" {axis_name!r} has one; give the axis more devices."
     )
   counts = collections.Counter(d.process_index for d in mesh.devices.flat)
   process, count = counts.most_common(1)[0]
   if count > 1:
-    raise ValueError(
+    raise rendezvous.CannotServe(
       f"{what}needs one process per GPU, but process {process} has {count} GPUs"
       " of the mesh; start a process for each and give it one with"
       " jax.distributed.initialize(local_device_ids=...) or"
@@ -57,6 +62,11 @@ def _version(capability: str) -> float:
     return float(capability)
   except ValueError:
     return 0.0
+
+
+def lower(op: str, ctx, *operands, params):
+  lower_op = functools.partial(native.lower, op)
+  return compat.on_collective_stream(lower_op)(ctx, *operands, params=params)
 
 
 def connect(group: EpGroup) -> None:
@@ -74,7 +84,7 @@ def connect(group: EpGroup) -> None:
     return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
 
   libraries: list[str] = []
-  answers = rendezvous.exchange(group, introduce)
+  answers = rendezvous.exchange(group, is_live, introduce)
   founder = answers[domains[domain, 0].process_index]
   try:
     ffi.create_nccl_group(

@@ -8,7 +8,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src import ffi, primitive, sharding
+from ep._src import primitive, sharding
+from ep._src.backends import BACKENDS
 from ep._src.group import EpLayerConfig
 from ep._src.handle import EpHandle
 
@@ -90,13 +91,8 @@ def _out_types(params: primitive.OpParams, topk_idx):
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
   try:
-    mem_bytes = ffi.mem_bytes(
-      layer.group.backend,
-      layer.group.name,
-      params.num_tokens,
-      layer.top_k,
-      layer.alignment,
-      layer.capacity,
+    mem_bytes = BACKENDS[layer.group.backend].mem_bytes(
+      layer, params.num_tokens
     )
   except ValueError as e:
     raise ValueError(f'ep_prepare(layer "{layer.name}"): {e}') from e

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ep._src import compat
+from ep._src.backends import BACKENDS
 from ep._src.compat import ad
 from ep._src.group import EpLayerConfig
 
@@ -36,10 +36,10 @@ def op(
   out_types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
   target: str | None = None,
 ) -> compat.Primitive:
-  """Makes the primitive `name`, lowered to an FFI target of ep_ffi/handlers.
+  """Makes the primitive `name`, which the group's backend lowers.
 
   `out_types(params, *operands)` gives shapes and dtypes of the outputs;
-  `target` is by default called like the primitive.
+  `target` is the op that the backend knows, by default of the same name.
   """
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
@@ -50,28 +50,11 @@ def op(
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
   def lower(ctx, *operands, params: OpParams):
-    layer = params.layer
-    return jax.ffi.ffi_lowering(target or name)(
-      ctx,
-      *operands,
-      group=layer.group.name,
-      program=layer.group.programs.name(ctx),
-      layer=layer.name,
-      position=np.int64(compat.next_position(ctx)),
-      top_k=np.int64(layer.top_k),
-      alignment=np.int64(layer.alignment),
-      capacity=np.int64(layer.capacity),
-      drop=layer.overflow == "drop",
-      zero_tail=layer.tail == "zero",
-    )
+    backend = BACKENDS[params.layer.group.backend]
+    return backend.lower(target or name, ctx, *operands, params=params)
 
   # Each op of a program has a position of its own: never lower two as one.
-  for platform, lowering in dict(
-    cpu=lower, cuda=compat.on_collective_stream(lower)
-  ).items():
-    compat.mlir.register_lowering(
-      primitive, lowering, platform=platform, cacheable=False
-    )
+  compat.mlir.register_lowering(primitive, lower, cacheable=False)
   compat.batching.primitive_batchers[primitive] = functools.partial(
     _batch_sequentially, primitive
   )

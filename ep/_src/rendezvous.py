@@ -17,10 +17,15 @@ from typing import Any, TYPE_CHECKING
 import jax
 import numpy as np
 
-from ep._src import compat, ffi
+from ep._src import compat
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
+
+
+class CannotServe(ValueError):
+  """A backend cannot serve these devices or processes; another may."""
+
 
 # Bootstraps so far, by the processes that took part: equal on all of them.
 _serials = collections.defaultdict(itertools.count)
@@ -49,11 +54,14 @@ def group_name(mesh: jax.sharding.Mesh, name: str | None) -> str:
 
 
 def exchange(
-  group: EpGroup, introduce: Callable[[], dict[str, Any]]
+  group: EpGroup,
+  is_live: Callable[[str], bool],
+  introduce: Callable[[], dict[str, Any]],
 ) -> dict[int, dict[str, Any]]:
   """What `introduce` returned on each process of the mesh.
 
-  Raises, on all of them, if one does, or if they disagree on the group.
+  Raises, on all of them, if one does, if they disagree on the group, or if its
+  name belongs to one that `is_live`.
   """
   me = jax.process_index()
   members = processes(group.mesh)
@@ -69,7 +77,7 @@ def exchange(
       " not initialized; call jax.distributed.initialize() first."
     )
   try:
-    if ffi.is_live(group.backend, group.name):
+    if is_live(group.name):
       raise ValueError(
         f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
         " finalize that one first, or choose another name."

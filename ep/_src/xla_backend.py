@@ -1,0 +1,422 @@
+"""backend="xla": `lax` collectives and gathers alone, on whatever XLA runs on.
+
+An op is a function of one rank's arrays, and its primitive is lowered to it.
+
+The choices of a rank, sorted by expert, are P streams of rows: one for each
+destination, in the order of the slots there. A row is known on both sides by a
+*code*: on the sender `d * B + i` is the i-th of the stream to rank d, on the
+receiver `s * B + i` is the i-th of the stream from rank s, for B the longest
+that a stream can be. Dispatch sends the streams, combine sends them back, and
+only `ep_prepare` must tell the others anything: how many tokens of each rank
+chose each expert, from which every rank computes the rest by itself.
+
+Rows travel as whole numbers, so no platform can flush or quieten one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple, TYPE_CHECKING
+import zlib
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src import compat, rendezvous
+
+if TYPE_CHECKING:
+  from ep._src.group import EpGroup, EpLayerConfig
+  from ep._src.primitive import OpParams
+
+# See backends.py.
+FUSES_WEIGHTS = True
+ONE_CAPACITY = False
+
+_live: set[str] = set()
+is_live = _live.__contains__
+close = _live.discard
+
+
+def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
+  del mesh, axis_name  # any will do
+
+
+def connect(group: EpGroup) -> None:
+  rendezvous.exchange(group, is_live, dict)
+  _live.add(group.name)
+
+
+def check(name: str) -> None:
+  del name  # ops report their own failures
+
+
+def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
+  return 4 * sum(_Dims(layer, num_tokens).mem_sizes())
+
+
+def lower(op: str, ctx, *operands, params: OpParams):
+  dims = _Dims(params.layer, params.num_tokens)
+  fn = functools.partial(_OPS[op], dims)
+  return compat.lower_local(fn)(ctx, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dims:
+  """The static sizes of an op, as docs/semantics.md calls them."""
+
+  layer: EpLayerConfig
+  T: int
+
+  @property
+  def axis(self) -> str:
+    return self.layer.group.axis_name
+
+  @property
+  def P(self) -> int:
+    return self.layer.ep_size
+
+  @property
+  def E(self) -> int:
+    return self.layer.group.num_experts
+
+  @property
+  def L(self) -> int:
+    return self.layer.num_local_experts
+
+  @property
+  def K(self) -> int:
+    return self.layer.top_k
+
+  @property
+  def C(self) -> int:
+    return self.layer.capacity
+
+  @property
+  def B(self) -> int:
+    """The longest that a stream can be."""
+    return min(self.T * min(self.K, self.L), self.C)
+
+  @property
+  def nowhere(self) -> int:
+    """The code of a row that does not travel, past that of any that does."""
+    return self.P * self.B
+
+  def mem_sizes(self) -> list[int]:
+    """Lengths of the int32 arrays in `mem`: its stamp, then a `_Plan`."""
+    choices, slots = [self.T * self.K] * 2, [self.C] * 2
+    return [3, *choices, *slots, *[self.P] * 6]
+
+  def stamp(self, body: jax.Array) -> jax.Array:
+    """Of a `mem` that was made for this layer, number of tokens and rank."""
+    layer = self.layer
+    made_for = (self.P, self.E, self.T, self.K, self.C, layer.alignment)
+    kind = zlib.crc32(repr((made_for, layer.overflow)).encode())
+    words = (np.int32(kind >> 1), lax.axis_index(self.axis), _sum(body))
+    return jnp.stack([jnp.int32(word) for word in words])
+
+
+class _Plan(NamedTuple):
+  """Where rows go to and come from: int32 [...], seen from one rank.
+
+  A side of an exchange has its rows in sequence, stream after stream.
+  """
+
+  order: jax.Array  # [T * K] the choices in sequence; unused ones at the end
+  place: jax.Array  # [T * K] code of each choice
+  slots: jax.Array  # [C] the slots in sequence
+  source: jax.Array  # [C] code of each slot
+  to_start: jax.Array  # [P] where the stream to each rank starts in `order`
+  to_size: jax.Array  # [P] and how many rows it has
+  from_start: jax.Array  # [P] where that from each rank starts in `slots`
+  from_size: jax.Array  # [P]
+  remote_from: jax.Array  # [P] `from_start` of this rank on each other
+  remote_to: jax.Array  # [P] `to_start` of this rank on each other
+
+
+def _prepare(dims: _Dims, idx: jax.Array):
+  P, E, L, B, C = dims.P, dims.E, dims.L, dims.B, dims.C
+  me = lax.axis_index(dims.axis)
+  flat = idx.reshape(-1)
+  expert = _int32(jnp.where((flat >= 0) & (flat < E), flat, E))
+  choice = jnp.arange(flat.size, dtype=jnp.int32)
+  in_order, order = lax.sort((expert, choice), num_keys=1, is_stable=True)
+  first = _int32(jnp.searchsorted(in_order, jnp.arange(E + 1, dtype=jnp.int32)))
+  faults, counts = _share(dims, _find_fault(idx, E), jnp.diff(first))
+
+  # Slabs of each rank: as in reference.py.
+  count = _sum(counts, 0).reshape(P, L)
+  alignment = dims.layer.alignment
+  padded = -(-count // alignment) * alignment
+  end = _cumsum(padded, 1)
+  offset = end - padded
+  passed = _check(dims, idx.dtype, faults, end[:, -1])
+
+  # Of each source rank and expert: the first slot, the rows that the capacity
+  # lets through, and the first place in a stream.
+  slot = offset.reshape(E) + _cumsum(counts, 0) - counts
+  kept = jnp.clip(C - slot, 0, counts)
+  streams = counts.reshape(P, P, L)
+  place = (_cumsum(streams, 2) - streams).reshape(P, E)
+  size = _sum(kept.reshape(P, P, L), 2)  # [source, destination]
+  to_start = first[:-1:L]
+  all_to_start = _cumsum(_sum(streams, 2), 1) - _sum(streams, 2)
+  all_from_start = _cumsum(size, 0) - size
+
+  # The choices, in sequence.
+  row = choice - first[in_order]
+  at = jnp.minimum(in_order, E - 1)
+  travels = (in_order < E) & (row < kept[me, at])
+  code = jnp.where(travels, at // L * B + place[me, at] + row, dims.nowhere)
+  place_of_choice = jnp.zeros_like(code).at[order].set(code)
+
+  # The slots: in a slab, runs of each source rank.
+  mine = functools.partial(
+    lax.dynamic_slice_in_dim, start_index=me * L, slice_size=L, axis=1
+  )
+  start, length, place = (mine(x).T.reshape(-1) for x in (slot, kept, place))
+  slots = jnp.arange(C, dtype=jnp.int32)
+  run = _int32(jnp.searchsorted(start, slots, side="right")) - 1
+  row = slots - start[run]
+  travels = row < length[run]
+  i = place[run] + row
+  source = jnp.where(travels, run % P * B + i, dims.nowhere)
+  sequence = jnp.where(travels, all_from_start[run % P, me] + i, C)
+
+  plan = _Plan(
+    order=order,
+    place=place_of_choice,
+    slots=jnp.zeros_like(slots).at[sequence].set(slots, mode="drop"),
+    source=source,
+    to_start=to_start,
+    to_size=size[me],
+    from_start=all_from_start[:, me],
+    from_size=size[:, me],
+    remote_from=all_from_start[me],
+    remote_to=all_to_start[:, me],
+  )
+  body = jnp.concatenate(plan) + passed
+  mem = jnp.concatenate([dims.stamp(body), body])
+  group_sizes = end.clip(max=C) - offset.clip(max=C)
+  token_counts = count.clip(max=(C - offset).clip(0))
+  return [
+    lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
+    group_sizes[me] + passed,
+    token_counts[me] + passed,
+    end[me, -1:] + passed,
+  ]
+
+
+def _find_fault(idx: jax.Array, num_experts: int) -> jax.Array:
+  """[kind, choice, id...] of the first wrong id; kind 0: there is none."""
+  T, K = idx.shape
+  wrong = (idx < -1) | (idx >= num_experts)
+  before = jnp.arange(K) < jnp.arange(K)[:, None]
+  repeats = ((idx[:, :, None] == idx[:, None, :]) & before).any(2) & (idx >= 0)
+  kind = jnp.where(wrong, 1, jnp.where(repeats, 2, 0)).reshape(T * K)
+  choice = jnp.argmax(kind > 0)
+  words = lax.bitcast_convert_type(idx.reshape(-1)[choice], jnp.int32)
+  return jnp.concatenate(
+    [_int32(kind[choice])[None], _int32(choice)[None], words.reshape(-1)]
+  )
+
+
+def _share(dims: _Dims, *arrays: jax.Array) -> list[jax.Array]:
+  """Vectors of all ranks, as [P, n], in one collective."""
+  mine = jnp.concatenate(arrays)[None]
+  if dims.P > 1:
+    mine = lax.all_gather(mine, dims.axis, tiled=True)
+  return jnp.split(mine, np.cumsum([a.size for a in arrays])[:-1], axis=1)
+
+
+def _check(dims: _Dims, dtype, faults, needed) -> jax.Array:
+  """Raises when the program runs, alike on all ranks; else 0.
+
+  What the ranks exchange from here on must depend on the result, so that none
+  waits in an exchange for one that has failed.
+  """
+  layer, K = dims.layer, dims.K
+  op = f'ep_prepare(layer "{layer.name}")'
+
+  def fail(faults, needed):
+    faults, needed = np.array(faults), np.array(needed)
+    for rank, (kind, choice, *words) in enumerate(faults):
+      token, k = divmod(int(choice), K)
+      expert = np.array(words, np.int32).view(dtype)[0]
+      what = f"{op}, rank {rank}: topk_idx[{token}, {k}] = {expert}"
+      if kind == 1:
+        raise ValueError(
+          f"{what}, but num_experts = {dims.E}; valid ids are -1..{dims.E - 1}"
+        )
+      if kind == 2:
+        raise ValueError(
+          f"{what} repeats an expert of token {token}; the top-k experts of a"
+          " token must be distinct (use -1 for an unused choice)"
+        )
+    rank = int(np.argmax(needed > dims.C))
+    raise ValueError(
+      f"{op}: rank {rank} needs {needed[rank]} receive rows, but"
+      f" recv_capacity_per_rank = {dims.C}; raise the capacity, balance the"
+      ' routing, or use overflow="drop"'
+    )
+
+  failed = (faults[:, 0] > 0).any()
+  if layer.overflow == "error":
+    failed |= (needed > dims.C).any()
+  result = jax.ShapeDtypeStruct((), jnp.int32)
+  return lax.cond(
+    failed,
+    lambda *args: jax.experimental.io_callback(fail, result, *args),
+    lambda *_: jnp.int32(0),
+    faults,
+    needed,
+  )
+
+
+def _open(dims: _Dims, mem: jax.Array) -> tuple[_Plan, jax.Array]:
+  """The plan in `mem`, and whether `_prepare` put it there."""
+  words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
+  stamp, *plan = jnp.split(words, np.cumsum(dims.mem_sizes())[:-1])
+  return _Plan(*plan), (stamp == dims.stamp(words[stamp.size :])).all()
+
+
+class _Side(NamedTuple):
+  """What a rank sends, and what it looks up in what it receives."""
+
+  start: jax.Array  # [P] where the stream to each rank starts
+  size: jax.Array  # [P]
+  remote_start: jax.Array  # [P] where that rank puts it
+  recv_start: jax.Array  # [P] where this rank puts the stream from each
+  recv_size: jax.Array  # [P]
+  codes: jax.Array  # [n] of the rows wanted; `nowhere`: a row of zeros
+
+
+def _forth(plan: _Plan) -> _Side:
+  return _Side(
+    plan.to_start,
+    plan.to_size,
+    plan.remote_from,
+    plan.from_start,
+    plan.from_size,
+    plan.source,
+  )
+
+
+def _back(plan: _Plan) -> _Side:
+  return _Side(
+    plan.from_start,
+    plan.from_size,
+    plan.remote_to,
+    plan.to_start,
+    plan.to_size,
+    plan.place,
+  )
+
+
+def _exchange(dims: _Dims, side: _Side, rows, sequence, sound) -> jax.Array:
+  """Sends `rows[sequence]`, stream by stream, and returns those of the codes.
+
+  Of a rank whose handle is not `sound`, every row sent or returned is NaN. Any
+  index is kept in range, whatever the handle says.
+  """
+  bits = lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
+  nan = jnp.array(jnp.iinfo(bits.dtype).max, bits.dtype)
+  B = dims.B
+
+  def take(x, index):
+    return x.at[index].get(mode="fill", fill_value=0)
+
+  def padded(bits):
+    """One bucket of B rows for each rank."""
+    at = side.start[:, None] + jnp.arange(B, dtype=jnp.int32)
+    sent = jnp.where(sound, take(bits, take(sequence, at)), nan)
+    if dims.P > 1:
+      sent = lax.all_to_all(sent, dims.axis, 0, 0)
+    return take(sent.reshape(dims.nowhere, *sent.shape[2:]), side.codes)
+
+  def ragged(bits):
+    sent = jnp.where(sound, take(bits, sequence), nan)
+    room = side.codes.size
+    start = side.start.clip(0, len(sent))
+    remote_start = side.remote_start.clip(0, room)
+    size = side.size.clip(0)
+    size = jnp.minimum(
+      size, jnp.minimum(len(sent) - start, room - remote_start)
+    )
+    received = lax.ragged_all_to_all(
+      sent,
+      jnp.zeros((room, *sent.shape[1:]), sent.dtype),
+      start,
+      size,
+      remote_start,
+      side.recv_size.clip(0, room),
+      axis_name=dims.axis,
+    )
+    start = side.recv_start.at[side.codes // B].get(
+      mode="fill", fill_value=room
+    )
+    return take(received, start + side.codes % B)
+
+  if dims.P == 1:
+    out = padded(bits)
+  else:
+    out = lax.platform_dependent(bits, cpu=padded, default=ragged)
+  return lax.bitcast_convert_type(jnp.where(sound, out, nan), rows.dtype)
+
+
+def _dispatch(dims: _Dims, mem, tokens, weights):
+  plan, sound = _open(dims, mem)
+  side, order = _forth(plan), plan.order
+  return [
+    _exchange(dims, side, tokens, order // dims.K, sound),
+    _exchange(dims, side, weights.reshape(-1), order, sound),
+  ]
+
+
+def _combine_bwd(dims: _Dims, mem, tokens):
+  plan, sound = _open(dims, mem)
+  return [_exchange(dims, _forth(plan), tokens, plan.order // dims.K, sound)]
+
+
+def _combine(dims: _Dims, mem, rows, weights=None):
+  plan, sound = _open(dims, mem)
+  side = _back(plan)
+  terms = _exchange(dims, side, rows, plan.slots, sound).astype(jnp.float32)
+  if weights is not None:
+    terms *= _exchange(dims, side, weights, plan.slots, sound)[:, None]
+    # Between a product and a sum, or XLA may round the two of them once.
+    terms = jnp.where((side.codes < dims.nowhere)[:, None], terms, 0)
+  terms = terms.reshape(dims.T, dims.K, -1)
+  out = jnp.float32(0)
+  for k in range(dims.K):
+    out += terms[:, k]
+  return [out.astype(rows.dtype)]
+
+
+def _dispatch_bwd(dims: _Dims, mem, rows, weights):
+  plan, sound = _open(dims, mem)
+  choices = _exchange(dims, _back(plan), weights, plan.slots, sound)
+  return [*_combine(dims, mem, rows), choices.reshape(dims.T, dims.K)]
+
+
+def _int32(x) -> jax.Array:
+  return x.astype(jnp.int32)
+
+
+def _sum(x, axis=None) -> jax.Array:
+  return x.sum(axis, dtype=jnp.int32)
+
+
+def _cumsum(x, axis) -> jax.Array:
+  return x.cumsum(axis, dtype=jnp.int32)
+
+
+_OPS = {
+  "ep_prepare": _prepare,
+  "ep_dispatch": _dispatch,
+  "ep_combine": _combine,
+  "ep_dispatch_bwd": _dispatch_bwd,
+  "ep_combine_bwd": _combine_bwd,
+}
