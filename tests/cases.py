@@ -36,6 +36,9 @@ from conftest import (
 import ep
 from ep._src import reference
 
+# Of the ops under test; None is the platform's own.
+BACKEND = os.environ.get("EP_TEST_BACKEND")
+
 # Where the numbers differ from the contract by rounding, sizes have limits, and
 # errors come later (docs/gpu.md).
 GPU = jax.default_backend() == "gpu"
@@ -46,6 +49,12 @@ T, H, E, K = 5, 8 if GPU else 7, 8, 3
 # How a program fails. A ValueError comes from JAX's C++ path for calls that it
 # has seen before, where the failure is known before the call returns.
 RUN_TIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+
+
+def not_with_xla(reason):
+  """Marks a test of what backend="xla" does not promise."""
+  return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
+
 
 MESHES = {
   "ep4": {"ep": 4},
@@ -64,7 +73,7 @@ def bootstrap(mesh, **overrides):
     top_k=K,
     max_token_dtype=jnp.float32,
     timeout_s=TIMEOUT_S,
-    backend=os.environ.get("EP_TEST_BACKEND"),
+    backend=BACKEND,
   )
   return ep.ep_bootstrap(mesh, **(options | overrides))
 

@@ -28,6 +28,7 @@ from cases import (
   H,
   K,
   layer,
+  not_with_xla,
   Ops,
   RUN_TIME_ERRORS,
   sizes,
@@ -304,6 +305,7 @@ def of_two_routings(handle, other):
   return dataclasses.replace(handle, mem=mem)
 
 
+@not_with_xla("the result is NaN instead, see xla_backend_test.py")
 @pytest.mark.parametrize("op", [dispatch, combine])
 @pytest.mark.parametrize(
   "forge",
@@ -336,7 +338,15 @@ def test_a_handle_that_was_not_prepared(forge, op):
   assert GPU or f"ep_{op.__name__}" in str(error.value)
 
 
-@pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.parametrize(
+  "compiled_before",
+  [
+    False,
+    pytest.param(
+      True, marks=not_with_xla("a compiled program needs nothing of a group")
+    ),
+  ],
+)
 def test_an_op_after_finalize(compiled_before):
   closed = bootstrap(make_mesh({"ep": 4}), name=f"closed_{compiled_before}")
   case = Case(ep.EpLayerConfig(closed))

@@ -15,6 +15,12 @@ import pytest
 
 from ep import launch
 
+# What is not told by bootstrap, a rank learns from XLA's collectives or never.
+only_native = pytest.mark.skipif(
+  os.environ.get("EP_TEST_BACKEND") == "xla",
+  reason="xla: peers are not watched, and there is no native library",
+)
+
 RANKS = 4
 TIMEOUT_S = 4.0  # of the group where a timeout is what is tested
 LONG_S = 120.0  # where it must not be waited for
@@ -36,6 +42,7 @@ def run_world(scenario, notes, *, processes=RANKS, env=None):
   }
 
 
+@only_native
 def test_a_rank_that_never_comes(tmp_path):
   """The others fail when the time is up, and say whom they missed."""
   notes = run_world("absent", tmp_path)
@@ -47,6 +54,7 @@ def test_a_rank_that_never_comes(tmp_path):
       assert word in message
 
 
+@only_native
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_rank_that_is_killed(tmp_path, when):
   """The others fail at once, whether they already wait for it or not."""
@@ -75,6 +83,7 @@ def test_ranks_that_bootstrap_differently(tmp_path):
       assert word in note
 
 
+@only_native
 def test_ranks_that_run_different_layers(tmp_path):
   notes = run_world("other_layer", tmp_path)
   assert notes.keys() == {0, 1, 2, 3}
@@ -83,12 +92,14 @@ def test_ranks_that_run_different_layers(tmp_path):
       assert word in note
 
 
+@only_native
 def test_nothing_is_left_in_shared_memory(tmp_path):
   before = set(os.listdir("/dev/shm"))
   run_world("killed_during", tmp_path)
   assert set(os.listdir("/dev/shm")) <= before
 
 
+@only_native
 def test_no_library(tmp_path):
   """The message names the three places where it is looked for."""
   (note,) = run_world(
@@ -107,6 +118,7 @@ def test_no_library(tmp_path):
     assert word in note
 
 
+@only_native
 def test_no_library_on_one_rank(tmp_path):
   """Is told to the others, who do not wait for it."""
   notes = run_world("no_library_on_one", tmp_path)

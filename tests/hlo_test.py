@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cases import (
+  BACKEND,
   Case,
   everything,
   exchanges,
@@ -21,7 +22,47 @@ from cases import (
 )
 from conftest import make_mesh, to_global
 import ep
-from ep._src import collectives_check, ffi
+from ep._src import collectives_check, ffi, nccl_backend
+from ep._src.backends import BACKENDS
+
+# Of each op with backend="xla", whose exchanges are stock collectives.
+STOCK = dict(
+  ep_prepare=["all-gather"],
+  ep_dispatch=["all-to-all"] * 2,
+  ep_combine=["all-to-all"] * 2,  # weighted
+  ep_dispatch_bwd=["all-to-all"] * 2,
+  ep_combine_bwd=["all-to-all"],
+)
+
+
+def assert_exchanges(program, case, *ops):
+  """The program holds the exchanges of these ops, and no other collective."""
+  ep.assert_no_hidden_collectives(program)
+  if BACKEND != "xla":
+    assert exchanges(program) == sorted(ops)
+    return
+  hlo = program.as_text()
+  found = re.findall(
+    r" (all-[a-z-]+?)(?:-start)?\(.* replica_groups=.*"
+    r'op_name="[^"]*\b(ep_\w+)',
+    hlo,
+  )
+  # XLA drops an exchange of a rank with itself.
+  ops = ops if case.layer.ep_size > 1 else []
+  assert sorted(found) == sorted((c, op) for op in ops for c in STOCK[op])
+  assert_along_the_ep_axis(hlo, case)
+
+
+def assert_along_the_ep_axis(hlo, case):
+  mesh = case.layer.group.mesh
+  places = np.arange(mesh.size).reshape(mesh.devices.shape)
+  axis = mesh.axis_names.index(case.layer.group.axis_name)
+  domains = np.moveaxis(places, axis, -1).reshape(-1, case.layer.ep_size)
+  found = set(re.findall(r"replica_groups=\{(\S+)\},", hlo))
+  assert found <= {str(domains.tolist())[1:-1].translate(_TO_HLO)}
+
+
+_TO_HLO = str.maketrans("[]", "{}", " ")
 
 
 def compiled(case, fn, *arrays, **view):
@@ -48,8 +89,7 @@ def test_forward(mesh, axis_type, view):
   program = compiled(
     case, there_and_back, case.tokens(), case.weights(), view=view
   )
-  ep.assert_no_hidden_collectives(program)
-  assert exchanges(program) == ["ep_combine", "ep_dispatch", "ep_prepare"]
+  assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
 
 
 @EVERY_MESH
@@ -60,14 +100,7 @@ def test_backward(mesh, axis_type, view):
   case = Case(layer(mesh, axis_type))
   inputs = case.tokens(), case.weights(), case.tokens()
   program = compiled(case, forward_and_back, *inputs, view=view)
-  ep.assert_no_hidden_collectives(program)
-  assert exchanges(program) == [
-    "ep_combine",
-    "ep_combine_bwd",
-    "ep_dispatch",
-    "ep_dispatch_bwd",
-    "ep_prepare",
-  ]
+  assert_exchanges(program, case, *ffi.OPS)
 
 
 @BOTH_VIEWS
@@ -75,11 +108,15 @@ def test_every_op(view):
   case = Case(layer("dp2_ep2"))
   program = compiled(case, everything, *case.inputs(), view=view)
   ep.assert_no_hidden_collectives(program)
+  if BACKEND == "xla":
+    assert_along_the_ep_axis(program.as_text(), case)
 
 
-def test_gpus_run_every_op_among_their_collectives():
+def test_gpus_run_every_op_among_their_collectives(monkeypatch):
   """Each is alone in a function that is called on the collective stream."""
   case = Case(layer("dp2_ep2"))
+  backend = BACKENDS[case.layer.group.backend]
+  monkeypatch.setattr(backend, "lower", nccl_backend.lower)
   program = lower((case, everything, *case.inputs()), platforms=("cuda",))
   text = program.as_text()
   inside = re.findall(
@@ -102,7 +139,7 @@ def test_int64_ids_and_float16_weights():
     program = compiled(
       case, there_and_back, case.tokens(), case.weights(np.float16)
     )
-  ep.assert_no_hidden_collectives(program)
+  assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
 
 
 def other_collectives(*, out_shardings=None):

@@ -77,8 +77,7 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   )
   said = {}
 
-  def exchange(_, is_live, introduce):
-    del is_live
+  def exchange(_, introduce):
     for process in range(4):
       said[process] = dict(id=base64.b64encode(bytes([process])).decode())
     mine = introduce()
@@ -89,6 +88,7 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: me)
   monkeypatch.setattr(nccl_files, "prepare", lambda version: ("a", version))
   monkeypatch.setattr(rendezvous, "exchange", exchange)
+  monkeypatch.setattr(ffi, "library", lambda backend: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)

@@ -5,10 +5,10 @@ Each is a module with
   FUSES_WEIGHTS: whether its combine scales rows by weights.
   ONE_CAPACITY: whether all layers of a group have the same capacity.
   check_mesh(mesh, axis_name): raises `CannotServe` if it cannot serve the mesh.
-  connect(group): builds the group `group.name`. Collective; raises
-    `CannotServe`, on every process, if it cannot serve the processes.
-  is_live(name), close(name): of a group that `connect` has built. `close` does
-    nothing for one that is not live.
+  connect(group): connects the ranks of the group, which it knows by name from
+    then on. Collective; raises `CannotServe`, on every process, if it cannot
+    serve the processes.
+  close(name): ends what `connect` began.
   check(name): waits for the device; raises what no op has reported.
   mem_bytes(layer, num_tokens): bytes of `EpHandle.mem`.
   lower(op, ctx, *operands, params): lowers one of `ffi.OPS`.

@@ -31,8 +31,9 @@ class _Lifetime:
   """Closes the group when its owner says so, dies, or Python exits."""
 
   def __init__(self, group: EpGroup):
+    rendezvous.live_names.add(group.name)
     self._close = weakref.finalize(
-      self, BACKENDS[group.backend].close, group.name
+      self, _Lifetime._end, group.backend, group.name
     )
 
   @property
@@ -41,6 +42,11 @@ class _Lifetime:
 
   def end(self) -> None:
     self._close()
+
+  @staticmethod
+  def _end(backend: str, name: str) -> None:
+    BACKENDS[backend].close(name)
+    rendezvous.live_names.discard(name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # See backends.py.
 FUSES_WEIGHTS = True
 ONE_CAPACITY = False
-is_live = functools.partial(ffi.is_live, "host")
 close = functools.partial(ffi.close_group, "host")
 check = functools.partial(ffi.check_group, "host")
 mem_bytes = native.mem_bytes
@@ -37,9 +36,11 @@ def check_mesh(mesh: jax.sharding.Mesh, axis_name: str) -> None:
 
 
 def connect(group: EpGroup) -> None:
-  answers = rendezvous.exchange(
-    group, is_live, lambda: dict(host=_host(), secret=secrets.token_hex(16))
-  )
+  def introduce():
+    ffi.library("host")  # the others are told if it is not there
+    return dict(host=_host(), secret=secrets.token_hex(16))
+
+  answers = rendezvous.exchange(group, introduce)
   me = jax.process_index()
   for process, answer in answers.items():
     if answer["host"] != answers[me]["host"]:

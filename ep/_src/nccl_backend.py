@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # See backends.py.
 FUSES_WEIGHTS = False
 ONE_CAPACITY = True
-is_live = functools.partial(ffi.is_live, "nccl")
 close = functools.partial(ffi.close_group, "nccl")
 check = functools.partial(ffi.check_group, "nccl")
 mem_bytes = native.mem_bytes
@@ -78,13 +77,14 @@ def connect(group: EpGroup) -> None:
   device = domains[domain, rank]
 
   def introduce():
+    ffi.library("nccl")  # the others are told if it is not there
     libraries.extend(nccl_files.prepare(device.client.platform_version))
     if rank > 0:
       return {}
     return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
 
   libraries: list[str] = []
-  answers = rendezvous.exchange(group, is_live, introduce)
+  answers = rendezvous.exchange(group, introduce)
   founder = answers[domains[domain, 0].process_index]
   try:
     ffi.create_nccl_group(

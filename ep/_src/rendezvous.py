@@ -27,6 +27,9 @@ class CannotServe(ValueError):
   """A backend cannot serve these devices or processes; another may."""
 
 
+# Of this process's groups, from the end of ep_bootstrap to ep_finalize.
+live_names: set[str] = set()
+
 # Bootstraps so far, by the processes that took part: equal on all of them.
 _serials = collections.defaultdict(itertools.count)
 
@@ -54,14 +57,12 @@ def group_name(mesh: jax.sharding.Mesh, name: str | None) -> str:
 
 
 def exchange(
-  group: EpGroup,
-  is_live: Callable[[str], bool],
-  introduce: Callable[[], dict[str, Any]],
+  group: EpGroup, introduce: Callable[[], dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
   """What `introduce` returned on each process of the mesh.
 
   Raises, on all of them, if one does, if they disagree on the group, or if its
-  name belongs to one that `is_live`.
+  name is taken.
   """
   me = jax.process_index()
   members = processes(group.mesh)
@@ -77,7 +78,7 @@ def exchange(
       " not initialized; call jax.distributed.initialize() first."
     )
   try:
-    if is_live(group.name):
+    if group.name in live_names:
       raise ValueError(
         f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
         " finalize that one first, or choose another name."
