@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -35,7 +36,7 @@ CUstream_st::CUstream_st(CUcontext context)
   ep::nccl::fake::Living<CUstream_st>::Get().Add(this);
 }
 
-CUstream_st::~CUstream_st() {
+void CUstream_st::Close() {
   ep::nccl::fake::Living<CUstream_st>::Get().Remove(this);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -139,7 +140,11 @@ void DemandStream(Contract& contract, CUstream stream) {
 }
 
 std::shared_ptr<CUstream_st> NewStream(int device) {
-  return std::make_shared<CUstream_st>(ContextOf(device));
+  // A thread that was left behind may still synchronize with a stream.
+  static auto* streams = new Shared<int, std::deque<CUstream_st>>();
+  std::lock_guard<std::mutex> lock(streams->mutex);
+  CUstream stream = &streams->map[device].emplace_back(ContextOf(device));
+  return {stream, [](CUstream ended) { ended->Close(); }};
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }

@@ -26,7 +26,7 @@ struct CUctx_st {
 struct CUstream_st {
  public:
   explicit CUstream_st(CUcontext context);
-  ~CUstream_st();
+  void Close();  // waits, too; what is left of it is never freed
 
   CUcontext context() const { return context_; }
   void Enqueue(std::function<void()> task);
