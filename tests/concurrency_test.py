@@ -16,6 +16,7 @@ import pytest
 
 from cases import (
   assert_same,
+  BACKEND,
   Case,
   check,
   expected,
@@ -87,6 +88,8 @@ def test_two_programs_in_flight():
 
 def test_two_threads():
   """Each launches a program of its own, in an order of their own."""
+  if BACKEND == "xla" and jax.process_count() > 1:
+    pytest.skip("xla: JAX asks for one order of launches on all processes")
   parts = [claim("uniform", block), claim("skewed", block_and_back)]
   for part in parts:
     jax.block_until_ready(run(part))  # compiled before the race

@@ -1,7 +1,7 @@
 """All that JAX does not promise to keep, in one place.
 
-Nothing else in the package imports `jax._src`, `jax.interpreters` or
-`jax.extend`. Written for jax 0.10.2 and newer.
+Nothing else in the package imports `jax._src`, `jax.interpreters`,
+`jax.experimental` or `jax.extend`. Written for jax 0.10.2 and newer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src.lib.mlir.dialects import func as _func
+from jax.experimental import io_callback as io_callback
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching

@@ -15,7 +15,6 @@ Rows travel as whole numbers, so no platform can flush or quieten one.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple, TYPE_CHECKING
 import zlib
@@ -53,68 +52,49 @@ def close(name: str) -> None:
 
 
 def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
-  return 4 * sum(_Dims(layer, num_tokens).mem_sizes())
+  return 4 * sum(_mem_sizes(_dims(layer, num_tokens)))
 
 
 def lower(op: str, ctx, *operands, params: OpParams):
-  dims = _Dims(params.layer, params.num_tokens)
+  dims = _dims(params.layer, params.num_tokens)
   fn = functools.partial(_OPS[op], dims)
   return compat.lower_local(jax.named_scope(op)(fn))(ctx, *operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dims:
-  """The static sizes of an op, as docs/semantics.md calls them."""
+class _Dims(NamedTuple):
+  """What is static of an op, by the names of docs/semantics.md."""
 
   layer: EpLayerConfig
+  axis: str
+  P: int
+  E: int
+  L: int
   T: int
+  K: int
+  C: int
+  B: int  # rows of the longest stream there can be
+  nowhere: int  # P * B, the code of a row that does not travel
 
-  @property
-  def axis(self) -> str:
-    return self.layer.group.axis_name
 
-  @property
-  def P(self) -> int:
-    return self.layer.ep_size
+def _dims(layer: EpLayerConfig, num_tokens: int) -> _Dims:
+  P, L, T, K = layer.ep_size, layer.num_local_experts, num_tokens, layer.top_k
+  B = min(T * min(K, L), layer.capacity)
+  axis = layer.group.axis_name
+  return _Dims(layer, axis, P, P * L, L, T, K, layer.capacity, B, P * B)
 
-  @property
-  def E(self) -> int:
-    return self.layer.group.num_experts
 
-  @property
-  def L(self) -> int:
-    return self.layer.num_local_experts
+def _mem_sizes(dims: _Dims) -> list[int]:
+  """Lengths of the int32 arrays in `mem`: its stamp, then a `_Plan`."""
+  choices, slots, ranks = dims.T * dims.K, dims.C, dims.P
+  return [3, *[choices] * 2, *[slots] * 2, *[ranks] * 6]
 
-  @property
-  def K(self) -> int:
-    return self.layer.top_k
 
-  @property
-  def C(self) -> int:
-    return self.layer.capacity
-
-  @property
-  def B(self) -> int:
-    """The longest that a stream can be."""
-    return min(self.T * min(self.K, self.L), self.C)
-
-  @property
-  def nowhere(self) -> int:
-    """The code of a row that does not travel, past that of any that does."""
-    return self.P * self.B
-
-  def mem_sizes(self) -> list[int]:
-    """Lengths of the int32 arrays in `mem`: its stamp, then a `_Plan`."""
-    choices, slots = [self.T * self.K] * 2, [self.C] * 2
-    return [3, *choices, *slots, *[self.P] * 6]
-
-  def stamp(self, body: jax.Array) -> jax.Array:
-    """Of a `mem` that was made for this layer, number of tokens and rank."""
-    layer = self.layer
-    made_for = (self.P, self.E, self.T, self.K, self.C, layer.alignment)
-    kind = zlib.crc32(repr((made_for, layer.overflow)).encode())
-    words = (np.int32(kind >> 1), lax.axis_index(self.axis), _sum(body))
-    return jnp.stack([jnp.int32(word) for word in words])
+def _stamp(dims: _Dims, body: jax.Array) -> jax.Array:
+  """What tells that `body` was made for this layer, these tokens, this rank."""
+  layer = dims.layer
+  made_for = repr((dims[2:], layer.alignment, layer.overflow)).encode()
+  kind = np.int32(zlib.crc32(made_for) >> 1)
+  return jnp.stack([kind, lax.axis_index(dims.axis), _sum(body)])
 
 
 class _Plan(NamedTuple):
@@ -145,7 +125,7 @@ def _prepare(dims: _Dims, idx: jax.Array):
   first = _int32(jnp.searchsorted(in_order, jnp.arange(E + 1, dtype=jnp.int32)))
   faults, counts = _share(dims, _find_fault(idx, E), jnp.diff(first))
 
-  # Slabs of each rank: as in reference.py.
+  # Slabs of each rank, as in reference.py.
   count = _sum(counts, 0).reshape(P, L)
   alignment = dims.layer.alignment
   padded = -(-count // alignment) * alignment
@@ -197,7 +177,7 @@ def _prepare(dims: _Dims, idx: jax.Array):
     remote_to=all_to_start[:, me],
   )
   body = jnp.concatenate(plan) + passed
-  mem = jnp.concatenate([dims.stamp(body), body])
+  mem = jnp.concatenate([_stamp(dims, body), body])
   group_sizes = end.clip(max=C) - offset.clip(max=C)
   token_counts = count.clip(max=(C - offset).clip(0))
   return [
@@ -267,7 +247,7 @@ def _check(dims: _Dims, dtype, faults, needed) -> jax.Array:
   result = jax.ShapeDtypeStruct((), jnp.int32)
   return lax.cond(
     failed,
-    lambda *args: jax.experimental.io_callback(fail, result, *args),
+    lambda *args: compat.io_callback(fail, result, *args),
     lambda *_: jnp.int32(0),
     faults,
     needed,
@@ -277,8 +257,8 @@ def _check(dims: _Dims, dtype, faults, needed) -> jax.Array:
 def _open(dims: _Dims, mem: jax.Array) -> tuple[_Plan, jax.Array]:
   """The plan in `mem`, and whether `_prepare` put it there."""
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
-  stamp, *plan = jnp.split(words, np.cumsum(dims.mem_sizes())[:-1])
-  return _Plan(*plan), (stamp == dims.stamp(words[stamp.size :])).all()
+  stamp, *plan = jnp.split(words, np.cumsum(_mem_sizes(dims))[:-1])
+  return _Plan(*plan), (stamp == _stamp(dims, words[stamp.size :])).all()
 
 
 class _Side(NamedTuple):
