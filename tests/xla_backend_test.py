@@ -21,6 +21,7 @@ from cases import (
   dispatch,
   everything,
   group,
+  K,
   Ops,
   run,
   there_and_back,
@@ -70,6 +71,17 @@ def assert_shards_same(actual, expected):
   ):
     whole = np.broadcast_to(np.asarray(b.data), b.data.shape)
     assert_shards_equal(a.data, whole)
+
+
+def test_no_tokens():
+  """Of whom arrays have no elements, which XLA cannot gather from."""
+  ids = np.zeros((0, K), np.int32)
+  cases = [
+    Case(layer(backend=backend), ids, lead=(0,)) for backend in ("xla", "host")
+  ]
+  inputs = cases[0].inputs()
+  actual, expected = run(*((case, everything, *inputs) for case in cases))
+  jax.tree.map(assert_shards_same, actual, expected)
 
 
 # --- Streams of the lengths that they have -----------------------------------
