@@ -61,9 +61,12 @@ struct Layer {
 // One op in one compiled program; lives as long as the executable.
 struct Site {
   Layer layer;
-  int64_t position;      // of the op in the lowered module
-  int64_t clone;         // which copy, where XLA inlined a function repeatedly
-  uint64_t program = 0;  // hash of the module's name, unique in the group
+  int64_t position;  // of the op in the lowered module
+  int64_t clone;     // which copy, of those that XLA made of the op
+  // What is launched, as far as this op can tell: hash of the module's name,
+  // unique in the group, and of the above, which differ between executables
+  // that were made of one module.
+  uint64_t program = 0;
 };
 
 // A pool of threads that is valid during a call.

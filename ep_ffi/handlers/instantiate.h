@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "ep_ffi/core/hash.h"
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/handlers/op_call.h"
 
@@ -28,11 +29,12 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
                "before the program is compiled, and ep_finalize after it "
                "has run for the last time"))));
   }
+  const auto name = static_cast<int64_t>(Hash(std::string(program)));
   return std::make_unique<OpState>(OpState{
       std::move(binding.group),
       Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
                  zero_tail},
-           position, binding.clone, std::hash<std::string_view>()(program)}});
+           position, binding.clone, Hash({name, position, binding.clone})}});
 }
 
 inline auto BindInstantiate() {

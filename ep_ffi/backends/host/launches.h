@@ -7,10 +7,13 @@
 // another line (to profile it, say), or that loads it from the persistent
 // compilation cache, has other run ids. The count is the same everywhere.
 //
-// So a process tells its peers the program's name, the run id and the launch's
-// number, counted from the first launch that it has seen. A run id that is
-// near to those of the own program is taken as it is, since it is exact even
-// if the first launches overtook each other; otherwise the number decides.
+// So a process tells its peers the op's program, the run id and the launch's
+// number, counted from the first launch of the op that it has seen. A run id
+// that is near to one that this process has had is taken as it is, since it is
+// exact even if the first launches overtook each other; otherwise the number
+// decides. Launches are counted by op and not by module, because several
+// executables may be made of one module (by jax.export, or by compiling it
+// twice), and each has run ids of its own.
 
 #ifndef EP_FFI_BACKENDS_HOST_LAUNCHES_H_
 #define EP_FFI_BACKENDS_HOST_LAUNCHES_H_
@@ -19,12 +22,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <vector>
 
 namespace ep::host {
 
 // A launch as its process names it.
 struct Launch {
-  uint64_t program;
+  uint64_t program;  // as Site::program
   int64_t run_id;
   int64_t number;
 };
@@ -33,19 +37,17 @@ class Launches {
  public:
   // Names a launch of this process.
   Launch Name(uint64_t program, int64_t run_id) {
+    if (!IsNear(run_id)) near_.push_back(run_id);
     auto [entry, is_new] = first_.try_emplace(program, run_id);
     entry->second = std::min(entry->second, run_id);
     return {program, run_id, Difference(run_id, entry->second)};
   }
 
-  // The run id here of a peer's launch; none before the program's first
-  // launch in this process.
+  // The run id here of a peer's launch; none if it is not known yet.
   std::optional<int64_t> RunId(const Launch& launch) const {
-    constexpr int64_t kNear = 1 << 20;
+    if (IsNear(launch.run_id)) return launch.run_id;
     auto entry = first_.find(launch.program);
     if (entry == first_.end()) return std::nullopt;
-    const int64_t distance = Difference(launch.run_id, entry->second);
-    if (-kNear < distance && distance < kNear) return launch.run_id;
     return Difference(entry->second, Difference(0, launch.number));
   }
 
@@ -56,7 +58,17 @@ class Launches {
                                 static_cast<uint64_t>(b));
   }
 
+  // Whether its executable has run in this process.
+  bool IsNear(int64_t run_id) const {
+    constexpr int64_t kNear = 1 << 20;
+    return std::any_of(near_.begin(), near_.end(), [&](int64_t other) {
+      const int64_t distance = Difference(run_id, other);
+      return -kNear < distance && distance < kNear;
+    });
+  }
+
   std::map<uint64_t, int64_t> first_;  // run id, by program
+  std::vector<int64_t> near_;          // one of each executable
 };
 
 }  // namespace ep::host

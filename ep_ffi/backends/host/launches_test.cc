@@ -34,11 +34,24 @@ TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
 
 TEST(LaunchesTest, AProgramIsUnknownUntilItRuns) {
   Launches here, there;
-  (void)here.Name(kProgram + 1, 1000);
+  (void)here.Name(kProgram + 1, int64_t{1} << 40);
   const Launch launch = there.Name(kProgram, 1000);
   EXPECT_FALSE(here.RunId(launch).has_value());
   (void)here.Name(kProgram, 1000);
   EXPECT_EQ(1000, here.RunId(launch));
+}
+
+// Of one op there are two programs, where there are two executables, and what
+// is known of the first says nothing about the second.
+TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
+  constexpr int64_t kFirst = int64_t{1} << 40, kSecond = 1000;
+  Launches here, there;
+  (void)here.Name(kProgram, kFirst);
+  const Launch launch = there.Name(kProgram + 1, kSecond);
+  EXPECT_EQ(kFirst, here.RunId(there.Name(kProgram, kFirst)));
+  EXPECT_FALSE(here.RunId(launch).has_value());
+  (void)here.Name(kProgram + 1, kSecond);
+  EXPECT_EQ(kSecond, here.RunId(launch));
 }
 
 }  // namespace
