@@ -5,25 +5,35 @@ load("@rules_python//python:defs.bzl", "py_test")
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
-# Of each platform: JAX's name for it, what it needs, and JAX's tags.
-_PLATFORMS = {
-    "cpu": struct(jax = "cpu", deps = [], tags = []),
+# Of each variant: JAX's name of the platform, the backend if it is not the
+# platform's own, what it needs, and JAX's tags.
+_VARIANTS = {
+    "cpu": struct(platform = "cpu", backend = {}, deps = [], tags = []),
     "gpu": struct(
-        jax = "cuda",
+        platform = "cuda",
+        backend = {},
         deps = ["//third_party/py:jax_gpu"],
         tags = ["gpu", "multiaccelerator", "requires-gpu-nvidia"],
     ),
+    "xla": struct(
+        platform = "cpu",
+        backend = {"EP_TEST_BACKEND": "xla"},
+        deps = [],
+        tags = [],
+    ),
 }
 
-def _platforms(world, gpu):
-    """Where a world of several processes with a device each can be had."""
+def _variants(world, gpu, xla):
     processes, devices = world.split("x")
-    return ["cpu", "gpu"] if gpu and processes != "1" and devices == "1" else ["cpu"]
+    return (["cpu"] +
+            (["gpu"] if gpu and processes != "1" and devices == "1" else []) +
+            (["xla"] if world in xla else []))
 
 def ep_test(
         name,
         worlds = ["1x4", "4x1"],
         gpu = True,
+        xla = [],
         size = "medium",
         deps = [],
         data = [],
@@ -32,13 +42,16 @@ def ep_test(
     """One py_test per world and platform, named <name>_<world>_<platform>.
 
     A suite, <name>, is all of those for the CPU. Those for GPUs are left out of
-    test runs without --config=gpu; see docs/gpu.md.
+    test runs without --config=gpu; see docs/gpu.md. Those named <name>_<world>_xla
+    are on the CPU, too, with backend="xla" in place of the platform's.
 
     Args:
       name: of the suite, and of the file: <name>.py.
       worlds: "4x1" stands for 4 processes with 1 device each. A test of plain
         Python, or of one device, names one world.
       gpu: whether a world of many processes makes sense on GPUs.
+      xla: the worlds in which backend="xla" is tested as well; XLA takes long
+        to compile it.
       size: Bazel's; most of a test's time is XLA's compiler's. The ranks are
         ended, their stacks in their logs, somewhat before Bazel would end the
         test.
@@ -49,10 +62,10 @@ def ep_test(
     """
     src = name + ".py"
     for world in worlds:
-        for platform in _platforms(world, gpu):
-            on = _PLATFORMS[platform]
+        for variant in _variants(world, gpu, xla):
+            on = _VARIANTS[variant]
             py_test(
-                name = "{}_{}_{}".format(name, world, platform),
+                name = "{}_{}_{}".format(name, world, variant),
                 size = size,
                 srcs = [src, "//tests:run_ranks.py"],
                 main = "//tests:run_ranks.py",
@@ -62,12 +75,16 @@ def ep_test(
                     "$(rootpath {})".format(src),
                 ],
                 data = data + [src],
-                env = env | {"JAX_PLATFORMS": on.jax},
+                env = env | on.backend | {"JAX_PLATFORMS": on.platform},
                 tags = on.tags + ["cpu:" + world.split("x")[0]],
                 deps = deps + on.deps + ["//tests:harness"],
                 **kwargs
             )
     native.test_suite(
         name = name,
-        tests = ["{}_{}_cpu".format(name, world) for world in worlds],
+        tests = [
+            "{}_{}_{}".format(name, world, variant)
+            for world in worlds
+            for variant in _variants(world, False, xla)
+        ],
     )

@@ -18,7 +18,7 @@ from cases import bootstrap, Case, everything, MESHES, sizes
 from conftest import make_mesh
 import ep
 
-BACKENDS = ("host",)
+BACKENDS = ("host", "xla")
 ROUTINGS = 12  # cases of a layer
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -338,7 +338,7 @@ Status NcclGroup::Drain() {
       RunWithin(options_.timeout_s, "the work on the device",
                 [device = device_] { return device->Synchronize(); });
   if (!first.ok()) return GiveUp(first);
-  while (!pending_.empty()) {
+  while (failed_.ok() && !pending_.empty()) {
     const Status status = TakeVerdict();
     if (first.ok()) first = status;
   }
