@@ -1,6 +1,7 @@
 """Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
 
 from ep import debug as debug
+from ep._src.checked import checked as checked
 from ep._src.collectives_check import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
 )

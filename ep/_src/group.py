@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from typing import Any
@@ -226,6 +227,18 @@ class EpLayerConfig:
   def num_local_experts(self) -> int:
     """L: experts of a rank."""
     return self.group.num_local_experts
+
+  @property
+  def fingerprint(self) -> int:
+    """A hash, of 63 bits, of this and the group: equal on all processes."""
+    parts = {
+      f.name: str(getattr(owner, f.name))
+      for owner in (self.group, self)
+      for f in dataclasses.fields(owner)
+      if f.compare and f.name != "group" and not f.name.startswith("_")
+    }
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
   def _worst_case(self) -> int:
     local = self.num_local_experts

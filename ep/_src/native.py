@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ep._src import compat, ffi
+from ep._src import checked, compat, ffi
 
 if TYPE_CHECKING:
   from ep._src.group import EpLayerConfig
   from ep._src.primitive import OpParams
+
+
+# `Tail` of ep_ffi/core/backend.h.
+_TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
 
 
 def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
@@ -42,5 +46,7 @@ def lower(
     alignment=np.int64(layer.alignment),
     capacity=np.int64(layer.capacity),
     drop=layer.overflow == "drop",
-    zero_tail=layer.tail == "zero",
+    tail=np.int64(_TAILS[checked.tail(params)]),
+    config=np.int64(layer.fingerprint),
+    checked=params.checked,
   )

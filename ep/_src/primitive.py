@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep._src import compat
+from ep._src import checked, compat
 from ep._src.backends import BACKENDS
 from ep._src.compat import ad
 from ep._src.group import EpLayerConfig
@@ -29,6 +29,7 @@ class OpParams:
 
   layer: EpLayerConfig
   num_tokens: int  # T
+  checked: bool = dataclasses.field(default_factory=checked.is_on)
 
 
 def op(

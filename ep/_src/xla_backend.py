@@ -24,7 +24,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import compat, rendezvous
+from ep._src import checked, compat, rendezvous
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup, EpLayerConfig
@@ -58,6 +58,10 @@ def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
 def lower(op: str, ctx, *operands, params: OpParams):
   dims = _dims(params.layer, params.num_tokens)
   fn = functools.partial(_OPS[op], dims)
+  if op in ("ep_dispatch", "ep_combine_bwd") and checked.tail(params) == "nan":
+    fn = functools.partial(_with_nan_tail, dims, fn)
+  if op == "ep_combine" and params.checked:
+    fn = functools.partial(_with_finite_result, dims, fn)
   if not dims.T:  # nothing travels, and nothing is wrong
 
     def fn(*_):
@@ -91,7 +95,7 @@ def _dims(layer: EpLayerConfig, num_tokens: int) -> _Dims:
 def _mem_sizes(dims: _Dims) -> list[int]:
   """Lengths of the int32 arrays in `mem`: its stamp, then a `_Plan`."""
   choices, slots, ranks = dims.T * dims.K, dims.C, dims.P
-  return [3, *[choices] * 2, *[slots] * 2, *[ranks] * 6]
+  return [3, *[choices] * 2, *[slots] * 2, *[ranks] * 6, 1]
 
 
 def _stamp(dims: _Dims, body: jax.Array) -> jax.Array:
@@ -118,6 +122,7 @@ class _Plan(NamedTuple):
   from_size: jax.Array  # [P]
   remote_from: jax.Array  # [P] `from_start` of this rank on each other
   remote_to: jax.Array  # [P] `to_start` of this rank on each other
+  used: jax.Array  # [1] slots before the tail
 
 
 def _prepare(dims: _Dims, idx: jax.Array):
@@ -128,7 +133,10 @@ def _prepare(dims: _Dims, idx: jax.Array):
   choice = jnp.arange(flat.size, dtype=jnp.int32)
   in_order, order = lax.sort((expert, choice), num_keys=1, is_stable=True)
   first = _int32(jnp.searchsorted(in_order, jnp.arange(E + 1, dtype=jnp.int32)))
-  faults, counts = _share(dims, _find_fault(idx, E), jnp.diff(first))
+  config = jnp.full(1, dims.layer.fingerprint % 2**31, jnp.int32)
+  faults, configs, counts = _share(
+    dims, _find_fault(idx, E), config, jnp.diff(first)
+  )
 
   # Slabs of each rank, as in reference.py.
   count = _sum(counts, 0).reshape(P, L)
@@ -136,7 +144,7 @@ def _prepare(dims: _Dims, idx: jax.Array):
   padded = -(-count // alignment) * alignment
   end = _cumsum(padded, 1)
   offset = end - padded
-  passed = _check(dims, idx.dtype, faults, end[:, -1])
+  passed = _check(dims, idx.dtype, faults, configs[:, 0], end[:, -1])
 
   # Of each source rank and expert: the first slot, the rows that the capacity
   # lets through, and the first place in a stream.
@@ -180,6 +188,7 @@ def _prepare(dims: _Dims, idx: jax.Array):
     from_size=size[:, me],
     remote_from=all_from_start[me],
     remote_to=all_to_start[:, me],
+    used=end[me, -1:].clip(max=C),
   )
   body = jnp.concatenate(plan) + passed
   mem = jnp.concatenate([_stamp(dims, body), body])
@@ -215,17 +224,19 @@ def _share(dims: _Dims, *arrays: jax.Array) -> list[jax.Array]:
   return jnp.split(mine, np.cumsum([a.size for a in arrays])[:-1], axis=1)
 
 
-def _check(dims: _Dims, dtype, faults, needed) -> jax.Array:
-  """Raises when the program runs, alike on all ranks; else 0.
-
-  What the ranks exchange from here on must depend on the result, so that none
-  waits in an exchange for one that has failed.
-  """
+def _check(dims: _Dims, dtype, faults, configs, needed) -> jax.Array:
+  """Raises when the program runs, alike on all ranks; else 0."""
   layer, K = dims.layer, dims.K
   op = f'ep_prepare(layer "{layer.name}")'
 
-  def fail(faults, needed):
-    faults, needed = np.array(faults), np.array(needed)
+  def fail(faults, configs, needed):
+    other = int(np.argmax(configs != configs[0]))
+    if other:
+      raise ValueError(
+        f"{op}: the ranks disagree on a hash of the configuration:"
+        f" {configs[0]} on rank 0, {configs[other]} on rank {other}; every rank"
+        " must run the same program on the same layer"
+      )
     for rank, (kind, choice, *words) in enumerate(faults):
       token, k = divmod(int(choice), K)
       expert = np.array(words, np.int32).view(dtype)[0]
@@ -246,16 +257,26 @@ def _check(dims: _Dims, dtype, faults, needed) -> jax.Array:
       ' routing, or use overflow="drop"'
     )
 
-  failed = (faults[:, 0] > 0).any()
+  failed = (faults[:, 0] > 0).any() | (configs != configs[0]).any()
   if layer.overflow == "error":
     failed |= (needed > dims.C).any()
+  return _fail_if(failed, fail, faults, configs, needed)
+
+
+def _fail_if(failed: jax.Array, fail, *args: jax.Array) -> jax.Array:
+  """Calls `fail` on the host, with numpy arrays, for it to raise; else 0.
+
+  What the ranks exchange from here on must depend on the result, so that none
+  waits in an exchange for one that has failed.
+  """
   result = jax.ShapeDtypeStruct((), jnp.int32)
   return lax.cond(
     failed,
-    lambda *args: compat.io_callback(fail, result, *args),
+    lambda *args: compat.io_callback(
+      lambda *args: fail(*map(np.asarray, args)), result, *args
+    ),
     lambda *_: jnp.int32(0),
-    faults,
-    needed,
+    *args,
   )
 
 
@@ -383,6 +404,35 @@ def _dispatch_bwd(dims: _Dims, mem, rows, weights):
   plan, sound = _open(dims, mem)
   choices = _exchange(dims, _back(plan), weights, plan.slots, sound)
   return [*_combine(dims, mem, rows), choices.reshape(dims.T, dims.K)]
+
+
+def _with_nan_tail(dims: _Dims, scatter, mem, *operands):
+  plan, _ = _open(dims, mem)
+  is_tail = jnp.arange(dims.C) >= plan.used
+
+  def fill(slots):
+    where = is_tail.reshape(-1, *[1] * (slots.ndim - 1))
+    return jnp.where(where, jnp.array(jnp.nan, slots.dtype), slots)
+
+  return list(map(fill, scatter(mem, *operands)))
+
+
+def _with_finite_result(dims: _Dims, combine, mem, *operands):
+  (out,) = combine(mem, *operands)
+  wrong = ~jnp.isfinite(out).reshape(-1)
+  first = jnp.stack([_int32(wrong.any()), _int32(jnp.argmax(wrong))])
+  (all_first,) = _share(dims, first)
+
+  def fail(all_first):
+    rank = int(np.argmax(all_first[:, 0]))
+    token, column = divmod(int(all_first[rank, 1]), out.shape[1])
+    raise ValueError(
+      f'ep_combine(layer "{dims.layer.name}"): out[{token}, {column}] of rank'
+      f" {rank} is not finite"
+    )
+
+  passed = _fail_if((all_first[:, 0] > 0).any(), fail, all_first)
+  return [lax.optimization_barrier((out, passed))[0]]
 
 
 def _int32(x) -> jax.Array:

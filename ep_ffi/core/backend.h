@@ -48,14 +48,19 @@ enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 int64_t ByteWidth(DType dtype);
 
+// What dispatch writes past the last slab.
+enum class Tail : int32_t { kUnspecified, kZero, kNan };
+
 // The static configuration of a layer, from the op's own attributes.
 struct Layer {
   std::string name;
   int64_t top_k;
   int64_t alignment;
   int64_t capacity;
-  bool drop;       // overflow policy
-  bool zero_tail;  // write zeros past the last slab
+  bool drop;  // overflow policy
+  Tail tail;
+  int64_t config = 0;    // hash of all of it, and of the group's
+  bool checked = false;  // see ep/_src/checked.py
 };
 
 // One op in one compiled program; lives as long as the executable.

@@ -225,6 +225,7 @@ Status Plan::Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                   "returned on this rank for this layer; pass that handle "
                   "unchanged");
   }
+  out->rank_ = rank;
   out->send_ = reinterpret_cast<const Route*>(mem + kHeaderBytes);
   out->recv_ = out->send_ + dims.num_choices();
   out->num_slots_ = header.num_slots;

@@ -18,7 +18,7 @@ namespace ep {
 inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
     std::string_view group, std::string_view program, std::string_view layer,
     int64_t position, int64_t top_k, int64_t alignment, int64_t capacity,
-    bool drop, bool zero_tail) {
+    bool drop, int64_t tail, int64_t config, bool checked) {
   Binding binding =
       Registry::Get().Bind(std::string(group), std::string(program), position);
   if (!binding.group) {
@@ -33,7 +33,7 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
   return std::make_unique<OpState>(OpState{
       std::move(binding.group),
       Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
-                 zero_tail},
+                 static_cast<Tail>(tail), config, checked},
            position, binding.clone, Hash({name, position, binding.clone})}});
 }
 
@@ -47,7 +47,9 @@ inline auto BindInstantiate() {
       .Attr<int64_t>("alignment")
       .Attr<int64_t>("capacity")
       .Attr<bool>("drop")
-      .Attr<bool>("zero_tail");
+      .Attr<int64_t>("tail")
+      .Attr<int64_t>("config")
+      .Attr<bool>("checked");
 }
 
 }  // namespace ep

@@ -70,7 +70,7 @@ TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
   std::vector<RankInput> inputs = RandomInputs(Op::kDispatch, routed, type);
   std::vector<RankData> data;
   for (RankInput& input : inputs) {
-    input.zero_tail = false;
+    input.tail = Tail::kUnspecified;
     data.push_back(input.data);
   }
   const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);

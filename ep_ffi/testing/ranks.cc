@@ -77,7 +77,7 @@ void Disarm(std::vector<T>* output) {
 Site MakeSite(const RankInput& input, const Place& place) {
   const Layer layer = {kLayerName,           input.dims.top_k,
                        input.dims.alignment, input.dims.capacity,
-                       input.dims.drop,      input.zero_tail};
+                       input.dims.drop,      input.tail};
   return {layer, place.position, place.clone, place.program};
 }
 

@@ -50,7 +50,7 @@ struct Place {
 // What one rank gives to an op.
 struct RankInput {
   PlanDims dims;
-  bool zero_tail = true;
+  Tail tail = Tail::kZero;
   // Of ep_prepare.
   std::vector<int64_t> topk_idx;
   bool index_is_int64 = true;

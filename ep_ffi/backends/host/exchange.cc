@@ -15,9 +15,11 @@ namespace {
 constexpr size_t kRememberedRuns = 256;
 
 constexpr const char* kFieldNames[Signature::kNumFields] = {
-    "num_experts", "tokens per rank", "top_k",         "hidden size",
-    "dtype",       "capacity",        "alignment",     "overflow",
-    "weights",     "the routing",     "bytes of rows", "bytes of weights"};
+    "num_experts",     "tokens per rank", "top_k",
+    "hidden size",     "dtype",           "capacity",
+    "alignment",       "overflow",        "a hash of the configuration",
+    "weights",         "the routing",     "bytes of rows",
+    "bytes of weights"};
 
 constexpr size_t kAlign = 64;
 
@@ -28,10 +30,6 @@ size_t SecondOffset(const Signature& s) {
 
 size_t StagedBytes(const Signature& s) {
   return SecondOffset(s) + s[Signature::kSecondBytes];
-}
-
-std::string Describe(const Call& call) {
-  return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
 }
 
 }  // namespace
@@ -109,6 +107,14 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
        [e](int32_t process, bool orderly) { e->OnGone(process, orderly); },
        [e] { e->OnTick(); }});
   return self;
+}
+
+std::string Exchanges::Describe(const Call& call) {
+  const Site& site = *call.site;
+  const std::string op =
+      StrCat(OpName(call.op), "(layer \"", site.layer.name, "\")");
+  if (!site.layer.checked) return op;
+  return StrCat(op, ", step ", NameLaunch(site.program, call.run_id).number);
 }
 
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,

@@ -62,6 +62,7 @@ struct Signature {
     kCapacity,
     kAlignment,
     kDrop,
+    kConfig,
     kWeighted,
     kRouting,
     kFirstBytes,
@@ -155,6 +156,10 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   struct Batch;
 
   Exchanges(Options options, std::unique_ptr<Peers> peers);
+
+  // The op and its layer; in checked mode also the step, i.e. how often the
+  // program was launched before.
+  std::string Describe(const Call& call);
 
   // Adds a part. Returns the exchange if it is ready now. Fails, without
   // taking the part, if the run has failed or a peer that is missing is gone.

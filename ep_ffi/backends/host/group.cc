@@ -115,6 +115,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
 
   Contribution c;
   c.signature = SignatureOf(dims);
+  c.signature[Signature::kConfig] = call.site->layer.config;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
   c.table = {reinterpret_cast<const std::byte*>(mine->starts.data()),
@@ -152,7 +153,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
     StageAll(c, first, second);
   };
   auto mover = std::make_shared<const Scatter>(
-      Scatter{dims, plan, call.site->layer.zero_tail, args});
+      Scatter{dims, plan, call.site->layer.tail, args});
   c.num_chunks = mover->num_chunks();
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
     return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights), chunk);
@@ -190,7 +191,8 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
                   sizeof(float));
     }
   };
-  auto mover = std::make_shared<const GatherSum>(GatherSum{dims, plan, args});
+  auto mover = std::make_shared<const GatherSum>(GatherSum{
+      dims, plan, args, call.site->layer.checked && call.op == Op::kCombine});
   c.num_chunks = mover->num_chunks();
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
     return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights), chunk);

@@ -66,11 +66,13 @@ Status Scatter::RunChunk(const std::vector<RankRows>& ranks,
       args.slot_weights[slot] = source.weights[route.index];
     }
   }
-  if (zero_tail) {
-    std::memset(args.slots.data + used * row_bytes, 0,
+  if (tail != Tail::kUnspecified) {
+    // All bits set are NaN in every float type.
+    const int byte = tail == Tail::kNan ? 0xff : 0;
+    std::memset(args.slots.data + used * row_bytes, byte,
                 (end - used) * row_bytes);
     if (args.slot_weights) {
-      std::fill(args.slot_weights + used, args.slot_weights + end, 0.0f);
+      std::memset(args.slot_weights + used, byte, (end - used) * sizeof(float));
     }
   }
   return Status();
@@ -108,8 +110,35 @@ Status GatherSum::RunChunk(const std::vector<RankRows>& ranks,
     }
     SumRows(args.tokens.dtype, terms, args.tokens.width,
             args.tokens.data + token * row_bytes);
+    if (!must_be_finite) continue;
+    Status finite = CheckFinite(ranks, token);
+    if (!finite.ok()) return finite;
   }
   return Status();
+}
+
+Status GatherSum::CheckFinite(const std::vector<RankRows>& ranks,
+                              int64_t token) const {
+  const int64_t row_bytes = args.tokens.row_bytes();
+  const DType dtype = args.tokens.dtype;
+  const int64_t column = FindNotFinite(
+      dtype, args.tokens.data + token * row_bytes, args.tokens.width);
+  if (column < 0) return Status();
+  std::string why = "though all that it sums is";
+  for (int64_t k = 0; k < dims.top_k; ++k) {
+    const Route route = plan.send()[token * dims.top_k + k];
+    if (route.rank == kNoRoute.rank) continue;
+    const RankRows& source = ranks[route.rank];
+    if (FindNotFinite(dtype, source.rows + route.index * row_bytes,
+                      args.tokens.width) >= 0) {
+      why = StrCat("nor is expert_out[", route.index, "] of rank ", route.rank,
+                   ", of topk_idx[", token, ", ", k, "]");
+      break;
+    }
+  }
+  return Status(Code::kInvalidArgument,
+                StrCat("out[", token, ", ", column, "] of rank ", plan.rank(),
+                       " is not finite, ", why));
 }
 
 }  // namespace ep::host

@@ -32,7 +32,7 @@ struct RankRows {
 struct Scatter {
   PlanDims dims;
   Plan plan;
-  bool zero_tail;
+  Tail tail;
   ScatterArgs args;
 
   int64_t num_chunks() const;
@@ -43,9 +43,13 @@ struct GatherSum {
   PlanDims dims;
   Plan plan;
   GatherArgs args;
+  bool must_be_finite = false;  // the sums
 
   int64_t num_chunks() const;
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
+
+ private:
+  Status CheckFinite(const std::vector<RankRows>& ranks, int64_t token) const;
 };
 
 }  // namespace ep::host

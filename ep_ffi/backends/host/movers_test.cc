@@ -123,7 +123,7 @@ Status RunScatter(const Exchange& e, const std::byte* mem,
                   const Sources& tokens, RankData* out) {
   const Fenced rows(e.dims.capacity * e.type.bytes());
   const Fenced weights(e.dims.capacity * sizeof(float));
-  Scatter mover = {e.dims, {}, /*zero_tail=*/true, {}};
+  Scatter mover = {e.dims, {}, Tail::kZero, {}};
   Status opened = e.Open(mem, &mover.plan);
   if (!opened.ok()) return opened;
   mover.args.slots = {rows.bytes(), e.dims.capacity, e.type.width,

@@ -45,7 +45,7 @@ struct Message {
   Launch launch;            // kPost, kFail: as the sender names it
   int64_t position, clone;  // kPost
   uint64_t segment;         // kSegment, kPost, kRelease: of its owner
-  int64_t signature[12];    // kPost
+  int64_t signature[13];    // kPost
 };
 
 class Peers {

@@ -86,6 +86,26 @@ EP_VECTORIZED void SumFloat16(const Term* terms, size_t num_terms,
 
 }  // namespace
 
+int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width) {
+  // An exponent of ones only.
+  const auto find = [&](const auto* bits, auto exponent) -> int64_t {
+    const auto* end = bits + width;
+    const auto* found = std::find_if(bits, end, [&](auto element) {
+      return (element & exponent) == exponent;
+    });
+    return found == end ? -1 : found - bits;
+  };
+  switch (dtype) {
+    case DType::kFloat32:
+      return find(reinterpret_cast<const uint32_t*>(row), uint32_t{0x7f800000});
+    case DType::kBFloat16:
+      return find(reinterpret_cast<const uint16_t*>(row), uint16_t{0x7f80});
+    case DType::kFloat16:
+      return find(reinterpret_cast<const uint16_t*>(row), uint16_t{0x7c00});
+  }
+  return -1;
+}
+
 void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,
              std::byte* out) {
   for (int64_t begin = 0; begin < width; begin += kBlock) {

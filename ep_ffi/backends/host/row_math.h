@@ -17,6 +17,9 @@ struct Term {
   float scale;
 };
 
+// The first element of a row that is infinite or NaN, or -1.
+int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width);
+
 void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,
              std::byte* out);
 

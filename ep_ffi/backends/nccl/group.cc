@@ -58,7 +58,7 @@ std::string Name(const Call& call) {
 
 // Of the op and all that the ranks of an exchange share.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
-  return Hash({static_cast<int64_t>(Hash(site.layer.name)),
+  return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
                static_cast<int64_t>(site.program), site.position, site.clone,
                static_cast<int64_t>(sizes)});
 }
@@ -233,7 +233,8 @@ void NcclGroup::Scatter(const Call& call, const ScatterArgs& args) {
   Moved moved = {};
   moved.weights = reinterpret_cast<uint32_t*>(args.slot_weights);
   moved.weights_per_row = 1;
-  moved.zero_tail = call.site->layer.zero_tail;
+  moved.fill_tail = call.site->layer.tail != Tail::kUnspecified;
+  moved.tail = call.site->layer.tail == Tail::kNan ? kNan : 0;
   Submit(call, [&] {
     return EnqueueMove(call, args.mem, args.tokens.count, args.slots, moved,
                        "ncclEpDispatch", [&](ncclEpHandle_t handle) {

@@ -470,7 +470,7 @@ TEST_P(NcclGroupTest, AnUnspecifiedTailIsNotWritten) {
   const Routed routed = PrepareRandom(domain, kDims);
   for (Op op : {Op::kDispatch, Op::kCombineBwd}) {
     std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
-    for (RankInput& input : inputs) input.zero_tail = false;
+    for (RankInput& input : inputs) input.tail = Tail::kUnspecified;
     const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
     ExpectRuns(step);
     for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
@@ -718,7 +718,7 @@ TEST(NcclGroupCreateTest, MoreThanCanBeCountedIsRefused) {
   sizes.num_experts = sizes.ep_size = 1024;
   sizes.max_tokens = sizes.capacity = 1 << 21;
   Layer layer = {"moe",          /*top_k=*/1, /*alignment=*/1,
-                 sizes.capacity, true,        true};
+                 sizes.capacity, true,        Tail::kZero};
   ExpectWords({"2147483648 rows"}, CheckLayer(sizes, layer, 1));
   sizes.max_tokens /= 2;
   ExpectOk(CheckLayer(sizes, layer, 1));

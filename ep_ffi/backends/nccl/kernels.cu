@@ -76,8 +76,6 @@ __device__ void Fill(int64_t row, int32_t width, uint32_t value,
   }
 }
 
-constexpr uint32_t kNan = 0xffffffff;  // in every float type
-
 }  // namespace
 
 // A thread per choice. `told` and `chunk_starts` are zero before.
@@ -197,9 +195,9 @@ extern "C" __global__ void EpChoose(Routing r) {
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
   const int32_t row = blockIdx.x;
   const Verdict verdict = Examine(r);
-  const bool is_tail = m.zero_tail && row >= r.header->num_slots;
+  const bool is_tail = m.fill_tail && row >= r.header->num_slots;
   if (verdict.fault == Fault::kNone && !is_tail) return;
-  const uint32_t value = verdict.fault == Fault::kNone ? 0 : kNan;
+  const uint32_t value = verdict.fault == Fault::kNone ? m.tail : kNan;
   Fill(row, m.row_words, value, m.rows);
   if (m.weights) Fill(row, m.weights_per_row, value, m.weights);
   if (row == 0 && threadIdx.x == 0 && verdict.fault == Fault::kForeignHandle) {

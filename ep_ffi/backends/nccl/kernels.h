@@ -66,6 +66,8 @@ enum Word : int32_t {
 // within its chunk and from chunk to chunk.
 constexpr int32_t kChunk = 256;
 
+constexpr uint32_t kNan = 0xffffffff;  // in every float type
+
 // A routing in device memory. All arrays are parts of EpHandle.mem, but the
 // input and the four that ep_prepare returns.
 struct Routing {
@@ -97,7 +99,8 @@ struct Routing {
 struct Moved {
   int32_t row_words;  // of 32 bits
   int32_t weights_per_row;
-  int32_t zero_tail;  // rows from header->num_slots on become zero
+  int32_t fill_tail;  // rows from header->num_slots on become `tail`
+  uint32_t tail;
   uint32_t* rows;
   uint32_t* weights;  // [rows][weights_per_row], or null
   Report* report;     // of a foreign handle

@@ -1,0 +1,51 @@
+"""Checked mode: it costs time, and finds mistakes where they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+import jax
+
+if TYPE_CHECKING:
+  from ep._src.primitive import OpParams
+
+# A part of the key of `jax.jit`'s caches.
+_on = jax.make_user_context(
+  default_value=os.environ.get("EP_CHECKED", "0") not in ("", "0")
+)
+
+
+def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+  """A context in which programs are traced with checks.
+
+      with ep.checked():
+        loss = step(params, batch)      # traced anew, once
+
+  EP_CHECKED=1 in the environment turns it on for the whole process. All
+  processes must do the same. In checked mode
+
+  * rows and weights past the last slab are NaN where `tail="unspecified"`, in
+    dispatch and in the backward of combine, so that who reads them sees it;
+  * what combine returns must be finite, or the run fails with the element and
+    the row that brought it: with "host" on that rank, and on the others at their
+    next exchange of the run; with "xla" on all; not with "nccl";
+  * errors name the step, counted from the program's first launch ("host").
+
+  Checked or not, `ep_prepare` compares a hash of the configuration of group and
+  layer across the ranks.
+  """
+  return _on(enabled)
+
+
+def is_on() -> bool:
+  """Whether what is traced here is to be checked."""
+  return _on.value
+
+
+def tail(params: OpParams) -> str:
+  """What dispatch writes past the last slab: that of the layer, or "nan"."""
+  if params.checked and params.layer.tail == "unspecified":
+    return "nan"
+  return params.layer.tail

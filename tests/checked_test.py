@@ -1,0 +1,133 @@
+"""Checked mode: mistakes are found where they are made."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import (
+  BACKEND,
+  Case,
+  combine,
+  dispatch,
+  everything,
+  GPU,
+  layer,
+  sizes,
+  there_and_back,
+)
+import ep
+
+
+@pytest.fixture(autouse=True)
+def checked_mode():
+  with ep.checked():
+    yield
+
+
+def rows_and_sizes(ops, tokens, weights, rows, g):
+  return (
+    ops.dispatch(tokens, weights),
+    ops.combine_bwd((rows,), g),
+    ops.sizes(),
+  )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_an_unspecified_tail_is_nan(dtype):
+  """And the slabs before it are what they are."""
+  case = Case(layer(alignment=4, tail="unspecified"), "skewed")
+  inputs = case.tokens(dtype), case.weights(), case.rows(dtype)
+  inputs += (case.tokens(dtype),)
+  actual = case.run(rows_and_sizes, *inputs)
+  expected = rows_and_sizes(case.oracle, *inputs)
+  used = np.asarray(expected[2][0]).sum(1)
+  assert (used < case.layer.capacity).all()
+  for got, want in zip(
+    jax.tree.leaves(actual[:2]), jax.tree.leaves(expected[:2]), strict=True
+  ):
+    for shard in got.addressable_shards:
+      rank = shard.index[0].start or 0
+      rows = np.asarray(shard.data)[0].astype(np.float32)
+      wanted = np.asarray(want)[rank].astype(np.float32)
+      np.testing.assert_array_equal(rows[: used[rank]], wanted[: used[rank]])
+      assert np.isnan(rows[used[rank] :]).all()
+
+
+def test_a_zero_tail_stays_zero():
+  case = Case(layer(), "skewed")
+  case.check(dispatch, case.tokens(), case.weights())
+
+
+def test_good_results_are_the_same():
+  case = Case(layer(alignment=4), "with_unused_choices")
+  case.check(everything, *case.inputs())
+
+
+@pytest.mark.skipif(GPU, reason="nccl does not look at what combine returns")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_combine_that_is_not_finite(value, dtype):
+  """Every rank that gets one learns which, and which row brought it."""
+  case = Case(layer(name="moe_3"), "uniform")
+  rows = case.rows(dtype)
+  rows[1, :, 3] = value  # rows of every rank's tokens
+  words = ["ep_combine", '"moe_3"', ", 3] of rank", "is not finite"]
+  if BACKEND is None:
+    words += ["nor is expert_out[", "] of rank 1", "topk_idx[", "step "]
+  case.check_error(words, combine, rows)
+  case.check(combine, case.rows(dtype))
+
+
+def test_rows_that_nobody_sums_may_be_anything():
+  case = Case(layer(), "to_one_expert")
+  rows = np.full_like(case.rows(), np.nan)
+  rows[3] = case.rows()[3]  # where that expert lives
+  case.check(combine, rows)
+
+
+@pytest.mark.skipif(
+  jax.process_count() == 1, reason="one process has one program"
+)
+def test_ranks_of_other_configurations():
+  """What shapes and sizes do not show."""
+  last = jax.process_index() == jax.process_count() - 1
+  tail = "unspecified" if last else "zero"
+  case = Case(layer(tail=tail))
+  case.check_error(["ep_prepare", "disagree", "configuration"], sizes)
+
+
+def test_the_mode_is_a_part_of_jits_key():
+  """A function that was traced before is traced again, both ways."""
+  case = Case(layer(tail="unspecified", alignment=2), "one_token")
+  inputs = case.tokens(), case.weights()
+
+  def has_nan():
+    rows, _ = case.run(dispatch, *inputs)
+    return any(np.isnan(s.data).any() for s in rows.addressable_shards)
+
+  assert has_nan()
+  with ep.checked(False):
+    case.run(there_and_back, *inputs)
+  assert has_nan()
+
+
+@pytest.mark.parametrize("value, expected", [("1", True), ("0", False)])
+def test_the_environment_turns_it_on(value, expected):
+  program = "from ep._src import checked; print(checked.is_on())"
+  env = {**os.environ, "EP_CHECKED": value, "JAX_PLATFORMS": "cpu"}
+  env["PYTHONPATH"] = os.pathsep.join(sys.path)
+  for name in ("JAX_COORDINATOR_ADDRESS", "TEST_UNDECLARED_OUTPUTS_DIR"):
+    env.pop(name, None)
+  out = subprocess.run(
+    [sys.executable, "-c", program],
+    env=env,
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout
+  assert out.split() == [str(expected)]
