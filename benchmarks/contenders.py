@@ -1,0 +1,123 @@
+"""Who competes.
+
+A contender is made for a `Layout` and has, each in the view of one rank inside
+`jax.shard_map` over the axis "ep",
+
+  prepare(topk_idx) -> handle           a pytree
+  dispatch(handle, tokens, topk_weights) -> rows, row_weights
+  combine(handle, rows, weights=None) -> tokens
+  dispatch_bwd(handle, rows, row_weights) -> tokens, topk_weights
+  combine_bwd(handle, tokens) -> rows
+  exact: whether sums must have the bits of the oracle
+
+with the shapes of `Workload` and the meaning of ep/_src/reference.py. The
+hand-written ones write their derivatives out, which is never slower than what
+JAX would derive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gathered import Gathered
+from benchmarks.padded import PaddedGather, PaddedScatter
+from benchmarks.ragged import Ragged
+from benchmarks.workload import AXIS, Layout
+import ep
+from ep._src.backends import BACKENDS
+
+HAND_WRITTEN = "padded_scatter"  # as most people would write it
+MEMCPY = "memcpy"  # not one of those above: see copies.py
+EP = ("host", "nccl", "xla")
+PURE_XLA: dict[str, Callable[[Layout], Any]] = {
+  "padded_scatter": PaddedScatter,
+  "padded_gather": PaddedGather,
+  "gathered": Gathered,
+  "ragged": Ragged,
+}
+
+
+def names() -> tuple[str, ...]:
+  """All contenders, in the order of tables."""
+  return (*EP, *PURE_XLA, MEMCPY)
+
+
+def is_pure_xla(name: str) -> bool:
+  return name in PURE_XLA or name == "xla"
+
+
+def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
+  """Why a contender cannot take part here; None if it can."""
+  platform = mesh.devices.flat[0].platform
+  if name in EP:
+    if name not in BACKENDS:
+      return f"ep has no backend {name!r} yet"
+    try:
+      BACKENDS[name].check_mesh(mesh, AXIS)
+    except ValueError as error:
+      return str(error)
+  if name == "ragged" and platform == "cpu":
+    return "XLA:CPU has no ragged-all-to-all"
+  return None
+
+
+@contextlib.contextmanager
+def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
+  """A context: the contender, closed at its end. Collective."""
+  if name in PURE_XLA:
+    yield PURE_XLA[name](layout)
+    return
+  with ep.ep_bootstrap(
+    mesh,
+    num_experts=layout.shape.num_experts,
+    max_tokens_per_rank=layout.shape.tokens,
+    hidden_dim=layout.shape.hidden,
+    top_k=layout.shape.top_k,
+    recv_capacity_per_rank=layout.capacity,
+    max_token_dtype=dtype,
+    backend=name,
+  ) as group:
+    tail = "zero" if layout.zero_tail else "unspecified"
+    yield Ep(ep.EpLayerConfig(group, tail=tail), layout)
+
+
+class Ep:
+  """ep's own ops."""
+
+  def __init__(self, layer: ep.EpLayerConfig, layout: Layout):
+    self._layer = layer
+    self._layout = layout
+    self.exact = layer.group.backend != "nccl"
+
+  def prepare(self, topk_idx):
+    return ep.ep_prepare(self._layer, topk_idx)
+
+  def dispatch(self, handle, tokens, topk_weights):
+    return ep.ep_dispatch(handle, tokens, topk_weights)
+
+  def combine(self, handle, rows, weights=None):
+    return ep.ep_combine(handle, rows, weights)
+
+  # Both ops are linear, so their derivatives need no point to be taken at.
+
+  def dispatch_bwd(self, handle, rows, row_weights):
+    shape = self._layout.shape
+    return jax.linear_transpose(
+      functools.partial(ep.ep_dispatch, handle),
+      jax.ShapeDtypeStruct((shape.tokens, shape.hidden), rows.dtype),
+      jax.ShapeDtypeStruct((shape.tokens, shape.top_k), jnp.float32),
+    )((rows, row_weights))
+
+  def combine_bwd(self, handle, tokens):
+    shape = self._layout.capacity, self._layout.shape.hidden
+    (rows,) = jax.linear_transpose(
+      functools.partial(ep.ep_combine, handle),
+      jax.ShapeDtypeStruct(shape, tokens.dtype),
+    )(tokens)
+    return rows

@@ -1,0 +1,47 @@
+"""The limit: plain copies of the payload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+import numpy as np
+
+from benchmarks.workload import SPEC, Workload
+
+
+def make(
+  workload: Workload, mesh: jax.sharding.Mesh, directions: int
+) -> Callable[[], None]:
+  """A function that copies the payload, once for each direction.
+
+  On CPU it is one thread of one process that copies the payload of all ranks,
+  between buffers that were touched before. On GPUs, each rank's device copies
+  an equal share.
+  """
+  size = workload.payload_bytes
+  if mesh.devices.flat[0].platform != "cpu":
+    share = -(-size // mesh.size)
+    data = jax.make_array_from_callback(
+      (mesh.size, share),
+      NamedSharding(mesh, SPEC),
+      lambda _: np.zeros((1, share), np.uint8),
+    )
+    copy = jax.jit(jnp.copy)
+
+    def copy_on_devices():
+      for _ in range(directions):
+        copy(data).block_until_ready()
+
+    return copy_on_devices
+  if jax.process_index() != 0:
+    return lambda: None
+  source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+
+  def copy_in_one_thread():
+    for _ in range(directions):
+      np.copyto(target, source)
+
+  return copy_in_one_thread

@@ -1,0 +1,287 @@
+"""How fast ep's ops are, beside what one would do without it, in one run.
+
+    bazel run //benchmarks:ep_bench -- --shapes=goals --json=results.json
+
+starts worlds of ranks, "4x1" being 4 processes with 1 device each, and in each
+of them lets all contenders run the same ops on the same inputs by turns: ep's
+backends, dispatch and combine written by hand in JAX, and a plain copy of the
+payload (workload.py says what that is). A contender must first show that its
+results are right. The shapes are TxHxKxE, with T tokens on a rank.
+
+    ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
+    ep_bench --shapes=1024x1024x2x16 --routings=zipf,recorded.npy
+    ep_bench --gate=1.0          exit code 1 if host is not as fast as by hand
+
+Only numbers of the same run can be compared: a busy machine slows all of them,
+but not their ratios.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+from absl import app, flags, logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+
+from benchmarks import contenders, measure, plot, report, routings, workload
+from benchmarks.ops import OPS
+from ep import launch
+
+_WORLDS = flags.DEFINE_list(
+  "worlds", ["1x4", "4x1"], "processes x devices of each"
+)
+_SHAPES = flags.DEFINE_list(
+  "shapes", None, f"TxHxKxE, or among {', '.join(workload.PRESETS)}"
+)
+_DTYPES = flags.DEFINE_list("dtypes", None, "of tokens; default: float32")
+_OPS = flags.DEFINE_list("ops", None, f"default: {','.join(OPS)}")
+_CONTENDERS = flags.DEFINE_list("contenders", None, "default: all there are")
+_ROUTINGS = flags.DEFINE_list(
+  "routings", ["uniform"], "uniform, zipf, or .npy files of topk_idx [..., K]"
+)
+_ZIPF = flags.DEFINE_float("zipf", 1.0, "exponent of the zipf routing", 0.0)
+_RECORD = flags.DEFINE_string(
+  "record", None, ".npy file to write the (only) routing to"
+)
+_CAPACITY_FACTOR = flags.DEFINE_float(
+  "capacity_factor",
+  None,
+  "rows that a rank can receive, relative to a balanced routing; default: the"
+  " worst case, as in ep",
+)
+_TAIL = flags.DEFINE_enum(
+  "tail", "zero", ["zero", "unspecified"], "rows past the last, as in ep"
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
+_WARMUP = flags.DEFINE_integer("warmup", 2, "runs before those", 0)
+_RANKS_PER_GPU = flags.DEFINE_integer(
+  "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
+)
+_JSON = flags.DEFINE_string("json", None, "file to write all results to")
+_PLOT = flags.DEFINE_string("plot", None, "PNG file to draw; needs matplotlib")
+_GATE = flags.DEFINE_float(
+  "gate",
+  None,
+  "fail if host's round trip is not so many times as fast as that of"
+  f" {contenders.HAND_WRITTEN}; measures little else unless told to",
+)
+_PART = flags.DEFINE_bool(
+  "part", False, "one world of several, which somebody else puts together"
+)
+
+
+def _all_known(names, known) -> bool:
+  return set(names or ()) <= set(known)
+
+
+flags.register_validator(
+  "ops", lambda ops: _all_known(ops, OPS), f"choose among {', '.join(OPS)}"
+)
+flags.register_validator(
+  "dtypes",
+  lambda dtypes: _all_known(dtypes, ("float32", "bfloat16", "float16")),
+  "choose among float32, bfloat16 and float16",
+)
+flags.register_validator(
+  "contenders",
+  lambda names: _all_known(names, contenders.names()),
+  f"choose among {', '.join(contenders.names())}",
+)
+
+
+def main(argv) -> int:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)
+  if _PLOT.value:
+    plot.check_available()
+  if launch.inside_launcher():
+    return run_ranks()
+  try:
+    worlds = [parse_world(world) for world in _WORLDS.value]
+    for ranks in {processes * devices for processes, devices in worlds}:
+      all_cases(ranks)  # so that a complaint about them comes once
+  except (ValueError, OSError) as error:
+    sys.exit(f"ep_bench: {error}")
+  runs = []
+  for processes, devices in worlds:
+    with tempfile.TemporaryDirectory() as folder:
+      part = pathlib.Path(folder, "part.json")
+      code = launch.launch(
+        [
+          __file__,
+          *sys.argv[1:],
+          "--part",
+          f"--json={part}",
+          "--plot=",
+          "--record=",
+        ],
+        num_processes=processes,
+        devices_per_process=devices,
+        ranks_per_gpu=_RANKS_PER_GPU.value,
+      )
+      if code != 0:
+        return code
+      runs.append(json.loads(part.read_text()))
+  return finish(
+    {**runs[0], **{k: sum((r[k] for r in runs), []) for k in LISTS}}
+  )
+
+
+# What the results of worlds are put together by.
+LISTS = ("skipped", "results")
+
+
+def run_ranks() -> int:
+  """What each process of a world does; rank 0's also reports."""
+  launch.initialize()
+  _silence_libraries()
+  leads = jax.process_index() == 0
+  say = print if leads else lambda *_: None
+  load = os.getloadavg()
+  world = f"{jax.process_count()}x{jax.local_device_count()}"
+  mesh = jax.make_mesh(
+    (jax.device_count(),), (workload.AXIS,), axis_types=(AxisType.Auto,)
+  )
+  say(f"world {world}, load average {load[0]:.1f}")
+  names, skipped = [], []
+  for name in _chosen(_CONTENDERS, contenders.names(), _GATE_CONTENDERS):
+    if why := contenders.why_not(name, mesh):
+      skipped.append({"world": world, "contender": name, "why": why})
+      say(f"skipped {name}: {why}")
+    else:
+      names.append(name)
+  results = []
+  for routing, layout, choices in all_cases(mesh.size):
+    for dtype in _chosen(_DTYPES, ["float32"]):
+      records = measure_case(mesh, names, layout, choices, dtype)
+      common = {"world": world, "routing": routing}
+      records = [report.add_statistics({**common, **r}) for r in records]
+      if leads:
+        report.print_tables(records)
+      results += records
+  if not leads:
+    return 0
+  return finish(
+    {
+      "jax": jax.__version__,
+      "platform": mesh.devices.flat[0].platform,
+      "cpus": len(os.sched_getaffinity(0)),
+      "load_average": load,
+      "skipped": skipped,
+      "results": results,
+    }
+  )
+
+
+def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
+  """The records of one shape, routing and dtype."""
+  work = workload.Workload(mesh, layout, choices, jnp.dtype(dtype))
+  common = {
+    "shape": str(layout.shape),
+    "dtype": dtype,
+    "tail": _TAIL.value,
+    "capacity": layout.capacity,
+    "tokens": layout.ranks * layout.shape.tokens,
+    "payload_bytes": work.payload_bytes,
+  }
+  records = measure.measure(
+    mesh,
+    work,
+    names=names,
+    ops=_chosen(_OPS, list(OPS), ["round_trip"]),
+    rounds=_ROUNDS.value,
+    warmup=_WARMUP.value,
+  )
+  return [{**common, **record} for record in records]
+
+
+def finish(run: dict[str, Any]) -> int:
+  """Writes and prints what is asked for; the exit code."""
+  if not _PART.value:
+    run["summary"] = report.summary(run["results"])
+    report.print_summary(run["summary"])
+    if _PLOT.value:
+      plot.save(run["results"], user_path(_PLOT.value))
+  if _JSON.value:
+    user_path(_JSON.value).write_text(json.dumps(run, indent=1) + "\n")
+  if _GATE.value is not None and not _PART.value:
+    return 0 if report.gate(run["results"], _GATE.value) else 1
+  return 0
+
+
+def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
+  """The routings, with a layout and choices for each; records them.
+
+  Raises:
+    ValueError, OSError: flags that do not fit each other.
+  """
+  cases = []
+  shapes = workload.parse_shapes(_chosen(_SHAPES, ["goals"], ["gate"]))
+  for shape, routing in itertools.product(shapes, _ROUTINGS.value):
+    choices = routings.draw(
+      str(user_path(routing)) if routing.endswith(".npy") else routing,
+      ranks * shape.tokens,
+      shape.top_k,
+      shape.num_experts,
+      zipf=_ZIPF.value,
+    )
+    layout = workload.make_layout(
+      shape,
+      choices,
+      ranks,
+      capacity_factor=_CAPACITY_FACTOR.value,
+      zero_tail=_TAIL.value == "zero",
+    )
+    cases.append((routing, layout, choices))
+  if _RECORD.value:
+    if len(cases) != 1:
+      raise ValueError(
+        f"--record writes one routing, but {len(cases)} are run."
+      )
+    np.save(user_path(_RECORD.value), cases[0][2])
+  return cases
+
+
+def parse_world(world: str) -> tuple[int, int]:
+  """Processes and devices of each, from "4x1"."""
+  try:
+    processes, devices = map(int, world.split("x"))
+  except ValueError:
+    raise ValueError(f"--worlds: {world!r} is none; write 4x1.") from None
+  return processes, devices
+
+
+def user_path(path: str) -> pathlib.Path:
+  """A path as the user meant it: `bazel run` changes the folder."""
+  return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)
+
+
+_GATE_CONTENDERS = ["host", contenders.HAND_WRITTEN]
+
+
+def _chosen(flag, default, default_of_gate=None):
+  """A flag's value, or what it defaults to."""
+  if flag.value is not None:
+    return flag.value
+  return default if _GATE.value is None else default_of_gate or default
+
+
+def _silence_libraries() -> None:
+  """Keeps XLA's transport between processes from greeting on stdout."""
+  sys.stdout.flush()
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+  app.run(main)

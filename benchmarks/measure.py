@@ -1,0 +1,105 @@
+"""One case, measured: every contender's ops, checked and then timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from benchmarks import contenders, copies, memory, timing
+from benchmarks.ops import OPS
+from benchmarks.oracle import Oracle, WrongResult
+from benchmarks.workload import SPEC, Workload
+
+
+def measure(
+  mesh: jax.sharding.Mesh,
+  workload: Workload,
+  *,
+  names: Sequence[str],
+  ops: Sequence[str],
+  rounds: int,
+  warmup: int,
+) -> list[dict[str, Any]]:
+  """A record for each op and contender. Collective.
+
+  A record has the op, the contender, its seconds in each round, and the peak
+  of its memory in bytes, summed over processes; None if it is not known.
+
+  Raises:
+    WrongResult: on the process of a rank where a contender is wrong.
+  """
+  oracle = Oracle(workload)
+  runs = {op: {} for op in ops}
+  peaks = {op: {} for op in ops}
+  with contextlib.ExitStack() as stack:
+    for name in names:
+      if name == contenders.MEMCPY:
+        continue
+      meter = memory.Meter()
+      contender = stack.enter_context(
+        contenders.make(name, mesh, workload.layout, workload.dtype)
+      )
+      inputs = dict(workload.inputs)
+      prepare, args = _compile("prepare", contender, mesh, inputs)
+      inputs["handle"] = prepare(*args)
+      for op in ops:
+        program, args = _compile(op, contender, mesh, inputs)
+        meter.start()
+        outputs = jax.block_until_ready(program(*args))
+        peaks[op][name] = meter.peak_bytes()
+        if op != "prepare":  # shows in all that uses its handle
+          try:
+            oracle.check(op, outputs, exact=contender.exact)
+          except WrongResult as error:
+            raise WrongResult(f"{name}: {error}") from None
+        del outputs
+        runs[op][name] = _run(program, args)
+    records = []
+    for op in ops:
+      if contenders.MEMCPY in names and OPS[op].directions:
+        runs[op][contenders.MEMCPY] = copies.make(
+          workload, mesh, OPS[op].directions
+        )
+      times = timing.take_turns(runs[op], mesh, rounds=rounds, warmup=warmup)
+      runs[op].clear()
+      for name, seconds in times.items():
+        peak = _sum_over_processes(peaks[op].get(name, float("nan")))
+        records.append(
+          {
+            "op": op,
+            "contender": name,
+            "seconds": [float(s) for s in seconds],
+            "peak_bytes": None if np.isnan(peak) else peak,
+          }
+        )
+    return records
+
+
+def _compile(op, contender, mesh, inputs):
+  """A compiled op and its arguments."""
+  args = [inputs[name] for name in OPS[op].inputs]
+  program = jax.jit(
+    jax.shard_map(
+      functools.partial(OPS[op].run, contender),
+      mesh=mesh,
+      in_specs=SPEC,
+      out_specs=SPEC,
+      check_vma=False,
+    )
+  )
+  return program.lower(*args).compile(), args
+
+
+def _run(program, args) -> Callable[[], Any]:
+  return lambda: jax.block_until_ready(program(*args))
+
+
+def _sum_over_processes(number: float) -> float:
+  numbers = multihost_utils.process_allgather(np.float32(number))
+  return float(np.sum(numbers))

@@ -1,0 +1,66 @@
+"""The ops that are measured, for any contender, in the view of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+  """An op.
+
+  Attributes:
+    run: called with a contender and the inputs.
+    inputs: their names in `Workload.inputs`; "handle" is what the contender's
+      prepare returned.
+    directions: how often the payload crosses between the ranks.
+  """
+
+  run: Callable[..., Any]
+  inputs: tuple[str, ...]
+  directions: int
+
+
+def _prepare(contender, topk_idx):
+  return contender.prepare(topk_idx)
+
+
+def _dispatch(contender, handle, tokens, topk_weights):
+  return contender.dispatch(handle, tokens, topk_weights)
+
+
+def _combine(contender, handle, rows):
+  return contender.combine(handle, rows)
+
+
+def _dispatch_bwd(contender, handle, rows, row_weights):
+  return contender.dispatch_bwd(handle, rows, row_weights)
+
+
+def _combine_bwd(contender, handle, tokens):
+  return contender.combine_bwd(handle, tokens)
+
+
+def _round_trip(contender, handle, tokens, topk_weights):
+  rows, row_weights = contender.dispatch(handle, tokens, topk_weights)
+  return contender.combine(handle, rows, row_weights)
+
+
+def _layer(contender, topk_idx, tokens, topk_weights):
+  handle = contender.prepare(topk_idx)
+  return _round_trip(contender, handle, tokens, topk_weights)
+
+
+# The round trip is that of a MoE layer without experts: combine multiplies the
+# rows by the weights that dispatch has brought.
+OPS = {
+  "prepare": Op(_prepare, ("topk_idx",), 0),
+  "dispatch": Op(_dispatch, ("handle", "tokens", "topk_weights"), 1),
+  "combine": Op(_combine, ("handle", "rows"), 1),
+  "dispatch_bwd": Op(_dispatch_bwd, ("handle", "rows", "row_weights"), 1),
+  "combine_bwd": Op(_combine_bwd, ("handle", "tokens"), 1),
+  "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights"), 2),
+  "layer": Op(_layer, ("topk_idx", "tokens", "topk_weights"), 2),
+}

@@ -1,0 +1,143 @@
+"""What every op must return, from the routing of ep/_src/reference.py.
+
+The reference works on whole arrays, and those of a benchmark are large; so here
+its routing is applied to the rows of one rank at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from benchmarks.workload import Workload
+from ep._src import reference
+
+
+class WrongResult(Exception):
+  """A contender's result is not what the contract says."""
+
+
+class Oracle:
+  """The results of each op on each rank."""
+
+  def __init__(self, workload: Workload):
+    self._workload = workload
+    layout = workload.layout
+    prepare = functools.partial(
+      reference.prepare,
+      num_experts=layout.shape.num_experts,
+      capacity=layout.capacity,
+    )
+    choices = workload.choices.reshape(layout.ranks, -1, layout.shape.top_k)
+    routing = jax.tree.map(np.asarray, jax.jit(prepare)(choices))
+    self._rank, self._slot = routing.rank, routing.slot
+    self._received = routing.group_sizes.sum(axis=1)
+
+  def check(self, op: str, outputs, *, exact: bool) -> None:
+    """Raises `WrongResult` unless this process's shards are right.
+
+    Copies must have the right bits. Sums must too if `exact`, and else be as
+    near as those that are rounded to the rows' dtype K + P + 1 times.
+    """
+    check = getattr(self, f"_{op}")
+    leaves = jax.tree.leaves(outputs)
+    ranks = self._workload.layout.ranks
+    for shards in zip(*(x.addressable_shards for x in leaves), strict=True):
+      shard = shards[0]
+      rank = (shard.index[0].start or 0) // (leaves[0].shape[0] // ranks)
+      try:
+        check(rank, *(np.asarray(s.data) for s in shards), exact=exact)
+      except WrongResult as error:
+        raise WrongResult(f"{op} on rank {rank}: {error}") from None
+
+  def _dispatch(self, rank, rows, row_weights, *, exact):
+    source, token, k = np.nonzero(self._rank == rank)
+    weights = self._workload.topk_weights(self._token(source, token))
+    weights = weights[np.arange(len(k)), k]
+    self._combine_bwd(rank, rows, exact=exact)
+    self._check_slots(rank, source, token, k, row_weights, weights)
+
+  def _combine_bwd(self, rank, rows, *, exact):
+    del exact  # a copy
+    source, token, k = np.nonzero(self._rank == rank)
+    tokens = self._workload.tokens(self._token(source, token))
+    self._check_slots(rank, source, token, k, rows, tokens)
+
+  def _combine(self, rank, tokens, *, exact):
+    self._check_sum(tokens, self._terms(rank), exact)
+
+  def _dispatch_bwd(self, rank, tokens, topk_weights, *, exact):
+    self._check_sum(tokens, self._terms(rank), exact)
+    ids, kept = self._row_ids(rank)
+    weights = np.where(kept, self._workload.row_weights(ids), np.float32(0))
+    _check_bits(topk_weights, weights)
+
+  def _round_trip(self, rank, tokens, *, exact):
+    ids = self._token(rank, np.arange(self._workload.layout.shape.tokens))
+    _, kept = self._row_ids(rank)
+    weights = self._workload.topk_weights(ids) * kept
+    rows = self._workload.tokens(ids).astype(np.float32)
+    self._check_sum(tokens, (rows * w[:, None] for w in weights.T), exact)
+
+  _layer = _round_trip
+
+  def _token(self, rank, token):
+    return rank * self._workload.layout.shape.tokens + token
+
+  def _row_ids(self, rank):
+    """The rows of a rank's choices `[T, K]`, and which of those were kept."""
+    kept = self._slot[rank] >= 0
+    ids = self._rank[rank] * self._workload.layout.capacity + self._slot[rank]
+    return np.where(kept, ids, 0), kept
+
+  def _terms(self, rank):
+    """What combine adds up, for each k."""
+    for ids, kept in zip(*(x.T for x in self._row_ids(rank)), strict=True):
+      rows = self._workload.rows(ids).astype(np.float32)
+      yield np.where(kept[:, None], rows, np.float32(0))
+
+  def _check_slots(self, rank, source, token, k, got, values):
+    received = self._received[rank]
+    want = np.empty((received, *values.shape[1:]), values.dtype)
+    want[self._slot[source, token, k]] = values
+    _check_bits(got[:received], want)
+    if self._workload.layout.zero_tail:
+      tail = got[received:]
+      _check_bits(tail, np.broadcast_to(np.zeros((), tail.dtype), tail.shape))
+
+  def _check_sum(self, got, terms, exact):
+    total, magnitude = np.float32(0), np.float32(0)
+    for term in terms:
+      total = total + term
+      magnitude = magnitude + abs(term)
+    want = total.astype(got.dtype)
+    if exact:
+      _check_bits(got, want)
+      return
+    layout = self._workload.layout
+    roundings = layout.shape.top_k + layout.ranks + 1
+    eps = float(jax.numpy.finfo(got.dtype).eps)
+    error = abs(got.astype(np.float32) - total)
+    wrong = ~(error <= roundings * eps * magnitude)  # NaN is wrong, too
+    _report(wrong, got, want)
+
+
+def _check_bits(got, want):
+  if got.shape != want.shape or got.dtype != want.dtype:
+    raise WrongResult(
+      f"{got.dtype}{list(got.shape)}, but {want.dtype}{list(want.shape)} is"
+      " expected"
+    )
+  unsigned = f"u{got.dtype.itemsize}"
+  _report(got.view(unsigned) != want.view(unsigned), got, want)
+
+
+def _report(wrong, got, want):
+  if wrong.any():
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    raise WrongResult(
+      f"{wrong.sum()} of {wrong.size} values are wrong; the first is at"
+      f" {list(at)}: {got[at]}, expected {want[at]}"
+    )

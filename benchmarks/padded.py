@@ -1,0 +1,142 @@
+"""The hand-written contender: sort, padded all_to_all, scatter-add.
+
+A rank's choices are sorted by expert, so that those for one rank are together.
+Each rank gets a block of as many rows, `S = pair_rows`, of which the first are
+real. In prepare the ranks tell each other how many of each expert's rows come,
+from which the receiver knows the slot of every row in the blocks.
+
+Whatever depends on the routing alone is done in prepare. Rows that pad a block
+hold anything: nobody reads them. There is nothing to donate: no op has an
+output that could take the place of an input of the same size and sharding,
+save for round trips, and those would then have to copy their tokens first.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from benchmarks.workload import AXIS, Layout
+
+
+def sort_choices(topk_idx, num_experts):
+  """`[T, K]` -> the choices by expert `[T * K]`, and all counts `[P, E]`.
+
+  A choice is numbered `t * K + k`; unused ones come last.
+  """
+  experts = topk_idx.reshape(-1)
+  experts = jnp.where(experts < 0, num_experts, experts)
+  counts = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
+  order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+  return order, lax.all_gather(counts, AXIS)
+
+
+def starts(counts, axis):
+  """Where each run of `counts` begins, all laid end to end."""
+  return jnp.cumsum(counts, axis) - counts
+
+
+def take(rows, index, *, zeros):
+  """`rows[index]`; where the index is past the end, zeros or anything."""
+  if not zeros:
+    return rows.at[index].get(mode="clip")
+  return rows.at[index].get(mode="fill", fill_value=0)
+
+
+def take_sum(rows, index, dtype):
+  """`sum_k rows[index[:, k]]` in float32; past the end is zero."""
+  total = jnp.float32(0)
+  for k in range(index.shape[1]):
+    total += take(rows, index[:, k], zeros=True).astype(jnp.float32)
+  return total.astype(dtype)
+
+
+def scale(rows, weights):
+  """The rows, times their weights if there are any."""
+  if weights is None:
+    return rows
+  return (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
+
+
+class PaddedScatter:
+  """Tokens sum what comes home by scatter-add, in float32."""
+
+  exact = False
+
+  def __init__(self, layout: Layout):
+    self._layout = layout
+
+  def prepare(self, topk_idx):
+    layout, shape = self._layout, self._layout.shape
+    size = shape.tokens * shape.top_k
+    order, counts = sort_choices(topk_idx, shape.num_experts)
+    me = lax.axis_index(AXIS)
+    # [source, destination, expert there]
+    counts = counts.reshape(layout.ranks, layout.ranks, -1)
+    place = jnp.arange(layout.pair_rows, dtype=jnp.int32)  # in a block
+
+    sent = counts[me].sum(-1, dtype=jnp.int32)[:, None]
+    choice = take(order, starts(sent, 0) + place, zeros=False)
+    choice = jnp.where(place < sent, choice, size)
+
+    came = counts[:, me]  # [source, expert]
+    by_expert = came.sum(0, dtype=jnp.int32)
+    slab = starts(by_expert, 0) + starts(came, 0)  # of each source and expert
+    ends = jnp.cumsum(came, 1)
+    expert = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))
+    expert = expert(ends).clip(max=layout.num_local_experts - 1)
+    first = slab - starts(came, 1)
+    slot = jnp.take_along_axis(first, expert, 1) + place
+    slot = jnp.where(place < ends[:, -1:], slot, layout.capacity)
+
+    places = jnp.arange(choice.size, dtype=jnp.int32).reshape(choice.shape)
+    source = jnp.full(layout.capacity, choice.size, jnp.int32)
+    home = jnp.full(size, choice.size, jnp.int32)
+    return {
+      # [P, S], of what is sent and of what has come:
+      "choice": choice,
+      "slot": slot,
+      # and of the slots [C] and the choices [T, K], where in [P * S] they are.
+      "source": source.at[slot].set(places, mode="drop"),
+      "home": home.at[choice].set(places, mode="drop").reshape(topk_idx.shape),
+    }
+
+  def dispatch(self, handle, tokens, topk_weights):
+    weights = take(topk_weights.reshape(-1), handle["choice"], zeros=False)
+    weights = self._to_slots(handle, weights)
+    return self.combine_bwd(handle, tokens), weights
+
+  def combine(self, handle, rows, weights=None):
+    return self._sum(handle, self._to_home(handle, scale(rows, weights)))
+
+  def dispatch_bwd(self, handle, rows, row_weights):
+    weights = self._to_home(handle, row_weights).reshape(-1)
+    return self.combine(handle, rows), take(weights, handle["home"], zeros=True)
+
+  def combine_bwd(self, handle, tokens):
+    token = handle["choice"] // self._layout.shape.top_k
+    return self._to_slots(handle, take(tokens, token, zeros=False))
+
+  def _to_slots(self, handle, blocks):
+    blocks = lax.all_to_all(blocks, AXIS, 0, 0)
+    rows = blocks.reshape(-1, *blocks.shape[2:])
+    return take(rows, handle["source"], zeros=self._layout.zero_tail)
+
+  def _to_home(self, handle, rows):
+    return lax.all_to_all(take(rows, handle["slot"], zeros=False), AXIS, 0, 0)
+
+  def _sum(self, handle, blocks):
+    shape = self._layout.shape
+    token = handle["choice"] // shape.top_k
+    total = jnp.zeros((shape.tokens, shape.hidden), jnp.float32)
+    total = total.at[token].add(blocks.astype(jnp.float32), mode="drop")
+    return total.astype(blocks.dtype)
+
+
+class PaddedGather(PaddedScatter):
+  """Tokens gather what comes home and sum it in registers."""
+
+  def _sum(self, handle, blocks):
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    return take_sum(rows, handle["home"], blocks.dtype)
