@@ -10,7 +10,7 @@ A contender is made for a `Layout` and has, each in the view of one rank inside
   combine_bwd(handle, tokens) -> rows
   exact: whether sums must have the bits of the oracle
 
-with the shapes of `Workload` and the meaning of ep/_src/reference.py. The
+with the shapes of `Workload.inputs` and the meaning of ep/_src/reference.py. The
 hand-written ones write their derivatives out, which is never slower than what
 JAX would derive.
 """

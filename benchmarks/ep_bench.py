@@ -185,7 +185,7 @@ def run_ranks() -> int:
 
 def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
   """The records of one shape, routing and dtype."""
-  work = workload.Workload(mesh, layout, choices, jnp.dtype(dtype))
+  work = workload.Workload(layout, choices, jnp.dtype(dtype))
   common = {
     "shape": str(layout.shape),
     "dtype": dtype,

@@ -37,6 +37,9 @@ def measure(
   oracle = Oracle(workload)
   runs = {op: {} for op in ops}
   peaks = {op: {} for op in ops}
+  shared = workload.inputs(
+    mesh, {"topk_idx"}.union(*(OPS[op].inputs for op in ops))
+  )
   with contextlib.ExitStack() as stack:
     for name in names:
       if name == contenders.MEMCPY:
@@ -45,7 +48,7 @@ def measure(
       contender = stack.enter_context(
         contenders.make(name, mesh, workload.layout, workload.dtype)
       )
-      inputs = dict(workload.inputs)
+      inputs = dict(shared)
       prepare, args = _compile("prepare", contender, mesh, inputs)
       inputs["handle"] = prepare(*args)
       for op in ops:

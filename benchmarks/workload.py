@@ -10,6 +10,7 @@ dispatch; a round trip carries it twice.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 import dataclasses
 import functools
 import re
@@ -123,48 +124,39 @@ def make_layout(
 
 
 class Workload:
-  """Inputs on a mesh, and what is known of them.
+  """A layout, a routing and a dtype, and the inputs that follow from them."""
 
-  `inputs` has the global arrays, split along their first axis into what is
-  each rank's: topk_idx `[T, K]`, tokens `[T, H]`, topk_weights `[T, K]`, rows
-  `[C, H]` and row_weights `[C]`. Each serves as a cotangent of its like, too.
-  """
-
-  def __init__(
-    self,
-    mesh: jax.sharding.Mesh,
-    layout: Layout,
-    choices: np.ndarray,
-    dtype: np.dtype,
-  ):
+  def __init__(self, layout: Layout, choices: np.ndarray, dtype: np.dtype):
     self.layout = layout
     self.choices = choices
     self.dtype = dtype
-    shape, ranks = layout.shape, layout.ranks
-    num_tokens, num_rows = ranks * shape.tokens, ranks * layout.capacity
 
-    def place(shape, make):
-      sharding = NamedSharding(mesh, SPEC)
-      return jax.make_array_from_callback(shape, sharding, make)
+  def inputs(
+    self, mesh: jax.sharding.Mesh, names: Collection[str]
+  ) -> dict[str, jax.Array]:
+    """Global arrays, split along their first axis into what is each rank's.
 
-    def ids(index, count):
-      return np.arange(*index[0].indices(count))
-
-    self.inputs = {
-      "topk_idx": place(choices.shape, lambda index: choices[index]),
-      "tokens": place(
-        (num_tokens, shape.hidden), lambda i: self.tokens(ids(i, num_tokens))
-      ),
-      "topk_weights": place(
-        choices.shape, lambda i: self.topk_weights(ids(i, num_tokens))
-      ),
-      "rows": place(
-        (num_rows, shape.hidden), lambda i: self.rows(ids(i, num_rows))
-      ),
-      "row_weights": place(
-        (num_rows,), lambda i: self.row_weights(ids(i, num_rows))
-      ),
+    That is topk_idx `[T, K]`, tokens `[T, H]`, topk_weights `[T, K]`, rows
+    `[C, H]` and row_weights `[C]`. Each serves as a cotangent of its like, too.
+    """
+    shape, ranks = self.layout.shape, self.layout.ranks
+    num_tokens, num_rows = ranks * shape.tokens, ranks * self.layout.capacity
+    known = {
+      "topk_idx": (num_tokens, shape.top_k, self.choices.__getitem__),
+      "tokens": (num_tokens, shape.hidden, self.tokens),
+      "topk_weights": (num_tokens, shape.top_k, self.topk_weights),
+      "rows": (num_rows, shape.hidden, self.rows),
+      "row_weights": (num_rows, None, self.row_weights),
     }
+
+    def place(count, width, make):
+      return jax.make_array_from_callback(
+        (count,) if width is None else (count, width),
+        NamedSharding(mesh, SPEC),
+        lambda index: make(np.arange(*index[0].indices(count))),
+      )
+
+    return {name: place(*known[name]) for name in known if name in names}
 
   @property
   def payload_bytes(self) -> int:

@@ -1,0 +1,324 @@
+"""The benchmark runs in both worlds, and does not time what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+import numpy as np
+import pytest
+
+from benchmarks import contenders, ep_bench, measure, plot, report, routings
+from benchmarks import workload as workload_lib
+from benchmarks.ops import OPS
+from benchmarks.oracle import WrongResult
+from benchmarks.padded import PaddedGather
+
+SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
+
+
+def _run(*argv):
+  """The exit code and output of a program, started as a user does."""
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
+  done = subprocess.run(
+    [sys.executable, *map(str, argv)],
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  return done.returncode, done.stdout
+
+
+def _bench(*flags):
+  return _run(ep_bench.__file__, *flags)
+
+
+def test_all_is_recorded_of_both_worlds(tmp_path):
+  results, routing = tmp_path / "results.json", tmp_path / "routing.npy"
+  code, output = _bench(
+    f"--shapes={SHAPE}",
+    "--routings=zipf",
+    "--ops=prepare,round_trip",
+    "--rounds=3",
+    f"--json={results}",
+    f"--record={routing}",
+  )
+  assert code == 0, output
+  run = json.loads(results.read_text())
+  skipped = {(s["world"], s["contender"]): s["why"] for s in run["skipped"]}
+  records = {(r["world"], r["op"], r["contender"]): r for r in run["results"]}
+  for world in ("1x4", "4x1"):
+    for name in contenders.names():
+      if (world, name) in skipped:
+        assert f"skipped {name}: {skipped[world, name]}" in output
+        continue
+      record = records.pop((world, "round_trip", name))
+      payload = 4 * SHAPE.tokens * SHAPE.top_k * SHAPE.hidden * 4
+      assert record["payload_bytes"] == payload
+      assert record["tokens"] == 4 * SHAPE.tokens
+      assert record["capacity"] == 4 * SHAPE.tokens * SHAPE.top_k
+      assert (record["shape"], record["dtype"]) == (str(SHAPE), "float32")
+      assert (record["routing"], record["tail"]) == ("zipf", "zero")
+      assert len(record["seconds"]) == 3
+      assert record["q1_s"] <= record["median_s"] <= record["q3_s"]
+      assert record["payload_gb_per_s"] == pytest.approx(
+        2 * payload / record["median_s"] / 1e9
+      )
+      assert record["ns_per_token"] > 0
+      if name != contenders.MEMCPY:
+        assert record["peak_bytes"] is None or record["peak_bytes"] >= 0
+        prepare = records.pop((world, "prepare", name))
+        assert prepare["payload_gb_per_s"] is None
+    assert {"host", "padded_scatter", "padded_gather", "gathered"}.isdisjoint(
+      name for _, name in skipped
+    )
+    assert f"round_trip  {SHAPE}  float32  zipf  world {world}" in output
+  assert not records
+  assert [(row["world"], row["op"]) for row in run["summary"]] == [
+    (world, op) for world in ("1x4", "4x1") for op in ("prepare", "round_trip")
+  ]
+  for row in run["summary"]:
+    assert row["times_best_pure_xla"] > 0
+  assert np.array_equal(
+    np.load(routing), routings.draw("zipf", 24, 2, 8, zipf=1.0)
+  )
+
+
+def test_the_gate_fails_below_its_bound(tmp_path):
+  flags = f"--shapes={SHAPE}", "--rounds=2", "--worlds=1x4"
+  code, output = _bench("--gate=0", *flags)
+  assert code == 0 and "OK: 1x4 " in output, output
+  code, output = _bench("--gate=1e9", *flags)
+  assert code == 1 and "FAILED: 1x4 " in output, output
+
+
+def test_a_wrong_contender_is_an_error_in_four_processes(tmp_path):
+  program = tmp_path / "program.py"
+  program.write_text(
+    """
+from absl import app
+from benchmarks import contenders, ep_bench, padded
+from jax import lax
+
+class Wrong(padded.PaddedGather):
+  def combine(self, handle, rows, weights=None):
+    tokens = super().combine(handle, rows, weights)
+    return tokens.at[2, 1].add(lax.axis_index("ep") == 2)
+
+contenders.PURE_XLA["wrong"] = Wrong
+app.run(ep_bench.main)
+"""
+  )
+  flags = f"--shapes={SHAPE}", "--rounds=1", "--ops=dispatch,combine"
+  code, output = _run(
+    *("-m", "ep.launch", "--num_processes=4", program, *flags),
+    "--contenders=wrong",
+  )
+  assert code != 0
+  assert "wrong: combine on rank 2: 1 of 30 values are wrong" in output, output
+  assert "dispatch on rank" not in output
+
+
+# --- In this process ----------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+  """The mesh of this process. Its programs are compiled in half the time."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield jax.make_mesh(
+    (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
+  )
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def _workload(mesh, choices=None, *, dtype="float32", factor=None, tail=True):
+  if choices is None:
+    choices = routings.draw("zipf", mesh.size * 6, 2, 8, zipf=1.0)
+  layout = workload_lib.make_layout(
+    SHAPE, choices, mesh.size, capacity_factor=factor, zero_tail=tail
+  )
+  return workload_lib.Workload(layout, choices, np.dtype(dtype))
+
+
+def _measure(mesh, workload, names, ops=tuple(OPS)):
+  return measure.measure(
+    mesh, workload, names=names, ops=ops, rounds=1, warmup=0
+  )
+
+
+def _emulated_ragged_all_to_all(
+  operand, output, starts, sizes, targets, recv_sizes, *, axis_name
+):
+  """What its docstring says, by all-gather; NaN for a wrong `recv_sizes`."""
+  ranks, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+  operands = lax.all_gather(operand, axis_name)
+  slices = [
+    lax.all_gather(x.reshape(ranks, -1), axis_name)[:, me].reshape(-1)
+    for x in (starts, sizes, targets)
+  ]
+  per_rank = recv_sizes.size // ranks
+  row = np.arange(len(output)).reshape(-1, *[1] * (output.ndim - 1))
+  for i in range(recv_sizes.size):
+    start, size, target = (x[i] for x in slices)
+    at = (row.reshape(-1) - target + start).clip(0, len(operand) - 1)
+    sent = operands[i // per_rank][at]
+    sent = jax.numpy.where(size == recv_sizes[i], sent, np.nan)
+    inside = (row >= target) & (row < target + size)
+    output = jax.numpy.where(inside, sent, output)
+  return output
+
+
+@pytest.mark.parametrize(
+  "dtype, roomy", [("float32", True), ("bfloat16", False)]
+)
+def test_every_contender_is_right(mesh, monkeypatch, dtype, roomy):
+  monkeypatch.setattr(lax, "ragged_all_to_all", _emulated_ragged_all_to_all)
+  rng = np.random.default_rng(0)
+  choices = routings.draw("uniform", mesh.size * 6, 2, 8, zipf=1.0)
+  choices[rng.random(choices.shape) < 0.3] = -1
+  workload = _workload(
+    mesh, choices, dtype=dtype, factor=None if roomy else 1.5, tail=roomy
+  )
+  names = ["host", *contenders.PURE_XLA]
+  records = _measure(mesh, workload, names)
+  assert [r["contender"] for r in records] == names * len(OPS)
+
+
+@pytest.mark.parametrize(
+  "op, leaf",
+  [
+    ("dispatch", 0),
+    ("dispatch", 1),
+    ("combine", 0),
+    ("dispatch_bwd", 1),
+    ("combine_bwd", 0),
+    ("round_trip", 0),
+  ],
+)
+def test_one_wrong_number_is_seen(mesh, monkeypatch, op, leaf):
+  right = OPS[op]
+
+  def spoil(*args):
+    leaves, tree = jax.tree.flatten(right.run(*args))
+    x = leaves[leaf]
+    # The last: where ranks are not full, a row of the tail.
+    leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
+    return tree.unflatten(leaves)
+
+  wrong = type(right)(spoil, right.inputs, right.directions)
+  monkeypatch.setitem(OPS, op, wrong)
+  with pytest.raises(WrongResult, match=f"padded_gather: {op} on rank 0: 1 of"):
+    _measure(mesh, _workload(mesh), ["padded_gather"], [op])
+
+
+def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
+  monkeypatch.setattr(PaddedGather, "exact", True)
+  _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
+  combine = OPS["combine"]
+  nearly = type(combine)(
+    lambda *args: combine.run(*args) * (1 + 2e-7),
+    combine.inputs,
+    combine.directions,
+  )
+  monkeypatch.setitem(OPS, "combine", nearly)
+  with pytest.raises(WrongResult):
+    _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
+  monkeypatch.setattr(PaddedGather, "exact", False)
+  _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
+
+
+def _records(**seconds):
+  case = dict(world="w", shape="s", dtype="d", routing="r", op="round_trip")
+  common = dict(case, payload_bytes=10**9, tokens=10, peak_bytes=None)
+  return [
+    report.add_statistics({**common, "contender": name, "seconds": s})
+    for name, s in seconds.items()
+  ]
+
+
+def test_ratios_are_of_rounds_and_the_best_rival_counts(capsys):
+  records = _records(
+    host=[1.0, 10.0, 2.0],
+    padded_scatter=[4.0, 40.0, 8.0],
+    gathered=[2.0, 20.0, 4.0],
+    memcpy=[0.5, 5.0, 1.0],
+  )
+  assert records[0]["median_s"] == 2.0
+  assert records[0]["payload_gb_per_s"] == 1.0  # there and back
+  (row,) = report.summary(records)
+  assert row["times_best_pure_xla"] == pytest.approx(2.0)
+  assert row["share_of_memcpy"] == pytest.approx(0.5)
+  assert report.gate(records, 3.9)
+  assert not report.gate(records, 4.1)
+  assert not report.gate(_records(host=[1.0]), 0.0)  # no rival
+  assert not report.gate([], 0.0)
+  report.print_tables(records)
+  report.print_summary([row])
+  assert "gathered" in capsys.readouterr().out
+
+
+def test_routings_are_distinct_and_zipf_is_skewed():
+  for name in ("uniform", "zipf"):
+    choices = routings.draw(name, 1000, 4, 16, zipf=1.5)
+    assert choices.shape == (1000, 4) and choices.dtype == np.int32
+    assert (np.diff(np.sort(choices)) > 0).all()
+    counts = np.bincount(choices.ravel(), minlength=16)
+    assert (counts.max() > 3 * counts.mean()) == (name == "zipf")
+
+
+def test_recorded_routings_are_replayed_or_refused(tmp_path):
+  path = tmp_path / "a.npy"
+  recorded = np.array([[[0, 3], [-1, -1]], [[2, 1], [1, 0]]])
+  np.save(path, recorded)
+  choices = routings.draw(str(path), 3, 2, 4, zipf=1.0)
+  assert choices.tolist() == [[0, 3], [-1, -1], [2, 1]]
+  for sizes in [(5, 2, 4), (3, 3, 4), (3, 2, 3)]:
+    with pytest.raises(ValueError, match="choose a shape|Choose a shape"):
+      routings.draw(str(path), *sizes, zipf=1.0)
+  np.save(path, np.array([[1, 1]]))
+  with pytest.raises(ValueError, match="1 repeated"):
+    routings.draw(str(path), 1, 2, 4, zipf=1.0)
+  np.save(path, np.zeros((4, 2)))
+  with pytest.raises(ValueError, match="holds float64"):
+    routings.draw(str(path), 1, 2, 4, zipf=1.0)
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
+    (["--shapes=8x8x2x6"], "E must be a multiple of the 4 ranks"),
+    (["--worlds=four"], "'four' is none"),
+    (["--routings=best"], "'best' is no routing"),
+    (["--routings=missing.npy"], "No such file"),
+    (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),
+    (["--record=a.npy", "--shapes=goals"], "--record writes one routing"),
+    (["--ops=sort"], "choose among prepare"),
+    (["--contenders=me"], "choose among host"),
+    (["stray"], "unexpected arguments"),
+  ],
+)
+def test_bad_flags_are_explained_once(flags, message):
+  code, output = _bench(*flags)
+  assert code != 0
+  assert output.count(message) == 1, output
+  assert "Traceback" not in output
+
+
+def test_a_plot_needs_matplotlib_and_says_so(monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  with pytest.raises(SystemExit, match="pip install matplotlib"):
+    plot.check_available()
+
+
+def test_a_plot_is_a_png(tmp_path):
+  pytest.importorskip("matplotlib")
+  records = _records(host=[1.0, 2.0], memcpy=[0.5, 0.5])
+  plot.save(records, tmp_path / "a.png")
+  assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
