@@ -10,9 +10,9 @@ A contender is made for a `Layout` and has, each in the view of one rank inside
   combine_bwd(handle, tokens) -> rows
   exact: whether sums must have the bits of the oracle
 
-with the shapes of `Workload.inputs` and the meaning of ep/_src/reference.py. The
-hand-written ones write their derivatives out, which is never slower than what
-JAX would derive.
+with the shapes of `Workload.inputs` and the meaning of ep/_src/reference.py.
+The hand-written ones write their derivatives out, as gathers; what JAX would
+derive of a gather is a scatter-add.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def print_tables(records: list[Record]) -> None:
 
 def _row(record: Record, host: Record | None, memcpy: Record | None) -> str:
   def show(value, form, unit, width):
-    text = "" if value is None else f"{value:{form}} {unit}"
+    text = "" if value is None else f"{value:{form}}{unit}"
     return text.rjust(width)
 
   rate, peak = record["payload_gb_per_s"], record["peak_bytes"]
@@ -88,11 +88,11 @@ def _row(record: Record, host: Record | None, memcpy: Record | None) -> str:
     f"{record['contender']:14}"
     f" {record['median_s'] * 1e3:7.2f} ms"
     f" {record['q1_s'] * 1e3:7.2f}..{record['q3_s'] * 1e3:7.2f}"
-    f" {show(rate, '.2f', 'GB/s', 10)}"
+    f" {show(rate, '.2f', ' GB/s', 10)}"
     f" {record['ns_per_token']:8.0f} ns"
-    f" {show(peak and peak / 2**20, '.0f', 'MB', 7)}"
-    f" {show(times, '.2f', 'x', 8)}"
-    f" {show(share, '.2f', '', 10)}"
+    f" {show(peak and peak / 2**20, '.0f', ' MB', 7)}"
+    f" {show(times, '.2f', ' x', 8)}"
+    f" {show(share, '.2f', '', 9)}"
   )
 
 
