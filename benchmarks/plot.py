@@ -19,7 +19,7 @@ def check_available() -> None:
 
 
 def save(records: list[report.Record], path: pathlib.Path) -> None:
-  """A PNG: a row for each op, a column for each world and dtype."""
+  """A PNG: a row for each op, a column for each world, dtype and routing."""
   import matplotlib
 
   matplotlib.use("Agg")  # no display
@@ -27,7 +27,7 @@ def save(records: list[report.Record], path: pathlib.Path) -> None:
 
   records = [r for r in records if r["payload_gb_per_s"] is not None]
   rows = list(dict.fromkeys(r["op"] for r in records))
-  columns = list(dict.fromkeys((r["world"], r["dtype"]) for r in records))
+  columns = list(dict.fromkeys(map(_column, records)))
   present = {r["contender"] for r in records}
   names = [name for name in contenders.names() if name in present]
   figure, axes = pyplot.subplots(
@@ -37,16 +37,12 @@ def save(records: list[report.Record], path: pathlib.Path) -> None:
     sharey="row",
     squeeze=False,
   )
-  for (row, op), (column, (world, dtype)) in (
+  for (row, op), (column, name) in (
     (r, c) for r in enumerate(rows) for c in enumerate(columns)
   ):
     ax = axes[row, column]
-    ax.set_title(f"{op}, {world}, {dtype}")
-    here = [
-      r
-      for r in records
-      if (r["op"], r["world"], r["dtype"]) == (op, world, dtype)
-    ]
+    ax.set_title(", ".join((op, *name)))
+    here = [r for r in records if (r["op"], _column(r)) == (op, name)]
     shapes = list(dict.fromkeys(r["shape"] for r in here))
     _bars(ax, here, shapes, names)
     if column == 0:
@@ -55,6 +51,10 @@ def save(records: list[report.Record], path: pathlib.Path) -> None:
   figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
   figure.set_layout_engine("constrained")
   figure.savefig(path, dpi=120, format="png")
+
+
+def _column(record: report.Record) -> tuple[str, ...]:
+  return record["world"], record["dtype"], record["routing"]
 
 
 def _bars(ax, records, shapes, names) -> None:
