@@ -49,10 +49,10 @@ def measure(
         contenders.make(name, mesh, workload.layout, workload.dtype)
       )
       inputs = dict(shared)
-      prepare, args = _compile("prepare", contender, mesh, inputs)
+      prepare, args = compile_op("prepare", contender, mesh, inputs)
       inputs["handle"] = prepare(*args)
       for op in ops:
-        program, args = _compile(op, contender, mesh, inputs)
+        program, args = compile_op(op, contender, mesh, inputs)
         meter.start()
         outputs = jax.block_until_ready(program(*args))
         peaks[op][name] = meter.peak_bytes()
@@ -84,8 +84,8 @@ def measure(
     return records
 
 
-def _compile(op, contender, mesh, inputs):
-  """A compiled op and its arguments."""
+def compile_op(op: str, contender, mesh, inputs):
+  """A compiled op, and its arguments among the inputs."""
   args = [inputs[name] for name in OPS[op].inputs]
   program = jax.jit(
     jax.shard_map(

@@ -137,11 +137,14 @@ def mesh():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
-def _workload(mesh, choices=None, *, dtype="float32", factor=None, tail=True):
+def _workload(
+  mesh, choices=None, *, shape=SHAPE, dtype="float32", factor=None, tail=True
+):
   if choices is None:
-    choices = routings.draw("zipf", mesh.size * 6, 2, 8, zipf=1.0)
+    sizes = mesh.size * shape.tokens, shape.top_k, shape.num_experts
+    choices = routings.draw("zipf", *sizes, zipf=1.0)
   layout = workload_lib.make_layout(
-    SHAPE, choices, mesh.size, capacity_factor=factor, zero_tail=tail
+    shape, choices, mesh.size, capacity_factor=factor, zero_tail=tail
   )
   return workload_lib.Workload(layout, choices, np.dtype(dtype))
 
@@ -215,6 +218,20 @@ def test_one_wrong_number_is_seen(mesh, monkeypatch, op, leaf):
   monkeypatch.setitem(OPS, op, wrong)
   with pytest.raises(WrongResult, match=f"padded_gather: {op} on rank 0: 1 of"):
     _measure(mesh, _workload(mesh), ["padded_gather"], [op])
+
+
+def test_round_trips_hold_the_rows_that_experts_would_see():
+  mesh = jax.make_mesh(
+    (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
+  )
+  # Where received rows are most of what a round trip needs.
+  shape = workload_lib.Shape(tokens=6, hidden=512, top_k=8, num_experts=32)
+  workload = _workload(mesh, shape=shape)
+  inputs = workload.inputs(mesh, OPS["layer"].inputs)
+  contender = contenders.PURE_XLA["gathered"](workload.layout)
+  program, _ = measure.compile_op("layer", contender, mesh, inputs)
+  rows_bytes = workload.layout.capacity * shape.hidden * 4
+  assert program.memory_analysis().temp_size_in_bytes >= rows_bytes
 
 
 def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
