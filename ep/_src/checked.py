@@ -29,8 +29,8 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   * rows and weights past the last slab are NaN where `tail="unspecified"`, in
     dispatch and in the backward of combine, so that who reads them sees it;
   * what combine returns must be finite, or the run fails with the element and
-    the row that brought it: with "host" on that rank, and on the others at their
-    next exchange of the run; with "xla" on all; not with "nccl";
+    the row that brought it: with "host" on that rank, and on the others at
+    their next exchange of the run; with "xla" on all; not with "nccl";
   * errors name the step, counted from the program's first launch ("host").
 
   Checked or not, `ep_prepare` compares a hash of the configuration of group and
