@@ -19,7 +19,7 @@ from conftest import make_mesh
 import ep
 
 BACKENDS = ("host", "xla")
-ROUTINGS = 12  # cases of a layer
+ROUTINGS = 20  # cases of a layer
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
