@@ -101,6 +101,14 @@ def _call(backend: str, function: str, *args: Any) -> None:
     raise kind(error.value.decode())
 
 
+def _bootstrap(backend: str, function: str, *args: Any) -> None:
+  """`_call`, for `ep_bootstrap`, which its errors name."""
+  try:
+    _call(backend, function, *args)
+  except (ValueError, NativeError) as e:
+    raise type(e)(f"ep_bootstrap: {e}") from e
+
+
 def create_host_group(
   name: str,
   secret: str,
@@ -117,7 +125,7 @@ def create_host_group(
   the id that JAX knows, not an ordinal in the process.
   """
   int_array = ctypes.c_int32 * len(ranks)
-  _call(
+  _bootstrap(
     "host",
     "ep_host_group_create",
     name.encode(),
@@ -140,7 +148,7 @@ def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
   loaded yet; empty: the system's.
   """
   unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-  _call(
+  _bootstrap(
     "nccl",
     "ep_nccl_unique_id",
     nccl.encode(),
@@ -172,7 +180,7 @@ def create_nccl_group(
   whose ranks share `unique_id`; `nccl`, `nccl_ep` as for `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
-  _call(
+  _bootstrap(
     "nccl",
     "ep_nccl_group_create",
     name.encode(),

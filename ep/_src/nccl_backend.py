@@ -76,31 +76,30 @@ def connect(group: EpGroup) -> None:
   )
   device = domains[domain, rank]
 
+  version = device.client.platform_version
+
   def introduce():
     ffi.library("nccl")  # the others are told if it is not there
-    libraries.extend(nccl_files.prepare(device.client.platform_version))
+    libraries = nccl_files.prepare(version)
     if rank > 0:
       return {}
     return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
 
-  libraries: list[str] = []
   answers = rendezvous.exchange(group, introduce)
   founder = answers[domains[domain, 0].process_index]
-  try:
-    ffi.create_nccl_group(
-      name=group.name,
-      rank=rank,
-      device=device.local_hardware_id,
-      num_experts=group.num_experts,
-      ep_size=group.ep_size,
-      max_tokens=group.max_tokens_per_rank,
-      capacity=group.recv_capacity_per_rank,
-      max_row_bytes=group.hidden_dim * group.max_token_dtype.itemsize,
-      max_num_sms=group.max_num_sms,
-      timeout_s=group.timeout_s,
-      unique_id=base64.b64decode(founder["id"]),
-      nccl=libraries[0],
-      nccl_ep=libraries[1],
-    )
-  except (ValueError, ffi.NativeError) as e:
-    raise type(e)(f"ep_bootstrap: {e}") from e
+  nccl, nccl_ep = nccl_files.prepare(version)
+  ffi.create_nccl_group(
+    name=group.name,
+    rank=rank,
+    device=device.local_hardware_id,
+    num_experts=group.num_experts,
+    ep_size=group.ep_size,
+    max_tokens=group.max_tokens_per_rank,
+    capacity=group.recv_capacity_per_rank,
+    max_row_bytes=group.hidden_dim * group.max_token_dtype.itemsize,
+    max_num_sms=group.max_num_sms,
+    timeout_s=group.timeout_s,
+    unique_id=base64.b64decode(founder["id"]),
+    nccl=nccl,
+    nccl_ep=nccl_ep,
+  )
