@@ -103,12 +103,10 @@ Status Communicator::HandleBytes(const Layer& layer, int64_t* out) const {
 }
 
 Status Communicator::WithHandle(
-    const Layer& layer, std::byte* mem, const char* what,
+    const Layer& layer, std::byte* mem, int64_t bytes, const char* what,
     const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
   const Libraries& nccl = device_->libraries();
   const ncclEpHandleConfig_t config = HandleConfig(layer);
-  int64_t bytes = 0;
-  EP_RETURN_IF_ERROR(HandleBytes(layer, &bytes));
   size_t size = bytes;
   ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
   tensor.ndim = 1;

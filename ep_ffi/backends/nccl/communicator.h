@@ -42,11 +42,12 @@ class Communicator {
   Status HandleBytes(const Layer& layer, int64_t* out) const;
 
   // Calls `use`, named `what`, with a handle that is open on `mem` for as long.
+  // Its `bytes` are HandleBytes.
   //
   // It is opened anew for each op: XLA moves buffers, and to open one costs
   // host time only, since it neither allocates nor talks to other ranks.
   Status WithHandle(
-      const Layer& layer, std::byte* mem, const char* what,
+      const Layer& layer, std::byte* mem, int64_t bytes, const char* what,
       const std::function<ncclResult_t(ncclEpHandle_t)>& use) const;
 
  private:

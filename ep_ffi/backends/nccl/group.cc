@@ -201,10 +201,11 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   routing.report = device_->device_report(ticket % kWindow);
   EP_RETURN_IF_ERROR(
       KeepUp(EnqueueRouting(*device_, *communicator_, stream, routing)));
+  const int64_t ours = RoutingBytes(options_.sizes, layer, args.num_tokens);
   Tensor choices(ncclInt64, routing.choices, {args.num_tokens, args.top_k});
   EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
-      layer, args.mem + RoutingBytes(options_.sizes, layer, args.num_tokens),
-      "ncclEpUpdateHandle", [&](ncclEpHandle_t handle) {
+      layer, args.mem + ours, args.mem_bytes - ours, "ncclEpUpdateHandle",
+      [&](ncclEpHandle_t handle) {
         return device_->libraries().ncclEpUpdateHandle(
             handle, choices.get(), /*layout_info=*/nullptr, stream);
       })));
@@ -290,9 +291,9 @@ Status NcclGroup::EnqueueMove(
   EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
   // NCCL EP has scratch there, too.
   std::byte* bytes = const_cast<std::byte*>(mem.data);
+  const int64_t ours = RoutingBytes(options_.sizes, layer, num_tokens);
   EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
-      layer, bytes + RoutingBytes(options_.sizes, layer, num_tokens), what,
-      move)));
+      layer, bytes + ours, mem.bytes - ours, what, move)));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = device_->device_report(kForeignReport);
