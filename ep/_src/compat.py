@@ -90,6 +90,13 @@ def next_position(ctx: mlir.LoweringRuleContext) -> int:
   return ctx.module_context.new_channel()
 
 
+def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
+  """Whether the program being lowered will run in this process."""
+  module = ctx.module_context
+  exported = module.lowering_parameters.for_export
+  return not exported and module.get_backend(optional=True) is not None
+
+
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   """A lowering to a call of a function that holds what `lower` makes.
 

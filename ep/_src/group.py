@@ -9,7 +9,6 @@ import math
 from typing import Any
 import weakref
 
-import jax
 import jax.numpy as jnp
 
 from ep._src import rendezvous
@@ -61,7 +60,7 @@ class EpGroup:
   """
 
   name: str
-  mesh: jax.sharding.Mesh
+  mesh: rendezvous.Mesh
   axis_name: str
   data_axes: tuple[str, ...]
   num_experts: int
@@ -252,6 +251,12 @@ def _connect(group: EpGroup) -> EpGroup:
   if group.backend is None:
     return _connect_by_platform(group)
   backend = BACKENDS[group.backend]
+  _check(
+    rendezvous.has_devices(group.mesh) or group.backend == "xla",
+    "ep_bootstrap",
+    f"backend = {group.backend!r} needs a mesh of devices; on an AbstractMesh,"
+    ' pass "xla" or None.',
+  )
   backend.check_mesh(group.mesh, group.axis_name)
   try:
     layer = EpLayerConfig(group)
@@ -268,6 +273,8 @@ def _connect(group: EpGroup) -> EpGroup:
 
 
 def _connect_by_platform(group: EpGroup) -> EpGroup:
+  if not rendezvous.has_devices(group.mesh):
+    return _connect(dataclasses.replace(group, backend="xla"))
   platform = group.mesh.devices.flat[0].platform
   try:
     if platform not in NATIVE:
@@ -281,7 +288,7 @@ def _connect_by_platform(group: EpGroup) -> EpGroup:
 
 
 def ep_bootstrap(
-  mesh: jax.sharding.Mesh,
+  mesh: rendezvous.Mesh,
   *,
   axis_name: str = "ep",
   data_axes: tuple[str, ...] | None = None,
@@ -305,7 +312,10 @@ def ep_bootstrap(
   set of ranks that differ only in their coordinate along `axis_name`.
 
   Args:
-    mesh: a mesh of devices, with the axis `axis_name`.
+    mesh: a mesh of devices, with the axis `axis_name`. With an `AbstractMesh`
+      the group connects nothing and is for what needs no devices:
+      `jax.eval_shape`, lowering and `jax.export` for any platform; its backend
+      is "xla". Several processes need not agree on it.
     axis_name: the EP axis; its size is P.
     data_axes: the other axes that shard tokens; default: all of them. Along
       the remaining ones (tensor parallelism, say) tokens are replicated, and

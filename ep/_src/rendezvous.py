@@ -27,6 +27,8 @@ class CannotServe(ValueError):
   """A backend cannot serve these devices or processes; another may."""
 
 
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
 # Of this process's groups, from the end of ep_bootstrap to ep_finalize.
 live_names: set[str] = set()
 
@@ -40,12 +42,22 @@ def domains(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
   return np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[axis_name])
 
 
-def processes(mesh: jax.sharding.Mesh) -> list[int]:
-  """The processes that have devices in the mesh, in ascending order."""
+def has_devices(mesh: Mesh) -> bool:
+  """Whether the mesh is more than shapes."""
+  return not isinstance(mesh, jax.sharding.AbstractMesh)
+
+
+def processes(mesh: Mesh) -> list[int]:
+  """The processes that have devices in the mesh, in ascending order.
+
+  A mesh without devices is this process's own.
+  """
+  if not has_devices(mesh):
+    return [jax.process_index()]
   return sorted({d.process_index for d in mesh.devices.flat})
 
 
-def group_name(mesh: jax.sharding.Mesh, name: str | None) -> str:
+def group_name(mesh: Mesh, name: str | None) -> str:
   """The name of the group that is about to be built, equal on all processes."""
   if name is not None:
     return name

@@ -56,7 +56,9 @@ def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
 
 
 def lower(op: str, ctx, *operands, params: OpParams):
-  dims = _dims(params.layer, params.num_tokens)
+  dims = _dims(params.layer, params.num_tokens)._replace(
+    tells=compat.can_call_python(ctx)
+  )
   fn = functools.partial(_OPS[op], dims)
   if op in ("ep_dispatch", "ep_combine_bwd") and checked.tail(params) == "nan":
     fn = functools.partial(_with_nan_tail, dims, fn)
@@ -75,6 +77,7 @@ class _Dims(NamedTuple):
 
   layer: EpLayerConfig
   axis: str
+  tells: bool  # whether the program can call Python, for it to raise
   P: int
   E: int
   L: int
@@ -89,7 +92,7 @@ def _dims(layer: EpLayerConfig, num_tokens: int) -> _Dims:
   P, L, T, K = layer.ep_size, layer.num_local_experts, num_tokens, layer.top_k
   B = min(T * min(K, L), layer.capacity)
   axis = layer.group.axis_name
-  return _Dims(layer, axis, P, P * L, L, T, K, layer.capacity, B, P * B)
+  return _Dims(layer, axis, True, P, P * L, L, T, K, layer.capacity, B, P * B)
 
 
 def _mem_sizes(dims: _Dims) -> list[int]:
@@ -101,7 +104,7 @@ def _mem_sizes(dims: _Dims) -> list[int]:
 def _stamp(dims: _Dims, body: jax.Array) -> jax.Array:
   """What tells that `body` was made for this layer, these tokens, this rank."""
   layer = dims.layer
-  made_for = repr((dims[2:], layer.alignment, layer.overflow)).encode()
+  made_for = repr((dims[3:], layer.alignment, layer.overflow)).encode()
   kind = np.int32(zlib.crc32(made_for) >> 1)
   return jnp.stack([kind, lax.axis_index(dims.axis), _sum(body)])
 
@@ -144,7 +147,7 @@ def _prepare(dims: _Dims, idx: jax.Array):
   padded = -(-count // alignment) * alignment
   end = _cumsum(padded, 1)
   offset = end - padded
-  passed = _check(dims, idx.dtype, faults, configs[:, 0], end[:, -1])
+  failed = _check(dims, idx.dtype, faults, configs[:, 0], end[:, -1])
 
   # Of each source rank and expert: the first slot, the rows that the capacity
   # lets through, and the first place in a stream.
@@ -190,15 +193,15 @@ def _prepare(dims: _Dims, idx: jax.Array):
     remote_to=all_to_start[:, me],
     used=end[me, -1:].clip(max=C),
   )
-  body = jnp.concatenate(plan) + passed
-  mem = jnp.concatenate([_stamp(dims, body), body])
+  body = jnp.concatenate(plan)
+  mem = jnp.concatenate([_stamp(dims, body), body]) + failed
   group_sizes = end.clip(max=C) - offset.clip(max=C)
   token_counts = count.clip(max=(C - offset).clip(0))
   return [
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
-    group_sizes[me] + passed,
-    token_counts[me] + passed,
-    end[me, -1:] + passed,
+    jnp.where(failed, 0, group_sizes[me]),
+    jnp.where(failed, 0, token_counts[me]),
+    jnp.where(failed, -1, end[me, -1:]),
   ]
 
 
@@ -225,7 +228,7 @@ def _share(dims: _Dims, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _check(dims: _Dims, dtype, faults, configs, needed) -> jax.Array:
-  """Raises when the program runs, alike on all ranks; else 0."""
+  """Whether a rank is at fault: see `_fail_if`. Alike on all ranks."""
   layer, K = dims.layer, dims.K
   op = f'ep_prepare(layer "{layer.name}")'
 
@@ -260,15 +263,20 @@ def _check(dims: _Dims, dtype, faults, configs, needed) -> jax.Array:
   failed = (faults[:, 0] > 0).any() | (configs != configs[0]).any()
   if layer.overflow == "error":
     failed |= (needed > dims.C).any()
-  return _fail_if(failed, fail, faults, configs, needed)
+  return _fail_if(dims, failed, fail, faults, configs, needed)
 
 
-def _fail_if(failed: jax.Array, fail, *args: jax.Array) -> jax.Array:
+def _fail_if(
+  dims: _Dims, failed: jax.Array, fail, *args: jax.Array
+) -> jax.Array:
   """Calls `fail` on the host, with numpy arrays, for it to raise; else 0.
 
   What the ranks exchange from here on must depend on the result, so that none
-  waits in an exchange for one that has failed.
+  waits in an exchange for one that has failed. A program that cannot call
+  Python goes on, with 1.
   """
+  if not dims.tells:
+    return _int32(failed)
   result = jax.ShapeDtypeStruct((), jnp.int32)
   return lax.cond(
     failed,
@@ -431,8 +439,8 @@ def _with_finite_result(dims: _Dims, combine, mem, *operands):
       f" {rank} is not finite"
     )
 
-  passed = _fail_if((all_first[:, 0] > 0).any(), fail, all_first)
-  return [lax.optimization_barrier((out, passed))[0]]
+  failed = _fail_if(dims, (all_first[:, 0] > 0).any(), fail, all_first)
+  return [lax.optimization_barrier((out, failed))[0]]
 
 
 def _int32(x) -> jax.Array:
