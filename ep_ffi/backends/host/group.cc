@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/movers.h"
+#include "ep_ffi/backends/host/pages.h"
 
 namespace ep::host {
 namespace {
@@ -152,6 +153,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   c.stage = [c](std::byte* first, std::byte* second) {
     StageAll(c, first, second);
   };
+  PreferHugePages(args.slots.data, plan.num_slots() * args.slots.row_bytes());
   auto mover = std::make_shared<const Scatter>(
       Scatter{dims, plan, call.site->layer.tail, args});
   c.num_chunks = mover->num_chunks();
@@ -191,6 +193,8 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
                   sizeof(float));
     }
   };
+  PreferHugePages(args.tokens.data,
+                  args.tokens.count * args.tokens.row_bytes());
   auto mover = std::make_shared<const GatherSum>(GatherSum{
       dims, plan, args, call.site->layer.checked && call.op == Op::kCombine});
   c.num_chunks = mover->num_chunks();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ep_ffi/backends/host/pages.h"
 #include "ep_ffi/backends/host/row_math.h"
 
 namespace ep::host {
@@ -38,7 +39,8 @@ bool IsValid(const Route& route, int64_t ranks, int64_t rows) {
 }  // namespace
 
 int64_t Scatter::num_chunks() const {
-  return NumChunks(dims.capacity, args.slots.row_bytes());
+  return NumChunks(plan.num_slots(), args.slots.row_bytes()) +
+         (tail != Tail::kUnspecified);
 }
 
 Status Scatter::RunChunk(const std::vector<RankRows>& ranks,
@@ -46,9 +48,12 @@ Status Scatter::RunChunk(const std::vector<RankRows>& ranks,
   const int64_t row_bytes = args.slots.row_bytes();
   const int64_t per_chunk = RowsPerChunk(row_bytes);
   const int64_t begin = chunk * per_chunk;
-  const int64_t end = std::min(begin + per_chunk, dims.capacity);
-  const int64_t used = std::min(end, std::max(begin, plan.num_slots()));
-  for (int64_t slot = begin; slot < used; ++slot) {
+  if (begin >= plan.num_slots()) {
+    FillTail();
+    return Status();
+  }
+  const int64_t end = std::min(begin + per_chunk, plan.num_slots());
+  for (int64_t slot = begin; slot < end; ++slot) {
     const Route route = plan.recv()[slot];
     std::byte* out = args.slots.data + slot * row_bytes;
     if (route.rank == kNoRoute.rank) {  // pads a slab
@@ -66,16 +71,19 @@ Status Scatter::RunChunk(const std::vector<RankRows>& ranks,
       args.slot_weights[slot] = source.weights[route.index];
     }
   }
-  if (tail != Tail::kUnspecified) {
-    // All bits set are NaN in every float type.
-    const int byte = tail == Tail::kNan ? 0xff : 0;
-    std::memset(args.slots.data + used * row_bytes, byte,
-                (end - used) * row_bytes);
-    if (args.slot_weights) {
-      std::memset(args.slot_weights + used, byte, (end - used) * sizeof(float));
-    }
-  }
   return Status();
+}
+
+void Scatter::FillTail() const {
+  const auto fill = [&](void* array, int64_t row_bytes) {
+    std::byte* begin =
+        static_cast<std::byte*>(array) + plan.num_slots() * row_bytes;
+    const int64_t bytes = (dims.capacity - plan.num_slots()) * row_bytes;
+    if (tail == Tail::kZero) return WriteZeros(begin, bytes);
+    std::memset(begin, 0xff, bytes);  // NaN in every float type
+  };
+  fill(args.slots.data, args.slots.row_bytes());
+  if (args.slot_weights) fill(args.slot_weights, sizeof(float));
 }
 
 int64_t GatherSum::num_chunks() const {

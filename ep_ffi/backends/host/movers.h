@@ -37,6 +37,9 @@ struct Scatter {
 
   int64_t num_chunks() const;
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
+
+ private:
+  void FillTail() const;  // the last chunk, unless the tail is unspecified
 };
 
 struct GatherSum {

@@ -1,0 +1,55 @@
+#include "ep_ffi/backends/host/pages.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
+namespace ep::host {
+namespace {
+
+constexpr int64_t kHugePage = 2 << 20;  // of x86-64 and arm64
+
+// Below this, a call of the kernel costs more than the zeros.
+constexpr int64_t kLeastToGiveBack = 256 << 10;
+
+// The part of an array that consists of whole pages.
+struct Pages {
+  Pages(std::byte* data, int64_t bytes, int64_t page) {
+    const int64_t skipped = -reinterpret_cast<uintptr_t>(data) & (page - 1);
+    if (bytes < skipped) return;
+    this->data = data + skipped;
+    this->bytes = (bytes - skipped) / page * page;
+  }
+
+  std::byte* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// False where pages that are given back would not come back as zeros: those of
+// a file, or shared with another process. MADV_FREE refuses just these.
+bool GiveBack(const Pages& pages) {
+  return madvise(pages.data, pages.bytes, MADV_FREE) == 0 &&
+         madvise(pages.data, pages.bytes, MADV_DONTNEED) == 0;
+}
+
+}  // namespace
+
+void PreferHugePages(std::byte* data, int64_t bytes) {
+  const Pages pages(data, bytes, kHugePage);
+  // Fails where the kernel has none, which is no worse than before.
+  if (pages.bytes > 0) (void)madvise(pages.data, pages.bytes, MADV_HUGEPAGE);
+}
+
+void WriteZeros(std::byte* data, int64_t bytes) {
+  const Pages pages(data, bytes, sysconf(_SC_PAGESIZE));
+  if (pages.bytes < kLeastToGiveBack || !GiveBack(pages)) {
+    std::memset(data, 0, bytes);
+    return;
+  }
+  const std::byte* end = pages.data + pages.bytes;
+  std::memset(data, 0, pages.data - data);
+  std::memset(pages.data + pages.bytes, 0, data + bytes - end);
+}
+
+}  // namespace ep::host

@@ -1,0 +1,25 @@
+// What the kernel can do about large arrays, cheaper than by touching them.
+//
+// XLA gives most ops fresh memory, which the kernel fills with zeros a page at
+// a time when it is first touched. That takes longer than our rows do.
+
+#ifndef EP_FFI_BACKENDS_HOST_PAGES_H_
+#define EP_FFI_BACKENDS_HOST_PAGES_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ep::host {
+
+// Asks for huge pages where an array of this size is about to be written: one
+// fault in place of 512.
+void PreferHugePages(std::byte* data, int64_t bytes);
+
+// Writes zeros. Where whole pages are anonymous memory of this process, it
+// gives them back instead: who reads them finds zeros, and who does not spends
+// no memory on them.
+void WriteZeros(std::byte* data, int64_t bytes);
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_PAGES_H_

@@ -1,0 +1,102 @@
+#include "ep_ffi/backends/host/pages.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+namespace ep::host {
+namespace {
+
+constexpr std::byte kOld{0x5c};
+constexpr int64_t kBytes = 8 << 20;
+
+const int64_t kPage = sysconf(_SC_PAGESIZE);
+
+// Mapped memory, full of old bytes.
+class Memory {
+ public:
+  explicit Memory(int flags, int fd = -1)
+      : data_(static_cast<std::byte*>(
+            mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, flags, fd, 0))) {
+    std::fill(data_, data_ + kBytes, kOld);
+  }
+  ~Memory() { munmap(data_, kBytes); }
+
+  std::byte* data() { return data_; }
+
+  int64_t resident_pages() const {
+    std::vector<unsigned char> pages(kBytes / kPage);
+    EXPECT_EQ(0, mincore(data_, kBytes, pages.data()));
+    return std::count_if(pages.begin(), pages.end(),
+                         [](unsigned char page) { return page & 1; });
+  }
+
+  // Whether [begin, end) is zero, and the rest as it was.
+  void ExpectZeros(int64_t begin, int64_t end) const {
+    const auto count = [&](int64_t from, int64_t to, std::byte value) {
+      return std::count(data_ + from, data_ + to, value);
+    };
+    EXPECT_EQ(begin, count(0, begin, kOld));
+    EXPECT_EQ(end - begin, count(begin, end, std::byte{0}));
+    EXPECT_EQ(kBytes - end, count(end, kBytes, kOld));
+  }
+
+ private:
+  std::byte* data_;
+};
+
+TEST(Pages, ZerosOfAnySizeAndPlace) {
+  for (int64_t begin : {int64_t{0}, int64_t{1}, kPage - 1, kPage, kPage + 1}) {
+    for (int64_t bytes : {int64_t{0}, int64_t{1}, kPage - 1, kPage, kPage + 1,
+                          int64_t{1} << 20, (int64_t{4} << 20) + 3}) {
+      Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+      WriteZeros(memory.data() + begin, bytes);
+      memory.ExpectZeros(begin, begin + bytes);
+    }
+  }
+}
+
+TEST(Pages, ZerosTakeNoMemory) {
+  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+  WriteZeros(memory.data() + 1, kBytes - 2);
+  EXPECT_EQ(2, memory.resident_pages());
+}
+
+// Given back, its pages would return with what the other mapping holds.
+TEST(Pages, ZerosReachMemoryThatIsShared) {
+  const int fd = memfd_create("pages_test", MFD_CLOEXEC);
+  ASSERT_EQ(0, ftruncate(fd, kBytes));
+  for (int flags : {MAP_SHARED, MAP_PRIVATE}) {
+    Memory other(MAP_SHARED, fd), memory(flags, fd);
+    WriteZeros(memory.data() + 1, kBytes - 2);
+    memory.ExpectZeros(1, kBytes - 1);
+    if (flags == MAP_SHARED) other.ExpectZeros(1, kBytes - 1);
+  }
+  close(fd);
+}
+
+TEST(Pages, ZerosReachMemoryThatIsLocked) {
+  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+  ASSERT_EQ(0, mlock(memory.data() + kBytes / 2, kPage));
+  WriteZeros(memory.data() + 1, kBytes - 2);
+  memory.ExpectZeros(1, kBytes - 1);
+}
+
+TEST(Pages, HugePagesChangeNoBytes) {
+  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+  for (int64_t bytes : {int64_t{0}, kPage, kBytes}) {
+    PreferHugePages(memory.data(), bytes);
+    PreferHugePages(memory.data() + 3, std::max<int64_t>(0, bytes - 3));
+  }
+  memory.ExpectZeros(0, 0);
+  std::fill(memory.data(), memory.data() + kBytes, kOld);
+  WriteZeros(memory.data() + kPage, kBytes / 2);
+  memory.ExpectZeros(kPage, kPage + kBytes / 2);
+}
+
+}  // namespace
+}  // namespace ep::host
