@@ -30,7 +30,8 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     dispatch and in the backward of combine, so that who reads them sees it;
   * what combine returns must be finite, or the run fails with the element and
     the row that brought it: with "host" on that rank, and on the others at
-    their next exchange of the run; with "xla" on all; not with "nccl";
+    their next exchange of the run. With "xla" it fails on all ranks, with the
+    element; with "nccl" `EpGroup.check` or `ep_finalize` does, on that rank;
   * errors name the step, counted from the program's first launch ("host").
 
   Checked or not, `ep_prepare` compares a hash of the configuration of group and

@@ -75,9 +75,10 @@ void Disarm(std::vector<T>* output) {
 }
 
 Site MakeSite(const RankInput& input, const Place& place) {
-  const Layer layer = {kLayerName,           input.dims.top_k,
+  const Layer layer = {input.layer,          input.dims.top_k,
                        input.dims.alignment, input.dims.capacity,
-                       input.dims.drop,      input.tail};
+                       input.dims.drop,      input.tail,
+                       /*config=*/0,         input.checked};
   return {layer, place.position, place.clone, place.program};
 }
 

@@ -47,10 +47,16 @@ struct Place {
   uint64_t program = 0;
 };
 
+// The layer that ops belong to if nothing else is said, as error messages call
+// it.
+inline constexpr char kLayerName[] = "moe_3";
+
 // What one rank gives to an op.
 struct RankInput {
+  std::string layer = kLayerName;
   PlanDims dims;
   Tail tail = Tail::kZero;
+  bool checked = false;
   // Of ep_prepare.
   std::vector<int64_t> topk_idx;
   bool index_is_int64 = true;
@@ -71,9 +77,6 @@ struct RankOutput {
 
 // Outputs are full of it before.
 inline constexpr std::byte kCanary{0xc5};
-
-// The layer that all ops belong to, as error messages call it.
-inline constexpr char kLayerName[] = "moe_3";
 
 // One execution of one op on all ranks of a domain. An output that is written
 // past its end, and a call that completes twice, fail the test.

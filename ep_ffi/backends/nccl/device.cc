@@ -8,8 +8,9 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices", "EpTell",   "EpSum",   "EpPlaceSlabs",
-    "EpJudge",        "EpChoose", "EpFinish"};
+    "EpCountChoices", "EpTell",          "EpSum",
+    "EpPlaceSlabs",   "EpJudge",         "EpChoose",
+    "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
 
@@ -110,7 +111,7 @@ bool Device::TakeReport(int32_t i, uint64_t ticket, Verdict* out) const {
   Report& report = reports_[i];
   if (__atomic_load_n(&report.ticket, __ATOMIC_ACQUIRE) != ticket) return false;
   *out = report.verdict;
-  report.ticket = 0;
+  __atomic_store_n(&report.ticket, uint64_t{0}, __ATOMIC_RELEASE);
   return true;
 }
 

@@ -50,6 +50,8 @@ class Device {
     kJudge,
     kChoose,
     kFinish,
+    kFindNotFinite,
+    kReportNotFinite,
     kNumKernels,
   };
   // A thread for each of `count` items.

@@ -56,6 +56,19 @@ std::string Name(const Call& call) {
   return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
 }
 
+// The bits that are all ones in what is not finite.
+uint32_t Exponent(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return 0x7f800000;
+    case DType::kBFloat16:
+      return 0x7f80;
+    case DType::kFloat16:
+      return 0x7c00;
+  }
+  return 0;
+}
+
 // Of the op and all that the ranks of an exchange share.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
@@ -296,12 +309,32 @@ Status NcclGroup::EnqueueMove(
       layer, bytes + ours, mem.bytes - ours, what, move)));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
-  moved.report = device_->device_report(kForeignReport);
+  moved.report = device_->device_report(kMoverReport);
   Routing routing =
       RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
-  return KeepUp(device_->LaunchRows(Device::kFinish, rows.count,
-                                    static_cast<CUstream>(call.stream),
-                                    &routing, &moved));
+  EP_RETURN_IF_ERROR(KeepUp(device_->LaunchRows(
+      Device::kFinish, rows.count, static_cast<CUstream>(call.stream), &routing,
+      &moved)));
+  if (!layer.checked || call.op != Op::kCombine) return Status();
+  return KeepUp(EnqueueFiniteCheck(call, rows, routing, moved));
+}
+
+Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
+                                     Routing routing, Moved moved) {
+  moved.row_elements = rows.width;
+  moved.exponent = Exponent(rows.dtype);
+  moved.op = NumberOf(Name(call));
+  const Libraries& cuda = device_->libraries();
+  const CUstream stream = static_cast<CUstream>(call.stream);
+  uint64_t* found = &routing.header->not_finite;
+  EP_RETURN_IF_ERROR(cuda.Check(
+      cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(found), 0,
+                            sizeof(*found) / sizeof(uint32_t), stream),
+      "cuMemsetD32Async"));
+  EP_RETURN_IF_ERROR(device_->LaunchRows(Device::kFindNotFinite, rows.count,
+                                         stream, &routing, &moved));
+  return device_->LaunchRows(Device::kReportNotFinite, 1, stream, &routing,
+                             &moved);
 }
 
 // ---- EpHandle.mem -----------------------------------------------------------
@@ -345,11 +378,18 @@ Status NcclGroup::Drain() {
     if (first.ok()) first = status;
   }
   Verdict verdict;
-  if (device_->TakeReport(kForeignReport, /*ticket=*/1, &verdict) &&
-      first.ok()) {
+  if (device_->TakeReport(kMoverReport, /*ticket=*/1, &verdict) && first.ok()) {
     first = ToStatus(verdict, Pending());
   }
   return first;
+}
+
+int32_t NcclGroup::NumberOf(const std::string& op) {
+  const size_t number =
+      std::find(checked_ops_.begin(), checked_ops_.end(), op) -
+      checked_ops_.begin();
+  if (number == checked_ops_.size()) checked_ops_.push_back(op);
+  return number;
 }
 
 Status NcclGroup::TakeVerdict() {
@@ -404,6 +444,11 @@ Status NcclGroup::ToStatus(const Verdict& verdict,
                            ": handle.mem is not what ep_prepare returned for "
                            "this layer on this rank; pass handles on as they "
                            "are"));
+    case Fault::kNotFinite:
+      return Status(
+          Code::kInvalidArgument,
+          StrCat(checked_ops_[verdict.op], ", rank ", verdict.rank, ": out[",
+                 verdict.choice, ", ", verdict.value, "] is not finite"));
   }
   return Status(Code::kInternal, "an unknown fault");
 }

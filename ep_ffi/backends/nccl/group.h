@@ -9,13 +9,16 @@
 //
 // A mover opens NCCL EP's handle on the memory that it is given, calls
 // ncclEpDispatch or ncclEpCombine, and lets a kernel of ours write the tail, or
-// NaN if the routing was at fault.
+// NaN if the routing was at fault. In checked mode two more look at what
+// ep_combine returns.
 //
 // Faults. The device finds them when the host is long past the op. Every rank
 // comes to the same verdict on a prepare, and the host looks at it
 // kWindow prepares later, which is one place for all ranks; so all fail at the
 // same op and none is left waiting in a collective. The host may have to wait
-// there, for work that it enqueued kWindow prepares ago.
+// there, for work that it enqueued kWindow prepares ago. What a mover finds is
+// this rank's alone, so only Check tells: an op that failed for it would leave
+// the peers waiting.
 //
 // Waiting. NCCL EP's kernels wait for their peers without end. A host that
 // waits here gives up after timeout_s and aborts what can be aborted; so does
@@ -30,6 +33,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "ep_ffi/backends/nccl/communicator.h"
 #include "ep_ffi/backends/nccl/device.h"
@@ -87,8 +91,9 @@ class NcclGroup : public Group {
   explicit NcclGroup(const Options& options) : options_(options) {}
   Status Connect(const Libraries& libraries);
 
-  // Where a mover reports a foreign handle; before it, those of the prepares.
-  static constexpr int32_t kForeignReport = kWindow;
+  // Where movers report, the first fault until it is taken; before it, those of
+  // the prepares.
+  static constexpr int32_t kMoverReport = kWindow;
   static constexpr int32_t kNumReports = kWindow + 1;
 
   // Runs `enqueue` if the group can take an op, and tells the caller.
@@ -101,9 +106,15 @@ class NcclGroup : public Group {
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,
                      const Rows& rows, Moved moved, const char* what,
                      const std::function<ncclResult_t(ncclEpHandle_t)>& move);
+  // And a look at `rows`, which ep_combine returns.
+  Status EnqueueFiniteCheck(const Call& call, const Rows& rows, Routing routing,
+                            Moved moved);
 
   Status SizeMem(const Layer& layer, int64_t num_tokens, int64_t* out) const;
   Status CheckMem(const Layer& layer, int64_t num_tokens, const Mem& mem) const;
+
+  // The number of an op that the device checks, for its reports.
+  int32_t NumberOf(const std::string& op);
 
   // Waits for the oldest pending prepare, and returns what it found wrong.
   Status TakeVerdict();
@@ -124,6 +135,7 @@ class NcclGroup : public Group {
   Status failed_;  // what all later ops get
   uint64_t last_ticket_ = 0;
   std::deque<Pending> pending_;
+  std::vector<std::string> checked_ops_;  // by number: each op and its layer
 };
 
 // A new id for one domain, made by one of its ranks.

@@ -59,6 +59,13 @@ __device__ void Send(Report* report, const Verdict& verdict, uint64_t ticket) {
   *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
 }
 
+// Keeps what an earlier mover has sent and the host has not taken.
+__device__ void SendFirst(Report* report, const Verdict& verdict) {
+  if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
+    Send(report, verdict, 1);
+  }
+}
+
 // The verdict on the handle that an op was given.
 __device__ Verdict Examine(const Routing& r) {
   const Header& header = *r.header;
@@ -201,8 +208,34 @@ extern "C" __global__ void EpFinish(Routing r, Moved m) {
   Fill(row, m.row_words, value, m.rows);
   if (m.weights) Fill(row, m.weights_per_row, value, m.weights);
   if (row == 0 && threadIdx.x == 0 && verdict.fault == Fault::kForeignHandle) {
-    Send(m.report, verdict, 1);
+    SendFirst(m.report, verdict);
   }
+}
+
+// A block per row of combine's result. `header->not_finite` is zero before.
+extern "C" __global__ void EpFindNotFinite(Routing r, Moved m) {
+  if (Examine(r).fault != Fault::kNone) return;
+  const int64_t row = blockIdx.x;
+  const int32_t per_word = m.row_elements / m.row_words;
+  for (int32_t i = threadIdx.x; i < m.row_elements; i += blockDim.x) {
+    const uint32_t word = m.rows[row * m.row_words + i / per_word];
+    const uint32_t element = word >> (i % per_word * 16);
+    if ((element & m.exponent) != m.exponent) continue;
+    // The first element has the largest complement.
+    const uint64_t found = row * m.row_elements + i;
+    atomicMax(&r.header->not_finite, ~found);
+    return;
+  }
+}
+
+// One thread.
+extern "C" __global__ void EpReportNotFinite(Routing r, Moved m) {
+  if (threadIdx.x != 0 || Examine(r).fault != Fault::kNone) return;
+  if (r.header->not_finite == 0) return;
+  const int64_t found = ~r.header->not_finite;
+  const int32_t token = found / m.row_elements;
+  SendFirst(m.report,
+            {Fault::kNotFinite, r.rank, token, m.op, found % m.row_elements});
 }
 
 }  // namespace ep::nccl

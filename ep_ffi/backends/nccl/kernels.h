@@ -16,7 +16,8 @@ using uint64_t = unsigned long long;
 
 namespace ep::nccl {
 
-// What is wrong with a routing. The device finds it, the host words it.
+// What is wrong with a routing, or with what combine made of it. The device
+// finds it, the host words it.
 enum class Fault : int32_t {
   kNone,
   kIdOutOfRange,   // rank's topk_idx[choice] is `value`
@@ -24,13 +25,14 @@ enum class Fault : int32_t {
   kDisagreement,   // rank's program differs from rank 0's
   kOverflow,       // rank needs `value` rows
   kForeignHandle,  // rank's mem is not the routing of this op
+  kNotFinite,      // rank's out[choice, value] of `op`, where choice is a token
 };
 
 struct Verdict {
   Fault fault;
   int32_t rank;
   int32_t choice;
-  int32_t unused;
+  int32_t op;  // as the host numbers them
   int64_t value;
 };
 
@@ -47,6 +49,7 @@ struct Header {
   int32_t rank;
   int32_t num_slots;  // used, padding included
   Verdict verdict;
+  uint64_t not_finite;  // ~ the first such element of combine's rows, or 0
 };
 
 constexpr uint64_t kMagic = 0x316e6c63636e7065;  // "epnccln1"
@@ -103,7 +106,12 @@ struct Moved {
   uint32_t tail;
   uint32_t* rows;
   uint32_t* weights;  // [rows][weights_per_row], or null
-  Report* report;     // of a foreign handle
+  Report* report;     // of what is found wrong
+
+  // Of a combine in checked mode.
+  int32_t row_elements;
+  uint32_t exponent;  // the bits that are all ones in what is not finite
+  int32_t op;         // for the report
 };
 
 }  // namespace ep::nccl
