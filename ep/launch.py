@@ -41,6 +41,15 @@ _KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # as timeout(1) does
 
+# Of ranks on the CPU. XLA takes the memory of every result from malloc, which
+# by default returns large pieces to the kernel, to get them back as pages of
+# zeros: that takes longer than an exchange. See docs/performance.md.
+_KEEP_MEMORY = {
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+  "MALLOC_ARENA_MAX": "1",
+}
+
 # Run by each rank before it becomes the program: asks the kernel to kill this
 # process when its launcher dies, however that happens. In the rank and not in
 # a preexec_fn, which is unsafe in a parent with threads.
@@ -109,7 +118,9 @@ def launch(
 
   Each rank finds the variables of the module's docstring, runs on the CPU
   unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
-  and imports from where this process does. Ranks read nothing from stdin.
+  and imports from where this process does. Ranks read nothing from stdin. On
+  the CPU they keep freed memory for the next step (glibc's MALLOC_* variables,
+  unless they are set already).
 
   Rank r writes stdout and stderr to `rank_<r>.log`; rank 0's is also copied to
   this process's stdout as it grows. If a rank fails, the others get `grace_s`
@@ -144,6 +155,8 @@ def launch(
   own = [{}] * num_processes
   if {"cuda", "gpu"} & set(common["JAX_PLATFORMS"].split(",")):
     own = gpus.rank_variables(num_processes, ranks_per_gpu)
+  else:
+    common = _KEEP_MEMORY | common
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
   logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))

@@ -65,6 +65,32 @@ def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
   assert (tmp_path / "rank_1.log").read_text() == f"{flags}\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc and /proc")
+@pytest.mark.parametrize("by_default", [True, False])
+def test_ranks_keep_freed_memory(tmp_path, monkeypatch, by_default):
+  """Unless the user has other plans for malloc."""
+  if not by_default:
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+  code = """
+    import ctypes, resource
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    size = 64 << 20
+    def faults_of_use():
+      before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+      data = libc.malloc(size)
+      ctypes.memset(data, 1, size)
+      libc.free(data)
+      return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    faults_of_use()
+    print(faults_of_use() < 100)
+  """
+  assert _launch(code, log_dir=tmp_path) == 0
+  assert (tmp_path / "rank_1.log").read_text() == f"{by_default}\n"
+
+
 _SHOW_GPU = """
   import os
   for name in ["CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE",
