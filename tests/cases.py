@@ -520,7 +520,7 @@ def exchanges(compiled):
   """Names of our exchanges in a compiled program, sorted."""
   if BACKEND == "xla":  # collectives of counts, or of rows [P, n, H]
     row = r" all-gather\(|,\d+,\d+\]\S* all-to-all\("
-    pattern = rf'(?:{row}).*op_name="[^"]*/(ep_\w+)/'
+    pattern = rf'(?:{row}).*op_name="[^"]*/(ep_\w+)\['
   else:
     pattern = r'custom_call_target="(ep_\w+)"'
   return sorted(re.findall(pattern, compiled.as_text()))

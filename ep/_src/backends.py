@@ -10,6 +10,7 @@ Each is a module with
     serve the processes.
   close(name): ends what `connect` began.
   check(name): waits for the device; raises what no op has reported.
+  memory(name): bytes of host memory that the group keeps: reserved, resident.
   mem_bytes(layer, num_tokens): bytes of `EpHandle.mem`.
   lower(op, ctx, *operands, params): lowers one of `ffi.OPS`.
 """

@@ -7,6 +7,7 @@ Nothing else in the package imports `jax._src`, `jax.interpreters`,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+import contextlib
 from typing import Any
 
 import jax
@@ -88,6 +89,14 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
 def next_position(ctx: mlir.LoweringRuleContext) -> int:
   """Numbers the ops of the module being lowered: equal on every process."""
   return ctx.module_context.new_channel()
+
+
+def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
+  """Names what is lowered in here, for XLA and so for profilers.
+
+  XLA puts "_" for what cannot be in a name, and a number behind it.
+  """
+  return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
 
 
 def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:

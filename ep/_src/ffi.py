@@ -210,6 +210,14 @@ def mem_bytes(
   return out.value
 
 
+def group_memory(backend: str, name: str) -> tuple[int, int]:
+  """`HostMemory` of ep_ffi/core/backend.h: bytes reserved and resident."""
+  reserved, resident = ctypes.c_int64(), ctypes.c_int64()
+  out = ctypes.byref(reserved), ctypes.byref(resident)
+  _call(backend, "ep_group_memory", name.encode(), *out)
+  return reserved.value, resident.value
+
+
 def is_live(backend: str, name: str) -> bool:
   return bool(library(backend).ep_group_is_live(name.encode()))
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-from typing import Any
+from typing import Any, NamedTuple
 import weakref
 
 import jax.numpy as jnp
@@ -47,6 +47,18 @@ class _Lifetime:
   def _end(backend: str, name: str) -> None:
     BACKENDS[backend].close(name)
     rendezvous.live_names.discard(name)
+
+
+class GroupMemory(NamedTuple):
+  """Bytes of the host's memory.
+
+  Attributes:
+    reserved: address space.
+    resident: of that, what was ever touched.
+  """
+
+  reserved: int
+  resident: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +132,28 @@ class EpGroup:
     """
     self.check_alive("EpGroup.check")
     BACKENDS[self.backend].check(self.name)
+
+  def memory(self) -> GroupMemory:
+    """The host memory that this process keeps for the group between ops.
+
+    With "host", shared memory in which a rank stages what ranks in other
+    processes read; with one process there is none. An exchange stages b bytes,
+    of T tokens or C slots and their weights:
+
+        dispatch, backward of combine:   T * (H * itemsize + 4 * K) + 64
+        combine, backward of dispatch:   C * (H * itemsize + 4) + 64
+
+    in a segment of at least 64 KiB whose size is the next power of two, and of
+    it only the slots that arrived are touched. Segments are used again, by what
+    needs no less than a quarter of one. So with at most n exchanges of the
+    process's ranks under way at once, none larger than b,
+
+        reserved < 4 * n * max(b, 64 KiB)
+
+    With "nccl" and "xla" it is 0: NCCL EP and XLA keep memory of their own.
+    """
+    self.check_alive("EpGroup.memory")
+    return GroupMemory(*BACKENDS[self.backend].memory(self.name))
 
   def __enter__(self) -> EpGroup:
     return self

@@ -21,6 +21,7 @@ FUSES_WEIGHTS = True
 ONE_CAPACITY = False
 close = functools.partial(ffi.close_group, "host")
 check = functools.partial(ffi.check_group, "host")
+memory = functools.partial(ffi.group_memory, "host")
 mem_bytes = native.mem_bytes
 lower = native.lower
 

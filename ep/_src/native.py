@@ -35,18 +35,19 @@ def lower(
 ):
   """A call of the FFI target `op` of ep_ffi/handlers."""
   layer = params.layer
-  return jax.ffi.ffi_lowering(op)(
-    ctx,
-    *operands,
-    group=layer.group.name,
-    program=layer.group.programs.name(ctx),
-    layer=layer.name,
-    position=np.int64(compat.next_position(ctx)),
-    top_k=np.int64(layer.top_k),
-    alignment=np.int64(layer.alignment),
-    capacity=np.int64(layer.capacity),
-    drop=layer.overflow == "drop",
-    tail=np.int64(_TAILS[checked.tail(params)]),
-    config=np.int64(layer.fingerprint),
-    checked=params.checked,
-  )
+  with compat.named_instruction(f"{op}[{layer.name}]"):
+    return jax.ffi.ffi_lowering(op)(
+      ctx,
+      *operands,
+      group=layer.group.name,
+      program=layer.group.programs.name(ctx),
+      layer=layer.name,
+      position=np.int64(compat.next_position(ctx)),
+      top_k=np.int64(layer.top_k),
+      alignment=np.int64(layer.alignment),
+      capacity=np.int64(layer.capacity),
+      drop=layer.overflow == "drop",
+      tail=np.int64(_TAILS[checked.tail(params)]),
+      config=np.int64(layer.fingerprint),
+      checked=params.checked,
+    )

@@ -20,6 +20,7 @@ FUSES_WEIGHTS = False
 ONE_CAPACITY = True
 close = functools.partial(ffi.close_group, "nccl")
 check = functools.partial(ffi.check_group, "nccl")
+memory = functools.partial(ffi.group_memory, "nccl")
 mem_bytes = native.mem_bytes
 
 _MIN_COMPUTE_CAPABILITY = 9.0

@@ -143,6 +143,12 @@ struct GatherArgs {
   float* topk_weights;
 };
 
+// What a process keeps of the host's memory between ops, in bytes.
+struct HostMemory {
+  int64_t reserved = 0;
+  int64_t resident = 0;  // of that, what was ever touched
+};
+
 // The EP domains of a mesh, as one process sees them.
 class Group {
  public:
@@ -155,6 +161,8 @@ class Group {
   // group cannot serve them.
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
+
+  virtual HostMemory Memory() { return {}; }
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Dispatch(Call call, const ScatterArgs& args) = 0;

@@ -41,6 +41,20 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
   });
 }
 
+// See HostMemory.
+EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
+                                  int64_t* resident, char* error,
+                                  int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    std::shared_ptr<ep::Group> group;
+    EP_RETURN_IF_ERROR(FindGroup(name, &group));
+    const ep::HostMemory memory = group->Memory();
+    *reserved = memory.reserved;
+    *resident = memory.resident;
+    return ep::Status();
+  });
+}
+
 // Waits for the device; fails if it found what no op has reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {

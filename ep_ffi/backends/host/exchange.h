@@ -115,6 +115,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   void Close();
 
+  HostMemory Memory() { return peers_->Memory(); }
+
   const Topology& topology() const { return options_.topology; }
 
  private:

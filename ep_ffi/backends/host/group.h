@@ -39,6 +39,8 @@ class HostGroup : public Group {
     return Status();
   }
 
+  HostMemory Memory() override { return exchanges_->Memory(); }
+
   void Prepare(Call call, const PrepareArgs& args) override;
   void Dispatch(Call call, const ScatterArgs& args) override;
   void Combine(Call call, const GatherArgs& args) override;

@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace ep::host {
 namespace {
@@ -50,6 +52,14 @@ void WriteZeros(std::byte* data, int64_t bytes) {
   const std::byte* end = pages.data + pages.bytes;
   std::memset(data, 0, pages.data - data);
   std::memset(pages.data + pages.bytes, 0, data + bytes - end);
+}
+
+int64_t ResidentBytes(std::byte* data, int64_t bytes) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  std::vector<unsigned char> pages((bytes + page - 1) / page);
+  if (mincore(data, bytes, pages.data()) != 0) return 0;
+  return page * std::count_if(pages.begin(), pages.end(),
+                              [](unsigned char status) { return status & 1; });
 }
 
 }  // namespace ep::host

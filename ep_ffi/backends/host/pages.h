@@ -20,6 +20,9 @@ void PreferHugePages(std::byte* data, int64_t bytes);
 // no memory on them.
 void WriteZeros(std::byte* data, int64_t bytes);
 
+// What is resident of an array that begins with a page.
+int64_t ResidentBytes(std::byte* data, int64_t bytes);
+
 }  // namespace ep::host
 
 #endif  // EP_FFI_BACKENDS_HOST_PAGES_H_

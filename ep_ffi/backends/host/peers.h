@@ -84,6 +84,7 @@ class Peers {
 
   // Stages for `processes`: a segment of at least `bytes`, known to them.
   Segment* Acquire(size_t bytes, int32_t num_readers);
+  HostMemory Memory() { return pool_.Memory(); }  // of its segments
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& text);
   void SendRelease(int32_t process, uint64_t segment);

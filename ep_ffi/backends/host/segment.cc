@@ -7,6 +7,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "ep_ffi/backends/host/pages.h"
+
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
@@ -76,6 +78,17 @@ Segment* SegmentPool::Acquire(size_t bytes, int32_t readers, int* new_fd) {
   segment->readers = readers;
   *new_fd = fd;
   return segments_.emplace(id, std::move(segment)).first->second.get();
+}
+
+HostMemory SegmentPool::Memory() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  HostMemory memory;
+  for (const auto& entry : segments_) {
+    const Mapping& mapping = entry.second->memory;
+    memory.reserved += mapping.bytes();
+    memory.resident += ResidentBytes(mapping.data(), mapping.bytes());
+  }
+  return memory;
 }
 
 bool SegmentPool::Release(uint64_t id) {

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <utility>
 
+#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
@@ -61,6 +62,8 @@ class SegmentPool {
   // A segment that was made for this has `*new_fd` >= 0, which the caller
   // shares with the peers and closes. Null when there is no memory.
   Segment* Acquire(size_t bytes, int32_t readers, int* new_fd);
+
+  HostMemory Memory();
 
   // One reader is done. False for an id that is not in use.
   bool Release(uint64_t id);

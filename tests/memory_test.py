@@ -1,0 +1,53 @@
+"""What a group keeps of the host's memory, and that it does not grow."""
+
+import jax
+import pytest
+
+from cases import (
+  bootstrap,
+  everything,
+  large_case,
+  not_with_xla,
+)
+from conftest import make_mesh
+
+
+def staged_bytes(case):
+  """The most that an exchange of the case stages; see EpGroup.memory."""
+  rows, weights = case.rows(), case.row_weights()
+  tokens, topk_weights = case.tokens(), case.weights()
+  ranks = len(rows)
+  slots = (rows.nbytes + weights.nbytes) // ranks
+  return max(slots, (tokens.nbytes + topk_weights.nbytes) // ranks) + 64
+
+
+def test_nothing_before_the_first_exchange():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    assert group.memory() == (0, 0)
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="of one process")
+def test_ranks_of_a_process_read_each_other():
+  case = large_case("skewed")
+  case.run(everything, *case.inputs())
+  assert case.layer.group.memory() == (0, 0)
+
+
+@not_with_xla("XLA keeps what there is")
+@pytest.mark.skipif(jax.process_count() == 1, reason="of several processes")
+def test_segments_are_used_again():
+  case = large_case("skewed")
+  bytes = staged_bytes(case)
+  for _ in range(20):
+    jax.block_until_ready(case.run(everything, *case.inputs()))
+    memory = case.layer.group.memory()
+    # The five ops of `everything`, and a second combine, may be under way.
+    assert bytes <= memory.reserved < 4 * 6 * bytes
+    assert 0 < memory.resident <= memory.reserved
+
+
+def test_not_after_finalize():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    pass
+  with pytest.raises(RuntimeError, match="EpGroup.memory.*finalized"):
+    group.memory()
