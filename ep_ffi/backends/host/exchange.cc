@@ -23,6 +23,9 @@ constexpr const char* kFieldNames[Signature::kNumFields] = {
 
 constexpr size_t kAlign = 64;
 
+// Below this, to wake another thread takes longer than the work.
+constexpr int64_t kBytesPerHelper = 32 << 10;
+
 // Where the second array starts in a segment.
 size_t SecondOffset(const Signature& s) {
   return (s[Signature::kFirstBytes] + kAlign - 1) / kAlign * kAlign;
@@ -40,6 +43,7 @@ struct Exchanges::Batch {
   std::vector<Table> tables;                           // by rank
   std::vector<std::pair<Part*, int64_t>> first_chunk;  // of each local rank
   int64_t num_chunks = 0;
+  int64_t num_bytes = 0;
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> unfinished{0};
   std::mutex mutex;
@@ -48,6 +52,7 @@ struct Exchanges::Batch {
   explicit Batch(ExchangePtr e) : exchange(std::move(e)) {
     for (Part& part : exchange->parts) {
       tables.push_back(part.contribution.table);
+      num_bytes += StagedBytes(part.contribution.signature);
       if (!part.done) continue;
       first_chunk.emplace_back(&part, num_chunks);
       num_chunks += part.contribution.num_chunks;
@@ -133,7 +138,7 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   ExchangePtr ready;
   Status added = Add(key, what, std::move(part), rank, &ready);
   if (!added.ok()) return call.done(added);
-  if (ready) Run(std::move(ready), call.executor);
+  if (ready) Run(std::move(ready), call.executor, rank);
 }
 
 Status Exchanges::Announce(const Key& key, const std::string& what,
@@ -219,36 +224,42 @@ Status Exchanges::WhyNot(const Exchange* exchange, int32_t domain,
   return Status();
 }
 
-void Exchanges::Run(ExchangePtr exchange, Executor* executor) {
+void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   Status compared = CompareSignatures(*exchange);
   if (!compared.ok()) {
     FailEverywhere(exchange->key.program, exchange->key.run_id, compared);
-    return Finish(*exchange, compared);
+    return Finish(*exchange, compared, own);
   }
   auto batch = std::make_shared<Batch>(std::move(exchange));
-  auto help = [self = shared_from_this(), batch] {
+  auto help = [self = shared_from_this(), batch](int32_t own) {
     if (!batch->Help()) return;
     if (!batch->status.ok()) {
       const Key& key = batch->exchange->key;
       self->FailEverywhere(key.program, key.run_id, batch->status);
     }
-    self->Finish(*batch->exchange, batch->status);
+    self->Finish(*batch->exchange, batch->status, own);
   };
   const int64_t threads = executor ? executor->num_threads() : 1;
-  const int64_t helpers = std::min(threads, batch->num_chunks) - 1;
-  for (int64_t i = 0; i < helpers; ++i) executor->Schedule(help);
-  help();
+  const int64_t helpers = std::min({threads, batch->num_chunks,
+                                    1 + batch->num_bytes / kBytesPerHelper}) -
+                          1;
+  for (int64_t i = 0; i < helpers; ++i) {
+    executor->Schedule([help] { help(kNoRank); });
+  }
+  help(own);
 }
 
-void Exchanges::Finish(Exchange& exchange, const Status& status) {
-  for (Part& part : exchange.parts) {
+void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
+  for (size_t r = 0; r < exchange.parts.size(); ++r) {
+    Part& part = exchange.parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
     // Moved: what `done` keeps alive, this object perhaps, must not die with
     // the exchange on the progress thread.
-    if (part.done) {
+    if (part.done && static_cast<int32_t>(r) != own) {
       workers_.Run([done = std::move(part.done), status] { done(status); });
     }
   }
+  if (own != kNoRank) std::exchange(exchange.parts[own].done, nullptr)(status);
 }
 
 Status Exchanges::CompareSignatures(const Exchange& exchange) const {
@@ -405,7 +416,9 @@ void Exchanges::OnPost(int32_t process, const Message& m,
       peers_->SendRelease(part.process, part.segment);
     } else if (ready) {
       workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
-        self->Run(ready, nullptr);
+        int32_t own = 0;  // whichever is local
+        while (!ready->parts[own].done) ++own;
+        self->Run(ready, nullptr, own);
       });
     }
   });

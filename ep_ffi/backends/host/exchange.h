@@ -155,6 +155,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     std::vector<Part> parts;  // by rank
   };
   using ExchangePtr = std::shared_ptr<Exchange>;
+  static constexpr int32_t kNoRank = -1;
   struct Batch;
 
   Exchanges(Options options, std::unique_ptr<Peers> peers);
@@ -167,10 +168,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // taking the part, if the run has failed or a peer that is missing is gone.
   Status Add(const Key& key, const std::string& what, Part part, int32_t rank,
              ExchangePtr* ready);
-  // Runs a ready exchange, on the executor's threads if there are any.
-  void Run(ExchangePtr exchange, Executor* executor);
-  // Completes the local ranks and releases the peers' segments.
-  void Finish(Exchange& exchange, const Status& status);
+  // Runs a ready exchange, on the executor's threads too if there are any. The
+  // calling thread may complete `own`.
+  void Run(ExchangePtr exchange, Executor* executor, int32_t own);
+  // Completes the local ranks and releases the peers' segments. Completing
+  // resumes a program, which may block: a thread does it for the rank whose
+  // handler it runs, or for any if it is a worker.
+  void Finish(Exchange& exchange, const Status& status, int32_t own = kNoRank);
   // What a rank reports of a failure that is not its op's own.
   Status Blame(const std::string& what, int32_t domain, int32_t rank,
                const Status& cause) const;
