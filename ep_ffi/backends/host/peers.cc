@@ -16,19 +16,8 @@
 #include <mutex>
 #include <utility>
 
-#include "ep_ffi/core/hash.h"
-
 namespace ep::host {
 namespace {
-
-constexpr size_t kMaxText = 4096;
-constexpr size_t kSecretBytes = 64;
-
-// The first message both ways on a new connection.
-struct Hello {
-  int32_t process;
-  char secret[kSecretBytes];
-};
 
 class Fd {
  public:
@@ -65,25 +54,6 @@ bool WaitReadable(int fd, double deadline) {
   }
 }
 
-// An abstract address: it vanishes with the socket, nothing to clean up. Its
-// name alone lets nobody in, the secret and the user are checked as well.
-socklen_t Address(const std::string& secret, int32_t process,
-                  sockaddr_un* address) {
-  const std::string name = StrCat("ep_ffi-", Hash(secret), "-", process);
-  *address = {};
-  address->sun_family = AF_UNIX;
-  std::memcpy(address->sun_path + 1, name.data(), name.size());
-  return offsetof(sockaddr_un, sun_path) + 1 + name.size();
-}
-
-Hello MakeHello(const std::string& secret, int32_t process) {
-  Hello hello = {};
-  hello.process = process;
-  std::memcpy(hello.secret, secret.data(),
-              std::min(secret.size(), kSecretBytes));
-  return hello;
-}
-
 bool IsSameUser(int fd) {
   ucred peer;
   socklen_t size = sizeof(peer);
@@ -99,7 +69,7 @@ bool ReceiveHello(int fd, const std::string& secret, double deadline,
   if (recv(fd, &hello, sizeof(hello), 0) != sizeof(hello)) return false;
   const Hello expected = MakeHello(secret, hello.process);
   *process = hello.process;
-  return std::memcmp(hello.secret, expected.secret, kSecretBytes) == 0;
+  return std::memcmp(hello.secret, expected.secret, sizeof(hello.secret)) == 0;
 }
 
 Status SystemError(const char* what) {
@@ -202,7 +172,7 @@ Status Peers::Handshake() {
   const double deadline = Now() + options_.timeout_s;
   Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address;
-  const socklen_t size = Address(options_.secret, options_.process, &address);
+  const socklen_t size = AddressOf(options_.secret, options_.process, &address);
   if (listener.get() < 0 ||
       bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
       listen(listener.get(), options_.num_processes) != 0) {
@@ -217,7 +187,7 @@ Status Peers::Handshake() {
 
 Status Peers::Dial(int32_t process, double deadline) {
   sockaddr_un address;
-  const socklen_t size = Address(options_.secret, process, &address);
+  const socklen_t size = AddressOf(options_.secret, process, &address);
   while (Now() < deadline) {
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd.get() < 0) return SystemError("cannot create a socket");
@@ -337,11 +307,10 @@ void Peers::SendBye() {
   }
 }
 
-void Peers::Send(Link& link, Message message, const std::string& text, int fd) {
-  message.text_bytes = std::min(text.size(), kMaxText);
+void Peers::Send(Link& link, const Message& message, const std::string& text,
+                 int fd) {
   Link::Outgoing out;
-  out.bytes.assign(reinterpret_cast<const char*>(&message), sizeof(message));
-  out.bytes.append(text, 0, message.text_bytes);
+  out.bytes = Encode(message, text);
   if (fd >= 0) out.fd = Fd(dup(fd));
 
   std::lock_guard<std::mutex> lock(link.mutex);
@@ -383,14 +352,16 @@ void Peers::Progress() {
 // Receives all that has arrived.
 void Peers::Receive(Link& link) {
   while (true) {
-    char bytes[sizeof(Message) + kMaxText];
+    char bytes[kMaxMessage];
     iovec iov = {bytes, sizeof(bytes)};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
     msghdr header = {};
     header.msg_iov = &iov;
     header.msg_iovlen = 1;
     header.msg_control = control;
-    header.msg_controllen = sizeof(control);
+    // Not CMSG_SPACE: a second descriptor would fit into its padding, and stay
+    // open.
+    header.msg_controllen = CMSG_LEN(sizeof(int));
     const ssize_t size =
         recvmsg(link.socket.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (size < 0 && errno == EAGAIN) return;
@@ -405,13 +376,14 @@ void Peers::Receive(Link& link) {
       fd = Fd(received);
     }
     Message message;
-    if (size < static_cast<ssize_t>(sizeof(message))) {
-      return Drop(link);  // end of file, an error, or garbage
+    std::string text;
+    if (size <= 0) return Drop(link);  // end of file, or an error
+    if (!Decode(bytes, size, &message, &text)) {
+      // Garbage: the peer shall not wait for an answer.
+      shutdown(link.socket.get(), SHUT_RDWR);
+      return Drop(link);
     }
-    std::memcpy(&message, bytes, sizeof(message));
-    if (message.text_bytes != size - sizeof(message)) return Drop(link);
-    Handle(link, message,
-           std::string(bytes + sizeof(message), message.text_bytes), fd.get());
+    Handle(link, message, text, fd.get());
   }
 }
 
@@ -442,7 +414,6 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
       link.orderly = true;
       return Drop(link);
   }
-  Drop(link);  // an unknown type
 }
 
 // The peer is gone: nothing more is received from it.

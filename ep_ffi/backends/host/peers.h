@@ -3,13 +3,7 @@
 // Control goes over one Unix socket per pair of processes (SOCK_SEQPACKET:
 // whole messages, in order); rows go through shared memory (segment.h). A
 // socket tells at once when its peer dies, whatever it died of, and carries
-// the descriptors of segments.
-//
-//   kSegment  a new segment of the sender; carries its descriptor
-//   kPost     a rank of the sender has posted its rows in a segment
-//   kRelease  the sender has read a segment of the receiver
-//   kFail     a run failed on the sender; it fails on the receiver too
-//   kBye      the sender closes its group; nothing follows
+// the descriptors of segments. What is said there is in wire.h.
 //
 // One progress thread per group receives. It never waits for anything but
 // messages and the next tick, and never runs a user's program. Senders do not
@@ -29,24 +23,10 @@
 
 #include "ep_ffi/backends/host/launches.h"
 #include "ep_ffi/backends/host/segment.h"
+#include "ep_ffi/backends/host/wire.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
-
-// The fixed part of a message; `text_bytes` of text follow.
-struct Message {
-  enum Type : uint32_t { kSegment, kPost, kRelease, kFail, kBye };
-
-  Type type;
-  uint32_t text_bytes;
-  int32_t code;             // kFail
-  int32_t domain, rank;     // kPost
-  int32_t op;               // kPost
-  Launch launch;            // kPost, kFail: as the sender names it
-  int64_t position, clone;  // kPost
-  uint64_t segment;         // kSegment, kPost, kRelease: of its owner
-  int64_t signature[13];    // kPost
-};
 
 class Peers {
  public:
@@ -99,7 +79,8 @@ class Peers {
   Status Handshake();
   Status Accept(int listener, double deadline);
   Status Dial(int32_t process, double deadline);
-  void Send(Link& link, Message message, const std::string& text, int fd);
+  void Send(Link& link, const Message& message, const std::string& text,
+            int fd);
   void Progress();
   void Receive(Link& link);
   void Handle(Link& link, const Message& message, const std::string& text,

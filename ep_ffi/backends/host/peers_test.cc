@@ -146,9 +146,9 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   const Segment* second = peers[0]->Acquire(10, 1);
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
-  peers[1]->SendFail({0, 1, 0},
-                     Status());  // tells when the release has arrived
-  log.Expect({"fail 1 with 0: "});
+  // Tells when the release has arrived.
+  peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
+  log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
   EXPECT_EQ(first, peers[0]->Acquire(10, 1));
 }
 

@@ -1,0 +1,70 @@
+// What the processes of a group say to each other on their sockets, and how a
+// new connection is known to be one of theirs (peers.h says who talks when).
+//
+// A message is bytes from another process: what it holds is a claim, and
+// `Decode` is the only way in. What the claims must be to make sense of a group
+// is for their users to check (exchange.cc).
+
+#ifndef EP_FFI_BACKENDS_HOST_WIRE_H_
+#define EP_FFI_BACKENDS_HOST_WIRE_H_
+
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "ep_ffi/backends/host/launches.h"
+
+namespace ep::host {
+
+//   kSegment  a new segment of the sender; carries its descriptor
+//   kPost     a rank of the sender has posted its rows in a segment
+//   kRelease  the sender has read a segment of the receiver
+//   kFail     a run failed on the sender; it fails on the receiver too
+//   kBye      the sender closes its group; nothing follows
+//
+// The fixed part of a message; `text_bytes` of text follow.
+struct Message {
+  enum Type : uint32_t { kSegment, kPost, kRelease, kFail, kBye };
+
+  Type type;
+  uint32_t text_bytes;
+  int32_t code;             // kFail
+  int32_t domain, rank;     // kPost
+  int32_t op;               // kPost
+  Launch launch;            // kPost, kFail: as the sender names it
+  int64_t position, clone;  // kPost
+  uint64_t segment;         // kSegment, kPost, kRelease: of its owner
+  int64_t signature[13];    // kPost
+};
+
+inline constexpr size_t kMaxText = 4096;  // of a message
+inline constexpr size_t kMaxMessage = sizeof(Message) + kMaxText;
+
+// The bytes of a message. A text that is too long is cut.
+std::string Encode(Message message, const std::string& text);
+
+// False unless the bytes are a message that `Encode` could have made, of a
+// known type, and a failure if it tells of one.
+bool Decode(const char* bytes, size_t size, Message* message,
+            std::string* text);
+
+// The first message both ways on a new connection.
+struct Hello {
+  int32_t process;
+  char secret[64];
+};
+
+Hello MakeHello(const std::string& secret, int32_t process);
+
+// Where a process listens. An abstract address: it vanishes with the socket,
+// nothing to clean up. Its name alone lets nobody in, the secret and the user
+// are checked as well.
+socklen_t AddressOf(const std::string& secret, int32_t process,
+                    sockaddr_un* address);
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_WIRE_H_
