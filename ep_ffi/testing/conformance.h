@@ -24,12 +24,6 @@
 
 namespace ep::testing {
 
-struct WorldOptions {
-  PlanDims dims;  // of the first layer; a backend may fix what it needs to
-  int64_t num_domains = 1;
-  double timeout_s = 60;
-};
-
 struct Backend {
   std::string name;
   // Makes one group, on all ranks of all its domains.

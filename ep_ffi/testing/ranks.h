@@ -19,6 +19,13 @@
 
 namespace ep::testing {
 
+// The sizes of a group.
+struct WorldOptions {
+  PlanDims dims;  // of the first layer; a backend may fix what it needs to
+  int64_t num_domains = 1;
+  double timeout_s = 60;
+};
+
 // One EP domain as a backend made it. Ranks may share a group.
 struct Domain {
   std::vector<std::shared_ptr<Group>> groups;  // by rank

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -45,6 +46,13 @@ void StageAll(const Contribution& c, std::byte* first, std::byte* second) {
   const int64_t second_bytes = c.signature[Signature::kSecondBytes];
   if (first_bytes > 0) std::memcpy(first, c.table.first, first_bytes);
   if (second_bytes > 0) std::memcpy(second, c.table.second, second_bytes);
+}
+
+ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
+                 SortedChoices* copy) {
+  copy->starts.assign(choices.starts, choices.starts + dims.num_experts + 1);
+  copy->order.assign(choices.order, choices.order + dims.num_choices());
+  return {copy->starts.data(), copy->order.data()};
 }
 
 // The tables of a mover's ranks, with the types that the mover knows.
@@ -125,11 +133,21 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
     StageAll(c, first, second);
   };
   c.num_chunks = 1;
-  c.run = [dims, place, args, mine](const std::vector<Table>& tables, int64_t) {
+  std::vector<bool> is_local;
+  for (int32_t r = 0; r < dims.ep_size; ++r) {
+    is_local.push_back(exchanges_->topology().is_local(place.domain, r));
+  }
+  c.run = [dims, place, args, mine, is_local](const std::vector<Table>& tables,
+                                              int64_t) {
     std::vector<ChoicesView> choices;
-    for (const Table& table : tables) {
-      choices.push_back({reinterpret_cast<const int32_t*>(table.first),
-                         reinterpret_cast<const int32_t*>(table.second)});
+    std::deque<SortedChoices> copies;
+    for (size_t r = 0; r < tables.size(); ++r) {
+      ChoicesView view = {reinterpret_cast<const int32_t*>(tables[r].first),
+                          reinterpret_cast<const int32_t*>(tables[r].second)};
+      // Another process can write to its segment at any time, so that what is
+      // found valid there need not be what is used.
+      if (!is_local[r]) view = Copy(dims, view, &copies.emplace_back());
+      choices.push_back(view);
     }
     return BuildPlan(dims, place.rank, choices,
                      {args.mem, args.group_sizes, args.token_counts,

@@ -1,6 +1,5 @@
-// The host backend in its worlds. Processes are played by threads here: what
-// makes a group one process's is its number alone, so sockets and shared
-// memory are as real as between processes. See process_test.cc for those.
+// The host backend in its worlds, where threads play processes. See
+// process_test.cc for those.
 
 #include "ep_ffi/backends/host/group.h"
 
@@ -8,14 +7,13 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "ep_ffi/backends/host/testing/world.h"
 #include "ep_ffi/testing/conformance.h"
-#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -24,42 +22,6 @@ using testing::Backend;
 using testing::Conformance;
 using testing::Domain;
 using testing::WorldOptions;
-
-// Ranks are dealt to processes in turn; there are no empty processes.
-std::vector<Domain> MakeHostWorld(const WorldOptions& options,
-                                  int32_t max_processes) {
-  static int num_worlds = 0;
-  const int32_t ep_size = options.dims.ep_size;
-  const int32_t num_ranks = options.num_domains * ep_size;
-  HostGroup::Options common = {};
-  common.name = StrCat("world_", num_worlds++);
-  common.secret = testing::NewSecret();
-  common.num_experts = options.dims.num_experts;
-  common.timeout_s = options.timeout_s;
-  common.topology.num_processes = std::min(num_ranks, max_processes);
-  common.topology.ep_size = ep_size;
-  for (int32_t i = 0; i < num_ranks; ++i) {
-    common.topology.members.push_back(
-        {i % common.topology.num_processes, /*device=*/100 + i});
-  }
-
-  std::vector<std::shared_ptr<Group>> groups(common.topology.num_processes);
-  testing::ForEachRank(groups.size(), [&](int64_t process) {
-    HostGroup::Options mine = common;
-    mine.topology.process = process;
-    const Status created = HostGroup::Create(mine, &groups[process]);
-    EXPECT_TRUE(created.ok()) << created.message();
-  });
-
-  std::vector<Domain> domains(options.num_domains);
-  for (int32_t i = 0; i < num_ranks; ++i) {
-    const Topology::Member& member = common.topology.members[i];
-    Domain& domain = domains[i / ep_size];
-    domain.groups.push_back(groups[member.process]);
-    domain.devices.push_back(member.device);
-  }
-  return domains;
-}
 
 Backend HostBackend(const std::string& name, int32_t max_processes) {
   return {name, [max_processes](const WorldOptions& options) {

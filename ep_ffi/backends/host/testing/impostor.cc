@@ -1,0 +1,96 @@
+#include "ep_ffi/backends/host/testing/impostor.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <thread>
+
+#include "ep_ffi/backends/host/group.h"
+#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep::host {
+
+using testing::Domain;
+
+Impostor::Impostor(
+    const std::function<void(const std::string& secret)>& connect)
+    : socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+  const std::string secret = testing::NewSecret();
+  std::thread process([&] { connect(secret); });
+  sockaddr_un address;
+  const socklen_t size = AddressOf(secret, 0, &address);
+  while (::connect(socket_, reinterpret_cast<sockaddr*>(&address), size) != 0) {
+    usleep(100);  // not listening yet
+  }
+  Hello hello = MakeHello(secret, 1);
+  EXPECT_EQ(ssize_t{sizeof(hello)}, send(socket_, &hello, sizeof(hello), 0));
+  EXPECT_EQ(ssize_t{sizeof(hello)}, recv(socket_, &hello, sizeof(hello), 0));
+  process.join();
+}
+
+Impostor::~Impostor() { Leave(); }
+
+void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
+  iovec iov = {const_cast<char*>(bytes.data()), bytes.size()};
+  msghdr header = {};
+  header.msg_iov = &iov;
+  header.msg_iovlen = 1;
+  std::vector<char> control(CMSG_SPACE(fds.size() * sizeof(int)));
+  if (!fds.empty()) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* c = CMSG_FIRSTHDR(&header);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(c), fds.data(), fds.size() * sizeof(int));
+  }
+  (void)sendmsg(socket_, &header, MSG_NOSIGNAL);  // it may have hung up
+}
+
+std::string Impostor::Receive() {
+  std::string bytes(kMaxMessage, 0);
+  pollfd p = {socket_, POLLIN, 0};
+  if (poll(&p, 1, /*ms=*/1000) <= 0) return "";
+  const ssize_t size = recv(socket_, &bytes[0], bytes.size(), 0);
+  bytes.resize(size < 0 ? 0 : size);
+  return bytes;
+}
+
+void Impostor::Leave() {
+  if (socket_ >= 0) close(socket_);
+  socket_ = -1;
+}
+
+Besieged::Besieged(const testing::WorldOptions& options)
+    : domains(options.num_domains) {
+  HostGroup::Options mine = {};
+  mine.name = "besieged";
+  mine.num_experts = options.dims.num_experts;
+  mine.timeout_s = options.timeout_s;
+  mine.topology.num_processes = 2;
+  mine.topology.ep_size = options.dims.ep_size;
+  const int32_t ep_size = options.dims.ep_size;
+  for (int32_t i = 0; i < options.num_domains * ep_size; ++i) {
+    mine.topology.members.push_back({/*process=*/i % 2, /*device=*/i});
+  }
+  std::shared_ptr<Group> group;
+  impostor = std::make_unique<Impostor>([&](const std::string& secret) {
+    mine.secret = secret;
+    const Status created = HostGroup::Create(mine, &group);
+    EXPECT_TRUE(created.ok()) << created.message();
+  });
+  for (int32_t i = 0; i < options.num_domains * ep_size; ++i) {
+    domains[i / ep_size].groups.push_back(i % 2 == 0 ? group : nullptr);
+    domains[i / ep_size].devices.push_back(i);
+  }
+}
+
+Besieged::~Besieged() { domains[0].groups[0]->Close(); }
+
+}  // namespace ep::host

@@ -1,0 +1,48 @@
+// A process of a group that is not ours: it is greeted as one, and then sends
+// what no peer of ours would.
+
+#ifndef EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
+#define EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/host/peers.h"
+#include "ep_ffi/testing/ranks.h"
+
+namespace ep::host {
+
+class Impostor {
+ public:
+  // Connects as process 1 to process 0, while `connect` makes that one.
+  explicit Impostor(
+      const std::function<void(const std::string& secret)>& connect);
+  ~Impostor();
+
+  // A message of any bytes, with copies of descriptors.
+  void Send(const std::string& bytes, const std::vector<int>& fds = {});
+  // The next message that process 0 has sent; empty if none comes for a while.
+  std::string Receive();
+  // Ends the connection.
+  void Leave();
+
+ private:
+  int socket_;
+};
+
+// A group of two processes, to which ranks are dealt in turn, of which one is
+// an impostor. Only the ranks of process 0 are there.
+struct Besieged {
+  explicit Besieged(const testing::WorldOptions& options);
+  ~Besieged();
+
+  std::vector<testing::Domain> domains;
+  std::unique_ptr<Impostor> impostor;
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
