@@ -1,0 +1,43 @@
+// What a peer's segment says of its choices, from which ep_prepare builds a
+// plan. Input: the bytes of the segment, `starts` and then `order`.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "ep_ffi/backends/host/fuzz/sample.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace ep;
+  const PlanDims dims = host::SampleDims(/*ep_size=*/4);
+  static const std::vector<SortedChoices> good = host::SampleSorted(dims);
+  std::vector<SortedChoices> sorted = good;
+  // Exactly as long as a peer's must be: a sanitizer sees a step beyond.
+  for (std::vector<int32_t>* words : {&sorted[1].starts, &sorted[1].order}) {
+    const size_t bytes = std::min(size, words->size() * sizeof(int32_t));
+    if (bytes > 0) std::memcpy(words->data(), data, bytes);
+    data += bytes;
+    size -= bytes;
+  }
+  bool accepted = true;
+  for (bool drop : {false, true}) {
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      PlanDims mine = dims;
+      mine.drop = drop;
+      const host::BuiltPlan plan = host::Build(mine, rank, sorted);
+      accepted = accepted && (plan.status.ok() || !drop);
+      if (!plan.status.ok()) continue;
+      host::RequireSane(mine, rank, plan.mem);
+      int64_t rows = 0;
+      for (int64_t j = 0; j < mine.num_local_experts(); ++j) {
+        host::Require(plan.token_counts[j] >= 0 &&
+                          plan.token_counts[j] <= plan.group_sizes[j],
+                      "a slab holds its tokens");
+        rows += plan.group_sizes[j];
+      }
+      host::Require(rows <= mine.capacity, "slabs lie within the capacity");
+    }
+  }
+  return accepted ? 0 : -1;
+}

@@ -1,0 +1,81 @@
+// The routing in EpHandle.mem, as the four ops use it. Input: the mem of one
+// rank; those of its peers, in its process and in another one, are good.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "ep_ffi/backends/host/fuzz/sample.h"
+#include "ep_ffi/backends/host/testing/world.h"
+
+namespace ep::host {
+namespace {
+
+using testing::RankInput;
+using testing::Step;
+using testing::StepPtr;
+
+constexpr testing::RowType kType = {3, DType::kFloat32};
+
+struct World {
+  World()
+      : dims(SampleDims(/*ep_size=*/4)),
+        domain(MakeHostWorld({dims}, /*max_processes=*/2)[0]) {
+    const std::vector<SortedChoices> sorted = SampleSorted(dims);
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      mems.push_back(Build(dims, rank, sorted).mem);
+    }
+  }
+
+  // Whether the op ran, with `mem` on rank 0.
+  bool Run(Op op, const std::vector<std::byte>& mem) {
+    const bool scatters = op == Op::kDispatch || op == Op::kCombineBwd;
+    const bool weighted = op != Op::kCombineBwd;
+    std::vector<RankInput> inputs(dims.ep_size);
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      RankInput& input = inputs[rank];
+      input.dims = dims;
+      input.type = kType;
+      input.mem = rank == 0 ? mem : mems[rank];
+      const int64_t rows = scatters ? dims.num_tokens : dims.capacity;
+      const int64_t weights = scatters ? dims.num_choices() : dims.capacity;
+      input.data.rows.resize(rows * kType.bytes());
+      if (weighted) input.data.weights.resize(weights);
+    }
+    const StepPtr step = Step::Make(domain, op, {++run_id}, inputs);
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) step->Post(rank);
+    bool ran = true;
+    for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+      const Status status = step->Wait(rank);
+      ran = ran && status.ok();
+      Require(status.ok() || status.code() == Code::kInvalidArgument ||
+                  status.code() == Code::kFailedPrecondition,
+              "the error blames the handle");
+    }
+    Require(!::testing::Test::HasFailure(), "outputs are not overrun");
+    return ran;
+  }
+
+  const PlanDims dims;
+  const testing::Domain domain;
+  std::vector<std::vector<std::byte>> mems;  // good ones, by rank
+  int64_t run_id = 0;
+};
+
+}  // namespace
+}  // namespace ep::host
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using ep::Op;
+  static ep::host::World* world = new ep::host::World();
+  const auto* bytes = reinterpret_cast<const std::byte*>(data);
+  const std::vector<std::byte> mem(bytes, bytes + size);
+  bool ran = true;
+  for (Op op :
+       {Op::kDispatch, Op::kCombine, Op::kDispatchBwd, Op::kCombineBwd}) {
+    ran = world->Run(op, mem) && ran;
+  }
+  return ran ? 0 : -1;
+}

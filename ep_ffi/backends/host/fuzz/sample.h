@@ -1,0 +1,111 @@
+// The exchange that the seeds are of. Not random, so that a seed is good
+// wherever it is read.
+
+#ifndef EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
+#define EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "ep_ffi/core/plan.h"
+#include "ep_ffi/testing/oracle.h"
+#include "ep_ffi/testing/ranks.h"
+
+namespace ep::host {
+
+// So few slots that some choices are dropped.
+inline PlanDims SampleDims(int64_t ep_size) {
+  return {/*num_experts=*/8, ep_size,         /*num_tokens=*/6,
+          /*top_k=*/3,       /*capacity=*/16, /*alignment=*/2,
+          /*drop=*/true};
+}
+
+inline testing::Choices SampleChoices(const PlanDims& dims) {
+  testing::Choices choices(dims.ep_size);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    for (int64_t i = 0; i < dims.num_choices(); ++i) {
+      const int64_t token = i / dims.top_k, k = i % dims.top_k;
+      const bool unused = token % 4 == 3 && k == 1;
+      choices[rank].push_back(
+          unused ? -1 : (rank + token + 3 * k) % dims.num_experts);
+    }
+  }
+  return choices;
+}
+
+// The inputs of ep_prepare.
+inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
+  std::vector<testing::RankInput> inputs(dims.ep_size);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    inputs[rank].dims = dims;
+    inputs[rank].topk_idx = SampleChoices(dims)[rank];
+  }
+  return inputs;
+}
+
+// What each rank tells the others of these choices.
+inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
+  std::vector<SortedChoices> sorted(dims.ep_size);
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    const std::vector<int64_t> topk_idx = SampleChoices(dims)[rank];
+    (void)SortChoices(dims, topk_idx.data(), &sorted[rank]);
+  }
+  return sorted;
+}
+
+// What ep_prepare makes of a rank, exactly as long as it says.
+struct BuiltPlan {
+  std::vector<std::byte> mem;
+  std::vector<int32_t> group_sizes, token_counts;
+  int32_t total_recv_tokens;
+  Status status;
+};
+
+inline BuiltPlan Build(const PlanDims& dims, int64_t rank,
+                       const std::vector<SortedChoices>& sorted) {
+  BuiltPlan out = {std::vector<std::byte>(PlanBytes(dims)),
+                   std::vector<int32_t>(dims.num_local_experts()),
+                   std::vector<int32_t>(dims.num_local_experts()),
+                   0,
+                   {}};
+  std::vector<ChoicesView> views;
+  for (const SortedChoices& s : sorted) {
+    views.push_back({s.starts.data(), s.order.data()});
+  }
+  out.status = BuildPlan(dims, rank, views,
+                         {out.mem.data(), out.group_sizes.data(),
+                          out.token_counts.data(), &out.total_recv_tokens});
+  return out;
+}
+
+// Ends a target that has found something, as a sanitizer would.
+inline void Require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "not so: %s\n", what);
+  std::abort();
+}
+
+// What every plan must be that ep_prepare returns, whatever it was told.
+inline void RequireSane(const PlanDims& dims, int64_t rank,
+                        const std::vector<std::byte>& mem) {
+  Plan plan;
+  Require(Plan::Open(dims, rank, mem.data(), mem.size(), &plan).ok(),
+          "a plan opens");
+  const auto in_bounds = [&](const Route& route, int64_t count) {
+    return (route.rank == -1 && route.index == -1) ||
+           (route.rank >= 0 && route.rank < dims.ep_size && route.index >= 0 &&
+            route.index < count);
+  };
+  for (int64_t i = 0; i < dims.num_choices(); ++i) {
+    Require(in_bounds(plan.send()[i], dims.capacity), "tokens go to slots");
+  }
+  for (int64_t i = 0; i < dims.capacity; ++i) {
+    Require(in_bounds(plan.recv()[i], dims.num_choices()),
+            "slots hold choices");
+  }
+}
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
