@@ -58,6 +58,7 @@ def not_with_xla(reason):
 
 MESHES = {
   "ep4": {"ep": 4},
+  "ep2": {"ep": 2},
   "dp2_ep2": {"dp": 2, "ep": 2},
   "dp4_ep1": {"dp": 4, "ep": 1},
   "ep2_dp2": {"ep": 2, "dp": 2},
@@ -105,10 +106,10 @@ def group(mesh="ep4", axis_type=AxisType.Auto, **options):
     return bootstrap(make_mesh(axes, (axis_type,) * len(axes)), **options)
 
 
-def large_case(routing):
+def large_case(routing, mesh="ep4"):
   """Rows of many cache lines, in many chunks, and in several pages."""
   lead, hidden = (64,), 2504
-  wide = group(max_tokens_per_rank=lead[0], hidden_dim=hidden)
+  wide = group(mesh, max_tokens_per_rank=lead[0], hidden_dim=hidden)
   return Case(ep.EpLayerConfig(wide), routing, lead=lead, hidden=hidden)
 
 

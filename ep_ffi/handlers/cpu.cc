@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
@@ -16,7 +17,13 @@ class ThreadPoolExecutor : public Executor {
   explicit ThreadPoolExecutor(ffi::ThreadPool pool) : pool_(pool) {}
 
   void Schedule(std::function<void()> task) override {
-    pool_.Schedule(std::move(task));
+    auto run = [task = std::move(task)] {
+      Handover::OfTasks().FromXla();
+      task();
+    };
+    Handover::OfTasks().ToXla();
+    const Unseen copy_of_run;
+    pool_.Schedule(std::move(run));
   }
   int64_t num_threads() const override { return pool_.num_threads(); }
 

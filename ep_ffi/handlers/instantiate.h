@@ -11,6 +11,7 @@
 
 #include "ep_ffi/core/hash.h"
 #include "ep_ffi/core/registry.h"
+#include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
@@ -30,11 +31,13 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
                "has run for the last time"))));
   }
   const auto name = static_cast<int64_t>(Hash(std::string(program)));
-  return std::make_unique<OpState>(OpState{
+  auto state = std::make_unique<OpState>(OpState{
       std::move(binding.group),
       Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
                  static_cast<Tail>(tail), config, checked},
            position, binding.clone, Hash({name, position, binding.clone})}});
+  Handover::OfNewStates().ToXla();
+  return state;
 }
 
 inline auto BindInstantiate() {

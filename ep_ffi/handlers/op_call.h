@@ -17,6 +17,7 @@
 
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
+#include "ep_ffi/handlers/handover.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ep {
@@ -30,6 +31,8 @@ struct OpState {
 
   std::shared_ptr<Group> group;
   Site site;
+
+  ~OpState() { Handover::OfUsedStates().FromXla(); }
 };
 
 // The context of one call, as the platform decodes it.
@@ -70,9 +73,14 @@ inline ffi::Error ToError(const Status& status) {
 // Runs `start(group, call)`, which either fails or arranges for `call.done`.
 template <typename Start>
 ffi::Future Submit(Op op, const OpCall& context, Start start) {
+  Handover& handover = Handover::OfDevice(context.device);
+  Handover::OfNewStates().FromXla();
+  handover.FromXla();
   ffi::Promise promise;
   ffi::Future future(promise);
-  auto done = [promise](Status status) mutable {
+  auto done = [promise, &handover](Status status) mutable {
+    Handover::OfUsedStates().ToXla();
+    handover.ToXla();
     if (status.ok()) return promise.SetAvailable();
     promise.SetError(ToError(status));
   };
@@ -90,6 +98,8 @@ ffi::Future Submit(Op op, const OpCall& context, Start start) {
     started = Status(Code::kInternal, StrCat(OpName(op), ": ", e.what()));
   }
   if (!started.ok()) done(started);
+  Handover::OfUsedStates().ToXla();
+  handover.ToXla();
   return future;
 }
 

@@ -1,0 +1,76 @@
+"""The ops under a sanitizer, from Python to the movers and back.
+
+What they return is the matter of the other tests; here it is how they get
+there. Few cases and small ones, for under a sanitizer all is slow.
+"""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from cases import (
+  assert_same,
+  Case,
+  dispatch,
+  everything,
+  expected,
+  large_case,
+  layer,
+  Ops,
+  RUN_TIME_ERRORS,
+  there_and_back,
+)
+
+
+@pytest.fixture(name="case")
+def small_case():
+  return Case(layer("ep2", top_k=2, alignment=4), "skewed", whole=True)
+
+
+def test_this_process_has_the_runtime():
+  """Else the rest of this file says nothing."""
+  assert "san.so" in os.environ["LD_PRELOAD"]
+
+
+def test_every_op(case):
+  case.check(everything, *case.inputs())
+
+
+def test_threads_share_large_rows():
+  case = large_case("uniform", "ep2")
+  case.check(there_and_back, case.tokens(), case.weights())
+
+
+def test_launches_in_flight(case):
+  inputs = case.tokens(), case.weights()
+  outs = [case.run(there_and_back, *inputs) for _ in range(16)]
+  for out in outs:
+    assert_same(out, expected(case, there_and_back, *inputs))
+
+
+def test_a_handle_with_flipped_bits(case):
+  """Moves rows to other places, or is an error."""
+  handle = case.run(lambda ops: ops.handle)
+  mem = np.asarray(handle.mem)
+  use = jax.jit(
+    lambda mem, *x: dispatch(Ops(dataclasses.replace(handle, mem=mem)), *x)
+  )
+  inputs = [case.put(x) for x in (case.tokens(), case.weights())]
+  rng = np.random.default_rng(0)
+  failed = 0
+  for _ in range(50):
+    flipped = mem.copy()
+    flat = flipped.reshape(-1)
+    flat[rng.integers(flat.size)] ^= 1 << rng.integers(8)
+    try:
+      jax.block_until_ready(use(case.put(flipped), *inputs))
+    except RUN_TIME_ERRORS:
+      failed += 1
+  assert 0 < failed < 50
+  assert_same(
+    use(case.put(mem), *inputs),
+    expected(case, dispatch, *map(np.asarray, inputs)),
+  )
