@@ -283,6 +283,17 @@ def of_another_layer(handle, other):
   return dataclasses.replace(handle, layer=config)
 
 
+def of_another_group(handle, other):
+  """Of as many ranks, tokens and rows, but other experts."""
+  del other
+  larger = group(
+    num_experts=2 * E,
+    alignment=4,
+    recv_capacity_per_rank=handle.layer.capacity,
+  )
+  return dataclasses.replace(handle, layer=ep.EpLayerConfig(larger))
+
+
 def of_another_rank(handle, other):
   del other
   return dataclasses.replace(handle, mem=jnp.roll(handle.mem, 1, axis=0))
@@ -298,6 +309,11 @@ def garbage_after_the_header(handle, other):
   return dataclasses.replace(handle, mem=handle.mem.at[:, 64:].set(0x7F))
 
 
+def cut_short(handle, other):
+  del other
+  return dataclasses.replace(handle, mem=handle.mem[:, :-64])
+
+
 def of_two_routings(handle, other):
   """Each good, but the first rank's does not fit the others'."""
   first = jnp.arange(handle.mem.shape[0])[:, None] == 0
@@ -311,7 +327,9 @@ def of_two_routings(handle, other):
   "forge",
   [
     of_another_layer,
+    of_another_group,
     of_another_rank,
+    cut_short,
     garbage,
     garbage_after_the_header,
     of_two_routings,
