@@ -388,7 +388,8 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   Signature& signature = part.contribution.signature;
   std::memcpy(&signature, m.signature, sizeof(signature));
   const bool sane = m.domain >= 0 && m.domain < topology().num_domains() &&
-                    m.rank >= 0 && m.rank < topology().ep_size &&
+                    topology().FindLocal(m.domain) >= 0 && m.rank >= 0 &&
+                    m.rank < topology().ep_size &&
                     topology().member(m.domain, m.rank).process == process &&
                     memory && signature[Signature::kFirstBytes] >= 0 &&
                     signature[Signature::kSecondBytes] >= 0 &&
@@ -416,9 +417,8 @@ void Exchanges::OnPost(int32_t process, const Message& m,
       peers_->SendRelease(part.process, part.segment);
     } else if (ready) {
       workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
-        int32_t own = 0;  // whichever is local
-        while (!ready->parts[own].done) ++own;
-        self->Run(ready, nullptr, own);
+        self->Run(ready, nullptr,
+                  self->topology().FindLocal(ready->key.domain));
       });
     }
   });

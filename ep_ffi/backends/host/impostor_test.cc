@@ -73,6 +73,27 @@ TEST(ImpostorTest, AFailureWithoutAnErrorIsNoSuccess) {
   EXPECT_EQ(Code::kUnavailable, prepare->Wait(0).code());
 }
 
+// The impostor has all ranks of the second domain, and posts as each of them.
+TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
+  const Besieged group({kDims, /*num_domains=*/2});
+  const StepPtr prepare = Prepare(group, /*run_id=*/1);
+  Message segment = {};
+  segment.type = Message::kSegment;
+  SegmentPool pool;
+  int fd;
+  ASSERT_NE(nullptr, pool.Acquire(1, 1, &fd));
+  group.impostor->Send(Encode(segment, ""), {fd});
+  close(fd);
+  Message post = NextPost(*group.impostor);
+  post.segment = 0;
+  post.domain = 1;
+  for (int32_t rank : {0, 1}) {
+    post.rank = rank;
+    group.impostor->Send(Encode(post, ""));
+  }
+  EXPECT_EQ(Code::kInternal, prepare->Wait(0).code());
+}
+
 TEST(ImpostorTest, GarbageEndsTheConnection) {
   const Besieged group({kDims});
   const auto begin = std::chrono::steady_clock::now();

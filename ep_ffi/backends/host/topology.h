@@ -33,6 +33,13 @@ struct Topology {
   bool is_local(int32_t domain, int32_t rank) const {
     return member(domain, rank).process == process;
   }
+  // The first rank of a domain that lives in this process, or -1.
+  int32_t FindLocal(int32_t domain) const {
+    for (int32_t r = 0; r < ep_size; ++r) {
+      if (is_local(domain, r)) return r;
+    }
+    return -1;
+  }
   // Index in `members` of a device, or -1.
   int32_t FindDevice(int32_t device) const {
     for (size_t i = 0; i < members.size(); ++i) {

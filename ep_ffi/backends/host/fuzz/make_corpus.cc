@@ -65,7 +65,7 @@ class Corpus {
   void Messages() const {
     enum : char { kNoDescriptor, kSegmentDescriptor };
     Conversation conversation;
-    std::string all;
+    std::string all, of_others;
     for (int i = 0; i < 4; ++i) {  // two segments, two posts
       Message message;
       std::string text;
@@ -73,12 +73,19 @@ class Corpus {
       if (!Decode(received.data(), received.size(), &message, &text)) {
         std::cerr << "a message is missing" << std::endl;
       }
+      const char descriptor = message.type == Message::kSegment
+                                  ? kSegmentDescriptor
+                                  : kNoDescriptor;
       message.rank = 1;
-      all += Record(message.type == Message::kSegment ? kSegmentDescriptor
-                                                      : kNoDescriptor,
-                    Encode(message, text));
+      all += Record(descriptor, Encode(message, text));
+      message.domain = 1;
+      for (int32_t rank : {0, 1}) {
+        message.rank = rank;
+        of_others += Record(descriptor, Encode(message, text));
+      }
     }
     Write("messages/good_exchange", all);
+    Write("messages/exchange_of_others", of_others);
 
     Message fail = {};
     fail.type = Message::kFail;

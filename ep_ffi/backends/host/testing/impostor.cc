@@ -77,7 +77,7 @@ Besieged::Besieged(const testing::WorldOptions& options)
   mine.topology.ep_size = options.dims.ep_size;
   const int32_t ep_size = options.dims.ep_size;
   for (int32_t i = 0; i < options.num_domains * ep_size; ++i) {
-    mine.topology.members.push_back({/*process=*/i % 2, /*device=*/i});
+    mine.topology.members.push_back({/*process=*/i > 0, /*device=*/i});
   }
   std::shared_ptr<Group> group;
   impostor = std::make_unique<Impostor>([&](const std::string& secret) {
@@ -86,7 +86,7 @@ Besieged::Besieged(const testing::WorldOptions& options)
     EXPECT_TRUE(created.ok()) << created.message();
   });
   for (int32_t i = 0; i < options.num_domains * ep_size; ++i) {
-    domains[i / ep_size].groups.push_back(i % 2 == 0 ? group : nullptr);
+    domains[i / ep_size].groups.push_back(i > 0 ? nullptr : group);
     domains[i / ep_size].devices.push_back(i);
   }
 }

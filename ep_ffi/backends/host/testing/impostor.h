@@ -33,8 +33,8 @@ class Impostor {
   int socket_;
 };
 
-// A group of two processes, to which ranks are dealt in turn, of which one is
-// an impostor. Only the ranks of process 0 are there.
+// A group of two processes, of which one is an impostor. It has all ranks but
+// rank 0 of the first domain.
 struct Besieged {
   explicit Besieged(const testing::WorldOptions& options);
   ~Besieged();
