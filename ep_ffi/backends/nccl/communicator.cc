@@ -1,5 +1,6 @@
 #include "ep_ffi/backends/nccl/communicator.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -37,6 +38,9 @@ Status Communicator::Create(std::shared_ptr<const Device> device,
     return Status(Code::kInternal, "an NCCL unique id of the wrong size");
   }
   std::memcpy(&id, unique_id.data(), sizeof(id));
+  // NCCL EP 0.2.0 knows no other. A newer one does, in which a slab's rows come
+  // in no fixed order.
+  setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "1", /*replace=*/1);
   std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
   EP_RETURN_IF_ERROR(RunWithin(
       timeout_s, "to connect the ranks of an EP domain",
@@ -102,9 +106,8 @@ Status Communicator::HandleBytes(const Layer& layer, int64_t* out) const {
   return Status();
 }
 
-Status Communicator::WithHandle(
-    const Layer& layer, std::byte* mem, int64_t bytes, const char* what,
-    const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
+Status Communicator::OpenHandle(const Layer& layer, std::byte* mem,
+                                int64_t bytes, ncclEpHandle_t* out) const {
   const Libraries& nccl = device_->libraries();
   const ncclEpHandleConfig_t config = HandleConfig(layer);
   size_t size = bytes;
@@ -113,16 +116,27 @@ Status Communicator::WithHandle(
   tensor.datatype = ncclUint8;
   tensor.data = mem;
   tensor.sizes = &size;
-  ncclEpHandle_t handle = nullptr;
-  EP_RETURN_IF_ERROR(CallNcclEp(nccl, "ncclEpInitHandle", [&] {
-    return nccl.ncclEpInitHandle(&handle, group_, NCCL_EP_LAYOUT_EXPERT_MAJOR,
+  return CallNcclEp(nccl, "ncclEpInitHandle", [&] {
+    return nccl.ncclEpInitHandle(out, group_, NCCL_EP_LAYOUT_EXPERT_MAJOR,
                                  &config, layer.top_k, &tensor);
-  }));
-  const Status used = CallNcclEp(nccl, what, [&] { return use(handle); });
-  const Status destroyed = CallNcclEp(nccl, "ncclEpHandleDestroy", [&] {
-    return nccl.ncclEpHandleDestroy(handle);
   });
-  return used.ok() ? destroyed : used;
+}
+
+Status Communicator::CloseHandle(ncclEpHandle_t handle) const {
+  const Libraries& nccl = device_->libraries();
+  return CallNcclEp(nccl, "ncclEpHandleDestroy",
+                    [&] { return nccl.ncclEpHandleDestroy(handle); });
+}
+
+Status Communicator::WithHandle(
+    const Layer& layer, std::byte* mem, int64_t bytes, const char* what,
+    const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
+  ncclEpHandle_t handle = nullptr;
+  EP_RETURN_IF_ERROR(OpenHandle(layer, mem, bytes, &handle));
+  const Status used =
+      CallNcclEp(device_->libraries(), what, [&] { return use(handle); });
+  const Status closed = CloseHandle(handle);
+  return used.ok() ? closed : used;
 }
 
 }  // namespace ep::nccl

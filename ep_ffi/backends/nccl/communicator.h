@@ -41,8 +41,13 @@ class Communicator {
   // What NCCL EP keeps in EpHandle.mem, in bytes.
   Status HandleBytes(const Layer& layer, int64_t* out) const;
 
+  // A handle that is open on `mem`, until it is closed. Its `bytes` are
+  // HandleBytes.
+  Status OpenHandle(const Layer& layer, std::byte* mem, int64_t bytes,
+                    ncclEpHandle_t* out) const;
+  Status CloseHandle(ncclEpHandle_t handle) const;
+
   // Calls `use`, named `what`, with a handle that is open on `mem` for as long.
-  // Its `bytes` are HandleBytes.
   //
   // It is opened anew for each op: XLA moves buffers, and to open one costs
   // host time only, since it neither allocates nor talks to other ranks.

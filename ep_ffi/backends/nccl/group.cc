@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <initializer_list>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "ep_ffi/backends/nccl/calls.h"
 #include "ep_ffi/backends/nccl/deadline.h"
 #include "ep_ffi/backends/nccl/libraries.h"
 #include "ep_ffi/backends/nccl/routing.h"
@@ -16,41 +15,6 @@
 
 namespace ep::nccl {
 namespace {
-
-// A dense array as NCCL EP takes it, which looks at the sizes while it lives.
-class Tensor {
- public:
-  Tensor(ncclDataType_t type, const void* data,
-         std::initializer_list<int64_t> sizes) {
-    for (int64_t size : sizes) sizes_[tensor_.ndim++] = size;
-    tensor_.datatype = type;
-    tensor_.data = const_cast<void*>(data);
-    tensor_.sizes = sizes_;
-  }
-  template <typename Byte>
-  explicit Tensor(const RowsOf<Byte>& rows)
-      : Tensor(ToNccl(rows.dtype), rows.data, {rows.count, rows.width}) {}
-  Tensor(const Tensor&) = delete;
-  Tensor& operator=(const Tensor&) = delete;
-
-  ncclEpTensor_t* get() { return &tensor_; }
-
- private:
-  static ncclDataType_t ToNccl(DType dtype) {
-    switch (dtype) {
-      case DType::kFloat32:
-        return ncclFloat32;
-      case DType::kBFloat16:
-        return ncclBfloat16;
-      case DType::kFloat16:
-        return ncclFloat16;
-    }
-    return ncclNumTypes;
-  }
-
-  size_t sizes_[2];
-  ncclEpTensor_t tensor_ = NCCL_EP_TENSOR_INIT;
-};
 
 std::string Name(const Call& call) {
   return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
@@ -92,9 +56,6 @@ Status NewUniqueId(const std::string& nccl_path,
 
 Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
   EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
-  // NCCL EP 0.2.0 knows no other. A newer one does, in which a slab's rows come
-  // in no fixed order.
-  setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "1", /*replace=*/1);
   Libraries libraries;
   EP_RETURN_IF_ERROR(
       Libraries::Load(options.nccl_path, options.nccl_ep_path, &libraries));
@@ -215,35 +176,17 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   EP_RETURN_IF_ERROR(
       KeepUp(EnqueueRouting(*device_, *communicator_, stream, routing)));
   const int64_t ours = RoutingBytes(options_.sizes, layer, args.num_tokens);
-  Tensor choices(ncclInt64, routing.choices, {args.num_tokens, args.top_k});
   EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
       layer, args.mem + ours, args.mem_bytes - ours, "ncclEpUpdateHandle",
       [&](ncclEpHandle_t handle) {
-        return device_->libraries().ncclEpUpdateHandle(
-            handle, choices.get(), /*layout_info=*/nullptr, stream);
+        return Update(device_->libraries(), handle, routing.choices,
+                      args.num_tokens, args.top_k, stream);
       })));
   pending_.push_back({ticket, Name(call), args.top_k});
   return Status();
 }
 
 void NcclGroup::Scatter(const Call& call, const ScatterArgs& args) {
-  Tensor tokens(args.tokens);
-  Tensor slots(args.slots);
-  Tensor topk_weights(ncclFloat32, args.topk_weights,
-                      {args.tokens.count, call.site->layer.top_k});
-  Tensor slot_weights(ncclFloat32, args.slot_weights, {args.slots.count});
-  ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
-  ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
-  inputs.tokens = tokens.get();
-  outputs.tokens = slots.get();
-  // NCCL EP's forward pass is the one with weights.
-  config.pass_direction = NCCL_EP_BWD_PASS;
-  if (args.topk_weights) {
-    config.pass_direction = NCCL_EP_FWD_PASS;
-    inputs.topk_weights = topk_weights.get();
-    outputs.topk_weights = slot_weights.get();
-  }
   Moved moved = {};
   moved.weights = reinterpret_cast<uint32_t*>(args.slot_weights);
   moved.weights_per_row = 1;
@@ -252,32 +195,15 @@ void NcclGroup::Scatter(const Call& call, const ScatterArgs& args) {
   Submit(call, [&] {
     return EnqueueMove(call, args.mem, args.tokens.count, args.slots, moved,
                        "ncclEpDispatch", [&](ncclEpHandle_t handle) {
-                         return device_->libraries().ncclEpDispatch(
-                             handle, &inputs, &outputs,
-                             /*layout_info=*/nullptr, &config,
+                         return nccl::Scatter(
+                             device_->libraries(), handle, args,
+                             call.site->layer.top_k,
                              static_cast<CUstream>(call.stream));
                        });
   });
 }
 
 void NcclGroup::Gather(const Call& call, const GatherArgs& args) {
-  Tensor slots(args.slots);
-  Tensor tokens(args.tokens);
-  Tensor slot_weights(ncclFloat32, args.slot_weights, {args.slots.count});
-  Tensor topk_weights(ncclFloat32, args.topk_weights,
-                      {args.tokens.count, call.site->layer.top_k});
-  ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
-  ncclEpCombineOutputs_t outputs = NCCL_EP_COMBINE_OUTPUTS_INIT;
-  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
-  inputs.tokens = slots.get();
-  outputs.tokens = tokens.get();
-  // NCCL EP's backward pass is the one with weights.
-  config.pass_direction = NCCL_EP_FWD_PASS;
-  if (args.topk_weights) {
-    config.pass_direction = NCCL_EP_BWD_PASS;
-    inputs.topk_weights = slot_weights.get();
-    outputs.topk_weights = topk_weights.get();
-  }
   Moved moved = {};
   moved.weights = reinterpret_cast<uint32_t*>(args.topk_weights);
   moved.weights_per_row = call.site->layer.top_k;
@@ -288,8 +214,9 @@ void NcclGroup::Gather(const Call& call, const GatherArgs& args) {
     }
     return EnqueueMove(call, args.mem, args.tokens.count, args.tokens, moved,
                        "ncclEpCombine", [&](ncclEpHandle_t handle) {
-                         return device_->libraries().ncclEpCombine(
-                             handle, &inputs, &outputs, &config,
+                         return nccl::Gather(
+                             device_->libraries(), handle, args,
+                             call.site->layer.top_k,
                              static_cast<CUstream>(call.stream));
                        });
   });

@@ -1,10 +1,11 @@
 #include "ep_ffi/backends/nccl/libraries.h"
 
-#include <dlfcn.h>
 #include <link.h>
 
 #include <cstring>
 #include <set>
+
+#include "ep_ffi/backends/nccl/symbols.h"
 
 namespace ep::nccl {
 namespace {
@@ -17,53 +18,6 @@ constexpr int kMinNcclEp = 200;
 std::string VersionText(int code) {
   return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
 }
-
-// A handle of the library `soname`: as the process has it, else from `path`,
-// else from where the system looks. Never closed: both NCCLs leave threads and
-// kernels behind.
-Status Open(const char* soname, const std::string& path, void** out) {
-  *out = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
-  if (!*out && !path.empty()) *out = dlopen(path.c_str(), RTLD_NOW);
-  if (!*out && path.empty()) *out = dlopen(soname, RTLD_NOW);
-  if (*out) return Status();
-  return Status(Code::kFailedPrecondition,
-                StrCat("cannot load ", path.empty() ? soname : path.c_str(),
-                       ": ", dlerror(),
-                       "; install the packages that docs/gpu.md lists, or say "
-                       "where they are"));
-}
-
-// One library and what it must have.
-class Symbols {
- public:
-  Symbols(const char* soname, const std::string& path)
-      : soname_(soname), path_(path) {}
-
-  // What the program itself defines comes first.
-  template <typename Function>
-  void Find(const char* name, Function* out) {
-    void* symbol = dlsym(RTLD_DEFAULT, name);
-    if (!symbol && status_.ok() && !library_) {
-      status_ = Open(soname_, path_, &library_);
-    }
-    if (!symbol && library_) symbol = dlsym(library_, name);
-    if (!symbol && status_.ok()) {
-      status_ = Status(Code::kFailedPrecondition,
-                       StrCat(soname_, " has no ", name,
-                              "; it is too old, docs/gpu.md lists the "
-                              "versions that work"));
-    }
-    *out = reinterpret_cast<Function>(symbol);
-  }
-
-  const Status& status() const { return status_; }
-
- private:
-  const char* const soname_;
-  const std::string path_;
-  void* library_ = nullptr;
-  Status status_;
-};
 
 // The files of all NCCLs in the process.
 std::set<std::string> LoadedNccls() {
@@ -85,9 +39,7 @@ std::set<std::string> LoadedNccls() {
 
 Status Libraries::Load(const std::string& nccl, const std::string& nccl_ep,
                        Libraries* out) {
-#define EP_STRING(text) #text
-#define EP_NAME(macro) EP_STRING(macro)  // cuda.h renames functions by macro
-#define EP_FIND(function) symbols.Find(EP_NAME(function), &out->function);
+#define EP_FIND(function) symbols.Find(EP_SYMBOL(function), &out->function);
   {
     Symbols symbols("libcuda.so.1", "");
     EP_CUDA_FUNCTIONS(EP_FIND)
@@ -114,8 +66,6 @@ Status Libraries::Load(const std::string& nccl, const std::string& nccl_ep,
     if (!symbols.status().ok()) return symbols.status();
   }
 #undef EP_FIND
-#undef EP_NAME
-#undef EP_STRING
   status = out->Check(out->ncclEpGetVersion(&version), "ncclEpGetVersion");
   if (!status.ok()) return status;
   if (version < kMinNcclEp) {

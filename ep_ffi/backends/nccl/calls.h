@@ -1,0 +1,31 @@
+// NCCL EP's functions, with the arguments of our ops.
+
+#ifndef EP_FFI_BACKENDS_NCCL_CALLS_H_
+#define EP_FFI_BACKENDS_NCCL_CALLS_H_
+
+#include <cuda.h>
+#include <nccl.h>
+#include <nccl_ep.h>
+
+#include <cstdint>
+
+#include "ep_ffi/backends/nccl/libraries.h"
+#include "ep_ffi/core/backend.h"
+
+namespace ep::nccl {
+
+// Each enqueues a call on a handle of top_k choices per token. They throw as
+// NCCL EP does, so call them through CallNcclEp. `args.mem` is not looked at.
+
+// Of choices [num_tokens, top_k].
+ncclResult_t Update(const Libraries& nccl, ncclEpHandle_t handle,
+                    const int64_t* choices, int64_t num_tokens, int64_t top_k,
+                    CUstream stream);
+ncclResult_t Scatter(const Libraries& nccl, ncclEpHandle_t handle,
+                     const ScatterArgs& args, int64_t top_k, CUstream stream);
+ncclResult_t Gather(const Libraries& nccl, ncclEpHandle_t handle,
+                    const GatherArgs& args, int64_t top_k, CUstream stream);
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_CALLS_H_
