@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import nccl_ep
 from benchmarks.gathered import Gathered
 from benchmarks.padded import PaddedGather, PaddedScatter
 from benchmarks.ragged import Ragged
@@ -33,7 +34,9 @@ import ep
 from ep._src.backends import BACKENDS
 
 HAND_WRITTEN = "padded_scatter"  # as most people would write it
-MEMCPY = "memcpy"  # not one of those above: see copies.py
+# Not among those above.
+MEMCPY = "memcpy"  # see copies.py
+NCCL_EP = "nccl_ep"  # see nccl_ep.py
 EP = ("host", "nccl", "xla")
 PURE_XLA: dict[str, Callable[[Layout], Any]] = {
   "padded_scatter": PaddedScatter,
@@ -45,7 +48,7 @@ PURE_XLA: dict[str, Callable[[Layout], Any]] = {
 
 def names() -> tuple[str, ...]:
   """All contenders, in the order of tables."""
-  return (*EP, *PURE_XLA, MEMCPY)
+  return (*EP, NCCL_EP, *PURE_XLA, MEMCPY)
 
 
 def is_pure_xla(name: str) -> bool:
@@ -55,6 +58,8 @@ def is_pure_xla(name: str) -> bool:
 def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
   """Why a contender cannot take part here; None if it can."""
   platform = mesh.devices.flat[0].platform
+  if name == NCCL_EP:
+    return why_not("nccl", mesh) or nccl_ep.why_not()
   if name in EP:
     if name not in BACKENDS:
       return f"ep has no backend {name!r} yet"

@@ -4,9 +4,10 @@
 
 starts worlds of ranks, "4x1" being 4 processes with 1 device each, and in each
 of them lets all contenders run the same ops on the same inputs by turns: ep's
-backends, dispatch and combine written by hand in JAX, and a plain copy of the
-payload (workload.py says what that is). A contender must first show that its
-results are right. The shapes are TxHxKxE, with T tokens on a rank.
+backends, on GPUs NCCL EP itself, dispatch and combine written by hand in JAX,
+and a plain copy of the payload (workload.py says what that is). A contender
+must first show that its results are right. The shapes are TxHxKxE, with T
+tokens on a rank.
 
     ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
     ep_bench --shapes=1024x1024x2x16 --routings=zipf,recorded.npy

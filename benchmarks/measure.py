@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from benchmarks import contenders, copies, memory, timing
+from benchmarks import contenders, copies, memory, nccl_ep, timing
 from benchmarks.ops import OPS
 from benchmarks.oracle import Oracle, WrongResult
 from benchmarks.workload import SPEC, Workload
@@ -44,6 +44,14 @@ def measure(
     for name in names:
       if name == contenders.MEMCPY:
         continue
+      if name == contenders.NCCL_EP:
+        make = stack.enter_context(nccl_ep.connect(mesh, workload, shared))
+        bare = Oracle(workload, bare=True)
+        for op in ops:
+          if op in nccl_ep.CALLS:
+            runs[op][name] = make(op)
+            _check(bare, name, op, runs[op][name](), exact=False)
+        continue
       meter = memory.Meter()
       contender = stack.enter_context(
         contenders.make(name, mesh, workload.layout, workload.dtype)
@@ -57,10 +65,7 @@ def measure(
         outputs = jax.block_until_ready(program(*args))
         peaks[op][name] = meter.peak_bytes()
         if op != "prepare":  # shows in all that uses its handle
-          try:
-            oracle.check(op, outputs, exact=contender.exact)
-          except WrongResult as error:
-            raise WrongResult(f"{name}: {error}") from None
+          _check(oracle, name, op, outputs, exact=contender.exact)
         del outputs
         runs[op][name] = _run(program, args)
     records = []
@@ -69,6 +74,8 @@ def measure(
         runs[op][contenders.MEMCPY] = copies.make(
           workload, mesh, OPS[op].directions
         )
+      if not runs[op]:
+        continue  # not every contender has every op
       times = timing.take_turns(runs[op], mesh, rounds=rounds, warmup=warmup)
       runs[op].clear()
       for name, seconds in times.items():
@@ -97,6 +104,13 @@ def compile_op(op: str, contender, mesh, inputs):
     )
   )
   return program.lower(*args).compile(), args
+
+
+def _check(oracle: Oracle, name: str, op: str, outputs, *, exact: bool) -> None:
+  try:
+    oracle.check(op, outputs, exact=exact)
+  except WrongResult as error:
+    raise WrongResult(f"{name}: {error}") from None
 
 
 def _run(program, args) -> Callable[[], Any]:

@@ -41,7 +41,7 @@ def _bench(*flags):
 def test_all_is_recorded_of_both_worlds(tmp_path):
   results, routing = tmp_path / "results.json", tmp_path / "routing.npy"
   # Those that XLA does not compile for long.
-  names = ["host", "nccl", "padded_scatter", "gathered", "memcpy"]
+  names = ["host", "nccl", "nccl_ep", "padded_scatter", "gathered", "memcpy"]
   code, output = _bench(
     f"--shapes={SHAPE}",
     "--routings=zipf",
@@ -77,7 +77,7 @@ def test_all_is_recorded_of_both_worlds(tmp_path):
         assert record["peak_bytes"] is None or record["peak_bytes"] >= 0
         prepare = records.pop((world, "prepare", name))
         assert prepare["payload_gb_per_s"] is None
-    assert {name for _, name in skipped} == {"nccl"}
+    assert {name for _, name in skipped} == {"nccl", "nccl_ep"}
     assert f"round_trip  {SHAPE}  float32  zipf  world {world}" in output
   assert not records
   assert [(row["world"], row["op"]) for row in run["summary"]] == [

@@ -90,15 +90,17 @@ def library(backend: str) -> ctypes.CDLL:
   return lib
 
 
-def _call(backend: str, function: str, *args: Any) -> None:
+def call(lib: ctypes.CDLL, function: str, *args: Any) -> None:
   """Calls a C function that can fail; see ep_ffi/core/export.h."""
   error = ctypes.create_string_buffer(_ERROR_BYTES)
-  code = getattr(library(backend), function)(
-    *args, error, ctypes.c_int64(_ERROR_BYTES)
-  )
+  code = getattr(lib, function)(*args, error, ctypes.c_int64(_ERROR_BYTES))
   if code:
     kind = ValueError if code == _INVALID_ARGUMENT else NativeError
     raise kind(error.value.decode())
+
+
+def _call(backend: str, function: str, *args: Any) -> None:
+  call(library(backend), function, *args)
 
 
 def _bootstrap(backend: str, function: str, *args: Any) -> None:

@@ -102,6 +102,13 @@ Shared<void*, unsigned>& HostAllocations() {
   return *allocations;
 }
 
+CUstream MakeStream(CUcontext context) {
+  // A thread that was left behind may still synchronize with a stream.
+  static auto* streams = new Shared<int, std::deque<CUstream_st>>();
+  std::lock_guard<std::mutex> lock(streams->mutex);
+  return &streams->map[context->device].emplace_back(context);
+}
+
 bool IsDevice(int device) {
   return device >= 0 && device < TheMachine().num_devices;
 }
@@ -140,11 +147,8 @@ void DemandStream(Contract& contract, CUstream stream) {
 }
 
 std::shared_ptr<CUstream_st> NewStream(int device) {
-  // A thread that was left behind may still synchronize with a stream.
-  static auto* streams = new Shared<int, std::deque<CUstream_st>>();
-  std::lock_guard<std::mutex> lock(streams->mutex);
-  CUstream stream = &streams->map[device].emplace_back(ContextOf(device));
-  return {stream, [](CUstream ended) { ended->Close(); }};
+  return {MakeStream(ContextOf(device)),
+          [](CUstream ended) { ended->Close(); }};
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
@@ -261,6 +265,33 @@ CUresult cuCtxSynchronize() {
   for (CUstream stream : Living<CUstream_st>::Get().All()) {
     if (stream->context() == CurrentContext()) stream->Synchronize();
   }
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  Contract contract("cuStreamCreate");
+  contract.DemandNoHandler();
+  contract.Demand(CurrentContext(), "no context is current");
+  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  *stream = MakeStream(CurrentContext());
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+  Contract contract("cuStreamSynchronize");
+  contract.DemandNoHandler();
+  DemandStream(contract, stream);
+  if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
+  stream->Synchronize();
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamDestroy(CUstream stream) {
+  Contract contract("cuStreamDestroy");
+  contract.DemandNoHandler();
+  DemandStream(contract, stream);
+  if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
+  stream->Close();
   return CUDA_SUCCESS;
 }
 

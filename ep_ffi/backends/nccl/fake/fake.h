@@ -1,12 +1,12 @@
 // A stand-in for the CUDA driver, NCCL and NCCL EP, on host memory, with ranks
 // as threads of one process.
 //
-// It defines the functions of libraries.h under their real names, against the
-// real headers, so a test that links it with -rdynamic has "loaded" them, and
-// the backend needs no seam to be tested. What the real libraries would answer
-// with an assertion, a trap, a hang or a wild write is a violation: recorded
-// here, for the test to expect none. What they refuse with an error code, the
-// fake refuses too.
+// It defines the functions of libraries.h, and those of streams that ep_bench
+// calls, under their real names, against the real headers, so a test that links
+// it with -rdynamic has "loaded" them, and the backend needs no seam to be
+// tested. What the real libraries would answer with an assertion, a trap, a
+// hang or a wild write is a violation: recorded here, for the test to expect
+// none. What they refuse with an error code, the fake refuses too.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_
