@@ -8,9 +8,13 @@ program before anything else touches JAX, makes each process one rank. The
 contract between the two is a handful of environment variables, so a cluster's
 own launcher can take this one's place:
 
-    JAX_COORDINATOR_ADDRESS   host:port of rank 0's coordinator (JAX's name)
+    JAX_COORDINATOR_ADDRESS   host:port of JAX's coordination service
     JAX_NUM_PROCESSES         how many ranks there are
     JAX_PROCESS_ID            which of them this process is
+
+The service is a process of the launcher's (ep/_src/coordinator.py), so that no
+rank's death takes it away from the others. Rank 0 starts one as well, as JAX
+makes it, to which nobody comes.
 
 This module imports JAX only in `initialize`: a parent that launches must not
 hold the devices that its ranks want.
@@ -36,6 +40,7 @@ import time
 
 from ep._src import gpus
 
+_COORDINATOR = str(pathlib.Path(__file__).parent / "_src" / "coordinator.py")
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
 _TAIL_LINES = 40
@@ -77,9 +82,9 @@ def initialize() -> None:
   if it knows that kind of cluster.
 
   From here on an uncaught exception ends this rank at once, as it does under
-  `python -m mpi4py`. Python's orderly exit would first wait for all the other
-  ranks (minutes, in JAX's shutdown barrier), and those may be waiting for this
-  one.
+  `python -m mpi4py`. Python's orderly exit may first wait for what runs on the
+  devices and, where a cluster's launcher leaves the coordination service to
+  rank 0, for all the other ranks; and those may be waiting for this one.
   """
   if not inside_launcher() or _int_from_env("JAX_NUM_PROCESSES") == 1:
     return
@@ -164,31 +169,43 @@ def launch(
   with contextlib.ExitStack() as stack:
     port = stack.enter_context(_reserved_port())
     signals = stack.enter_context(_caught_signals())
-    ranks = []
-    for index in range(num_processes):
-      log = logs / f"rank_{index}.log"
-      rank_env = _rank_env(
-        index, num_processes, devices_per_process, port, common | own[index]
+
+    def start(name: str, argv: Sequence[str], env: Mapping[str, str]):
+      process = _Process(name, argv, logs / f"{name}.log", env)
+      stack.callback(process.kill)
+      return process
+
+    ranks = [
+      start(
+        f"rank_{index}",
+        argv,
+        _rank_env(
+          index, num_processes, devices_per_process, port, common | own[index]
+        ),
       )
-      ranks.append(_Rank(index, argv, log, rank_env))
-      stack.callback(ranks[-1].kill)
-    code = _watch(ranks, signals, timeout_s, grace_s)
+      for index in range(num_processes)
+    ]
+    others = []
+    if num_processes > 1:
+      program = [_COORDINATOR, f"127.0.0.1:{port}", str(num_processes)]
+      others = [start("coordinator", program, _python_env(os.environ))]
+    code = _watch(ranks, others, signals, timeout_s, grace_s)
   if code == 0 and not keep_logs:
     shutil.rmtree(logs)
   return code
 
 
-class _Rank:
+class _Process:
   """One process and its log."""
 
   def __init__(
     self,
-    index: int,
+    name: str,
     argv: Sequence[str],
     log: pathlib.Path,
     env: Mapping[str, str],
   ):
-    self.index = index
+    self.name = name
     self.log = log
     self.code: int | None = None  # None while it runs
     with log.open("wb") as stdout:
@@ -225,12 +242,16 @@ class _Rank:
 
 
 def _watch(
-  ranks: Sequence[_Rank],
+  ranks: Sequence[_Process],
+  others: Sequence[_Process],
   signals: Sequence[int],
   timeout_s: float | None,
   grace_s: float,
 ) -> int:
-  """Waits for the ranks, ends them where `launch` says so, and reports."""
+  """Waits for the ranks, ends them where `launch` says so, and reports.
+
+  That one of the `others` ends is a failure, whatever its exit code.
+  """
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
   with _Follower(ranks[0].log) as terminal:
 
@@ -243,8 +264,12 @@ def _watch(
         time.sleep(_POLL_S)
       terminal.copy()
 
-    wait(timeout_at, lambda: signals or any(rank.code for rank in ranks))
-    failed = [rank for rank in ranks if rank.code]
+    def failures() -> list[_Process]:
+      ended = [process for process in others if not process.running()]
+      return [rank for rank in ranks if rank.code] + ended
+
+    wait(timeout_at, lambda: signals or failures())
+    failed = failures()
     if failed and not signals:
       wait(min(timeout_at, _in(grace_s)), lambda: signals)
     if signals:
@@ -259,14 +284,14 @@ def _watch(
   if signals:
     print(f"ep.launch: ended by {signal.Signals(signals[0]).name}")
     return 128 + signals[0]
-  why = "after another rank's failure" if failed else "at the timeout"
+  why = "after another's failure" if failed else "at the timeout"
   for rank in stuck:
     _report(rank, f"was still running {why}")
-  for rank in ranks:
-    if rank.code and rank not in stuck:
-      _report(rank, f"failed with exit code {rank.code}")
+  for process in failures():
+    if process not in stuck:
+      _report(process, f"failed with exit code {process.code}")
   if failed:
-    return failed[0].code
+    return failed[0].code or 1
   return _TIMED_OUT if stuck else 0
 
 
@@ -274,10 +299,11 @@ def _in(seconds: float) -> float:
   return time.monotonic() + seconds
 
 
-def _report(rank: _Rank, what: str) -> None:
-  print(f"ep.launch: rank {rank.index} {what}; its log is {rank.log}")
-  if rank.index != 0:  # whose log is on the terminal already
-    lines = rank.log.read_text(errors="replace").splitlines()
+def _report(process: _Process, what: str) -> None:
+  name = process.name.replace("_", " ")
+  print(f"ep.launch: {name} {what}; its log is {process.log}")
+  if name != "rank 0":  # whose log is on the terminal already
+    lines = process.log.read_text(errors="replace").splitlines()
     print(*(f"  | {line}" for line in lines[-_TAIL_LINES:]), sep="\n")
 
 
@@ -338,15 +364,12 @@ def _rank_env(
   port: int,
   env: Mapping[str, str],
 ) -> dict[str, str]:
-  address = f"127.0.0.1:{port}"
   env = {
-    **env,
-    "JAX_COORDINATOR_ADDRESS": address,
-    "JAX_COORDINATOR_BIND_ADDRESS": address,  # not on every interface
+    **_python_env(env),
+    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # rank 0's own, see above
     "JAX_NUM_PROCESSES": str(num_processes),
     "JAX_PROCESS_ID": str(index),
-    # A Bazel launcher may have put its packages on sys.path alone.
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT, which ends a stuck rank
   }
@@ -354,6 +377,11 @@ def _rank_env(
   others = re.sub(rf"{flag}=\S*", "", env.get("XLA_FLAGS", ""))
   env["XLA_FLAGS"] = f"{others} {flag}={devices_per_process}".strip()
   return env
+
+
+def _python_env(env: Mapping[str, str]) -> dict[str, str]:
+  # A Bazel launcher may have put its packages on sys.path alone.
+  return {**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _int_from_env(name: str) -> int | None:

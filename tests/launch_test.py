@@ -146,7 +146,7 @@ def test_one_failure_ends_all(tmp_path, capsys, end, code):
   out = capsys.readouterr().out
   assert f"rank 1 failed with exit code {code}" in out
   assert "  | hello from 1" in out
-  assert "rank 0 was still running after another rank's failure" in out
+  assert "rank 0 was still running after another's failure" in out
   assert "most recent call first" in (tmp_path / "rank_0.log").read_text()
 
 
@@ -280,6 +280,34 @@ def test_ranks_join_jax_and_an_exception_does_not_wait_for_the_others(
   for rank in range(2):
     assert f"{rank} 2 4\n" in (tmp_path / f"rank_{rank}.log").read_text()
   assert "ValueError: as planned" in (tmp_path / "rank_1.log").read_text()
+
+
+def test_ranks_survive_the_death_of_rank_0_and_end_without_it(tmp_path):
+  program = """
+    import jax, os, signal, time
+    from ep import launch
+    launch.initialize()
+    print(jax.device_count())
+    if jax.process_index() == 0:
+      os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2)
+    print("alive")
+  """
+  code = _launch(program, num_processes=3, log_dir=tmp_path, grace_s=20.0)
+  assert code == 128 + signal.SIGKILL
+  for rank in range(1, 3):
+    assert (tmp_path / f"rank_{rank}.log").read_text() == "3\nalive\n"
+
+
+def test_without_a_coordinator_no_rank_waits_for_it(
+  tmp_path, monkeypatch, capsys
+):
+  broken = _script(tmp_path, "raise SystemExit('no jaxlib here')")
+  monkeypatch.setattr(launch, "_COORDINATOR", str(broken))
+  assert _launch(_STUCK, log_dir=tmp_path) == 1
+  out = capsys.readouterr().out
+  assert "coordinator failed with exit code 1" in out
+  assert "  | no jaxlib here" in out
 
 
 def test_initialize_does_nothing_alone(monkeypatch):

@@ -1,0 +1,25 @@
+"""JAX's coordination service as a program: coordinator.py ADDRESS PROCESSES.
+
+Left to JAX, it lives in rank 0, and when that dies JAX aborts all the others
+before they can tell what they saw. Recoverable means that ranks are not ended
+because another died, and do not wait for it when they end.
+
+Imports no more than it needs: JAX would take a second of every launch.
+"""
+
+import signal
+import sys
+
+from jaxlib import _jax
+
+
+def main(address: str, num_processes: str) -> None:
+  service = _jax.get_distributed_runtime_service(
+    address, int(num_processes), recoverable=True
+  )
+  while service:  # until the launcher ends this
+    signal.pause()
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
