@@ -72,6 +72,7 @@ struct Site {
   // unique in the group, and of the above, which differ between executables
   // that were made of one module.
   uint64_t program = 0;
+  std::string module = {};  // its name, for messages
 };
 
 // A pool of threads that is valid during a call.

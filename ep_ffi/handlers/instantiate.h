@@ -35,7 +35,8 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
       std::move(binding.group),
       Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
                  static_cast<Tail>(tail), config, checked},
-           position, binding.clone, Hash({name, position, binding.clone})}});
+           position, binding.clone, Hash({name, position, binding.clone}),
+           std::string(program)}});
   Handover::OfNewStates().ToXla();
   return state;
 }

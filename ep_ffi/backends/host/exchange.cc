@@ -15,11 +15,44 @@ namespace {
 constexpr size_t kRememberedRuns = 256;
 
 constexpr const char* kFieldNames[Signature::kNumFields] = {
-    "num_experts",     "tokens per rank", "top_k",
-    "hidden size",     "dtype",           "capacity",
-    "alignment",       "overflow",        "a hash of the configuration",
-    "weights",         "the routing",     "bytes of rows",
+    "the op",
+    "num_experts",
+    "tokens per rank",
+    "top_k",
+    "hidden size",
+    "dtype",
+    "capacity",
+    "alignment",
+    "overflow",
+    "tail",
+    "the layer or its group (a hash of them)",
+    "weights",
+    "the routing (a hash of it)",
+    "bytes of rows",
     "bytes of weights"};
+
+// A value as users know it. Any number may come from a peer.
+std::string ToString(int field, int64_t value) {
+  const auto one_of = [&](std::initializer_list<const char*> names) {
+    return 0 <= value && value < static_cast<int64_t>(names.size())
+               ? names.begin()[value]
+               : std::to_string(value);
+  };
+  switch (field) {
+    case Signature::kOp:
+      return OpName(static_cast<Op>(value));
+    case Signature::kDType:
+      return one_of({"float32", "bfloat16", "float16"});
+    case Signature::kDrop:
+      return one_of({"error", "drop"});
+    case Signature::kTail:
+      return one_of({"unspecified", "zero", "NaN"});
+    case Signature::kWeighted:
+      return one_of({"none", "given"});
+    default:
+      return std::to_string(value);
+  }
+}
 
 constexpr size_t kAlign = 64;
 
@@ -83,7 +116,9 @@ struct Exchanges::Batch {
 };
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
-    : options_(std::move(options)), peers_(std::move(peers)) {
+    : options_(std::move(options)),
+      last_posts_(topology().members.size()),
+      peers_(std::move(peers)) {
   for (int32_t d = 0; d < topology().num_domains(); ++d) {
     peers_of_domain_.push_back(topology().Peers(d));
   }
@@ -114,35 +149,48 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
   return self;
 }
 
-std::string Exchanges::Describe(const Call& call) {
-  const Site& site = *call.site;
+Exchanges::Names Exchanges::Describe(const Call& call,
+                                     const Launch& launch) const {
+  const Layer& layer = call.site->layer;
+  // Not StrCat: a stream takes longer than all else that a post needs.
   const std::string op =
-      StrCat(OpName(call.op), "(layer \"", site.layer.name, "\")");
-  if (!site.layer.checked) return op;
-  return StrCat(op, ", step ", NameLaunch(site.program, call.run_id).number);
+      std::string(OpName(call.op)) + "(layer \"" + layer.name + "\")";
+  const std::string step = op + ", step " + std::to_string(launch.number);
+  return {layer.checked ? step : op,
+          step + " of \"" + call.site->module + "\""};
 }
 
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                      Contribution contribution) {
   const Site& site = *call.site;
-  const Key key = {domain,        site.program, call.run_id,
-                   site.position, site.clone,   static_cast<int32_t>(call.op)};
-  const std::string what = Describe(call);
-  Status announced = Announce(key, what, rank, contribution);
+  const Key key = {domain, site.program, call.run_id, site.position,
+                   site.clone};
+  const Launch launch = NameLaunch(site.program, call.run_id);
+  Names names = Describe(call, launch);
+  Note(domain, rank, names.text);
+  contribution.signature[Signature::kOp] = static_cast<int64_t>(call.op);
+  Status announced = Announce(key, launch, names.text, rank, contribution);
   if (!announced.ok()) return Fail(call, std::move(announced));
 
   Part part;
   part.posted = true;
+  part.text = std::move(names.text);
   part.contribution = std::move(contribution);
   part.done = call.done;
   ExchangePtr ready;
-  Status added = Add(key, what, std::move(part), rank, &ready);
+  Status added = Add(key, names.what, std::move(part), rank, &ready);
   if (!added.ok()) return call.done(added);
   if (ready) Run(std::move(ready), call.executor, rank);
 }
 
-Status Exchanges::Announce(const Key& key, const std::string& what,
-                           int32_t rank, const Contribution& c) {
+void Exchanges::Note(int32_t domain, int32_t rank, const std::string& text) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  last_posts_[domain * topology().ep_size + rank] = text;
+}
+
+Status Exchanges::Announce(const Key& key, const Launch& launch,
+                           const std::string& text, int32_t rank,
+                           const Contribution& c) {
   const std::vector<int32_t>& readers = peers_of_domain_[key.domain];
   if (readers.empty()) return Status();
   {
@@ -162,15 +210,14 @@ Status Exchanges::Announce(const Key& key, const std::string& what,
 
   Message message = {};
   message.domain = key.domain;
-  message.op = key.op;
-  message.launch = NameLaunch(key.program, key.run_id);
+  message.launch = launch;
   message.position = key.position;
   message.clone = key.clone;
   message.rank = rank;
   message.segment = segment->id;
   static_assert(sizeof(message.signature) >= sizeof(c.signature));
   std::memcpy(message.signature, &c.signature, sizeof(c.signature));
-  peers_->SendPost(readers, message, what);
+  peers_->SendPost(readers, message, text);
   return Status();
 }
 
@@ -193,7 +240,6 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
   if (open == queue.end()) {
     auto exchange = std::make_shared<Exchange>();
     exchange->key = key;
-    exchange->what = what;
     exchange->deadline =
         Clock::now() + std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double>(options_.timeout_s));
@@ -201,6 +247,7 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
     exchange->parts.resize(topology().ep_size);
     open = queue.insert(queue.end(), std::move(exchange));
   }
+  if (part.done) (*open)->what = what;
   (*open)->parts[rank] = std::move(part);
   if (--(*open)->missing == 0) {
     *ready = std::move(*open);
@@ -268,12 +315,19 @@ Status Exchanges::CompareSignatures(const Exchange& exchange) const {
     const Signature& other = exchange.parts[r].contribution.signature;
     for (int f = 0; f < Signature::kNumFields; ++f) {
       if (zero.values[f] == other.values[f]) continue;
-      const int32_t domain = exchange.key.domain;
+      const auto value_on = [&](int32_t rank, const Signature& signature) {
+        std::string value =
+            StrCat(ToString(f, signature.values[f]), " on ",
+                   topology().RankName(exchange.key.domain, rank));
+        if (exchange.parts[0].text != exchange.parts[r].text) {
+          value += StrCat(" in ", exchange.parts[rank].text);
+        }
+        return value;
+      };
       return Status(
           Code::kFailedPrecondition,
           StrCat(exchange.what, ": the ranks disagree on ", kFieldNames[f],
-                 ": ", zero.values[f], " on ", topology().RankName(domain, 0),
-                 ", ", other.values[f], " on ", topology().RankName(domain, r),
+                 ": ", value_on(0, zero), ", ", value_on(r, other),
                  "; every rank must run the same program on the same "
                  "layer and handle"));
     }
@@ -373,16 +427,18 @@ void Exchanges::Fail(const Call& call, Status status) {
       index < 0 ? StrCat("device ", call.device)
                 : topology().RankName(index / topology().ep_size,
                                       index % topology().ep_size);
-  status = Status(status.code(),
-                  StrCat(Describe(call), ", ", rank, ": ", status.message()));
+  const Launch launch = NameLaunch(call.site->program, call.run_id);
+  status = Status(status.code(), StrCat(Describe(call, launch).what, ", ", rank,
+                                        ": ", status.message()));
   FailEverywhere(call.site->program, call.run_id, status);
   call.done(status);
 }
 
 void Exchanges::OnPost(int32_t process, const Message& m,
-                       const std::string& what, const Mapping* memory) {
+                       const std::string& text, const Mapping* memory) {
   Part part;
   part.posted = true;
+  part.text = text;
   part.process = process;
   part.segment = m.segment;
   Signature& signature = part.contribution.signature;
@@ -409,11 +465,11 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   }
   part.contribution.table = {memory->data(),
                              memory->data() + SecondOffset(signature)};
-  WithRunId(m.launch, [this, m, what, part](int64_t run_id) {
-    const Key key = {m.domain,   m.launch.program, run_id,
-                     m.position, m.clone,          m.op};
+  Note(m.domain, m.rank, text);
+  WithRunId(m.launch, [this, m, part](int64_t run_id) {
+    const Key key = {m.domain, m.launch.program, run_id, m.position, m.clone};
     ExchangePtr ready;
-    if (!Add(key, what, part, m.rank, &ready).ok()) {
+    if (!Add(key, part.text, part, m.rank, &ready).ok()) {
       peers_->SendRelease(part.process, part.segment);
     } else if (ready) {
       workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
@@ -475,19 +531,25 @@ void Exchanges::OnTick() {
 }
 
 Status Exchanges::Late(const Exchange& exchange) const {
-  std::string waiting, missing;
+  const int32_t domain = exchange.key.domain;
+  std::string waiting, missing, text;
   for (int32_t r = 0; r < topology().ep_size; ++r) {
-    std::string& list = exchange.parts[r].posted ? waiting : missing;
-    list += StrCat(list.empty() ? "" : ", ",
-                   topology().RankName(exchange.key.domain, r));
+    const bool posted = exchange.parts[r].posted;
+    if (posted && text.empty()) text = exchange.parts[r].text;
+    std::string& list = posted ? waiting : missing;
+    list += StrCat(list.empty() ? "" : ", ", topology().RankName(domain, r));
+    if (posted) continue;
+    const std::string& last = last_posts_[domain * topology().ep_size + r];
+    list += last.empty() ? " that has run no op yet"
+                         : StrCat(" whose last op was ", last);
   }
   return Status(
       Code::kDeadlineExceeded,
-      StrCat(exchange.what, ": ", waiting,
-             " waited timeout_s = ", options_.timeout_s, " s for ", missing,
-             "; every rank must run the same program. If ranks are only slow, "
-             "raise timeout_s; if many launches are in flight, wait for "
-             "results now and then (jax.block_until_ready)"));
+      StrCat(text, ": ", waiting, " waited timeout_s = ", options_.timeout_s,
+             " s for ", missing,
+             "; every rank must run the same program, equally often. If ranks "
+             "are only slow, raise timeout_s; if many launches are in flight, "
+             "wait for results now and then (jax.block_until_ready)"));
 }
 
 void Exchanges::Close() {

@@ -13,10 +13,10 @@
 // Posting never waits. XLA:CPU runs a program's ready ops in any order, and a
 // handler that waited would hold a thread that another rank needs.
 //
-// Matching. Ops meet by domain, run id, program, position, clone and op, never
-// by arrival. Within a loop the same key recurs, but a rank posts iteration i +
-// 1 only after i completed, so the oldest exchange that lacks the rank's post
-// is the right one.
+// Matching. Ops meet by domain, run id, program, position and clone, never by
+// arrival. Within a loop the same key recurs, but a rank posts iteration i + 1
+// only after i completed, so the oldest exchange that lacks the rank's post is
+// the right one.
 //
 // Failure. Whatever goes wrong on one rank fails the *run* on all ranks of
 // the group: pending exchanges of that run end at once, later posts to it
@@ -54,6 +54,7 @@ namespace ep::host {
 // fingerprint of the routing.
 struct Signature {
   enum Field {
+    kOp,
     kExperts,
     kTokens,
     kTopK,
@@ -62,6 +63,7 @@ struct Signature {
     kCapacity,
     kAlignment,
     kDrop,
+    kTail,
     kConfig,
     kWeighted,
     kRouting,
@@ -128,10 +130,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     int64_t run_id;
     int64_t position;
     int64_t clone;
-    int32_t op;
 
     auto Tie() const {
-      return std::tie(domain, program, run_id, position, clone, op);
+      return std::tie(domain, program, run_id, position, clone);
     }
     bool operator<(const Key& other) const { return Tie() < other.Tie(); }
   };
@@ -139,6 +140,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // A rank's part of an exchange.
   struct Part {
     bool posted = false;
+    std::string text;           // see Names
     Contribution contribution;  // of a remote rank: signature and table only
     // Of a local rank.
     std::function<void(Status)> done;
@@ -160,14 +162,21 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   Exchanges(Options options, std::unique_ptr<Peers> peers);
 
-  // The op and its layer; in checked mode also the step, i.e. how often the
-  // program was launched before.
-  std::string Describe(const Call& call);
+  // How messages call an op: ep_dispatch(layer "moe_3"), in checked mode with
+  // its step, i.e. how often the program was launched before; and, where ranks
+  // are compared, with its step and its program.
+  struct Names {
+    std::string what;
+    std::string text;
+  };
+  Names Describe(const Call& call, const Launch& launch) const;
 
   // Adds a part. Returns the exchange if it is ready now. Fails, without
   // taking the part, if the run has failed or a peer that is missing is gone.
   Status Add(const Key& key, const std::string& what, Part part, int32_t rank,
              ExchangePtr* ready);
+  // Notes the last op of a rank, for those who wait for it.
+  void Note(int32_t domain, int32_t rank, const std::string& text);
   // Runs a ready exchange, on the executor's threads too if there are any. The
   // calling thread may complete `own`.
   void Run(ExchangePtr exchange, Executor* executor, int32_t own);
@@ -184,8 +193,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Status WhyNot(const Exchange* exchange, int32_t domain, int32_t rank) const;
 
   // Stages and announces a local contribution to other processes.
-  Status Announce(const Key& key, const std::string& what, int32_t rank,
-                  const Contribution& c);
+  Status Announce(const Key& key, const Launch& launch, const std::string& text,
+                  int32_t rank, const Contribution& c);
 
   // Takes the pending exchanges for which `match` holds.
   template <typename Match>
@@ -203,7 +212,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Names a launch of this process, and does what waited for it.
   Launch NameLaunch(uint64_t program, int64_t run_id);
 
-  void OnPost(int32_t process, const Message& message, const std::string& what,
+  void OnPost(int32_t process, const Message& message, const std::string& text,
               const Mapping* memory);
   void OnGone(int32_t process, bool orderly);
   void OnTick();
@@ -214,6 +223,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   std::mutex mutex_;
   std::map<Key, std::list<ExchangePtr>> pending_;
+  std::vector<std::string> last_posts_;  // by member of the topology
   Launches launches_;
   std::map<uint64_t, std::vector<std::function<void()>>> early_;  // by program
   std::deque<std::pair<int64_t, Status>> failed_runs_;            // the latest

@@ -56,9 +56,9 @@ class ExchangeTest : public ::testing::Test {
     }
     Message message = {};
     message.rank = rank;
-    message.op = static_cast<int32_t>(Op::kDispatch);
     message.launch.run_id = run_id;
     message.segment = segment->id;
+    message.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     message.signature[Signature::kFirstBytes] = kInts * sizeof(value);
     forge(&message);
     peers_[rank]->SendPost({0}, message, "ep_dispatch(layer \"\")");

@@ -13,7 +13,7 @@
 namespace ep::host {
 namespace {
 
-Signature SignatureOf(const PlanDims& dims) {
+Signature SignatureOf(const PlanDims& dims, const Layer& layer) {
   Signature s;
   s[Signature::kExperts] = dims.num_experts;
   s[Signature::kTokens] = dims.num_tokens;
@@ -21,15 +21,16 @@ Signature SignatureOf(const PlanDims& dims) {
   s[Signature::kCapacity] = dims.capacity;
   s[Signature::kAlignment] = dims.alignment;
   s[Signature::kDrop] = dims.drop;
+  s[Signature::kTail] = static_cast<int64_t>(layer.tail);
   return s;
 }
 
 // A mover's signature and table: its rows, and their weights if any.
-Contribution RowsContribution(const PlanDims& dims, const Plan& plan,
-                              const ConstRows& rows, const float* weights,
-                              int64_t num_weights) {
+Contribution RowsContribution(const PlanDims& dims, const Layer& layer,
+                              const Plan& plan, const ConstRows& rows,
+                              const float* weights, int64_t num_weights) {
   Contribution c;
-  c.signature = SignatureOf(dims);
+  c.signature = SignatureOf(dims, layer);
   c.signature[Signature::kWidth] = rows.width;
   c.signature[Signature::kDType] = static_cast<int64_t>(rows.dtype);
   c.signature[Signature::kWeighted] = weights != nullptr;
@@ -123,7 +124,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   if (!status.ok()) return exchanges_->Fail(call, std::move(status));
 
   Contribution c;
-  c.signature = SignatureOf(dims);
+  c.signature = SignatureOf(dims, call.site->layer);
   c.signature[Signature::kConfig] = call.site->layer.config;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
@@ -166,8 +167,8 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   }
   if (!status.ok()) return exchanges_->Fail(call, std::move(status));
 
-  Contribution c = RowsContribution(dims, plan, args.tokens, args.topk_weights,
-                                    dims.num_choices());
+  Contribution c = RowsContribution(dims, call.site->layer, plan, args.tokens,
+                                    args.topk_weights, dims.num_choices());
   c.stage = [c](std::byte* first, std::byte* second) {
     StageAll(c, first, second);
   };
@@ -191,8 +192,8 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   }
   if (!status.ok()) return exchanges_->Fail(call, std::move(status));
 
-  Contribution c = RowsContribution(dims, plan, args.slots, args.slot_weights,
-                                    dims.capacity);
+  Contribution c = RowsContribution(dims, call.site->layer, plan, args.slots,
+                                    args.slot_weights, dims.capacity);
   // Only the slots that another process will read; the pages of the others
   // are never touched.
   c.stage = [this, place, plan, args](std::byte* first, std::byte* second) {

@@ -33,11 +33,10 @@ struct Message {
   uint32_t text_bytes;
   int32_t code;             // kFail
   int32_t domain, rank;     // kPost
-  int32_t op;               // kPost
   Launch launch;            // kPost, kFail: as the sender names it
   int64_t position, clone;  // kPost
   uint64_t segment;         // kSegment, kPost, kRelease: of its owner
-  int64_t signature[13];    // kPost
+  int64_t signature[15];    // kPost
 };
 
 inline constexpr size_t kMaxText = 4096;  // of a message
