@@ -88,7 +88,10 @@ def initialize() -> None:
   """
   if not inside_launcher() or _int_from_env("JAX_NUM_PROCESSES") == 1:
     return
-  import jax  # not at the top: see the module's docstring
+  # Not at the top: see the module's docstring.
+  import jax
+
+  from ep._src import presence
 
   if jax.distributed.is_initialized():
     return
@@ -97,6 +100,7 @@ def initialize() -> None:
     num_processes=_int_from_env("JAX_NUM_PROCESSES"),
     process_id=_int_from_env("JAX_PROCESS_ID"),
   )
+  presence.announce()  # of use from now on, not from ep_bootstrap
   report = sys.excepthook
 
   def report_and_exit(*exc_info):

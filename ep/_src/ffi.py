@@ -26,7 +26,7 @@ OPS = (
 )
 
 # Of a backend: the platform in its library's name, and as XLA calls it.
-_PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
+PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -40,7 +40,7 @@ class NativeError(RuntimeError):
 
 def find_library(backend: str) -> pathlib.Path:
   """Path of a backend's library, or `FileNotFoundError` naming all places."""
-  name = f"libep_ffi_{_PLATFORMS[backend][0]}.so"
+  name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
   if override := os.environ.get(_VARIABLE):  # who names one wants no other
     path = pathlib.Path(override)
     if path.is_dir():
@@ -67,7 +67,7 @@ def find_library(backend: str) -> pathlib.Path:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers the five ops for its platform."""
   lib = ctypes.CDLL(str(find_library(backend)))
-  _, platform = _PLATFORMS[backend]
+  _, platform = PLATFORMS[backend]
   lib.ep_op_state_type_id.restype = ctypes.c_void_p
   lib.ep_op_state_type_info.restype = ctypes.c_void_p
   jax.ffi.register_ffi_type(
@@ -103,12 +103,12 @@ def _call(backend: str, function: str, *args: Any) -> None:
   call(library(backend), function, *args)
 
 
-def _bootstrap(backend: str, function: str, *args: Any) -> None:
-  """`_call`, for `ep_bootstrap`, which its errors name."""
+def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
+  """`_call`, for a function of ours that its errors name."""
   try:
     _call(backend, function, *args)
   except (ValueError, NativeError) as e:
-    raise type(e)(f"ep_bootstrap: {e}") from e
+    raise type(e)(f"{op}: {e}") from e
 
 
 def create_host_group(
@@ -118,16 +118,18 @@ def create_host_group(
   ep_size: int,
   ranks: list[tuple[int, int]],
   process: int,
-  num_processes: int,
+  pids: list[int],
   timeout_s: float,
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/host/bootstrap.cc.
 
   `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
-  the id that JAX knows, not an ordinal in the process.
+  the id that JAX knows, not an ordinal in the process. `pids` are the system's
+  ids of the processes.
   """
   int_array = ctypes.c_int32 * len(ranks)
-  _bootstrap(
+  _call_for(
+    "ep_bootstrap",
     "host",
     "ep_host_group_create",
     name.encode(),
@@ -138,7 +140,8 @@ def create_host_group(
     int_array(*(p for p, _ in ranks)),
     int_array(*(d for _, d in ranks)),
     ctypes.c_int32(process),
-    ctypes.c_int32(num_processes),
+    ctypes.c_int32(len(pids)),
+    (ctypes.c_int32 * len(pids))(*pids),
     ctypes.c_double(timeout_s),
   )
 
@@ -150,7 +153,8 @@ def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
   loaded yet; empty: the system's.
   """
   unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-  _bootstrap(
+  _call_for(
+    "ep_bootstrap",
     "nccl",
     "ep_nccl_unique_id",
     nccl.encode(),
@@ -182,7 +186,8 @@ def create_nccl_group(
   whose ranks share `unique_id`; `nccl`, `nccl_ep` as for `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
-  _bootstrap(
+  _call_for(
+    "ep_bootstrap",
     "nccl",
     "ep_nccl_group_create",
     name.encode(),
@@ -230,4 +235,5 @@ def check_group(backend: str, name: str) -> None:
 
 
 def close_group(backend: str, name: str) -> None:
-  library(backend).ep_group_close(name.encode())
+  """Closes a group; raises if a peer is left waiting."""
+  _call_for("ep_finalize", backend, "ep_group_close", name.encode())

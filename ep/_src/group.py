@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -35,6 +37,7 @@ class _Lifetime:
     self._close = weakref.finalize(
       self, _Lifetime._end, group.backend, group.name
     )
+    _live.add(self)
 
   @property
   def alive(self) -> bool:
@@ -45,8 +48,23 @@ class _Lifetime:
 
   @staticmethod
   def _end(backend: str, name: str) -> None:
-    BACKENDS[backend].close(name)
-    rendezvous.live_names.discard(name)
+    try:
+      BACKENDS[backend].close(name)
+    finally:
+      rendezvous.live_names.discard(name)
+
+
+_live = weakref.WeakSet()
+
+
+# At exit `weakref` closes them, but after JAX's own handlers if its first user
+# came before JAX, and those may wait for peers that wait for this process. This
+# one comes before, since JAX is imported above.
+@atexit.register
+def _end_all() -> None:
+  with contextlib.ExitStack() as stack:
+    for lifetime in _live:
+      stack.callback(lifetime.end)
 
 
 class GroupMemory(NamedTuple):
@@ -159,8 +177,11 @@ class EpGroup:
     return self
 
   def __exit__(self, exc_type: Any, *exc: Any) -> None:
+    if exc_type is None:
+      return ep_finalize(self)
     # What went wrong inside is told already.
-    _close(self, check=exc_type is None)
+    with contextlib.suppress(ValueError, RuntimeError):
+      self._lifetime.end()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,17 +481,13 @@ def ep_finalize(group: EpGroup) -> None:
   group may live on; there is no need to clear JAX's caches.
 
   Raises:
-    ValueError, RuntimeError: an op has failed and none has told; see
-      `EpGroup.check`. The group is closed all the same.
+    ValueError, RuntimeError: an op has failed and none has told (see
+      `EpGroup.check`), or a peer has run what this process has not. The group
+      is closed all the same.
   """
-  _close(group, check=True)
-
-
-def _close(group: EpGroup, check: bool) -> None:
   if group._lifetime is None or not group._lifetime.alive:
     return
   try:
-    if check:
-      group.check()
+    group.check()
   finally:
     group._lifetime.end()

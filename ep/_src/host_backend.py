@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from ep._src import ffi, native, rendezvous
+from ep._src import ffi, native, presence, rendezvous
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
@@ -64,7 +64,7 @@ def connect(group: EpGroup) -> None:
       for d in rendezvous.domains(group.mesh, group.axis_name).flat
     ],
     process=members.index(me),
-    num_processes=len(members),
+    pids=[presence.pid(process) for process in members],
     timeout_s=group.timeout_s,
   )
 

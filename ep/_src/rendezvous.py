@@ -12,12 +12,15 @@ from collections.abc import Callable
 import dataclasses
 import itertools
 import json
+import math
+import time
 from typing import Any, TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from ep._src import compat
+from ep._src import compat, presence
+from ep._src.versions import versions
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
@@ -32,8 +35,14 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # Of this process's groups, from the end of ep_bootstrap to ep_finalize.
 live_names: set[str] = set()
 
-# Bootstraps so far, by the processes that took part: equal on all of them.
+# Bootstraps and exchanges so far, by the processes that took part: equal on all
+# of them.
 _serials = collections.defaultdict(itertools.count)
+
+# Where this process told what it said last, by the processes that took part.
+_last_keys: dict[tuple[int, ...], str] = {}
+
+_LOOK_AFTER_S = 0.5  # how often those who are still to come are looked after
 
 
 def domains(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
@@ -73,8 +82,8 @@ def exchange(
 ) -> dict[int, dict[str, Any]]:
   """What `introduce` returned on each process of the mesh.
 
-  Raises, on all of them, if one does, if they disagree on the group, or if its
-  name is taken.
+  Raises, on all of them, if one does, if they disagree on the group or on the
+  versions of what they run, if its name is taken, or if one has died.
   """
   me = jax.process_index()
   members = processes(group.mesh)
@@ -89,21 +98,24 @@ def exchange(
       "ep_bootstrap: the mesh spans several processes, but jax.distributed is"
       " not initialized; call jax.distributed.initialize() first."
     )
+  presence.announce()
   try:
     if group.name in live_names:
       raise ValueError(
         f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
         " finalize that one first, or choose another name."
       )
-    mine = dict(config=_config(group), says=introduce())
+    says = introduce()
+    if len(members) == 1:
+      return {me: says}
+    mine = dict(config=_config(group) | versions(group.backend), says=says)
   except Exception as e:
     if len(members) > 1:
-      _tell(client, group, dict(error=str(e)))
+      _tell(client, members, dict(error=str(e)))
     raise
-  if len(members) == 1:
-    return {me: mine["says"]}
-  key = _tell(client, group, mine)
+  key = _tell(client, members, mine)
   answers = {p: _hear(client, group, key, p, mine["config"]) for p in members}
+  _forget_last(client, members, key)
   return {p: answer["says"] for p, answer in answers.items()}
 
 
@@ -115,29 +127,47 @@ def _config(group: EpGroup) -> dict[str, str]:
   }
 
 
-def _tell(client, group: EpGroup, what: dict[str, Any]) -> str:
+def _tell(client, members: list[int], what: dict[str, Any]) -> str:
   """Publishes what this process says, and returns where all of them do."""
-  # A name may be used again after ep_finalize, a key may not.
-  use = next(_serials[group.name, *processes(group.mesh)])
-  key = f"ep/{group.name}/{use}"
+  serial = next(_serials["exchanges", *members])
+  key = f"ep/exchange/{','.join(map(str, members))}/{serial}"
   client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(what))
   return key
+
+
+def _forget_last(client, members: list[int], key: str) -> None:
+  """Deletes what this process said in its last exchange with these.
+
+  Who has said something in this one has heard all of that one.
+  """
+  if last := _last_keys.get((*members,)):
+    client.key_value_delete(f"{last}/{jax.process_index()}")
+  _last_keys[*members,] = key
 
 
 def _hear(
   client, group: EpGroup, key: str, process: int, config: dict[str, str]
 ) -> dict[str, Any]:
   """What `process` says, which must agree with this one on `config`."""
-  try:
-    answer = client.blocking_key_value_get(
-      f"{key}/{process}", int(group.timeout_s * 1000)
-    )
-  except jax.errors.JaxRuntimeError as e:
-    raise RuntimeError(
-      f"ep_bootstrap: process {process} did not come within timeout_s ="
-      f" {group.timeout_s} s; every process of the mesh must call ep_bootstrap,"
-      " with the same arguments and in the same order."
-    ) from e
+  answer = None
+  deadline = time.monotonic() + group.timeout_s
+  while answer is None:
+    wait_s = min(_LOOK_AFTER_S, max(deadline - time.monotonic(), 0.001))
+    try:
+      answer = client.blocking_key_value_get(
+        f"{key}/{process}", math.ceil(wait_s * 1000)
+      )
+    except jax.errors.JaxRuntimeError as e:
+      if presence.died(process):
+        raise RuntimeError(
+          f"ep_bootstrap: process {process} died; restart the job."
+        ) from e
+      if time.monotonic() >= deadline:
+        raise RuntimeError(
+          f"ep_bootstrap: process {process} did not come within timeout_s ="
+          f" {group.timeout_s} s; every process of the mesh must call"
+          " ep_bootstrap, with the same arguments and in the same order."
+        ) from e
   theirs = json.loads(answer)
   if "error" in theirs:
     raise RuntimeError(
@@ -149,6 +179,6 @@ def _hear(
       raise ValueError(
         f"ep_bootstrap: {field} = {value} on process {jax.process_index()}, but"
         f" {other} on process {process}; all processes must pass the same"
-        " arguments."
+        " arguments and run the same versions."
       )
   return theirs

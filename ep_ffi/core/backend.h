@@ -181,8 +181,9 @@ class Group {
   virtual Status Check() { return Status(); }
 
   // Ends the group: what is pending and what comes later fails, on this
-  // process at once and on its peers as soon as they wait for it.
-  virtual void Close() = 0;
+  // process at once and on its peers as soon as they wait for it. The group is
+  // closed even if this fails: because a peer waits already, perhaps.
+  virtual Status Close() = 0;
 };
 
 }  // namespace ep

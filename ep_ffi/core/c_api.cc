@@ -67,7 +67,10 @@ EP_EXPORT int32_t ep_group_check(const char* name, char* error,
 
 // Closes a group; executables that are bound to it now get errors. No effect
 // if there is none of this name.
-EP_EXPORT void ep_group_close(const char* name) {
-  const std::shared_ptr<ep::Group> group = ep::Registry::Get().Remove(name);
-  if (group) group->Close();
+EP_EXPORT int32_t ep_group_close(const char* name, char* error,
+                                 int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    const std::shared_ptr<ep::Group> group = ep::Registry::Get().Remove(name);
+    return group ? group->Close() : ep::Status();
+  });
 }

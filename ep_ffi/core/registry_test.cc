@@ -19,7 +19,7 @@ class NoGroup : public Group {
   void DispatchBwd(Call, const GatherArgs&) override {}
   void CombineBwd(Call, const ScatterArgs&) override {}
   void FailRun(int64_t, const Status&) override {}
-  void Close() override {}
+  Status Close() override { return Status(); }
 };
 
 TEST(RegistryTest, ANameIsTakenWhileItsGroupLives) {

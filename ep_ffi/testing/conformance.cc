@@ -28,7 +28,7 @@ RowType Conformance::Fit(const RowType& type) const {
 
 void Conformance::TearDown() {
   for (const Domain& domain : domains_) {
-    for (const auto& group : domain.groups) group->Close();
+    for (const auto& group : domain.groups) (void)group->Close();
   }
 }
 

@@ -264,7 +264,7 @@ TEST_P(Conformance, ClosingFailsWhatComes) {
   const StepPtr step =
       Step::Make(domain, Op::kDispatch, {NextRun()},
                  RandomInputs(Op::kDispatch, routed, AnyType()));
-  for (const auto& group : domain.groups) group->Close();
+  for (const auto& group : domain.groups) (void)group->Close();
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     step->Post(rank);
     ExpectFailure(
@@ -283,7 +283,7 @@ TEST_P(Conformance, ClosingFailsWhatIsPending) {
   const StepPtr later = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
   const double begin = Now();
   pending->Post(0);
-  domain.groups[0]->Close();
+  (void)domain.groups[0]->Close();
   later->Post(0);
   for (const StepPtr& step : {pending, later}) {
     ExpectFailure(
@@ -303,7 +303,7 @@ TEST_P(Conformance, PeersOfAClosedRankDoNotWaitForIt) {
   const StepPtr later = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
   const double begin = Now();
   for (int64_t rank : {1, 2, 3}) pending->Post(rank);
-  domain.groups[0]->Close();
+  (void)domain.groups[0]->Close();
   for (int64_t rank : {1, 2, 3}) later->Post(rank);
   for (const StepPtr& step : {pending, later}) {
     for (int64_t rank : {1, 2, 3}) {

@@ -155,9 +155,10 @@ Exchanges::Names Exchanges::Describe(const Call& call,
   // Not StrCat: a stream takes longer than all else that a post needs.
   const std::string op =
       std::string(OpName(call.op)) + "(layer \"" + layer.name + "\")";
-  const std::string step = op + ", step " + std::to_string(launch.number);
-  return {layer.checked ? step : op,
-          step + " of \"" + call.site->module + "\""};
+  const std::string step = ", step " + std::to_string(launch.number);
+  return {layer.checked ? op + step : op,
+          op + step + " of \"" + call.site->module + "\", op " +
+              std::to_string(call.site->position)};
 }
 
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
@@ -167,7 +168,7 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                    site.clone};
   const Launch launch = NameLaunch(site.program, call.run_id);
   Names names = Describe(call, launch);
-  Note(domain, rank, names.text);
+  Note(domain, rank, {launch, names.text});
   contribution.signature[Signature::kOp] = static_cast<int64_t>(call.op);
   Status announced = Announce(key, launch, names.text, rank, contribution);
   if (!announced.ok()) return Fail(call, std::move(announced));
@@ -179,13 +180,14 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   part.done = call.done;
   ExchangePtr ready;
   Status added = Add(key, names.what, std::move(part), rank, &ready);
-  if (!added.ok()) return call.done(added);
+  if (!added.ok()) return Refuse(call, added);
   if (ready) Run(std::move(ready), call.executor, rank);
 }
 
-void Exchanges::Note(int32_t domain, int32_t rank, const std::string& text) {
+void Exchanges::Note(int32_t domain, int32_t rank, Posted posted) {
   std::lock_guard<std::mutex> lock(mutex_);
-  last_posts_[domain * topology().ep_size + rank] = text;
+  if (topology().is_local(domain, rank)) launches_.Reach(posted.launch);
+  last_posts_[domain * topology().ep_size + rank] = std::move(posted);
 }
 
 Status Exchanges::Announce(const Key& key, const Launch& launch,
@@ -299,6 +301,7 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
 void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
   for (size_t r = 0; r < exchange.parts.size(); ++r) {
     Part& part = exchange.parts[r];
+    if (part.done && !status.ok()) told_ = true;
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
     // Moved: what `done` keeps alive, this object perhaps, must not die with
     // the exchange on the progress thread.
@@ -431,6 +434,11 @@ void Exchanges::Fail(const Call& call, Status status) {
   status = Status(status.code(), StrCat(Describe(call, launch).what, ", ", rank,
                                         ": ", status.message()));
   FailEverywhere(call.site->program, call.run_id, status);
+  Refuse(call, status);
+}
+
+void Exchanges::Refuse(const Call& call, const Status& status) {
+  told_ = true;
   call.done(status);
 }
 
@@ -465,7 +473,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   }
   part.contribution.table = {memory->data(),
                              memory->data() + SecondOffset(signature)};
-  Note(m.domain, m.rank, text);
+  Note(m.domain, m.rank, {m.launch, text});
   WithRunId(m.launch, [this, m, part](int64_t run_id) {
     const Key key = {m.domain, m.launch.program, run_id, m.position, m.clone};
     ExchangePtr ready;
@@ -500,8 +508,8 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
   Status status(
       Code::kUnavailable,
       orderly ? StrCat(ranks, " finalized the group \"", options_.group_name,
-                       "\"; call ep_finalize only after the last op has "
-                       "completed on all ranks")
+                       "\", or its program ended; finalize it only after the "
+                       "last op has completed on all ranks")
               : StrCat(ranks,
                        " died; restart the job, or bootstrap a new "
                        "group without it"));
@@ -539,7 +547,7 @@ Status Exchanges::Late(const Exchange& exchange) const {
     std::string& list = posted ? waiting : missing;
     list += StrCat(list.empty() ? "" : ", ", topology().RankName(domain, r));
     if (posted) continue;
-    const std::string& last = last_posts_[domain * topology().ep_size + r];
+    const std::string& last = last_posts_[domain * topology().ep_size + r].text;
     list += last.empty() ? " that has run no op yet"
                          : StrCat(" whose last op was ", last);
   }
@@ -552,17 +560,34 @@ Status Exchanges::Late(const Exchange& exchange) const {
              "wait for results now and then (jax.block_until_ready)"));
 }
 
-void Exchanges::Close() {
+Status Exchanges::Missed() const {
+  for (size_t i = 0; i < last_posts_.size(); ++i) {
+    const auto& [launch, text] = last_posts_[i];
+    if (text.empty() || launches_.HasReached(launch)) continue;
+    const int32_t ep_size = topology().ep_size;
+    return Status(Code::kFailedPrecondition,
+                  StrCat(topology().RankName(i / ep_size, i % ep_size), " ran ",
+                         text, ", which process ", topology().process,
+                         " has not run; every rank must run the same program, "
+                         "equally often"));
+  }
+  return Status();
+}
+
+Status Exchanges::Close() {
   const Status status(Code::kFailedPrecondition,
                       StrCat("the group \"", options_.group_name,
                              "\" was finalized; run no op after "
                              "ep_finalize"));
+  Status missed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_.ok() && !told_) missed = Missed();
     closed_ = status;
   }
   Break(status, [](const Exchange&) { return true; });
   peers_->SendBye();
+  return missed;
 }
 
 }  // namespace ep::host

@@ -26,6 +26,7 @@
 #ifndef EP_FFI_BACKENDS_HOST_EXCHANGE_H_
 #define EP_FFI_BACKENDS_HOST_EXCHANGE_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -115,7 +116,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Fails a run that another group, or another process, knows to have failed.
   void FailRun(int64_t run_id, const Status& status);
 
-  void Close();
+  // Ends all that is pending. Fails if a peer has run what this process has
+  // not, unless an op has failed, which may be why.
+  Status Close();
 
   HostMemory Memory() { return peers_->Memory(); }
 
@@ -135,6 +138,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
       return std::tie(domain, program, run_id, position, clone);
     }
     bool operator<(const Key& other) const { return Tie() < other.Tie(); }
+  };
+
+  // What a rank did last, for those who wait for it.
+  struct Posted {
+    Launch launch;
+    std::string text;  // empty: nothing yet; see Names
   };
 
   // A rank's part of an exchange.
@@ -164,7 +173,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   // How messages call an op: ep_dispatch(layer "moe_3"), in checked mode with
   // its step, i.e. how often the program was launched before; and, where ranks
-  // are compared, with its step and its program.
+  // are compared, with its step and its place.
   struct Names {
     std::string what;
     std::string text;
@@ -175,8 +184,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // taking the part, if the run has failed or a peer that is missing is gone.
   Status Add(const Key& key, const std::string& what, Part part, int32_t rank,
              ExchangePtr* ready);
-  // Notes the last op of a rank, for those who wait for it.
-  void Note(int32_t domain, int32_t rank, const std::string& text);
+  // Fails an op without an exchange.
+  void Refuse(const Call& call, const Status& status);
   // Runs a ready exchange, on the executor's threads too if there are any. The
   // calling thread may complete `own`.
   void Run(ExchangePtr exchange, Executor* executor, int32_t own);
@@ -192,11 +201,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // cannot come any more; ok if all can. mutex_ held.
   Status WhyNot(const Exchange* exchange, int32_t domain, int32_t rank) const;
 
+  void Note(int32_t domain, int32_t rank, Posted posted);
   // Stages and announces a local contribution to other processes.
   Status Announce(const Key& key, const Launch& launch, const std::string& text,
                   int32_t rank, const Contribution& c);
 
-  // Takes the pending exchanges for which `match` holds.
+  // Takes the pending exchanges for which `match` holds. mutex_ held.
   template <typename Match>
   std::vector<ExchangePtr> Take(Match match);
   // Ends such exchanges because nobody can come to them any more.
@@ -217,16 +227,18 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void OnGone(int32_t process, bool orderly);
   void OnTick();
   Status Late(const Exchange& exchange) const;  // mutex_ held
+  Status Missed() const;                        // mutex_ held
 
   const Options options_;
   std::vector<std::vector<int32_t>> peers_of_domain_;
 
   std::mutex mutex_;
   std::map<Key, std::list<ExchangePtr>> pending_;
-  std::vector<std::string> last_posts_;  // by member of the topology
+  std::vector<Posted> last_posts_;  // by member of the topology
   Launches launches_;
   std::map<uint64_t, std::vector<std::function<void()>>> early_;  // by program
   std::deque<std::pair<int64_t, Status>> failed_runs_;            // the latest
+  std::atomic<bool> told_{false};   // an op has failed, so the user knows
   Status closed_;                   // not ok once this process closed the group
   Status died_;                     // not ok once a peer died
   std::map<int32_t, Status> gone_;  // by process: died, or closed the group

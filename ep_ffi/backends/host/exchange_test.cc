@@ -27,7 +27,7 @@ constexpr int64_t kInts = 2;   // that each rank posts
 
 class ExchangeTest : public ::testing::Test {
  protected:
-  ExchangeTest() : peers_(kRanks) {
+  explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
     const std::string secret = testing::NewSecret();
     Topology topology = {/*process=*/0, kRanks, /*ep_size=*/kRanks, {}};
     std::vector<std::thread> threads;
@@ -40,7 +40,7 @@ class ExchangeTest : public ::testing::Test {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    exchanges_ = Exchanges::Create({"group", topology, /*timeout_s=*/30, {}},
+    exchanges_ = Exchanges::Create({"group", topology, timeout_s, {}},
                                    std::move(peers_[0]));
   }
 
@@ -258,6 +258,44 @@ TEST_F(ExchangeTest, LaunchesMeetByNumberWhereRunIdsDiffer) {
     }
   }
   for (int64_t number : {0, 2, 1}) ExpectSum(62 + 6 * number, Post(7 + number));
+}
+
+class LateTest : public ExchangeTest {
+ protected:
+  LateTest() : ExchangeTest(/*timeout_s=*/1.5) {}
+};
+
+TEST_F(LateTest, WhoIsMissedIsToldWithWhatItRanLast) {
+  for (int32_t rank : {1, 3}) PeerPosts(rank, 7, 10);
+  ExpectError(Code::kDeadlineExceeded,
+              "rank 1 (process 1), rank 3 (process 3) waited timeout_s = 1.5 s "
+              "for rank 2 (process 2) that has run no op yet",
+              Post(7));
+  for (int32_t rank : {2, 3}) PeerPosts(rank, 8, 10);
+  ExpectError(Code::kDeadlineExceeded,
+              "rank 1 (process 1) whose last op was ep_dispatch(layer \"\")",
+              Post(8));
+}
+
+TEST_F(ExchangeTest, ClosingTellsWhatAPeerRanAlone) {
+  PeerPosts(1, 12, 10, [](Message* m) { m->launch.number = 5; });
+  peers_[1]->SendFail({0, 8, 0}, Status(Code::kInternal, "seen"));
+  ExpectError(Code::kInternal, "seen", Post(8));  // and so all before it
+  const Status closed = exchanges_->Close();
+  EXPECT_EQ(Code::kFailedPrecondition, closed.code());
+  EXPECT_NE(std::string::npos,
+            closed.message().find("rank 1 (process 1) ran ep_dispatch"))
+      << closed.message();
+}
+
+TEST_F(ExchangeTest, ClosingDoesNotTellAgainWhatAnOpHasTold) {
+  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  ExpectSum(62, Post(7));
+  PeerPosts(1, 8, 10, [](Message* m) { m->launch.program = 77; });
+  peers_[1]->SendFail({0, 8, 1}, Status(Code::kInternal, "told"));
+  ExpectError(Code::kInternal, "told", Post(8));
+  const Status closed = exchanges_->Close();
+  EXPECT_TRUE(closed.ok()) << closed.message();
 }
 
 // In particular, the bytes that a rank may read of its peers are as many as it

@@ -24,6 +24,7 @@ class HostGroup : public Group {
     Topology topology;
     double timeout_s;    // to connect, and for a rank to wait for its peers
     std::string secret;  // shared by the processes of the group
+    std::vector<int32_t> pids;  // see Peers::Options
     // Told of each run that fails in this group, once.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
   };
@@ -49,7 +50,7 @@ class HostGroup : public Group {
   void FailRun(int64_t run_id, const Status& status) override {
     exchanges_->FailRun(run_id, status);
   }
-  void Close() override { exchanges_->Close(); }
+  Status Close() override { return exchanges_->Close(); }
 
  private:
   struct Place {

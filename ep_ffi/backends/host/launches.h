@@ -43,6 +43,16 @@ class Launches {
     return {program, run_id, Difference(run_id, entry->second)};
   }
 
+  // Notes that this process has come to a launch, and tells whether it has.
+  void Reach(const Launch& launch) {
+    int64_t& reached = reached_.try_emplace(launch.program, -1).first->second;
+    reached = std::max(reached, launch.number);
+  }
+  bool HasReached(const Launch& launch) const {
+    auto entry = reached_.find(launch.program);
+    return entry != reached_.end() && entry->second >= launch.number;
+  }
+
   // The run id here of a peer's launch; none if it is not known yet.
   std::optional<int64_t> RunId(const Launch& launch) const {
     if (IsNear(launch.run_id)) return launch.run_id;
@@ -67,8 +77,9 @@ class Launches {
     });
   }
 
-  std::map<uint64_t, int64_t> first_;  // run id, by program
-  std::vector<int64_t> near_;          // one of each executable
+  std::map<uint64_t, int64_t> first_;    // run id, by program
+  std::map<uint64_t, int64_t> reached_;  // number of the last, by program
+  std::vector<int64_t> near_;            // a run id of each executable
 };
 
 }  // namespace ep::host

@@ -54,5 +54,16 @@ TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
   EXPECT_EQ(kSecond, here.RunId(launch));
 }
 
+TEST(LaunchesTest, ALaunchIsReachedWithThoseBeforeIt) {
+  Launches launches;
+  EXPECT_FALSE(launches.HasReached({7, 100, 0}));
+  launches.Reach({7, 102, 2});
+  launches.Reach({7, 101, 1});
+  EXPECT_TRUE(launches.HasReached({7, 100, 0}));
+  EXPECT_TRUE(launches.HasReached({7, 102, 2}));
+  EXPECT_FALSE(launches.HasReached({7, 103, 3}));
+  EXPECT_FALSE(launches.HasReached({8, 100, 0}));
+}
+
 }  // namespace
 }  // namespace ep::host

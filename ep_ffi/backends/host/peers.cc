@@ -6,6 +6,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -72,11 +73,42 @@ bool ReceiveHello(int fd, const std::string& secret, double deadline,
   return std::memcmp(hello.secret, expected.secret, sizeof(hello.secret)) == 0;
 }
 
+// How often those who are still to connect are looked after.
+constexpr double kLookAfterS = 0.1;
+
+// Marks what the progress thread is woken by, beside the number of a process.
+constexpr uint64_t kLife = uint64_t{1} << 32;
+constexpr uint64_t kWake = ~uint64_t{0};
+
 Status SystemError(const char* what) {
   return Status(Code::kUnavailable, StrCat(what, ": ", strerror(errno)));
 }
 
 }  // namespace
+
+// Of a process on this host, which may be dead already.
+class Peers::Life {
+ public:
+  explicit Life(int32_t pid) {
+    if (pid == 0) return;
+#ifdef SYS_pidfd_open  // Linux 5.3
+    end_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    is_over_ = end_.get() < 0 && errno == ESRCH;
+#endif
+  }
+
+  // Can be read from its end on; -1 if that is not known.
+  int fd() const { return end_.get(); }
+
+  bool IsOver() const {
+    pollfd p = {end_.get(), POLLIN, 0};
+    return is_over_ || poll(&p, 1, 0) > 0;
+  }
+
+ private:
+  Fd end_;
+  bool is_over_ = false;
+};
 
 struct Peers::Link {
   struct Outgoing {
@@ -126,7 +158,12 @@ struct Peers::Link {
   }
 };
 
-Peers::Peers(const Options& options) : options_(options) {}
+Peers::Peers(const Options& options) : options_(options) {
+  for (int32_t p = 0; p < options.num_processes; ++p) {
+    const bool watched = p != options.process && !options.pids.empty();
+    lives_.emplace_back(watched ? options.pids[p] : 0);
+  }
+}
 
 Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
   std::unique_ptr<Peers> peers(new Peers(options));
@@ -136,16 +173,18 @@ Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
   if (peers->epoll_ < 0 || peers->wake_ < 0) return SystemError("epoll");
   epoll_event event = {};
   event.events = EPOLLIN;
-  event.data.ptr = nullptr;
+  event.data.u64 = kWake;
   epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, peers->wake_, &event);
 
   Status connected = peers->Handshake();
   if (!connected.ok()) return connected;
   for (auto& link : peers->links_) {
     if (!link) continue;
-    event.events = EPOLLIN;
-    event.data.ptr = link.get();
+    event.data.u64 = link->process;
     epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, link->socket.get(), &event);
+    event.data.u64 |= kLife;
+    epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, peers->lives_[link->process].fd(),
+              &event);
   }
   *out = std::move(peers);
   return Status();
@@ -192,6 +231,7 @@ Status Peers::Dial(int32_t process, double deadline) {
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd.get() < 0) return SystemError("cannot create a socket");
     if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+      if (lives_[process].IsOver()) return Lost(process);
       usleep(2000);  // not listening yet
       continue;
     }
@@ -205,7 +245,7 @@ Status Peers::Dial(int32_t process, double deadline) {
       links_[process]->socket = std::move(fd);
       return Status();
     }
-    break;
+    if (Now() < deadline) return Lost(process);
   }
   return Status(Code::kDeadlineExceeded,
                 StrCat("process ", process,
@@ -217,16 +257,26 @@ Status Peers::Dial(int32_t process, double deadline) {
 }
 
 Status Peers::Accept(int listener, double deadline) {
-  int32_t missing = options_.num_processes - 1 - options_.process;
-  while (missing > 0) {
-    if (!WaitReadable(listener, deadline)) {
-      return Status(Code::kDeadlineExceeded,
-                    StrCat(missing,
-                           " processes of the group did not connect within "
-                           "timeout_s = ",
-                           options_.timeout_s,
-                           " s; all of them must call ep_bootstrap with the "
-                           "same arguments"));
+  while (true) {
+    std::string missing;
+    int32_t lost = -1;
+    for (int32_t p = options_.process + 1; p < options_.num_processes; ++p) {
+      if (links_[p]) continue;
+      missing += StrCat(missing.empty() ? "process " : ", process ", p);
+      if (lives_[p].IsOver()) lost = p;
+    }
+    if (missing.empty()) return Status();
+    if (lost >= 0) return Lost(lost);
+    if (Now() >= deadline) {
+      return Status(
+          Code::kDeadlineExceeded,
+          StrCat(missing, " of the group did not connect within timeout_s = ",
+                 options_.timeout_s,
+                 " s; all processes must call ep_bootstrap with the "
+                 "same arguments"));
+    }
+    if (!WaitReadable(listener, std::min(deadline, Now() + kLookAfterS))) {
+      continue;
     }
     Fd fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     int32_t process = -1;
@@ -247,9 +297,14 @@ Status Peers::Accept(int listener, double deadline) {
     links_[process] = std::make_unique<Link>();
     links_[process]->process = process;
     links_[process]->socket = std::move(fd);
-    --missing;
   }
-  return Status();
+}
+
+Status Peers::Lost(int32_t process) const {
+  return Status(Code::kUnavailable,
+                StrCat("process ", process,
+                       " died, or gave up, while the group was connected; see "
+                       "what it says, and restart the job"));
 }
 
 Segment* Peers::Acquire(size_t bytes, int32_t num_readers) {
@@ -318,7 +373,7 @@ void Peers::Send(Link& link, const Message& message, const std::string& text,
   link.queue.push_back(std::move(out));
   epoll_event event = {};
   event.events = EPOLLIN | EPOLLOUT;
-  event.data.ptr = &link;
+  event.data.u64 = link.process;
   epoll_ctl(epoll_, EPOLL_CTL_MOD, link.socket.get(), &event);
 }
 
@@ -329,18 +384,20 @@ void Peers::Progress() {
   while (true) {
     const int n = epoll_wait(epoll_, events, 16, tick_ms);
     for (int i = 0; i < n; ++i) {
-      Link* link = static_cast<Link*>(events[i].data.ptr);
-      if (!link) return;  // woken to end
+      const uint64_t source = events[i].data.u64;
+      if (source == kWake) return;
+      Link& link = *links_[source & ~kLife];
       if (events[i].events & EPOLLOUT) {
-        std::lock_guard<std::mutex> lock(link->mutex);
-        if (link->Flush()) {
+        std::lock_guard<std::mutex> lock(link.mutex);
+        if (link.Flush()) {
           epoll_event event = {};
           event.events = EPOLLIN;
-          event.data.ptr = link;
-          epoll_ctl(epoll_, EPOLL_CTL_MOD, link->socket.get(), &event);
+          event.data.u64 = source;
+          epoll_ctl(epoll_, EPOLL_CTL_MOD, link.socket.get(), &event);
         }
       }
-      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(*link);
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
+      if (source & kLife) Drop(link);  // what it had sent is received
     }
     if (Now() >= next_tick) {
       handlers_.on_tick();
@@ -419,6 +476,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
 // The peer is gone: nothing more is received from it.
 void Peers::Drop(Link& link) {
   epoll_ctl(epoll_, EPOLL_CTL_DEL, link.socket.get(), nullptr);
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, lives_[link.process].fd(), nullptr);
   handlers_.on_gone(link.process, link.orderly);
 }
 

@@ -2,8 +2,10 @@
 //
 // Control goes over one Unix socket per pair of processes (SOCK_SEQPACKET:
 // whole messages, in order); rows go through shared memory (segment.h). A
-// socket tells at once when its peer dies, whatever it died of, and carries
-// the descriptors of segments. What is said there is in wire.h.
+// socket carries the descriptors of segments, and tells when its peer closes
+// it or dies, of whatever; where a child of the peer's holds it open, or there
+// is none yet, the peer's process is known (Life). What is said there is in
+// wire.h.
 //
 // One progress thread per group receives. It never waits for anything but
 // messages and the next tick, and never runs a user's program. Senders do not
@@ -48,6 +50,8 @@ class Peers {
     std::string secret;  // equal on all processes of the group
     double timeout_s;    // to connect
     double tick_s;
+    // By process; 0 where it cannot be watched. Or empty.
+    std::vector<int32_t> pids = {};
   };
 
   // Connects every pair of processes.
@@ -74,11 +78,13 @@ class Peers {
 
  private:
   struct Link;
+  class Life;
 
   explicit Peers(const Options& options);
   Status Handshake();
   Status Accept(int listener, double deadline);
   Status Dial(int32_t process, double deadline);
+  Status Lost(int32_t process) const;
   void Send(Link& link, const Message& message, const std::string& text,
             int fd);
   void Progress();
@@ -91,6 +97,7 @@ class Peers {
   Handlers handlers_;
   SegmentPool pool_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
+  std::vector<Life> lives_;                   // by process
   int epoll_ = -1;
   int wake_ = -1;  // eventfd that ends the progress thread
   std::thread progress_;

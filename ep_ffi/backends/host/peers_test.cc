@@ -3,12 +3,15 @@
 #include "ep_ffi/backends/host/peers.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -172,6 +175,53 @@ TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
   peers[1].reset();
   peers[0]->Start(log.Handlers());
   log.Expect({"post 2 of op from 1: last words", "1 ended"});
+}
+
+// Connects process 1 of 2, of which `body` decides how it ends.
+pid_t Fork(const std::string& secret, const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  std::unique_ptr<Peers> peers;
+  (void)Peers::Connect(OptionsOf(1, 2, secret), &peers);
+  body();
+  _exit(0);
+}
+
+TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
+  const std::string secret = NewSecret();
+  int until[2];  // the child's child ends with this test
+  ASSERT_EQ(0, pipe(until));
+  const pid_t child = Fork(secret, [&] {
+    if (fork() != 0) raise(SIGKILL);
+    close(until[1]);
+    char nothing;
+    (void)!read(until[0], &nothing, 1);
+  });
+  Log log;
+  Peers::Options options = OptionsOf(0, 2, secret);
+  options.pids = {0, child};
+  std::unique_ptr<Peers> peers;
+  ASSERT_TRUE(Peers::Connect(options, &peers).ok());
+  peers->Start(log.Handlers());
+  log.Expect({"1 died"});
+  close(until[1]);
+  close(until[0]);
+  EXPECT_EQ(child, waitpid(child, nullptr, 0));
+}
+
+TEST(PeersTest, NobodyWaitsForTheDeadToConnect) {
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  for (int32_t process : {0, 1}) {  // which would accept, or dial
+    Peers::Options options = OptionsOf(process, 2, NewSecret());
+    options.pids = {child, child};
+    std::unique_ptr<Peers> peers;
+    const Status status = Peers::Connect(options, &peers);
+    EXPECT_EQ(Code::kUnavailable, status.code());
+    EXPECT_NE(std::string::npos,
+              status.message().find(StrCat("process ", 1 - process, " died")));
+  }
+  EXPECT_EQ(child, waitpid(child, nullptr, 0));
 }
 
 TEST(PeersTest, TicksComeWithoutMessages) {

@@ -83,7 +83,7 @@ class Rank {
   }
 
   void Close() {
-    if (domain_.groups[rank_]) domain_.groups[rank_]->Close();
+    if (domain_.groups[rank_]) (void)domain_.groups[rank_]->Close();
   }
 
  private:

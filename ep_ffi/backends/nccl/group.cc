@@ -79,9 +79,9 @@ Status NcclGroup::Check() {
   return Drain();
 }
 
-void NcclGroup::Close() {
+Status NcclGroup::Close() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!communicator_) return;
+  if (!communicator_) return Status();
   if (failed_.ok()) (void)Drain();
   if (failed_.ok()) {
     (void)RunWithin(options_.timeout_s, "to part", [c = communicator_] {
@@ -93,6 +93,7 @@ void NcclGroup::Close() {
   failed_ = Status(Code::kFailedPrecondition,
                    StrCat("the group \"", options_.name,
                           "\" was finalized; bootstrap a new one"));
+  return Status();
 }
 
 Status NcclGroup::GiveUp(const Status& status) {

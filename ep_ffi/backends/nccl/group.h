@@ -62,7 +62,7 @@ class NcclGroup : public Group {
 
   // Collective over the ranks of the domain.
   static Status Create(const Options& options, std::shared_ptr<Group>* out);
-  ~NcclGroup() override { Close(); }
+  ~NcclGroup() override { (void)Close(); }
 
   int64_t num_experts() const override { return options_.sizes.num_experts; }
   int64_t ep_size() const override { return options_.sizes.ep_size; }
@@ -78,7 +78,7 @@ class NcclGroup : public Group {
   // A stream ends with its program; there is no run to fail.
   void FailRun(int64_t, const Status&) override {}
   Status Check() override;
-  void Close() override;
+  Status Close() override;
 
  private:
   // A prepare whose verdict has not been looked at.

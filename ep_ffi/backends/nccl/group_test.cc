@@ -121,7 +121,7 @@ class Handled : public Group {
     group_->FailRun(run_id, status);
   }
   Status Check() override { return group_->Check(); }
-  void Close() override { group_->Close(); }
+  Status Close() override { return group_->Close(); }
 
  private:
   const std::shared_ptr<Group> group_;
@@ -592,10 +592,10 @@ TEST_P(NcclGroupTest, ClosingWaitsForTheDevice) {
     if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     step->Post(rank);
     ExpectOk(step->Wait(rank));
-    domain.groups[rank]->Close();
+    (void)domain.groups[rank]->Close();
   });
   for (const auto& group : domain.groups) {
-    group->Close();
+    (void)group->Close();
     ExpectWords({"finalized"}, group->Check());
     int64_t bytes = 0;
     ExpectWords({"finalized"}, group->MemBytes({}, 0, &bytes));

@@ -91,6 +91,6 @@ Besieged::Besieged(const testing::WorldOptions& options)
   }
 }
 
-Besieged::~Besieged() { domains[0].groups[0]->Close(); }
+Besieged::~Besieged() { (void)domains[0].groups[0]->Close(); }
 
 }  // namespace ep::host

@@ -1,0 +1,195 @@
+"""Ranks whose programs differ: every rank is told what differs, and on which.
+
+The last process is the odd one. What each of the others sees is the same.
+"""
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import pytest
+
+from cases import (
+  bootstrap,
+  Case,
+  dispatch,
+  not_with_xla,
+  RUN_TIME_ERRORS,
+  sizes,
+  there_and_back,
+)
+from conftest import make_mesh
+import ep
+from ep._src import rendezvous, versions
+
+pytestmark = [
+  not_with_xla("XLA's collectives do not compare programs"),
+  pytest.mark.skipif(
+    jax.process_count() == 1, reason="one process runs one program"
+  ),
+]
+
+RANKS = jax.process_count()
+ODD = jax.process_index() == RANKS - 1
+LATE_S = 3.0  # of groups in which some rank never comes
+
+
+def either(odd, others):
+  return odd if ODD else others
+
+
+@pytest.fixture
+def group():
+  """Of a test that leaves nothing for ep_finalize to tell."""
+  with bootstrap(make_mesh({"ep": RANKS})) as group:
+    yield group
+
+
+def expect_words(error, *words):
+  message = str(error.value)
+  for word in words:
+    assert word in message, message
+
+
+def expect_disagreement(group, fn, *words):
+  """Runs `fn`, which fails on every rank before any time is up."""
+  with pytest.raises(RUN_TIME_ERRORS) as error:
+    jax.block_until_ready(fn())
+  expect_words(error, "the ranks disagree on ", *words)
+  # The group goes on.
+  case = Case(ep.EpLayerConfig(group))
+  case.check(there_and_back, case.tokens(), case.weights())
+
+
+@pytest.mark.parametrize(
+  "option, odd, others, words",
+  [
+    ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on rank {RANKS - 1}"]),
+    ("alignment", 2, 1, ["capacity: ", " on rank 0"]),
+    ("recv_capacity_per_rank", 40, 44, ["capacity: 44 on rank 0", "40 on "]),
+    ("overflow", "drop", "error", ["overflow: error on rank 0", "drop on "]),
+    ("tail", "unspecified", "zero", ["tail: zero on rank 0", "unspecified on"]),
+    ("name", "moe_4", "moe_3", ['(layer "moe_3")', '(layer "moe_4")']),
+  ],
+)
+def test_other_layers(group, option, odd, others, words):
+  config = ep.EpLayerConfig(group, **{option: either(odd, others)})
+  case = Case(config)
+  expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
+def test_other_numbers_of_tokens(group):
+  case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
+  words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
+  expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
+def test_other_hidden_sizes(group):
+  case = Case(ep.EpLayerConfig(group), hidden=either(6, 7))
+  arrays = case.tokens(), case.weights()
+  words = ["hidden size: 7 on rank 0", f"6 on rank {RANKS - 1}"]
+  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
+
+
+def test_other_dtypes(group):
+  case = Case(ep.EpLayerConfig(group))
+  arrays = case.tokens(either(jnp.bfloat16, jnp.float32)), case.weights()
+  words = ["dtype: float32 on rank 0", f"bfloat16 on rank {RANKS - 1}"]
+  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
+
+
+def test_a_handle_of_another_routing(group):
+  """The odd rank keeps the handle of the step before."""
+  layer = ep.EpLayerConfig(group)
+  cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
+  old, new = (
+    jax.block_until_ready(ep.ep_prepare(layer, case.put(case.topk_idx)))
+    for case in cases
+  )
+  arrays = map(cases[0].put, (cases[0].tokens(), cases[0].weights()))
+  words = ["the routing", "on rank 0", f"on rank {RANKS - 1}"]
+  expect_disagreement(
+    group, lambda: ep.ep_dispatch(either(old, new), *arrays), *words
+  )
+
+
+def late_group():
+  return bootstrap(make_mesh({"ep": RANKS}), timeout_s=LATE_S)
+
+
+def expect_late(fn, *words):
+  with pytest.raises(RUN_TIME_ERRORS) as error:
+    jax.block_until_ready(fn())
+  expect_words(error, f"waited timeout_s = {LATE_S:g} s for ", *words)
+  # That one leaves must not be what another is told.
+  multihost_utils.sync_global_devices("late")
+
+
+def test_ops_in_another_order():
+  """Of two ops between which there is no order but that of the text."""
+  group = late_group()
+
+  def branches(ops, tokens, weights, rows):
+    if ODD:
+      out = ops.combine(rows)
+      return ops.dispatch(tokens, weights), out
+    recv = ops.dispatch(tokens, weights)
+    return recv, ops.combine(rows)
+
+  case = Case(ep.EpLayerConfig(group))
+  arrays = case.tokens(), case.weights(), case.rows()
+  expect_late(lambda: case.run(branches, *arrays), "op 3", "op 4")
+  ep.ep_finalize(group)
+
+
+def test_a_call_fewer():
+  group = late_group()
+  case = Case(ep.EpLayerConfig(group, name="moe_3"))
+  step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
+  topk_idx = case.put(case.topk_idx)
+  for _ in range(2):
+    jax.block_until_ready(step(topk_idx))
+  if ODD:
+    multihost_utils.sync_global_devices("late")
+    with pytest.raises(RuntimeError) as error:
+      ep.ep_finalize(group)
+    expect_words(
+      error, "ep_finalize", "rank 0", '(layer "moe_3"), step 2 of', "equally"
+    )
+  else:
+    expect_late(
+      lambda: step(topk_idx),
+      '(layer "moe_3"), step 2 of',
+      f"rank {RANKS - 1} (process {RANKS - 1}) whose last op was",
+      '(layer "moe_3"), step 1 of',
+    )
+    ep.ep_finalize(group)
+
+
+def test_other_programs():
+  group = late_group()
+  case = Case(ep.EpLayerConfig(group))
+
+  def train(x):
+    return ep.ep_prepare(case.layer, x).group_sizes
+
+  def evaluate(x):
+    return ep.ep_prepare(case.layer, x).token_counts
+
+  expect_late(
+    lambda: jax.jit(either(evaluate, train))(case.put(case.topk_idx)),
+    "jit_train",
+    "jit_evaluate",
+  )
+  ep.ep_finalize(group)
+
+
+@pytest.mark.parametrize(
+  "name", ["the version of jax", "the digest of the ep package"]
+)
+def test_other_versions(monkeypatch, name):
+  if ODD:
+    theirs = versions.versions("host") | {name: "another"}
+    monkeypatch.setattr(rendezvous, "versions", lambda _: theirs)
+  with pytest.raises(ValueError) as error:
+    bootstrap(make_mesh({"ep": RANKS}))
+  expect_words(error, f"{name} = ", "another", "same versions")
