@@ -97,10 +97,15 @@ def test_other_dtypes(group):
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
-def test_a_handle_of_another_routing(group):
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_a_handle_of_another_routing(group, equal_counts):
   """The odd rank keeps the handle of the step before."""
   layer = ep.EpLayerConfig(group)
   cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
+  if equal_counts:  # two tokens of each rank change places
+    choices = cases[0].topk_idx.reshape(RANKS, -1, layer.top_k)
+    swapped = choices[:, [1, 0, *range(2, choices.shape[1])]]
+    cases[1] = Case(layer, swapped.reshape(cases[0].topk_idx.shape))
   old, new = (
     jax.block_until_ready(ep.ep_prepare(layer, case.put(case.topk_idx)))
     for case in cases
