@@ -8,6 +8,8 @@
 #include "ep_ffi/handlers/prepare.h"
 
 ep::ffi::TypeId ep::OpState::id = {};
+const ep::ffi::TypeInfo ep::OpState::info =
+    ep::ffi::MakeTypeInfo<ep::OpState>();
 
 // On a GPU the movers only enqueue, so XLA may record them once into a command
 // buffer and replay that without them. ep_prepare looks at what earlier ones
