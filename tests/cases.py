@@ -127,45 +127,45 @@ def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
 # --- Routings: [N, K] distinct experts of each of N tokens, or -1 -----------
 
 
-def _draw(rng, shape, odds=None):
+def draw(rng, shape, odds=(1,) * E):
   """Distinct experts, likelier ones by their odds (Gumbel's top-k trick)."""
   n, k = shape
-  odds = np.ones(E) if odds is None else np.asarray(odds, float)
+  odds = np.asarray(odds, float)
   with np.errstate(divide="ignore"):
-    keys = np.log(odds) + rng.gumbel(size=(n, E))
+    keys = np.log(odds) + rng.gumbel(size=(n, odds.size))
   idx = keys.argsort(-1)[:, ::-1][:, :k]
   return np.where(odds[idx] > 0, idx, -1).astype(np.int32)
 
 
 def _uniform(rng, shape):
-  return _draw(rng, shape)
+  return draw(rng, shape)
 
 
 def _skewed(rng, shape):
-  return _draw(rng, shape, 2.0 ** -np.arange(E))
+  return draw(rng, shape, 2.0 ** -np.arange(E))
 
 
 def _empty_experts(rng, shape):
-  return _draw(rng, shape, np.arange(E) % 2)
+  return draw(rng, shape, np.arange(E) % 2)
 
 
 def _to_one_expert(rng, shape):
-  return _draw(rng, shape, np.arange(E) == E - 2)
+  return draw(rng, shape, np.arange(E) == E - 2)
 
 
 def _with_unused_choices(rng, shape):
-  return np.where(rng.random(shape) < 0.4, -1, _draw(rng, shape))
+  return np.where(rng.random(shape) < 0.4, -1, draw(rng, shape))
 
 
 def _one_token(rng, shape):
   only = np.arange(shape[0])[:, None] == shape[0] // 2
-  return np.where(only, _draw(rng, shape), -1)
+  return np.where(only, draw(rng, shape), -1)
 
 
 def _idle_rank(rng, shape):
   """The second quarter, which is one rank's tokens, goes nowhere."""
   quarter = np.arange(shape[0])[:, None] * 4 // shape[0]
-  return np.where(quarter == 1, -1, _draw(rng, shape))
+  return np.where(quarter == 1, -1, draw(rng, shape))
 
 
 def _idle(rng, shape):
@@ -353,6 +353,16 @@ def combine(ops, rows, weights=None):
 
 def there_and_back(ops, tokens, weights):
   return ops.combine(*ops.dispatch(tokens, weights))
+
+
+def block(ops, tokens, weights, *_):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  return ops.combine(recv * recv, recv_weights)
+
+
+def block_and_back(ops, tokens, weights, g):
+  out, vjp = jax.vjp(lambda *x: block(ops, *x), tokens, weights)
+  return out, vjp(g)
 
 
 def everything(ops, tokens, weights, rows, row_weights):

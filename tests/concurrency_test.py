@@ -5,6 +5,7 @@ rank, and programs overlap. All of these programs hang, or return each other's
 rows, if ops are matched by their order of arrival or if a handler waits.
 """
 
+import concurrent.futures
 import os
 import threading
 
@@ -17,6 +18,8 @@ import pytest
 from cases import (
   assert_same,
   BACKEND,
+  block,
+  block_and_back,
   Case,
   check,
   expected,
@@ -30,14 +33,10 @@ import ep
 ROUTES = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
 
 
-def block(ops, tokens, weights, *_):
-  recv, recv_weights = ops.dispatch(tokens, weights)
-  return ops.combine(recv * recv, recv_weights)
-
-
-def block_and_back(ops, tokens, weights, g):
-  out, vjp = jax.vjp(lambda *x: block(ops, *x), tokens, weights)
-  return out, vjp(g)
+one_order_of_launches = pytest.mark.skipif(
+  BACKEND == "xla" and jax.process_count() > 1,
+  reason="xla: JAX asks for one order of launches on all processes",
+)
 
 
 def claim(routing="uniform", fn=block_and_back, scale=1, **options):
@@ -58,6 +57,18 @@ def test_independent_branches_of_different_layers():
       for i in range(4)
     )
   )
+
+
+def test_many_layers_of_two_groups(request):
+  """A block for each of 64 layers of each group, with no order between them."""
+  claims = [
+    claim(ROUTES[i % 4], block, 1 + i % 8, mesh=mesh, name=f"{i}")
+    for i in range(64)
+    for mesh in ("ep4", "dp2_ep2")
+  ]
+  want = [expected(*claim) for claim in claims]
+  for _ in range(request.config.getoption("load_rounds")):
+    assert_same(run(*claims), want)
 
 
 def test_independent_branches_on_one_handle():
@@ -86,10 +97,9 @@ def test_two_programs_in_flight():
   check_after(claims, [run(c) for c in claims])
 
 
+@one_order_of_launches
 def test_two_threads():
   """Each launches a program of its own, in an order of their own."""
-  if BACKEND == "xla" and jax.process_count() > 1:
-    pytest.skip("xla: JAX asks for one order of launches on all processes")
   parts = [claim("uniform", block), claim("skewed", block_and_back)]
   for part in parts:
     jax.block_until_ready(run(part))  # compiled before the race
@@ -109,6 +119,35 @@ def test_two_threads():
     thread.join()
   for part, results in zip(parts, outs, strict=True):
     check_after([part] * 8, results)
+
+
+@one_order_of_launches
+def test_many_threads(request):
+  """Each launches a program of its own, four times before it waits.
+
+  In one process they compile at the same time, too. Several processes compile
+  in one order, as they must, but launch in any; so their programs are small
+  ones, which JAX runs on the thread that launches. Of its pool each would hold
+  one of as many threads as there are cores, and not the same on all processes.
+  """
+  several = jax.process_count() > 1
+  fns = (block,) if several else (block, block_and_back)
+  parts = [
+    claim(ROUTES[i % 4], fns[i % len(fns)], 1 + i, name=f"{i}")
+    for i in range(8)
+  ]
+  if several:
+    for part in parts:
+      jax.block_until_ready(run(part))
+
+  def worker(part, want):
+    for _ in range(request.config.getoption("load_rounds")):
+      for (out,) in [run(part) for _ in range(4)]:
+        assert_same(out, want)
+
+  want = [expected(*part) for part in parts]
+  with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+    list(pool.map(worker, parts, want))
 
 
 def test_one_rank_runs_programs_of_its_own():

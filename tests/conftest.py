@@ -42,11 +42,19 @@ TIMEOUT_S = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """Those of fuzz_test. Each process works out all that is expected."""
-  cases = 300 if jax.process_count() == 1 else 60
-  parser.addoption("--fuzz_cases", type=int, default=cases)
-  parser.addoption("--fuzz_first", type=int, default=0)
-  parser.addoption("--fuzz_seed", type=int, default=0)
+  """How long the tests of their names are, for as many processes."""
+
+  def option(name, one, four, more=0):
+    count = jax.process_count()
+    default = one if count == 1 else four if count <= 4 else more
+    parser.addoption(name, type=int, default=default)
+
+  option("--fuzz_cases", 300, 60)  # each process works out all that is expected
+  option("--fuzz_first", 0, 0)
+  option("--fuzz_seed", 0, 0)
+  option("--lifetimes", 1000, 300)
+  option("--load_rounds", 4, 4)
+  option("--soak_steps", 3000, 3000, 100)
 
 
 def pytest_configure(config: pytest.Config) -> None:

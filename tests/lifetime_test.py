@@ -1,0 +1,92 @@
+"""Groups that come and go leave nothing behind.
+
+    python -m pytest tests/lifetime_test.py --lifetimes=10000
+
+Of groups with a program there are fewer, since each compiles its own.
+"""
+
+import jax
+import pytest
+
+from cases import (
+  assert_same,
+  bootstrap,
+  Case,
+  expected,
+  global_view,
+  there_and_back,
+)
+from conftest import make_mesh
+import ep
+from footprint import Footprint
+
+LIFETIMES_OF_A_PROGRAM = 20
+
+# In all lifetimes after the warm-up.
+MORE_MEMORY = 8 << 10  # KiB
+MORE_THREADS = 8  # those of the last group may be about to end
+
+
+@pytest.fixture(name="lifetimes")
+def number_of_lifetimes(request):
+  return request.config.getoption("lifetimes")
+
+
+def live(times, use, capsys):
+  """A group at a time, for as many times after the warm-up."""
+  mesh = make_mesh({"ep": 4})
+
+  def once():
+    with bootstrap(mesh) as group:
+      use(group)
+
+  for _ in range(max(2, times // 10)):
+    once()
+  before = Footprint.now()
+  for _ in range(times):
+    once()
+  told = before.check_now(memory=MORE_MEMORY, threads=MORE_THREADS)
+  with capsys.disabled():
+    if jax.process_index() == 0:
+      print(f"\n{times} groups: {told}")
+
+
+def test_groups(lifetimes, capsys):
+  live(lifetimes, lambda group: None, capsys)
+
+
+def a_case(group):
+  return Case(ep.EpLayerConfig(group), "skewed", whole=True)
+
+
+def run_program(group, want):
+  case = a_case(group)
+  program = jax.jit(global_view(case.layer, there_and_back))
+  inputs = case.topk_idx, case.tokens(), case.weights()
+  assert_same(program(*map(case.put, inputs)), want)
+
+
+@pytest.fixture(name="want")
+def result_of_run_program():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    case = a_case(group)
+    return expected(case, there_and_back, case.tokens(), case.weights())
+
+
+def test_groups_with_a_program(lifetimes, want, capsys):
+  """What JAX keeps of a program is asked back, with `jax.clear_caches`."""
+
+  def use(group):
+    run_program(group, want)
+    jax.clear_caches()
+
+  live(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+
+
+def test_a_program_dies_with_its_function(lifetimes, want, capsys):
+  """And its group with it, whatever else JAX keeps of it in its caches."""
+  live(
+    lifetimes // LIFETIMES_OF_A_PROGRAM,
+    lambda group: run_program(group, want),
+    capsys,
+  )
