@@ -1,247 +1,261 @@
-// The host backend between real processes: how they end, and what the others
-// see of it. The parent forks all ranks while it has a single thread.
+// The host backend between real processes: ranks that die, and what the others
+// see of it.
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <functional>
-#include <memory>
+#include <algorithm>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/testing/oracle.h"
-#include "ep_ffi/testing/ranks.h"
+#include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
 
-using testing::Choices;
-using testing::Domain;
 using testing::Random;
-using testing::RandomChoices;
-using testing::RandomData;
-using testing::RankInput;
-using testing::RowType;
-using testing::Step;
+using testing::StepPtr;
+using testing::Uniform;
 
-constexpr double kTimeout = 60;  // far longer than any test may take
-constexpr PlanDims kDims = {/*num_experts=*/8, /*ep_size=*/4,
-                            /*num_tokens=*/64, /*top_k=*/2,
-                            /*capacity=*/512,  /*alignment=*/2,
-                            /*drop=*/false};
-constexpr RowType kType = {128, DType::kFloat32};
+constexpr double kTimeoutS = 30;  // which nobody waits for
+constexpr double kAtOnceS = 5;
 
-// One rank in its own process. All ranks draw the same inputs.
-class Rank {
- public:
-  Rank(int32_t rank, const std::string& secret) : rank_(rank) {
-    HostGroup::Options options = {};
-    options.name = "group";
-    options.num_experts = kDims.num_experts;
-    options.timeout_s = kTimeout;
-    options.secret = secret;
-    options.topology = {rank, kDims.ep_size, kDims.ep_size, {}};
-    domain_.groups.resize(kDims.ep_size);
-    for (int32_t r = 0; r < kDims.ep_size; ++r) {
-      options.topology.members.push_back({r, /*device=*/r});
-      domain_.devices.push_back(r);
+using Words = std::vector<std::string>;
+
+std::vector<int32_t> AllBut(int32_t dead) {
+  std::vector<int32_t> ranks;
+  for (int32_t r = 0; r < kNumRanks; ++r) {
+    if (r != dead) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// The survivors close their group and go on in one of their own.
+void GoOnWithout(int32_t dead, Rank& rank) {
+  rank.Close();
+  rank.Bootstrap(kTimeoutS, AllBut(dead));
+  for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
+  EXPECT_TRUE(rank.status().ok()) << rank.status().message();
+  rank.Close();
+}
+
+// A rank that loses a peer: what it was told while it worked.
+std::string Survive(int32_t dead, Rank& rank) {
+  while (rank.status().ok()) rank.Next();
+  const std::string told = rank.status().message();
+  GoOnWithout(dead, rank);
+  return told;
+}
+
+// Kills the rank while it goes on.
+void DieLater(int64_t us, Way way, Rank& rank) {
+  std::thread([us, way, &rank] {
+    usleep(us);
+    rank.Die(way);
+  }).detach();
+}
+
+[[noreturn]] void WorkOn(Rank& rank) {
+  while (true) rank.status().ok() ? rank.Next() : rank.NextStep();
+}
+
+std::string Name(int64_t op) {
+  return StrCat(OpName(static_cast<Op>(op % kNumOps)), "(layer \"",
+                testing::kLayerName, "\")");
+}
+
+// When a rank dies, of an op.
+enum When {
+  kBefore,  // it has completed the one before
+  kDuring,  // all others wait for it
+  kPosted,  // it has posted, and no other has
+  kAfter,   // all have completed it
+};
+
+class DeathTest : public ::testing::TestWithParam<Way> {
+ protected:
+  ~DeathTest() override {
+    RecordProperty("slowest_ms", static_cast<int>(slowest_ * 1e3));
+  }
+
+  // Every survivor did all that it is to do. It was told at once, in words of
+  // which one is of each of `words`.
+  void ExpectTold(int32_t dead, const World& world,
+                  const std::vector<Ending>& endings,
+                  const std::vector<Words>& words) {
+    for (int32_t r : AllBut(dead)) {
+      const std::string& said = endings[r].said;
+      EXPECT_EQ(0, endings[r].status) << "rank " << r;
+      for (const Words& some : words) {
+        EXPECT_TRUE(std::any_of(
+            some.begin(), some.end(),
+            [&](const auto& w) { return said.find(w) != std::string::npos; }))
+            << "rank " << r << " does not say \"" << some[0] << "\": " << said;
+      }
+      if (words.empty()) continue;
+      const double seconds =
+          (*world.records)[r].failed - (*world.records)[dead].died;
+      EXPECT_LT(seconds, kAtOnceS);
+      slowest_ = std::max(slowest_, seconds);
     }
-    status_ = HostGroup::Create(options, &domain_.groups[rank]);
   }
 
-  int32_t rank() const { return rank_; }
-
-  // The status of the first thing that failed on this rank.
-  const Status& status() const { return status_; }
-
-  void Prepare() {
-    const Choices choices = RandomChoices(random_, kDims);
-    std::vector<RankInput> inputs(kDims.ep_size);
-    for (int32_t r = 0; r < kDims.ep_size; ++r) {
-      inputs[r].dims = kDims;
-      inputs[r].topk_idx = choices[r];
-    }
-    mem_ = Run(Op::kPrepare, inputs).mem;
+  static Words Died(int32_t dead) {
+    return {StrCat("rank ", dead, " (process ", dead, ") died")};
   }
 
-  void Dispatch() {
-    std::vector<RankInput> inputs(kDims.ep_size);
-    for (int32_t r = 0; r < kDims.ep_size; ++r) {
-      inputs[r].dims = kDims;
-      inputs[r].type = kType;
-      inputs[r].data =
-          RandomData(random_, kType, kDims.num_tokens, kDims.num_choices());
-    }
-    inputs[rank_].mem = mem_;
-    Run(Op::kDispatch, inputs);
-  }
-
-  void Close() {
-    if (domain_.groups[rank_]) (void)domain_.groups[rank_]->Close();
-  }
+  Random random_{static_cast<uint64_t>(GetParam())};
 
  private:
-  testing::RankOutput Run(Op op, const std::vector<RankInput>& inputs) {
-    if (!status_.ok()) return {};
-    auto step = Step::Make(domain_, op, {next_run_++}, inputs);
-    step->Post(rank_);
-    status_ = step->Wait(rank_);
-    return step->output(rank_);
-  }
-
-  const int32_t rank_;
-  Random random_{1};
-  int64_t next_run_ = 1;
-  Domain domain_;  // only this rank's group is there
-  std::vector<std::byte> mem_;
-  Status status_;
+  double slowest_ = 0;
 };
 
-// How a rank ended: what it said, and its wait status.
-struct Ending {
-  std::string said;
-  int status;
-};
-
-// When a rank exits, without closing anything that it has not closed.
-enum class Leave {
-  kAtOnce,    // when its body returns
-  kTogether,  // when all bodies have returned, so that none looks dead before
-};
-
-// Runs `body` as every rank, each in a process; what it returns is what the
-// rank says.
-std::vector<Ending> RunRanks(Leave leave,
-                             const std::function<std::string(Rank&)>& body) {
-  const std::string secret = testing::NewSecret();
-  std::vector<Ending> endings(kDims.ep_size);
-  std::vector<pid_t> children;
-  std::vector<int> reports;
-  int stop[2];
-  EXPECT_EQ(0, pipe(stop));
-  for (int32_t r = 0; r < kDims.ep_size; ++r) {
-    int report[2];
-    EXPECT_EQ(0, pipe(report));
-    children.push_back(fork());
-    if (children.back() == 0) {
-      close(stop[1]);
-      Rank rank(r, secret);
-      const std::string said = body(rank);
-      ssize_t size = write(report[1], said.data(), said.size());
-      if (leave == Leave::kTogether) {
-        close(report[1]);
-        char nothing;
-        size += read(stop[0], &nothing, 1);
+TEST_P(DeathTest, OfARankInAnyOp) {
+  for (int64_t op = 0; op < 2 * kNumOps && !HasFailure(); ++op) {
+    for (When when : {kBefore, kDuring, kPosted, kAfter}) {
+      const int32_t dead = op % kNumRanks;
+      SCOPED_TRACE(StrCat("op ", op, ", when ", when));
+      World world;
+      const auto endings = world.Run([&](Rank& rank) {
+        rank.Bootstrap(kTimeoutS);
+        while (rank.num_posts() < op) rank.Next();
+        if (rank.rank() != dead) {
+          while (when == kPosted && rank.records()[dead].posted <= op) {
+            usleep(50);
+          }
+          return Survive(dead, rank);
+        }
+        if (when == kDuring) {
+          rank.WaitForOthers(dead, [&](auto& r) { return r.posted > op; });
+        }
+        if (when == kPosted) rank.Post();
+        if (when == kAfter) {
+          rank.Next();
+          rank.WaitForOthers(dead, [&](auto& r) { return r.completed > op; });
+        }
+        rank.Die(GetParam());
+      });
+      // What it has posted can be completed without it, unless the others had
+      // not begun yet.
+      Words ops;
+      if (when < kPosted || (when == kPosted && op == 0)) {
+        ops.push_back(Name(op));
       }
-      _exit(size != ssize_t(said.size()) || ::testing::Test::HasFailure());
-    }
-    close(report[1]);
-    reports.push_back(report[0]);
-  }
-  for (int32_t r = 0; r < kDims.ep_size; ++r) {
-    char text[4096];
-    ssize_t size;
-    while ((size = read(reports[r], text, sizeof(text))) > 0) {
-      endings[r].said.append(text, size);
-    }
-    close(reports[r]);
-  }
-  close(stop[1]);
-  close(stop[0]);
-  for (int32_t r = 0; r < kDims.ep_size; ++r) {
-    EXPECT_EQ(children[r], waitpid(children[r], &endings[r].status, 0));
-  }
-  return endings;
-}
-
-double Now() {
-  return std::chrono::duration<double>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-// All ranks but `dead`, which was killed, blame it by its name.
-void ExpectBlamed(int32_t dead, const std::vector<Ending>& endings) {
-  for (int32_t r = 0; r < kDims.ep_size; ++r) {
-    SCOPED_TRACE(StrCat("rank ", r));
-    if (r == dead) {
-      EXPECT_TRUE(WIFSIGNALED(endings[r].status));
-      continue;
-    }
-    EXPECT_EQ(0, endings[r].status);
-    for (const std::string& word :
-         {StrCat("ep_dispatch(layer \"", testing::kLayerName, "\")"),
-          StrCat("rank ", r),
-          StrCat("rank ", dead, " (process ", dead, ") died")}) {
-      EXPECT_NE(std::string::npos, endings[r].said.find(word))
-          << endings[r].said;
+      if (when >= kPosted) ops.push_back(Name(op + 1));
+      ExpectTold(dead, world, endings, {ops, Died(dead)});
     }
   }
 }
 
-TEST(ProcessTest, APeerThatIsKilledIsNamedAtOnce) {
-  const double begin = Now();
-  ExpectBlamed(2, RunRanks(Leave::kTogether, [](Rank& rank) {
-                 rank.Prepare();
-                 if (rank.rank() == 2) {
-                   // While the others wait.
-                   usleep(200000);
-                   raise(SIGKILL);
-                 }
-                 rank.Dispatch();
-                 return rank.status().message();
-               }));
-  EXPECT_LT(Now() - begin, kTimeout / 3);
-}
-
-TEST(ProcessTest, NobodyBeginsToWaitForAPeerThatWasKilled) {
-  const double begin = Now();
-  ExpectBlamed(0, RunRanks(Leave::kTogether, [](Rank& rank) {
-                 rank.Prepare();
-                 if (rank.rank() == 0) raise(SIGKILL);
-                 usleep(200000);
-                 rank.Dispatch();
-                 return rank.status().message();
-               }));
-  EXPECT_LT(Now() - begin, kTimeout / 3);
-}
-
-TEST(ProcessTest, APeerMayBeKilledAtAnyMoment) {
-  for (int i = 0; i < 10; ++i) {
-    const double begin = Now();
-    ExpectBlamed(1, RunRanks(Leave::kTogether, [i](Rank& rank) {
-                   rank.Prepare();
-                   if (rank.rank() == 1) {
-                     std::thread([i] {
-                       usleep(2000 + 700 * i);
-                       raise(SIGKILL);
-                     }).detach();
-                   }
-                   while (rank.status().ok()) rank.Dispatch();
-                   return rank.status().message();
-                 }));
-    EXPECT_LT(Now() - begin, kTimeout / 3);
+TEST_P(DeathTest, OfARankAtAnyMoment) {
+  for (int i = 0; i < 67 && !HasFailure(); ++i) {
+    const int32_t dead = Uniform(random_, 0, kNumRanks - 1);
+    const int64_t us = Uniform(random_, 0, 10000);
+    SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
+    World world;
+    const auto endings = world.Run([&](Rank& rank) {
+      rank.Bootstrap(kTimeoutS);
+      if (rank.rank() != dead) return Survive(dead, rank);
+      DieLater(us, GetParam(), rank);
+      WorkOn(rank);
+    });
+    ExpectTold(dead, world, endings, {{"ep_"}, Died(dead)});
   }
 }
+
+// Two ops are independent. A rank that is told of the death in one of them
+// will not come to the other any more.
+TEST_P(DeathTest, OfARankThatHasPostedALaterOp) {
+  const int32_t dead = 2, giving_up = 3;
+  World world;
+  const auto endings = world.Run([&](Rank& rank) {
+    rank.Bootstrap(/*timeout_s=*/2 * kAtOnceS);
+    rank.Next();
+    std::vector<StepPtr> steps;
+    if (rank.rank() != dead) steps.push_back(rank.Post(Op::kDispatch, {9, 1}));
+    if (rank.rank() != giving_up) {
+      steps.push_back(rank.Post(Op::kDispatch, {9, 2}));
+    }
+    if (rank.rank() == dead) rank.Die(GetParam());
+    std::string said;
+    for (const StepPtr& step : steps) said = step->Wait(rank.rank()).message();
+    rank.record().failed = Now();
+    rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
+    steps.clear();
+    GoOnWithout(dead, rank);
+    return said;
+  });
+  ExpectTold(dead, world, endings, {{Name(1)}, Died(dead)});
+}
+
+TEST_P(DeathTest, OfARankInBootstrap) {
+  for (int i = 0; i < 10 && !HasFailure(); ++i) {
+    const int32_t dead = Uniform(random_, 0, kNumRanks - 1);
+    const int64_t us = Uniform(random_, 0, 2000);
+    const int64_t delays_us[kNumRanks] = {
+        Uniform(random_, 0, 1000), Uniform(random_, 0, 1000),
+        Uniform(random_, 0, 1000), Uniform(random_, 0, 1000)};
+    SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
+    World world;
+    const auto endings = world.Run([&](Rank& rank) {
+      if (rank.rank() == dead) DieLater(us, GetParam(), rank);
+      usleep(delays_us[rank.rank()]);
+      rank.Bootstrap(/*timeout_s=*/2 * kAtOnceS);
+      if (rank.rank() != dead) return Survive(dead, rank);
+      WorkOn(rank);
+    });
+    ExpectTold(dead, world, endings, {{StrCat("process ", dead)}});
+  }
+}
+
+// As those that are still at work see it, and those that finalize as well.
+TEST_P(DeathTest, OfARankInFinalize) {
+  for (int i = 0; i < 16 && !HasFailure(); ++i) {
+    const int32_t dead = i % kNumRanks;
+    const int64_t us = Uniform(random_, 0, 200);
+    const bool all_finalize = i % 2;
+    SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
+    World world;
+    const auto endings = world.Run([&](Rank& rank) {
+      rank.Bootstrap(kTimeoutS);
+      for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
+      if (rank.rank() == dead) {
+        DieLater(us, GetParam(), rank);
+        rank.Close();
+        pause();
+      }
+      if (!all_finalize) {
+        while (rank.status().ok()) rank.Next();
+        // Who finalizes now is to blame, too.
+        rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
+      }
+      const std::string told = rank.status().message();
+      GoOnWithout(dead, rank);
+      return told;
+    });
+    const std::string who = StrCat("rank ", dead, " (process ", dead, ") ");
+    std::vector<Words> words = {{Name(0)}, {who + "died", who + "finalized"}};
+    if (all_finalize) words.clear();
+    ExpectTold(dead, world, endings, words);
+  }
+}
+
+INSTANTIATE_TEST_CASE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
 
 // Each rank leaves as soon as its own last op is done; the others may still
 // be reading what it posted.
 TEST(ProcessTest, RanksThatLeaveDoNotDisturbTheOthers) {
   for (int i = 0; i < 20; ++i) {
-    const std::vector<Ending> endings =
-        RunRanks(Leave::kAtOnce, [](Rank& rank) {
-          rank.Prepare();
-          for (int j = 0; j < 5; ++j) rank.Dispatch();
-          rank.Close();
-          return rank.status().message();
-        });
-    for (const Ending& ending : endings) {
+    World world;
+    for (const Ending& ending : world.Run([](Rank& rank) {
+           rank.Bootstrap(kTimeoutS);
+           for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
+           const std::string said = rank.status().message();
+           rank.Close();
+           return said;
+         })) {
       EXPECT_EQ("", ending.said);
       EXPECT_EQ(0, ending.status);
     }

@@ -1,0 +1,126 @@
+// The host backend between real processes: ranks that stop, and go on.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/host/testing/processes.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep::host {
+namespace {
+
+using testing::Random;
+using testing::Uniform;
+
+constexpr double kLongS = 30;  // which nobody waits for
+constexpr double kShortS = 1;
+constexpr int32_t kStopped = 2;
+
+// Wakes the stopped rank, which has posted `posts` ops before. It need not have
+// stopped yet.
+void Wake(int64_t posts, Rank& rank) {
+  const Record& its = rank.records()[kStopped];
+  for (int i = 0; i < 1000 && its.posted <= posts; ++i) {
+    kill(its.pid, SIGCONT);
+    usleep(10000);
+  }
+}
+
+void ExpectNothingSaid(const std::vector<Ending>& endings) {
+  for (const Ending& ending : endings) {
+    EXPECT_EQ("", ending.said);
+    EXPECT_EQ(0, ending.status);
+  }
+}
+
+TEST(StoppedTest, ARankThatGoesOnInTimeIsNotNoticed) {
+  World world;
+  ExpectNothingSaid(world.Run([](Rank& rank) {
+    rank.Bootstrap(kLongS);
+    for (int64_t op = 0; op < 2 * kNumOps; ++op) {
+      if (rank.rank() == kStopped) raise(SIGSTOP);
+      rank.Post();
+      if (rank.rank() == 0) {
+        rank.WaitForOthers(kStopped, [op](auto& r) { return r.posted > op; });
+        usleep(10000);
+        Wake(op, rank);
+      }
+      rank.Wait();
+    }
+    const std::string said = rank.status().message();
+    rank.Close();
+    return said;
+  }));
+}
+
+TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
+  World world;
+  ExpectNothingSaid(world.Run([](Rank& rank) {
+    rank.Bootstrap(kLongS);
+    Random random(1);
+    while (rank.num_posts() < 300) {
+      const pid_t pid = rank.records()[Uniform(random, 1, kNumRanks - 1)].pid;
+      if (rank.rank() == 0) kill(pid, SIGSTOP);
+      rank.Post();
+      if (rank.rank() == 0) {
+        usleep(Uniform(random, 0, 3000));
+        kill(pid, SIGCONT);
+      }
+      rank.Wait();
+    }
+    const std::string said = rank.status().message();
+    rank.Close();
+    return said;
+  }));
+}
+
+// It is reported when the time is up, to itself as well, and the group lives
+// on.
+TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
+  for (int64_t op = 0; op < kNumOps; ++op) {
+    World world;
+    const auto endings = world.Run([op](Rank& rank) {
+      rank.Bootstrap(kShortS);
+      while (rank.num_posts() < op) rank.Next();
+      const double begin = Now();
+      if (rank.rank() == kStopped) raise(SIGSTOP);
+      // What the others have posted may be completed before the news comes.
+      while (rank.status().ok() && rank.num_posts() < kNumOps) rank.Next();
+      const double seconds = Now() - begin;
+      EXPECT_GE(seconds, kShortS);
+      EXPECT_LT(seconds, 10 * kShortS);
+      if (rank.rank() == 0) {
+        rank.WaitForOthers(kStopped, [](auto& r) { return r.failed > 0; });
+        Wake(op, rank);
+      }
+      const std::string said = rank.status().message();
+      rank.NextStep();
+      for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
+      EXPECT_TRUE(rank.status().ok()) << rank.status().message();
+      rank.Close();
+      return said;
+    });
+    const std::string where = StrCat(OpName(static_cast<Op>(op)), "(layer \"",
+                                     testing::kLayerName, "\")");
+    const std::string whom = StrCat(
+        "rank 0 (process 0), rank 1 (process 1), rank 3 (process 3) "
+        "waited timeout_s = ",
+        kShortS, " s for rank ", kStopped, " (process ", kStopped, ")");
+    for (int32_t r = 0; r < kNumRanks; ++r) {
+      EXPECT_EQ(0, endings[r].status);
+      if (r == kStopped) continue;  // it may see its own view, or nothing
+      for (const std::string& words : {where, whom}) {
+        EXPECT_NE(std::string::npos, endings[r].said.find(words))
+            << "rank " << r << " does not say \"" << words
+            << "\": " << endings[r].said;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ep::host

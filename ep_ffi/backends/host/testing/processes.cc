@@ -1,0 +1,322 @@
+#include "ep_ffi/backends/host/testing/processes.h"
+
+#include <dirent.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+#include "ep_ffi/backends/host/group.h"
+#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/testing/oracle.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep::host {
+namespace {
+
+using testing::RankData;
+using testing::RankInput;
+using testing::RowType;
+
+constexpr unsigned kLimitS = 40;  // of a rank
+constexpr double kPatienceS = 20;
+constexpr RowType kType = {128, DType::kFloat32};
+
+PlanDims DimsOf(int32_t ep_size) {
+  PlanDims dims = {
+      /*num_experts=*/12, ep_size,        /*num_tokens=*/64,
+      /*top_k=*/2,        /*capacity=*/0, /*alignment=*/2,
+      /*drop=*/false};
+  dims.capacity = testing::WorstCaseCapacity(dims);
+  return dims;
+}
+
+// The inputs and the results of every op, on every rank of a group.
+struct Sample {
+  PlanDims dims;
+  testing::Choices choices;
+  testing::Layout layout;
+  std::map<Op, std::vector<RankData>> inputs, outputs;
+
+  // Made once, before there are ranks.
+  static const Sample& Of(int32_t ep_size) {
+    static auto* samples = new std::map<int32_t, Sample>();  // leaked
+    auto [found, is_new] = samples->try_emplace(ep_size);
+    if (is_new) found->second.Draw(DimsOf(ep_size));
+    return found->second;
+  }
+
+  void Draw(const PlanDims& d) {
+    testing::Random random(1);
+    dims = d;
+    choices = testing::RandomChoices(random, dims);
+    layout = testing::LayOut(dims, choices);
+    for (Op op :
+         {Op::kDispatch, Op::kCombine, Op::kDispatchBwd, Op::kCombineBwd}) {
+      const bool slots = op == Op::kCombine || op == Op::kDispatchBwd;
+      const int64_t rows = slots ? dims.capacity : dims.num_tokens;
+      const int64_t weights = slots                 ? dims.capacity
+                              : op == Op::kDispatch ? dims.num_choices()
+                                                    : 0;
+      for (int64_t r = 0; r < dims.ep_size; ++r) {
+        inputs[op].push_back(RandomData(random, kType, rows, weights));
+      }
+      outputs[op] = Apply(op, dims, layout, kType, inputs[op]);
+    }
+  }
+};
+
+int CountDescriptors() {
+  DIR* folder = opendir("/proc/self/fd");
+  int n = 0;
+  while (readdir(folder)) ++n;
+  closedir(folder);
+  return n;
+}
+
+// Of this test so far. A child starts with those of its parent.
+int CountFailures() {
+  return ::testing::UnitTest::GetInstance()
+      ->current_test_info()
+      ->result()
+      ->total_part_count();
+}
+
+}  // namespace
+
+double Now() {
+  return std::chrono::duration<double>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+bool WaitFor(double seconds, const std::function<bool()>& holds) {
+  const double end = Now() + seconds;
+  while (!holds()) {
+    if (Now() > end) return false;
+    usleep(50);
+  }
+  return true;
+}
+
+std::string Lines(const std::string& path, const std::string& word) {
+  std::ifstream file(path);
+  std::string line, found;
+  while (std::getline(file, line)) {
+    if (line.find(word) != std::string::npos) found += line + "\n";
+  }
+  return found;
+}
+
+Rank::Rank(int32_t rank, std::string secret, Records* records)
+    : rank_(rank), secret_(std::move(secret)), records_(records) {
+  record().pid = getpid();
+}
+
+void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
+  if (members.empty()) {
+    members.resize(kNumRanks);
+    std::iota(members.begin(), members.end(), 0);
+  }
+  const int32_t size = members.size();
+  const auto me = std::find(members.begin(), members.end(), rank_);
+  index_ = me - members.begin();
+  HostGroup::Options options = {};
+  options.name = "group";
+  options.num_experts = DimsOf(size).num_experts;
+  options.timeout_s = timeout_s;
+  options.secret = SecretOf(size);
+  options.topology = {index_, size, size, {}};
+  WaitFor(kPatienceS, [&] {
+    return std::all_of(members.begin(), members.end(),
+                       [&](int32_t r) { return records()[r].pid != 0; });
+  });
+  domain_ = {};
+  domain_.groups.resize(size);
+  for (int32_t i = 0; i < size; ++i) {
+    options.topology.members.push_back({i, /*device=*/members[i]});
+    options.pids.push_back(records()[members[i]].pid);
+    domain_.devices.push_back(members[i]);
+  }
+  num_posts_ = 0;
+  status_ = HostGroup::Create(options, &domain_.groups[index_]);
+  if (!status_.ok()) record().failed = Now();
+}
+
+std::string Rank::SecretOf(int32_t num_ranks) const {
+  return StrCat(secret_, " ", num_ranks);
+}
+
+void Rank::Next() {
+  Post();
+  Wait();
+}
+
+void Rank::Post() {
+  if (!status_.ok()) return;
+  const int64_t run_id = 1 + num_posts_ / kNumOps;
+  const int64_t position = num_posts_ % kNumOps;
+  step_ = Post(static_cast<Op>(position), {run_id, position});
+  ++num_posts_;
+  ++record().posted;
+}
+
+testing::StepPtr Rank::Post(Op op, testing::Place place) {
+  const Sample& sample = Sample::Of(domain_.size());
+  std::vector<RankInput> inputs(domain_.size());
+  RankInput& mine = inputs[index_];
+  mine.dims = sample.dims;
+  if (op == Op::kPrepare) {
+    mine.topk_idx = sample.choices[index_];
+  } else {
+    mine.mem = mem_;
+    mine.type = kType;
+    mine.data = sample.inputs.at(op)[index_];
+  }
+  const testing::StepPtr step =
+      testing::Step::Make(domain_, op, place, std::move(inputs));
+  step->Post(index_);
+  return step;
+}
+
+void Rank::Wait() {
+  if (!status_.ok()) return;
+  const Op op = static_cast<Op>((num_posts_ - 1) % kNumOps);
+  status_ = step_->Wait(index_);
+  if (!status_.ok()) {
+    record().failed = Now();
+    return;
+  }
+  ++record().completed;
+  const testing::RankOutput& output = step_->output(index_);
+  const Sample& sample = Sample::Of(domain_.size());
+  if (op == Op::kPrepare) {
+    mem_ = output.mem;
+    EXPECT_EQ(sample.layout.group_sizes[index_], output.group_sizes);
+  } else {
+    EXPECT_EQ("", Difference(kType, sample.outputs.at(op)[index_], output.data))
+        << OpName(op) << " on rank " << rank_;
+  }
+}
+
+void Rank::NextStep() {
+  num_posts_ = (num_posts_ + kNumOps - 1) / kNumOps * kNumOps;
+  status_ = Status();
+}
+
+void Rank::Close() {
+  step_ = nullptr;
+  if (domain_.groups[index_]) {
+    const Status closed = domain_.groups[index_]->Close();
+    EXPECT_TRUE(closed.ok()) << closed.message();
+  }
+  domain_ = {};
+  const auto segments = [] { return Lines("/proc/self/maps", "memfd:ep_ffi"); };
+  EXPECT_TRUE(WaitFor(kPatienceS, [&] { return segments().empty(); }))
+      << segments();
+}
+
+void Rank::WaitForOthers(int32_t but,
+                         const std::function<bool(const Record&)>& holds) {
+  EXPECT_TRUE(WaitFor(kPatienceS,
+                      [&] {
+                        for (int32_t r = 0; r < kNumRanks; ++r) {
+                          if (r != but && !holds(records()[r])) return false;
+                        }
+                        return true;
+                      }))
+      << "rank " << rank_ << " waited in vain";
+}
+
+void Rank::Die(Way way) {
+  record().died = Now();
+  switch (way) {
+    case Way::kKill:
+      raise(SIGKILL);
+      break;
+    case Way::kCrash:
+      signal(SIGSEGV, SIG_DFL);  // a sanitizer has its own
+      raise(SIGSEGV);
+      break;
+    case Way::kExit:
+      break;
+  }
+  exit(0);
+}
+
+World::World()
+    : secret(testing::NewSecret()),
+      records(static_cast<Records*>(mmap(nullptr, sizeof(Records),
+                                         PROT_READ | PROT_WRITE,
+                                         MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+  new (records) Records();
+}
+
+World::~World() {
+  for (int32_t size = kNumRanks - 1; size <= kNumRanks; ++size) {
+    for (int32_t r = 0; r < size; ++r) {
+      sockaddr_un address;
+      AddressOf(StrCat(secret, " ", size), r, &address);
+      EXPECT_EQ("", Lines("/proc/net/unix", address.sun_path + 1));
+    }
+  }
+  munmap(records, sizeof(Records));
+}
+
+std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
+  for (int32_t size = kNumRanks - 1; size <= kNumRanks; ++size) {
+    Sample::Of(size);
+  }
+  std::vector<Ending> endings(kNumRanks);
+  std::vector<pid_t> children;
+  std::vector<int> reports;
+  for (int32_t r = 0; r < kNumRanks; ++r) {
+    int report[2];
+    EXPECT_EQ(0, pipe(report));
+    children.push_back(fork());
+    if (children.back() == 0) {
+      alarm(kLimitS);
+      const rlimit no_core = {0, 0};
+      setrlimit(RLIMIT_CORE, &no_core);
+      close(report[0]);
+      const int failures = CountFailures();
+      const int descriptors = CountDescriptors();
+      std::string said;
+      {
+        Rank rank(r, secret, records);
+        said = body(rank);
+      }
+      EXPECT_TRUE(WaitFor(kPatienceS,
+                          [&] { return CountDescriptors() == descriptors; }))
+          << CountDescriptors() << " descriptors, but there were "
+          << descriptors;
+      const ssize_t size = write(report[1], said.data(), said.size());
+      _exit(size != ssize_t(said.size()) || CountFailures() > failures);
+    }
+    close(report[1]);
+    reports.push_back(report[0]);
+  }
+  for (int32_t r = 0; r < kNumRanks; ++r) {
+    char text[4096];
+    ssize_t size;
+    while ((size = read(reports[r], text, sizeof(text))) > 0) {
+      endings[r].said.append(text, size);
+    }
+    close(reports[r]);
+    EXPECT_EQ(children[r], waitpid(children[r], &endings[r].status, 0));
+  }
+  return endings;
+}
+
+}  // namespace ep::host

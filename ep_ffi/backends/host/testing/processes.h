@@ -1,0 +1,116 @@
+// Ranks of the host backend in processes of their own, which may die. The
+// parent forks all of them while it has a single thread.
+
+#ifndef EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
+#define EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
+
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/status.h"
+#include "ep_ffi/testing/ranks.h"
+
+namespace ep::host {
+
+inline constexpr int32_t kNumRanks = 4;
+inline constexpr int64_t kNumOps = 5;
+
+// How a process ends without a word to its peers.
+enum class Way { kKill, kCrash, kExit };
+inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
+
+double Now();  // in seconds, the same on all processes
+
+// Whether something held before so many seconds had passed.
+bool WaitFor(double seconds, const std::function<bool()>& holds);
+
+// The lines of a file that contain a word.
+std::string Lines(const std::string& path, const std::string& word);
+
+// What a rank tells the others and the test, also when it is dead.
+struct Record {
+  std::atomic<pid_t> pid;
+  std::atomic<int64_t> posted;     // ops, in all groups
+  std::atomic<int64_t> completed;  // of them
+  std::atomic<double> died;        // when, or 0
+  std::atomic<double> failed;      // when it saw its first failure, or 0
+};
+using Records = std::array<Record, kNumRanks>;
+
+// One rank in its own process. It takes training steps: each op in turn, on
+// inputs that all ranks know, with results that are right to the bit.
+class Rank {
+ public:
+  Rank(int32_t rank, std::string secret, Records* records);
+
+  int32_t rank() const { return rank_; }
+  Records& records() { return *records_; }
+  Record& record() { return (*records_)[rank_]; }
+  // The status of the first thing that failed since Bootstrap.
+  const Status& status() const { return status_; }
+
+  // Builds the group of all ranks, or of some. Collective.
+  void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
+  // Of the group of so many ranks.
+  std::string SecretOf(int32_t num_ranks) const;
+  // The next op, posted and waited for; nothing after a failure.
+  void Next();
+  void Post();
+  void Wait();
+  // Forgets a failure and what is left of its step, which was one run.
+  void NextStep();
+  // How many ops it has posted to this group.
+  int64_t num_posts() const { return num_posts_; }
+  // Posts an op, after ep_prepare, anywhere in any run.
+  testing::StepPtr Post(Op op, testing::Place place);
+  // Ends the group, of which nothing may be left in this process.
+  void Close();
+
+  // Waits until something holds for all ranks but one; the test fails if that
+  // takes too long.
+  void WaitForOthers(int32_t but,
+                     const std::function<bool(const Record&)>& holds);
+  [[noreturn]] void Die(Way way);
+
+ private:
+  const int32_t rank_;
+  const std::string secret_;
+  Records* const records_;
+
+  int32_t index_ = 0;       // in the group
+  testing::Domain domain_;  // only this rank's group is there
+  int64_t num_posts_ = 0;
+  testing::StepPtr step_;  // posted last
+  std::vector<std::byte> mem_;
+  Status status_;
+};
+
+// How a rank ended: what it said, and its wait status.
+struct Ending {
+  std::string said;
+  int status;
+};
+
+// The ranks of one test, of whom nothing may be left.
+struct World {
+  World();
+  ~World();
+  // Runs `body` as every rank, each in a process; what it returns is what the
+  // rank says. A rank that takes too long is killed.
+  std::vector<Ending> Run(const std::function<std::string(Rank&)>& body);
+
+  const std::string secret;
+  Records* const records;  // shared by all processes
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
