@@ -18,6 +18,7 @@ from cases import (
 )
 from conftest import make_mesh
 import ep
+from ep import launch
 from footprint import Footprint
 
 LIFETIMES_OF_A_PROGRAM = 20
@@ -90,3 +91,29 @@ def test_a_program_dies_with_its_function(lifetimes, want, capsys):
     lambda group: run_program(group, want),
     capsys,
   )
+
+
+def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
+  """JAX may wait for peers then, and they for this process."""
+  program = """
+import weakref
+
+class Thing:
+  pass
+
+thing = Thing()
+weakref.finalize(thing, print, "finalizers")  # from now on, these come last
+import atexit
+import jax
+atexit.register(lambda: print("group is open:", group._lifetime.alive))
+import ep
+mesh = jax.make_mesh((1,), ("ep",))
+group = ep.ep_bootstrap(
+  mesh, num_experts=1, max_tokens_per_rank=1, hidden_dim=1, top_k=1)
+"""
+  log_dir = tmp_path / str(jax.process_index())
+  assert not launch.launch(
+    ["-c", program], num_processes=1, timeout_s=60, log_dir=log_dir
+  )
+  log = (log_dir / "rank_0.log").read_text()
+  assert log == "group is open: False\nfinalizers\n"
