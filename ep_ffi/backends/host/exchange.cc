@@ -144,7 +144,9 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
            e->FailRun(run_id, status);
          });
        },
-       [e](int32_t process, bool orderly) { e->OnGone(process, orderly); },
+       [e](int32_t process, bool orderly, const std::string& why) {
+         e->OnGone(process, orderly, why);
+       },
        [e] { e->OnTick(); }});
   return self;
 }
@@ -180,7 +182,10 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   part.done = call.done;
   ExchangePtr ready;
   Status added = Add(key, names.what, std::move(part), rank, &ready);
-  if (!added.ok()) return Refuse(call, added);
+  if (!added.ok()) {
+    FailEverywhere(key.program, key.run_id, added);
+    return Refuse(call, added);
+  }
   if (ready) Run(std::move(ready), call.executor, rank);
 }
 
@@ -363,10 +368,16 @@ std::vector<Exchanges::ExchangePtr> Exchanges::Take(Match match) {
 template <typename Match>
 void Exchanges::Break(const Status& cause, Match match) {
   for (const ExchangePtr& e : Take(match)) {
-    const int32_t domain = e->key.domain;
+    const Key& key = e->key;
     int32_t rank = 0;  // the first local one speaks for all
-    while (rank < topology().ep_size - 1 && !e->parts[rank].done) ++rank;
-    Finish(*e, Blame(e->what, domain, rank, cause));
+    while (rank < topology().ep_size && !e->parts[rank].done) ++rank;
+    if (rank == topology().ep_size) {
+      Finish(*e, cause);  // nobody here waits
+      continue;
+    }
+    const Status status = Blame(e->what, key.domain, rank, cause);
+    FailEverywhere(key.program, key.run_id, status);
+    Finish(*e, status);
   }
 }
 
@@ -377,6 +388,7 @@ void Exchanges::FailRun(int64_t run_id, const Status& status) {
       if (failed.first == run_id) return;
     }
     failed_runs_.emplace_back(run_id, status);
+    if (status.code() == Code::kUnavailable) lost_ = status;
     if (failed_runs_.size() > kRememberedRuns) failed_runs_.pop_front();
   }
   if (options_.on_run_failed) {
@@ -488,7 +500,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   });
 }
 
-void Exchanges::OnGone(int32_t process, bool orderly) {
+void Exchanges::OnGone(int32_t process, bool orderly, const std::string& why) {
   auto waits = [&](const Exchange& e) {
     for (int32_t r = 0; r < topology().ep_size; ++r) {
       if (!e.parts[r].posted &&
@@ -516,7 +528,9 @@ void Exchanges::OnGone(int32_t process, bool orderly) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     gone_.emplace(process, status);
-    if (!orderly && died_.ok()) died_ = status;
+    if (died_.ok() && !orderly) died_ = status;
+    // It may be the first to tell that another died.
+    if (died_.ok() && !why.empty()) died_ = Status(Code::kUnavailable, why);
     if (!died_.ok()) status = died_;  // what came later may follow from it
   }
   Break(status, waits);
@@ -580,13 +594,15 @@ Status Exchanges::Close() {
                              "\" was finalized; run no op after "
                              "ep_finalize"));
   Status missed;
+  std::string why;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_.ok() && !told_) missed = Missed();
     closed_ = status;
+    why = died_.ok() ? lost_.message() : died_.message();
   }
+  peers_->SendBye(why);  // before what is broken, which follows from it
   Break(status, [](const Exchange&) { return true; });
-  peers_->SendBye();
   return missed;
 }
 

@@ -209,7 +209,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Takes the pending exchanges for which `match` holds. mutex_ held.
   template <typename Match>
   std::vector<ExchangePtr> Take(Match match);
-  // Ends such exchanges because nobody can come to them any more.
+  // Ends such exchanges, and so their runs, because nobody can come to them any
+  // more. A rank that is told will not come to the others of its run.
   template <typename Match>
   void Break(const Status& cause, Match match);
 
@@ -224,7 +225,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   void OnPost(int32_t process, const Message& message, const std::string& text,
               const Mapping* memory);
-  void OnGone(int32_t process, bool orderly);
+  void OnGone(int32_t process, bool orderly, const std::string& why);
   void OnTick();
   Status Late(const Exchange& exchange) const;  // mutex_ held
   Status Missed() const;                        // mutex_ held
@@ -240,6 +241,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::deque<std::pair<int64_t, Status>> failed_runs_;            // the latest
   std::atomic<bool> told_{false};   // an op has failed, so the user knows
   Status closed_;                   // not ok once this process closed the group
+  Status lost_;                     // how the last run ended that lacked a peer
   Status died_;                     // not ok once a peer died
   std::map<int32_t, Status> gone_;  // by process: died, or closed the group
 

@@ -68,7 +68,7 @@ class ExchangeTest : public ::testing::Test {
   }
 
   void PeerCloses(int32_t rank) {
-    peers_[rank]->SendBye();
+    peers_[rank]->SendBye("");
     WaitUntilGone("finalized");
   }
 

@@ -123,7 +123,7 @@ struct Peers::Link {
   std::deque<Outgoing> queue;
 
   // Progress thread only.
-  bool orderly = false;
+  bool is_gone = false;
   std::map<uint64_t, Mapping> segments;
 
   // False if the socket is full; true also when the peer is gone, which the
@@ -177,7 +177,10 @@ Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
   epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, peers->wake_, &event);
 
   Status connected = peers->Handshake();
-  if (!connected.ok()) return connected;
+  if (!connected.ok()) {
+    peers->SendBye(connected.message());
+    return connected;
+  }
   for (auto& link : peers->links_) {
     if (!link) continue;
     event.data.u64 = link->process;
@@ -231,7 +234,7 @@ Status Peers::Dial(int32_t process, double deadline) {
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd.get() < 0) return SystemError("cannot create a socket");
     if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-      if (lives_[process].IsOver()) return Lost(process);
+      if (FindDead() >= 0) return Lost(process);
       usleep(2000);  // not listening yet
       continue;
     }
@@ -259,14 +262,12 @@ Status Peers::Dial(int32_t process, double deadline) {
 Status Peers::Accept(int listener, double deadline) {
   while (true) {
     std::string missing;
-    int32_t lost = -1;
     for (int32_t p = options_.process + 1; p < options_.num_processes; ++p) {
       if (links_[p]) continue;
       missing += StrCat(missing.empty() ? "process " : ", process ", p);
-      if (lives_[p].IsOver()) lost = p;
     }
     if (missing.empty()) return Status();
-    if (lost >= 0) return Lost(lost);
+    if (const int32_t dead = FindDead(); dead >= 0) return Lost(dead);
     if (Now() >= deadline) {
       return Status(
           Code::kDeadlineExceeded,
@@ -300,11 +301,21 @@ Status Peers::Accept(int listener, double deadline) {
   }
 }
 
+int32_t Peers::FindDead() const {
+  for (int32_t p = 0; p < options_.num_processes; ++p) {
+    if (lives_[p].IsOver()) return p;
+  }
+  return -1;
+}
+
 Status Peers::Lost(int32_t process) const {
-  return Status(Code::kUnavailable,
-                StrCat("process ", process,
-                       " died, or gave up, while the group was connected; see "
-                       "what it says, and restart the job"));
+  const int32_t dead = FindDead();
+  return Status(
+      Code::kUnavailable,
+      StrCat("process ", dead < 0 ? process : dead,
+             dead < 0 ? " gave up" : " died",
+             " while the group was connected; see what it says, and restart "
+             "the job"));
 }
 
 Segment* Peers::Acquire(size_t bytes, int32_t num_readers) {
@@ -345,11 +356,11 @@ void Peers::SendFail(const Launch& launch, const Status& status) {
   }
 }
 
-void Peers::SendBye() {
+void Peers::SendBye(const std::string& why) {
   Message message = {};
   message.type = Message::kBye;
   for (auto& link : links_) {
-    if (link) Send(*link, message, "", -1);
+    if (link) Send(*link, message, why, -1);
   }
   const double deadline = Now() + 1;
   for (auto& link : links_) {
@@ -397,7 +408,8 @@ void Peers::Progress() {
         }
       }
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
-      if (source & kLife) Drop(link);  // what it had sent is received
+      // What it had sent is received.
+      if (source & kLife) Drop(link, /*orderly=*/false, "");
     }
     if (Now() >= next_tick) {
       handlers_.on_tick();
@@ -408,7 +420,7 @@ void Peers::Progress() {
 
 // Receives all that has arrived.
 void Peers::Receive(Link& link) {
-  while (true) {
+  while (!link.is_gone) {
     char bytes[kMaxMessage];
     iovec iov = {bytes, sizeof(bytes)};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
@@ -434,11 +446,12 @@ void Peers::Receive(Link& link) {
     }
     Message message;
     std::string text;
-    if (size <= 0) return Drop(link);  // end of file, or an error
+    // The end of the file, or an error.
+    if (size <= 0) return Drop(link, /*orderly=*/false, "");
     if (!Decode(bytes, size, &message, &text)) {
       // Garbage: the peer shall not wait for an answer.
       shutdown(link.socket.get(), SHUT_RDWR);
-      return Drop(link);
+      return Drop(link, /*orderly=*/false, "");
     }
     Handle(link, message, text, fd.get());
   }
@@ -468,16 +481,16 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
     case Message::kFail:
       return handlers_.on_fail(message, text);
     case Message::kBye:
-      link.orderly = true;
-      return Drop(link);
+      return Drop(link, /*orderly=*/true, text);
   }
 }
 
 // The peer is gone: nothing more is received from it.
-void Peers::Drop(Link& link) {
+void Peers::Drop(Link& link, bool orderly, const std::string& why) {
+  if (std::exchange(link.is_gone, true)) return;
   epoll_ctl(epoll_, EPOLL_CTL_DEL, link.socket.get(), nullptr);
   epoll_ctl(epoll_, EPOLL_CTL_DEL, lives_[link.process].fd(), nullptr);
-  handlers_.on_gone(link.process, link.orderly);
+  handlers_.on_gone(link.process, orderly, why);
 }
 
 }  // namespace ep::host

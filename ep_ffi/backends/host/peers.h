@@ -39,8 +39,10 @@ class Peers {
                        const Mapping* memory)>
         on_post;
     std::function<void(const Message&, const std::string& text)> on_fail;
-    // A peer closed its group (`orderly`) or died.
-    std::function<void(int32_t process, bool orderly)> on_gone;
+    // A peer closed its group (`orderly`), with a reason if it had one, or
+    // died.
+    std::function<void(int32_t process, bool orderly, const std::string& why)>
+        on_gone;
     std::function<void()> on_tick;
   };
 
@@ -74,7 +76,7 @@ class Peers {
   void SendRelease(int32_t process, uint64_t segment);
   void SendFail(const Launch& launch, const Status& status);
   // The last message; waits a moment for those still queued.
-  void SendBye();
+  void SendBye(const std::string& why);
 
  private:
   struct Link;
@@ -84,14 +86,17 @@ class Peers {
   Status Handshake();
   Status Accept(int listener, double deadline);
   Status Dial(int32_t process, double deadline);
+  // Why a process does not connect: a dead one, this or another.
   Status Lost(int32_t process) const;
+  // A process that is known to have died, or -1.
+  int32_t FindDead() const;
   void Send(Link& link, const Message& message, const std::string& text,
             int fd);
   void Progress();
   void Receive(Link& link);
   void Handle(Link& link, const Message& message, const std::string& text,
               int fd);
-  void Drop(Link& link);
+  void Drop(Link& link, bool orderly, const std::string& why);
 
   const Options options_;
   Handlers handlers_;

@@ -59,8 +59,8 @@ class Log {
         [this](const Message& m, const std::string& text) {
           Add(StrCat("fail ", m.launch.run_id, " with ", m.code, ": ", text));
         },
-        [this](int32_t process, bool orderly) {
-          Add(StrCat(process, orderly ? " ended" : " died"));
+        [this](int32_t process, bool orderly, const std::string& why) {
+          Add(StrCat(process, orderly ? " ended" : " died", why));
         },
         [this] { ++ticks_; }};
   }
@@ -77,8 +77,6 @@ class Log {
  private:
   void Add(std::string line) {
     std::lock_guard<std::mutex> lock(mutex_);
-    // The end of a connection may be noticed more than once.
-    if (!lines_.empty() && lines_.back() == line) return;
     lines_.push_back(std::move(line));
     changed_.notify_all();
   }
@@ -106,11 +104,11 @@ TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
   Post(peers[2].get(), 0, 7, "seven");
   Post(peers[2].get(), 0, 8, "eight");
   peers[2]->SendFail({0, 9, 0}, Status(Code::kInternal, "nine"));
-  peers[2]->SendBye();
+  peers[2]->SendBye(", ten");
   peers[0]->Start(log.Handlers());
   log.Expect({"post 7 of op from 2: seven", "post 8 of op from 2: eight",
               StrCat("fail 9 with ", int(Code::kInternal), ": nine"),
-              "2 ended"});
+              "2 ended, ten"});
 }
 
 TEST(PeersTest, SendersDoNotWaitForReceivers) {
@@ -171,7 +169,7 @@ TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
   auto peers = ConnectAll(2);
   Post(peers[0].get(), 1, 1, "unread");
   Post(peers[1].get(), 0, 2, "last words");
-  peers[1]->SendBye();
+  peers[1]->SendBye("");
   peers[1].reset();
   peers[0]->Start(log.Handlers());
   log.Expect({"post 2 of op from 1: last words", "1 ended"});

@@ -23,7 +23,8 @@ namespace ep::host {
 //   kPost     a rank of the sender has posted its rows in a segment
 //   kRelease  the sender has read a segment of the receiver
 //   kFail     a run failed on the sender; it fails on the receiver too
-//   kBye      the sender closes its group; nothing follows
+//   kBye      the sender closes its group, for a reason perhaps; nothing
+//   follows
 //
 // The fixed part of a message; `text_bytes` of text follow.
 struct Message {
