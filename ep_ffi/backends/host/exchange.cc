@@ -14,59 +14,8 @@ namespace {
 // Runs that failed are remembered for ranks that are still to post to them.
 constexpr size_t kRememberedRuns = 256;
 
-constexpr const char* kFieldNames[Signature::kNumFields] = {
-    "the op",
-    "num_experts",
-    "tokens per rank",
-    "top_k",
-    "hidden size",
-    "dtype",
-    "capacity",
-    "alignment",
-    "overflow",
-    "tail",
-    "the layer or its group (a hash of them)",
-    "weights",
-    "the routing (a hash of it)",
-    "bytes of rows",
-    "bytes of weights"};
-
-// A value as users know it. Any number may come from a peer.
-std::string ToString(int field, int64_t value) {
-  const auto one_of = [&](std::initializer_list<const char*> names) {
-    return 0 <= value && value < static_cast<int64_t>(names.size())
-               ? names.begin()[value]
-               : std::to_string(value);
-  };
-  switch (field) {
-    case Signature::kOp:
-      return OpName(static_cast<Op>(value));
-    case Signature::kDType:
-      return one_of({"float32", "bfloat16", "float16"});
-    case Signature::kDrop:
-      return one_of({"error", "drop"});
-    case Signature::kTail:
-      return one_of({"unspecified", "zero", "NaN"});
-    case Signature::kWeighted:
-      return one_of({"none", "given"});
-    default:
-      return std::to_string(value);
-  }
-}
-
-constexpr size_t kAlign = 64;
-
 // Below this, to wake another thread takes longer than the work.
 constexpr int64_t kBytesPerHelper = 32 << 10;
-
-// Where the second array starts in a segment.
-size_t SecondOffset(const Signature& s) {
-  return (s[Signature::kFirstBytes] + kAlign - 1) / kAlign * kAlign;
-}
-
-size_t StagedBytes(const Signature& s) {
-  return SecondOffset(s) + s[Signature::kSecondBytes];
-}
 
 }  // namespace
 
@@ -85,7 +34,7 @@ struct Exchanges::Batch {
   explicit Batch(ExchangePtr e) : exchange(std::move(e)) {
     for (Part& part : exchange->parts) {
       tables.push_back(part.contribution.table);
-      num_bytes += StagedBytes(part.contribution.signature);
+      num_bytes += part.contribution.signature.staged_bytes();
       if (!part.done) continue;
       first_chunk.emplace_back(&part, num_chunks);
       num_chunks += part.contribution.num_chunks;
@@ -204,7 +153,7 @@ Status Exchanges::Announce(const Key& key, const Launch& launch,
     std::lock_guard<std::mutex> lock(mutex_);
     if (!closed_.ok()) return closed_;  // nothing follows a bye
   }
-  const size_t bytes = StagedBytes(c.signature);
+  const size_t bytes = c.signature.staged_bytes();
   Segment* segment = peers_->Acquire(bytes, readers.size());
   if (!segment) {
     return Status(Code::kResourceExhausted,
@@ -213,7 +162,7 @@ Status Exchanges::Announce(const Key& key, const Launch& launch,
                          "of programs in flight"));
   }
   std::byte* base = segment->memory.data();
-  c.stage(base, base + SecondOffset(c.signature));
+  c.stage(base, base + c.signature.second_offset());
 
   Message message = {};
   message.domain = key.domain;
@@ -318,27 +267,23 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
 }
 
 Status Exchanges::CompareSignatures(const Exchange& exchange) const {
-  const Signature& zero = exchange.parts[0].contribution.signature;
+  const Part& zero = exchange.parts[0];
   for (int32_t r = 1; r < topology().ep_size; ++r) {
-    const Signature& other = exchange.parts[r].contribution.signature;
-    for (int f = 0; f < Signature::kNumFields; ++f) {
-      if (zero.values[f] == other.values[f]) continue;
-      const auto value_on = [&](int32_t rank, const Signature& signature) {
-        std::string value =
-            StrCat(ToString(f, signature.values[f]), " on ",
-                   topology().RankName(exchange.key.domain, rank));
-        if (exchange.parts[0].text != exchange.parts[r].text) {
-          value += StrCat(" in ", exchange.parts[rank].text);
-        }
-        return value;
-      };
-      return Status(
-          Code::kFailedPrecondition,
-          StrCat(exchange.what, ": the ranks disagree on ", kFieldNames[f],
-                 ": ", value_on(0, zero), ", ", value_on(r, other),
-                 "; every rank must run the same program on the same "
-                 "layer and handle"));
-    }
+    const Part& other = exchange.parts[r];
+    const auto field = zero.contribution.signature.FirstDifference(
+        other.contribution.signature);
+    if (!field) continue;
+    const auto value_on = [&](int32_t rank, const Part& part) {
+      return StrCat(part.contribution.signature.ValueOf(*field), " on ",
+                    topology().RankName(exchange.key.domain, rank),
+                    zero.text == other.text ? "" : " in " + part.text);
+    };
+    return Status(Code::kFailedPrecondition,
+                  StrCat(exchange.what, ": the ranks disagree on ",
+                         Signature::Name(*field), ": ", value_on(0, zero), ", ",
+                         value_on(r, other),
+                         "; every rank must run the same program on the same "
+                         "layer and handle"));
   }
   return Status();
 }
@@ -473,7 +418,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                         static_cast<int64_t>(memory->bytes()) &&
                     signature[Signature::kSecondBytes] <=
                         static_cast<int64_t>(memory->bytes()) &&
-                    StagedBytes(signature) <= memory->bytes();
+                    signature.staged_bytes() <= memory->bytes();
   if (!sane) {
     const Status status(Code::kInternal,
                         StrCat("process ", process,
@@ -484,7 +429,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     });
   }
   part.contribution.table = {memory->data(),
-                             memory->data() + SecondOffset(signature)};
+                             memory->data() + signature.second_offset()};
   Note(m.domain, m.rank, {m.launch, text});
   WithRunId(m.launch, [this, m, part](int64_t run_id) {
     const Key key = {m.domain, m.launch.program, run_id, m.position, m.clone};

@@ -43,40 +43,13 @@
 
 #include "ep_ffi/backends/host/launches.h"
 #include "ep_ffi/backends/host/peers.h"
+#include "ep_ffi/backends/host/signature.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/workers.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
-
-// What must be equal on all ranks for an exchange to make sense, and the sizes
-// of what they post. All values come from shapes and attributes, except the
-// fingerprint of the routing.
-struct Signature {
-  enum Field {
-    kOp,
-    kExperts,
-    kTokens,
-    kTopK,
-    kWidth,
-    kDType,
-    kCapacity,
-    kAlignment,
-    kDrop,
-    kTail,
-    kConfig,
-    kWeighted,
-    kRouting,
-    kFirstBytes,
-    kSecondBytes,
-    kNumFields,
-  };
-  int64_t values[kNumFields] = {};
-
-  int64_t operator[](Field field) const { return values[field]; }
-  int64_t& operator[](Field field) { return values[field]; }
-};
 
 // The two arrays that a rank posts; their sizes are in its signature.
 struct Table {

@@ -1,114 +1,27 @@
 #include "ep_ffi/backends/host/peers.h"
 
 #include <errno.h>
-#include <poll.h>
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <utility>
 
+#include "ep_ffi/backends/host/clock.h"
+
 namespace ep::host {
 namespace {
-
-class Fd {
- public:
-  explicit Fd(int fd = -1) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Fd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-double Now() {
-  return std::chrono::duration<double>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-// Waits until `fd` can be read; false at the deadline.
-bool WaitReadable(int fd, double deadline) {
-  while (true) {
-    const double left = deadline - Now();
-    if (left <= 0) return false;
-    pollfd p = {fd, POLLIN, 0};
-    const int n = poll(&p, 1, static_cast<int>(std::min(left, 1.0) * 1e3) + 1);
-    if (n > 0) return true;
-    if (n < 0 && errno != EINTR) return false;
-  }
-}
-
-bool IsSameUser(int fd) {
-  ucred peer;
-  socklen_t size = sizeof(peer);
-  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
-         peer.uid == geteuid();
-}
-
-// Receives and checks a Hello; false if the other side is not of this group.
-bool ReceiveHello(int fd, const std::string& secret, double deadline,
-                  int32_t* process) {
-  Hello hello;
-  if (!IsSameUser(fd) || !WaitReadable(fd, deadline)) return false;
-  if (recv(fd, &hello, sizeof(hello), 0) != sizeof(hello)) return false;
-  const Hello expected = MakeHello(secret, hello.process);
-  *process = hello.process;
-  return std::memcmp(hello.secret, expected.secret, sizeof(hello.secret)) == 0;
-}
-
-// How often those who are still to connect are looked after.
-constexpr double kLookAfterS = 0.1;
 
 // Marks what the progress thread is woken by, beside the number of a process.
 constexpr uint64_t kLife = uint64_t{1} << 32;
 constexpr uint64_t kWake = ~uint64_t{0};
 
-Status SystemError(const char* what) {
-  return Status(Code::kUnavailable, StrCat(what, ": ", strerror(errno)));
-}
-
 }  // namespace
-
-// Of a process on this host, which may be dead already.
-class Peers::Life {
- public:
-  explicit Life(int32_t pid) {
-    if (pid == 0) return;
-#ifdef SYS_pidfd_open  // Linux 5.3
-    end_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-    is_over_ = end_.get() < 0 && errno == ESRCH;
-#endif
-  }
-
-  // Can be read from its end on; -1 if that is not known.
-  int fd() const { return end_.get(); }
-
-  bool IsOver() const {
-    pollfd p = {end_.get(), POLLIN, 0};
-    return is_over_ || poll(&p, 1, 0) > 0;
-  }
-
- private:
-  Fd end_;
-  bool is_over_ = false;
-};
 
 struct Peers::Link {
   struct Outgoing {
@@ -116,8 +29,11 @@ struct Peers::Link {
     Fd fd;
   };
 
-  int32_t process;
-  Fd socket;
+  Link(int32_t process, Fd socket)
+      : process(process), socket(std::move(socket)) {}
+
+  const int32_t process;
+  const Fd socket;
 
   std::mutex mutex;  // guards the queue and the order of messages
   std::deque<Outgoing> queue;
@@ -158,7 +74,10 @@ struct Peers::Link {
   }
 };
 
-Peers::Peers(const Options& options) : options_(options) {
+Peers::Peers(const Options& options)
+    : options_(options),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (int32_t p = 0; p < options.num_processes; ++p) {
     const bool watched = p != options.process && !options.pids.empty();
     lives_.emplace_back(watched ? options.pids[p] : 0);
@@ -167,16 +86,23 @@ Peers::Peers(const Options& options) : options_(options) {
 
 Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
   std::unique_ptr<Peers> peers(new Peers(options));
-  peers->links_.resize(options.num_processes);
-  peers->epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  peers->wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (peers->epoll_ < 0 || peers->wake_ < 0) return SystemError("epoll");
+  if (peers->epoll_.get() < 0 || peers->wake_.get() < 0) {
+    return SystemError("epoll");
+  }
   epoll_event event = {};
   event.events = EPOLLIN;
   event.data.u64 = kWake;
-  epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, peers->wake_, &event);
+  epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->wake_.get(), &event);
 
-  Status connected = peers->Handshake();
+  Handshake handshake(options.process, options.secret, options.timeout_s,
+                      peers->lives_);
+  Status connected = handshake.Connect();
+  for (Fd& socket : handshake.TakeSockets()) {
+    const int32_t process = peers->links_.size();
+    peers->links_.push_back(
+        socket.get() < 0 ? nullptr
+                         : std::make_unique<Link>(process, std::move(socket)));
+  }
   if (!connected.ok()) {
     peers->SendBye(connected.message());
     return connected;
@@ -184,10 +110,10 @@ Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
   for (auto& link : peers->links_) {
     if (!link) continue;
     event.data.u64 = link->process;
-    epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, link->socket.get(), &event);
+    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, link->socket.get(), &event);
     event.data.u64 |= kLife;
-    epoll_ctl(peers->epoll_, EPOLL_CTL_ADD, peers->lives_[link->process].fd(),
-              &event);
+    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD,
+              peers->lives_[link->process].fd(), &event);
   }
   *out = std::move(peers);
   return Status();
@@ -201,121 +127,9 @@ void Peers::Start(Handlers handlers) {
 Peers::~Peers() {
   if (progress_.joinable()) {
     const uint64_t one = 1;
-    (void)!write(wake_, &one, sizeof(one));
+    (void)!write(wake_.get(), &one, sizeof(one));
     progress_.join();
   }
-  if (wake_ >= 0) close(wake_);
-  if (epoll_ >= 0) close(epoll_);
-}
-
-// Everyone listens, dials the processes below, accepts those above.
-Status Peers::Handshake() {
-  if (options_.num_processes == 1) return Status();
-  const double deadline = Now() + options_.timeout_s;
-  Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  sockaddr_un address;
-  const socklen_t size = AddressOf(options_.secret, options_.process, &address);
-  if (listener.get() < 0 ||
-      bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      listen(listener.get(), options_.num_processes) != 0) {
-    return SystemError("cannot listen for the other processes of the group");
-  }
-  for (int32_t p = 0; p < options_.process; ++p) {
-    Status dialled = Dial(p, deadline);
-    if (!dialled.ok()) return dialled;
-  }
-  return Accept(listener.get(), deadline);
-}
-
-Status Peers::Dial(int32_t process, double deadline) {
-  sockaddr_un address;
-  const socklen_t size = AddressOf(options_.secret, process, &address);
-  while (Now() < deadline) {
-    Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    if (fd.get() < 0) return SystemError("cannot create a socket");
-    if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-      if (FindDead() >= 0) return Lost(process);
-      usleep(2000);  // not listening yet
-      continue;
-    }
-    const Hello hello = MakeHello(options_.secret, options_.process);
-    int32_t answer = -1;
-    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello) &&
-        ReceiveHello(fd.get(), options_.secret, deadline, &answer) &&
-        answer == process) {
-      links_[process] = std::make_unique<Link>();
-      links_[process]->process = process;
-      links_[process]->socket = std::move(fd);
-      return Status();
-    }
-    if (Now() < deadline) return Lost(process);
-  }
-  return Status(Code::kDeadlineExceeded,
-                StrCat("process ", process,
-                       " of the group cannot be reached within timeout_s = ",
-                       options_.timeout_s,
-                       " s; all processes must run on this host, as one user "
-                       "and in one network namespace, and all must call "
-                       "ep_bootstrap"));
-}
-
-Status Peers::Accept(int listener, double deadline) {
-  while (true) {
-    std::string missing;
-    for (int32_t p = options_.process + 1; p < options_.num_processes; ++p) {
-      if (links_[p]) continue;
-      missing += StrCat(missing.empty() ? "process " : ", process ", p);
-    }
-    if (missing.empty()) return Status();
-    if (const int32_t dead = FindDead(); dead >= 0) return Lost(dead);
-    if (Now() >= deadline) {
-      return Status(
-          Code::kDeadlineExceeded,
-          StrCat(missing, " of the group did not connect within timeout_s = ",
-                 options_.timeout_s,
-                 " s; all processes must call ep_bootstrap with the "
-                 "same arguments"));
-    }
-    if (!WaitReadable(listener, std::min(deadline, Now() + kLookAfterS))) {
-      continue;
-    }
-    Fd fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-    int32_t process = -1;
-    // A stranger is turned away; the wait goes on.
-    if (fd.get() < 0 ||
-        !ReceiveHello(fd.get(), options_.secret, std::min(deadline, Now() + 5),
-                      &process)) {
-      continue;
-    }
-    if (process <= options_.process || process >= options_.num_processes ||
-        links_[process]) {
-      continue;
-    }
-    const Hello hello = MakeHello(options_.secret, options_.process);
-    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
-      continue;
-    }
-    links_[process] = std::make_unique<Link>();
-    links_[process]->process = process;
-    links_[process]->socket = std::move(fd);
-  }
-}
-
-int32_t Peers::FindDead() const {
-  for (int32_t p = 0; p < options_.num_processes; ++p) {
-    if (lives_[p].IsOver()) return p;
-  }
-  return -1;
-}
-
-Status Peers::Lost(int32_t process) const {
-  const int32_t dead = FindDead();
-  return Status(
-      Code::kUnavailable,
-      StrCat("process ", dead < 0 ? process : dead,
-             dead < 0 ? " gave up" : " died",
-             " while the group was connected; see what it says, and restart "
-             "the job"));
 }
 
 Segment* Peers::Acquire(size_t bytes, int32_t num_readers) {
@@ -385,7 +199,7 @@ void Peers::Send(Link& link, const Message& message, const std::string& text,
   epoll_event event = {};
   event.events = EPOLLIN | EPOLLOUT;
   event.data.u64 = link.process;
-  epoll_ctl(epoll_, EPOLL_CTL_MOD, link.socket.get(), &event);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
 }
 
 void Peers::Progress() {
@@ -393,7 +207,7 @@ void Peers::Progress() {
   double next_tick = Now() + options_.tick_s;
   epoll_event events[16];
   while (true) {
-    const int n = epoll_wait(epoll_, events, 16, tick_ms);
+    const int n = epoll_wait(epoll_.get(), events, 16, tick_ms);
     for (int i = 0; i < n; ++i) {
       const uint64_t source = events[i].data.u64;
       if (source == kWake) return;
@@ -404,7 +218,7 @@ void Peers::Progress() {
           epoll_event event = {};
           event.events = EPOLLIN;
           event.data.u64 = source;
-          epoll_ctl(epoll_, EPOLL_CTL_MOD, link.socket.get(), &event);
+          epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
         }
       }
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
@@ -488,8 +302,8 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
 // The peer is gone: nothing more is received from it.
 void Peers::Drop(Link& link, bool orderly, const std::string& why) {
   if (std::exchange(link.is_gone, true)) return;
-  epoll_ctl(epoll_, EPOLL_CTL_DEL, link.socket.get(), nullptr);
-  epoll_ctl(epoll_, EPOLL_CTL_DEL, lives_[link.process].fd(), nullptr);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, lives_[link.process].fd(), nullptr);
   handlers_.on_gone(link.process, orderly, why);
 }
 

@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "ep_ffi/backends/host/handshake.h"
 #include "ep_ffi/backends/host/launches.h"
 #include "ep_ffi/backends/host/segment.h"
 #include "ep_ffi/backends/host/wire.h"
@@ -80,16 +81,8 @@ class Peers {
 
  private:
   struct Link;
-  class Life;
 
   explicit Peers(const Options& options);
-  Status Handshake();
-  Status Accept(int listener, double deadline);
-  Status Dial(int32_t process, double deadline);
-  // Why a process does not connect: a dead one, this or another.
-  Status Lost(int32_t process) const;
-  // A process that is known to have died, or -1.
-  int32_t FindDead() const;
   void Send(Link& link, const Message& message, const std::string& text,
             int fd);
   void Progress();
@@ -103,8 +96,8 @@ class Peers {
   SegmentPool pool_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
   std::vector<Life> lives_;                   // by process
-  int epoll_ = -1;
-  int wake_ = -1;  // eventfd that ends the progress thread
+  const Fd epoll_;
+  const Fd wake_;  // eventfd that ends the progress thread
   std::thread progress_;
 };
 
