@@ -6,6 +6,7 @@ rows, if ops are matched by their order of arrival or if a handler waits.
 """
 
 import concurrent.futures
+import functools
 import os
 import threading
 
@@ -132,9 +133,9 @@ def test_many_threads(request):
   """
   several = jax.process_count() > 1
   fns = (block,) if several else (block, block_and_back)
+  claims = [claim(ROUTES[i % 4], fns[i % len(fns)], 1 + i) for i in range(8)]
   parts = [
-    claim(ROUTES[i % 4], fns[i % len(fns)], 1 + i, name=f"{i}")
-    for i in range(8)
+    (case, functools.partial(fn), *arrays) for case, fn, *arrays in claims
   ]
   if several:
     for part in parts:
@@ -145,7 +146,7 @@ def test_many_threads(request):
       for (out,) in [run(part) for _ in range(4)]:
         assert_same(out, want)
 
-  want = [expected(*part) for part in parts]
+  want = [expected(*claim) for claim in claims]
   with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
     list(pool.map(worker, parts, want))
 

@@ -13,7 +13,15 @@ import time
 import jax
 import numpy as np
 
-from cases import assert_same, block_and_back, bootstrap, Case, draw, expected
+from cases import (
+  assert_same,
+  block_and_back,
+  bootstrap,
+  Case,
+  draw,
+  expected,
+  run,
+)
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from footprint import Footprint
@@ -21,84 +29,88 @@ from footprint import Footprint
 EXPERTS = 2  # of a rank
 TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
-SAMPLES = 100  # steps of which the results are looked at
 
-MORE_MEMORY = 8 << 10  # KiB, in all steps after the warm-up
+# After as many parts of the run, or of a few steps, results are looked at.
+PARTS = 100
 
-# Fewer steps than that are over too soon to say anything of their speed.
+MORE_MEMORY = 8 << 10  # KiB, in all steps after the first tenth
+
+# Runs of fewer steps are over too soon to say anything of their speed.
 TIMED_STEPS = 10_000
 SLOWER = 0.1
 
 
-def step_case(layer, step):
-  """Its routing, and its claim as of `cases.check`; the same in all ranks."""
-  rng = np.random.default_rng(step)
-  experts, tokens = layer.group.num_experts, TOKENS * layer.ep_size
-  odds = rng.choice([0, 1, 8], experts)  # some have no tokens, some have many
-  case = Case(
-    layer, draw(rng, (tokens, TOP_K), odds), lead=(TOKENS,), whole=True
-  )
-  scale = np.float32(1 + step % 8)
-  return (
-    case,
-    block_and_back,
-    case.tokens() * scale,
-    case.weights(),
-    case.tokens(),
-  )
-
-
-def test_soak(request, capsys):
-  steps = request.config.getoption("soak_steps")
+def make_group():
   ranks = jax.device_count()
-  with bootstrap(
+  return bootstrap(
     make_mesh({"ep": ranks}),
     num_experts=EXPERTS * ranks,
     max_tokens_per_rank=TOKENS,
     top_k=TOP_K,
     timeout_s=10 * TIMEOUT_S,  # there may be many ranks for each core
-  ) as group:
-    told = soak(ep.EpLayerConfig(group), steps)
+  )
+
+
+def claim(group, step):
+  """`(case, fn, *arrays)`, alike on all ranks. Some experts have no token."""
+  rng = np.random.default_rng(step)
+  odds = rng.choice([0, 1, 8], group.num_experts)
+  routing = draw(rng, (TOKENS * group.ep_size, TOP_K), odds)
+  layer = ep.EpLayerConfig(group)
+  case = Case(layer, routing, lead=(TOKENS,), whole=True)
+  tokens = case.tokens() * np.float32(1 + step % 8)
+  return case, block_and_back, tokens, case.weights(), case.tokens()
+
+
+def seconds(group, steps):
+  """Runs the steps, and looks at the results of the last."""
+  start = time.monotonic()
+  pending = collections.deque()
+  for step in steps:
+    last = claim(group, step)
+    pending.append(run(last))
+    if len(pending) > IN_FLIGHT:
+      jax.block_until_ready(pending.popleft())
+  jax.block_until_ready(pending)
+  (out,) = pending[-1]
+  assert_same(out, expected(*last))
+  return time.monotonic() - start
+
+
+def test_soak(request, capsys):
+  steps = request.config.getoption("soak_steps")
+  size = max(2 * IN_FLIGHT, steps // PARTS)
+  parts = [range(i, i + size) for i in range(0, steps, size)]
+  tenth = -(-len(parts) // 10)
+  with make_group() as group:
+    seconds(group, parts[0])  # compiles
+    first = [seconds(group, part) for part in parts[:tenth]]
+    before = Footprint.now()
+    rest = [seconds(group, part) for part in parts[tenth:]]
+    # A step that overlaps with others may need a worker of its own.
+    threads = IN_FLIGHT * jax.local_device_count()
+    told = before.check_now(memory=MORE_MEMORY, threads=threads)
+    rates = [size / statistics.median(x) for x in (first, rest[-tenth:])]
+    told = (
+      f"{size * len(parts)} steps in {sum(first + rest):.0f} s, {rates[0]:.0f}"
+      f" -> {rates[1]:.0f} steps/s, {told}"
+    )
+    if steps >= TIMED_STEPS:
+      speed = compare_with_new_group(group, parts[-tenth:])
+      told += f", {speed:.2f} of the speed of a new group"
+      assert speed > 1 - SLOWER, told
   with capsys.disabled():
     if jax.process_index() == 0:
       print(f"\n{told}")
 
 
-def soak(layer, steps):
-  """Runs the steps, in as many parts as there are samples; returns figures."""
-  pending = collections.deque()
+def compare_with_new_group(group, parts):
+  """How fast it is beside a new one, which is what it was at its first step.
 
-  def wait(most):
-    while len(pending) > most:
-      jax.block_until_ready(pending.popleft())
-
-  def run_part(part):
-    for step in part:
-      case, fn, *arrays = step_case(layer, step)
-      pending.append(case.run(fn, *arrays))
-      wait(IN_FLIGHT)
-    assert_same(pending[-1], expected(case, fn, *arrays))
-
-  tenth = SAMPLES // 10
-  size = -(-steps // SAMPLES)
-  run_part(range(size))  # compiles
-  seconds = []
-  for sample in range(SAMPLES):
-    if sample == tenth:  # all threads and segments that it takes are there
-      wait(0)
-      before = Footprint.now()
-    start = time.monotonic()
-    run_part(range(sample * size, (sample + 1) * size))
-    seconds.append(time.monotonic() - start)
-  wait(0)
-  # A step that overlaps with others may need a worker of its own.
-  threads = IN_FLIGHT * jax.local_device_count()
-  told = before.check_now(memory=MORE_MEMORY, threads=threads)
-  first, last = (
-    size / statistics.median(x) for x in (seconds[:tenth], seconds[-tenth:])
-  )
-  assert steps < TIMED_STEPS or last > (1 - SLOWER) * first
-  return (
-    f"{size * SAMPLES} steps in {sum(seconds):.0f} s; of the first tenth"
-    f" {first:.1f} steps/s, of the last {last:.1f} ({last / first:.2f}); {told}"
-  )
+  In turns, for the machine may do other things as well.
+  """
+  with make_group() as new:
+    seconds(new, parts[0])  # compiles
+    return statistics.median(
+      seconds(new, part) / seconds(group, part) for part in parts
+    )
