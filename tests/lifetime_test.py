@@ -23,9 +23,9 @@ from footprint import Footprint
 
 LIFETIMES_OF_A_PROGRAM = 20
 
-# In all lifetimes after the warm-up.
-MORE_MEMORY = 8 << 10  # KiB
-MORE_THREADS = 8  # those of the last group may be about to end
+# In all lifetimes after the warm-up. Threads of the last group may be about to
+# end.
+MOST = Footprint(memory=4 << 10, heap=1 << 10, descriptors=0, threads=8)
 
 
 @pytest.fixture(name="lifetimes")
@@ -46,7 +46,7 @@ def live(times, use, capsys):
   before = Footprint.now()
   for _ in range(times):
     once()
-  told = before.check_now(memory=MORE_MEMORY, threads=MORE_THREADS)
+  told = before.check_now(MOST)
   with capsys.disabled():
     if jax.process_index() == 0:
       print(f"\n{times} groups: {told}")

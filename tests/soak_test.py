@@ -33,7 +33,14 @@ IN_FLIGHT = 4  # steps
 # After as many parts of the run, or of a few steps, results are looked at.
 PARTS = 100
 
-MORE_MEMORY = 8 << 10  # KiB, in all steps after the first tenth
+# In all steps after the first tenth. A step that overlaps with others may need
+# a worker of its own.
+MOST = Footprint(
+  memory=4 << 10,
+  heap=2 << 10,
+  descriptors=0,
+  threads=IN_FLIGHT * jax.local_device_count(),
+)
 
 # Runs of fewer steps are over too soon to say anything of their speed.
 TIMED_STEPS = 10_000
@@ -87,9 +94,7 @@ def test_soak(request, capsys):
     first = [seconds(group, part) for part in parts[:tenth]]
     before = Footprint.now()
     rest = [seconds(group, part) for part in parts[tenth:]]
-    # A step that overlaps with others may need a worker of its own.
-    threads = IN_FLIGHT * jax.local_device_count()
-    told = before.check_now(memory=MORE_MEMORY, threads=threads)
+    told = before.check_now(MOST)
     rates = [size / statistics.median(x) for x in (first, rest[-tenth:])]
     told = (
       f"{size * len(parts)} steps in {sum(first + rest):.0f} s, {rates[0]:.0f}"
