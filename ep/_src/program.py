@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 from ep._src import compat
 
@@ -17,7 +18,8 @@ class ProgramNames:
 
   def __init__(self, group: str):
     self._group = group
-    self._count = collections.Counter()
+    # One step of the interpreter for each number: threads may lower at a time.
+    self._count = collections.defaultdict(itertools.count)
 
   def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
     """The name of the program being lowered, like "jit_step#0"."""
@@ -25,6 +27,4 @@ class ProgramNames:
 
   def _next(self, ctx: compat.mlir.LoweringRuleContext) -> str:
     module = compat.module_name(ctx)
-    name = f"{module}#{self._count[module]}"
-    self._count[module] += 1
-    return name
+    return f"{module}#{next(self._count[module])}"

@@ -41,10 +41,12 @@ class ExchangeTest : public ::testing::Test {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    exchanges_ = Exchanges::Create(
-        {"group", topology, timeout_s,
-         [this](int64_t run_id, const Status&) { failed_run_ = run_id; }},
-        std::move(peers_[0]));
+    exchanges_ =
+        Exchanges::Create({"group", topology, timeout_s,
+                           [last = failed_run_](int64_t run_id, const Status&) {
+                             *last = run_id;
+                           }},
+                          std::move(peers_[0]));
   }
 
   // Posts {value, value} as rank `rank`. `forge` may change the message.
@@ -152,7 +154,9 @@ class ExchangeTest : public ::testing::Test {
   }
 
  protected:
-  std::atomic<int64_t> failed_run_{0};         // the latest
+  // The latest. A thread may tell it when the test is over.
+  std::shared_ptr<std::atomic<int64_t>> failed_run_ =
+      std::make_shared<std::atomic<int64_t>>(0);
   std::vector<std::unique_ptr<Peers>> peers_;  // 1.. are the test's
   std::shared_ptr<Exchanges> exchanges_;
 
@@ -286,7 +290,7 @@ TEST_F(ExchangeTest, ClosingTellsWhatAPeerRanAlone) {
   ExpectSum(62, Post(7));
   PeerPosts(1, 12, 10, [](Message* m) { m->launch.number = 5; });
   peers_[1]->SendFail({0, 12, 5}, Status(Code::kInternal, "late"));
-  while (failed_run_ != 12) usleep(1000);
+  while (*failed_run_ != 12) usleep(1000);
   const Status closed = exchanges_->Close();
   EXPECT_EQ(Code::kFailedPrecondition, closed.code());
   EXPECT_NE(std::string::npos,
