@@ -20,7 +20,7 @@ constexpr const char* kNames[Signature::kNumFields] = {
     "alignment",
     "overflow",
     "tail",
-    "the layer or its group (a hash of them)",
+    "the configuration of the layer (a hash of it)",
     "weights",
     "the routing (a hash of it)",
     "bytes of rows",
