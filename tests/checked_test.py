@@ -96,7 +96,7 @@ def test_ranks_of_other_configurations():
   """What shapes and sizes do not show."""
   last = jax.process_index() == jax.process_count() - 1
   case = Case(layer(name="moe_4" if last else "moe_3"))
-  case.check_error(["ep_prepare", "disagree", "configuration"], sizes)
+  case.check_error(["ep_prepare", "disagree", "layer"], sizes)
 
 
 def test_the_mode_is_a_part_of_jits_key():
