@@ -49,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = one if count == 1 else four if count <= 4 else more
     parser.addoption(name, type=int, default=default)
 
+  option("--all_deaths", 0, 0)
+  option("--random_deaths", 0, 0)
   option("--fuzz_cases", 300, 60)  # each process works out all that is expected
   option("--fuzz_first", 0, 0)
   option("--fuzz_seed", 0, 0)

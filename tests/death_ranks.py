@@ -1,0 +1,263 @@
+"""The ranks of death_test, which says what deaths there are."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+
+from cases import bootstrap, Case, RUN_TIME_ERRORS
+from conftest import assert_shards_equal
+from death_test import Death, LONG_S, OPS, SHORT_S
+import ep
+from ep._src import ffi
+from worlds import Rank, RANKS
+
+
+class Ops:
+  """Each op as a function of a step's arrays, to which it adds its own."""
+
+  def __init__(self, layer):
+    self.layer = layer
+
+  def prepare(self, x):
+    return x | dict(handle=ep.ep_prepare(self.layer, x["topk_idx"]))
+
+  def dispatch(self, x):
+    rows, gates = ep.ep_dispatch(x["handle"], x["tokens"], x["weights"])
+    return x | dict(rows=rows, gates=gates)
+
+  def combine(self, x):
+    return x | dict(out=ep.ep_combine(x["handle"], x["rows"], x["gates"]))
+
+  def combine_bwd(self, x):
+    combine = functools.partial(ep.ep_combine, x["handle"])
+    (g_rows,) = jax.vjp(combine, x["rows"])[1](x["tokens"])
+    return x | dict(g_rows=g_rows)
+
+  def dispatch_bwd(self, x):
+    dispatch = functools.partial(ep.ep_dispatch, x["handle"])
+    vjp = jax.vjp(dispatch, x["tokens"], x["weights"])[1]
+    g_tokens, g_weights = vjp((x["rows"], x["gates"]))
+    return x | dict(g_tokens=g_tokens, g_weights=g_weights)
+
+  def all(self, x):
+    for op in OPS:
+      x = getattr(self, op)(x)
+    return x
+
+
+class Work:
+  """Steps of every op in a group, in a program each or in one program."""
+
+  def __init__(self, group, programs):
+    self.case = Case(ep.EpLayerConfig(group, name="moe_3"))
+    self.tokens, self.weights = self.case.tokens(), self.case.weights()
+    arrays = dict(
+      topk_idx=self.case.topk_idx, tokens=self.tokens, weights=self.weights
+    )
+    self.inputs = {name: self.case.put(x) for name, x in arrays.items()}
+    ops = Ops(self.case.layer)
+    self.programs = {op: jax.jit(getattr(ops, op)) for op in programs}
+
+  def step_in_peace(self):
+    x = self.inputs
+    for program in self.programs.values():
+      x = program(x)
+    self.check(x)
+
+  def check(self, x):
+    """Each choice of a token brought the token itself home."""
+    out, g_tokens = np.zeros((2, *self.tokens.shape), np.float32)
+    for weight in self.weights.T:
+      out += weight[:, None] * self.tokens
+      g_tokens += self.tokens
+    assert_shards_equal(x["out"], out)
+    assert_shards_equal(x["g_tokens"], g_tokens)
+    assert_shards_equal(x["g_weights"], self.weights)
+    for rows, g_rows in zip(
+      x["rows"].addressable_shards, x["g_rows"].addressable_shards, strict=True
+    ):
+      np.testing.assert_array_equal(rows.data, g_rows.data)
+
+
+class Mortal(Rank):
+  """A rank that lives through the deaths of others, perhaps to its own."""
+
+  def __init__(self, notes):
+    super().__init__(notes)
+    self.alive = list(range(RANKS))
+    self.round = 0
+    self.death = None
+    self.kept = []  # programs outlive their groups
+
+  def live_through(self, death):
+    """Leaves a note of what it was told, and when."""
+    self.death = death
+    before = descriptors()
+    told = ""
+    try:
+      self.work()
+    except (RuntimeError, *RUN_TIME_ERRORS) as error:
+      told = f"{time.monotonic()} {error}"
+    self.note(f"told_{self.round}_{self.index}", told)
+    assert descriptors() == before
+    self.alive.remove(death.rank)
+    self.round += 1
+
+  def work(self):
+    self.reach("bootstrap", "before")
+    with self.bootstrap(LONG_S) as group:
+      where, when = self.death.where, self.death.when
+      work = Work(group, OPS if where in OPS else ["all"])
+      self.kept.append(work)
+      work.step_in_peace()
+      if where == "finalize" and self.is_victim():
+        if when == "before":
+          self.wait_for(f"told_{self.round}_*", len(self.alive) - 1)
+        else:
+          ep.ep_finalize(group)
+        self.die()
+      if where == "finalize" and when == "before":
+        return
+      if where == "finalize":
+        self.wait_for(f"died_{self.round}")
+      if where.endswith("ms") and self.is_victim():
+        self.die_later(float(where.removesuffix("ms")) / 1e3)
+      while True:
+        self.step(work)
+
+  def bootstrap(self, timeout_s):
+    """A group of those who live."""
+    devices = [d for d in jax.devices() if d.process_index in self.alive]
+    mesh = jax.make_mesh(
+      (len(devices),),
+      ("ep",),
+      axis_types=(jax.sharding.AxisType.Auto,),
+      devices=devices,
+    )
+    create, at = ffi.create_host_group, ("bootstrap", "during")
+    ffi.create_host_group = lambda **args: self.reach(*at) or create(**args)
+    try:
+      # A multiple of any number of ranks.
+      return bootstrap(mesh, num_experts=12, timeout_s=timeout_s)
+    finally:
+      ffi.create_host_group = create
+
+  def step(self, work):
+    work.check(self.run(work, work.programs))
+
+  def run(self, work, ops):
+    x = work.inputs
+    for op in ops:
+      self.reach(op, "before")
+      self.reach(op, "during")
+      if (self.death.where, self.death.when) == (op, "posted"):
+        self.post_alone(work.programs[op], x)
+      x = jax.block_until_ready(work.programs[op](x))
+      self.reach(op, "after")
+    return x
+
+  def is_victim(self):
+    return self.death.rank == self.index
+
+  def reach(self, where, when):
+    """If this is where and when, the others note that, and the victim dies."""
+    if (where, when) != (self.death.where, self.death.when):
+      return
+    if not self.is_victim():
+      return self.note(f"here_{self.round}_{self.index}")
+    self.wait_for(f"here_{self.round}_*", len(self.alive) - 1)
+    if when == "during" or where == "bootstrap":
+      time.sleep(0.3)  # so that the others wait for this one
+    self.die()
+
+  def post_alone(self, program, x):
+    """The victim dies while it waits; its main thread, so that it may exit."""
+    if not self.is_victim():
+      return self.wait_for(f"died_{self.round}")
+    threading.Thread(target=program, args=(x,), daemon=True).start()
+    time.sleep(0.3)
+    self.die()
+
+  def die(self):
+    self.note(f"died_{self.round}", f"{time.monotonic()}")
+    if self.death.way == "exit":
+      sys.exit()
+    signal.raise_signal(getattr(signal, f"SIG{self.death.way.upper()}"))
+
+  def die_later(self, seconds):
+    if self.death.way == "exit":  # as the main thread alone can
+      signal.signal(signal.SIGALRM, lambda *_: self.die())
+      signal.setitimer(signal.ITIMER_REAL, seconds)
+    else:
+      threading.Timer(seconds, self.die).start()
+
+  def stop(self):
+    """Rank 3 is stopped before ep_combine, for a while and for too long."""
+    self.death = Death(RANKS - 1, "stop", "combine", "before")
+    self.note(f"pid_{self.index}", str(os.getpid()))
+
+    def wake(seconds, notes, count):
+      self.wait_for(notes, count)
+      time.sleep(seconds)
+      pid = int((self.notes / f"pid_{self.death.rank}").read_text())
+      os.kill(pid, signal.SIGCONT)
+
+    with self.bootstrap(SHORT_S) as group:
+      work = Work(group, OPS)
+      for args in [(SHORT_S / 2, "died_0", 1), (0, "rank_*", RANKS - 1)]:
+        if self.index == 0:
+          threading.Thread(target=wake, args=args).start()
+        if self.round == 0:
+          self.step(work)
+        else:
+          start = time.monotonic()
+          try:
+            self.run(work, OPS[:3])
+            assert self.is_victim()  # it may find all that the others sent
+          except RUN_TIME_ERRORS as error:
+            seconds = time.monotonic() - start
+            self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
+        self.round += 1
+      for _ in range(3):
+        work.step_in_peace()
+    if self.is_victim():
+      self.note(f"rank_{self.index}")
+
+
+def descriptors():
+  """How many sockets, pidfds and mappings of ours this process holds."""
+  sockets = {
+    fields[6]
+    for fields in map(str.split, pathlib.Path("/proc/net/unix").open())
+    if fields[4] == "0005"  # SOCK_SEQPACKET
+  }
+  held = 0
+  for fd in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(FileNotFoundError):
+      target = os.readlink(f"/proc/self/fd/{fd}")
+      held += target == "anon_inode:[pidfd]" or target[8:-1] in sockets
+  maps = pathlib.Path("/proc/self/maps").read_text()
+  return held + maps.count("memfd:ep_ffi")
+
+
+def main(notes, *deaths):
+  rank = Mortal(notes)
+  if deaths == ("stop",):
+    rank.stop()
+  else:
+    for death in map(Death.parse, deaths):
+      rank.live_through(death)
+    rank.note(f"rank_{rank.index}")
+  rank.leave(len(rank.alive))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
