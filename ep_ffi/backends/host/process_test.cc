@@ -32,6 +32,12 @@ std::vector<int32_t> AllBut(int32_t dead) {
   return ranks;
 }
 
+// Nobody dies before all have a group.
+void Join(Rank& rank) {
+  rank.Bootstrap(kTimeoutS);
+  rank.WaitForOthers(-1, [](auto& r) { return r.joined > 0; });
+}
+
 // The survivors close their group and go on in one of their own.
 void GoOnWithout(int32_t dead, Rank& rank) {
   rank.Close();
@@ -119,7 +125,7 @@ TEST_P(DeathTest, OfARankInAnyOp) {
       SCOPED_TRACE(StrCat("op ", op, ", when ", when));
       World world;
       const auto endings = world.Run([&](Rank& rank) {
-        rank.Bootstrap(kTimeoutS);
+        Join(rank);
         while (rank.num_posts() < op) rank.Next();
         if (rank.rank() != dead) {
           while (when == kPosted && rank.records()[dead].posted <= op) {
@@ -160,7 +166,7 @@ TEST_P(DeathTest, OfARankAtAnyMoment) {
     SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));
     World world;
     const auto endings = world.Run([&](Rank& rank) {
-      rank.Bootstrap(kTimeoutS);
+      Join(rank);
       if (rank.rank() != dead) return Survive(dead, rank);
       DieLater(us, GetParam(), rank);
       WorkOn(rank);

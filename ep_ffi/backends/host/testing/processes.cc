@@ -151,7 +151,11 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   }
   num_posts_ = 0;
   status_ = HostGroup::Create(options, &domain_.groups[index_]);
-  if (!status_.ok()) record().failed = Now();
+  if (status_.ok()) {
+    ++record().joined;
+  } else {
+    record().failed = Now();
+  }
 }
 
 std::string Rank::SecretOf(int32_t num_ranks) const {

@@ -38,6 +38,7 @@ std::string Lines(const std::string& path, const std::string& word);
 // What a rank tells the others and the test, also when it is dead.
 struct Record {
   std::atomic<pid_t> pid;
+  std::atomic<int64_t> joined;     // groups
   std::atomic<int64_t> posted;     // ops, in all groups
   std::atomic<int64_t> completed;  // of them
   std::atomic<double> died;        // when, or 0
@@ -74,8 +75,8 @@ class Rank {
   // Ends the group, of which nothing may be left in this process.
   void Close();
 
-  // Waits until something holds for all ranks but one; the test fails if that
-  // takes too long.
+  // Waits until something holds for all ranks, but one perhaps; the test fails
+  // if that takes too long.
   void WaitForOthers(int32_t but,
                      const std::function<bool(const Record&)>& holds);
   [[noreturn]] void Die(Way way);
