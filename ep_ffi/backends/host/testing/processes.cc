@@ -2,8 +2,10 @@
 
 #include <dirent.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -29,7 +31,7 @@ using testing::RankData;
 using testing::RankInput;
 using testing::RowType;
 
-constexpr unsigned kLimitS = 40;  // of a rank
+constexpr double kLimitS = 40;  // of a world
 constexpr double kPatienceS = 20;
 constexpr RowType kType = {128, DType::kFloat32};
 
@@ -290,7 +292,7 @@ std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
     EXPECT_EQ(0, pipe(report));
     children.push_back(fork());
     if (children.back() == 0) {
-      alarm(kLimitS);
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
       const rlimit no_core = {0, 0};
       setrlimit(RLIMIT_CORE, &no_core);
       close(report[0]);
@@ -311,11 +313,19 @@ std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
     close(report[1]);
     reports.push_back(report[0]);
   }
+  const double end = Now() + kLimitS;
   for (int32_t r = 0; r < kNumRanks; ++r) {
     char text[4096];
-    ssize_t size;
-    while ((size = read(reports[r], text, sizeof(text))) > 0) {
-      endings[r].said.append(text, size);
+    ssize_t size = 1;
+    while (size > 0) {
+      const int left_ms = std::max(0.0, (end - Now()) * 1e3);
+      pollfd report = {reports[r], POLLIN, 0};
+      if (poll(&report, 1, left_ms) == 0) {
+        ADD_FAILURE() << "rank " << r << " takes too long";
+        kill(children[r], SIGKILL);  // it may be stopped
+      }
+      size = read(reports[r], text, sizeof(text));
+      endings[r].said.append(text, std::max<ssize_t>(size, 0));
     }
     close(reports[r]);
     EXPECT_EQ(children[r], waitpid(children[r], &endings[r].status, 0));
