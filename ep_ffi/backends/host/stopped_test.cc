@@ -81,7 +81,7 @@ TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
 // It is reported when the time is up, to itself as well, and the group lives
 // on.
 TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
-  for (int64_t op = 0; op < kNumOps; ++op) {
+  for (int64_t op = 0; op < kNumOps && !HasFailure(); ++op) {
     World world;
     const auto endings = world.Run([op](Rank& rank) {
       rank.Bootstrap(kShortS);
