@@ -178,29 +178,40 @@ TEST_P(DeathTest, OfARankAtAnyMoment) {
   }
 }
 
-// Two ops are independent. A rank that is told of the death in one of them
-// will not come to the other any more.
+// Two ops are independent. A rank that is told of the death in one of them,
+// while it waits or when it comes, will not come to the other any more.
 TEST_P(DeathTest, OfARankThatHasPostedALaterOp) {
   const int32_t dead = 2, giving_up = 3;
-  World world;
-  const auto endings = world.Run([&](Rank& rank) {
-    rank.Bootstrap(/*timeout_s=*/2 * kAtOnceS);
-    rank.Next();
-    std::vector<StepPtr> steps;
-    if (rank.rank() != dead) steps.push_back(rank.Post(Op::kDispatch, {9, 1}));
-    if (rank.rank() != giving_up) {
-      steps.push_back(rank.Post(Op::kDispatch, {9, 2}));
-    }
-    if (rank.rank() == dead) rank.Die(GetParam());
-    std::string said;
-    for (const StepPtr& step : steps) said = step->Wait(rank.rank()).message();
-    rank.record().failed = Now();
-    rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
-    steps.clear();
-    GoOnWithout(dead, rank);
-    return said;
-  });
-  ExpectTold(dead, world, endings, {{Name(1)}, Died(dead)});
+  for (bool late : {false, true}) {
+    World world;
+    const auto endings = world.Run([&](Rank& rank) {
+      rank.Bootstrap(/*timeout_s=*/2 * kAtOnceS);
+      rank.Next();
+      if (late && rank.rank() == giving_up) {
+        EXPECT_TRUE(
+            WaitFor(kAtOnceS, [&] { return rank.records()[dead].died > 0; }));
+        usleep(50000);
+      }
+      std::vector<StepPtr> steps;
+      if (rank.rank() == giving_up || (rank.rank() != dead && !late)) {
+        steps.push_back(rank.Post(Op::kDispatch, {9, 1}));
+      }
+      if (rank.rank() != giving_up) {
+        steps.push_back(rank.Post(Op::kDispatch, {9, 2}));
+      }
+      if (rank.rank() == dead) rank.Die(GetParam());
+      std::string said;
+      for (const StepPtr& step : steps) {
+        said = step->Wait(rank.rank()).message();
+      }
+      rank.record().failed = Now();
+      rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
+      steps.clear();
+      GoOnWithout(dead, rank);
+      return said;
+    });
+    ExpectTold(dead, world, endings, {{Name(1)}, Died(dead)});
+  }
 }
 
 TEST_P(DeathTest, OfARankInBootstrap) {
