@@ -145,7 +145,7 @@ TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
 TEST(NeighborsTest, JobsDoNotMeet) {
   const pid_t other = fork();
   if (other == 0) {
-    for (int i = 0; i < 20; ++i) {
+    for (int i = 0; i < 20 / kFewer; ++i) {
       World world;
       world.Run([](Rank& rank) -> std::string {
         rank.Bootstrap(kTimeoutS);
@@ -163,7 +163,7 @@ TEST(NeighborsTest, JobsDoNotMeet) {
   World world;
   ExpectNothingSaid(world.Run([](Rank& rank) {
     rank.Bootstrap(kTimeoutS);
-    for (int64_t i = 0; i < 500; ++i) rank.Next();
+    for (int64_t i = 0; i < 500 / kFewer; ++i) rank.Next();
     const std::string said = rank.status().message();
     rank.Close();
     return said;

@@ -160,7 +160,7 @@ TEST_P(DeathTest, OfARankInAnyOp) {
 }
 
 TEST_P(DeathTest, OfARankAtAnyMoment) {
-  for (int i = 0; i < 67 && !HasFailure(); ++i) {
+  for (int i = 0; i < 67 / kFewer && !HasFailure(); ++i) {
     const int32_t dead = Uniform(random_, 0, kNumRanks - 1);
     const int64_t us = Uniform(random_, 0, 10000);
     SCOPED_TRACE(StrCat("rank ", dead, " after ", us, " us"));

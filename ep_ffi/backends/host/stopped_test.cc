@@ -62,7 +62,7 @@ TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
   ExpectNothingSaid(world.Run([](Rank& rank) {
     rank.Bootstrap(kLongS);
     Random random(1);
-    while (rank.num_posts() < 300) {
+    while (rank.num_posts() < 300 / kFewer) {
       const pid_t pid = rank.records()[Uniform(random, 1, kNumRanks - 1)].pid;
       if (rank.rank() == 0) kill(pid, SIGSTOP);
       rank.Post();
@@ -91,7 +91,7 @@ TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
       // What the others have posted may be completed before the news comes.
       while (rank.status().ok() && rank.num_posts() < kNumOps) rank.Next();
       const double seconds = Now() - begin;
-      EXPECT_GE(seconds, kShortS);
+      EXPECT_GE(seconds, kShortS / 2);  // the time runs from the first post
       EXPECT_LT(seconds, 10 * kShortS);
       if (rank.rank() == 0) {
         rank.WaitForOthers(kStopped, [](auto& r) { return r.failed > 0; });

@@ -27,6 +27,13 @@ inline constexpr int64_t kNumOps = 5;
 enum class Way { kKill, kCrash, kExit };
 inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
 
+// Of what is repeated, a sanitizer leaves time for so much less.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr int kFewer = 10;
+#else
+inline constexpr int kFewer = 1;
+#endif
+
 double Now();  // in seconds, the same on all processes
 
 // Whether something held before so many seconds had passed.
