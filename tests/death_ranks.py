@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import pathlib
 import signal
@@ -95,7 +96,6 @@ class Mortal(Rank):
     self.alive = list(range(RANKS))
     self.round = 0
     self.death = None
-    self.kept = []  # programs outlive their groups
 
   def live_through(self, death):
     """Leaves a note of what it was told, and when."""
@@ -107,7 +107,7 @@ class Mortal(Rank):
     except (RuntimeError, *RUN_TIME_ERRORS) as error:
       told = f"{time.monotonic()} {error}"
     self.note(f"told_{self.round}_{self.index}", told)
-    assert descriptors() == before
+    self.wait_until(lambda: gc.collect() or descriptors() == before)
     self.alive.remove(death.rank)
     self.round += 1
 
@@ -116,7 +116,6 @@ class Mortal(Rank):
     with self.bootstrap(LONG_S) as group:
       where, when = self.death.where, self.death.when
       work = Work(group, OPS if where in OPS else ["all"])
-      self.kept.append(work)
       work.step_in_peace()
       if where == "finalize" and self.is_victim():
         if when == "before":

@@ -50,12 +50,15 @@ class Rank:
     draft.write_text(text)
     draft.rename(self.notes / name)
 
+  def wait_until(self, holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+      assert time.monotonic() < deadline, "waited in vain"
+      time.sleep(0.02)
+
   def wait_for(self, notes, count=1):
     """Waits for so many notes of a pattern."""
-    deadline = time.monotonic() + 30
-    while len(list(self.notes.glob(notes))) < count:
-      assert time.monotonic() < deadline, notes
-      time.sleep(0.02)
+    self.wait_until(lambda: len(list(self.notes.glob(notes))) >= count)
 
   def leave(self, ranks):
     """Ends when so many do; JAX's own orderly end would miss the dead."""

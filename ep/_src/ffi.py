@@ -118,14 +118,15 @@ def create_host_group(
   ep_size: int,
   ranks: list[tuple[int, int]],
   process: int,
+  process_ids: list[int],
   pids: list[int],
   timeout_s: float,
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/host/bootstrap.cc.
 
   `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
-  the id that JAX knows, not an ordinal in the process. `pids` are the system's
-  ids of the processes.
+  the id that JAX knows, not an ordinal in the process. Processes are counted
+  from 0; JAX's ids of them, and the system's, are in the two lists.
   """
   int_array = ctypes.c_int32 * len(ranks)
   _call_for(
@@ -141,6 +142,7 @@ def create_host_group(
     int_array(*(d for _, d in ranks)),
     ctypes.c_int32(process),
     ctypes.c_int32(len(pids)),
+    (ctypes.c_int32 * len(pids))(*process_ids),
     (ctypes.c_int32 * len(pids))(*pids),
     ctypes.c_double(timeout_s),
   )

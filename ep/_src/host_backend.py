@@ -64,6 +64,7 @@ def connect(group: EpGroup) -> None:
       for d in rendezvous.domains(group.mesh, group.axis_name).flat
     ],
     process=members.index(me),
+    process_ids=members,
     pids=[presence.pid(process) for process in members],
     timeout_s=group.timeout_s,
   )

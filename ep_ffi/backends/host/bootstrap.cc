@@ -12,13 +12,14 @@
 
 // Creates the group `name` of `num_ranks` ranks, domain-major: rank i lives in
 // process `processes[i]` on device `devices[i]`. Collective over
-// processes 0..num_processes-1, which share `secret`; `pids` are their ids in
-// the system, 0 of one that this process does not see.
+// processes 0..num_processes-1, which share `secret`; `process_ids` are what
+// users know them by, and `pids` their ids in the system, 0 of one that this
+// process does not see.
 EP_EXPORT int32_t ep_host_group_create(
     const char* name, const char* secret, int64_t num_experts, int32_t ep_size,
     int32_t num_ranks, const int32_t* processes, const int32_t* devices,
-    int32_t process, int32_t num_processes, const int32_t* pids,
-    double timeout_s, char* error, int64_t error_bytes) {
+    int32_t process, int32_t num_processes, const int32_t* process_ids,
+    const int32_t* pids, double timeout_s, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::host::HostGroup::Options options;
     options.name = name;
@@ -30,6 +31,8 @@ EP_EXPORT int32_t ep_host_group_create(
       ep::Registry::Get().FailRun(run_id, status);
     };
     options.topology.process = process;
+    options.topology.process_ids.assign(process_ids,
+                                        process_ids + num_processes);
     options.topology.num_processes = num_processes;
     options.topology.ep_size = ep_size;
     for (int32_t i = 0; i < num_ranks; ++i) {

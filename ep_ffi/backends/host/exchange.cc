@@ -421,7 +421,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                     signature.staged_bytes() <= memory->bytes();
   if (!sane) {
     const Status status(Code::kInternal,
-                        StrCat("process ", process,
+                        StrCat("process ", topology().process_id(process),
                                " sent a post that makes no sense, or its "
                                "shared memory could not be mapped"));
     return WithRunId(m.launch, [this, m, status](int64_t run_id) {
@@ -524,11 +524,12 @@ Status Exchanges::Missed() const {
     const auto& [launch, text] = last_posts_[i];
     if (text.empty() || launches_.HasReached(launch)) continue;
     const int32_t ep_size = topology().ep_size;
-    return Status(Code::kFailedPrecondition,
-                  StrCat(topology().RankName(i / ep_size, i % ep_size), " ran ",
-                         text, ", which process ", topology().process,
-                         " has not run; every rank must run the same program, "
-                         "equally often"));
+    return Status(
+        Code::kFailedPrecondition,
+        StrCat(topology().RankName(i / ep_size, i % ep_size), " ran ", text,
+               ", which process ", topology().process_id(topology().process),
+               " has not run; every rank must run the same program, "
+               "equally often"));
   }
   return Status();
 }

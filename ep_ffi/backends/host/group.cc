@@ -78,6 +78,7 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   peer_options.secret = options.secret;
   peer_options.timeout_s = options.timeout_s;
   peer_options.pids = std::move(options.pids);
+  peer_options.process_ids = options.topology.process_ids;
   // How late a timeout may be reported.
   peer_options.tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;

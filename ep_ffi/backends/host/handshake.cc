@@ -66,12 +66,14 @@ bool Life::IsOver() const {
 }
 
 Handshake::Handshake(int32_t process, const std::string& secret,
-                     double timeout_s, const std::vector<Life>& lives)
+                     double timeout_s, const std::vector<Life>& lives,
+                     const std::vector<int32_t>& ids)
     : process_(process),
       secret_(secret),
       timeout_s_(timeout_s),
       deadline_(Now() + timeout_s),
       lives_(lives),
+      ids_(ids),
       sockets_(lives.size()) {}
 
 Status Handshake::Connect() {
@@ -114,7 +116,7 @@ Status Handshake::Dial(int32_t process) {
   }
   return Status(
       Code::kDeadlineExceeded,
-      StrCat("process ", process,
+      StrCat(NameOf(process),
              " of the group cannot be reached within timeout_s = ", timeout_s_,
              " s; all processes must run on this host, as one user "
              "and in one network namespace, and all must call "
@@ -126,7 +128,7 @@ Status Handshake::Accept(int listener) {
     std::string missing;
     for (int32_t p = process_ + 1; p < num_processes(); ++p) {
       if (sockets_[p].get() >= 0) continue;
-      missing += StrCat(missing.empty() ? "process " : ", process ", p);
+      missing += (missing.empty() ? "" : ", ") + NameOf(p);
     }
     if (missing.empty()) return Status();
     if (const int32_t dead = FindDead(); dead >= 0) return Lost(dead);
@@ -161,6 +163,10 @@ Status Handshake::Accept(int listener) {
   }
 }
 
+std::string Handshake::NameOf(int32_t process) const {
+  return StrCat("process ", ids_.empty() ? process : ids_[process]);
+}
+
 int32_t Handshake::FindDead() const {
   for (int32_t p = 0; p < num_processes(); ++p) {
     if (lives_[p].IsOver()) return p;
@@ -172,8 +178,7 @@ Status Handshake::Lost(int32_t process) const {
   const int32_t dead = FindDead();
   return Status(
       Code::kUnavailable,
-      StrCat("process ", dead < 0 ? process : dead,
-             dead < 0 ? " gave up" : " died",
+      StrCat(NameOf(dead < 0 ? process : dead), dead < 0 ? " gave up" : " died",
              " while the group was connected; see what it says, and restart "
              "the job"));
 }

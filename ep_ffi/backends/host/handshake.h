@@ -32,8 +32,9 @@ class Life {
 class Handshake {
  public:
   // Of `process`, with processes of these lives, who all know the secret.
+  // Messages call them by their ids, if there are any.
   Handshake(int32_t process, const std::string& secret, double timeout_s,
-            const std::vector<Life>& lives);
+            const std::vector<Life>& lives, const std::vector<int32_t>& ids);
 
   Status Connect();
 
@@ -46,6 +47,7 @@ class Handshake {
   Status Accept(int listener);
   // Why a process does not connect: a dead one, this or another.
   Status Lost(int32_t process) const;
+  std::string NameOf(int32_t process) const;
   // A process that is known to have died, or -1.
   int32_t FindDead() const;
 
@@ -54,6 +56,7 @@ class Handshake {
   const double timeout_s_;
   const double deadline_;
   const std::vector<Life>& lives_;
+  const std::vector<int32_t>& ids_;
   std::vector<Fd> sockets_;
 };
 

@@ -95,7 +95,7 @@ Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
   epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->wake_.get(), &event);
 
   Handshake handshake(options.process, options.secret, options.timeout_s,
-                      peers->lives_);
+                      peers->lives_, options.process_ids);
   Status connected = handshake.Connect();
   for (Fd& socket : handshake.TakeSockets()) {
     const int32_t process = peers->links_.size();
@@ -207,7 +207,10 @@ void Peers::Progress() {
   double next_tick = Now() + options_.tick_s;
   epoll_event events[16];
   while (true) {
-    const int n = epoll_wait(epoll_.get(), events, 16, tick_ms);
+    // What has arrived comes before a tick, which may find this process late,
+    // since it was stopped perhaps.
+    const bool is_due = Now() >= next_tick;
+    const int n = epoll_wait(epoll_.get(), events, 16, is_due ? 0 : tick_ms);
     for (int i = 0; i < n; ++i) {
       const uint64_t source = events[i].data.u64;
       if (source == kWake) return;
@@ -225,7 +228,7 @@ void Peers::Progress() {
       // What it had sent is received.
       if (source & kLife) Drop(link, /*orderly=*/false, "");
     }
-    if (Now() >= next_tick) {
+    if (is_due) {
       handlers_.on_tick();
       next_tick = Now() + options_.tick_s;
     }

@@ -55,6 +55,7 @@ class Peers {
     double tick_s;
     // By process; 0 where it cannot be watched. Or empty.
     std::vector<int32_t> pids = {};
+    std::vector<int32_t> process_ids = {};  // as in Topology
   };
 
   // Connects every pair of processes.

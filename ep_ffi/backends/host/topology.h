@@ -23,6 +23,8 @@ struct Topology {
   int32_t num_processes;
   int32_t ep_size;
   std::vector<Member> members;  // [num_domains * P], domain-major
+  // Of each process, the number that users know it by. Or empty: the same.
+  std::vector<int32_t> process_ids = {};
 
   int32_t num_domains() const {
     return static_cast<int32_t>(members.size()) / ep_size;
@@ -61,11 +63,15 @@ struct Topology {
     }
     return peers;
   }
+  int32_t process_id(int32_t process) const {
+    return process_ids.empty() ? process : process_ids[process];
+  }
   std::string RankName(int32_t domain, int32_t rank) const {
     std::string name = StrCat("rank ", rank);
     if (num_domains() > 1) name += StrCat(" of EP domain ", domain);
     if (num_processes > 1) {
-      name += StrCat(" (process ", member(domain, rank).process, ")");
+      name +=
+          StrCat(" (process ", process_id(member(domain, rank).process), ")");
     }
     return name;
   }
