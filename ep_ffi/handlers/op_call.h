@@ -27,8 +27,8 @@ namespace ffi = ::xla::ffi;
 // Lives in the executable; keeps the group alive. Made by `Instantiate`.
 struct OpState {
   static ffi::TypeId id;  // XLA writes it when the type is registered
-  // Not defined in here: of a type that is not complete yet, XLA's header, whose
-  // warnings nobody sees, makes a deleter that runs no destructor.
+  // Not defined in here: of a type that is not complete yet, XLA's header,
+  // whose warnings nobody sees, makes a deleter that runs no destructor.
   static const ffi::TypeInfo info;
 
   std::shared_ptr<Group> group;
