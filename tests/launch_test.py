@@ -270,6 +270,8 @@ def test_ranks_join_jax_and_an_exception_does_not_wait_for_the_others(
     launch.initialize()
     launch.initialize()
     import jax, time
+    jax.config.update("jax_platforms", "cpu")  # there are no devices yet
+    assert not jax._src.xla_bridge.backends_are_initialized()
     print(jax.process_index(), jax.local_device_count(), jax.device_count())
     if jax.process_index() == 1:
       raise ValueError("as planned")

@@ -165,3 +165,8 @@ def module_note(
 def distributed_client():
   """The key-value service of `jax.distributed`, or None without one."""
   return _distributed.global_state.client
+
+
+def distributed_process() -> int:
+  """As `jax.process_index()`, which would make the devices first."""
+  return _distributed.global_state.process_id

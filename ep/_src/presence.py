@@ -19,9 +19,8 @@ from ep._src import compat
 def announce() -> None:
   """Makes this process known; again, if it is already."""
   if client := compat.distributed_client():
-    client.key_value_set(
-      _key(jax.process_index()), json.dumps(_me()), allow_overwrite=True
-    )
+    key = _key(compat.distributed_process())
+    client.key_value_set(key, json.dumps(_me()), allow_overwrite=True)
 
 
 def pid(process: int) -> int:
