@@ -131,10 +131,7 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   part.done = call.done;
   ExchangePtr ready;
   Status added = Add(key, names.what, std::move(part), rank, &ready);
-  if (!added.ok()) {
-    FailEverywhere(key.program, key.run_id, added);
-    return Refuse(call, added);
-  }
+  if (!added.ok()) return Refuse(call, added);
   if (ready) Run(std::move(ready), call.executor, rank);
 }
 
@@ -390,11 +387,11 @@ void Exchanges::Fail(const Call& call, Status status) {
   const Launch launch = NameLaunch(call.site->program, call.run_id);
   status = Status(status.code(), StrCat(Describe(call, launch).what, ", ", rank,
                                         ": ", status.message()));
-  FailEverywhere(call.site->program, call.run_id, status);
   Refuse(call, status);
 }
 
 void Exchanges::Refuse(const Call& call, const Status& status) {
+  FailEverywhere(call.site->program, call.run_id, status);
   told_ = true;
   call.done(status);
 }

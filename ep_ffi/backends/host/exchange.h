@@ -157,7 +157,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // taking the part, if the run has failed or a peer that is missing is gone.
   Status Add(const Key& key, const std::string& what, Part part, int32_t rank,
              ExchangePtr* ready);
-  // Fails an op without an exchange.
+  // Fails an op without an exchange, and its run on all ranks.
   void Refuse(const Call& call, const Status& status);
   // Runs a ready exchange, on the executor's threads too if there are any. The
   // calling thread may complete `own`.

@@ -46,13 +46,6 @@ void AsNobody(const std::function<void()>& act) {
   EXPECT_EQ(0, status);
 }
 
-void ExpectNothingSaid(const std::vector<Ending>& endings) {
-  for (const Ending& ending : endings) {
-    EXPECT_EQ("", ending.said);
-    EXPECT_EQ(0, ending.status);
-  }
-}
-
 // Says that it is the observer, with the right secret even.
 void ExpectTurnedAway(const std::string& secret, int32_t process) {
   sockaddr_un address;
@@ -80,9 +73,7 @@ TEST(NeighborsTest, AnotherUserIsTurnedAway) {
     }
     rank.Bootstrap(kTimeoutS);
     for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
-    const std::string said = rank.status().message();
-    rank.Close();
-    return said;
+    return rank.Close();
   }));
 }
 
@@ -100,9 +91,7 @@ void Observe(const std::function<void(Rank&)>& act) {
     for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
     EXPECT_TRUE(WaitFor(
         kTimeoutS, [&] { return rank.records()[kObserver].completed > 0; }));
-    const std::string said = rank.status().message();
-    rank.Close();
-    return said;
+    return rank.Close();
   }));
 }
 
@@ -164,9 +153,7 @@ TEST(NeighborsTest, JobsDoNotMeet) {
   ExpectNothingSaid(world.Run([](Rank& rank) {
     rank.Bootstrap(kTimeoutS);
     for (int64_t i = 0; i < 500 / kFewer; ++i) rank.Next();
-    const std::string said = rank.status().message();
-    rank.Close();
-    return said;
+    return rank.Close();
   }));
   int status;
   EXPECT_EQ(other, waitpid(other, &status, 0));

@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -20,6 +19,7 @@
 #include <numeric>
 #include <utility>
 
+#include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/backends/host/wire.h"
 #include "ep_ffi/testing/oracle.h"
@@ -97,12 +97,6 @@ int CountFailures() {
 }
 
 }  // namespace
-
-double Now() {
-  return std::chrono::duration<double>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 bool WaitFor(double seconds, const std::function<bool()>& holds) {
   const double end = Now() + seconds;
@@ -222,7 +216,7 @@ void Rank::NextStep() {
   status_ = Status();
 }
 
-void Rank::Close() {
+std::string Rank::Close() {
   step_ = nullptr;
   if (domain_.groups[index_]) {
     const Status closed = domain_.groups[index_]->Close();
@@ -232,6 +226,7 @@ void Rank::Close() {
   const auto segments = [] { return Lines("/proc/self/maps", "memfd:ep_ffi"); };
   EXPECT_TRUE(WaitFor(kPatienceS, [&] { return segments().empty(); }))
       << segments();
+  return status_.message();
 }
 
 void Rank::WaitForOthers(int32_t but,
@@ -262,6 +257,13 @@ void Rank::Die(Way way) {
       break;
   }
   _exit(0);
+}
+
+void ExpectNothingSaid(const std::vector<Ending>& endings) {
+  for (const Ending& ending : endings) {
+    EXPECT_EQ("", ending.said);
+    EXPECT_EQ(0, ending.status);
+  }
 }
 
 World::World()

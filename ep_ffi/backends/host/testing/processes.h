@@ -34,8 +34,6 @@ inline constexpr int kFewer = 10;
 inline constexpr int kFewer = 1;
 #endif
 
-double Now();  // in seconds, the same on all processes
-
 // Whether something held before so many seconds had passed.
 bool WaitFor(double seconds, const std::function<bool()>& holds);
 
@@ -79,8 +77,9 @@ class Rank {
   int64_t num_posts() const { return num_posts_; }
   // Posts an op, after ep_prepare, anywhere in any run.
   testing::StepPtr Post(Op op, testing::Place place);
-  // Ends the group, of which nothing may be left in this process.
-  void Close();
+  // Ends the group, of which nothing may be left in this process. Returns the
+  // message of status().
+  std::string Close();
 
   // Waits until something holds for all ranks, but one perhaps; the test fails
   // if that takes too long.
@@ -106,6 +105,9 @@ struct Ending {
   std::string said;
   int status;
 };
+
+// All ranks ended well, and without a word.
+void ExpectNothingSaid(const std::vector<Ending>& endings);
 
 // The ranks of one test, of whom nothing may be left.
 struct World {
