@@ -33,11 +33,10 @@ class _Lifetime:
   """Closes the group when its owner says so, dies, or Python exits."""
 
   def __init__(self, group: EpGroup):
-    rendezvous.live_names.add(group.name)
+    rendezvous.live[group.name] = self
     self._close = weakref.finalize(
       self, _Lifetime._end, group.backend, group.name
     )
-    _live.add(self)
 
   @property
   def alive(self) -> bool:
@@ -51,10 +50,7 @@ class _Lifetime:
     try:
       BACKENDS[backend].close(name)
     finally:
-      rendezvous.live_names.discard(name)
-
-
-_live = weakref.WeakSet()
+      rendezvous.live.pop(name, None)
 
 
 # At exit `weakref` closes them, but after JAX's own handlers if its first user
@@ -63,7 +59,7 @@ _live = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
   with contextlib.ExitStack() as stack:
-    for lifetime in _live:
+    for lifetime in rendezvous.live.values():
       stack.callback(lifetime.end)
 
 

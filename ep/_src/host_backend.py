@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import pathlib
 import secrets
 from typing import TYPE_CHECKING
 
@@ -72,5 +71,4 @@ def connect(group: EpGroup) -> None:
 
 def _host() -> str:
   """Identifies this boot of this machine, and the user."""
-  boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-  return f"{boot}/{os.geteuid()}"
+  return f"{presence.boot_id()}/{os.geteuid()}"

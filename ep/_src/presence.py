@@ -6,6 +6,7 @@ tells the others, in JAX's key-value store, who it is to the system.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -38,14 +39,24 @@ def _key(process: int) -> str:
   return f"ep/process/{process}"
 
 
-def _me() -> dict[str, Any]:
+def boot_id() -> str:
+  """Identifies this boot of this machine. Raises OSError outside of Linux."""
+  return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
+def _sees() -> str | None:
+  """Equal on processes that know each other by the same ids; None: unknown."""
   try:
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    space = os.readlink("/proc/self/ns/pid")
-  except OSError:  # not Linux
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+  except OSError:
+    return None
+
+
+def _me() -> dict[str, Any]:
+  if _sees() is None:
     return {}
-  me = os.getpid()
-  return dict(sees=f"{boot}/{space}", pid=me, start=_start(me))
+  return dict(sees=_sees(), pid=os.getpid(), start=_start(os.getpid()))
 
 
 def _seen(process: int) -> dict[str, Any]:
@@ -55,7 +66,7 @@ def _seen(process: int) -> dict[str, Any]:
     theirs = json.loads(client.key_value_try_get(_key(process)))
   except (AttributeError, jax.errors.JaxRuntimeError):  # no client; no key
     return {}
-  return theirs if theirs and theirs["sees"] == _me().get("sees") else {}
+  return theirs if theirs and theirs["sees"] == _sees() else {}
 
 
 def _start(pid: int) -> int | None:

@@ -15,6 +15,7 @@ import json
 import math
 import time
 from typing import Any, TYPE_CHECKING
+import weakref
 
 import jax
 import numpy as np
@@ -32,8 +33,9 @@ class CannotServe(ValueError):
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
-# Of this process's groups, from the end of ep_bootstrap to ep_finalize.
-live_names: set[str] = set()
+# Of this process's groups, from the end of ep_bootstrap to ep_finalize: what
+# ends them, by name.
+live = weakref.WeakValueDictionary()
 
 # Bootstraps and exchanges so far, by the processes that took part: equal on all
 # of them.
@@ -100,7 +102,7 @@ def exchange(
     )
   presence.announce()
   try:
-    if group.name in live_names:
+    if group.name in live:
       raise ValueError(
         f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
         " finalize that one first, or choose another name."
