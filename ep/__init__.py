@@ -9,6 +9,7 @@ from ep._src.combine import ep_combine as ep_combine
 from ep._src.describe import describe as describe
 from ep._src.describe import RoutingSummary as RoutingSummary
 from ep._src.dispatch import ep_dispatch as ep_dispatch
+from ep._src.errors import EpError as EpError
 from ep._src.group import ep_bootstrap as ep_bootstrap
 from ep._src.group import ep_finalize as ep_finalize
 from ep._src.group import EpGroup as EpGroup

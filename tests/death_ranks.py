@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 
-from cases import bootstrap, Case, RUN_TIME_ERRORS
+from cases import bootstrap, Case
 from conftest import assert_shards_equal
 from death_test import Death, LONG_S, OPS, SHORT_S
 import ep
@@ -104,7 +104,7 @@ class Mortal(Rank):
     told = ""
     try:
       self.work()
-    except (RuntimeError, *RUN_TIME_ERRORS) as error:
+    except ep.EpError as error:
       told = f"{time.monotonic()} {error}"
     self.note(f"told_{self.round}_{self.index}", told)
     self.wait_until(lambda: gc.collect() or descriptors() == before)
@@ -221,7 +221,7 @@ class Mortal(Rank):
           try:
             self.run(work, OPS[:3])
             assert self.is_victim()  # it may find all that the others sent
-          except RUN_TIME_ERRORS as error:
+          except ep.EpError as error:
             seconds = time.monotonic() - start
             self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
         self.round += 1

@@ -13,7 +13,6 @@ from cases import (
   Case,
   dispatch,
   not_with_xla,
-  RUN_TIME_ERRORS,
   sizes,
   there_and_back,
 )
@@ -52,7 +51,7 @@ def expect_words(error, *words):
 
 def expect_disagreement(group, fn, *words):
   """Runs `fn`, which fails on every rank before any time is up."""
-  with pytest.raises(RUN_TIME_ERRORS) as error:
+  with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, "the ranks disagree on ", *words)
   # The group goes on.
@@ -122,7 +121,7 @@ def late_group():
 
 
 def expect_late(fn, *words):
-  with pytest.raises(RUN_TIME_ERRORS) as error:
+  with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, f"waited timeout_s = {LATE_S:g} s for ", *words)
   # That one leaves must not be what another is told.
@@ -186,6 +185,52 @@ def test_other_programs():
     "jit_evaluate",
   )
   ep.ep_finalize(group)
+
+
+def test_another_number_of_compilations():
+  """One process alone compiles a program anew, to look at what it costs."""
+  group = late_group()
+  case = Case(ep.EpLayerConfig(group, name="moe_3"))
+  step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
+  topk_idx = case.put(case.topk_idx)
+  if ODD:
+    options = {"xla_backend_optimization_level": 0}
+    step.lower(topk_idx).compile(compiler_options=options)
+  expect_late(
+    lambda: step(topk_idx), "another copy", "compile it alike", "moe_3"
+  )
+  ep.ep_finalize(group)
+
+
+@pytest.mark.parametrize(
+  "odd, others",
+  [
+    ("--xla_a=1 --xla_b=2", "--xla_a=1"),
+    ("--xla_a=2 --xla_a=1", "--xla_a=2"),
+    ("", "--xla_a=1"),
+  ],
+)
+def test_other_flags_of_xla(monkeypatch, odd, others):
+  count = f"--xla_force_host_platform_device_count={1 + ODD}"
+  monkeypatch.setenv("XLA_FLAGS", f"{count} {either(odd, others)}")
+  with pytest.raises(ValueError) as error:
+    bootstrap(make_mesh({"ep": RANKS}))
+  expect_words(error, "XLA_FLAGS = ", "--xla_a=1", "same options")
+  assert "device_count" not in str(error.value)
+
+
+def test_other_options_of_jax(monkeypatch):
+  with jax.default_matmul_precision("highest"):  # of the program, and told so
+    monkeypatch.setenv("XLA_FLAGS", either("--xla_dump_to=/x", ""))
+    ep.ep_finalize(bootstrap(make_mesh({"ep": RANKS})))
+  level = jax.config.jax_optimization_level
+  jax.config.update("jax_optimization_level", either("O1", level))
+  try:
+    with pytest.raises(ValueError) as error:
+      bootstrap(make_mesh({"ep": RANKS}))
+  finally:
+    jax.config.update("jax_optimization_level", level)
+  expect_words(error, "jax_optimization_level = ", "O1", "same options")
 
 
 @pytest.mark.parametrize(

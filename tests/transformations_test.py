@@ -445,6 +445,20 @@ def test_exported():
     check_call(case, twice)
 
 
+@not_with_xla("its programs need no group to run")
+def test_exported_for_a_group_of_other_sizes():
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, **EXPORTED) as group:
+    case = exported_case(group)
+    exported = export_program(case)
+  args = [case.put(x) for x in (case.topk_idx, *inputs(case))]
+  other = dict(EXPORTED, num_experts=2 * group.num_experts)
+  with bootstrap(mesh, **other), pytest.raises(ep.EpError) as error:
+    jax.jit(exported.call)(*args)
+  for word in ['group "exported"', "num_experts = 8", "num_experts = 16"]:
+    assert word in str(error.value)
+
+
 def test_exported_in_a_file(tmp_path):
   """And read by another program: this file, in one process with 4 devices."""
   pytest.importorskip("flatbuffers", reason="the format of jax.export's files")

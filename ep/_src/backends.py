@@ -3,6 +3,8 @@
 Each is a module with
 
   FUSES_WEIGHTS: whether its combine scales rows by weights.
+  ANY_PLACES: whether its ops run on any mesh of the group's axes; otherwise a
+    device must be where the group's mesh has it.
   ONE_CAPACITY: whether all layers of a group have the same capacity.
   check_mesh(mesh, axis_name): raises `CannotServe` if it cannot serve the mesh.
   connect(group): connects the ranks of the group, which it knows by name from

@@ -54,7 +54,7 @@ def ep_combine(
 
   Raises:
     ValueError, TypeError: shape or dtype does not fit the handle or the group.
-    jax.errors.JaxRuntimeError: when the program runs, on every rank: a peer is
+    ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
   check_handle("ep_combine", handle)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import distributed as _distributed
+from jax._src import mesh as _mesh
 from jax._src.lib.mlir.dialects import func as _func
 from jax.experimental import io_callback as io_callback
 from jax.extend.core import Primitive as Primitive
@@ -29,6 +30,22 @@ def manual_axes() -> frozenset[str]:
 def context_mesh():
   """The mesh of `jax.set_mesh` or of an enclosing `shard_map`, or None."""
   mesh = jax.sharding.get_abstract_mesh()
+  return None if mesh.empty else mesh
+
+
+def compiler_options() -> dict[str, str]:
+  """Returns the options of JAX that change what XLA makes of a program."""
+  words = "optimization", "fitting", "effort", "remat_pass", "shardy"
+  return {
+    name: str(value)
+    for name, value in jax.config.values.items()
+    if any(word in name for word in words)
+  }
+
+
+def concrete_context_mesh():
+  """The mesh of devices of `jax.set_mesh`, or None."""
+  mesh = _mesh.get_concrete_mesh()
   return None if mesh.empty else mesh
 
 

@@ -60,7 +60,7 @@ def ep_dispatch(
 
   Raises:
     ValueError, TypeError: shape or dtype does not fit the handle or the group.
-    jax.errors.JaxRuntimeError: when the program runs, on every rank: a peer is
+    ep.EpError: when the program runs, on every rank: a peer is
       gone, late, or runs another program.
   """
   check_handle("ep_dispatch", handle)

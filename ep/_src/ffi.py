@@ -113,6 +113,7 @@ def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
 
 def create_host_group(
   name: str,
+  config: str,
   secret: str,
   num_experts: int,
   ep_size: int,
@@ -134,6 +135,7 @@ def create_host_group(
     "host",
     "ep_host_group_create",
     name.encode(),
+    config.encode(),
     secret.encode(),
     ctypes.c_int64(num_experts),
     ctypes.c_int32(ep_size),
@@ -169,6 +171,7 @@ def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
 
 def create_nccl_group(
   name: str,
+  config: str,
   rank: int,
   device: int,
   num_experts: int,
@@ -193,6 +196,7 @@ def create_nccl_group(
     "nccl",
     "ep_nccl_group_create",
     name.encode(),
+    config.encode(),
     ctypes.c_int32(rank),
     ctypes.c_int32(device),
     *map(ctypes.c_int64, sizes),

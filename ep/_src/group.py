@@ -125,6 +125,21 @@ class EpGroup:
     """R: ranks that hold distinct tokens."""
     return math.prod(self.mesh.shape[a] for a in self.token_axes)
 
+  @property
+  def config(self) -> str:
+    """What programs of the group rely on, for messages.
+
+    A program that was exported names its group, and is refused by a live group
+    of that name for which this differs.
+    """
+    mesh = ", ".join(f"{a} = {n}" for a, n in self.mesh.shape.items())
+    return (
+      f"mesh ({mesh}), axis_name = {self.axis_name}, data_axes ="
+      f" {self.data_axes}, num_experts = {self.num_experts},"
+      f" max_tokens_per_rank = {self.max_tokens_per_rank}, hidden_dim ="
+      f" {self.hidden_dim}, max_token_dtype = {self.max_token_dtype}"
+    )
+
   def check_alive(self, op: str) -> None:
     """Raises `RuntimeError` after `ep_finalize`."""
     if self._lifetime is None or not self._lifetime.alive:

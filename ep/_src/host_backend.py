@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # See backends.py.
 FUSES_WEIGHTS = True
+ANY_PLACES = False
 ONE_CAPACITY = False
 close = functools.partial(ffi.close_group, "host")
 check = functools.partial(ffi.check_group, "host")
@@ -55,6 +56,7 @@ def connect(group: EpGroup) -> None:
   members = list(answers)
   ffi.create_host_group(
     name=group.name,
+    config=group.config,
     secret=secret.hexdigest(),
     num_experts=group.num_experts,
     ep_size=group.ep_size,

@@ -60,7 +60,7 @@ def moe_layer(
 
   Raises:
     ValueError, TypeError: a shape or dtype does not fit.
-    jax.errors.JaxRuntimeError: when the program runs; see `ep_prepare`.
+    ep.EpError: when the program runs; see `ep_prepare`.
   """
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'

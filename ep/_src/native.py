@@ -5,17 +5,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 import numpy as np
 
 from ep._src import checked, compat, ffi
 
 if TYPE_CHECKING:
-  from ep._src.group import EpLayerConfig
+  from ep._src.group import EpGroup, EpLayerConfig
   from ep._src.primitive import OpParams
 
 
 # `Tail` of ep_ffi/core/backend.h.
 _TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
+
+
+# The aval of what `_place` returns.
+_PLACE = jax.core.ShapedArray((2,), jnp.int32)
+
+
+def _place(group: EpGroup) -> jax.Array:
+  """Returns where this rank is in the mesh of the program, for `PrepareArgs`.
+
+  The native group knows a rank by its device, so it can tell a program whose
+  mesh has the devices in another order.
+  """
+
+  def index(axes):
+    sizes = [(a, group.mesh.shape[a]) for a in axes]
+    at = jnp.int32(0)
+    for axis, size in sizes:
+      if size > 1:
+        at = at * size + lax.axis_index(axis)
+    return at
+
+  others = [a for a in group.mesh.axis_names if a != group.axis_name]
+  return jnp.stack([index([*others, group.axis_name]), index(group.data_axes)])
 
 
 def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
@@ -35,11 +60,16 @@ def lower(
 ):
   """A call of the FFI target `op` of ep_ffi/handlers."""
   layer = params.layer
+  if op == "ep_prepare":
+    place = compat.lower_local(lambda *_: [_place(layer.group)])
+    operands += tuple(place(ctx, *operands))
+    ctx = ctx.replace(avals_in=[*ctx.avals_in, _PLACE])
   with compat.named_instruction(f"{op}[{layer.name}]"):
     return jax.ffi.ffi_lowering(op)(
       ctx,
       *operands,
       group=layer.group.name,
+      group_config=layer.group.config,
       program=layer.group.programs.name(ctx),
       layer=layer.name,
       position=np.int64(compat.next_position(ctx)),

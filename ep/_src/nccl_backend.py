@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # See backends.py.
 FUSES_WEIGHTS = False
+ANY_PLACES = False
 ONE_CAPACITY = True
 close = functools.partial(ffi.close_group, "nccl")
 check = functools.partial(ffi.check_group, "nccl")
@@ -91,6 +92,7 @@ def connect(group: EpGroup) -> None:
   nccl, nccl_ep = nccl_files.prepare(version)
   ffi.create_nccl_group(
     name=group.name,
+    config=group.config,
     rank=rank,
     device=device.local_hardware_id,
     num_experts=group.num_experts,

@@ -45,7 +45,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
 
   Raises:
     ValueError, TypeError: shape or dtype does not fit the layer or the group.
-    jax.errors.JaxRuntimeError: when the program runs, on every rank: an id out
+    ep.EpError: when the program runs, on every rank: an id out
       of range or repeated in a token, more rows than the capacity with
       `overflow="error"`, or a peer that is gone, late, or runs another program.
   """

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ep._src import compat, presence
-from ep._src.versions import versions
+from ep._src.versions import compiler_settings, versions
 
 if TYPE_CHECKING:
   from ep._src.group import EpGroup
@@ -110,7 +110,8 @@ def exchange(
     says = introduce()
     if len(members) == 1:
       return {me: says}
-    mine = dict(config=_config(group) | versions(group.backend), says=says)
+    config = _config(group) | versions(group.backend) | compiler_settings()
+    mine = dict(config=config, says=says)
   except Exception as e:
     if len(members) > 1:
       _tell(client, members, dict(error=str(e)))
@@ -122,11 +123,15 @@ def exchange(
 
 
 def _config(group: EpGroup) -> dict[str, str]:
-  return {
+  config = {
     f.name: str(getattr(group, f.name))
     for f in dataclasses.fields(group)
     if f.compare and not f.name.startswith("_")
   }
+  if has_devices(group.mesh):
+    ids = [device.id for device in group.mesh.devices.flat]
+    config["mesh"] += f" of the devices {ids}"
+  return config
 
 
 def _tell(client, members: list[int], what: dict[str, Any]) -> str:
@@ -179,8 +184,8 @@ def _hear(
     other = theirs["config"].get(field)
     if other != value:
       raise ValueError(
-        f"ep_bootstrap: {field} = {value} on process {jax.process_index()}, but"
-        f" {other} on process {process}; all processes must pass the same"
-        " arguments and run the same versions."
+        f"ep_bootstrap: {field} = {value} on process {jax.process_index()},"
+        f" but {other} on process {process}; all processes must pass the same"
+        " arguments, run the same versions, and compile with the same options."
       )
   return theirs

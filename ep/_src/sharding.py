@@ -16,9 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ep._src import compat
+from ep._src.backends import BACKENDS
 from ep._src.group import EpGroup
+from ep._src.rendezvous import Mesh
 
 TOKENS = "tokens"
 RANK = "rank"
@@ -31,21 +34,9 @@ def is_local_view(group: EpGroup, op: str) -> bool:
   mesh = compat.context_mesh()
   if mesh is None:
     return False
+  _check_mesh(group, op, mesh)
   if group.axis_name not in compat.manual_axes():
-    if dict(mesh.shape) != dict(group.mesh.shape):
-      raise ValueError(
-        f"{op}: the mesh in context is {dict(mesh.shape)}, but the group"
-        f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)};'
-        " use the same mesh."
-      )
     return False
-  size = mesh.shape[group.axis_name]
-  if size != group.ep_size:
-    raise ValueError(
-      f"{op}: mesh axis {group.axis_name!r} has size {size} here, but the group"
-      f' "{group.name}" was bootstrapped with {group.ep_size}; use the same'
-      " mesh."
-    )
   automatic = [
     a
     for a in mesh.axis_names
@@ -58,6 +49,39 @@ def is_local_view(group: EpGroup, op: str) -> bool:
       " call the op outside of it."
     )
   return True
+
+
+def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
+  """Raises unless the program's mesh puts each device where the group does.
+
+  As far as tracing can tell: inside `shard_map` a mesh has no devices. There
+  ep_prepare compares the places when it runs, if it matters to the backend.
+  """
+  cure = "run the program on the mesh that was given to ep_bootstrap."
+  if dict(mesh.shape) != dict(group.mesh.shape):
+    raise ValueError(
+      f"{op}: the mesh in context is {dict(mesh.shape)}, but the group"
+      f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)}; {cure}'
+    )
+  devices = compat.concrete_context_mesh()
+  if devices is None or BACKENDS[group.backend].ANY_PLACES:
+    return
+  here, there = _places(devices), _places(group.mesh)
+  for device, place in here.items():
+    if there.get(device) != place:
+      raise ValueError(
+        f"{op}: the mesh in context has {device} at {dict(place)}, but the"
+        f' group "{group.name}" was bootstrapped on a mesh that has it at'
+        f" {dict(there.get(device, ()))}; {cure}"
+      )
+
+
+def _places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset]:
+  """Returns the index of each device along each axis of the mesh."""
+  return {
+    device: frozenset(zip(mesh.axis_names, index, strict=True))
+    for index, device in np.ndenumerate(mesh.devices)
+  }
 
 
 def local_lead(

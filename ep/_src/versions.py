@@ -1,16 +1,21 @@
-"""The versions that all processes of a group must have in common."""
+"""What all processes of a group must have in common besides its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 import functools
 import hashlib
+import os
 import pathlib
+import shlex
 
 import jax
 import jaxlib
 
-from ep._src import ffi
+from ep._src import compat, ffi
+
+# Flags of XLA that do not change what a program is compiled to.
+_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
 
 @functools.cache
@@ -26,6 +31,25 @@ def versions(backend: str) -> dict[str, str]:
     library = ffi.find_library(backend)
     found[f"the digest of {library.name}"] = _digest([library])
   return found
+
+
+def compiler_settings() -> dict[str, str]:
+  """Returns what XLA is told for every program, by name.
+
+  XLA may make several copies of an op (a jitted function that is called twice),
+  and ops of ranks meet by the order of the copies, which the compiler decides.
+  """
+  return {"XLA_FLAGS": _xla_flags(), **compat.compiler_options()}
+
+
+def _xla_flags() -> str:
+  text = os.environ.get("XLA_FLAGS", "")
+  if text and not text.startswith("-"):  # the name of a file of flags
+    text = pathlib.Path(text).read_text()
+  flags = shlex.split(text)
+  last = {flag.partition("=")[0]: flag for flag in flags}
+  names = [n for n in sorted(last) if not n.startswith(_HARMLESS_FLAGS)]
+  return " ".join(last[name] for name in names) or "(none)"
 
 
 def _digest(files: Iterable[pathlib.Path]) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # See backends.py.
 FUSES_WEIGHTS = True
+ANY_PLACES = True
 ONE_CAPACITY = False
 
 

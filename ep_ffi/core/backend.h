@@ -114,6 +114,9 @@ struct Mem {
 
 struct PrepareArgs {
   const void* topk_idx;  // [T, K], int32 or int64
+  // [2], where the program's mesh has this rank: domain * P + rank, and its
+  // index along the data axes alone. Null: not known.
+  const int32_t* place;
   bool index_is_int64;
   int64_t num_tokens;
   int64_t top_k;

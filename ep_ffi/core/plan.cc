@@ -18,6 +18,7 @@ struct PlanHeader {
   uint64_t fingerprint;  // of the choices of all ranks
   int64_t rank;
   int64_t num_slots;
+  uint64_t checksum;  // of the above and of the routes that movers read
 };
 
 constexpr int64_t kHeaderBytes = 64;
@@ -30,6 +31,34 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
                d.alignment, d.drop});
+}
+
+// Detects any change of one word, since odd factors have an inverse modulo
+// 2^64, and nearly any other that is not made on purpose.
+uint64_t SumOf(const Route* routes, int64_t count) {
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t word;
+    std::memcpy(&word, routes + i, sizeof(word));
+    sum += word * static_cast<uint64_t>(2 * i + 1);
+  }
+  return sum;
+}
+
+const Route* SendRoutes(const std::byte* mem) {
+  return reinterpret_cast<const Route*>(mem + kHeaderBytes);
+}
+
+const Route* RecvRoutes(const PlanDims& dims, const std::byte* mem) {
+  return SendRoutes(mem) + dims.num_choices();
+}
+
+uint64_t Checksum(const PlanDims& dims, const PlanHeader& header,
+                  const std::byte* mem) {
+  const auto word = [](uint64_t x) { return static_cast<int64_t>(x); };
+  return Hash({word(header.fingerprint), header.rank, header.num_slots,
+               word(SumOf(SendRoutes(mem), dims.num_choices())),
+               word(SumOf(RecvRoutes(dims, mem), header.num_slots))});
 }
 
 // Choices of one rank for one expert; `starts` comes from a peer.
@@ -150,12 +179,12 @@ Status SortChoices(const PlanDims& dims, const Index* topk_idx,
 template Status SortChoices(const PlanDims&, const int32_t*, SortedChoices*);
 template Status SortChoices(const PlanDims&, const int64_t*, SortedChoices*);
 
-Status BuildPlan(const PlanDims& dims, int64_t rank,
+Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
                  const std::vector<ChoicesView>& choices,
                  const PlanOutputs& out) {
   const int64_t num_local = dims.num_local_experts();
   const int64_t capacity = dims.capacity;
-  PlanHeader header = {kMagic, HashDims(dims), kHashSeed, rank, 0};
+  PlanHeader header = {kMagic, HashDims(dims), Hash({domain}), rank, 0, 0};
   for (int64_t r = 0; r < dims.ep_size; ++r) {
     EP_RETURN_IF_ERROR(ReadChoices(dims, r, choices[r], &header.fingerprint));
   }
@@ -207,7 +236,16 @@ Status BuildPlan(const PlanDims& dims, int64_t rank,
   std::memcpy(out.mem, &header, sizeof(header));
   std::byte* end = reinterpret_cast<std::byte*>(recv + capacity);
   std::memset(end, 0, out.mem + PlanBytes(dims) - end);
+  SealPlan(dims, out.mem);
   return Status();
+}
+
+void SealPlan(const PlanDims& dims, std::byte* mem) {
+  PlanHeader header;
+  std::memcpy(&header, mem, sizeof(header));
+  if (header.num_slots < 0 || header.num_slots > dims.capacity) return;
+  header.checksum = Checksum(dims, header, mem);
+  std::memcpy(mem, &header, sizeof(header));
 }
 
 Status Plan::Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
@@ -226,15 +264,16 @@ Status Plan::Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
   std::memcpy(&header, mem, sizeof(header));
   if (header.magic != kMagic || header.dims_hash != HashDims(dims) ||
       header.rank != rank || header.num_slots < 0 ||
-      header.num_slots > dims.capacity) {
+      header.num_slots > dims.capacity ||
+      header.checksum != Checksum(dims, header, mem)) {
     return Status(Code::kInvalidArgument,
                   "handle.mem is not the routing state that ep_prepare "
                   "returned on this rank for this layer; pass that handle "
                   "unchanged");
   }
   out->rank_ = rank;
-  out->send_ = reinterpret_cast<const Route*>(mem + kHeaderBytes);
-  out->recv_ = out->send_ + dims.num_choices();
+  out->send_ = SendRoutes(mem);
+  out->recv_ = RecvRoutes(dims, mem);
   out->num_slots_ = header.num_slots;
   out->fingerprint_ = header.fingerprint;
   return Status();

@@ -82,15 +82,22 @@ struct PlanOutputs {
 
 // Writes the plan of `rank` from the choices of every rank. Fails when any
 // rank of the domain overflows and the policy is not to drop: every rank
-// sees all counts, so every rank fails with the same message.
-Status BuildPlan(const PlanDims& dims, int64_t rank,
+// sees all counts, so every rank fails with the same message. `domain` numbers
+// the EP domains with tokens of their own; plans of two of them differ, even
+// if the choices are equal.
+Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
                  const std::vector<ChoicesView>& choices,
                  const PlanOutputs& out);
+
+// Writes the checksum of a plan: for `BuildPlan`, and for tests that alter
+// routes.
+void SealPlan(const PlanDims& dims, std::byte* mem);
 
 // A checked view of a plan's bytes.
 class Plan {
  public:
-  // Fails unless `mem` is a plan made by `rank` for exactly these sizes.
+  // Fails unless `mem` is a plan made by `rank` for exactly these sizes, and
+  // what movers read of it is unchanged.
   static Status Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                      int64_t bytes, Plan* out);
 

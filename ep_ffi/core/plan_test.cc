@@ -65,13 +65,13 @@ struct Prepared {
 };
 
 Prepared Build(const PlanDims& dims, int64_t rank,
-               const std::vector<SortedChoices>& sorted) {
+               const std::vector<SortedChoices>& sorted, int64_t domain = 0) {
   std::vector<ChoicesView> views;
   for (const SortedChoices& s : sorted) {
     views.push_back({s.starts.data(), s.order.data()});
   }
   Prepared out(dims);
-  out.status = BuildPlan(dims, rank, views,
+  out.status = BuildPlan(dims, domain, rank, views,
                          {out.mem.data(), out.group_sizes.data(),
                           out.token_counts.data(), &out.total_recv_tokens});
   return out;
@@ -263,6 +263,37 @@ TEST(PlanTest, RejectsBytesThatAreNotAligned) {
             Plan::Open(kSmall, 0, moved.data() + 1, mem.size(), &plan).code());
 }
 
+// What no mover reads may be anything: routes past the used slots, padding.
+TEST(PlanTest, RejectsEveryChangeOfWhatMoversRead) {
+  const Prepared prepared = Build(kSmall, 0, kSmallChoices);
+  Plan plan;
+  ASSERT_TRUE(
+      Plan::Open(kSmall, 0, prepared.mem.data(), prepared.mem.size(), &plan)
+          .ok());
+  const auto* bytes = prepared.mem.data();
+  const auto* end =
+      reinterpret_cast<const std::byte*>(plan.recv() + plan.num_slots());
+  const auto* routes = reinterpret_cast<const std::byte*>(plan.send());
+  const int64_t header = 48;
+  for (const std::byte* byte = bytes; byte != end; ++byte) {
+    if (byte >= bytes + header && byte < routes) continue;  // padding
+    for (int bit = 0; bit < 8; ++bit) {
+      std::vector<std::byte> mem = prepared.mem;
+      mem[byte - bytes] ^= std::byte(1 << bit);
+      EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code())
+          << "byte " << byte - bytes;
+    }
+  }
+}
+
+TEST(PlanTest, RejectsRoutesThatChangedPlaces) {
+  std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
+  std::byte* routes = mem.data() + 64;
+  ASSERT_NE(0, std::memcmp(routes, routes + sizeof(Route), sizeof(Route)));
+  std::swap_ranges(routes, routes + sizeof(Route), routes + sizeof(Route));
+  EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code());
+}
+
 TEST(PlanTest, EveryByteIsDetermined) {
   EXPECT_EQ(Build(kSmall, 0, kSmallChoices).mem,
             Build(kSmall, 0, kSmallChoices).mem);
@@ -277,6 +308,19 @@ TEST(PlanTest, TheFingerprintTellsRoutingsApart) {
     ASSERT_TRUE(Plan::Open(kSmall, 0, prepared.mem.data(), prepared.mem.size(),
                            &plan[i])
                     .ok());
+  }
+  EXPECT_NE(plan[0].fingerprint(), plan[1].fingerprint());
+}
+
+TEST(PlanTest, TheFingerprintTellsDomainsApart) {
+  const std::vector<SortedChoices> sorted = SortAll(kSmall, kSmallChoices);
+  Plan plan[2];
+  std::vector<Prepared> prepared;
+  for (int64_t domain : {0, 1}) {
+    prepared.push_back(Build(kSmall, 0, sorted, domain));
+    const std::vector<std::byte>& mem = prepared[domain].mem;
+    ASSERT_TRUE(
+        Plan::Open(kSmall, 0, mem.data(), mem.size(), &plan[domain]).ok());
   }
   EXPECT_NE(plan[0].fingerprint(), plan[1].fingerprint());
 }

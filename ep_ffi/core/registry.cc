@@ -17,9 +17,10 @@ std::shared_ptr<Group> Registry::Find(const std::string& name) {
   return it == entries_.end() ? nullptr : it->second.group;
 }
 
-Status Registry::Add(const std::string& name, std::shared_ptr<Group> group) {
+Status Registry::Add(const std::string& name, const std::string& config,
+                     std::shared_ptr<Group> group) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (entries_.try_emplace(name, Entry{std::move(group), {}}).second) {
+  if (entries_.try_emplace(name, Entry{std::move(group), config, {}}).second) {
     return Status();
   }
   return Status(Code::kFailedPrecondition,
@@ -44,9 +45,10 @@ void Registry::FailRun(int64_t run_id, const Status& status) {
 Binding Registry::Bind(const std::string& name, const std::string& program,
                        int64_t position) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto entry = entries_.find(name);
-  if (entry == entries_.end()) return {nullptr, 0};
-  return {entry->second.group, entry->second.clones[{program, position}]++};
+  auto found = entries_.find(name);
+  if (found == entries_.end()) return {nullptr, 0, ""};
+  Entry& entry = found->second;
+  return {entry.group, entry.clones[{program, position}]++, entry.config};
 }
 
 }  // namespace ep

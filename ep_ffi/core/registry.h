@@ -23,7 +23,8 @@ namespace ep {
 // One use of a group by one op of one executable.
 struct Binding {
   std::shared_ptr<Group> group;
-  int64_t clone;  // see Site::clone
+  int64_t clone;       // see Site::clone
+  std::string config;  // see Registry::Add
 };
 
 class Registry {
@@ -32,8 +33,11 @@ class Registry {
 
   // Null if there is none of this name.
   std::shared_ptr<Group> Find(const std::string& name);
-  // Fails if a live group has this name.
-  Status Add(const std::string& name, std::shared_ptr<Group> group);
+  // Fails if a live group has this name. `config` says what the programs of the
+  // group rely on, its sizes above all. A program that was exported may come to
+  // a group of the same name that has others.
+  Status Add(const std::string& name, const std::string& config,
+             std::shared_ptr<Group> group);
   // Removes and returns the group, null if there is none. Executables that
   // are bound to it keep it alive.
   std::shared_ptr<Group> Remove(const std::string& name);
@@ -53,6 +57,7 @@ class Registry {
  private:
   struct Entry {
     std::shared_ptr<Group> group;
+    std::string config;
     std::map<std::pair<std::string, int64_t>, int64_t> clones;
   };
 

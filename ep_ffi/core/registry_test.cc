@@ -26,18 +26,18 @@ TEST(RegistryTest, ANameIsTakenWhileItsGroupLives) {
   Registry registry;
   auto first = std::make_shared<NoGroup>();
   EXPECT_EQ(nullptr, registry.Find("ep"));
-  EXPECT_TRUE(registry.Add("ep", first).ok());
+  EXPECT_TRUE(registry.Add("ep", "", first).ok());
   EXPECT_NE(nullptr, registry.Find("ep"));
-  EXPECT_FALSE(registry.Add("ep", std::make_shared<NoGroup>()).ok());
+  EXPECT_FALSE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
   EXPECT_EQ(first, registry.Remove("ep"));
   EXPECT_EQ(nullptr, registry.Find("ep"));
   EXPECT_EQ(nullptr, registry.Remove("ep"));
-  EXPECT_TRUE(registry.Add("ep", std::make_shared<NoGroup>()).ok());
+  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
 }
 
 TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
   Registry registry;
-  EXPECT_TRUE(registry.Add("ep", std::make_shared<NoGroup>()).ok());
+  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
   const Binding binding = registry.Bind("ep", "step#0", 0);
   const std::weak_ptr<Group> group = registry.Remove("ep");
   EXPECT_FALSE(group.expired());
@@ -46,8 +46,8 @@ TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
 
 TEST(RegistryTest, CopiesOfAnOpAreCountedByProgramAndPosition) {
   Registry registry;
-  EXPECT_TRUE(registry.Add("ep", std::make_shared<NoGroup>()).ok());
-  EXPECT_TRUE(registry.Add("other", std::make_shared<NoGroup>()).ok());
+  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
+  EXPECT_TRUE(registry.Add("other", "", std::make_shared<NoGroup>()).ok());
   EXPECT_EQ(0, registry.Bind("ep", "step#0", 3).clone);
   EXPECT_EQ(1, registry.Bind("ep", "step#0", 3).clone);
   EXPECT_EQ(0, registry.Bind("ep", "step#0", 4).clone);

@@ -17,9 +17,10 @@
 namespace ep {
 
 inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
-    std::string_view group, std::string_view program, std::string_view layer,
-    int64_t position, int64_t top_k, int64_t alignment, int64_t capacity,
-    bool drop, int64_t tail, int64_t config, bool checked) {
+    std::string_view group, std::string_view group_config,
+    std::string_view program, std::string_view layer, int64_t position,
+    int64_t top_k, int64_t alignment, int64_t capacity, bool drop, int64_t tail,
+    int64_t config, bool checked) {
   Binding binding =
       Registry::Get().Bind(std::string(group), std::string(program), position);
   if (!binding.group) {
@@ -29,6 +30,15 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
                "\", which is not live in this process; call ep_bootstrap "
                "before the program is compiled, and ep_finalize after it "
                "has run for the last time"))));
+  }
+  if (binding.config != group_config) {
+    return ffi::Unexpected(ToError(Status(
+        Code::kFailedPrecondition,
+        StrCat("layer \"", layer, "\" was compiled for a group \"", group,
+               "\" of ", group_config, ", but the live group of this name is ",
+               "of ", binding.config,
+               "; bootstrap the group as it was for that program, or compile "
+               "the program for this one"))));
   }
   const auto name = static_cast<int64_t>(Hash(std::string(program)));
   auto state = std::make_unique<OpState>(OpState{
@@ -44,6 +54,7 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
 inline auto BindInstantiate() {
   return ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>()
       .Attr<std::string_view>("group")
+      .Attr<std::string_view>("group_config")
       .Attr<std::string_view>("program")
       .Attr<std::string_view>("layer")
       .Attr<int64_t>("position")

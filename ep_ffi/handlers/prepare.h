@@ -1,5 +1,5 @@
-// ep_prepare: (topk_idx [T, K]) -> mem [M], group_sizes [L], token_counts [L],
-// total_recv_tokens [1]
+// ep_prepare: (topk_idx [T, K], place [2]) -> mem [M], group_sizes [L],
+// token_counts [L], total_recv_tokens [1]
 
 #ifndef EP_FFI_HANDLERS_PREPARE_H_
 #define EP_FFI_HANDLERS_PREPARE_H_
@@ -13,6 +13,7 @@ namespace ep {
 
 inline Status DecodePrepare(const Group& group, const Layer& layer,
                             const ffi::AnyBuffer& topk_idx,
+                            const ffi::AnyBuffer& place,
                             const ffi::AnyBuffer& mem,
                             const ffi::AnyBuffer& group_sizes,
                             const ffi::AnyBuffer& token_counts,
@@ -26,6 +27,8 @@ inline Status DecodePrepare(const Group& group, const Layer& layer,
   out->index_is_int64 = is_int64;
   out->num_tokens = Dim(topk_idx, 0);
   out->top_k = layer.top_k;
+  EP_RETURN_IF_ERROR(
+      DecodeArray("place", place, ffi::DataType::S32, 2, &out->place));
   EP_RETURN_IF_ERROR(group.MemBytes(layer, out->num_tokens, &out->mem_bytes));
   EP_RETURN_IF_ERROR(
       DecodeArray("mem", mem, ffi::DataType::U8, out->mem_bytes, &out->mem));
@@ -40,15 +43,15 @@ inline Status DecodePrepare(const Group& group, const Layer& layer,
 }
 
 inline ffi::Future Prepare(OpCall context, ffi::Dictionary,
-                           ffi::AnyBuffer topk_idx,
+                           ffi::AnyBuffer topk_idx, ffi::AnyBuffer place,
                            ffi::Result<ffi::AnyBuffer> mem,
                            ffi::Result<ffi::AnyBuffer> group_sizes,
                            ffi::Result<ffi::AnyBuffer> token_counts,
                            ffi::Result<ffi::AnyBuffer> total) {
   return Submit(Op::kPrepare, context, [&](Group& group, Call call) {
     PrepareArgs args;
-    EP_RETURN_IF_ERROR(DecodePrepare(group, call.site->layer, topk_idx, *mem,
-                                     *group_sizes, *token_counts, *total,
+    EP_RETURN_IF_ERROR(DecodePrepare(group, call.site->layer, topk_idx, place,
+                                     *mem, *group_sizes, *token_counts, *total,
                                      &args));
     group.Prepare(std::move(call), args);
     return Status();
@@ -59,6 +62,7 @@ inline auto BindPrepare() {
   return ffi::Ffi::Bind()
       .Ctx<OpCall>()
       .Attrs()
+      .Arg<ffi::AnyBuffer>()
       .Arg<ffi::AnyBuffer>()
       .Ret<ffi::AnyBuffer>()
       .Ret<ffi::AnyBuffer>()

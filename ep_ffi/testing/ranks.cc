@@ -151,7 +151,7 @@ void Step::PostPrepare(int64_t rank, Call call) {
   if (in.index_is_int64) topk_idx = in.topk_idx.data();
   domain_.groups[rank]->Prepare(
       std::move(call),
-      {topk_idx, in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
+      {topk_idx, nullptr, in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
        out.mem.data(), mem_bytes, out.group_sizes.data(),
        out.token_counts.data(), &out.total_recv_tokens});
 }

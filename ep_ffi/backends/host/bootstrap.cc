@@ -10,16 +10,18 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// Creates the group `name` of `num_ranks` ranks, domain-major: rank i lives in
+// Creates the group `name` of `num_ranks` ranks; for `config` see
+// `Registry::Add`. The ranks are listed domain-major: rank i lives in
 // process `processes[i]` on device `devices[i]`. Collective over
 // processes 0..num_processes-1, which share `secret`; `process_ids` are what
 // users know them by, and `pids` their ids in the system, 0 of one that this
 // process does not see.
 EP_EXPORT int32_t ep_host_group_create(
-    const char* name, const char* secret, int64_t num_experts, int32_t ep_size,
-    int32_t num_ranks, const int32_t* processes, const int32_t* devices,
-    int32_t process, int32_t num_processes, const int32_t* process_ids,
-    const int32_t* pids, double timeout_s, char* error, int64_t error_bytes) {
+    const char* name, const char* config, const char* secret,
+    int64_t num_experts, int32_t ep_size, int32_t num_ranks,
+    const int32_t* processes, const int32_t* devices, int32_t process,
+    int32_t num_processes, const int32_t* process_ids, const int32_t* pids,
+    double timeout_s, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::host::HostGroup::Options options;
     options.name = name;
@@ -40,6 +42,6 @@ EP_EXPORT int32_t ep_host_group_create(
     }
     std::shared_ptr<ep::Group> group;
     EP_RETURN_IF_ERROR(ep::host::HostGroup::Create(std::move(options), &group));
-    return ep::Registry::Get().Add(name, group);
+    return ep::Registry::Get().Add(name, config, group);
   });
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <optional>
 #include <thread>
@@ -333,6 +334,11 @@ void Exchanges::FailRun(int64_t run_id, const Status& status) {
     if (status.code() == Code::kUnavailable) lost_ = status;
     if (failed_runs_.size() > kRememberedRuns) failed_runs_.pop_front();
   }
+  if (topology().num_domains() > 1) {
+    // Ranks of a domain that has done its part may wait for those that fail
+    // in a collective of XLA, which ends the process before it raises this.
+    std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
+  }
   if (options_.on_run_failed) {
     // Not here: it may drop the last reference to another group, or to this.
     workers_.Run([tell = options_.on_run_failed, run_id, status] {
@@ -496,21 +502,31 @@ void Exchanges::OnTick() {
 
 Status Exchanges::Late(const Exchange& exchange) const {
   const int32_t domain = exchange.key.domain;
-  std::string waiting, missing, text;
+  const std::string& text =
+      std::find_if(exchange.parts.begin(), exchange.parts.end(),
+                   [](const Part& part) { return part.posted; })
+          ->text;
+  std::string waiting, missing;
+  bool same_op = false;
   for (int32_t r = 0; r < topology().ep_size; ++r) {
     const bool posted = exchange.parts[r].posted;
-    if (posted && text.empty()) text = exchange.parts[r].text;
     std::string& list = posted ? waiting : missing;
     list += StrCat(list.empty() ? "" : ", ", topology().RankName(domain, r));
     if (posted) continue;
     const std::string& last = last_posts_[domain * topology().ep_size + r].text;
     list += last.empty() ? " that has run no op yet"
                          : StrCat(" whose last op was ", last);
+    same_op |= last == text;
   }
   return Status(
       Code::kDeadlineExceeded,
       StrCat(text, ": ", waiting, " waited timeout_s = ", options_.timeout_s,
              " s for ", missing,
+             same_op ? ", the same op: in another iteration of a loop, or in "
+                       "another copy, if processes have compiled the program "
+                       "unequally often or with other options "
+                       "(jitted.lower(...).compile()); compile it alike on all"
+                     : "",
              "; every rank must run the same program, equally often. If ranks "
              "are only slow, raise timeout_s; if many launches are in flight, "
              "wait for results now and then (jax.block_until_ready)"));

@@ -110,10 +110,27 @@ Status HostGroup::Locate(const Call& call, Place* place) const {
   return Status();
 }
 
+Status HostGroup::CheckPlace(const PrepareArgs& args,
+                             const Place& place) const {
+  const int64_t ep_size = this->ep_size();
+  if (!args.place || args.place[0] == place.domain * ep_size + place.rank) {
+    return Status();
+  }
+  return Status(
+      Code::kFailedPrecondition,
+      StrCat("the mesh of the program has this device as rank ",
+             args.place[0] % ep_size, " of EP domain ", args.place[0] / ep_size,
+             ", but in the mesh of the group it is rank ", place.rank,
+             " of EP domain ", place.domain,
+             "; run the program on the mesh that was given to ep_bootstrap, "
+             "with the same devices and axes in the same order"));
+}
+
 void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.num_tokens);
   Place place;
   Status status = Locate(call, &place);
+  if (status.ok()) status = CheckPlace(args, place);
   if (status.ok()) status = ValidateDims(dims);
   auto mine = std::make_shared<SortedChoices>();
   if (status.ok()) {
@@ -140,8 +157,8 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   for (int32_t r = 0; r < dims.ep_size; ++r) {
     is_local.push_back(exchanges_->topology().is_local(place.domain, r));
   }
-  c.run = [dims, place, args, mine, is_local](const std::vector<Table>& tables,
-                                              int64_t) {
+  c.run = [dims, domain = args.place ? args.place[1] : 0, place, args, mine,
+           is_local](const std::vector<Table>& tables, int64_t) {
     std::vector<ChoicesView> choices;
     std::deque<SortedChoices> copies;
     for (size_t r = 0; r < tables.size(); ++r) {
@@ -152,7 +169,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
       if (!is_local[r]) view = Copy(dims, view, &copies.emplace_back());
       choices.push_back(view);
     }
-    return BuildPlan(dims, place.rank, choices,
+    return BuildPlan(dims, domain, place.rank, choices,
                      {args.mem, args.group_sizes, args.token_counts,
                       args.total_recv_tokens});
   };

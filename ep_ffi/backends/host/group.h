@@ -63,6 +63,8 @@ class HostGroup : public Group {
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
   Status Locate(const Call& call, Place* place) const;
+  // Fails if the program's mesh has the rank elsewhere than the group's.
+  Status CheckPlace(const PrepareArgs& args, const Place& place) const;
   void RunScatter(const Call& call, const ScatterArgs& args);
   void RunGather(const Call& call, const GatherArgs& args);
 

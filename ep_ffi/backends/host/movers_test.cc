@@ -92,7 +92,7 @@ struct Exchange {
       slots.push_back(RandomData(random, type, dims.capacity, dims.capacity));
     }
     std::vector<int32_t> counts(2 * dims.num_local_experts() + 1);
-    EXPECT_TRUE(BuildPlan(dims, 0, views,
+    EXPECT_TRUE(BuildPlan(dims, 0, 0, views,
                           {mem.data(), &counts[0],
                            &counts[dims.num_local_experts()], &counts.back()})
                     .ok());
@@ -192,6 +192,7 @@ TEST(MoversTest, CorruptPlansStayInBounds) {
       mem.bytes()[Uniform(random, 0, e.mem.size() - 1)] ^=
           std::byte(1 << Uniform(random, 0, 7));
     }
+    SealPlan(e.dims, mem.bytes());
     RankData out;
     for (const Status& status : {RunScatter(e, mem.bytes(), tokens, &out),
                                  RunGather(e, mem.bytes(), slots, &out)}) {
@@ -214,6 +215,7 @@ TEST(MoversTest, ACorruptRouteIsNamed) {
     for (size_t at : {header, header + 100 * sizeof(Route)}) {
       std::vector<std::byte> mem = e.mem;
       std::memcpy(&mem[at], &bad, sizeof(bad));
+      SealPlan(e.dims, mem.data());
       RankData out;
       const Status status =
           at == header ? RunGather(e, mem.data(), Sources(e.slots), &out)

@@ -28,15 +28,14 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
 }
 
 // Creates the group `name` on the GPU `device` of this process, which is
-// `rank` of its domain. Collective over the domain, whose ranks share `id`.
-EP_EXPORT int32_t ep_nccl_group_create(const char* name, int32_t rank,
-                                       int32_t device, int64_t num_experts,
-                                       int64_t ep_size, int64_t max_tokens,
-                                       int64_t capacity, int64_t max_row_bytes,
-                                       int64_t max_num_sms, double timeout_s,
-                                       const char* id, int64_t id_bytes,
-                                       const char* nccl, const char* nccl_ep,
-                                       char* error, int64_t error_bytes) {
+// `rank` of its domain; for `config` see `Registry::Add`. Collective over the
+// domain, whose ranks share `id`.
+EP_EXPORT int32_t ep_nccl_group_create(
+    const char* name, const char* config, int32_t rank, int32_t device,
+    int64_t num_experts, int64_t ep_size, int64_t max_tokens, int64_t capacity,
+    int64_t max_row_bytes, int64_t max_num_sms, double timeout_s,
+    const char* id, int64_t id_bytes, const char* nccl, const char* nccl_ep,
+    char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::nccl::NcclGroup::Options options;
     options.name = name;
@@ -50,6 +49,6 @@ EP_EXPORT int32_t ep_nccl_group_create(const char* name, int32_t rank,
     options.nccl_ep_path = nccl_ep;
     std::shared_ptr<ep::Group> group;
     EP_RETURN_IF_ERROR(ep::nccl::NcclGroup::Create(options, &group));
-    return ep::Registry::Get().Add(name, group);
+    return ep::Registry::Get().Add(name, config, group);
   });
 }

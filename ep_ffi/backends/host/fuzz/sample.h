@@ -73,7 +73,7 @@ inline BuiltPlan Build(const PlanDims& dims, int64_t rank,
   for (const SortedChoices& s : sorted) {
     views.push_back({s.starts.data(), s.order.data()});
   }
-  out.status = BuildPlan(dims, rank, views,
+  out.status = BuildPlan(dims, 0, rank, views,
                          {out.mem.data(), out.group_sizes.data(),
                           out.token_counts.data(), &out.total_recv_tokens});
   return out;

@@ -1,0 +1,107 @@
+"""Programs whose mesh is not the group's: exact, or refused on every rank."""
+
+import jax
+from jax.sharding import AxisType, Mesh
+import numpy as np
+import pytest
+
+from cases import (
+  assert_same,
+  bootstrap,
+  Case,
+  expected,
+  failing,
+  not_with_xla,
+  Ops,
+  spec,
+  there_and_back,
+)
+from conftest import make_mesh, to_global
+import ep
+
+AXES = {"dp": 2, "ep": 2}
+
+
+@pytest.fixture
+def group():
+  group = bootstrap(make_mesh(AXES), name="mesh_test")
+  yield group
+  ep.ep_finalize(group)
+
+
+def mesh_of(order, names):
+  """A 2 x 2 mesh of the group's devices, in the order of `order`."""
+  devices = np.array(jax.devices()[:4])[np.array(order)]
+  return Mesh(devices.reshape(2, 2), names, axis_types=(AxisType.Auto,) * 2)
+
+
+def run_on(mesh, case, *arrays):
+  """`there_and_back` in a shard_map over `mesh`, whatever the group's is."""
+
+  def call(topk_idx, *arrays):
+    return there_and_back(Ops(ep.ep_prepare(case.layer, topk_idx)), *arrays)
+
+  sharded = spec(case.layer)
+  program = jax.jit(
+    jax.shard_map(call, mesh=mesh, in_specs=sharded, out_specs=sharded)
+  )
+  return program(
+    *(to_global(x, mesh, sharded) for x in (case.topk_idx, *arrays))
+  )
+
+
+def case_of(group):
+  case = Case(ep.EpLayerConfig(group, name="moe_3"), whole=True)
+  return case, case.tokens(), case.weights()
+
+
+OTHERS = {
+  "devices": mesh_of([0, 2, 1, 3], ("dp", "ep")),
+  "reversed": mesh_of([3, 2, 1, 0], ("dp", "ep")),
+  "domains_mixed": mesh_of([0, 3, 2, 1], ("dp", "ep")),
+  "axes": mesh_of([0, 1, 2, 3], ("ep", "dp")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_places_are_refused(group, name):
+  case, *arrays = case_of(group)
+  if group.backend == "xla":  # which knows a rank by its index alone
+    actual = run_on(OTHERS[name], case, *arrays)
+    return assert_same(actual, expected(case, there_and_back, *arrays))
+  with failing(group) as error:
+    jax.block_until_ready(run_on(OTHERS[name], case, *arrays))
+  for word in ["ep_prepare", "moe_3", "mesh", "ep_bootstrap"]:
+    assert word in str(error.value)
+
+
+def test_the_same_places_by_other_names_of_order_are_served(group):
+  """The axes in another order, and each device where it was."""
+  case, *arrays = case_of(group)
+  mesh = mesh_of([0, 2, 1, 3], ("ep", "dp"))
+  actual = run_on(mesh, case, *arrays)
+  assert_same(actual, expected(case, there_and_back, *arrays))
+
+
+@not_with_xla("any places will do")
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_mesh_in_context_is_compared_when_traced(group, name):
+  case, *arrays = case_of(group)
+  mesh = OTHERS[name]
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match="mesh") as error:
+    jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(
+      to_global(case.topk_idx, mesh, spec(case.layer))
+    )
+  for word in ["ep_prepare", "moe_3", "ep_bootstrap"]:
+    assert word in str(error.value)
+
+
+@pytest.mark.skipif(
+  jax.process_count() == 1, reason="one process has one order of devices"
+)
+def test_processes_with_other_orders_do_not_bootstrap():
+  odd = jax.process_index() == jax.process_count() - 1
+  mesh = mesh_of([0, 1, 3, 2] if odd else [0, 1, 2, 3], ("dp", "ep"))
+  with pytest.raises(ValueError, match="mesh = ") as error:
+    bootstrap(mesh)
+  assert "ep_bootstrap" in str(error.value)
