@@ -18,6 +18,7 @@ from cases import (
   K,
   layer,
   local_view,
+  Ops,
   spec,
   there_and_back,
 )
@@ -63,6 +64,22 @@ def test_results_stay_where_they_arrive(axis_type):
   expected = NamedSharding(config.group.mesh, spec(config))
   for leaf in jax.tree.leaves(case.run(everything, *case.inputs())):
     assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+
+
+def test_an_array_that_jax_moves_is_told(recwarn):
+  """Once at each place, with the sharding it has and the one it should have."""
+  config = layer("dp2_ep2")
+  case = Case(config, whole=True)
+  mesh = config.group.mesh
+  ep.ep_prepare(config, case.put(case.topk_idx))
+  assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
+  moved = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
+  with pytest.warns(UserWarning) as told:
+    handle = ep.ep_prepare(config, moved)
+  (message,) = [str(w.message) for w in told]
+  for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
+    assert word in message
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

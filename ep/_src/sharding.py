@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+import warnings
 
 import jax
 import numpy as np
@@ -134,9 +135,36 @@ def call(
     axes = group.axis_name if kind == EXPERTS else group.token_axes
     return jax.sharding.PartitionSpec(axes)
 
+  for arg, kind in zip(args, kinds, strict=True):
+    _warn_if_moved(group, op, arg, spec(kind))
   return jax.shard_map(
     body,
     mesh=compat.context_mesh() or group.mesh,
     in_specs=tuple(map(spec, kinds)),
     out_specs=spec(out_kind),
   )(*args)
+
+
+def _warn_if_moved(
+  group: EpGroup, op: str, arg: Any, spec: jax.sharding.PartitionSpec
+) -> None:
+  """Warns of arrays that JAX moves between devices before the op.
+
+  Only of arrays that are there: what XLA makes of a tracer on Auto axes is not
+  known yet, and JAX itself refuses one on Explicit axes.
+  """
+  for x in jax.tree.leaves(arg):
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+      continue
+    if not x.committed or len(x.sharding.device_set) < group.mesh.size:
+      continue
+    wanted = jax.sharding.NamedSharding(group.mesh, spec)
+    if not x.sharding.is_equivalent_to(wanted, x.ndim):
+      warnings.warn(
+        f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
+        f" the op needs {wanted}; JAX moves it in every call. Make the array"
+        " with that sharding (jax.device_put, out_shardings of jax.jit), or look"
+        " for such moves in a jitted program with"
+        " ep.assert_no_hidden_collectives.",
+        stacklevel=4,
+      )
