@@ -11,6 +11,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import unittest
 
 _BAZELW = pathlib.Path(__file__).resolve().parents[2] / "bazelw"
@@ -55,6 +56,12 @@ def check_line(test: unittest.TestCase, line: list[str], level: str | None):
   test.assertNotIn("-Werror", line)
 
 
+def one_is_enough(test: unittest.TestCase):
+  """Leaves a test that downloads much to the consumer with Bzlmod."""
+  if not pathlib.Path("MODULE.bazel").exists():
+    test.skipTest("would download a second time what does not differ")
+
+
 class Compilation(unittest.TestCase):
   """The engine is compiled in the same way whatever the consumer's flags."""
 
@@ -76,8 +83,7 @@ class Cuda(unittest.TestCase):
   """With a line in the consumer's .bazelrc, there is a build for CUDA."""
 
   def setUp(self):
-    if not pathlib.Path("MODULE.bazel").exists():
-      self.skipTest("one consumer that downloads CUDA is enough")
+    one_is_enough(self)
 
   def test_the_library_is_compiled_like_the_other(self):
     lines = compilations(_CUDA, "--config=cuda13")
@@ -98,6 +104,41 @@ class Cuda(unittest.TestCase):
         path = bazel("cquery", *flags, "--config=cuda13", query)
         self.assertIn("//:jax_gpu", path)
         self.assertEqual(bazel("cquery", *flags, query), "")
+
+
+class Python(unittest.TestCase):
+  """The machine's Python is the first on PATH, whatever it was before."""
+
+  def setUp(self):
+    one_is_enough(self)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    self.python = pathlib.Path(folder, "python3")
+    self.path = f"{folder}:{os.environ['PATH']}"
+
+  def install(self, version: str):
+    """Puts a Python on PATH that says that it is of this version."""
+    self.python.write_text(
+      "#!/bin/sh\n"
+      f'[ "$1" != -c ] || exec echo "$0 {version}"\n'
+      f'exec {sys.executable} "$@"\n'
+    )
+    self.python.chmod(0o700)
+
+  def assert_found(self, python: str):
+    target = "@ep_python//:python3"
+    answer = bazel("query", "--output=build", target, PATH=self.path)
+    self.assertIn(f'interpreter_path = "{python}"', answer)
+
+  def test_a_new_one_is_noticed(self):
+    self.assert_found(sys.executable)
+    self.install("3.11")
+    self.assert_found(str(self.python))
+    self.path = os.environ["PATH"]
+    self.assert_found(sys.executable)
+
+  def test_the_native_library_is_built_with_any(self):
+    self.install("3.99")
+    bazel("build", "--nobuild", _CPU, PATH=self.path)
 
 
 if __name__ == "__main__":
