@@ -95,6 +95,7 @@ def initialize() -> None:
 
   if jax.distributed.is_initialized():
     return
+  gpus.check_plugin()
   jax.distributed.initialize(
     os.environ["JAX_COORDINATOR_ADDRESS"],
     num_processes=_int_from_env("JAX_NUM_PROCESSES"),
@@ -162,7 +163,7 @@ def launch(
   """
   common = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
   own = [{}] * num_processes
-  if {"cuda", "gpu"} & set(common["JAX_PLATFORMS"].split(",")):
+  if gpus.wanted(common):
     own = gpus.rank_variables(num_processes, ranks_per_gpu)
   else:
     common = _KEEP_MEMORY | common

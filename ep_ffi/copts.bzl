@@ -5,8 +5,19 @@ EP_COPTS = [
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
     # A fused multiply-add rounds once where the contract rounds twice, and
-    # whether a compiler fuses depends on the target.
+    # whether a compiler fuses depends on the target. A module that uses this
+    # one may compile all its own code with -ffast-math.
     "-ffp-contract=off",
+    "-fno-fast-math",
     "-Wall",
     "-Wextra",
-]
+] + select({
+    # Bazel's default mode is for quick compilation, and without optimization
+    # the engine is twenty times slower. -c opt optimizes by itself, and under
+    # -c dbg nothing does.
+    Label("//ep_ffi:fastbuild"): [
+        "-O2",
+        "-DNDEBUG",
+    ],
+    "//conditions:default": [],
+})

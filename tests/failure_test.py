@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ep._src import ffi
 from worlds import Rank, run_world
 
 # What is not told by bootstrap, a rank learns from XLA's collectives or never.
@@ -74,6 +75,38 @@ def test_no_library(tmp_path):
     "runfiles",
     "package",
     "libep_ffi",
+  ]:
+    assert word in note
+
+
+@only_native
+@pytest.mark.parametrize(
+  "old, new",
+  [
+    (ffi.INTERFACE.encode(), b"0123456789ab"),
+    (b"ep_interface\0", b"ep_interfere\0"),  # what has no such function
+  ],
+  ids=["stale", "older"],
+)
+def test_a_library_of_another_version(tmp_path, old, new):
+  """Is not called; the message names both, and says what to do."""
+  native = ffi.find_library("host").read_bytes()
+  assert old in native
+  library = tmp_path / "libep_ffi_cpu.so"
+  library.write_bytes(native.replace(old, new))
+  (note,) = run_world(
+    __file__,
+    tmp_path,
+    "no_library",
+    processes=1,
+    env={"EP_FFI_LIBRARY_PATH": str(library)},
+  ).values()
+  for word in [
+    str(library),
+    "0123456789ab" if new.isalnum() else "none",
+    ffi.INTERFACE,
+    "EP_FFI_LIBRARY_PATH",
+    "//ep_ffi:libep_ffi_cpu.so",
   ]:
     assert word in note
 

@@ -122,6 +122,45 @@ def test_too_few_gpus_are_not_shared_unasked(monkeypatch):
     _launch("")
 
 
+@pytest.mark.parametrize(
+  "provide",
+  [
+    None,
+    "jax_plugins/xla_cuda13/__init__.py",
+    "cuda-1.dist-info/entry_points.txt",
+  ],
+)
+def test_a_missing_plugin_is_named(tmp_path, monkeypatch, provide):
+  """Before JAX looks for it; where it comes from does not matter."""
+  if provide:
+    (tmp_path / provide).parent.mkdir(parents=True)
+    (tmp_path / provide).write_text("[jax_plugins]\ncuda = cuda\n")
+  # Of the packages of this test, none but JAX's own.
+  monkeypatch.setattr(sys, "path", [str(tmp_path)])
+  monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  gpus.check_plugin()
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+  if provide:
+    return gpus.check_plugin()
+  with pytest.raises(RuntimeError, match=r"CUDA plugin .*jax_gpu.*cuda13"):
+    gpus.check_plugin()
+
+
+def test_ranks_without_a_plugin_say_so(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+  code = """
+    import importlib.metadata, sys
+    sys.modules["jax_plugins"] = None
+    importlib.metadata.entry_points = lambda group: ()
+    from ep import launch
+    launch.initialize()
+  """
+  assert _launch(code, log_dir=tmp_path) == 1
+  assert "has no CUDA plugin" in (tmp_path / "rank_0.log").read_text()
+
+
 def test_gpus_are_counted(monkeypatch, tmp_path):
   smi = tmp_path / "nvidia-smi"
   smi.write_text("#!/bin/sh\necho GPU 0: H200\necho GPU 1: H200\n")

@@ -35,19 +35,20 @@ def _pip(rctx, python):
         return [python.path, wheel + "/pip"]
     fail("{} has no pip. Install it (on Debian: apt-get install python3-pip) and run this again.".format(python.path))
 
-def _lock(rctx, python):
-    """The path of the lock for this Python version."""
-    label = Label(rctx.attr.lock.format(
-        python = python.version.replace(".", "_"),
-    ))
-    lock = rctx.path(label)
-    if not lock.exists:
-        fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or add the lock with tools/update_locks.sh.".format(label, python.version))
-    return lock
+def _lock(rctx, version, otherwise = ""):
+    """The path of the lock for a Python version, and the version it is for."""
+    for candidate in [version, otherwise or version]:
+        label = Label(rctx.attr.lock.format(
+            python = candidate.replace(".", "_"),
+        ))
+        lock = rctx.path(label)
+        if lock.exists:
+            return lock, candidate
+    fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, add the lock with tools/update_locks.sh, or, in a module that uses jax_ep, put its own packages in the place of these: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(label, version))
 
 def _pip_packages_impl(rctx):
     python = host_python(rctx)
-    lock = _lock(rctx, python)
+    lock, _ = _lock(rctx, python.version)
     rctx.report_progress("pip installs {}".format(lock.basename))
     _run(rctx, _pip(rctx, python) + [
         "install",
@@ -100,7 +101,11 @@ def _requirement(lock, package):
 def _pip_archive_impl(rctx):
     python = host_python(rctx)
     pip = _pip(rctx, python)
-    lock = rctx.read(_lock(rctx, python))
+    path, version = _lock(rctx, python.version, rctx.attr.python_version)
+    lock = rctx.read(path)
+    wheels = []
+    if rctx.attr.python_version:
+        wheels = ["--only-binary=:all:", "--python-version=" + version]
 
     # pip asks a source archive for its metadata, hence for its build backend.
     # That comes from the lock as well.
@@ -124,7 +129,7 @@ def _pip_archive_impl(rctx):
             "--no-deps",
             "--require-hashes",
             "--requirement=package.txt",
-        ], {"PYTHONPATH": str(rctx.path("backend"))})
+        ] + wheels, {"PYTHONPATH": str(rctx.path("backend"))})
 
         archive = rctx.path("archive").readdir()[0]
         if archive.basename.endswith(".whl"):
@@ -150,6 +155,11 @@ pip_archive = repository_rule(
         "packages": attr.string_dict(
             mandatory = True,
             doc = "The packages, and of each the folder to unpack.",
+        ),
+        "python_version": attr.string(
+            doc = """\
+A version with a lock. What is unpacked is the same in the wheels for all, so
+these are taken where this machine's Python has no lock.""",
         ),
     },
 )

@@ -1,13 +1,29 @@
-"""The machine's own Python: found once, for every use.
+"""The machine's own Python: found in one place, for every use.
 
 Repository rules run pip with it and a toolchain runs tests with it, so the
 wheels that pip picks are for the interpreter that imports them.
 """
 
+def _watch_path(rctx, name):
+    """Has the repository fetched anew where PATH leads to another `name`.
+
+    Args:
+      rctx: the repository context.
+      name: of a program. Not noticed is a shim that now picks another program,
+        such as pyenv's: the file stays the same.
+    """
+    for folder in rctx.getenv("PATH", "").split(":"):
+        if folder.startswith("/"):
+            program = rctx.path(folder).get_child(name)
+            rctx.watch(program)
+            if program.exists:
+                return
+
 def _find_python(rctx):
     """The interpreter's absolute path, shims resolved, and its version."""
     wanted = rctx.getenv("HERMETIC_PYTHON_VERSION", "")
     name = "python" + (wanted or "3")
+    _watch_path(rctx, name)
     cure = (" Put {} on PATH, or name a version that is there: " +
             "--repo_env=HERMETIC_PYTHON_VERSION=3.11.").format(name)
     program = rctx.which(name)

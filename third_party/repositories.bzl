@@ -35,12 +35,14 @@ def ep_repositories():
     )
 
     # Not a part of @ep_pypi, so that a module with a JAX of its own need not
-    # install ours to compile the native library.
+    # install ours to compile the native library, nor have a Python that ours is
+    # locked for.
     pip_archive(
         name = "ep_xla_ffi",
         build_file = Label("//third_party/cc:xla_ffi.BUILD"),
         lock = _PY_LOCK,
         packages = {"jaxlib": "jaxlib/include"},
+        python_version = "3.11",
     )
 
     # mypy's source archive is where PyPI has GoogleTest.

@@ -28,6 +28,11 @@ OPS = (
 # Of a backend: the platform in its library's name, and as XLA calls it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
+# What is called here and in native.py: a digest of the C++ side, which the
+# library carries (//ep_ffi/handlers:interface). Whoever changes that side is
+# told by every test to write the new one here.
+INTERFACE = "710c182ad625"
+
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
 _INVALID_ARGUMENT = 1  # ep_ffi/core/status.h
@@ -66,7 +71,9 @@ def find_library(backend: str) -> pathlib.Path:
 @functools.cache
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers the five ops for its platform."""
-  lib = ctypes.CDLL(str(find_library(backend)))
+  path = find_library(backend)
+  lib = ctypes.CDLL(str(path))
+  _check_interface(lib, path)
   _, platform = PLATFORMS[backend]
   lib.ep_op_state_type_id.restype = ctypes.c_void_p
   lib.ep_op_state_type_info.restype = ctypes.c_void_p
@@ -88,6 +95,21 @@ def library(backend: str) -> ctypes.CDLL:
       platform=platform,
     )
   return lib
+
+
+def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
+  """Raises if the library is not of the version that this package calls."""
+  found = "none (it is from before libraries had one)"
+  if hasattr(lib, "ep_interface"):
+    lib.ep_interface.restype = ctypes.c_char_p
+    found = lib.ep_interface().decode()
+  if found != INTERFACE:
+    raise NativeError(
+      f"ep_bootstrap: {path} is of another version than this ep package, which"
+      f" calls the interface {INTERFACE}; that of the library is {found}. Build"
+      f" //ep_ffi:{path.name} from the same sources as the package, or set"
+      f" ${_VARIABLE} to the library that came with it."
+    )
 
 
 def call(lib: ctypes.CDLL, function: str, *args: Any) -> None:

@@ -6,12 +6,42 @@ Imports no JAX: the launcher must not hold what its ranks want.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import importlib.metadata
+import importlib.util
 import os
+import pkgutil
 import subprocess
 
 # What XLA takes of a GPU's memory, and JAX's default of it.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
+
+
+def wanted(environment: Mapping[str, str]) -> bool:
+  """Whether the environment tells JAX to run on GPUs."""
+  platforms = environment.get("JAX_PLATFORMS", "").split(",")
+  return not {"cuda", "gpu"}.isdisjoint(platforms)
+
+
+def check_plugin() -> None:
+  """Raises if JAX is to run on GPUs and has no plugin for any platform.
+
+  JAX itself would end in an AssertionError without words where it sees no GPU,
+  and say that "cuda" is unknown where it does.
+  """
+  if not wanted(os.environ) or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
+    return
+  spec = importlib.util.find_spec("jax_plugins")
+  places = (spec and spec.submodule_search_locations) or ()
+  if any(pkgutil.iter_modules(places)):
+    return
+  if not importlib.metadata.entry_points(group="jax_plugins"):
+    raise RuntimeError(
+      f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} wants GPUs, but this"
+      ' Python has no CUDA plugin of JAX. Install it, pip install "jax[cuda13]"'
+      ' or "jax[cuda12]"; a Bazel target depends on //third_party/py:jax_gpu'
+      " of jax_ep and is built with --config=cuda13 or --config=cuda12."
+    )
 
 
 def visible() -> list[str]:

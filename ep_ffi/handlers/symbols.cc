@@ -4,6 +4,7 @@
 #include "ep_ffi/handlers/combine.h"
 #include "ep_ffi/handlers/dispatch.h"
 #include "ep_ffi/handlers/instantiate.h"
+#include "ep_ffi/handlers/interface.h"
 #include "ep_ffi/handlers/op_call.h"
 #include "ep_ffi/handlers/prepare.h"
 
@@ -31,3 +32,6 @@ EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd(), kMover);
 
 EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
 EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }
+
+// Compared before anything else is called.
+EP_EXPORT const char* ep_interface() { return EP_INTERFACE; }

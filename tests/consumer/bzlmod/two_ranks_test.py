@@ -58,14 +58,15 @@ def run_rank() -> None:
 
 def check_one_jax(jax_from: str) -> None:
   """The runfiles hold one package named jax, from that repository."""
-  found = [
-    os.path.join(folder, "jax")
+  # Older Bazel has two links to each file of another repository.
+  found = {
+    os.path.realpath(os.path.join(folder, "jax"))
     for folder, subfolders, _ in os.walk(os.environ["TEST_SRCDIR"])
     if "jax" in subfolders
     and os.path.exists(os.path.join(folder, "jax", "__init__.py"))
-  ]
+  }
   assert len(found) == 1, f"not one JAX but {found}"
-  assert jax_from in found[0], f"JAX is not from {jax_from}: {found}"
+  assert jax_from in found.pop(), f"JAX is not from {jax_from}"
 
 
 def main() -> int:

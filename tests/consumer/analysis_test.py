@@ -1,0 +1,146 @@
+"""What Bazel would do in a workspace that uses jax_ep, as Bazel tells it.
+
+    analysis_test.py CONSUMER [CLASS...]
+
+CONSUMER is the folder of such a workspace. A Bazel test cannot ask Bazel, so
+.ci/run starts this program.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+_BAZELW = pathlib.Path(__file__).resolve().parents[2] / "bazelw"
+_CPU = "@jax_ep//ep_ffi:libep_ffi_cpu.so"
+_CUDA = "@jax_ep//ep_ffi:libep_ffi_cuda.so"
+
+
+def bazel(*args: str, **environment: str) -> str:
+  """Runs Bazel in the consumer, which is the current folder."""
+  done = subprocess.run(
+    [_BAZELW, *args],
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+  )
+  if done.returncode:
+    raise AssertionError(f"bazel {' '.join(args)} failed:\n{done.stderr}")
+  return done.stdout
+
+
+def compilations(target: str, *flags: str) -> dict[str, list[str]]:
+  """The command lines that compile `target` and all it is linked from."""
+  query = f'mnemonic("CppCompile", deps({target}))'
+  answer = json.loads(bazel("aquery", "--output=jsonproto", *flags, query))
+  lines = {a["arguments"][-3]: a["arguments"] for a in answer["actions"]}
+  return {k: v for k, v in lines.items() if "/ep_ffi/" in k}
+
+
+def last(line: list[str], *options: str) -> str | None:
+  """The one that a compiler obeys, of options that contradict each other."""
+  return next((option for option in line[::-1] if option in options), None)
+
+
+def check_line(test: unittest.TestCase, line: list[str], level: str | None):
+  """Of what a command line says, the last word is ours."""
+  test.assertEqual(last(line, "-O0", "-O1", "-O2", "-O3"), level)
+  test.assertEqual("-DNDEBUG" in line, bool(level))
+  test.assertEqual(last(line, "-std=c++14", "-std=c++17"), "-std=c++17")
+  math = "-ffast-math", "-fno-fast-math"
+  test.assertEqual(last(line, *math), "-fno-fast-math")
+  test.assertIn("-ffp-contract=off", line)
+  test.assertNotIn("-Werror", line)
+
+
+def one_is_enough(test: unittest.TestCase):
+  """Leaves a test that downloads much to the consumer with Bzlmod."""
+  if not pathlib.Path("MODULE.bazel").exists():
+    test.skipTest("would download a second time what does not differ")
+
+
+class Compilation(unittest.TestCase):
+  """The engine is compiled in the same way whatever the consumer's flags."""
+
+  def test_it_is_optimized_unless_for_debugging(self):
+    for mode, level in [
+      ("fastbuild", "-O2"),
+      ("opt", "-O2"),
+      ("dbg", None),
+    ]:
+      flags = f"--compilation_mode={mode}", "--copt=-ffast-math"
+      lines = compilations(_CPU, *flags)
+      self.assertGreater(len(lines), 15)
+      for source, line in lines.items():
+        with self.subTest(mode=mode, source=source):
+          check_line(self, line, level)
+
+
+class Cuda(unittest.TestCase):
+  """With a line in the consumer's .bazelrc, there is a build for CUDA."""
+
+  def setUp(self):
+    one_is_enough(self)
+
+  def test_the_library_is_compiled_like_the_other(self):
+    lines = compilations(_CUDA, "--config=cuda13")
+    self.assertGreater(len(lines), 15)
+    for source, line in lines.items():
+      with self.subTest(source=source):
+        check_line(self, line, "-O2")
+
+  def test_programs_bring_the_plugin_of_jax(self):
+    # In place of packages that take long to download.
+    flags = [
+      f"--@jax_ep//third_party/py:{package}=//:{package}"
+      for package in ("absl", "jax_gpu")
+    ]
+    for program in "examples:ep_moe", "benchmarks:ep_bench":
+      query = f"somepath(@jax_ep//{program}, //:jax_gpu)"
+      with self.subTest(program=program):
+        path = bazel("cquery", *flags, "--config=cuda13", query)
+        self.assertIn("//:jax_gpu", path)
+        self.assertEqual(bazel("cquery", *flags, query), "")
+
+
+class Python(unittest.TestCase):
+  """The machine's Python is the first on PATH, whatever it was before."""
+
+  def setUp(self):
+    one_is_enough(self)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    self.python = pathlib.Path(folder, "python3")
+    self.path = f"{folder}:{os.environ['PATH']}"
+
+  def install(self, version: str):
+    """Puts a Python on PATH that says that it is of this version."""
+    self.python.write_text(
+      "#!/bin/sh\n"
+      f'[ "$1" != -c ] || exec echo "$0 {version}"\n'
+      f'exec {sys.executable} "$@"\n'
+    )
+    self.python.chmod(0o700)
+
+  def assert_found(self, python: str):
+    target = "@ep_python//:python3"
+    answer = bazel("query", "--output=build", target, PATH=self.path)
+    self.assertIn(f'interpreter_path = "{python}"', answer)
+
+  def test_a_new_one_is_noticed(self):
+    self.assert_found(sys.executable)
+    self.install("3.11")
+    self.assert_found(str(self.python))
+    self.path = os.environ["PATH"]
+    self.assert_found(sys.executable)
+
+  def test_the_native_library_is_built_with_any(self):
+    self.install("3.99")
+    bazel("build", "--nobuild", _CPU, PATH=self.path)
+
+
+if __name__ == "__main__":
+  os.chdir(sys.argv.pop(1))
+  unittest.main()

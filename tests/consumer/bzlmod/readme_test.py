@@ -1,0 +1,63 @@
+"""A consumer's files say what the documentation tells its readers to write.
+
+    readme_test.py README.md MODULE.bazel [PAGE FILE...]
+
+Every block of README.md that begins with "# MODULE.bazel" is, statement by
+statement or line by line, in that file; and so on.
+"""
+
+import ast
+import pathlib
+import re
+import sys
+import textwrap
+
+
+def blocks(page: str, name: str) -> list[str]:
+  """The blocks of code that begin with a comment that is the name of a file."""
+  fenced = re.findall(r"^```\w+\n(.*?)^```", page, re.M | re.S)
+  indented = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
+  texts = map(textwrap.dedent, fenced + indented)
+  return [t for t in texts if t.strip().startswith(f"# {name}\n")]
+
+
+def parts(text: str, name: str) -> list[str]:
+  """Statements, in a file of Bazel's language, or lines."""
+  if name == ".bazelrc":
+    return [line for line in text.split("\n") if line and line[0] != "#"]
+  # What is common to Starlark and Python.
+  return [ast.unparse(statement) for statement in ast.parse(text).body]
+
+
+def module_override(text: str) -> str:
+  """The README has a repository; the consumer has what its comment offers."""
+  local = 'local_path_override(module_name = "jax_ep", path = "../../..")'
+  return re.sub(r"^git_override\(.*?^\)$", local, text, flags=re.M | re.S)
+
+
+def missing(page: pathlib.Path, file: pathlib.Path) -> list[str]:
+  """What the page says and the file does not."""
+  told = blocks(page.read_text(), file.name)
+  if not told:
+    return [f"any block that begins with # {file.name}"]
+  own = parts(file.read_text(), file.name)
+  return [
+    part
+    for block in told
+    for part in parts(module_override(block), file.name)
+    if part not in own
+  ]
+
+
+def main() -> int:
+  names = [pathlib.Path(name) for name in sys.argv[1:]]
+  differs = False
+  for page, file in zip(names[::2], names[1::2], strict=True):
+    for part in missing(page, file):
+      print(f"Not in both {page} and {file}: {part}")
+      differs = True
+  return int(differs)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

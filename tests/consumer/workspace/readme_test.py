@@ -1,0 +1,1 @@
+../bzlmod/readme_test.py
