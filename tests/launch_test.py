@@ -25,6 +25,22 @@ def _launch(code, *args, **kwargs):
   )
 
 
+def _python(argv, env=None, **options):
+  """A Python process that imports from where this one does."""
+  path = os.pathsep.join(filter(None, sys.path))
+  return subprocess.Popen(
+    [sys.executable, *argv],
+    env={**os.environ, "PYTHONPATH": path, **(env or {})},
+    **options,
+  )
+
+
+def _launcher(log_dir, *args, **options):
+  """`python -m ep.launch` of two ranks."""
+  flags = ["--num_processes=2", f"--log_dir={log_dir}"]
+  return _python(["-m", "ep.launch", *flags, *args], **options)
+
+
 def _wait_until(condition):
   deadline = time.monotonic() + 20
   while not condition():
@@ -212,6 +228,115 @@ def test_what_a_rank_started_does_not_outlive_it(tmp_path):
     _wait_until(lambda pid=pid: not _is_running(pid))
 
 
+# A child in a session of its own whose parent has gone, as daemons are.
+_DAEMON = f"""
+import os, subprocess, sys
+start = "import os, subprocess, sys; print(os.getppid(), subprocess.Popen(" \
+  "[sys.executable, '-c', {_STUCK!r}], start_new_session=True).pid)"
+subprocess.run([sys.executable, "-c", start], check=True)
+"""
+
+
+def _pids(log):
+  return [int(pid) for pid in log.read_text().splitlines()[0].split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)", _STUCK])
+def test_a_daemon_that_a_rank_started_does_not_outlive_the_call(tmp_path, end):
+  code = _launch(_DAEMON + end, log_dir=tmp_path, timeout_s=4.0)
+  assert code == {"pass": 0, _STUCK: 124}.get(end, 128 + signal.SIGKILL)
+  for rank in range(2):
+    pids = _pids(tmp_path / f"rank_{rank}.log")
+    assert len(pids) == 2
+    assert not any(_is_running(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+def test_daemons_end_with_a_launcher_that_is_killed(tmp_path):
+  script = _script(tmp_path, _DAEMON + _STUCK)
+  launcher = _launcher(tmp_path, str(script))
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  pids = [pid for log in logs for pid in _pids(log)]
+  assert len(pids) == 4 and all(_is_running(pid) for pid in pids)
+  launcher.kill()
+  launcher.wait()
+  _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+
+
+def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
+  """Which has a handler for it that would do nothing."""
+  program = """
+import time, jax
+from ep import launch
+launch.initialize()
+print(jax.device_count())
+time.sleep(600)
+"""
+  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  begin = time.monotonic()
+  launcher.send_signal(signal.SIGTERM)
+  assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
+  assert time.monotonic() - begin < 5  # of a grace of 10
+  assert [log.read_text() for log in logs] == ["2\n", "2\n"]
+
+
+@pytest.mark.parametrize("end, code", [("", 0), ("sys.exit(3)", 3)])
+def test_the_job_goes_on_without_a_reader(tmp_path, end, code):
+  """As behind `| head`; what there is to report goes to stderr."""
+  program = f"""
+import os, sys, time
+print("first")
+time.sleep(0.5)
+for i in range(20_000):
+  print(i)
+time.sleep(0.5)
+open(os.environ["DONE"] + os.environ["JAX_PROCESS_ID"], "w").close()
+if os.environ["JAX_PROCESS_ID"] == "1":
+  {end or "pass"}
+"""
+  launcher = _launcher(
+    tmp_path,
+    str(_script(tmp_path, program)),
+    env={"DONE": str(tmp_path / "done_")},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert launcher.stdout.readline() == b"first\n"
+  launcher.stdout.close()
+  stderr = launcher.stderr.read().decode()
+  assert launcher.wait(timeout=20) == code
+  assert all((tmp_path / f"done_{rank}").exists() for rank in range(2))
+  assert (tmp_path / "rank_0.log").read_text().endswith("\n19999\n")
+  if code:
+    assert "rank 1 failed with exit code 3" in stderr
+    assert "  | 19999" in stderr
+  else:
+    assert stderr == ""
+
+
+@pytest.mark.parametrize(
+  "options, error, words",
+  [
+    (dict(num_processes=0), ValueError, ["num_processes = 0", "positive"]),
+    (dict(num_processes=-1), ValueError, ["num_processes = -1", "positive"]),
+    (dict(num_processes="2"), TypeError, ["num_processes = '2'", "integer"]),
+    (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
+    (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
+    (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
+  ],
+  ids=str,
+)
+def test_launch_refuses(options, error, words):
+  with pytest.raises(error) as info:
+    _launch("", **options)
+  for word in ["ep.launch", *words]:
+    assert word in str(info.value)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_the_launcher(tmp_path, signum):
   program = f"""
@@ -220,11 +345,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
 print(os.getpid())
 {_STUCK}
 """
-  launcher = subprocess.Popen(
-    [sys.executable, "-m", "ep.launch", "--num_processes=2"]
-    + [f"--log_dir={tmp_path}", str(_script(tmp_path, program))],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  )
+  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
   logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
   _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
   pids = [int(log.read_text()) for log in logs]
@@ -255,6 +376,11 @@ def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
   with pytest.raises(SystemExit):
     launch.main()
   assert "name a program" in capsys.readouterr().err
+  monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=0", "a.py"])
+  with pytest.raises(SystemExit) as exit:
+    launch.main()
+  assert exit.value.code == 2
+  assert "num_processes = 0, but it must be" in capsys.readouterr().err
 
 
 def test_a_reserved_port_is_given_to_nobody_else():
