@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,22 @@ import pytest
 
 from ep import launch
 from ep._src import gpus
+
+# Bazel runs this file as the only rank of a launcher.
+_OF_A_LAUNCHER = [
+  "JAX_COORDINATOR_ADDRESS",
+  "JAX_COORDINATOR_BIND_ADDRESS",
+  "JAX_NUM_PROCESSES",
+  "JAX_PROCESS_ID",
+  "XLA_FLAGS",
+]
+
+
+@pytest.fixture(autouse=True)
+def outside_of_launchers(monkeypatch):
+  for name in _OF_A_LAUNCHER:
+    monkeypatch.delenv(name, raising=False)
+
 
 _STUCK = "import time; time.sleep(600)"
 
@@ -42,7 +59,7 @@ def _launcher(log_dir, *args, **options):
 
 
 def _wait_until(condition):
-  deadline = time.monotonic() + 20
+  deadline = time.monotonic() + 60
   while not condition():
     assert time.monotonic() < deadline, "waited for nothing"
     time.sleep(0.02)
@@ -438,9 +455,95 @@ def test_without_a_coordinator_no_rank_waits_for_it(
   assert "  | no jaxlib here" in out
 
 
+def test_ep_offers_the_launcher_and_takes_no_devices(tmp_path):
+  """However a parent that launches imports it; and nothing warns."""
+  for text in ["import ep; ep.launch.launch", "from ep import launch"]:
+    text += (
+      "; import jax; print(jax._src.xla_bridge.backends_are_initialized())"
+    )
+    process = _python(["-W", "error", "-c", text], stdout=subprocess.PIPE)
+    assert process.communicate()[0] == b"False\n"
+    assert process.returncode == 0
+  script = _script(tmp_path, "import ep; ep.launch.initialize(); print('in')")
+  process = _python(
+    ["-W", "error", "-m", "ep.launch", "--num_processes=2", str(script)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert process.communicate() == (b"in\n", b"")
+  assert not hasattr(__import__("ep"), "lunch")
+
+
+def test_an_old_jax_is_refused_with_the_cure(tmp_path):
+  (tmp_path / "jax.py").write_text(
+    "__version__ = '0.9.2'; __version_info__ = (0, 9, 2)"
+  )
+  path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+  for argv in (["-c", "import ep"], ["-m", "ep.launch", "--help"]):
+    process = _python(argv, {"PYTHONPATH": path}, stderr=subprocess.PIPE)
+    last = process.communicate()[1].decode().splitlines()[-1]
+    assert last == (
+      "ImportError: ep needs jax 0.10.2 or newer, but jax 0.9.2 is installed;"
+      ' run: pip install --upgrade "jax>=0.10.2"'
+    )
+
+
+def _slurm(rank, job):
+  """What srun sets for each of two tasks on one host."""
+  return {
+    "SLURM_JOB_ID": str(job),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": str(rank),
+    "SLURM_LOCALID": str(rank),
+  }
+
+
+def _job_of_a_free_port():
+  """JAX derives the port of its service from the number of the job."""
+  first = 2**16 - 2**12
+  for job in range(os.getpid() % 2**12, 2**13):
+    with socket.socket() as probe, contextlib.suppress(OSError):
+      probe.bind(("", first + job % 2**12))
+      return job
+  raise AssertionError("no port is free")
+
+
+def test_initialize_joins_the_tasks_of_slurm():
+  text = """
+import ep, jax
+ep.launch.initialize()
+ep.launch.initialize()
+print(jax.process_index(), jax.process_count(), jax.device_count())
+"""
+  job = _job_of_a_free_port()
+  tasks = [
+    _python(["-c", text], _slurm(rank, job), stdout=subprocess.PIPE)
+    for rank in range(2)
+  ]
+  outputs = [task.communicate(timeout=60)[0].decode() for task in tasks]
+  assert outputs == ["0 2 2\n", "1 2 2\n"]
+
+
+@pytest.mark.parametrize(
+  "name", ["JAX_NUM_PROCESSES", "PMI_SIZE", "WORLD_SIZE"]
+)
+def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
+  monkeypatch.setenv(name, "4")
+  with pytest.raises(
+    RuntimeError, match=f"{name} = 4.*JAX_COORDINATOR_ADDRESS"
+  ):
+    launch.initialize()
+
+
 def test_initialize_does_nothing_alone(monkeypatch):
   hook = sys.excepthook
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  launch.initialize()
+  monkeypatch.setenv("WORLD_SIZE", "1")
+  launch.initialize()
+  for name, value in (_slurm(0, 1) | {"SLURM_NTASKS": "1"}).items():
+    monkeypatch.setenv(name, value)
   launch.initialize()
   monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
   monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
