@@ -400,6 +400,24 @@ def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
   assert "num_processes = 0, but it must be" in capsys.readouterr().err
 
 
+def test_ranks_of_tests_load_no_plugin_of_the_host(tmp_path):
+  info = tmp_path / "host_plugin-1.dist-info"
+  info.mkdir()
+  (info / "METADATA").write_text("Name: host_plugin\nVersion: 1\n")
+  (info / "entry_points.txt").write_text("[pytest11]\nhost = host_plugin\n")
+  (tmp_path / "host_plugin.py").write_text("raise ImportError('loaded')")
+  (tmp_path / "one_test.py").write_text("def test_one(): pass")
+  path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+  runner = pathlib.Path(__file__).parent / "run_ranks.py"
+  process = _python(
+    [runner, "--world=1x1", "--timeout=60", str(tmp_path / "one_test.py")],
+    {"PYTHONPATH": path},
+    stdout=subprocess.PIPE,
+  )
+  assert "1 passed" in process.communicate()[0].decode()
+  assert process.returncode == 0
+
+
 def test_a_reserved_port_is_given_to_nobody_else():
   with launch._reserved_port() as one, launch._reserved_port() as two:
     assert one != two
