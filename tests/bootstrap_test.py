@@ -21,6 +21,7 @@ from cases import (
 )
 from conftest import make_mesh
 import ep
+from ep._src import ffi
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 
@@ -136,6 +137,15 @@ def test_a_timeout_without_end(timeout_s):
     if jax.process_index() == 0:
       time.sleep(1.5)
     case.check(there_and_back, case.tokens(), case.weights())
+
+
+def test_a_library_that_is_not_there(monkeypatch, tmp_path):
+  """The error names the places, and what can be had without it."""
+  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
+  with pytest.raises(FileNotFoundError) as error:
+    ffi.find_library("host")
+  for word in [str(tmp_path), "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
+    assert word in str(error.value)
 
 
 def test_a_refusal_leaves_nothing_behind():

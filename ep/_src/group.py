@@ -13,7 +13,7 @@ import weakref
 
 import jax.numpy as jnp
 
-from ep._src import arguments, rendezvous
+from ep._src import arguments, rendezvous, te_names
 from ep._src.backends import BACKENDS, NATIVE
 from ep._src.program import ProgramNames
 
@@ -180,6 +180,7 @@ class EpGroup:
       self._lifetime.end()
 
 
+@te_names.explain
 @dataclasses.dataclass(frozen=True)
 class EpLayerConfig:
   """The static configuration of one MoE layer. Frozen and hashable.
@@ -357,6 +358,7 @@ def _connect_by_platform(group: EpGroup) -> EpGroup:
   return _connect(dataclasses.replace(group, backend="xla"))
 
 
+@te_names.explain
 def ep_bootstrap(
   mesh: rendezvous.Mesh,
   *,
