@@ -52,9 +52,14 @@ _KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # as timeout(1) does
 
-# How many processes there are, to a launcher that JAX does not detect: none,
-# MPICH and Intel MPI, torchrun.
-_COUNTS_OF_PROCESSES = ("JAX_NUM_PROCESSES", "PMI_SIZE", "WORLD_SIZE")
+# Variables in which launchers that JAX does not detect say how many processes
+# there are.
+_COUNTS_OF_PROCESSES = (
+  "JAX_NUM_PROCESSES",
+  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects 4
+  "PMI_SIZE",  # MPICH, Intel MPI
+  "WORLD_SIZE",  # torchrun
+)
 
 # Of ranks on the CPU. XLA takes the memory of every result from malloc, which
 # by default returns large pieces to the kernel, to get them back as pages of
@@ -125,8 +130,9 @@ def _check_alone() -> None:
       raise RuntimeError(
         f"ep.launch.initialize: {name} = {os.environ[name]}, so this process is"
         " one of several, but JAX does not find the others; set"
-        " JAX_COORDINATOR_ADDRESS (host:port of a free port on the host of rank"
-        " 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process."
+        " JAX_COORDINATOR_ADDRESS (a free port of rank 0's host, as host:port),"
+        " JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process, or call"
+        " jax.distributed.initialize first."
       )
 
 

@@ -542,7 +542,8 @@ print(jax.process_index(), jax.process_count(), jax.device_count())
 
 
 @pytest.mark.parametrize(
-  "name", ["JAX_NUM_PROCESSES", "PMI_SIZE", "WORLD_SIZE"]
+  "name",
+  ["JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"],
 )
 def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
   monkeypatch.setenv(name, "4")
