@@ -1,5 +1,12 @@
 """Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
 
+import importlib
+import typing
+
+from ep._src import jax_version as _jax_version  # noqa: F401, fails first
+
+# isort: split
+
 from ep import debug as debug
 from ep._src.checked import checked as checked
 from ep._src.collectives_check import (
@@ -20,3 +27,13 @@ from ep._src.prepare import ep_prepare as ep_prepare
 from ep._src.router import load_balancing_loss as load_balancing_loss
 from ep._src.router import route_topk as route_topk
 from ep._src.router import router_z_loss as router_z_loss
+
+if typing.TYPE_CHECKING:
+  from ep import launch as launch
+
+
+def __getattr__(name: str) -> typing.Any:
+  # Not imported above, where `python -m ep.launch` would find itself.
+  if name == "launch":
+    return importlib.import_module("ep.launch")
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,11 @@ The service is a process of the launcher's (ep/_src/coordinator.py), so that no
 rank's death takes it away from the others. Rank 0 starts one as well, as JAX
 makes it, to which nobody comes.
 
-This module imports JAX only in `initialize`: a parent that launches must not
-hold the devices that its ranks want.
+Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
+job, Cloud TPU) `initialize` needs no variables.
+
+Only `initialize` touches JAX: a parent that launches must not hold the devices
+that its ranks want.
 """
 
 from __future__ import annotations
@@ -37,14 +40,26 @@ import sys
 import tempfile
 import threading
 import time
+from typing import TextIO
 
-from ep._src import gpus
+from ep._src import arguments, gpus
 
-_COORDINATOR = str(pathlib.Path(__file__).parent / "_src" / "coordinator.py")
+_PROGRAMS = pathlib.Path(__file__).parent / "_src"
+_COORDINATOR = str(_PROGRAMS / "coordinator.py")
+_KEEPER = str(_PROGRAMS / "keeper.py")
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # as timeout(1) does
+
+# Variables in which launchers that JAX does not detect say how many processes
+# there are.
+_COUNTS_OF_PROCESSES = (
+  "JAX_NUM_PROCESSES",
+  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects 4
+  "PMI_SIZE",  # MPICH, Intel MPI
+  "WORLD_SIZE",  # torchrun
+)
 
 # Of ranks on the CPU. XLA takes the memory of every result from malloc, which
 # by default returns large pieces to the kernel, to get them back as pages of
@@ -55,18 +70,6 @@ _KEEP_MEMORY = {
   "MALLOC_ARENA_MAX": "1",
 }
 
-# Run by each rank before it becomes the program: asks the kernel to kill this
-# process when its launcher dies, however that happens. In the rank and not in
-# a preexec_fn, which is unsafe in a parent with threads.
-_BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-  PR_SET_PDEATHSIG = 1
-  ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-  os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
 
 def inside_launcher() -> bool:
   """Whether this process is a rank of `launch` or of something like it."""
@@ -76,30 +79,38 @@ def inside_launcher() -> bool:
 def initialize() -> None:
   """Joins the other ranks of the launcher that started this process.
 
-  Does nothing without a launcher, or as its only rank. Call it before anything
-  else touches JAX devices; calling it again is harmless. What the launcher left
-  unset (see the module's docstring), JAX finds out from the cluster it runs on,
-  if it knows that kind of cluster.
+  The launcher is this module's, another that sets the variables of the module's
+  docstring, or one that JAX knows, which is asked for what is not in the
+  variables. Does nothing without a launcher, or as its only rank. Call it
+  before anything else touches JAX devices; calling it again is harmless.
 
   From here on an uncaught exception ends this rank at once, as it does under
   `python -m mpi4py`. Python's orderly exit may first wait for what runs on the
   devices and, where a cluster's launcher leaves the coordination service to
   rank 0, for all the other ranks; and those may be waiting for this one.
+
+  Raises:
+    RuntimeError: the process is one of several, but nothing tells where the
+      others are.
   """
-  if not inside_launcher() or _int_from_env("JAX_NUM_PROCESSES") == 1:
-    return
   # Not at the top: see the module's docstring.
   import jax
 
-  from ep._src import presence
+  from ep._src import compat, presence
 
   if jax.distributed.is_initialized():
     return
   gpus.check_plugin()
+  count = _int_from_env("JAX_NUM_PROCESSES")
+  if not inside_launcher():
+    cluster_count = compat.cluster_process_count()
+    if cluster_count is None:
+      _check_alone()
+    count = count or cluster_count or 1
+  if count == 1:
+    return
   jax.distributed.initialize(
-    os.environ["JAX_COORDINATOR_ADDRESS"],
-    num_processes=_int_from_env("JAX_NUM_PROCESSES"),
-    process_id=_int_from_env("JAX_PROCESS_ID"),
+    num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
   presence.announce()  # of use from now on, not from ep_bootstrap
   report = sys.excepthook
@@ -111,6 +122,19 @@ def initialize() -> None:
     os._exit(1)
 
   sys.excepthook = report_and_exit
+
+
+def _check_alone() -> None:
+  """Raises `RuntimeError` if a launcher that JAX does not know started this."""
+  for name in _COUNTS_OF_PROCESSES:
+    if os.environ.get(name, "1") != "1":
+      raise RuntimeError(
+        f"ep.launch.initialize: {name} = {os.environ[name]}, so this process is"
+        " one of several, but JAX does not find the others; set"
+        " JAX_COORDINATOR_ADDRESS (a free port of rank 0's host, as host:port),"
+        " JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process, or call"
+        " jax.distributed.initialize first."
+      )
 
 
 def launch(
@@ -130,14 +154,22 @@ def launch(
   unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
   and imports from where this process does. Ranks read nothing from stdin. On
   the CPU they keep freed memory for the next step (glibc's MALLOC_* variables,
-  unless they are set already).
+  unless they are set already). JAX's preemption service, which catches SIGTERM
+  and goes on, is off unless JAX_ENABLE_PREEMPTION_SERVICE says otherwise.
 
   Rank r writes stdout and stderr to `rank_<r>.log`; rank 0's is also copied to
   this process's stdout as it grows. If a rank fails, the others get `grace_s`
   to report what they saw, then are made to dump their stacks and end. The last
-  lines of each log are printed, and the first failure decides the result. No
-  rank, nor a process it started, outlives this call: SIGINT and SIGTERM are
-  passed on, and even a SIGKILL of the launcher ends its ranks (on Linux).
+  lines of each log are printed, and the first failure decides the result. If
+  stdout is closed meanwhile (`| head`), the job goes on, and what is left to
+  say goes to stderr.
+
+  SIGINT and SIGTERM are passed on to the ranks, which get `grace_s` to end.
+
+  On Linux no rank outlives this call, nor does any process that it started, in
+  whatever session or as whatever daemon, even if the launcher dies by SIGKILL.
+  Exceptions: processes that run as another user, and those of a rank whose
+  keeper (the parent of the rank) is killed by SIGKILL itself.
 
   Args:
     argv: what follows `python` on a command line: ["train.py", "--steps=10"] or
@@ -159,8 +191,20 @@ def launch(
     end by signal n; 124 on timeout.
 
   Raises:
-    ValueError: there are fewer GPUs than the ranks need.
+    ValueError: there are fewer GPUs than the ranks need, or a number is not
+      positive.
+    TypeError: a number is of a wrong type.
   """
+  counts = dict(
+    num_processes=num_processes,
+    devices_per_process=devices_per_process,
+    ranks_per_gpu=ranks_per_gpu,
+  )
+  for name, value in counts.items():
+    if arguments.integer("ep.launch", name, value) < 1:
+      raise ValueError(f"ep.launch: {name} = {value}, but it must be positive.")
+  if timeout_s is not None:
+    arguments.seconds("ep.launch", "timeout_s", timeout_s)
   common = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
   own = [{}] * num_processes
   if gpus.wanted(common):
@@ -214,8 +258,8 @@ class _Process:
     self.log = log
     self.code: int | None = None  # None while it runs
     with log.open("wb") as stdout:
-      self._process = subprocess.Popen(
-        [sys.executable, "-ISc", _BOUND_TO_PARENT, str(os.getpid()), *argv],
+      self._keeper = subprocess.Popen(
+        [sys.executable, "-IS", _KEEPER, str(os.getpid()), *argv],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,
@@ -225,25 +269,19 @@ class _Process:
 
   def running(self) -> bool:
     """Whether it runs; sets `code` once it does not."""
-    if self.code is None:
-      # WNOWAIT keeps the process id, and with it the session's, from being
-      # taken by anyone else until `kill` has used it.
-      flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-      if os.waitid(os.P_PID, self._process.pid, flags) is not None:
-        self.kill()
-    return self.code is None
+    code = self._keeper.poll()
+    if code is not None:
+      self.code = 128 - code if code < 0 else code
+    return code is None
 
   def send_signal(self, signum: int) -> None:
-    if self.code is None:
-      self._process.send_signal(signum)
+    self._keeper.send_signal(signum)
 
   def kill(self) -> None:
     """Ends it, if it still runs, and every process that it started."""
-    if self.code is None:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(self._process.pid, signal.SIGKILL)
-      code = self._process.wait()
-      self.code = 128 - code if code < 0 else code
+    self._keeper.send_signal(signal.SIGHUP)
+    self._keeper.wait()
+    self.running()
 
 
 def _watch(
@@ -287,7 +325,7 @@ def _watch(
     wait(_in(_KILL_AFTER_S))
 
   if signals:
-    print(f"ep.launch: ended by {signal.Signals(signals[0]).name}")
+    _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
     return 128 + signals[0]
   why = "after another's failure" if failed else "at the timeout"
   for rank in stuck:
@@ -306,10 +344,27 @@ def _in(seconds: float) -> float:
 
 def _report(process: _Process, what: str) -> None:
   name = process.name.replace("_", " ")
-  print(f"ep.launch: {name} {what}; its log is {process.log}")
+  _say(f"ep.launch: {name} {what}; its log is {process.log}\n")
   if name != "rank 0":  # whose log is on the terminal already
     lines = process.log.read_text(errors="replace").splitlines()
-    print(*(f"  | {line}" for line in lines[-_TAIL_LINES:]), sep="\n")
+    _say("".join(f"  | {line}\n" for line in lines[-_TAIL_LINES:]))
+
+
+def _say(text: str) -> None:
+  """Writes to stdout, or to stderr if that is closed."""
+  for stream in (sys.stdout, sys.stderr):
+    if _write(stream, text):
+      break
+
+
+def _write(stream: TextIO | None, text: str) -> bool:
+  """Writes at once; False if that fails, as where nobody reads any more."""
+  try:
+    stream.write(text)
+    stream.flush()
+  except (AttributeError, OSError, ValueError):  # None; broken pipe; closed
+    return False
+  return True
 
 
 class _Follower:
@@ -326,8 +381,7 @@ class _Follower:
     self._file.close()
 
   def copy(self) -> None:
-    sys.stdout.write(self._decode(self._file.read()))
-    sys.stdout.flush()
+    _write(sys.stdout, self._decode(self._file.read()))
 
 
 @contextlib.contextmanager
@@ -375,6 +429,9 @@ def _rank_env(
     "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # rank 0's own, see above
     "JAX_NUM_PROCESSES": str(num_processes),
     "JAX_PROCESS_ID": str(index),
+    "JAX_ENABLE_PREEMPTION_SERVICE": env.get(
+      "JAX_ENABLE_PREEMPTION_SERVICE", "0"
+    ),
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT, which ends a stuck rank
   }
@@ -411,15 +468,21 @@ def main() -> int:
   argv = ["-m", *args.module] if args.module else args.script
   if not argv:
     parser.error("name a program to run: a file, or -m and a module")
-  return launch(
-    argv,
-    num_processes=args.num_processes,
-    devices_per_process=args.devices_per_process,
-    ranks_per_gpu=args.ranks_per_gpu,
-    log_dir=args.log_dir,
-    timeout_s=args.timeout,
-  )
+  try:
+    return launch(
+      argv,
+      num_processes=args.num_processes,
+      devices_per_process=args.devices_per_process,
+      ranks_per_gpu=args.ranks_per_gpu,
+      log_dir=args.log_dir,
+      timeout_s=args.timeout,
+    )
+  except ValueError as e:
+    parser.error(str(e))
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  _code = main()
+  with contextlib.suppress(AttributeError, OSError):
+    sys.stdout.close()  # else what nobody reads would change the exit code
+  sys.exit(_code)

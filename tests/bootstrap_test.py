@@ -1,6 +1,11 @@
 """ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
 
+import math
+import time
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases import (
@@ -16,6 +21,7 @@ from cases import (
 )
 from conftest import make_mesh
 import ep
+from ep._src import ffi
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 
@@ -49,7 +55,25 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(backend="gloo"), ["backend", "gloo", "host"]),
     (dict(backend=OTHER_BACKEND), ["backend", OTHER_BACKEND, "cpu"]),
     (dict(timeout_s=0), ["timeout_s", "0"]),
+    (dict(timeout_s=-1.5), ["timeout_s", "-1.5"]),
+    (dict(timeout_s=math.nan), ["timeout_s", "nan"]),
+    (dict(timeout_s="60"), ["timeout_s", "'60'", "str"]),
+    (dict(timeout_s=None), ["timeout_s", "None"]),
     (dict(max_num_sms=-1), ["max_num_sms", "-1"]),
+    (dict(max_num_sms=2.0), ["max_num_sms", "2.0", "float", "integer"]),
+    (dict(num_experts=8.0), ["num_experts", "8.0", "float", "integer"]),
+    (dict(max_tokens_per_rank=None), ["max_tokens_per_rank", "None"]),
+    (dict(hidden_dim="64"), ["hidden_dim", "'64'", "str", "integer"]),
+    (dict(top_k=True), ["top_k", "True", "bool", "integer"]),
+    (dict(top_k=None), ["top_k", "None", "integer"]),
+    (dict(alignment=np.float32(2)), ["alignment", "float32", "integer"]),
+    (dict(recv_capacity_per_rank=[8]), ["recv_capacity_per_rank", "[8]"]),
+    (dict(num_experts=2**31), ["num_experts", "2147483648", "2^31"]),
+    (
+      dict(max_tokens_per_rank=2**29, top_k=2),
+      ["max_tokens_per_rank = 536870912", "top_k = 2", "2147483652 rows"],
+    ),
+    (dict(alignment=2**29), ["alignment = 536870912", "4 local", "32 bits"]),
   ],
   ids=str,
 )
@@ -72,6 +96,11 @@ def test_refuses(options, words):
     (dict(alignment=4, recv_capacity_per_rank=10), ["capacity", "10", "4"]),
     (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
     (dict(tail="nan"), ["tail", "nan", "zero", "unspecified"]),
+    (dict(top_k=2.0), ["top_k", "2.0", "float", "integer"]),
+    (dict(alignment=False), ["alignment", "False", "bool", "integer"]),
+    (dict(recv_capacity_per_rank="8"), ["recv_capacity_per_rank", "str"]),
+    (dict(recv_capacity_per_rank=2**31), ["recv_capacity_per_rank", "2^31"]),
+    (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
   ],
   ids=str,
 )
@@ -79,6 +108,43 @@ def test_a_layer_refuses(options, words):
   with pytest.raises((ValueError, TypeError)) as error:
     layer(name="moe_3", **options)
   for word in ["EpLayerConfig", "moe_3", *words]:
+    assert word in str(error.value)
+
+
+def test_integers_of_numpy_are_integers():
+  sizes = dict(num_experts=E, max_tokens_per_rank=5, hidden_dim=8, top_k=K)
+  sizes |= dict(recv_capacity_per_rank=64, alignment=2, max_num_sms=0)
+  as_numpy = {name: np.int16(size) for name, size in sizes.items()}
+  with bootstrap(make_mesh({"ep": 4}), **as_numpy) as group:
+    config = ep.EpLayerConfig(
+      group,
+      top_k=np.uint8(2),
+      alignment=np.int64(4),
+      recv_capacity_per_rank=np.array(32),
+    )
+    assert all(type(getattr(group, name)) is int for name in sizes)
+    assert all(getattr(group, name) == size for name, size in sizes.items())
+    mine = (config.top_k, config.alignment, config.capacity)
+    assert mine == (2, 4, 32)
+    assert all(type(size) is int for size in mine)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
+def test_a_timeout_without_end(timeout_s):
+  """Of a rank that comes later than a deadline in the past would allow."""
+  with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
+    case = Case(ep.EpLayerConfig(group))
+    if jax.process_index() == 0:
+      time.sleep(1.5)
+    case.check(there_and_back, case.tokens(), case.weights())
+
+
+def test_a_library_that_is_not_there(monkeypatch, tmp_path):
+  """The error names the places, and what can be had without it."""
+  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
+  with pytest.raises(FileNotFoundError) as error:
+    ffi.find_library("host")
+  for word in [str(tmp_path), "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
     assert word in str(error.value)
 
 

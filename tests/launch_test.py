@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,22 @@ import pytest
 
 from ep import launch
 from ep._src import gpus
+
+# Bazel runs this file as the only rank of a launcher.
+_OF_A_LAUNCHER = [
+  "JAX_COORDINATOR_ADDRESS",
+  "JAX_COORDINATOR_BIND_ADDRESS",
+  "JAX_NUM_PROCESSES",
+  "JAX_PROCESS_ID",
+  "XLA_FLAGS",
+]
+
+
+@pytest.fixture(autouse=True)
+def outside_of_launchers(monkeypatch):
+  for name in _OF_A_LAUNCHER:
+    monkeypatch.delenv(name, raising=False)
+
 
 _STUCK = "import time; time.sleep(600)"
 
@@ -25,8 +42,24 @@ def _launch(code, *args, **kwargs):
   )
 
 
+def _python(argv, env=None, **options):
+  """A Python process that imports from where this one does."""
+  path = os.pathsep.join(filter(None, sys.path))
+  return subprocess.Popen(
+    [sys.executable, *argv],
+    env={**os.environ, "PYTHONPATH": path, **(env or {})},
+    **options,
+  )
+
+
+def _launcher(log_dir, *args, **options):
+  """`python -m ep.launch` of two ranks."""
+  flags = ["--num_processes=2", f"--log_dir={log_dir}"]
+  return _python(["-m", "ep.launch", *flags, *args], **options)
+
+
 def _wait_until(condition):
-  deadline = time.monotonic() + 20
+  deadline = time.monotonic() + 60
   while not condition():
     assert time.monotonic() < deadline, "waited for nothing"
     time.sleep(0.02)
@@ -251,6 +284,111 @@ def test_what_a_rank_started_does_not_outlive_it(tmp_path):
     _wait_until(lambda pid=pid: not _is_running(pid))
 
 
+# A child in a session of its own whose parent has gone, as daemons are.
+_DAEMON = f"""
+import os, subprocess, sys
+start = "import os, subprocess, sys; print(os.getppid(), subprocess.Popen(" \
+  "[sys.executable, '-c', {_STUCK!r}], start_new_session=True).pid)"
+subprocess.run([sys.executable, "-c", start], check=True)
+"""
+
+
+def _pids(log):
+  return [int(pid) for pid in log.read_text().splitlines()[0].split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)", _STUCK])
+def test_a_daemon_that_a_rank_started_does_not_outlive_the_call(tmp_path, end):
+  code = _launch(_DAEMON + end, log_dir=tmp_path, timeout_s=4.0)
+  assert code == {"pass": 0, _STUCK: 124}.get(end, 128 + signal.SIGKILL)
+  for rank in range(2):
+    pids = _pids(tmp_path / f"rank_{rank}.log")
+    assert len(pids) == 2
+    assert not any(_is_running(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+def test_daemons_end_with_a_launcher_that_is_killed(tmp_path):
+  script = _script(tmp_path, _DAEMON + _STUCK)
+  launcher = _launcher(tmp_path, str(script))
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  pids = [pid for log in logs for pid in _pids(log)]
+  assert len(pids) == 4 and all(_is_running(pid) for pid in pids)
+  launcher.kill()
+  launcher.wait()
+  _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+
+
+def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
+  """Which has a handler for it that would do nothing."""
+  program = """
+import time, jax
+from ep import launch
+launch.initialize()
+print(jax.device_count())
+time.sleep(600)
+"""
+  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  begin = time.monotonic()
+  launcher.send_signal(signal.SIGTERM)
+  assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
+  assert time.monotonic() - begin < 5  # of a grace of 10
+  assert [log.read_text() for log in logs] == ["2\n", "2\n"]
+
+
+def test_the_job_goes_on_without_a_reader(tmp_path):
+  """As behind `| head`; what there is to report goes to stderr."""
+  program = """
+import os, sys, time
+print("first")
+time.sleep(0.5)
+for i in range(20_000):
+  print(i)
+time.sleep(0.5)
+open(os.environ["DONE"] + os.environ["JAX_PROCESS_ID"], "w").close()
+if os.environ["JAX_PROCESS_ID"] == "1":
+  sys.exit(3)
+"""
+  launcher = _launcher(
+    tmp_path,
+    str(_script(tmp_path, program)),
+    env={"DONE": str(tmp_path / "done_")},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert launcher.stdout.readline() == b"first\n"
+  launcher.stdout.close()
+  stderr = launcher.stderr.read().decode()
+  assert launcher.wait(timeout=20) == 3
+  assert all((tmp_path / f"done_{rank}").exists() for rank in range(2))
+  assert (tmp_path / "rank_0.log").read_text().endswith("\n19999\n")
+  assert stderr.startswith("ep.launch: rank 1 failed with exit code 3")
+  assert stderr.endswith("  | 19999\n")
+
+
+@pytest.mark.parametrize(
+  "options, error, words",
+  [
+    (dict(num_processes=0), ValueError, ["num_processes = 0", "positive"]),
+    (dict(num_processes=-1), ValueError, ["num_processes = -1", "positive"]),
+    (dict(num_processes="2"), TypeError, ["num_processes = '2'", "integer"]),
+    (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
+    (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
+    (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
+  ],
+  ids=str,
+)
+def test_launch_refuses(options, error, words):
+  with pytest.raises(error) as info:
+    _launch("", **options)
+  for word in ["ep.launch", *words]:
+    assert word in str(info.value)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_the_launcher(tmp_path, signum):
   program = f"""
@@ -259,11 +397,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
 print(os.getpid())
 {_STUCK}
 """
-  launcher = subprocess.Popen(
-    [sys.executable, "-m", "ep.launch", "--num_processes=2"]
-    + [f"--log_dir={tmp_path}", str(_script(tmp_path, program))],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  )
+  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
   logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
   _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
   pids = [int(log.read_text()) for log in logs]
@@ -294,6 +428,29 @@ def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
   with pytest.raises(SystemExit):
     launch.main()
   assert "name a program" in capsys.readouterr().err
+  monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=0", "a.py"])
+  with pytest.raises(SystemExit) as exit:
+    launch.main()
+  assert exit.value.code == 2
+  assert "num_processes = 0, but it must be" in capsys.readouterr().err
+
+
+def test_ranks_of_tests_load_no_plugin_of_the_host(tmp_path):
+  info = tmp_path / "host_plugin-1.dist-info"
+  info.mkdir()
+  (info / "METADATA").write_text("Name: host_plugin\nVersion: 1\n")
+  (info / "entry_points.txt").write_text("[pytest11]\nhost = host_plugin\n")
+  (tmp_path / "host_plugin.py").write_text("raise ImportError('loaded')")
+  (tmp_path / "one_test.py").write_text("def test_one(): pass")
+  path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+  runner = pathlib.Path(__file__).parent / "run_ranks.py"
+  process = _python(
+    [runner, "--world=1x1", "--timeout=60", str(tmp_path / "one_test.py")],
+    {"PYTHONPATH": path},
+    stdout=subprocess.PIPE,
+  )
+  assert "1 passed" in process.communicate()[0].decode()
+  assert process.returncode == 0
 
 
 def test_a_reserved_port_is_given_to_nobody_else():
@@ -351,9 +508,97 @@ def test_without_a_coordinator_no_rank_waits_for_it(
   assert "  | no jaxlib here" in out
 
 
+def test_ep_offers_the_launcher_and_takes_no_devices(tmp_path):
+  """Whether a parent that launches imports it or runs it; and nothing warns."""
+  program = """
+from ep import launch
+import ep
+assert ep.launch is launch and not hasattr(ep, "lunch")
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+  process = _python(["-W", "error", "-c", program], stdout=subprocess.PIPE)
+  assert process.communicate()[0] == b"False\n"
+  script = _script(tmp_path, "import ep; ep.launch.initialize(); print('in')")
+  process = _python(
+    ["-W", "error", "-m", "ep.launch", "--num_processes=1", str(script)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert process.communicate() == (b"in\n", b"")
+
+
+def test_an_old_jax_is_refused_with_the_cure(tmp_path):
+  (tmp_path / "jax.py").write_text(
+    "__version__ = '0.9.2'; __version_info__ = (0, 9, 2)"
+  )
+  path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+  for argv in (["-c", "import ep"], ["-m", "ep.launch", "--help"]):
+    process = _python(argv, {"PYTHONPATH": path}, stderr=subprocess.PIPE)
+    last = process.communicate()[1].decode().splitlines()[-1]
+    assert last == (
+      "ImportError: ep needs jax 0.10.2 or newer, but jax 0.9.2 is installed;"
+      ' run: pip install --upgrade "jax>=0.10.2"'
+    )
+
+
+def _slurm(rank, job):
+  """What srun sets for each of two tasks on one host."""
+  return {
+    "SLURM_JOB_ID": str(job),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": str(rank),
+    "SLURM_LOCALID": str(rank),
+  }
+
+
+def _job_of_a_free_port():
+  """JAX derives the port of its service from the number of the job."""
+  first = 2**16 - 2**12
+  for job in range(os.getpid() % 2**12, 2**13):
+    with socket.socket() as probe, contextlib.suppress(OSError):
+      probe.bind(("", first + job % 2**12))
+      return job
+  raise AssertionError("no port is free")
+
+
+def test_initialize_joins_the_tasks_of_slurm():
+  text = """
+import ep, jax
+ep.launch.initialize()
+ep.launch.initialize()
+print(jax.process_index(), jax.process_count(), jax.device_count())
+"""
+  job = _job_of_a_free_port()
+  tasks = [
+    _python(["-c", text], _slurm(rank, job), stdout=subprocess.PIPE)
+    for rank in range(2)
+  ]
+  outputs = [task.communicate(timeout=60)[0].decode() for task in tasks]
+  assert outputs == ["0 2 2\n", "1 2 2\n"]
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"],
+)
+def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
+  monkeypatch.setenv(name, "4")
+  with pytest.raises(
+    RuntimeError, match=f"{name} = 4.*JAX_COORDINATOR_ADDRESS"
+  ):
+    launch.initialize()
+
+
 def test_initialize_does_nothing_alone(monkeypatch):
   hook = sys.excepthook
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  launch.initialize()
+  monkeypatch.setenv("WORLD_SIZE", "1")
+  launch.initialize()
+  for name, value in (_slurm(0, 1) | {"SLURM_NTASKS": "1"}).items():
+    monkeypatch.setenv(name, value)
   launch.initialize()
   monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
   monkeypatch.setenv("JAX_NUM_PROCESSES", "1")

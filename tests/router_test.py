@@ -154,11 +154,13 @@ def test_z_loss():
   [
     (dict(top_k=0), "choose between 1 and 8"),
     (dict(top_k=9), "choose between 1 and 8"),
+    (dict(top_k=2.0), "route_topk: top_k = 2.0 is a float"),
+    (dict(top_k=True), "route_topk: top_k = True is a bool"),
     (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid'\]"),
     (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
     (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
   ],
 )
 def test_bad_arguments_are_named(options, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((ValueError, TypeError), match=message):
     router.route_topk(_logits(3), **options)

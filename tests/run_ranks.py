@@ -67,7 +67,7 @@ def main() -> int:
     devices_per_process=devices,
     ranks_per_gpu=args.ranks_per_gpu,
     timeout_s=args.timeout,
-    env=sanitizer_environment(),
+    env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **sanitizer_environment()},
   )
 
 

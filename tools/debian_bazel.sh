@@ -140,46 +140,10 @@ for jar in jars:  # grows while it is walked
 listing.write_text("".join(final + j[len(stage):] + "\n" for j in jars))
 PY
 
-# 3. The rule sets: Debian's stand in for the modules a C++ and Python build
-# names, whatever version it asks for. The registry holds stubs of the others
-# that Bazel's own MODULE file names; such a build never loads them.
-stub() {
-  local dir=$stage/registry/modules/$1/$2
-  mkdir -p "$dir"
-  echo "module(name = \"$1\", version = \"$2\")" >"$dir/MODULE.bazel"
-  echo '{"type": "local_path", "path": "/nonexistent"}' >"$dir/source.json"
-}
-echo '{}' >"$stage/registry/bazel_registry.json"
-stub apple_support 1.23.1
-stub buildozer 7.1.2
-stub protobuf 3.19.6
-stub protobuf 21.7
-stub zlib 1.3.1.bcr.3
-
-base=$(here "$root/usr/share/bazel")
-pip=("$root"/usr/share/python-wheels/pip-*.whl)
-{
-  echo "startup --install_base=$base --trust_install_base"
-  echo "startup --server_javabase=$(here "$jre")"
-  echo "common --registry=file://$prefix/registry"
-  # The sandbox hides /tmp, and the prefix may well lie there.
-  echo "common --sandbox_add_mount_pair=$prefix"
-  # For hosts whose python3 comes without pip.
-  echo "common --repo_env=EP_PIP_WHEEL=$(here "${pip[0]}")"
-  for module in bazel_features:tools/features bazel_skylib:tools/skylib \
-    platforms:tools/platforms rules_cc:rules/cc rules_java:rules/java \
-    rules_license:rules/license rules_proto:rules/proto \
-    rules_python:rules/python; do
-    echo "common --override_module=${module%:*}=$base/${module#*:}"
-    echo "common --override_repository=${module%:*}=$base/${module#*:}"
-  done
-} >"$stage/bazelrc"
-cat >"$stage/bin/bazel" <<SH
-#!/bin/sh
-exec $(here "$root/usr/bin/bazel") --nosystem_rc --bazelrc=$prefix/bazelrc "\$@"
-SH
-chmod +x "$stage/bin/bazel"
+"${BASH_SOURCE[0]%/*}/debian_bazel_rc.sh" "$stage" "$prefix"
 
 rm -rf "$prefix"
 mv "$stage" "$prefix"
-say "$("$prefix/bin/bazel" --version) is in $prefix"
+version=$("$prefix/bin/bazel" --version) ||
+  die "what was installed in $prefix does not run; see the message above."
+say "$version is in $prefix"

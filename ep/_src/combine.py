@@ -7,13 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ep._src import compat, primitive, sharding
+from ep._src import compat, primitive, sharding, te_names
 from ep._src.backends import BACKENDS
 from ep._src.compat import ad
 from ep._src.dispatch import check_rows
 from ep._src.handle import check_handle, EpHandle
 
 
+@te_names.explain
 def ep_combine(
   handle: EpHandle,
   expert_out: jax.Array,

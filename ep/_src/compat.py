@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 import contextlib
+import os
 from typing import Any
 
 import jax
+from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
@@ -187,3 +189,22 @@ def distributed_client():
 def distributed_process() -> int:
   """As `jax.process_index()`, which would make the devices first."""
   return _distributed.global_state.process_id
+
+
+def cluster_process_count() -> int | None:
+  """How many processes the cluster has on which JAX finds that it runs.
+
+  None if it finds no cluster. The cluster is the one that
+  `jax.distributed.initialize` asks for what it is not told, except that a pod
+  of Kubernetes counts only in an indexed job: any other has no number, and JAX
+  fails in it.
+  """
+  for cluster in _clusters.ClusterEnv._cluster_types:
+    if cluster.opt_in_only_method:
+      continue
+    if cluster is _clusters.K8sCluster:
+      if "JOB_COMPLETION_INDEX" not in os.environ:
+        continue
+    if cluster.is_env_present():
+      return cluster.get_process_count()
+  return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ep._src import primitive, sharding
+from ep._src import primitive, sharding, te_names
 from ep._src.handle import check_handle, EpHandle
 
 
+@te_names.explain
 def ep_dispatch(
   handle: EpHandle, tokens: jax.Array, topk_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

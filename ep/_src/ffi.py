@@ -64,7 +64,8 @@ def find_library(backend: str) -> pathlib.Path:
   raise FileNotFoundError(
     f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
     " the library or its folder, else from the Bazel runfiles, else from the"
-    f" ep package: build //ep_ffi:{name} and set ${_VARIABLE}."
+    f" ep package: build //ep_ffi:{name} and set ${_VARIABLE}, or do without:"
+    ' ep_bootstrap(backend="xla") needs no native code.'
   )
 
 

@@ -13,7 +13,7 @@ import weakref
 
 import jax.numpy as jnp
 
-from ep._src import rendezvous
+from ep._src import arguments, rendezvous, te_names
 from ep._src.backends import BACKENDS, NATIVE
 from ep._src.program import ProgramNames
 
@@ -195,6 +195,7 @@ class EpGroup:
       self._lifetime.end()
 
 
+@te_names.explain
 @dataclasses.dataclass(frozen=True)
 class EpLayerConfig:
   """The static configuration of one MoE layer. Frozen and hashable.
@@ -216,6 +217,7 @@ class EpLayerConfig:
 
   Raises:
     ValueError: a value is out of range or conflicts with the group.
+    TypeError: a size is no integer.
   """
 
   group: EpGroup
@@ -244,6 +246,10 @@ class EpLayerConfig:
     inherit("name", "moe")
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
+    for field in ("top_k", "alignment", "recv_capacity_per_rank"):
+      if (value := getattr(self, field)) is not None:
+        value = arguments.integer(what, field, value)
+        object.__setattr__(self, field, value)
     _check(
       1 <= self.top_k <= group.num_experts,
       what,
@@ -265,6 +271,20 @@ class EpLayerConfig:
       self.tail in _TAILS,
       what,
       f"tail = {self.tail!r}, but it must be one of {_TAILS}.",
+    )
+    # See ValidateDims in ep_ffi/core/plan.cc.
+    rows = (
+      self.ep_size * group.max_tokens_per_rank * self.top_k
+      + self.num_local_experts * self.alignment
+    )
+    _check(
+      rows <= arguments.INT32_MAX,
+      what,
+      f"an exchange may have {rows} rows (ep_size = {self.ep_size} times"
+      f" max_tokens_per_rank = {group.max_tokens_per_rank} times top_k ="
+      f" {self.top_k}, and an alignment = {self.alignment} for each of the"
+      f" {self.num_local_experts} local experts), but they are counted in 32"
+      " bits; lower one of these, and split the tokens into several ops.",
     )
     inherit("recv_capacity_per_rank", self._worst_case())
     # A slab for each local expert, or whatever can come at all.
@@ -353,6 +373,7 @@ def _connect_by_platform(group: EpGroup) -> EpGroup:
   return _connect(dataclasses.replace(group, backend="xla"))
 
 
+@te_names.explain
 def ep_bootstrap(
   mesh: rendezvous.Mesh,
   *,
@@ -404,7 +425,7 @@ def ep_bootstrap(
     max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
       lets it choose. No effect on CPU.
     timeout_s: seconds until a rank that waits for its peers gives up, here and
-      in every op.
+      in every op; `math.inf` for never.
     name: of the group, unique among the live groups of the process and equal
       on all processes; it is part of the compiled program. Default: a serial
       number.
@@ -415,10 +436,24 @@ def ep_bootstrap(
   Raises:
     ValueError: an argument is out of range, differs between processes, or the
       name is taken.
+    TypeError: a size is no integer, or `timeout_s` no number.
     RuntimeError: the processes cannot be connected.
     FileNotFoundError: the native library is missing.
   """
   what = "ep_bootstrap"
+  sizes = dict(
+    num_experts=num_experts,
+    max_tokens_per_rank=max_tokens_per_rank,
+    hidden_dim=hidden_dim,
+    top_k=top_k,
+    recv_capacity_per_rank=recv_capacity_per_rank,
+    alignment=alignment,
+    max_num_sms=max_num_sms,
+  )
+  for field, value in sizes.items():
+    if value is not None or field != "recv_capacity_per_rank":
+      sizes[field] = arguments.integer(what, field, value)
+  timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
   _check(
     axis_name in mesh.axis_names,
     what,
@@ -435,19 +470,19 @@ def ep_bootstrap(
   )
   ep_size = mesh.shape[axis_name]
   _check(
-    num_experts >= 1 and num_experts % ep_size == 0,
+    sizes["num_experts"] >= 1 and sizes["num_experts"] % ep_size == 0,
     what,
     f"num_experts = {num_experts}, but it must be a positive multiple of the"
     f" EP size {ep_size} (mesh axis {axis_name!r}).",
   )
-  for field, value in dict(
-    max_tokens_per_rank=max_tokens_per_rank,
-    hidden_dim=hidden_dim,
-    timeout_s=timeout_s,
-  ).items():
-    _check(value > 0, what, f"{field} = {value}, but it must be positive.")
+  for field in ("max_tokens_per_rank", "hidden_dim"):
+    _check(
+      sizes[field] > 0,
+      what,
+      f"{field} = {sizes[field]}, but it must be positive.",
+    )
   _check(
-    max_num_sms >= 0,
+    sizes["max_num_sms"] >= 0,
     what,
     f"max_num_sms = {max_num_sms}, but it must be 0 (automatic) or a positive"
     " number of streaming multiprocessors.",
@@ -470,17 +505,11 @@ def ep_bootstrap(
     mesh=mesh,
     axis_name=axis_name,
     data_axes=data_axes,
-    num_experts=num_experts,
-    max_tokens_per_rank=max_tokens_per_rank,
-    hidden_dim=hidden_dim,
-    top_k=top_k,
-    recv_capacity_per_rank=recv_capacity_per_rank,
-    alignment=alignment,
     max_token_dtype=dtype,
     overflow=overflow,
     backend=backend,
-    max_num_sms=max_num_sms,
-    timeout_s=float(timeout_s),
+    timeout_s=timeout_s,
+    **sizes,
   )
   return _connect(group)
 

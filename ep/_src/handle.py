@@ -24,7 +24,9 @@ class EpHandle:
     mem: uint8 [M], the routing, for the backend alone.
     group_sizes: int32 [L], rows of each local expert's slab inside the
       capacity, padding included; what `lax.ragged_dot` takes.
-    token_counts: int32 [L], rows of each slab that hold a token.
+    token_counts: int32 [L], rows of each slab that hold a token, so without the
+      padding. TransformerEngine's array of this name counts it: code that comes
+      from there needs `group_sizes`, or looks for slabs in the wrong places.
     total_recv_tokens: int32 [1], rows that this rank would receive with an
       unlimited capacity, padding included. More than the capacity: dropped.
     layer: static.

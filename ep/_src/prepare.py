@@ -8,12 +8,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src import primitive, sharding
+from ep._src import primitive, sharding, te_names
 from ep._src.backends import BACKENDS
 from ep._src.group import EpLayerConfig
 from ep._src.handle import EpHandle
 
 
+@te_names.explain
 def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
   """Exchanges the routing of a step between the ranks of an EP domain.
 

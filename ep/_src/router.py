@@ -12,6 +12,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from ep._src import arguments
+
 
 def route_topk(
   logits: jax.Array,
@@ -59,8 +61,10 @@ def route_topk(
 
   Raises:
     ValueError: for a `top_k`, `score` or shape that cannot be.
+    TypeError: `top_k` is no integer.
   """
   num_experts = logits.shape[-1]
+  top_k = arguments.integer("route_topk", "top_k", top_k)
   if not 1 <= top_k <= num_experts:
     raise ValueError(
       f"route_topk: top_k = {top_k}, but logits of shape {logits.shape} hold "

@@ -2,9 +2,11 @@
 // time, with a sentence that says who and why; and the next run works.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -226,6 +228,21 @@ TEST_P(Conformance, ARunCanBeFailedFromOutside) {
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     ExpectFailure({Code::kUnavailable, {"elsewhere"}}, step->Wait(rank));
   }
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
+}
+
+TEST_P(Conformance, AnInfiniteTimeoutIsNoDeadline) {
+  WorldOptions options = kWorld;
+  options.timeout_s = std::numeric_limits<double>::infinity();
+  const Domain domain = MakeDomain(options);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const StepPtr step =
+      Step::Make(domain, Op::kDispatch, {NextRun()},
+                 RandomInputs(Op::kDispatch, routed, AnyType()));
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  usleep(1'300'000);  // backends look for what is late once a second
+  step->Post(2);
+  ForEachRank(kDims.ep_size, [&](int64_t rank) { ExpectOk(step->Wait(rank)); });
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 

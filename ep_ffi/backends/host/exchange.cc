@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 
+#include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/denormals.h"
 
 namespace ep::host {
@@ -194,9 +195,7 @@ Status Exchanges::Add(const Key& key, const std::string& what, Part part,
   if (open == queue.end()) {
     auto exchange = std::make_shared<Exchange>();
     exchange->key = key;
-    exchange->deadline =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                           std::chrono::duration<double>(options_.timeout_s));
+    exchange->deadline = Now() + options_.timeout_s;
     exchange->missing = topology().ep_size;
     exchange->parts.resize(topology().ep_size);
     open = queue.insert(queue.end(), std::move(exchange));
@@ -485,7 +484,7 @@ void Exchanges::OnGone(int32_t process, bool orderly, const std::string& why) {
 }
 
 void Exchanges::OnTick() {
-  const Clock::time_point now = Clock::now();
+  const double now = Now();
   std::vector<std::pair<Key, Status>> late;
   {
     std::lock_guard<std::mutex> lock(mutex_);

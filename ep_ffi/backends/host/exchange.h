@@ -27,7 +27,6 @@
 #define EP_FFI_BACKENDS_HOST_EXCHANGE_H_
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -98,8 +97,6 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   const Topology& topology() const { return options_.topology; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   struct Key {
     int32_t domain;
     uint64_t program;
@@ -134,7 +131,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   struct Exchange {
     Key key;
     std::string what;  // ep_dispatch(layer "moe_3"), for messages
-    Clock::time_point deadline;
+    double deadline;   // of Now(); infinite without a limit
     int32_t missing;
     std::vector<Part> parts;  // by rank
   };

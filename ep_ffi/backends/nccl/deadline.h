@@ -3,6 +3,7 @@
 #ifndef EP_FFI_BACKENDS_NCCL_DEADLINE_H_
 #define EP_FFI_BACKENDS_NCCL_DEADLINE_H_
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -13,15 +14,19 @@
 
 namespace ep::nccl {
 
+// What seconds of a timeout are cut to, some 30 years: the library's clocks
+// count nanoseconds in 64 bits.
+constexpr double kLongestWaitS = 1e9;
+
 // Runs `call` on a thread of its own, which is left behind if it takes longer
-// than `seconds`: `call` must own what it uses.
+// than `seconds`, which may be infinite: `call` must own what it uses.
 inline Status RunWithin(double seconds, const std::string& what,
                         std::function<Status()> call) {
   std::packaged_task<Status()> task(std::move(call));
   std::future<Status> result = task.get_future();
   std::thread(std::move(task)).detach();
-  if (result.wait_for(std::chrono::duration<double>(seconds)) ==
-      std::future_status::ready) {
+  const std::chrono::duration<double> wait(std::min(seconds, kLongestWaitS));
+  if (result.wait_for(wait) == std::future_status::ready) {
     return result.get();
   }
   return Status(Code::kDeadlineExceeded,

@@ -1,0 +1,56 @@
+"""Sentences for callers who pass the arguments of TransformerEngine's JAX ops.
+
+Its functions have the names of ours and other arguments: see "Coming from
+TransformerEngine" in docs/sharp_bits.md. Those that we have, too, are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+import inspect
+from typing import Any, TypeVar
+
+_Public = TypeVar("_Public", bound=Callable[..., Any])
+
+# What we have in place of each.
+_OURS = {
+  "world_size": "`mesh`, which says how many ranks there are",
+  "rank": "`mesh`, which says which devices are this process's",
+  "ep_size": "`axis_name`, the mesh axis whose size it is",
+  "drop_on_overflow": '`overflow`, which is "error" or "drop"',
+  "dispatch_output_per_expert_alignment": "`alignment`",
+  "cfg": "`layer`, an EpLayerConfig, in ep_prepare, and `handle` elsewhere",
+  "handle_mem": "`handle`, all that ep_prepare returned",
+  "topk_idx": "`handle`, which ep_prepare made of the ids",
+  "token_counts": "`handle`, which holds them",
+  "recv_capacity_per_rank": "the argument of that name of EpLayerConfig",
+  "num_local_tokens": "`handle`, which knows them",
+  "out_sharding": "nothing: the result is sharded as the tokens were",
+}
+
+
+def explain(public: _Public) -> _Public:
+  """Makes a public function, or a class, name ours where it is passed theirs.
+
+  A keyword that is in the table and not among its parameters is a `TypeError`.
+  """
+  if inspect.isclass(public):
+    public.__init__ = _explained(public.__name__, public.__init__)
+    return public
+  return _explained(public.__name__, public)
+
+
+def _explained(name: str, function: Callable[..., Any]) -> Any:
+  theirs = _OURS.keys() - inspect.signature(function).parameters.keys()
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    for keyword in kwargs.keys() & theirs:
+      raise TypeError(
+        f"{name}: {keyword} is an argument of TransformerEngine's; ep has"
+        f" {_OURS[keyword]}."
+      )
+    return function(*args, **kwargs)
+
+  return call

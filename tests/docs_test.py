@@ -1,0 +1,151 @@
+"""What README.md and docs/semantics.md show is what happens."""
+
+import ast
+import pathlib
+import re
+
+import jax
+import numpy as np
+
+from cases import bootstrap
+from conftest import assert_shards_equal, make_mesh, to_global
+import ep
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+
+def _section(path, title):
+  """The text below a title of level two."""
+  text = (_ROOT / path).read_text()
+  return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_twenty_lines(capsys):
+  """In one process with four devices as in four, with what they print."""
+  code = re.search(
+    r"```python\n(.*?)```", _section("README.md", "Twenty lines"), re.DOTALL
+  )[1]
+  promised = code.splitlines()[-1].partition("  # ")[2]
+  names = {}
+  exec(compile(code, "README.md", "exec"), names)
+  assert capsys.readouterr().out == promised + "\n"
+  for grad in names["grads"]:
+    for shard in grad.addressable_shards:
+      values = np.asarray(shard.data)
+      assert np.isfinite(values).all() and values.any()
+  ep.ep_finalize(names["group"])
+
+
+def _value(cell):
+  try:
+    return ast.literal_eval(cell)
+  except (SyntaxError, ValueError):
+    return cell
+
+
+def _tables(text):
+  """Each table's columns by name."""
+  for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+    head, _, *rows = [
+      [cell.strip().strip("`") for cell in line.strip("|\n").split("|")]
+      for line in table.splitlines()
+    ]
+    columns = zip(*(map(_value, row) for row in rows), strict=True)
+    yield dict(zip(head, columns, strict=True))
+
+
+def test_the_worked_example():
+  """Of every array, whole; in two domains alike, which takes four devices."""
+  text = _section("docs/semantics.md", "A worked example")
+  given, slots, results = _tables(text)
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  capacity = int(re.search(r"capacity\s(\d+)", text)[1])
+
+  def of_all(array, dtype=np.float32):
+    """An array of a domain's ranks, as that of both domains."""
+    array = np.asarray(array, dtype)
+    return np.concatenate([array, array])
+
+  def as_slots(column, default=0.0):
+    """A column of the slots [P, C, ...], the tail as said."""
+    out = np.full((2, capacity, *np.shape(slots[column][0])), default)
+    for rank, slot, value in zip(
+      slots["rank"], slots["slot"], slots[column], strict=True
+    ):
+      out[rank, slot] = value
+    return of_all(out)
+
+  def count(name, dropping=False):
+    """What the text says of `name`, of both ranks or of rank 0 as it drops."""
+    found = [
+      ast.literal_eval(value)
+      for value in re.findall(rf"{name} (\[.*?\])", text)
+    ]
+    return found[2] if dropping else found[:2]
+
+  slots["factor"] = [e + 1 if e != "padding" else 1 for e in slots["expert"]]
+  tokens, weights, cotangents, factor, idx = (
+    to_global(array, mesh, jax.P(("dp", "ep")))
+    for array in (
+      of_all(given["token"]),
+      of_all(given["topk_weights"]),
+      of_all(results["G"]),
+      as_slots("factor", 1.0)[..., None],
+      of_all(given["topk_idx"], np.int32),
+    )
+  )
+  sizes = dict(num_experts=4, max_tokens_per_rank=2, hidden_dim=2, top_k=2)
+  with bootstrap(mesh, alignment=2, **sizes) as group:
+    layer = ep.EpLayerConfig(group)
+    assert layer.capacity == capacity
+
+    @jax.jit
+    def run(tokens, weights, cotangents, factor, idx):
+      handle = ep.ep_prepare(layer, idx)
+
+      def dispatch(tokens, weights):
+        return ep.ep_dispatch(handle, tokens, weights)
+
+      def combine(outputs, weights):
+        return ep.ep_combine(handle, outputs, weights)
+
+      (rows, row_weights), undo = jax.vjp(dispatch, tokens, weights)
+      outputs = rows * factor
+      out, unsum = jax.vjp(combine, outputs, row_weights)
+      grad_outputs, grad_row_weights = unsum(cotangents)
+      grad_tokens, grad_weights = undo(
+        (grad_outputs * factor, grad_row_weights)
+      )
+      return {
+        "recv_tokens": rows,
+        "weight": row_weights,
+        "its output": outputs,
+        "grad_expert_out": grad_outputs,
+        "grad_weights": grad_row_weights,
+        "combine(Z)": ep.ep_combine(handle, outputs),
+        "combine(Z, weights)": out,
+        "grad_tokens": grad_tokens,
+        "grad_topk_weights": grad_weights,
+        "group_sizes": handle.group_sizes,
+        "token_counts": handle.token_counts,
+        "total_recv_tokens": handle.total_recv_tokens,
+      }
+
+    for name, actual in run(tokens, weights, cotangents, factor, idx).items():
+      if name in slots:
+        expected = as_slots(name)
+      elif name in results:
+        expected = of_all(results[name])
+      else:
+        expected = of_all(count(name), np.int32)
+      assert_shards_equal(actual, expected)
+
+    layer = ep.EpLayerConfig(
+      group, recv_capacity_per_rank=4, overflow="drop", name="dropping"
+    )
+    handle = jax.jit(lambda idx: ep.ep_prepare(layer, idx))(idx)
+    for name in ("group_sizes", "token_counts", "total_recv_tokens"):
+      for shard in getattr(handle, name).addressable_shards:
+        if shard.index[0].start % 2 == 0:  # rank 0 of a domain
+          np.testing.assert_array_equal(shard.data[0], count(name, True))
+    jax.block_until_ready(handle)

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Configures a Debian Bazel: writes its registry, its rc file and the wrapper
+# that runs it. The last step of debian_bazel.sh, and apart from it for a test.
+#
+#   tools/debian_bazel_rc.sh STAGE PREFIX
+#
+# STAGE holds what was unpacked, in STAGE/root, and is to be renamed to PREFIX.
+set -euo pipefail
+
+readonly stage=$1 prefix=$2
+
+here() { printf '%s' "${1/#"$stage"/"$prefix"}"; } # the path after the rename
+
+# The rule sets: Debian's stand in for the modules a C++ and Python build names,
+# whatever version it asks for. The registry holds stubs of the others that
+# Bazel's own MODULE file names; such a build never loads them.
+stub() {
+  local dir=$stage/registry/modules/$1/$2
+  mkdir -p "$dir"
+  echo "module(name = \"$1\", version = \"$2\")" >"$dir/MODULE.bazel"
+  echo '{"type": "local_path", "path": "/nonexistent"}' >"$dir/source.json"
+}
+mkdir -p "$stage"/{bin,registry}
+echo '{}' >"$stage/registry/bazel_registry.json"
+stub apple_support 1.23.1
+stub buildozer 7.1.2
+stub protobuf 3.19.6
+stub protobuf 21.7
+stub zlib 1.3.1.bcr.3
+
+# Prints a line of the rc file: the command $1 has the option $2. Quoted, as a
+# home may have a space in its name.
+option() {
+  local quoted=${2//\\/\\\\}
+  printf '%s "%s"\n' "$1" "${quoted//\"/\\\"}"
+}
+
+readonly base=$(here "$stage/root/usr/share/bazel")
+readonly pip=("$stage"/root/usr/share/python-wheels/pip-*.whl)
+readonly jres=("$stage"/root/usr/lib/jvm/java-*-openjdk-*)
+registry=$(python3 -c \
+  'import pathlib, sys; print(pathlib.Path(sys.argv[1]).as_uri())' \
+  "$prefix/registry")
+{
+  option startup "--install_base=$base"
+  option startup --trust_install_base
+  option startup "--server_javabase=$(here "${jres[0]}")"
+  option common "--registry=$registry"
+  # The sandbox hides /tmp, and the prefix may well lie there.
+  option common "--sandbox_add_mount_pair=$prefix"
+  # For hosts whose python3 comes without pip.
+  option common "--repo_env=EP_PIP_WHEEL=$(here "${pip[0]}")"
+  for module in bazel_features:tools/features bazel_skylib:tools/skylib \
+    platforms:tools/platforms rules_cc:rules/cc rules_java:rules/java \
+    rules_license:rules/license rules_proto:rules/proto \
+    rules_python:rules/python; do
+    option common "--override_module=${module%:*}=$base/${module#*:}"
+    option common "--override_repository=${module%:*}=$base/${module#*:}"
+  done
+} >"$stage/bazelrc"
+
+cat >"$stage/bin/bazel" <<'SH'
+#!/usr/bin/env bash
+here=$(readlink -f "$0")
+prefix=${here%/bin/bazel}
+exec "$prefix/root/usr/bin/bazel" --nosystem_rc --bazelrc="$prefix/bazelrc" "$@"
+SH
+chmod +x "$stage/bin/bazel"
