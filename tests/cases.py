@@ -232,21 +232,24 @@ class Oracle:
     return self._map(_sizes, "->rrr")
 
   def dispatch(self, tokens, weights):
-    return self._map(_dispatch, "tt->rr", tokens, weights)
+    bits, weights = self._map(_dispatch, "tt->rr", _bits(tokens), weights)
+    return _from_bits(bits, tokens.dtype), weights
 
   def combine(self, rows, weights=None):
     if weights is None:
-      return self._map(_combine, "r->t", rows)
-    # Not compiled, because XLA may contract product and sum.
+      return self._map(_combine, "r->t", rows, compiled=False)
     return self._map(_combine, "rr->t", rows, weights, compiled=False)
 
   def dispatch_bwd(self, primals, cotangents):
     _, weights = primals
-    g_tokens, g_weights = self._map(_dispatch_bwd, "rr->tt", *cotangents)
+    g_tokens, g_weights = self._map(
+      _dispatch_bwd, "rr->tt", *cotangents, compiled=False
+    )
     return g_tokens, g_weights.astype(weights.dtype)
 
   def combine_bwd(self, primals, cotangent):
-    g = self._map(_combine_bwd, "t->r", cotangent)
+    bits = self._map(_combine_bwd, "t->r", _bits(cotangent))
+    g = _from_bits(bits, cotangent.dtype)
     if len(primals) == 1:
       return (g,)
     g = g.astype(jnp.float32)
@@ -255,6 +258,7 @@ class Oracle:
     return tuple(d.astype(x.dtype) for d, x in zip(grads, primals, strict=True))
 
   def _map(self, fn, kinds, *arrays, compiled=True):
+    """See `_map_domains`. Sums are not compiled; reference.py says why."""
     if isinstance(self.routing.slot, jax.core.Tracer):
       compiled = False  # by itself: it is part of a larger program
     call = _compiled_map_domains if compiled else _map_domains
@@ -282,6 +286,21 @@ def _map_domains(fn, kinds, oracle, *arrays):
   if len(kinds_out) == 1:
     return join[kinds_out](out)
   return tuple(join[k](x) for k, x in zip(kinds_out, out, strict=True))
+
+
+def _bits(x):
+  """Whole numbers in place of floats, for XLA:CPU to move without a change.
+
+  A tracer stays what it is, for derivatives to pass through.
+  """
+  if isinstance(x, jax.core.Tracer):
+    return x
+  return np.asarray(x).view(f"u{x.dtype.itemsize}")
+
+
+def _from_bits(x, dtype):
+  """The opposite of `_bits`."""
+  return x if x.dtype == dtype else jnp.asarray(np.asarray(x).view(dtype))
 
 
 # Compiled in half the time, to be run once or twice.
@@ -361,15 +380,24 @@ def block_and_back(ops, tokens, weights, g):
   return out, vjp(g)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moved:
+  """Arrays whose elements are only moved, so that NaNs keep their bits."""
+
+  arrays: tuple[jax.Array, ...]
+
+
 def everything(ops, tokens, weights, rows, row_weights):
   """Every op, each on inputs of its own."""
+  g_tokens, g_weights = ops.dispatch_bwd((tokens, weights), (rows, row_weights))
   return dict(
     sizes=ops.sizes(),
-    dispatch=ops.dispatch(tokens, weights),
+    dispatch=Moved(ops.dispatch(tokens, weights)),
     combine=ops.combine(rows),
     weighted=ops.combine(rows, row_weights),
-    dispatch_bwd=ops.dispatch_bwd((tokens, weights), (rows, row_weights)),
-    combine_bwd=ops.combine_bwd((rows,), tokens),
+    dispatch_bwd=(g_tokens, Moved((g_weights,))),
+    combine_bwd=Moved(ops.combine_bwd((rows,), tokens)),
   )
 
 
@@ -386,16 +414,26 @@ class Case:
     whole: draw small positive whole numbers, which float32 multiplies and adds
       exactly in any order, for sums whose order the contract leaves open. The
       default, normal floats, shows every change in order and rounding.
+    specials: have zeros of both signs, denormals, infinities and NaNs of both
+      kinds among the numbers.
   """
 
   def __init__(
-    self, layer, routing="uniform", *, lead=(T,), hidden=H, whole=False
+    self,
+    layer,
+    routing="uniform",
+    *,
+    lead=(T,),
+    hidden=H,
+    whole=False,
+    specials=False,
   ):
     self.layer = layer
     self._hidden = hidden
     self._lead = (ranks(layer) * lead[0], *lead[1:])
     self._received = (ranks(layer), layer.capacity)
     self.whole = whole
+    self._specials = specials
     self._rng = np.random.default_rng(0)
     if isinstance(routing, str):
       n = math.prod(self._lead)
@@ -468,11 +506,47 @@ class Case:
   def _numbers(self, shape, dtype):
     if self.whole:
       return self._rng.integers(1, 5, shape).astype(dtype)
-    return self._rng.standard_normal(shape).astype(dtype)
+    return self._with_specials(self._rng.standard_normal(shape).astype(dtype))
 
   def _distinct(self, shape):
     numbers = 1 + self._rng.permutation(math.prod(shape)).reshape(shape)
-    return (numbers / 64).astype(np.float32)
+    numbers = (numbers / 64).astype(np.float32)
+    return self._with_specials(numbers[..., None])[..., 0]
+
+  def _with_specials(self, rows):
+    """Puts special values into half of the rows, if they are wanted.
+
+    A quarter of the rows has nothing but zeros and numbers around the smallest
+    normal one, since the sums of all others are soon infinite or NaN.
+    """
+    if not self._specials:
+      return rows
+    values = special_values(rows.dtype)
+    small = values[np.abs(values) < 1e-3]
+    kind = self._rng.integers(4, size=(*rows.shape[:-1], 1))
+    mixed = np.where(
+      self._rng.random(rows.shape) < 0.5,
+      self._rng.choice(values.view(f"u{values.itemsize}"), rows.shape),
+      _bits(rows),
+    )
+    smalls = self._rng.choice(small.view(mixed.dtype), rows.shape)
+    bits = np.where(kind == 0, smalls, np.where(kind == 1, mixed, _bits(rows)))
+    return bits.view(rows.dtype)
+
+
+def special_values(dtype):
+  """Numbers of the dtype that a machine may treat like no others."""
+  infinity, least_normal, one = (
+    int(np.array(x, dtype).view(f"u{dtype.itemsize}"))
+    for x in (np.inf, jnp.finfo(dtype).tiny, 1)
+  )
+  quiet = least_normal >> 1  # the first bit of the mantissa
+  magnitudes = [0, 1, 5, least_normal - 1, least_normal, least_normal + 1]
+  magnitudes += [2 * least_normal + 1, one, infinity - 1, infinity]
+  magnitudes += [infinity + 1, infinity + quiet - 1, infinity + quiet + 1]
+  sign = 1 << (8 * dtype.itemsize - 1)
+  bits = [x + s for s in (0, sign) for x in magnitudes]
+  return np.array(bits, f"u{dtype.itemsize}").view(dtype)
 
 
 def ranks(layer):
@@ -569,9 +643,22 @@ def _compiled(fn):
 def assert_same(actual, expected):
   """Two trees of arrays have the same structure, shapes, dtypes and bits.
 
-  On GPUs, floats may differ by the roundings of a sum.
+  A NaN equals any NaN, unless it was only moved. On GPUs, other floats may
+  differ by the roundings of a sum.
   """
-  jax.tree.map(_assert_near if GPU else assert_shards_equal, actual, expected)
+  jax.tree.map(
+    _assert_same_leaf, actual, expected, is_leaf=lambda x: isinstance(x, Moved)
+  )
+
+
+def _assert_same_leaf(actual, expected):
+  if isinstance(actual, Moved):
+    exactly = functools.partial(assert_shards_equal, nan_bits=True)
+    jax.tree.map(exactly, actual, expected)
+  elif GPU:
+    _assert_near(actual, expected)
+  else:
+    assert_shards_equal(actual, expected)
 
 
 def _assert_near(actual, expected):

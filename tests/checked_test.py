@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from cases import (
+  assert_same,
   BACKEND,
   Case,
   combine,
   dispatch,
   everything,
+  global_view,
   GPU,
   layer,
+  local_view,
   sizes,
   there_and_back,
 )
@@ -112,6 +115,38 @@ def test_the_mode_is_a_part_of_jits_key():
   with ep.checked(False):
     case.run(there_and_back, *inputs)
   assert has_nan()
+
+
+def exchanges_and_back(ops, tokens, weights, rows):
+  recv = ops.dispatch(tokens, weights)
+  g = ops.dispatch_bwd((tokens, weights), recv)
+  return recv, g, ops.combine_bwd((rows,), tokens)
+
+
+@pytest.mark.parametrize("view", [global_view, local_view])
+def test_jax_debug_nans_finds_no_nan_of_ours(view):
+  """Op by op, where JAX looks at all that an op returns, tail included."""
+  case = Case(layer(tail="unspecified", alignment=2), "one_token")
+  inputs = case.tokens(), case.weights(), case.rows()
+  call = view(case.layer, exchanges_and_back)
+  with jax.debug_nans(True):
+    actual = call(*map(case.put, (case.topk_idx, *inputs)))
+    assert_same(actual, exchanges_and_back(case.oracle, *inputs))
+  with jax.debug_infs(True):
+    jax.block_until_ready(call(*map(case.put, (case.topk_idx, *inputs))))
+
+
+@pytest.mark.parametrize("view", [global_view, local_view])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_jax_debug_nans_finds_a_nan_of_the_data(mode, view):
+  """0 * infinity in a sum, which checked mode would be the first to see."""
+  case = Case(layer())
+  rows = np.full_like(case.rows(), np.inf)
+  inputs = case.topk_idx, rows, np.zeros_like(case.row_weights())
+  call = mode(view(case.layer, combine))
+  with ep.checked(False), jax.debug_nans(True):
+    with pytest.raises(FloatingPointError, match="nan"):
+      call(*map(case.put, inputs))
 
 
 @pytest.mark.parametrize("value, expected", [("1", True), ("0", False)])

@@ -10,6 +10,7 @@ from cases import (
   Case,
   combine,
   E,
+  everything,
   large_case,
   layer,
   ROUTINGS,
@@ -134,17 +135,40 @@ def test_gradient_through_both(routing):
 
 
 @DTYPES
-def test_special_values(dtype):
-  """Zeros have signs, and subnormal sums are what XLA:CPU makes of them."""
-  case = Case(layer(), "with_unused_choices")
-  info = jnp.finfo(dtype)
-  tiny = float(info.smallest_subnormal)
-  values = [0.0, -0.0, tiny, -tiny, 3 * tiny, float(info.tiny), 1.0]
-  values += [float(info.max), np.inf, -np.inf, np.nan]
-  rows = np.random.default_rng(1).choice(values, case.rows().shape)
+@pytest.mark.parametrize(
+  "options, hidden",
+  [
+    (dict(mesh="ep4", top_k=1), 7),
+    (dict(mesh="dp2_ep2", alignment=4), 6),
+    (dict(mesh="dp4_ep1", top_k=1), 1),
+  ],
+  ids=str,
+)
+def test_special_values(options, hidden, dtype):
+  """Zeros have signs, sums flush denormals, and moved rows keep every bit."""
+  case = Case(
+    layer(**options), "with_unused_choices", hidden=hidden, specials=True
+  )
+  case.check(everything, *case.inputs(dtype))
+
+
+def combine_both(ops, rows, weights):
+  return ops.combine(rows), ops.combine(rows, weights)
+
+
+@DTYPES
+def test_sums_start_at_plus_zero_and_flush(dtype):
+  """Said of the result itself, not by way of the oracle."""
+  case = Case(layer(top_k=1))
+  tiny = float(jnp.finfo(dtype).smallest_subnormal)
+  # A subnormal float16 is a normal float32, in which sums are taken.
+  kept = tiny if dtype == jnp.float16 else 0.0
+  columns = np.array([0.0, -0.0, tiny, -tiny, 1.0, -1.0, 0.0], dtype)
+  sums = np.array([0.0, 0.0, kept, -kept or 0.0, 1.0, -1.0, 0.0], dtype)
+  rows = np.broadcast_to(columns, case.rows().shape)
   weights = np.ones_like(case.row_weights())
-  case.check(combine, rows.astype(dtype))
-  case.check(combine, rows.astype(dtype), weights)
+  wanted = np.broadcast_to(sums, case.tokens().shape)
+  assert_same(case.run(combine_both, rows, weights), (wanted, wanted))
 
 
 @DTYPES

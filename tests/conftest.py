@@ -100,11 +100,14 @@ def to_global(
   )
 
 
-def assert_shards_equal(actual: jax.Array, expected: np.ndarray) -> None:
+def assert_shards_equal(
+  actual: jax.Array, expected: np.ndarray, *, nan_bits: bool = False
+) -> None:
   """Fails unless this process's shards of `actual` have the expected bits.
 
-  Shape and dtype are compared too, +0.0 differs from -0.0, and a NaN equals
-  any NaN. The message gives the first difference at its global index.
+  Shape and dtype are compared too, and +0.0 differs from -0.0. A NaN equals any
+  NaN, unless `nan_bits` asks for its very bits. The message gives the first
+  difference at its global index.
   """
   expected = np.asarray(expected)
   assert actual.shape == expected.shape
@@ -112,7 +115,8 @@ def assert_shards_equal(actual: jax.Array, expected: np.ndarray) -> None:
   for shard in actual.addressable_shards:
     got, want = np.asarray(shard.data), expected[shard.index]
     differs = _bits(got) != _bits(want)
-    if np.issubdtype(got.dtype, np.inexact) or got.dtype.kind == "V":
+    is_float = np.issubdtype(got.dtype, np.inexact) or got.dtype.kind == "V"
+    if is_float and not nan_bits:
       differs &= ~(np.isnan(got) & np.isnan(want))
     if differs.any():
       at = tuple(np.argwhere(differs)[0])
@@ -122,7 +126,8 @@ def assert_shards_equal(actual: jax.Array, expected: np.ndarray) -> None:
       pytest.fail(
         f"shard on {shard.device}: {differs.sum()} of {differs.size} elements "
         f"differ; the first is at global index {where}: "
-        f"got {got[at]!r}, expected {want[at]!r}"
+        f"got {got[at]!r}, expected {want[at]!r}, of bits"
+        f" {_bits(got)[at]:#x} and {_bits(want)[at]:#x}"
       )
 
 

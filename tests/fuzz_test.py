@@ -4,7 +4,8 @@
 
 A failure prints the command that repeats it alone. Case i of a seed is the same
 whatever else runs: a layer for every `ROUTINGS` cases, since its program has to
-be compiled, and of each case a routing and arrays.
+be compiled, and of each case a routing and arrays. Every other case has special
+values among its numbers.
 """
 
 import dataclasses
@@ -102,7 +103,13 @@ def test_fuzz(request, backend, layer):
         continue
       rng = np.random.default_rng([seed, layer, index])
       routing = draw.routing(rng, group.num_token_ranks)
-      case = Case(config, routing, lead=(draw.tokens,), hidden=draw.hidden)
+      case = Case(
+        config,
+        routing,
+        lead=(draw.tokens,),
+        hidden=draw.hidden,
+        specials=index % 2 == 1,
+      )
       try:
         check(case, draw)
       except BaseException:

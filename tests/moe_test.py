@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cases import Case, E, H, layer, ranks, spec, T
-from conftest import assert_shards_close, to_global
+from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
 
 F = 9  # inner size of an expert
@@ -220,3 +220,45 @@ def test_matrices_that_do_not_fit(change, error, message):
     ep.moe_layer(
       case.layer, case.tokens(), case.topk_idx, case.weights(), **matrices
     )
+
+
+@pytest.mark.parametrize(
+  "mode, view",
+  [("eager", "global"), ("jit", "global"), ("jit", "local")],
+)
+def test_jax_debug_nans_finds_no_nan_of_ours(mode, view):
+  """Though most of what a rank receives is tail, which checked mode fills."""
+  case = Case(layer(), "one_token")
+  moe = VIEWS[view](case.layer)
+
+  def fn(topk_idx, tokens, *arrays):  # small, for each operation is compiled
+    out, vjp = jax.vjp(lambda x: moe(topk_idx, x, *arrays), tokens)
+    return out, vjp(out)
+
+  fn = jax.jit(fn) if mode == "jit" else fn
+  arrays = case.tokens(), case.weights(), _matrices(gated=False)
+  arrays = _put(case, case.topk_idx, *arrays)
+  with jax.debug_nans(True), ep.checked():
+    jax.block_until_ready(fn(*arrays))
+
+
+def test_the_tail_reaches_no_result():
+  """Whatever it holds: the same bits as with zeros there."""
+  case = Case(layer(), "one_token")
+  arrays = case.tokens(), case.weights(), _matrices()
+  arrays = _put(case, case.topk_idx, *arrays)
+  fn = _with_grads(_moe(case.layer))
+  with jax.debug_nans(True):  # so the tail is zero
+    expected = jax.jit(lambda *args: fn(*args))(*arrays)
+  with ep.checked():  # so the tail is NaN
+    actual = jax.jit(lambda *args: fn(*args))(*arrays)
+  jax.tree.map(_assert_same_shards, actual, expected)
+
+
+def _assert_same_shards(actual, expected):
+  shards = zip(
+    actual.addressable_shards, expected.addressable_shards, strict=True
+  )
+  for a, b in shards:
+    assert not np.isnan(b.data).any()
+    assert_shards_equal(a.data, np.asarray(b.data))

@@ -27,7 +27,8 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   processes must do the same. In checked mode
 
   * rows and weights past the last slab are NaN where `tail="unspecified"`, in
-    dispatch and in the backward of combine, so that who reads them sees it;
+    dispatch and in the backward of combine, so that who reads them sees it
+    (under `jax_debug_nans` or `jax_debug_infs` they are zero, checked or not);
   * what combine returns must be finite, or the run fails with the element and
     the row that brought it: with "host" on that rank, and on the others at
     their next exchange of the run. With "xla" it fails on all ranks, with the
@@ -45,8 +46,19 @@ def is_on() -> bool:
   return _on.value
 
 
+def jax_looks_for_nans() -> bool:
+  """Whether JAX fails ops traced here, should they return NaNs or infinities.
+
+  JAX does not retrace a function when this changes.
+  """
+  return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
 def tail(params: OpParams) -> str:
-  """What dispatch writes past the last slab: that of the layer, or "nan"."""
-  if params.checked and params.layer.tail == "unspecified":
-    return "nan"
-  return params.layer.tail
+  """What dispatch writes past the last slab: that of the layer, or "nan".
+
+  Where JAX looks at every result of an op, an unspecified tail is zero.
+  """
+  if params.layer.tail == "zero" or params.no_nans:
+    return "zero"
+  return "nan" if params.checked else "unspecified"

@@ -29,6 +29,7 @@ class OpParams:
 
   layer: EpLayerConfig
   num_tokens: int  # T
+  no_nans: bool = dataclasses.field(default_factory=checked.jax_looks_for_nans)
   checked: bool = dataclasses.field(default_factory=checked.is_on)
 
 

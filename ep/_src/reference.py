@@ -13,13 +13,16 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
   padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
-  that is rounded before it is added.
+  that is rounded before it is added. Denormal float32 numbers are zeros of
+  their sign, before and after each product and each addition.
 * Derivatives: dispatch and combine move rows along the same routing in opposite
   directions, so each is the other's transpose.
 
-Run these functions outside `jit`: compiled as one program, XLA may contract the
-product and the sum into an FMA, which rounds once where the contract rounds
-twice.
+Run sums outside `jit`, on CPU, where each operation flushes denormals: compiled
+as one program, XLA may contract the product and the sum into an FMA, which
+rounds once where the contract rounds twice, and it takes `0 + x` for `x`, which
+keeps a -0 and a denormal. XLA:CPU does not always move a bfloat16 unchanged
+either: give the bits of rows to `dispatch` and `combine_bwd`.
 """
 
 from typing import NamedTuple

@@ -10,7 +10,9 @@ that a stream can be. Dispatch sends the streams, combine sends them back, and
 only `ep_prepare` must tell the others anything: how many tokens of each rank
 chose each expert, from which every rank computes the rest by itself.
 
-Rows travel as whole numbers, so no platform can flush or quieten one.
+Rows travel as whole numbers, so no platform can flush or quieten one. Sums say
+in whole numbers what becomes of zeros and denormals, because XLA takes `0 + x`
+for `x`, and platforms differ in what they flush.
 """
 
 from __future__ import annotations
@@ -63,11 +65,10 @@ def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
 
 def lower(op: str, ctx, *operands, params: OpParams):
   dims = _dims(params.layer, params.num_tokens)._replace(
-    tells=compat.can_call_python(ctx)
+    tells=compat.can_call_python(ctx),
+    nan_tail=checked.tail(params) == "nan",
   )
   fn = functools.partial(_OPS[op], dims)
-  if op in ("ep_dispatch", "ep_combine_bwd") and checked.tail(params) == "nan":
-    fn = functools.partial(_with_nan_tail, dims, fn)
   if op == "ep_combine" and params.checked:
     fn = functools.partial(_with_finite_result, dims, fn)
   if not dims.T:  # nothing travels, and nothing is wrong
@@ -85,6 +86,7 @@ class _Dims(NamedTuple):
   layer: EpLayerConfig
   axis: str
   tells: bool  # whether the program can call Python, for it to raise
+  nan_tail: bool  # whether rows past the last slab are NaN, and not zero
   P: int
   E: int
   L: int
@@ -98,8 +100,20 @@ class _Dims(NamedTuple):
 def _dims(layer: EpLayerConfig, num_tokens: int) -> _Dims:
   P, L, T, K = layer.ep_size, layer.num_local_experts, num_tokens, layer.top_k
   B = min(T * min(K, L), layer.capacity)
-  axis = layer.group.axis_name
-  return _Dims(layer, axis, True, P, P * L, L, T, K, layer.capacity, B, P * B)
+  return _Dims(
+    layer=layer,
+    axis=layer.group.axis_name,
+    tells=True,
+    nan_tail=False,
+    P=P,
+    E=P * L,
+    L=L,
+    T=T,
+    K=K,
+    C=layer.capacity,
+    B=B,
+    nowhere=P * B,
+  )
 
 
 def _mem_sizes(dims: _Dims) -> list[int]:
@@ -111,7 +125,7 @@ def _mem_sizes(dims: _Dims) -> list[int]:
 def _stamp(dims: _Dims, body: jax.Array) -> jax.Array:
   """What tells that `body` was made for this layer, these tokens, this rank."""
   layer = dims.layer
-  made_for = repr((dims[3:], layer.alignment, layer.overflow)).encode()
+  made_for = repr((dims[4:], layer.alignment, layer.overflow)).encode()
   kind = np.int32(zlib.crc32(made_for) >> 1)
   return jnp.stack([kind, lax.axis_index(dims.axis), _sum(body)])
 
@@ -310,10 +324,11 @@ class _Side(NamedTuple):
   remote_start: jax.Array  # [P] where that rank puts it
   recv_start: jax.Array  # [P] where this rank puts the stream from each
   recv_size: jax.Array  # [P]
-  codes: jax.Array  # [n] of the rows wanted; `nowhere`: a row of zeros
+  codes: jax.Array  # [n] of the rows wanted; `nowhere`: none
+  is_nan: jax.Array  # [n] or [], whether such a row is NaN, and not zero
 
 
-def _forth(plan: _Plan) -> _Side:
+def _forth(dims: _Dims, plan: _Plan) -> _Side:
   return _Side(
     plan.to_start,
     plan.to_size,
@@ -321,6 +336,7 @@ def _forth(plan: _Plan) -> _Side:
     plan.from_start,
     plan.from_size,
     plan.source,
+    dims.nan_tail & (jnp.arange(dims.C) >= plan.used),
   )
 
 
@@ -332,6 +348,7 @@ def _back(plan: _Plan) -> _Side:
     plan.to_start,
     plan.to_size,
     plan.place,
+    jnp.bool_(False),
   )
 
 
@@ -343,7 +360,7 @@ def _exchange(dims: _Dims, side: _Side, rows, sequence, sound) -> jax.Array:
   """
   bits = lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
   nan = jnp.array(jnp.iinfo(bits.dtype).max, bits.dtype)
-  B = dims.B
+  B, codes = dims.B, side.codes
 
   def take(x, index):
     return x.at[index].get(mode="fill", fill_value=0)
@@ -354,11 +371,12 @@ def _exchange(dims: _Dims, side: _Side, rows, sequence, sound) -> jax.Array:
     sent = jnp.where(sound, take(bits, take(sequence, at)), nan)
     if dims.P > 1:
       sent = lax.all_to_all(sent, dims.axis, 0, 0)
-    return take(sent.reshape(dims.nowhere, *sent.shape[2:]), side.codes)
+    received = sent.reshape(dims.nowhere, *sent.shape[2:])
+    return received.at[codes].get(mode="clip")
 
   def ragged(bits):
     sent = jnp.where(sound, take(bits, sequence), nan)
-    room = side.codes.size
+    room = codes.size
     start = side.start.clip(0, len(sent))
     remote_start = side.remote_start.clip(0, room)
     size = side.size.clip(0)
@@ -374,21 +392,33 @@ def _exchange(dims: _Dims, side: _Side, rows, sequence, sound) -> jax.Array:
       side.recv_size.clip(0, room),
       axis_name=dims.axis,
     )
-    start = side.recv_start.at[side.codes // B].get(
-      mode="fill", fill_value=room
-    )
-    return take(received, start + side.codes % B)
+    start = side.recv_start.at[codes // B].get(mode="clip")
+    return received.at[start + codes % B].get(mode="clip")
 
   if dims.P == 1:
     out = padded(bits)
   else:
     out = lax.platform_dependent(bits, cpu=padded, default=ragged)
-  return lax.bitcast_convert_type(jnp.where(sound, out, nan), rows.dtype)
+
+  # In bfloat16 this selects between two variables, for with a constant XLA:CPU
+  # loses bits. Of the last element, denormals are flushed and NaNs quietened by
+  #
+  #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
+  #
+  # for a traced bool s and uint16 [7] x: a cast of a choice with a constant is
+  # to LLVM a choice of casts, and if a bfloat16 is not only loaded and stored,
+  # but one of two in a register, its code for x86 goes by way of float32.
+  travels = sound & (codes < dims.nowhere)
+  other = jnp.where(side.is_nan | ~sound, nan, jnp.zeros_like(nan))
+  travels, other = (
+    x.reshape(*x.shape, *[1] * (out.ndim - x.ndim)) for x in (travels, other)
+  )
+  return lax.bitcast_convert_type(jnp.where(travels, out, other), rows.dtype)
 
 
 def _dispatch(dims: _Dims, mem, tokens, weights):
   plan, sound = _open(dims, mem)
-  side, order = _forth(plan), plan.order
+  side, order = _forth(dims, plan), plan.order
   return [
     _exchange(dims, side, tokens, order // dims.K, sound),
     _exchange(dims, side, weights.reshape(-1), order, sound),
@@ -397,39 +427,37 @@ def _dispatch(dims: _Dims, mem, tokens, weights):
 
 def _combine_bwd(dims: _Dims, mem, tokens):
   plan, sound = _open(dims, mem)
-  return [_exchange(dims, _forth(plan), tokens, plan.order // dims.K, sound)]
+  side = _forth(dims, plan)
+  return [_exchange(dims, side, tokens, plan.order // dims.K, sound)]
 
 
 def _combine(dims: _Dims, mem, rows, weights=None):
   plan, sound = _open(dims, mem)
-  side = _back(plan)
-  terms = _exchange(dims, side, rows, plan.slots, sound).astype(jnp.float32)
+  exchange = functools.partial(_exchange, dims, _back(plan))
+  terms = _flush(exchange(rows, plan.slots, sound).astype(jnp.float32))
   if weights is not None:
-    terms *= _exchange(dims, side, weights, plan.slots, sound)[:, None]
-    # Between a product and a sum, or XLA may round the two of them once.
-    terms = jnp.where((side.codes < dims.nowhere)[:, None], terms, 0)
+    weights = _flush(exchange(weights, plan.slots, sound))
+    # Nothing can contract this product and the sum: bits lie between them.
+    terms = _flush(terms * weights[:, None])
   terms = terms.reshape(dims.T, dims.K, -1)
-  out = jnp.float32(0)
-  for k in range(dims.K):
-    out += terms[:, k]
+  out = _flush(terms[:, 0], sign=0)  # 0 + x
+  for k in range(1, dims.K):
+    out = _flush(out + terms[:, k])
   return [out.astype(rows.dtype)]
+
+
+def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
+  """float32 `x` with denormals as zeros, and of the signs of zeros `sign`."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  is_small = bits & np.uint32(0x7F800000) == 0
+  bits = jnp.where(is_small, bits & np.uint32(sign), bits)
+  return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _dispatch_bwd(dims: _Dims, mem, rows, weights):
   plan, sound = _open(dims, mem)
   choices = _exchange(dims, _back(plan), weights, plan.slots, sound)
   return [*_combine(dims, mem, rows), choices.reshape(dims.T, dims.K)]
-
-
-def _with_nan_tail(dims: _Dims, scatter, mem, *operands):
-  plan, _ = _open(dims, mem)
-  is_tail = jnp.arange(dims.C) >= plan.used
-
-  def fill(slots):
-    where = is_tail.reshape(-1, *[1] * (slots.ndim - 1))
-    return jnp.where(where, jnp.array(jnp.nan, slots.dtype), slots)
-
-  return list(map(fill, scatter(mem, *operands)))
 
 
 def _with_finite_result(dims: _Dims, combine, mem, *operands):
