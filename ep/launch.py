@@ -154,8 +154,10 @@ def launch(
   unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
   and imports from where this process does. Ranks read nothing from stdin. On
   the CPU they keep freed memory for the next step (glibc's MALLOC_* variables,
-  unless they are set already). JAX's preemption service, which catches SIGTERM
-  and goes on, is off unless JAX_ENABLE_PREEMPTION_SERVICE says otherwise.
+  unless they are set already). JAX's preemption service is off unless
+  JAX_ENABLE_PREEMPTION_SERVICE is set: for the sake of
+  `multihost_utils.reached_preemption_sync_point` it catches SIGTERM, and the
+  rank goes on.
 
   Rank r writes stdout and stderr to `rank_<r>.log`; rank 0's is also copied to
   this process's stdout as it grows. If a rank fails, the others get `grace_s`

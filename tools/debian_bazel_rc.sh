@@ -9,8 +9,6 @@ set -euo pipefail
 
 readonly stage=$1 prefix=$2
 
-here() { printf '%s' "${1/#"$stage"/"$prefix"}"; } # the path after the rename
-
 # The rule sets: Debian's stand in for the modules a C++ and Python build names,
 # whatever version it asks for. The registry holds stubs of the others that
 # Bazel's own MODULE file names; such a build never loads them.
@@ -35,7 +33,7 @@ option() {
   printf '%s "%s"\n' "$1" "${quoted//\"/\\\"}"
 }
 
-readonly base=$(here "$stage/root/usr/share/bazel")
+readonly base=$prefix/root/usr/share/bazel
 readonly pip=("$stage"/root/usr/share/python-wheels/pip-*.whl)
 readonly jres=("$stage"/root/usr/lib/jvm/java-*-openjdk-*)
 registry=$(python3 -c \
@@ -44,12 +42,12 @@ registry=$(python3 -c \
 {
   option startup "--install_base=$base"
   option startup --trust_install_base
-  option startup "--server_javabase=$(here "${jres[0]}")"
+  option startup "--server_javabase=$prefix${jres[0]#"$stage"}"
   option common "--registry=$registry"
   # The sandbox hides /tmp, and the prefix may well lie there.
   option common "--sandbox_add_mount_pair=$prefix"
   # For hosts whose python3 comes without pip.
-  option common "--repo_env=EP_PIP_WHEEL=$(here "${pip[0]}")"
+  option common "--repo_env=EP_PIP_WHEEL=$prefix${pip[0]#"$stage"}"
   for module in bazel_features:tools/features bazel_skylib:tools/skylib \
     platforms:tools/platforms rules_cc:rules/cc rules_java:rules/java \
     rules_license:rules/license rules_proto:rules/proto \
