@@ -817,14 +817,23 @@ void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
   }
 }
 
-TEST(NcclGroupCreateTest, AnOldNcclIsRefused) {
-  fake::TheMachine().nccl_version = 22907;
-  ExpectRefused(SizesFor(kDims), {"NCCL is 2.29.7", "2.30.0"});
+TEST(NcclGroupCreateTest, AnyOtherNcclIsRefused) {
+  for (int version : {22907, 23000, 23006, 23100, 23201}) {
+    fake::TheMachine().nccl_version = version;
+    ExpectRefused(SizesFor(kDims),
+                  {StrCat("NCCL is ", version / 10000, ".", version / 100 % 100,
+                          ".", version % 100),
+                   "2.30.7, neither an older nor a newer one", "docs/gpu.md"});
+  }
 }
 
-TEST(NcclGroupCreateTest, AnOldNcclEpIsRefused) {
-  fake::TheMachine().nccl_ep_version = 100;
-  ExpectRefused(SizesFor(kDims), {"NCCL EP is 0.1.0", "0.2.0"});
+TEST(NcclGroupCreateTest, AnyOtherNcclEpIsRefused) {
+  for (int version : {100, 300}) {
+    fake::TheMachine().nccl_ep_version = version;
+    ExpectRefused(SizesFor(kDims),
+                  {StrCat("NCCL EP is 0.", version / 100, ".0"), "0.2.0",
+                   "nccl-extensions==0.1.0"});
+  }
 }
 
 TEST(NcclGroupCreateTest, AnOldGpuIsRefused) {

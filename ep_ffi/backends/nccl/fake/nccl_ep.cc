@@ -131,6 +131,8 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                       "no such communicator")) {
     DemandContext(contract, comm->member->device());
   }
+  contract.Demand(TheMachine().nccl_version == 23007,
+                  "NCCL EP's kernels are compiled for another NCCL");
   if (!DemandStruct(contract, "config", config)) return ncclInvalidArgument;
   Member& member = *comm->member;
   DemandConfig(contract, *config, member.clique().size());
