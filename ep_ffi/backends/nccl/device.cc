@@ -29,6 +29,11 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
   EP_RETURN_IF_ERROR(cuda.Check(cuda.cuInit(0), "cuInit"));
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuDeviceGet(&device_, ordinal), "cuDeviceGet"));
+  EP_RETURN_IF_ERROR(cuda.Check(
+      cuda.cuDeviceGetAttribute(
+          &shared_bytes_, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+          device_),
+      "cuDeviceGetAttribute"));
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
                  "cuDevicePrimaryCtxRetain"));

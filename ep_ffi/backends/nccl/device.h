@@ -41,6 +41,9 @@ class Device {
 
   const Libraries& libraries() const { return libraries_; }
 
+  // The shared memory that a block of threads may have.
+  int32_t shared_bytes() const { return shared_bytes_; }
+
   // The kernels of kernels.cu. A count of zero is no launch.
   enum Kernel {
     kCountChoices,
@@ -84,6 +87,7 @@ class Device {
   const Libraries libraries_;
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
+  int32_t shared_bytes_ = 0;
   CUmodule module_ = nullptr;
   CUfunction kernels_[kNumKernels] = {};
   Report* reports_ = nullptr;

@@ -857,7 +857,7 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
       {"num_experts = 10", [](Sizes* s) { s->num_experts = 10; }},
       {"num_experts = 1028", [](Sizes* s) { s->num_experts = 1028; }},
       {"recv_capacity_per_rank = 7", [](Sizes* s) { s->capacity = 7; }},
-      {"67108864 rows", [](Sizes* s) { s->capacity = 1 << 26; }},
+      {"4194305 rows", [](Sizes* s) { s->capacity = (1 << 22) + 1; }},
       {"24 bytes", [](Sizes* s) { s->max_row_bytes = 24; }},
       {"max_num_sms = 17", [](Sizes* s) { s->max_num_sms = 17; }},
   };
@@ -867,6 +867,56 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
     c.spoil(&sizes);
     ExpectRefused(sizes, {c.words});
   }
+}
+
+// What is refused before NCCL EP sees it: it would end the process, or fail at
+// the first dispatch, or count in too few bits.
+TEST(NcclGroupCreateTest, WhatDoesNotSuitTheMachineIsRefused) {
+  struct {
+    const char* words;
+    std::function<void(Sizes*, fake::Machine*)> spoil;
+  } cases[] = {
+      {"device API", [](auto*, auto* m) { m->device_api = false; }},
+      {"2 ranks of an NVLink domain have 2 experts",
+       [](auto* s, auto* m) { s->num_experts = 4, m->nvlink_ranks = 2; }},
+      // These numbers are those of NCCL EP's own functions.
+      {"rows of 76688 bytes need 232704 bytes",
+       [](auto* s, auto*) { s->max_row_bytes = 76688; }},
+      {"rows of 58000 bytes need 232704 bytes",
+       [](auto* s, auto* m) { s->max_row_bytes = 58000, m->nvlink_ranks = 2; }},
+      {"this GPU has 101376",
+       [](auto* s, auto* m) {
+         s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
+       }},
+      {"times the 512 experts of an NVLink domain",
+       [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
+      {"times num_experts = 1024 is more",
+       [](auto* s, auto*) {
+         s->num_experts = 1024;
+         s->max_tokens = s->capacity = (1 << 21);
+       }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    Sizes sizes = SizesFor(kDims);
+    fake::TheMachine() = fake::Machine();
+    c.spoil(&sizes, &fake::TheMachine());
+    ExpectRefused(sizes, {c.words, "NCCL EP's limit"});
+  }
+}
+
+TEST(NcclGroupCreateTest, WhatJustSuitsTheMachineIsTaken) {
+  const fake::Machine machine;
+  Sizes sizes = SizesFor(kDims);
+  sizes.max_row_bytes = 76672;
+  ExpectOk(CheckMachine(sizes, {true, sizes.ep_size, machine.shared_bytes}));
+  sizes.max_row_bytes = 57984;
+  ExpectOk(
+      CheckMachine(sizes, {true, sizes.ep_size / 2, machine.shared_bytes}));
+  sizes.max_row_bytes = 1 << 15;
+  sizes.num_experts = sizes.ep_size * 256;
+  sizes.capacity = (1 << 21) - 1;
+  ExpectOk(CheckMachine(sizes, {true, sizes.ep_size, machine.shared_bytes}));
 }
 
 TEST(NcclGroupCreateTest, MoreThanCanBeCountedIsRefused) {

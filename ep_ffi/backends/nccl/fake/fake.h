@@ -25,6 +25,9 @@ namespace ep::nccl::fake {
 struct Machine {
   int num_devices = 8;
   int compute_capability_major = 9;
+  int shared_bytes = 232448;  // of a block of threads
+  int nvlink_ranks = 0;       // of a communicator; 0: all of them
+  bool device_api = true;     // of NCCL
   int nccl_version = 23007;
   int nccl_ep_version = 200;
   // How long a rank waits for others before it is a violation.

@@ -27,6 +27,7 @@ constexpr int64_t kMaxTopK = 32;
 constexpr int64_t kMaxLocalExperts = 256;
 constexpr int64_t kMaxSms = 16;
 constexpr uintptr_t kMemAlignment = 16;
+constexpr int64_t kMaxSlots = 1 << 22;
 
 bool IsPowerOfTwo(int64_t value) {
   return value > 0 && (value & (value - 1)) == 0;
@@ -56,19 +57,22 @@ void DemandHandleAttributes(Contract& contract, ncclEpLayout_t layout,
 }
 
 void DemandConfig(Contract& contract, const ncclEpGroupConfig_t& c,
-                  int num_ranks) {
+                  int num_ranks, int nvlink_ranks) {
   const int64_t num_experts = c.num_experts;
   contract.Demand(c.version == NCCL_EP_API_VERSION, "version = ", c.version);
   contract.Demand(c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT,
                   "algorithm = ", c.algorithm);
   contract.Demand(num_experts > 0 && num_experts % num_ranks == 0 &&
-                      num_experts % 4 == 0 &&
+                      num_experts / num_ranks * nvlink_ranks % 4 == 0 &&
                       num_experts / num_ranks <= kMaxLocalExperts,
-                  "num_experts = ", num_experts, " on ", num_ranks, " ranks");
+                  "num_experts = ", num_experts, " on ", num_ranks,
+                  " ranks, of which NVLink connects ", nvlink_ranks);
   contract.Demand(c.max_dispatch_tokens_per_rank > 0 &&
                       c.max_dispatch_tokens_per_rank % 4 == 0,
                   "max_dispatch_tokens = ", c.max_dispatch_tokens_per_rank);
   contract.Demand(c.max_recv_tokens_per_rank >= c.max_dispatch_tokens_per_rank,
+                  "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
+  contract.Demand(c.max_recv_tokens_per_rank <= kMaxSlots,
                   "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
   contract.Demand(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
                   "max_token_bytes = ", c.max_token_bytes);
@@ -135,7 +139,10 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                   "NCCL EP's kernels are compiled for another NCCL");
   if (!DemandStruct(contract, "config", config)) return ncclInvalidArgument;
   Member& member = *comm->member;
-  DemandConfig(contract, *config, member.clique().size());
+  const int size = member.clique().size();
+  const int nvlink_ranks = TheMachine().nvlink_ranks;
+  contract.Demand(TheMachine().device_api, "NCCL has no device API");
+  DemandConfig(contract, *config, size, nvlink_ranks > 0 ? nvlink_ranks : size);
   std::vector<const ncclEpGroupConfig_t*> configs;
   uint64_t id = 0;
   if (!MeetAll(member, "ncclEpCreateGroup", contract.kept() ? config : nullptr,
