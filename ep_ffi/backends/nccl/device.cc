@@ -8,9 +8,9 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices", "EpTell",          "EpSum",
-    "EpPlaceSlabs",   "EpJudge",         "EpChoose",
-    "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
+    "EpCountChoices",  "EpTell",           "EpSum",   "EpPlaceSlabs",
+    "EpJudge",         "EpChoose",         "EpGuard", "EpFinish",
+    "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
 

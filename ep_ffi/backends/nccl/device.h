@@ -52,6 +52,7 @@ class Device {
     kPlaceSlabs,
     kJudge,
     kChoose,
+    kGuard,
     kFinish,
     kFindNotFinite,
     kReportNotFinite,

@@ -412,6 +412,59 @@ TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
   ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
 }
 
+// Bytes of which nothing is as ep_prepare left it, even in NCCL EP's part: it
+// must not see them, on one rank or on all.
+TEST_P(NcclGroupTest, WhatIsNoHandleMakesNans) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed good = PrepareRandom(domain, kDims);
+  for (bool on_all : {true, false}) {
+    Routed routed = good;
+    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+      if (!on_all && rank != 2) continue;
+      for (std::byte& byte : routed.mems[rank]) byte = std::byte(random_());
+    }
+    for (Op op : kMoves) {
+      SCOPED_TRACE(StrCat(OpName(op), on_all ? " on all ranks" : " on one"));
+      const StepPtr step = Step::Make(domain, op, {NextRun()},
+                                      RandomInputs(op, routed, AnyType()));
+      const std::vector<Status> statuses = step->Run();
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        if (!on_all && rank != 2) {
+          ExpectOk(statuses[rank]);
+          continue;
+        }
+        ExpectWords({"handle.mem", "ep_prepare"}, statuses[rank]);
+        ExpectNan(AnyType(), step->output(rank).data);
+      }
+    }
+  }
+  ExpectWorks(domain, Op::kDispatch, good, AnyType());
+}
+
+// NCCL EP calculates in a handle that XLA takes for constant, at its end; so
+// what an op leaves there must not matter to the next, and before it all stays.
+TEST_P(NcclGroupTest, MoversChangeNothingThatIsReadAgain) {
+  const Domain domain = MakeDomain(kWorld);
+  Routed routed = PrepareRandom(domain, kDims);
+  const std::vector<std::vector<std::byte>> before = routed.mems;
+  for (int round = 0; round < 2; ++round) {
+    for (Op op : kMoves) {
+      SCOPED_TRACE(OpName(op));
+      const std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
+      const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+      ExpectRuns(step);
+      ExpectOracle(op, routed, inputs, step);
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        const std::vector<std::byte>& after = step->input(rank).mem;
+        const auto first_change =
+            std::mismatch(after.begin(), after.end(), before[rank].begin());
+        EXPECT_EQ(fake::kScratchBytes, after.end() - first_change.first);
+        routed.mems[rank] = after;
+      }
+    }
+  }
+}
+
 // Sets a column of the row that an expert returns for a rank's choice.
 void SetTerm(const Routed& routed, int64_t rank, int64_t choice, int64_t column,
              double value, std::vector<RankInput>* inputs) {
@@ -549,14 +602,13 @@ TEST_P(CheckedCombineTest, AFaultyRoutingIsReportedAsThat) {
   for (const auto& group : domain.groups) ExpectOk(group->Check());
 }
 
-// Each of these tells an op from another, or from its own copy.
+// Each of these tells an op from another.
 TEST_P(NcclGroupTest, RanksThatPrepareInDifferentPlacesFail) {
   const Domain domain = MakeDomain(kWorld);
   const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
   const int64_t run = NextRun();
   for (const testing::Place& place :
        {testing::Place{run, /*position=*/1},
-        testing::Place{run, 0, /*clone=*/1},
         testing::Place{run, 0, 0, /*program=*/1}}) {
     const StepPtr step = Step::Make(domain, Op::kPrepare, {run}, inputs);
     const StepPtr other = Step::Make(domain, Op::kPrepare, place, inputs);
@@ -567,6 +619,22 @@ TEST_P(NcclGroupTest, RanksThatPrepareInDifferentPlacesFail) {
     });
   }
   PrepareRandom(domain, kDims);
+}
+
+// A rank that loads a program from a cache instantiates its ops more often, or
+// less, than one that compiles it.
+TEST_P(NcclGroupTest, RanksMayCountCopiesOfAnOpDifferently) {
+  const Domain domain = MakeDomain(kWorld);
+  const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
+  const int64_t run = NextRun();
+  const StepPtr step = Step::Make(domain, Op::kPrepare, {run}, inputs);
+  const StepPtr copy = Step::Make(domain, Op::kPrepare,
+                                  {run, /*position=*/0, /*clone=*/1}, inputs);
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    const StepPtr& mine = rank == 2 ? copy : step;
+    mine->Post(rank);
+    ExpectOk(mine->Wait(rank));
+  });
 }
 
 TEST_P(NcclGroupTest, AHandleOfAnotherSizeIsRefused) {

@@ -197,6 +197,19 @@ extern "C" __global__ void EpChoose(Routing r) {
   if (slot < r.capacity) r.choices[choice] = static_cast<int32_t>(id);
 }
 
+// Any number of threads, before NCCL EP reads a handle. It trusts what it
+// finds, and would trap, or read and write anywhere; so of what is not the
+// routing of this op, zeros are left, which are a routing of nothing. A handle
+// of another op is lost by that, as its next op will say.
+extern "C" __global__ void EpGuard(Routing r) {
+  if (Examine(r).fault != Fault::kForeignHandle) return;
+  const int32_t stride = gridDim.x * blockDim.x;
+  for (int64_t i = ThreadIndex(); i < r.num_theirs; i += stride) {
+    r.theirs[i] = 0;
+  }
+  r.header->magic = 0;
+}
+
 // A block per row of a mover's result, slot or token. A routing at fault makes
 // all NaN. Else NCCL EP has written all but the tail.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {

@@ -90,6 +90,8 @@ struct Routing {
   int32_t* before;        // [E] choices of lower ranks
   int32_t* offsets;       // [E] first slot of the slab, on its rank
   int32_t* needs;         // [P] slots that a rank would need
+  uint32_t* theirs;       // [num_theirs] what NCCL EP keeps
+  int64_t num_theirs;
 
   int32_t* group_sizes;        // [L]
   int32_t* token_counts;       // [L]

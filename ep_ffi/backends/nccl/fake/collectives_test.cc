@@ -55,8 +55,20 @@ TEST_F(CollectivesTest, TokensOfAnotherNumberThanRoutedAreCaught) {
 }
 
 TEST_F(CollectivesTest, AHandleThatWasNeverUpdatedIsCaught) {
-  OnOpenRanks([](Rank& rank) { rank.Dispatch(); });
+  OnOpenRanks([](Rank& rank) {
+    rank.mem_data()[1] = std::byte{1};
+    rank.Dispatch();
+  });
   ExpectViolation("no routing");
+}
+
+TEST_F(CollectivesTest, AHandleOfZerosMovesNothing) {
+  OnOpenRanks([](Rank& rank) {
+    EXPECT_EQ(ncclSuccess, rank.Dispatch());
+    Synchronize(rank.stream());
+    EXPECT_EQ(-1, *static_cast<float*>(rank.slots.descriptor.data));
+  });
+  EXPECT_EQ("", Violations());
 }
 
 TEST_F(CollectivesTest, OtherAttributesThanTheRoutingsAreCaught) {

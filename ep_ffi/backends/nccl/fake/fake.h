@@ -14,6 +14,7 @@
 #include <cuda.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <ostream>
 #include <string>
@@ -38,6 +39,10 @@ struct Machine {
 };
 
 Machine& TheMachine();
+
+// The end of a handle's memory, where each op of NCCL EP that moves rows leaves
+// what it calculated with. None reads what another has left.
+constexpr int64_t kScratchBytes = 1024;
 
 // The violations so far, in order; forgets them.
 std::vector<std::string> TakeViolations();

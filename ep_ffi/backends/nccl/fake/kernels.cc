@@ -86,15 +86,11 @@ const std::map<std::string, Bind>& Table() {
     #name, MakeBind(&name) \
   }
   static const auto* table = new std::map<std::string, Bind>{
-      EP_KERNEL(EpCountChoices),
-      EP_KERNEL(EpTell),
-      EP_KERNEL(EpSum),
-      EP_KERNEL(EpPlaceSlabs),
-      EP_KERNEL(EpJudge),
-      EP_KERNEL(EpChoose),
-      EP_KERNEL(EpFinish),
-      EP_KERNEL(EpFindNotFinite),
-      EP_KERNEL(EpReportNotFinite),
+      EP_KERNEL(EpCountChoices),  EP_KERNEL(EpTell),
+      EP_KERNEL(EpSum),           EP_KERNEL(EpPlaceSlabs),
+      EP_KERNEL(EpJudge),         EP_KERNEL(EpChoose),
+      EP_KERNEL(EpGuard),         EP_KERNEL(EpFinish),
+      EP_KERNEL(EpFindNotFinite), EP_KERNEL(EpReportNotFinite),
   };
 #undef EP_KERNEL
   return *table;

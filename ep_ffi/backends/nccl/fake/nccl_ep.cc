@@ -38,12 +38,12 @@ int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
   return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
 }
 
-// The routing is not all that the real one keeps; the tail stands for the rest.
+// The routing, and the scratch of ops.
 int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
   const int64_t bytes =
       sizeof(Routing) +
       group.config.max_dispatch_tokens_per_rank * num_topk * sizeof(int64_t);
-  return (bytes + 1023) / 1024 * 1024;
+  return (bytes + 1023) / 1024 * 1024 + kScratchBytes;
 }
 
 void DemandHandleAttributes(Contract& contract, ncclEpLayout_t layout,
