@@ -46,10 +46,29 @@ void CUstream_st::Close() {
   thread_.join();
 }
 
-void CUstream_st::Enqueue(std::function<void()> task) {
+bool CUstream_st::Enqueue(Task task) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (recorded_) {
+      recorded_->push_back(std::move(task));
+      return true;
+    }
+  }
+  if (task.admit && !task.admit(this)) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  tasks_.push_back(std::move(task));
+  tasks_.push_back(std::move(task.run));
   changed_.notify_all();
+  return true;
+}
+
+void CUstream_st::Record(std::vector<Task>* recorded) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  recorded_ = recorded;
+}
+
+bool CUstream_st::IsRecording() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return recorded_ != nullptr;
 }
 
 void CUstream_st::Synchronize() {
@@ -152,6 +171,23 @@ std::shared_ptr<CUstream_st> NewStream(int device) {
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
+
+struct Capture::Recorded {
+  CUstream stream;
+  std::vector<CUstream_st::Task> tasks;
+};
+
+Capture::Capture(CUstream stream) : recorded_(new Recorded{stream, {}}) {
+  stream->Record(&recorded_->tasks);
+}
+
+Capture::~Capture() { End(); }
+
+void Capture::End() { recorded_->stream->Record(nullptr); }
+
+void Capture::Replay(CUstream stream) const {
+  for (const CUstream_st::Task& task : recorded_->tasks) stream->Enqueue(task);
+}
 
 extern "C" {
 
@@ -386,7 +422,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
       block_x > kMaxBlockSize) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  stream->Enqueue(BindKernel(function->name, grid_x, block_x, parameters));
+  stream->Enqueue({BindKernel(function->name, grid_x, block_x, parameters)});
   return CUDA_SUCCESS;
 }
 
@@ -396,8 +432,9 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count,
   DemandStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (address % sizeof(value) != 0) return CUDA_ERROR_INVALID_VALUE;
-  stream->Enqueue(
-      [=] { std::fill_n(reinterpret_cast<unsigned*>(address), count, value); });
+  stream->Enqueue({[=] {
+    std::fill_n(reinterpret_cast<unsigned*>(address), count, value);
+  }});
   return CUDA_SUCCESS;
 }
 

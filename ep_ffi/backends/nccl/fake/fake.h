@@ -68,6 +68,25 @@ Holdings CountHoldings();
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
 
+// What is enqueued on a stream is recorded, from here to the end, instead of
+// done: so XLA makes a command buffer. Then nothing may be loaded onto the
+// device.
+class Capture {
+ public:
+  explicit Capture(CUstream stream);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  void End();
+  // Enqueues it all; as often as one likes, on any stream of the device.
+  void Replay(CUstream stream) const;
+
+ private:
+  struct Recorded;
+  const std::unique_ptr<Recorded> recorded_;
+};
+
 // While it lives, this thread is inside an FFI handler whose routing lies in
 // `mem`. There nothing may wait or allocate, and a handle of NCCL EP is opened
 // on just these bytes.

@@ -10,8 +10,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/descriptors.h"
@@ -97,6 +100,13 @@ auto Shared(const ncclEpGroupConfig_t& c) {
 }
 
 }  // namespace
+
+bool LoadOnce(int device, const std::string& kernels) {
+  static std::mutex mutex;
+  static auto* loaded = new std::set<std::pair<int, std::string>>();
+  std::lock_guard<std::mutex> lock(mutex);
+  return loaded->emplace(device, kernels).second;
+}
 
 void DemandGroup(Contract& contract, ncclEpGroup_t group) {
   if (!contract.Demand(Living<ncclEpGroup>::Get().Has(group),

@@ -214,6 +214,8 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
     contract.Demand(types.size() <= 1, "counters are of several types");
   }
   if (!contract.kept()) return ncclInvalidArgument;
+  DemandKernels(contract, stream, group.num_local(), " local experts");
+  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(group.member, contract, stream,
                          [opened = *handle, choices, counters] {
                            Update(opened, choices, counters);
@@ -265,6 +267,8 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
                      tokens.columns};
   const Transfer transfer = {nullptr, tokens.data, weights.As<float>(),
                              slots.data, slot_weights.As<float>()};
+  DemandKernels(contract, stream, move.name, tokens.columns, tokens.type);
+  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [opened = *handle, move, transfer] { Run(opened, move, transfer); });
@@ -313,6 +317,8 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
                      tokens.columns};
   const Transfer transfer = {nullptr, slots.data, slot_weights.As<float>(),
                              tokens.data, weights.As<float>()};
+  DemandKernels(contract, stream, move.name, tokens.columns, tokens.type);
+  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [opened = *handle, move, transfer] { Run(opened, move, transfer); });
