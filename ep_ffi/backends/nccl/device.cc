@@ -8,9 +8,9 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices",  "EpTell",           "EpSum",   "EpPlaceSlabs",
-    "EpJudge",         "EpChoose",         "EpGuard", "EpFinish",
-    "EpFindNotFinite", "EpReportNotFinite"};
+    "EpCountChoices", "EpTell",          "EpPlaceSlabs",
+    "EpJudge",        "EpChoose",        "EpGuard",
+    "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
 
@@ -96,8 +96,13 @@ Status Device::LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
   return Launch(kernel, (count + kBlock - 1) / kBlock, stream, parameters);
 }
 
-Status Device::LaunchRows(Kernel kernel, int64_t count, CUstream stream,
-                          Routing* routing, Moved* moved) const {
+Status Device::LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
+                           Routing* routing) const {
+  return LaunchThreads(kernel, count * kWarp, stream, routing);
+}
+
+Status Device::LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
+                            Routing* routing, Moved* moved) const {
   void* parameters[] = {routing, moved};
   return Launch(kernel, count, stream, parameters);
 }

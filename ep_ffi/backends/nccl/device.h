@@ -48,7 +48,6 @@ class Device {
   enum Kernel {
     kCountChoices,
     kTell,
-    kSum,
     kPlaceSlabs,
     kJudge,
     kChoose,
@@ -61,9 +60,12 @@ class Device {
   // A thread for each of `count` items.
   Status LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
                        Routing* routing) const;
-  // A block for each of `count` rows.
-  Status LaunchRows(Kernel kernel, int64_t count, CUstream stream,
-                    Routing* routing, Moved* moved) const;
+  // A warp for each of `count` items.
+  Status LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
+                     Routing* routing) const;
+  // A block for each of `count` items.
+  Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
+                      Routing* routing, Moved* moved) const;
 
   // Where the device writes report `i`.
   Report* device_report(int32_t i) const { return device_reports_ + i; }

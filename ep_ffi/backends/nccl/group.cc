@@ -19,6 +19,10 @@ namespace {
 // Enough to clear some megabytes at once, which is for errors only.
 constexpr int64_t kGuardThreads = 16384;
 
+// Enough to write at the speed of the memory; they are launched even where
+// there is nothing to write, which only the device knows.
+constexpr int64_t kFinishBlocks = 512;
+
 std::string Name(const Call& call) {
   return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
 }
@@ -250,10 +254,12 @@ Status NcclGroup::EnqueueMove(
   EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
       layer, bytes + ours, mem.bytes - ours, what, move)));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
+  moved.num_rows = rows.count;
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = device_->device_report(kMoverReport);
-  EP_RETURN_IF_ERROR(KeepUp(device_->LaunchRows(Device::kFinish, rows.count,
-                                                stream, &routing, &moved)));
+  EP_RETURN_IF_ERROR(KeepUp(device_->LaunchBlocks(
+      Device::kFinish, std::min(rows.count, kFinishBlocks), stream, &routing,
+      &moved)));
   if (!layer.checked || call.op != Op::kCombine) return Status();
   return KeepUp(EnqueueFiniteCheck(call, rows, routing, moved));
 }
@@ -270,10 +276,10 @@ Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
       cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(found), 0,
                             sizeof(*found) / sizeof(uint32_t), stream),
       "cuMemsetD32Async"));
-  EP_RETURN_IF_ERROR(device_->LaunchRows(Device::kFindNotFinite, rows.count,
-                                         stream, &routing, &moved));
-  return device_->LaunchRows(Device::kReportNotFinite, 1, stream, &routing,
-                             &moved);
+  EP_RETURN_IF_ERROR(device_->LaunchBlocks(Device::kFindNotFinite, rows.count,
+                                           stream, &routing, &moved));
+  return device_->LaunchBlocks(Device::kReportNotFinite, 1, stream, &routing,
+                               &moved);
 }
 
 // ---- EpHandle.mem -----------------------------------------------------------
