@@ -73,7 +73,7 @@ def connect(
   me = jax.process_index()
   devices = list(mesh.devices.flat)
   (rank,) = (i for i, d in enumerate(devices) if d.process_index == me)
-  libraries = nccl_files.prepare(devices[rank].client.platform_version)
+  libraries = nccl_files.prepare(devices[rank])
   unique_id = ffi.new_nccl_id(*libraries) if me == 0 else bytes(128)
   unique_id = multihost_utils.broadcast_one_to_all(
     np.frombuffer(unique_id, np.uint8)

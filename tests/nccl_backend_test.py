@@ -16,11 +16,11 @@ from ep._src import ffi, nccl_backend, nccl_files, rendezvous
 HOPPER = dict(platform="gpu", compute_capability="9.0", device_kind="H200")
 
 
-def gpu(process, **what):
+def gpu(process, cuda=13000, **what):
   return types.SimpleNamespace(
     process_index=process,
     local_hardware_id=0,
-    client=types.SimpleNamespace(platform_version="PJRT\ncuda 13000"),
+    client=types.SimpleNamespace(platform_version=f"PJRT\ncuda {cuda}"),
     **(HOPPER | what),
   )
 
@@ -86,7 +86,9 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
 
   made = {}
   monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: me)
-  monkeypatch.setattr(nccl_files, "prepare", lambda version: ("a", version))
+  monkeypatch.setattr(
+    nccl_files, "prepare", lambda device: ("a", str(device.process_index))
+  )
   monkeypatch.setattr(rendezvous, "exchange", exchange)
   monkeypatch.setattr(ffi, "library", lambda backend: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
@@ -107,7 +109,7 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
     timeout_s=1.0,
     unique_id=bytes([me % 2]),
     nccl="a",
-    nccl_ep="PJRT\ncuda 13000",
+    nccl_ep=str(me),
   )
 
 
@@ -119,6 +121,8 @@ VARIABLES = [
   "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
   "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
   "NVCC",
+  "NVCC_ARCH_FLAGS",
+  "NVCC_EXTRA_FLAGS",
   "CUDA_HOME",
   "CUDA_PATH",
 ]
@@ -131,14 +135,19 @@ def machine(monkeypatch, tmp_path):
   for variable in VARIABLES:
     monkeypatch.setenv(variable, "")
     monkeypatch.delenv(variable)
+  monkeypatch.setenv("NCCL_EP_JIT_CACHE_DIR", str(tmp_path / "jit"))
   monkeypatch.setenv("PATH", str(tmp_path / "path"))
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   for module in ("nccl", "nccl.ep", "nvidia", "nvidia.nccl", "nvidia.cu13"):
     monkeypatch.delitem(sys.modules, module, raising=False)
   monkeypatch.setattr(nccl_files.files, "in_runfiles", lambda path: None)
-  nccl_files.prepare.cache_clear()
+  nccl_files._prepare.cache_clear()
   yield tmp_path
-  nccl_files.prepare.cache_clear()
+  nccl_files._prepare.cache_clear()
+
+
+def prepare(**what):
+  return nccl_files.prepare(gpu(0, **what))
 
 
 def program(path, script):
@@ -148,11 +157,15 @@ def program(path, script):
   return path
 
 
-def wheels(machine):
+def write_nccl_header(folder, version=23007):
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "nccl.h").write_text(f"#define NCCL_VERSION_CODE {version}\n")
+
+
+def wheels(machine, script="exit 0"):
   """NCCL, NCCL EP and the compiler as they are installed for CUDA 13."""
   for file in [
     "nvidia/nccl/lib/libnccl.so.2",
-    "nvidia/nccl/include/nccl.h",
     "nccl/ep/lib/cu12/libnccl_ep.so",
     "nccl/ep/lib/cu13/libnccl_ep.so",
     "nccl/ep/include/nccl_ep/common.hpp",
@@ -161,32 +174,32 @@ def wheels(machine):
     path = machine / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-  return program(machine / "nvidia/cu13/bin/nvcc", "exit 0")
+  write_nccl_header(machine / "nvidia/nccl/include")
+  return program(machine / "nvidia/cu13/bin/nvcc", script)
 
 
 def test_files_of_wheels(machine):
   nvcc = wheels(machine)
-  nccl, nccl_ep = nccl_files.prepare("cuda 13000")
+  nccl, nccl_ep = prepare()
   assert nccl == str(machine / "nvidia/nccl/lib/libnccl.so.2")
   assert nccl_ep == str(machine / "nccl/ep/lib/cu13/libnccl_ep.so")
-  assert {v: os.environ.get(v) for v in VARIABLES} == {
+  assert {v: os.environ[v] for v in VARIABLES if v in os.environ} == {
     "NCCL_EP_JIT_NVCC": str(nvcc),
     "NCCL_EP_JIT_SOURCE_DIR": str(machine / "nccl/ep/include/nccl_ep"),
     "NCCL_EP_JIT_BUILD_INCLUDE_DIR": str(machine / "nvidia/nccl/include"),
     "NCCL_EP_JIT_CUDA_INCLUDE_DIR": str(machine / "nvidia/cu13/include"),
-    "NVCC": None,
-    "CUDA_HOME": None,
-    "CUDA_PATH": None,
   }
 
 
 def test_what_the_user_sets_stays(machine, monkeypatch):
   wheels(machine)
   nvcc = program(machine / "my/bin/nvcc", "exit 0")
-  mine = dict.fromkeys(VARIABLES[1:4], "mine") | {"NCCL_EP_JIT_NVCC": str(nvcc)}
+  write_nccl_header(machine / "mine")
+  mine = dict.fromkeys(VARIABLES[1:4], str(machine / "mine"))
+  mine["NCCL_EP_JIT_NVCC"] = str(nvcc)
   for variable, value in mine.items():
     monkeypatch.setenv(variable, value)
-  nccl_files.prepare("cuda 13000")
+  prepare()
   assert {v: os.environ[v] for v in mine} == mine
 
 
@@ -205,14 +218,79 @@ def test_the_order_of_compilers(machine, monkeypatch):
 
 def test_no_compiler(machine):
   with pytest.raises(RuntimeError, match="nvidia-cuda-nvcc") as error:
-    nccl_files.prepare("cuda 12090")
+    prepare(cuda=12090)
   assert "CUDA_HOME" in str(error.value)
 
 
-def test_a_compiler_that_does_not_work(machine, monkeypatch):
-  nvcc = program(machine / "bin/nvcc", "echo no host compiler; exit 1")
-  monkeypatch.setenv("NCCL_EP_JIT_NVCC", str(nvcc))
+def test_the_compiler_is_called_as_nccl_ep_calls_it(machine, monkeypatch):
+  wheels(machine, 'printf "%s\\n" "$@" >"$OUT"; /bin/cat probe.cu >>"$OUT"')
+  monkeypatch.setenv("OUT", str(machine / "said"))
+  monkeypatch.setenv("NVCC_EXTRA_FLAGS", "-ccbin 'g++ 12'")
+  prepare(compute_capability="10.3")
+  sources = machine / "nccl/ep/include/nccl_ep"
+  nccl = machine / "nvidia/nccl/include"
+  toolkit = machine / "nvidia/cu13/include"
+  assert (machine / "said").read_text().splitlines() == [
+    *("--cubin", "probe.cu", "-o", "probe.cubin"),
+    *("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr"),
+    "-arch=sm_103",
+    *(f"-I{sources.parent}", f"-I{sources}", f"-I{sources}/device"),
+    *(f"-I{nccl}", f"-I{nccl}/nccl_device"),
+    *(f"-I{toolkit}", f"-I{toolkit}/cccl"),
+    *("-ccbin", "g++ 12"),
+    '#include "device/ht_ep.cuh"',
+  ]
+
+
+def test_a_compiler_that_does_not_work(machine):
+  nvcc = wheels(machine, "echo no host compiler; exit 1")
   with pytest.raises(RuntimeError) as error:
-    nccl_files.prepare("cuda 12090")
-  for word in [str(nvcc), "no host compiler", "NCCL_EP_JIT_NVCC"]:
+    prepare()
+  for word in [str(nvcc), "no host compiler", "NCCL_EP_JIT_NVCC", "cccl"]:
     assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
+)
+def test_headers_of_another_nccl_are_refused(machine, version, words):
+  """NCCL EP would compile kernels that read their arguments elsewhere."""
+  wheels(machine)
+  write_nccl_header(machine / "nvidia/nccl/include", version)
+  with pytest.raises(RuntimeError) as error:
+    prepare()
+  for word in [words, "nvidia-nccl-cu13==2.30.7", "BUILD_INCLUDE_DIR"]:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "missing, words",
+  [
+    ("nccl/ep/include", ["NCCL EP's headers", "nccl-extensions", "SOURCE_DIR"]),
+    ("nvidia/nccl/include", ["NCCL's headers", "nvidia-nccl-cu13==2.30.7"]),
+    ("nvidia/nccl/include/nccl.h", ["nccl.h", "nvidia-nccl-cu13==2.30.7"]),
+    ("nvidia/cu13/include", ["CUDA's headers", "nvidia-cuda-runtime"]),
+  ],
+)
+def test_missing_headers_are_named(machine, missing, words):
+  wheels(machine)
+  (machine / missing).rename(machine / "elsewhere")
+  with pytest.raises(RuntimeError) as error:
+    prepare()
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_what_failed_to_compile_once_must_be_forgotten(machine):
+  """NCCL EP ends the process when it finds such a file."""
+  wheels(machine)
+  (machine / "jit/good").mkdir(parents=True)
+  prepare()
+  nccl_files._prepare.cache_clear()
+  (machine / "jit/bad").mkdir()
+  (machine / "jit/bad/compile.failed").touch()
+  with pytest.raises(RuntimeError) as error:
+    prepare()
+  for word in [str(machine / "jit/bad"), "Delete", "NCCL_EP_JIT_CACHE_DIR"]:
+    assert word in str(error.value)
+  assert str(machine / "jit/good") not in str(error.value)

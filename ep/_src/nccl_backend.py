@@ -78,18 +78,16 @@ def connect(group: EpGroup) -> None:
   )
   device = domains[domain, rank]
 
-  version = device.client.platform_version
-
   def introduce():
     ffi.library("nccl")  # the others are told if it is not there
-    libraries = nccl_files.prepare(version)
+    libraries = nccl_files.prepare(device)
     if rank > 0:
       return {}
     return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
 
   answers = rendezvous.exchange(group, introduce)
   founder = answers[domains[domain, 0].process_index]
-  nccl, nccl_ep = nccl_files.prepare(version)
+  nccl, nccl_ep = nccl_files.prepare(device)
   ffi.create_nccl_group(
     name=group.name,
     config=group.config,

@@ -2,50 +2,85 @@
 
 NCCL EP compiles its kernels when they are first launched. It takes compiler and
 headers from environment variables; those that are not set are set here, from
-what came with us: the Bazel runfiles or the installed wheels.
+what came with us: the Bazel runfiles or the installed wheels. If it cannot
+compile them then, it ends the process; so all that it will use is tried here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 
+import jax
+
 from ep._src import files
 
-_PROBE = '#include <cuda_runtime.h>\nextern "C" __global__ void Probe() {}\n'
+# NCCL_VERSION_CODE of the headers that NCCL EP 0.2.0 was built with, which are
+# the only ones that its kernels may be compiled with: see
+# ep_ffi/backends/nccl/libraries.cc.
+_NCCL_VERSION = 23007
+
+# What each of NCCL EP's kernels includes, and what else nvcc is given.
+_PROBE = '#include "device/ht_ep.cuh"\n'
+_OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _PROBE_TIMEOUT_S = 120
 
+_CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
+_DEFAULT_CACHE = "/tmp/nccl_ep/jit"
 
-@functools.cache
-def prepare(platform_version: str) -> tuple[str, str]:
-  """Sets NCCL EP up for the CUDA of a JAX client.
 
-  Args:
-    platform_version: the client's, which says "cuda 13000" somewhere.
+def prepare(device: jax.Device) -> tuple[str, str]:
+  """Sets NCCL EP up for the CUDA of a device's client.
 
   Returns:
     Paths of libnccl and libnccl_ep, or "" for what the system has.
 
   Raises:
-    RuntimeError: there is no compiler that works.
+    RuntimeError: NCCL EP could not compile its kernels.
   """
+  return _prepare(device.client.platform_version, device.compute_capability)
+
+
+@functools.cache
+def _prepare(platform_version: str, capability: str) -> tuple[str, str]:
   found = re.search(r"cuda (\d+)", platform_version)
   cuda = int(found[1]) // 1000 if found else 13
-  headers = _find(f"ep_nccl{cuda}/include", ("nvidia.nccl", "include"))
-  sources = _find(
-    f"ep_nccl{cuda}/include/nccl_ep", ("nccl.ep", "include/nccl_ep")
-  )
   nvcc = find_nvcc(cuda)
-  _set_default("NCCL_EP_JIT_BUILD_INCLUDE_DIR", headers)
-  _set_default("NCCL_EP_JIT_SOURCE_DIR", sources)
-  _set_default("NCCL_EP_JIT_NVCC", nvcc)
-  _set_default("NCCL_EP_JIT_CUDA_INCLUDE_DIR", nvcc.parents[1] / "include")
-  _check_compiler(nvcc)
+  os.environ["NCCL_EP_JIT_NVCC"] = str(nvcc)
+  sources = _default(
+    "NCCL_EP_JIT_SOURCE_DIR",
+    _find(f"ep_nccl{cuda}/include/nccl_ep", ("nccl.ep", "include/nccl_ep")),
+    "NCCL EP's headers",
+    "nccl-extensions==0.1.0",
+  )
+  nccl = _default(
+    "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
+    _find(f"ep_nccl{cuda}/include", ("nvidia.nccl", "include")),
+    "NCCL's headers",
+    f"nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}",
+  )
+  toolkit = _default(
+    "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+    nvcc.parents[1] / "include",
+    "CUDA's headers",
+    "nvidia-cuda-runtime",
+  )
+  _check_nccl_headers(nccl, cuda)
+  _check_compiler(
+    nvcc,
+    capability,
+    # All that NCCL EP's own command names, in its order.
+    *(sources.parent, sources, sources / "device"),
+    *(nccl, nccl / "nccl_device", toolkit, toolkit / "cccl"),
+  )
+  _check_cache()
   libraries = (
     _find(
       f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
@@ -81,22 +116,56 @@ def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
   return files.in_runfiles(runfile) or files.in_package(*packaged)
 
 
-def _set_default(variable: str, path: pathlib.Path | None) -> None:
-  if path and path.exists():
-    os.environ.setdefault(variable, str(path))
+def _default(
+  variable: str, ours: pathlib.Path | None, what: str, package: str
+) -> pathlib.Path:
+  """The folder that a variable names, which is `ours` if it names none."""
+  folder = pathlib.Path(os.environ.get(variable) or ours or "")
+  if not (folder.name and folder.exists()):
+    raise RuntimeError(
+      f"ep_bootstrap: NCCL EP compiles kernels with {what}, but they were not"
+      f" found{f' in {folder}' if folder.name else ''}; install {package}, or"
+      f" set {variable} to their folder. See docs/gpu.md."
+    )
+  os.environ[variable] = str(folder)
+  return folder
 
 
-def _check_compiler(nvcc: pathlib.Path) -> None:
-  """Compiles a kernel: an nvcc may lack its parts, or a host compiler."""
+def _text(version: int) -> str:
+  return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _check_nccl_headers(folder: pathlib.Path, cuda: int) -> None:
+  header = folder / "nccl.h"
+  text = header.read_text() if header.exists() else ""
+  found = re.search(r"#define NCCL_VERSION_CODE (\d+)", text)
+  if found and int(found[1]) == _NCCL_VERSION:
+    return
+  raise RuntimeError(
+    "ep_bootstrap: NCCL EP must compile its kernels with the headers of NCCL"
+    f" {_text(_NCCL_VERSION)}, but {header} is"
+    f" {f'of NCCL {_text(int(found[1]))}' if found else 'not one of them'};"
+    f" install nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}, or set"
+    " NCCL_EP_JIT_BUILD_INCLUDE_DIR to their folder. See docs/gpu.md."
+  )
+
+
+def _check_compiler(
+  nvcc: pathlib.Path, capability: str, *includes: pathlib.Path
+) -> None:
+  """Compiles what all kernels include: nvcc, headers or a host compiler may
+  be missing, or too old for one another or for the GPU.
+  """
+  arch = _flags("NVCC_ARCH_FLAGS") or [
+    f"-arch=sm_{capability.replace('.', '')}"
+  ]
+  options = [*_OPTIONS, *arch, *(f"-I{folder}" for folder in includes)]
+  options += _flags("NVCC_EXTRA_FLAGS")
   with tempfile.TemporaryDirectory() as folder:
-    source = pathlib.Path(folder, "probe.cu")
-    source.write_text(_PROBE)
-    command = [nvcc, "-cubin", "-arch=sm_90", source.name, "-o", "probe.cubin"]
-    if include := os.environ.get("NCCL_EP_JIT_CUDA_INCLUDE_DIR"):
-      command += ["-I", include]
+    pathlib.Path(folder, "probe.cu").write_text(_PROBE)
     try:
       subprocess.run(
-        command,
+        [nvcc, "--cubin", "probe.cu", "-o", "probe.cubin", *options],
         cwd=folder,
         check=True,
         stdout=subprocess.PIPE,
@@ -104,10 +173,30 @@ def _check_compiler(nvcc: pathlib.Path) -> None:
         timeout=_PROBE_TIMEOUT_S,
       )
     except (OSError, subprocess.SubprocessError) as e:
-      output = getattr(e, "stdout", None) or b""
+      output = (getattr(e, "stdout", None) or b"").decode(errors="replace")
       raise RuntimeError(
-        f"ep_bootstrap: NCCL EP compiles kernels when they first run, but"
-        f" {nvcc} cannot compile one: {e} {output.decode(errors='replace')}"
-        " Set NCCL_EP_JIT_NVCC to an nvcc of CUDA 12 or newer that works, and"
-        " install a C++ compiler for it. See docs/gpu.md."
+        "ep_bootstrap: NCCL EP compiles kernels when they first run, but"
+        f" {nvcc} cannot compile what they include: {e} {output} Set"
+        " NCCL_EP_JIT_NVCC to an nvcc of CUDA 12 or newer that works, and"
+        " install a C++ compiler and the headers that are missing"
+        " (nvidia-cuda-cccl, nvidia-cuda-runtime, nvidia-cuda-crt). See"
+        " docs/gpu.md."
       ) from e
+
+
+def _flags(variable: str) -> Sequence[str]:
+  return shlex.split(os.environ.get(variable, ""))
+
+
+def _check_cache() -> None:
+  """Finds what NCCL EP once could not compile: it would not try again."""
+  cache = pathlib.Path(os.environ.get(_CACHE_VARIABLE) or _DEFAULT_CACHE)
+  failures = sorted(cache.glob("*/compile.failed"))
+  if failures:
+    folders = ", ".join(str(failure.parent) for failure in failures)
+    raise RuntimeError(
+      "ep_bootstrap: NCCL EP has failed to compile kernels before. It does not"
+      " try again, though the compiler works now, but ends the process. Delete"
+      f" what it remembers: {folders}. Or set {_CACHE_VARIABLE} to another"
+      " folder. See docs/gpu.md."
+    )

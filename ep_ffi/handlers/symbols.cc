@@ -12,10 +12,11 @@ ep::ffi::TypeId ep::OpState::id = {};
 const ep::ffi::TypeInfo ep::OpState::info =
     ep::ffi::MakeTypeInfo<ep::OpState>();
 
-// On a GPU the movers only enqueue, so XLA may record them once into a command
-// buffer and replay that without them. ep_prepare looks at what earlier ones
-// found.
-inline constexpr auto kMover = {ep::ffi::Traits::kCmdBufferCompatible};
+// No handler has XLA's trait of one that it may record into a command buffer,
+// not even the movers, which only enqueue on a GPU. XLA may record an op that
+// never ran, and the first launch of a kernel of NCCL EP loads it, which a
+// stream that is captured refuses; and in a command buffer ops are no longer on
+// the stream of XLA's collectives, so a mover could run beside another.
 
 // Declared first, with default visibility: the macro that defines them has no
 // place for it.
@@ -25,10 +26,10 @@ inline constexpr auto kMover = {ep::ffi::Traits::kCmdBufferCompatible};
 
 EP_DEFINE_HANDLER(ep_instantiate, ep::Instantiate, ep::BindInstantiate());
 EP_DEFINE_HANDLER(ep_prepare, ep::Prepare, ep::BindPrepare());
-EP_DEFINE_HANDLER(ep_dispatch, ep::Dispatch, ep::BindDispatch(), kMover);
-EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd, ep::BindDispatch(), kMover);
-EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine(), kMover);
-EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd(), kMover);
+EP_DEFINE_HANDLER(ep_dispatch, ep::Dispatch, ep::BindDispatch());
+EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd, ep::BindDispatch());
+EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine());
+EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd());
 
 EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
 EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }

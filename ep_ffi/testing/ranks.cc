@@ -79,7 +79,8 @@ Site MakeSite(const RankInput& input, const Place& place) {
                        input.dims.alignment, input.dims.capacity,
                        input.dims.drop,      input.tail,
                        /*config=*/0,         input.checked};
-  return {layer, place.position, place.clone, place.program};
+  return {layer, place.position, place.clone, place.program,
+          StrCat("jit_step#", place.program)};
 }
 
 }  // namespace

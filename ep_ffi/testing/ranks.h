@@ -99,6 +99,7 @@ class Step : public std::enable_shared_from_this<Step> {
   Status Wait(int64_t rank);
   // Posts and waits on all ranks at once; the statuses by rank.
   std::vector<Status> Run();
+  const RankInput& input(int64_t rank) const { return inputs_[rank]; }
   const RankOutput& output(int64_t rank) const { return outputs_[rank]; }
 
  private:

@@ -1,5 +1,6 @@
 #include "ep_ffi/backends/nccl/communicator.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -56,6 +57,14 @@ Status Communicator::Init(const Sizes& sizes, int32_t rank,
   EP_RETURN_IF_ERROR(
       nccl.Check(nccl.ncclCommInitRank(&comm_, sizes.ep_size, id, rank),
                  "ncclCommInitRank"));
+  ncclCommProperties_t properties = NCCL_COMM_PROPERTIES_INITIALIZER;
+  EP_RETURN_IF_ERROR(
+      nccl.Check(nccl.ncclCommQueryProperties(comm_, &properties),
+                 "ncclCommQueryProperties"));
+  EP_RETURN_IF_ERROR(
+      CheckMachine(sizes, {properties.deviceApiSupport,
+                           sizes.ep_size / std::max(properties.nLsaTeams, 1),
+                           device_->shared_bytes()}));
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = sizes.num_experts;

@@ -8,8 +8,8 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices", "EpTell",          "EpSum",
-    "EpPlaceSlabs",   "EpJudge",         "EpChoose",
+    "EpCountChoices", "EpTell",          "EpPlaceSlabs",
+    "EpJudge",        "EpChoose",        "EpGuard",
     "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
@@ -29,6 +29,11 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
   EP_RETURN_IF_ERROR(cuda.Check(cuda.cuInit(0), "cuInit"));
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuDeviceGet(&device_, ordinal), "cuDeviceGet"));
+  EP_RETURN_IF_ERROR(cuda.Check(
+      cuda.cuDeviceGetAttribute(
+          &shared_bytes_, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+          device_),
+      "cuDeviceGetAttribute"));
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
                  "cuDevicePrimaryCtxRetain"));
@@ -91,8 +96,13 @@ Status Device::LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
   return Launch(kernel, (count + kBlock - 1) / kBlock, stream, parameters);
 }
 
-Status Device::LaunchRows(Kernel kernel, int64_t count, CUstream stream,
-                          Routing* routing, Moved* moved) const {
+Status Device::LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
+                           Routing* routing) const {
+  return LaunchThreads(kernel, count * kWarp, stream, routing);
+}
+
+Status Device::LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
+                            Routing* routing, Moved* moved) const {
   void* parameters[] = {routing, moved};
   return Launch(kernel, count, stream, parameters);
 }

@@ -41,14 +41,17 @@ class Device {
 
   const Libraries& libraries() const { return libraries_; }
 
+  // The shared memory that a block of threads may have.
+  int32_t shared_bytes() const { return shared_bytes_; }
+
   // The kernels of kernels.cu. A count of zero is no launch.
   enum Kernel {
     kCountChoices,
     kTell,
-    kSum,
     kPlaceSlabs,
     kJudge,
     kChoose,
+    kGuard,
     kFinish,
     kFindNotFinite,
     kReportNotFinite,
@@ -57,9 +60,12 @@ class Device {
   // A thread for each of `count` items.
   Status LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
                        Routing* routing) const;
-  // A block for each of `count` rows.
-  Status LaunchRows(Kernel kernel, int64_t count, CUstream stream,
-                    Routing* routing, Moved* moved) const;
+  // A warp for each of `count` items.
+  Status LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
+                     Routing* routing) const;
+  // A block for each of `count` items.
+  Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
+                      Routing* routing, Moved* moved) const;
 
   // Where the device writes report `i`.
   Report* device_report(int32_t i) const { return device_reports_ + i; }
@@ -84,6 +90,7 @@ class Device {
   const Libraries libraries_;
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
+  int32_t shared_bytes_ = 0;
   CUmodule module_ = nullptr;
   CUfunction kernels_[kNumKernels] = {};
   Report* reports_ = nullptr;

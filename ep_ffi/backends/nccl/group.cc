@@ -16,6 +16,13 @@
 namespace ep::nccl {
 namespace {
 
+// Enough to clear some megabytes at once, which is for errors only.
+constexpr int64_t kGuardThreads = 16384;
+
+// Enough to write at the speed of the memory; they are launched even where
+// there is nothing to write, which only the device knows.
+constexpr int64_t kFinishBlocks = 512;
+
 std::string Name(const Call& call) {
   return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
 }
@@ -33,10 +40,13 @@ uint32_t Exponent(DType dtype) {
   return 0;
 }
 
-// Of the op and all that the ranks of an exchange share.
+// Of the op and all that the ranks of an exchange share. Which copy of the op
+// it is does not count: copies are numbered by their instantiation, and a rank
+// that loads an executable from a cache instantiates more often or less than
+// one that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
-               static_cast<int64_t>(site.program), site.position, site.clone,
+               static_cast<int64_t>(Hash(site.module)), site.position,
                static_cast<int64_t>(sizes)});
 }
 
@@ -230,18 +240,25 @@ Status NcclGroup::EnqueueMove(
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(CheckMem(layer, num_tokens, mem));
   EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
-  // NCCL EP has scratch there, too.
+  // NCCL EP calculates there, although XLA takes these bytes for constant. It
+  // leaves nothing that a later op reads, nor do we read what it leaves.
   std::byte* bytes = const_cast<std::byte*>(mem.data);
+  const CUstream stream = static_cast<CUstream>(call.stream);
   const int64_t ours = RoutingBytes(options_.sizes, layer, num_tokens);
+  Routing routing =
+      RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
+  routing.theirs = reinterpret_cast<uint32_t*>(bytes + ours);
+  routing.num_theirs = (mem.bytes - ours) / sizeof(uint32_t);
+  EP_RETURN_IF_ERROR(KeepUp(
+      device_->LaunchThreads(Device::kGuard, kGuardThreads, stream, &routing)));
   EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
       layer, bytes + ours, mem.bytes - ours, what, move)));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
+  moved.num_rows = rows.count;
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = device_->device_report(kMoverReport);
-  Routing routing =
-      RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
-  EP_RETURN_IF_ERROR(KeepUp(device_->LaunchRows(
-      Device::kFinish, rows.count, static_cast<CUstream>(call.stream), &routing,
+  EP_RETURN_IF_ERROR(KeepUp(device_->LaunchBlocks(
+      Device::kFinish, std::min(rows.count, kFinishBlocks), stream, &routing,
       &moved)));
   if (!layer.checked || call.op != Op::kCombine) return Status();
   return KeepUp(EnqueueFiniteCheck(call, rows, routing, moved));
@@ -259,10 +276,10 @@ Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
       cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(found), 0,
                             sizeof(*found) / sizeof(uint32_t), stream),
       "cuMemsetD32Async"));
-  EP_RETURN_IF_ERROR(device_->LaunchRows(Device::kFindNotFinite, rows.count,
-                                         stream, &routing, &moved));
-  return device_->LaunchRows(Device::kReportNotFinite, 1, stream, &routing,
-                             &moved);
+  EP_RETURN_IF_ERROR(device_->LaunchBlocks(Device::kFindNotFinite, rows.count,
+                                           stream, &routing, &moved));
+  return device_->LaunchBlocks(Device::kReportNotFinite, 1, stream, &routing,
+                               &moved);
 }
 
 // ---- EpHandle.mem -----------------------------------------------------------

@@ -7,10 +7,10 @@
 //   our kernels   verdict, slots, counts, drops
 //   NCCL EP       ncclEpUpdateHandle of what is left
 //
-// A mover opens NCCL EP's handle on the memory that it is given, calls
-// ncclEpDispatch or ncclEpCombine, and lets a kernel of ours write the tail, or
-// NaN if the routing was at fault. In checked mode two more look at what
-// ep_combine returns.
+// A mover lets a kernel of ours look at the handle that it is given, opens NCCL
+// EP's handle on it, calls ncclEpDispatch or ncclEpCombine, and lets another
+// kernel write the tail, or NaN if the routing was at fault. In checked mode
+// two more look at what ep_combine returns.
 //
 // Faults. The device finds them when the host is long past the op. Every rank
 // comes to the same verdict on a prepare, and the host looks at it

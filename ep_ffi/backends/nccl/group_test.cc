@@ -412,6 +412,59 @@ TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
   ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
 }
 
+// Bytes of which nothing is as ep_prepare left it, even in NCCL EP's part: it
+// must not see them, on one rank or on all.
+TEST_P(NcclGroupTest, WhatIsNoHandleMakesNans) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed good = PrepareRandom(domain, kDims);
+  for (bool on_all : {true, false}) {
+    Routed routed = good;
+    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+      if (!on_all && rank != 2) continue;
+      for (std::byte& byte : routed.mems[rank]) byte = std::byte(random_());
+    }
+    for (Op op : kMoves) {
+      SCOPED_TRACE(StrCat(OpName(op), on_all ? " on all ranks" : " on one"));
+      const StepPtr step = Step::Make(domain, op, {NextRun()},
+                                      RandomInputs(op, routed, AnyType()));
+      const std::vector<Status> statuses = step->Run();
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        if (!on_all && rank != 2) {
+          ExpectOk(statuses[rank]);
+          continue;
+        }
+        ExpectWords({"handle.mem", "ep_prepare"}, statuses[rank]);
+        ExpectNan(AnyType(), step->output(rank).data);
+      }
+    }
+  }
+  ExpectWorks(domain, Op::kDispatch, good, AnyType());
+}
+
+// NCCL EP calculates in a handle that XLA takes for constant, at its end; so
+// what an op leaves there must not matter to the next, and before it all stays.
+TEST_P(NcclGroupTest, MoversChangeNothingThatIsReadAgain) {
+  const Domain domain = MakeDomain(kWorld);
+  Routed routed = PrepareRandom(domain, kDims);
+  const std::vector<std::vector<std::byte>> before = routed.mems;
+  for (int round = 0; round < 2; ++round) {
+    for (Op op : kMoves) {
+      SCOPED_TRACE(OpName(op));
+      const std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
+      const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+      ExpectRuns(step);
+      ExpectOracle(op, routed, inputs, step);
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        const std::vector<std::byte>& after = step->input(rank).mem;
+        const auto first_change =
+            std::mismatch(after.begin(), after.end(), before[rank].begin());
+        EXPECT_EQ(fake::kScratchBytes, after.end() - first_change.first);
+        routed.mems[rank] = after;
+      }
+    }
+  }
+}
+
 // Sets a column of the row that an expert returns for a rank's choice.
 void SetTerm(const Routed& routed, int64_t rank, int64_t choice, int64_t column,
              double value, std::vector<RankInput>* inputs) {
@@ -549,14 +602,13 @@ TEST_P(CheckedCombineTest, AFaultyRoutingIsReportedAsThat) {
   for (const auto& group : domain.groups) ExpectOk(group->Check());
 }
 
-// Each of these tells an op from another, or from its own copy.
+// Each of these tells an op from another.
 TEST_P(NcclGroupTest, RanksThatPrepareInDifferentPlacesFail) {
   const Domain domain = MakeDomain(kWorld);
   const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
   const int64_t run = NextRun();
   for (const testing::Place& place :
        {testing::Place{run, /*position=*/1},
-        testing::Place{run, 0, /*clone=*/1},
         testing::Place{run, 0, 0, /*program=*/1}}) {
     const StepPtr step = Step::Make(domain, Op::kPrepare, {run}, inputs);
     const StepPtr other = Step::Make(domain, Op::kPrepare, place, inputs);
@@ -567,6 +619,22 @@ TEST_P(NcclGroupTest, RanksThatPrepareInDifferentPlacesFail) {
     });
   }
   PrepareRandom(domain, kDims);
+}
+
+// A rank that loads a program from a cache instantiates its ops more often, or
+// less, than one that compiles it.
+TEST_P(NcclGroupTest, RanksMayCountCopiesOfAnOpDifferently) {
+  const Domain domain = MakeDomain(kWorld);
+  const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
+  const int64_t run = NextRun();
+  const StepPtr step = Step::Make(domain, Op::kPrepare, {run}, inputs);
+  const StepPtr copy = Step::Make(domain, Op::kPrepare,
+                                  {run, /*position=*/0, /*clone=*/1}, inputs);
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    const StepPtr& mine = rank == 2 ? copy : step;
+    mine->Post(rank);
+    ExpectOk(mine->Wait(rank));
+  });
 }
 
 TEST_P(NcclGroupTest, AHandleOfAnotherSizeIsRefused) {
@@ -817,14 +885,23 @@ void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
   }
 }
 
-TEST(NcclGroupCreateTest, AnOldNcclIsRefused) {
-  fake::TheMachine().nccl_version = 22907;
-  ExpectRefused(SizesFor(kDims), {"NCCL is 2.29.7", "2.30.0"});
+TEST(NcclGroupCreateTest, AnyOtherNcclIsRefused) {
+  for (int version : {22907, 23000, 23006, 23100, 23201}) {
+    fake::TheMachine().nccl_version = version;
+    ExpectRefused(SizesFor(kDims),
+                  {StrCat("NCCL is ", version / 10000, ".", version / 100 % 100,
+                          ".", version % 100),
+                   "2.30.7, neither an older nor a newer one", "docs/gpu.md"});
+  }
 }
 
-TEST(NcclGroupCreateTest, AnOldNcclEpIsRefused) {
-  fake::TheMachine().nccl_ep_version = 100;
-  ExpectRefused(SizesFor(kDims), {"NCCL EP is 0.1.0", "0.2.0"});
+TEST(NcclGroupCreateTest, AnyOtherNcclEpIsRefused) {
+  for (int version : {100, 300}) {
+    fake::TheMachine().nccl_ep_version = version;
+    ExpectRefused(SizesFor(kDims),
+                  {StrCat("NCCL EP is 0.", version / 100, ".0"), "0.2.0",
+                   "nccl-extensions==0.1.0"});
+  }
 }
 
 TEST(NcclGroupCreateTest, AnOldGpuIsRefused) {
@@ -848,7 +925,7 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
       {"num_experts = 10", [](Sizes* s) { s->num_experts = 10; }},
       {"num_experts = 1028", [](Sizes* s) { s->num_experts = 1028; }},
       {"recv_capacity_per_rank = 7", [](Sizes* s) { s->capacity = 7; }},
-      {"67108864 rows", [](Sizes* s) { s->capacity = 1 << 26; }},
+      {"4194305 rows", [](Sizes* s) { s->capacity = (1 << 22) + 1; }},
       {"24 bytes", [](Sizes* s) { s->max_row_bytes = 24; }},
       {"max_num_sms = 17", [](Sizes* s) { s->max_num_sms = 17; }},
   };
@@ -858,6 +935,56 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
     c.spoil(&sizes);
     ExpectRefused(sizes, {c.words});
   }
+}
+
+// What is refused before NCCL EP sees it: it would end the process, or fail at
+// the first dispatch, or count in too few bits.
+TEST(NcclGroupCreateTest, WhatDoesNotSuitTheMachineIsRefused) {
+  struct {
+    const char* words;
+    std::function<void(Sizes*, fake::Machine*)> spoil;
+  } cases[] = {
+      {"device API", [](auto*, auto* m) { m->device_api = false; }},
+      {"2 ranks of an NVLink domain have 2 experts",
+       [](auto* s, auto* m) { s->num_experts = 4, m->nvlink_ranks = 2; }},
+      // These numbers are those of NCCL EP's own functions.
+      {"rows of 76688 bytes need 232704 bytes",
+       [](auto* s, auto*) { s->max_row_bytes = 76688; }},
+      {"rows of 58000 bytes need 232704 bytes",
+       [](auto* s, auto* m) { s->max_row_bytes = 58000, m->nvlink_ranks = 2; }},
+      {"this GPU has 101376",
+       [](auto* s, auto* m) {
+         s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
+       }},
+      {"times the 512 experts of an NVLink domain",
+       [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
+      {"times num_experts = 1024 is more",
+       [](auto* s, auto*) {
+         s->num_experts = 1024;
+         s->max_tokens = s->capacity = (1 << 21);
+       }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    Sizes sizes = SizesFor(kDims);
+    fake::TheMachine() = fake::Machine();
+    c.spoil(&sizes, &fake::TheMachine());
+    ExpectRefused(sizes, {c.words, "NCCL EP's limit"});
+  }
+}
+
+TEST(NcclGroupCreateTest, WhatJustSuitsTheMachineIsTaken) {
+  const fake::Machine machine;
+  Sizes sizes = SizesFor(kDims);
+  sizes.max_row_bytes = 76672;
+  ExpectOk(CheckMachine(sizes, {true, sizes.ep_size, machine.shared_bytes}));
+  sizes.max_row_bytes = 57984;
+  ExpectOk(
+      CheckMachine(sizes, {true, sizes.ep_size / 2, machine.shared_bytes}));
+  sizes.max_row_bytes = 1 << 15;
+  sizes.num_experts = sizes.ep_size * 256;
+  sizes.capacity = (1 << 21) - 1;
+  ExpectOk(CheckMachine(sizes, {true, sizes.ep_size, machine.shared_bytes}));
 }
 
 TEST(NcclGroupCreateTest, MoreThanCanBeCountedIsRefused) {

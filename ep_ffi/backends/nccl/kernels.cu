@@ -8,10 +8,14 @@
 // passed on as unused. They are 64 bits wide: NCCL EP 0.2.0 reads back what it
 // cached of narrower ones as if they were not.
 //
-// No kernel uses shared memory or a barrier. What needs an order is another
-// kernel.
+// No kernel uses shared memory or a barrier of its block. What needs an order
+// is another kernel, or one warp.
 
 #include "kernels.h"
+
+#ifndef EP_NCCL_HAS_WARPS  // what runs these kernels elsewhere has its own
+#include "warp.h"
+#endif
 
 namespace ep::nccl {
 namespace {
@@ -19,6 +23,10 @@ namespace {
 __device__ int32_t ThreadIndex() {
   return blockIdx.x * blockDim.x + threadIdx.x;
 }
+
+__device__ int32_t WarpIndex() { return ThreadIndex() / kWarp; }
+
+__device__ int32_t Lane() { return threadIdx.x % kWarp; }
 
 __device__ int64_t IdAt(const Routing& r, int32_t choice) {
   return r.index_is_int64 ? static_cast<const int64_t*>(r.topk_idx)[choice]
@@ -98,17 +106,17 @@ extern "C" __global__ void EpCountChoices(Routing r) {
   }
 }
 
-// A thread per expert.
+// A warp per expert.
 extern "C" __global__ void EpTell(Routing r) {
-  const int32_t expert = ThreadIndex();
+  const int32_t expert = WarpIndex();
   if (expert >= r.num_experts) return;
-  int32_t sum = 0;
-  for (int32_t c = 0; c * kChunk < r.num_choices; ++c) {
-    int32_t* start = &r.chunk_starts[c * r.num_experts + expert];
-    const int32_t count = *start;
-    *start = sum;
-    sum += count;
-  }
+  const auto start = [&](int32_t chunk) -> int32_t& {
+    return r.chunk_starts[chunk * r.num_experts + expert];
+  };
+  const int32_t sum =
+      WarpScan(Lane(), (r.num_choices + kChunk - 1) / kChunk, start,
+               [&](int32_t chunk, int32_t before) { start(chunk) = before; });
+  if (Lane() != 0) return;
   r.told[expert] = sum;
   if (expert != 0) return;
   int32_t* words = r.told + r.num_experts;
@@ -120,59 +128,61 @@ extern "C" __global__ void EpTell(Routing r) {
   Write64(IdAt(r, choice), words + kWordValue);
 }
 
-// A thread per expert. What all ranks told has been gathered in `heard`.
-extern "C" __global__ void EpSum(Routing r) {
-  const int32_t expert = ThreadIndex();
-  if (expert >= r.num_experts) return;
-  int32_t sum = 0;
-  for (int32_t rank = 0; rank < r.ep_size; ++rank) {
-    if (rank == r.rank) r.before[expert] = sum;
-    sum += r.heard[rank * (r.num_experts + kWords) + expert];
-  }
-  r.totals[expert] = sum;
-}
-
-// A thread per rank.
+// A warp per rank. What all ranks told has been gathered in `heard`.
 extern "C" __global__ void EpPlaceSlabs(Routing r) {
-  const int32_t rank = ThreadIndex();
+  const int32_t rank = WarpIndex();
   if (rank >= r.ep_size) return;
-  int32_t offset = 0;
-  for (int32_t j = 0; j < r.num_local; ++j) {
-    const int32_t expert = rank * r.num_local + j;
-    const int32_t total = r.totals[expert];
-    r.offsets[expert] = offset;
-    if (rank == r.rank) {
-      const int32_t left = max(r.capacity - offset, 0);
-      r.token_counts[j] = min(total, left);
-      r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
+  const int32_t first_expert = rank * r.num_local;
+  const auto count = [&](int32_t j) {
+    const int32_t expert = first_expert + j;
+    int32_t sum = 0;
+    for (int32_t source = 0; source < r.ep_size; ++source) {
+      if (source == r.rank) r.before[expert] = sum;
+      sum += r.heard[source * (r.num_experts + kWords) + expert];
     }
-    offset += RoundUp(total, r.alignment);
-  }
-  r.needs[rank] = offset;
-  if (rank == r.rank) *r.total_recv_tokens = offset;
+    r.totals[expert] = sum;
+    return RoundUp(sum, r.alignment);
+  };
+  const auto place = [&](int32_t j, int32_t offset) {
+    const int32_t total = r.totals[first_expert + j];
+    r.offsets[first_expert + j] = offset;
+    if (rank != r.rank) return;
+    const int32_t left = max(r.capacity - offset, 0);
+    r.token_counts[j] = min(total, left);
+    r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
+  };
+  const int32_t need = WarpScan(Lane(), r.num_local, count, place);
+  if (Lane() != 0) return;
+  r.needs[rank] = need;
+  if (rank == r.rank) *r.total_recv_tokens = need;
 }
 
-// One thread. It sees what every other rank's sees.
+// One warp. It sees what every other rank's sees.
 extern "C" __global__ void EpJudge(Routing r) {
-  Verdict verdict = {Fault::kNone, 0, 0, 0, 0};
+  if (WarpIndex() > 0) return;
   const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
-  for (int32_t rank = 0; rank < r.ep_size; ++rank) {
-    const int32_t* words = WordsOf(r, rank);
-    if (Read64(words + kWordProgram) != program) {
-      verdict = {Fault::kDisagreement, rank, 0, 0, 0};
-      break;  // what the counts mean is not known then
-    }
-    if (verdict.fault != Fault::kNone) continue;
-    if (words[kWordFault] != 0) {
-      verdict = {static_cast<Fault>(words[kWordFault]), rank,
-                 words[kWordChoice], 0,
-                 static_cast<int64_t>(Read64(words + kWordValue))};
-    }
-  }
-  for (int32_t rank = 0; rank < r.ep_size && !r.drop; ++rank) {
-    if (verdict.fault == Fault::kNone && r.needs[rank] > r.capacity) {
-      verdict = {Fault::kOverflow, rank, 0, 0, r.needs[rank]};
-    }
+  const auto differs = [&](int32_t rank) {
+    return Read64(WordsOf(r, rank) + kWordProgram) != program;
+  };
+  const auto is_wrong = [&](int32_t rank) {
+    return WordsOf(r, rank)[kWordFault] != 0;
+  };
+  const auto is_full = [&](int32_t rank) {
+    return !r.drop && r.needs[rank] > r.capacity;
+  };
+  const int32_t other = WarpFind(Lane(), r.ep_size, differs);
+  const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
+  const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
+  if (Lane() != 0) return;
+  Verdict verdict = {Fault::kNone, 0, 0, 0, 0};
+  if (other < r.ep_size) {  // what the counts mean is not known then
+    verdict = {Fault::kDisagreement, other, 0, 0, 0};
+  } else if (wrong < r.ep_size) {
+    const int32_t* words = WordsOf(r, wrong);
+    verdict = {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice],
+               0, static_cast<int64_t>(Read64(words + kWordValue))};
+  } else if (full < r.ep_size) {
+    verdict = {Fault::kOverflow, full, 0, 0, r.needs[full]};
   }
   Header& header = *r.header;
   header.magic = kMagic;
@@ -197,17 +207,35 @@ extern "C" __global__ void EpChoose(Routing r) {
   if (slot < r.capacity) r.choices[choice] = static_cast<int32_t>(id);
 }
 
-// A block per row of a mover's result, slot or token. A routing at fault makes
-// all NaN. Else NCCL EP has written all but the tail.
+// Any number of threads, before NCCL EP reads a handle. It trusts what it
+// finds, and would trap, or read and write anywhere; so of what is not the
+// routing of this op, zeros are left, which are a routing of nothing. A handle
+// of another op is lost by that, as its next op will say.
+extern "C" __global__ void EpGuard(Routing r) {
+  if (Examine(r).fault != Fault::kForeignHandle) return;
+  const int32_t stride = gridDim.x * blockDim.x;
+  for (int64_t i = ThreadIndex(); i < r.num_theirs; i += stride) {
+    r.theirs[i] = 0;
+  }
+  r.header->magic = 0;
+}
+
+// Any number of blocks, which take turns at the rows of a mover's result, slots
+// or tokens. A routing at fault makes all NaN. Else NCCL EP has written all but
+// the tail.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
-  const int32_t row = blockIdx.x;
   const Verdict verdict = Examine(r);
-  const bool is_tail = m.fill_tail && row >= r.header->num_slots;
-  if (verdict.fault == Fault::kNone && !is_tail) return;
-  const uint32_t value = verdict.fault == Fault::kNone ? m.tail : kNan;
-  Fill(row, m.row_words, value, m.rows);
-  if (m.weights) Fill(row, m.weights_per_row, value, m.weights);
-  if (row == 0 && threadIdx.x == 0 && verdict.fault == Fault::kForeignHandle) {
+  int32_t first = 0;
+  uint32_t value = kNan;
+  if (verdict.fault == Fault::kNone) {
+    first = m.fill_tail ? r.header->num_slots : m.num_rows;
+    value = m.tail;
+  }
+  for (int64_t row = first + blockIdx.x; row < m.num_rows; row += gridDim.x) {
+    Fill(row, m.row_words, value, m.rows);
+    if (m.weights) Fill(row, m.weights_per_row, value, m.weights);
+  }
+  if (ThreadIndex() == 0 && verdict.fault == Fault::kForeignHandle) {
     SendFirst(m.report, verdict);
   }
 }

@@ -65,6 +65,8 @@ enum Word : int32_t {
   kWords = kWordProgram + 2,
 };
 
+constexpr int32_t kWarp = 32;  // threads
+
 // Choices that one thread block counts; the slots of a choice are counted
 // within its chunk and from chunk to chunk.
 constexpr int32_t kChunk = 256;
@@ -90,6 +92,8 @@ struct Routing {
   int32_t* before;        // [E] choices of lower ranks
   int32_t* offsets;       // [E] first slot of the slab, on its rank
   int32_t* needs;         // [P] slots that a rank would need
+  uint32_t* theirs;       // [num_theirs] what NCCL EP keeps
+  int64_t num_theirs;
 
   int32_t* group_sizes;        // [L]
   int32_t* token_counts;       // [L]
@@ -100,6 +104,7 @@ struct Routing {
 
 // A mover's rows and weights, as NCCL EP left them.
 struct Moved {
+  int32_t num_rows;
   int32_t row_words;  // of 32 bits
   int32_t weights_per_row;
   int32_t fill_tail;  // rows from header->num_slots on become `tail`

@@ -10,10 +10,14 @@
 namespace ep::nccl {
 namespace {
 
-// The oldest NCCL that NCCL EP works with, and the oldest NCCL EP with the
-// structs that we fill.
-constexpr int kMinNccl = 23000;
-constexpr int kMinNcclEp = 200;
+// The one NCCL EP whose structs and limits we know, and the one NCCL that it
+// works with. Its host code passes NCCL's ncclDevComm to its kernels by value,
+// as the headers lay it out that it was built with, and compiles the kernels
+// with the headers that are installed. From NCCL 2.31 on all that follows is in
+// another place; with an NCCL before 2.30.7, ncclEpCreateGroup ends the
+// process.
+constexpr int kNccl = 23007;
+constexpr int kNcclEp = 200;
 
 std::string VersionText(int code) {
   return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
@@ -53,12 +57,14 @@ Status Libraries::Load(const std::string& nccl, const std::string& nccl_ep,
   int version = 0;
   Status status = out->Check(out->ncclGetVersion(&version), "ncclGetVersion");
   if (!status.ok()) return status;
-  if (version < kMinNccl) {
-    return Status(Code::kFailedPrecondition,
-                  StrCat("NCCL is ", VersionText(version),
-                         ", but NCCL EP needs ", VersionText(kMinNccl),
-                         " or newer; install a newer nvidia-nccl package where "
-                         "JAX finds it"));
+  if (version != kNccl) {
+    return Status(
+        Code::kFailedPrecondition,
+        StrCat(
+            "NCCL is ", VersionText(version), ", but NCCL EP ",
+            VersionText(kNcclEp), " needs ", VersionText(kNccl),
+            ", neither an older nor a newer one; install nvidia-nccl of this "
+            "version where JAX finds it, see docs/gpu.md"));
   }
   {
     Symbols symbols("libnccl_ep.so", nccl_ep);
@@ -68,12 +74,11 @@ Status Libraries::Load(const std::string& nccl, const std::string& nccl_ep,
 #undef EP_FIND
   status = out->Check(out->ncclEpGetVersion(&version), "ncclEpGetVersion");
   if (!status.ok()) return status;
-  if (version < kMinNcclEp) {
+  if (version != kNcclEp) {
     return Status(Code::kFailedPrecondition,
                   StrCat("NCCL EP is ", VersionText(version), ", but ",
-                         VersionText(kMinNcclEp),
-                         " or newer is needed; install a newer "
-                         "nccl-extensions"));
+                         VersionText(kNcclEp),
+                         " is needed; install nccl-extensions==0.1.0"));
   }
   const std::set<std::string> nccls = LoadedNccls();
   if (nccls.size() > 1) {

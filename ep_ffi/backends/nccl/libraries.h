@@ -8,6 +8,7 @@
 
 #include <cuda.h>
 #include <nccl.h>
+#include <nccl_device/core.h>
 #include <nccl_ep.h>
 
 #include <string>
@@ -42,6 +43,7 @@ namespace ep::nccl {
   F(ncclCommAbort)           \
   F(ncclCommDestroy)         \
   F(ncclCommInitRank)        \
+  F(ncclCommQueryProperties) \
   F(ncclGetErrorString)      \
   F(ncclGetLastError)        \
   F(ncclGetUniqueId)         \

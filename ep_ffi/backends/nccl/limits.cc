@@ -14,6 +14,56 @@ constexpr int64_t kExpertMultiple = 4;  // experts of the ranks of an NVLink
 constexpr int64_t kWidthMultiple = 8;   // combine's unit, of any dtype
 constexpr int64_t kRowMultiple = 16;    // bytes that its copies move at once
 
+// Slots that it can tell apart in 22 bits, as it packs them if
+// NCCL_EP_HT_EM_LOCAL_DUP or NCCL_EP_HT_EM_NVLINK_DUP is set.
+constexpr int64_t kMaxCapacity = int64_t{1} << 22;
+
+// Of its kernels: the tokens that a thread block takes at once, of which it
+// keeps two maps of slots, and the rows that it must have on their way.
+constexpr int64_t kDefaultSms = 16;
+constexpr int64_t kTokensPerSm = 4;
+constexpr int64_t kTokensAcrossNvlinks = 64;
+constexpr int64_t kMapStages = 2;
+constexpr int64_t kRowStages = 3;
+constexpr int64_t kBarriers = 16;        // bytes, of a row on its way
+constexpr int64_t kMapBarriers = 24;     // bytes
+constexpr int64_t kDispatchRegion = 72;  // bytes of its description
+constexpr int64_t kCombineRegion = 40;
+constexpr int64_t kSharedMultiple = 128;
+
+int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// The shared memory without which dispatch and combine do not start: that of
+// their directions with weights, with as few rows on their way as they can do
+// with. They are in one NVLink domain, or in several ("links").
+int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
+  const int64_t links = s.ep_size / nvlink_ranks;
+  const bool far = links > 1;
+  const int64_t sms = s.max_num_sms > 0 ? s.max_num_sms : kDefaultSms;
+  const int64_t chunk =
+      far ? kTokensAcrossNvlinks : RoundUp(kTokensPerSm * sms, 32);
+  const int64_t chunks = (s.max_dispatch_tokens() + chunk - 1) / chunk;
+  const int64_t row = RoundUp(s.max_row_bytes, kSharedMultiple);
+  const int64_t weights = s.num_local() * nvlink_ranks * sizeof(float);
+
+  const int64_t map =
+      RoundUp(chunk * nvlink_ranks * sizeof(int32_t), kSharedMultiple);
+  int64_t dispatch = kMapStages * map + kMapBarriers +
+                     kRowStages * (row + RoundUp(weights, 16) + kBarriers);
+  int64_t combine = row + RoundUp(weights, 16) + kBarriers + sizeof(bool) +
+                    row + RoundUp(weights * links, 16);
+  if (far) {
+    dispatch += (links - 1) * (chunk + kDispatchRegion);
+    combine += row + RoundUp(weights, 16) + kBarriers + sizeof(bool) + row +
+               RoundUp(weights, 16) +
+               (links - 1) * (chunks * sizeof(uint64_t) + kCombineRegion) +
+               sizeof(uint32_t);
+  }
+  return RoundUp(std::max(dispatch, combine), kSharedMultiple);
+}
+
 template <typename... Parts>
 Status Refuse(const Parts&... parts) {
   return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
@@ -48,9 +98,47 @@ Status CheckSizes(const Sizes& s) {
     return Refuse("max_num_sms = ", s.max_num_sms, ", but at most ", kMaxSms,
                   " work");
   }
-  if (s.capacity > std::numeric_limits<int32_t>::max() / kMaxTopK) {
+  if (s.capacity > kMaxCapacity) {
     return Refuse("recv_capacity_per_rank = ", s.capacity,
-                  " rows; split the tokens into several dispatches");
+                  " rows, but at most ", kMaxCapacity,
+                  " work; split the tokens into several dispatches");
+  }
+  return Status();
+}
+
+Status CheckMachine(const Sizes& s, const Machine& m) {
+  if (!m.device_api) {
+    return Refuse(
+        "NCCL's device API does not work on this machine: it needs GPUs that "
+        "can "
+        "map each other's memory (NCCL_CUMEM_ENABLE=0 takes that from them)");
+  }
+  const int64_t experts = s.num_local() * m.nvlink_ranks;
+  if (experts % kExpertMultiple != 0) {
+    return Refuse("the ", m.nvlink_ranks, " ranks of an NVLink domain have ",
+                  experts, " experts, but these must be a multiple of ",
+                  kExpertMultiple, "; take a multiple of ", kExpertMultiple,
+                  " experts for each rank");
+  }
+  // Its kernels have the products of these in 32 bits.
+  if (s.capacity * experts > std::numeric_limits<int32_t>::max() ||
+      s.max_tokens * s.num_experts > std::numeric_limits<int32_t>::max()) {
+    return Refuse("recv_capacity_per_rank = ", s.capacity, " times the ",
+                  experts,
+                  " experts of an NVLink domain, or "
+                  "max_tokens_per_rank = ",
+                  s.max_tokens, " times num_experts = ", s.num_experts,
+                  " is more than 32 bits can count; split the "
+                  "tokens into several dispatches");
+  }
+  const int64_t needed = SharedBytes(s, m.nvlink_ranks);
+  if (needed > m.shared_bytes) {
+    return Refuse(
+        "rows of ", s.max_row_bytes, " bytes need ", needed,
+        " bytes of shared memory in a thread block, but this GPU has ",
+        m.shared_bytes,
+        "; take a smaller hidden_dim or a narrower "
+        "max_token_dtype");
   }
   return Status();
 }

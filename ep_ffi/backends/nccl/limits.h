@@ -1,5 +1,7 @@
 // What NCCL EP's high-throughput algorithm takes. It asserts, so that whatever
-// is not checked here first ends the process. Figures: NCCL EP 0.2.0.
+// is not checked here first ends the process, or makes its kernels write to the
+// wrong place. Figures: the sources of NCCL EP 0.2.0, and the path through them
+// that a group takes which has neither registered windows nor quantization.
 
 #ifndef EP_FFI_BACKENDS_NCCL_LIMITS_H_
 #define EP_FFI_BACKENDS_NCCL_LIMITS_H_
@@ -25,7 +27,15 @@ struct Sizes {
   int64_t max_dispatch_tokens() const { return (max_tokens + 3) / 4 * 4; }
 };
 
+// What only a connected rank knows.
+struct Machine {
+  bool device_api;       // whether NCCL's kernels may be called by others
+  int64_t nvlink_ranks;  // of the EP domain, in one NVLink domain
+  int64_t shared_bytes;  // memory that a block of threads may have
+};
+
 Status CheckSizes(const Sizes& sizes);
+Status CheckMachine(const Sizes& sizes, const Machine& machine);
 Status CheckLayer(const Sizes& sizes, const Layer& layer, int64_t num_tokens);
 Status CheckRows(const Sizes& sizes, int64_t width, DType dtype);
 

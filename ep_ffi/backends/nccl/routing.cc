@@ -95,17 +95,16 @@ Status EnqueueRouting(const Device& device, const Communicator& communicator,
       cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(r.chunk_starts), 0,
                             num_zeros, stream),
       "cuMemsetD32Async"));
-  const auto launch = [&](Device::Kernel kernel, int64_t count) {
-    return device.LaunchThreads(kernel, count, stream, &r);
-  };
-  EP_RETURN_IF_ERROR(launch(Device::kCountChoices, r.num_choices));
-  EP_RETURN_IF_ERROR(launch(Device::kTell, r.num_experts));
+  EP_RETURN_IF_ERROR(
+      device.LaunchThreads(Device::kCountChoices, r.num_choices, stream, &r));
+  EP_RETURN_IF_ERROR(
+      device.LaunchWarps(Device::kTell, r.num_experts, stream, &r));
   EP_RETURN_IF_ERROR(
       communicator.AllGather(r.told, r.heard, NumTold(r), stream));
-  EP_RETURN_IF_ERROR(launch(Device::kSum, r.num_experts));
-  EP_RETURN_IF_ERROR(launch(Device::kPlaceSlabs, r.ep_size));
-  EP_RETURN_IF_ERROR(launch(Device::kJudge, 1));
-  return launch(Device::kChoose, r.num_choices);
+  EP_RETURN_IF_ERROR(
+      device.LaunchWarps(Device::kPlaceSlabs, r.ep_size, stream, &r));
+  EP_RETURN_IF_ERROR(device.LaunchWarps(Device::kJudge, 1, stream, &r));
+  return device.LaunchThreads(Device::kChoose, r.num_choices, stream, &r);
 }
 
 }  // namespace ep::nccl

@@ -55,8 +55,20 @@ TEST_F(CollectivesTest, TokensOfAnotherNumberThanRoutedAreCaught) {
 }
 
 TEST_F(CollectivesTest, AHandleThatWasNeverUpdatedIsCaught) {
-  OnOpenRanks([](Rank& rank) { rank.Dispatch(); });
+  OnOpenRanks([](Rank& rank) {
+    rank.mem_data()[1] = std::byte{1};
+    rank.Dispatch();
+  });
   ExpectViolation("no routing");
+}
+
+TEST_F(CollectivesTest, AHandleOfZerosMovesNothing) {
+  OnOpenRanks([](Rank& rank) {
+    EXPECT_EQ(ncclSuccess, rank.Dispatch());
+    Synchronize(rank.stream());
+    EXPECT_EQ(-1, *static_cast<float*>(rank.slots.descriptor.data));
+  });
+  EXPECT_EQ("", Violations());
 }
 
 TEST_F(CollectivesTest, OtherAttributesThanTheRoutingsAreCaught) {
@@ -129,6 +141,60 @@ TEST_F(CollectivesTest, TwoStreamsAtOnceAreCaught) {
     EXPECT_NE(ncclSuccess,
               ncclEpCombine(rank.handle, &rank.combine_inputs,
                             &rank.combine_outputs, nullptr, other.get()));
+    seen.set_value();
+  });
+  ExpectViolation("two streams");
+}
+
+TEST_F(CollectivesTest, WhatIsCapturedRunsWhenItIsReplayed) {
+  OnRoutedRanks([](Rank& rank) {
+    ASSERT_EQ(ncclSuccess, rank.Dispatch());  // loads the kernels
+    Synchronize(rank.stream());
+    float* slots = static_cast<float*>(rank.slots.descriptor.data);
+    slots[0] = -1;
+    Capture capture(rank.stream());
+    EXPECT_EQ(ncclSuccess, rank.Dispatch());
+    capture.End();
+    Synchronize(rank.stream());
+    EXPECT_EQ(-1, slots[0]);
+    for (int i = 0; i < 2; ++i) {
+      slots[0] = -1;
+      capture.Replay(rank.stream());
+      Synchronize(rank.stream());
+      EXPECT_EQ(1, slots[0]);
+    }
+  });
+  EXPECT_EQ("", Violations());
+}
+
+// The first launch loads a module and may even fork a compiler.
+TEST_F(CollectivesTest, TheFirstLaunchUnderCaptureIsCaught) {
+  OnRoutedRanks([](Rank& rank) {
+    for (Described* rows : {&rank.tokens, &rank.slots}) {
+      rows->descriptor.datatype = ncclFloat16;  // no other test's
+    }
+    const Capture capture(rank.stream());
+    EXPECT_NE(ncclSuccess, rank.Dispatch());
+  });
+  ExpectViolation("loads kernels while the stream is captured");
+}
+
+// What XLA's scheduling says of a stream, a command buffer does not know.
+TEST_F(CollectivesTest, AReplayBesideAnotherStreamIsCaught) {
+  std::promise<void> seen;
+  OnRoutedRanks([&](Rank& rank) {
+    rank.Combine();
+    Synchronize(rank.stream());
+    if (rank.rank() == 1) seen.get_future().wait();
+    rank.Combine();
+    if (rank.rank() == 1) return;
+    const auto other = NewStream(rank.rank());
+    Capture capture(other.get());
+    EXPECT_EQ(ncclSuccess,
+              ncclEpCombine(rank.handle, &rank.combine_inputs,
+                            &rank.combine_outputs, nullptr, other.get()));
+    capture.End();
+    capture.Replay(other.get());
     seen.set_value();
   });
   ExpectViolation("two streams");

@@ -75,21 +75,27 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
       member->device_ == TheMachine().failing_device) {
     return ncclSystemError;
   }
-  {
-    std::lock_guard<std::mutex> lock(member->mutex_);
-    if (!contract.Demand(member->num_tasks_ == 0 || member->stream_ == stream,
-                         "two streams use a communicator at once")) {
-      return ncclInvalidUsage;
-    }
-    member->stream_ = stream;
-    ++member->num_tasks_;
-  }
-  stream->Enqueue([member, task = std::move(task)] {
+  const auto run = [member, task = std::move(task)] {
     task();
     std::lock_guard<std::mutex> lock(member->mutex_);
     --member->num_tasks_;
-  });
-  return ncclSuccess;
+  };
+  const auto admit = [member, function = contract.function()](CUstream taker) {
+    return member->Admit(function, taker);
+  };
+  return stream->Enqueue({run, admit}) ? ncclSuccess : ncclInvalidUsage;
+}
+
+bool Member::Admit(const std::string& function, CUstream stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Contract contract(function);
+  if (!contract.Demand(num_tasks_ == 0 || stream_ == stream,
+                       "two streams use a communicator at once")) {
+    return false;
+  }
+  stream_ = stream;
+  ++num_tasks_;
+  return true;
 }
 
 bool Member::IsBusy() {

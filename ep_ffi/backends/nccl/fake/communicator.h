@@ -73,13 +73,16 @@ class Member {
   int device() const { return device_; }
 
   // Enqueues `task`, in which this rank meets the others. Two streams at once
-  // are a violation: ranks might come in different orders.
+  // are a violation, in the replay of what was recorded, too: ranks might come
+  // in different orders.
   static ncclResult_t Enqueue(std::shared_ptr<Member> member,
                               Contract& contract, CUstream stream,
                               std::function<void()> task);
   bool IsBusy();
 
  private:
+  bool Admit(const std::string& function, CUstream stream);
+
   const std::shared_ptr<Clique> clique_;
   const int rank_;
   const int device_;

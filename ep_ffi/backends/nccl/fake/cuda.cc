@@ -46,10 +46,29 @@ void CUstream_st::Close() {
   thread_.join();
 }
 
-void CUstream_st::Enqueue(std::function<void()> task) {
+bool CUstream_st::Enqueue(Task task) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (recorded_) {
+      recorded_->push_back(std::move(task));
+      return true;
+    }
+  }
+  if (task.admit && !task.admit(this)) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  tasks_.push_back(std::move(task));
+  tasks_.push_back(std::move(task.run));
   changed_.notify_all();
+  return true;
+}
+
+void CUstream_st::Record(std::vector<Task>* recorded) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  recorded_ = recorded;
+}
+
+bool CUstream_st::IsRecording() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return recorded_ != nullptr;
 }
 
 void CUstream_st::Synchronize() {
@@ -153,6 +172,23 @@ std::shared_ptr<CUstream_st> NewStream(int device) {
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
 
+struct Capture::Recorded {
+  CUstream stream;
+  std::vector<CUstream_st::Task> tasks;
+};
+
+Capture::Capture(CUstream stream) : recorded_(new Recorded{stream, {}}) {
+  stream->Record(&recorded_->tasks);
+}
+
+Capture::~Capture() { End(); }
+
+void Capture::End() { recorded_->stream->Record(nullptr); }
+
+void Capture::Replay(CUstream stream) const {
+  for (const CUstream_st::Task& task : recorded_->tasks) stream->Enqueue(task);
+}
+
 extern "C" {
 
 CUresult cuInit(unsigned flags) {
@@ -204,6 +240,9 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       *value = 0;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+      *value = TheMachine().shared_bytes;
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
       *value = 132;
@@ -383,7 +422,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
       block_x > kMaxBlockSize) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  stream->Enqueue(BindKernel(function->name, grid_x, block_x, parameters));
+  stream->Enqueue({BindKernel(function->name, grid_x, block_x, parameters)});
   return CUDA_SUCCESS;
 }
 
@@ -393,8 +432,9 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count,
   DemandStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (address % sizeof(value) != 0) return CUDA_ERROR_INVALID_VALUE;
-  stream->Enqueue(
-      [=] { std::fill_n(reinterpret_cast<unsigned*>(address), count, value); });
+  stream->Enqueue({[=] {
+    std::fill_n(reinterpret_cast<unsigned*>(address), count, value);
+  }});
   return CUDA_SUCCESS;
 }
 

@@ -32,7 +32,7 @@ class CudaTest : public FakeTest {
   // A launch without any work to do.
   CUresult Launch(CUstream stream, unsigned num_blocks, unsigned block_size) {
     CUfunction function;
-    EXPECT_EQ(CUDA_SUCCESS, cuModuleGetFunction(&function, module_, "EpSum"));
+    EXPECT_EQ(CUDA_SUCCESS, cuModuleGetFunction(&function, module_, "EpTell"));
     Routing routing = {};
     void* parameters[] = {&routing};
     return cuLaunchKernel(function, num_blocks, 1, 1, block_size, 1, 1, 0,

@@ -85,6 +85,12 @@ TEST_F(DescriptorsTest, AWrongGroupIsCaught) {
   }
 }
 
+TEST_F(DescriptorsTest, AnotherNcclIsCaught) {
+  TheMachine().nccl_version = 23203;
+  OnRanks([](Rank& rank) { EXPECT_NE(ncclSuccess, rank.CreateGroup()); });
+  ExpectViolation("compiled for another NCCL");
+}
+
 TEST_F(DescriptorsTest, AWrongHandleIsCaught) {
   struct {
     const char* words;

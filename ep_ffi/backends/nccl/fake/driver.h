@@ -12,6 +12,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/ledger.h"
 
@@ -25,12 +26,22 @@ struct CUctx_st {
 
 struct CUstream_st {
  public:
+  // What is enqueued, if `admit` is empty or takes the stream.
+  struct Task {
+    std::function<void()> run;
+    std::function<bool(CUstream_st*)> admit = {};
+  };
+
   explicit CUstream_st(CUcontext context);
   void Close();  // waits, too; what is left of it is never freed
 
   CUcontext context() const { return context_; }
-  void Enqueue(std::function<void()> task);
+  bool Enqueue(Task task);
   void Synchronize();
+
+  // From now on tasks are put into `recorded`; null: no more.
+  void Record(std::vector<Task>* recorded);
+  bool IsRecording();
 
  private:
   void Work();
@@ -39,6 +50,7 @@ struct CUstream_st {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;  // the first is running
+  std::vector<Task>* recorded_ = nullptr;
   bool closed_ = false;
   std::thread thread_;
 };

@@ -14,6 +14,7 @@
 #include <cuda.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <ostream>
 #include <string>
@@ -25,6 +26,9 @@ namespace ep::nccl::fake {
 struct Machine {
   int num_devices = 8;
   int compute_capability_major = 9;
+  int shared_bytes = 232448;  // of a block of threads
+  int nvlink_ranks = 0;       // of a communicator; 0: all of them
+  bool device_api = true;     // of NCCL
   int nccl_version = 23007;
   int nccl_ep_version = 200;
   // How long a rank waits for others before it is a violation.
@@ -35,6 +39,10 @@ struct Machine {
 };
 
 Machine& TheMachine();
+
+// The end of a handle's memory, where each op of NCCL EP that moves rows leaves
+// what it calculated with. None reads what another has left.
+constexpr int64_t kScratchBytes = 1024;
 
 // The violations so far, in order; forgets them.
 std::vector<std::string> TakeViolations();
@@ -59,6 +67,25 @@ Holdings CountHoldings();
 // Its end waits for that.
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
+
+// What is enqueued on a stream is recorded, from here to the end, instead of
+// done: so XLA makes a command buffer. Then nothing may be loaded onto the
+// device.
+class Capture {
+ public:
+  explicit Capture(CUstream stream);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  void End();
+  // Enqueues it all; as often as one likes, on any stream of the device.
+  void Replay(CUstream stream) const;
+
+ private:
+  struct Recorded;
+  const std::unique_ptr<Recorded> recorded_;
+};
 
 // While it lives, this thread is inside an FFI handler whose routing lies in
 // `mem`. There nothing may wait or allocate, and a handle of NCCL EP is opened

@@ -41,6 +41,36 @@ using std::min;
 
 }  // namespace
 
+#include "ep_ffi/backends/nccl/kernels.h"
+
+// The twin of warp.h, which warp_test tries: here the first thread of a warp
+// does all that is said there.
+#define EP_NCCL_HAS_WARPS
+
+namespace ep::nccl {
+namespace {
+
+template <typename Load, typename Store>
+int32_t WarpScan(int32_t lane, int32_t count, Load load, Store store) {
+  int32_t before = 0;
+  for (int32_t i = 0; i < count && lane == 0; ++i) {
+    const int32_t value = load(i);
+    store(i, before);
+    before += value;
+  }
+  return before;
+}
+
+template <typename Is>
+int32_t WarpFind(int32_t lane, int32_t count, Is is) {
+  int32_t i = lane == 0 ? 0 : count;
+  while (i < count && !is(i)) ++i;
+  return i;
+}
+
+}  // namespace
+}  // namespace ep::nccl
+
 #include "ep_ffi/backends/nccl/kernels.cu"
 
 // The host looks at reports while the device writes them. They are volatile,
@@ -86,14 +116,10 @@ const std::map<std::string, Bind>& Table() {
     #name, MakeBind(&name) \
   }
   static const auto* table = new std::map<std::string, Bind>{
-      EP_KERNEL(EpCountChoices),
-      EP_KERNEL(EpTell),
-      EP_KERNEL(EpSum),
-      EP_KERNEL(EpPlaceSlabs),
-      EP_KERNEL(EpJudge),
-      EP_KERNEL(EpChoose),
-      EP_KERNEL(EpFinish),
-      EP_KERNEL(EpFindNotFinite),
+      EP_KERNEL(EpCountChoices),    EP_KERNEL(EpTell),
+      EP_KERNEL(EpPlaceSlabs),      EP_KERNEL(EpJudge),
+      EP_KERNEL(EpChoose),          EP_KERNEL(EpGuard),
+      EP_KERNEL(EpFinish),          EP_KERNEL(EpFindNotFinite),
       EP_KERNEL(EpReportNotFinite),
   };
 #undef EP_KERNEL

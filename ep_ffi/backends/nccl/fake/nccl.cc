@@ -1,6 +1,7 @@
 // NCCL: communicators, and the one collective that the backend calls.
 
 #include <nccl.h>
+#include <nccl_device/core.h>
 
 #include <atomic>
 #include <cstdint>
@@ -115,6 +116,27 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id,
   }
   *comm = Living<ncclComm>::Get().Add(
       new ncclComm{std::make_shared<Member>(clique, rank, device)});
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommQueryProperties(ncclComm_t comm,
+                                     ncclCommProperties_t* properties) {
+  Contract contract("ncclCommQueryProperties");
+  contract.DemandNoHandler();
+  DemandCommunicator(contract, comm);
+  const ncclCommProperties_t fresh = NCCL_COMM_PROPERTIES_INITIALIZER;
+  contract.Demand(properties->size == fresh.size &&
+                      properties->magic == fresh.magic &&
+                      properties->version == fresh.version,
+                  "the properties were not initialized as their header says");
+  if (!contract.kept()) return ncclInvalidUsage;
+  const int size = comm->member->clique().size();
+  const int in_team = TheMachine().nvlink_ranks;
+  properties->rank = comm->member->rank();
+  properties->nRanks = size;
+  properties->cudaDev = comm->member->device();
+  properties->deviceApiSupport = TheMachine().device_api;
+  properties->nLsaTeams = in_team > 0 ? size / in_team : 1;
   return ncclSuccess;
 }
 

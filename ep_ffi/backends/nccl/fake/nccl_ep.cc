@@ -10,8 +10,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/descriptors.h"
@@ -27,6 +30,7 @@ constexpr int64_t kMaxTopK = 32;
 constexpr int64_t kMaxLocalExperts = 256;
 constexpr int64_t kMaxSms = 16;
 constexpr uintptr_t kMemAlignment = 16;
+constexpr int64_t kMaxSlots = 1 << 22;
 
 bool IsPowerOfTwo(int64_t value) {
   return value > 0 && (value & (value - 1)) == 0;
@@ -37,12 +41,12 @@ int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
   return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
 }
 
-// The routing is not all that the real one keeps; the tail stands for the rest.
+// The routing, and the scratch of ops.
 int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
   const int64_t bytes =
       sizeof(Routing) +
       group.config.max_dispatch_tokens_per_rank * num_topk * sizeof(int64_t);
-  return (bytes + 1023) / 1024 * 1024;
+  return (bytes + 1023) / 1024 * 1024 + kScratchBytes;
 }
 
 void DemandHandleAttributes(Contract& contract, ncclEpLayout_t layout,
@@ -56,19 +60,22 @@ void DemandHandleAttributes(Contract& contract, ncclEpLayout_t layout,
 }
 
 void DemandConfig(Contract& contract, const ncclEpGroupConfig_t& c,
-                  int num_ranks) {
+                  int num_ranks, int nvlink_ranks) {
   const int64_t num_experts = c.num_experts;
   contract.Demand(c.version == NCCL_EP_API_VERSION, "version = ", c.version);
   contract.Demand(c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT,
                   "algorithm = ", c.algorithm);
   contract.Demand(num_experts > 0 && num_experts % num_ranks == 0 &&
-                      num_experts % 4 == 0 &&
+                      num_experts / num_ranks * nvlink_ranks % 4 == 0 &&
                       num_experts / num_ranks <= kMaxLocalExperts,
-                  "num_experts = ", num_experts, " on ", num_ranks, " ranks");
+                  "num_experts = ", num_experts, " on ", num_ranks,
+                  " ranks, of which NVLink connects ", nvlink_ranks);
   contract.Demand(c.max_dispatch_tokens_per_rank > 0 &&
                       c.max_dispatch_tokens_per_rank % 4 == 0,
                   "max_dispatch_tokens = ", c.max_dispatch_tokens_per_rank);
   contract.Demand(c.max_recv_tokens_per_rank >= c.max_dispatch_tokens_per_rank,
+                  "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
+  contract.Demand(c.max_recv_tokens_per_rank <= kMaxSlots,
                   "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
   contract.Demand(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
                   "max_token_bytes = ", c.max_token_bytes);
@@ -93,6 +100,13 @@ auto Shared(const ncclEpGroupConfig_t& c) {
 }
 
 }  // namespace
+
+bool LoadOnce(int device, const std::string& kernels) {
+  static std::mutex mutex;
+  static auto* loaded = new std::set<std::pair<int, std::string>>();
+  std::lock_guard<std::mutex> lock(mutex);
+  return loaded->emplace(device, kernels).second;
+}
 
 void DemandGroup(Contract& contract, ncclEpGroup_t group) {
   if (!contract.Demand(Living<ncclEpGroup>::Get().Has(group),
@@ -131,9 +145,14 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                       "no such communicator")) {
     DemandContext(contract, comm->member->device());
   }
+  contract.Demand(TheMachine().nccl_version == 23007,
+                  "NCCL EP's kernels are compiled for another NCCL");
   if (!DemandStruct(contract, "config", config)) return ncclInvalidArgument;
   Member& member = *comm->member;
-  DemandConfig(contract, *config, member.clique().size());
+  const int size = member.clique().size();
+  const int nvlink_ranks = TheMachine().nvlink_ranks;
+  contract.Demand(TheMachine().device_api, "NCCL has no device API");
+  DemandConfig(contract, *config, size, nvlink_ranks > 0 ? nvlink_ranks : size);
   std::vector<const ncclEpGroupConfig_t*> configs;
   uint64_t id = 0;
   if (!MeetAll(member, "ncclEpCreateGroup", contract.kept() ? config : nullptr,

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/communicator.h"
+#include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/ledger.h"
 
 struct ncclEpGroup {
@@ -38,10 +39,23 @@ struct ncclEpHandle {
 
 namespace ep::nccl::fake {
 
+// Whether that was not yet loaded; now it is.
+bool LoadOnce(int device, const std::string& kernels);
+
 void DemandGroup(Contract& contract, ncclEpGroup_t group);
 // That an op may use the handle, on this stream.
 void DemandHandle(Contract& contract, ncclEpHandle_t handle,
                   cudaStream_t stream);
+
+// Launches a variant of its kernels, which is what differs from other launches.
+// Before it is first launched on a device, it is compiled and loaded onto that.
+template <typename... Parts>
+void DemandKernels(Contract& contract, CUstream stream, const Parts&... parts) {
+  const bool is_new = LoadOnce(stream->context()->device,
+                               StrCat(contract.function(), " ", parts...));
+  contract.Demand(!is_new || !stream->IsRecording(),
+                  "loads kernels while the stream is captured");
+}
 
 // Meets all ranks. False unless each brought something; null says that a
 // rank's part is in violation of its contract.

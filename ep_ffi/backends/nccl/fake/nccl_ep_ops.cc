@@ -5,6 +5,8 @@
 #include <nccl_ep.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -14,6 +16,7 @@
 
 #include "ep_ffi/backends/nccl/fake/communicator.h"
 #include "ep_ffi/backends/nccl/fake/descriptors.h"
+#include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/ledger.h"
 #include "ep_ffi/backends/nccl/fake/nccl_ep.h"
 #include "ep_ffi/backends/nccl/fake/transfers.h"
@@ -109,6 +112,17 @@ void Update(const Opened& handle, const Tensor& topk_idx,
   if (!fits) mine->magic = 0;  // or what moves next would write out of bounds
 }
 
+bool IsZero(const Opened& handle) {
+  return std::all_of(handle.mem, handle.mem + handle.bytes,
+                     [](std::byte byte) { return byte == std::byte{0}; });
+}
+
+// Leaves something else in a handle's scratch each time.
+void Scribble(const Opened& handle) {
+  static std::atomic<int> last{0};
+  std::memset(handle.mem + handle.bytes - kScratchBytes, ++last, kScratchBytes);
+}
+
 // What dispatch and combine have in common.
 struct Move {
   std::string name;
@@ -125,8 +139,9 @@ void Run(const Opened& handle, const Move& move, Transfer transfer) {
   Member& member = *group.member;
   const auto* routing = reinterpret_cast<const Routing*>(handle.mem);
   transfer.routing = routing;
-  contract.Demand(routing->magic == kRoutingMagic, "handle_mem has no routing");
-  if (contract.kept()) {
+  contract.Demand(routing->magic == kRoutingMagic || IsZero(handle),
+                  "handle_mem has no routing");
+  if (contract.kept() && !routing->IsEmpty()) {
     contract.Demand(routing->group == group.id &&
                         routing->num_topk == handle.num_topk &&
                         routing->alignment == handle.alignment,
@@ -144,7 +159,8 @@ void Run(const Opened& handle, const Move& move, Transfer transfer) {
   }
   const bool match =
       std::all_of(ranks.begin(), ranks.end(), [&](const Transfer* rank) {
-        return rank->routing->update == routing->update;
+        return rank->routing->IsEmpty() || routing->IsEmpty() ||
+               rank->routing->update == routing->update;
       });
   const RowShape shape = {move.width, DTypeOf(move.type), group.num_local()};
   if (!contract.Demand(match, "ranks bring routings of different updates")) {
@@ -156,6 +172,7 @@ void Run(const Opened& handle, const Move& move, Transfer transfer) {
   }
   member.clique().Meet(member.rank(), "the end of " + move.name, nullptr,
                        nullptr);
+  Scribble(handle);
 }
 
 }  // namespace
@@ -197,6 +214,8 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
     contract.Demand(types.size() <= 1, "counters are of several types");
   }
   if (!contract.kept()) return ncclInvalidArgument;
+  DemandKernels(contract, stream, group.num_local(), " local experts");
+  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(group.member, contract, stream,
                          [opened = *handle, choices, counters] {
                            Update(opened, choices, counters);
@@ -248,6 +267,8 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
                      tokens.columns};
   const Transfer transfer = {nullptr, tokens.data, weights.As<float>(),
                              slots.data, slot_weights.As<float>()};
+  DemandKernels(contract, stream, move.name, tokens.columns, tokens.type);
+  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [opened = *handle, move, transfer] { Run(opened, move, transfer); });
@@ -296,6 +317,8 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
                      tokens.columns};
   const Transfer transfer = {nullptr, slots.data, slot_weights.As<float>(),
                              tokens.data, weights.As<float>()};
+  DemandKernels(contract, stream, move.name, tokens.columns, tokens.type);
+  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [opened = *handle, move, transfer] { Run(opened, move, transfer); });

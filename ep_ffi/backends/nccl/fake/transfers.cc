@@ -19,6 +19,7 @@ Routings RoutingsOf(const std::vector<const Transfer*>& ranks) {
 Slots SlotsOf(const Routings& routings, int32_t rank, int64_t num_local) {
   const int64_t alignment = routings[rank]->alignment;
   Slots slots;
+  if (routings[rank]->IsEmpty()) return slots;
   for (int64_t j = 0; j < num_local; ++j) {
     const size_t begin = slots.sources.size();
     for (size_t source = 0; source < routings.size(); ++source) {

@@ -21,6 +21,8 @@ struct Routing {
   int64_t alignment;
   int64_t num_tokens;
 
+  // Whether it is zeros: what moves by it on this rank is nothing.
+  bool IsEmpty() const { return magic == 0; }
   int64_t num_choices() const { return num_tokens * num_topk; }
   const int64_t* choices() const {
     return reinterpret_cast<const int64_t*>(this + 1);
