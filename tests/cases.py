@@ -570,6 +570,21 @@ def global_view(layer, fn):
   return call
 
 
+def run_on(mesh, case, fn, *arrays):
+  """`fn` of the ops in a `shard_map` over `mesh`, whatever the group's is."""
+
+  def call(topk_idx, *arrays):
+    return fn(Ops(ep.ep_prepare(case.layer, topk_idx)), *arrays)
+
+  sharded = spec(case.layer)
+  program = jax.jit(
+    jax.shard_map(call, mesh=mesh, in_specs=sharded, out_specs=sharded)
+  )
+  return program(
+    *(to_global(x, mesh, sharded) for x in (case.topk_idx, *arrays))
+  )
+
+
 def local_view(layer, fn, *, check_vma=True, out_specs=None):
   def call(topk_idx, *arrays):
     return fn(LocalOps(ep.ep_prepare(layer, topk_idx)), *arrays)

@@ -11,11 +11,24 @@ values among its numbers.
 import dataclasses
 import os
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
 import numpy as np
 import pytest
 
-from cases import bootstrap, Case, everything, MESHES, sizes
+from cases import (
+  assert_same,
+  bootstrap,
+  Case,
+  everything,
+  expected,
+  failing,
+  MESHES,
+  run_on,
+  sizes,
+  there_and_back,
+)
 from conftest import make_mesh
 import ep
 
@@ -112,6 +125,8 @@ def test_fuzz(request, backend, layer):
       )
       try:
         check(case, draw)
+        if index % ROUTINGS == 0:
+          check_on_another_mesh(case, draw, rng)
       except BaseException:
         print(f"\n{draw} on {backend}; {reproducer(seed, index)}")
         raise
@@ -127,6 +142,31 @@ def check(case, draw):
   for rank, error in case.errors(sizes).items():
     if error or too_few[rank // case.layer.ep_size]:
       assert f"recv_capacity_per_rank = {case.layer.capacity}" in error
+
+
+def check_on_another_mesh(case, draw, rng):
+  """The axes and the devices in another order: exact, or refused."""
+  old = case.layer.group.mesh
+  if draw.overflow == "error" and draw.capacity:
+    return  # it may overflow, or not run at all: what fails is open
+  axes = rng.permutation(len(old.axis_names))
+  devices = old.devices.transpose(axes)
+  if rng.random() < 0.5:
+    devices = rng.permutation(devices.reshape(-1)).reshape(devices.shape)
+  mesh = Mesh(
+    devices,
+    [old.axis_names[i] for i in axes],
+    axis_types=(AxisType.Auto,) * len(axes),
+  )
+  in_place = np.array_equal(devices.transpose(np.argsort(axes)), old.devices)
+  arrays = case.tokens(draw.dtype), case.weights()
+  if in_place or case.layer.group.backend == "xla":
+    actual = run_on(mesh, case, there_and_back, *arrays)
+    assert_same(actual, expected(case, there_and_back, *arrays))
+  else:
+    with failing(case.layer.group) as error:
+      jax.block_until_ready(run_on(mesh, case, there_and_back, *arrays))
+    assert "the mesh of the program" in str(error.value)
 
 
 def reproducer(seed, index):

@@ -12,7 +12,7 @@ from cases import (
   expected,
   failing,
   not_with_xla,
-  Ops,
+  run_on,
   spec,
   there_and_back,
 )
@@ -35,21 +35,6 @@ def mesh_of(order, names):
   return Mesh(devices.reshape(2, 2), names, axis_types=(AxisType.Auto,) * 2)
 
 
-def run_on(mesh, case, *arrays):
-  """`there_and_back` in a shard_map over `mesh`, whatever the group's is."""
-
-  def call(topk_idx, *arrays):
-    return there_and_back(Ops(ep.ep_prepare(case.layer, topk_idx)), *arrays)
-
-  sharded = spec(case.layer)
-  program = jax.jit(
-    jax.shard_map(call, mesh=mesh, in_specs=sharded, out_specs=sharded)
-  )
-  return program(
-    *(to_global(x, mesh, sharded) for x in (case.topk_idx, *arrays))
-  )
-
-
 def case_of(group):
   case = Case(ep.EpLayerConfig(group, name="moe_3"), whole=True)
   return case, case.tokens(), case.weights()
@@ -67,10 +52,10 @@ OTHERS = {
 def test_other_places_are_refused(group, name):
   case, *arrays = case_of(group)
   if group.backend == "xla":  # which knows a rank by its index alone
-    actual = run_on(OTHERS[name], case, *arrays)
+    actual = run_on(OTHERS[name], case, there_and_back, *arrays)
     return assert_same(actual, expected(case, there_and_back, *arrays))
   with failing(group) as error:
-    jax.block_until_ready(run_on(OTHERS[name], case, *arrays))
+    jax.block_until_ready(run_on(OTHERS[name], case, there_and_back, *arrays))
   for word in ["ep_prepare", "moe_3", "mesh", "ep_bootstrap"]:
     assert word in str(error.value)
 
@@ -79,7 +64,7 @@ def test_the_same_places_by_other_names_of_order_are_served(group):
   """The axes in another order, and each device where it was."""
   case, *arrays = case_of(group)
   mesh = mesh_of([0, 2, 1, 3], ("ep", "dp"))
-  actual = run_on(mesh, case, *arrays)
+  actual = run_on(mesh, case, there_and_back, *arrays)
   assert_same(actual, expected(case, there_and_back, *arrays))
 
 

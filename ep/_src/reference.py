@@ -14,7 +14,8 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
   that is rounded before it is added. Denormal float32 numbers are zeros of
-  their sign, before and after each product and each addition.
+  their sign, before and after each product and each addition. A sum that is
+  zero in the end is +0.
 * Derivatives: dispatch and combine move rows along the same routing in opposite
   directions, so each is the other's transpose.
 
@@ -81,7 +82,7 @@ def combine(routing, rows, weights=None):
     terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
   for k in range(terms.shape[2]):
     out += terms[:, :, k]
-  return out.astype(rows.dtype)
+  return jnp.where(out == 0, 0, out).astype(rows.dtype)  # +0, not -0
 
 
 def dispatch_bwd(routing, g_recv, g_recv_weights):

@@ -440,10 +440,10 @@ def _combine(dims: _Dims, mem, rows, weights=None):
     # Nothing can contract this product and the sum: bits lie between them.
     terms = _flush(terms * weights[:, None])
   terms = terms.reshape(dims.T, dims.K, -1)
-  out = _flush(terms[:, 0], sign=0)  # 0 + x
+  out = terms[:, 0]
   for k in range(1, dims.K):
     out = _flush(out + terms[:, k])
-  return [out.astype(rows.dtype)]
+  return [_flush(out, sign=0).astype(rows.dtype)]
 
 
 def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:

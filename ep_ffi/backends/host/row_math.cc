@@ -95,7 +95,8 @@ inline __attribute__((always_inline)) void SumLanes(const Term* terms,
     const float scale = terms[i].scale;
     for (int c = 0; c < kLanes; ++c) sums[c] += scale * ToFloat(row[c]);
   }
-  for (int c = 0; c < kLanes; ++c) Round(sums[c], out + begin + c);
+  // Makes +0 of the -0 that is left where a negative sum underflows.
+  for (int c = 0; c < kLanes; ++c) Round(sums[c] + 0.0f, out + begin + c);
 }
 
 template <typename T>

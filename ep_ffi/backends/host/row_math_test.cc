@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "ep_ffi/backends/host/denormals.h"
 #include "ep_ffi/testing/formats.h"
 #include "ep_ffi/testing/samples.h"
 
@@ -172,6 +173,14 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}, {{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{1}}, {{-1}}})[0]);
+  // What is left of the last one underflows, in vectors and beside them.
+  const ScopedFlushDenormals flush;
+  for (int64_t width : {1, 64}) {
+    const std::vector<double> ones(width, 1);
+    EXPECT_EQ(std::vector<uint32_t>(width, 0),
+              Sum(GetParam(), {{ones, 0x1.0p-126f}, {ones, -0x1.1p-126f}},
+                  width));
+  }
 }
 
 // Rounded like a number, it would become a zero.
