@@ -113,7 +113,8 @@ def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
 
 def create_host_group(
   name: str,
-  secret: str,
+  listener: int,
+  addresses: list[str],
   num_experts: int,
   ep_size: int,
   ranks: list[tuple[int, int]],
@@ -126,7 +127,8 @@ def create_host_group(
 
   `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
   the id that JAX knows, not an ordinal in the process. Processes are counted
-  from 0; JAX's ids of them, and the system's, are in the two lists.
+  from 0; where they listen, JAX's ids of them, and the system's, are in the
+  lists. The socket `listener` stays the caller's.
   """
   int_array = ctypes.c_int32 * len(ranks)
   _call_for(
@@ -134,7 +136,8 @@ def create_host_group(
     "host",
     "ep_host_group_create",
     name.encode(),
-    secret.encode(),
+    ctypes.c_int32(listener),
+    (ctypes.c_char_p * len(pids))(*(a.encode() for a in addresses)),
     ctypes.c_int64(num_experts),
     ctypes.c_int32(ep_size),
     ctypes.c_int32(len(ranks)),

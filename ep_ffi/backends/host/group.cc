@@ -72,17 +72,18 @@ std::vector<RankRows> ToRankRows(const std::vector<Table>& tables,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  Peers::Options peer_options;
-  peer_options.process = options.topology.process;
-  peer_options.num_processes = options.topology.num_processes;
-  peer_options.secret = options.secret;
-  peer_options.timeout_s = options.timeout_s;
-  peer_options.pids = std::move(options.pids);
-  peer_options.process_ids = options.topology.process_ids;
+  Handshake::Options handshake;
+  handshake.process = options.topology.process;
+  handshake.num_processes = options.topology.num_processes;
+  handshake.listener = options.listener;
+  handshake.addresses = std::move(options.addresses);
+  handshake.timeout_s = options.timeout_s;
+  handshake.pids = std::move(options.pids);
+  handshake.process_ids = options.topology.process_ids;
   // How late a timeout may be reported.
-  peer_options.tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
+  const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
-  Status connected = Peers::Connect(peer_options, &peers);
+  Status connected = Peers::Connect(handshake, tick_s, &peers);
   if (!connected.ok()) return connected;
   out->reset(new HostGroup(
       options.num_experts,

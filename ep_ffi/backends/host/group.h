@@ -22,9 +22,11 @@ class HostGroup : public Group {
     std::string name;
     int64_t num_experts;
     Topology topology;
-    double timeout_s;    // to connect, and for a rank to wait for its peers
-    std::string secret;  // shared by the processes of the group
-    std::vector<int32_t> pids;  // see Peers::Options
+    double timeout_s;  // to connect, and for a rank to wait for its peers
+    // See Handshake::Options.
+    int listener;
+    std::vector<std::string> addresses;
+    std::vector<int32_t> pids;
     // Told of each run that fails in this group, once.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
   };

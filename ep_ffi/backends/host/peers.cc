@@ -74,8 +74,8 @@ struct Peers::Link {
   }
 };
 
-Peers::Peers(const Options& options)
-    : options_(options),
+Peers::Peers(const Handshake::Options& options, double tick_s)
+    : tick_s_(tick_s),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (int32_t p = 0; p < options.num_processes; ++p) {
@@ -84,18 +84,18 @@ Peers::Peers(const Options& options)
   }
 }
 
-Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
-  std::unique_ptr<Peers> peers(new Peers(options));
+Status Peers::Connect(const Handshake::Options& options, double tick_s,
+                      std::unique_ptr<Peers>* out) {
+  std::unique_ptr<Peers> peers(new Peers(options, tick_s));
   if (peers->epoll_.get() < 0 || peers->wake_.get() < 0) {
-    return SystemError("epoll");
+    return SystemError("cannot create the event queue of a group");
   }
   epoll_event event = {};
   event.events = EPOLLIN;
   event.data.u64 = kWake;
   epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->wake_.get(), &event);
 
-  Handshake handshake(options.process, options.secret, options.timeout_s,
-                      peers->lives_, options.process_ids);
+  Handshake handshake(options, peers->lives_);
   Status connected = handshake.Connect();
   for (Fd& socket : handshake.TakeSockets()) {
     const int32_t process = peers->links_.size();
@@ -203,8 +203,8 @@ void Peers::Send(Link& link, const Message& message, const std::string& text,
 }
 
 void Peers::Progress() {
-  const int tick_ms = std::max(1, static_cast<int>(options_.tick_s * 1e3));
-  double next_tick = Now() + options_.tick_s;
+  const int tick_ms = std::max(1, static_cast<int>(tick_s_ * 1e3));
+  double next_tick = Now() + tick_s_;
   epoll_event events[16];
   while (true) {
     // What has arrived comes before a tick, which may find this process late,
@@ -230,7 +230,7 @@ void Peers::Progress() {
     }
     if (is_due) {
       handlers_.on_tick();
-      next_tick = Now() + options_.tick_s;
+      next_tick = Now() + tick_s_;
     }
   }
 }

@@ -47,19 +47,9 @@ class Peers {
     std::function<void()> on_tick;
   };
 
-  struct Options {
-    int32_t process;
-    int32_t num_processes;
-    std::string secret;  // equal on all processes of the group
-    double timeout_s;    // to connect
-    double tick_s;
-    // By process; 0 where it cannot be watched. Or empty.
-    std::vector<int32_t> pids = {};
-    std::vector<int32_t> process_ids = {};  // as in Topology
-  };
-
   // Connects every pair of processes.
-  static Status Connect(const Options& options, std::unique_ptr<Peers>* out);
+  static Status Connect(const Handshake::Options& options, double tick_s,
+                        std::unique_ptr<Peers>* out);
   ~Peers();
 
   // Whether the caller is the progress thread, which cannot destroy this.
@@ -83,7 +73,7 @@ class Peers {
  private:
   struct Link;
 
-  explicit Peers(const Options& options);
+  Peers(const Handshake::Options& options, double tick_s);
   void Send(Link& link, const Message& message, const std::string& text,
             int fd);
   void Progress();
@@ -92,7 +82,7 @@ class Peers {
               int fd);
   void Drop(Link& link, bool orderly, const std::string& why);
 
-  const Options options_;
+  const double tick_s_;
   Handlers handlers_;
   SegmentPool pool_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
