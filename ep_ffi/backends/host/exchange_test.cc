@@ -53,8 +53,8 @@ class ExchangeTest : public ::testing::Test {
   void PeerPosts(
       int32_t rank, int64_t run_id, int32_t value,
       const std::function<void(Message*)>& forge = [](Message*) {}) {
-    Segment* segment = peers_[rank]->Acquire(kInts * sizeof(value), 1);
-    ASSERT_NE(nullptr, segment);
+    Segment* segment;
+    ASSERT_TRUE(peers_[rank]->Acquire(kInts * sizeof(value), 1, &segment).ok());
     for (int i = 0; i < kInts; ++i) {
       std::memcpy(segment->memory.data() + i * sizeof(value), &value,
                   sizeof(value));

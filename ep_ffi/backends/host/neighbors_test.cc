@@ -17,6 +17,7 @@
 #include <functional>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -71,31 +72,41 @@ int Connect(const std::string& name) {
   return fd;
 }
 
-// Says that it is the observer.
-void ExpectTurnedAway(const std::string& name) {
-  EXPECT_NE("", Lines("/proc/net/unix", name))
-      << "everybody can read the names of sockets";
-  const int fd = Connect(name);
+// Says to the others that it is the observer, before that one can, and is
+// turned away as soon as they look.
+void ExpectTurnedAway(const Records& records, int connected) {
+  std::vector<int> sockets;
   const Hello hello = {kObserver};
-  (void)send(fd, &hello, sizeof(hello), MSG_NOSIGNAL);
-  pollfd hung_up = {fd, 0, 0};
-  EXPECT_EQ(1, poll(&hung_up, 1, static_cast<int>(kTimeoutS * 1e3)));
-  Hello answer;
-  EXPECT_LE(recv(fd, &answer, sizeof(answer), 0), 0);
-  close(fd);
+  for (int32_t r = 0; r < kObserver; ++r) {
+    const std::string name = records[r].addresses[1].name;
+    EXPECT_NE("", Lines("/proc/net/unix", name))
+        << "everybody can read the names of sockets";
+    sockets.push_back(Connect(name));
+    EXPECT_LT(0, send(sockets.back(), &hello, sizeof(hello), MSG_NOSIGNAL));
+  }
+  close(connected);
+  for (int fd : sockets) {
+    pollfd hung_up = {fd, 0, 0};
+    EXPECT_EQ(1, poll(&hung_up, 1, static_cast<int>(kTimeoutS * 1e3)));
+    Hello answer;
+    EXPECT_LE(recv(fd, &answer, sizeof(answer), 0), 0);
+  }
 }
 
 TEST(NeighborsTest, AnotherUserIsTurnedAway) {
   World world;
   ExpectNothingSaid(world.Run([](Rank& rank) {
+    std::optional<Nobody> nobody;
     if (rank.rank() == kObserver) {
       const auto told = [](auto& r) { return r.addresses[1].is_told.load(); };
       rank.WaitForOthers(kObserver, told);
-      const Nobody nobody([&] {
-        for (int32_t r = 0; r < kObserver; ++r) {
-          ExpectTurnedAway(rank.records()[r].addresses[1].name);
-        }
-      });
+      int connected[2];
+      EXPECT_EQ(0, pipe(connected));
+      nobody.emplace([&] { ExpectTurnedAway(rank.records(), connected[1]); });
+      close(connected[1]);
+      char nothing;
+      EXPECT_EQ(0, read(connected[0], &nothing, 1));  // until it is closed
+      close(connected[0]);
     }
     rank.Bootstrap(kTimeoutS);
     for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
@@ -149,16 +160,16 @@ TEST(NeighborsTest, NothingIsSentToAnotherUser) {
 }
 
 TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
-  Nobody nobody(Disturb);
   for (int i = 0; i < 10; ++i) {
     World world;
+    Nobody nobody(Disturb);
     ExpectNothingSaid(world.Run([](Rank& rank) {
       rank.Bootstrap(kTimeoutS);
       for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
       return rank.Close();
     }));
+    nobody.End();
   }
-  nobody.End();
 }
 
 // A group of all but the observer, who looks at them while they have it, and

@@ -41,6 +41,7 @@ struct Peers::Link {
   // Progress thread only.
   bool is_gone = false;
   std::map<uint64_t, Mapping> segments;
+  Status mapped;  // why the last of those that are missing is
 
   // False if the socket is full; true also when the peer is gone, which the
   // progress thread reports.
@@ -64,7 +65,10 @@ struct Peers::Link {
     do {
       sent = sendmsg(socket.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL);
     } while (sent < 0 && errno == EINTR);
-    return sent >= 0 || (errno != EAGAIN && errno != ENOBUFS);
+    // The last is of this user, who has sent many descriptors that are still to
+    // be received.
+    return sent >= 0 ||
+           (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS);
   }
 
   // Sends what the socket takes; true when the queue is empty.
@@ -132,19 +136,19 @@ Peers::~Peers() {
   }
 }
 
-Segment* Peers::Acquire(size_t bytes, int32_t num_readers) {
+Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
   int new_fd = -1;
-  Segment* segment = pool_.Acquire(bytes, num_readers, &new_fd);
-  Fd fd(new_fd);
-  if (segment && fd.get() >= 0) {
+  EP_RETURN_IF_ERROR(pool_.Acquire(bytes, num_readers, out, &new_fd));
+  const Fd fd(new_fd);
+  if (fd.get() >= 0) {
     Message message = {};
     message.type = Message::kSegment;
-    message.segment = segment->id;
+    message.segment = (*out)->id;
     for (auto& link : links_) {
       if (link) Send(*link, message, "", fd.get());
     }
   }
-  return segment;
+  return Status();
 }
 
 void Peers::SendPost(const std::vector<int32_t>& processes, Message message,
@@ -270,19 +274,26 @@ void Peers::Receive(Link& link) {
       shutdown(link.socket.get(), SHUT_RDWR);
       return Drop(link, /*orderly=*/false, "");
     }
-    Handle(link, message, text, fd.get());
+    // There is room for one: it is lost if none can be opened.
+    Status received;
+    if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
+      errno = EMFILE;
+      received = SystemError("cannot receive a peer's shared memory");
+    }
+    Handle(link, message, text, fd.get(), received);
   }
 }
 
 void Peers::Handle(Link& link, const Message& message, const std::string& text,
-                   int fd) {
+                   int fd, const Status& received) {
   switch (message.type) {
     case Message::kSegment: {
       Mapping memory;
-      Status opened = Mapping::OpenPeer(fd, &memory);
-      // A post in a segment that is not there fails with a clear message.
-      if (opened.ok()) {
+      Status mapped = received.ok() ? Mapping::OpenPeer(fd, &memory) : received;
+      if (mapped.ok()) {
         link.segments.emplace(message.segment, std::move(memory));
+      } else {
+        link.mapped = std::move(mapped);  // a post in it will fail
       }
       return;
     }
@@ -290,7 +301,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
       auto found = link.segments.find(message.segment);
       return handlers_.on_post(
           link.process, message, text,
-          found == link.segments.end() ? nullptr : &found->second);
+          found == link.segments.end() ? nullptr : &found->second, link.mapped);
     }
     case Message::kRelease:
       pool_.Release(message.segment);

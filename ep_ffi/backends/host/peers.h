@@ -35,9 +35,10 @@ class Peers {
  public:
   // Called on the progress thread.
   struct Handlers {
-    // `memory` is the mapped segment, null for types that carry none.
+    // `memory` is the mapped segment; null if it could not be mapped, for a
+    // reason that `mapped` tells, or if there is none.
     std::function<void(int32_t process, const Message&, const std::string& text,
-                       const Mapping* memory)>
+                       const Mapping* memory, const Status& mapped)>
         on_post;
     std::function<void(const Message&, const std::string& text)> on_fail;
     // A peer closed its group (`orderly`), with a reason if it had one, or
@@ -60,8 +61,8 @@ class Peers {
   // Begins to receive. What peers sent before waits in the sockets.
   void Start(Handlers handlers);
 
-  // Stages for `processes`: a segment of at least `bytes`, known to them.
-  Segment* Acquire(size_t bytes, int32_t num_readers);
+  // A segment of at least `bytes`, which all processes know, for some to read.
+  Status Acquire(size_t bytes, int32_t num_readers, Segment** out);
   HostMemory Memory() { return pool_.Memory(); }  // of its segments
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& text);
@@ -78,8 +79,9 @@ class Peers {
             int fd);
   void Progress();
   void Receive(Link& link);
+  // `received` tells why there is no descriptor, if there should be one.
   void Handle(Link& link, const Message& message, const std::string& text,
-              int fd);
+              int fd, const Status& received);
   void Drop(Link& link, bool orderly, const std::string& why);
 
   const double tick_s_;

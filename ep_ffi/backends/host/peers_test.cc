@@ -47,7 +47,7 @@ class Log {
   Peers::Handlers Handlers() {
     return {
         [this](int32_t process, const Message& m, const std::string& text,
-               const Mapping* memory) {
+               const Mapping* memory, const Status&) {
           Add(StrCat(
               "post ", m.launch.run_id, " of ", text, " from ", process, ": ",
               memory ? reinterpret_cast<char*>(memory->data()) : "nothing"));
@@ -85,8 +85,8 @@ class Log {
 
 // Posts `text` as the rows of a run.
 void Post(Peers* from, int32_t to, int64_t run_id, const char* text) {
-  Segment* segment = from->Acquire(std::strlen(text) + 1, 1);
-  ASSERT_NE(nullptr, segment);
+  Segment* segment;
+  ASSERT_TRUE(from->Acquire(std::strlen(text) + 1, 1, &segment).ok());
   std::strcpy(reinterpret_cast<char*>(segment->memory.data()), text);
   Message message = {};
   message.launch.run_id = run_id;
@@ -139,14 +139,16 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   Log log;
   auto peers = ConnectAll(2);
   peers[0]->Start(log.Handlers());
-  const Segment* first = peers[0]->Acquire(10, 1);
-  const Segment* second = peers[0]->Acquire(10, 1);
+  Segment *first, *second, *third;
+  ASSERT_TRUE(peers[0]->Acquire(10, 1, &first).ok());
+  ASSERT_TRUE(peers[0]->Acquire(10, 1, &second).ok());
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
   // Tells when the release has arrived.
   peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
   log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
-  EXPECT_EQ(first, peers[0]->Acquire(10, 1));
+  ASSERT_TRUE(peers[0]->Acquire(10, 1, &third).ok());
+  EXPECT_EQ(first, third);
 }
 
 TEST(PeersTest, AVanishedPeerHasDied) {
