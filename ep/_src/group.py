@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import os
 from typing import Any, NamedTuple
 import weakref
 
@@ -33,9 +34,10 @@ class _Lifetime:
   """Closes the group when its owner says so, dies, or Python exits."""
 
   def __init__(self, group: EpGroup):
+    self.process = os.getpid()
     rendezvous.live[group.name] = self
     self._close = weakref.finalize(
-      self, _Lifetime._end, group.backend, group.name
+      self, _Lifetime._end, group.backend, group.name, self.process
     )
 
   @property
@@ -46,7 +48,9 @@ class _Lifetime:
     self._close()
 
   @staticmethod
-  def _end(backend: str, name: str) -> None:
+  def _end(backend: str, name: str, process: int) -> None:
+    if os.getpid() != process:  # a forked child, whose parent goes on with it
+      return
     try:
       BACKENDS[backend].close(name)
     finally:
@@ -126,7 +130,14 @@ class EpGroup:
     return math.prod(self.mesh.shape[a] for a in self.token_axes)
 
   def check_alive(self, op: str) -> None:
-    """Raises `RuntimeError` after `ep_finalize`."""
+    """Raises `RuntimeError` after `ep_finalize`, and in a forked child."""
+    if self._lifetime is not None and self._lifetime.process != os.getpid():
+      raise RuntimeError(
+        f'{op}: the group "{self.name}" belongs to the process with the id'
+        f" {self._lifetime.process}, of which this one is a forked child; use"
+        " the group there, or start this process without a fork (the method"
+        ' "spawn" of multiprocessing) and bootstrap a group in it.'
+      )
     if self._lifetime is None or not self._lifetime.alive:
       raise RuntimeError(
         f'{op}: the group "{self.name}" was finalized; bootstrap a new group,'
@@ -473,6 +484,8 @@ def ep_bootstrap(
 def ep_finalize(group: EpGroup) -> None:
   """Closes a group: later ops on it fail, on every rank. Idempotent.
 
+  In a forked child of the process that bootstrapped the group it does nothing.
+
   Wait for the results of the last op first. Compiled programs that use the
   group may live on; there is no need to clear JAX's caches.
 
@@ -482,6 +495,8 @@ def ep_finalize(group: EpGroup) -> None:
       is closed all the same.
   """
   if group._lifetime is None or not group._lifetime.alive:
+    return
+  if group._lifetime.process != os.getpid():
     return
   try:
     group.check()

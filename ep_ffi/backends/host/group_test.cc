@@ -112,9 +112,13 @@ Holdings CountHoldings() {
   return holdings;
 }
 
+// Though they live, as they do while a program that was compiled with them
+// does.
 TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
-  const auto cycle = [] {
-    const Domain domain = MakeHostWorld({kTwoRanks}, 2)[0];
+  std::vector<Domain> closed;
+  const auto cycle = [&] {
+    const Domain& domain =
+        closed.emplace_back(MakeHostWorld({kTwoRanks}, 2)[0]);
     for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
       ASSERT_TRUE(status.ok()) << status.message();
     }
@@ -132,6 +136,13 @@ TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
   EXPECT_LE(after.descriptors, before.descriptors);
   EXPECT_LE(after.segments, before.segments);
   EXPECT_LE(after.threads, before.threads);
+  for (const Status& status : PrepareStep(closed[0], kTwoRanks)->Run()) {
+    EXPECT_EQ(Code::kFailedPrecondition, status.code());
+    for (const char* word : {"ep_prepare(layer", "finalized"}) {
+      EXPECT_NE(std::string::npos, status.message().find(word))
+          << status.message();
+    }
+  }
 }
 
 }  // namespace

@@ -219,17 +219,22 @@ void Rank::NextStep() {
   status_ = Status();
 }
 
-std::string Rank::Close() {
+std::string Rank::Abandon() {
   step_ = nullptr;
   if (domain_.groups[index_]) {
     const Status closed = domain_.groups[index_]->Close();
     EXPECT_TRUE(closed.ok()) << closed.message();
   }
   domain_ = {};
+  return status_.message();
+}
+
+std::string Rank::Close() {
+  const std::string said = Abandon();
   const auto segments = [] { return Lines("/proc/self/maps", "memfd:ep_ffi"); };
   EXPECT_TRUE(WaitFor(kPatienceS, [&] { return segments().empty(); }))
       << segments();
-  return status_.message();
+  return said;
 }
 
 void Rank::WaitForOthers(int32_t but,

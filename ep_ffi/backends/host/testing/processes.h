@@ -82,8 +82,9 @@ class Rank {
   int64_t num_posts() const { return num_posts_; }
   // Posts an op, after ep_prepare, anywhere in any run.
   testing::StepPtr Post(Op op, testing::Place place);
-  // Ends the group, of which nothing may be left in this process. Returns the
-  // message of status().
+  // Closes the group and destroys it. Returns the message of status().
+  std::string Abandon();
+  // As well; of the group nothing may be left in this process.
   std::string Close();
 
   // Waits until something holds for all ranks, but one perhaps; the test fails
