@@ -242,3 +242,13 @@ def check_group(backend: str, name: str) -> None:
 def close_group(backend: str, name: str) -> None:
   """Closes a group; raises if a peer is left waiting."""
   _call_for("ep_finalize", backend, "ep_group_close", name.encode())
+
+
+def release_group(backend: str, name: str) -> None:
+  """Lets go of a group, which is closed when the programs that use it die."""
+  library(backend).ep_group_release(name.encode())
+
+
+def close_released(backend: str) -> None:
+  """Closes the groups that were released and that programs still use."""
+  library(backend).ep_group_close_released()

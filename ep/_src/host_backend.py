@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FUSES_WEIGHTS = True
 ONE_CAPACITY = False
 close = functools.partial(ffi.close_group, "host")
+release = functools.partial(ffi.release_group, "host")
+close_released = functools.partial(ffi.close_released, "host")
 check = functools.partial(ffi.check_group, "host")
 memory = functools.partial(ffi.group_memory, "host")
 mem_bytes = native.mem_bytes

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FUSES_WEIGHTS = False
 ONE_CAPACITY = True
 close = functools.partial(ffi.close_group, "nccl")
+release = functools.partial(ffi.release_group, "nccl")
+close_released = functools.partial(ffi.close_released, "nccl")
 check = functools.partial(ffi.check_group, "nccl")
 memory = functools.partial(ffi.group_memory, "nccl")
 mem_bytes = native.mem_bytes

@@ -31,6 +31,10 @@ class OpParams:
   num_tokens: int  # T
   checked: bool = dataclasses.field(default_factory=checked.is_on)
 
+  def __post_init__(self):
+    layer = dataclasses.replace(self.layer, group=self.layer.group.shadow)
+    object.__setattr__(self, "layer", layer)
+
 
 def op(
   name: str,

@@ -104,7 +104,11 @@ HostGroup::HostGroup(Options options, std::shared_ptr<Exchanges> exchanges)
 
 HostGroup::~HostGroup() {
   // Its threads, which its end would wait for, are not in a forked child.
-  if (IsForked()) new std::shared_ptr<Exchanges>(std::move(exchanges_));
+  if (IsForked()) {
+    new std::shared_ptr<Exchanges>(std::move(exchanges_));
+  } else {
+    (void)Close();
+  }
 }
 
 bool HostGroup::IsForked() const { return getpid() != process_; }
