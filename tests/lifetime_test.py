@@ -5,6 +5,7 @@
 Of groups with a program there are fewer, since each compiles its own.
 """
 
+import contextlib
 import gc
 
 import jax
@@ -116,7 +117,12 @@ def compile_program(group):
   return program.lower(*inputs).compile(), inputs
 
 
-@pytest.mark.skipif(BACKEND == "xla", reason="xla: nothing is held")
+only_native = pytest.mark.skipif(
+  BACKEND == "xla", reason="xla: a group holds nothing, and needs no end"
+)
+
+
+@only_native
 def test_what_programs_keep(want):
   """Of a finalized group nothing, of one that is lost all that they need."""
   mesh = make_mesh({"ep": 4})
@@ -145,6 +151,29 @@ def test_what_programs_keep(want):
     assert_same(program(*inputs), want)
   del kept, program
   before.check_now(most)
+
+
+@only_native
+def test_finalize_with_launches_in_flight(want):
+  """Each is completed, and right, or fails because of it."""
+  mesh = make_mesh({"ep": 4})
+  for launches in range(1, 11):
+    group = bootstrap(mesh)
+    program, inputs = compile_program(group)
+    assert_same(program(*inputs), want)
+    outputs = []
+    for _ in range(launches):
+      with contextlib.suppress(ValueError, RuntimeError):  # from another rank
+        outputs.append(program(*inputs))
+    with contextlib.suppress(ValueError, RuntimeError):  # others have run more
+      ep.ep_finalize(group)
+    for output in outputs:
+      try:
+        jax.block_until_ready(output)
+      except (ValueError, RuntimeError) as e:
+        assert "finalized" in str(e)
+      else:
+        assert_same(output, want)
 
 
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):

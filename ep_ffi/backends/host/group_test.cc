@@ -10,10 +10,12 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ep_ffi/backends/host/testing/world.h"
 #include "ep_ffi/testing/conformance.h"
+#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -86,6 +88,32 @@ TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
     for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
       EXPECT_EQ(std::vector<std::byte>(type.bytes()),
                 combine->output(rank).data.rows);
+    }
+  }
+}
+
+// Each op in flight is completed or fails, once, and nothing is used that has
+// been given back.
+TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
+  testing::Random random(1);
+  for (int i = 0; i < 300; ++i) {
+    Domain domain = MakeHostWorld({kTwoRanks}, 1 + i % 2)[0];
+    const testing::StepPtr step = PrepareStep(domain, kTwoRanks);
+    const std::shared_ptr<Group> closing = domain.groups[i / 2 % 2];
+    domain = {};
+    std::thread closer([&closing, us = testing::Uniform(random, 0, 150)] {
+      usleep(us);
+      (void)closing->Close();
+    });
+    std::thread other([&step] { step->Post(1); });
+    step->Post(0);
+    other.join();
+    closer.join();
+    for (int64_t rank : {0, 1}) {
+      const Status status = step->Wait(rank);
+      EXPECT_TRUE(status.ok() || status.code() == Code::kFailedPrecondition ||
+                  status.code() == Code::kUnavailable)
+          << status.message();
     }
   }
 }
