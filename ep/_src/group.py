@@ -58,8 +58,9 @@ class _Lifetime:
       _released_by.add(self._backend)
 
 
-# The backends that have released groups.
+# The backends that have released groups, of this process.
 _released_by: set[str] = set()
+os.register_at_fork(after_in_child=_released_by.clear)
 
 
 # Before JAX's own handlers, since JAX is imported above: those may wait for
@@ -507,7 +508,8 @@ def ep_finalize(group: EpGroup) -> None:
   In a forked child of the process that bootstrapped the group it does nothing.
 
   Wait for the results of the last op first. Compiled programs that use the
-  group may live on; there is no need to clear JAX's caches.
+  group may live on, and keep nothing of it but its name; there is no need to
+  clear JAX's caches.
 
   Raises:
     ValueError, RuntimeError: an op has failed and none has told (see
