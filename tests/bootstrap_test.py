@@ -1,6 +1,9 @@
 """ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
 
 import math
+import os
+import secrets
+import socket
 import time
 
 import jax
@@ -204,6 +207,21 @@ def test_finalize_twice_does_nothing():
   group = bootstrap(make_mesh({"ep": 4}))
   ep.ep_finalize(group)
   ep.ep_finalize(group)
+
+
+@pytest.mark.skipif(
+  GPU or BACKEND == "xla", reason="only host listens on sockets of its own"
+)
+def test_an_address_that_is_taken_is_not_used(monkeypatch):
+  name = f"test-{os.getpid()}"
+  names = iter([name, name, f"{name}-free"])
+  monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
+  with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+    taken.bind(f"\0ep_ffi-{name}")
+    with bootstrap(make_mesh({"ep": 4})) as group:
+      assert not list(names)
+      case = Case(ep.EpLayerConfig(group))
+      case.check(there_and_back, case.tokens(), case.weights())
 
 
 def test_many_groups_come_and_go():

@@ -5,11 +5,15 @@
 Of groups with a program there are fewer, since each compiles its own.
 """
 
+import contextlib
+import gc
+
 import jax
 import pytest
 
 from cases import (
   assert_same,
+  BACKEND,
   bootstrap,
   Case,
   expected,
@@ -91,6 +95,85 @@ def test_a_program_dies_with_its_function(lifetimes, want, capsys):
     lambda group: run_program(group, want),
     capsys,
   )
+
+
+def test_groups_without_finalize(lifetimes, want, capsys):
+  """Close when the user's last reference has gone, and their programs."""
+  mesh = make_mesh({"ep": 4})
+
+  def use(group):
+    del group
+    run_program(bootstrap(mesh), want)
+
+  live(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+
+
+def compile_program(group):
+  """One that outlives its function, and the function's references."""
+  case = a_case(group)
+  inputs = case.topk_idx, case.tokens(), case.weights()
+  inputs = list(map(case.put, inputs))
+  program = jax.jit(global_view(case.layer, there_and_back))
+  return program.lower(*inputs).compile(), inputs
+
+
+only_native = pytest.mark.skipif(
+  BACKEND == "xla", reason="xla: a group holds nothing, and needs no end"
+)
+
+
+@only_native
+def test_what_programs_keep(want):
+  """Of a finalized group nothing, of one that is lost all that they need."""
+  mesh = make_mesh({"ep": 4})
+  most = Footprint(memory=32 << 10, heap=32 << 10, descriptors=0, threads=8)
+  with bootstrap(mesh) as group:
+    compile_program(group)[0]
+  before = Footprint.now()
+  kept = []
+  for _ in range(5):
+    with bootstrap(mesh) as group:
+      program, inputs = compile_program(group)
+      assert_same(program(*inputs), want)
+      kept.append(program)
+  before.check_now(most)
+  with pytest.raises((RuntimeError, ValueError), match="was finalized"):
+    jax.block_until_ready(program(*inputs))
+
+  for _ in range(5):
+    del group  # the last reference
+    group = bootstrap(mesh)
+    program, inputs = compile_program(group)
+    kept.append(program)
+  del group
+  gc.collect()
+  for program in kept[5:]:
+    assert_same(program(*inputs), want)
+  del kept, program
+  before.check_now(most)
+
+
+@only_native
+def test_finalize_with_launches_in_flight(want):
+  """Each is completed, and right, or fails because of it."""
+  mesh = make_mesh({"ep": 4})
+  for launches in range(1, 11):
+    group = bootstrap(mesh)
+    program, inputs = compile_program(group)
+    assert_same(program(*inputs), want)
+    outputs = []
+    for _ in range(launches):
+      with contextlib.suppress(ValueError, RuntimeError):  # from another rank
+        outputs.append(program(*inputs))
+    with contextlib.suppress(ValueError, RuntimeError):  # others have run more
+      ep.ep_finalize(group)
+    for output in outputs:
+      try:
+        jax.block_until_ready(output)
+      except (ValueError, RuntimeError) as e:
+        assert "finalized" in str(e)
+      else:
+        assert_same(output, want)
 
 
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):

@@ -11,6 +11,8 @@ Each is a module with
     then on. Collective; raises `CannotServe`, on every process, if it cannot
     serve the processes.
   close(name): ends what `connect` began.
+  release(name): ends it when the programs that use the group have died.
+  close_released(): ends, at exit, what `release` has not ended yet.
   check(name): waits for the device; raises what no op has reported.
   memory(name): bytes of host memory that the group keeps: reserved, resident.
   mem_bytes(layer, num_tokens): bytes of `EpHandle.mem`.

@@ -137,7 +137,8 @@ def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
 def create_host_group(
   name: str,
   config: str,
-  secret: str,
+  listener: int,
+  addresses: list[str],
   num_experts: int,
   ep_size: int,
   ranks: list[tuple[int, int]],
@@ -150,7 +151,8 @@ def create_host_group(
 
   `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
   the id that JAX knows, not an ordinal in the process. Processes are counted
-  from 0; JAX's ids of them, and the system's, are in the two lists.
+  from 0; where they listen, JAX's ids of them, and the system's, are in the
+  lists. The socket `listener` stays the caller's.
   """
   int_array = ctypes.c_int32 * len(ranks)
   _call_for(
@@ -159,7 +161,8 @@ def create_host_group(
     "ep_host_group_create",
     name.encode(),
     config.encode(),
-    secret.encode(),
+    ctypes.c_int32(listener),
+    (ctypes.c_char_p * len(pids))(*(a.encode() for a in addresses)),
     ctypes.c_int64(num_experts),
     ctypes.c_int32(ep_size),
     ctypes.c_int32(len(ranks)),
@@ -266,3 +269,13 @@ def check_group(backend: str, name: str) -> None:
 def close_group(backend: str, name: str) -> None:
   """Closes a group; raises if a peer is left waiting."""
   _call_for("ep_finalize", backend, "ep_group_close", name.encode())
+
+
+def release_group(backend: str, name: str) -> None:
+  """Lets go of a group, which is closed when the programs that use it die."""
+  library(backend).ep_group_release(name.encode())
+
+
+def close_released(backend: str) -> None:
+  """Closes the groups that were released and that programs still use."""
+  library(backend).ep_group_close_released()

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import os
 from typing import Any, NamedTuple
 import weakref
 
@@ -30,37 +31,47 @@ def _check(condition: bool, what: str, message: str) -> None:
 
 
 class _Lifetime:
-  """Closes the group when its owner says so, dies, or Python exits."""
+  """Whether a group is open. Its user's object and copies of that share it."""
 
   def __init__(self, group: EpGroup):
+    self.alive = True
+    self.process = os.getpid()
+    self._backend = group.backend
+    self._name = group.name
     rendezvous.live[group.name] = self
-    self._close = weakref.finalize(
-      self, _Lifetime._end, group.backend, group.name
-    )
-
-  @property
-  def alive(self) -> bool:
-    return self._close.alive
 
   def end(self) -> None:
-    self._close()
-
-  @staticmethod
-  def _end(backend: str, name: str) -> None:
+    """Closes the group, but not of the parent of a forked child."""
+    if not self.alive or self.process != os.getpid():
+      return
+    self.alive = False
     try:
-      BACKENDS[backend].close(name)
+      BACKENDS[self._backend].close(self._name)
     finally:
-      rendezvous.live.pop(name, None)
+      rendezvous.live.pop(self._name, None)
+
+  def release(self) -> None:
+    """Closes the group once no program uses it: its user has lost it."""
+    if self.alive and self.process == os.getpid():
+      rendezvous.live.pop(self._name, None)
+      BACKENDS[self._backend].release(self._name)
+      _released_by.add(self._backend)
 
 
-# At exit `weakref` closes them, but after JAX's own handlers if its first user
-# came before JAX, and those may wait for peers that wait for this process. This
-# one comes before, since JAX is imported above.
+# The backends that have released groups, of this process.
+_released_by: set[str] = set()
+os.register_at_fork(after_in_child=_released_by.clear)
+
+
+# Before JAX's own handlers, since JAX is imported above: those may wait for
+# peers that wait for this process.
 @atexit.register
 def _end_all() -> None:
   with contextlib.ExitStack() as stack:
-    for lifetime in rendezvous.live.values():
+    for lifetime in list(rendezvous.live.values()):
       stack.callback(lifetime.end)
+    for backend in _released_by:
+      stack.callback(BACKENDS[backend].close_released)
 
 
 class GroupMemory(NamedTuple):
@@ -104,6 +115,9 @@ class EpGroup:
     default=None, compare=False, repr=False
   )
   _lifetime: _Lifetime | None = dataclasses.field(default=None, repr=False)
+  _shadow: EpGroup | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
 
   @property
   def ep_size(self) -> int:
@@ -140,8 +154,23 @@ class EpGroup:
       f" {self.hidden_dim}, max_token_dtype = {self.max_token_dtype}"
     )
 
+  @property
+  def shadow(self) -> EpGroup:
+    """An equal group that does not keep this one open.
+
+    JAX's caches keep the parameters of ops, after their functions have died.
+    """
+    return self._shadow or self
+
   def check_alive(self, op: str) -> None:
-    """Raises `RuntimeError` after `ep_finalize`."""
+    """Raises `RuntimeError` after `ep_finalize`, and in a forked child."""
+    if self._lifetime is not None and self._lifetime.process != os.getpid():
+      raise RuntimeError(
+        f'{op}: the group "{self.name}" belongs to the process with the id'
+        f" {self._lifetime.process}, of which this one is a forked child; use"
+        " the group there, or start this process without a fork (the method"
+        ' "spawn" of multiprocessing) and bootstrap a group in it.'
+      )
     if self._lifetime is None or not self._lifetime.alive:
       raise RuntimeError(
         f'{op}: the group "{self.name}" was finalized; bootstrap a new group,'
@@ -353,9 +382,12 @@ def _connect(group: EpGroup) -> EpGroup:
   if backend.ONE_CAPACITY:
     group = dataclasses.replace(group, recv_capacity_per_rank=layer.capacity)
   backend.connect(group)
-  return dataclasses.replace(
+  shadow = dataclasses.replace(
     group, programs=ProgramNames(group.name), _lifetime=_Lifetime(group)
   )
+  group = dataclasses.replace(shadow, _shadow=shadow)
+  weakref.finalize(group, shadow._lifetime.release).atexit = False
+  return group
 
 
 def _connect_by_platform(group: EpGroup) -> EpGroup:
@@ -517,8 +549,11 @@ def ep_bootstrap(
 def ep_finalize(group: EpGroup) -> None:
   """Closes a group: later ops on it fail, on every rank. Idempotent.
 
+  In a forked child of the process that bootstrapped the group it does nothing.
+
   Wait for the results of the last op first. Compiled programs that use the
-  group may live on; there is no need to clear JAX's caches.
+  group may live on, and keep nothing of it but its name; there is no need to
+  clear JAX's caches.
 
   Raises:
     ValueError, RuntimeError: an op has failed and none has told (see
@@ -526,6 +561,8 @@ def ep_finalize(group: EpGroup) -> None:
       is closed all the same.
   """
   if group._lifetime is None or not group._lifetime.alive:
+    return
+  if group._lifetime.process != os.getpid():
     return
   try:
     group.check()

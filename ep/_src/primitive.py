@@ -32,6 +32,10 @@ class OpParams:
   no_nans: bool = dataclasses.field(default_factory=checked.jax_looks_for_nans)
   checked: bool = dataclasses.field(default_factory=checked.is_on)
 
+  def __post_init__(self):
+    layer = dataclasses.replace(self.layer, group=self.layer.group.shadow)
+    object.__setattr__(self, "layer", layer)
+
 
 def op(
   name: str,

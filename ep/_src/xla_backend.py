@@ -59,6 +59,13 @@ def close(name: str) -> None:
   del name  # there is nothing to close
 
 
+release = close
+
+
+def close_released() -> None:
+  pass  # nor here
+
+
 def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
   return 4 * sum(_mem_sizes(_dims(layer, num_tokens)))
 

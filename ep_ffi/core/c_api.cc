@@ -74,3 +74,14 @@ EP_EXPORT int32_t ep_group_close(const char* name, char* error,
     return group ? group->Close() : ep::Status();
   });
 }
+
+// Lets go of a group: executables that are bound to it now keep it open, and it
+// is closed when they have died. No effect if there is none of this name.
+EP_EXPORT void ep_group_release(const char* name) {
+  ep::Registry::Get().Release(name);
+}
+
+// Closes all groups that were released.
+EP_EXPORT void ep_group_close_released() {
+  ep::Registry::Get().CloseReleased();
+}

@@ -1,5 +1,6 @@
 #include "ep_ffi/core/registry.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -33,11 +34,35 @@ std::shared_ptr<Group> Registry::Remove(const std::string& name) {
   return node.empty() ? nullptr : std::move(node.mapped().group);
 }
 
+void Registry::Release(const std::string& name) {
+  const std::shared_ptr<Group> group = Remove(name);
+  std::lock_guard<std::mutex> lock(mutex_);
+  released_.erase(
+      std::remove_if(released_.begin(), released_.end(),
+                     [](const auto& other) { return other.expired(); }),
+      released_.end());
+  released_.push_back(group);
+}
+
+void Registry::CloseReleased() {
+  std::vector<std::weak_ptr<Group>> released;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released.swap(released_);
+  }
+  for (const auto& entry : released) {
+    if (const auto group = entry.lock()) (void)group->Close();
+  }
+}
+
 void Registry::FailRun(int64_t run_id, const Status& status) {
   std::vector<std::shared_ptr<Group>> groups;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [name, entry] : entries_) groups.push_back(entry.group);
+    for (const auto& entry : released_) {
+      if (auto group = entry.lock()) groups.push_back(std::move(group));
+    }
   }
   for (const auto& group : groups) group->FailRun(run_id, status);
 }

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
@@ -42,6 +43,12 @@ class Registry {
   // are bound to it keep it alive.
   std::shared_ptr<Group> Remove(const std::string& name);
 
+  // Lets go of a group whose user has lost it. It is closed by its destructor,
+  // when the executables that are bound to it have died.
+  void Release(const std::string& name);
+  // Closes the groups that were released and are still alive.
+  void CloseReleased();
+
   void FailRun(int64_t run_id, const Status& status);  // in all groups
 
   // Binds the op at `position` of the program that is being instantiated.
@@ -63,6 +70,7 @@ class Registry {
 
   std::mutex mutex_;
   std::map<std::string, Entry> entries_;
+  std::vector<std::weak_ptr<Group>> released_;
 };
 
 }  // namespace ep

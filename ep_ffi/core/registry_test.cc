@@ -44,6 +44,23 @@ TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
   EXPECT_EQ(nullptr, registry.Bind("ep", "step#0", 0).group);
 }
 
+TEST(RegistryTest, AReleasedGroupLivesAsLongAsItsBindings) {
+  Registry registry;
+  const std::weak_ptr<Group> group = [&] {
+    auto group = std::make_shared<NoGroup>();
+    EXPECT_TRUE(registry.Add("ep", group).ok());
+    return group;
+  }();
+  Binding binding = registry.Bind("ep", "step#0", 0);
+  registry.Release("ep");
+  EXPECT_EQ(nullptr, registry.Find("ep"));
+  EXPECT_FALSE(group.expired());
+  registry.CloseReleased();
+  binding.group = nullptr;
+  EXPECT_TRUE(group.expired());
+  registry.Release("ep");  // there is none any more
+}
+
 TEST(RegistryTest, CopiesOfAnOpAreCountedByProgramAndPosition) {
   Registry registry;
   EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());

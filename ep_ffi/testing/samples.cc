@@ -17,11 +17,6 @@ float RandomFloat(Random& random) {
 
 }  // namespace
 
-std::string NewSecret() {
-  std::random_device random;
-  return StrCat("test ", random(), " ", random());
-}
-
 int64_t Uniform(Random& random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(random);
 }

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "ep_ffi/core/plan.h"
@@ -14,10 +13,6 @@
 namespace ep::testing {
 
 using Random = std::mt19937_64;
-
-// A group's secret. It never repeats: groups of tests that run at once would
-// meet.
-std::string NewSecret();
 
 // Uniform in [low, high].
 int64_t Uniform(Random& random, int64_t low, int64_t high);

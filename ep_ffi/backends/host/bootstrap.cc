@@ -13,11 +13,13 @@
 // Creates the group `name` of `num_ranks` ranks; for `config` see
 // `Registry::Add`. The ranks are listed domain-major: rank i lives in
 // process `processes[i]` on device `devices[i]`. Collective over
-// processes 0..num_processes-1, which share `secret`; `process_ids` are what
+// processes 0..num_processes-1: `addresses` are where they listen, this one
+// with the socket `listener`, which stays the caller's; `process_ids` are what
 // users know them by, and `pids` their ids in the system, 0 of one that this
 // process does not see.
 EP_EXPORT int32_t ep_host_group_create(
-    const char* name, const char* config, const char* secret,
+    const char* name, const char* config, int32_t listener,
+    const char* const* addresses,
     int64_t num_experts, int32_t ep_size, int32_t num_ranks,
     const int32_t* processes, const int32_t* devices, int32_t process,
     int32_t num_processes, const int32_t* process_ids, const int32_t* pids,
@@ -26,7 +28,8 @@ EP_EXPORT int32_t ep_host_group_create(
     ep::host::HostGroup::Options options;
     options.name = name;
     options.num_experts = num_experts;
-    options.secret = secret;
+    options.listener = listener;
+    options.addresses.assign(addresses, addresses + num_processes);
     options.pids.assign(pids, pids + num_processes);
     options.timeout_s = timeout_s;
     options.on_run_failed = [](int64_t run_id, const ep::Status& status) {

@@ -88,7 +88,9 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
   Exchanges* e = self.get();
   e->peers_->Start(
       {[e](int32_t process, const Message& m, const std::string& what,
-           const Mapping* memory) { e->OnPost(process, m, what, memory); },
+           const Mapping* memory, const Status& mapped) {
+         e->OnPost(process, m, what, memory, mapped);
+       },
        [e](const Message& m, const std::string& text) {
          const Status status(static_cast<Code>(m.code), text);
          e->WithRunId(m.launch, [e, status](int64_t run_id) {
@@ -153,13 +155,8 @@ Status Exchanges::Announce(const Key& key, const Launch& launch,
     if (!closed_.ok()) return closed_;  // nothing follows a bye
   }
   const size_t bytes = c.signature.staged_bytes();
-  Segment* segment = peers_->Acquire(bytes, readers.size());
-  if (!segment) {
-    return Status(Code::kResourceExhausted,
-                  StrCat("no shared memory for ", bytes,
-                         " bytes; lower recv_capacity_per_rank or the number "
-                         "of programs in flight"));
-  }
+  Segment* segment;
+  EP_RETURN_IF_ERROR(peers_->Acquire(bytes, readers.size(), &segment));
   std::byte* base = segment->memory.data();
   c.stage(base, base + c.signature.second_offset());
 
@@ -402,7 +399,8 @@ void Exchanges::Refuse(const Call& call, const Status& status) {
 }
 
 void Exchanges::OnPost(int32_t process, const Message& m,
-                       const std::string& text, const Mapping* memory) {
+                       const std::string& text, const Mapping* memory,
+                       const Status& mapped) {
   Part part;
   part.posted = true;
   part.text = text;
@@ -422,10 +420,14 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                         static_cast<int64_t>(memory->bytes()) &&
                     signature.staged_bytes() <= memory->bytes();
   if (!sane) {
-    const Status status(Code::kInternal,
-                        StrCat("process ", topology().process_id(process),
-                               " sent a post that makes no sense, or its "
-                               "shared memory could not be mapped"));
+    const int32_t me = topology().process_id(topology().process);
+    const Status status =
+        memory || mapped.ok()
+            ? Status(Code::kInternal,
+                     StrCat("process ", topology().process_id(process),
+                            " sent a post that makes no sense"))
+            : Status(mapped.code(),
+                     StrCat(text, ", process ", me, ": ", mapped.message()));
     return WithRunId(m.launch, [this, m, status](int64_t run_id) {
       FailEverywhere(m.launch.program, run_id, status);
     });

@@ -194,7 +194,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Launch NameLaunch(uint64_t program, int64_t run_id);
 
   void OnPost(int32_t process, const Message& message, const std::string& text,
-              const Mapping* memory);
+              const Mapping* memory, const Status& mapped);
   void OnGone(int32_t process, bool orderly, const std::string& why);
   void OnTick();
   Status Late(const Exchange& exchange) const;  // mutex_ held

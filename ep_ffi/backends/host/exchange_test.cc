@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "ep_ffi/testing/samples.h"
+#include "ep_ffi/backends/host/testing/listener.h"
 
 namespace ep::host {
 namespace {
@@ -29,14 +29,14 @@ constexpr int64_t kInts = 2;   // that each rank posts
 class ExchangeTest : public ::testing::Test {
  protected:
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
-    const std::string secret = testing::NewSecret();
+    const Listeners listeners(kRanks);
     Topology topology = {/*process=*/0, kRanks, /*ep_size=*/kRanks, {}};
     std::vector<std::thread> threads;
     for (int32_t p = 0; p < kRanks; ++p) {
       topology.members.push_back({p, /*device=*/p});
-      threads.emplace_back([this, p, secret] {
-        const Status status = Peers::Connect(
-            {p, kRanks, secret, /*timeout_s=*/30, /*tick_s=*/0.05}, &peers_[p]);
+      threads.emplace_back([this, p, &listeners] {
+        const Status status = Peers::Connect(listeners.OptionsOf(p),
+                                             /*tick_s=*/0.05, &peers_[p]);
         EXPECT_TRUE(status.ok()) << status.message();
       });
     }
@@ -53,8 +53,8 @@ class ExchangeTest : public ::testing::Test {
   void PeerPosts(
       int32_t rank, int64_t run_id, int32_t value,
       const std::function<void(Message*)>& forge = [](Message*) {}) {
-    Segment* segment = peers_[rank]->Acquire(kInts * sizeof(value), 1);
-    ASSERT_NE(nullptr, segment);
+    Segment* segment;
+    ASSERT_TRUE(peers_[rank]->Acquire(kInts * sizeof(value), 1, &segment).ok());
     for (int i = 0; i < kInts; ++i) {
       std::memcpy(segment->memory.data() + i * sizeof(value), &value,
                   sizeof(value));

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <string>
 #include <utility>
 
 #include "ep_ffi/core/status.h"
@@ -25,14 +26,33 @@ class Fd {
     if (fd_ >= 0) close(fd_);
   }
   int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
 };
 
-// What the system says when there is none.
-inline Status SystemError(const char* what) {
-  return Status(Code::kUnavailable, StrCat(what, ": ", strerror(errno)));
+// A call of the system has failed, as `errno` says: why, and what to do.
+inline Status SystemError(const std::string& what) {
+  const int error = errno;
+  const std::string why = what + ": " + strerror(error);
+  switch (error) {
+    case EMFILE:
+    case ENFILE:
+      return Status(Code::kResourceExhausted,
+                    why + "; raise the limit of open files (ulimit -n)");
+    case EFBIG:
+      return Status(Code::kResourceExhausted,
+                    why + "; raise the limit of file sizes (ulimit -f)");
+    case ENOMEM:
+    case ENOSPC:
+      return Status(Code::kResourceExhausted,
+                    why +
+                        "; lower recv_capacity_per_rank or the number of "
+                        "programs in flight");
+    default:
+      return Status(Code::kUnavailable, why);
+  }
 }
 
 }  // namespace ep::host

@@ -1,5 +1,7 @@
 #include "ep_ffi/backends/host/group.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -72,24 +74,67 @@ std::vector<RankRows> ToRankRows(const std::vector<Table>& tables,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  Peers::Options peer_options;
-  peer_options.process = options.topology.process;
-  peer_options.num_processes = options.topology.num_processes;
-  peer_options.secret = options.secret;
-  peer_options.timeout_s = options.timeout_s;
-  peer_options.pids = std::move(options.pids);
-  peer_options.process_ids = options.topology.process_ids;
+  Handshake::Options handshake;
+  handshake.process = options.topology.process;
+  handshake.num_processes = options.topology.num_processes;
+  handshake.listener = options.listener;
+  handshake.addresses = std::move(options.addresses);
+  handshake.timeout_s = options.timeout_s;
+  handshake.pids = std::move(options.pids);
+  handshake.process_ids = options.topology.process_ids;
   // How late a timeout may be reported.
-  peer_options.tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
+  const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
-  Status connected = Peers::Connect(peer_options, &peers);
+  Status connected = Peers::Connect(handshake, tick_s, &peers);
   if (!connected.ok()) return connected;
-  out->reset(new HostGroup(
-      options.num_experts,
-      Exchanges::Create({std::move(options.name), std::move(options.topology),
-                         options.timeout_s, std::move(options.on_run_failed)},
-                        std::move(peers))));
+  auto exchanges = Exchanges::Create({options.name, options.topology,
+                                      options.timeout_s, options.on_run_failed},
+                                     std::move(peers));
+  out->reset(new HostGroup(std::move(options), std::move(exchanges)));
   return Status();
+}
+
+HostGroup::HostGroup(Options options, std::shared_ptr<Exchanges> exchanges)
+    : name_(std::move(options.name)),
+      num_experts_(options.num_experts),
+      topology_(std::move(options.topology)),
+      on_run_failed_(std::move(options.on_run_failed)),
+      process_(getpid()),
+      exchanges_(std::move(exchanges)) {}
+
+HostGroup::~HostGroup() {
+  // Its threads, which its end would wait for, are not in a forked child.
+  if (IsForked()) {
+    new std::shared_ptr<Exchanges>(std::move(exchanges_));
+  } else {
+    (void)Close();
+  }
+}
+
+bool HostGroup::IsForked() const { return getpid() != process_; }
+
+std::shared_ptr<Exchanges> HostGroup::exchanges() const {
+  if (IsForked()) return nullptr;  // its lock may be held for ever
+  std::lock_guard<std::mutex> lock(mutex_);
+  return exchanges_;
+}
+
+HostMemory HostGroup::Memory() {
+  const std::shared_ptr<Exchanges> open = exchanges();
+  return open ? open->Memory() : HostMemory();
+}
+
+void HostGroup::FailRun(int64_t run_id, const Status& status) {
+  const std::shared_ptr<Exchanges> open = exchanges();
+  if (open) open->FailRun(run_id, status);
+}
+
+Status HostGroup::Close() {
+  if (IsForked()) return Status();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<Exchanges> last = std::move(exchanges_);
+  lock.unlock();
+  return last ? last->Close() : Status();
 }
 
 PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
@@ -98,15 +143,26 @@ PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
 }
 
 Status HostGroup::Locate(const Call& call, Place* place) const {
-  const Topology& topology = exchanges_->topology();
-  const int32_t index = topology.FindDevice(call.device);
+  place->exchanges = exchanges();
+  if (!place->exchanges) {
+    return Status(
+        Code::kFailedPrecondition,
+        StrCat("the group \"", name_, "\" ",
+               IsForked()
+                   ? StrCat("belongs to the process with the id ", process_,
+                            ", of which this one is a forked child; run ops "
+                            "in that process")
+                   : "was finalized; run no op after ep_finalize"));
+  }
+  const int32_t index = topology_.FindDevice(call.device);
   if (index < 0) {
     return Status(Code::kFailedPrecondition,
                   StrCat("device ", call.device,
                          " is not in the mesh of the group; run the op on "
                          "the mesh that was given to ep_bootstrap"));
   }
-  *place = {index / topology.ep_size, index % topology.ep_size};
+  place->domain = index / topology_.ep_size;
+  place->rank = index % topology_.ep_size;
   return Status();
 }
 
@@ -126,6 +182,16 @@ Status HostGroup::CheckPlace(const PrepareArgs& args,
              "with the same devices and axes in the same order"));
 }
 
+void HostGroup::Fail(const Call& call, const Place& place,
+                     Status status) const {
+  if (place.exchanges) return place.exchanges->Fail(call, std::move(status));
+  status = Status(status.code(),
+                  StrCat(OpName(call.op), "(layer \"", call.site->layer.name,
+                         "\"): ", status.message()));
+  if (on_run_failed_ && !IsForked()) on_run_failed_(call.run_id, status);
+  call.done(status);
+}
+
 void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.num_tokens);
   Place place;
@@ -140,7 +206,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
                  : SortChoices(dims, static_cast<const int32_t*>(args.topk_idx),
                                mine.get());
   }
-  if (!status.ok()) return exchanges_->Fail(call, std::move(status));
+  if (!status.ok()) return Fail(call, place, std::move(status));
 
   Contribution c;
   c.signature = SignatureOf(dims, call.site->layer);
@@ -155,7 +221,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.num_chunks = 1;
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {
-    is_local.push_back(exchanges_->topology().is_local(place.domain, r));
+    is_local.push_back(topology_.is_local(place.domain, r));
   }
   c.run = [dims, domain = args.place ? args.place[1] : 0, place, args, mine,
            is_local](const std::vector<Table>& tables, int64_t) {
@@ -173,7 +239,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
                      {args.mem, args.group_sizes, args.token_counts,
                       args.total_recv_tokens});
   };
-  exchanges_->Post(call, place.domain, place.rank, std::move(c));
+  place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
 void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
@@ -184,7 +250,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   if (status.ok()) {
     status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes, &plan);
   }
-  if (!status.ok()) return exchanges_->Fail(call, std::move(status));
+  if (!status.ok()) return Fail(call, place, std::move(status));
 
   Contribution c = RowsContribution(dims, call.site->layer, plan, args.tokens,
                                     args.topk_weights, dims.num_choices());
@@ -198,7 +264,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
     return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights), chunk);
   };
-  exchanges_->Post(call, place.domain, place.rank, std::move(c));
+  place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
 void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
@@ -209,19 +275,19 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   if (status.ok()) {
     status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes, &plan);
   }
-  if (!status.ok()) return exchanges_->Fail(call, std::move(status));
+  if (!status.ok()) return Fail(call, place, std::move(status));
 
   Contribution c = RowsContribution(dims, call.site->layer, plan, args.slots,
                                     args.slot_weights, dims.capacity);
   // Only the slots that another process will read; the pages of the others
   // are never touched.
-  c.stage = [this, place, plan, args](std::byte* first, std::byte* second) {
-    const Topology& topology = exchanges_->topology();
+  c.stage = [this, domain = place.domain, plan, args](std::byte* first,
+                                                      std::byte* second) {
     const int64_t row_bytes = args.slots.row_bytes();
     for (int64_t slot = 0; slot < plan.num_slots(); ++slot) {
       const int32_t source = plan.recv()[slot].rank;
-      if (source < 0 || source >= topology.ep_size ||
-          topology.is_local(place.domain, source)) {
+      if (source < 0 || source >= topology_.ep_size ||
+          topology_.is_local(domain, source)) {
         continue;
       }
       std::memcpy(first + slot * row_bytes, args.slots.data + slot * row_bytes,
@@ -239,7 +305,7 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
     return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights), chunk);
   };
-  exchanges_->Post(call, place.domain, place.rank, std::move(c));
+  place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
 void HostGroup::Dispatch(Call call, const ScatterArgs& args) {

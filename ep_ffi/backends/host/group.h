@@ -1,12 +1,22 @@
 // The host backend: the five ops as exchanges (exchange.h).
+//
+// The executables of programs hold the group, and may live on when it is
+// closed. So the group lets go of its exchanges then, and what they hold of the
+// system (sockets, threads, shared memory) is given back as soon as the ops
+// that are under way have ended. A group does nothing in a forked child of its
+// process, which has none of its threads but shares its sockets.
 
 #ifndef EP_FFI_BACKENDS_HOST_GROUP_H_
 #define EP_FFI_BACKENDS_HOST_GROUP_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "ep_ffi/backends/host/exchange.h"
 #include "ep_ffi/backends/host/topology.h"
@@ -22,54 +32,66 @@ class HostGroup : public Group {
     std::string name;
     int64_t num_experts;
     Topology topology;
-    double timeout_s;    // to connect, and for a rank to wait for its peers
-    std::string secret;  // shared by the processes of the group
-    std::vector<int32_t> pids;  // see Peers::Options
+    double timeout_s;  // to connect, and for a rank to wait for its peers
+    // See Handshake::Options.
+    int listener;
+    std::vector<std::string> addresses;
+    std::vector<int32_t> pids;
     // Told of each run that fails in this group, once.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
   };
 
   // Collective over the processes of the topology.
   static Status Create(Options options, std::shared_ptr<Group>* out);
+  ~HostGroup() override;
 
   int64_t num_experts() const override { return num_experts_; }
-  int64_t ep_size() const override { return exchanges_->topology().ep_size; }
+  int64_t ep_size() const override { return topology_.ep_size; }
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override {
     *out = PlanBytes(Dims(layer, num_tokens));
     return Status();
   }
 
-  HostMemory Memory() override { return exchanges_->Memory(); }
+  HostMemory Memory() override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Dispatch(Call call, const ScatterArgs& args) override;
   void Combine(Call call, const GatherArgs& args) override;
   void DispatchBwd(Call call, const GatherArgs& args) override;
   void CombineBwd(Call call, const ScatterArgs& args) override;
-  void FailRun(int64_t run_id, const Status& status) override {
-    exchanges_->FailRun(run_id, status);
-  }
-  Status Close() override { return exchanges_->Close(); }
+  void FailRun(int64_t run_id, const Status& status) override;
+  Status Close() override;
 
  private:
   struct Place {
+    std::shared_ptr<Exchanges> exchanges;  // null where there are none
     int32_t domain;
     int32_t rank;
   };
 
-  HostGroup(int64_t num_experts, std::shared_ptr<Exchanges> exchanges)
-      : num_experts_(num_experts), exchanges_(std::move(exchanges)) {}
+  HostGroup(Options options, std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
+  bool IsForked() const;
+  // Null once the group is closed, and in a forked child.
+  std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
   // Fails if the program's mesh has the rank elsewhere than the group's.
   Status CheckPlace(const PrepareArgs& args, const Place& place) const;
+  // Fails an op, and its run on all ranks.
+  void Fail(const Call& call, const Place& place, Status status) const;
   void RunScatter(const Call& call, const ScatterArgs& args);
   void RunGather(const Call& call, const GatherArgs& args);
 
+  const std::string name_;
   const int64_t num_experts_;
-  const std::shared_ptr<Exchanges> exchanges_;
+  const Topology topology_;
+  const std::function<void(int64_t run_id, const Status&)> on_run_failed_;
+  const pid_t process_;  // whose group it is
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Exchanges> exchanges_;
 };
 
 }  // namespace ep::host

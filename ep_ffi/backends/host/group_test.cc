@@ -10,10 +10,12 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ep_ffi/backends/host/testing/world.h"
 #include "ep_ffi/testing/conformance.h"
+#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -90,6 +92,32 @@ TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   }
 }
 
+// Each op in flight is completed or fails, once, and nothing is used that has
+// been given back.
+TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
+  testing::Random random(1);
+  for (int i = 0; i < 300; ++i) {
+    Domain domain = MakeHostWorld({kTwoRanks}, 1 + i % 2)[0];
+    const testing::StepPtr step = PrepareStep(domain, kTwoRanks);
+    const std::shared_ptr<Group> closing = domain.groups[i / 2 % 2];
+    domain = {};
+    std::thread closer([&closing, us = testing::Uniform(random, 0, 150)] {
+      usleep(us);
+      (void)closing->Close();
+    });
+    std::thread other([&step] { step->Post(1); });
+    step->Post(0);
+    other.join();
+    closer.join();
+    for (int64_t rank : {0, 1}) {
+      const Status status = step->Wait(rank);
+      EXPECT_TRUE(status.ok() || status.code() == Code::kFailedPrecondition ||
+                  status.code() == Code::kUnavailable)
+          << status.message();
+    }
+  }
+}
+
 // What the process holds that a group could leave behind.
 struct Holdings {
   size_t descriptors, segments, threads;
@@ -112,9 +140,13 @@ Holdings CountHoldings() {
   return holdings;
 }
 
+// Though they live, as they do while a program that was compiled with them
+// does.
 TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
-  const auto cycle = [] {
-    const Domain domain = MakeHostWorld({kTwoRanks}, 2)[0];
+  std::vector<Domain> closed;
+  const auto cycle = [&] {
+    const Domain& domain =
+        closed.emplace_back(MakeHostWorld({kTwoRanks}, 2)[0]);
     for (const Status& status : PrepareStep(domain, kTwoRanks)->Run()) {
       ASSERT_TRUE(status.ok()) << status.message();
     }
@@ -132,6 +164,13 @@ TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
   EXPECT_LE(after.descriptors, before.descriptors);
   EXPECT_LE(after.segments, before.segments);
   EXPECT_LE(after.threads, before.threads);
+  for (const Status& status : PrepareStep(closed[0], kTwoRanks)->Run()) {
+    EXPECT_EQ(Code::kFailedPrecondition, status.code());
+    for (const char* word : {"ep_prepare(layer", "finalized"}) {
+      EXPECT_NE(std::string::npos, status.message().find(word))
+          << status.message();
+    }
+  }
 }
 
 }  // namespace

@@ -32,22 +32,19 @@ bool WaitReadable(int fd, double deadline) {
   }
 }
 
-bool IsSameUser(int fd) {
-  ucred peer;
+// Who is at the other end of a connection, as the kernel knows it.
+ucred PeerOf(int fd) {
+  ucred peer = {0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
   socklen_t size = sizeof(peer);
-  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
-         peer.uid == geteuid();
+  (void)getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+  return peer;
 }
 
-// Receives and checks a Hello; false if the other side is not of this group.
-bool ReceiveHello(int fd, const std::string& secret, double deadline,
-                  int32_t* process) {
-  Hello hello;
-  if (!IsSameUser(fd) || !WaitReadable(fd, deadline)) return false;
-  if (recv(fd, &hello, sizeof(hello), 0) != sizeof(hello)) return false;
-  const Hello expected = MakeHello(secret, hello.process);
-  *process = hello.process;
-  return std::memcmp(hello.secret, expected.secret, sizeof(hello.secret)) == 0;
+bool IsSameUser(int fd) { return PeerOf(fd).uid == geteuid(); }
+
+bool SendHello(int fd, int32_t process) {
+  const Hello hello = {process};
+  return send(fd, &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello);
 }
 
 }  // namespace
@@ -65,50 +62,54 @@ bool Life::IsOver() const {
   return is_over_ || poll(&p, 1, 0) > 0;
 }
 
-Handshake::Handshake(int32_t process, const std::string& secret,
-                     double timeout_s, const std::vector<Life>& lives,
-                     const std::vector<int32_t>& ids)
-    : process_(process),
-      secret_(secret),
-      timeout_s_(timeout_s),
-      deadline_(Now() + timeout_s),
+Handshake::Handshake(const Options& options, const std::vector<Life>& lives)
+    : options_(options),
+      deadline_(Now() + options.timeout_s),
       lives_(lives),
-      ids_(ids),
-      sockets_(lives.size()) {}
+      sockets_(options.num_processes) {}
 
 Status Handshake::Connect() {
-  if (num_processes() == 1) return Status();
-  Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  sockaddr_un address;
-  const socklen_t size = AddressOf(secret_, process_, &address);
-  if (listener.get() < 0 ||
-      bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      listen(listener.get(), num_processes()) != 0) {
-    return SystemError("cannot listen for the other processes of the group");
-  }
-  for (int32_t p = 0; p < process_; ++p) {
+  for (int32_t p = 0; p < options_.process; ++p) {
     Status dialled = Dial(p);
     if (!dialled.ok()) return dialled;
   }
-  return Accept(listener.get());
+  return Accept();
+}
+
+bool Handshake::Await(int fd) const {
+  while (Now() < deadline_ && FindDead() < 0) {
+    if (WaitReadable(fd, std::min(deadline_, Now() + kLookAfterS))) return true;
+  }
+  return false;
+}
+
+int32_t Handshake::ReceiveHello(int fd, double until) const {
+  Hello hello;
+  if (!WaitReadable(fd, until) ||
+      recv(fd, &hello, sizeof(hello), 0) != sizeof(hello) ||
+      hello.process < 0 || hello.process >= options_.num_processes) {
+    return -1;
+  }
+  const int32_t pid = options_.pids.empty() ? 0 : options_.pids[hello.process];
+  return pid == 0 || pid == PeerOf(fd).pid ? hello.process : -1;
 }
 
 Status Handshake::Dial(int32_t process) {
   sockaddr_un address;
-  const socklen_t size = AddressOf(secret_, process, &address);
+  const socklen_t size = AddressOf(options_.addresses[process], &address);
   while (Now() < deadline_) {
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd.get() < 0) return SystemError("cannot create a socket");
+    // How long it waits where many others want to connect.
+    const timeval patience = {0, static_cast<suseconds_t>(kLookAfterS * 1e6)};
+    setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
     if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-      if (FindDead() >= 0) return Lost(process);
-      usleep(2000);  // not listening yet
+      const bool is_busy = errno == EAGAIN || errno == EINTR;
+      if (!is_busy || FindDead() >= 0) return Lost(process);
       continue;
     }
-    const Hello hello = MakeHello(secret_, process_);
-    int32_t answer = -1;
-    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello) &&
-        ReceiveHello(fd.get(), secret_, deadline_, &answer) &&
-        answer == process) {
+    if (IsSameUser(fd.get()) && SendHello(fd.get(), options_.process) &&
+        Await(fd.get()) && ReceiveHello(fd.get(), deadline_) == process) {
       sockets_[process] = std::move(fd);
       return Status();
     }
@@ -117,16 +118,15 @@ Status Handshake::Dial(int32_t process) {
   return Status(
       Code::kDeadlineExceeded,
       StrCat(NameOf(process),
-             " of the group cannot be reached within timeout_s = ", timeout_s_,
-             " s; all processes must run on this host, as one user "
-             "and in one network namespace, and all must call "
-             "ep_bootstrap"));
+             " of the group did not answer within timeout_s = ",
+             options_.timeout_s,
+             " s of ep_bootstrap; it may be stopped or short of CPU time"));
 }
 
-Status Handshake::Accept(int listener) {
+Status Handshake::Accept() {
   while (true) {
     std::string missing;
-    for (int32_t p = process_ + 1; p < num_processes(); ++p) {
+    for (int32_t p = options_.process + 1; p < options_.num_processes; ++p) {
       if (sockets_[p].get() >= 0) continue;
       missing += (missing.empty() ? "" : ", ") + NameOf(p);
     }
@@ -136,46 +136,47 @@ Status Handshake::Accept(int listener) {
       return Status(
           Code::kDeadlineExceeded,
           StrCat(missing, " of the group did not connect within timeout_s = ",
-                 timeout_s_,
+                 options_.timeout_s,
                  " s; all processes must call ep_bootstrap with the "
                  "same arguments"));
     }
-    if (!WaitReadable(listener, std::min(deadline_, Now() + kLookAfterS))) {
-      continue;
+    if (!Await(options_.listener)) continue;
+    Fd fd(accept4(options_.listener, nullptr, nullptr, SOCK_CLOEXEC));
+    if (fd.get() < 0) {
+      if (errno == ECONNABORTED || errno == EINTR) continue;
+      return SystemError("cannot accept the other processes of the group");
     }
-    Fd fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-    int32_t process = -1;
     // A stranger is turned away; the wait goes on.
-    if (fd.get() < 0 ||
-        !ReceiveHello(fd.get(), secret_, std::min(deadline_, Now() + 5),
-                      &process)) {
-      continue;
+    if (!IsSameUser(fd.get())) continue;
+    const int32_t process =
+        ReceiveHello(fd.get(), std::min(deadline_, Now() + 5));
+    if (process > options_.process && sockets_[process].get() < 0 &&
+        SendHello(fd.get(), options_.process)) {
+      sockets_[process] = std::move(fd);
     }
-    if (process <= process_ || process >= num_processes() ||
-        sockets_[process].get() >= 0) {
-      continue;
-    }
-    const Hello hello = MakeHello(secret_, process_);
-    if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
-      continue;
-    }
-    sockets_[process] = std::move(fd);
   }
 }
 
 std::string Handshake::NameOf(int32_t process) const {
-  return StrCat("process ", ids_.empty() ? process : ids_[process]);
+  return StrCat("process ", options_.process_ids.empty()
+                                ? process
+                                : options_.process_ids[process]);
 }
 
 int32_t Handshake::FindDead() const {
-  for (int32_t p = 0; p < num_processes(); ++p) {
+  for (int32_t p = 0; p < options_.num_processes; ++p) {
     if (lives_[p].IsOver()) return p;
   }
   return -1;
 }
 
 Status Handshake::Lost(int32_t process) const {
-  const int32_t dead = FindDead();
+  // A process that dies is known to be dead a moment after its sockets close.
+  int32_t dead = FindDead();
+  for (int i = 0; i < 20 && dead < 0; ++i) {
+    usleep(1000);
+    dead = FindDead();
+  }
   return Status(
       Code::kUnavailable,
       StrCat(NameOf(dead < 0 ? process : dead), dead < 0 ? " gave up" : " died",

@@ -1,10 +1,13 @@
-// A peer that is not what it seems: the group fails, and nothing worse. What
-// nobody thought of is for the fuzz targets.
+// A peer that is not what it seems, and a system that refuses what it is asked
+// for: the group fails, says why, and nothing worse. What nobody thought of is
+// for the fuzz targets.
 
 #include "ep_ffi/backends/host/testing/impostor.h"
 
 #include <dirent.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/segment.h"
 #include "ep_ffi/backends/host/wire.h"
 #include "ep_ffi/core/plan.h"
@@ -80,8 +84,9 @@ TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
   Message segment = {};
   segment.type = Message::kSegment;
   SegmentPool pool;
+  Segment* shared;
   int fd;
-  ASSERT_NE(nullptr, pool.Acquire(1, 1, &fd));
+  ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
   group.impostor->Send(Encode(segment, ""), {fd});
   close(fd);
   Message post = NextPost(*group.impostor);
@@ -128,8 +133,10 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
 TEST(ImpostorTest, ChoicesThatChangeLeadNowhere) {
   const Besieged group({kDims});
   SegmentPool pool;
+  Segment* theirs;
   int fd;
-  std::byte* shared = pool.Acquire(1, 1, &fd)->memory.data();
+  ASSERT_TRUE(pool.Acquire(1, 1, &theirs, &fd).ok());
+  std::byte* shared = theirs->memory.data();
   auto* starts = reinterpret_cast<volatile int32_t*>(shared);
   auto* order = reinterpret_cast<volatile int32_t*>(shared + 64);
   Message segment = {};
@@ -170,6 +177,73 @@ TEST(ImpostorTest, ChoicesThatChangeLeadNowhere) {
   stop = true;
   writer.join();
   EXPECT_GT(accepted, 0);
+}
+
+// A limit of this process, which the test lowers for a while.
+class Limit {
+ public:
+  Limit(decltype(RLIMIT_NOFILE) resource, rlim_t most) : resource_(resource) {
+    EXPECT_EQ(0, getrlimit(resource_, &before_));
+    const rlimit lower = {most, before_.rlim_max};
+    EXPECT_EQ(0, setrlimit(resource_, &lower));
+  }
+  ~Limit() { setrlimit(resource_, &before_); }
+
+ private:
+  const decltype(RLIMIT_NOFILE) resource_;
+  rlimit before_;
+};
+
+void ExpectSays(const Status& status, const std::vector<std::string>& words) {
+  EXPECT_EQ(Code::kResourceExhausted, status.code());
+  for (const std::string& word : words) {
+    EXPECT_NE(std::string::npos, status.message().find(word))
+        << status.message();
+  }
+}
+
+TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
+  signal(SIGXFSZ, SIG_IGN);  // as Python does
+  const Besieged group({kDims});
+  Status no_files, no_size;
+  {
+    const Limit limit(RLIMIT_NOFILE, 0);
+    no_files = Prepare(group, /*run_id=*/1)->Wait(0);
+  }
+  {
+    const Limit limit(RLIMIT_FSIZE, 1000);
+    no_size = Prepare(group, /*run_id=*/2)->Wait(0);
+  }
+  const std::string op = "ep_prepare(layer";
+  ExpectSays(no_files, {op, "Too many open files", "ulimit -n"});
+  ExpectSays(no_size, {op, "File too large", "ulimit -f"});
+}
+
+TEST(LimitsTest, AReceiverSaysSoAsWell) {
+  const Besieged group({kDims});
+  const StepPtr prepare = Prepare(group, /*run_id=*/1);
+  Message segment = {};
+  segment.type = Message::kSegment;
+  SegmentPool pool;
+  Segment* shared;
+  int fd;
+  ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
+  Message post = NextPost(*group.impostor);
+  post.segment = 0;
+  Status status;
+  {
+    // Not 0: who may have none open may not send many either.
+    const Limit limit(RLIMIT_NOFILE, 1000);
+    std::vector<Fd> others;
+    do {
+      others.emplace_back(dup(fd));
+    } while (others.back().get() >= 0);
+    group.impostor->Send(Encode(segment, ""), {fd});
+    group.impostor->Send(Encode(post, ""));
+    status = prepare->Wait(0);
+  }
+  close(fd);
+  ExpectSays(status, {"Too many open files", "ulimit -n"});
 }
 
 }  // namespace

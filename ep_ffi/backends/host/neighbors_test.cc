@@ -4,6 +4,8 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <sys/un.h>
@@ -11,11 +13,17 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <iostream>
+#include <memory>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "ep_ffi/backends/host/peers.h"
+#include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/wire.h"
 
@@ -25,51 +33,80 @@ namespace {
 constexpr double kTimeoutS = 30;  // which nobody waits for
 constexpr int32_t kObserver = kNumRanks - 1;
 
-// Does something as another user, in a process with one thread.
-void AsNobody(const std::function<void()>& act) {
-  constexpr int kNobody = 65534, kNotAllowed = 77;
-  const pid_t child = fork();
-  if (child == 0) {
-    if (setgroups(0, nullptr) != 0 || setgid(kNobody) != 0 ||
-        setuid(kNobody) != 0) {
+// Another user, who does something in a process with one thread.
+class Nobody {
+ public:
+  explicit Nobody(const std::function<void()>& act) : child_(fork()) {
+    if (child_ != 0) return;
+    constexpr int kId = 65534;
+    if (setgroups(0, nullptr) != 0 || setgid(kId) != 0 || setuid(kId) != 0) {
       _exit(kNotAllowed);
     }
     act();
     _exit(::testing::Test::HasFailure());
   }
-  int status;
-  EXPECT_EQ(child, waitpid(child, &status, 0));
-  if (WIFEXITED(status) && WEXITSTATUS(status) == kNotAllowed) {
-    std::cout << "[  SKIPPED ] only root may act as another user" << std::endl;
-    return;
+  // Waits until it is done.
+  ~Nobody() {
+    int status;
+    EXPECT_EQ(child_, waitpid(child_, &status, 0));
+    if (WIFEXITED(status) && WEXITSTATUS(status) == kNotAllowed) {
+      std::cout << "[  SKIPPED ] only root may act as another user\n";
+    } else if (!is_ended_) {
+      EXPECT_EQ(0, status);
+    }
   }
-  EXPECT_EQ(0, status);
+  void End() { is_ended_ = kill(child_, SIGKILL) == 0; }
+
+ private:
+  static constexpr int kNotAllowed = 77;
+
+  const pid_t child_;
+  bool is_ended_ = false;
+};
+
+int Connect(const std::string& name) {
+  sockaddr_un address;
+  const socklen_t size = AddressOf(name, &address);
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0);
+  (void)connect(fd, reinterpret_cast<sockaddr*>(&address), size);
+  return fd;
 }
 
-// Says that it is the observer, with the right secret even.
-void ExpectTurnedAway(const std::string& secret, int32_t process) {
-  sockaddr_un address;
-  const socklen_t size = AddressOf(secret, process, &address);
-  ASSERT_TRUE(WaitFor(kTimeoutS, [&] {
-    return !Lines("/proc/net/unix", address.sun_path + 1).empty();
-  })) << "everybody can read the names of sockets";
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-  ASSERT_EQ(0, connect(fd, reinterpret_cast<sockaddr*>(&address), size));
-  Hello hello = MakeHello(secret, kObserver);
-  (void)send(fd, &hello, sizeof(hello), MSG_NOSIGNAL);
-  EXPECT_LE(recv(fd, &hello, sizeof(hello), 0), 0);
-  close(fd);
+// Says to the others that it is the observer, before that one can, and is
+// turned away as soon as they look.
+void ExpectTurnedAway(const Records& records, int connected) {
+  std::vector<int> sockets;
+  const Hello hello = {kObserver};
+  for (int32_t r = 0; r < kObserver; ++r) {
+    const std::string name = records[r].addresses[1].name;
+    EXPECT_NE("", Lines("/proc/net/unix", name))
+        << "everybody can read the names of sockets";
+    sockets.push_back(Connect(name));
+    EXPECT_LT(0, send(sockets.back(), &hello, sizeof(hello), MSG_NOSIGNAL));
+  }
+  close(connected);
+  for (int fd : sockets) {
+    pollfd hung_up = {fd, 0, 0};
+    EXPECT_EQ(1, poll(&hung_up, 1, static_cast<int>(kTimeoutS * 1e3)));
+    Hello answer;
+    EXPECT_LE(recv(fd, &answer, sizeof(answer), 0), 0);
+  }
 }
 
 TEST(NeighborsTest, AnotherUserIsTurnedAway) {
   World world;
   ExpectNothingSaid(world.Run([](Rank& rank) {
+    std::optional<Nobody> nobody;
     if (rank.rank() == kObserver) {
-      AsNobody([&] {
-        for (int32_t r = 0; r < kObserver; ++r) {
-          ExpectTurnedAway(rank.SecretOf(kNumRanks), r);
-        }
-      });
+      const auto told = [](auto& r) { return r.addresses[1].is_told.load(); };
+      rank.WaitForOthers(kObserver, told);
+      int connected[2];
+      EXPECT_EQ(0, pipe(connected));
+      nobody.emplace([&] { ExpectTurnedAway(rank.records(), connected[1]); });
+      close(connected[1]);
+      char nothing;
+      EXPECT_EQ(0, read(connected[0], &nothing, 1));  // until it is closed
+      close(connected[0]);
     }
     rank.Bootstrap(kTimeoutS);
     for (int64_t i = 0; i < 2 * kNumOps; ++i) rank.Next();
@@ -77,12 +114,72 @@ TEST(NeighborsTest, AnotherUserIsTurnedAway) {
   }));
 }
 
-// A group of all but the observer, who looks at them while they have it.
+// Who listens where a process of the group is expected.
+TEST(NeighborsTest, NothingIsSentToAnotherUser) {
+  int told[2];
+  ASSERT_EQ(0, pipe(told));
+  const Nobody nobody([&] {
+    const Listener listener;
+    EXPECT_LT(0, write(told[1], listener.name.data(), listener.name.size()));
+    const int fd = accept(listener.socket.get(), nullptr, nullptr);
+    char byte;
+    EXPECT_EQ(0, recv(fd, &byte, 1, 0));
+  });
+  close(told[1]);
+  char name[64] = {};
+  if (read(told[0], name, sizeof(name)) > 0) {
+    const Listener mine;
+    std::unique_ptr<Peers> peers;
+    const Status status = Peers::Connect(
+        {1, 2, mine.socket.get(), {name, mine.name}, kTimeoutS}, 1, &peers);
+    EXPECT_EQ(Code::kUnavailable, status.code());
+    EXPECT_NE(std::string::npos, status.message().find("process 0 gave up"));
+  }
+  close(told[0]);
+}
+
+// Connects to all that listens, takes every name that it sees or can make of
+// one, and holds on to what it gets.
+[[noreturn]] void Disturb() {
+  std::deque<int> held;
+  while (true) {
+    std::istringstream lines(Lines("/proc/net/unix", "@ep_ffi-"));
+    for (std::string line; std::getline(lines, line);) {
+      std::string name = line.substr(line.find('@') + 1);
+      for (int i = 0; i < 10; ++i) held.push_back(Connect(name));
+      for (char c = '0'; c <= '9'; ++c) {
+        name.back() = c;
+        sockaddr_un address;
+        const socklen_t size = AddressOf(name, &address);
+        held.push_back(socket(AF_UNIX, SOCK_SEQPACKET, 0));
+        (void)bind(held.back(), reinterpret_cast<sockaddr*>(&address), size);
+      }
+    }
+    for (; held.size() > 500; held.pop_front()) close(held.front());
+  }
+}
+
+TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
+  for (int i = 0; i < 10; ++i) {
+    World world;
+    Nobody nobody(Disturb);
+    ExpectNothingSaid(world.Run([](Rank& rank) {
+      rank.Bootstrap(kTimeoutS);
+      for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
+      return rank.Close();
+    }));
+    nobody.End();
+  }
+}
+
+// A group of all but the observer, who looks at them while they have it, and
+// are done with their ops.
 void Observe(const std::function<void(Rank&)>& act) {
   World world;
   ExpectNothingSaid(world.Run([&](Rank& rank) {
     if (rank.rank() == kObserver) {
-      rank.WaitForOthers(kObserver, [](auto& r) { return r.completed > 5; });
+      rank.WaitForOthers(kObserver,
+                         [](auto& r) { return r.completed == 2 * kNumOps; });
       act(rank);
       ++rank.record().completed;
       return std::string();
@@ -97,7 +194,7 @@ void Observe(const std::function<void(Rank&)>& act) {
 
 TEST(NeighborsTest, AnotherUserCannotOpenWhatRanksShare) {
   Observe([](Rank& rank) {
-    AsNobody([&] {
+    const Nobody nobody([&] {
       for (int32_t r = 0; r < kObserver; ++r) {
         const pid_t pid = rank.records()[r].pid;
         const std::string proc = StrCat("/proc/", pid);
@@ -117,10 +214,18 @@ TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   Observe([](Rank& rank) {
     for (int32_t r = 0; r < kObserver; ++r) {
       const std::string proc = StrCat("/proc/", rank.records()[r].pid);
-      const std::string maps = proc + "/maps";
-      EXPECT_NE("", Lines(maps, "/memfd:ep_ffi (deleted)"));
-      EXPECT_EQ(Lines(maps, "ep_ffi (deleted)"), Lines(maps, "memfd:ep_ffi"));
-      EXPECT_EQ("", Lines(maps, "/dev/shm/") + Lines(maps, "/tmp/ep"));
+      std::istringstream maps(Lines(proc + "/maps", ""));
+      int segments = 0;
+      for (std::string line; std::getline(maps, line);) {
+        const bool is_segment =
+            line.find("/memfd:ep_ffi (deleted)") != std::string::npos;
+        segments += is_segment;
+        EXPECT_EQ(is_segment, line.find("ep_ffi (") != std::string::npos);
+        for (const char* folder : {"/dev/shm/", "/tmp/ep"}) {
+          EXPECT_EQ(std::string::npos, line.find(folder)) << line;
+        }
+      }
+      EXPECT_GT(segments, 0);
       for (int fd = 0; fd < 100; ++fd) {
         char target[256] = {};
         (void)!readlink(StrCat(proc, "/fd/", fd).c_str(), target, 255);

@@ -41,6 +41,7 @@ struct Peers::Link {
   // Progress thread only.
   bool is_gone = false;
   std::map<uint64_t, Mapping> segments;
+  Status mapped;  // why the last of those that are missing is
 
   // False if the socket is full; true also when the peer is gone, which the
   // progress thread reports.
@@ -64,7 +65,10 @@ struct Peers::Link {
     do {
       sent = sendmsg(socket.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL);
     } while (sent < 0 && errno == EINTR);
-    return sent >= 0 || (errno != EAGAIN && errno != ENOBUFS);
+    // The last is of this user, who has sent many descriptors that are still to
+    // be received.
+    return sent >= 0 ||
+           (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS);
   }
 
   // Sends what the socket takes; true when the queue is empty.
@@ -74,8 +78,8 @@ struct Peers::Link {
   }
 };
 
-Peers::Peers(const Options& options)
-    : options_(options),
+Peers::Peers(const Handshake::Options& options, double tick_s)
+    : tick_s_(tick_s),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (int32_t p = 0; p < options.num_processes; ++p) {
@@ -84,18 +88,18 @@ Peers::Peers(const Options& options)
   }
 }
 
-Status Peers::Connect(const Options& options, std::unique_ptr<Peers>* out) {
-  std::unique_ptr<Peers> peers(new Peers(options));
+Status Peers::Connect(const Handshake::Options& options, double tick_s,
+                      std::unique_ptr<Peers>* out) {
+  std::unique_ptr<Peers> peers(new Peers(options, tick_s));
   if (peers->epoll_.get() < 0 || peers->wake_.get() < 0) {
-    return SystemError("epoll");
+    return SystemError("cannot create the event queue of a group");
   }
   epoll_event event = {};
   event.events = EPOLLIN;
   event.data.u64 = kWake;
   epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->wake_.get(), &event);
 
-  Handshake handshake(options.process, options.secret, options.timeout_s,
-                      peers->lives_, options.process_ids);
+  Handshake handshake(options, peers->lives_);
   Status connected = handshake.Connect();
   for (Fd& socket : handshake.TakeSockets()) {
     const int32_t process = peers->links_.size();
@@ -132,19 +136,19 @@ Peers::~Peers() {
   }
 }
 
-Segment* Peers::Acquire(size_t bytes, int32_t num_readers) {
+Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
   int new_fd = -1;
-  Segment* segment = pool_.Acquire(bytes, num_readers, &new_fd);
-  Fd fd(new_fd);
-  if (segment && fd.get() >= 0) {
+  EP_RETURN_IF_ERROR(pool_.Acquire(bytes, num_readers, out, &new_fd));
+  const Fd fd(new_fd);
+  if (fd.get() >= 0) {
     Message message = {};
     message.type = Message::kSegment;
-    message.segment = segment->id;
+    message.segment = (*out)->id;
     for (auto& link : links_) {
       if (link) Send(*link, message, "", fd.get());
     }
   }
-  return segment;
+  return Status();
 }
 
 void Peers::SendPost(const std::vector<int32_t>& processes, Message message,
@@ -203,8 +207,8 @@ void Peers::Send(Link& link, const Message& message, const std::string& text,
 }
 
 void Peers::Progress() {
-  const int tick_ms = std::max(1, static_cast<int>(options_.tick_s * 1e3));
-  double next_tick = Now() + options_.tick_s;
+  const int tick_ms = std::max(1, static_cast<int>(tick_s_ * 1e3));
+  double next_tick = Now() + tick_s_;
   epoll_event events[16];
   while (true) {
     // What has arrived comes before a tick, which may find this process late,
@@ -230,7 +234,7 @@ void Peers::Progress() {
     }
     if (is_due) {
       handlers_.on_tick();
-      next_tick = Now() + options_.tick_s;
+      next_tick = Now() + tick_s_;
     }
   }
 }
@@ -270,19 +274,26 @@ void Peers::Receive(Link& link) {
       shutdown(link.socket.get(), SHUT_RDWR);
       return Drop(link, /*orderly=*/false, "");
     }
-    Handle(link, message, text, fd.get());
+    // There is room for one: it is lost if none can be opened.
+    Status received;
+    if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
+      errno = EMFILE;
+      received = SystemError("cannot receive a peer's shared memory");
+    }
+    Handle(link, message, text, fd.get(), received);
   }
 }
 
 void Peers::Handle(Link& link, const Message& message, const std::string& text,
-                   int fd) {
+                   int fd, const Status& received) {
   switch (message.type) {
     case Message::kSegment: {
       Mapping memory;
-      Status opened = Mapping::OpenPeer(fd, &memory);
-      // A post in a segment that is not there fails with a clear message.
-      if (opened.ok()) {
+      Status mapped = received.ok() ? Mapping::OpenPeer(fd, &memory) : received;
+      if (mapped.ok()) {
         link.segments.emplace(message.segment, std::move(memory));
+      } else {
+        link.mapped = std::move(mapped);  // a post in it will fail
       }
       return;
     }
@@ -290,7 +301,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
       auto found = link.segments.find(message.segment);
       return handlers_.on_post(
           link.process, message, text,
-          found == link.segments.end() ? nullptr : &found->second);
+          found == link.segments.end() ? nullptr : &found->second, link.mapped);
     }
     case Message::kRelease:
       pool_.Release(message.segment);

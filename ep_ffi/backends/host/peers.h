@@ -35,9 +35,10 @@ class Peers {
  public:
   // Called on the progress thread.
   struct Handlers {
-    // `memory` is the mapped segment, null for types that carry none.
+    // `memory` is the mapped segment; null if it could not be mapped, for a
+    // reason that `mapped` tells, or if there is none.
     std::function<void(int32_t process, const Message&, const std::string& text,
-                       const Mapping* memory)>
+                       const Mapping* memory, const Status& mapped)>
         on_post;
     std::function<void(const Message&, const std::string& text)> on_fail;
     // A peer closed its group (`orderly`), with a reason if it had one, or
@@ -47,19 +48,9 @@ class Peers {
     std::function<void()> on_tick;
   };
 
-  struct Options {
-    int32_t process;
-    int32_t num_processes;
-    std::string secret;  // equal on all processes of the group
-    double timeout_s;    // to connect
-    double tick_s;
-    // By process; 0 where it cannot be watched. Or empty.
-    std::vector<int32_t> pids = {};
-    std::vector<int32_t> process_ids = {};  // as in Topology
-  };
-
   // Connects every pair of processes.
-  static Status Connect(const Options& options, std::unique_ptr<Peers>* out);
+  static Status Connect(const Handshake::Options& options, double tick_s,
+                        std::unique_ptr<Peers>* out);
   ~Peers();
 
   // Whether the caller is the progress thread, which cannot destroy this.
@@ -70,8 +61,8 @@ class Peers {
   // Begins to receive. What peers sent before waits in the sockets.
   void Start(Handlers handlers);
 
-  // Stages for `processes`: a segment of at least `bytes`, known to them.
-  Segment* Acquire(size_t bytes, int32_t num_readers);
+  // A segment of at least `bytes`, which all processes know, for some to read.
+  Status Acquire(size_t bytes, int32_t num_readers, Segment** out);
   HostMemory Memory() { return pool_.Memory(); }  // of its segments
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& text);
@@ -83,16 +74,17 @@ class Peers {
  private:
   struct Link;
 
-  explicit Peers(const Options& options);
+  Peers(const Handshake::Options& options, double tick_s);
   void Send(Link& link, const Message& message, const std::string& text,
             int fd);
   void Progress();
   void Receive(Link& link);
+  // `received` tells why there is no descriptor, if there should be one.
   void Handle(Link& link, const Message& message, const std::string& text,
-              int fd);
+              int fd, const Status& received);
   void Drop(Link& link, bool orderly, const std::string& why);
 
-  const Options options_;
+  const double tick_s_;
   Handlers handlers_;
   SegmentPool pool_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -18,26 +19,21 @@
 #include <thread>
 #include <vector>
 
-#include "ep_ffi/testing/samples.h"
+#include "ep_ffi/backends/host/testing/listener.h"
 
 namespace ep::host {
 namespace {
 
-using testing::NewSecret;
-
-Peers::Options OptionsOf(int32_t process, int32_t num_processes,
-                         const std::string& secret, double timeout_s = 30) {
-  return {process, num_processes, secret, timeout_s, /*tick_s=*/0.01};
-}
+constexpr double kTickS = 0.01;
 
 std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
-  const std::string secret = NewSecret();
+  const Listeners listeners(num_processes);
   std::vector<std::unique_ptr<Peers>> all(num_processes);
   std::vector<std::thread> threads;
   for (int32_t p = num_processes - 1; p >= 0; --p) {
     threads.emplace_back([&, p] {
       const Status status =
-          Peers::Connect(OptionsOf(p, num_processes, secret), &all[p]);
+          Peers::Connect(listeners.OptionsOf(p), kTickS, &all[p]);
       EXPECT_TRUE(status.ok()) << status.message();
     });
   }
@@ -51,7 +47,7 @@ class Log {
   Peers::Handlers Handlers() {
     return {
         [this](int32_t process, const Message& m, const std::string& text,
-               const Mapping* memory) {
+               const Mapping* memory, const Status&) {
           Add(StrCat(
               "post ", m.launch.run_id, " of ", text, " from ", process, ": ",
               memory ? reinterpret_cast<char*>(memory->data()) : "nothing"));
@@ -89,8 +85,8 @@ class Log {
 
 // Posts `text` as the rows of a run.
 void Post(Peers* from, int32_t to, int64_t run_id, const char* text) {
-  Segment* segment = from->Acquire(std::strlen(text) + 1, 1);
-  ASSERT_NE(nullptr, segment);
+  Segment* segment;
+  ASSERT_TRUE(from->Acquire(std::strlen(text) + 1, 1, &segment).ok());
   std::strcpy(reinterpret_cast<char*>(segment->memory.data()), text);
   Message message = {};
   message.launch.run_id = run_id;
@@ -143,14 +139,16 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   Log log;
   auto peers = ConnectAll(2);
   peers[0]->Start(log.Handlers());
-  const Segment* first = peers[0]->Acquire(10, 1);
-  const Segment* second = peers[0]->Acquire(10, 1);
+  Segment *first, *second, *third;
+  ASSERT_TRUE(peers[0]->Acquire(10, 1, &first).ok());
+  ASSERT_TRUE(peers[0]->Acquire(10, 1, &second).ok());
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
   // Tells when the release has arrived.
   peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
   log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
-  EXPECT_EQ(first, peers[0]->Acquire(10, 1));
+  ASSERT_TRUE(peers[0]->Acquire(10, 1, &third).ok());
+  EXPECT_EQ(first, third);
 }
 
 TEST(PeersTest, AVanishedPeerHasDied) {
@@ -176,30 +174,30 @@ TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
 }
 
 // Connects process 1 of 2, of which `body` decides how it ends.
-pid_t Fork(const std::string& secret, const std::function<void()>& body) {
+pid_t Fork(const Listeners& listeners, const std::function<void()>& body) {
   const pid_t child = fork();
   if (child != 0) return child;
   std::unique_ptr<Peers> peers;
-  (void)Peers::Connect(OptionsOf(1, 2, secret), &peers);
+  (void)Peers::Connect(listeners.OptionsOf(1), kTickS, &peers);
   body();
   _exit(0);
 }
 
 TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
-  const std::string secret = NewSecret();
+  const Listeners listeners(2);
   int until[2];  // the child's child ends with this test
   ASSERT_EQ(0, pipe(until));
-  const pid_t child = Fork(secret, [&] {
+  const pid_t child = Fork(listeners, [&] {
     if (fork() != 0) raise(SIGKILL);
     close(until[1]);
     char nothing;
     (void)!read(until[0], &nothing, 1);
   });
   Log log;
-  Peers::Options options = OptionsOf(0, 2, secret);
+  Handshake::Options options = listeners.OptionsOf(0);
   options.pids = {0, child};
   std::unique_ptr<Peers> peers;
-  ASSERT_TRUE(Peers::Connect(options, &peers).ok());
+  ASSERT_TRUE(Peers::Connect(options, kTickS, &peers).ok());
   peers->Start(log.Handlers());
   log.Expect({"1 died"});
   close(until[1]);
@@ -211,10 +209,11 @@ TEST(PeersTest, NobodyWaitsForTheDeadToConnect) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
   for (int32_t process : {0, 1}) {  // which would accept, or dial
-    Peers::Options options = OptionsOf(process, 2, NewSecret());
+    const Listeners listeners(2);
+    Handshake::Options options = listeners.OptionsOf(process);
     options.pids = {child, child};
     std::unique_ptr<Peers> peers;
-    const Status status = Peers::Connect(options, &peers);
+    const Status status = Peers::Connect(options, kTickS, &peers);
     EXPECT_EQ(Code::kUnavailable, status.code());
     EXPECT_NE(std::string::npos,
               status.message().find(StrCat("process ", 1 - process, " died")));
@@ -232,9 +231,10 @@ TEST(PeersTest, TicksComeWithoutMessages) {
 
 TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
   for (int32_t process : {0, 1, 2}) {
+    const Listeners listeners(3);
     std::unique_ptr<Peers> peers;
-    const Status status =
-        Peers::Connect(OptionsOf(process, 3, NewSecret(), 0.2), &peers);
+    const Status status = Peers::Connect(
+        listeners.OptionsOf(process, /*timeout_s=*/0.2), kTickS, &peers);
     EXPECT_EQ(Code::kDeadlineExceeded, status.code());
     for (const char* word : {"timeout_s = 0.2", "ep_bootstrap"}) {
       EXPECT_NE(std::string::npos, status.message().find(word))
@@ -243,34 +243,53 @@ TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
   }
 }
 
+TEST(PeersTest, AProcessThatHasGivenUpIsAnErrorAtOnce) {
+  Handshake::Options options;
+  {
+    const Listeners listeners(2);
+    options = listeners.OptionsOf(1);
+  }
+  std::unique_ptr<Peers> peers;
+  const Status status = Peers::Connect(options, kTickS, &peers);
+  EXPECT_EQ(Code::kUnavailable, status.code());
+  EXPECT_NE(std::string::npos, status.message().find("process 0 gave up"))
+      << status.message();
+}
+
+// Of two processes that say that they are process 1, the first one is.
 TEST(PeersTest, ANumberThatIsTakenIsAnError) {
-  const std::string secret = NewSecret();
-  Status statuses[2];
+  const Listeners listeners(2);
+  Status statuses[3];
+  std::unique_ptr<Peers> peers[3];
   std::vector<std::thread> threads;
-  for (Status& status : statuses) {
-    threads.emplace_back([&] {
-      std::unique_ptr<Peers> peers;
-      status = Peers::Connect(OptionsOf(0, 2, secret, 2), &peers);
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      statuses[i] =
+          Peers::Connect(listeners.OptionsOf(std::min(i, 1), /*timeout_s=*/0.5),
+                         kTickS, &peers[i]);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  // One of them had the number, and waited for process 1 in vain.
-  if (statuses[0].code() == Code::kUnavailable) {
-    std::swap(statuses[0], statuses[1]);
-  }
-  EXPECT_EQ(Code::kDeadlineExceeded, statuses[0].code());
-  EXPECT_EQ(Code::kUnavailable, statuses[1].code());
+  EXPECT_TRUE(statuses[0].ok()) << statuses[0].message();
+  EXPECT_NE(statuses[1].ok(), statuses[2].ok());
 }
 
-TEST(PeersTest, AnotherGroupIsAnother) {
-  std::unique_ptr<Peers> peers[2];
-  std::thread other([&] {
-    EXPECT_FALSE(
-        Peers::Connect(OptionsOf(1, 2, NewSecret(), 0.5), &peers[1]).ok());
-  });
-  EXPECT_FALSE(
-      Peers::Connect(OptionsOf(0, 2, "peers_test", 0.5), &peers[0]).ok());
-  other.join();
+// A process of the same user that has the number of one of the group.
+TEST(PeersTest, AnotherProcessThanExpectedIsTurnedAway) {
+  const Listeners listeners(2);
+  Status statuses[2];
+  std::thread threads[2];
+  for (int32_t p = 0; p < 2; ++p) {
+    threads[p] = std::thread([&, p] {
+      Handshake::Options options = listeners.OptionsOf(p, /*timeout_s=*/0.5);
+      if (p == 0) options.pids = {0, getppid()};
+      std::unique_ptr<Peers> peers;
+      statuses[p] = Peers::Connect(options, kTickS, &peers);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(Code::kDeadlineExceeded, statuses[0].code());
+  EXPECT_EQ(Code::kUnavailable, statuses[1].code());
 }
 
 }  // namespace

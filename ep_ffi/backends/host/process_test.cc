@@ -2,6 +2,7 @@
 // see of it.
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -280,6 +281,27 @@ TEST(ProcessTest, RanksThatLeaveDoNotDisturbTheOthers) {
       return rank.Close();
     }));
   }
+}
+
+// It ends as it likes: it tries an op, closes the group, and destroys it.
+TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {
+  World world;
+  ExpectNothingSaid(world.Run([](Rank& rank) {
+    rank.Bootstrap(kTimeoutS);
+    for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
+    const pid_t child = fork();
+    if (child == 0) {
+      rank.Next();
+      const std::string said = rank.Abandon();
+      const bool told = said.find("forked child") != std::string::npos;
+      _exit(!told);
+    }
+    int status;
+    EXPECT_EQ(child, waitpid(child, &status, 0));
+    EXPECT_EQ(0, status);
+    for (int64_t j = 0; j < 4 * kNumOps; ++j) rank.Next();
+    return rank.Close();
+  }));
 }
 
 }  // namespace

@@ -1,12 +1,11 @@
 #include "ep_ffi/backends/host/segment.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/pages.h"
 
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1
@@ -33,51 +32,51 @@ Status Mapping::OpenPeer(int fd, Mapping* out) {
   }
   void* data = mmap(nullptr, info.st_size, PROT_READ, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {
-    return Status(
-        Code::kResourceExhausted,
-        StrCat("cannot map ", info.st_size,
-               " bytes of a peer's shared memory: ", strerror(errno)));
+    return SystemError(
+        StrCat("cannot map ", info.st_size, " bytes of a peer's memory"));
   }
   *out = Mapping(static_cast<std::byte*>(data), info.st_size);
   return Status();
 }
 
-Segment* SegmentPool::Acquire(size_t bytes, int32_t readers, int* new_fd) {
+Status SegmentPool::Acquire(size_t bytes, int32_t readers, Segment** out,
+                            int* new_fd) {
   *new_fd = -1;
   std::lock_guard<std::mutex> lock(mutex_);
   auto fit = free_.lower_bound(bytes);
   if (fit != free_.end() && fit->first <= 4 * (bytes + kSmallest)) {
-    Segment* segment = fit->second;
+    *out = fit->second;
     free_.erase(fit);
-    segment->readers = readers;
-    return segment;
+    (*out)->readers = readers;
+    return Status();
   }
 
   size_t size = kSmallest;
   while (size < bytes) size *= 2;
-  const int fd = memfd_create("ep_ffi", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) return nullptr;
+  Fd fd(memfd_create("ep_ffi", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   void* data = MAP_FAILED;
-  if (fchmod(fd, 0600) == 0 && ftruncate(fd, size) == 0) {
-    data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (fd.get() >= 0 && fchmod(fd.get(), 0600) == 0 &&
+      ftruncate(fd.get(), size) == 0) {
+    data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   }
-  if (data == MAP_FAILED ||
-      fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-    if (data != MAP_FAILED) munmap(data, size);
-    close(fd);
-    return nullptr;
+  if (data == MAP_FAILED) {
+    return SystemError(StrCat("cannot share ", bytes, " bytes of memory"));
+  }
+  auto segment = std::make_unique<Segment>();
+  segment->memory = Mapping(static_cast<std::byte*>(data), size);
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+    return SystemError("cannot seal shared memory");
   }
   // Where the kernel is too old for this seal, peers of the same user could
   // map the segment to write; they never do.
-  (void)fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
+  (void)fcntl(fd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
 
-  const uint64_t id = segments_.size();
-  auto segment = std::make_unique<Segment>();
-  segment->id = id;
-  segment->memory = Mapping(static_cast<std::byte*>(data), size);
+  segment->id = segments_.size();
   segment->readers = readers;
-  *new_fd = fd;
-  return segments_.emplace(id, std::move(segment)).first->second.get();
+  *new_fd = fd.release();
+  *out = segment.get();
+  segments_.emplace(segment->id, std::move(segment));
+  return Status();
 }
 
 HostMemory SegmentPool::Memory() {

@@ -60,8 +60,8 @@ class SegmentPool {
  public:
   // A free segment of at least `bytes`, for `readers` processes to release.
   // A segment that was made for this has `*new_fd` >= 0, which the caller
-  // shares with the peers and closes. Null when there is no memory.
-  Segment* Acquire(size_t bytes, int32_t readers, int* new_fd);
+  // shares with the peers and closes.
+  Status Acquire(size_t bytes, int32_t readers, Segment** out, int* new_fd);
 
   HostMemory Memory();
 

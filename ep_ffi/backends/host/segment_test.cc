@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <string>
 
 namespace ep::host {
 namespace {
@@ -15,11 +16,16 @@ namespace {
 class NewSegment : public ::testing::Test {
  protected:
   void SetUp() override {
-    segment_ = pool_.Acquire(1000, /*readers=*/2, &fd_);
-    ASSERT_NE(nullptr, segment_);
+    ASSERT_TRUE(pool_.Acquire(1000, /*readers=*/2, &segment_, &fd_).ok());
     ASSERT_GE(fd_, 0);
   }
   ~NewSegment() override { close(fd_); }
+
+  Segment* Acquire(size_t bytes, int* new_fd) {
+    Segment* segment = nullptr;
+    EXPECT_TRUE(pool_.Acquire(bytes, /*readers=*/1, &segment, new_fd).ok());
+    return segment;
+  }
 
   SegmentPool pool_;
   Segment* segment_;
@@ -55,12 +61,12 @@ TEST_F(NewSegment, OnlyThisUserMayOpenIt) {
 TEST_F(NewSegment, ItIsReusedOnceAllReadersReleasedIt) {
   int new_fd = -1;
   EXPECT_TRUE(pool_.Release(segment_->id));
-  const Segment* other = pool_.Acquire(1000, 1, &new_fd);
+  const Segment* other = Acquire(1000, &new_fd);
   EXPECT_NE(segment_, other);
   close(new_fd);
 
   EXPECT_TRUE(pool_.Release(segment_->id));
-  EXPECT_EQ(segment_, pool_.Acquire(2000, 1, &new_fd));
+  EXPECT_EQ(segment_, Acquire(2000, &new_fd));
   EXPECT_EQ(-1, new_fd);
 }
 
@@ -73,12 +79,12 @@ TEST_F(NewSegment, AReleaseTooManyIsRefused) {
 
 TEST_F(NewSegment, ALargeOneIsNotSpentOnAFewBytes) {
   int new_fd = -1;
-  const Segment* large = pool_.Acquire(64 << 20, 1, &new_fd);
+  const Segment* large = Acquire(64 << 20, &new_fd);
   close(new_fd);
   ASSERT_TRUE(pool_.Release(large->id));
-  EXPECT_NE(large, pool_.Acquire(100, 1, &new_fd));
+  EXPECT_NE(large, Acquire(100, &new_fd));
   close(new_fd);
-  EXPECT_EQ(large, pool_.Acquire(60 << 20, 1, &new_fd));
+  EXPECT_EQ(large, Acquire(60 << 20, &new_fd));
 }
 
 TEST(SegmentTest, MemoryThatCouldShrinkIsRefused) {
@@ -102,10 +108,14 @@ TEST(SegmentTest, WhatIsNoMemoryIsRefused) {
   close(fds[1]);
 }
 
-TEST(SegmentTest, MoreThanThereIsGivesNull) {
+TEST(SegmentTest, MoreThanThereIsIsAnError) {
   SegmentPool pool;
+  Segment* segment;
   int fd = -1;
-  EXPECT_EQ(nullptr, pool.Acquire(size_t{1} << 50, 1, &fd));
+  const Status status = pool.Acquire(size_t{1} << 50, 1, &segment, &fd);
+  EXPECT_EQ(Code::kResourceExhausted, status.code());
+  EXPECT_NE(std::string::npos, status.message().find("recv_capacity_per_rank"))
+      << status.message();
   EXPECT_EQ(-1, fd);
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ep_ffi/core/hash.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
@@ -30,21 +29,13 @@ bool Decode(const char* bytes, size_t size, Message* message,
   return true;
 }
 
-Hello MakeHello(const std::string& secret, int32_t process) {
-  Hello hello = {};
-  hello.process = process;
-  std::memcpy(hello.secret, secret.data(),
-              std::min(secret.size(), sizeof(hello.secret)));
-  return hello;
-}
-
-socklen_t AddressOf(const std::string& secret, int32_t process,
-                    sockaddr_un* address) {
-  const std::string name = StrCat("ep_ffi-", Hash(secret), "-", process);
+socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;
-  std::memcpy(address->sun_path + 1, name.data(), name.size());
-  return offsetof(sockaddr_un, sun_path) + 1 + name.size();
+  // An abstract name begins with a 0.
+  const size_t size = std::min(name.size(), sizeof(address->sun_path) - 1);
+  std::memcpy(address->sun_path + 1, name.data(), size);
+  return offsetof(sockaddr_un, sun_path) + 1 + size;
 }
 
 }  // namespace ep::host

@@ -1,5 +1,5 @@
-// What the processes of a group say to each other on their sockets, and how a
-// new connection is known to be one of theirs (peers.h says who talks when).
+// What the processes of a group say to each other on their sockets (peers.h
+// says who talks when, handshake.h how they connect).
 //
 // A message is bytes from another process: what it holds is a claim, and
 // `Decode` is the only way in. What the claims must be to make sense of a group
@@ -51,19 +51,15 @@ std::string Encode(Message message, const std::string& text);
 bool Decode(const char* bytes, size_t size, Message* message,
             std::string* text);
 
-// The first message both ways on a new connection.
+// The first message both ways on a new connection: which process of the group
+// the sender is.
 struct Hello {
   int32_t process;
-  char secret[64];
 };
 
-Hello MakeHello(const std::string& secret, int32_t process);
-
-// Where a process listens. An abstract address: it vanishes with the socket,
-// nothing to clean up. Its name alone lets nobody in, the secret and the user
-// are checked as well.
-socklen_t AddressOf(const std::string& secret, int32_t process,
-                    sockaddr_un* address);
+// Writes the abstract address of a name, and returns its size. A name that is
+// too long is cut.
+socklen_t AddressOf(const std::string& name, sockaddr_un* address);
 
 }  // namespace ep::host
 

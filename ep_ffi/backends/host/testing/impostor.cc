@@ -11,23 +11,20 @@
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/backends/host/wire.h"
-#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 
 using testing::Domain;
 
 Impostor::Impostor(
-    const std::function<void(const std::string& secret)>& connect)
+    const std::function<void(const Listeners& listeners)>& connect)
     : socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
-  const std::string secret = testing::NewSecret();
-  std::thread process([&] { connect(secret); });
+  const Listeners listeners(2);
+  std::thread process([&] { connect(listeners); });
   sockaddr_un address;
-  const socklen_t size = AddressOf(secret, 0, &address);
-  while (::connect(socket_, reinterpret_cast<sockaddr*>(&address), size) != 0) {
-    usleep(100);  // not listening yet
-  }
-  Hello hello = MakeHello(secret, 1);
+  const socklen_t size = AddressOf(listeners.addresses()[0], &address);
+  EXPECT_EQ(0, ::connect(socket_, reinterpret_cast<sockaddr*>(&address), size));
+  Hello hello = {/*process=*/1};
   EXPECT_EQ(ssize_t{sizeof(hello)}, send(socket_, &hello, sizeof(hello), 0));
   EXPECT_EQ(ssize_t{sizeof(hello)}, recv(socket_, &hello, sizeof(hello), 0));
   process.join();
@@ -80,8 +77,9 @@ Besieged::Besieged(const testing::WorldOptions& options)
     mine.topology.members.push_back({/*process=*/i > 0, /*device=*/i});
   }
   std::shared_ptr<Group> group;
-  impostor = std::make_unique<Impostor>([&](const std::string& secret) {
-    mine.secret = secret;
+  impostor = std::make_unique<Impostor>([&](const Listeners& listeners) {
+    mine.listener = listeners.socket(0);
+    mine.addresses = listeners.addresses();
     const Status created = HostGroup::Create(mine, &group);
     EXPECT_TRUE(created.ok()) << created.message();
   });

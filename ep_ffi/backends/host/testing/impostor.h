@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/peers.h"
+#include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
@@ -19,7 +19,7 @@ class Impostor {
  public:
   // Connects as process 1 to process 0, while `connect` makes that one.
   explicit Impostor(
-      const std::function<void(const std::string& secret)>& connect);
+      const std::function<void(const Listeners& listeners)>& connect);
   ~Impostor();
 
   // A message of any bytes, with copies of descriptors.

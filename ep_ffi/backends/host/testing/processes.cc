@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -21,7 +22,7 @@
 
 #include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/samples.h"
 
@@ -116,8 +117,7 @@ std::string Lines(const std::string& path, const std::string& word) {
   return found;
 }
 
-Rank::Rank(int32_t rank, std::string secret, Records* records)
-    : rank_(rank), secret_(std::move(secret)), records_(records) {
+Rank::Rank(int32_t rank, Records* records) : rank_(rank), records_(records) {
   record().pid = getpid();
 }
 
@@ -133,17 +133,24 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   options.name = "group";
   options.num_experts = DimsOf(size).num_experts;
   options.timeout_s = timeout_s;
-  options.secret = SecretOf(size);
   options.topology = {index_, size, size, {}};
-  WaitFor(kPatienceS, [&] {
-    return std::all_of(members.begin(), members.end(),
-                       [&](int32_t r) { return records()[r].pid != 0; });
-  });
+  const Listener listener;
+  const bool is_whole = size == kNumRanks;
+  Address& mine = record().addresses[is_whole];
+  std::strcpy(mine.name, listener.name.c_str());
+  mine.is_told = true;
+  options.listener = listener.socket.get();
   domain_ = {};
   domain_.groups.resize(size);
   for (int32_t i = 0; i < size; ++i) {
+    const Record& other = records()[members[i]];
+    const Address& address = other.addresses[is_whole];
+    WaitFor(kPatienceS, [&] {
+      return other.pid != 0 && (address.is_told || Life(other.pid).IsOver());
+    });
+    options.addresses.push_back(address.name);  // of a dead one perhaps none
     options.topology.members.push_back({i, /*device=*/members[i]});
-    options.pids.push_back(records()[members[i]].pid);
+    options.pids.push_back(other.pid);
     domain_.devices.push_back(members[i]);
   }
   num_posts_ = 0;
@@ -153,10 +160,6 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   } else {
     record().failed = Now();
   }
-}
-
-std::string Rank::SecretOf(int32_t num_ranks) const {
-  return StrCat(secret_, " ", num_ranks);
 }
 
 void Rank::Next() {
@@ -216,17 +219,22 @@ void Rank::NextStep() {
   status_ = Status();
 }
 
-std::string Rank::Close() {
+std::string Rank::Abandon() {
   step_ = nullptr;
   if (domain_.groups[index_]) {
     const Status closed = domain_.groups[index_]->Close();
     EXPECT_TRUE(closed.ok()) << closed.message();
   }
   domain_ = {};
+  return status_.message();
+}
+
+std::string Rank::Close() {
+  const std::string said = Abandon();
   const auto segments = [] { return Lines("/proc/self/maps", "memfd:ep_ffi"); };
   EXPECT_TRUE(WaitFor(kPatienceS, [&] { return segments().empty(); }))
       << segments();
-  return status_.message();
+  return said;
 }
 
 void Rank::WaitForOthers(int32_t but,
@@ -267,19 +275,17 @@ void ExpectNothingSaid(const std::vector<Ending>& endings) {
 }
 
 World::World()
-    : secret(testing::NewSecret()),
-      records(static_cast<Records*>(mmap(nullptr, sizeof(Records),
+    : records(static_cast<Records*>(mmap(nullptr, sizeof(Records),
                                          PROT_READ | PROT_WRITE,
                                          MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
   new (records) Records();
 }
 
 World::~World() {
-  for (int32_t size = kNumRanks - 1; size <= kNumRanks; ++size) {
-    for (int32_t r = 0; r < size; ++r) {
-      sockaddr_un address;
-      AddressOf(StrCat(secret, " ", size), r, &address);
-      EXPECT_EQ("", Lines("/proc/net/unix", address.sun_path + 1));
+  for (const Record& record : *records) {
+    for (const Address& address : record.addresses) {
+      if (!address.is_told) continue;
+      EXPECT_EQ("", Lines("/proc/net/unix", address.name));
     }
   }
   munmap(records, sizeof(Records));
@@ -305,7 +311,7 @@ std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
       const int descriptors = CountDescriptors();
       std::string said;
       {
-        Rank rank(r, secret, records);
+        Rank rank(r, records);
         said = body(rank);
       }
       EXPECT_TRUE(WaitFor(kPatienceS,

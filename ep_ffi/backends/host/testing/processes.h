@@ -40,6 +40,12 @@ bool WaitFor(double seconds, const std::function<bool()>& holds);
 // The lines of a file that contain a word.
 std::string Lines(const std::string& path, const std::string& word);
 
+// Where a rank listens.
+struct Address {
+  std::atomic<bool> is_told;
+  char name[64];
+};
+
 // What a rank tells the others and the test, also when it is dead.
 struct Record {
   std::atomic<pid_t> pid;
@@ -48,6 +54,7 @@ struct Record {
   std::atomic<int64_t> completed;  // of them
   std::atomic<double> died;        // when, or 0
   std::atomic<double> failed;      // when it saw its first failure, or 0
+  Address addresses[2];            // in a group of some ranks, and of all
 };
 using Records = std::array<Record, kNumRanks>;
 
@@ -55,7 +62,7 @@ using Records = std::array<Record, kNumRanks>;
 // inputs that all ranks know, with results that are right to the bit.
 class Rank {
  public:
-  Rank(int32_t rank, std::string secret, Records* records);
+  Rank(int32_t rank, Records* records);
 
   int32_t rank() const { return rank_; }
   Records& records() { return *records_; }
@@ -63,10 +70,8 @@ class Rank {
   // The status of the first thing that failed since Bootstrap.
   const Status& status() const { return status_; }
 
-  // Builds the group of all ranks, or of some. Collective.
+  // Builds the group of all ranks, or once of some. Collective.
   void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
-  // Of the group of so many ranks.
-  std::string SecretOf(int32_t num_ranks) const;
   // The next op, posted and waited for; nothing after a failure.
   void Next();
   void Post();
@@ -77,8 +82,9 @@ class Rank {
   int64_t num_posts() const { return num_posts_; }
   // Posts an op, after ep_prepare, anywhere in any run.
   testing::StepPtr Post(Op op, testing::Place place);
-  // Ends the group, of which nothing may be left in this process. Returns the
-  // message of status().
+  // Closes the group and destroys it. Returns the message of status().
+  std::string Abandon();
+  // As well; of the group nothing may be left in this process.
   std::string Close();
 
   // Waits until something holds for all ranks, but one perhaps; the test fails
@@ -89,7 +95,6 @@ class Rank {
 
  private:
   const int32_t rank_;
-  const std::string secret_;
   Records* const records_;
 
   int32_t index_ = 0;       // in the group
@@ -117,7 +122,6 @@ struct World {
   // rank says. A rank that takes too long is killed.
   std::vector<Ending> Run(const std::function<std::string(Rank&)>& body);
 
-  const std::string secret;
   Records* const records;  // shared by all processes
 };
 

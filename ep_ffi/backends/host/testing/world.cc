@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/testing/samples.h"
+#include "ep_ffi/backends/host/testing/listener.h"
 
 namespace ep::host {
 
@@ -19,7 +19,6 @@ std::vector<Domain> MakeHostWorld(const testing::WorldOptions& options,
   const int32_t num_ranks = options.num_domains * ep_size;
   HostGroup::Options common = {};
   common.name = StrCat("world_", num_worlds++);
-  common.secret = testing::NewSecret();
   common.num_experts = options.dims.num_experts;
   common.timeout_s = options.timeout_s;
   common.topology.num_processes = std::min(num_ranks, max_processes);
@@ -29,10 +28,13 @@ std::vector<Domain> MakeHostWorld(const testing::WorldOptions& options,
         {i % common.topology.num_processes, /*device=*/100 + i});
   }
 
+  const Listeners listeners(common.topology.num_processes);
+  common.addresses = listeners.addresses();
   std::vector<std::shared_ptr<Group>> groups(common.topology.num_processes);
   testing::ForEachRank(groups.size(), [&](int64_t process) {
     HostGroup::Options mine = common;
     mine.topology.process = process;
+    mine.listener = listeners.socket(process);
     const Status created = HostGroup::Create(mine, &groups[process]);
     EXPECT_TRUE(created.ok()) << created.message();
   });

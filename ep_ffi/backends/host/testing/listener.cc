@@ -1,0 +1,41 @@
+#include "ep_ffi/backends/host/testing/listener.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <random>
+
+#include "ep_ffi/backends/host/wire.h"
+
+namespace ep::host {
+namespace {
+
+std::string NewName() {
+  std::random_device random;
+  return StrCat("ep_ffi-test-", random(), "-", random());
+}
+
+}  // namespace
+
+Listener::Listener()
+    : name(NewName()), socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0)) {
+  sockaddr_un address;
+  const socklen_t size = AddressOf(name, &address);
+  EXPECT_EQ(0, bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size));
+  EXPECT_EQ(0, listen(socket.get(), SOMAXCONN));
+}
+
+std::vector<std::string> Listeners::addresses() const {
+  std::vector<std::string> names;
+  for (const Listener& listener : listeners_) names.push_back(listener.name);
+  return names;
+}
+
+Handshake::Options Listeners::OptionsOf(int32_t process,
+                                        double timeout_s) const {
+  return {process, static_cast<int32_t>(listeners_.size()), socket(process),
+          addresses(), timeout_s};
+}
+
+}  // namespace ep::host
