@@ -82,22 +82,12 @@ class Compilation(unittest.TestCase):
           check_line(self, line, level)
 
 
-class NewerBazel(unittest.TestCase):
-  """What is an option today and a newer Bazel's default, or a strict module's."""
+class Toolchain(unittest.TestCase):
+  """The Python toolchain serves where the visibility of its parts counts."""
 
-  def test_it_analyses(self):
-    one_is_enough(self)
-    flags = [
-      f"--incompatible_{name}"
-      for name in [
-        "check_visibility_for_toolchains",
-        "config_setting_private_default_visibility",
-        "disallow_empty_glob",
-        "no_implicit_file_export",
-        "visibility_private_attributes_at_definition",
-      ]
-    ]
-    bazel("build", "--nobuild", *flags, "//...", _CPU)
+  def test_it_is_visible(self):
+    flag = "--incompatible_check_visibility_for_toolchains"
+    bazel("build", "--nobuild", flag, "//...")
 
 
 class Cuda(unittest.TestCase):
