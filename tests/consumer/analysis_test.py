@@ -82,7 +82,7 @@ class Compilation(unittest.TestCase):
           check_line(self, line, level)
 
 
-class Toolchain(unittest.TestCase):
+class PyToolchain(unittest.TestCase):
   """The Python toolchain serves where the visibility of its parts counts."""
 
   def test_it_is_visible(self):
