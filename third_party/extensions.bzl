@@ -2,7 +2,10 @@
 
 load(":repositories.bzl", "ep_repositories")
 
-def _ep_dependencies_impl(_mctx):
+def _ep_dependencies_impl(mctx):
     ep_repositories()
+
+    # The same in every module, so none keeps it in its MODULE.bazel.lock.
+    return mctx.extension_metadata(reproducible = True)
 
 ep_dependencies = module_extension(implementation = _ep_dependencies_impl)

@@ -42,6 +42,7 @@ def _lock(rctx, version, otherwise = ""):
             python = candidate.replace(".", "_"),
         ))
         lock = rctx.path(label)
+        rctx.watch(lock)  # pip reads it; newer Bazel watches what Bazel reads
         if lock.exists:
             return lock, candidate
     fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, add the lock with tools/update_locks.sh, or, in a module that uses jax_ep, put its own packages in the place of these: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(label, version))

@@ -48,6 +48,8 @@ _BUILD = """\
 load("@rules_python//python:py_runtime.bzl", "py_runtime")
 load("@rules_python//python:py_runtime_pair.bzl", "py_runtime_pair")
 
+package(default_visibility = ["//visibility:public"])
+
 py_runtime(
     name = "python3",
     interpreter_path = "{path}",

@@ -36,8 +36,9 @@ def compilations(target: str, *flags: str) -> dict[str, list[str]]:
   """The command lines that compile `target` and all it is linked from."""
   query = f'mnemonic("CppCompile", deps({target}))'
   answer = json.loads(bazel("aquery", "--output=jsonproto", *flags, query))
-  lines = {a["arguments"][-3]: a["arguments"] for a in answer["actions"]}
-  return {k: v for k, v in lines.items() if "/ep_ffi/" in k}
+  lines = [action["arguments"] for action in answer["actions"]]
+  sources = [line[line.index("-c") + 1] for line in lines]
+  return {k: v for k, v in zip(sources, lines, strict=True) if "/ep_ffi/" in k}
 
 
 def last(line: list[str], *options: str) -> str | None:
@@ -53,7 +54,7 @@ def check_line(test: unittest.TestCase, line: list[str], level: str | None):
   math = "-ffast-math", "-fno-fast-math"
   test.assertEqual(last(line, *math), "-fno-fast-math")
   test.assertIn("-ffp-contract=off", line)
-  test.assertNotIn("-Werror", line)
+  test.assertEqual(last(line, "-Werror", "-Wno-error"), "-Wno-error")
 
 
 def one_is_enough(test: unittest.TestCase):
@@ -65,18 +66,28 @@ def one_is_enough(test: unittest.TestCase):
 class Compilation(unittest.TestCase):
   """The engine is compiled in the same way whatever the consumer's flags."""
 
+  THEIRS = "--copt=-ffast-math", "--copt=-Werror"
+
   def test_it_is_optimized_unless_for_debugging(self):
     for mode, level in [
       ("fastbuild", "-O2"),
       ("opt", "-O2"),
       ("dbg", None),
     ]:
-      flags = f"--compilation_mode={mode}", "--copt=-ffast-math"
+      flags = f"--compilation_mode={mode}", *self.THEIRS
       lines = compilations(_CPU, *flags)
       self.assertGreater(len(lines), 15)
       for source, line in lines.items():
         with self.subTest(mode=mode, source=source):
           check_line(self, line, level)
+
+
+class PyToolchain(unittest.TestCase):
+  """The Python toolchain serves where the visibility of its parts counts."""
+
+  def test_it_is_visible(self):
+    flag = "--incompatible_check_visibility_for_toolchains"
+    bazel("build", "--nobuild", flag, "//...")
 
 
 class Cuda(unittest.TestCase):
@@ -139,6 +150,9 @@ class Python(unittest.TestCase):
   def test_the_native_library_is_built_with_any(self):
     self.install("3.99")
     bazel("build", "--nobuild", _CPU, PATH=self.path)
+    package = "@jax_ep//third_party/py:flatbuffers"
+    with self.assertRaisesRegex(AssertionError, "Python 3.99.*@their_pip"):
+      bazel("build", "--nobuild", package, PATH=self.path)
 
 
 if __name__ == "__main__":
