@@ -179,7 +179,8 @@ def launch(
     num_processes: how many ranks.
     devices_per_process: CPU devices of each rank; other platforms ignore it.
     ranks_per_gpu: where JAX_PLATFORMS names GPUs, each rank sees one of this
-      host's, which so many ranks share (NCCL 2.30 and newer let them).
+      host's, which so many ranks share (NCCL 2.30 and newer let them). For
+      tests: what takes how long says nothing then.
     log_dir: folder for the logs, created if missing. By default a new folder
       under $TEST_UNDECLARED_OUTPUTS_DIR (a Bazel test keeps it), or else a
       temporary one that is removed if all goes well.

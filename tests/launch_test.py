@@ -127,7 +127,7 @@ def test_ranks_keep_freed_memory(tmp_path, monkeypatch, by_default):
 _SHOW_GPU = """
   import os
   for name in ["CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE",
-               "XLA_PYTHON_CLIENT_MEM_FRACTION"]:
+               "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_MAX_CTAS"]:
     print(os.environ.get(name))
 """
 
@@ -135,17 +135,26 @@ _SHOW_GPU = """
 @pytest.mark.parametrize(
   "ranks_per_gpu, expected",
   [
-    (1, [["2", None, None], ["GPU-7", None, None]]),
-    (2, [["2", "1", "0.375"], ["2", "1", "0.375"]]),
+    (1, [["2", None, None, None], ["GPU-7", None, None, None]]),
+    (2, [["2", "1", "0.375", None]] * 2),
+    (4, [["2", "1", "0.188", "4"]] * 2),
   ],
 )
 def test_each_rank_has_its_gpu(tmp_path, monkeypatch, ranks_per_gpu, expected):
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
+  monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
   options = dict(ranks_per_gpu=ranks_per_gpu, log_dir=tmp_path)
   assert _launch(_SHOW_GPU, **options) == 0
   logs = [(tmp_path / f"rank_{r}.log").read_text().split() for r in range(2)]
   assert logs == [[str(value) for value in rank] for rank in expected]
+
+
+def test_ranks_that_share_a_gpu_keep_what_the_user_says(monkeypatch):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  monkeypatch.setenv("NCCL_MAX_CTAS", "7")
+  for variables in gpus.rank_variables(8, 8):
+    assert "NCCL_MAX_CTAS" not in variables
 
 
 def test_too_few_gpus_are_not_shared_unasked(monkeypatch):

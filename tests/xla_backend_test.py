@@ -5,6 +5,7 @@ EP_TEST_BACKEND=xla python -m pytest tests/dispatch_test.py
 
 import dataclasses
 import logging
+import re
 
 import jax
 from jax import lax
@@ -145,6 +146,15 @@ def test_ragged_where_the_platform_has_it(platform):
   ragged, padded = "@ragged_all_to_all", "stablehlo.all_to_all"
   assert (ragged in text) == (platform != "cpu")
   assert (padded in text) == (platform == "cpu")
+  # Each exchange writes to a buffer of its own, made from its rows: a constant
+  # would be taken out of a loop, and copied in each turn of it.
+  for call in re.finditer(rf"{ragged}\((%\w+), (%\w+),", text):
+    sent, made = call.groups()
+    while made != sent:
+      definition = re.findall(rf"{made} = (.*?) :", text[: call.start()])[-1]
+      operands = re.findall(r"%\w+", definition)
+      assert len(operands) == 1, definition
+      (made,) = operands
 
 
 # --- Handles that were not prepared ------------------------------------------

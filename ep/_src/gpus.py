@@ -16,6 +16,12 @@ import subprocess
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
 
+# NCCL has no more than so many ranks on a GPU as long as each takes as many
+# thread blocks as it likes; beyond that they might wait for one another's.
+_RANKS_AS_NCCL_LIKES = 2
+_MAX_BLOCKS = "NCCL_MAX_CTAS"
+_BLOCKS_OF_A_GPU = 16
+
 
 def wanted(environment: Mapping[str, str]) -> bool:
   """Whether the environment tells JAX to run on GPUs."""
@@ -79,6 +85,8 @@ def rank_variables(
   if ranks_per_gpu > 1:
     # NCCL 2.30 and newer; the others refuse.
     shared["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    if ranks_per_gpu > _RANKS_AS_NCCL_LIKES and _MAX_BLOCKS not in os.environ:
+      shared[_MAX_BLOCKS] = str(max(1, _BLOCKS_OF_A_GPU // ranks_per_gpu))
     if _MEMORY not in os.environ:
       shared[_MEMORY] = f"{_MEMORY_FRACTION / ranks_per_gpu:.3f}"
   return [

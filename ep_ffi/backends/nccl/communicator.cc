@@ -61,10 +61,12 @@ Status Communicator::Init(const Sizes& sizes, int32_t rank,
   EP_RETURN_IF_ERROR(
       nccl.Check(nccl.ncclCommQueryProperties(comm_, &properties),
                  "ncclCommQueryProperties"));
-  EP_RETURN_IF_ERROR(
-      CheckMachine(sizes, {properties.deviceApiSupport,
-                           sizes.ep_size / std::max(properties.nLsaTeams, 1),
-                           device_->shared_bytes()}));
+  Machine machine = {};
+  machine.device_api = properties.deviceApiSupport;
+  machine.nvlink_ranks = sizes.ep_size / std::max(properties.nLsaTeams, 1);
+  machine.shared_bytes = device_->shared_bytes();
+  EP_RETURN_IF_ERROR(device_->CountFreeBytes(&machine.free_bytes));
+  EP_RETURN_IF_ERROR(CheckMachine(sizes, machine));
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = sizes.num_experts;

@@ -125,6 +125,14 @@ bool Device::TakeReport(int32_t i, uint64_t ticket, Verdict* out) const {
   return true;
 }
 
+Status Device::CountFreeBytes(int64_t* out) const {
+  size_t free = 0, total = 0;
+  EP_RETURN_IF_ERROR(
+      libraries_.Check(libraries_.cuMemGetInfo(&free, &total), "cuMemGetInfo"));
+  *out = free;
+  return Status();
+}
+
 Status Device::Synchronize() const {
   Scope scope(*this);
   return libraries_.Check(libraries_.cuCtxSynchronize(), "the device");

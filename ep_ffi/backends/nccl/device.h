@@ -44,6 +44,9 @@ class Device {
   // The shared memory that a block of threads may have.
   int32_t shared_bytes() const { return shared_bytes_; }
 
+  // In the current context.
+  Status CountFreeBytes(int64_t* out) const;
+
   // The kernels of kernels.cu. A count of zero is no launch.
   enum Kernel {
     kCountChoices,

@@ -691,6 +691,17 @@ TEST_P(NcclGroupTest, AnUnspecifiedTailIsNotWritten) {
   }
 }
 
+// The blocks of threads that find nothing to do take time, too.
+TEST_P(NcclGroupTest, ManySlotsTakeFewBlocks) {
+  PlanDims dims = kDims;
+  dims.capacity = 4096;
+  const Domain domain = MakeDomain({dims});
+  const Routed routed = PrepareRandom(domain, dims);
+  fake::TakeLargestGrid("EpFinish");
+  for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
+  EXPECT_GE(512u, fake::TakeLargestGrid("EpFinish"));
+}
+
 // What a layer must not be is refused before anything is enqueued.
 TEST_P(NcclGroupTest, LayersBeyondTheLimitsAreRefused) {
   const Domain domain = MakeDomain(kWorld);
@@ -956,6 +967,9 @@ TEST(NcclGroupCreateTest, WhatDoesNotSuitTheMachineIsRefused) {
        [](auto* s, auto* m) {
          s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
        }},
+      // 32 MiB, and 128 rows of tokens and slots, weights and a bitmap.
+      {"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
+       [](auto*, auto* m) { m->free_bytes = 34082847; }},
       {"times the 512 experts of an NVLink domain",
        [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
       {"times num_experts = 1024 is more",
@@ -974,17 +988,19 @@ TEST(NcclGroupCreateTest, WhatDoesNotSuitTheMachineIsRefused) {
 }
 
 TEST(NcclGroupCreateTest, WhatJustSuitsTheMachineIsTaken) {
-  const fake::Machine machine;
   Sizes sizes = SizesFor(kDims);
+  Machine suits = {/*device_api=*/true, sizes.ep_size, /*shared_bytes=*/232448,
+                   /*free_bytes=*/int64_t{1} << 40};
   sizes.max_row_bytes = 76672;
-  ExpectOk(CheckMachine(sizes, {true, sizes.ep_size, machine.shared_bytes}));
+  ExpectOk(CheckMachine(sizes, suits));
   sizes.max_row_bytes = 57984;
-  ExpectOk(
-      CheckMachine(sizes, {true, sizes.ep_size / 2, machine.shared_bytes}));
+  suits.nvlink_ranks = sizes.ep_size / 2;
+  ExpectOk(CheckMachine(sizes, suits));
+  suits.nvlink_ranks = sizes.ep_size;
   sizes.max_row_bytes = 1 << 15;
   sizes.num_experts = sizes.ep_size * 256;
   sizes.capacity = (1 << 21) - 1;
-  ExpectOk(CheckMachine(sizes, {true, sizes.ep_size, machine.shared_bytes}));
+  ExpectOk(CheckMachine(sizes, suits));
 }
 
 TEST(NcclGroupCreateTest, MoreThanCanBeCountedIsRefused) {

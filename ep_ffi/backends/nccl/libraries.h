@@ -31,6 +31,7 @@ namespace ep::nccl {
   F(cuInit)                    \
   F(cuLaunchKernel)            \
   F(cuMemFreeHost)             \
+  F(cuMemGetInfo)              \
   F(cuMemHostAlloc)            \
   F(cuMemHostGetDevicePointer) \
   F(cuMemsetD32Async)          \

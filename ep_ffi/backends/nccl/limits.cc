@@ -71,6 +71,26 @@ Status Refuse(const Parts&... parts) {
 
 }  // namespace
 
+int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
+  constexpr int64_t kWorkspace = int64_t{32} << 20;
+  const int64_t links = s.ep_size / nvlink_ranks;
+  const int64_t tokens = s.max_dispatch_tokens();
+  const int64_t row = s.max_row_bytes;
+  const int64_t experts = s.num_local() * nvlink_ranks;
+  const int64_t weights = experts * sizeof(float);
+  // The tokens of all ranks on their way there and back, the weights of slots
+  // likewise, scales of slots that we do not use, and who chose what.
+  int64_t bytes = kWorkspace + 2 * s.ep_size * tokens * row +
+                  2 * s.capacity * weights + s.capacity * row +
+                  s.ep_size * tokens * ((experts + 7) / 8) * links;
+  if (links > 1) {  // what the network sends from and receives into
+    const int64_t chunks = RoundUp(tokens, kTokensAcrossNvlinks);
+    bytes += 2 * (links - 1) * (chunks + tokens) * (row + weights) +
+             tokens * (row + s.num_experts * sizeof(float));
+  }
+  return bytes;
+}
+
 Status CheckSizes(const Sizes& s) {
   if (s.ep_size < 2) {
     return Refuse("ep_size = ", s.ep_size,
@@ -139,6 +159,13 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
         m.shared_bytes,
         "; take a smaller hidden_dim or a narrower "
         "max_token_dtype");
+  }
+  const int64_t group = GroupBytes(s, m.nvlink_ranks);
+  if (group > m.free_bytes) {
+    return Refuse("a group of these sizes needs ", group,
+                  " bytes of GPU memory beside JAX's, but ", m.free_bytes,
+                  " are free; lower XLA_PYTHON_CLIENT_MEM_FRACTION or "
+                  "recv_capacity_per_rank");
   }
   return Status();
 }

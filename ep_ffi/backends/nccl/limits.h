@@ -32,7 +32,11 @@ struct Machine {
   bool device_api;       // whether NCCL's kernels may be called by others
   int64_t nvlink_ranks;  // of the EP domain, in one NVLink domain
   int64_t shared_bytes;  // memory that a block of threads may have
+  int64_t free_bytes;    // of the GPU's memory
 };
+
+// What NCCL EP allocates for a group on each GPU.
+int64_t GroupBytes(const Sizes& sizes, int64_t nvlink_ranks);
 
 Status CheckSizes(const Sizes& sizes);
 Status CheckMachine(const Sizes& sizes, const Machine& machine);

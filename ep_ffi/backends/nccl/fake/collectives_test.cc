@@ -245,28 +245,38 @@ TEST_F(CollectivesTest, WhatIsNotDestroyedIsCounted) {
   EXPECT_EQ("", Violations());
 }
 
-TEST_F(CollectivesTest, RanksOnOneDeviceNeedPermission) {
+// As many ranks on one device try to connect.
+void ConnectOnOneDevice(int num_ranks, ncclResult_t expected) {
+  cuInit(0);
   ncclUniqueId id;
   ncclGetUniqueId(&id);
-  const auto connect = [id](int rank, ncclResult_t expected) {
-    CUcontext context;
-    cuDevicePrimaryCtxRetain(&context, 0);
-    cuCtxPushCurrent(context);
-    ncclComm_t comm = nullptr;
-    EXPECT_EQ(expected, ncclCommInitRank(&comm, kRanks, id, rank));
-    if (comm) ncclCommDestroy(comm);
-    cuCtxPopCurrent(nullptr);
-    cuDevicePrimaryCtxRelease(0);
-  };
-  cuInit(0);
-  for (bool allowed : {false, true}) {
-    setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed ? "1" : "0", /*overwrite=*/1);
-    const ncclResult_t expected = allowed ? ncclSuccess : ncclInvalidUsage;
-    std::thread other(connect, 1, expected);
-    connect(0, expected);
-    other.join();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([=] {
+      CUcontext context;
+      cuDevicePrimaryCtxRetain(&context, 0);
+      cuCtxPushCurrent(context);
+      ncclComm_t comm = nullptr;
+      EXPECT_EQ(expected, ncclCommInitRank(&comm, num_ranks, id, rank));
+      if (comm) ncclCommDestroy(comm);
+      cuCtxPopCurrent(nullptr);
+      cuDevicePrimaryCtxRelease(0);
+    });
   }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(CollectivesTest, RanksOnOneDeviceNeedPermission) {
+  ConnectOnOneDevice(2, ncclInvalidUsage);
+  setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", /*overwrite=*/1);
+  ConnectOnOneDevice(2, ncclSuccess);
+  EXPECT_EQ("", Violations());
+  ConnectOnOneDevice(3, ncclInvalidUsage);
+  ExpectViolation("3 ranks share a device and NCCL_MAX_CTAS");
+  setenv("NCCL_MAX_CTAS", "4", /*overwrite=*/1);
+  ConnectOnOneDevice(4, ncclSuccess);
   unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  unsetenv("NCCL_MAX_CTAS");
   EXPECT_EQ("", Violations());
 }
 

@@ -121,6 +121,11 @@ Shared<void*, unsigned>& HostAllocations() {
   return *allocations;
 }
 
+Shared<std::string, unsigned>& LargestGrids() {
+  static auto* grids = new Shared<std::string, unsigned>();
+  return *grids;
+}
+
 CUstream MakeStream(CUcontext context) {
   // A thread that was left behind may still synchronize with a stream.
   static auto* streams = new Shared<int, std::deque<CUstream_st>>();
@@ -171,6 +176,11 @@ std::shared_ptr<CUstream_st> NewStream(int device) {
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
+
+unsigned TakeLargestGrid(const std::string& kernel) {
+  std::lock_guard<std::mutex> lock(LargestGrids().mutex);
+  return std::exchange(LargestGrids().map[kernel], 0);
+}
 
 struct Capture::Recorded {
   CUstream stream;
@@ -334,6 +344,15 @@ CUresult cuStreamDestroy(CUstream stream) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemGetInfo(size_t* free, size_t* total) {
+  Contract contract("cuMemGetInfo");
+  contract.DemandNoHandler();
+  contract.Demand(CurrentContext(), "no context is current");
+  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  *free = *total = TheMachine().free_bytes;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
   Contract contract("cuMemHostAlloc");
   contract.DemandNoHandler();
@@ -421,6 +440,11 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
   if (grid_x < 1 || grid_x > kMaxGridSize || block_x < 1 ||
       block_x > kMaxBlockSize) {
     return CUDA_ERROR_INVALID_VALUE;
+  }
+  {
+    std::lock_guard<std::mutex> lock(LargestGrids().mutex);
+    unsigned& largest = LargestGrids().map[function->name];
+    largest = std::max(largest, grid_x);
   }
   stream->Enqueue({BindKernel(function->name, grid_x, block_x, parameters)});
   return CUDA_SUCCESS;

@@ -26,9 +26,10 @@ namespace ep::nccl::fake {
 struct Machine {
   int num_devices = 8;
   int compute_capability_major = 9;
-  int shared_bytes = 232448;  // of a block of threads
-  int nvlink_ranks = 0;       // of a communicator; 0: all of them
-  bool device_api = true;     // of NCCL
+  int shared_bytes = 232448;            // of a block of threads
+  size_t free_bytes = size_t{1} << 40;  // of a device's memory
+  int nvlink_ranks = 0;                 // of a communicator; 0: all of them
+  bool device_api = true;               // of NCCL
   int nccl_version = 23007;
   int nccl_ep_version = 200;
   // How long a rank waits for others before it is a violation.
@@ -86,6 +87,9 @@ class Capture {
   struct Recorded;
   const std::unique_ptr<Recorded> recorded_;
 };
+
+// The most blocks that a kernel was launched with since this was last called.
+unsigned TakeLargestGrid(const std::string& kernel);
 
 // While it lives, this thread is inside an FFI handler whose routing lies in
 // `mem`. There nothing may wait or allocate, and a handle of NCCL EP is opened

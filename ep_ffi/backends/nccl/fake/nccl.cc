@@ -3,6 +3,7 @@
 #include <nccl.h>
 #include <nccl_device/core.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -10,7 +11,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -38,6 +38,9 @@ std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   if (--entry.num_missing == 0) forming->erase(key);
   return clique;
 }
+
+// As NCCL's documentation has it, unless each takes less of the device.
+constexpr int kRanksOfDevice = 2;
 
 bool MayShareDevices() {
   const char* value = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
@@ -108,11 +111,20 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id,
                     &met)) {
     return ncclSystemError;
   }
-  std::set<int> devices;
-  for (int i = 0; i < num_ranks; ++i) devices.insert(met.From<int>(i));
+  std::map<int, int> ranks_of_device;
+  int most = 0;
+  for (int i = 0; i < num_ranks; ++i) {
+    most = std::max(most, ++ranks_of_device[met.From<int>(i)]);
+  }
   clique->Meet(rank, "ncclCommInitRank, end", nullptr, nullptr);
-  if (devices.size() < size_t(num_ranks) && !MayShareDevices()) {
+  if (most > 1 && !MayShareDevices()) {
     return ncclInvalidUsage;  // "Duplicate GPU detected"
+  }
+  if (!contract.Demand(most <= kRanksOfDevice || std::getenv("NCCL_MAX_CTAS"),
+                       "hangs later on, for ", most,
+                       " ranks share a device and "
+                       "NCCL_MAX_CTAS does not limit their blocks")) {
+    return ncclInvalidUsage;
   }
   *comm = Living<ncclComm>::Get().Add(
       new ncclComm{std::make_shared<Member>(clique, rank, device)});

@@ -85,6 +85,11 @@ void DemandConfig(Contract& contract, const ncclEpGroupConfig_t& c,
                   "zero copy needs windows");
   contract.Demand(c.overflow_policy != NCCL_EP_OVERFLOW_DROP,
                   "the fake knows only a trap on overflow");
+  contract.Demand(
+      2 * num_ranks * c.max_dispatch_tokens_per_rank * c.max_token_bytes +
+              size_t{c.max_recv_tokens_per_rank} * c.max_token_bytes <=
+          TheMachine().free_bytes,
+      "runs out of memory, and ends the process");
   const char* scan_mode = std::getenv("NCCL_EP_HT_EM_AG_SCAN_MODE");
   contract.Demand(scan_mode && std::string(scan_mode) == "1",
                   "NCCL_EP_HT_EM_AG_SCAN_MODE is not 1, so that dispatch may "
