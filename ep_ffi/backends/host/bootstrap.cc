@@ -19,11 +19,10 @@
 // process does not see.
 EP_EXPORT int32_t ep_host_group_create(
     const char* name, const char* config, int32_t listener,
-    const char* const* addresses,
-    int64_t num_experts, int32_t ep_size, int32_t num_ranks,
-    const int32_t* processes, const int32_t* devices, int32_t process,
-    int32_t num_processes, const int32_t* process_ids, const int32_t* pids,
-    double timeout_s, char* error, int64_t error_bytes) {
+    const char* const* addresses, int64_t num_experts, int32_t ep_size,
+    int32_t num_ranks, const int32_t* processes, const int32_t* devices,
+    int32_t process, int32_t num_processes, const int32_t* process_ids,
+    const int32_t* pids, double timeout_s, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::host::HostGroup::Options options;
     options.name = name;

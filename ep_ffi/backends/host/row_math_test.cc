@@ -177,9 +177,9 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   const ScopedFlushDenormals flush;
   for (int64_t width : {1, 64}) {
     const std::vector<double> ones(width, 1);
-    EXPECT_EQ(std::vector<uint32_t>(width, 0),
-              Sum(GetParam(), {{ones, 0x1.0p-126f}, {ones, -0x1.1p-126f}},
-                  width));
+    EXPECT_EQ(
+        std::vector<uint32_t>(width, 0),
+        Sum(GetParam(), {{ones, 0x1.0p-126f}, {ones, -0x1.1p-126f}}, width));
   }
 }
 
