@@ -31,7 +31,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # What is called here and in native.py: a digest of the C++ side, which the
 # library carries (//ep_ffi/handlers:interface). Whoever changes that side is
 # told by every test to write the new one here.
-INTERFACE = "8992ef071199"
+INTERFACE = "b9aaaafc1a0c"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096

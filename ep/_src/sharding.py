@@ -163,8 +163,8 @@ def _warn_if_moved(
       warnings.warn(
         f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
         f" the op needs {wanted}; JAX moves it in every call. Make the array"
-        " with that sharding (jax.device_put, out_shardings of jax.jit), or look"
-        " for such moves in a jitted program with"
+        " with that sharding (jax.device_put, out_shardings of jax.jit). A"
+        " jitted program is searched for such moves by"
         " ep.assert_no_hidden_collectives.",
         stacklevel=4,
       )

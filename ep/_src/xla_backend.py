@@ -391,7 +391,7 @@ def _exchange(dims: _Dims, side: _Side, rows, sequence, sound) -> jax.Array:
       size, jnp.minimum(len(sent) - start, room - remote_start)
     )
     # What no rank writes, nobody reads. Were it a constant, XLA would build it
-    # outside of a loop, once for several exchanges, and copy it in each of them.
+    # outside of a loop, once for several exchanges, and copy it in each.
     unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (room, *sent.shape[1:]))
     received = lax.ragged_all_to_all(
       sent,

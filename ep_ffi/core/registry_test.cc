@@ -48,7 +48,7 @@ TEST(RegistryTest, AReleasedGroupLivesAsLongAsItsBindings) {
   Registry registry;
   const std::weak_ptr<Group> group = [&] {
     auto group = std::make_shared<NoGroup>();
-    EXPECT_TRUE(registry.Add("ep", group).ok());
+    EXPECT_TRUE(registry.Add("ep", "", group).ok());
     return group;
   }();
   Binding binding = registry.Bind("ep", "step#0", 0);
