@@ -7,8 +7,6 @@ such a child.
 import gc
 import multiprocessing
 import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -95,41 +93,3 @@ def test_the_parent_goes_on():
   assert loader.exitcode == 0
   step()
   ep.ep_finalize(group)
-
-
-def test_a_child_that_exits():
-  """By itself: its own handlers, and those of JAX, which may not end."""
-  program = """
-import os, signal, sys, time
-import jax
-import jax.numpy as jnp
-import ep
-mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
-group = ep.ep_bootstrap(
-  mesh, num_experts=2, max_tokens_per_rank=1, hidden_dim=1, top_k=1,
-  timeout_s=20)
-layer = ep.EpLayerConfig(group)
-prepare = jax.jit(lambda ids: ep.ep_prepare(layer, ids).total_recv_tokens)
-child = os.fork()
-if child == 0:
-  sys.exit()
-try:
-  for _ in range(20):  # while the child ends
-    print(prepare(jnp.array([[0], [0]])).ravel())
-    time.sleep(0.1)
-  ep.ep_finalize(group)
-finally:
-  os.kill(child, signal.SIGKILL)
-"""
-  env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-  ended = subprocess.run(
-    [sys.executable, "-W", "ignore", "-c", program],
-    env=env
-    | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    | {"JAX_PLATFORMS": "cpu"},
-    stdout=subprocess.PIPE,
-    text=True,
-    timeout=50,
-  )
-  assert ended.returncode == 0
-  assert ended.stdout == "[2 0]\n" * 20
