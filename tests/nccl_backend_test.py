@@ -98,7 +98,9 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   nccl_backend.connect(group)
   assert made == dict(
     name="ep0",
+    config=group.config,
     rank=me // 2,
+    domain=me % 2,
     device=0,
     num_experts=8,
     ep_size=2,

@@ -38,7 +38,9 @@ def connect(names, **sizes):
   def create(rank):
     ffi.create_nccl_group(
       name=names[rank],
+      config="",
       rank=rank,
+      domain=0,
       device=rank,
       unique_id=unique_id,
       nccl="",

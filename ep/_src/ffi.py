@@ -31,7 +31,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # What is called here and in native.py: a digest of the C++ side, which the
 # library carries (//ep_ffi/handlers:interface). Whoever changes that side is
 # told by every test to write the new one here.
-INTERFACE = "b9aaaafc1a0c"
+INTERFACE = "03bf5f867c14"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -128,8 +128,9 @@ def _call(backend: str, function: str, *args: Any) -> None:
 
 def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
   """`_call`, for a function of ours that its errors name."""
+  lib = library(backend)
   try:
-    _call(backend, function, *args)
+    call(lib, function, *args)
   except (ValueError, NativeError) as e:
     raise type(e)(f"{op}: {e}") from e
 
@@ -199,6 +200,7 @@ def create_nccl_group(
   name: str,
   config: str,
   rank: int,
+  domain: int,
   device: int,
   num_experts: int,
   ep_size: int,
@@ -213,8 +215,8 @@ def create_nccl_group(
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
-  `device` is the GPU's ordinal in this process, `rank` its place in the domain
-  whose ranks share `unique_id`; `nccl`, `nccl_ep` as for `new_nccl_id`.
+  `device` is the GPU's ordinal in this process, `rank` its place in the
+  `domain` whose ranks share `unique_id`; `nccl`, `nccl_ep` as for `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   _call_for(
@@ -224,6 +226,7 @@ def create_nccl_group(
     name.encode(),
     config.encode(),
     ctypes.c_int32(rank),
+    ctypes.c_int32(domain),
     ctypes.c_int32(device),
     *map(ctypes.c_int64, sizes),
     ctypes.c_double(timeout_s),

@@ -94,6 +94,7 @@ def connect(group: EpGroup) -> None:
     name=group.name,
     config=group.config,
     rank=rank,
+    domain=domain,
     device=device.local_hardware_id,
     num_experts=group.num_experts,
     ep_size=group.ep_size,

@@ -1,4 +1,4 @@
-// What can be wrong with a routing, in words that every backend uses.
+// What can be wrong with an ep_prepare, in words that every backend uses.
 
 #ifndef EP_FFI_CORE_FAULTS_H_
 #define EP_FFI_CORE_FAULTS_H_
@@ -23,6 +23,19 @@ inline Status RepeatedId(int64_t token, int64_t k, int64_t id) {
                        " repeats an expert of token ", token,
                        "; the top-k experts of a token must be distinct (use "
                        "-1 for an unused choice)"));
+}
+
+// `program` and `group`: where the mesh of each has the rank, as in
+// PrepareArgs.
+inline Status OtherPlace(int64_t program, int64_t group, int64_t ep_size) {
+  return Status(
+      Code::kFailedPrecondition,
+      StrCat("the mesh of the program has this device as rank ",
+             program % ep_size, " of EP domain ", program / ep_size,
+             ", but in the mesh of the group it is rank ", group % ep_size,
+             " of EP domain ", group / ep_size,
+             "; run the program on the mesh that was given to ep_bootstrap, "
+             "with each device where it was"));
 }
 
 inline Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {

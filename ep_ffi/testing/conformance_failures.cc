@@ -53,6 +53,26 @@ TEST_P(Conformance, AnIdOutOfRangeFailsOnEveryRank) {
   PrepareRandom(domain, kDims);
 }
 
+TEST_P(Conformance, AMeshThatHasARankElsewhereFailsOnEveryRank) {
+  const Domain domain = MakeDomain(kWorld);
+  std::vector<RankInput> inputs =
+      PrepareInputs(kDims, RandomChoices(random_, kDims));
+  for (int32_t rank = 0; rank < kDims.ep_size; ++rank) {
+    inputs[rank].place = {rank, 0};
+  }
+  for (const Status& status :
+       Step::Make(domain, Op::kPrepare, {NextRun()}, inputs)->Run()) {
+    EXPECT_TRUE(status.ok()) << status.message();
+  }
+  inputs[2].place[0] = 1;
+  ExpectFailureOnAll({Code::kFailedPrecondition,
+                      {"ep_prepare", kLayerName, "rank 2",
+                       "the mesh of the program has this device as rank 1",
+                       "in the mesh of the group it is rank 2"}},
+                     Step::Make(domain, Op::kPrepare, {NextRun()}, inputs));
+  PrepareRandom(domain, kDims);
+}
+
 TEST_P(Conformance, AnOverflowFailsOnEveryRank) {
   PlanDims dims = kDims;
   dims.capacity = 24;

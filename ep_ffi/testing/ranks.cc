@@ -151,10 +151,10 @@ void Step::PostPrepare(int64_t rank, Call call) {
   const void* topk_idx = narrow_idx_[rank].data();
   if (in.index_is_int64) topk_idx = in.topk_idx.data();
   domain_.groups[rank]->Prepare(
-      std::move(call),
-      {topk_idx, nullptr, in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
-       out.mem.data(), mem_bytes, out.group_sizes.data(),
-       out.token_counts.data(), &out.total_recv_tokens});
+      std::move(call), {topk_idx, in.place.empty() ? nullptr : in.place.data(),
+                        in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
+                        out.mem.data(), mem_bytes, out.group_sizes.data(),
+                        out.token_counts.data(), &out.total_recv_tokens});
 }
 
 ScatterArgs Step::ToScatterArgs(int64_t rank) {

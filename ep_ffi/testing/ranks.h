@@ -67,6 +67,7 @@ struct RankInput {
   // Of ep_prepare.
   std::vector<int64_t> topk_idx;
   bool index_is_int64 = true;
+  std::vector<int32_t> place;  // empty: not known
   // Of the others.
   std::vector<std::byte> mem;
   RowType type = {0, DType::kFloat32};

@@ -11,6 +11,7 @@
 
 #include "ep_ffi/backends/host/movers.h"
 #include "ep_ffi/backends/host/pages.h"
+#include "ep_ffi/core/faults.h"
 
 namespace ep::host {
 namespace {
@@ -166,22 +167,6 @@ Status HostGroup::Locate(const Call& call, Place* place) const {
   return Status();
 }
 
-Status HostGroup::CheckPlace(const PrepareArgs& args,
-                             const Place& place) const {
-  const int64_t ep_size = this->ep_size();
-  if (!args.place || args.place[0] == place.domain * ep_size + place.rank) {
-    return Status();
-  }
-  return Status(
-      Code::kFailedPrecondition,
-      StrCat("the mesh of the program has this device as rank ",
-             args.place[0] % ep_size, " of EP domain ", args.place[0] / ep_size,
-             ", but in the mesh of the group it is rank ", place.rank,
-             " of EP domain ", place.domain,
-             "; run the program on the mesh that was given to ep_bootstrap, "
-             "with the same devices and axes in the same order"));
-}
-
 void HostGroup::Fail(const Call& call, const Place& place,
                      Status status) const {
   if (place.exchanges) return place.exchanges->Fail(call, std::move(status));
@@ -196,7 +181,10 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.num_tokens);
   Place place;
   Status status = Locate(call, &place);
-  if (status.ok()) status = CheckPlace(args, place);
+  const int64_t index = place.domain * ep_size() + place.rank;
+  if (status.ok() && args.place && args.place[0] != index) {
+    status = OtherPlace(args.place[0], index, ep_size());
+  }
   if (status.ok()) status = ValidateDims(dims);
   auto mine = std::make_shared<SortedChoices>();
   if (status.ok()) {

@@ -77,8 +77,6 @@ class HostGroup : public Group {
   // Null once the group is closed, and in a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
-  // Fails if the program's mesh has the rank elsewhere than the group's.
-  Status CheckPlace(const PrepareArgs& args, const Place& place) const;
   // Fails an op, and its run on all ranks.
   void Fail(const Call& call, const Place& place, Status status) const;
   void RunScatter(const Call& call, const ScatterArgs& args);

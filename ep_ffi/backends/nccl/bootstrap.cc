@@ -28,20 +28,21 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
 }
 
 // Creates the group `name` on the GPU `device` of this process, which is
-// `rank` of its domain; for `config` see `Registry::Add`. Collective over the
-// domain, whose ranks share `id`.
+// `rank` of EP domain `domain`; for `config` see `Registry::Add`. Collective
+// over the domain, whose ranks share `id`.
 EP_EXPORT int32_t ep_nccl_group_create(
-    const char* name, const char* config, int32_t rank, int32_t device,
-    int64_t num_experts, int64_t ep_size, int64_t max_tokens, int64_t capacity,
-    int64_t max_row_bytes, int64_t max_num_sms, double timeout_s,
-    const char* id, int64_t id_bytes, const char* nccl, const char* nccl_ep,
-    char* error, int64_t error_bytes) {
+    const char* name, const char* config, int32_t rank, int32_t domain,
+    int32_t device, int64_t num_experts, int64_t ep_size, int64_t max_tokens,
+    int64_t capacity, int64_t max_row_bytes, int64_t max_num_sms,
+    double timeout_s, const char* id, int64_t id_bytes, const char* nccl,
+    const char* nccl_ep, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::nccl::NcclGroup::Options options;
     options.name = name;
     options.sizes = {num_experts, ep_size,       max_tokens,
                      capacity,    max_row_bytes, max_num_sms};
     options.rank = rank;
+    options.domain = domain;
     options.device = device;
     options.timeout_s = timeout_s;
     options.unique_id.assign(id, id_bytes);

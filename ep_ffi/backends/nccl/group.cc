@@ -178,6 +178,8 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
                               options_.rank, args.mem);
   routing.topk_idx = args.topk_idx;
   routing.index_is_int64 = args.index_is_int64;
+  routing.place = args.place;
+  routing.index = Index(options_.rank);
   routing.group_sizes = args.group_sizes;
   routing.token_counts = args.token_counts;
   routing.total_recv_tokens = args.total_recv_tokens;
@@ -373,6 +375,8 @@ Status NcclGroup::ToStatus(const Verdict& verdict,
           IdOutOfRange(token, k, verdict.value, options_.sizes.num_experts));
     case Fault::kRepeatedId:
       return on_rank(RepeatedId(token, k, verdict.value));
+    case Fault::kOtherPlace:
+      return on_rank(OtherPlace(verdict.value, Index(verdict.rank), ep_size()));
     case Fault::kOverflow: {
       const Status status =  // names the rank itself
           Overflow(verdict.rank, verdict.value, options_.sizes.capacity);

@@ -50,6 +50,7 @@ class NcclGroup : public Group {
     std::string name;
     Sizes sizes;
     int32_t rank;
+    int32_t domain = 0;     // of the mesh's EP domains
     int32_t device;         // as XLA numbers the devices of the process
     double timeout_s;       // to connect, and to wait for the device
     std::string unique_id;  // of the domain, from NewUniqueId
@@ -89,6 +90,11 @@ class NcclGroup : public Group {
   };
 
   explicit NcclGroup(const Options& options) : options_(options) {}
+
+  // Where the group's mesh has a rank of this domain; see PrepareArgs::place.
+  int32_t Index(int32_t rank) const {
+    return options_.domain * ep_size() + rank;
+  }
   Status Connect(const Libraries& libraries);
 
   // Where movers report, the first fault until it is taken; before it, those of

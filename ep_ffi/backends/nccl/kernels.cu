@@ -121,6 +121,12 @@ extern "C" __global__ void EpTell(Routing r) {
   if (expert != 0) return;
   int32_t* words = r.told + r.num_experts;
   Write64(r.program, words + kWordProgram);
+  if (r.place && r.place[0] != r.index) {
+    words[kWordFault] = static_cast<int32_t>(Fault::kOtherPlace);
+    words[kWordChoice] = 0;
+    Write64(r.place[0], words + kWordValue);
+    return;
+  }
   if (words[kWordChoice] == 0) return;
   const int32_t choice = r.num_choices - words[kWordChoice];
   words[kWordFault] = static_cast<int32_t>(CheckId(r, choice));

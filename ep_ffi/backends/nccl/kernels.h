@@ -22,6 +22,7 @@ enum class Fault : int32_t {
   kNone,
   kIdOutOfRange,   // rank's topk_idx[choice] is `value`
   kRepeatedId,     // rank's topk_idx[choice] repeats `value`
+  kOtherPlace,     // rank's program has it at `value`, see PrepareArgs::place
   kDisagreement,   // rank's program differs from rank 0's
   kOverflow,       // rank needs `value` rows
   kForeignHandle,  // rank's mem is not the routing of this op
@@ -82,6 +83,8 @@ struct Routing {
   uint64_t sizes;        // hash of the sizes, which an op and its handle share
   uint64_t program;      // hash of all that the ranks of a prepare share
   const void* topk_idx;  // [T K]
+  const int32_t* place;  // [2] as in PrepareArgs, or null
+  int32_t index;         // the first of these, as the group knows it
 
   Header* header;
   int64_t* choices;       // [T K] expert, -1 if unused, invalid or dropped
