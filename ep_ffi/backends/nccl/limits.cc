@@ -14,8 +14,9 @@ constexpr int64_t kExpertMultiple = 4;  // experts of the ranks of an NVLink
 constexpr int64_t kWidthMultiple = 8;   // combine's unit, of any dtype
 constexpr int64_t kRowMultiple = 16;    // bytes that its copies move at once
 
-// Slots that it can tell apart in 22 bits, as it packs them if
-// NCCL_EP_HT_EM_LOCAL_DUP or NCCL_EP_HT_EM_NVLINK_DUP is set.
+// Slots that it can tell apart in 22 bits. That is how it packs them in the
+// layouts of NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP; ours has 32
+// bits for them, but what it asserts of its constants is about these.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
 // Of its kernels: the tokens that a thread block takes at once, of which it
