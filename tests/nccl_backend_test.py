@@ -224,6 +224,14 @@ def test_no_compiler(machine):
   assert "CUDA_HOME" in str(error.value)
 
 
+@pytest.mark.parametrize("variable", ["NCCL_EP_JIT_NVCC", "NVCC"])
+def test_a_compiler_that_is_not_there(machine, monkeypatch, variable):
+  wheels(machine)
+  monkeypatch.setenv(variable, "my-nvcc")
+  with pytest.raises(RuntimeError, match=f"{variable} = my-nvcc is no program"):
+    prepare()
+
+
 def test_the_compiler_is_called_as_nccl_ep_calls_it(machine, monkeypatch):
   wheels(machine, 'printf "%s\\n" "$@" >"$OUT"; /bin/cat probe.cu >>"$OUT"')
   monkeypatch.setenv("OUT", str(machine / "said"))

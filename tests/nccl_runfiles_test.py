@@ -26,7 +26,9 @@ def machine(monkeypatch, tmp_path):
       monkeypatch.delenv(variable)
   monkeypatch.setenv("NCCL_EP_JIT_CACHE_DIR", str(tmp_path))
   monkeypatch.setattr(nccl_files.files, "in_package", lambda *_: None)
-  monkeypatch.setattr(nccl_files.shutil, "which", lambda name: None)
+  monkeypatch.setattr(
+    nccl_files.shutil, "which", lambda name: name if "/" in name else None
+  )
   nccl_files._prepare.cache_clear()
 
 

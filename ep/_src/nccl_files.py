@@ -97,7 +97,13 @@ def find_nvcc(cuda: int) -> pathlib.Path:
   """The compiler of NCCL EP's kernels: the user's, else ours, else PATH's."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
-      return pathlib.Path(shutil.which(name) or name)
+      if path := shutil.which(name):
+        return pathlib.Path(path)
+      raise RuntimeError(
+        f"ep_bootstrap: {variable} = {name} is no program; set it to an nvcc of"
+        " CUDA 12 or newer, or unset it for the one that came with ep, or"
+        " PATH's. See docs/gpu.md."
+      )
   for variable in ("CUDA_HOME", "CUDA_PATH"):
     nvcc = pathlib.Path(os.environ.get(variable, ""), "bin/nvcc")
     if os.environ.get(variable) and nvcc.exists():

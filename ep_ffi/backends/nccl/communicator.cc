@@ -39,9 +39,15 @@ Status Communicator::Create(std::shared_ptr<const Device> device,
     return Status(Code::kInternal, "an NCCL unique id of the wrong size");
   }
   std::memcpy(&id, unique_id.data(), sizeof(id));
-  // NCCL EP 0.2.0 knows no other. A newer one does, in which a slab's rows come
-  // in no fixed order.
-  setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "1", /*replace=*/1);
+  for (const char* variable :
+       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
+    const char* value = std::getenv(variable);
+    if (!value || !*value || std::string(value) == "0") continue;
+    return Status(Code::kFailedPrecondition,
+                  StrCat(variable, " = ", value,
+                         " makes NCCL EP lay out rows in another way, whose "
+                         "limits are not checked; unset it"));
+  }
   std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
   EP_RETURN_IF_ERROR(RunWithin(
       timeout_s, "to connect the ranks of an EP domain",

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -912,6 +913,15 @@ TEST(NcclGroupCreateTest, AnyOtherNcclEpIsRefused) {
     ExpectRefused(SizesFor(kDims),
                   {StrCat("NCCL EP is 0.", version / 100, ".0"), "0.2.0",
                    "nccl-extensions==0.1.0"});
+  }
+}
+
+TEST(NcclGroupCreateTest, AnotherLayoutOfRowsIsRefused) {
+  for (const char* variable :
+       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
+    setenv(variable, "on", /*overwrite=*/1);
+    ExpectRefused(SizesFor(kDims), {variable, "on", "unset it"});
+    unsetenv(variable);
   }
 }
 

@@ -10,12 +10,13 @@
 namespace ep::nccl {
 namespace {
 
-// The one NCCL EP whose structs and limits we know, and the one NCCL that it
-// works with. Its host code passes NCCL's ncclDevComm to its kernels by value,
-// as the headers lay it out that it was built with, and compiles the kernels
-// with the headers that are installed. From NCCL 2.31 on all that follows is in
-// another place; with an NCCL before 2.30.7, ncclEpCreateGroup ends the
-// process.
+// The one NCCL EP whose structs and limits we know (of those after it we know
+// that rows come in no fixed order unless NCCL_EP_HT_EM_AG_SCAN_MODE is 1), and
+// the one NCCL that it works with. Its host code passes NCCL's ncclDevComm to
+// its kernels by value, as the headers lay it out that it was built with, and
+// compiles the kernels with the headers that are installed. From NCCL 2.31 on
+// all that follows is in another place; with an NCCL before 2.30.7,
+// ncclEpCreateGroup ends the process.
 constexpr int kNccl = 23007;
 constexpr int kNcclEp = 200;
 

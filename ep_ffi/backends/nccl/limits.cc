@@ -14,8 +14,9 @@ constexpr int64_t kExpertMultiple = 4;  // experts of the ranks of an NVLink
 constexpr int64_t kWidthMultiple = 8;   // combine's unit, of any dtype
 constexpr int64_t kRowMultiple = 16;    // bytes that its copies move at once
 
-// Slots that it can tell apart in 22 bits, as it packs them if
-// NCCL_EP_HT_EM_LOCAL_DUP or NCCL_EP_HT_EM_NVLINK_DUP is set.
+// Slots that it can tell apart in 22 bits. That is how it packs them in the
+// layouts of NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP; ours has 32
+// bits for them, but what it asserts of its constants is about these.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
 // Of its kernels: the tokens that a thread block takes at once, of which it
@@ -129,9 +130,8 @@ Status CheckSizes(const Sizes& s) {
 Status CheckMachine(const Sizes& s, const Machine& m) {
   if (!m.device_api) {
     return Refuse(
-        "NCCL's device API does not work on this machine: it needs GPUs that "
-        "can "
-        "map each other's memory (NCCL_CUMEM_ENABLE=0 takes that from them)");
+        "NCCL's device API does not work on this machine; it needs GPUs that "
+        "map each other's memory, which NCCL_CUMEM_ENABLE=0 forbids");
   }
   const int64_t experts = s.num_local() * m.nvlink_ranks;
   if (experts % kExpertMultiple != 0) {
@@ -143,13 +143,12 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
   // Its kernels have the products of these in 32 bits.
   if (s.capacity * experts > std::numeric_limits<int32_t>::max() ||
       s.max_tokens * s.num_experts > std::numeric_limits<int32_t>::max()) {
-    return Refuse("recv_capacity_per_rank = ", s.capacity, " times the ",
-                  experts,
-                  " experts of an NVLink domain, or "
-                  "max_tokens_per_rank = ",
-                  s.max_tokens, " times num_experts = ", s.num_experts,
-                  " is more than 32 bits can count; split the "
-                  "tokens into several dispatches");
+    return Refuse(
+        "recv_capacity_per_rank = ", s.capacity, " times the ", experts,
+        " experts of an NVLink domain, or max_tokens_per_rank = ", s.max_tokens,
+        " times num_experts = ", s.num_experts,
+        " is more than 32 bits can count; split the tokens into "
+        "several dispatches");
   }
   const int64_t needed = SharedBytes(s, m.nvlink_ranks);
   if (needed > m.shared_bytes) {
@@ -157,8 +156,7 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
         "rows of ", s.max_row_bytes, " bytes need ", needed,
         " bytes of shared memory in a thread block, but this GPU has ",
         m.shared_bytes,
-        "; take a smaller hidden_dim or a narrower "
-        "max_token_dtype");
+        "; take a smaller hidden_dim or a narrower max_token_dtype");
   }
   const int64_t group = GroupBytes(s, m.nvlink_ranks);
   if (group > m.free_bytes) {

@@ -30,10 +30,11 @@ TEST_F(CollectivesTest, RanksWithDifferentGroupsAreCaught) {
   ExpectViolation("ranks have different configurations");
 }
 
-TEST_F(CollectivesTest, AScanModeThatWritesToHandlesIsCaught) {
-  setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "0", /*overwrite=*/1);
+TEST_F(CollectivesTest, AnotherLayoutOfRowsIsCaught) {
+  setenv("NCCL_EP_HT_EM_LOCAL_DUP", "1", /*overwrite=*/1);
   OnRanks([](Rank& rank) { rank.CreateGroup(); });
-  ExpectViolation("SCAN_MODE");
+  unsetenv("NCCL_EP_HT_EM_LOCAL_DUP");
+  ExpectViolation("LOCAL_DUP");
 }
 
 TEST_F(CollectivesTest, AnOverflowIsCaught) {

@@ -90,10 +90,11 @@ void DemandConfig(Contract& contract, const ncclEpGroupConfig_t& c,
               size_t{c.max_recv_tokens_per_rank} * c.max_token_bytes <=
           TheMachine().free_bytes,
       "runs out of memory, and ends the process");
-  const char* scan_mode = std::getenv("NCCL_EP_HT_EM_AG_SCAN_MODE");
-  contract.Demand(scan_mode && std::string(scan_mode) == "1",
-                  "NCCL_EP_HT_EM_AG_SCAN_MODE is not 1, so that dispatch may "
-                  "write to handle_mem");
+  for (const char* variable :
+       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
+    contract.Demand(!std::getenv(variable), "the fake does not know ",
+                    variable);
+  }
 }
 
 // What all ranks must give alike.

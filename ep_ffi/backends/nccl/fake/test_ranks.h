@@ -155,7 +155,6 @@ class Rank {
 class FakeTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    setenv("NCCL_EP_HT_EM_AG_SCAN_MODE", "1", /*overwrite=*/1);
     TheMachine() = Machine();
     TheMachine().patience_s = 2;
     EXPECT_EQ("", Violations());
