@@ -1,7 +1,7 @@
 """The questions of gpu_first_contact.sh that are programs: one by its name.
 
-Those of several ranks are started by `ep.launch`, others alone. An answer is what
-is printed; a question that has none ends with an error.
+Those of several ranks are started by `ep.launch`, others alone. An answer is
+what is printed; a question that has none ends with an error.
 """
 
 from __future__ import annotations
