@@ -31,6 +31,7 @@ from cases import (
 )
 from conftest import make_mesh
 import ep
+import fork_test
 
 BACKENDS = ("host", "xla")
 ROUTINGS = 20  # cases of a layer
@@ -103,14 +104,19 @@ def pytest_generate_tests(metafunc):
   metafunc.parametrize("layer", layers)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fuzz(request, backend, layer):
+def test_fuzz(request, monkeypatch, backend, layer):
   option = request.config.getoption
   seed, first = option("fuzz_seed"), option("fuzz_first")
   wanted = range(first, first + option("fuzz_cases"))
-  draw = Draw.of(np.random.default_rng([seed, layer]))
+  rng = np.random.default_rng([seed, layer])
+  draw = Draw.of(rng)
+  check_flags_of_one_rank(draw, backend, monkeypatch, rng)
   with draw.group(backend) as group:
     config = ep.EpLayerConfig(group)
+    if rng.random() < 0.3:  # on a rank or two, as a data loader does
+      fork_test.run_child(fork_test.run_exit_handlers)
     for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
       if index not in wanted:
         continue
@@ -142,6 +148,21 @@ def check(case, draw):
   for rank, error in case.errors(sizes).items():
     if error or too_few[rank // case.layer.ep_size]:
       assert f"recv_capacity_per_rank = {case.layer.capacity}" in error
+
+
+def check_flags_of_one_rank(draw, backend, monkeypatch, rng):
+  """A rank that compiles with another flag than the others is refused."""
+  odd = rng.integers(jax.process_count())
+  if jax.process_count() == 1:
+    return
+  with monkeypatch.context() as patch:
+    if jax.process_index() == odd:
+      flags = os.environ.get("XLA_FLAGS", "")
+      patch.setenv(
+        "XLA_FLAGS", f"{flags} --xla_llvm_disable_expensive_passes=1"
+      )
+    with pytest.raises(ValueError, match="XLA_FLAGS"):
+      draw.group(backend)
 
 
 def check_on_another_mesh(case, draw, rng):

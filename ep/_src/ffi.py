@@ -216,7 +216,8 @@ def create_nccl_group(
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
   `device` is the GPU's ordinal in this process, `rank` its place in the
-  `domain` whose ranks share `unique_id`; `nccl`, `nccl_ep` as for `new_nccl_id`.
+  `domain` whose ranks share `unique_id`; `nccl` and `nccl_ep` as for
+  `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   _call_for(
