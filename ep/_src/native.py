@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+import functools
+from typing import Any, TYPE_CHECKING
 
 import jax
 from jax import lax
@@ -56,14 +58,28 @@ def mem_bytes(layer: EpLayerConfig, num_tokens: int) -> int:
 
 
 def lower(
-  op: str, ctx: compat.mlir.LoweringRuleContext, *operands, params: OpParams
+  op: str,
+  ctx: compat.mlir.LoweringRuleContext,
+  *operands,
+  params: OpParams,
+  around: Callable[..., Any] = lambda lower_call: lower_call,
 ):
-  """A call of the FFI target `op` of ep_ffi/handlers."""
-  layer = params.layer
+  """A call of the FFI target `op` of ep_ffi/handlers.
+
+  `around` makes of the lowering to that call, and to nothing else, another.
+  """
   if op == "ep_prepare":
-    place = compat.lower_local(lambda *_: [_place(layer.group)])
+    place = compat.lower_local(lambda *_: [_place(params.layer.group)])
     operands += tuple(place(ctx, *operands))
     ctx = ctx.replace(avals_in=[*ctx.avals_in, _PLACE])
+  lower_call = around(functools.partial(_lower_call, op))
+  return lower_call(ctx, *operands, params=params)
+
+
+def _lower_call(
+  op: str, ctx: compat.mlir.LoweringRuleContext, *operands, params: OpParams
+):
+  layer = params.layer
   with compat.named_instruction(f"{op}[{layer.name}]"):
     return jax.ffi.ffi_lowering(op)(
       ctx,

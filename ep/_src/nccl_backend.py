@@ -25,6 +25,7 @@ close_released = functools.partial(ffi.close_released, "nccl")
 check = functools.partial(ffi.check_group, "nccl")
 memory = functools.partial(ffi.group_memory, "nccl")
 mem_bytes = native.mem_bytes
+lower = functools.partial(native.lower, around=compat.on_collective_stream)
 
 _MIN_COMPUTE_CAPABILITY = 9.0
 
@@ -65,11 +66,6 @@ def _version(capability: str) -> float:
     return float(capability)
   except ValueError:
     return 0.0
-
-
-def lower(op: str, ctx, *operands, params):
-  lower_op = functools.partial(native.lower, op)
-  return compat.on_collective_stream(lower_op)(ctx, *operands, params=params)
 
 
 def connect(group: EpGroup) -> None:

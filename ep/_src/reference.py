@@ -82,7 +82,7 @@ def combine(routing, rows, weights=None):
     terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
   for k in range(terms.shape[2]):
     out += terms[:, :, k]
-  return jnp.where(out == 0, 0, out).astype(rows.dtype)  # +0, not -0
+  return (out + jnp.float32(0)).astype(rows.dtype)  # +0, if it is -0
 
 
 def dispatch_bwd(routing, g_recv, g_recv_weights):
