@@ -31,7 +31,7 @@ def _check(condition: bool, what: str, message: str) -> None:
 
 
 class _Lifetime:
-  """Whether a group is open. Its user's object and copies of that share it."""
+  """Whether a group is open. Its user's object and the shadow share it."""
 
   def __init__(self, group: EpGroup):
     self.alive = True
@@ -212,6 +212,14 @@ class EpGroup:
     """
     self.check_alive("EpGroup.memory")
     return GroupMemory(*BACKENDS[self.backend].memory(self.name))
+
+  def __copy__(self) -> EpGroup:
+    """Returns this very group, which is closed when this object is lost."""
+    return self
+
+  def __deepcopy__(self, memo: Any) -> EpGroup:
+    """As `__copy__`: two that name their programs alone would name two alike."""
+    return self
 
   def __enter__(self) -> EpGroup:
     return self
