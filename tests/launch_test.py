@@ -379,6 +379,18 @@ if os.environ["JAX_PROCESS_ID"] == "1":
   assert stderr.endswith("  | 19999\n")
 
 
+def test_output_that_the_terminal_has_no_characters_for(tmp_path):
+  """It is escaped, and nothing beside it is lost."""
+  program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
+  launcher = _launcher(
+    tmp_path,
+    str(_script(tmp_path, program)),
+    env={"PYTHONIOENCODING": "ascii"},
+    stdout=subprocess.PIPE,
+  )
+  assert launcher.communicate()[0] == b"a caf\\xe9\nand more\n"
+
+
 @pytest.mark.parametrize(
   "options, error, words",
   [
