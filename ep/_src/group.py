@@ -218,7 +218,7 @@ class EpGroup:
     return self
 
   def __deepcopy__(self, memo: Any) -> EpGroup:
-    """As `__copy__`: two that name their programs alone would name two alike."""
+    """Returns this very group, so that no two programs get the same name."""
     return self
 
   def __enter__(self) -> EpGroup:
