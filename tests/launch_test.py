@@ -331,7 +331,7 @@ def test_daemons_end_with_a_launcher_that_is_killed(tmp_path):
 
 
 def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
-  """Which has a handler for it that would do nothing."""
+  """JAX's own handler, which would do nothing, is not there."""
   program = """
 import time, jax
 from ep import launch

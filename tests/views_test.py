@@ -67,7 +67,7 @@ def test_results_stay_where_they_arrive(axis_type):
 
 
 def test_an_array_that_jax_moves_is_told(recwarn):
-  """Once at each place, with the sharding it has and the one it should have."""
+  """The warning names the sharding it has, and the one it should have."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh

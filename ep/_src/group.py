@@ -58,13 +58,13 @@ class _Lifetime:
       _released_by.add(self._backend)
 
 
-# The backends that have released groups, of this process.
+# The backends of which this process has released groups.
 _released_by: set[str] = set()
 os.register_at_fork(after_in_child=_released_by.clear)
 
 
-# Before JAX's own handlers, since JAX is imported above: those may wait for
-# peers that wait for this process.
+# This runs before JAX's own handlers, since JAX is imported above: those may
+# wait for peers that wait for this process.
 @atexit.register
 def _end_all() -> None:
   with contextlib.ExitStack() as stack:

@@ -61,8 +61,9 @@ def is_local_view(group: EpGroup, op: str) -> bool:
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
   """Raises unless the program's mesh puts each device where the group does.
 
-  As far as tracing can tell: inside `shard_map` a mesh has no devices. There
-  ep_prepare compares the places when it runs, if it matters to the backend.
+  Without `jax.set_mesh` tracing cannot tell, since the mesh of a `shard_map`
+  has no devices then. If places matter to the backend, ep_prepare compares them
+  when it runs.
   """
   cure = "run the program on the mesh that was given to ep_bootstrap."
   if dict(mesh.shape) != dict(group.mesh.shape):
@@ -156,9 +157,9 @@ def _warn_if_moved(
 ) -> None:
   """Warns of arrays that JAX moves between devices before the op.
 
-  Only of arrays that are there: what XLA makes of a tracer on Auto axes is not
-  known yet, and JAX itself refuses one on Explicit axes. An array that every
-  device has is not moved, but cut.
+  It looks only at arrays that are there: what XLA makes of a tracer on Auto
+  axes is not known yet, and JAX itself refuses one on Explicit axes. An array
+  that every device has whole is not moved, but cut.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
