@@ -33,7 +33,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-  # Not imported above, where `python -m ep.launch` would find itself.
+  # Were it imported above, `python -m ep.launch` would warn of that.
   if name == "launch":
     return importlib.import_module("ep.launch")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

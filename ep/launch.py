@@ -361,9 +361,13 @@ def _say(text: str) -> None:
 
 
 def _write(stream: TextIO | None, text: str) -> bool:
-  """Writes at once; False if that fails, as where nobody reads any more."""
+  """Writes at once; False if that fails, as where nobody reads any more.
+
+  Characters that the stream's encoding does not have are escaped.
+  """
   try:
-    stream.write(text)
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
   except (AttributeError, OSError, ValueError):  # None; broken pipe; closed
     return False

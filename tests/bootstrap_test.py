@@ -1,5 +1,6 @@
 """ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
 
+import copy
 import math
 import os
 import secrets
@@ -195,6 +196,14 @@ def test_a_group_says_what_it_is(mesh):
     assert group.top_k == K
     assert group.backend == (BACKEND or ("nccl" if GPU else "host"))
     hash(group)
+
+
+def test_a_copy_of_a_group_is_the_group():
+  """So no copy outlives it, or names its programs as the group does."""
+  config = layer()
+  assert copy.copy(config.group) is config.group
+  deep = copy.deepcopy(config)
+  assert deep == config and deep.group is config.group
 
 
 def test_groups_are_named_apart():

@@ -158,7 +158,7 @@ def combine_both(ops, rows, weights):
 
 @DTYPES
 def test_sums_start_at_plus_zero_and_flush(dtype):
-  """Said of the result itself, not by way of the oracle."""
+  """The numbers are written down here, and not taken from the oracle."""
   case = Case(layer(top_k=1))
   tiny = float(jnp.finfo(dtype).smallest_subnormal)
   # A subnormal float16 is a normal float32, in which sums are taken.

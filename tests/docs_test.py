@@ -55,7 +55,7 @@ def _tables(text):
 
 
 def test_the_worked_example():
-  """Of every array, whole; in two domains alike, which takes four devices."""
+  """Whole arrays are compared, in two domains alike, on four devices."""
   text = _section("docs/semantics.md", "A worked example")
   given, slots, results = _tables(text)
   mesh = make_mesh({"dp": 2, "ep": 2})

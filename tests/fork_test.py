@@ -70,7 +70,7 @@ def run_child(act):
 
 
 def test_the_parent_goes_on():
-  """With exact results, and an end in good order on all ranks."""
+  """Its results are exact, and the group ends in good order on all ranks."""
   group = bootstrap(make_mesh({"ep": 4}), timeout_s=TIMEOUT_S)
   case = Case(a_layer(group))
 

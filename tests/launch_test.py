@@ -331,7 +331,7 @@ def test_daemons_end_with_a_launcher_that_is_killed(tmp_path):
 
 
 def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
-  """Which has a handler for it that would do nothing."""
+  """JAX's own handler, which would do nothing, is not there."""
   program = """
 import time, jax
 from ep import launch
@@ -377,6 +377,18 @@ if os.environ["JAX_PROCESS_ID"] == "1":
   assert (tmp_path / "rank_0.log").read_text().endswith("\n19999\n")
   assert stderr.startswith("ep.launch: rank 1 failed with exit code 3")
   assert stderr.endswith("  | 19999\n")
+
+
+def test_output_that_the_terminal_has_no_characters_for(tmp_path):
+  """It is escaped, and nothing beside it is lost."""
+  program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
+  launcher = _launcher(
+    tmp_path,
+    str(_script(tmp_path, program)),
+    env={"PYTHONIOENCODING": "ascii"},
+    stdout=subprocess.PIPE,
+  )
+  assert launcher.communicate()[0] == b"a caf\\xe9\nand more\n"
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_groups_with_a_program(lifetimes, want, capsys):
 
 
 def test_a_program_dies_with_its_function(lifetimes, want, capsys):
-  """And its group with it, whatever else JAX keeps of it in its caches."""
+  """Its group dies with it, whatever else JAX keeps of it in its caches."""
   live(
     lifetimes // LIFETIMES_OF_A_PROGRAM,
     lambda group: run_program(group, want),
@@ -98,7 +98,7 @@ def test_a_program_dies_with_its_function(lifetimes, want, capsys):
 
 
 def test_groups_without_finalize(lifetimes, want, capsys):
-  """Close when the user's last reference has gone, and their programs."""
+  """They close when the user's last reference and their programs are gone."""
   mesh = make_mesh({"ep": 4})
 
   def use(group):
@@ -109,7 +109,7 @@ def test_groups_without_finalize(lifetimes, want, capsys):
 
 
 def compile_program(group):
-  """One that outlives its function, and the function's references."""
+  """Returns one that outlives its function, and the function's references."""
   case = a_case(group)
   inputs = case.topk_idx, case.tokens(), case.weights()
   inputs = list(map(case.put, inputs))
@@ -124,7 +124,7 @@ only_native = pytest.mark.skipif(
 
 @only_native
 def test_what_programs_keep(want):
-  """Of a finalized group nothing, of one that is lost all that they need."""
+  """They keep nothing of a finalized group, and all they need of a lost one."""
   mesh = make_mesh({"ep": 4})
   most = Footprint(memory=32 << 10, heap=32 << 10, descriptors=0, threads=8)
   with bootstrap(mesh) as group:

@@ -238,7 +238,7 @@ def test_matrices_that_do_not_fit(change, error, message):
   ],
 )
 def test_jax_debug_nans_finds_no_nan_of_ours(mode, view):
-  """Though most of what a rank receives is tail, which checked mode fills."""
+  """Most of what a rank receives is tail, which checked mode fills."""
   case = Case(layer(), "one_token")
   moe = VIEWS[view](case.layer)
 

@@ -67,7 +67,7 @@ def test_results_stay_where_they_arrive(axis_type):
 
 
 def test_an_array_that_jax_moves_is_told(recwarn):
-  """Once at each place, with the sharding it has and the one it should have."""
+  """The warning names the sharding it has, and the one it should have."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh
@@ -76,10 +76,26 @@ def test_an_array_that_jax_moves_is_told(recwarn):
   moved = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
   with pytest.warns(UserWarning) as told:
     handle = ep.ep_prepare(config, moved)
-  (message,) = [str(w.message) for w in told]
+  (warning,) = told
+  assert warning.filename == __file__  # the line of the user, not one of ours
+  message = str(warning.message)
   for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
     assert word in message
   assert_same(Ops(handle).sizes(), case.oracle.sizes())
+
+
+def test_an_array_that_stays_is_not_told(recwarn):
+  """Each rank has its part of it, on the mesh that the program runs on."""
+  config = layer("dp2_ep2")
+  case = Case(config, whole=True)
+  mesh = config.group.mesh
+  everywhere = to_global(case.topk_idx, mesh, PartitionSpec())
+  handle = ep.ep_prepare(config, everywhere)
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+  planned = ep.EpLayerConfig(bootstrap(mesh.abstract_mesh, backend="xla"))
+  with jax.set_mesh(mesh):
+    ep.ep_prepare(planned, case.put(case.topk_idx))
+  assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

@@ -46,7 +46,7 @@ def compiler_options() -> dict[str, str]:
 
 
 def concrete_context_mesh():
-  """The mesh of devices of `jax.set_mesh`, or None."""
+  """Returns the mesh of devices of `jax.set_mesh`, or None."""
   mesh = _mesh.get_concrete_mesh()
   return None if mesh.empty else mesh
 

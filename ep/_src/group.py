@@ -31,7 +31,7 @@ def _check(condition: bool, what: str, message: str) -> None:
 
 
 class _Lifetime:
-  """Whether a group is open. Its user's object and copies of that share it."""
+  """Whether a group is open. Its user's object and the shadow share it."""
 
   def __init__(self, group: EpGroup):
     self.alive = True
@@ -58,13 +58,13 @@ class _Lifetime:
       _released_by.add(self._backend)
 
 
-# The backends that have released groups, of this process.
+# The backends of which this process has released groups.
 _released_by: set[str] = set()
 os.register_at_fork(after_in_child=_released_by.clear)
 
 
-# Before JAX's own handlers, since JAX is imported above: those may wait for
-# peers that wait for this process.
+# This runs before JAX's own handlers, since JAX is imported above: those may
+# wait for peers that wait for this process.
 @atexit.register
 def _end_all() -> None:
   with contextlib.ExitStack() as stack:
@@ -212,6 +212,14 @@ class EpGroup:
     """
     self.check_alive("EpGroup.memory")
     return GroupMemory(*BACKENDS[self.backend].memory(self.name))
+
+  def __copy__(self) -> EpGroup:
+    """Returns this very group, which is closed when this object is lost."""
+    return self
+
+  def __deepcopy__(self, memo: Any) -> EpGroup:
+    """Returns this very group, so that no two programs get the same name."""
+    return self
 
   def __enter__(self) -> EpGroup:
     return self

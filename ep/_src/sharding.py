@@ -13,6 +13,9 @@ other. Three kinds of arrays occur, sharded along their first axis:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import itertools
+import os
+import sys
 from typing import Any
 import warnings
 
@@ -22,11 +25,14 @@ import numpy as np
 from ep._src import compat
 from ep._src.backends import BACKENDS
 from ep._src.group import EpGroup
-from ep._src.rendezvous import Mesh
+from ep._src.rendezvous import has_devices, Mesh
 
 TOKENS = "tokens"
 RANK = "rank"
 EXPERTS = "experts"
+
+# The folder of this package, with a separator at the end.
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def is_local_view(group: EpGroup, op: str) -> bool:
@@ -55,8 +61,9 @@ def is_local_view(group: EpGroup, op: str) -> bool:
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
   """Raises unless the program's mesh puts each device where the group does.
 
-  As far as tracing can tell: inside `shard_map` a mesh has no devices. There
-  ep_prepare compares the places when it runs, if it matters to the backend.
+  Without `jax.set_mesh` tracing cannot tell, since the mesh of a `shard_map`
+  has no devices then. If places matter to the backend, ep_prepare compares them
+  when it runs.
   """
   cure = "run the program on the mesh that was given to ep_bootstrap."
   if dict(mesh.shape) != dict(group.mesh.shape):
@@ -150,15 +157,21 @@ def _warn_if_moved(
 ) -> None:
   """Warns of arrays that JAX moves between devices before the op.
 
-  Only of arrays that are there: what XLA makes of a tracer on Auto axes is not
-  known yet, and JAX itself refuses one on Explicit axes.
+  It looks only at arrays that are there: what XLA makes of a tracer on Auto
+  axes is not known yet, and JAX itself refuses one on Explicit axes. An array
+  that every device has whole is not moved, but cut.
   """
+  mesh = compat.concrete_context_mesh() or group.mesh
+  if not has_devices(mesh):
+    return
+  wanted = jax.sharding.NamedSharding(mesh, spec)
   for x in jax.tree.leaves(arg):
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
       continue
-    if not x.committed or len(x.sharding.device_set) < group.mesh.size:
+    if not x.committed or x.is_fully_replicated:
       continue
-    wanted = jax.sharding.NamedSharding(group.mesh, spec)
+    if len(x.sharding.device_set) < mesh.size:
+      continue
     if not x.sharding.is_equivalent_to(wanted, x.ndim):
       warnings.warn(
         f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
@@ -166,5 +179,12 @@ def _warn_if_moved(
         " with that sharding (jax.device_put, out_shardings of jax.jit). A"
         " jitted program is searched for such moves by"
         " ep.assert_no_hidden_collectives.",
-        stacklevel=4,
+        stacklevel=_users_level(),
       )
+
+
+def _users_level() -> int:
+  """Returns the `stacklevel` by which the caller warns of its user's line."""
+  for level in itertools.count(1):
+    if not sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
+      return level

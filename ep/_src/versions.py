@@ -43,7 +43,7 @@ def compiler_settings() -> dict[str, str]:
 
 
 def _xla_flags() -> str:
-  text = os.environ.get("XLA_FLAGS", "")
+  text = os.environ.get("XLA_FLAGS", "").strip()
   if text and not text.startswith("-"):  # the name of a file of flags
     text = pathlib.Path(text).read_text()
   flags = shlex.split(text)
