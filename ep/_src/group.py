@@ -160,7 +160,8 @@ class EpGroup:
 
     JAX's caches keep the parameters of ops, after their functions have died.
     """
-    return self._shadow or self
+    # Not that of the group that this one was made from by `replace`.
+    return self._shadow if self._shadow == self else self
 
   def check_alive(self, op: str) -> None:
     """Raises `RuntimeError` after `ep_finalize`, and in a forked child."""
