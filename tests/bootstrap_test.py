@@ -1,6 +1,7 @@
 """ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
 
 import copy
+import dataclasses
 import math
 import os
 import secrets
@@ -236,3 +237,10 @@ def test_an_address_that_is_taken_is_not_used(monkeypatch):
 def test_many_groups_come_and_go():
   for _ in range(20):
     ep.ep_finalize(bootstrap(make_mesh({"ep": 4})))
+
+
+def test_a_group_of_other_sizes_is_what_its_ops_see():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    other = dataclasses.replace(group, num_experts=2 * E)
+    assert other.shadow.num_experts == 2 * E
+    assert group.shadow == group
