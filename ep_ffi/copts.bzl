@@ -4,11 +4,12 @@ EP_COPTS = [
     "-std=c++17",
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
-    # A fused multiply-add rounds once where the contract rounds twice, and
-    # whether a compiler fuses depends on the target. A module that uses this
-    # one may compile all its own code with -ffast-math.
-    "-ffp-contract=off",
+    # A module that uses this one may compile all its code with -ffast-math.
     "-fno-fast-math",
+    # A fused multiply-add rounds once where the contract rounds twice, and
+    # whether a compiler fuses depends on the target. After -fno-fast-math, with
+    # which Clang may go back to its own default.
+    "-ffp-contract=off",
     "-Wall",
     "-Wextra",
     # Of a module that uses this one; ours, in .bazelrc, comes after it.

@@ -436,12 +436,16 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                              memory->data() + signature.second_offset()};
   Note(m.domain, m.rank, {m.launch, text});
   WithRunId(m.launch, [this, m, part](int64_t run_id) {
+    // Once the exchange is ready, another thread may close the group and drop
+    // the last reference to this object. Null if that has happened already.
+    const std::shared_ptr<Exchanges> self = weak_from_this().lock();
+    if (!self) return;
     const Key key = {m.domain, m.launch.program, run_id, m.position, m.clone};
     ExchangePtr ready;
     if (!Add(key, part.text, part, m.rank, &ready).ok()) {
       peers_->SendRelease(part.process, part.segment);
     } else if (ready) {
-      workers_.Run([self = shared_from_this(), ready = std::move(ready)] {
+      workers_.Run([self, ready = std::move(ready)] {
         self->Run(ready, nullptr,
                   self->topology().FindLocal(ready->key.domain));
       });

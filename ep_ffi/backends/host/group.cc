@@ -211,8 +211,8 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   for (int32_t r = 0; r < dims.ep_size; ++r) {
     is_local.push_back(topology_.is_local(place.domain, r));
   }
-  c.run = [dims, domain = args.place ? args.place[1] : 0, place, args, mine,
-           is_local](const std::vector<Table>& tables, int64_t) {
+  c.run = [dims, domain = args.place ? args.place[1] : 0, rank = place.rank,
+           args, mine, is_local](const std::vector<Table>& tables, int64_t) {
     std::vector<ChoicesView> choices;
     std::deque<SortedChoices> copies;
     for (size_t r = 0; r < tables.size(); ++r) {
@@ -223,7 +223,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
       if (!is_local[r]) view = Copy(dims, view, &copies.emplace_back());
       choices.push_back(view);
     }
-    return BuildPlan(dims, domain, place.rank, choices,
+    return BuildPlan(dims, domain, rank, choices,
                      {args.mem, args.group_sizes, args.token_counts,
                       args.total_recv_tokens});
   };

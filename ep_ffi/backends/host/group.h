@@ -66,8 +66,8 @@ class HostGroup : public Group {
  private:
   struct Place {
     std::shared_ptr<Exchanges> exchanges;  // null where there are none
-    int32_t domain;
-    int32_t rank;
+    int32_t domain = 0;
+    int32_t rank = 0;
   };
 
   HostGroup(Options options, std::shared_ptr<Exchanges> exchanges);

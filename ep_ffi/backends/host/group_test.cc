@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <cstring>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -42,6 +44,7 @@ constexpr PlanDims kTwoRanks = {
     /*num_tokens=*/1,  /*top_k=*/1,
     /*capacity=*/8,    /*alignment=*/1,
     /*drop=*/false};
+constexpr testing::RowType kRow = {3, DType::kFloat32};
 
 testing::StepPtr PrepareStep(const Domain& domain, const PlanDims& dims) {
   std::vector<testing::RankInput> inputs(dims.ep_size);
@@ -50,6 +53,24 @@ testing::StepPtr PrepareStep(const Domain& domain, const PlanDims& dims) {
     input.topk_idx.resize(dims.num_choices(), 0);
   }
   return testing::Step::Make(domain, Op::kPrepare, {/*run_id=*/1}, inputs);
+}
+
+// Routes, and makes a combine of rows in which each word is `word`.
+testing::StepPtr CombineStep(const Domain& domain, uint32_t word) {
+  const testing::StepPtr prepare = PrepareStep(domain, kTwoRanks);
+  prepare->Run();
+  std::vector<testing::RankInput> inputs(kTwoRanks.ep_size);
+  for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
+    inputs[rank].dims = kTwoRanks;
+    inputs[rank].mem = prepare->output(rank).mem;
+    inputs[rank].type = kRow;
+    std::vector<std::byte>& rows = inputs[rank].data.rows;
+    rows.resize(kTwoRanks.capacity * kRow.bytes());
+    for (size_t i = 0; i < rows.size(); i += sizeof(word)) {
+      std::memcpy(&rows[i], &word, sizeof(word));
+    }
+  }
+  return testing::Step::Make(domain, Op::kCombine, {/*run_id=*/2}, inputs);
 }
 
 TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
@@ -64,29 +85,15 @@ TEST(HostGroupTest, ADeviceOutsideTheMeshIsAnError) {
 
 // An op may run on threads of XLA, which flush denormals, and on our own.
 TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
-  const testing::RowType type = {3, DType::kFloat32};
+  constexpr uint32_t kDenormal = 1;
   for (int32_t num_processes : {1, 2}) {
     const Domain domain = MakeHostWorld({kTwoRanks}, num_processes)[0];
-    const testing::StepPtr prepare = PrepareStep(domain, kTwoRanks);
-    prepare->Run();
-    std::vector<testing::RankInput> inputs(kTwoRanks.ep_size);
-    for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
-      inputs[rank].dims = kTwoRanks;
-      inputs[rank].mem = prepare->output(rank).mem;
-      inputs[rank].type = type;
-      // Each word holds a denormal.
-      inputs[rank].data.rows.resize(kTwoRanks.capacity * type.bytes());
-      for (size_t i = 0; i < inputs[rank].data.rows.size(); i += 4) {
-        inputs[rank].data.rows[i] = std::byte{1};
-      }
-    }
-    const testing::StepPtr combine =
-        testing::Step::Make(domain, Op::kCombine, {/*run_id=*/2}, inputs);
+    const testing::StepPtr combine = CombineStep(domain, kDenormal);
     for (const Status& status : combine->Run()) {
       EXPECT_TRUE(status.ok()) << status.message();
     }
     for (int64_t rank = 0; rank < kTwoRanks.ep_size; ++rank) {
-      EXPECT_EQ(std::vector<std::byte>(type.bytes()),
+      EXPECT_EQ(std::vector<std::byte>(kRow.bytes()),
                 combine->output(rank).data.rows);
     }
   }
@@ -96,9 +103,11 @@ TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
 // been given back.
 TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   testing::Random random(1);
-  for (int i = 0; i < 300; ++i) {
+  for (int i = 0; i < 400; ++i) {
     Domain domain = MakeHostWorld({kTwoRanks}, 1 + i % 2)[0];
-    const testing::StepPtr step = PrepareStep(domain, kTwoRanks);
+    const testing::StepPtr step = i / 4 % 2 == 0
+                                      ? PrepareStep(domain, kTwoRanks)
+                                      : CombineStep(domain, /*word=*/0);
     const std::shared_ptr<Group> closing = domain.groups[i / 2 % 2];
     domain = {};
     std::thread closer([&closing, us = testing::Uniform(random, 0, 150)] {

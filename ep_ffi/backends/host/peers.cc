@@ -26,7 +26,7 @@ constexpr uint64_t kWake = ~uint64_t{0};
 struct Peers::Link {
   struct Outgoing {
     std::string bytes;
-    Fd fd;
+    std::shared_ptr<const Fd> fd;  // null if there is none to send
   };
 
   Link(int32_t process, Fd socket)
@@ -51,14 +51,14 @@ struct Peers::Link {
     header.msg_iov = &iov;
     header.msg_iovlen = 1;
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    if (out.fd.get() >= 0) {
+    if (out.fd) {
       header.msg_control = control;
       header.msg_controllen = sizeof(control);
       cmsghdr* c = CMSG_FIRSTHDR(&header);
       c->cmsg_level = SOL_SOCKET;
       c->cmsg_type = SCM_RIGHTS;
       c->cmsg_len = CMSG_LEN(sizeof(int));
-      const int fd = out.fd.get();
+      const int fd = out.fd->get();
       std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
     }
     ssize_t sent;
@@ -139,13 +139,14 @@ Peers::~Peers() {
 Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
   int new_fd = -1;
   EP_RETURN_IF_ERROR(pool_.Acquire(bytes, num_readers, out, &new_fd));
-  const Fd fd(new_fd);
-  if (fd.get() >= 0) {
+  if (new_fd >= 0) {
+    // The links share it: a copy for each could run into the limit of files.
+    const auto fd = std::make_shared<const Fd>(new_fd);
     Message message = {};
     message.type = Message::kSegment;
     message.segment = (*out)->id;
     for (auto& link : links_) {
-      if (link) Send(*link, message, "", fd.get());
+      if (link) Send(*link, message, "", fd);
     }
   }
   return Status();
@@ -154,14 +155,14 @@ Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
 void Peers::SendPost(const std::vector<int32_t>& processes, Message message,
                      const std::string& text) {
   message.type = Message::kPost;
-  for (int32_t p : processes) Send(*links_[p], message, text, -1);
+  for (int32_t p : processes) Send(*links_[p], message, text);
 }
 
 void Peers::SendRelease(int32_t process, uint64_t segment) {
   Message message = {};
   message.type = Message::kRelease;
   message.segment = segment;
-  Send(*links_[process], message, "", -1);
+  Send(*links_[process], message, "");
 }
 
 void Peers::SendFail(const Launch& launch, const Status& status) {
@@ -170,7 +171,7 @@ void Peers::SendFail(const Launch& launch, const Status& status) {
   message.launch = launch;
   message.code = static_cast<int32_t>(status.code());
   for (auto& link : links_) {
-    if (link) Send(*link, message, status.message(), -1);
+    if (link) Send(*link, message, status.message());
   }
 }
 
@@ -178,7 +179,7 @@ void Peers::SendBye(const std::string& why) {
   Message message = {};
   message.type = Message::kBye;
   for (auto& link : links_) {
-    if (link) Send(*link, message, why, -1);
+    if (link) Send(*link, message, why);
   }
   const double deadline = Now() + 1;
   for (auto& link : links_) {
@@ -192,11 +193,8 @@ void Peers::SendBye(const std::string& why) {
 }
 
 void Peers::Send(Link& link, const Message& message, const std::string& text,
-                 int fd) {
-  Link::Outgoing out;
-  out.bytes = Encode(message, text);
-  if (fd >= 0) out.fd = Fd(dup(fd));
-
+                 std::shared_ptr<const Fd> fd) {
+  Link::Outgoing out = {Encode(message, text), std::move(fd)};
   std::lock_guard<std::mutex> lock(link.mutex);
   if (link.queue.empty() && link.TrySend(out)) return;
   link.queue.push_back(std::move(out));
@@ -259,7 +257,7 @@ void Peers::Receive(Link& link) {
     // is reported once, before what it had sent itself.
     if (size < 0 && (errno == EINTR || errno == ECONNRESET)) continue;
     Fd fd;
-    cmsghdr* c = size > 0 ? CMSG_FIRSTHDR(&header) : nullptr;
+    cmsghdr* c = size >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS) {
       int received;
       std::memcpy(&received, CMSG_DATA(c), sizeof(received));

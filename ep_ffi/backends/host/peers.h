@@ -76,7 +76,7 @@ class Peers {
 
   Peers(const Handshake::Options& options, double tick_s);
   void Send(Link& link, const Message& message, const std::string& text,
-            int fd);
+            std::shared_ptr<const Fd> fd = nullptr);
   void Progress();
   void Receive(Link& link);
   // `received` tells why there is no descriptor, if there should be one.

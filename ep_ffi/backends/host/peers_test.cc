@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -105,6 +106,26 @@ TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
   log.Expect({"post 7 of op from 2: seven", "post 8 of op from 2: eight",
               StrCat("fail 9 with ", int(Code::kInternal), ": nine"),
               "2 ended, ten"});
+}
+
+TEST(PeersTest, ASegmentTakesOneDescriptorOfItsOwner) {
+  Log log;
+  auto peers = ConnectAll(3);
+  rlimit before;
+  ASSERT_EQ(0, getrlimit(RLIMIT_NOFILE, &before));
+  const rlimit lower = {1000, before.rlim_max};
+  ASSERT_EQ(0, setrlimit(RLIMIT_NOFILE, &lower));
+  std::vector<Fd> others;
+  do {
+    others.emplace_back(dup(STDERR_FILENO));
+  } while (others.back().get() >= 0);
+  others.pop_back();  // the one that failed
+  others.pop_back();
+  Post(peers[2].get(), 0, 7, "seven");
+  others.clear();
+  ASSERT_EQ(0, setrlimit(RLIMIT_NOFILE, &before));
+  peers[0]->Start(log.Handlers());
+  log.Expect({"post 7 of op from 2: seven"});
 }
 
 TEST(PeersTest, SendersDoNotWaitForReceivers) {

@@ -84,7 +84,7 @@ class LoopbackGroup : public ep::Group {
       for (size_t rank = 0; rank < calls.size(); ++rank) {
         const ep::PrepareArgs& mine = calls[rank].second;
         EP_RETURN_IF_ERROR(
-            ep::BuildPlan(dims, rank, choices,
+            ep::BuildPlan(dims, /*domain=*/0, rank, choices,
                           {mine.mem, mine.group_sizes, mine.token_counts,
                            mine.total_recv_tokens}));
       }
