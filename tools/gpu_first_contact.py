@@ -74,9 +74,9 @@ def sharing() -> None:
 def group() -> None:
   """A group that comes and goes, and what memory that takes."""
   launch.initialize()
-  before = _free()
+  before = _used()
   made = _bootstrap()
-  print("bytes in use by JAX before and after:", before, _free())
+  print("bytes in use by JAX before and after:", before, _used())
   made.check()
   ep.ep_finalize(made)
 
@@ -119,7 +119,7 @@ def _gpus() -> list[jax.Device]:
   return jax.devices()
 
 
-def _free() -> object:
+def _used() -> object:
   statistics = jax.local_devices()[0].memory_stats()
   return (statistics or {}).get("bytes_in_use", "not told")
 

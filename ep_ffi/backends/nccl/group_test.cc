@@ -23,6 +23,7 @@
 
 #include "ep_ffi/backends/nccl/communicator.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/testing/conformance.h"
 #include "ep_ffi/testing/formats.h"
 
@@ -397,7 +398,11 @@ TEST_P(NcclGroupTest, AForeignHandleMakesNans) {
   Routed other_rank = PrepareRandom(domain, kDims);
   std::rotate(other_rank.mems.begin(), other_rank.mems.begin() + 1,
               other_rank.mems.end());
-  for (const Routed& routed : {other_layer, other_rank}) {
+  Routed less_than_none = PrepareRandom(domain, kDims);
+  for (std::vector<std::byte>& mem : less_than_none.mems) {
+    reinterpret_cast<Header*>(mem.data())->num_slots = -1;
+  }
+  for (const Routed& routed : {other_layer, other_rank, less_than_none}) {
     for (Op op : kMoves) {
       const StepPtr step = Step::Make(domain, op, {NextRun()},
                                       RandomInputs(op, routed, AnyType()));

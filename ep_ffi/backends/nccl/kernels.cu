@@ -78,7 +78,7 @@ __device__ void SendFirst(Report* report, const Verdict& verdict) {
 __device__ Verdict Examine(const Routing& r) {
   const Header& header = *r.header;
   if (header.magic != kMagic || header.sizes != r.sizes ||
-      header.rank != r.rank) {
+      header.rank != r.rank || header.num_slots < 0) {
     return {Fault::kForeignHandle, r.rank, 0, 0, 0};
   }
   return header.verdict;

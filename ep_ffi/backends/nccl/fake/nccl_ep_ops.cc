@@ -117,10 +117,12 @@ bool IsZero(const Opened& handle) {
                      [](std::byte byte) { return byte == std::byte{0}; });
 }
 
-// Leaves something else in a handle's scratch each time.
+// Leaves something else in a handle's scratch each time, but never the zeros
+// that it begins with.
 void Scribble(const Opened& handle) {
   static std::atomic<int> last{0};
-  std::memset(handle.mem + handle.bytes - kScratchBytes, ++last, kScratchBytes);
+  std::memset(handle.mem + handle.bytes - kScratchBytes, 1 + ++last % 255,
+              kScratchBytes);
 }
 
 // What dispatch and combine have in common.
