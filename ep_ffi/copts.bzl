@@ -12,7 +12,7 @@ EP_COPTS = [
     "-ffp-contract=off",
     "-Wall",
     "-Wextra",
-    # Of a module that uses this one; ours, in .bazelrc, comes after it.
+    # A module that uses this one may have -Werror; our own comes later.
     "-Wno-error",
 ] + select({
     # Bazel's default mode is for quick compilation, and without optimization

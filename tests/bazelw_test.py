@@ -46,7 +46,7 @@ class Machine:
     shutil.copy(_ROOT / "bazelw", self.checkout)
     (self.checkout / ".bazelversion").write_text("7.7.1\n")
     rc = _ROOT / "tools" / "debian_bazel_rc.sh"
-    # What the real one does when it has unpacked the packages.
+    # The real one does this when it has unpacked the packages.
     _program(
       self.checkout / "tools" / "debian_bazel.sh",
       f"""#!/bin/bash

@@ -136,7 +136,7 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
 def test_a_timeout_without_end(timeout_s):
-  """Of a rank that comes later than a deadline in the past would allow."""
+  """A rank may come late: the deadline must not lie in the past."""
   with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
     case = Case(ep.EpLayerConfig(group))
     if jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""What README.md and docs/semantics.md show is what happens."""
+"""Runs the examples of README.md and docs/semantics.md as they stand there."""
 
 import ast
 import pathlib
@@ -76,7 +76,7 @@ def test_the_worked_example():
     return of_all(out)
 
   def count(name, dropping=False):
-    """What the text says of `name`, of both ranks or of rank 0 as it drops."""
+    """Returns what the text has of `name`: both ranks, or rank 0 with drops."""
     found = [
       ast.literal_eval(value)
       for value in re.findall(rf"{name} (\[.*?\])", text)

@@ -177,7 +177,7 @@ def test_a_missing_plugin_is_named(tmp_path, monkeypatch, provide):
   if provide:
     (tmp_path / provide).parent.mkdir(parents=True)
     (tmp_path / provide).write_text("[jax_plugins]\ncuda = cuda\n")
-  # Of the packages of this test, none but JAX's own.
+  # Only JAX's own packages can be imported then.
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -350,7 +350,7 @@ time.sleep(600)
 
 
 def test_the_job_goes_on_without_a_reader(tmp_path):
-  """As behind `| head`; what there is to report goes to stderr."""
+  """The job runs behind `| head`, and reports to stderr."""
   program = """
 import os, sys, time
 print("first")
@@ -530,7 +530,7 @@ def test_without_a_coordinator_no_rank_waits_for_it(
 
 
 def test_ep_offers_the_launcher_and_takes_no_devices(tmp_path):
-  """Whether a parent that launches imports it or runs it; and nothing warns."""
+  """A parent may import it or run it as a module, without a warning."""
   program = """
 from ep import launch
 import ep
@@ -564,7 +564,7 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path):
 
 
 def _slurm(rank, job):
-  """What srun sets for each of two tasks on one host."""
+  """Returns what srun sets for each of two tasks on one host."""
   return {
     "SLURM_JOB_ID": str(job),
     "SLURM_STEP_NODELIST": "localhost",

@@ -29,7 +29,7 @@ _TIMEOUT_S = 40.0
 
 
 def libraries() -> None:
-  """What is installed, and whether it loads."""
+  """Prints what is installed, and loads it."""
   print("jax", jax.__version__, "python", sys.version.split()[0])
   for tool in ("nvidia-smi", "nvcc", "g++"):
     path = shutil.which(tool)
@@ -60,7 +60,7 @@ def compiler() -> None:
 
 
 def sharing() -> None:
-  """Whether XLA's own collectives work between these ranks."""
+  """Runs a collective of XLA's own between these ranks."""
   launch.initialize()
   mesh = _mesh()
   ones = jax.make_array_from_callback(

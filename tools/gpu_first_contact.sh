@@ -21,7 +21,7 @@ PLATFORM=${PLATFORM:-cuda}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export JAX_PLATFORMS=$PLATFORM PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# What NCCL EP compiles is this run's own, and told.
+# NCCL EP compiles into a folder of this run, and logs what it compiles.
 export NCCL_EP_JIT_CACHE_DIR=${NCCL_EP_JIT_CACHE_DIR:-$OUT/jit} NCCL_EP_JIT_LOG=1
 QUIET=${XLA_FLAGS:-}
 failed=()
@@ -36,7 +36,7 @@ step() {
   local start=$SECONDS
   timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$log" | tail -n 15
   status=${PIPESTATUS[0]}
-  # What ep_bench cannot run it leaves out, and says so.
+  # ep_bench leaves out what it cannot run, and prints that it does.
   grep -q '^skipped ' "$log" && status=skipped
   printf '== %s. %s: %s after %s s\n' "$number" "$name" \
     "$([[ $status == 0 ]] && echo passed || echo "FAILED ($status)")" \
@@ -44,7 +44,7 @@ step() {
   [[ $status == 0 ]] || failed+=("$number.$name")
 }
 
-# As many ranks on one card: ranks COUNT [pytest or program arguments...]
+# Prints the command of ranks on one card: ranks COUNT [program arguments...]
 ranks() {
   local count=$1
   shift

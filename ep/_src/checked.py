@@ -47,7 +47,7 @@ def is_on() -> bool:
 
 
 def jax_looks_for_nans() -> bool:
-  """Whether JAX fails ops traced here, should they return NaNs or infinities.
+  """Returns whether JAX fails ops that return a NaN or an infinity.
 
   JAX does not retrace a function when this changes.
   """
@@ -55,7 +55,7 @@ def jax_looks_for_nans() -> bool:
 
 
 def tail(params: OpParams) -> str:
-  """What dispatch writes past the last slab: that of the layer, or "nan".
+  """Returns what dispatch writes past the last slab: "nan" in checked mode.
 
   Where JAX looks at every result of an op, an unspecified tail is zero.
   """

@@ -28,9 +28,9 @@ OPS = (
 # Of a backend: the platform in its library's name, and as XLA calls it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
-# What is called here and in native.py: a digest of the C++ side, which the
-# library carries (//ep_ffi/handlers:interface). Whoever changes that side is
-# told by every test to write the new one here.
+# This is a digest of the C++ functions and attributes that ffi.py and native.py
+# call; the library carries its own (//ep_ffi/handlers:interface). After a
+# change of that side, the error of every test has the digest to write here.
 INTERFACE = "03bf5f867c14"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"

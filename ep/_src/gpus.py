@@ -24,7 +24,7 @@ _BLOCKS_OF_A_GPU = 16
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-  """Whether the environment tells JAX to run on GPUs."""
+  """Returns whether the environment tells JAX to run on GPUs."""
   platforms = environment.get("JAX_PLATFORMS", "").split(",")
   return not {"cuda", "gpu"}.isdisjoint(platforms)
 

@@ -31,7 +31,7 @@ def _check(condition: bool, what: str, message: str) -> None:
 
 
 class _Lifetime:
-  """Whether a group is open. Its user's object and the shadow share it."""
+  """Knows whether a group is open; the group and its shadow share one."""
 
   def __init__(self, group: EpGroup):
     self.alive = True
@@ -141,7 +141,7 @@ class EpGroup:
 
   @property
   def config(self) -> str:
-    """What programs of the group rely on, for messages.
+    """Describes what programs of the group rely on, for messages.
 
     A program that was exported names its group, and is refused by a live group
     of that name for which this differs.

@@ -27,7 +27,7 @@ from ep._src import files
 # ep_ffi/backends/nccl/libraries.cc.
 _NCCL_VERSION = 23007
 
-# What each of NCCL EP's kernels includes, and what else nvcc is given.
+# Each of NCCL EP's kernels includes this header, and has these flags.
 _PROBE = '#include "device/ht_ep.cuh"\n'
 _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _PROBE_TIMEOUT_S = 120

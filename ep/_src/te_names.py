@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 _Public = TypeVar("_Public", bound=Callable[..., Any])
 
-# What we have in place of each.
+# The table gives, for each of their arguments, what ep has in its place.
 _OURS = {
   "world_size": "`mesh`, which says how many ranks there are",
   "rank": "`mesh`, which says which devices are this process's",

@@ -1,4 +1,4 @@
-"""What all processes of a group must have in common besides its arguments."""
+"""Tells what processes must have in common besides the arguments of a group."""
 
 from __future__ import annotations
 

@@ -390,8 +390,8 @@ def _exchange(dims: _Dims, side: _Side, rows, sequence, sound) -> jax.Array:
     size = jnp.minimum(
       size, jnp.minimum(len(sent) - start, room - remote_start)
     )
-    # What no rank writes, nobody reads. Were it a constant, XLA would build it
-    # outside of a loop, once for several exchanges, and copy it in each.
+    # Rows that no rank writes are never read, so any value will do. XLA would
+    # build a constant once, outside of a loop, and copy it in each turn.
     unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (room, *sent.shape[1:]))
     received = lax.ragged_all_to_all(
       sent,

@@ -1,4 +1,4 @@
-// What can be wrong with an ep_prepare, in words that every backend uses.
+// Words for what can be wrong with an ep_prepare; every backend uses them.
 
 #ifndef EP_FFI_CORE_FAULTS_H_
 #define EP_FFI_CORE_FAULTS_H_

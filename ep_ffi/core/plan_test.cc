@@ -263,7 +263,7 @@ TEST(PlanTest, RejectsBytesThatAreNotAligned) {
             Plan::Open(kSmall, 0, moved.data() + 1, mem.size(), &plan).code());
 }
 
-// What no mover reads may be anything: routes past the used slots, padding.
+// Movers do not read routes past the used slots, nor padding.
 TEST(PlanTest, RejectsEveryChangeOfWhatMoversRead) {
   const Prepared prepared = Build(kSmall, 0, kSmallChoices);
   Plan plan;

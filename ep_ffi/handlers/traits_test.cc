@@ -1,4 +1,4 @@
-// What XLA is told of the handlers.
+// Tests what the handlers tell XLA of themselves.
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@ XLA_FFI_Error* ep_combine_bwd(XLA_FFI_CallFrame*);
 namespace ep {
 namespace {
 
-// As XLA asks.
+// Asks a handler for its traits in the way that XLA does.
 XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
   XLA_FFI_Metadata metadata = {};
   metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;

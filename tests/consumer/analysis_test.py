@@ -1,4 +1,4 @@
-"""What Bazel would do in a workspace that uses jax_ep, as Bazel tells it.
+"""Tests what Bazel says it would do in a workspace that uses jax_ep.
 
     analysis_test.py CONSUMER [CLASS...]
 
@@ -47,7 +47,7 @@ def last(line: list[str], *options: str) -> str | None:
 
 
 def check_line(test: unittest.TestCase, line: list[str], level: str | None):
-  """Of what a command line says, the last word is ours."""
+  """Checks that our options are the last, and so hold, in a command line."""
   test.assertEqual(last(line, "-O0", "-O1", "-O2", "-O3"), level)
   test.assertEqual("-DNDEBUG" in line, bool(level))
   test.assertEqual(last(line, "-std=c++14", "-std=c++17"), "-std=c++17")

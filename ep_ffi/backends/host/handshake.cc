@@ -32,7 +32,7 @@ bool WaitReadable(int fd, double deadline) {
   }
 }
 
-// Who is at the other end of a connection, as the kernel knows it.
+// Returns the kernel's record of the process at the other end of a connection.
 ucred PeerOf(int fd) {
   ucred peer = {0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
   socklen_t size = sizeof(peer);

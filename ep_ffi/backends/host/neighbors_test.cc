@@ -114,7 +114,7 @@ TEST(NeighborsTest, AnotherUserIsTurnedAway) {
   }));
 }
 
-// Who listens where a process of the group is expected.
+// Another user listens at the address where a process of the group should.
 TEST(NeighborsTest, NothingIsSentToAnotherUser) {
   int told[2];
   ASSERT_EQ(0, pipe(told));

@@ -277,7 +277,7 @@ TEST(PeersTest, AProcessThatHasGivenUpIsAnErrorAtOnce) {
       << status.message();
 }
 
-// Of two processes that say that they are process 1, the first one is.
+// If two processes claim the number 1, the first one gets it.
 TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   const Listeners listeners(2);
   Status statuses[3];

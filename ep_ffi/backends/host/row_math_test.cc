@@ -173,7 +173,7 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{-0.0}}, {{-0.0}}})[0]);
   EXPECT_EQ(0u, Sum(GetParam(), {{{1}}, {{-1}}})[0]);
-  // What is left of the last one underflows, in vectors and beside them.
+  // The remainder underflows, in the vectorized columns and in the others.
   const ScopedFlushDenormals flush;
   for (int64_t width : {1, 64}) {
     const std::vector<double> ones(width, 1);

@@ -1,5 +1,5 @@
-// What the processes of a group say to each other on their sockets (peers.h
-// says who talks when, handshake.h how they connect).
+// The messages that processes of a group send on their sockets (peers.h says
+// when they are sent, handshake.h how processes connect).
 //
 // A message is bytes from another process: what it holds is a claim, and
 // `Decode` is the only way in. What the claims must be to make sense of a group

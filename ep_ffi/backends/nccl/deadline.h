@@ -14,8 +14,8 @@
 
 namespace ep::nccl {
 
-// What seconds of a timeout are cut to, some 30 years: the library's clocks
-// count nanoseconds in 64 bits.
+// Longer timeouts are cut to this, some 30 years, because the clocks of the
+// standard library count nanoseconds in 64 bits.
 constexpr double kLongestWaitS = 1e9;
 
 // Runs `call` on a thread of its own, which is left behind if it takes longer

@@ -40,8 +40,8 @@ uint32_t Exponent(DType dtype) {
   return 0;
 }
 
-// Of the op and all that the ranks of an exchange share. Which copy of the op
-// it is does not count: copies are numbered by their instantiation, and a rank
+// Hashes the op and all that the ranks of an exchange share. Which copy of it
+// this is does not count: copies are numbered by their instantiation, and a rank
 // that loads an executable from a cache instantiates more often or less than
 // one that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {

@@ -91,7 +91,7 @@ class NcclGroup : public Group {
 
   explicit NcclGroup(const Options& options) : options_(options) {}
 
-  // Where the group's mesh has a rank of this domain; see PrepareArgs::place.
+  // Returns the place of a rank in the group's mesh; see PrepareArgs::place.
   int32_t Index(int32_t rank) const {
     return options_.domain * ep_size() + rank;
   }

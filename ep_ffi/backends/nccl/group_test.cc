@@ -963,7 +963,7 @@ TEST(NcclGroupCreateTest, SizesBeyondTheLimitsAreRefused) {
   }
 }
 
-// What is refused before NCCL EP sees it: it would end the process, or fail at
+// These are refused before NCCL EP sees them: it would end the process, fail at
 // the first dispatch, or count in too few bits.
 TEST(NcclGroupCreateTest, WhatDoesNotSuitTheMachineIsRefused) {
   struct {

@@ -19,8 +19,8 @@ constexpr int64_t kRowMultiple = 16;    // bytes that its copies move at once
 // bits for them, but what it asserts of its constants is about these.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
-// Of its kernels: the tokens that a thread block takes at once, of which it
-// keeps two maps of slots, and the rows that it must have on their way.
+// In NCCL EP's kernels a thread block takes so many tokens at once, keeps two
+// maps of their slots, and must have so many rows on their way.
 constexpr int64_t kDefaultSms = 16;
 constexpr int64_t kTokensPerSm = 4;
 constexpr int64_t kTokensAcrossNvlinks = 64;

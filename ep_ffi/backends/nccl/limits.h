@@ -27,7 +27,7 @@ struct Sizes {
   int64_t max_dispatch_tokens() const { return (max_tokens + 3) / 4 * 4; }
 };
 
-// What only a connected rank knows.
+// The properties of a machine that only a connected rank knows.
 struct Machine {
   bool device_api;       // whether NCCL's kernels may be called by others
   int64_t nvlink_ranks;  // of the EP domain, in one NVLink domain
@@ -35,7 +35,7 @@ struct Machine {
   int64_t free_bytes;    // of the GPU's memory
 };
 
-// What NCCL EP allocates for a group on each GPU.
+// Returns the bytes that NCCL EP allocates for a group on each GPU.
 int64_t GroupBytes(const Sizes& sizes, int64_t nvlink_ranks);
 
 Status CheckSizes(const Sizes& sizes);

@@ -1,5 +1,5 @@
-// What the 32 threads of a warp do together, of which all must call it. What
-// they return is for the first of them, on lane 0.
+// Functions that the 32 threads of a warp compute together; all must call them.
+// Only the first thread, on lane 0, may use what they return.
 
 #ifndef EP_FFI_BACKENDS_NCCL_WARP_H_
 #define EP_FFI_BACKENDS_NCCL_WARP_H_

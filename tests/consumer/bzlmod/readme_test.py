@@ -25,7 +25,7 @@ def parts(text: str, name: str) -> list[str]:
   """Statements, in a file of Bazel's language, or lines."""
   if name == ".bazelrc":
     return [line for line in text.split("\n") if line and line[0] != "#"]
-  # What is common to Starlark and Python.
+  # Both Starlark and Python parse these statements.
   return [ast.unparse(statement) for statement in ast.parse(text).body]
 
 
@@ -36,7 +36,7 @@ def module_override(text: str) -> str:
 
 
 def missing(page: pathlib.Path, file: pathlib.Path) -> list[str]:
-  """What the page says and the file does not."""
+  """Returns the statements that the page has and the file lacks."""
   told = blocks(page.read_text(), file.name)
   if not told:
     return [f"any block that begins with # {file.name}"]

@@ -27,7 +27,7 @@ class Listeners {
 
   int socket(int32_t process) const { return listeners_[process].socket.get(); }
   std::vector<std::string> addresses() const;
-  // What a process needs to connect to the others.
+  // Returns what a process needs to connect to the others.
   Handshake::Options OptionsOf(int32_t process, double timeout_s = 30) const;
 
  private:

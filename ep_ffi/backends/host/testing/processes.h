@@ -40,7 +40,7 @@ bool WaitFor(double seconds, const std::function<bool()>& holds);
 // The lines of a file that contain a word.
 std::string Lines(const std::string& path, const std::string& word);
 
-// Where a rank listens.
+// Holds the address at which a rank listens.
 struct Address {
   std::atomic<bool> is_told;
   char name[64];
@@ -84,7 +84,7 @@ class Rank {
   testing::StepPtr Post(Op op, testing::Place place);
   // Closes the group and destroys it. Returns the message of status().
   std::string Abandon();
-  // As well; of the group nothing may be left in this process.
+  // Closes the group; nothing of it may be left in this process.
   std::string Close();
 
   // Waits until something holds for all ranks, but one perhaps; the test fails

@@ -180,7 +180,7 @@ TEST_F(CollectivesTest, TheFirstLaunchUnderCaptureIsCaught) {
   ExpectViolation("loads kernels while the stream is captured");
 }
 
-// What XLA's scheduling says of a stream, a command buffer does not know.
+// XLA orders ops on a stream; a command buffer does not keep that order.
 TEST_F(CollectivesTest, AReplayBesideAnotherStreamIsCaught) {
   std::promise<void> seen;
   OnRoutedRanks([&](Rank& rank) {
@@ -246,7 +246,7 @@ TEST_F(CollectivesTest, WhatIsNotDestroyedIsCounted) {
   EXPECT_EQ("", Violations());
 }
 
-// As many ranks on one device try to connect.
+// Connects `num_ranks` ranks on one device, and expects a result of each.
 void ConnectOnOneDevice(int num_ranks, ncclResult_t expected) {
   cuInit(0);
   ncclUniqueId id;

@@ -26,7 +26,7 @@ struct CUctx_st {
 
 struct CUstream_st {
  public:
-  // What is enqueued, if `admit` is empty or takes the stream.
+  // A task that is enqueued, if `admit` is empty or takes the stream.
   struct Task {
     std::function<void()> run;
     std::function<bool(CUstream_st*)> admit = {};
@@ -39,7 +39,7 @@ struct CUstream_st {
   bool Enqueue(Task task);
   void Synchronize();
 
-  // From now on tasks are put into `recorded`; null: no more.
+  // Puts tasks into `recorded` from now on; null ends the recording.
   void Record(std::vector<Task>* recorded);
   bool IsRecording();
 

@@ -69,9 +69,9 @@ Holdings CountHoldings();
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
 
-// What is enqueued on a stream is recorded, from here to the end, instead of
-// done: so XLA makes a command buffer. Then nothing may be loaded onto the
-// device.
+// Records what is enqueued on a stream, from here to the end, instead of doing
+// it, as XLA does to make a command buffer. Meanwhile nothing may be loaded
+// onto the device.
 class Capture {
  public:
   explicit Capture(CUstream stream);

@@ -39,7 +39,7 @@ std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   return clique;
 }
 
-// As NCCL's documentation has it, unless each takes less of the device.
+// NCCL's documentation allows so many, or more if each takes less of a device.
 constexpr int kRanksOfDevice = 2;
 
 bool MayShareDevices() {

@@ -39,7 +39,7 @@ struct ncclEpHandle {
 
 namespace ep::nccl::fake {
 
-// Whether that was not yet loaded; now it is.
+// Loads kernels; returns whether they were not loaded before.
 bool LoadOnce(int device, const std::string& kernels);
 
 void DemandGroup(Contract& contract, ncclEpGroup_t group);

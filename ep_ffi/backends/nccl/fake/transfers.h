@@ -21,7 +21,7 @@ struct Routing {
   int64_t alignment;
   int64_t num_tokens;
 
-  // Whether it is zeros: what moves by it on this rank is nothing.
+  // Returns whether it is all zeros; then nothing moves on this rank.
   bool IsEmpty() const { return magic == 0; }
   int64_t num_choices() const { return num_tokens * num_topk; }
   const int64_t* choices() const {

@@ -72,7 +72,7 @@ int32_t __shfl_xor_sync(uint32_t mask, int32_t value, int32_t bits) {
 namespace ep::nccl {
 namespace {
 
-// What lane 0 returns.
+// Runs `body` on all lanes, and returns what lane 0 returns.
 int32_t OnWarp(const std::function<int32_t(int32_t lane)>& body) {
   std::array<int32_t, kWarp> results;
   std::vector<std::thread> threads;
