@@ -41,9 +41,9 @@ uint32_t Exponent(DType dtype) {
 }
 
 // Hashes the op and all that the ranks of an exchange share. Which copy of it
-// this is does not count: copies are numbered by their instantiation, and a rank
-// that loads an executable from a cache instantiates more often or less than
-// one that compiles it.
+// this is does not count: copies are numbered as they are instantiated, and a
+// rank that loads an executable from a cache instantiates more often or less
+// than one that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
                static_cast<int64_t>(Hash(site.module)), site.position,
