@@ -374,6 +374,13 @@ def garbage_after_the_header(handle, other):
   return dataclasses.replace(handle, mem=handle.mem.at[:, 64:].set(0x7F))
 
 
+def two_routes_swapped(handle, other):
+  """Each route is a good one, but of another choice."""
+  del other
+  routes = jnp.roll(handle.mem[:, 64:80], 8, axis=1)
+  return dataclasses.replace(handle, mem=handle.mem.at[:, 64:80].set(routes))
+
+
 def cut_short(handle, other):
   del other
   return dataclasses.replace(handle, mem=handle.mem[:, :-64])
@@ -397,12 +404,14 @@ def of_two_routings(handle, other):
     cut_short,
     garbage,
     garbage_after_the_header,
+    two_routes_swapped,
     of_two_routings,
   ],
 )
 def test_a_handle_that_was_not_prepared(forge, op):
   """Its bytes are checked before they are used as addresses."""
-  if GPU and forge in (garbage_after_the_header, of_two_routings):
+  trusted = garbage_after_the_header, two_routes_swapped, of_two_routings
+  if GPU and forge in trusted:
     pytest.skip("NCCL EP trusts its part of a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(lambda ops: ops.handle) for x in (case, other)]

@@ -179,11 +179,18 @@ def garbage_after_the_header(handle):
   return dataclasses.replace(handle, mem=handle.mem.at[:, 64:].set(0x7F))
 
 
+def two_choices_swapped(handle):
+  """Each is in range, and their sum is the same."""
+  choices = jnp.roll(handle.mem[:, 12:20], 4, axis=1)
+  return dataclasses.replace(handle, mem=handle.mem.at[:, 12:20].set(choices))
+
+
 FORGERIES = [
   of_another_layer,
   of_another_rank,
   garbage,
   garbage_after_the_header,
+  two_choices_swapped,
 ]
 
 
