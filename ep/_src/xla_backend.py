@@ -134,7 +134,7 @@ def _stamp(dims: _Dims, body: jax.Array) -> jax.Array:
   layer = dims.layer
   made_for = repr((dims[4:], layer.alignment, layer.overflow)).encode()
   kind = np.int32(zlib.crc32(made_for) >> 1)
-  # Odd factors: the sum tells any change of one word, and nearly any of several.
+  # Odd factors: the sum tells any change of a word, and nearly any of several.
   factors = jnp.arange(1, 2 * body.size, 2, dtype=jnp.int32)
   return jnp.stack([kind, lax.axis_index(dims.axis), _sum(body * factors)])
 
