@@ -40,9 +40,14 @@ class _Lifetime:
     self._name = group.name
     rendezvous.live[group.name] = self
 
+  @property
+  def is_forked(self) -> bool:
+    """Whether this process is a forked child of the one with the group."""
+    return self.process != os.getpid()
+
   def end(self) -> None:
     """Closes the group, but not of the parent of a forked child."""
-    if not self.alive or self.process != os.getpid():
+    if not self.alive or self.is_forked:
       return
     self.alive = False
     try:
@@ -52,7 +57,7 @@ class _Lifetime:
 
   def release(self) -> None:
     """Closes the group once no program uses it: its user has lost it."""
-    if self.alive and self.process == os.getpid():
+    if self.alive and not self.is_forked:
       rendezvous.live.pop(self._name, None)
       BACKENDS[self._backend].release(self._name)
       _released_by.add(self._backend)
@@ -165,7 +170,7 @@ class EpGroup:
 
   def check_alive(self, op: str) -> None:
     """Raises `RuntimeError` after `ep_finalize`, and in a forked child."""
-    if self._lifetime is not None and self._lifetime.process != os.getpid():
+    if self._lifetime is not None and self._lifetime.is_forked:
       raise RuntimeError(
         f'{op}: the group "{self.name}" belongs to the process with the id'
         f" {self._lifetime.process}, of which this one is a forked child; use"
@@ -569,11 +574,10 @@ def ep_finalize(group: EpGroup) -> None:
       `EpGroup.check`), or a peer has run what this process has not. The group
       is closed all the same.
   """
-  if group._lifetime is None or not group._lifetime.alive:
-    return
-  if group._lifetime.process != os.getpid():
+  lifetime = group._lifetime
+  if lifetime is None or not lifetime.alive or lifetime.is_forked:
     return
   try:
     group.check()
   finally:
-    group._lifetime.end()
+    lifetime.end()

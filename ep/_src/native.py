@@ -34,10 +34,9 @@ def _place(group: EpGroup) -> jax.Array:
   """
 
   def index(axes):
-    sizes = [(a, group.mesh.shape[a]) for a in axes]
     at = jnp.int32(0)
-    for axis, size in sizes:
-      if size > 1:
+    for axis in axes:
+      if (size := group.mesh.shape[axis]) > 1:
         at = at * size + lax.axis_index(axis)
     return at
 
