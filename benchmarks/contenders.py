@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who competes.
 
 A contender is made for a `Layout` and has, each in the view of one rank inside

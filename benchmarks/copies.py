@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The limit: plain copies of the payload."""
 
 from __future__ import annotations

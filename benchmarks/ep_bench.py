@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast ep's ops are, beside what one would do without it, in one run.
 
     bazel run //benchmarks:ep_bench -- --shapes=goals --json=results.json

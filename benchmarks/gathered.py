@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hand-written contender: all-gather, then reduce-scatter.
 
 Every rank gets all tokens and picks those of its experts. On the way back it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One case, measured: every contender's ops, checked and then timed."""
 
 from __future__ import annotations

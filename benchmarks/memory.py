@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak memory of this process, of one run at a time (Linux)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NCCL EP as it is, on the same buffers: what is left of ep without ep.
 
 Its C functions are called on the arrays that the other contenders are given,

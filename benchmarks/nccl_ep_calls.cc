@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // NCCL EP as it is, called from benchmarks/nccl_ep.py: without XLA, and without
 // the kernels by which ep_ffi/backends/nccl makes ep's ops of it.
 

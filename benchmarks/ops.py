@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops that are measured, for any contender, in the view of one rank."""
 
 from __future__ import annotations

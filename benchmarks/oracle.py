@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every op must return, from the routing of ep/_src/reference.py.
 
 The reference works on whole arrays, and those of a benchmark are large; so here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hand-written contender: sort, padded all_to_all, scatter-add.
 
 A rank's choices are sorted by expert, so that those for one rank are together.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A contender of XLA's own: ragged_all_to_all, which XLA:CPU does not have.
 
 Its slices, one for each expert, are sent straight to where they belong.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From records to numbers, tables and verdicts."""
 
 from __future__ import annotations

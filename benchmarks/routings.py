@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routings: which experts each token chooses. numpy only, alike everywhere."""
 
 import pathlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of functions that take turns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured: a shape, a routing, and the inputs of every op.
 
 **Payload** of one direction, in bytes: the rows that dispatch delivers, on all

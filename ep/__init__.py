@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of a program on this host, and joins them from inside.
 
     python -m ep.launch --num_processes=4 train.py --steps=10

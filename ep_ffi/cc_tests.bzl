@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One GoogleTest target per C++ test file."""
 
 load("@rules_cc//cc:cc_test.bzl", "cc_test")

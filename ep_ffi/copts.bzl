@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the native code is compiled, wherever it is built from."""
 
 EP_COPTS = [

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fuzz target, run without a fuzzer."""
 
 load("@rules_cc//cc:cc_library.bzl", "cc_library")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a library that Python loads is linked."""
 
 load("@rules_cc//cc:cc_binary.bzl", "cc_binary")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same model in one process, every expert applied to every token.
 
 Shares no code with ep or with `model.py`: it is what their result is checked

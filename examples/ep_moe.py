@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism end to end: a MoE model's forward and backward pass.
 
     bazel run //examples:ep_moe -- --num_experts=32 --top_k=4

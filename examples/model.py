@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A one-layer mixture-of-experts language model, expert-parallel.
 
 Predicts each next byte of a text from one byte: embed, route, let the experts

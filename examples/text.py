@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of real text, as tokens."""
 
 from collections.abc import Iterator

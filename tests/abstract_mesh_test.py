@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of an `AbstractMesh`: planned on a laptop, for machines elsewhere."""
 
 import jax

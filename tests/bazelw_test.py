@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bazelw finds or installs a Bazel, and says what it waits for or lacks.
 
 On a machine made of stubs: a PATH, a home, and an installer of Debian's Bazel

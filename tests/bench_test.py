@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark runs in both worlds, and does not time what is wrong."""
 
 import json

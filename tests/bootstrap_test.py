@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the op tests share: routings, arrays, and the oracle beside the ops.
 
 A `Case` is a layer and a routing for it. A test states one claim about a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checked mode: mistakes are found where they are made."""
 
 import os

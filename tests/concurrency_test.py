@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges that run at the same time neither mix nor wait for each other.
 
 XLA:CPU runs the ready ops of a program in any order, not the same on every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a pytest process one rank of a test world; what every test imports.
 
 Worlds are named processes x devices of each. A test file runs in any of them:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of death_test, which says what deaths there are."""
 
 import contextlib

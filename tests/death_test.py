@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that die, and what the others see of it.
 
 A death is said as in "3 kill dispatch during": who, in which way, where, and

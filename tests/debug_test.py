@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep.debug.plot_routing: a picture, or a text in its place."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of derivatives, in both modes, against the oracle's.
 
 The function is a polynomial of whole numbers, which float32 evaluates exactly,

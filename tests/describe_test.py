@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """describe: the numbers of the oracle, of the ranks that are at hand."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_dispatch, forward and backward, against the oracle."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the examples of README.md and docs/semantics.md as they stand there."""
 
 import ast

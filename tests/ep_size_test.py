@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A result does not depend on how many ranks share the experts."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The macro that runs one pytest file in several worlds."""
 
 load("@rules_python//python:defs.bzl", "py_test")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MoE example gives the same bits in every world, and would say if not."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers that never come or differ, and a library that is not there.
 
 Those that die are in death_test.

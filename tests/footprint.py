@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this process holds of the system, for tests that it does not grow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Children that are forked from a rank, and end as they like.
 
 They may load data, say, but not call JAX, which warns that it has no threads in

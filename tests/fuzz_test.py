@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random layers and routings, every op, against the oracle, bit for bit.
 
     python -m pytest tests/fuzz_test.py --fuzz_cases=3000 --fuzz_seed=7

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls and their derivatives, against a loop over the slabs."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A handle is plain data: it goes wherever a pytree of arrays can go."""
 
 import pickle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled program holds our exchanges, and no other collective."""
 
 import functools

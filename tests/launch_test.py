@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launcher starts, watches and ends ranks as its docstring says."""
 
 import contextlib

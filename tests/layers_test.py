@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any number of layers and groups, side by side in one program."""
 
 import jax

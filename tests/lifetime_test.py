@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups that come and go leave nothing behind.
 
     python -m pytest tests/lifetime_test.py --lifetimes=10000

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a group keeps of the host's memory, and that it does not grow."""
 
 import jax

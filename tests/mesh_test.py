@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs whose mesh is not the group's: exact, or refused on every rank."""
 
 import jax

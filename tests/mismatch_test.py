@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose programs differ: every rank is told what differs, and on which.
 
 The last process is the odd one. What each of the others sees is the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """moe_layer and its derivatives, against every expert applied to every token.
 
 The matmuls are XLA's, so results are close, not equal, to the dense layer's.

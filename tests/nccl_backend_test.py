@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Python does for the nccl backend, as far as it goes without a GPU."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_bench calls NCCL EP as it wants to be called, over a fake of it.
 
 The ranks are threads: the fake is one machine in one process.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions of libep_ffi_cuda that Python calls, over a fake of NCCL.
 
 The ranks are threads: the fake is one machine in one process.

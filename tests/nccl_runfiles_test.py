@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of NCCL EP that a build for CUDA brings along, and its compiler."""
 
 import os

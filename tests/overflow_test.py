@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More rows than a rank's capacity: an error everywhere, or a drop."""
 
 import numpy as np

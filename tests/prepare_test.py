@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_prepare: what it counts, and what shapes it says it returns."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle agrees with the contract as a person would work it out by hand.
 
 Everything here is on the loops of `ByHand`, which share no code and no idea

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """route_topk and the auxiliary losses, against their formulas in numpy."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a pytest file in every rank of a world; the main of each `ep_test`.
 
     run_ranks.py --world=4x1 tests/foo_test.py [pytest arguments...]

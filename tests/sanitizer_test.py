@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops under a sanitizer, from Python to the movers and back.
 
 What they return is the matter of the other tests; here it is how they get

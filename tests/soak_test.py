@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long runs: every step has another routing, and what is kept stays as it is.
 
     python -m ep.launch --num_processes=4 \

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What JAX does to a function, it does to one that exchanges tokens.
 
 Here is what the files about one subject leave out: derivatives of derivatives

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same ops inside shard_map and outside it, on every kind of mesh."""
 
 import functools

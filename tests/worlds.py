@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds whose ranks may end in any way.
 
 A test starts one with its own file as the program: `main` is what one rank

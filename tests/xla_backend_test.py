@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is particular to backend="xla". The tests of the ops run on it with
 
 EP_TEST_BACKEND=xla python -m pytest tests/dispatch_test.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module extension behind MODULE.bazel."""
 
 load(":repositories.bzl", "ep_repositories")

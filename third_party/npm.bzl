@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A repository rule that fetches an npm package, pinned by hash."""
 
 def _npm_archive_impl(rctx):

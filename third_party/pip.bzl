@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repository rules that fetch PyPI packages, pinned by hash.
 
 Both run the machine's pip, which asks whatever index the machine is set up to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the BUILD file for a folder of packages that pip installed.
 
 Usage: pip_write_build.py FOLDER BUILD_FILE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine's own Python: found in one place, for every use.
 
 Repository rules run pip with it and a toolchain runs tests with it, so the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every repository this module brings, for Bzlmod and WORKSPACE alike."""
 
 load("//third_party/cuda:version.bzl", "cuda_version")

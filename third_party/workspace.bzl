@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rule sets that a WORKSPACE build needs; Bzlmod has them as modules."""
 
 load("@bazel_tools//tools/build_defs/repo:http.bzl", "http_archive")

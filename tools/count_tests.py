@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints how many tests of a Bazel run passed and failed: "12 3".
 
 Usage: count_tests.py BUILD_EVENTS_JSON EXIT_CODE

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+
 # Installs Debian's packaged Bazel into a private prefix, for hosts that reach a
 # Debian mirror but not GitHub. Needs apt-get, dpkg-deb and python3, no root;
 # the host's own packages are neither used nor changed.

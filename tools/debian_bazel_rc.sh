@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+
 # Configures a Debian Bazel: writes its registry, its rc file and the wrapper
 # that runs it. The last step of debian_bazel.sh, and apart from it for a test.
 #

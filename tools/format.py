@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats the repository's files, or checks that they are formatted.
 
 Run it as tools/format.sh [--check] [--only=NAME]. Prints one line per formatter
@@ -22,6 +23,13 @@ class Formatter(NamedTuple):
 def formatters(buildifier: pathlib.Path) -> dict[str, Formatter]:
   python_m = [sys.executable, "-m"]
   return {
+    "license-line": Formatter(
+      files=("*.py", "*.cc", "*.cu", "*.h", "*.sh", "*.bzl", "*.bazel")
+      + ("*.bazelrc", "*BUILD", "*WORKSPACE", "*.lds", "bazelw", ".ci/run"),
+      command=[sys.executable, "tools/license_line.py"],
+      fix=[],
+      check=["--check"],
+    ),
     "buildifier": Formatter(
       files=("*BUILD", "*.BUILD", "*.bazel", "*.bzl", "*WORKSPACE"),
       command=[str(buildifier), "-lint=warn"],

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The questions of gpu_first_contact.sh that are programs: one by its name.
 
 Those of several ranks are started by `ep.launch`, others alone. An answer is

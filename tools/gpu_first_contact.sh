@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+
 # Asks ten questions of a machine with GPUs, in the order in which an answer spoils
 # the next question: do the libraries load, does a compiler work, may ranks share a
 # card, is NCCL EP right there, are we, and what do we cost. Takes 25 minutes at

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+
 # Writes the lock files anew from the requirements beside them; needs uv (pip
 # install uv). No address of an index gets into them.
 set -euo pipefail

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the numbers that users pass, and names the argument that is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checked mode: it costs time, and finds mistakes where they are made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a compiled program exchange more than it was asked to?"""
 
 from __future__ import annotations

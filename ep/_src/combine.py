@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_combine: bring the expert outputs home and sum them."""
 
 from __future__ import annotations

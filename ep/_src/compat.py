@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that JAX does not promise to keep, in one place.
 
 Nothing else in the package imports `jax._src`, `jax.interpreters`,

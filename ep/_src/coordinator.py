@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JAX's coordination service as a program: coordinator.py ADDRESS PROCESSES.
 
 Left to JAX, it lives in rank 0, and when that dies JAX aborts all the others

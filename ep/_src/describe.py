@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """describe: what a handle says, in numbers that can be read."""
 
 from __future__ import annotations

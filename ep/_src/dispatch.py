@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_dispatch: send every token to the ranks of its experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EpError: what the functions and ops of ep raise, for `except`."""
 
 # This is a tuple and no class of ours, because JAX raises what fails in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the native libraries, registers their handlers, calls their functions.
 
 There is one for each platform. It is loaded when the first group of a backend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the files that a build or a package brings along."""
 
 from __future__ import annotations

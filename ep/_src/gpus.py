@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GPU each rank of this host gets: one of its own, unless told to share.
 
 Imports no JAX: the launcher must not hold what its ranks want.

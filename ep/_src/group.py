@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EpGroup and EpLayerConfig: what is fixed before a program is traced."""
 
 from __future__ import annotations

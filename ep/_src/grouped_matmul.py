@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each slab of rows times its own matrix, at a cost linear in the rows.
 
 `lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. On CPUs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EpHandle: the routing of one step, as a pytree."""
 
 from __future__ import annotations

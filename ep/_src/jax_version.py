@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses a JAX that is too old for the package, on import."""
 
 import jax

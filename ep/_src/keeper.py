@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a rank, and leaves no process of it behind: keeper.py PID ARGUMENTS...
 
 PID is the launcher's, and ARGUMENTS are Python's. What a rank starts may move

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """moe_layer: experts over the ranks of an EP domain, around ep's ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the backends that call a native library have in common."""
 
 from __future__ import annotations

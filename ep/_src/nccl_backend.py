@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """backend="nccl": NVIDIA GPUs from Hopper on, through NCCL EP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
 
 NCCL EP compiles its kernels when they are first launched. It takes compiler and

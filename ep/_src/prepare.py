@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ep_prepare: exchange the routing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which processes of the job have died, as far as this host can tell.
 
 JAX takes minutes to notice, and a socket must be there first. So each process

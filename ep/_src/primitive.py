@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From frozen parameters to a JAX primitive.
 
 An op is a primitive whose first operand is the routing (`mem`, or for prepare

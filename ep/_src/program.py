@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names for the programs of a group, equal on all processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numeric contract of ep in plain jnp: what every backend must return.
 
 Arrays carry a leading axis for the `P` ranks of one EP domain. `T` tokens of a

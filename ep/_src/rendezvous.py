@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a mesh to EP domains, and what their processes must know of each other.
 
 Every process cuts the mesh into domains the same way, so what they exchange is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers: from logits to the experts and weights that `ep_dispatch` takes.
 
 Nothing here communicates, except the mean of `load_balancing_loss` when it is

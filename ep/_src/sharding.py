@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only mesh-aware file: global view = `shard_map` around the local view.
 
 Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of

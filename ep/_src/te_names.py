@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sentences for callers who pass the arguments of TransformerEngine's JAX ops.
 
 Its functions have the names of ours and other arguments: see "Coming from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tells what processes must have in common besides the arguments of a group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """backend="xla": `lax` collectives and gathers alone, on whatever XLA runs on.
 
 An op is a function of one rank's arrays, and its primitive is lowered to it.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The interface between the FFI handlers and a backend.
 //
 // A handler decodes its buffers, builds a `Call`, and calls one method of the

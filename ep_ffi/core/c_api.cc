@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The C functions of every backend, called from ep/_src/ffi.py.
 
 #include <cstdint>

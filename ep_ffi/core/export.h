@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What Python calls through ctypes: C functions with default visibility, all
 // other symbols are hidden. One that can fail returns the status code, 0 if
 // there is none, and writes the message to `error`.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Words for what can be wrong with an ep_prepare; every backend uses them.
 
 #ifndef EP_FFI_CORE_FAULTS_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The routing plan: who sends which token to which slot.
 //
 // `ep_prepare` turns the top-k choices of all ranks of an EP domain into one

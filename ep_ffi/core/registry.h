@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The live groups of this process, by name.
 //
 // XLA hands an FFI handler attributes and buffers, nothing else, so a

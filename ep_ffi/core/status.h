@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The result of an operation: a code that XLA and JAX users know, and a
 // sentence that names the op, what was expected, what came, and the cure.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // ep_combine: (mem, slots [C, H] [, slot_weights [C]]) -> tokens [T, H]
 // ep_combine_bwd: (mem, tokens [T, H]) -> slots [C, H]
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What XLA:CPU gives to a call: the id of the run, and a pool of threads.
 
 #include <cstdint>

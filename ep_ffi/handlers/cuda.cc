@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What XLA:GPU gives to a call: a stream.
 
 #include "ep_ffi/handlers/op_call.h"

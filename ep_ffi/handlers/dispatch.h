@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // ep_dispatch: (mem, tokens [T, H], topk_weights [T, K]) ->
 //              slots [C, H], slot_weights [C]
 // ep_dispatch_bwd: (mem, slots [C, H], slot_weights [C]) ->

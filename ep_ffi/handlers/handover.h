@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What passes through XLA from one thread to another, told to ThreadSanitizer.
 //
 // XLA orders what it calls, but it is not instrumented: TSan sees none of its

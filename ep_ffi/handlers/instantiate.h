@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Runs once per op of a compiled program: finds the op's group and keeps it
 // alive as long as the executable.
 

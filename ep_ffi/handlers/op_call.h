@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What every handler shares: the state of an op, the decoding of a call's
 // context, and the way from a `Status` to an `ffi::Future`.
 //

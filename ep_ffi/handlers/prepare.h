@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // ep_prepare: (topk_idx [T, K], place [2]) -> mem [M], group_sizes [L],
 // token_counts [L], total_recv_tokens [1]
 

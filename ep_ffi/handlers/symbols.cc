@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The symbols that ep/_src/ffi.py registers, the same on every platform.
 
 #include "ep_ffi/core/export.h"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Tests what the handlers tell XLA of themselves.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What every backend must do, as one suite of tests. A backend takes part by
 // saying how its groups are made and what it promises:
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Conformance: what goes wrong on one rank is an error on all of them, in
 // time, with a sentence that says who and why; and the next run works.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Conformance: ops meet by run id, program, position and clone, whatever the
 // order in which ranks come to them.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Conformance: what arrives where, and the numbers in it.
 
 #include <gtest/gtest.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The three float formats by their definition: a fraction of so many bits
 // times a power of two. Slow and obvious, to hold fast conversions against.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Runs a fuzz target, without a fuzzer: over its corpus, and over mutants of it
 // that are the same each time.
 //

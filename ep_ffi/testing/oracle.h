@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The numeric contract in plain loops: what each of the five ops must give on
 // every rank of an EP domain. It shares no code with what it judges.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Drives the ops of a backend with plain host buffers, ranks as threads.
 
 #ifndef EP_FFI_TESTING_RANKS_H_

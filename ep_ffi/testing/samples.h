@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Random but repeatable inputs.
 
 #ifndef EP_FFI_TESTING_SAMPLES_H_

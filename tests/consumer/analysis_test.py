@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests what Bazel says it would do in a workspace that uses jax_ep.
 
     analysis_test.py CONSUMER [CLASS...]

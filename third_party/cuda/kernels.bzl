@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA kernels, compiled ahead of time and embedded in a cc_library."""
 
 load("@rules_cc//cc:cc_library.bzl", "cc_library")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a CUDA source with NVRTC into a C++ array of images.
 
 NVRTC is a compiler in a library. It needs no GPU and, unlike nvcc, no host

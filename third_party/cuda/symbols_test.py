@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pinned NCCL libraries define what the nccl backend looks up in them.
 
 Usage: symbols_test.py libraries.h FILE...

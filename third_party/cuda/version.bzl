@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which CUDA the environment asks for."""
 
 def _cuda_version_impl(rctx):

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #ifndef EP_FFI_BACKENDS_HOST_CLOCK_H_
 #define EP_FFI_BACKENDS_HOST_CLOCK_H_
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Sums must have the same bits on whichever thread they are taken. XLA:CPU's
 // threads take denormal numbers for zero and round to zero what would be one;
 // a thread of our own does not, until it is told to.

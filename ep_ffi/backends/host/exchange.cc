@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/exchange.h"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One rendezvous of all ranks of an EP domain: the heart of the engine.
 //
 // Every op is an exchange. A rank *posts* a contribution: rows that its peers

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One process of a group, whose peers are played by the test, message by
 // message: orders that are rare in practice, and posts that no peer of ours
 // would send.

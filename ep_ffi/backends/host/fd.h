@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // File descriptors that are closed with their owners.
 
 #ifndef EP_FFI_BACKENDS_HOST_FD_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The host backend: the five ops as exchanges (exchange.h).
 //
 // The executables of programs hold the group, and may live on when it is

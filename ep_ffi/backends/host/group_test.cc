@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The host backend in its worlds, where threads play processes. See
 // process_test.cc for those.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // How the processes of a group connect: every pair gets a socket.
 //
 // Each process binds a socket to an abstract address with a random name, and

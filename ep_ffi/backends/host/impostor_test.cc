@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A peer that is not what it seems, and a system that refuses what it is asked
 // for: the group fails, says why, and nothing worse. What nobody thought of is
 // for the fuzz targets.

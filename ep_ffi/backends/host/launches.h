@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // How the launches of a program are named across processes.
 //
 // Within a process, XLA's run id names a launch: the fingerprint of the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The two data movers. Each pulls: a rank reads its peers' rows and writes
 // its own outputs, so no two ranks ever write the same memory.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The movers without an engine around them: chunks, and plans that lie. What
 // they compute is the matter of the conformance suite, see group_test.cc.
 

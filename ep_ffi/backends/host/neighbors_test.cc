@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The host backend beside others on the same host: other users, other jobs.
 
 #include <dirent.h>

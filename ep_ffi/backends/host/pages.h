@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the kernel can do about large arrays, cheaper than by touching them.
 //
 // XLA gives most ops fresh memory, which the kernel fills with zeros a page at

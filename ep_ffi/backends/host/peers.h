@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Connections to the other processes of a group on this host.
 //
 // Control goes over one Unix socket per pair of processes (SOCK_SEQPACKET:

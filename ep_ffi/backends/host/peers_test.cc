@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Connections, with threads for processes: the number alone tells them apart.
 
 #include "ep_ffi/backends/host/peers.h"

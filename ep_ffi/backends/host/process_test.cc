@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The host backend between real processes: ranks that die, and what the others
 // see of it.
 

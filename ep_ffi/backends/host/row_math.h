@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // out = sum of scaled rows: products and sums in float32, in order, rounded
 // once to the rows' type. An empty sum is +0, and so is a sum of -0.
 

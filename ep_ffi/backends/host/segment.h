@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Shared memory in which a process stages rows for its peers.
 //
 // A segment is an anonymous memfd: it has no name that could be left behind

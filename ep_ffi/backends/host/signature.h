@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the ranks of an exchange must agree on.
 
 #ifndef EP_FFI_BACKENDS_HOST_SIGNATURE_H_

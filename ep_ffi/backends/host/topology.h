@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Where the ranks of a group live. The mesh is cut into EP domains of P
 // ranks; a rank is a device of some process, and one process may hold any
 // number of them, of any domain.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The messages that processes of a group send on their sockets (peers.h says
 // when they are sent, handshake.h how processes connect).
 //

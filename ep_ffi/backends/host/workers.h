@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Threads that finish operations.
 //
 // Completing an op resumes the XLA program that waits for it, on the thread

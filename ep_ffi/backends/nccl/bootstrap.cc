@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The C functions that create an nccl group, called from ep/_src/ffi.py.
 // `nccl` and `nccl_ep` are paths; see Libraries::Load.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // NCCL EP's functions, with the arguments of our ops.
 
 #ifndef EP_FFI_BACKENDS_NCCL_CALLS_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The ranks of an EP domain as NCCL and NCCL EP know them.
 
 #ifndef EP_FFI_BACKENDS_NCCL_COMMUNICATOR_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Calls that wait for other ranks and cannot be told when to give up.
 
 #ifndef EP_FFI_BACKENDS_NCCL_DEADLINE_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The GPU of a rank: its context, our kernels, and memory that both sides see.
 
 #ifndef EP_FFI_BACKENDS_NCCL_DEVICE_H_

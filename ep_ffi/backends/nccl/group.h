@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The nccl backend: one rank of an EP domain on one GPU, over NCCL EP.
 //
 // An op enqueues its work on XLA's stream and is done. The work of ep_prepare:

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The nccl backend over a fake of what it is built on: ranks are threads,
 // devices are numbers, and whatever the real libraries would not have stood is
 // a violation that fails the test.

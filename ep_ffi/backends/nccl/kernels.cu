@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The device side of ep_prepare, and what the movers do to NCCL EP's results.
 //
 // NCCL EP writes out of bounds for an id past the last expert and traps on

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What host and device code of the nccl backend share. NVRTC compiles the
 // device side without the standard library, so there is nothing here but
 // fixed-width integers.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // NCCL, NCCL EP and the CUDA driver, found at run time.
 //
 // A process must have one NCCL, and JAX loads its own; so nothing is linked,

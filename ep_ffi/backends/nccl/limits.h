@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What NCCL EP's high-throughput algorithm takes. It asserts, so that whatever
 // is not checked here first ends the process, or makes its kernels write to the
 // wrong place. Figures: the sources of NCCL EP 0.2.0, and the path through them

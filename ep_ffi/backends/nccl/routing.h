@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // EpHandle.mem of this backend: our view of a routing, then NCCL EP's.
 
 #ifndef EP_FFI_BACKENDS_NCCL_ROUTING_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Functions of a library that is found at run time.
 
 #ifndef EP_FFI_BACKENDS_NCCL_SYMBOLS_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Functions that the 32 threads of a warp compute together; all must call them.
 // Only the first thread, on lane 0, may use what they return.
 

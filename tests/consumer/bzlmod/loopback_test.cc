@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A backend of another module: the ranks of one process, and of the five ops
 // those that bring tokens to slots. It passes the tests of the conformance
 // suite that need no other.

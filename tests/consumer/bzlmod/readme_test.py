@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A consumer's files say what the documentation tells its readers to write.
 
     readme_test.py README.md MODULE.bazel [PAGE FILE...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for what pip.parse of rules_python gives a module: @their_pip,
 with one package per Python package. It shares no code with jax_ep's own."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks use ep from a workspace that depends on it.
 
 Dispatch and combine with one expert a token give back the tokens, and the

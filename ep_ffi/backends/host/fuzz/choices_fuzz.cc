@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What a peer's segment says of its choices, from which ep_prepare builds a
 // plan. Input: the bytes of the segment, `starts` and then `order`.
 

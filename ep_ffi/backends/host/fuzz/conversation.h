@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Two ops that wait for a peer, who is an impostor.
 
 #ifndef EP_FFI_BACKENDS_HOST_FUZZ_CONVERSATION_H_

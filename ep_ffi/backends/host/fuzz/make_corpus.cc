@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Writes the seeds of the fuzz targets:
 //
 //   ./bazelw run //ep_ffi/backends/host/fuzz:make_corpus -- folder

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What a peer sends: messages on its socket, and the memory it shares. Input: a
 // sequence of messages, each behind eight bytes: what descriptors it carries,
 // nothing, its length in two. A message is padded to eight bytes, so that what

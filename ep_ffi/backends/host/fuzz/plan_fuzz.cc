@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The routing in EpHandle.mem, as the four ops use it. Input: the mem of one
 // rank; those of its peers, in its process and in another one, are good.
 

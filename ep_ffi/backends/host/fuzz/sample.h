@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The exchange that the seeds are of. Not random, so that a seed is good
 // wherever it is read.
 

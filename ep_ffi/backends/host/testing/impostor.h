@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A process of a group that is not ours: it is greeted as one, and then sends
 // what no peer of ours would.
 

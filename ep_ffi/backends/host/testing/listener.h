@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Sockets on which the processes of a group wait for each other.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_

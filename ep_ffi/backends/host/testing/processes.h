@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Ranks of the host backend in processes of their own, which may die. The
 // parent forks all of them while it has a single thread.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Groups of the host backend whose processes are played by threads: what makes
 // a group one process's is its number alone, so sockets and shared memory are
 // as real as between processes.

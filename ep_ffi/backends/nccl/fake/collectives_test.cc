@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What ranks must not do to each other, or to what they have made, is caught.
 
 #include <cuda.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Where the ranks of an NCCL communicator meet, on the host or on a stream.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The CUDA driver. A device is a number, device memory is host memory, and a
 // stream is a thread.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the driver must not be asked for is caught.
 
 #include <cuda.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What is in the structs that a caller of NCCL EP fills in.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_DESCRIPTORS_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What NCCL EP must not be given is caught: each test spoils one thing, with
 // everything around it right.
 

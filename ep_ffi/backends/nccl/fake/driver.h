@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The fake driver, as the fakes of NCCL and NCCL EP see it.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_DRIVER_H_

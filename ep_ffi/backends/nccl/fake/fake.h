@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // A stand-in for the CUDA driver, NCCL and NCCL EP, on host memory, with ranks
 // as threads of one process.
 //

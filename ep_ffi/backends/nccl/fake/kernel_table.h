@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The kernels of the backend, compiled for the host.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_KERNEL_TABLE_H_

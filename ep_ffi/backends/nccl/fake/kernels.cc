@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What kernels.cu needs of CUDA, as plain C++, and a table of what is in it.
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the parts of the fake record: violations, and objects that live.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_LEDGER_H_

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // NCCL: communicators, and the one collective that the backend calls.
 
 #include <nccl.h>

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // NCCL EP 0.2.0, as far as its high-throughput algorithm with the expert-major
 // layout goes, and with what that asserts, traps on, or silently gets wrong.
 // Here: groups and handles.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Groups and handles of the fake NCCL EP, and what using them demands.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_

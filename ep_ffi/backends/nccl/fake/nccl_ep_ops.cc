@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What moves: NCCL EP's collectives, checked when they are called, and run when
 // their stream comes to them.
 

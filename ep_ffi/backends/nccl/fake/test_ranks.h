@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Ranks that call NCCL EP themselves, for tests of the fake.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_TEST_RANKS_H_

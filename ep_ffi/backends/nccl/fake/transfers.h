@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What NCCL EP's high-throughput algorithm computes in its expert-major layout.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_TRANSFERS_H_

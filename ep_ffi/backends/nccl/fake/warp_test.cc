@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The real code of warps: 32 threads, which wait for each other in each
 // shuffle.
 
