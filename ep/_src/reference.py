@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric contract of ep in plain jnp: what every backend must return.
+"""The numeric contract of ep in plain jnp: the results of every backend.
 
 Arrays carry a leading axis for the `P` ranks of one EP domain. `T` tokens of a
 rank, `K` choices of a token, `E` experts, `L = E / P` local experts (expert `e`
@@ -10,7 +10,7 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
   source rank, then by source token. Rows and weights that pad a slab, and those
   past the last slab, are zero.
 * Choices: -1 is an unused one. Slots at or past `C` are dropped, along with
-  their weights and gradients; `total_recv_tokens` counts dropped slots too, and
+  their weights and gradients; `total_recv_tokens` includes dropped slots and
   padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 
 class Routing(NamedTuple):
-  """Where each choice goes, and what each rank receives."""
+  """The destination of each choice, and the rows that each rank receives."""
 
   rank: jax.Array  # [P, T, K] destination rank; -1: unused or dropped
   slot: jax.Array  # [P, T, K] row on that rank; -1: unused or dropped
@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 
 
 def prepare(topk_idx, *, num_experts, capacity, alignment=1):
-  """`topk_idx [P, T, K]` -> `Routing`."""
+  """Returns the routing of `topk_idx` [P, T, K]."""
   P, T, _ = topk_idx.shape
   E, L, i32 = num_experts, num_experts // P, jnp.int32
   idx = topk_idx.astype(i32)
@@ -67,7 +67,7 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
 
 
 def dispatch(routing, tokens, topk_weights, *, capacity):
-  """`[P, T, H]`, `[P, T, K]` -> `recv [P, C, H]`, `recv_weights [P, C]`."""
+  """Returns [P, C, H] and [P, C], for tokens [P, T, H], weights [P, T, K]."""
   weights = topk_weights.astype(jnp.float32)
   return (
     _scatter(routing, tokens[:, :, None], capacity),
@@ -76,28 +76,28 @@ def dispatch(routing, tokens, topk_weights, *, capacity):
 
 
 def combine(routing, rows, weights=None):
-  """`rows [P, C, H]`, optional `weights [P, C]` -> `[P, T, H]`."""
+  """Returns [P, T, H], for rows [P, C, H] and optional weights [P, C]."""
   out = jnp.float32(0)
   terms = _gather(routing, rows).astype(jnp.float32)
   if weights is not None:
     terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
   for k in range(terms.shape[2]):
     out += terms[:, :, k]
-  return (out + jnp.float32(0)).astype(rows.dtype)  # +0, if it is -0
+  return (out + jnp.float32(0)).astype(rows.dtype)  # makes +0 of -0
 
 
 def dispatch_bwd(routing, g_recv, g_recv_weights):
-  """`[P, C, H]`, `[P, C]` -> cotangents of `tokens` and `topk_weights`."""
+  """Returns cotangents of tokens and weights, for [P, C, H] and [P, C]."""
   return combine(routing, g_recv), _gather(routing, g_recv_weights)
 
 
 def combine_bwd(routing, g, *, capacity):
-  """`g [P, T, H]` -> cotangent of unweighted combine's `rows`, `[P, C, H]`."""
+  """Returns [P, C, H], the cotangent of unweighted rows, for g [P, T, H]."""
   return _scatter(routing, g[:, :, None], capacity)
 
 
 def _scatter(routing, x, capacity):
-  """`x [P, T, K or 1, ...]` -> `[P, C, ...]`: each choice to its slot."""
+  """Moves each choice to its slot: [P, T, K or 1, ...] to [P, C, ...]."""
   P, _, _, *rest = x.shape
   x = jnp.broadcast_to(x, (*routing.slot.shape, *rest))
   slot = jnp.where(routing.slot < 0, capacity, routing.slot)  # out of bounds
@@ -106,7 +106,7 @@ def _scatter(routing, x, capacity):
 
 
 def _gather(routing, rows):
-  """`rows [P, C, ...]` -> `[P, T, K, ...]`: each slot to its choice."""
+  """Moves each slot to its choice: [P, C, ...] to [P, T, K, ...]."""
   kept = routing.slot >= 0
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
   return jnp.where(kept, rows[routing.rank, routing.slot], 0)
