@@ -30,6 +30,12 @@ def formatters(buildifier: pathlib.Path) -> dict[str, Formatter]:
       fix=[],
       check=["--check"],
     ),
+    "docs": Formatter(
+      files=("*.md",),
+      command=[sys.executable, "tools/check_docs.py"],
+      fix=[],
+      check=[],
+    ),
     "buildifier": Formatter(
       files=("*BUILD", "*.BUILD", "*.bazel", "*.bzl", "*WORKSPACE"),
       command=[str(buildifier), "-lint=warn"],
