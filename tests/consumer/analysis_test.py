@@ -112,12 +112,13 @@ class Cuda(unittest.TestCase):
       f"--@jax_ep//third_party/py:{package}=//:{package}"
       for package in ("absl", "jax_gpu")
     ]
-    for program in "examples:ep_moe", "benchmarks:ep_bench":
-      query = f"somepath(@jax_ep//{program}, //:jax_gpu)"
-      with self.subTest(program=program):
-        path = bazel("cquery", *flags, "--config=cuda13", query)
-        self.assertIn("//:jax_gpu", path)
-        self.assertEqual(bazel("cquery", *flags, query), "")
+    programs = "examples:ep_moe", "benchmarks:ep_bench"
+    labels = " + ".join(f"@jax_ep//{program}" for program in programs)
+    query = f"rdeps({labels}, //:jax_gpu)"
+    with_cuda = bazel("cquery", *flags, "--config=cuda13", query)
+    for program in programs:
+      self.assertRegex(with_cuda, rf"//{program} ")
+    self.assertEqual(bazel("cquery", *flags, f"somepath({labels}, //:jax_gpu)"), "")
 
 
 class Python(unittest.TestCase):
