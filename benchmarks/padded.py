@@ -34,7 +34,7 @@ def sort_choices(topk_idx, num_experts):
 
 
 def starts(counts, axis):
-  """Returns where each run begins if runs of these lengths follow each other."""
+  """Returns where each run begins, for consecutive runs of these lengths."""
   return jnp.cumsum(counts, axis) - counts
 
 

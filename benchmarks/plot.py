@@ -59,7 +59,7 @@ def _column(record: report.Record) -> tuple[str, ...]:
 
 
 def _bars(ax, records, shapes, names) -> None:
-  """Draws a group of bars per shape; whiskers span half of the rounds."""
+  """Draws a group of bars per shape; whiskers span the middle half."""
   width = 0.8 / len(names)
   for at, name in enumerate(names):
     mine = [r for r in records if r["contender"] == name]

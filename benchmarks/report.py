@@ -144,7 +144,7 @@ def print_summary(rows: list[Record]) -> None:
 
 
 def gate(records: list[Record], bound: float) -> bool:
-  """Prints and returns whether host is `bound` times as fast as HAND_WRITTEN."""
+  """Prints and returns if host is `bound` times as fast as HAND_WRITTEN."""
   passed = bool(records)
   for case, group in cases(records):
     host, rival = find(group, "host"), find(group, contenders.HAND_WRITTEN)

@@ -70,7 +70,7 @@ def _recorded(
 
 
 def loads(choices: np.ndarray, ranks: int, num_experts: int) -> np.ndarray:
-  """Returns `[source, destination]`, the rows that each rank sends each rank."""
+  """Returns the rows from each rank to each rank: `[source, destination]`."""
   sources = choices.reshape(ranks, -1)
   local = num_experts // ranks
   return np.stack(

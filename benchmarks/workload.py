@@ -137,9 +137,9 @@ class Workload:
   ) -> dict[str, jax.Array]:
     """Returns global arrays, split along their first axis among the ranks.
 
-    A rank's parts are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights `[T, K]`,
-    rows `[C, H]` and row_weights `[C]`. Each also serves as a cotangent for the
-    array of its shape.
+    A rank's parts are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
+    `[T, K]`, rows `[C, H]` and row_weights `[C]`. Each also serves as a
+    cotangent of an array of its shape.
     """
     shape, ranks = self.layout.shape, self.layout.ranks
     num_tokens, num_rows = ranks * shape.tokens, ranks * self.layout.capacity

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A backend of another module: the ranks of one process, and of the five ops
-// those that bring tokens to slots. It passes the tests of the conformance
-// suite that need no other.
+// A backend in another module. Its ranks are in one process, and it has those
+// of the five ops that move tokens to slots. It passes the tests of the
+// conformance suite that need no other op.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ class Meetings {
 
   explicit Meetings(int64_t num_ranks) : num_ranks_(num_ranks) {}
 
-  // Rank r is on device r. `run` gives the status of all calls.
+  // Rank r is on device r. `run` returns the status of all calls.
   void Post(ep::Call call, const Args& args,
             const std::function<ep::Status(const Calls&)>& run) {
     const ep::Site& site = *call.site;
@@ -182,7 +182,8 @@ INSTANTIATE_TEST_CASE_P(Loopback, Conformance,
                         ::testing::Values(Backend{"Loopback",
                                                   MakeLoopbackWorld}));
 
-// The tests are chosen by names (BUILD), and a name that is gone matches none.
+// BUILD selects the tests by name. A name that no longer exists matches none,
+// and this environment notices that.
 class AllAreThere : public ::testing::Environment {
   void TearDown() override {
     EXPECT_EQ(3, ::testing::UnitTest::GetInstance()->test_to_run_count());
