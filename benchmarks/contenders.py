@@ -32,7 +32,7 @@ from benchmarks.padded import PaddedGather, PaddedScatter
 from benchmarks.ragged import Ragged
 from benchmarks.workload import AXIS, Layout
 import ep
-from ep._src.backends import BACKENDS
+from ep._src.bootstrap import BACKENDS
 
 HAND_WRITTEN = "padded_scatter"  # the code that most people would write
 # These two have no such members.

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ep
-from ep._src import ffi, nccl_backend, nccl_files, rendezvous
+from ep._src import backend, ffi, membership, nccl_backend, nccl_files
+from ep._src.config import GroupConfig
+from ep._src.nccl_backend import NcclBackend
 
 HOPPER = dict(platform="gpu", compute_capability="9.0", device_kind="H200")
 
@@ -47,19 +48,19 @@ def mesh(devices, **axes):
 )
 def test_refuses_a_mesh(refused, words):
   with pytest.raises(ValueError) as error:
-    nccl_backend.check_mesh(refused, "ep")
+    NcclBackend().check_mesh(refused, "ep")
   for word in ["ep_bootstrap", "nccl", *words]:
     assert word in str(error.value)
 
 
 def test_takes_a_gpu_for_each_process():
-  nccl_backend.check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
+  NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
 
 
 @pytest.mark.parametrize("me", range(4))
 def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   """With the id that the domain's rank 0 has made, and nobody else's."""
-  group = ep.EpGroup(
+  group = GroupConfig(
     name="ep0",
     mesh=mesh([gpu(p) for p in range(4)], ep=2, dp=2),
     axis_name="ep",
@@ -78,7 +79,7 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   )
   said = {}
 
-  def exchange(_, introduce):
+  def join(_, introduce):
     for process in range(4):
       said[process] = dict(id=base64.b64encode(bytes([process])).decode())
     mine = introduce()
@@ -90,13 +91,15 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   monkeypatch.setattr(
     nccl_files, "prepare", lambda device: ("a", str(device.process_index))
   )
-  monkeypatch.setattr(rendezvous, "exchange", exchange)
+  monkeypatch.setattr(membership, "join", join)
   monkeypatch.setattr(ffi, "library", lambda backend: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)
   )
-  nccl_backend.connect(group)
+  monkeypatch.setattr(backend, "_open", {})
+  connection = NcclBackend().connect(group)
+  assert connection.group == group
   assert made == dict(
     name="ep0",
     config=group.config,

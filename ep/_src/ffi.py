@@ -16,15 +16,7 @@ from typing import Any
 import jax
 
 from ep._src import files
-
-# The five ops, and the FFI targets of the same names.
-OPS = (
-  "ep_prepare",
-  "ep_dispatch",
-  "ep_combine",
-  "ep_dispatch_bwd",
-  "ep_combine_bwd",
-)
+from ep._src.backend import OPS
 
 # Of a backend: the platform in its library's name, and as XLA calls it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
