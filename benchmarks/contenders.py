@@ -35,7 +35,7 @@ import ep
 from ep._src.bootstrap import BACKENDS
 
 HAND_WRITTEN = "padded_scatter"  # the code that most people would write
-# These two have no such members.
+# These two are no such classes: other modules run them.
 MEMCPY = "memcpy"  # see copies.py
 NCCL_EP = "nccl_ep"  # see nccl_ep.py
 EP = ("host", "nccl", "xla")

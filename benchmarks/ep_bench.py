@@ -139,7 +139,7 @@ def main(argv) -> int:
   )
 
 
-# The lists in the results of a world; those of all worlds are joined.
+# These lists in the results of all worlds are joined.
 LISTS = ("skipped", "results")
 
 

@@ -30,7 +30,7 @@ _LIBRARY = "libnccl_ep_bench.so"
 _TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16", "float16")  # `DType` of ep_ffi/core/backend.h
 
-# The calls of each op, in order: a function of nccl_ep_calls.cc, its inputs and
+# An op is these calls, in order: a function of nccl_ep_calls.cc, its inputs and
 # its outputs. Weights, if there are any, come second.
 _DISPATCH = "dispatch", ("tokens", "topk_weights"), ("rows", "row_weights")
 _COMBINE = "combine", ("rows",), ("tokens",)

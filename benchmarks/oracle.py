@@ -66,7 +66,7 @@ class Oracle:
     self._check_slots(rank, source, token, k, row_weights, weights)
 
   def _combine_bwd(self, rank, rows, *, exact):
-    del exact  # a copy
+    del exact  # copies are always exact
     source, token, k = np.nonzero(self._rank == rank)
     tokens = self._workload.tokens(self._token(source, token))
     self._check_slots(rank, source, token, k, rows, tokens)

@@ -73,7 +73,7 @@ class PaddedScatter:
     size = shape.tokens * shape.top_k
     order, counts = sort_choices(topk_idx, shape.num_experts)
     me = lax.axis_index(AXIS)
-    # [source, destination, expert there]
+    # The axes are now [source, destination, expert there].
     counts = counts.reshape(layout.ranks, layout.ranks, -1)
     place = jnp.arange(layout.pair_rows, dtype=jnp.int32)  # in a block
 

@@ -52,7 +52,7 @@ _TEXT = flags.DEFINE_string(
   "text", None, "file or folder; default: Python's standard library"
 )
 
-# Largest deviation allowed, relative to the largest value of an array.
+# A value may deviate by at most this share of its array's largest value.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
 
@@ -95,8 +95,8 @@ def main(argv) -> int:
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
-  # The number of XLA's threads on CPU. XLA may split the sum of a matmul by
-  # it, so it must not depend on how many processes there are.
+  # This sets the number of XLA's threads on CPU. XLA may split the sum of a
+  # matmul by it, so it must not depend on the number of processes.
   os.environ["NPROC"] = str(_DP.value * _EP.value)
   launch.initialize()
   # GPUs would multiply float32 as TF32, which would hide deviations.

@@ -16,7 +16,7 @@ import time
 import pytest
 
 _ROOT = pathlib.Path(__file__).absolute().parent.parent
-# The programs that the scripts call, without those that would download.
+# The scripts call these programs, besides those that would download.
 _TOOLS = """
   bash cat chmod cp env flock mkdir mv readlink rm sh sha256sum sleep timeout
   touch uname

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A backend in another module. Its ranks are in one process, and it has those
-// of the five ops that move tokens to slots. It passes the tests of the
+// This is a backend in another module. Its ranks are in one process, and it has
+// those of the five ops that move tokens to slots. It passes the tests of the
 // conformance suite that need no other op.
 
 #include <gtest/gtest.h>

@@ -58,7 +58,7 @@ def run_rank() -> None:
 
 
 def check_one_jax(jax_from: str) -> None:
-  """Checks that the runfiles hold one package jax, from that repository."""
+  """Checks that the runfiles hold one package jax, from the repository."""
   # Older Bazel makes two links to each file of another repository.
   found = {
     os.path.realpath(os.path.join(folder, "jax"))
