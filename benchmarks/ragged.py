@@ -23,8 +23,8 @@ class Ragged:
     layout = self._layout
     order, counts = sort_choices(topk_idx, layout.shape.num_experts)
     me = lax.axis_index(AXIS)
-    # The arrays [source, destination, expert there] say where slabs begin on the
-    # experts' ranks, and where runs begin in the sources' sorted choices.
+    # The arrays [source, destination, expert there] say where slabs begin on
+    # the experts' ranks, and where runs begin in the sources' sorted choices.
     by_rank = counts.reshape(layout.ranks, layout.ranks, -1)
     slab = starts(by_rank.sum(0, dtype=jnp.int32), 1) + starts(by_rank, 0)
     run = starts(counts, 1).reshape(by_rank.shape)
