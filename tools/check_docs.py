@@ -59,7 +59,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:(?:\.|::)[A-Za-z_]\w*)*", re.ASCII)
 _VARIANT = re.compile(r"_\d+x\d+_(?:cpu|gpu|xla)$")
 
 
-def code(page: str) -> tuple[list[str], list[str]]:
+def find_code(page: str) -> tuple[list[str], list[str]]:
   """Returns the code blocks and the code spans of a page."""
   prose = _FENCED.sub("", page)
   blocks = _FENCED.findall(page) + _INDENTED.findall(prose)
@@ -98,19 +98,23 @@ class Tree:
     for link in _LINK.findall(_FENCED.sub("", text)):
       if not re.match(r"\w+:", link) and not self._has_link(page, link):
         yield f"the link {link} leads nowhere"
-    blocks, spans = code(text)
-    for piece in blocks + spans:
-      piece = _PLACEHOLDER.sub(" ", piece)
-      for label in _LABEL.finditer(piece):
-        if not self._has_target(*label.groups()):
-          yield f"there is no target {label[0]}"
-      piece = _LABEL.sub(" ", piece)
-      for path in _PATH.findall(piece):
-        if not self._has_path(path):
-          yield f"there is no file {path}"
-    for piece in spans:
-      piece = _PATH.sub(" ", _LABEL.sub(" ", _PLACEHOLDER.sub(" ", piece)))
-      for name in _NAME.findall(piece):
+    blocks, spans = find_code(text)
+    for block in blocks:
+      yield from self._faults_of_code(block, with_names=False)
+    for span in spans:
+      yield from self._faults_of_code(span, with_names=True)
+
+  def _faults_of_code(self, code: str, with_names: bool) -> Iterator[str]:
+    code = _PLACEHOLDER.sub(" ", code)
+    for label in _LABEL.finditer(code):
+      if not self._has_target(*label.groups()):
+        yield f"there is no target {label[0]}"
+    code = _LABEL.sub(" ", code)
+    for path in _PATH.findall(code):
+      if not self._has_path(path):
+        yield f"there is no file {path}"
+    if with_names:
+      for name in _NAME.findall(_PATH.sub(" ", code)):
         if not self._has_name(name):
           yield f"no file has the name {name}"
 

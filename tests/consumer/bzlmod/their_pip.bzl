@@ -31,7 +31,8 @@ py_library(
 def _their_pip_impl(rctx):
     python = json.decode(rctx.read(Label("@ep_python//:python.json")))
     result = rctx.execute(
-        [python["path"], "-m", "pip", "install", "--target=site"] + _PACKAGES,
+        [python["path"], "-m", "pip", "install", "--target=site", "--no-compile"] +
+        _PACKAGES,
         environment = {"PIP_ROOT_USER_ACTION": "ignore"},
     )
     if result.return_code:
