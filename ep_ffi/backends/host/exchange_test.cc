@@ -68,7 +68,7 @@ class ExchangeTest : public ::testing::Test {
     message.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     message.signature[Signature::kFirstBytes] = kInts * sizeof(value);
     forge(&message);
-    peers_[rank]->SendPost({0}, message, "ep_dispatch(layer \"\")");
+    peers_[rank]->SendPost({0}, message, "");
   }
 
   void PeerCloses(int32_t rank) {
@@ -95,14 +95,14 @@ class ExchangeTest : public ::testing::Test {
     };
     auto state = std::make_shared<State>();
     Contribution c;
+    c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     c.signature[Signature::kFirstBytes] = sizeof(state->ints);
-    c.table.first = reinterpret_cast<const std::byte*>(state->ints);
-    c.stage = [](std::byte*, std::byte*) {};
+    c.arrays.rows.rows = reinterpret_cast<const std::byte*>(state->ints);
     c.num_chunks = 1;
-    c.run = [state](const std::vector<Table>& ranks, int64_t) {
-      for (const Table& table : ranks) {
+    c.run = [state](const AllArrays& ranks, int64_t) {
+      for (const RankRows& rank : ranks.rows) {
         int32_t ints[kInts];
-        std::memcpy(ints, table.first, sizeof(ints));
+        std::memcpy(ints, rank.rows, sizeof(ints));
         for (int32_t i : ints) state->sum += i;
       }
       return Status();
@@ -317,7 +317,8 @@ TEST_F(ExchangeTest, APostOfAnotherShapeFailsItsRun) {
     SCOPED_TRACE(field);
     std::future<Result> mine = Post(field);
     PeerPosts(1, field, 10);
-    PeerPosts(2, field, 10, [&](Message* m) { m->signature[field] = 4; });
+    PeerPosts(2, field, 10,
+              [&](Message* m) { m->signature.values[field] = 4; });
     PeerPosts(3, field, 10);
     ExpectError(Code::kFailedPrecondition, "disagree", std::move(mine));
   }

@@ -17,24 +17,25 @@
 namespace ep::host {
 namespace {
 
-Signature SignatureOf(const PlanDims& dims, const Layer& layer) {
+Signature SignatureOf(const Call& call, const PlanDims& dims) {
   Signature s;
+  s[Signature::kOp] = static_cast<int64_t>(call.op);
   s[Signature::kExperts] = dims.num_experts;
   s[Signature::kTokens] = dims.num_tokens;
   s[Signature::kTopK] = dims.top_k;
   s[Signature::kCapacity] = dims.capacity;
   s[Signature::kAlignment] = dims.alignment;
   s[Signature::kDrop] = dims.drop;
-  s[Signature::kTail] = static_cast<int64_t>(layer.tail);
+  s[Signature::kTail] = static_cast<int64_t>(call.site->layer.tail);
   return s;
 }
 
-// A mover's signature and table: its rows, and their weights if any.
-Contribution RowsContribution(const PlanDims& dims, const Layer& layer,
+// Returns a mover's signature and arrays: its rows, and their weights if any.
+Contribution RowsContribution(const Call& call, const PlanDims& dims,
                               const Plan& plan, const ConstRows& rows,
                               const float* weights, int64_t num_weights) {
   Contribution c;
-  c.signature = SignatureOf(dims, layer);
+  c.signature = SignatureOf(call, dims);
   c.signature[Signature::kWidth] = rows.width;
   c.signature[Signature::kDType] = static_cast<int64_t>(rows.dtype);
   c.signature[Signature::kWeighted] = weights != nullptr;
@@ -42,15 +43,8 @@ Contribution RowsContribution(const PlanDims& dims, const Layer& layer,
   c.signature[Signature::kFirstBytes] = rows.count * rows.row_bytes();
   c.signature[Signature::kSecondBytes] =
       weights ? num_weights * int64_t{sizeof(float)} : 0;
-  c.table = {rows.data, reinterpret_cast<const std::byte*>(weights)};
+  c.arrays.rows = {rows.data, weights};
   return c;
-}
-
-void StageAll(const Contribution& c, std::byte* first, std::byte* second) {
-  const int64_t first_bytes = c.signature[Signature::kFirstBytes];
-  const int64_t second_bytes = c.signature[Signature::kSecondBytes];
-  if (first_bytes > 0) std::memcpy(first, c.table.first, first_bytes);
-  if (second_bytes > 0) std::memcpy(second, c.table.second, second_bytes);
 }
 
 ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
@@ -58,19 +52,6 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
   copy->starts.assign(choices.starts, choices.starts + dims.num_experts + 1);
   copy->order.assign(choices.order, choices.order + dims.num_choices());
   return {copy->starts.data(), copy->order.data()};
-}
-
-// The tables of a mover's ranks, with the types that the mover knows.
-std::vector<RankRows> ToRankRows(const std::vector<Table>& tables,
-                                 bool weighted) {
-  std::vector<RankRows> ranks;
-  ranks.reserve(tables.size());
-  for (const Table& table : tables) {
-    ranks.push_back(
-        {table.first,
-         weighted ? reinterpret_cast<const float*>(table.second) : nullptr});
-  }
-  return ranks;
 }
 
 }  // namespace
@@ -128,7 +109,7 @@ HostMemory HostGroup::Memory() {
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
   const std::shared_ptr<Exchanges> open = exchanges();
-  if (open) open->FailRun(run_id, status);
+  if (open) open->FailRunHere(run_id, status);
 }
 
 Status HostGroup::Close() {
@@ -170,7 +151,7 @@ Status HostGroup::Locate(const Call& call, Place* place) const {
 
 void HostGroup::Fail(const Call& call, const Place& place,
                      Status status) const {
-  if (place.exchanges) return place.exchanges->Fail(call, std::move(status));
+  if (place.exchanges) return place.exchanges->FailCall(call, status);
   status = Status(status.code(),
                   StrCat(OpName(call.op), "(layer \"", call.site->layer.name,
                          "\"): ", status.message()));
@@ -198,31 +179,25 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   if (!status.ok()) return Fail(call, place, std::move(status));
 
   Contribution c;
-  c.signature = SignatureOf(dims, call.site->layer);
+  c.signature = SignatureOf(call, dims);
   c.signature[Signature::kConfig] = call.site->layer.config;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
-  c.table = {reinterpret_cast<const std::byte*>(mine->starts.data()),
-             reinterpret_cast<const std::byte*>(mine->order.data())};
-  c.stage = [c](std::byte* first, std::byte* second) {
-    StageAll(c, first, second);
-  };
+  c.arrays.choices = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {
     is_local.push_back(topology_.is_local(place.domain, r));
   }
   c.run = [dims, domain = args.place ? args.place[1] : 0, rank = place.rank,
-           args, mine, is_local](const std::vector<Table>& tables, int64_t) {
-    std::vector<ChoicesView> choices;
+           args, mine, is_local](const AllArrays& ranks, int64_t) {
+    std::vector<ChoicesView> choices = ranks.choices;
     std::deque<SortedChoices> copies;
-    for (size_t r = 0; r < tables.size(); ++r) {
-      ChoicesView view = {reinterpret_cast<const int32_t*>(tables[r].first),
-                          reinterpret_cast<const int32_t*>(tables[r].second)};
+    for (size_t r = 0; r < choices.size(); ++r) {
       // Another process can write to its segment at any time, so that what is
       // found valid there need not be what is used.
-      if (!is_local[r]) view = Copy(dims, view, &copies.emplace_back());
-      choices.push_back(view);
+      if (is_local[r]) continue;
+      choices[r] = Copy(dims, choices[r], &copies.emplace_back());
     }
     return BuildPlan(dims, domain, rank, choices,
                      {args.mem, args.group_sizes, args.token_counts,
@@ -241,17 +216,14 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   }
   if (!status.ok()) return Fail(call, place, std::move(status));
 
-  Contribution c = RowsContribution(dims, call.site->layer, plan, args.tokens,
+  Contribution c = RowsContribution(call, dims, plan, args.tokens,
                                     args.topk_weights, dims.num_choices());
-  c.stage = [c](std::byte* first, std::byte* second) {
-    StageAll(c, first, second);
-  };
   PreferHugePages(args.slots.data, plan.num_slots() * args.slots.row_bytes());
   auto mover = std::make_shared<const Scatter>(
       Scatter{dims, plan, call.site->layer.tail, args});
   c.num_chunks = mover->num_chunks();
-  c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
-    return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights), chunk);
+  c.run = [mover](const AllArrays& ranks, int64_t chunk) {
+    return mover->RunChunk(ranks.rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
@@ -266,12 +238,12 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   }
   if (!status.ok()) return Fail(call, place, std::move(status));
 
-  Contribution c = RowsContribution(dims, call.site->layer, plan, args.slots,
+  Contribution c = RowsContribution(call, dims, plan, args.slots,
                                     args.slot_weights, dims.capacity);
   // Only the slots that another process will read; the pages of the others
   // are never touched.
-  c.stage = [this, domain = place.domain, plan, args](std::byte* first,
-                                                      std::byte* second) {
+  c.stage = [this, domain = place.domain, plan, args](std::byte* rows,
+                                                      std::byte* weights) {
     const int64_t row_bytes = args.slots.row_bytes();
     for (int64_t slot = 0; slot < plan.num_slots(); ++slot) {
       const int32_t source = plan.recv()[slot].rank;
@@ -279,10 +251,10 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
           topology_.is_local(domain, source)) {
         continue;
       }
-      std::memcpy(first + slot * row_bytes, args.slots.data + slot * row_bytes,
+      std::memcpy(rows + slot * row_bytes, args.slots.data + slot * row_bytes,
                   row_bytes);
       if (!args.slot_weights) continue;
-      std::memcpy(second + slot * sizeof(float), args.slot_weights + slot,
+      std::memcpy(weights + slot * sizeof(float), args.slot_weights + slot,
                   sizeof(float));
     }
   };
@@ -291,8 +263,8 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
   auto mover = std::make_shared<const GatherSum>(GatherSum{
       dims, plan, args, call.site->layer.checked && call.op == Op::kCombine});
   c.num_chunks = mover->num_chunks();
-  c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
-    return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights), chunk);
+  c.run = [mover](const AllArrays& ranks, int64_t chunk) {
+    return mover->RunChunk(ranks.rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }

@@ -44,6 +44,15 @@ size_t Signature::staged_bytes() const {
   return second_offset() + values[kSecondBytes];
 }
 
+bool Signature::FitsIn(size_t bytes) const {
+  for (const Field size : {kFirstBytes, kSecondBytes}) {
+    if (values[size] < 0 || values[size] > static_cast<int64_t>(bytes)) {
+      return false;
+    }
+  }
+  return staged_bytes() <= bytes;
+}
+
 std::optional<Signature::Field> Signature::FirstDifference(
     const Signature& other) const {
   for (int f = 0; f < kNumFields; ++f) {

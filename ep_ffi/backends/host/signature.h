@@ -42,6 +42,9 @@ struct Signature {
   // Where the second array starts in a segment, and where it ends.
   size_t second_offset() const;
   size_t staged_bytes() const;
+  // Returns whether a segment of `bytes` can hold both arrays. Values that a
+  // peer sent may be any numbers.
+  bool FitsIn(size_t bytes) const;
 
   std::optional<Field> FirstDifference(const Signature& other) const;
   static const char* Name(Field field);    // as users know it

@@ -7,6 +7,7 @@
 #ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 #define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -67,6 +68,11 @@ struct Topology {
   }
   int32_t process_id(int32_t process) const {
     return process_ids.empty() ? process : process_ids[process];
+  }
+  // Returns the name of the rank that is this entry of `members`.
+  std::string MemberName(size_t index) const {
+    return RankName(static_cast<int32_t>(index) / ep_size,
+                    static_cast<int32_t>(index) % ep_size);
   }
   std::string RankName(int32_t domain, int32_t rank) const {
     std::string name = StrCat("rank ", rank);

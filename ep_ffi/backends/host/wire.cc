@@ -30,6 +30,19 @@ bool Decode(const char* bytes, size_t size, Message* message,
   return true;
 }
 
+std::string JoinNames(const std::string& layer, const std::string& program) {
+  std::string text;
+  text.reserve(layer.size() + 1 + program.size());
+  return text.append(layer).append(1, '\0').append(program);
+}
+
+void SplitNames(const std::string& text, std::string* layer,
+                std::string* program) {
+  const size_t end = std::min(text.find('\0'), text.size());
+  layer->assign(text, 0, end);
+  program->assign(text, std::min(end + 1, text.size()), std::string::npos);
+}
+
 socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;

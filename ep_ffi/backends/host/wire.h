@@ -18,6 +18,7 @@
 #include <string>
 
 #include "ep_ffi/backends/host/launches.h"
+#include "ep_ffi/backends/host/signature.h"
 
 namespace ep::host {
 
@@ -39,7 +40,7 @@ struct Message {
   Launch launch;            // kPost, kFail: as the sender names it
   int64_t position, clone;  // kPost
   uint64_t segment;         // kSegment, kPost, kRelease: of its owner
-  int64_t signature[15];    // kPost
+  Signature signature;      // kPost
 };
 
 inline constexpr size_t kMaxText = 4096;  // of a message
@@ -47,6 +48,12 @@ inline constexpr size_t kMaxMessage = sizeof(Message) + kMaxText;
 
 // The bytes of a message. A text that is too long is cut.
 std::string Encode(Message message, const std::string& text);
+
+// The text of kPost: the names of the op's layer and program. They are joined
+// by a zero byte, which ends the first one.
+std::string JoinNames(const std::string& layer, const std::string& program);
+void SplitNames(const std::string& text, std::string* layer,
+                std::string* program);
 
 // False unless the bytes are a message that `Encode` could have made, of a
 // known type, and a failure if it tells of one.

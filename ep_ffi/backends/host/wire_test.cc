@@ -40,6 +40,16 @@ TEST(WireTest, ALongTextIsCut) {
   EXPECT_TRUE(Decodes(bytes));
 }
 
+TEST(WireTest, NamesAreReadAsTheyWereWritten) {
+  std::string layer, program;
+  SplitNames(JoinNames("moe_3", "jit_step"), &layer, &program);
+  EXPECT_EQ("moe_3", layer);
+  EXPECT_EQ("jit_step", program);
+  SplitNames("a layer whose name was c", &layer, &program);
+  EXPECT_EQ("a layer whose name was c", layer);
+  EXPECT_EQ("", program);
+}
+
 TEST(WireTest, BytesTooFewOrTooManyAreRefused) {
   const std::string bytes = Encode(Failure(), "why");
   for (size_t size = 0; size < bytes.size(); ++size) {
