@@ -65,7 +65,6 @@ def connect(group: EpGroup) -> None:
       name=group.name,
       config=group.config,
       listener=listener.fileno(),
-      addresses=[answer["address"] for answer in answers.values()],
       num_experts=group.num_experts,
       ep_size=group.ep_size,
       ranks=[
@@ -73,8 +72,10 @@ def connect(group: EpGroup) -> None:
         for d in rendezvous.domains(group.mesh, group.axis_name).flat
       ],
       process=members.index(me),
-      process_ids=members,
-      pids=[presence.pid(process) for process in members],
+      processes=[
+        (answer["address"], process, presence.pid(process))
+        for process, answer in answers.items()
+      ],
       timeout_s=group.timeout_s,
     )
 

@@ -14,8 +14,8 @@ namespace ep::host {
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),
-      pending_(topology().ep_size, options_.timeout_s),
-      last_posts_(topology().members.size()),
+      pending_(peers->topology().ep_size, options_.timeout_s),
+      last_posts_(peers->topology().members.size()),
       peers_(std::move(peers)) {
   for (int32_t d = 0; d < topology().num_domains(); ++d) {
     peers_of_domain_.push_back(topology().Peers(d));
@@ -108,13 +108,12 @@ void Exchanges::OnPost(int32_t process, const Message& m,
   const Signature& signature = m.signature;
   const bool is_valid =
       m.domain >= 0 && m.domain < topology().num_domains() &&
-      topology().FindLocal(m.domain) >= 0 && m.rank >= 0 &&
+      topology().has_local_rank(m.domain) && m.rank >= 0 &&
       m.rank < topology().ep_size &&
       topology().member(m.domain, m.rank).process == process && memory &&
       signature.FitsIn(memory->bytes());
   if (!is_valid) {
-    const std::string me =
-        StrCat("process ", topology().process_id(topology().process));
+    const std::string me = topology().ProcessName(topology().process);
     const Status status = memory || mapped.ok()
                               ? InvalidPost(topology(), process)
                               : FailedOnRank(part.op.FullName(), me, mapped);

@@ -61,7 +61,6 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   struct Options {
     std::string group_name;
-    Topology topology;
     double timeout_s;
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
   };
@@ -85,14 +84,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // not, unless an op has failed, which may be why.
   Status Close();
 
-  HostMemory Memory() { return peers_->Memory(); }
-
  private:
   static constexpr int32_t kNoRank = Exchange::kNoRank;
 
   Exchanges(Options options, std::unique_ptr<Peers> peers);
 
-  const Topology& topology() const { return options_.topology; }
+  const Topology& topology() const { return peers_->topology(); }
 
   // ---- A post
 

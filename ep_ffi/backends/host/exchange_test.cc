@@ -32,19 +32,23 @@ class ExchangeTest : public ::testing::Test {
  protected:
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
     const Listeners listeners(kRanks);
-    Topology topology = {/*process=*/0, kRanks, /*ep_size=*/kRanks, {}};
     std::vector<std::thread> threads;
     for (int32_t p = 0; p < kRanks; ++p) {
-      topology.members.push_back({p, /*device=*/p});
-      threads.emplace_back([this, p, &listeners] {
-        const Status status = Peers::Connect(listeners.OptionsOf(p),
-                                             /*tick_s=*/0.05, &peers_[p]);
+      Topology topology = listeners.TopologyOf(p);
+      topology.ep_size = kRanks;
+      for (int32_t r = 0; r < kRanks; ++r) {
+        topology.members.push_back({/*process=*/r, /*device=*/r});
+      }
+      threads.emplace_back([this, p, topology, &listeners] {
+        const Status status =
+            Peers::Connect(topology, listeners.socket(p), /*timeout_s=*/30,
+                           /*tick_s=*/0.05, &peers_[p]);
         EXPECT_TRUE(status.ok()) << status.message();
       });
     }
     for (std::thread& thread : threads) thread.join();
     exchanges_ =
-        Exchanges::Create({"group", topology, timeout_s,
+        Exchanges::Create({"group", timeout_s,
                            [last = failed_run_](int64_t run_id, const Status&) {
                              *last = run_id;
                            }},

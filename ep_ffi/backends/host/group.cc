@@ -57,54 +57,51 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  Handshake::Options handshake;
-  handshake.process = options.topology.process;
-  handshake.num_processes = options.topology.num_processes;
-  handshake.listener = options.listener;
-  handshake.addresses = std::move(options.addresses);
-  handshake.timeout_s = options.timeout_s;
-  handshake.pids = std::move(options.pids);
-  handshake.process_ids = options.topology.process_ids;
-  // How late a timeout may be reported.
+  // A timeout may be reported so much later.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
-  Status connected = Peers::Connect(handshake, tick_s, &peers);
-  if (!connected.ok()) return connected;
-  auto exchanges = Exchanges::Create({options.name, options.topology,
-                                      options.timeout_s, options.on_run_failed},
-                                     std::move(peers));
-  out->reset(new HostGroup(std::move(options), std::move(exchanges)));
+  EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
+                                    options.timeout_s, tick_s, &peers));
+  const std::weak_ptr<SegmentPool> segments = peers->segments();
+  auto exchanges = Exchanges::Create(
+      {options.name, options.timeout_s, options.on_run_failed},
+      std::move(peers));
+  out->reset(new HostGroup(std::move(options), segments, std::move(exchanges)));
   return Status();
 }
 
-HostGroup::HostGroup(Options options, std::shared_ptr<Exchanges> exchanges)
+HostGroup::HostGroup(Options options, std::weak_ptr<SegmentPool> segments,
+                     std::shared_ptr<Exchanges> exchanges)
     : name_(std::move(options.name)),
       num_experts_(options.num_experts),
       topology_(std::move(options.topology)),
       on_run_failed_(std::move(options.on_run_failed)),
       process_(getpid()),
+      segments_(std::move(segments)),
       exchanges_(std::move(exchanges)) {}
 
 HostGroup::~HostGroup() {
-  // Its threads, which its end would wait for, are not in a forked child.
-  if (IsForked()) {
-    new std::shared_ptr<Exchanges>(std::move(exchanges_));
-  } else {
+  if (!IsForked()) {
     (void)Close();
+    return;
   }
+  // Leaks the exchanges: their end would wait for threads that a forked child
+  // does not have. Its lock may be held for ever.
+  new std::shared_ptr<Exchanges>(std::move(exchanges_));
 }
 
 bool HostGroup::IsForked() const { return getpid() != process_; }
 
 std::shared_ptr<Exchanges> HostGroup::exchanges() const {
   if (IsForked()) return nullptr;  // its lock may be held for ever
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return exchanges_;
 }
 
 HostMemory HostGroup::Memory() {
-  const std::shared_ptr<Exchanges> open = exchanges();
-  return open ? open->Memory() : HostMemory();
+  if (IsForked()) return {};  // the lock of the segments may be held for ever
+  const std::shared_ptr<SegmentPool> segments = segments_.lock();
+  return segments ? segments->Memory() : HostMemory();
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
@@ -114,10 +111,12 @@ void HostGroup::FailRun(int64_t run_id, const Status& status) {
 
 Status HostGroup::Close() {
   if (IsForked()) return Status();
-  std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<Exchanges> last = std::move(exchanges_);
-  lock.unlock();
-  return last ? last->Close() : Status();
+  std::shared_ptr<Exchanges> open;
+  {
+    MutexLock lock(mutex_);
+    open = std::move(exchanges_);
+  }
+  return open ? open->Close() : Status();
 }
 
 PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
@@ -240,8 +239,8 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
 
   Contribution c = RowsContribution(call, dims, plan, args.slots,
                                     args.slot_weights, dims.capacity);
-  // Only the slots that another process will read; the pages of the others
-  // are never touched.
+  // Copies only the slots that another process will read. The pages of the
+  // others are never touched.
   c.stage = [this, domain = place.domain, plan, args](std::byte* rows,
                                                       std::byte* weights) {
     const int64_t row_bytes = args.slots.row_bytes();

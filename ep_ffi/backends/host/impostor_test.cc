@@ -41,7 +41,7 @@ constexpr PlanDims kDims = {
     /*drop=*/true};
 
 // Rank 0 posts ep_prepare.
-StepPtr Prepare(const Besieged& group, int64_t run_id) {
+StepPtr Prepare(const GroupWithImpostor& group, int64_t run_id) {
   std::vector<RankInput> inputs(kDims.ep_size);
   for (RankInput& input : inputs) {
     input.dims = kDims;
@@ -69,7 +69,7 @@ Message NextPost(Impostor& impostor) {
 }
 
 TEST(ImpostorTest, AFailureWithoutAnErrorIsNoSuccess) {
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message fail = {};
   fail.type = Message::kFail;
@@ -81,16 +81,15 @@ TEST(ImpostorTest, AFailureWithoutAnErrorIsNoSuccess) {
 
 // The impostor has all ranks of the second domain, and posts as each of them.
 TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
-  const Besieged group({kDims, /*num_domains=*/2});
+  const GroupWithImpostor group({kDims, /*num_domains=*/2});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message segment = {};
   segment.type = Message::kSegment;
   SegmentPool pool;
   Segment* shared;
-  int fd;
+  Fd fd;
   ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
-  group.impostor->Send(Encode(segment, ""), {fd});
-  close(fd);
+  group.impostor->Send(Encode(segment, ""), {fd.get()});
   Message post = NextPost(*group.impostor);
   post.segment = 0;
   post.domain = 1;
@@ -102,7 +101,7 @@ TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
 }
 
 TEST(ImpostorTest, GarbageEndsTheConnection) {
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const auto begin = std::chrono::steady_clock::now();
   group.impostor->Send("garbage");
   EXPECT_EQ("", group.impostor->Receive());
@@ -119,7 +118,7 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
     closedir(folder);
     return n;
   };
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const int before = count();
   Message segment = {};
   segment.type = Message::kSegment;
@@ -134,18 +133,17 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
 
 // A peer may write to its segment while it is read here.
 TEST(ImpostorTest, ChoicesThatChangeLeadNowhere) {
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   SegmentPool pool;
   Segment* theirs;
-  int fd;
+  Fd fd;
   ASSERT_TRUE(pool.Acquire(1, 1, &theirs, &fd).ok());
   std::byte* shared = theirs->memory.data();
   auto* starts = reinterpret_cast<volatile int32_t*>(shared);
   auto* order = reinterpret_cast<volatile int32_t*>(shared + 64);
   Message segment = {};
   segment.type = Message::kSegment;
-  group.impostor->Send(Encode(segment, ""), {fd});
-  close(fd);
+  group.impostor->Send(Encode(segment, ""), {fd.get()});
 
   starts[2] = kDims.num_choices();
   std::atomic<bool> stop{false};
@@ -207,7 +205,7 @@ void ExpectSays(const Status& status, const std::vector<std::string>& words) {
 
 TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
   signal(SIGXFSZ, SIG_IGN);  // as Python does
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   Status no_files, no_size;
   {
     const Limit limit(RLIMIT_NOFILE, 0);
@@ -223,13 +221,13 @@ TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
 }
 
 TEST(LimitsTest, AReceiverSaysSoAsWell) {
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message segment = {};
   segment.type = Message::kSegment;
   SegmentPool pool;
   Segment* shared;
-  int fd;
+  Fd fd;
   ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
   Message post = NextPost(*group.impostor);
   post.segment = 0;
@@ -239,13 +237,12 @@ TEST(LimitsTest, AReceiverSaysSoAsWell) {
     const Limit limit(RLIMIT_NOFILE, 1000);
     std::vector<Fd> others;
     do {
-      others.emplace_back(dup(fd));
+      others.emplace_back(dup(fd.get()));
     } while (others.back().get() >= 0);
-    group.impostor->Send(Encode(segment, ""), {fd});
+    group.impostor->Send(Encode(segment, ""), {fd.get()});
     group.impostor->Send(Encode(post, ""));
     status = prepare->Wait(0);
   }
-  close(fd);
   ExpectSays(status, {"Too many open files", "ulimit -n"});
 }
 

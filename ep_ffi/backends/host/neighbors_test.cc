@@ -132,8 +132,12 @@ TEST(NeighborsTest, NothingIsSentToAnotherUser) {
   if (read(told[0], name, sizeof(name)) > 0) {
     const Listener mine;
     std::unique_ptr<Peers> peers;
-    const Status status = Peers::Connect(
-        {1, 2, mine.socket.get(), {name, mine.name}, kTimeoutS}, 1, &peers);
+    const Topology topology = {/*process=*/1,
+                               /*ep_size=*/2,
+                               {{name, 0, 0}, {mine.name, 1, 0}},
+                               /*members=*/{}};
+    const Status status = Peers::Connect(topology, mine.socket.get(), kTimeoutS,
+                                         /*tick_s=*/1, &peers);
     EXPECT_EQ(Code::kUnavailable, status.code());
     EXPECT_NE(std::string::npos, status.message().find("process 0 gave up"));
   }

@@ -86,12 +86,11 @@ Status Missed(const Topology& topology, const LastPosts& last_posts,
   for (size_t i = 0; i < last_posts.size(); ++i) {
     const auto& last = last_posts[i];
     if (!last || launches.HasReached(last->launch)) continue;
-    return Status(
-        Code::kFailedPrecondition,
-        StrCat(topology.MemberName(i), " ran ", last->FullName(),
-               ", which process ", topology.process_id(topology.process),
-               " has not run; every rank must run the same program, "
-               "equally often"));
+    return Status(Code::kFailedPrecondition,
+                  StrCat(topology.MemberName(i), " ran ", last->FullName(),
+                         ", which ", topology.ProcessName(topology.process),
+                         " has not run; every rank must run the same program, "
+                         "equally often"));
   }
   return Status();
 }
@@ -122,9 +121,8 @@ Status Closed(const std::string& group_name) {
 }
 
 Status InvalidPost(const Topology& topology, int32_t process) {
-  return Status(Code::kInternal,
-                StrCat("process ", topology.process_id(process),
-                       " sent a post that makes no sense"));
+  return Status(Code::kInternal, StrCat(topology.ProcessName(process),
+                                        " sent a post that makes no sense"));
 }
 
 }  // namespace ep::host

@@ -37,8 +37,8 @@ int SampleSegment() {
 }
 
 Conversation::Conversation()
-    : besieged_({kDims, /*num_domains=*/2, /*timeout_s=*/20}) {
-  const testing::Domain& domain = besieged_.domains[0];
+    : group_({kDims, /*num_domains=*/2, /*timeout_s=*/20}) {
+  const testing::Domain& domain = group_.domains[0];
   std::vector<RankInput> inputs = SampleInputs(kDims);
   prepare_ = Step::Make(domain, Op::kPrepare, {kRun, /*position=*/0}, inputs);
   for (RankInput& input : inputs) {

@@ -19,12 +19,12 @@ class Conversation {
   // Posts ep_prepare and ep_combine on rank 0.
   Conversation();
 
-  Impostor& impostor() { return *besieged_.impostor; }
+  Impostor& impostor() { return *group_.impostor; }
   // The impostor leaves, and both ops end. Whether any of them succeeded.
   bool End();
 
  private:
-  Besieged besieged_;
+  GroupWithImpostor group_;
   testing::StepPtr prepare_, combine_;
 };
 

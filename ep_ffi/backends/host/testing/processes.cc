@@ -23,6 +23,7 @@
 
 #include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/group.h"
+#include "ep_ffi/backends/host/process_watch.h"
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/samples.h"
@@ -134,7 +135,8 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   options.name = "group";
   options.num_experts = DimsOf(size).num_experts;
   options.timeout_s = timeout_s;
-  options.topology = {index_, size, size, {}};
+  options.topology.process = index_;
+  options.topology.ep_size = size;
   const Listener listener;
   const bool is_whole = size == kNumRanks;
   Address& mine = record().addresses[is_whole];
@@ -147,11 +149,12 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
     const Record& other = records()[members[i]];
     const Address& address = other.addresses[is_whole];
     WaitFor(kPatienceS, [&] {
-      return other.pid != 0 && (address.is_told || Life(other.pid).IsOver());
+      return other.pid != 0 &&
+             (address.is_told || ProcessWatch(other.pid).HasEnded());
     });
-    options.addresses.push_back(address.name);  // of a dead one perhaps none
+    // A process that has died may have no address.
+    options.topology.processes.push_back({address.name, i, other.pid});
     options.topology.members.push_back({i, /*device=*/members[i]});
-    options.pids.push_back(other.pid);
     domain_.devices.push_back(members[i]);
   }
   num_posts_ = 0;
