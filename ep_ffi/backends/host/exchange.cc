@@ -113,16 +113,15 @@ Exchanges::Names Exchanges::Describe(const Call& call,
       std::string(OpName(call.op)) + "(layer \"" + layer.name + "\")";
   const std::string step = ", step " + std::to_string(launch.number);
   return {layer.checked ? op + step : op,
-          op + step + " of \"" + call.site->module + "\", op " +
+          op + step + " of \"" + call.site->program + "\", op " +
               std::to_string(call.site->position)};
 }
 
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                      Contribution contribution) {
   const Site& site = *call.site;
-  const Key key = {domain, site.program, call.run_id, site.position,
-                   site.clone};
-  const Launch launch = NameLaunch(site.program, call.run_id);
+  const Key key = {domain, site.id, call.run_id, site.position, site.clone};
+  const Launch launch = NameLaunch(site.id, call.run_id);
   Names names = Describe(call, launch);
   Note(domain, rank, {launch, names.text});
   contribution.signature[Signature::kOp] = static_cast<int64_t>(call.op);
@@ -387,14 +386,14 @@ void Exchanges::Fail(const Call& call, Status status) {
       index < 0 ? StrCat("device ", call.device)
                 : topology().RankName(index / topology().ep_size,
                                       index % topology().ep_size);
-  const Launch launch = NameLaunch(call.site->program, call.run_id);
+  const Launch launch = NameLaunch(call.site->id, call.run_id);
   status = Status(status.code(), StrCat(Describe(call, launch).what, ", ", rank,
                                         ": ", status.message()));
   Refuse(call, status);
 }
 
 void Exchanges::Refuse(const Call& call, const Status& status) {
-  FailEverywhere(call.site->program, call.run_id, status);
+  FailEverywhere(call.site->id, call.run_id, status);
   told_ = true;
   call.done(status);
 }

@@ -231,7 +231,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
-void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
+void HostGroup::Scatter(Call call, const ScatterArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
@@ -247,8 +247,8 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
     StageAll(c, first, second);
   };
   PreferHugePages(args.slots.data, plan.num_slots() * args.slots.row_bytes());
-  auto mover = std::make_shared<const Scatter>(
-      Scatter{dims, plan, call.site->layer.tail, args});
+  auto mover = std::make_shared<const host::Scatter>(
+      host::Scatter{dims, plan, call.site->layer.tail, args});
   c.num_chunks = mover->num_chunks();
   c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
     return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights), chunk);
@@ -256,7 +256,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
-void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
+void HostGroup::Gather(Call call, const GatherArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
@@ -295,19 +295,6 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
     return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights), chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
-}
-
-void HostGroup::Dispatch(Call call, const ScatterArgs& args) {
-  RunScatter(call, args);
-}
-void HostGroup::Combine(Call call, const GatherArgs& args) {
-  RunGather(call, args);
-}
-void HostGroup::DispatchBwd(Call call, const GatherArgs& args) {
-  RunGather(call, args);
-}
-void HostGroup::CombineBwd(Call call, const ScatterArgs& args) {
-  RunScatter(call, args);
 }
 
 }  // namespace ep::host

@@ -58,10 +58,8 @@ class HostGroup : public Group {
   HostMemory Memory() override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
-  void Dispatch(Call call, const ScatterArgs& args) override;
-  void Combine(Call call, const GatherArgs& args) override;
-  void DispatchBwd(Call call, const GatherArgs& args) override;
-  void CombineBwd(Call call, const ScatterArgs& args) override;
+  void Scatter(Call call, const ScatterArgs& args) override;
+  void Gather(Call call, const GatherArgs& args) override;
   void FailRun(int64_t run_id, const Status& status) override;
   Status Close() override;
 
@@ -81,8 +79,6 @@ class HostGroup : public Group {
   Status Locate(const Call& call, Place* place) const;
   // Fails an op, and its run on all ranks.
   void Fail(const Call& call, const Place& place, Status status) const;
-  void RunScatter(const Call& call, const ScatterArgs& args);
-  void RunGather(const Call& call, const GatherArgs& args);
 
   const std::string name_;
   const int64_t num_experts_;
