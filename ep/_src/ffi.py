@@ -32,7 +32,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # call; the library carries its own (//ep_ffi/handlers:interface). After a
 # change of that side, the error of every test has the digest to write here.
-INTERFACE = "a93d9a625a5b"
+INTERFACE = "56b6237552c1"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -276,10 +276,6 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
   return reserved.value, resident.value
 
 
-def is_live(backend: str, name: str) -> bool:
-  return bool(library(backend).ep_group_is_live(name.encode()))
-
-
 def check_group(backend: str, name: str) -> None:
   """Waits for the device; raises if it found what no op has reported."""
   _call(backend, "ep_group_check", name.encode())
@@ -292,9 +288,9 @@ def close_group(backend: str, name: str) -> None:
 
 def release_group(backend: str, name: str) -> None:
   """Lets go of a group, which is closed when the programs that use it die."""
-  library(backend).ep_group_release(name.encode())
+  _call(backend, "ep_group_release", name.encode())
 
 
 def close_released(backend: str) -> None:
   """Closes the groups that were released and that programs still use."""
-  library(backend).ep_group_close_released()
+  _call(backend, "ep_group_close_released")

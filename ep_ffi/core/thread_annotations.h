@@ -2,9 +2,9 @@
 
 // Names for the attributes that Clang's thread safety analysis reads. They say
 // which lock guards which member, and which lock a function needs; the test
-// //ep_ffi:thread_safety_test fails where the code does not keep to them. They
-// are empty for a compiler without the analysis. The locks of mutex.h carry
-// them already; those of the standard library do not.
+// //ep_ffi/thread_safety:cpu_test fails where the code does not keep to them.
+// They are empty for a compiler without the analysis. The locks of mutex.h
+// carry them already; those of the standard library do not.
 //
 //   class Counter {
 //    public:

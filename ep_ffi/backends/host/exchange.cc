@@ -50,9 +50,7 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
 
 void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
                      Contribution contribution) {
-  const Site& site = *call.site;
-  const Key key = {domain, site.program, call.run_id, site.position,
-                   site.clone};
+  const Key key = {domain, call.site->id, call.run_id};
   Part part;
   part.is_posted = true;
   part.op = NameOp(call);
@@ -85,8 +83,7 @@ Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
   Message message = {};
   message.domain = key.domain;
   message.launch = op.launch;
-  message.position = key.position;
-  message.clone = key.clone;
+  message.position = op.position;
   message.rank = rank;
   message.segment = segment->id;
   message.signature = signature;
@@ -118,14 +115,14 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                               ? InvalidPost(topology(), process)
                               : FailedOnRank(part.op.FullName(), me, mapped);
     return WithRunId(m.launch, [this, m, status](int64_t run_id) {
-      FailRunEverywhere(m.launch.program, run_id, status);
+      FailRunEverywhere(m.launch.site_id, run_id, status);
     });
   }
   part.contribution.signature = signature;
   part.contribution.arrays = StagedArrays(signature, memory->data());
   Note(m.domain, m.rank, part.op);
   WithRunId(m.launch, [this, m, part](int64_t run_id) {
-    const Key key = {m.domain, m.launch.program, run_id, m.position, m.clone};
+    const Key key = {m.domain, m.launch.site_id, run_id};
     ExchangePtr complete;
     if (!Add(key, m.rank, part, &complete).ok()) {
       return peers_->SendRelease(part.process, part.segment);
@@ -182,7 +179,7 @@ Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
 void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   const Status compared = Disagreement(topology(), *exchange);
   if (!compared.ok()) {
-    FailRunEverywhere(exchange->key.program, exchange->key.run_id, compared);
+    FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
     return Finish(*exchange, compared, own);
   }
   const auto batch = std::make_shared<Batch>(std::move(exchange));
@@ -191,7 +188,7 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
     const Status status = batch->status();
     if (!status.ok()) {
       const Key& key = batch->exchange().key;
-      self->FailRunEverywhere(key.program, key.run_id, status);
+      self->FailRunEverywhere(key.site_id, key.run_id, status);
     }
     self->Finish(batch->exchange(), status, own);
   };
@@ -223,18 +220,18 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
 
 PostedOp Exchanges::NameOp(const Call& call) {
   const Site& site = *call.site;
-  return {call.op,         NameLaunch(site.program, call.run_id),
+  return {call.op,         NameLaunch(site.id, call.run_id),
           site.position,   site.layer.checked,
-          site.layer.name, site.module};
+          site.layer.name, site.program};
 }
 
-Launch Exchanges::NameLaunch(uint64_t program, int64_t run_id) {
+Launch Exchanges::NameLaunch(uint64_t site_id, int64_t run_id) {
   std::vector<std::function<void()>> deferred;
   Launch launch;
   {
     MutexLock lock(mutex_);
-    launch = launches_.Name(program, run_id);
-    auto node = deferred_.extract(program);
+    launch = launches_.Name(site_id, run_id);
+    auto node = deferred_.extract(site_id);
     if (!node.empty()) deferred = std::move(node.mapped());
   }
   for (const auto& act : deferred) act();
@@ -248,7 +245,7 @@ void Exchanges::WithRunId(const Launch& launch,
     MutexLock lock(mutex_);
     run_id = launches_.RunId(launch);
     if (!run_id) {
-      deferred_[launch.program].push_back(
+      deferred_[launch.site_id].push_back(
           [this, launch, act] { WithRunId(launch, act); });
     }
   }
@@ -267,7 +264,7 @@ void Exchanges::FailCall(const Call& call, const Status& reason) {
 }
 
 void Exchanges::CompleteWithError(const Call& call, const Status& status) {
-  FailRunEverywhere(call.site->program, call.run_id, status);
+  FailRunEverywhere(call.site->id, call.run_id, status);
   {
     MutexLock lock(mutex_);
     outcomes_.ReportError();
@@ -275,9 +272,9 @@ void Exchanges::CompleteWithError(const Call& call, const Status& status) {
   call.done(status);
 }
 
-void Exchanges::FailRunEverywhere(uint64_t program, int64_t run_id,
+void Exchanges::FailRunEverywhere(uint64_t site_id, int64_t run_id,
                                   const Status& status) {
-  peers_->SendFail(NameLaunch(program, run_id), status);
+  peers_->SendFail(NameLaunch(site_id, run_id), status);
   FailRunHere(run_id, status);
 }
 
@@ -319,7 +316,7 @@ void Exchanges::FailPending(const Status& reason, Match match) {
     const Key& key = e->key;
     const Status status = FailedOnRank(
         e->OpName(), topology().RankName(key.domain, rank), reason);
-    FailRunEverywhere(key.program, key.run_id, status);
+    FailRunEverywhere(key.site_id, key.run_id, status);
     Finish(*e, status);
   }
 }
@@ -352,7 +349,7 @@ void Exchanges::OnTick() {
     }
   }
   for (const auto& [key, status] : late) {
-    FailRunEverywhere(key.program, key.run_id, status);
+    FailRunEverywhere(key.site_id, key.run_id, status);
   }
 }
 

@@ -127,10 +127,10 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Returns what messages need to name an op, and its launch as NameLaunch.
   PostedOp NameOp(const Call& call) EP_EXCLUDES(mutex_);
   // Returns the name of a launch of this process, after doing what was deferred
-  // until its program ran here.
-  Launch NameLaunch(uint64_t program, int64_t run_id) EP_EXCLUDES(mutex_);
-  // Does `act` with the run id here of a peer's launch: now, or once the
-  // program runs here.
+  // until the op at this site ran here.
+  Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
+  // Does `act` with the run id here of a peer's launch: now, or once the op has
+  // run here.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
       EP_EXCLUDES(mutex_);
 
@@ -141,7 +141,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void CompleteWithError(const Call& call, const Status& status)
       EP_EXCLUDES(mutex_);
   // Fails a run in this process and in all others.
-  void FailRunEverywhere(uint64_t program, int64_t run_id,
+  void FailRunEverywhere(uint64_t site_id, int64_t run_id,
                          const Status& status);
   // Fails the pending exchanges for which `match` holds, and their runs on all
   // ranks, because posts that they lack cannot come any more. (A rank that
@@ -160,7 +160,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Outcomes outcomes_ EP_GUARDED_BY(mutex_);
   LastPosts last_posts_ EP_GUARDED_BY(mutex_);
   Launches launches_ EP_GUARDED_BY(mutex_);
-  // What waits, by program, until the program runs here.
+  // Actions that wait, by site id, until the op has run here.
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 

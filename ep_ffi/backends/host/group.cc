@@ -47,6 +47,7 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   return c;
 }
 
+// Copies the choices of a rank, and returns a view of the copy.
 ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
                  SortedChoices* copy) {
   copy->starts.assign(choices.starts, choices.starts + dims.num_experts + 1);
@@ -205,7 +206,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
-void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
+void HostGroup::Scatter(Call call, const ScatterArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
@@ -218,8 +219,8 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   Contribution c = RowsContribution(call, dims, plan, args.tokens,
                                     args.topk_weights, dims.num_choices());
   PreferHugePages(args.slots.data, plan.num_slots() * args.slots.row_bytes());
-  auto mover = std::make_shared<const Scatter>(
-      Scatter{dims, plan, call.site->layer.tail, args});
+  auto mover = std::make_shared<const host::Scatter>(
+      host::Scatter{dims, plan, call.site->layer.tail, args});
   c.num_chunks = mover->num_chunks();
   c.run = [mover](const AllArrays& ranks, int64_t chunk) {
     return mover->RunChunk(ranks.rows, chunk);
@@ -227,7 +228,7 @@ void HostGroup::RunScatter(const Call& call, const ScatterArgs& args) {
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
 
-void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
+void HostGroup::Gather(Call call, const GatherArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
@@ -266,19 +267,6 @@ void HostGroup::RunGather(const Call& call, const GatherArgs& args) {
     return mover->RunChunk(ranks.rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
-}
-
-void HostGroup::Dispatch(Call call, const ScatterArgs& args) {
-  RunScatter(call, args);
-}
-void HostGroup::Combine(Call call, const GatherArgs& args) {
-  RunGather(call, args);
-}
-void HostGroup::DispatchBwd(Call call, const GatherArgs& args) {
-  RunGather(call, args);
-}
-void HostGroup::CombineBwd(Call call, const ScatterArgs& args) {
-  RunScatter(call, args);
 }
 
 }  // namespace ep::host

@@ -58,16 +58,15 @@ class HostGroup : public Group {
   HostMemory Memory() override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
-  void Dispatch(Call call, const ScatterArgs& args) override;
-  void Combine(Call call, const GatherArgs& args) override;
-  void DispatchBwd(Call call, const GatherArgs& args) override;
-  void CombineBwd(Call call, const ScatterArgs& args) override;
+  void Scatter(Call call, const ScatterArgs& args) override;
+  void Gather(Call call, const GatherArgs& args) override;
   void FailRun(int64_t run_id, const Status& status) override;
   Status Close() override;
 
  private:
+  // A call's rank, and what serves it.
   struct Place {
-    std::shared_ptr<Exchanges> exchanges;  // null where there are none
+    std::shared_ptr<Exchanges> exchanges;  // null: the group is closed
     int32_t domain = 0;
     int32_t rank = 0;
   };
@@ -76,14 +75,13 @@ class HostGroup : public Group {
             std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
+  // Returns whether this process is a forked child of the group's.
   bool IsForked() const;
   // Returns null once the group is closed, and in a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
   // Fails an op, and its run on all ranks.
   void Fail(const Call& call, const Place& place, Status status) const;
-  void RunScatter(const Call& call, const ScatterArgs& args);
-  void RunGather(const Call& call, const GatherArgs& args);
 
   const std::string name_;
   const int64_t num_experts_;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A peer that is not what it seems, and a system that refuses what it is asked
-// for: the group fails, says why, and nothing worse. What nobody thought of is
-// for the fuzz targets.
+// A peer that does not keep to the protocol, and a system that refuses a call:
+// the group fails with an error that says why, and nothing worse happens. The
+// fuzz targets look for cases that are not here.
 
 #include "ep_ffi/backends/host/testing/impostor.h"
 
@@ -33,7 +33,7 @@ using testing::RankInput;
 using testing::Step;
 using testing::StepPtr;
 
-// So many choices that they are not read in no time.
+// There are so many choices that it takes a while to read them.
 constexpr PlanDims kDims = {
     /*num_experts=*/2,    /*ep_size=*/2,
     /*num_tokens=*/10000, /*top_k=*/1,
@@ -53,7 +53,7 @@ StepPtr Prepare(const GroupWithImpostor& group, int64_t run_id) {
   return step;
 }
 
-// What the real process says next; the impostor's own post looks the same.
+// Returns the next post of the real process, changed to one of the impostor's.
 Message NextPost(Impostor& impostor) {
   Message message = {};
   std::string text;
@@ -68,7 +68,7 @@ Message NextPost(Impostor& impostor) {
   return message;
 }
 
-TEST(ImpostorTest, AFailureWithoutAnErrorIsNoSuccess) {
+TEST(ImpostorTest, AFailureWithoutAnErrorDoesNotCompleteAnOp) {
   const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message fail = {};
@@ -107,7 +107,7 @@ TEST(ImpostorTest, GarbageEndsTheConnection) {
   EXPECT_EQ("", group.impostor->Receive());
   EXPECT_LT(std::chrono::steady_clock::now() - begin,
             std::chrono::milliseconds(900))
-      << "it waited in vain instead";
+      << "nothing ended the connection";
 }
 
 TEST(ImpostorTest, NoDescriptorIsKept) {
@@ -132,7 +132,7 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
 }
 
 // A peer may write to its segment while it is read here.
-TEST(ImpostorTest, ChoicesThatChangeLeadNowhere) {
+TEST(ImpostorTest, ChoicesThatChangeGiveAValidPlanOrAnError) {
   const GroupWithImpostor group({kDims});
   SegmentPool pool;
   Segment* theirs;
@@ -233,7 +233,7 @@ TEST(LimitsTest, AReceiverSaysSoAsWell) {
   post.segment = 0;
   Status status;
   {
-    // Not 0: who may have none open may not send many either.
+    // With a limit of 0, this process could not send the descriptor either.
     const Limit limit(RLIMIT_NOFILE, 1000);
     std::vector<Fd> others;
     do {

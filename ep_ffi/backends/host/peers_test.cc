@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Connections, with threads for processes: the number alone tells them apart.
+// Connections, with threads in place of processes: only their numbers differ.
 
 #include "ep_ffi/backends/host/peers.h"
 
@@ -51,7 +51,7 @@ std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   return all;
 }
 
-// Writes down what arrives, a line for each message. It must outlive its Peers.
+// Records what arrives, a line for each message. It must outlive its Peers.
 class Log {
  public:
   Peers::Handlers Handlers() {
@@ -175,7 +175,7 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   ASSERT_TRUE(peers[0]->Acquire(10, 1, &second).ok());
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
-  // Tells when the release has arrived.
+  // When this message has arrived, so has the release.
   peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
   log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
   ASSERT_TRUE(peers[0]->Acquire(10, 1, &third).ok());
@@ -204,7 +204,7 @@ TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
   log.Expect({"post 2 of op from 1: last words", "1 closed"});
 }
 
-// Connects process 1 of 2, of which `body` decides how it ends.
+// Connects process 1 of 2 in a forked child, which then runs `body`.
 pid_t Fork(const Listeners& listeners, const std::function<void()>& body) {
   const pid_t child = fork();
   if (child != 0) return child;
@@ -236,10 +236,10 @@ TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
   EXPECT_EQ(child, waitpid(child, nullptr, 0));
 }
 
-TEST(PeersTest, NobodyWaitsForTheDeadToConnect) {
+TEST(PeersTest, ConnectingFailsAtOnceIfAProcessHasDied) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
-  for (int32_t process : {0, 1}) {  // which would accept, or dial
+  for (int32_t process : {0, 1}) {  // one would accept, the other connect
     const Listeners listeners(2);
     Topology topology = listeners.TopologyOf(process);
     topology.processes[1 - process].pid = child;
@@ -307,7 +307,7 @@ TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   EXPECT_NE(statuses[1].ok(), statuses[2].ok());
 }
 
-// A process of the same user that has the number of one of the group.
+// The other process is of the same user, but not of the group.
 TEST(PeersTest, AnotherProcessThanExpectedIsTurnedAway) {
   const Listeners listeners(2);
   Status statuses[2];

@@ -29,14 +29,10 @@ namespace ep::host {
 // Names an exchange, but for the iterations of a loop.
 struct Key {
   int32_t domain;
-  uint64_t program;
-  int64_t run_id;
-  int64_t position;
-  int64_t clone;
+  uint64_t site_id;  // see Site::id
+  int64_t run_id;    // as this process knows it
 
-  auto Tie() const {
-    return std::tie(domain, program, run_id, position, clone);
-  }
+  auto Tie() const { return std::tie(domain, site_id, run_id); }
   bool operator<(const Key& other) const { return Tie() < other.Tie(); }
 };
 

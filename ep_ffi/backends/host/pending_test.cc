@@ -13,7 +13,7 @@ namespace ep::host {
 namespace {
 
 constexpr int32_t kRanks = 2;
-constexpr Key kKey = {/*domain=*/0, /*program=*/1, /*run_id=*/2, 0, 0};
+constexpr Key kKey = {/*domain=*/0, /*site_id=*/1, /*run_id=*/2};
 
 class PendingTest : public ::testing::Test {
  protected:
@@ -58,7 +58,7 @@ TEST_F(PendingTest, PostsOfOtherKeysDoNotMeet) {
   ++other.domain;
   EXPECT_EQ(nullptr, Add(other, 0, 10));
   other = kKey;
-  ++other.program;
+  ++other.site_id;
   EXPECT_EQ(nullptr, Add(other, 0, 10));
   other = kKey;
   ++other.run_id;

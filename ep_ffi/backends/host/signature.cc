@@ -27,7 +27,7 @@ constexpr const char* kNames[Signature::kNumFields] = {
     "bytes of rows",
     "bytes of weights"};
 
-// Any number may come from a peer.
+// Returns a name, or the number if it has none; a peer may send any number.
 std::string OneOf(std::initializer_list<const char*> names, int64_t value) {
   return 0 <= value && value < static_cast<int64_t>(names.size())
              ? names.begin()[value]

@@ -20,7 +20,7 @@ bool Decode(const char* bytes, size_t size, Message* message,
   std::memcpy(message, bytes, sizeof(*message));
   if (message->text_bytes != size - sizeof(*message)) return false;
   if (message->type > Message::kBye) return false;
-  // A failure that is none would complete ops that have not run.
+  // A failure without an error would complete ops that have not run.
   if (message->type == Message::kFail &&
       (message->code <= static_cast<int32_t>(Code::kOk) ||
        message->code > static_cast<int32_t>(Code::kInternal))) {

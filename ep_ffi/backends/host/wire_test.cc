@@ -14,7 +14,7 @@ Message Failure() {
   Message message = {};
   message.type = Message::kFail;
   message.code = static_cast<int32_t>(Code::kInternal);
-  message.launch = {/*program=*/1, /*run_id=*/2, /*number=*/3};
+  message.launch = {/*site_id=*/1, /*run_id=*/2, /*number=*/3};
   return message;
 }
 

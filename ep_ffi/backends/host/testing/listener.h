@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Sockets on which the processes of a group wait for each other.
+// The sockets on which the processes of a group listen for each other.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_
@@ -22,8 +22,8 @@ struct Listener {
   const Fd socket;
 };
 
-// The listeners of processes that are played by threads of one. They know each
-// other by the numbers from 0 on, and not the ids that the system gives them.
+// The listeners of all processes of a group, for tests with threads in place of
+// processes. Users know the processes by the numbers from 0 on.
 class Listeners {
  public:
   explicit Listeners(int32_t num_processes) : listeners_(num_processes) {}

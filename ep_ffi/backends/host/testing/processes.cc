@@ -55,7 +55,7 @@ struct Sample {
   testing::Layout layout;
   std::map<Op, std::vector<RankData>> inputs, outputs;
 
-  // Made once, before there are ranks.
+  // Returns the sample of a size, which is made once, before there are ranks.
   static const Sample& Of(int32_t ep_size) {
     static auto* samples = new std::map<int32_t, Sample>();  // leaked
     auto [found, is_new] = samples->try_emplace(ep_size);
@@ -91,7 +91,8 @@ int CountDescriptors() {
   return n;
 }
 
-// Of this test so far. A child starts with those of its parent.
+// Returns the failures of this test so far. A child starts with those of its
+// parent.
 int CountFailures() {
   return ::testing::UnitTest::GetInstance()
       ->current_test_info()
@@ -141,7 +142,7 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   const bool is_whole = size == kNumRanks;
   Address& mine = record().addresses[is_whole];
   std::strcpy(mine.name, listener.name.c_str());
-  mine.is_told = true;
+  mine.is_published = true;
   options.listener = listener.socket.get();
   domain_ = {};
   domain_.groups.resize(size);
@@ -150,7 +151,7 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
     const Address& address = other.addresses[is_whole];
     WaitFor(kPatienceS, [&] {
       return other.pid != 0 &&
-             (address.is_told || ProcessWatch(other.pid).HasEnded());
+             (address.is_published || ProcessWatch(other.pid).HasEnded());
     });
     // A process that has died may have no address.
     options.topology.processes.push_back({address.name, i, other.pid});
@@ -264,7 +265,7 @@ void Rank::Die(Way way) {
       raise(SIGSEGV);
       break;
     case Way::kExit:
-      // Another thread would destroy what the main thread is using.
+      // On another thread, exit would destroy what the main thread is using.
       if (getpid() == syscall(SYS_gettid)) exit(0);
       break;
   }
@@ -288,7 +289,7 @@ World::World()
 World::~World() {
   for (const Record& record : *records) {
     for (const Address& address : record.addresses) {
-      if (!address.is_told) continue;
+      if (!address.is_published) continue;
       EXPECT_EQ("", Lines("/proc/net/unix", address.name));
     }
   }
