@@ -47,8 +47,8 @@
 
 namespace ep::nccl {
 
-// Thread-safe. The lock keeps that all ops of a rank are enqueued one after
-// another, that the reports match what was enqueued, and that nothing is
+// Thread-safe. The lock guarantees that all ops of a rank are enqueued one
+// after another, that the reports match what was enqueued, and that nothing is
 // enqueued after a failure. It is held while the host waits for the device.
 class NcclGroup : public Group {
  public:

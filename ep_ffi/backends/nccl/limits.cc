@@ -67,13 +67,7 @@ int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
   return RoundUp(std::max(dispatch, combine), kSharedMultiple);
 }
 
-template <typename... Parts>
-Status Refuse(const Parts&... parts) {
-  return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
-}
-
-}  // namespace
-
+// Returns the bytes that NCCL EP allocates for a group on each GPU.
 int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   constexpr int64_t kWorkspace = int64_t{32} << 20;
   const int64_t links = s.ep_size / nvlink_ranks;
@@ -94,6 +88,13 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   }
   return bytes;
 }
+
+template <typename... Parts>
+Status Refuse(const Parts&... parts) {
+  return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
+}
+
+}  // namespace
 
 Status CheckSizes(const Sizes& s) {
   if (s.ep_size < 2) {

@@ -37,9 +37,6 @@ struct Machine {
   int64_t free_bytes;    // free memory of the GPU
 };
 
-// Returns the bytes that NCCL EP allocates for a group on each GPU.
-int64_t GroupBytes(const Sizes& sizes, int64_t nvlink_ranks);
-
 // Each of these returns an error that names the limit, if one is exceeded.
 Status CheckSizes(const Sizes& sizes);
 Status CheckMachine(const Sizes& sizes, const Machine& machine);

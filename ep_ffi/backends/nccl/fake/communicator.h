@@ -25,8 +25,8 @@ namespace ep::nccl::fake {
 // The ranks of a communicator. The n-th exchange of a rank is with the n-th
 // exchange of each other rank.
 //
-// Thread-safe: each rank calls from a thread of its own. The lock keeps that an
-// exchange is in the table exactly until its last rank has joined.
+// Thread-safe: each rank calls from a thread of its own. The lock guarantees
+// that an exchange is in the table exactly until its last rank has joined.
 class Clique {
  public:
   explicit Clique(int size);
@@ -80,8 +80,8 @@ class Clique {
 
 // A rank of a clique. The tasks that it has enqueued share it.
 //
-// Thread-safe. The lock keeps that all tasks that have not ended are on one
-// stream.
+// Thread-safe. The lock guarantees that all tasks that have not ended are on
+// one stream.
 class Member {
  public:
   Member(std::shared_ptr<Clique> clique, int rank, int device)

@@ -28,8 +28,8 @@ struct CUctx_st {
 
 // A thread that runs what is enqueued, in order.
 //
-// Thread-safe. The lock keeps that the first task stays in the queue while it
-// runs, so that an empty queue means that all has run.
+// Thread-safe. The lock guarantees that the first task stays in the queue while
+// it runs, so that an empty queue means that all has run.
 struct CUstream_st {
  public:
   // Is enqueued only if `admit` is empty or returns true for the stream.

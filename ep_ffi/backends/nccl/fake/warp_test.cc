@@ -26,8 +26,8 @@ using std::min;
 
 // The threads of a warp.
 //
-// Thread-safe. The lock keeps that `gathered_` has the values of one round, all
-// of whose threads return it before a thread can end the next round.
+// Thread-safe. The lock guarantees that `gathered_` has the values of one
+// round, all of whose threads return it before a thread can end the next round.
 class Warp {
  public:
   // Waits until all threads have called it, and returns their values by lane.
