@@ -180,7 +180,7 @@ class Rank:
     return run, targets
 
   def close(self) -> None:
-    self._library.ep_bench_part(self._rank)
+    self._library.ep_bench_disconnect(self._rank)
 
   def _call(self, function: str, *args) -> None:
     ffi.call(self._library, f"ep_bench_{function}", self._rank, *args)
