@@ -561,11 +561,18 @@ def local_view(layer, fn, *, check_vma=True, out_specs=None):
   )
 
 
+_OPTIMIZED = {
+  "xla_backend_optimization_level": 3,
+  "xla_cpu_use_fusion_emitters": True,
+}
+
+
 @functools.cache
-def _program(parts, view):
+def _program(parts, view, optimized):
   calls = [view(layer, fn) for layer, fn in parts]
   return jax.jit(
-    lambda *args: [call(*a) for call, a in zip(calls, args, strict=True)]
+    lambda *args: [call(*a) for call, a in zip(calls, args, strict=True)],
+    compiler_options=_OPTIMIZED if optimized else None,
   )
 
 
@@ -585,20 +592,24 @@ def exchanges(compiled):
   return sorted(re.findall(pattern, compiled.as_text()))
 
 
-def run(*claims, view=global_view):
-  """What one program of all claims, `(case, fn, *arrays)`, returns."""
-  program, args = _program_and_args(claims, view)
+def run(*claims, view=global_view, optimized=False):
+  """Returns what one program of all claims, `(case, fn, *arrays)`, returns.
+
+  `optimized` code is what users get, also where conftest.py has XLA compile
+  quickly.
+  """
+  program, args = _program_and_args(claims, view, optimized)
   with within_limits():
     return program(*args)
 
 
-def _program_and_args(claims, view):
+def _program_and_args(claims, view, optimized=False):
   parts = tuple((case.layer, fn) for case, fn, *_ in claims)
   args = [
     [case.put(x) for x in (case.topk_idx, *arrays)]
     for case, _, *arrays in claims
   ]
-  return _program(parts, view), args
+  return _program(parts, view, optimized), args
 
 
 def check(*claims, view=global_view):
