@@ -7,8 +7,6 @@ file applies its routing to the rows of one rank at a time.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import numpy as np
 
@@ -31,13 +29,11 @@ class Oracle:
     self._workload = workload
     self._bare = bare
     layout = workload.layout
-    prepare = functools.partial(
-      reference.prepare,
+    routing = reference.prepare(
+      workload.choices.reshape(layout.ranks, -1, layout.shape.top_k),
       num_experts=layout.shape.num_experts,
       capacity=layout.capacity,
     )
-    choices = workload.choices.reshape(layout.ranks, -1, layout.shape.top_k)
-    routing = jax.tree.map(np.asarray, jax.jit(prepare)(choices))
     self._rank, self._slot = routing.rank, routing.slot
     self._received = routing.group_sizes.sum(axis=1)
 
