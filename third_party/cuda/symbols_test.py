@@ -18,7 +18,7 @@ _SHN_UNDEF = 0
 
 
 def defined_symbols(path: pathlib.Path) -> set[str]:
-  """Returns the dynamic symbols that a little-endian 64-bit ELF file defines."""
+  """Returns the dynamic symbols that a little-endian 64-bit ELF defines."""
   elf = path.read_bytes()
   assert elf[:6] == b"\x7fELF\x02\x01", path
   (table,) = struct.unpack_from("<Q", elf, 0x28)
