@@ -62,7 +62,6 @@ def test_a_group_from_birth_to_end():
   connect(names)
   try:
     for name in names:
-      assert ffi.is_live("nccl", name)
       ffi.check_group("nccl", name)
       few, many = (
         ffi.mem_bytes("nccl", name, num_tokens, 2, 1, 64)
@@ -72,7 +71,6 @@ def test_a_group_from_birth_to_end():
   finally:
     with concurrent.futures.ThreadPoolExecutor() as threads:
       list(threads.map(lambda name: ffi.close_group("nccl", name), names))
-  assert not ffi.is_live("nccl", "rank0")
   with pytest.raises(ffi.NativeError, match='"rank0"'):
     ffi.check_group("nccl", "rank0")
 

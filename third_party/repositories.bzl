@@ -54,6 +54,12 @@ def ep_repositories():
         lock = "//third_party/cc:requirements_lock.txt",
         packages = {"mypy": "mypy-1.13.0/mypyc/external/googletest"},
     )
+    pip_archive(
+        name = "ep_clang_tidy",
+        build_file = Label("//third_party/cc:clang_tidy.BUILD"),
+        lock = "//third_party/cc:requirements_lock.txt",
+        packages = {"clang-tidy": "clang_tidy/data"},
+    )
 
     cuda_version(name = "ep_cuda_version")
     for version, packages in _CUDA_PACKAGES.items():

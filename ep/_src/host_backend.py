@@ -54,7 +54,6 @@ class HostBackend(Backend):
         name=group.name,
         config=group.config,
         listener=listener.fileno(),
-        addresses=[answer["address"] for answer in answers.values()],
         num_experts=group.num_experts,
         ep_size=group.ep_size,
         ranks=[
@@ -62,8 +61,10 @@ class HostBackend(Backend):
           for d in meshes.domains(group.mesh, group.axis_name).flat
         ],
         process=members.index(me),
-        process_ids=members,
-        pids=[presence.pid(process) for process in members],
+        processes=[
+          (answer["address"], process, presence.pid(process))
+          for process, answer in answers.items()
+        ],
         timeout_s=group.timeout_s,
       )
     return native.NativeConnection(group)

@@ -100,15 +100,17 @@ class NativeConnection(backend.Connection):
         group=layer.group.name,
         group_config=layer.group.config,
         program=self._programs.name(ctx),
-        layer=layer.name,
         position=np.int64(compat.next_position(ctx)),
-        top_k=np.int64(layer.top_k),
-        alignment=np.int64(layer.alignment),
-        capacity=np.int64(layer.capacity),
-        drop=layer.overflow == "drop",
-        tail=np.int64(_TAILS[params.tail]),
-        config=np.int64(layer.fingerprint),
-        checked=params.checked,
+        layer_name=layer.name,
+        layer=dict(
+          top_k=np.int64(layer.top_k),
+          alignment=np.int64(layer.alignment),
+          capacity=np.int64(layer.capacity),
+          drop=layer.overflow == "drop",
+          tail=np.int32(_TAILS[params.tail]),
+          config=np.int64(layer.fingerprint),
+          checked=params.checked,
+        ),
       )
 
   def _close(self) -> None:

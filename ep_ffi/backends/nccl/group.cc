@@ -47,7 +47,7 @@ uint32_t Exponent(DType dtype) {
 // than one that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
-               static_cast<int64_t>(Hash(site.module)), site.position,
+               static_cast<int64_t>(Hash(site.program)), site.position,
                static_cast<int64_t>(sizes)});
 }
 
@@ -153,22 +153,6 @@ void NcclGroup::Prepare(Call call, const PrepareArgs& args) {
   });
 }
 
-void NcclGroup::Dispatch(Call call, const ScatterArgs& args) {
-  Scatter(call, args);
-}
-
-void NcclGroup::CombineBwd(Call call, const ScatterArgs& args) {
-  Scatter(call, args);
-}
-
-void NcclGroup::Combine(Call call, const GatherArgs& args) {
-  Gather(call, args);
-}
-
-void NcclGroup::DispatchBwd(Call call, const GatherArgs& args) {
-  Gather(call, args);
-}
-
 Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(
@@ -200,7 +184,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   return Status();
 }
 
-void NcclGroup::Scatter(const Call& call, const ScatterArgs& args) {
+void NcclGroup::Scatter(Call call, const ScatterArgs& args) {
   Moved moved = {};
   moved.weights = reinterpret_cast<uint32_t*>(args.slot_weights);
   moved.weights_per_row = 1;
@@ -217,7 +201,7 @@ void NcclGroup::Scatter(const Call& call, const ScatterArgs& args) {
   });
 }
 
-void NcclGroup::Gather(const Call& call, const GatherArgs& args) {
+void NcclGroup::Gather(Call call, const GatherArgs& args) {
   Moved moved = {};
   moved.weights = reinterpret_cast<uint32_t*>(args.topk_weights);
   moved.weights_per_row = call.site->layer.top_k;

@@ -73,10 +73,8 @@ class NcclGroup : public Group {
                   int64_t* out) const override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
-  void Dispatch(Call call, const ScatterArgs& args) override;
-  void Combine(Call call, const GatherArgs& args) override;
-  void DispatchBwd(Call call, const GatherArgs& args) override;
-  void CombineBwd(Call call, const ScatterArgs& args) override;
+  void Scatter(Call call, const ScatterArgs& args) override;
+  void Gather(Call call, const GatherArgs& args) override;
 
   // A stream ends with its program; there is no run to fail.
   void FailRun(int64_t, const Status&) override {}
@@ -107,8 +105,6 @@ class NcclGroup : public Group {
   // Runs `enqueue` if the group can take an op, and tells the caller.
   void Submit(const Call& call, const std::function<Status()>& enqueue);
   Status EnqueuePrepare(const Call& call, const PrepareArgs& args);
-  void Scatter(const Call& call, const ScatterArgs& args);
-  void Gather(const Call& call, const GatherArgs& args);
   // Enqueues `move`, which is called `what`, and the end of what it writes:
   // `rows`, to which `moved` adds their weights.
   Status EnqueueMove(const Call& call, const Mem& mem, int64_t num_tokens,

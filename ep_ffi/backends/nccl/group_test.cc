@@ -105,21 +105,13 @@ class Handled : public Group {
     const fake::InHandler handler(args.mem, args.mem_bytes);
     group_->Prepare(std::move(call), args);
   }
-  void Dispatch(Call call, const ScatterArgs& args) override {
+  void Scatter(Call call, const ScatterArgs& args) override {
     const fake::InHandler handler(args.mem.data, args.mem.bytes);
-    group_->Dispatch(std::move(call), args);
+    group_->Scatter(std::move(call), args);
   }
-  void Combine(Call call, const GatherArgs& args) override {
+  void Gather(Call call, const GatherArgs& args) override {
     const fake::InHandler handler(args.mem.data, args.mem.bytes);
-    group_->Combine(std::move(call), args);
-  }
-  void DispatchBwd(Call call, const GatherArgs& args) override {
-    const fake::InHandler handler(args.mem.data, args.mem.bytes);
-    group_->DispatchBwd(std::move(call), args);
-  }
-  void CombineBwd(Call call, const ScatterArgs& args) override {
-    const fake::InHandler handler(args.mem.data, args.mem.bytes);
-    group_->CombineBwd(std::move(call), args);
+    group_->Gather(std::move(call), args);
   }
   void FailRun(int64_t run_id, const Status& status) override {
     group_->FailRun(run_id, status);
@@ -1024,8 +1016,8 @@ TEST(NcclGroupCreateTest, MoreThanCanBeCountedIsRefused) {
   Sizes sizes = {};
   sizes.num_experts = sizes.ep_size = 1024;
   sizes.max_tokens = sizes.capacity = 1 << 21;
-  Layer layer = {"moe",          /*top_k=*/1, /*alignment=*/1,
-                 sizes.capacity, true,        Tail::kZero};
+  Layer layer = {/*top_k=*/1, /*alignment=*/1, sizes.capacity, /*drop=*/true,
+                 Tail::kZero};
   ExpectWords({"2147483648 rows"}, CheckLayer(sizes, layer, 1));
   sizes.max_tokens /= 2;
   ExpectOk(CheckLayer(sizes, layer, 1));

@@ -20,13 +20,14 @@ std::atomic<uint64_t> num_cliques{0};
 }  // namespace
 
 Clique::Clique(int size)
-    : next_(size, 0),
-      aborted_(size, false),
-      first_number_(num_cliques++ * kManyMeetings) {}
+    : size_(size),
+      first_number_(num_cliques++ * kManyMeetings),
+      next_(size, 0),
+      aborted_(size, false) {}
 
 bool Clique::Meet(int rank, const std::string& purpose, const void* mine,
                   Met* met) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (aborted_[rank]) return false;
   const uint64_t number = next_[rank]++;
   std::shared_ptr<Meeting>& entry = meetings_[number];
@@ -47,27 +48,31 @@ bool Clique::Meet(int rank, const std::string& purpose, const void* mine,
       break;
     }
     meeting->over = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
-  const bool ended = changed_.wait_for(
-      lock, std::chrono::duration<double>(TheMachine().patience_s),
-      [&] { return meeting->over || aborted_[rank]; });
+  const auto deadline =
+      std::chrono::steady_clock::now() +
+      std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+          std::chrono::duration<double>(TheMachine().patience_s));
+  while (!meeting->over && !aborted_[rank] &&
+         changed_.WaitUntil(mutex_, deadline)) {
+  }
   if (!meeting->over) {
-    // Whoever still waits must not use what this rank brought.
+    // The ranks that still wait must not use what this one brought.
     meeting->purposes.erase(rank);
-    if (ended) return false;
+    if (aborted_[rank]) return false;
     RecordViolation(StrCat("rank ", rank, " waits in vain with ", purpose));
     meeting->over = meeting->failed = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   if (met) *met = {first_number_ + number, meeting->brought};
   return !meeting->failed;
 }
 
 void Clique::Abort(int rank) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   aborted_[rank] = true;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
@@ -78,7 +83,7 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
   }
   const auto run = [member, task = std::move(task)] {
     task();
-    std::lock_guard<std::mutex> lock(member->mutex_);
+    MutexLock lock(member->mutex_);
     --member->num_tasks_;
   };
   const auto admit = [member, function = contract.function()](CUstream taker) {
@@ -88,7 +93,7 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
 }
 
 bool Member::Admit(const std::string& function, CUstream stream) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   Contract contract(function);
   if (!contract.Demand(num_tasks_ == 0 || stream_ == stream,
                        "two streams use a communicator at once")) {
@@ -100,7 +105,7 @@ bool Member::Admit(const std::string& function, CUstream stream) {
 }
 
 bool Member::IsBusy() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return num_tasks_ > 0;
 }
 

@@ -8,24 +8,29 @@
 #include <cuda.h>
 #include <nccl.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 
+// The ranks of a communicator, which meet in the same order: the n-th call of
+// one rank meets the n-th call of each other.
+//
+// Thread-safe: each rank calls from a thread of its own. The lock keeps that a
+// meeting is in the table until its last rank comes, and is over from then on.
 class Clique {
  public:
   explicit Clique(int size);
 
-  int size() const { return static_cast<int>(next_.size()); }
+  int size() const { return size_; }
 
   // What each rank brought, by rank; and a number for this meeting, which no
   // other has.
@@ -56,15 +61,22 @@ class Clique {
     bool failed = false;
   };
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<uint64_t> next_;  // by rank
-  std::vector<bool> aborted_;   // by rank
-  std::map<uint64_t, std::shared_ptr<Meeting>> meetings_;
+  const int size_;
   const uint64_t first_number_;
+
+  Mutex mutex_;
+  CondVar changed_;
+  // By rank, the number of its next meeting, and whether it was aborted.
+  std::vector<uint64_t> next_ EP_GUARDED_BY(mutex_);
+  std::vector<bool> aborted_ EP_GUARDED_BY(mutex_);
+  // The meetings that some ranks have come to and others have not, by number.
+  std::map<uint64_t, std::shared_ptr<Meeting>> meetings_ EP_GUARDED_BY(mutex_);
 };
 
 // A rank's part in a clique, shared by what it has enqueued.
+//
+// Thread-safe. The lock keeps that all tasks that have not ended are on one
+// stream.
 class Member {
  public:
   Member(std::shared_ptr<Clique> clique, int rank, int device)
@@ -89,9 +101,9 @@ class Member {
   const int rank_;
   const int device_;
 
-  std::mutex mutex_;
-  CUstream stream_ = nullptr;  // of the latest task
-  int num_tasks_ = 0;
+  Mutex mutex_;
+  CUstream stream_ EP_GUARDED_BY(mutex_) = nullptr;  // of the latest task
+  int num_tasks_ EP_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace ep::nccl::fake

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// A class that forgets its lock, for //ep_ffi/thread_safety:failure_test.
+
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
+
+namespace ep {
+
+class Unguarded {
+ public:
+  void Increment() {
+    MutexLock lock(mutex_);
+    ++count_;
+  }
+  int count() const { return count_; }
+
+ private:
+  Mutex mutex_;
+  int count_ EP_GUARDED_BY(mutex_) = 0;
+};
+
+int CountOnce() {
+  Unguarded unguarded;
+  unguarded.Increment();
+  return unguarded.count();
+}
+
+}  // namespace ep
