@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/core/backend.h"
 
+#include <utility>
+
+#include "ep_ffi/core/hash.h"
+
 namespace ep {
 
 const char* OpName(Op op) {
@@ -17,6 +21,13 @@ const char* OpName(Op op) {
       return "ep_combine_bwd";
   }
   return "ep_unknown";
+}
+
+Site MakeSite(Layer layer, std::string program, int64_t position,
+              int64_t clone) {
+  const uint64_t id =
+      Hash({static_cast<int64_t>(Hash(program)), position, clone});
+  return {std::move(layer), std::move(program), position, clone, id};
 }
 
 int64_t ByteWidth(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }

@@ -6,10 +6,14 @@
 // `Group` that the op names. A backend is a folder below ep_ffi/backends that
 // implements `Group`, plus a C function that creates it (its bootstrap.cc).
 //
-// Ordering: the five ops of a group may be called from any thread, in any
-// order, several at once; ranks may differ in that order. A backend matches
-// the calls of its ranks by identity, (run id, program, position, clone), never
-// by arrival.
+// Three methods serve the five ops, since the movers are two operations seen
+// from two sides: `Scatter` moves token rows to slots (dispatch, and the
+// backward of combine), and `Gather` sums slots into token rows (combine, and
+// the backward of dispatch). `Call::op` tells which op it is, for messages.
+//
+// Ordering: the ops of a group may be called from any thread, in any order,
+// several at once; ranks may differ in that order. A backend matches the calls
+// of its ranks by identity, (run id, site id), never by arrival.
 //
 // Completion: a method returns without waiting for a peer. `done` is called
 // exactly once, from any thread, possibly before the method returns; until
@@ -17,9 +21,9 @@
 // run on every rank of the group.
 //
 // With a stream, an op is done when it is enqueued, in the order of the calls,
-// which is then the same on every rank. What the device finds wrong later makes
-// the outputs NaN on every rank and fails a later ep_prepare, the same one on
-// every rank.
+// which is then the same on every rank. A fault that the device finds later
+// makes the outputs NaN on every rank and fails a later ep_prepare, the same
+// one on every rank.
 //
 // Nothing here throws.
 
@@ -50,32 +54,35 @@ enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 int64_t ByteWidth(DType dtype);
 
-// What dispatch writes past the last slab.
+// The rows that dispatch writes past the last slab.
 enum class Tail : int32_t { kUnspecified, kZero, kNan };
 
 // The static configuration of a layer, from the op's own attributes.
 struct Layer {
-  std::string name;
   int64_t top_k;
   int64_t alignment;
   int64_t capacity;
   bool drop;  // overflow policy
   Tail tail;
-  int64_t config = 0;    // hash of all of it, and of the group's
-  bool checked = false;  // see ep/_src/checked.py
+  int64_t config = 0;     // hash of all of it, and of the group's
+  bool checked = false;   // see ep/_src/checked.py
+  std::string name = {};  // for messages
 };
 
 // One op in one compiled program; lives as long as the executable.
 struct Site {
   Layer layer;
-  int64_t position;  // of the op in the lowered module
-  int64_t clone;     // which copy, of those that XLA made of the op
-  // What is launched, as far as this op can tell: hash of the module's name,
-  // unique in the group, and of the above, which differ between executables
-  // that were made of one module.
-  uint64_t program = 0;
-  std::string module = {};  // its name, for messages
+  std::string program;  // name of the lowered module, unique in the group
+  int64_t position;     // of the op in that module
+  int64_t clone;        // number of this copy of the op, if XLA made several
+  // Hash of the three above: the same on every rank, and another one for each
+  // op of each executable, also where several are made of one module.
+  uint64_t id;
 };
+
+// Returns a site with its id.
+Site MakeSite(Layer layer, std::string program, int64_t position,
+              int64_t clone);
 
 // A pool of threads that is valid during a call.
 class Executor {
@@ -171,10 +178,8 @@ class Group {
   virtual HostMemory Memory() { return {}; }
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
-  virtual void Dispatch(Call call, const ScatterArgs& args) = 0;
-  virtual void Combine(Call call, const GatherArgs& args) = 0;
-  virtual void DispatchBwd(Call call, const GatherArgs& args) = 0;
-  virtual void CombineBwd(Call call, const ScatterArgs& args) = 0;
+  virtual void Scatter(Call call, const ScatterArgs& args) = 0;
+  virtual void Gather(Call call, const GatherArgs& args) = 0;
 
   // Fails a run in this process: pending and later calls of it get `status`. A
   // program may use several groups, and a failure in one of them ends the

@@ -23,10 +23,6 @@ ep::Status FindGroup(const char* name, std::shared_ptr<ep::Group>* out) {
 
 }  // namespace
 
-EP_EXPORT int32_t ep_group_is_live(const char* name) {
-  return ep::Registry::Get().Find(name) != nullptr;
-}
-
 // Bytes of EpHandle.mem.
 EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
                                      int64_t top_k, int64_t alignment,
@@ -77,13 +73,21 @@ EP_EXPORT int32_t ep_group_close(const char* name, char* error,
   });
 }
 
-// Lets go of a group: executables that are bound to it now keep it open, and it
-// is closed when they have died. No effect if there is none of this name.
-EP_EXPORT void ep_group_release(const char* name) {
-  ep::Registry::Get().Release(name);
+// Releases a group: executables that are bound to it keep it open, and it is
+// closed when the last of them is destroyed. No effect if there is none of this
+// name.
+EP_EXPORT int32_t ep_group_release(const char* name, char* error,
+                                   int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    ep::Registry::Get().Release(name);
+    return ep::Status();
+  });
 }
 
 // Closes all groups that were released.
-EP_EXPORT void ep_group_close_released() {
-  ep::Registry::Get().CloseReleased();
+EP_EXPORT int32_t ep_group_close_released(char* error, int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    ep::Registry::Get().CloseReleased();
+    return ep::Status();
+  });
 }

@@ -15,10 +15,8 @@ class NoGroup : public Group {
     return Status();
   }
   void Prepare(Call, const PrepareArgs&) override {}
-  void Dispatch(Call, const ScatterArgs&) override {}
-  void Combine(Call, const GatherArgs&) override {}
-  void DispatchBwd(Call, const GatherArgs&) override {}
-  void CombineBwd(Call, const ScatterArgs&) override {}
+  void Scatter(Call, const ScatterArgs&) override {}
+  void Gather(Call, const GatherArgs&) override {}
   void FailRun(int64_t, const Status&) override {}
   Status Close() override { return Status(); }
 };

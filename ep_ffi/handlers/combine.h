@@ -34,7 +34,7 @@ inline ffi::Future Combine(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
         !SameWidth(args.slots, args.tokens)) {
       return Mismatch("expert_out");
     }
-    group.Combine(std::move(call), args);
+    group.Gather(std::move(call), args);
     return Status();
   });
 }
@@ -63,7 +63,7 @@ inline ffi::Future CombineBwd(OpCall context, ffi::Dictionary,
         !SameWidth(args.slots, args.tokens)) {
       return Mismatch("grad_expert_out");
     }
-    group.CombineBwd(std::move(call), args);
+    group.Scatter(std::move(call), args);
     return Status();
   });
 }

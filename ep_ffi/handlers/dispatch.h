@@ -34,7 +34,7 @@ inline ffi::Future Dispatch(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
         !SameWidth(args.slots, args.tokens)) {
       return Mismatch("recv_tokens");
     }
-    group.Dispatch(std::move(call), args);
+    group.Scatter(std::move(call), args);
     return Status();
   });
 }
@@ -60,7 +60,7 @@ inline ffi::Future DispatchBwd(OpCall context, ffi::Dictionary,
         !SameWidth(args.slots, args.tokens)) {
       return Mismatch("grad_recv_tokens");
     }
-    group.DispatchBwd(std::move(call), args);
+    group.Gather(std::move(call), args);
     return Status();
   });
 }

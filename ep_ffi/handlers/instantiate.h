@@ -10,25 +10,36 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
-#include "ep_ffi/core/hash.h"
+#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/registry.h"
+#include "ep_ffi/core/status.h"
 #include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(ep::Tail);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ep::Layer,  //
+                                      StructMember<int64_t>("top_k"),
+                                      StructMember<int64_t>("alignment"),
+                                      StructMember<int64_t>("capacity"),
+                                      StructMember<bool>("drop"),
+                                      StructMember<ep::Tail>("tail"),
+                                      StructMember<int64_t>("config"),
+                                      StructMember<bool>("checked"));
 
 namespace ep {
 
 inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
     std::string_view group, std::string_view group_config,
-    std::string_view program, std::string_view layer, int64_t position,
-    int64_t top_k, int64_t alignment, int64_t capacity, bool drop, int64_t tail,
-    int64_t config, bool checked) {
+    std::string_view program, int64_t position, Layer layer,
+    std::string_view layer_name) {
   Binding binding =
       Registry::Get().Bind(std::string(group), std::string(program), position);
   if (!binding.group) {
     return ffi::Unexpected(ToError(Status(
         Code::kFailedPrecondition,
-        StrCat("layer \"", layer, "\" uses the group \"", group,
+        StrCat("layer \"", layer_name, "\" uses the group \"", group,
                "\", which is not live in this process; call ep_bootstrap "
                "before the program is compiled, and ep_finalize after it "
                "has run for the last time"))));
@@ -36,19 +47,16 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
   if (binding.config != group_config) {
     return ffi::Unexpected(ToError(Status(
         Code::kFailedPrecondition,
-        StrCat("layer \"", layer, "\" was compiled for a group \"", group,
+        StrCat("layer \"", layer_name, "\" was compiled for a group \"", group,
                "\" of ", group_config, ", but the live group of this name is ",
                "of ", binding.config,
                "; bootstrap the group as it was for that program, or compile "
                "the program for this one"))));
   }
-  const auto name = static_cast<int64_t>(Hash(std::string(program)));
+  layer.name = layer_name;
   auto state = std::make_unique<OpState>(OpState{
-      std::move(binding.group),
-      Site{Layer{std::string(layer), top_k, alignment, capacity, drop,
-                 static_cast<Tail>(tail), config, checked},
-           position, binding.clone, Hash({name, position, binding.clone}),
-           std::string(program)}});
+      std::move(binding.group), MakeSite(std::move(layer), std::string(program),
+                                         position, binding.clone)});
   Handover::OfNewStates().ToXla();
   return state;
 }
@@ -58,15 +66,9 @@ inline auto BindInstantiate() {
       .Attr<std::string_view>("group")
       .Attr<std::string_view>("group_config")
       .Attr<std::string_view>("program")
-      .Attr<std::string_view>("layer")
       .Attr<int64_t>("position")
-      .Attr<int64_t>("top_k")
-      .Attr<int64_t>("alignment")
-      .Attr<int64_t>("capacity")
-      .Attr<bool>("drop")
-      .Attr<int64_t>("tail")
-      .Attr<int64_t>("config")
-      .Attr<bool>("checked");
+      .Attr<Layer>("layer")
+      .Attr<std::string_view>("layer_name");
 }
 
 }  // namespace ep

@@ -75,13 +75,13 @@ void Disarm(std::vector<T>* output) {
   output->resize(size);
 }
 
-Site MakeSite(const RankInput& input, const Place& place) {
-  const Layer layer = {input.layer,          input.dims.top_k,
-                       input.dims.alignment, input.dims.capacity,
-                       input.dims.drop,      input.tail,
-                       /*config=*/0,         input.checked};
-  return {layer, place.position, place.clone, place.program,
-          StrCat("jit_step#", place.program)};
+Site SiteOf(const RankInput& input, const Place& place) {
+  const Layer layer = {
+      input.dims.top_k, input.dims.alignment, input.dims.capacity,
+      input.dims.drop,  input.tail,
+      /*config=*/0,     input.checked,        input.layer};
+  return MakeSite(layer, StrCat("jit_step#", place.program), place.position,
+                  place.clone);
 }
 
 }  // namespace
@@ -111,7 +111,7 @@ Step::Step(const Domain& domain, Op op, Place place,
       statuses_(inputs_.size()) {
   for (const RankInput& input : inputs_) {
     narrow_idx_.emplace_back(input.topk_idx.begin(), input.topk_idx.end());
-    sites_.push_back(MakeSite(input, place_));
+    sites_.push_back(SiteOf(input, place_));
   }
 }
 
@@ -130,13 +130,11 @@ void Step::Post(int64_t rank) {
     case Op::kPrepare:
       return PostPrepare(rank, std::move(call));
     case Op::kDispatch:
-      return group.Dispatch(std::move(call), ToScatterArgs(rank));
-    case Op::kCombine:
-      return group.Combine(std::move(call), ToGatherArgs(rank));
-    case Op::kDispatchBwd:
-      return group.DispatchBwd(std::move(call), ToGatherArgs(rank));
     case Op::kCombineBwd:
-      return group.CombineBwd(std::move(call), ToScatterArgs(rank));
+      return group.Scatter(std::move(call), ToScatterArgs(rank));
+    case Op::kCombine:
+    case Op::kDispatchBwd:
+      return group.Gather(std::move(call), ToGatherArgs(rank));
   }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A backend of another module: the ranks of one process, and of the five ops
-// those that bring tokens to slots. It passes the tests of the conformance
-// suite that need no other.
+// This is a backend in another module. Its ranks are in one process, and it has
+// those of the five ops that move tokens to slots. It passes the tests of the
+// conformance suite that need no other op.
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -29,31 +28,30 @@ class Meetings {
 
   explicit Meetings(int64_t num_ranks) : num_ranks_(num_ranks) {}
 
-  // Rank r is on device r. `run` gives the status of all calls.
+  // Rank r is on device r. `run` returns the status of all calls.
   void Post(ep::Call call, const Args& args,
             const std::function<ep::Status(const Calls&)>& run) {
-    const ep::Site& site = *call.site;
-    const auto place = std::make_tuple(call.op, call.run_id, site.program,
-                                       site.position, site.clone);
+    const auto key = std::make_pair(call.run_id, call.site->id);
     Calls calls;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      auto& posted = posted_[place];
+      auto& posted = posted_[key];
       posted.emplace(call.device, std::make_pair(std::move(call), args));
       if (static_cast<int64_t>(posted.size()) < num_ranks_) return;
       for (auto& [rank, post] : posted) calls.push_back(std::move(post));
-      posted_.erase(place);
+      posted_.erase(key);
     }
     const ep::Status status = run(calls);
     for (auto& [posted, unused] : calls) posted.done(status);
   }
 
  private:
-  using Place = std::tuple<ep::Op, int64_t, uint64_t, int64_t, int64_t>;
-
   const int64_t num_ranks_;
   std::mutex mutex_;
-  std::map<Place, std::map<int32_t, std::pair<ep::Call, Args>>> posted_;
+  // By run id and site, then by rank.
+  std::map<std::pair<int64_t, uint64_t>,
+           std::map<int32_t, std::pair<ep::Call, Args>>>
+      posted_;
 };
 
 class LoopbackGroup : public ep::Group {
@@ -94,7 +92,7 @@ class LoopbackGroup : public ep::Group {
     });
   }
 
-  void Dispatch(ep::Call call, const ep::ScatterArgs& args) override {
+  void Scatter(ep::Call call, const ep::ScatterArgs& args) override {
     const ep::PlanDims dims = Dims(call.site->layer, args.tokens.count);
     scatters_.Post(std::move(call), args, [dims](const auto& calls) {
       for (size_t rank = 0; rank < calls.size(); ++rank) {
@@ -121,25 +119,16 @@ class LoopbackGroup : public ep::Group {
     });
   }
 
-  void CombineBwd(ep::Call call, const ep::ScatterArgs& args) override {
-    Dispatch(std::move(call), args);
-  }
-
-  void Combine(ep::Call call, const ep::GatherArgs&) override { Refuse(call); }
-  void DispatchBwd(ep::Call call, const ep::GatherArgs&) override {
-    Refuse(call);
+  void Gather(ep::Call call, const ep::GatherArgs&) override {
+    call.done(ep::Status(
+        ep::Code::kInternal,
+        ep::StrCat(ep::OpName(call.op), " is not part of this example")));
   }
 
   void FailRun(int64_t, const ep::Status&) override {}
   ep::Status Close() override { return ep::Status(); }
 
  private:
-  static void Refuse(const ep::Call& call) {
-    call.done(ep::Status(
-        ep::Code::kInternal,
-        ep::StrCat(ep::OpName(call.op), " is not part of this example")));
-  }
-
   static ep::Status Sort(const ep::PlanDims& dims, const ep::PrepareArgs& args,
                          ep::SortedChoices* out) {
     return args.index_is_int64
@@ -182,7 +171,8 @@ INSTANTIATE_TEST_CASE_P(Loopback, Conformance,
                         ::testing::Values(Backend{"Loopback",
                                                   MakeLoopbackWorld}));
 
-// The tests are chosen by names (BUILD), and a name that is gone matches none.
+// BUILD selects the tests by name. A name that no longer exists matches none,
+// and this environment notices that.
 class AllAreThere : public ::testing::Environment {
   void TearDown() override {
     EXPECT_EQ(3, ::testing::UnitTest::GetInstance()->test_to_run_count());

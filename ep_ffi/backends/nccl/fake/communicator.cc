@@ -12,62 +12,69 @@ namespace ep::nccl::fake {
 
 namespace {
 
-// More meetings than any clique has.
-constexpr uint64_t kManyMeetings = uint64_t{1} << 32;
+// More exchanges than any clique has.
+constexpr uint64_t kManyExchanges = uint64_t{1} << 32;
 
 std::atomic<uint64_t> num_cliques{0};
 
 }  // namespace
 
 Clique::Clique(int size)
-    : next_(size, 0),
-      aborted_(size, false),
-      first_number_(num_cliques++ * kManyMeetings) {}
+    : size_(size),
+      first_number_(num_cliques++ * kManyExchanges),
+      next_(size, 0),
+      aborted_(size, false) {}
 
-bool Clique::Meet(int rank, const std::string& purpose, const void* mine,
-                  Met* met) {
-  std::unique_lock<std::mutex> lock(mutex_);
+bool Clique::Exchange(int rank, const std::string& purpose, const void* mine,
+                      Exchanged* exchanged) {
+  MutexLock lock(mutex_);
   if (aborted_[rank]) return false;
   const uint64_t number = next_[rank]++;
-  std::shared_ptr<Meeting>& entry = meetings_[number];
+  std::shared_ptr<Rendezvous>& entry = pending_[number];
   if (!entry) {
-    entry = std::make_shared<Meeting>();
-    entry->brought.resize(size());
+    entry = std::make_shared<Rendezvous>();
+    entry->contributions.resize(size());
   }
-  const std::shared_ptr<Meeting> meeting = entry;
-  meeting->purposes[rank] = purpose;
-  meeting->brought[rank] = mine;
-  if (meeting->purposes.size() == next_.size()) {
-    meetings_.erase(number);
-    for (const auto& [other, theirs] : meeting->purposes) {
-      if (theirs == meeting->purposes[0]) continue;
-      RecordViolation(StrCat("rank 0 comes for ", meeting->purposes[0],
-                             ", rank ", other, " for ", theirs));
-      meeting->failed = true;
+  const std::shared_ptr<Rendezvous> rendezvous = entry;
+  rendezvous->purposes[rank] = purpose;
+  rendezvous->contributions[rank] = mine;
+  if (rendezvous->purposes.size() == next_.size()) {
+    pending_.erase(number);
+    for (const auto& [other, theirs] : rendezvous->purposes) {
+      if (theirs == rendezvous->purposes[0]) continue;
+      RecordViolation(StrCat("rank 0 calls ", rendezvous->purposes[0],
+                             ", rank ", other, " calls ", theirs));
+      rendezvous->failed = true;
       break;
     }
-    meeting->over = true;
-    changed_.notify_all();
+    rendezvous->done = true;
+    changed_.NotifyAll();
   }
-  const bool ended = changed_.wait_for(
-      lock, std::chrono::duration<double>(TheMachine().patience_s),
-      [&] { return meeting->over || aborted_[rank]; });
-  if (!meeting->over) {
-    // Whoever still waits must not use what this rank brought.
-    meeting->purposes.erase(rank);
-    if (ended) return false;
-    RecordViolation(StrCat("rank ", rank, " waits in vain with ", purpose));
-    meeting->over = meeting->failed = true;
-    changed_.notify_all();
+  const auto deadline =
+      std::chrono::steady_clock::now() +
+      std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+          std::chrono::duration<double>(TheMachine().timeout_s));
+  while (!rendezvous->done && !aborted_[rank] &&
+         changed_.WaitUntil(mutex_, deadline)) {
   }
-  if (met) *met = {first_number_ + number, meeting->brought};
-  return !meeting->failed;
+  if (!rendezvous->done) {
+    // The ranks that still wait must not use what this one contributed.
+    rendezvous->purposes.erase(rank);
+    if (aborted_[rank]) return false;
+    RecordViolation(StrCat("rank ", rank, " timed out in ", purpose));
+    rendezvous->done = rendezvous->failed = true;
+    changed_.NotifyAll();
+  }
+  if (exchanged) {
+    *exchanged = {first_number_ + number, rendezvous->contributions};
+  }
+  return !rendezvous->failed;
 }
 
 void Clique::Abort(int rank) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   aborted_[rank] = true;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
@@ -78,20 +85,20 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
   }
   const auto run = [member, task = std::move(task)] {
     task();
-    std::lock_guard<std::mutex> lock(member->mutex_);
+    MutexLock lock(member->mutex_);
     --member->num_tasks_;
   };
-  const auto admit = [member, function = contract.function()](CUstream taker) {
-    return member->Admit(function, taker);
+  const auto admit = [member, function = contract.function()](CUstream stream) {
+    return member->Admit(function, stream);
   };
   return stream->Enqueue({run, admit}) ? ncclSuccess : ncclInvalidUsage;
 }
 
 bool Member::Admit(const std::string& function, CUstream stream) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   Contract contract(function);
-  if (!contract.Demand(num_tasks_ == 0 || stream_ == stream,
-                       "two streams use a communicator at once")) {
+  if (!contract.Require(num_tasks_ == 0 || stream_ == stream,
+                        "two streams use a communicator at once")) {
     return false;
   }
   stream_ = stream;
@@ -100,7 +107,7 @@ bool Member::Admit(const std::string& function, CUstream stream) {
 }
 
 bool Member::IsBusy() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return num_tasks_ > 0;
 }
 
