@@ -35,6 +35,7 @@ def ep_test(
         worlds = ["1x4", "4x1"],
         gpu = True,
         xla = [],
+        smoke = [],
         size = "medium",
         deps = [],
         data = [],
@@ -53,6 +54,7 @@ def ep_test(
       gpu: whether a world of many processes makes sense on GPUs.
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
+      smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
       size: Bazel's; most of a test's time is XLA's compiler's. The ranks are
         ended, their stacks in their logs, somewhat before Bazel would end the
         test.
@@ -65,8 +67,9 @@ def ep_test(
     for world in worlds:
         for variant in _variants(world, gpu, xla):
             on = _VARIANTS[variant]
+            suffix = "{}_{}".format(world, variant)
             py_test(
-                name = "{}_{}_{}".format(name, world, variant),
+                name = "{}_{}".format(name, suffix),
                 size = size,
                 srcs = [src, "//tests:run_ranks.py"],
                 main = "//tests:run_ranks.py",
@@ -77,7 +80,8 @@ def ep_test(
                 ],
                 data = data + [src],
                 env = env | on.backend | {"JAX_PLATFORMS": on.platform},
-                tags = on.tags + ["cpu:" + world.split("x")[0]],
+                tags = on.tags + ["cpu:" + world.split("x")[0]] +
+                       (["smoke"] if suffix in smoke else []),
                 deps = deps + on.deps + ["//tests:harness"],
                 **kwargs
             )

@@ -9,22 +9,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import (
-  BACKEND,
-  Case,
-  everything,
-  exchanges,
-  global_view,
-  layer,
-  local_view,
-  lower,
-  sizes,
-  there_and_back,
-)
+from cases import Case, exchanges, global_view, local_view, lower
 from conftest import make_mesh, to_global
 import ep
 from ep._src import collectives_check, nccl_backend
 from ep._src.backend import OPS
+from groups import BACKEND, layer
+from ops import everything, sizes, there_and_back
 
 # Of each op with backend="xla", whose exchanges are stock collectives.
 STOCK = dict(

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import Case, E, H, layer, ranks, spec, T
+from cases import Case
 from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
+from groups import E, H, layer, ranks, spec, T
 
 F = 9  # inner size of an expert
 
