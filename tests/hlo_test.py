@@ -122,6 +122,9 @@ def test_gpus_run_every_op_among_their_collectives(monkeypatch):
   assert {op for _, op in inside} == set(OPS)
   assert len(inside) == text.count("@ep_") - text.count("@ep_op") > 0
   assert sorted(name for name, _ in inside) == sorted(calls)
+  # NCCL EP's combine takes no weights: the rows are scaled before it.
+  for operands in re.findall(r"custom_call @ep_combine\((.*?)\)", text):
+    assert operands.count("%") == 2
 
 
 def test_int64_ids_and_float16_weights():
