@@ -285,13 +285,17 @@ def expected(case, fn, *arrays):
       return fn(case.oracle, *arrays)
   except Differentiated:
     assert case.whole
-    return _compiled(fn)(case.oracle, *arrays)
+    return jit_quickly(fn)(case.oracle, *arrays)
 
 
 @functools.cache
-def _compiled(fn):
+def jit_quickly(fn):
   """Jits `fn` to be compiled in half the time, since it runs once or twice."""
-  return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+  options = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+  }
+  return jax.jit(fn, compiler_options={} if GPU else options)
 
 
 def assert_same(actual, expected):

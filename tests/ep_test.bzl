@@ -6,8 +6,8 @@ load("@rules_python//python:defs.bzl", "py_test")
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
-# Of each variant: JAX's name of the platform, the backend if it is not the
-# platform's own, what it needs, and JAX's tags.
+# A variant has JAX's name of the platform, a variable that names the backend if
+# it is not the platform's own, dependencies, and JAX's tags.
 _VARIANTS = {
     "cpu": struct(platform = "cpu", backend = {}, deps = [], tags = []),
     "gpu": struct(
@@ -41,7 +41,7 @@ def ep_test(
         data = [],
         env = {},
         **kwargs):
-    """One py_test per world and platform, named <name>_<world>_<platform>.
+    """Defines a py_test per world and platform, <name>_<world>_<platform>.
 
     A suite, <name>, is all of those for the CPU. Those for GPUs are left out of
     test runs without --config=gpu; see docs/gpu.md. Those named <name>_<world>_xla
@@ -55,12 +55,12 @@ def ep_test(
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
-      size: Bazel's; most of a test's time is XLA's compiler's. The ranks are
-        ended, their stacks in their logs, somewhat before Bazel would end the
-        test.
-      deps: what the file imports besides //tests:harness.
-      data: what it finds at run time besides itself.
-      env: variables of its ranks besides ours.
+      size: Bazel's size. XLA's compiler takes most of a test's time. The
+        launcher ends the ranks somewhat before Bazel would end the test, and
+        their logs then have their stacks.
+      deps: dependencies of the file besides //tests:harness.
+      data: files that the test reads besides itself.
+      env: further variables of the ranks.
       **kwargs: passed on to py_test.
     """
     src = name + ".py"

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, exchanges, expected
+from cases import assert_same, Case, exchanges, expected, jit_quickly
 from conftest import make_mesh, to_global
 import ep
 from ep import launch
@@ -104,7 +104,7 @@ def block(ops, x, weights, scale):
   return x + ops.combine(scale * recv, recv_weights)
 
 
-@jax.jit
+@jit_quickly
 def oracle_of_layers(oracles, g, *primals):
   def network(x, weights, scales):
     for step, ops in enumerate(oracles):
@@ -277,7 +277,7 @@ def squared(ops, tokens, weights):
   return ops.combine(jnp.square(recv), recv_weights)
 
 
-@jax.jit
+@jit_quickly
 def oracle_of_squared(oracle, tokens, weights, g):
   return with_grads(lambda *x: squared(oracle, *x), (tokens, weights), g)
 
