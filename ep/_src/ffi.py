@@ -32,7 +32,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # call; the library carries its own (//ep_ffi/handlers:interface). After a
 # change of that side, the error of every test has the digest to write here.
-INTERFACE = "9a0e7ef8fc23"
+INTERFACE = "23908395cda9"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
