@@ -205,7 +205,7 @@ Backend FakeNccl() {
   return backend;
 }
 
-INSTANTIATE_TEST_CASE_P(Fake, Conformance, ::testing::Values(FakeNccl()));
+EP_INSTANTIATE_CONFORMANCE(Fake, FakeNccl());
 
 // What only this backend does.
 class NcclGroupTest : public Conformance {
@@ -228,7 +228,7 @@ class NcclGroupTest : public Conformance {
   }
 };
 
-INSTANTIATE_TEST_CASE_P(Fake, NcclGroupTest, ::testing::Values(FakeNccl()));
+INSTANTIATE_TEST_SUITE_P(Fake, NcclGroupTest, ::testing::Values(FakeNccl()));
 
 void ExpectWords(const std::vector<std::string>& words, const Status& status) {
   EXPECT_FALSE(status.ok());
@@ -500,8 +500,8 @@ class CheckedCombineTest : public NcclGroupTest {
   }
 };
 
-INSTANTIATE_TEST_CASE_P(Fake, CheckedCombineTest,
-                        ::testing::Values(FakeNccl()));
+INSTANTIATE_TEST_SUITE_P(Fake, CheckedCombineTest,
+                         ::testing::Values(FakeNccl()));
 
 TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
   const Domain domain = MakeDomain(kWorld);
