@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who competes.
+"""The contenders: implementations of the same ops.
 
-A contender is made for a `Layout` and has, each in the view of one rank inside
-`jax.shard_map` over the axis "ep",
+A contender is made for a `Layout`. It has these members, each in the view of
+one rank inside `jax.shard_map` over the axis "ep":
 
   prepare(topk_idx) -> handle           a pytree
   dispatch(handle, tokens, topk_weights) -> rows, row_weights
@@ -11,9 +11,9 @@ A contender is made for a `Layout` and has, each in the view of one rank inside
   combine_bwd(handle, tokens) -> rows
   exact: whether sums must have the bits of the oracle
 
-with the shapes of `Workload.inputs` and the meaning of ep/_src/reference.py.
-The hand-written ones write their derivatives out, as gathers; what JAX would
-derive of a gather is a scatter-add.
+The shapes are those of `Workload.inputs`, and the meaning is that of
+ep/_src/reference.py. The hand-written contenders define their derivatives as
+gathers, because JAX would turn the derivative of a gather into a scatter-add.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from benchmarks.padded import PaddedGather, PaddedScatter
 from benchmarks.ragged import Ragged
 from benchmarks.workload import AXIS, Layout
 import ep
-from ep._src.backends import BACKENDS
+from ep._src.bootstrap import BACKENDS
 
-HAND_WRITTEN = "padded_scatter"  # as most people would write it
-# Not among those above.
+HAND_WRITTEN = "padded_scatter"  # the code that most people would write
+# These two are no such classes: other modules run them.
 MEMCPY = "memcpy"  # see copies.py
 NCCL_EP = "nccl_ep"  # see nccl_ep.py
 EP = ("host", "nccl", "xla")
@@ -48,7 +48,7 @@ PURE_XLA: dict[str, Callable[[Layout], Any]] = {
 
 
 def names() -> tuple[str, ...]:
-  """All contenders, in the order of tables."""
+  """Returns all contenders, in the order of tables."""
   return (*EP, NCCL_EP, *PURE_XLA, MEMCPY)
 
 
@@ -57,7 +57,7 @@ def is_pure_xla(name: str) -> bool:
 
 
 def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
-  """Why a contender cannot take part here; None if it can."""
+  """Returns why a contender cannot take part here, or None if it can."""
   platform = mesh.devices.flat[0].platform
   if name == NCCL_EP:
     return why_not("nccl", mesh) or nccl_ep.why_not()
@@ -75,7 +75,7 @@ def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
 
 @contextlib.contextmanager
 def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
-  """A context: the contender, closed at its end. Collective."""
+  """Makes a contender and closes it at the end. Collective."""
   if name in PURE_XLA:
     yield PURE_XLA[name](layout)
     return
@@ -94,7 +94,7 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
 
 
 class Ep:
-  """ep's own ops."""
+  """The ops of ep."""
 
   def __init__(self, layer: ep.EpLayerConfig, layout: Layout):
     self._layer = layer
@@ -110,7 +110,7 @@ class Ep:
   def combine(self, handle, rows, weights=None):
     return ep.ep_combine(handle, rows, weights)
 
-  # Both ops are linear, so their derivatives need no point to be taken at.
+  # Both ops are linear, so their transposes need shapes only.
 
   def dispatch_bwd(self, handle, rows, row_weights):
     shape = self._layout.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit: plain copies of the payload."""
+"""Plain copies of the payload, which are the limit of all contenders."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.workload import SPEC, Workload
 def make(
   workload: Workload, mesh: jax.sharding.Mesh, directions: int
 ) -> Callable[[], None]:
-  """A function that copies the payload, once for each direction.
+  """Returns a function that copies the payload once for each direction.
 
-  On CPU it is one thread of one process that copies the payload of all ranks,
-  between buffers that were touched before. On GPUs, each rank's device copies
-  an equal share.
+  On CPU one thread of one process copies the payload of all ranks, between
+  buffers that were touched before. On GPUs, each rank's device copies an equal
+  share.
   """
   size = workload.payload_bytes
   if mesh.devices.flat[0].platform != "cpu":

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast ep's ops are, beside what one would do without it, in one run.
+"""Measures ep's ops beside their alternatives, in one run.
 
     bazel run //benchmarks:ep_bench -- --shapes=goals --json=results.json
 
-starts worlds of ranks, "4x1" being 4 processes with 1 device each, and in each
-of them lets all contenders run the same ops on the same inputs by turns: ep's
-backends, on GPUs NCCL EP itself, dispatch and combine written by hand in JAX,
-and a plain copy of the payload (workload.py says what that is). A contender
-must first show that its results are right. The shapes are TxHxKxE, with T
-tokens on a rank.
+starts worlds of ranks: "4x1" stands for 4 processes with 1 device each. In
+each world all contenders take turns and run the same ops on the same inputs.
+The contenders are ep's backends, on GPUs NCCL EP itself, dispatch and combine
+written by hand in JAX, and a plain copy of the payload (workload.py defines
+it). The results of a contender are checked before it is timed. The shapes are
+TxHxKxE, with T tokens on a rank.
 
     ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
     ep_bench --shapes=1024x1024x2x16 --routings=zipf,recorded.npy
-    ep_bench --gate=1.0          exit code 1 if host is not as fast as by hand
+    ep_bench --gate=1.0     exit code 1 if host is slower than hand-written JAX
 
-Only numbers of the same run can be compared: a busy machine slows all of them,
-but not their ratios.
+Only numbers of the same run can be compared: other work on the machine slows
+all of them, and their ratios hardly change.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ _PLOT = flags.DEFINE_string("plot", None, "PNG file to draw; needs matplotlib")
 _GATE = flags.DEFINE_float(
   "gate",
   None,
-  "fail if host's round trip is not so many times as fast as that of"
-  f" {contenders.HAND_WRITTEN}; measures little else unless told to",
+  "fail unless host's round trip is this many times as fast as that of"
+  f" {contenders.HAND_WRITTEN}; by default measures little else",
 )
 _PART = flags.DEFINE_bool(
-  "part", False, "one world of several, which somebody else puts together"
+  "part", False, "this is one of several worlds; its parent makes the report"
 )
 
 
@@ -111,7 +111,7 @@ def main(argv) -> int:
   try:
     worlds = [parse_world(world) for world in _WORLDS.value]
     for ranks in {processes * devices for processes, devices in worlds}:
-      all_cases(ranks)  # so that a complaint about them comes once
+      all_cases(ranks)  # here an error is reported once, not by every rank
   except (ValueError, OSError) as error:
     sys.exit(f"ep_bench: {error}")
   runs = []
@@ -139,12 +139,12 @@ def main(argv) -> int:
   )
 
 
-# What the results of worlds are put together by.
+# These lists in the results of all worlds are joined.
 LISTS = ("skipped", "results")
 
 
 def run_ranks() -> int:
-  """What each process of a world does; rank 0's also reports."""
+  """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
   launch.initialize()
   _silence_libraries()
   leads = jax.process_index() == 0
@@ -186,7 +186,7 @@ def run_ranks() -> int:
 
 
 def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
-  """The records of one shape, routing and dtype."""
+  """Returns the records of one shape, routing and dtype."""
   work = workload.Workload(layout, choices, jnp.dtype(dtype))
   common = {
     "shape": str(layout.shape),
@@ -208,7 +208,7 @@ def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
 
 
 def finish(run: dict[str, Any]) -> int:
-  """Writes and prints what is asked for; the exit code."""
+  """Writes and prints what the flags ask for; returns the exit code."""
   if not _PART.value:
     run["summary"] = report.summary(run["results"])
     report.print_summary(run["summary"])
@@ -222,10 +222,10 @@ def finish(run: dict[str, Any]) -> int:
 
 
 def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
-  """The routings, with a layout and choices for each; records them.
+  """Returns each routing with its layout and choices; writes --record.
 
   Raises:
-    ValueError, OSError: flags that do not fit each other.
+    ValueError, OSError: if flags do not fit each other.
   """
   cases = []
   shapes = workload.parse_shapes(_chosen(_SHAPES, ["goals"], ["gate"]))
@@ -255,7 +255,7 @@ def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
 
 
 def parse_world(world: str) -> tuple[int, int]:
-  """Processes and devices of each, from "4x1"."""
+  """Returns the processes and the devices of each, given "4x1"."""
   try:
     processes, devices = map(int, world.split("x"))
   except ValueError:
@@ -264,7 +264,7 @@ def parse_world(world: str) -> tuple[int, int]:
 
 
 def user_path(path: str) -> pathlib.Path:
-  """A path as the user meant it: `bazel run` changes the folder."""
+  """Returns a path relative to the user's folder; `bazel run` changes it."""
   return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)
 
 
@@ -272,14 +272,14 @@ _GATE_CONTENDERS = ["host", contenders.HAND_WRITTEN]
 
 
 def _chosen(flag, default, default_of_gate=None):
-  """A flag's value, or what it defaults to."""
+  """Returns a flag's value, or its default."""
   if flag.value is not None:
     return flag.value
   return default if _GATE.value is None else default_of_gate or default
 
 
 def _silence_libraries() -> None:
-  """Keeps XLA's transport between processes from greeting on stdout."""
+  """Suppresses what XLA's transport between processes prints on stdout."""
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hand-written contender: all-gather, then reduce-scatter.
 
-Every rank gets all tokens and picks those of its experts. On the way back it
-sums, for every token, what its own experts made of it, and the ranks add up
-their sums. That moves P rows per token instead of K, in regular blocks.
+Every rank receives all tokens and takes those of its experts. In combine each
+rank first sums, for every token, the outputs of its own experts, and then the
+ranks add these sums. That moves P rows per token instead of K, in regular
+blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Gathered:
       layout.num_local_experts
     )
     mine = (local >= 0) & (local < layout.num_local_experts)
-    # By expert, then by token of all ranks: the order of the slots.
+    # The order of the slots is by expert, then by token of all ranks.
     key = jnp.where(mine, local, layout.num_local_experts)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     slots = jnp.arange(layout.capacity, dtype=jnp.int32)
@@ -36,7 +37,7 @@ class Gathered:
     choice = jnp.where(slots < mine.sum(), order, mine.size)
     slot = jnp.full(mine.size, layout.capacity, jnp.int32)
     return {
-      "choice": choice,  # [C], among those of all ranks
+      "choice": choice,  # [C], indices into the choices of all ranks
       "slot": slot.at[choice].set(slots, mode="drop").reshape(all_idx.shape),
     }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case, measured: every contender's ops, checked and then timed."""
+"""Measures one case: checks every contender's ops, then times them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def measure(
   rounds: int,
   warmup: int,
 ) -> list[dict[str, Any]]:
-  """A record for each op and contender. Collective.
+  """Returns a record for each op and contender. Collective.
 
   A record has the op, the contender, its seconds in each round, and the peak
-  of its memory in bytes, summed over processes; None if it is not known.
+  of its memory in bytes, summed over processes, or None if that is not known.
 
   Raises:
     WrongResult: on the process of a rank where a contender is wrong.
@@ -65,7 +65,7 @@ def measure(
         meter.start()
         outputs = jax.block_until_ready(program(*args))
         peaks[op][name] = meter.peak_bytes()
-        if op != "prepare":  # shows in all that uses its handle
+        if op != "prepare":  # checked through the ops that use its handle
           _check(oracle, name, op, outputs, exact=contender.exact)
         del outputs
         runs[op][name] = _run(program, args)
@@ -93,9 +93,10 @@ def measure(
 
 
 def compile_op(op: str, contender, mesh, inputs):
-  """An op, jitted and compiled, and its arguments among the inputs.
+  """Returns an op, jitted and compiled, and its arguments among the inputs.
 
-  Compiled by a first call: JAX calls what was compiled ahead of time slower.
+  A first call compiles it, because JAX takes longer to call a program that was
+  compiled ahead of time.
   """
   args = [inputs[name] for name in OPS[op].inputs]
   program = jax.jit(

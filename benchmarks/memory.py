@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of this process, of one run at a time (Linux)."""
+"""Measures the peak memory of this process, one run at a time (Linux)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
 
 
 class Meter:
-  """Resident memory that a contender adds to what was there without it.
+  """Measures the resident memory that a contender adds.
 
   Outputs and temporaries count, inputs and programs do not. Shared memory that
-  appeared since the meter was made counts as the contender's in each of its
-  runs, once in every process that has touched it: a communicator keeps it.
+  appeared since the meter was made counts in each of the contender's runs, once
+  in every process that has touched it, because a communicator keeps it.
   """
 
   def __init__(self):
     self._shared = _kib("RssShmem")
 
   def start(self) -> None:
-    """From here on the peak counts."""
+    """Starts a new peak."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what was freed hides what is new
+    ctypes.CDLL(None).malloc_trim(0)  # else freed memory would be used again
     try:
       _CLEAR_REFS.write_text("5")  # resets the peak, see proc(5)
     except OSError:
@@ -34,7 +34,7 @@ class Meter:
     self._before = _kib("VmRSS") - (_kib("RssShmem") - self._shared)
 
   def peak_bytes(self) -> float:
-    """Since `start`; NaN where the kernel does not let one know."""
+    """Returns the peak since `start`; NaN if the kernel does not give it."""
     if self._before is None:
       return float("nan")
     return 1024.0 * max(0, _kib("VmHWM") - self._before)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL EP as it is, on the same buffers: what is left of ep without ep.
+"""NCCL EP by itself, as a contender.
 
 Its C functions are called on the arrays that the other contenders are given,
 without a program of XLA around them. A case has one group and one handle of its
-own, whose routing is known before the first run; a run enqueues on a stream of
-its own, and waits for that. It writes to the same arrays each time.
+own, and its routing is known before the first run. A run enqueues on a stream
+of its own and waits for that stream. It writes to the same arrays each time.
 
-NCCL EP does less than ep's ops. It leaves what was in the rows past the last
-that arrives, and it knows no weights in combine: this round trip sums the rows
-as they are.
+NCCL EP does less than ep's ops. It does not write the rows past the last one
+that arrives, and its combine has no weights: this round trip sums the rows as
+they are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LIBRARY = "libnccl_ep_bench.so"
 _TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16", "float16")  # `DType` of ep_ffi/core/backend.h
 
-# Of each op the calls, in order: a function of nccl_ep_calls.cc, what it reads
-# and what it writes. Weights come second, if at all.
+# An op is these calls, in order: a function of nccl_ep_calls.cc, its inputs and
+# its outputs. Weights, if there are any, come second.
 _DISPATCH = "dispatch", ("tokens", "topk_weights"), ("rows", "row_weights")
 _COMBINE = "combine", ("rows",), ("tokens",)
 CALLS = {
@@ -46,7 +46,7 @@ CALLS = {
 
 
 def find_library() -> pathlib.Path | None:
-  """From the Bazel runfiles, else from beside ep's own library."""
+  """Returns the library in the Bazel runfiles, or the one beside ep's own."""
   if path := files.in_runfiles(f"jax_ep/benchmarks/{_LIBRARY}"):
     return path
   try:
@@ -57,7 +57,7 @@ def find_library() -> pathlib.Path | None:
 
 
 def why_not() -> str | None:
-  """Why it cannot take part where ep's nccl backend can; None if it can."""
+  """Returns why it cannot take part where backend="nccl" can, or None."""
   if find_library():
     return None
   return (
@@ -70,7 +70,7 @@ def why_not() -> str | None:
 def connect(
   mesh: jax.sharding.Mesh, workload: Workload, inputs: Mapping[str, jax.Array]
 ) -> Iterator[Callable[[str], Callable[[], list[jax.Array]]]]:
-  """A context: what makes a function that runs an op. Collective."""
+  """Yields a function that, given an op, makes one that runs it. Collective."""
   me = jax.process_index()
   devices = list(mesh.devices.flat)
   (rank,) = (i for i, d in enumerate(devices) if d.process_index == me)
@@ -109,7 +109,7 @@ def connect(
 
 
 class Rank:
-  """One rank. All that it does is collective."""
+  """One rank. All of its methods are collective."""
 
   def __init__(
     self,
@@ -121,7 +121,7 @@ class Rank:
     unique_id: bytes,
     libraries: tuple[str, str],
   ):
-    """Connects it; the GPU `ordinal` of this process is JAX's `device`."""
+    """Connects the rank. This process's GPU `ordinal` is JAX's `device`."""
     self._layout: Layout = workload.layout
     self._dtype = workload.dtype
     self._device = device
@@ -153,15 +153,16 @@ class Rank:
     )
     mem = self._place(np.zeros(handle_bytes.value, np.uint8))
     choices = np.split(workload.choices, self._layout.ranks)[rank]
-    # NCCL EP wants 64 bits, and JAX has them only where it is told to.
+    # NCCL EP takes 64-bit ids. By default JAX has no such type, so their bits
+    # travel as pairs of 32-bit ones.
     choices = self._place(choices.astype(np.int64, order="C").view(np.int32))
-    self._held = [mem, choices]  # what the native side points to
+    self._held = [mem, choices]  # the native side has pointers to these
     self._call("route", _pointer(mem), handle_bytes, _pointer(choices))
 
   def make(
     self, op: str, inputs: Mapping[str, jax.Array]
   ) -> tuple[Callable[[], None], list[jax.Array]]:
-    """A function that runs an op on this rank's inputs, and what it writes."""
+    """Returns a function that runs an op on this rank, and its outputs."""
     arrays = jax.block_until_ready(dict(inputs))
     calls = []
     for function, reads, writes in CALLS[op]:
@@ -179,7 +180,7 @@ class Rank:
     return run, targets
 
   def close(self) -> None:
-    self._library.ep_bench_part(self._rank)
+    self._library.ep_bench_disconnect(self._rank)
 
   def _call(self, function: str, *args) -> None:
     ffi.call(self._library, f"ep_bench_{function}", self._rank, *args)
@@ -203,5 +204,5 @@ def _pointer(array: jax.Array) -> ctypes.c_void_p:
 
 
 def _two(arrays: Sequence[jax.Array]) -> Sequence[ctypes.c_void_p | None]:
-  """Pointers to rows and their weights, or to rows and none."""
+  """Returns pointers to rows and their weights, or to rows and None."""
   return (*map(_pointer, arrays), None)[:2]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// NCCL EP as it is, called from benchmarks/nccl_ep.py: without XLA, and without
-// the kernels by which ep_ffi/backends/nccl makes ep's ops of it.
+// C functions that call NCCL EP directly, without XLA, and without the kernels
+// that ep_ffi/backends/nccl adds to it. benchmarks/nccl_ep.py calls them.
 
 #include <cuda.h>
 #include <nccl_ep.h>
@@ -26,7 +26,7 @@
 namespace ep::nccl {
 namespace {
 
-// The backend itself is given streams.
+// The backend does not need these, because XLA gives it streams.
 #define EP_STREAM_FUNCTIONS(F) \
   F(cuStreamCreate)            \
   F(cuStreamDestroy)           \
@@ -46,7 +46,7 @@ struct StreamFunctions {
   }
 };
 
-// What all ops of a rank share.
+// The parameters that all ops of a rank share.
 struct Problem {
   Sizes sizes;
   int64_t top_k;
@@ -65,15 +65,15 @@ class Rank {
   }
   ~Rank();
 
-  // Collective.
+  // Connects the rank. Collective.
   Status Connect(int32_t rank, int32_t device, const std::string& unique_id,
                  const std::string& nccl, const std::string& nccl_ep);
-  // What Route wants to be given.
+  // Returns the size of the memory that Route needs.
   Status HandleBytes(int64_t* out) const;
-  // Makes the handle, in `mem`, of choices [T, K]. Collective.
+  // Makes the handle of choices [T, K] in `mem`. Collective.
   Status Route(std::byte* mem, int64_t bytes, const int64_t* choices);
 
-  // These enqueue a call. Weights may be null, on both sides.
+  // These enqueue a call. Both weights may be null.
   Status Dispatch(const std::byte* tokens, const float* topk_weights,
                   std::byte* rows, float* row_weights);
   Status Combine(const std::byte* rows, const float* row_weights,
@@ -127,7 +127,7 @@ Rank::~Rank() {
     streams_.cuStreamDestroy(stream_);
   }
   if (!communicator_) return;
-  (void)RunWithin(problem_.timeout_s, "to part", [c = communicator_] {
+  (void)RunWithin(problem_.timeout_s, "to disconnect", [c = communicator_] {
     c->Destroy();
     return Status();
   });
@@ -184,8 +184,8 @@ Status Rank::Synchronize() {
 }  // namespace
 }  // namespace ep::nccl
 
-// What follows is called through ctypes; see ep_ffi/core/export.h. A rank is
-// what ep_bench_connect made, until ep_bench_part.
+// Python calls these functions through ctypes; see ep_ffi/core/export.h. Those
+// that take a rank accept one from ep_bench_connect, until ep_bench_disconnect.
 
 EP_EXPORT int32_t ep_bench_connect(
     int32_t rank, int32_t device, int64_t num_experts, int64_t ep_size,
@@ -245,5 +245,5 @@ EP_EXPORT int32_t ep_bench_synchronize(ep::nccl::Rank* rank, char* error,
   return ep::Export(error, error_bytes, [&] { return rank->Synchronize(); });
 }
 
-// Collective.
-EP_EXPORT void ep_bench_part(ep::nccl::Rank* rank) { delete rank; }
+// Disconnects and deletes a rank. Collective.
+EP_EXPORT void ep_bench_disconnect(ep::nccl::Rank* rank) { delete rank; }

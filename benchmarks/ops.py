@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that are measured, for any contender, in the view of one rank."""
+"""The measured ops, for any contender, in the view of one rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Op:
   """An op.
 
   Attributes:
-    run: called with a contender and the inputs.
-    inputs: their names in `Workload.inputs`; "handle" is what the contender's
-      prepare returned.
-    directions: how often the payload crosses between the ranks.
+    run: the function; it takes a contender and the inputs.
+    inputs: the names of the inputs in `Workload.inputs`; "handle" is the result
+      of the contender's prepare.
+    directions: how often the payload travels between the ranks.
   """
 
   run: Callable[..., Any]
@@ -53,11 +53,11 @@ def _round_trip(contender, handle, tokens, topk_weights):
 
 
 def _experts(rows, weights):
-  """The rows, of which XLA cannot know that they are what they were.
+  """Returns the rows in such a way that XLA must write them to a buffer.
 
-  Without experts it fuses the two gathers of a hand-written round trip, through
-  an optimization barrier too, and the received rows never exist. This is a loop
-  of no rounds over a buffer that they must be in.
+  Without experts, XLA fuses the two gathers of a hand-written round trip, even
+  through an optimization barrier, so that the received rows never exist. This
+  function is a loop of no rounds over a buffer that must hold them.
   """
   rounds = jnp.isnan(weights[0, 0]).astype(jnp.int32)  # none
   return lax.fori_loop(0, rounds, lambda i, rows: rows.at[i].mul(2), rows)
@@ -68,8 +68,8 @@ def _layer(contender, topk_idx, tokens, topk_weights):
   return _round_trip(contender, handle, tokens, topk_weights)
 
 
-# The round trip is that of a MoE layer without experts: combine multiplies the
-# rows by the weights that dispatch has brought.
+# The round trip is a MoE layer without experts: combine multiplies the rows by
+# the weights that dispatch has delivered.
 OPS = {
   "prepare": Op(_prepare, ("topk_idx",), 0),
   "dispatch": Op(_dispatch, ("handle", "tokens", "topk_weights"), 1),

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op must return, from the routing of ep/_src/reference.py.
+"""Checks the result of every op, by the routing of ep/_src/reference.py.
 
-The reference works on whole arrays, and those of a benchmark are large; so here
-its routing is applied to the rows of one rank at a time.
+The reference works on whole arrays, and those of a benchmark are large. So this
+file applies its routing to the rows of one rank at a time.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import numpy as np
@@ -17,35 +15,33 @@ from ep._src import reference
 
 
 class WrongResult(Exception):
-  """A contender's result is not what the contract says."""
+  """A contender's result does not follow the contract."""
 
 
 class Oracle:
-  """The results of each op on each rank.
+  """Checks the results of each op on each rank.
 
-  `bare` results are NCCL EP's own: without weights in a round trip, and with
-  anything past the last row.
+  `bare` is for NCCL EP by itself: the round trip has no weights, and the rows
+  past the last one hold anything.
   """
 
   def __init__(self, workload: Workload, *, bare: bool = False):
     self._workload = workload
     self._bare = bare
     layout = workload.layout
-    prepare = functools.partial(
-      reference.prepare,
+    routing = reference.prepare(
+      workload.choices.reshape(layout.ranks, -1, layout.shape.top_k),
       num_experts=layout.shape.num_experts,
       capacity=layout.capacity,
     )
-    choices = workload.choices.reshape(layout.ranks, -1, layout.shape.top_k)
-    routing = jax.tree.map(np.asarray, jax.jit(prepare)(choices))
     self._rank, self._slot = routing.rank, routing.slot
     self._received = routing.group_sizes.sum(axis=1)
 
   def check(self, op: str, outputs, *, exact: bool) -> None:
     """Raises `WrongResult` unless this process's shards are right.
 
-    Copies must have the right bits. Sums must too if `exact`, and else be as
-    near as those that are rounded to the rows' dtype K + P + 1 times.
+    Copies must have the right bits. Sums must have them too if `exact`, and
+    otherwise may deviate by K + P + 1 roundings to the rows' dtype.
     """
     check = getattr(self, f"_{op}")
     leaves = jax.tree.leaves(outputs)
@@ -66,7 +62,7 @@ class Oracle:
     self._check_slots(rank, source, token, k, row_weights, weights)
 
   def _combine_bwd(self, rank, rows, *, exact):
-    del exact  # a copy
+    del exact  # copies are always exact
     source, token, k = np.nonzero(self._rank == rank)
     tokens = self._workload.tokens(self._token(source, token))
     self._check_slots(rank, source, token, k, rows, tokens)
@@ -95,13 +91,13 @@ class Oracle:
     return rank * self._workload.layout.shape.tokens + token
 
   def _row_ids(self, rank):
-    """The rows of a rank's choices `[T, K]`, and which of those were kept."""
+    """Returns the rows of a rank's choices `[T, K]`, and which were kept."""
     kept = self._slot[rank] >= 0
     ids = self._rank[rank] * self._workload.layout.capacity + self._slot[rank]
     return np.where(kept, ids, 0), kept
 
   def _terms(self, rank):
-    """What combine adds up, for each k."""
+    """Yields the rows that combine adds, for each k."""
     for ids, kept in zip(*(x.T for x in self._row_ids(rank)), strict=True):
       rows = self._workload.rows(ids).astype(np.float32)
       yield np.where(kept[:, None], rows, np.float32(0))

@@ -2,14 +2,14 @@
 """The hand-written contender: sort, padded all_to_all, scatter-add.
 
 A rank's choices are sorted by expert, so that those for one rank are together.
-Each rank gets a block of as many rows, `S = pair_rows`, of which the first are
-real. In prepare the ranks tell each other how many of each expert's rows come,
-from which the receiver knows the slot of every row in the blocks.
+Each rank sends every rank a block of `S = pair_rows` rows, the first of which
+are real. In prepare the ranks exchange how many rows each expert receives. From
+that the receiver computes the slot of every row in the blocks.
 
-Whatever depends on the routing alone is done in prepare. Rows that pad a block
-hold anything: nobody reads them. There is nothing to donate: no op has an
-output that could take the place of an input of the same size and sharding,
-save for round trips, and those would then have to copy their tokens first.
+Everything that depends only on the routing is computed in prepare. Rows that
+pad a block hold anything, because they are never read. No op donates an input:
+only the output of a round trip could use the memory of an input of the same
+size and sharding, and a round trip would then have to copy its tokens first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from benchmarks.workload import AXIS, Layout
 
 
 def sort_choices(topk_idx, num_experts):
-  """`[T, K]` -> the choices by expert `[T * K]`, and all counts `[P, E]`.
+  """Returns the choices by expert `[T * K]`, and all counts `[P, E]`.
 
-  A choice is numbered `t * K + k`; unused ones come last.
+  Choice `k` of token `t` has the number `t * K + k`. Unused choices come last.
   """
   experts = topk_idx.reshape(-1)
   experts = jnp.where(experts < 0, num_experts, experts)
@@ -34,19 +34,19 @@ def sort_choices(topk_idx, num_experts):
 
 
 def starts(counts, axis):
-  """Where each run of `counts` begins, all laid end to end."""
+  """Returns where each run begins, for consecutive runs of these lengths."""
   return jnp.cumsum(counts, axis) - counts
 
 
 def take(rows, index, *, zeros):
-  """`rows[index]`; where the index is past the end, zeros or anything."""
+  """Returns `rows[index]`, with zeros or anything for an index past the end."""
   if not zeros:
     return rows.at[index].get(mode="clip")
   return rows.at[index].get(mode="fill", fill_value=0)
 
 
 def take_sum(rows, index, dtype):
-  """`sum_k rows[index[:, k]]` in float32; past the end is zero."""
+  """Returns `sum_k rows[index[:, k]]` in float32; past the end is zero."""
   total = jnp.float32(0)
   for k in range(index.shape[1]):
     total += take(rows, index[:, k], zeros=True).astype(jnp.float32)
@@ -54,14 +54,14 @@ def take_sum(rows, index, dtype):
 
 
 def scale(rows, weights):
-  """The rows, times their weights if there are any."""
+  """Returns the rows, multiplied by their weights if there are any."""
   if weights is None:
     return rows
   return (rows.astype(jnp.float32) * weights[:, None]).astype(rows.dtype)
 
 
 class PaddedScatter:
-  """Tokens sum what comes home by scatter-add, in float32."""
+  """Sums the returned rows into tokens by scatter-add, in float32."""
 
   exact = False
 
@@ -73,7 +73,7 @@ class PaddedScatter:
     size = shape.tokens * shape.top_k
     order, counts = sort_choices(topk_idx, shape.num_experts)
     me = lax.axis_index(AXIS)
-    # [source, destination, expert there]
+    # The axes are now [source, destination, expert there].
     counts = counts.reshape(layout.ranks, layout.ranks, -1)
     place = jnp.arange(layout.pair_rows, dtype=jnp.int32)  # in a block
 
@@ -95,10 +95,10 @@ class PaddedScatter:
     source = jnp.full(layout.capacity, choice.size, jnp.int32)
     home = jnp.full(size, choice.size, jnp.int32)
     return {
-      # [P, S], of what is sent and of what has come:
+      # [P, S]: the choices that are sent, and the slots of received rows.
       "choice": choice,
       "slot": slot,
-      # and of the slots [C] and the choices [T, K], where in [P * S] they are.
+      # Where in [P * S] the row of each slot [C] and each choice [T, K] is.
       "source": source.at[slot].set(places, mode="drop"),
       "home": home.at[choice].set(places, mode="drop").reshape(topk_idx.shape),
     }
@@ -136,7 +136,7 @@ class PaddedScatter:
 
 
 class PaddedGather(PaddedScatter):
-  """Tokens gather what comes home and sum it in registers."""
+  """Gathers the returned rows of each token and sums them in registers."""
 
   def _sum(self, handle, blocks):
     rows = blocks.reshape(-1, blocks.shape[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as a picture: payload rates, side by side."""
+"""Draws the payload rates of records, side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import contenders, report
 
 
 def check_available() -> None:
-  """Ends the program at once if there is nothing to plot with."""
+  """Ends the program if matplotlib is missing."""
   try:
     import matplotlib  # noqa: F401
   except ModuleNotFoundError:
@@ -20,7 +20,7 @@ def check_available() -> None:
 
 
 def save(records: list[report.Record], path: pathlib.Path) -> None:
-  """A PNG: a row for each op, a column for each world, dtype and routing."""
+  """Writes a PNG: a row per op, a column per world, dtype and routing."""
   import matplotlib
 
   matplotlib.use("Agg")  # no display
@@ -59,7 +59,7 @@ def _column(record: report.Record) -> tuple[str, ...]:
 
 
 def _bars(ax, records, shapes, names) -> None:
-  """A group for each shape; whiskers span the middle half of the rounds."""
+  """Draws a group of bars per shape; whiskers span the middle half."""
   width = 0.8 / len(names)
   for at, name in enumerate(names):
     mine = [r for r in records if r["contender"] == name]

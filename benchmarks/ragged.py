@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contender of XLA's own: ragged_all_to_all, which XLA:CPU does not have.
+"""A contender with XLA's ragged_all_to_all, which XLA:CPU does not have.
 
-Its slices, one for each expert, are sent straight to where they belong.
+It sends one slice for each expert, directly into the expert's slab.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Ragged:
     layout = self._layout
     order, counts = sort_choices(topk_idx, layout.shape.num_experts)
     me = lax.axis_index(AXIS)
-    # Slabs on the experts' ranks, [source, destination, expert there], and
-    # runs in the sources' sorted choices.
+    # The arrays [source, destination, expert there] say where slabs begin on
+    # the experts' ranks, and where runs begin in the sources' sorted choices.
     by_rank = counts.reshape(layout.ranks, layout.ranks, -1)
     slab = starts(by_rank.sum(0, dtype=jnp.int32), 1) + starts(by_rank, 0)
     run = starts(counts, 1).reshape(by_rank.shape)
@@ -72,7 +72,7 @@ class Ragged:
     )
 
   def _to_home(self, handle, rows):
-    # What unused choices have is zero, and stays so.
+    # The rows of unused choices are zero here and stay zero.
     size = handle["order"].shape
     return lax.ragged_all_to_all(
       rows,

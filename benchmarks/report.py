@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to numbers, tables and verdicts."""
+"""Makes numbers, tables and verdicts from records."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CASE = ("world", "shape", "dtype", "routing", "op")
 
 
 def add_statistics(record: Record) -> Record:
-  """The record, and what follows from its times.
+  """Returns the record with statistics of its times.
 
   The spread is that of the middle half of the rounds. Tokens are those of all
-  ranks. For "payload", see workload.py; what has none, like prepare, has no
-  rate.
+  ranks. workload.py defines "payload"; an op without payload, like prepare, has
+  no rate.
   """
   seconds = record["seconds"]
   q1, median, q3 = (float(np.quantile(seconds, q)) for q in (0.25, 0.5, 0.75))
@@ -39,17 +39,17 @@ def add_statistics(record: Record) -> Record:
 
 
 def cases(records: Iterable[Record]) -> Iterator[tuple[tuple, list[Record]]]:
-  """Records of the same world, shape, dtype, routing and op."""
+  """Yields the records of each world, shape, dtype, routing and op."""
   key = lambda record: tuple(record[name] for name in CASE)  # noqa: E731
   for case, group in itertools.groupby(records, key):
     yield case, list(group)
 
 
 def ratio(slow: Record, fast: Record) -> float:
-  """How many times as fast one is, as the median over the rounds.
+  """Returns how many times as fast one is: the median over the rounds.
 
-  Both ran in every round, one soon after the other, so what disturbs the
-  machine for longer than a round does not show in here.
+  Both run in every round, one soon after the other, so other work that lasts
+  longer than a round does not affect the ratio.
   """
   pairs = zip(slow["seconds"], fast["seconds"], strict=True)
   return statistics.median(a / b for a, b in pairs)
@@ -65,7 +65,7 @@ def find(group: list[Record], contender: str) -> Record | None:
 
 
 def print_tables(records: list[Record]) -> None:
-  """A table for each case; ratios are those of medians over rounds."""
+  """Prints a table for each case; its ratios are medians over the rounds."""
   for case, group in cases(records):
     world, shape, dtype, routing, op = case
     print(f"\n{op}  {shape}  {dtype}  {routing}  world {world}")
@@ -98,11 +98,11 @@ def _row(record: Record, host: Record | None, memcpy: Record | None) -> str:
 
 
 def summary(records: list[Record]) -> list[Record]:
-  """Geometric means over the shapes, of each world, dtype, routing and op.
+  """Returns geometric means over the shapes, per world, dtype, routing and op.
 
-  How many times as fast host is as the best pure-XLA contender of each shape,
-  and the share that it reaches of one thread's memcpy. Either is None if one
-  of the two did not take part.
+  The means are of how many times as fast host is as the best pure-XLA contender
+  of each shape, and of the share of one thread's memcpy that host reaches.
+  Either is None if one of the two contenders did not take part.
   """
   means: dict[tuple, list[tuple]] = {}
   for (world, _, dtype, routing, op), group in cases(records):
@@ -144,7 +144,7 @@ def print_summary(rows: list[Record]) -> None:
 
 
 def gate(records: list[Record], bound: float) -> bool:
-  """Prints and returns whether host is `bound` times as fast as by hand."""
+  """Prints and returns if host is `bound` times as fast as HAND_WRITTEN."""
   passed = bool(records)
   for case, group in cases(records):
     host, rival = find(group, "host"), find(group, contenders.HAND_WRITTEN)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routings: which experts each token chooses. numpy only, alike everywhere."""
+"""Draws routings: which experts each token chooses.
+
+It uses numpy only, so that every process draws the same ones.
+"""
 
 import pathlib
 
@@ -9,15 +12,16 @@ import numpy as np
 def draw(
   name: str, num_tokens: int, top_k: int, num_experts: int, *, zipf: float
 ) -> np.ndarray:
-  """int32 `[num_tokens, top_k]`, distinct experts of each token.
+  """Returns distinct experts of each token, int32 `[num_tokens, top_k]`.
 
   Args:
     name: "uniform"; "zipf", where the n-th most popular expert is `n**-zipf`
-      times as likely as the first, at each choice among those that are left;
-      or a .npy file of recorded choices, whose first tokens are taken.
+      times as likely as the first, at each choice among the experts that are
+      left; or a .npy file of recorded choices, of which the first tokens are
+      taken.
 
   Raises:
-    ValueError, OSError: a file that does not hold such choices.
+    ValueError, OSError: if a file does not hold such choices.
   """
   if name not in ("uniform", "zipf"):
     return _recorded(name, num_tokens, top_k, num_experts)
@@ -27,7 +31,7 @@ def draw(
   )
   # Popular experts are not neighbours, or one rank would own them all.
   log_odds = np.log(rng.permutation(popularity))
-  # The largest of log odds plus Gumbel noise: a draw without replacement.
+  # The largest sums of log odds and Gumbel noise draw without replacement.
   keys = log_odds + rng.gumbel(size=(num_tokens, num_experts))
   return keys.argsort(axis=1)[:, : -top_k - 1 : -1].astype(np.int32)
 
@@ -66,7 +70,7 @@ def _recorded(
 
 
 def loads(choices: np.ndarray, ranks: int, num_experts: int) -> np.ndarray:
-  """`[source, destination]`: rows that each rank sends each rank."""
+  """Returns the rows from each rank to each rank: `[source, destination]`."""
   sources = choices.reshape(ranks, -1)
   local = num_experts // ranks
   return np.stack(

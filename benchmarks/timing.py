@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of functions that take turns."""
+"""Times functions that take turns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def take_turns(
   rounds: int,
   warmup: int,
 ) -> dict[str, np.ndarray]:
-  """Seconds that each of `runs` takes in each round, on the slowest process.
+  """Returns each function's seconds in each round, on the slowest process.
 
-  A round is one run of each, in an order drawn anew, so that what else the
-  machine does meets all alike. Every run starts on all processes at once, and
-  rounds of warm-up are not counted. Collective.
+  A round is one run of each function, in a random order, so that other work on
+  the machine affects all of them alike. Every run starts on all processes at
+  once. Rounds of warm-up do not count. Collective.
   """
   barrier = _make_barrier(mesh)
   draw = random.Random(0)  # the same order on all processes
@@ -39,7 +39,7 @@ def take_turns(
       start = time.perf_counter()
       result = runs[names[at]]()
       seconds = time.perf_counter() - start
-      del result  # not timed: freeing it
+      del result  # the time to free it does not count
       if round >= 0:
         times[at, round] = seconds
   times = multihost_utils.process_allgather(times).reshape(-1, *times.shape)

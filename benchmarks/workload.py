@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: a shape, a routing, and the inputs of every op.
+"""The workload: a shape, a routing, and the inputs of every op.
 
-**Payload** of one direction, in bytes: the rows that dispatch delivers, on all
-ranks together, times H times the bytes of an element. A row counts wherever it
-comes from, also from its own rank, and once for each expert that it is sent to.
-Weights, routing, padding and tails do not count. It is the same number for
-every contender, whatever that one really moves, and for combine as for
-dispatch; a round trip carries it twice.
+The **payload** of one direction is, in bytes, the number of rows that dispatch
+delivers on all ranks together, times H, times the bytes of an element. A row
+counts wherever it comes from, even from its own rank, and once for each expert
+that it is sent to. Weights, routing, padding and tails do not count. The
+payload is the same for every contender, whatever that contender really moves,
+and the same for combine as for dispatch. A round trip carries it twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPEC = PartitionSpec(AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Of one rank's tokens, and of the model: T, H, K and E."""
+  """T tokens of a rank, hidden size H, K choices of a token, E experts."""
 
   tokens: int
   hidden: int
@@ -52,7 +52,7 @@ PRESETS = {
 
 
 def parse_shapes(names: list[str]) -> list[Shape]:
-  """Shapes from names of presets and from "TxHxKxE"."""
+  """Returns the shapes of names: presets, or sizes like "TxHxKxE"."""
   shapes = []
   for name in names:
     if re.fullmatch(r"\d+(x\d+){3}", name):
@@ -69,16 +69,16 @@ def parse_shapes(names: list[str]) -> list[Shape]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """All that a contender may know before it sees a routing.
+  """Everything that a contender may know before it sees a routing.
 
   Attributes:
     ranks: P.
-    capacity: C, rows that a rank can receive.
-    pair_rows: rows that a rank can send another, for contenders that pad: C / P
-      or, if this routing needs more, just what it needs. So with the default
-      capacity no routing overflows, and with a smaller one nobody is padded
-      more than whoever had guessed right.
-    zero_tail: whether rows past the last that arrives are zero, or anything.
+    capacity: C, the rows that a rank can receive.
+    pair_rows: the rows that a rank can send another, for contenders that pad.
+      It is C / P, or exactly what this routing needs if that is more. So with
+      the default capacity no routing overflows, and with a smaller one a
+      contender pads no more than with a perfect guess.
+    zero_tail: whether rows past the last one that arrives must be zero.
   """
 
   shape: Shape
@@ -100,10 +100,10 @@ def make_layout(
   capacity_factor: float | None,
   zero_tail: bool,
 ) -> Layout:
-  """The layout for a routing; `ValueError` if it cannot be.
+  """Returns the layout for a routing; raises `ValueError` if there is none.
 
-  The capacity is `capacity_factor` times the rows of a balanced routing, or
-  without a factor the worst case.
+  The capacity is `capacity_factor` times the rows of a balanced routing.
+  Without a factor it is the worst case.
   """
   if shape.num_experts % ranks or shape.top_k > shape.num_experts:
     raise ValueError(
@@ -125,7 +125,7 @@ def make_layout(
 
 
 class Workload:
-  """A layout, a routing and a dtype, and the inputs that follow from them."""
+  """A layout, a routing and a dtype, and the inputs that they determine."""
 
   def __init__(self, layout: Layout, choices: np.ndarray, dtype: np.dtype):
     self.layout = layout
@@ -135,10 +135,11 @@ class Workload:
   def inputs(
     self, mesh: jax.sharding.Mesh, names: Collection[str]
   ) -> dict[str, jax.Array]:
-    """Global arrays, split along their first axis into what is each rank's.
+    """Returns global arrays, split along their first axis among the ranks.
 
-    That is topk_idx `[T, K]`, tokens `[T, H]`, topk_weights `[T, K]`, rows
-    `[C, H]` and row_weights `[C]`. Each serves as a cotangent of its like, too.
+    A rank's parts are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
+    `[T, K]`, rows `[C, H]` and row_weights `[C]`. Each also serves as a
+    cotangent of an array of its shape.
     """
     shape, ranks = self.layout.shape, self.layout.ranks
     num_tokens, num_rows = ranks * shape.tokens, ranks * self.layout.capacity
@@ -161,11 +162,12 @@ class Workload:
 
   @property
   def payload_bytes(self) -> int:
-    """Of one direction; see the top of this file."""
+    """The payload of one direction; see the top of this file."""
     rows = int((self.choices >= 0).sum())
     return rows * self.layout.shape.hidden * self.dtype.itemsize
 
-  # Any part of the inputs, by ids of tokens, or of rows: `rank * C + slot`.
+  # These return any part of the inputs, by the ids of tokens or of rows. The
+  # id of a row is `rank * C + slot`.
 
   def tokens(self, ids: np.ndarray) -> np.ndarray:
     return _numbers(ids, self.layout.shape.hidden, self.dtype)
@@ -188,15 +190,15 @@ _STRIDE = 40503  # odd, so that different ids have different windows
 def _windows(width: int, dtype: np.dtype) -> np.ndarray:
   size = _WINDOWS + width - 1
   table = np.random.default_rng(0).standard_normal(size, np.float32)
-  # As integers, which numpy copies faster than bfloat16.
+  # The view is of integers, which numpy copies faster than bfloat16.
   table = table.astype(dtype).view(f"u{dtype.itemsize}")
   return np.lib.stride_tricks.sliding_window_view(table, width)
 
 
 def _numbers(ids: np.ndarray, width: int, dtype: np.dtype) -> np.ndarray:
-  """`[*ids.shape, width]` normal numbers, which depend on the ids alone.
+  """Returns normal numbers `[*ids.shape, width]` that depend on the ids only.
 
-  All input is made of windows of one short table: any rank can tell what any
-  row holds, at the cost of a copy, and without holding the others.
+  All inputs consist of windows of one short table. So any rank can compute any
+  row, at the cost of a copy, and need not hold the others.
   """
   return _windows(width, dtype)[ids * _STRIDE % _WINDOWS].view(dtype)

@@ -9,6 +9,8 @@ from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 # isort: split
 
 from ep import debug as debug
+from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
+from ep._src.bootstrap import ep_finalize as ep_finalize
 from ep._src.checked import checked as checked
 from ep._src.collectives_check import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
@@ -18,8 +20,6 @@ from ep._src.describe import describe as describe
 from ep._src.describe import RoutingSummary as RoutingSummary
 from ep._src.dispatch import ep_dispatch as ep_dispatch
 from ep._src.errors import EpError as EpError
-from ep._src.group import ep_bootstrap as ep_bootstrap
-from ep._src.group import ep_finalize as ep_finalize
 from ep._src.group import EpGroup as EpGroup
 from ep._src.group import EpLayerConfig as EpLayerConfig
 from ep._src.handle import EpHandle as EpHandle

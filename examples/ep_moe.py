@@ -4,10 +4,10 @@
     bazel run //examples:ep_moe -- --num_experts=32 --top_k=4
 
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
-launcher that has started them. They embed a text's bytes, route, dispatch, run
-their experts, combine, and take the gradients of the loss; then they print who
-sent how much to whom, how long it took, and whether all of it equals a dense
-model's results.
+launcher that has started them. The ranks embed the bytes of a text, route,
+dispatch, run their experts, combine, and compute the gradients of the loss.
+Then they print how many tokens each rank sent and received, how long that took,
+and whether all results equal those of a dense model.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ _TEXT = flags.DEFINE_string(
   "text", None, "file or folder; default: Python's standard library"
 )
 
-# Largest deviation allowed, relative to the largest value of an array.
+# A value may deviate by at most this share of its array's largest value.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
 
@@ -84,7 +84,7 @@ def main(argv) -> int:
   logging.set_verbosity(logging.WARNING)
   if launch.inside_launcher():
     return run_ranks()
-  read_text()  # so that a complaint about it comes once
+  read_text()  # here an error is reported once, not by every rank
   return launch.launch(
     [__file__, *sys.argv[1:]],
     num_processes=_NUM_PROCESSES.value,
@@ -94,12 +94,12 @@ def main(argv) -> int:
 
 
 def run_ranks() -> int:
-  """What each process does; rank 0's also reports."""
-  # XLA's threads on CPU. Where a matmul is summed in parts, their number sets
-  # the order, so it must not depend on how many processes there are.
+  """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
+  # This sets the number of XLA's threads on CPU. XLA may split the sum of a
+  # matmul by it, so it must not depend on the number of processes.
   os.environ["NPROC"] = str(_DP.value * _EP.value)
   launch.initialize()
-  # GPUs would multiply float32 as TF32, which hides what the check is to see.
+  # GPUs would multiply float32 as TF32, which would hide deviations.
   jax.config.update("jax_default_matmul_precision", "highest")
   tokens = read_text()
   inputs, targets = tokens[:-1], tokens[1:]
@@ -122,7 +122,7 @@ def run_ranks() -> int:
 
 
 def run_step(params, inputs, targets):
-  """The results of a training step, by name, and the traffic of its ranks."""
+  """Returns the results of a training step, by name, and its ranks' traffic."""
   mesh = jax.make_mesh(
     (_DP.value, _EP.value), model.RANKS, axis_types=(AxisType.Auto,) * 2
   )
@@ -148,7 +148,7 @@ def run_step(params, inputs, targets):
 
 @contextlib.contextmanager
 def native_output_hidden():
-  """Keeps XLA's transport between processes from greeting on stdout."""
+  """Suppresses what XLA's transport between processes prints on stdout."""
   sys.stdout.flush()
   stdout = os.dup(1)
   with open(os.devnull, "wb") as nowhere:
@@ -161,8 +161,8 @@ def native_output_hidden():
 
 
 def read_text() -> np.ndarray:
-  """One byte more than all ranks' tokens: each predicts the next."""
-  # `bazel run` changes the folder, and says which one the user was in.
+  """Returns one byte more than all ranks' tokens: each predicts the next."""
+  # `bazel run` changes the folder; this variable holds the user's.
   here = os.environ.get("BUILD_WORKING_DIRECTORY", "")
   path = pathlib.Path(here, _TEXT.value or text.standard_library())
   count = _DP.value * _EP.value * _TOKENS_PER_RANK.value + 1
@@ -173,14 +173,14 @@ def read_text() -> np.ndarray:
 
 
 def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:
-  """The global array of which every process holds all and places its part."""
+  """Makes a global array; each process has it whole and places its part."""
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]
   )
 
 
 def fetch(mesh, tree):
-  """Global arrays as whole numpy arrays, on every process."""
+  """Returns global arrays as whole numpy arrays, on every process."""
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.tree.map(
     np.asarray, jax.jit(lambda x: x, out_shardings=replicated)(tree)
@@ -188,7 +188,7 @@ def fetch(mesh, tree):
 
 
 def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
-  """Each rank's traffic, and the times of dispatch and combine: `[R]` each."""
+  """Returns each rank's traffic and times of dispatch and combine: `[R]`."""
   tokens, topk_idx, topk_weights = jax.jit(
     lambda params, inputs: model.embed_and_route(params, layer, inputs)
   )(params, inputs)
@@ -202,14 +202,14 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
   times = jax.make_array_from_callback(
     (mesh.size, 2),
     NamedSharding(mesh, model.TOKENS),
-    lambda _: np.array([times], np.float32),  # of each rank of this process
+    lambda _: np.array([times], np.float32),  # for each rank of this process
   )
   topk_idx, times, handle = fetch(mesh, (topk_idx, times, handle))
   loads = handle.token_counts
   return {
     "sent": (topk_idx >= 0).reshape(mesh.size, -1).sum(axis=1),
     "received": loads.sum(axis=1),
-    # Without alignment, slabs hold no padding.
+    # There is no alignment, so slabs hold no padding.
     "dropped": handle.total_recv_tokens[:, 0] - handle.group_sizes.sum(axis=1),
     "imbalance": loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9),
     "dispatch": times[:, 0],
@@ -218,7 +218,7 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
 
 
 def median_time(fn, *args) -> float:
-  """Seconds that `fn` takes, compiled."""
+  """Returns the median of the seconds that `fn` takes once compiled."""
   times = []
   for _ in range(_ITERS.value + 1):
     start = time.perf_counter()
@@ -236,12 +236,12 @@ def name_results(loss, output, grads) -> dict[str, np.ndarray]:
 
 
 def relative_deviations(actual, expected) -> dict[str, float]:
-  """Largest deviation of each array, relative to its largest expected value."""
+  """Returns each array's largest deviation over its largest expected value."""
 
   def deviation(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     largest = np.max(np.abs(want))
-    # With top_k = 1 a router gets no gradient, save for rounding.
+    # With top_k = 1 the gradient of the router is zero except for rounding.
     return float(np.max(np.abs(got - want)) / max(largest, 1e-8))
 
   return {name: deviation(actual[name], expected[name]) for name in expected}
@@ -280,7 +280,7 @@ def print_results(
 
 
 def verdict(deviations: dict[str, float], bound: float) -> int:
-  """The exit code: 0 if every deviation is within the bound (NaN is not)."""
+  """Returns 0 if every deviation is within the bound (NaN is not), else 1."""
   failed = [name for name, d in deviations.items() if not d <= bound]
   if failed:
     print(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A one-layer mixture-of-experts language model, expert-parallel.
 
-Predicts each next byte of a text from one byte: embed, route, let the experts
-work, add, unembed. Everything is a program of one rank, run by `shard_map` on
-all: a rank holds its tokens, its experts, and a copy of everything else.
+It predicts each next byte of a text from one byte: it embeds, routes, applies
+the experts, adds their outputs and unembeds. Each function is the program of
+one rank, and `shard_map` runs it on all. A rank holds its tokens, its experts,
+and a copy of everything else.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ SHARDING = {
 def init(
   num_experts: int, hidden: int, dtype: jnp.dtype
 ) -> dict[str, np.ndarray]:
-  """Whole parameters, the same on every process."""
+  """Returns whole parameters, the same on every process."""
   inner = 2 * hidden
   shapes = {
     "embed": (VOCABULARY, hidden),
@@ -48,7 +49,8 @@ def init(
   params = {}
   for name, shape in shapes.items():
     scale = 1.0 if name == "embed" else shape[-2] ** -0.5
-    # The router stays in float32, as is usual: a choice should not be rounded.
+    # The router stays in float32, as is usual, so that rounding cannot change
+    # a choice.
     params[name] = (scale * rng.standard_normal(shape)).astype(
       np.float32 if name == "router" else dtype
     )
@@ -56,8 +58,9 @@ def init(
 
 
 def embed_and_route(params, layer: ep.EpLayerConfig, inputs):
-  """`[T]` bytes -> `[T, H]` tokens, and `[T, K]` experts and weights."""
-  # In float32, because the gradient sums over all tokens of the same byte.
+  """Maps `[T]` bytes to `[T, H]` tokens, `[T, K]` experts and weights."""
+  # The lookup is in float32, because its gradient sums over all tokens of the
+  # same byte.
   tokens = params["embed"].astype(jnp.float32)[inputs]
   logits = tokens @ params["router"]
   tokens = tokens.astype(params["embed"].dtype)
@@ -65,7 +68,7 @@ def embed_and_route(params, layer: ep.EpLayerConfig, inputs):
 
 
 def loss_and_output(params, layer: ep.EpLayerConfig, inputs, targets):
-  """A rank's share of the mean cross-entropy, and its outputs `[T, H]`."""
+  """Returns a rank's share of the mean cross-entropy, and outputs `[T, H]`."""
   tokens, topk_idx, topk_weights = embed_and_route(params, layer, inputs)
   output = tokens + ep.moe_layer(
     layer,
@@ -86,8 +89,8 @@ def loss_and_output(params, layer: ep.EpLayerConfig, inputs, targets):
 def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
   """Builds `step(params, inputs, targets) -> loss, output, gradients`.
 
-  Inputs and targets are int32 `[N]`, sharded over all ranks; the loss is the
-  mean over all of them.
+  Inputs and targets are int32 `[N]`, sharded over all ranks. The loss is the
+  mean over all ranks.
   """
 
   def step(params, inputs, targets):
@@ -95,7 +98,7 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       params, layer, inputs, targets
     )
     grads = {
-      # The tokens of its own EP domain have reached an expert already.
+      # An expert has received the tokens of its own EP domain already.
       name: _sum_over("dp" if SHARDING[name] == EXPERTS else RANKS, grad)
       for name, grad in grads.items()
     }
@@ -107,16 +110,16 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       mesh=mesh,
       in_specs=(SHARDING, TOKENS, TOKENS),
       out_specs=(REPLICATED, TOKENS, SHARDING),
-      check_vma=False,  # it cannot see that what _sum_over returns is alike
+      check_vma=False,  # it cannot infer that _sum_over's results are equal
     )
   )
 
 
 def _sum_over(axes, x: jax.Array) -> jax.Array:
-  """The sum of the ranks' arrays, on each of them, with the same bits always.
+  """Returns the sum of the ranks' arrays, on each rank with the same bits.
 
-  `lax.psum` adds in whatever order the transport likes, and so may differ
-  between one process and four. Training rarely cares; comparing digests does.
+  The transport of `lax.psum` decides in which order it adds, so one process and
+  four may differ. That rarely matters in training, but it changes digests.
   """
   first, *others = lax.all_gather(x, axes).astype(jnp.float32)
   return sum(others, start=first).astype(x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of real text, as tokens."""
+"""Reads bytes of real text as tokens."""
 
 from collections.abc import Iterator
 import os
@@ -12,16 +12,18 @@ VOCABULARY = 256  # a token is a byte
 
 
 def standard_library() -> pathlib.Path:
-  """The folder of Python's own sources: text that every machine has."""
+  """Returns the folder of Python's own sources, which every machine has."""
   return pathlib.Path(sysconfig.get_path("stdlib"))
 
 
 def read(path: pathlib.Path, count: int) -> np.ndarray:
-  """The first bytes of a file, or of a folder's text files in order of name.
+  """Returns the first bytes of a file, or of a folder's files in name order.
+
+  Files that hold a zero byte are no text and are left out.
 
   Args:
     path: a file or folder.
-    count: how many bytes.
+    count: the number of bytes.
 
   Returns:
     int32 `[count]`, from 0 to 255.
@@ -32,7 +34,7 @@ def read(path: pathlib.Path, count: int) -> np.ndarray:
   text = bytearray()
   for file in _files(path):
     content = file.read_bytes()
-    if b"\0" not in content:  # or it is no text
+    if b"\0" not in content:
       text += content
     if len(text) >= count:
       return np.frombuffer(text, np.uint8)[:count].astype(np.int32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """bazelw finds or installs a Bazel, and says what it waits for or lacks.
 
-On a machine made of stubs: a PATH, a home, and an installer of Debian's Bazel
-that downloads nothing.
+The tests run it on a machine made of stubs: a PATH, a home, and an installer of
+Debian's Bazel that downloads nothing.
 """
 
 import os
@@ -16,7 +16,7 @@ import time
 import pytest
 
 _ROOT = pathlib.Path(__file__).absolute().parent.parent
-# All that the scripts call, except what would download.
+# The scripts call these programs, besides those that would download.
 _TOOLS = """
   bash cat chmod cp env flock mkdir mv readlink rm sh sha256sum sleep timeout
   touch uname
@@ -47,7 +47,7 @@ class Machine:
     shutil.copy(_ROOT / "bazelw", self.checkout)
     (self.checkout / ".bazelversion").write_text("7.7.1\n")
     rc = _ROOT / "tools" / "debian_bazel_rc.sh"
-    # The real one does this when it has unpacked the packages.
+    # The real script does this after it has unpacked the packages.
     _program(
       self.checkout / "tools" / "debian_bazel.sh",
       f"""#!/bin/bash
@@ -95,7 +95,7 @@ def test_takes_what_is_on_path(machine):
 
 
 def test_installs_in_a_home_with_a_space(machine):
-  for _ in range(2):  # the second finds it
+  for _ in range(2):  # the second run finds it
     done = machine.run("test", "a b")
     assert done.returncode == 0, done.stderr
   assert machine.installs.read_text() == "called\n"
@@ -103,7 +103,7 @@ def test_installs_in_a_home_with_a_space(machine):
   passed = (machine.home / "args").read_text().splitlines()
   own = ["--nosystem_rc", f"--bazelrc={prefix}/bazelrc"]
   assert passed[-4:] == [*own, "test", "a b"]
-  # Bazel reads rc files by a shell's rules of quotes.
+  # Bazel reads rc files by the quoting rules of a shell.
   options = [
     shlex.split(line) for line in (prefix / "bazelrc").read_text().splitlines()
   ]

@@ -220,139 +220,97 @@ class LocalOps(Ops):
     return super().combine(*jax.tree.map(lambda x: x[0], (rows, weights)))
 
 
+class Differentiated(Exception):
+  """NumPy arrays were wanted, and JAX traces."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-  """What the ops must return: the reference, mapped over the EP domains."""
+  """Has the methods of `Ops`, by the reference on each EP domain.
 
-  routing: reference.Routing  # with a leading axis of domains
+  Of NumPy arrays unless it is traced itself, as an argument of a jitted
+  function; then functions of it can be differentiated.
+  """
+
+  routings: tuple[reference.Routing, ...]  # of each domain
   capacity: int = dataclasses.field(metadata=dict(static=True))
   lead: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   def sizes(self):
-    return self._map(_sizes, "->rrr")
+    return self._map(
+      lambda r: (r.group_sizes, r.token_counts, r.total_recv_tokens), "->rrr"
+    )
 
   def dispatch(self, tokens, weights):
-    bits, weights = self._map(_dispatch, "tt->rr", _bits(tokens), weights)
-    return _from_bits(bits, tokens.dtype), weights
+    call = functools.partial(reference.dispatch, capacity=self.capacity)
+    return self._map(call, "tt->rr", tokens, weights)
 
   def combine(self, rows, weights=None):
-    if weights is None:
-      return self._map(_combine, "r->t", rows, compiled=False)
-    return self._map(_combine, "rr->t", rows, weights, compiled=False)
+    arrays = (rows,) if weights is None else (rows, weights)
+    return self._map(
+      lambda *x: (reference.combine(*x),), "r" * len(arrays) + "->t", *arrays
+    )[0]
 
   def dispatch_bwd(self, primals, cotangents):
     _, weights = primals
     g_tokens, g_weights = self._map(
-      _dispatch_bwd, "rr->tt", *cotangents, compiled=False
+      reference.dispatch_bwd, "rr->tt", *cotangents
     )
     return g_tokens, g_weights.astype(weights.dtype)
 
   def combine_bwd(self, primals, cotangent):
-    bits = self._map(_combine_bwd, "t->r", _bits(cotangent))
-    g = _from_bits(bits, cotangent.dtype)
+    call = functools.partial(reference.combine_bwd, capacity=self.capacity)
+    (g,) = self._map(lambda *x: (call(*x),), "t->r", cotangent)
     if len(primals) == 1:
       return (g,)
-    g = g.astype(jnp.float32)
-    rows, weights = (jnp.asarray(x, jnp.float32) for x in primals)
+    rows, weights = (x.astype(np.float32) for x in primals)
+    g = g.astype(np.float32)
     grads = g * weights[..., None], (g * rows).sum(-1)
     return tuple(d.astype(x.dtype) for d, x in zip(grads, primals, strict=True))
 
-  def _map(self, fn, kinds, *arrays, compiled=True):
-    """See `_map_domains`. Sums are not compiled; reference.py says why."""
-    if isinstance(self.routing.slot, jax.core.Tracer):
-      compiled = False  # by itself: it is part of a larger program
-    call = _compiled_map_domains if compiled else _map_domains
-    return call(fn, kinds, self, *arrays)
+  def _map(self, fn, kinds, *arrays):
+    """`fn(routing, *arrays)` for the arrays of each domain.
 
-
-def _map_domains(fn, kinds, oracle, *arrays):
-  """`fn(oracle, routing, *arrays)` for the arrays of each domain.
-
-  `kinds`, as "tt->rr", has a letter for each array and result of the global
-  view: tokens `[R * T, ...]` or rows `[R, ...]`.
-  """
-  domains = oracle.routing.slot.shape[:2]
-  split = {
-    "t": lambda x: x.reshape(*domains, -1, x.shape[-1]),
-    "r": lambda x: x.reshape(*domains, *x.shape[1:]),
-  }
-  join = {
-    "t": lambda x: x.reshape(*oracle.lead, x.shape[-1]),
-    "r": lambda x: x.reshape(-1, *x.shape[2:]),
-  }
-  kinds_in, kinds_out = kinds.split("->")
-  arrays = [split[k](x) for k, x in zip(kinds_in, arrays, strict=True)]
-  out = jax.vmap(functools.partial(fn, oracle))(oracle.routing, *arrays)
-  if len(kinds_out) == 1:
-    return join[kinds_out](out)
-  return tuple(join[k](x) for k, x in zip(kinds_out, out, strict=True))
-
-
-def _bits(x):
-  """Whole numbers in place of floats, for XLA:CPU to move without a change.
-
-  A tracer stays what it is, for derivatives to pass through.
-  """
-  if isinstance(x, jax.core.Tracer):
-    return x
-  return np.asarray(x).view(f"u{x.dtype.itemsize}")
-
-
-def _from_bits(x, dtype):
-  """The opposite of `_bits`."""
-  return x if x.dtype == dtype else jnp.asarray(np.asarray(x).view(dtype))
-
-
-# Compiled in half the time, to be run once or twice.
-_jit_quickly = functools.partial(
-  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-_compiled_map_domains = _jit_quickly(_map_domains, static_argnums=(0, 1))
-
-
-@functools.partial(
-  _jit_quickly, static_argnames=("num_experts", "capacity", "alignment")
-)
-def _prepare(topk_idx, *, num_experts, capacity, alignment):
-  prepare = functools.partial(
-    reference.prepare,
-    num_experts=num_experts,
-    capacity=capacity,
-    alignment=alignment,
-  )
-  return jax.vmap(prepare)(topk_idx)
-
-
-def _sizes(_, routing):
-  return routing.group_sizes, routing.token_counts, routing.total_recv_tokens
-
-
-def _dispatch(oracle, *args):
-  return reference.dispatch(*args, capacity=oracle.capacity)
-
-
-def _combine(_, *args):
-  return reference.combine(*args)
-
-
-def _dispatch_bwd(_, *args):
-  return reference.dispatch_bwd(*args)
-
-
-def _combine_bwd(oracle, *args):
-  return reference.combine_bwd(*args, capacity=oracle.capacity)
+    `kinds`, as "tt->rr", has a letter for each array and result of the global
+    view: tokens `[R * T, ...]` or rows `[R, ...]`.
+    """
+    traced = isinstance(self.routings[0].slot, jax.core.Tracer)
+    if not traced and any(isinstance(x, jax.core.Tracer) for x in arrays):
+      raise Differentiated
+    xp = jnp if traced else np
+    domains, ranks = len(self.routings), len(self.routings[0].slot)
+    split = {
+      "t": lambda x: x.reshape(domains, ranks, -1, x.shape[-1]),
+      "r": lambda x: x.reshape(domains, ranks, *x.shape[1:]),
+    }
+    join = {
+      "t": lambda x: x.reshape(*self.lead, x.shape[-1]),
+      "r": lambda x: x.reshape(-1, *x.shape[2:]),
+    }
+    kinds_in, kinds_out = kinds.split("->")
+    arrays = [
+      split[k](xp.asarray(x)) for k, x in zip(kinds_in, arrays, strict=True)
+    ]
+    outs = [fn(*x) for x in zip(self.routings, *arrays, strict=True)]
+    return tuple(
+      join[k](xp.stack(x))
+      for k, x in zip(kinds_out, zip(*outs, strict=True), strict=True)
+    )
 
 
 def make_oracle(layer, topk_idx):
-  domains = (ranks(layer) // layer.ep_size, layer.ep_size)
-  routing = _prepare(
-    topk_idx.reshape(*domains, -1, layer.top_k),
-    num_experts=layer.group.num_experts,
-    capacity=layer.capacity,
-    alignment=layer.alignment,
-  )
-  return Oracle(routing, layer.capacity, topk_idx.shape[:-1])
+  domains = ranks(layer) // layer.ep_size
+  routings = [
+    reference.prepare(
+      x,
+      num_experts=layer.group.num_experts,
+      capacity=layer.capacity,
+      alignment=layer.alignment,
+    )
+    for x in topk_idx.reshape(domains, layer.ep_size, -1, layer.top_k)
+  ]
+  return Oracle(tuple(routings), layer.capacity, topk_idx.shape[:-1])
 
 
 def sizes(ops):
@@ -535,6 +493,10 @@ class Case:
     return bits.view(rows.dtype)
 
 
+def _bits(x):
+  return x.view(f"u{x.dtype.itemsize}")
+
+
 def special_values(dtype):
   """Numbers of the dtype that a machine may treat like no others."""
   infinity, least_normal, one = (
@@ -599,11 +561,18 @@ def local_view(layer, fn, *, check_vma=True, out_specs=None):
   )
 
 
+_OPTIMIZED = {
+  "xla_backend_optimization_level": 3,
+  "xla_cpu_use_fusion_emitters": True,
+}
+
+
 @functools.cache
-def _program(parts, view):
+def _program(parts, view, optimized):
   calls = [view(layer, fn) for layer, fn in parts]
   return jax.jit(
-    lambda *args: [call(*a) for call, a in zip(calls, args, strict=True)]
+    lambda *args: [call(*a) for call, a in zip(calls, args, strict=True)],
+    compiler_options=_OPTIMIZED if optimized else None,
   )
 
 
@@ -623,20 +592,24 @@ def exchanges(compiled):
   return sorted(re.findall(pattern, compiled.as_text()))
 
 
-def run(*claims, view=global_view):
-  """What one program of all claims, `(case, fn, *arrays)`, returns."""
-  program, args = _program_and_args(claims, view)
+def run(*claims, view=global_view, optimized=False):
+  """Returns what one program of all claims, `(case, fn, *arrays)`, returns.
+
+  `optimized` code is what users get, also where conftest.py has XLA compile
+  quickly.
+  """
+  program, args = _program_and_args(claims, view, optimized)
   with within_limits():
     return program(*args)
 
 
-def _program_and_args(claims, view):
+def _program_and_args(claims, view, optimized=False):
   parts = tuple((case.layer, fn) for case, fn, *_ in claims)
   args = [
     [case.put(x) for x in (case.topk_idx, *arrays)]
     for case, _, *arrays in claims
   ]
-  return _program(parts, view), args
+  return _program(parts, view, optimized), args
 
 
 def check(*claims, view=global_view):
@@ -646,14 +619,19 @@ def check(*claims, view=global_view):
 
 
 def expected(case, fn, *arrays):
-  """`fn(Oracle, *arrays)`, op by op unless no rounding can show it."""
-  call = _compiled(fn) if case.whole else fn
-  return call(case.oracle, *arrays)
+  """`fn(Oracle, *arrays)`, whose derivatives have to be of whole numbers."""
+  try:
+    with np.errstate(all="ignore"):
+      return fn(case.oracle, *arrays)
+  except Differentiated:
+    assert case.whole
+    return _compiled(fn)(case.oracle, *arrays)
 
 
 @functools.cache
 def _compiled(fn):
-  return _jit_quickly(fn)
+  """Compiled in half the time, to be run once or twice."""
+  return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def assert_same(actual, expected):

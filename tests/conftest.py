@@ -28,6 +28,17 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:  # plain pytest: the 1x4 world
     + " --xla_force_host_platform_device_count=4"
   )
 
+# XLA:CPU compiles a program in a third of the time if it does not optimize
+# the code. The 1x4 world tests the host backend with the code that users get.
+if (
+  os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
+  or os.environ.get("EP_TEST_BACKEND") == "xla"
+):
+  os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    + os.environ.get("XLA_FLAGS", "")
+  )
+
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np

@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the examples of README.md and docs/semantics.md as they stand there."""
+"""The pages' examples run as they stand there, and their checker finds faults.
+
+tools/check_docs.py checks the links and names of all pages; .ci/run runs it.
+"""
 
 import ast
+import functools
 import pathlib
 import re
 
 import jax
 import numpy as np
+import pytest
 
 from cases import bootstrap
 from conftest import assert_shards_equal, make_mesh, to_global
 import ep
+from tools import check_docs
 
 _ROOT = pathlib.Path(__file__).parent.parent
 
 
 def _section(path, title):
-  """The text below a title of level two."""
+  """Returns the text below a title of level two."""
   text = (_ROOT / path).read_text()
   return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
+def _example(path, title):
+  """Returns the Python block of a section."""
+  return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
+
+
 def test_the_twenty_lines(capsys):
-  """In one process with four devices as in four, with what they print."""
-  code = re.search(
-    r"```python\n(.*?)```", _section("README.md", "Twenty lines"), re.DOTALL
-  )[1]
+  """They run in every world, and print what their last comment says."""
+  code = _example("README.md", "Twenty lines")
   promised = code.splitlines()[-1].partition("  # ")[2]
   names = {}
   exec(compile(code, "README.md", "exec"), names)
@@ -37,6 +46,95 @@ def test_the_twenty_lines(capsys):
   ep.ep_finalize(names["group"])
 
 
+def test_the_backward_ops_by_themselves():
+  """They are each other's forward ops, and bring every weight home."""
+  code = _example("docs/architecture.md", "Linear primitives, not `custom_vjp`")
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  rng = np.random.default_rng(0)
+  # Each token has two choices that differ.
+  idx = (rng.integers(8, size=(20, 1)) + [[0, 3]]) % 8
+  topk_idx, topk_weights, tokens, grad_out = (
+    to_global(array, mesh, jax.P(("dp", "ep")))
+    for array in (
+      idx.astype(np.int32),
+      rng.normal(size=(20, 2)).astype(np.float32),
+      rng.normal(size=(20, 4)).astype(np.float32),
+      rng.normal(size=(20, 4)).astype(np.float32),
+    )
+  )
+
+  @jax.jit
+  def run(topk_idx, topk_weights, tokens, grad_out):
+    handle = ep.ep_prepare(layer, topk_idx)
+    rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
+    names = dict(locals(), ep=ep, functools=functools, jax=jax)
+    exec(compile(code, "architecture.md", "exec"), names)
+    grad_rows, _ = ep.ep_dispatch(handle, grad_out, topk_weights)
+    return [
+      (names["grad_rows"], grad_rows),
+      (names["grad_tokens"], ep.ep_combine(handle, grad_rows)),
+      (names["grad_weights"], topk_weights),
+    ]
+
+  with bootstrap(mesh, top_k=2) as group:
+    layer = ep.EpLayerConfig(group)
+    results = run(topk_idx, topk_weights, tokens, grad_out)
+    for actual, expected in results:
+      for got, want in zip(
+        actual.addressable_shards, expected.addressable_shards, strict=True
+      ):
+        np.testing.assert_array_equal(got.data, want.data)
+
+
+_PAGE = """\
+# A page
+## One `thing`, and more
+See [the other](../README.md#the-end), [here](#one-thing-and-more), and
+[there](https://example.com/x#y). `Group::Scatter`, `group.py`, `core/` and
+`./bazelw test //core:group_test_4x1_cpu //core/...` are ours, and so are
+`//core:group.py` and `@jax_ep//core`; `core/<name>.py`, `@theirs//x` and
+`K // 2` are not.
+
+    cat core/group.py  # of my_own
+"""
+_TREE = {
+  "README.md": "# The end\n",
+  "bazelw": "",
+  "core/BUILD": 'cc_library(name = "core")\nep_test(name = "group_test")\n',
+  "core/group.py": "Group Scatter test\n",
+  "other.py": "Gather thing",
+}
+
+
+@pytest.mark.parametrize(
+  "before, after, fault",
+  [
+    ("", "", None),
+    ("../README.md", "../READYOU.md", "the link ../READYOU.md#the-end leads"),
+    ("#the-end", "#an-end", "the link ../README.md#an-end leads nowhere"),
+    ("](#one", "](#two", "the link #two-thing-and-more leads nowhere"),
+    ("Group::Scatter", "Scatters", "no file has the name Scatters"),
+    # Each is a name of some file, but no file has both.
+    ("Group::Scatter", "Group::Gather", "no file has the name Group::Gather"),
+    ("`group.py`", "`groups.py`", "there is no file groups.py"),
+    ("`core/`", "`cores/`", "there is no file cores/"),
+    ("cat core/g", "cat core/h", "there is no file core/hroup.py"),
+    ("core:group_test", "core:a_test", "no target //core:a_test_4x1_cpu"),
+    ("//core/...", "//cores/...", "there is no target //cores/..."),
+    ("@jax_ep//core", "@jax_ep//cores", "no target @jax_ep//cores"),
+  ],
+)
+def test_the_checker_finds_what_is_not_in_the_tree(before, after, fault):
+  page = _PAGE.replace(before, after, 1) if before else _PAGE
+  assert page != _PAGE or not before
+  tree = check_docs.Tree({**_TREE, "docs/page.md": page})
+  faults = list(tree.faults("docs/page.md"))
+  if fault is None:
+    assert faults == []
+  else:
+    assert len(faults) == 1 and fault in faults[0]
+
+
 def _value(cell):
   try:
     return ast.literal_eval(cell)
@@ -45,7 +143,7 @@ def _value(cell):
 
 
 def _tables(text):
-  """Each table's columns by name."""
+  """Yields each table's columns by name."""
   for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
     head, _, *rows = [
       [cell.strip().strip("`") for cell in line.strip("|\n").split("|")]
@@ -56,19 +154,19 @@ def _tables(text):
 
 
 def test_the_worked_example():
-  """Whole arrays are compared, in two domains alike, on four devices."""
+  """Two domains, alike, compute every array that the text shows."""
   text = _section("docs/semantics.md", "A worked example")
   given, slots, results = _tables(text)
   mesh = make_mesh({"dp": 2, "ep": 2})
   capacity = int(re.search(r"capacity\s(\d+)", text)[1])
 
   def of_all(array, dtype=np.float32):
-    """An array of a domain's ranks, as that of both domains."""
+    """Returns the array of both domains, given that of one."""
     array = np.asarray(array, dtype)
     return np.concatenate([array, array])
 
   def as_slots(column, default=0.0):
-    """A column of the slots [P, C, ...], the tail as said."""
+    """Returns a column as slots [P, C, ...], with the default in the tail."""
     out = np.full((2, capacity, *np.shape(slots[column][0])), default)
     for rank, slot, value in zip(
       slots["rank"], slots["slot"], slots[column], strict=True
@@ -77,7 +175,7 @@ def test_the_worked_example():
     return of_all(out)
 
   def count(name, dropping=False):
-    """Returns what the text has of `name`: both ranks, or rank 0 with drops."""
+    """Returns the text's `name`: of both ranks, or of rank 0 with drops."""
     found = [
       ast.literal_eval(value)
       for value in re.findall(rf"{name} (\[.*?\])", text)

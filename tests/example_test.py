@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE example gives the same bits in every world, and would say if not."""
+"""The MoE example gives the same bits in every world and finds deviations."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from examples import ep_moe, model, text
 
 
 def _run(*flags):
-  """The output of the example, started as a user does."""
+  """Returns the output of the example, started as a user starts it."""
   env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
   return subprocess.run(
@@ -56,7 +56,7 @@ def test_worlds_agree_bit_for_bit_and_with_the_dense_model(tmp_path, capfd):
 
 
 def _table(output):
-  """Sent, received, dropped and imbalance of each rank."""
+  """Returns each rank's sent, received and dropped tokens, and imbalance."""
   rows = re.findall(r"^(\(\d, \d\).*?) +\S+ ms +\S+ ms$", output, re.M)
   assert len(rows) == 4, output
   sent = [int(row.split()[2]) for row in rows]

@@ -15,7 +15,7 @@ import pytest
 from cases import BACKEND, bootstrap, Case, there_and_back
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from ep._src import group as group_module
+from ep._src import bootstrap as bootstrap_module
 
 pytestmark = [
   pytest.mark.skipif(
@@ -31,7 +31,7 @@ def run_exit_handlers():
   Those use the connection of the parent to the coordination service, with
   which the parent dies as well.
   """
-  group_module._end_all()
+  bootstrap_module._close_all()
   weakref.finalize._exitfunc()
 
 

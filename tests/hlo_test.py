@@ -23,8 +23,8 @@ from cases import (
 )
 from conftest import make_mesh, to_global
 import ep
-from ep._src import collectives_check, ffi, nccl_backend
-from ep._src.backends import BACKENDS
+from ep._src import collectives_check, nccl_backend
+from ep._src.backend import OPS
 
 # Of each op with backend="xla", whose exchanges are stock collectives.
 STOCK = dict(
@@ -101,7 +101,7 @@ def test_backward(mesh, axis_type, view):
   case = Case(layer(mesh, axis_type))
   inputs = case.tokens(), case.weights(), case.tokens()
   program = compiled(case, forward_and_back, *inputs, view=view)
-  assert_exchanges(program, case, *ffi.OPS)
+  assert_exchanges(program, case, *OPS)
 
 
 @BOTH_VIEWS
@@ -116,8 +116,8 @@ def test_every_op(view):
 def test_gpus_run_every_op_among_their_collectives(monkeypatch):
   """Each is alone in a function that is called on the collective stream."""
   case = Case(layer("dp2_ep2"))
-  backend = BACKENDS[case.layer.group.backend]
-  monkeypatch.setattr(backend, "lower", nccl_backend.lower)
+  connection = case.layer.group.connection
+  monkeypatch.setattr(connection, "__class__", nccl_backend.NcclConnection)
   program = lower((case, everything, *case.inputs()), platforms=("cuda",))
   text = program.as_text()
   inside = re.findall(
@@ -128,7 +128,7 @@ def test_gpus_run_every_op_among_their_collectives(monkeypatch):
     r"inlineable = \"false\"",
     text,
   )
-  assert {op for _, op in inside} == set(ffi.OPS)
+  assert {op for _, op in inside} == set(OPS)
   assert len(inside) == text.count("@ep_") - text.count("@ep_op") > 0
   assert sorted(name for name, _ in inside) == sorted(calls)
 

@@ -189,7 +189,7 @@ thing = Thing()
 weakref.finalize(thing, print, "finalizers")  # from now on, these come last
 import atexit
 import jax
-atexit.register(lambda: print("group is open:", group._lifetime.alive))
+atexit.register(lambda: print("group is open:", group.connection.is_open))
 import ep
 mesh = jax.make_mesh((1,), ("ep",))
 group = ep.ep_bootstrap(

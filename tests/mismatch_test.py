@@ -19,7 +19,7 @@ from cases import (
 )
 from conftest import make_mesh
 import ep
-from ep._src import rendezvous, versions
+from ep._src import membership, versions
 
 pytestmark = [
   not_with_xla("XLA's collectives do not compare programs"),
@@ -241,7 +241,7 @@ def test_other_options_of_jax(monkeypatch):
 def test_other_versions(monkeypatch, name):
   if ODD:
     theirs = versions.versions("host") | {name: "another"}
-    monkeypatch.setattr(rendezvous, "versions", lambda _: theirs)
+    monkeypatch.setattr(membership, "versions", lambda _: theirs)
   with pytest.raises(ValueError) as error:
     bootstrap(make_mesh({"ep": RANKS}))
   expect_words(error, f"{name} = ", "another", "same versions")

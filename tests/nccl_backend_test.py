@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python does for the nccl backend, as far as it goes without a GPU."""
+"""The Python side of the nccl backend works, as far as that needs no GPU."""
 
 import base64
 import os
@@ -11,19 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ep
-from ep._src import ffi, nccl_backend, nccl_files, rendezvous
-
-HOPPER = dict(platform="gpu", compute_capability="9.0", device_kind="H200")
-
-
-def gpu(process, cuda=13000, **what):
-  return types.SimpleNamespace(
-    process_index=process,
-    local_hardware_id=0,
-    client=types.SimpleNamespace(platform_version=f"PJRT\ncuda {cuda}"),
-    **(HOPPER | what),
-  )
+from ep._src import backend, ffi, membership, nccl_backend, nccl_files
+from ep._src.config import GroupConfig
+from ep._src.nccl_backend import NcclBackend
+from nccl_testing import gpu
 
 
 def mesh(devices, **axes):
@@ -45,21 +36,21 @@ def mesh(devices, **axes):
     (mesh([gpu(0), gpu(0)]), ["one process per GPU", "process 0 has 2"]),
   ],
 )
-def test_refuses_a_mesh(refused, words):
+def test_a_mesh_that_nccl_cannot_serve_is_refused(refused, words):
   with pytest.raises(ValueError) as error:
-    nccl_backend.check_mesh(refused, "ep")
+    NcclBackend().check_mesh(refused, "ep")
   for word in ["ep_bootstrap", "nccl", *words]:
     assert word in str(error.value)
 
 
-def test_takes_a_gpu_for_each_process():
-  nccl_backend.check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
+def test_a_mesh_with_a_gpu_for_each_process_is_accepted():
+  NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
 
 
 @pytest.mark.parametrize("me", range(4))
-def test_connects_the_ranks_of_a_domain(monkeypatch, me):
-  """With the id that the domain's rank 0 has made, and nobody else's."""
-  group = ep.EpGroup(
+def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me):
+  """Rank 0 of a domain makes its id, and only this domain uses it."""
+  group = GroupConfig(
     name="ep0",
     mesh=mesh([gpu(p) for p in range(4)], ep=2, dp=2),
     axis_name="ep",
@@ -78,7 +69,7 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   )
   said = {}
 
-  def exchange(_, introduce):
+  def join(_, introduce):
     for process in range(4):
       said[process] = dict(id=base64.b64encode(bytes([process])).decode())
     mine = introduce()
@@ -90,13 +81,15 @@ def test_connects_the_ranks_of_a_domain(monkeypatch, me):
   monkeypatch.setattr(
     nccl_files, "prepare", lambda device: ("a", str(device.process_index))
   )
-  monkeypatch.setattr(rendezvous, "exchange", exchange)
+  monkeypatch.setattr(membership, "join", join)
   monkeypatch.setattr(ffi, "library", lambda backend: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)
   )
-  nccl_backend.connect(group)
+  monkeypatch.setattr(backend, "_open", {})
+  connection = NcclBackend().connect(group)
+  assert connection.group == group
   assert made == dict(
     name="ep0",
     config=group.config,
@@ -133,8 +126,9 @@ VARIABLES = [
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-  """Nothing is installed but what a test puts into this folder."""
-  # So that it is as it was afterwards, whatever is set.
+  """Makes a machine without any files except those in the returned folder."""
+  # Also a variable that is not set now must be restored, since `prepare` sets
+  # some. Only setenv remembers it.
   for variable in VARIABLES:
     monkeypatch.setenv(variable, "")
     monkeypatch.delenv(variable)
@@ -166,7 +160,7 @@ def write_nccl_header(folder, version=23007):
 
 
 def wheels(machine, script="exit 0"):
-  """NCCL, NCCL EP and the compiler as they are installed for CUDA 13."""
+  """Installs NCCL, NCCL EP and a compiler for CUDA 13; returns the compiler."""
   for file in [
     "nvidia/nccl/lib/libnccl.so.2",
     "nccl/ep/lib/cu12/libnccl_ep.so",
@@ -181,7 +175,7 @@ def wheels(machine, script="exit 0"):
   return program(machine / "nvidia/cu13/bin/nvcc", script)
 
 
-def test_files_of_wheels(machine):
+def test_files_of_wheels_are_found(machine):
   nvcc = wheels(machine)
   nccl, nccl_ep = prepare()
   assert nccl == str(machine / "nvidia/nccl/lib/libnccl.so.2")
@@ -194,7 +188,7 @@ def test_files_of_wheels(machine):
   }
 
 
-def test_what_the_user_sets_stays(machine, monkeypatch):
+def test_variables_of_the_user_are_kept(machine, monkeypatch):
   wheels(machine)
   nvcc = program(machine / "my/bin/nvcc", "exit 0")
   write_nccl_header(machine / "mine")
@@ -206,7 +200,7 @@ def test_what_the_user_sets_stays(machine, monkeypatch):
   assert {v: os.environ[v] for v in mine} == mine
 
 
-def test_the_order_of_compilers(machine, monkeypatch):
+def test_compilers_are_looked_for_in_order(machine, monkeypatch):
   in_path = program(machine / "path/nvcc", "exit 0")
   assert nccl_files.find_nvcc(13) == in_path
   in_wheel = wheels(machine)
@@ -219,14 +213,14 @@ def test_the_order_of_compilers(machine, monkeypatch):
   assert nccl_files.find_nvcc(13) == in_path
 
 
-def test_no_compiler(machine):
+def test_a_machine_without_a_compiler_is_refused(machine):
   with pytest.raises(RuntimeError, match="nvidia-cuda-nvcc") as error:
     prepare(cuda=12090)
   assert "CUDA_HOME" in str(error.value)
 
 
 @pytest.mark.parametrize("variable", ["NCCL_EP_JIT_NVCC", "NVCC"])
-def test_a_compiler_that_is_not_there(machine, monkeypatch, variable):
+def test_a_missing_compiler_is_named(machine, monkeypatch, variable):
   wheels(machine)
   monkeypatch.setenv(variable, "my-nvcc")
   with pytest.raises(RuntimeError, match=f"{variable} = my-nvcc is no program"):
@@ -253,7 +247,7 @@ def test_the_compiler_is_called_as_nccl_ep_calls_it(machine, monkeypatch):
   ]
 
 
-def test_a_compiler_that_does_not_work(machine):
+def test_a_compiler_that_fails_is_refused(machine):
   nvcc = wheels(machine, "echo no host compiler; exit 1")
   with pytest.raises(RuntimeError) as error:
     prepare()
@@ -265,7 +259,7 @@ def test_a_compiler_that_does_not_work(machine):
   "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
 )
 def test_headers_of_another_nccl_are_refused(machine, version, words):
-  """NCCL EP would compile kernels that read their arguments elsewhere."""
+  """NCCL EP's kernels would read their arguments at wrong addresses."""
   wheels(machine)
   write_nccl_header(machine / "nvidia/nccl/include", version)
   with pytest.raises(RuntimeError) as error:
@@ -292,8 +286,8 @@ def test_missing_headers_are_named(machine, missing, words):
     assert word in str(error.value)
 
 
-def test_what_failed_to_compile_once_must_be_forgotten(machine):
-  """NCCL EP ends the process when it finds such a file."""
+def test_a_cached_compile_failure_is_refused(machine):
+  """NCCL EP ends the process when it finds the file of such a failure."""
   wheels(machine)
   (machine / "jit/good").mkdir(parents=True)
   prepare()

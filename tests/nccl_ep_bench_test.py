@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bench calls NCCL EP as it wants to be called, over a fake of it.
+"""ep_bench calls NCCL EP correctly, over a fake of NCCL EP."""
 
-The ranks are threads: the fake is one machine in one process.
-"""
-
-import concurrent.futures
 import contextlib
-import ctypes
-import os
 
 import jax
 from jax.sharding import NamedSharding
@@ -20,25 +14,21 @@ from benchmarks.ops import OPS
 from benchmarks.oracle import WrongResult
 from conftest import make_mesh
 from ep._src import ffi
+from nccl_testing import load_fake_nccl, rank_threads
 
 SHAPE = workload_lib.Shape(tokens=6, hidden=16, top_k=3, num_experts=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fake():
-  """Loaded first and for all to see, it is what the library finds."""
-  ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+  load_fake_nccl()
 
 
 @contextlib.contextmanager
 def connect(mesh, workload, inputs):
-  """`nccl_ep.connect`, with all ranks in this process."""
+  """Does the work of `nccl_ep.connect`, with all ranks in this process."""
   unique_id = ffi.new_nccl_id("", "")
-  with concurrent.futures.ThreadPoolExecutor(mesh.size) as threads:
-
-    def on_ranks(function):
-      return list(threads.map(function, range(mesh.size)))
-
+  with rank_threads(mesh.size) as on_ranks:
     ranks = on_ranks(
       lambda rank: nccl_ep.Rank(
         workload,
@@ -107,14 +97,14 @@ def run_case(monkeypatch, *, shape=SHAPE, dtype="float32", factor=None):
 @pytest.mark.parametrize(
   "dtype, factor", [("float32", None), ("bfloat16", 2.0), ("float16", 2.0)]
 )
-def test_its_results_are_right(monkeypatch, dtype, factor):
+def test_results_are_right(monkeypatch, dtype, factor):
   records = run_case(monkeypatch, dtype=dtype, factor=factor)
   ops = [r["op"] for r in records if r["contender"] == contenders.NCCL_EP]
   assert ops == [op for op in OPS if op in nccl_ep.CALLS]
   assert all(len(r["seconds"]) == 2 for r in records)
 
 
-def test_what_was_not_written_is_wrong(monkeypatch):
+def test_an_output_that_was_not_written_is_wrong(monkeypatch):
   call = nccl_ep.Rank._call
 
   def skip(self, function, *args):
@@ -126,7 +116,7 @@ def test_what_was_not_written_is_wrong(monkeypatch):
     run_case(monkeypatch)
 
 
-def test_what_nccl_ep_cannot_do_is_refused(monkeypatch):
+def test_rows_that_nccl_ep_does_not_support_are_refused(monkeypatch):
   shape = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
   with pytest.raises(ValueError, match="hidden"):
     run_case(monkeypatch, shape=shape)

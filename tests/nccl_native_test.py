@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of libep_ffi_cuda that Python calls, over a fake of NCCL.
+"""Python calls the functions of libep_ffi_cuda, over a fake of NCCL."""
 
-The ranks are threads: the fake is one machine in one process.
-"""
-
-import concurrent.futures
-import ctypes
 import os
 import shutil
 import subprocess
@@ -14,6 +9,7 @@ import sys
 import pytest
 
 from ep._src import ffi
+from nccl_testing import load_fake_nccl, rank_threads
 
 SIZES = dict(
   num_experts=8,
@@ -28,12 +24,11 @@ SIZES = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def fake():
-  """Loaded first and for all to see, it is what the backend finds."""
-  ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+  load_fake_nccl()
 
 
 def connect(names, **sizes):
-  """Creates the group of each rank; they have names of their own here."""
+  """Creates the group of each rank, by names that differ from rank to rank."""
   unique_id = ffi.new_nccl_id("", "")
 
   def create(rank):
@@ -49,15 +44,20 @@ def connect(names, **sizes):
       **SIZES | sizes,
     )
 
-  with concurrent.futures.ThreadPoolExecutor() as threads:
-    list(threads.map(create, range(len(names))))
+  with rank_threads(len(names)) as on_ranks:
+    on_ranks(create)
+
+
+def close(names):
+  with rank_threads(len(names)) as on_ranks:
+    on_ranks(lambda rank: ffi.close_group("nccl", names[rank]))
 
 
 def test_ids_differ():
   assert ffi.new_nccl_id("", "") != ffi.new_nccl_id("", "")
 
 
-def test_a_group_from_birth_to_end():
+def test_a_group_can_be_created_used_and_closed():
   names = ["rank0", "rank1"]
   connect(names)
   try:
@@ -69,14 +69,13 @@ def test_a_group_from_birth_to_end():
       )
       assert 0 < few < many
   finally:
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-      list(threads.map(lambda name: ffi.close_group("nccl", name), names))
+    close(names)
   with pytest.raises(ffi.NativeError, match='"rank0"'):
     ffi.check_group("nccl", "rank0")
 
 
 def in_a_new_process(program, *args):
-  """What `program` prints with ffi imported."""
+  """Returns what `program` prints in a new process that has imported ffi."""
   return subprocess.run(
     [
       sys.executable,
@@ -112,7 +111,7 @@ except ffi.NativeError as e:
 
 
 def test_a_missing_library_is_named():
-  """That of CUDA's driver, or else the NCCL that was asked for."""
+  """The message names CUDA's driver, or the NCCL that was asked for."""
   message = in_a_new_process(
     """
 try:
@@ -125,8 +124,8 @@ except ffi.NativeError as e:
   assert "docs/gpu.md" in message
 
 
-def test_the_sizes_are_in_order():
-  """Each is refused by its own name."""
+def test_sizes_are_passed_in_order():
+  """The message about a wrong size has the name of that size."""
   for sizes, word in [
     (dict(num_experts=6), "num_experts = 6"),
     (dict(ep_size=1), "ep_size = 1"),
@@ -139,7 +138,7 @@ def test_the_sizes_are_in_order():
       connect(["refused"], **sizes)
 
 
-def test_the_shape_of_a_layer_is_in_order():
+def test_the_shape_of_a_layer_is_passed_in_order():
   names = ["layer0", "layer1"]
   connect(names)
   for shape, word in [
@@ -150,5 +149,4 @@ def test_the_shape_of_a_layer_is_in_order():
   ]:
     with pytest.raises(ValueError, match=word):
       ffi.mem_bytes("nccl", "layer0", *shape)
-  with concurrent.futures.ThreadPoolExecutor() as threads:
-    list(threads.map(lambda name: ffi.close_group("nccl", name), names))
+  close(names)

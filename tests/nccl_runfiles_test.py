@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of NCCL EP that a build for CUDA brings along, and its compiler."""
+"""A build for CUDA brings the files of NCCL EP, and its compiler."""
 
 import os
 import pathlib
-import types
 
 import pytest
 
 from ep._src import files, nccl_files
+from nccl_testing import gpu
 
 (CUDA,) = (v for v in (12, 13) if files.in_runfiles(f"ep_nccl{v}/include"))
 # CUDA 12 has no package with nvcc.
 BRINGS_NVCC = CUDA >= 13
 
-HOPPER = types.SimpleNamespace(
-  client=types.SimpleNamespace(platform_version=f"cuda {CUDA}000"),
-  compute_capability="9.0",
-)
+HOPPER = gpu(cuda=CUDA * 1000)
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-  """Has no other files, and a C++ compiler."""
+  """Makes a machine that has a C++ compiler and only the files of the build."""
   for variable in list(os.environ):
     if variable.startswith(("NCCL_EP_", "CUDA_", "NVCC")):
       monkeypatch.delenv(variable)
@@ -41,7 +38,7 @@ def test_a_build_without_nvcc_says_so():
 
 @pytest.mark.skipif(not BRINGS_NVCC, reason="this build brings no nvcc")
 def test_nvcc_compiles_what_nccl_ep_will(monkeypatch, tmp_path):
-  """Which `prepare` tries: it is not enough that there is an nvcc."""
+  """`prepare` compiles something, since it is not enough that nvcc exists."""
   libraries = nccl_files.prepare(HOPPER)
   assert [pathlib.Path(path).name for path in libraries] == [
     "libnccl.so.2",

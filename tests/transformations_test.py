@@ -35,7 +35,7 @@ from cases import (
 from conftest import make_mesh, to_global
 import ep
 from ep import launch
-from ep._src import ffi
+from ep._src.backend import OPS
 
 LAYERS = 3
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
@@ -405,7 +405,7 @@ def test_shapes_alone_run_nothing(case):
 # --- jax.export --------------------------------------------------------------
 
 EXPORTED = dict(name="exported", top_k=2)
-DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in ffi.OPS]
+DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
 
 
 def exported_case(group):

@@ -30,7 +30,9 @@ from cases import (
 )
 from conftest import assert_shards_equal, make_mesh
 import ep
-from ep._src import backends, ffi, host_backend, rendezvous, xla_backend
+from ep._src import bootstrap as bootstrap_module
+from ep._src import ffi, host_backend, xla_exchange
+from ep._src.backend import CannotServe
 
 
 def layer(mesh="ep4", backend="xla", **options):
@@ -63,7 +65,8 @@ def test_the_bits_of_the_host_backend(mesh, dtype):
     for backend in ("xla", "host")
   ]
   inputs = cases[0].inputs(dtype)
-  actual, expected = run(*((case, everything, *inputs) for case in cases))
+  claims = [(case, everything, *inputs) for case in cases]
+  actual, expected = run(*claims, optimized=True)
   jax.tree.map(assert_shards_same, actual, expected)
 
 
@@ -121,11 +124,11 @@ def ragged_all_to_all(
 )
 def test_ragged(monkeypatch, mesh, options):
   monkeypatch.setattr(
-    xla_backend.lax,
+    xla_exchange.lax,
     "platform_dependent",
     lambda *args, default, **_: default(*args),
   )
-  monkeypatch.setattr(xla_backend.lax, "ragged_all_to_all", ragged_all_to_all)
+  monkeypatch.setattr(xla_exchange.lax, "ragged_all_to_all", ragged_all_to_all)
   # No other test has compiled a program for it.
   case = Case(layer(mesh, name="ragged", **options), "skewed", whole=True)
   case.check(everything, *case.inputs())
@@ -256,17 +259,17 @@ def test_none_is_native_where_it_can_be(caplog):
 
 
 def test_a_mesh_that_the_native_backend_cannot_serve(monkeypatch, caplog):
-  def refuse(mesh, axis_name):
-    raise rendezvous.CannotServe(f"needs another axis than {axis_name!r}")
+  def refuse(_, mesh, axis_name):
+    raise CannotServe(f"needs another axis than {axis_name!r}")
 
-  monkeypatch.setattr(host_backend, "check_mesh", refuse)
+  monkeypatch.setattr(host_backend.HostBackend, "check_mesh", refuse)
   assert_picks_xla(caplog, "needs another axis than 'ep'")
   with pytest.raises(ValueError, match="another axis"):
     bootstrap(make_mesh({"ep": 4}), backend="host")
 
 
 def test_a_platform_without_a_native_backend(monkeypatch, caplog):
-  monkeypatch.delitem(backends.NATIVE, "cpu")
+  monkeypatch.delitem(bootstrap_module.NATIVE, "cpu")
   assert_picks_xla(caplog, "no native backend", "'cpu'")
 
 

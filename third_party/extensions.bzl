@@ -6,7 +6,7 @@ load(":repositories.bzl", "ep_repositories")
 def _ep_dependencies_impl(mctx):
     ep_repositories()
 
-    # The same in every module, so none keeps it in its MODULE.bazel.lock.
+    # The result is the same in every module, so no MODULE.bazel.lock needs it.
     return mctx.extension_metadata(reproducible = True)
 
 ep_dependencies = module_extension(implementation = _ep_dependencies_impl)

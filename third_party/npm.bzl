@@ -12,8 +12,8 @@ def _npm_archive_impl(rctx):
             result.stderr,
         ))
 
-    # npm packs into the current folder and prints the file's name last.
-    # `download` is what checks a hash.
+    # npm packs into the current folder and prints the file's name last. npm
+    # checks no hash of ours, but `download_and_extract` does.
     archive = rctx.path(result.stdout.strip().split("\n")[-1])
     rctx.download_and_extract(
         "file://" + str(archive),
@@ -28,6 +28,6 @@ npm_archive = repository_rule(
     attrs = {
         "build_file": attr.label(mandatory = True),
         "package": attr.string(mandatory = True, doc = "name@version"),
-        "sha256": attr.string(mandatory = True, doc = "of the archive"),
+        "sha256": attr.string(mandatory = True, doc = "hash of the archive"),
     },
 )

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repository rules that fetch PyPI packages, pinned by hash.
 
-Both run the machine's pip, which asks whatever index the machine is set up to
-use (pip.conf, PIP_* variables) and accepts nothing whose hash is not in the
+Both run the machine's pip. It asks the index that the machine is configured to
+use (pip.conf, PIP_* variables), and accepts only files whose hashes are in the
 lock.
 """
 
 load(":python.bzl", "host_python")
 
 _LOCK_DOC = """\
-Label of the lock in this module; "{python}" stands for the version, "3_11"."""
+Label of the lock in this module; "{python}" stands for a version, "3_11"."""
 
 def _run(rctx, arguments, environment = {}):
     result = rctx.execute(
@@ -25,25 +25,25 @@ def _run(rctx, arguments, environment = {}):
         ))
 
 def _pip(rctx, python):
-    """The command line that runs pip with `python`."""
+    """Returns the command line that runs pip with `python`."""
     if not rctx.execute([python.path, "-m", "pip", "--version"]).return_code:
         return [python.path, "-m", "pip"]
 
-    # Debian's python3 has no pip; bazelw fetches a wheel of it, which runs in
-    # place.
+    # Debian's python3 has no pip. bazelw fetches a wheel of pip, which runs
+    # without installation.
     wheel = rctx.getenv("EP_PIP_WHEEL")
     if wheel:
         return [python.path, wheel + "/pip"]
     fail("{} has no pip. Install it (on Debian: apt-get install python3-pip) and run this again.".format(python.path))
 
 def _lock(rctx, version, otherwise = ""):
-    """The path of the lock for a Python version, and the version it is for."""
+    """Returns the path of the lock for a Python version, and its version."""
     for candidate in [version, otherwise or version]:
         label = Label(rctx.attr.lock.format(
             python = candidate.replace(".", "_"),
         ))
         lock = rctx.path(label)
-        rctx.watch(lock)  # pip reads it; newer Bazel watches what Bazel reads
+        rctx.watch(lock)  # Bazel watches what it reads itself, but pip reads it
         if lock.exists:
             return lock, candidate
     fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, add the lock with tools/update_locks.sh, or, in a module that uses jax_ep, put its own packages in the place of these: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(label, version))
@@ -62,9 +62,9 @@ def _pip_packages_impl(rctx):
         lock,
     ], {"PIP_ROOT_USER_ACTION": "ignore"})
 
-    # Compiled here, in parallel, so that no test has to, nor writes into the
-    # folders it was given. That a file does not compile is not fatal: some
-    # packages carry templates, or code for another Python.
+    # Compiling here, in parallel, saves every test from compiling, and from
+    # writing into its inputs. A file that does not compile is no error: some
+    # packages contain templates, or code for another Python.
     rctx.report_progress("compiling to bytecode")
     rctx.execute([python.path, "-m", "compileall", "-q", "-j0", "site"])
     _run(rctx, [
@@ -89,7 +89,7 @@ instead of thousands.""",
 )
 
 def _requirement(lock, package):
-    """The lines of `lock`, a lock's text, that pin `package`."""
+    """Returns the lines that pin `package` in `lock`, the text of a lock."""
     start = ("\n" + lock).find("\n" + package + "==")
     if start < 0:
         fail("The lock does not pin {}.".format(package))
@@ -109,8 +109,8 @@ def _pip_archive_impl(rctx):
     if rctx.attr.python_version:
         wheels = ["--only-binary=:all:", "--python-version=" + version]
 
-    # pip asks a source archive for its metadata, hence for its build backend.
-    # That comes from the lock as well.
+    # pip asks a source archive for its metadata, and so needs its build
+    # backend. The backend comes from the lock as well.
     for package in rctx.attr.build_requires:
         rctx.file("backend.txt", _requirement(lock, package))
         _run(rctx, pip + [
@@ -135,7 +135,7 @@ def _pip_archive_impl(rctx):
 
         archive = rctx.path("archive").readdir()[0]
         if archive.basename.endswith(".whl"):
-            # Bazel before 8.3 knows an archive by its name only.
+            # Bazel before 8.3 recognizes an archive only by its name.
             rctx.symlink(archive, "archive/wheel.zip")
             archive = rctx.path("archive/wheel.zip")
         rctx.extract(archive, "", folder)
@@ -147,21 +147,21 @@ def _pip_archive_impl(rctx):
 
 pip_archive = repository_rule(
     implementation = _pip_archive_impl,
-    doc = "Unpacks a folder of each of some packages of a lock, all into one.",
+    doc = "Unpacks a folder of each of several packages of a lock into one.",
     attrs = {
         "build_file": attr.label(mandatory = True),
         "build_requires": attr.string_list(
-            doc = "The build backend, where the lock pins a source archive.",
+            doc = "The build backend, if the lock pins a source archive.",
         ),
         "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
         "packages": attr.string_dict(
             mandatory = True,
-            doc = "The packages, and of each the folder to unpack.",
+            doc = "The packages, and the folder to unpack of each.",
         ),
         "python_version": attr.string(
             doc = """\
-A version with a lock. What is unpacked is the same in the wheels for all, so
-these are taken where this machine's Python has no lock.""",
+A version that has a lock. The unpacked files are the same in the wheels for
+every version, so these wheels serve if this machine's Python has no lock.""",
         ),
     },
 )

@@ -30,7 +30,7 @@ def target_name(package: str) -> str:
 
 
 def entries(dist: importlib.metadata.Distribution, folder: str) -> list[str]:
-  """The top-level files and folders of a package, and its programs."""
+  """Returns the top-level files and folders of a package, and its programs."""
   found = set()
   for file in dist.files or ():
     if file.parts[0] == "..":  # --target moves ../../bin/x to bin/x
@@ -45,10 +45,10 @@ def entries(dist: importlib.metadata.Distribution, folder: str) -> list[str]:
 def requirements(
   dist: importlib.metadata.Distribution, installed: set[str]
 ) -> list[str]:
-  """The packages that `dist` needs on this machine.
+  """Returns the packages that `dist` needs on this machine.
 
-  A requirement that is not installed is for another platform or version: the
-  lock left it out.
+  A requirement that is not installed is not in the lock, because it is for
+  another platform or version.
   """
   names = set()
   for requirement in dist.requires or ():
@@ -62,7 +62,7 @@ def main() -> None:
   folder, build_file = sys.argv[1:]
   for stray in pathlib.Path(folder).rglob("BUILD*"):
     if stray.name in ("BUILD", "BUILD.bazel"):
-      stray.unlink()  # it would make a Bazel package of a part of `folder`
+      stray.unlink()  # it would turn a part of `folder` into a Bazel package
   dists = {
     target_name(dist.metadata["Name"]): dist
     for dist in importlib.metadata.distributions(path=[folder])

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine's own Python: found in one place, for every use.
+"""Finds the machine's own Python, in one place for every use.
 
-Repository rules run pip with it and a toolchain runs tests with it, so the
+Repository rules run pip with it and a toolchain runs tests with it. So the
 wheels that pip picks are for the interpreter that imports them.
 """
 
 def _watch_path(rctx, name):
-    """Has the repository fetched anew where PATH leads to another `name`.
+    """Has the repository fetched again when PATH leads to another program.
+
+    A shim, such as pyenv's, that picks another interpreter is not noticed,
+    because its file stays the same.
 
     Args:
       rctx: the repository context.
-      name: of a program. Not noticed is a shim that now picks another program,
-        such as pyenv's: the file stays the same.
+      name: the name of the program.
     """
     for folder in rctx.getenv("PATH", "").split(":"):
         if folder.startswith("/"):
@@ -21,7 +23,7 @@ def _watch_path(rctx, name):
                 return
 
 def _find_python(rctx):
-    """The interpreter's absolute path, shims resolved, and its version."""
+    """Returns the interpreter's absolute path, past shims, and its version."""
     wanted = rctx.getenv("HERMETIC_PYTHON_VERSION", "")
     name = "python" + (wanted or "3")
     _watch_path(rctx, name)
@@ -31,8 +33,8 @@ def _find_python(rctx):
     if not program:
         fail("There is no {} on PATH.".format(name) + cure)
 
-    # sys.executable, because a shim picks its interpreter by current folder
-    # and environment, both of which differ when tests run.
+    # It must be sys.executable: a shim picks its interpreter by the current
+    # folder and the environment, and both differ when tests run.
     result = rctx.execute([
         program,
         "-c",
@@ -72,7 +74,7 @@ toolchain(
 
 def _python_toolchain_impl(rctx):
     python = _find_python(rctx)
-    rctx.watch(python.path)  # an upgrade fetches everything anew
+    rctx.watch(python.path)  # after an upgrade everything is fetched again
     rctx.file("BUILD.bazel", _BUILD.format(path = python.path))
     rctx.file("python.json", json.encode(python))
 
@@ -82,7 +84,7 @@ python_toolchain = repository_rule(
 )
 
 def host_python(rctx):
-    """What @ep_python found, for another repository rule.
+    """Returns the Python that @ep_python found, for another repository rule.
 
     Args:
       rctx: the repository context.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every repository this module brings, for Bzlmod and WORKSPACE alike."""
+"""Declares every repository of this module, for Bzlmod and WORKSPACE alike."""
 
 load("//third_party/cuda:version.bzl", "cuda_version")
 load(":npm.bzl", "npm_archive")
@@ -8,11 +8,11 @@ load(":python.bzl", "python_toolchain")
 
 _PY_LOCK = "//third_party/py:requirements_lock_{python}.txt"
 
-# Both end up in the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
+# Both result in the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
 _CUDA_PACKAGES = {
     "12": {
         "nvidia-cuda-cccl-cu12": "nvidia/cuda_cccl",
-        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # for crt/, has no nvcc
+        "nvidia-cuda-nvcc-cu12": "nvidia/cuda_nvcc",  # for crt/; it has no nvcc
         "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc",
         "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime",
     },
@@ -27,7 +27,7 @@ _CUDA_PACKAGES = {
 }
 
 def ep_repositories():
-    """Declares the repositories; one is fetched when a target needs it."""
+    """Declares the repositories; Bazel fetches one when a target needs it."""
     python_toolchain(name = "ep_python")
 
     pip_packages(
@@ -35,9 +35,9 @@ def ep_repositories():
         lock = _PY_LOCK,
     )
 
-    # Not a part of @ep_pypi, so that a module with a JAX of its own need not
-    # install ours to compile the native library, nor have a Python that ours is
-    # locked for.
+    # The headers are not taken from @ep_pypi. So a module with a JAX of its own
+    # can compile the native library without installing ours, and with a Python
+    # that ours has no lock for.
     pip_archive(
         name = "ep_xla_ffi",
         build_file = Label("//third_party/cc:xla_ffi.BUILD"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule sets that a WORKSPACE build needs; Bzlmod has them as modules."""
+"""Declares the rule sets of a WORKSPACE build; Bzlmod has them as modules."""
 
 load("@bazel_tools//tools/build_defs/repo:http.bzl", "http_archive")
 load("@bazel_tools//tools/build_defs/repo:utils.bzl", "maybe")
@@ -19,7 +19,7 @@ def ep_rule_sets():
         url = "https://github.com/bazelbuild/bazel-skylib/releases/download/1.8.2/bazel-skylib-1.8.2.tar.gz",
     )
 
-    # The last that needs no call of its own in a WORKSPACE file.
+    # This is the last version that needs no call of its own in a WORKSPACE.
     maybe(
         http_archive,
         name = "rules_cc",

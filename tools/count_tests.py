@@ -3,10 +3,10 @@
 
 Usage: count_tests.py BUILD_EVENTS_JSON EXIT_CODE
 
-A test that could not be built has failed, one that is not for this
-configuration (Bazel lists it as SKIPPED) does not count. A run that Bazel calls
-failed though each of its tests passed has failed, too: a package or a target is
-broken.
+A test that cannot be built counts as failed. A test that is not for this
+configuration, which Bazel lists as SKIPPED, does not count. If Bazel reports
+that a run failed although each of its tests passed, a package or a target is
+broken, and that counts as one failure.
 """
 
 import json

@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Installs Debian's packaged Bazel into a private prefix, for hosts that reach a
-# Debian mirror but not GitHub. Needs apt-get, dpkg-deb and python3, no root;
-# the host's own packages are neither used nor changed.
+# Debian mirror but not GitHub. It needs apt-get, dpkg-deb and python3, but not
+# root, and neither uses nor changes the host's own packages.
 #
 #   tools/debian_bazel.sh PREFIX && PREFIX/bin/bazel --version
 #
-# PREFIX appears only when it is complete: everything is laid out in
-# PREFIX.partial, with PREFIX's paths written inside, and renamed at the end.
+# PREFIX appears only when it is complete: the script builds PREFIX.partial,
+# whose files contain PREFIX's paths, and renames it at the end.
 #
-#   EP_DEBIAN_MIRROR   where to download from (default: the host's own mirror)
+#   EP_DEBIAN_MIRROR   the mirror to download from (default: the host's own)
 #   EP_DEBIAN_SUITE    the release to take Bazel from
 set -euo pipefail
 
@@ -36,8 +36,9 @@ mirror=${EP_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' |
 rm -rf "$stage"
 mkdir -p "$stage"/{root,bin,registry,apt/lists/partial,apt/archives/partial}
 
-# 1. The packages: Bazel's dependency closure in a release newer than the host,
-# computed by an apt that sees an empty system and keeps its state to itself.
+# 1. The packages are Bazel and all its dependencies in a release newer than the
+# host's. An apt that sees an empty system computes them and keeps its state in
+# the stage.
 readonly apt=$stage/apt
 : >"$apt/status"
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -58,8 +59,8 @@ say "1/4 reading the package lists of Debian $suite"
 apt_get update ||
   die "the mirror did not answer for '$suite'; see apt's message above."
 
-# Left out: compilers and interpreters, which the host brings itself, and the
-# JDK, of which Bazel's server needs no more than the runtime.
+# Compilers and interpreters are left out, because the host has its own. So is
+# the JDK, because Bazel's server needs only the runtime.
 left_out='build-essential|.*-jdk-headless|python3(-minimal|\..*)?|libpython3.*'
 left_out+='|(binutils|cpp|g\+\+|gcc|perl|dpkg).*|make|linux-libc-dev'
 left_out+='|libc6-dev|libc-dev-bin|lib(gcc|stdc\+\+)-.*-dev|libperl.*'
@@ -76,8 +77,8 @@ printf '%s\0' "$apt"/archives/*.deb |
   xargs -0 -n1 -P"$(nproc)" sh -c 'dpkg-deb -x "$1" "$0"' "$stage/root"
 rm -rf "$apt"
 
-# 2. The programs: each is pointed at the prefix's own loader and libraries,
-# as the host's C library is older than the one they were linked against.
+# 2. Each program gets the prefix's own loader and libraries, because the host's
+# C library is older than the one that the program was linked against.
 say "4/4 fitting the programs to this host"
 root=$stage/root
 loaders=("$root"/usr/lib/*/ld-linux-*.so.*)
@@ -93,15 +94,16 @@ for program in "$root"/usr/bin/bazel "$root"/usr/libexec/*/bazel/* \
   "$jre/bin/java" "$jre/lib/jspawnhelper"; do
   [[ -f $program ]] || continue
   old=$(patchelf --print-rpath "$program")
-  # DT_RPATH, not DT_RUNPATH: it must also hold for the libraries' libraries.
+  # This sets DT_RPATH, because DT_RUNPATH does not hold for the libraries that
+  # libraries need.
   patchelf --set-interpreter "$(here "${loaders[0]}")" --force-rpath --set-rpath \
     "$(here "$lib"):$(here "$jre/lib"):$(here "$jre/lib/server")${old:+:$old}" \
     "$program"
 done
 
-# Debian's parts name each other by absolute path: in links, in the server's
-# class path and in the manifests of its jars. The server does not follow the
-# manifests once the class path is rewritten, so they are followed here.
+# Debian's files name each other by absolute path: in links, in the server's
+# class path and in the manifests of its jars. With a rewritten class path the
+# server does not follow the manifests, so this program follows them.
 python3 - "$root" "$prefix/root" <<'PY'
 import os
 import pathlib
@@ -121,7 +123,7 @@ for folder, dirs, files in os.walk(stage):
 
 
 def class_path(jar):
-    """The jars that `jar`'s manifest names, as paths below the stage."""
+    """Yields the jars that `jar`'s manifest names, as paths below the stage."""
     try:
         manifest = zipfile.ZipFile(jar).read("META-INF/MANIFEST.MF").decode()
     except KeyError:
@@ -136,7 +138,7 @@ def class_path(jar):
 
 listing = pathlib.Path(stage, "usr/share/bazel/bazel_classpath_debian_depends.txt")
 jars = [stage + line for line in listing.read_text().split()]
-for jar in jars:  # grows while it is walked
+for jar in jars:  # the list grows while it is walked
     if os.path.exists(jar):
         jars += [j for j in class_path(jar) if j not in jars and os.path.exists(j)]
 listing.write_text("".join(final + j[len(stage):] + "\n" for j in jars))

@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # Configures a Debian Bazel: writes its registry, its rc file and the wrapper
-# that runs it. The last step of debian_bazel.sh, and apart from it for a test.
+# that runs it. This is the last step of debian_bazel.sh, in a file of its own
+# so that a test can run it.
 #
 #   tools/debian_bazel_rc.sh STAGE PREFIX
 #
-# STAGE holds what was unpacked, in STAGE/root, and is to be renamed to PREFIX.
+# STAGE/root holds the unpacked packages. The caller renames STAGE to PREFIX.
 set -euo pipefail
 
 readonly stage=$1 prefix=$2
 
-# The rule sets: Debian's stand in for the modules a C++ and Python build names,
-# whatever version it asks for. The registry holds stubs of the others that
-# Bazel's own MODULE file names; such a build never loads them.
+# Debian's rule sets replace the modules that a C++ and Python build names,
+# whatever version it asks for. The registry holds stubs of the other modules
+# that Bazel's own MODULE file names; such a build never loads them.
 stub() {
   local dir=$stage/registry/modules/$1/$2
   mkdir -p "$dir"
@@ -28,8 +29,8 @@ stub protobuf 3.19.6
 stub protobuf 21.7
 stub zlib 1.3.1.bcr.3
 
-# Prints a line of the rc file: the command $1 has the option $2. Quoted, as a
-# home may have a space in its name.
+# Prints a line of the rc file: the command $1 has the option $2. The option is
+# quoted, because the name of a home may contain a space.
 option() {
   local quoted=${2//\\/\\\\}
   printf '%s "%s"\n' "$1" "${quoted//\"/\\\"}"
@@ -46,9 +47,9 @@ registry=$(python3 -c \
   option startup --trust_install_base
   option startup "--server_javabase=$prefix${jres[0]#"$stage"}"
   option common "--registry=$registry"
-  # The sandbox hides /tmp, and the prefix may well lie there.
+  # The sandbox hides /tmp, and the prefix may be there.
   option common "--sandbox_add_mount_pair=$prefix"
-  # For hosts whose python3 comes without pip.
+  # Some hosts have a python3 without pip.
   option common "--repo_env=EP_PIP_WHEEL=$prefix${pip[0]#"$stage"}"
   for module in bazel_features:tools/features bazel_skylib:tools/skylib \
     platforms:tools/platforms rules_cc:rules/cc rules_java:rules/java \

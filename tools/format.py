@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats the repository's files, or checks that they are formatted.
 
-Run it as tools/format.sh [--check] [--only=NAME]. Prints one line per formatter
-and fails when any of them does.
+Run it as tools/format.sh [--check] [--only=NAME]. It prints one line for each
+formatter, and fails if one of them fails. Two checks that change nothing or
+little run with the formatters: license-line and docs.
 """
 
 import argparse
@@ -29,6 +30,12 @@ def formatters(buildifier: pathlib.Path) -> dict[str, Formatter]:
       command=[sys.executable, "tools/license_line.py"],
       fix=[],
       check=["--check"],
+    ),
+    "docs": Formatter(
+      files=("*.md",),
+      command=[sys.executable, "tools/check_docs.py"],
+      fix=[],
+      check=[],
     ),
     "buildifier": Formatter(
       files=("*BUILD", "*.BUILD", "*.bazel", "*.bzl", "*WORKSPACE"),
@@ -62,7 +69,7 @@ def formatters(buildifier: pathlib.Path) -> dict[str, Formatter]:
 
 
 def find_files(root: pathlib.Path, globs: tuple[str, ...]) -> list[str]:
-  """The files that git tracks, or would on `git add`; links are left out."""
+  """Returns the files that git tracks or would add, without links."""
   listing = subprocess.run(
     ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     + ["--", *globs],

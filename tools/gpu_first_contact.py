@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of gpu_first_contact.sh that are programs: one by its name.
+"""Runs one question of gpu_first_contact.sh, given its name.
 
-Those of several ranks are started by `ep.launch`, others alone. An answer is
-what is printed; a question that has none ends with an error.
+`ep.launch` starts the questions of several ranks; the others run alone. A
+question prints its answer, or ends with an error if there is none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def libraries() -> None:
 
 
 def compiler() -> None:
-  """How long it takes to compile what all kernels of NCCL EP include."""
+  """Times the compilation of what all kernels of NCCL EP include."""
   (device, *_) = _gpus()
   start = time.monotonic()
   nccl_files.prepare(device)
@@ -61,7 +61,7 @@ def compiler() -> None:
 
 
 def sharing() -> None:
-  """Runs a collective of XLA's own between these ranks."""
+  """Runs one of XLA's collectives between these ranks."""
   launch.initialize()
   mesh = _mesh()
   ones = jax.make_array_from_callback(
@@ -73,7 +73,7 @@ def sharing() -> None:
 
 
 def group() -> None:
-  """A group that comes and goes, and what memory that takes."""
+  """Makes and finalizes a group, and prints the memory that it takes."""
   launch.initialize()
   before = _used()
   made = _bootstrap()
@@ -83,7 +83,7 @@ def group() -> None:
 
 
 def streams() -> None:
-  """A dispatch beside a psum, for the dump of XLA's thunks."""
+  """Runs a dispatch beside a psum, for the dump of XLA's thunks."""
   launch.initialize()
   made = _bootstrap()
   _there_and_back(made, beside=True)
@@ -91,6 +91,7 @@ def streams() -> None:
 
 
 def finalized_twice() -> None:
+  """Finalizes a group a second time, which must do nothing."""
   launch.initialize()
   made = _bootstrap()
   _there_and_back(made)
@@ -99,12 +100,13 @@ def finalized_twice() -> None:
 
 
 def never_finalized() -> None:
+  """Ends with an open group, which must not hang."""
   launch.initialize()
   _there_and_back(_bootstrap())
 
 
 def one_dies() -> None:
-  """The other ranks end with an error, or by the launcher's hand."""
+  """Kills a rank; the others must end with an error or by the launcher."""
   launch.initialize()
   made = _bootstrap()
   _there_and_back(made)
@@ -142,7 +144,7 @@ def _bootstrap() -> ep.EpGroup:
 
 
 def _there_and_back(group: ep.EpGroup, beside: bool = False) -> None:
-  """Sends tokens to their experts and back, and checks that they are twice."""
+  """Sends tokens to two experts and back, and checks that they are doubled."""
   layer = ep.EpLayerConfig(group)
 
   def rank(tokens):

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Asks ten questions of a machine with GPUs, in the order in which an answer spoils
-# the next question: do the libraries load, does a compiler work, may ranks share a
-# card, is NCCL EP right there, are we, and what do we cost. Takes 25 minutes at
-# most on one Hopper card; each step has a limit, and the next one comes whatever
-# it says. Run it in the root of the repository, with JAX installed:
+# Answers ten questions about ep on a machine with GPUs. A question makes sense
+# only if the answers before it are good: do the libraries load, does a compiler
+# work, may ranks share a card, are the results of NCCL EP right, are ours, and
+# what do our ops cost? It takes at most 25 minutes on one Hopper card. Each
+# step has a time limit, and the next one runs whatever the result is. Run it in
+# the root of the repository, with JAX installed:
 #
 #   EP_FFI_LIBRARY_PATH=<folder of libep_ffi_cuda.so> tools/gpu_first_contact.sh
 #
 # OUT       the folder of all logs (default: gpu_first_contact)
 # STEPS     which ones, "1 2 3" for instance (default: all)
-# PLATFORM  cpu tries the script itself where there is no GPU: what needs one fails
+# PLATFORM  cpu tries the script without a GPU; the steps that need one fail
 #
-# The folder of libep_ffi_cuda.so has libnccl_ep_bench.so as well, for steps 5 and 9.
+# Steps 5 and 9 need libnccl_ep_bench.so in the folder of libep_ffi_cuda.so.
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -38,7 +39,7 @@ step() {
   local start=$SECONDS
   timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$log" | tail -n 15
   status=${PIPESTATUS[0]}
-  # ep_bench leaves out what it cannot run, and prints that it does.
+  # If ep_bench skips a contender that it cannot run, it prints so and succeeds.
   grep -q '^skipped ' "$log" && status=skipped
   printf '== %s. %s: %s after %s s\n' "$number" "$name" \
     "$([[ $status == 0 ]] && echo passed || echo "FAILED ($status)")" \
@@ -93,7 +94,7 @@ step 9 180 costs $(bench 2 --contenders=nccl,nccl_ep --dtypes=bfloat16 \
   --shapes=1024x4096x4x16 "--json=$OUT/costs.json" $MOVES)
 step 10 50 finalized_twice $(ask_ranks 2 finalized_twice)
 step 10 50 never_finalized $(ask_ranks 2 never_finalized)
-# Its failure is what is asked for: that it comes before the limit.
+# The survivors must fail, and before the time limit.
 step 10 50 one_dies bash -c "! $(ask_ranks 2 one_dies)"
 
 printf '\n%s\n' "$(cat "$OUT/summary.txt")"

@@ -11,18 +11,18 @@ LINE = "SPDX-License-Identifier: Apache-2.0"
 
 
 def comment(name: str) -> str:
-  """Returns the line as a comment of the language that `name` tells."""
+  """Returns the line as a comment in the language of the file `name`."""
   if name.endswith((".cc", ".cu", ".h")):
     return f"// {LINE}\n"
   return f"/* {LINE} */\n" if name.endswith(".lds") else f"# {LINE}\n"
 
 
 def with_line(name: str, text: str) -> str:
-  """Returns `text` with the line as its first, or behind a `#!` line."""
+  """Returns `text` with the line as its first line, or after a `#!` line."""
   lines = text.splitlines(keepends=True)
   start = int(text.startswith("#!"))
   line = comment(name)
-  # A comment that follows is no part of the licence.
+  # An empty line separates the licence from a comment that follows.
   if lines[start:] and lines[start].startswith(line[0]):
     line += "\n"
   return "".join([*lines[:start], line, *lines[start:]])

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Writes the lock files anew from the requirements beside them; needs uv (pip
-# install uv). No address of an index gets into them.
+# Writes the lock files again from the requirements beside them. It needs uv
+# (pip install uv). The locks contain no address of an index.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../third_party"
 
@@ -18,7 +18,7 @@ done
 for version in 12 13; do
   lock "cuda/requirements_cuda$version.in" 3.11 \
     "requirements_lock_cuda$version.txt" --no-deps
-  # The same wheels for every Python, or hashes of those for each.
+  # The wheels are the same for every Python, or the lock hashes each of them.
   lock "py/requirements_cuda$version.in" 3.11 \
     "requirements_lock_cuda$version.txt" --python-platform x86_64-manylinux_2_28
 done

@@ -10,6 +10,12 @@ from typing import Any
 INT32_MAX = 2**31 - 1
 
 
+def check(condition: bool, what: str, message: str) -> None:
+  """Raises `ValueError` with a message that begins with `what`, or returns."""
+  if not condition:
+    raise ValueError(f"{what}: {message}")
+
+
 def integer(what: str, name: str, value: Any) -> int:
   """Returns an argument that is an integer of any type as an `int`.
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
 import jax
-
-if TYPE_CHECKING:
-  from ep._src.primitive import OpParams
 
 # A part of the key of `jax.jit`'s caches.
 _on = jax.make_user_context(
@@ -47,19 +43,13 @@ def is_on() -> bool:
   return _on.value
 
 
-def jax_looks_for_nans() -> bool:
-  """Returns whether JAX fails ops that return a NaN or an infinity.
+def tail(asked: str) -> str:
+  """Returns what ops traced here write past the last slab.
 
-  JAX does not retrace a function when this changes.
+  An unspecified tail is NaN in checked mode. It is zero where JAX fails ops
+  that return a NaN or an infinity (jax_debug_nans, jax_debug_infs). A function
+  that was traced before such an option changed is not traced again.
   """
-  return jax.config.jax_debug_nans or jax.config.jax_debug_infs
-
-
-def tail(params: OpParams) -> str:
-  """Returns what dispatch writes past the last slab: "nan" in checked mode.
-
-  Where JAX looks at every result of an op, an unspecified tail is zero.
-  """
-  if params.layer.tail == "zero" or params.no_nans:
+  if asked == "zero" or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
     return "zero"
-  return "nan" if params.checked else "unspecified"
+  return "nan" if is_on() else asked

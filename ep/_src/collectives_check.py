@@ -9,7 +9,7 @@ import re
 
 import jax
 
-from ep._src import ffi
+from ep._src.backend import OPS
 
 # Opcodes of HLO. An asynchronous one is told by its start.
 OPCODES = (
@@ -31,7 +31,7 @@ _INSTRUCTION = re.compile(
 )
 
 # A backend without custom calls names the scope of its collectives like the op.
-_EXCHANGES = {*ffi.OPS, "ep_weighted_combine"}
+_EXCHANGES = {*OPS, "ep_weighted_combine"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ep._src import compat, primitive, sharding, te_names
-from ep._src.backends import BACKENDS
+from ep._src.backend import OpParams
 from ep._src.compat import ad
 from ep._src.dispatch import check_rows
 from ep._src.handle import check_handle, EpHandle
@@ -81,9 +81,6 @@ def ep_combine(
         " ep_dispatch, one for each slot."
       )
     operands.append(weights.astype(jnp.float32))
-  if weights is not None and not BACKENDS[group.backend].FUSES_WEIGHTS:
-    scaled = operands.pop()[..., None] * expert_out.astype(jnp.float32)
-    operands[1] = scaled.astype(expert_out.dtype)
 
   def local(*operands):
     which = combine_p if len(operands) == 2 else weighted_combine_p
@@ -100,13 +97,13 @@ def ep_combine(
   )
 
 
-def _combine_types(params: primitive.OpParams, mem, slots, *weights):
+def _combine_types(params: OpParams, mem, slots, *weights):
   del mem, weights
   shape = (params.num_tokens, slots.shape[1])
   return [jax.ShapeDtypeStruct(shape, slots.dtype)]
 
 
-def _combine_bwd_types(params: primitive.OpParams, mem, tokens):
+def _combine_bwd_types(params: OpParams, mem, tokens):
   del mem
   shape = (params.layer.capacity, tokens.shape[1])
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ep._src import primitive, sharding, te_names
+from ep._src.backend import OpParams
+from ep._src.config import GroupConfig
 from ep._src.handle import check_handle, EpHandle
 
 
@@ -109,7 +111,7 @@ def ep_dispatch(
   return recv_tokens, recv_topk_weights
 
 
-def check_rows(op: str, name: str, rows: jax.Array, group) -> None:
+def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
   """Raises unless `rows` [..., H] have a dtype and size the group allows."""
   if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
     raise TypeError(
@@ -135,7 +137,7 @@ def check_rows(op: str, name: str, rows: jax.Array, group) -> None:
     )
 
 
-def _dispatch_types(params: primitive.OpParams, mem, tokens, topk_weights):
+def _dispatch_types(params: OpParams, mem, tokens, topk_weights):
   del mem, topk_weights
   capacity = params.layer.capacity
   return [
@@ -144,7 +146,7 @@ def _dispatch_types(params: primitive.OpParams, mem, tokens, topk_weights):
   ]
 
 
-def _dispatch_bwd_types(params: primitive.OpParams, mem, slots, slot_weights):
+def _dispatch_bwd_types(params: OpParams, mem, slots, slot_weights):
   del mem, slot_weights
   choices = (params.num_tokens, params.layer.top_k)
   return [

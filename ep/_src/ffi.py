@@ -16,15 +16,7 @@ from typing import Any
 import jax
 
 from ep._src import files
-
-# The five ops, and the FFI targets of the same names.
-OPS = (
-  "ep_prepare",
-  "ep_dispatch",
-  "ep_combine",
-  "ep_dispatch_bwd",
-  "ep_combine_bwd",
-)
+from ep._src.backend import OPS
 
 # Of a backend: the platform in its library's name, and as XLA calls it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
@@ -32,7 +24,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # call; the library carries its own (//ep_ffi/handlers:interface). After a
 # change of that side, the error of every test has the digest to write here.
-INTERFACE = "23908395cda9"
+INTERFACE = "f7113acd3a5c"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -136,46 +128,60 @@ def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
     raise type(e)(f"{op}: {e}") from e
 
 
+class _HostProcess(ctypes.Structure):
+  _fields_ = [
+    ("address", ctypes.c_char_p),
+    ("id", ctypes.c_int32),
+    ("pid", ctypes.c_int32),
+  ]
+
+
+class _HostRank(ctypes.Structure):
+  _fields_ = [("process", ctypes.c_int32), ("device", ctypes.c_int32)]
+
+
+class _HostGroup(ctypes.Structure):
+  """`EpHostGroup` of ep_ffi/backends/host/bootstrap.cc."""
+
+  _fields_ = [
+    ("name", ctypes.c_char_p),
+    ("config", ctypes.c_char_p),
+    ("num_experts", ctypes.c_int64),
+    ("timeout_s", ctypes.c_double),
+    ("processes", ctypes.POINTER(_HostProcess)),
+    ("ranks", ctypes.POINTER(_HostRank)),
+    ("num_processes", ctypes.c_int32),
+    ("num_ranks", ctypes.c_int32),
+    ("ep_size", ctypes.c_int32),
+    ("process", ctypes.c_int32),
+    ("listener", ctypes.c_int32),
+  ]
+
+
 def create_host_group(
   name: str,
   config: str,
-  listener: int,
-  addresses: list[str],
-  num_experts: int,
-  ep_size: int,
+  processes: list[tuple[str, int, int]],
   ranks: list[tuple[int, int]],
-  process: int,
-  process_ids: list[int],
-  pids: list[int],
-  timeout_s: float,
+  **fields: float,
 ) -> None:
-  """Creates the native group `name`; see ep_ffi/backends/host/bootstrap.cc.
+  """Creates the native group `name`; the `fields` are those of `_HostGroup`.
 
-  `ranks` lists (process, device id), domain-major. On CPU XLA tells a handler
-  the id that JAX knows, not an ordinal in the process. Processes are counted
-  from 0; where they listen, JAX's ids of them, and the system's, are in the
-  lists. The socket `listener` stays the caller's.
+  `processes` lists (address, JAX's id, the system's id). `ranks` lists (index
+  in `processes`, device id), domain-major. On CPU XLA tells a handler the id
+  that JAX knows, not an ordinal in the process.
   """
-  int_array = ctypes.c_int32 * len(ranks)
-  _call_for(
-    "ep_bootstrap",
-    "host",
-    "ep_host_group_create",
-    name.encode(),
-    config.encode(),
-    ctypes.c_int32(listener),
-    (ctypes.c_char_p * len(pids))(*(a.encode() for a in addresses)),
-    ctypes.c_int64(num_experts),
-    ctypes.c_int32(ep_size),
-    ctypes.c_int32(len(ranks)),
-    int_array(*(p for p, _ in ranks)),
-    int_array(*(d for _, d in ranks)),
-    ctypes.c_int32(process),
-    ctypes.c_int32(len(pids)),
-    (ctypes.c_int32 * len(pids))(*process_ids),
-    (ctypes.c_int32 * len(pids))(*pids),
-    ctypes.c_double(timeout_s),
+  encoded = [(address.encode(), id, pid) for address, id, pid in processes]
+  group = _HostGroup(
+    name=name.encode(),
+    config=config.encode(),
+    processes=(_HostProcess * len(processes))(*encoded),
+    ranks=(_HostRank * len(ranks))(*ranks),
+    num_processes=len(processes),
+    num_ranks=len(ranks),
+    **fields,
   )
+  _call_for("ep_bootstrap", "host", "ep_host_group_create", ctypes.byref(group))
 
 
 def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:

@@ -8,8 +8,8 @@ import math
 
 import jax
 
+from ep._src.backend import OpParams
 from ep._src.group import EpLayerConfig
-from ep._src.primitive import OpParams
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ class EpHandle:
   @property
   def params(self) -> OpParams:
     """What the ops on this handle have in common."""
-    return OpParams(self.layer, math.prod(self.token_shape))
+    return self.layer.op_params(math.prod(self.token_shape))
 
 
 def check_handle(op: str, handle: EpHandle) -> None:

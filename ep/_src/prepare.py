@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src import primitive, sharding, te_names
-from ep._src.backends import BACKENDS
+from ep._src.backend import OpParams
 from ep._src.group import EpLayerConfig
 from ep._src.handle import EpHandle
 
@@ -69,7 +69,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       f" [..., {layer.top_k}] with at least one axis of tokens is expected."
     )
   token_shape = sharding.local_lead(layer.group, op, "topk_idx", topk_idx.shape)
-  params = primitive.OpParams(layer, math.prod(token_shape))
+  params = layer.op_params(math.prod(token_shape))
   if params.num_tokens > layer.group.max_tokens_per_rank:
     raise ValueError(
       f"{op}: {params.num_tokens} tokens on a rank, but max_tokens_per_rank ="
@@ -88,14 +88,12 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
 
 
-def _out_types(params: primitive.OpParams, topk_idx):
+def _out_types(params: OpParams, topk_idx):
   del topk_idx
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
   try:
-    mem_bytes = BACKENDS[layer.group.backend].mem_bytes(
-      layer, params.num_tokens
-    )
+    mem_bytes = params.connection.mem_bytes(params)
   except ValueError as e:
     raise ValueError(f'ep_prepare(layer "{layer.name}"): {e}') from e
   return [

@@ -11,31 +11,15 @@ would give up forward mode and say no more.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ep._src import checked, compat
-from ep._src.backends import BACKENDS
+from ep._src import compat
+from ep._src.backend import OpParams
 from ep._src.compat import ad
-from ep._src.group import EpLayerConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class OpParams:
-  """The static parameters of every op."""
-
-  layer: EpLayerConfig
-  num_tokens: int  # T
-  no_nans: bool = dataclasses.field(default_factory=checked.jax_looks_for_nans)
-  checked: bool = dataclasses.field(default_factory=checked.is_on)
-
-  def __post_init__(self):
-    layer = dataclasses.replace(self.layer, group=self.layer.group.shadow)
-    object.__setattr__(self, "layer", layer)
 
 
 def op(
@@ -57,8 +41,8 @@ def op(
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
   def lower(ctx, *operands, params: OpParams):
-    backend = BACKENDS[params.layer.group.backend]
-    return backend.lower(target or name, ctx, *operands, params=params)
+    lower_op = params.connection.lower
+    return lower_op(target or name, ctx, *operands, params=params)
 
   # Each op of a program has a position of its own: never lower two as one.
   compat.mlir.register_lowering(primitive, lower, cacheable=False)
@@ -115,7 +99,7 @@ def bind(
   primitive: compat.Primitive, params: OpParams, *operands: jax.Array
 ) -> list[jax.Array]:
   """Applies an op in the local view."""
-  params.layer.group.check_alive(primitive.name)
+  params.connection.check_open(primitive.name)
   operands = compat.vary_together(
     *operands, axes=[params.layer.group.axis_name]
   )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric contract of ep in plain jnp: what every backend must return.
+"""The numeric contract of ep, on whole arrays: what every backend must return.
+
+NumPy arrays give NumPy arrays, by operations that have the contract's bits.
+Traced JAX arrays can be differentiated.
 
 Arrays carry a leading axis for the `P` ranks of one EP domain. `T` tokens of a
 rank, `K` choices of a token, `E` experts, `L = E / P` local experts (expert `e`
@@ -20,17 +23,16 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
 * Derivatives: dispatch and combine move rows along the same routing in opposite
   directions, so each is the other's transpose.
 
-Run sums outside `jit`, on CPU, where each operation flushes denormals: compiled
-as one program, XLA may contract the product and the sum into an FMA, which
-rounds once where the contract rounds twice, and it takes `0 + x` for `x`, which
-keeps a -0 and a denormal. XLA:CPU does not always move a bfloat16 unchanged
-either: give the bits of rows to `dispatch` and `combine_bwd`.
+XLA does not keep these bits: in one program it may contract the product and
+the sum into an FMA, which rounds once where the contract rounds twice, it takes
+`0 + x` for `x`, which keeps a -0 and a denormal, and XLA:CPU does not always
+move a bfloat16 unchanged. So what JAX arrays give is exact for whole numbers.
 """
 
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 
 class Routing(NamedTuple):
@@ -45,21 +47,22 @@ class Routing(NamedTuple):
 
 def prepare(topk_idx, *, num_experts, capacity, alignment=1):
   """`topk_idx [P, T, K]` -> `Routing`."""
+  xp = topk_idx.__array_namespace__()
   P, T, _ = topk_idx.shape
-  E, L, i32 = num_experts, num_experts // P, jnp.int32
+  E, L, i32 = num_experts, num_experts // P, np.int32
   idx = topk_idx.astype(i32)
-  chosen = (idx[..., None] == jnp.arange(E)).any(2).reshape(P * T, E)
+  chosen = (idx[..., None] == xp.arange(E)).any(2).reshape(P * T, E)
   count = chosen.sum(0, dtype=i32).reshape(P, L)
   padded = -(-count // alignment) * alignment
   end = padded.cumsum(1, dtype=i32)
   offset = end - padded
   row_in_slab = (chosen.cumsum(0, dtype=i32) - chosen).reshape(P, T, E)
   slot_of_expert = row_in_slab + offset.reshape(E)
-  slot = jnp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
+  slot = xp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
   kept = (idx >= 0) & (slot < capacity)
   return Routing(
-    rank=jnp.where(kept, idx // L, -1),
-    slot=jnp.where(kept, slot, -1),
+    rank=xp.where(kept, idx // L, -1),
+    slot=xp.where(kept, slot, -1),
     group_sizes=end.clip(max=capacity) - offset.clip(max=capacity),
     token_counts=count.clip(max=(capacity - offset).clip(0)),
     total_recv_tokens=end[:, -1:],
@@ -68,7 +71,7 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
 
 def dispatch(routing, tokens, topk_weights, *, capacity):
   """`[P, T, H]`, `[P, T, K]` -> `recv [P, C, H]`, `recv_weights [P, C]`."""
-  weights = topk_weights.astype(jnp.float32)
+  weights = topk_weights.astype(np.float32)
   return (
     _scatter(routing, tokens[:, :, None], capacity),
     _scatter(routing, weights, capacity),
@@ -77,13 +80,14 @@ def dispatch(routing, tokens, topk_weights, *, capacity):
 
 def combine(routing, rows, weights=None):
   """`rows [P, C, H]`, optional `weights [P, C]` -> `[P, T, H]`."""
-  out = jnp.float32(0)
-  terms = _gather(routing, rows).astype(jnp.float32)
+  terms = _flushed(_gather(routing, rows).astype(np.float32))
   if weights is not None:
-    terms *= _gather(routing, weights.astype(jnp.float32))[..., None]
+    weights = _flushed(_gather(routing, weights.astype(np.float32)))
+    terms = _flushed(terms * weights[..., None])
+  out = np.float32(0)
   for k in range(terms.shape[2]):
-    out += terms[:, :, k]
-  return (out + jnp.float32(0)).astype(rows.dtype)  # +0, if it is -0
+    out = _flushed(out + terms[:, :, k])
+  return (out + np.float32(0)).astype(rows.dtype)  # +0, if it is -0
 
 
 def dispatch_bwd(routing, g_recv, g_recv_weights):
@@ -98,15 +102,31 @@ def combine_bwd(routing, g, *, capacity):
 
 def _scatter(routing, x, capacity):
   """`x [P, T, K or 1, ...]` -> `[P, C, ...]`: each choice to its slot."""
+  xp = x.__array_namespace__()
   P, _, _, *rest = x.shape
-  x = jnp.broadcast_to(x, (*routing.slot.shape, *rest))
-  slot = jnp.where(routing.slot < 0, capacity, routing.slot)  # out of bounds
-  rows = jnp.zeros((P, capacity, *rest), x.dtype)
-  return rows.at[routing.rank, slot].set(x, mode="drop")
+  x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
+  # One more slot takes what has none.
+  at = routing.rank, xp.where(routing.slot < 0, capacity, routing.slot)
+  rows = xp.zeros((P, capacity + 1, *rest), x.dtype)
+  if isinstance(rows, np.ndarray):
+    rows[at] = x
+  else:
+    rows = rows.at[at].set(x)
+  return rows[:, :capacity]
 
 
 def _gather(routing, rows):
   """`rows [P, C, ...]` -> `[P, T, K, ...]`: each slot to its choice."""
+  xp = rows.__array_namespace__()
   kept = routing.slot >= 0
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
-  return jnp.where(kept, rows[routing.rank, routing.slot], 0)
+  found = rows[routing.rank, routing.slot]
+  return xp.where(kept, found, xp.zeros((), rows.dtype))
+
+
+def _flushed(x):
+  """Returns `x` with denormal numbers as zeros of their sign."""
+  if isinstance(x, jax.Array):
+    return x  # XLA:CPU flushes them in every operation
+  denormal = abs(x) < np.finfo(np.float32).tiny
+  return np.where(denormal, np.copysign(np.float32(0), x), x)

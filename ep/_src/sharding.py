@@ -21,12 +21,10 @@ from typing import Any
 import warnings
 
 import jax
-import numpy as np
 
 from ep._src import compat
-from ep._src.backends import BACKENDS
 from ep._src.group import EpGroup
-from ep._src.rendezvous import has_devices, Mesh
+from ep._src.meshes import has_devices, Mesh
 
 TOKENS = "tokens"
 RANK = "rank"
@@ -38,7 +36,7 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 def is_local_view(group: EpGroup, op: str) -> bool:
   """Whether the EP axis is manual here; raises if the mesh does not fit."""
-  group.check_alive(op)
+  group.connection.check_open(op)
   mesh = compat.context_mesh()
   if mesh is None:
     return False
@@ -66,31 +64,14 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
   has no devices then. If places matter to the backend, ep_prepare compares them
   when it runs.
   """
-  cure = "run the program on the mesh that was given to ep_bootstrap."
   if dict(mesh.shape) != dict(group.mesh.shape):
     raise ValueError(
       f"{op}: the mesh in context is {dict(mesh.shape)}, but the group"
-      f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)}; {cure}'
+      f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)}; run the'
+      " program on the mesh that was given to ep_bootstrap."
     )
-  devices = compat.concrete_context_mesh()
-  if devices is None or BACKENDS[group.backend].ANY_PLACES:
-    return
-  here, there = _places(devices), _places(group.mesh)
-  for device, place in here.items():
-    if there.get(device) != place:
-      raise ValueError(
-        f"{op}: the mesh in context has {device} at {dict(place)}, but the"
-        f' group "{group.name}" was bootstrapped on a mesh that has it at'
-        f" {dict(there.get(device, ()))}; {cure}"
-      )
-
-
-def _places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset]:
-  """Returns the index of each device along each axis of the mesh."""
-  return {
-    device: frozenset(zip(mesh.axis_names, index, strict=True))
-    for index, device in np.ndenumerate(mesh.devices)
-  }
+  if devices := compat.concrete_context_mesh():
+    group.connection.check_places(op, devices)
 
 
 def local_lead(

@@ -8,11 +8,12 @@ and clang-tidy is the part of Clang that a small wheel carries.
 load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 
 _ReportsInfo = provider(
-    "What Clang says of the sources of a target and of its dependencies.",
-    fields = {"reports": "A depset of files, empty where nothing is wrong."},
+    "Clang's reports on the sources of a target and of its dependencies.",
+    fields = {"reports": "A depset of files. A file without errors is empty."},
 )
 
-# Keeps what clang-tidy prints only if it fails, which is for the test to tell.
+# Writes the output of clang-tidy to the report if it fails. The action itself
+# succeeds, so that the test fails rather than its build.
 _RUN = """\
 report=$1
 shift
@@ -29,7 +30,7 @@ def _check(ctx, src, headers, contexts):
     args.add(report)
     args.add(ctx.executable._clang_tidy)
     args.add_all([
-        "--allow-no-checks",  # it takes Clang's warnings for none
+        "--allow-no-checks",  # Clang's warnings do not count as checks
         "--checks=-*,clang-diagnostic-thread-safety*",
         "--quiet",
         "--warnings-as-errors=*",
@@ -102,10 +103,9 @@ _reports_aspect = aspect(
 
 _TEST = """\
 #!/usr/bin/env bash
-set -uo pipefail
 output=$(cat {reports})
 echo "$output"
-{verdict}
+[[ {condition} ]]
 """
 
 def _thread_safety_test_impl(ctx):
@@ -113,15 +113,17 @@ def _thread_safety_test_impl(ctx):
         dep[_ReportsInfo].reports
         for dep in ctx.attr.deps
     ])
-    verdict = '[[ -z "$output" ]]'
+    if not reports:
+        fail("There is no source to check.")
+    condition = '-z "$output"'
     if ctx.attr.expected:
-        verdict = '[[ "$output" == *"{}"* ]]'.format(ctx.attr.expected)
+        condition = '"$output" == *"{}"*'.format(ctx.attr.expected)
     test = ctx.actions.declare_file(ctx.label.name)
     ctx.actions.write(
         test,
         _TEST.format(
             reports = " ".join([file.short_path for file in reports.to_list()]),
-            verdict = verdict,
+            condition = condition,
         ),
         is_executable = True,
     )
@@ -133,14 +135,13 @@ def _thread_safety_test_impl(ctx):
 thread_safety_test = rule(
     implementation = _thread_safety_test_impl,
     doc = """\
-Checks the sources of some targets, and of all that these depend on in this
-module.
+Checks the sources of some targets, and of their dependencies in this module.
 
-Clang reads each source once and again when it has changed, or a header has.""",
+Bazel keeps the report on a source until the source or a header changes.""",
     attrs = {
         "deps": attr.label_list(aspects = [_reports_aspect], mandatory = True),
         "expected": attr.string(
-            doc = "What Clang has to find wrong; otherwise it must be nothing.",
+            doc = "An error that Clang must find. Without it, none.",
         ),
     },
     test = True,

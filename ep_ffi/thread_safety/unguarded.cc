@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A class that forgets its lock, for //ep_ffi/thread_safety:failure_test.
+// This class reads a member without its lock, which
+// //ep_ffi/thread_safety:failure_test expects the analysis to find.
 
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/thread_annotations.h"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests what Bazel says it would do in a workspace that uses jax_ep.
+"""Tests which commands Bazel would run in a workspace that uses jax_ep.
 
     analysis_test.py CONSUMER [CLASS...]
 
-CONSUMER is the folder of such a workspace. A Bazel test cannot ask Bazel, so
+CONSUMER is the folder of such a workspace. A Bazel test cannot query Bazel, so
 .ci/run starts this program.
 """
 
@@ -34,7 +34,7 @@ def bazel(*args: str, **environment: str) -> str:
 
 
 def compilations(target: str, *flags: str) -> dict[str, list[str]]:
-  """The command lines that compile `target` and all it is linked from."""
+  """Returns the commands that compile `target` and all that it links."""
   query = f'mnemonic("CppCompile", deps({target}))'
   answer = json.loads(bazel("aquery", "--output=jsonproto", *flags, query))
   lines = [action["arguments"] for action in answer["actions"]]
@@ -43,31 +43,31 @@ def compilations(target: str, *flags: str) -> dict[str, list[str]]:
 
 
 def last(line: list[str], *options: str) -> str | None:
-  """The one that a compiler obeys, of options that contradict each other."""
+  """Returns the last of some contradicting options, which a compiler obeys."""
   return next((option for option in line[::-1] if option in options), None)
 
 
 def check_line(test: unittest.TestCase, line: list[str], level: str | None):
-  """Checks that our options are the last, and so hold, in a command line."""
+  """Checks that our options come last in a command line, so that they hold."""
   test.assertEqual(last(line, "-O0", "-O1", "-O2", "-O3"), level)
   test.assertEqual("-DNDEBUG" in line, bool(level))
   test.assertEqual(last(line, "-std=c++14", "-std=c++17"), "-std=c++17")
   math = "-ffast-math", "-fno-fast-math"
   test.assertEqual(last(line, *math), "-fno-fast-math")
-  # To Clang, what says no to fast math may also say what is contracted.
+  # In Clang, -fno-fast-math may also change what is contracted.
   contract = "-ffp-contract=off"
   test.assertEqual(last(line, *math, contract), contract)
   test.assertEqual(last(line, "-Werror", "-Wno-error"), "-Wno-error")
 
 
 def one_is_enough(test: unittest.TestCase):
-  """Leaves a test that downloads much to the consumer with Bzlmod."""
+  """Skips a test that downloads much, except in the consumer with Bzlmod."""
   if not pathlib.Path("MODULE.bazel").exists():
     test.skipTest("would download a second time what does not differ")
 
 
 class Compilation(unittest.TestCase):
-  """The engine is compiled in the same way whatever the consumer's flags."""
+  """The consumer's flags do not change how the engine is compiled."""
 
   THEIRS = "--copt=-ffast-math", "--copt=-Werror"
 
@@ -86,7 +86,7 @@ class Compilation(unittest.TestCase):
 
 
 class PyToolchain(unittest.TestCase):
-  """The Python toolchain serves where the visibility of its parts counts."""
+  """The parts of the Python toolchain are visible, for Bazel that checks it."""
 
   def test_it_is_visible(self):
     flag = "--incompatible_check_visibility_for_toolchains"
@@ -94,7 +94,7 @@ class PyToolchain(unittest.TestCase):
 
 
 class Cuda(unittest.TestCase):
-  """With a line in the consumer's .bazelrc, there is a build for CUDA."""
+  """A line in the consumer's .bazelrc gives it a build for CUDA."""
 
   def setUp(self):
     one_is_enough(self)
@@ -107,21 +107,24 @@ class Cuda(unittest.TestCase):
         check_line(self, line, "-O2")
 
   def test_programs_bring_the_plugin_of_jax(self):
-    # In place of packages that take long to download.
+    # These replace packages that take long to download.
     flags = [
       f"--@jax_ep//third_party/py:{package}=//:{package}"
       for package in ("absl", "jax_gpu")
     ]
-    for program in "examples:ep_moe", "benchmarks:ep_bench":
-      query = f"somepath(@jax_ep//{program}, //:jax_gpu)"
-      with self.subTest(program=program):
-        path = bazel("cquery", *flags, "--config=cuda13", query)
-        self.assertIn("//:jax_gpu", path)
-        self.assertEqual(bazel("cquery", *flags, query), "")
+    programs = "examples:ep_moe", "benchmarks:ep_bench"
+    labels = " + ".join(f"@jax_ep//{program}" for program in programs)
+    query = f"rdeps({labels}, //:jax_gpu)"
+    with_cuda = bazel("cquery", *flags, "--config=cuda13", query)
+    for program in programs:
+      self.assertRegex(with_cuda, rf"//{program} ")
+    self.assertEqual(
+      bazel("cquery", *flags, f"somepath({labels}, //:jax_gpu)"), ""
+    )
 
 
 class Python(unittest.TestCase):
-  """The machine's Python is the first on PATH, whatever it was before."""
+  """The build uses the first Python on PATH, also after PATH has changed."""
 
   def setUp(self):
     one_is_enough(self)
@@ -130,7 +133,7 @@ class Python(unittest.TestCase):
     self.path = f"{folder}:{os.environ['PATH']}"
 
   def install(self, version: str):
-    """Puts a Python on PATH that says that it is of this version."""
+    """Puts a Python on PATH that claims to have this version."""
     self.python.write_text(
       "#!/bin/sh\n"
       f'[ "$1" != -c ] || exec echo "$0 {version}"\n'

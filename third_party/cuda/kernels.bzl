@@ -60,7 +60,7 @@ _kernel_sources = rule(
             cfg = "exec",
             executable = True,
         ),
-        # Not cfg = "exec", where newer Bazel forgets :version.
+        # This has no cfg = "exec", in which newer Bazel resets :version.
         "_nvrtc": attr.label(default = "//third_party/cuda:nvrtc"),
     },
 )
@@ -84,9 +84,9 @@ def cuda_kernels(
         };
         extern const KernelImage kFooImages[3];
 
-    NVRTC compiles: no standard library, and what is not declared `__device__`
-    or `__global__` is for a host that there is none of. Declare kernels
-    `extern "C"`, to be found by name.
+    NVRTC compiles the source. It has no standard library, and no host: every
+    function must be declared `__device__` or `__global__`. Declare kernels
+    `extern "C"`, so that they are found by name.
 
     Args:
       name: of the library and its header.

@@ -2,7 +2,7 @@
 """Compiles a CUDA source with NVRTC into a C++ array of images.
 
 NVRTC is a compiler in a library. It needs no GPU and, unlike nvcc, no host
-compiler, and PyPI has it for CUDA 12 as well. See kernels.bzl.
+compiler, and PyPI has it also for CUDA 12. See kernels.bzl.
 """
 
 import argparse
@@ -50,11 +50,12 @@ _ENTRY = "  {{{arch}, kImage{i}, sizeof(kImage{i})}},"
 
 
 class Nvrtc:
-  """The few calls of NVRTC that it takes, each checked."""
+  """Calls NVRTC, and ends the process if a call fails."""
 
   def __init__(self, libraries: list[str]):
     # NVRTC opens the library of its builtins by name, and gets the one that is
-    # loaded already. "libnvrtc-builtins.so" sorts before "libnvrtc.so".
+    # loaded already. So that one is loaded first: "libnvrtc-builtins.so" sorts
+    # before "libnvrtc.so".
     loaded = [ctypes.CDLL(lib, ctypes.RTLD_GLOBAL) for lib in sorted(libraries)]
     self._lib = loaded[-1]
     self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -72,7 +73,7 @@ class Nvrtc:
     return data.raw
 
   def compile(self, src: str, arch: str, options: list[str]) -> bytes:
-    """The cubin for an `arch` such as sm_90, the PTX for one like compute_90.
+    """Returns a cubin for an arch such as sm_90, PTX for one like compute_90.
 
     Ends the process if `src` does not compile.
     """
@@ -88,7 +89,7 @@ class Nvrtc:
     argv = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
       self._call("nvrtcCompileProgram", program, len(options), argv)
-    finally:  # a log has warnings as well
+    finally:  # also without an error, since a log has warnings
       log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode()
       print(log, end="", file=sys.stderr)
     return self._bytes(program, "CUBIN" if arch.startswith("sm_") else "PTX")
@@ -108,7 +109,8 @@ def main() -> None:
 
   options = [
     "--std=c++17",
-    # As in ep_ffi/copts.bzl: no single rounding where the contract has two.
+    # A fused multiply-add rounds once where the contract rounds twice; see
+    # ep_ffi/copts.bzl.
     "--fmad=false",
     *(f"--include-path={folder}" for folder in args.include),
   ]

@@ -3,9 +3,9 @@
 
 Usage: symbols_test.py libraries.h FILE...
 
-The header lists what is looked up in libnccl as EP_NCCL_FUNCTIONS, and so for
-other libraries. Each is the one of the FILEs that is called libnccl.so,
-whatever comes after it. Nothing is loaded: they need a CUDA driver for that.
+The header lists the functions of libnccl as EP_NCCL_FUNCTIONS, and those of
+other libraries likewise. A library is the FILE whose name begins with, for
+example, libnccl.so. No library is loaded, because that needs a CUDA driver.
 """
 
 import pathlib
@@ -18,12 +18,12 @@ _SHN_UNDEF = 0
 
 
 def defined_symbols(path: pathlib.Path) -> set[str]:
-  """The dynamic symbols that a 64-bit little-endian ELF file defines."""
+  """Returns the dynamic symbols that a little-endian 64-bit ELF defines."""
   elf = path.read_bytes()
   assert elf[:6] == b"\x7fELF\x02\x01", path
   (table,) = struct.unpack_from("<Q", elf, 0x28)
   entry_size, count = struct.unpack_from("<HH", elf, 0x3A)
-  # Of each section: type, offset, size, and the section that it refers to.
+  # A section has a type, an offset, a size, and a section that it refers to.
   sections = [
     struct.unpack_from("<4xI16xQQI", elf, table + i * entry_size)
     for i in range(count)
@@ -51,7 +51,7 @@ def main() -> None:
   }
   for library in ("libnccl.so", "libnccl_ep.so"):
     (path,) = (f for f in files if f.name.startswith(library))
-    assert wanted[library], f"{header} names nothing of {library}"
+    assert wanted[library], f"{header} lists no function of {library}"
     missing = wanted[library] - defined_symbols(path)
     assert not missing, f"{path.name} lacks {', '.join(sorted(missing))}"
     print(f"{path.name} defines all {len(wanted[library])}")

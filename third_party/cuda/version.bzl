@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CUDA the environment asks for."""
+"""Reads from the environment which CUDA to build with."""
 
 def _cuda_version_impl(rctx):
     wanted = rctx.getenv("HERMETIC_CUDA_VERSION", "")
@@ -15,5 +15,5 @@ cuda_version = repository_rule(
 `:version.bzl` has CUDA_MAJOR, the major version in HERMETIC_CUDA_VERSION.
 
 The variable is XLA's, and XLA's own `--config=cuda` sets it. The locks here pin
-one release per major version, so no more than the major counts.""",
+one release per major version, so only the major version is read.""",
 )

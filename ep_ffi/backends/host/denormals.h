@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Sums must have the same bits on whichever thread they are taken. XLA:CPU's
-// threads take denormal numbers for zero and round to zero what would be one;
-// a thread of our own does not, until it is told to.
+// Sums must have the same bits on whichever thread they are computed. XLA:CPU's
+// threads read denormal numbers as zero, and write zero where a result would be
+// denormal; a thread of our own does not, unless its control register says so.
 
 #ifndef EP_FFI_BACKENDS_HOST_DENORMALS_H_
 #define EP_FFI_BACKENDS_HOST_DENORMALS_H_
@@ -32,7 +32,8 @@ class ScopedFlushDenormals {
     _mm_setcsr(static_cast<unsigned int>(value));
   }
 #elif defined(__aarch64__)
-  static constexpr uint64_t kFlush = 1 << 24;  // FPCR: FZ, of both kinds
+  static constexpr uint64_t kFlush = 1
+                                     << 24;  // FPCR: FZ, for inputs and results
   static uint64_t Get() {
     uint64_t value;
     asm volatile("mrs %0, fpcr" : "=r"(value));

@@ -8,7 +8,7 @@
 namespace ep::host {
 namespace {
 
-// Whether this thread takes a denormal for zero, and makes zero of one.
+// Returns whether this thread reads denormals as zero, and writes zero instead.
 bool Flushes() {
   volatile float smallest = std::numeric_limits<float>::min();
   volatile float denormal = std::numeric_limits<float>::denorm_min();
@@ -19,7 +19,7 @@ bool Flushes() {
   return made == 0;
 }
 
-TEST(DenormalsTest, AreZeroInTheScopeOnly) {
+TEST(DenormalsTest, DenormalsAreZeroInTheScopeOnly) {
   EXPECT_FALSE(Flushes());
   {
     const ScopedFlushDenormals outer;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One process of a group, whose peers are played by the test, message by
-// message: orders that are rare in practice, and posts that no peer of ours
-// would send.
+// One process of a group, while the test sends the messages of its peers: in
+// orders that are rare in practice, and with posts that no peer of ours would
+// send.
 
 #include "ep_ffi/backends/host/exchange.h"
 
@@ -32,19 +32,23 @@ class ExchangeTest : public ::testing::Test {
  protected:
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
     const Listeners listeners(kRanks);
-    Topology topology = {/*process=*/0, kRanks, /*ep_size=*/kRanks, {}};
     std::vector<std::thread> threads;
     for (int32_t p = 0; p < kRanks; ++p) {
-      topology.members.push_back({p, /*device=*/p});
-      threads.emplace_back([this, p, &listeners] {
-        const Status status = Peers::Connect(listeners.OptionsOf(p),
-                                             /*tick_s=*/0.05, &peers_[p]);
+      Topology topology = listeners.TopologyOf(p);
+      topology.ep_size = kRanks;
+      for (int32_t r = 0; r < kRanks; ++r) {
+        topology.members.push_back({/*process=*/r, /*device=*/r});
+      }
+      threads.emplace_back([this, p, topology, &listeners] {
+        const Status status =
+            Peers::Connect(topology, listeners.socket(p), /*timeout_s=*/30,
+                           /*tick_s=*/0.05, &peers_[p]);
         EXPECT_TRUE(status.ok()) << status.message();
       });
     }
     for (std::thread& thread : threads) thread.join();
     exchanges_ =
-        Exchanges::Create({"group", topology, timeout_s,
+        Exchanges::Create({"group", timeout_s,
                            [last = failed_run_](int64_t run_id, const Status&) {
                              *last = run_id;
                            }},
@@ -68,7 +72,7 @@ class ExchangeTest : public ::testing::Test {
     message.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     message.signature[Signature::kFirstBytes] = kInts * sizeof(value);
     forge(&message);
-    peers_[rank]->SendPost({0}, message, "ep_dispatch(layer \"\")");
+    peers_[rank]->SendPost({0}, message, "");
   }
 
   void PeerCloses(int32_t rank) {
@@ -81,7 +85,7 @@ class ExchangeTest : public ::testing::Test {
     WaitUntilGone("died");
   }
 
-  // Posts {1, 1} as rank 0. The result: the sum over ranks of their ints.
+  // Posts {1, 1} as rank 0. The result is the sum of the ints of all ranks.
   struct Result {
     Status status;
     int32_t sum = 0;
@@ -95,14 +99,14 @@ class ExchangeTest : public ::testing::Test {
     };
     auto state = std::make_shared<State>();
     Contribution c;
+    c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     c.signature[Signature::kFirstBytes] = sizeof(state->ints);
-    c.table.first = reinterpret_cast<const std::byte*>(state->ints);
-    c.stage = [](std::byte*, std::byte*) {};
+    c.arrays.rows.rows = reinterpret_cast<const std::byte*>(state->ints);
     c.num_chunks = 1;
-    c.run = [state](const std::vector<Table>& ranks, int64_t) {
-      for (const Table& table : ranks) {
+    c.run = [state](const AllArrays& ranks, int64_t) {
+      for (const RankRows& rank : ranks.rows) {
         int32_t ints[kInts];
-        std::memcpy(ints, table.first, sizeof(ints));
+        std::memcpy(ints, rank.rows, sizeof(ints));
         for (int32_t i : ints) state->sum += i;
       }
       return Status();
@@ -125,7 +129,7 @@ class ExchangeTest : public ::testing::Test {
         std::future_status::ready) {
       return future.get();
     }
-    return {Status(Code::kInternal, "the test waited in vain"), 0};
+    return {Status(Code::kInternal, "the op did not complete"), 0};
   }
 
   static void ExpectSum(int32_t expected, std::future<Result> future) {
@@ -156,7 +160,7 @@ class ExchangeTest : public ::testing::Test {
   }
 
  protected:
-  // The latest. A thread may tell it when the test is over.
+  // The run that failed last. A thread may write it when the test is over.
   std::shared_ptr<std::atomic<int64_t>> failed_run_ =
       std::make_shared<std::atomic<int64_t>>(0);
   std::vector<std::unique_ptr<Peers>> peers_;  // 1.. are the test's
@@ -212,7 +216,7 @@ TEST_F(ExchangeTest, WhatADeadPeerHasPostedCounts) {
   ExpectSum(2222, std::move(mine));
 }
 
-TEST_F(ExchangeTest, NobodyWaitsForADeadPeer) {
+TEST_F(ExchangeTest, AnOpThatLacksADeadPeerFails) {
   std::future<Result> mine = Post(7);
   PeerPosts(2, 7, 100);
   PeerDies(1);
@@ -220,10 +224,10 @@ TEST_F(ExchangeTest, NobodyWaitsForADeadPeer) {
   ExpectError(Code::kUnavailable, "rank 1 (process 1) died", Post(8));
 }
 
-TEST_F(ExchangeTest, AFailureOfAPeerIsMine) {
+TEST_F(ExchangeTest, AFailureOfAPeerFailsTheRunHere) {
   std::future<Result> mine = Post(7);
   std::future<Result> other = Post(8);
-  peers_[3]->SendFail({/*program=*/0, /*run_id=*/7, 0},
+  peers_[3]->SendFail({/*site_id=*/0, /*run_id=*/7, 0},
                       Status(Code::kInvalidArgument, "bad ids"));
   ExpectError(Code::kInvalidArgument, "bad ids", std::move(mine));
   ExpectError(Code::kInvalidArgument, "bad ids", Post(7));
@@ -237,7 +241,7 @@ TEST_F(ExchangeTest, PostsThatMakeNoSenseFailTheirRun) {
       [](Message* m) { m->domain = -1; },
       [](Message* m) { m->domain = 1; },
       [](Message* m) { m->rank = -1; },
-      [](Message* m) { m->rank = 0; },  // somebody else's
+      [](Message* m) { m->rank = 0; },  // another process's
       [](Message* m) { m->rank = kRanks; },
       [](Message* m) { m->segment = 12345; },
       [](Message* m) { m->signature[Signature::kFirstBytes] = -8; },
@@ -275,7 +279,7 @@ class LateTest : public ExchangeTest {
   LateTest() : ExchangeTest(/*timeout_s=*/1.5) {}
 };
 
-TEST_F(LateTest, WhoIsMissedIsToldWithWhatItRanLast) {
+TEST_F(LateTest, AMissingRankIsNamedWithItsLastOp) {
   for (int32_t rank : {1, 3}) PeerPosts(rank, 7, 10);
   ExpectError(Code::kDeadlineExceeded,
               "rank 1 (process 1), rank 3 (process 3) waited timeout_s = 1.5 s "
@@ -287,7 +291,7 @@ TEST_F(LateTest, WhoIsMissedIsToldWithWhatItRanLast) {
               Post(8));
 }
 
-TEST_F(ExchangeTest, ClosingTellsWhatAPeerRanAlone) {
+TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
   for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
   ExpectSum(62, Post(7));
   PeerPosts(1, 12, 10, [](Message* m) { m->launch.number = 5; });
@@ -300,24 +304,24 @@ TEST_F(ExchangeTest, ClosingTellsWhatAPeerRanAlone) {
       << closed.message();
 }
 
-TEST_F(ExchangeTest, ClosingDoesNotTellAgainWhatAnOpHasTold) {
+TEST_F(ExchangeTest, ClosingDoesNotRepeatWhatAnOpHasReported) {
   for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
   ExpectSum(62, Post(7));
-  PeerPosts(1, 8, 10, [](Message* m) { m->launch.program = 77; });
-  peers_[1]->SendFail({0, 8, 1}, Status(Code::kInternal, "told"));
-  ExpectError(Code::kInternal, "told", Post(8));
+  PeerPosts(1, 8, 10, [](Message* m) { m->launch.site_id = 77; });
+  peers_[1]->SendFail({0, 8, 1}, Status(Code::kInternal, "reported"));
+  ExpectError(Code::kInternal, "reported", Post(8));
   const Status closed = exchanges_->Close();
   EXPECT_TRUE(closed.ok()) << closed.message();
 }
 
-// In particular, the bytes that a rank may read of its peers are as many as it
-// posts itself.
+// In particular, a rank may read as many bytes of its peers as it posts itself.
 TEST_F(ExchangeTest, APostOfAnotherShapeFailsItsRun) {
   for (int field = 0; field < Signature::kNumFields; ++field) {
     SCOPED_TRACE(field);
     std::future<Result> mine = Post(field);
     PeerPosts(1, field, 10);
-    PeerPosts(2, field, 10, [&](Message* m) { m->signature[field] = 4; });
+    PeerPosts(2, field, 10,
+              [&](Message* m) { m->signature.values[field] = 4; });
     PeerPosts(3, field, 10);
     ExpectError(Code::kFailedPrecondition, "disagree", std::move(mine));
   }

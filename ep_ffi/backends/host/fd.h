@@ -28,13 +28,13 @@ class Fd {
     if (fd_ >= 0) close(fd_);
   }
   int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
 };
 
-// A call of the system has failed, as `errno` says: why, and what to do.
+// Returns the error for a call of the system that has just failed: the reason,
+// from `errno`, and what to do.
 inline Status SystemError(const std::string& what) {
   const int error = errno;
   const std::string why = what + ": " + strerror(error);

@@ -17,24 +17,25 @@
 namespace ep::host {
 namespace {
 
-Signature SignatureOf(const PlanDims& dims, const Layer& layer) {
+Signature SignatureOf(const Call& call, const PlanDims& dims) {
   Signature s;
+  s[Signature::kOp] = static_cast<int64_t>(call.op);
   s[Signature::kExperts] = dims.num_experts;
   s[Signature::kTokens] = dims.num_tokens;
   s[Signature::kTopK] = dims.top_k;
   s[Signature::kCapacity] = dims.capacity;
   s[Signature::kAlignment] = dims.alignment;
   s[Signature::kDrop] = dims.drop;
-  s[Signature::kTail] = static_cast<int64_t>(layer.tail);
+  s[Signature::kTail] = static_cast<int64_t>(call.site->layer.tail);
   return s;
 }
 
-// A mover's signature and table: its rows, and their weights if any.
-Contribution RowsContribution(const PlanDims& dims, const Layer& layer,
+// Returns a mover's signature and arrays: its rows, and their weights if any.
+Contribution RowsContribution(const Call& call, const PlanDims& dims,
                               const Plan& plan, const ConstRows& rows,
                               const float* weights, int64_t num_weights) {
   Contribution c;
-  c.signature = SignatureOf(dims, layer);
+  c.signature = SignatureOf(call, dims);
   c.signature[Signature::kWidth] = rows.width;
   c.signature[Signature::kDType] = static_cast<int64_t>(rows.dtype);
   c.signature[Signature::kWeighted] = weights != nullptr;
@@ -42,17 +43,11 @@ Contribution RowsContribution(const PlanDims& dims, const Layer& layer,
   c.signature[Signature::kFirstBytes] = rows.count * rows.row_bytes();
   c.signature[Signature::kSecondBytes] =
       weights ? num_weights * int64_t{sizeof(float)} : 0;
-  c.table = {rows.data, reinterpret_cast<const std::byte*>(weights)};
+  c.arrays.rows = {rows.data, weights};
   return c;
 }
 
-void StageAll(const Contribution& c, std::byte* first, std::byte* second) {
-  const int64_t first_bytes = c.signature[Signature::kFirstBytes];
-  const int64_t second_bytes = c.signature[Signature::kSecondBytes];
-  if (first_bytes > 0) std::memcpy(first, c.table.first, first_bytes);
-  if (second_bytes > 0) std::memcpy(second, c.table.second, second_bytes);
-}
-
+// Copies the choices of a rank, and returns a view of the copy.
 ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
                  SortedChoices* copy) {
   copy->starts.assign(choices.starts, choices.starts + dims.num_experts + 1);
@@ -60,83 +55,69 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
   return {copy->starts.data(), copy->order.data()};
 }
 
-// The tables of a mover's ranks, with the types that the mover knows.
-std::vector<RankRows> ToRankRows(const std::vector<Table>& tables,
-                                 bool weighted) {
-  std::vector<RankRows> ranks;
-  ranks.reserve(tables.size());
-  for (const Table& table : tables) {
-    ranks.push_back(
-        {table.first,
-         weighted ? reinterpret_cast<const float*>(table.second) : nullptr});
-  }
-  return ranks;
-}
-
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  Handshake::Options handshake;
-  handshake.process = options.topology.process;
-  handshake.num_processes = options.topology.num_processes;
-  handshake.listener = options.listener;
-  handshake.addresses = std::move(options.addresses);
-  handshake.timeout_s = options.timeout_s;
-  handshake.pids = std::move(options.pids);
-  handshake.process_ids = options.topology.process_ids;
-  // How late a timeout may be reported.
+  // A timeout may be reported so much later.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
-  Status connected = Peers::Connect(handshake, tick_s, &peers);
-  if (!connected.ok()) return connected;
-  auto exchanges = Exchanges::Create({options.name, options.topology,
-                                      options.timeout_s, options.on_run_failed},
-                                     std::move(peers));
-  out->reset(new HostGroup(std::move(options), std::move(exchanges)));
+  EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
+                                    options.timeout_s, tick_s, &peers));
+  const std::weak_ptr<SegmentPool> segments = peers->segments();
+  auto exchanges = Exchanges::Create(
+      {options.name, options.timeout_s, options.on_run_failed},
+      std::move(peers));
+  out->reset(new HostGroup(std::move(options), segments, std::move(exchanges)));
   return Status();
 }
 
-HostGroup::HostGroup(Options options, std::shared_ptr<Exchanges> exchanges)
+HostGroup::HostGroup(Options options, std::weak_ptr<SegmentPool> segments,
+                     std::shared_ptr<Exchanges> exchanges)
     : name_(std::move(options.name)),
       num_experts_(options.num_experts),
       topology_(std::move(options.topology)),
       on_run_failed_(std::move(options.on_run_failed)),
       process_(getpid()),
+      segments_(std::move(segments)),
       exchanges_(std::move(exchanges)) {}
 
 HostGroup::~HostGroup() {
-  // Its threads, which its end would wait for, are not in a forked child.
-  if (IsForked()) {
-    new std::shared_ptr<Exchanges>(std::move(exchanges_));
-  } else {
+  if (!IsForked()) {
     (void)Close();
+    return;
   }
+  // Leaks the exchanges: their end would wait for threads that a forked child
+  // does not have. Its lock may be held for ever.
+  new std::shared_ptr<Exchanges>(std::move(exchanges_));
 }
 
 bool HostGroup::IsForked() const { return getpid() != process_; }
 
 std::shared_ptr<Exchanges> HostGroup::exchanges() const {
   if (IsForked()) return nullptr;  // its lock may be held for ever
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return exchanges_;
 }
 
 HostMemory HostGroup::Memory() {
-  const std::shared_ptr<Exchanges> open = exchanges();
-  return open ? open->Memory() : HostMemory();
+  if (IsForked()) return {};  // the lock of the segments may be held for ever
+  const std::shared_ptr<SegmentPool> segments = segments_.lock();
+  return segments ? segments->Memory() : HostMemory();
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
   const std::shared_ptr<Exchanges> open = exchanges();
-  if (open) open->FailRun(run_id, status);
+  if (open) open->FailRunHere(run_id, status);
 }
 
 Status HostGroup::Close() {
   if (IsForked()) return Status();
-  std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<Exchanges> last = std::move(exchanges_);
-  lock.unlock();
-  return last ? last->Close() : Status();
+  std::shared_ptr<Exchanges> open;
+  {
+    MutexLock lock(mutex_);
+    open = std::move(exchanges_);
+  }
+  return open ? open->Close() : Status();
 }
 
 PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
@@ -170,7 +151,7 @@ Status HostGroup::Locate(const Call& call, Place* place) const {
 
 void HostGroup::Fail(const Call& call, const Place& place,
                      Status status) const {
-  if (place.exchanges) return place.exchanges->Fail(call, std::move(status));
+  if (place.exchanges) return place.exchanges->FailCall(call, status);
   status = Status(status.code(),
                   StrCat(OpName(call.op), "(layer \"", call.site->layer.name,
                          "\"): ", status.message()));
@@ -198,31 +179,25 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   if (!status.ok()) return Fail(call, place, std::move(status));
 
   Contribution c;
-  c.signature = SignatureOf(dims, call.site->layer);
+  c.signature = SignatureOf(call, dims);
   c.signature[Signature::kConfig] = call.site->layer.config;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
-  c.table = {reinterpret_cast<const std::byte*>(mine->starts.data()),
-             reinterpret_cast<const std::byte*>(mine->order.data())};
-  c.stage = [c](std::byte* first, std::byte* second) {
-    StageAll(c, first, second);
-  };
+  c.arrays.choices = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {
     is_local.push_back(topology_.is_local(place.domain, r));
   }
   c.run = [dims, domain = args.place ? args.place[1] : 0, rank = place.rank,
-           args, mine, is_local](const std::vector<Table>& tables, int64_t) {
-    std::vector<ChoicesView> choices;
+           args, mine, is_local](const AllArrays& ranks, int64_t) {
+    std::vector<ChoicesView> choices = ranks.choices;
     std::deque<SortedChoices> copies;
-    for (size_t r = 0; r < tables.size(); ++r) {
-      ChoicesView view = {reinterpret_cast<const int32_t*>(tables[r].first),
-                          reinterpret_cast<const int32_t*>(tables[r].second)};
+    for (size_t r = 0; r < choices.size(); ++r) {
       // Another process can write to its segment at any time, so that what is
       // found valid there need not be what is used.
-      if (!is_local[r]) view = Copy(dims, view, &copies.emplace_back());
-      choices.push_back(view);
+      if (is_local[r]) continue;
+      choices[r] = Copy(dims, choices[r], &copies.emplace_back());
     }
     return BuildPlan(dims, domain, rank, choices,
                      {args.mem, args.group_sizes, args.token_counts,
@@ -241,17 +216,14 @@ void HostGroup::Scatter(Call call, const ScatterArgs& args) {
   }
   if (!status.ok()) return Fail(call, place, std::move(status));
 
-  Contribution c = RowsContribution(dims, call.site->layer, plan, args.tokens,
+  Contribution c = RowsContribution(call, dims, plan, args.tokens,
                                     args.topk_weights, dims.num_choices());
-  c.stage = [c](std::byte* first, std::byte* second) {
-    StageAll(c, first, second);
-  };
   PreferHugePages(args.slots.data, plan.num_slots() * args.slots.row_bytes());
   auto mover = std::make_shared<const host::Scatter>(
       host::Scatter{dims, plan, call.site->layer.tail, args});
   c.num_chunks = mover->num_chunks();
-  c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
-    return mover->RunChunk(ToRankRows(tables, mover->args.topk_weights), chunk);
+  c.run = [mover](const AllArrays& ranks, int64_t chunk) {
+    return mover->RunChunk(ranks.rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
@@ -266,12 +238,12 @@ void HostGroup::Gather(Call call, const GatherArgs& args) {
   }
   if (!status.ok()) return Fail(call, place, std::move(status));
 
-  Contribution c = RowsContribution(dims, call.site->layer, plan, args.slots,
+  Contribution c = RowsContribution(call, dims, plan, args.slots,
                                     args.slot_weights, dims.capacity);
-  // Only the slots that another process will read; the pages of the others
-  // are never touched.
-  c.stage = [this, domain = place.domain, plan, args](std::byte* first,
-                                                      std::byte* second) {
+  // Copies only the slots that another process will read. The pages of the
+  // others are never touched.
+  c.stage = [this, domain = place.domain, plan, args](std::byte* rows,
+                                                      std::byte* weights) {
     const int64_t row_bytes = args.slots.row_bytes();
     for (int64_t slot = 0; slot < plan.num_slots(); ++slot) {
       const int32_t source = plan.recv()[slot].rank;
@@ -279,10 +251,10 @@ void HostGroup::Gather(Call call, const GatherArgs& args) {
           topology_.is_local(domain, source)) {
         continue;
       }
-      std::memcpy(first + slot * row_bytes, args.slots.data + slot * row_bytes,
+      std::memcpy(rows + slot * row_bytes, args.slots.data + slot * row_bytes,
                   row_bytes);
       if (!args.slot_weights) continue;
-      std::memcpy(second + slot * sizeof(float), args.slot_weights + slot,
+      std::memcpy(weights + slot * sizeof(float), args.slot_weights + slot,
                   sizeof(float));
     }
   };
@@ -291,8 +263,8 @@ void HostGroup::Gather(Call call, const GatherArgs& args) {
   auto mover = std::make_shared<const GatherSum>(GatherSum{
       dims, plan, args, call.site->layer.checked && call.op == Op::kCombine});
   c.num_chunks = mover->num_chunks();
-  c.run = [mover](const std::vector<Table>& tables, int64_t chunk) {
-    return mover->RunChunk(ToRankRows(tables, mover->args.slot_weights), chunk);
+  c.run = [mover](const AllArrays& ranks, int64_t chunk) {
+    return mover->RunChunk(ranks.rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }

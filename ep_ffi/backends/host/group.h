@@ -3,10 +3,10 @@
 // The host backend: the five ops as exchanges (exchange.h).
 //
 // The executables of programs hold the group, and may live on when it is
-// closed. So the group lets go of its exchanges then, and what they hold of the
-// system (sockets, threads, shared memory) is given back as soon as the ops
-// that are under way have ended. A group does nothing in a forked child of its
-// process, which has none of its threads but shares its sockets.
+// closed. So the group drops its exchanges then, and the sockets, threads and
+// shared memory that they hold are freed as soon as the ops that are under way
+// have ended. A group does nothing in a forked child of its process, which has
+// none of its threads but shares its sockets.
 
 #ifndef EP_FFI_BACKENDS_HOST_GROUP_H_
 #define EP_FFI_BACKENDS_HOST_GROUP_H_
@@ -16,18 +16,21 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "ep_ffi/backends/host/exchange.h"
+#include "ep_ffi/backends/host/segment.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
+// Thread-safe. The lock guards the pointer to the exchanges alone; the caller
+// of a method that got a copy of it may still use them while the group closes.
 class HostGroup : public Group {
  public:
   struct Options {
@@ -35,11 +38,8 @@ class HostGroup : public Group {
     int64_t num_experts;
     Topology topology;
     double timeout_s;  // to connect, and for a rank to wait for its peers
-    // See Handshake::Options.
-    int listener;
-    std::vector<std::string> addresses;
-    std::vector<int32_t> pids;
-    // Told of each run that fails in this group, once.
+    int listener;      // as for Handshake
+    // Called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
   };
 
@@ -64,17 +64,20 @@ class HostGroup : public Group {
   Status Close() override;
 
  private:
+  // A call's rank, and what serves it.
   struct Place {
-    std::shared_ptr<Exchanges> exchanges;  // null where there are none
+    std::shared_ptr<Exchanges> exchanges;  // null: the group is closed
     int32_t domain = 0;
     int32_t rank = 0;
   };
 
-  HostGroup(Options options, std::shared_ptr<Exchanges> exchanges);
+  HostGroup(Options options, std::weak_ptr<SegmentPool> segments,
+            std::shared_ptr<Exchanges> exchanges);
 
   PlanDims Dims(const Layer& layer, int64_t num_tokens) const;
+  // Returns whether this process is a forked child of the group's.
   bool IsForked() const;
-  // Null once the group is closed, and in a forked child.
+  // Returns null once the group is closed, and in a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
   // Fails an op, and its run on all ranks.
@@ -84,10 +87,11 @@ class HostGroup : public Group {
   const int64_t num_experts_;
   const Topology topology_;
   const std::function<void(int64_t run_id, const Status&)> on_run_failed_;
-  const pid_t process_;  // whose group it is
+  const pid_t process_;  // the process that created the group
+  const std::weak_ptr<SegmentPool> segments_;  // those of the exchanges
 
-  mutable std::mutex mutex_;
-  std::shared_ptr<Exchanges> exchanges_;
+  mutable Mutex mutex_;
+  std::shared_ptr<Exchanges> exchanges_ EP_GUARDED_BY(mutex_);
 };
 
 }  // namespace ep::host

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend in its worlds, where threads play processes. See
-// process_test.cc for those.
+// The host backend in groups with threads in place of processes. For those see
+// process_test.cc.
 
 #include "ep_ffi/backends/host/group.h"
 
@@ -38,7 +38,7 @@ EP_INSTANTIATE_CONFORMANCE(Host, HostBackend("OneProcess", 1),
                            HostBackend("TwoProcesses", 2),
                            HostBackend("FourProcesses", 4));
 
-// A routing of two ranks, one token each, with room to spare.
+// Two ranks with one token each, and more slots than tokens.
 constexpr PlanDims kTwoRanks = {
     /*num_experts=*/2, /*ep_size=*/2,
     /*num_tokens=*/1,  /*top_k=*/1,
@@ -99,8 +99,8 @@ TEST(HostGroupTest, DenormalsAreZeroOnEveryThread) {
   }
 }
 
-// Each op in flight is completed or fails, once, and nothing is used that has
-// been given back.
+// Each op in flight completes or fails, once, and nothing is used after it was
+// freed.
 TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   testing::Random random(1);
   for (int i = 0; i < 400; ++i) {
@@ -127,7 +127,7 @@ TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   }
 }
 
-// What the process holds that a group could leave behind.
+// The resources of the process that a group could leak.
 struct Holdings {
   size_t descriptors, segments, threads;
 };
@@ -149,9 +149,9 @@ Holdings CountHoldings() {
   return holdings;
 }
 
-// Though they live, as they do while a program that was compiled with them
-// does.
-TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
+// The groups are not destroyed, since a program that was compiled with one
+// keeps it alive.
+TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   std::vector<Domain> closed;
   const auto cycle = [&] {
     const Domain& domain =
@@ -161,10 +161,10 @@ TEST(HostGroupTest, NothingIsLeftOfClosedGroups) {
     }
     for (const auto& group : domain.groups) (void)group->Close();
   };
-  cycle();  // what is made once and kept
+  cycle();  // some things are made once and kept
   const Holdings before = CountHoldings();
   for (int i = 0; i < 200; ++i) cycle();
-  // The last threads end, and drop what they hold, in their own time.
+  // The last threads end, and free what they hold, a moment later.
   Holdings after = CountHoldings();
   for (int i = 0; i < 500 && after.threads > before.threads; ++i) {
     usleep(10000);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A peer that is not what it seems, and a system that refuses what it is asked
-// for: the group fails, says why, and nothing worse. What nobody thought of is
-// for the fuzz targets.
+// A peer that does not keep to the protocol, and a system that refuses a call:
+// the group fails with an error that says why, and nothing worse happens. The
+// fuzz targets look for cases that are not here.
 
 #include "ep_ffi/backends/host/testing/impostor.h"
 
@@ -33,7 +33,7 @@ using testing::RankInput;
 using testing::Step;
 using testing::StepPtr;
 
-// So many choices that they are not read in no time.
+// There are so many choices that it takes a while to read them.
 constexpr PlanDims kDims = {
     /*num_experts=*/2,    /*ep_size=*/2,
     /*num_tokens=*/10000, /*top_k=*/1,
@@ -41,7 +41,7 @@ constexpr PlanDims kDims = {
     /*drop=*/true};
 
 // Rank 0 posts ep_prepare.
-StepPtr Prepare(const Besieged& group, int64_t run_id) {
+StepPtr Prepare(const GroupWithImpostor& group, int64_t run_id) {
   std::vector<RankInput> inputs(kDims.ep_size);
   for (RankInput& input : inputs) {
     input.dims = kDims;
@@ -53,7 +53,7 @@ StepPtr Prepare(const Besieged& group, int64_t run_id) {
   return step;
 }
 
-// What the real process says next; the impostor's own post looks the same.
+// Returns the next post of the real process, changed to one of the impostor's.
 Message NextPost(Impostor& impostor) {
   Message message = {};
   std::string text;
@@ -68,8 +68,8 @@ Message NextPost(Impostor& impostor) {
   return message;
 }
 
-TEST(ImpostorTest, AFailureWithoutAnErrorIsNoSuccess) {
-  const Besieged group({kDims});
+TEST(ImpostorTest, AFailureWithoutAnErrorDoesNotCompleteAnOp) {
+  const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message fail = {};
   fail.type = Message::kFail;
@@ -81,16 +81,15 @@ TEST(ImpostorTest, AFailureWithoutAnErrorIsNoSuccess) {
 
 // The impostor has all ranks of the second domain, and posts as each of them.
 TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
-  const Besieged group({kDims, /*num_domains=*/2});
+  const GroupWithImpostor group({kDims, /*num_domains=*/2});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message segment = {};
   segment.type = Message::kSegment;
   SegmentPool pool;
   Segment* shared;
-  int fd;
+  Fd fd;
   ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
-  group.impostor->Send(Encode(segment, ""), {fd});
-  close(fd);
+  group.impostor->Send(Encode(segment, ""), {fd.get()});
   Message post = NextPost(*group.impostor);
   post.segment = 0;
   post.domain = 1;
@@ -102,13 +101,13 @@ TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
 }
 
 TEST(ImpostorTest, GarbageEndsTheConnection) {
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const auto begin = std::chrono::steady_clock::now();
   group.impostor->Send("garbage");
   EXPECT_EQ("", group.impostor->Receive());
   EXPECT_LT(std::chrono::steady_clock::now() - begin,
             std::chrono::milliseconds(900))
-      << "it waited in vain instead";
+      << "nothing ended the connection";
 }
 
 TEST(ImpostorTest, NoDescriptorIsKept) {
@@ -119,7 +118,7 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
     closedir(folder);
     return n;
   };
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const int before = count();
   Message segment = {};
   segment.type = Message::kSegment;
@@ -133,19 +132,18 @@ TEST(ImpostorTest, NoDescriptorIsKept) {
 }
 
 // A peer may write to its segment while it is read here.
-TEST(ImpostorTest, ChoicesThatChangeLeadNowhere) {
-  const Besieged group({kDims});
+TEST(ImpostorTest, ChoicesThatChangeGiveAValidPlanOrAnError) {
+  const GroupWithImpostor group({kDims});
   SegmentPool pool;
   Segment* theirs;
-  int fd;
+  Fd fd;
   ASSERT_TRUE(pool.Acquire(1, 1, &theirs, &fd).ok());
   std::byte* shared = theirs->memory.data();
   auto* starts = reinterpret_cast<volatile int32_t*>(shared);
   auto* order = reinterpret_cast<volatile int32_t*>(shared + 64);
   Message segment = {};
   segment.type = Message::kSegment;
-  group.impostor->Send(Encode(segment, ""), {fd});
-  close(fd);
+  group.impostor->Send(Encode(segment, ""), {fd.get()});
 
   starts[2] = kDims.num_choices();
   std::atomic<bool> stop{false};
@@ -207,7 +205,7 @@ void ExpectSays(const Status& status, const std::vector<std::string>& words) {
 
 TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
   signal(SIGXFSZ, SIG_IGN);  // as Python does
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   Status no_files, no_size;
   {
     const Limit limit(RLIMIT_NOFILE, 0);
@@ -223,29 +221,28 @@ TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
 }
 
 TEST(LimitsTest, AReceiverSaysSoAsWell) {
-  const Besieged group({kDims});
+  const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
   Message segment = {};
   segment.type = Message::kSegment;
   SegmentPool pool;
   Segment* shared;
-  int fd;
+  Fd fd;
   ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
   Message post = NextPost(*group.impostor);
   post.segment = 0;
   Status status;
   {
-    // Not 0: who may have none open may not send many either.
+    // With a limit of 0, this process could not send the descriptor either.
     const Limit limit(RLIMIT_NOFILE, 1000);
     std::vector<Fd> others;
     do {
-      others.emplace_back(dup(fd));
+      others.emplace_back(dup(fd.get()));
     } while (others.back().get() >= 0);
-    group.impostor->Send(Encode(segment, ""), {fd});
+    group.impostor->Send(Encode(segment, ""), {fd.get()});
     group.impostor->Send(Encode(post, ""));
     status = prepare->Wait(0);
   }
-  close(fd);
   ExpectSays(status, {"Too many open files", "ulimit -n"});
 }
 

@@ -9,14 +9,14 @@
 namespace ep::host {
 namespace {
 
-constexpr uint64_t kProgram = 5;
+constexpr uint64_t kSite = 5;
 
 TEST(LaunchesTest, RunIdsThatAreNearAreTheSame) {
   Launches here, there;
-  (void)here.Name(kProgram, 1001);
-  // A peer that saw the second launch first, and so counts from there.
+  (void)here.Name(kSite, 1001);
+  // A peer has seen the second launch first, and so counts from there.
   for (int64_t run_id : {1002, 1001, 1003}) {
-    EXPECT_EQ(run_id, here.RunId(there.Name(kProgram, run_id)));
+    EXPECT_EQ(run_id, here.RunId(there.Name(kSite, run_id)));
   }
 }
 
@@ -26,32 +26,32 @@ TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
   // Fingerprints use all 64 bits.
   for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2}) {
     Launches here, there;
-    (void)here.Name(kProgram, kMax / 2 + 1);
+    (void)here.Name(kSite, kMax / 2 + 1);
     for (int64_t i = 0; i < 3; ++i) {
-      EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(there.Name(kProgram, first + i)));
+      EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(there.Name(kSite, first + i)));
     }
   }
 }
 
-TEST(LaunchesTest, AProgramIsUnknownUntilItRuns) {
+TEST(LaunchesTest, ALaunchIsUnknownUntilItsOpRuns) {
   Launches here, there;
-  (void)here.Name(kProgram + 1, int64_t{1} << 40);
-  const Launch launch = there.Name(kProgram, 1000);
+  (void)here.Name(kSite + 1, int64_t{1} << 40);
+  const Launch launch = there.Name(kSite, 1000);
   EXPECT_FALSE(here.RunId(launch).has_value());
-  (void)here.Name(kProgram, 1000);
+  (void)here.Name(kSite, 1000);
   EXPECT_EQ(1000, here.RunId(launch));
 }
 
-// Of one op there are two programs, where there are two executables, and what
-// is known of the first says nothing about the second.
+// An op has two sites where there are two executables, and what is known of the
+// launches of the first says nothing about the second.
 TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
   constexpr int64_t kFirst = int64_t{1} << 40, kSecond = 1000;
   Launches here, there;
-  (void)here.Name(kProgram, kFirst);
-  const Launch launch = there.Name(kProgram + 1, kSecond);
-  EXPECT_EQ(kFirst, here.RunId(there.Name(kProgram, kFirst)));
+  (void)here.Name(kSite, kFirst);
+  const Launch launch = there.Name(kSite + 1, kSecond);
+  EXPECT_EQ(kFirst, here.RunId(there.Name(kSite, kFirst)));
   EXPECT_FALSE(here.RunId(launch).has_value());
-  (void)here.Name(kProgram + 1, kSecond);
+  (void)here.Name(kSite + 1, kSecond);
   EXPECT_EQ(kSecond, here.RunId(launch));
 }
 

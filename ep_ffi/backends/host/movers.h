@@ -24,8 +24,9 @@
 
 namespace ep::host {
 
-// What a rank lets its peers read: for Scatter its token rows and [T, K]
-// weights, for GatherSum its slots and their weights. Weights may be null.
+// The arrays that a rank lets its peers read: for Scatter its token rows and
+// [T, K] weights, for GatherSum its slots and their weights. Weights may be
+// null.
 struct RankRows {
   const std::byte* rows;
   const float* weights;
@@ -41,19 +42,21 @@ struct Scatter {
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
-  void FillTail() const;  // the last chunk, unless the tail is unspecified
+  // Runs the last chunk, which there is unless the tail is unspecified.
+  void FillTail() const;
 };
 
 struct GatherSum {
   PlanDims dims;
   Plan plan;
   GatherArgs args;
-  bool must_be_finite = false;  // the sums
+  bool must_be_finite = false;  // whether a sum that is not is an error
 
   int64_t num_chunks() const;
   Status RunChunk(const std::vector<RankRows>& ranks, int64_t chunk) const;
 
  private:
+  // Fails if the sum of a token is not finite, and names a term that is not.
   Status CheckFinite(const std::vector<RankRows>& ranks, int64_t token) const;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The movers without an engine around them: chunks, and plans that lie. What
-// they compute is the matter of the conformance suite, see group_test.cc.
+// The movers without an engine around them: chunks, and corrupt plans. The
+// conformance suite tests what they compute, see group_test.cc.
 
 #include "ep_ffi/backends/host/movers.h"
 
@@ -61,7 +61,7 @@ class Fenced {
   size_t size_;
 };
 
-// What the ranks let each other read, copied between fences.
+// The arrays that the ranks let each other read, copied between fences.
 class Sources {
  public:
   explicit Sources(const std::vector<RankData>& data) {
@@ -161,7 +161,7 @@ constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
                             /*capacity=*/200,  /*alignment=*/4,
                             /*drop=*/true};
 
-// Rows that are smaller than a chunk, do not divide it, are larger than it.
+// The rows are smaller than a chunk, do not divide it, or are larger than it.
 TEST(MoversTest, ChunksCoverEveryRowOnce) {
   Random random(7);
   for (int64_t width : {1, 3000, 100000}) {
@@ -212,7 +212,7 @@ TEST(MoversTest, ACorruptRouteIsNamed) {
   const Exchange e(random, kDims, {3, DType::kBFloat16});
   for (const Route& bad : {Route{3, 0}, Route{-2, 0}, Route{0, -1},
                            Route{0, 200}, Route{INT32_MAX, INT32_MIN}}) {
-    // The first send route, and the first recv route.
+    // These are the first send route, and the first recv route.
     const size_t header = 64;
     for (size_t at : {header, header + 100 * sizeof(Route)}) {
       std::vector<std::byte> mem = e.mem;

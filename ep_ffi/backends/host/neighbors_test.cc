@@ -35,7 +35,7 @@ namespace {
 constexpr double kTimeoutS = 30;  // which nobody waits for
 constexpr int32_t kObserver = kNumRanks - 1;
 
-// Another user, who does something in a process with one thread.
+// A process of another user, with one thread, that calls a function.
 class Nobody {
  public:
   explicit Nobody(const std::function<void()>& act) : child_(fork()) {
@@ -74,8 +74,8 @@ int Connect(const std::string& name) {
   return fd;
 }
 
-// Says to the others that it is the observer, before that one can, and is
-// turned away as soon as they look.
+// Connects to the others as if it were the observer, before that one can, and
+// is turned away as soon as they accept it.
 void ExpectTurnedAway(const Records& records, int connected) {
   std::vector<int> sockets;
   const Hello hello = {kObserver};
@@ -100,7 +100,9 @@ TEST(NeighborsTest, AnotherUserIsTurnedAway) {
   ExpectNothingSaid(world.Run([](Rank& rank) {
     std::optional<Nobody> nobody;
     if (rank.rank() == kObserver) {
-      const auto told = [](auto& r) { return r.addresses[1].is_told.load(); };
+      const auto told = [](auto& r) {
+        return r.addresses[1].is_published.load();
+      };
       rank.WaitForOthers(kObserver, told);
       int connected[2];
       EXPECT_EQ(0, pipe(connected));
@@ -132,16 +134,20 @@ TEST(NeighborsTest, NothingIsSentToAnotherUser) {
   if (read(told[0], name, sizeof(name)) > 0) {
     const Listener mine;
     std::unique_ptr<Peers> peers;
-    const Status status = Peers::Connect(
-        {1, 2, mine.socket.get(), {name, mine.name}, kTimeoutS}, 1, &peers);
+    const Topology topology = {/*process=*/1,
+                               /*ep_size=*/2,
+                               {{name, 0, 0}, {mine.name, 1, 0}},
+                               /*members=*/{}};
+    const Status status = Peers::Connect(topology, mine.socket.get(), kTimeoutS,
+                                         /*tick_s=*/1, &peers);
     EXPECT_EQ(Code::kUnavailable, status.code());
     EXPECT_NE(std::string::npos, status.message().find("process 0 gave up"));
   }
   close(told[0]);
 }
 
-// Connects to all that listens, takes every name that it sees or can make of
-// one, and holds on to what it gets.
+// Connects to all sockets that listen, takes every name that it sees or can
+// make of one, and keeps the sockets open.
 [[noreturn]] void Disturb() {
   std::deque<int> held;
   while (true) {
@@ -174,8 +180,8 @@ TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
   }
 }
 
-// A group of all but the observer, who looks at them while they have it, and
-// are done with their ops.
+// Runs `act` on the observer, which is not in the group, while the others have
+// the group and are done with their ops.
 void Observe(const std::function<void(Rank&)>& act) {
   World world;
   ExpectNothingSaid(world.Run([&](Rank& rank) {
@@ -211,7 +217,7 @@ TEST(NeighborsTest, AnotherUserCannotOpenWhatRanksShare) {
   });
 }
 
-// So that even a SIGKILL leaves nothing behind.
+// This is why even a SIGKILL leaves nothing behind.
 TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   Observe([](Rank& rank) {
     for (int32_t r = 0; r < kObserver; ++r) {
@@ -237,7 +243,7 @@ TEST(NeighborsTest, SegmentsHaveNeitherNamesNorDescriptors) {
   });
 }
 
-// In one of two jobs ranks die; the other, of the same group names, goes on.
+// In one of two jobs ranks die; the other, with the same group names, goes on.
 TEST(NeighborsTest, JobsDoNotMeet) {
   const pid_t other = fork();
   if (other == 0) {

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;  // of x86-64 and arm64
 
 // Below this, a call of the kernel costs more than the zeros.
-constexpr int64_t kLeastToGiveBack = 256 << 10;
+constexpr int64_t kLeastToReturn = 256 << 10;
 
 // The part of an array that consists of whole pages.
 struct Pages {
@@ -29,9 +29,10 @@ struct Pages {
   int64_t bytes = 0;
 };
 
-// False where pages that are given back would not come back as zeros: those of
-// a file, or shared with another process. MADV_FREE refuses just these.
-bool GiveBack(const Pages& pages) {
+// Returns false where the pages would not be zeros when they are used again:
+// pages of a file, or shared with another process. MADV_FREE refuses just
+// these.
+bool ReturnToKernel(const Pages& pages) {
   return madvise(pages.data, pages.bytes, MADV_FREE) == 0 &&
          madvise(pages.data, pages.bytes, MADV_DONTNEED) == 0;
 }
@@ -40,13 +41,13 @@ bool GiveBack(const Pages& pages) {
 
 void PreferHugePages(std::byte* data, int64_t bytes) {
   const Pages pages(data, bytes, kHugePage);
-  // Fails where the kernel has none, which is no worse than before.
+  // This fails where the kernel has none, and then changes nothing.
   if (pages.bytes > 0) (void)madvise(pages.data, pages.bytes, MADV_HUGEPAGE);
 }
 
 void WriteZeros(std::byte* data, int64_t bytes) {
   const Pages pages(data, bytes, sysconf(_SC_PAGESIZE));
-  if (pages.bytes < kLeastToGiveBack || !GiveBack(pages)) {
+  if (pages.bytes < kLeastToReturn || !ReturnToKernel(pages)) {
     std::memset(data, 0, bytes);
     return;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the kernel can do about large arrays, cheaper than by touching them.
+// Requests to the kernel that cost less than touching each page of an array.
 //
 // XLA gives most ops fresh memory, which the kernel fills with zeros a page at
 // a time when it is first touched. That takes longer than our rows do.
@@ -18,11 +18,11 @@ namespace ep::host {
 void PreferHugePages(std::byte* data, int64_t bytes);
 
 // Writes zeros. Where whole pages are anonymous memory of this process, it
-// gives them back instead: who reads them finds zeros, and who does not spends
-// no memory on them.
+// returns them to the kernel instead: a page that is read is filled with zeros
+// then, and one that is not read takes no memory.
 void WriteZeros(std::byte* data, int64_t bytes);
 
-// What is resident of an array that begins with a page.
+// Returns how many bytes are resident of an array that begins with a page.
 int64_t ResidentBytes(std::byte* data, int64_t bytes);
 
 }  // namespace ep::host

@@ -16,7 +16,7 @@ constexpr int64_t kBytes = 8 << 20;
 
 const int64_t kPage = sysconf(_SC_PAGESIZE);
 
-// Mapped memory, full of old bytes.
+// Mapped memory that is full of old bytes.
 class Memory {
  public:
   explicit Memory(int flags, int fd = -1)
@@ -28,7 +28,7 @@ class Memory {
 
   std::byte* data() { return data_; }
 
-  // Whether [begin, end) is zero, and the rest as it was.
+  // Expects that [begin, end) is zero, and the rest as it was.
   void ExpectZeros(int64_t begin, int64_t end) const {
     const auto count = [&](int64_t from, int64_t to, std::byte value) {
       return std::count(data_ + from, data_ + to, value);
@@ -42,7 +42,7 @@ class Memory {
   std::byte* data_;
 };
 
-TEST(Pages, ZerosOfAnySizeAndPlace) {
+TEST(PagesTest, ZerosCanHaveAnySizeAndPlace) {
   for (int64_t begin : {int64_t{0}, int64_t{1}, kPage - 1, kPage, kPage + 1}) {
     for (int64_t bytes : {int64_t{0}, int64_t{1}, kPage - 1, kPage, kPage + 1,
                           int64_t{1} << 20, (int64_t{4} << 20) + 3}) {
@@ -53,14 +53,15 @@ TEST(Pages, ZerosOfAnySizeAndPlace) {
   }
 }
 
-TEST(Pages, ZerosTakeNoMemory) {
+TEST(PagesTest, ZerosTakeNoMemory) {
   Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
   WriteZeros(memory.data() + 1, kBytes - 2);
   EXPECT_EQ(2 * kPage, ResidentBytes(memory.data(), kBytes));
 }
 
-// Given back, its pages would return with what the other mapping holds.
-TEST(Pages, ZerosReachMemoryThatIsShared) {
+// If its pages were returned to the kernel, they would come back with the bytes
+// of the other mapping.
+TEST(PagesTest, ZerosReachMemoryThatIsShared) {
   const int fd = memfd_create("pages_test", MFD_CLOEXEC);
   ASSERT_EQ(0, ftruncate(fd, kBytes));
   for (int flags : {MAP_SHARED, MAP_PRIVATE}) {
@@ -72,14 +73,14 @@ TEST(Pages, ZerosReachMemoryThatIsShared) {
   close(fd);
 }
 
-TEST(Pages, ZerosReachMemoryThatIsLocked) {
+TEST(PagesTest, ZerosReachMemoryThatIsLocked) {
   Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
   ASSERT_EQ(0, mlock(memory.data() + kBytes / 2, kPage));
   WriteZeros(memory.data() + 1, kBytes - 2);
   memory.ExpectZeros(1, kBytes - 1);
 }
 
-TEST(Pages, HugePagesChangeNoBytes) {
+TEST(PagesTest, HugePagesChangeNoBytes) {
   Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
   for (int64_t bytes : {int64_t{0}, kPage, kBytes}) {
     PreferHugePages(memory.data(), bytes);

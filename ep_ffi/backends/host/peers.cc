@@ -10,20 +10,24 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <mutex>
 #include <utility>
 
 #include "ep_ffi/backends/host/clock.h"
+#include "ep_ffi/backends/host/handshake.h"
+#include "ep_ffi/core/mutex.h"
 
 namespace ep::host {
 namespace {
 
-// Marks what the progress thread is woken by, beside the number of a process.
-constexpr uint64_t kLife = uint64_t{1} << 32;
-constexpr uint64_t kWake = ~uint64_t{0};
+// Say what has woken the progress thread: the number of a process is for its
+// socket, with this bit for its end, and the last value is for the destructor.
+constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
+constexpr uint64_t kStop = ~uint64_t{0};
 
 }  // namespace
 
+// The connection to one peer. Its lock guards the messages to send: a message
+// is only sent if none is queued before it.
 struct Peers::Link {
   struct Outgoing {
     std::string bytes;
@@ -36,17 +40,17 @@ struct Peers::Link {
   const int32_t process;
   const Fd socket;
 
-  std::mutex mutex;  // guards the queue and the order of messages
-  std::deque<Outgoing> queue;
+  Mutex mutex;
+  std::deque<Outgoing> queue EP_GUARDED_BY(mutex);
 
-  // Progress thread only.
-  bool is_gone = false;
-  std::map<uint64_t, Mapping> segments;
-  Status mapped;  // why the last of those that are missing is
+  // Used by the progress thread only.
+  bool has_left = false;
+  std::map<uint64_t, Mapping> segments;  // those that could be mapped
+  Status mapped;                         // why the last of the others could not
 
-  // False if the socket is full; true also when the peer is gone, which the
-  // progress thread reports.
-  bool TrySend(const Outgoing& out) {
+  // Returns false if the socket is full. Returns true also when the peer has
+  // left, which the progress thread reports.
+  bool TrySend(const Outgoing& out) EP_REQUIRES(mutex) {
     iovec iov = {const_cast<char*>(out.bytes.data()), out.bytes.size()};
     msghdr header = {};
     header.msg_iov = &iov;
@@ -66,42 +70,44 @@ struct Peers::Link {
     do {
       sent = sendmsg(socket.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL);
     } while (sent < 0 && errno == EINTR);
-    // The last is of this user, who has sent many descriptors that are still to
-    // be received.
+    // The last error means that processes of this user have sent too many
+    // descriptors that are still to be received.
     return sent >= 0 ||
            (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS);
   }
 
-  // Sends what the socket takes; true when the queue is empty.
-  bool Flush() {
+  // Sends what the socket takes. Returns true when the queue is empty.
+  bool Flush() EP_REQUIRES(mutex) {
     while (!queue.empty() && TrySend(queue.front())) queue.pop_front();
     return queue.empty();
   }
 };
 
-Peers::Peers(const Handshake::Options& options, double tick_s)
-    : tick_s_(tick_s),
+Peers::Peers(Topology topology, double tick_s)
+    : topology_(std::move(topology)),
+      tick_s_(tick_s),
+      segments_(std::make_shared<SegmentPool>()),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  for (int32_t p = 0; p < options.num_processes; ++p) {
-    const bool watched = p != options.process && !options.pids.empty();
-    lives_.emplace_back(watched ? options.pids[p] : 0);
+      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  for (int32_t p = 0; p < topology_.num_processes(); ++p) {
+    watches_.emplace_back(p == topology_.process ? 0
+                                                 : topology_.processes[p].pid);
   }
 }
 
-Status Peers::Connect(const Handshake::Options& options, double tick_s,
-                      std::unique_ptr<Peers>* out) {
-  std::unique_ptr<Peers> peers(new Peers(options, tick_s));
-  if (peers->epoll_.get() < 0 || peers->wake_.get() < 0) {
+Status Peers::Connect(Topology topology, int listener, double timeout_s,
+                      double tick_s, std::unique_ptr<Peers>* out) {
+  std::unique_ptr<Peers> peers(new Peers(std::move(topology), tick_s));
+  if (peers->epoll_.get() < 0 || peers->stop_.get() < 0) {
     return SystemError("cannot create the event queue of a group");
   }
   epoll_event event = {};
   event.events = EPOLLIN;
-  event.data.u64 = kWake;
-  epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->wake_.get(), &event);
+  event.data.u64 = kStop;
+  epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->stop_.get(), &event);
 
-  Handshake handshake(options, peers->lives_);
-  Status connected = handshake.Connect();
+  Handshake handshake(peers->topology_, listener, timeout_s, peers->watches_);
+  const Status connected = handshake.Connect();
   for (Fd& socket : handshake.TakeSockets()) {
     const int32_t process = peers->links_.size();
     peers->links_.push_back(
@@ -116,9 +122,9 @@ Status Peers::Connect(const Handshake::Options& options, double tick_s,
     if (!link) continue;
     event.data.u64 = link->process;
     epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, link->socket.get(), &event);
-    event.data.u64 |= kLife;
+    event.data.u64 |= kProcessEnd;
     epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD,
-              peers->lives_[link->process].fd(), &event);
+              peers->watches_[link->process].fd(), &event);
   }
   *out = std::move(peers);
   return Status();
@@ -132,17 +138,17 @@ void Peers::Start(Handlers handlers) {
 Peers::~Peers() {
   if (progress_.joinable()) {
     const uint64_t one = 1;
-    (void)!write(wake_.get(), &one, sizeof(one));
+    (void)!write(stop_.get(), &one, sizeof(one));
     progress_.join();
   }
 }
 
 Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
-  int new_fd = -1;
-  EP_RETURN_IF_ERROR(pool_.Acquire(bytes, num_readers, out, &new_fd));
-  if (new_fd >= 0) {
+  Fd new_fd;
+  EP_RETURN_IF_ERROR(segments_->Acquire(bytes, num_readers, out, &new_fd));
+  if (new_fd.get() >= 0) {
     // The links share it: a copy for each could run into the limit of files.
-    const auto fd = std::make_shared<const Fd>(new_fd);
+    const auto fd = std::make_shared<const Fd>(std::move(new_fd));
     Message message = {};
     message.type = Message::kSegment;
     message.segment = (*out)->id;
@@ -154,9 +160,9 @@ Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
 }
 
 void Peers::SendPost(const std::vector<int32_t>& processes, Message message,
-                     const std::string& text) {
+                     const std::string& names) {
   message.type = Message::kPost;
-  for (int32_t p : processes) Send(*links_[p], message, text);
+  for (int32_t p : processes) Send(*links_[p], message, names);
 }
 
 void Peers::SendRelease(int32_t process, uint64_t segment) {
@@ -176,27 +182,26 @@ void Peers::SendFail(const Launch& launch, const Status& status) {
   }
 }
 
-void Peers::SendBye(const std::string& why) {
+void Peers::SendBye(const std::string& reason) {
   Message message = {};
   message.type = Message::kBye;
   for (auto& link : links_) {
-    if (link) Send(*link, message, why);
+    if (link) Send(*link, message, reason);
   }
   const double deadline = Now() + 1;
   for (auto& link : links_) {
-    while (link && Now() < deadline) {
-      std::unique_lock<std::mutex> lock(link->mutex);
-      if (link->Flush()) break;
-      lock.unlock();
-      usleep(1000);
-    }
+    const auto is_flushed = [&link] {
+      MutexLock lock(link->mutex);
+      return link->Flush();
+    };
+    while (link && Now() < deadline && !is_flushed()) usleep(1000);
   }
 }
 
 void Peers::Send(Link& link, const Message& message, const std::string& text,
                  std::shared_ptr<const Fd> fd) {
   Link::Outgoing out = {Encode(message, text), std::move(fd)};
-  std::lock_guard<std::mutex> lock(link.mutex);
+  MutexLock lock(link.mutex);
   if (link.queue.empty() && link.TrySend(out)) return;
   link.queue.push_back(std::move(out));
   epoll_event event = {};
@@ -210,16 +215,16 @@ void Peers::Progress() {
   double next_tick = Now() + tick_s_;
   epoll_event events[16];
   while (true) {
-    // What has arrived comes before a tick, which may find this process late,
-    // since it was stopped perhaps.
+    // What has arrived is handled before a tick, which may come late because
+    // this process was stopped.
     const bool is_due = Now() >= next_tick;
     const int n = epoll_wait(epoll_.get(), events, 16, is_due ? 0 : tick_ms);
     for (int i = 0; i < n; ++i) {
       const uint64_t source = events[i].data.u64;
-      if (source == kWake) return;
-      Link& link = *links_[source & ~kLife];
+      if (source == kStop) return;
+      Link& link = *links_[source & ~kProcessEnd];
       if (events[i].events & EPOLLOUT) {
-        std::lock_guard<std::mutex> lock(link.mutex);
+        MutexLock lock(link.mutex);
         if (link.Flush()) {
           epoll_event event = {};
           event.events = EPOLLIN;
@@ -228,8 +233,8 @@ void Peers::Progress() {
         }
       }
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
-      // What it had sent is received.
-      if (source & kLife) Drop(link, /*orderly=*/false, "");
+      // All that it had sent is received now.
+      if (source & kProcessEnd) Drop(link, /*is_orderly=*/false, "");
     }
     if (is_due) {
       handlers_.on_tick();
@@ -238,9 +243,8 @@ void Peers::Progress() {
   }
 }
 
-// Receives all that has arrived.
 void Peers::Receive(Link& link) {
-  while (!link.is_gone) {
+  while (!link.has_left) {
     char bytes[kMaxMessage];
     iovec iov = {bytes, sizeof(bytes)};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
@@ -248,14 +252,14 @@ void Peers::Receive(Link& link) {
     header.msg_iov = &iov;
     header.msg_iovlen = 1;
     header.msg_control = control;
-    // Not CMSG_SPACE: a second descriptor would fit into its padding, and stay
-    // open.
+    // CMSG_SPACE is too much: a second descriptor would fit into its padding,
+    // and stay open.
     header.msg_controllen = CMSG_LEN(sizeof(int));
     const ssize_t size =
         recvmsg(link.socket.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (size < 0 && errno == EAGAIN) return;
-    // A peer that leaves with our messages unread resets the connection. That
-    // is reported once, before what it had sent itself.
+    // A peer that leaves with our messages unread resets the connection, which
+    // is reported once, before the messages that it had sent itself.
     if (size < 0 && (errno == EINTR || errno == ECONNRESET)) continue;
     Fd fd;
     cmsghdr* c = size >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
@@ -266,25 +270,26 @@ void Peers::Receive(Link& link) {
     }
     Message message;
     std::string text;
-    // The end of the file, or an error.
-    if (size <= 0) return Drop(link, /*orderly=*/false, "");
+    // This is the end of the file, or an error.
+    if (size <= 0) return Drop(link, /*is_orderly=*/false, "");
     if (!Decode(bytes, size, &message, &text)) {
-      // Garbage: the peer shall not wait for an answer.
+      // No peer of ours sends this. It shall not wait for an answer.
       shutdown(link.socket.get(), SHUT_RDWR);
-      return Drop(link, /*orderly=*/false, "");
+      return Drop(link, /*is_orderly=*/false, "");
     }
-    // There is room for one: it is lost if none can be opened.
+    // There was room for the descriptor, so that it was cut off because this
+    // process may open no more.
     Status received;
     if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
       errno = EMFILE;
       received = SystemError("cannot receive a peer's shared memory");
     }
-    Handle(link, message, text, fd.get(), received);
+    Handle(link, message, text, fd, received);
   }
 }
 
 void Peers::Handle(Link& link, const Message& message, const std::string& text,
-                   int fd, const Status& received) {
+                   const Fd& fd, const Status& received) {
   switch (message.type) {
     case Message::kSegment: {
       Mapping memory;
@@ -303,21 +308,20 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
           found == link.segments.end() ? nullptr : &found->second, link.mapped);
     }
     case Message::kRelease:
-      pool_.Release(message.segment);
+      segments_->Release(message.segment);
       return;
     case Message::kFail:
       return handlers_.on_fail(message, text);
     case Message::kBye:
-      return Drop(link, /*orderly=*/true, text);
+      return Drop(link, /*is_orderly=*/true, text);
   }
 }
 
-// The peer is gone: nothing more is received from it.
-void Peers::Drop(Link& link, bool orderly, const std::string& why) {
-  if (std::exchange(link.is_gone, true)) return;
+void Peers::Drop(Link& link, bool is_orderly, const std::string& its_reason) {
+  if (std::exchange(link.has_left, true)) return;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, lives_[link.process].fd(), nullptr);
-  handlers_.on_gone(link.process, orderly, why);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, watches_[link.process].fd(), nullptr);
+  handlers_.on_leave(link.process, is_orderly, its_reason);
 }
 
 }  // namespace ep::host

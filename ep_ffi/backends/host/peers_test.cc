@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Connections, with threads for processes: the number alone tells them apart.
+// Connections, with threads in place of processes: only their numbers differ.
 
 #include "ep_ffi/backends/host/peers.h"
 
@@ -29,6 +29,13 @@ namespace {
 
 constexpr double kTickS = 0.01;
 
+// Connects the process of the topology to the others.
+Status Connect(const Listeners& listeners, const Topology& topology,
+               std::unique_ptr<Peers>* out, double timeout_s = 30) {
+  return Peers::Connect(topology, listeners.socket(topology.process), timeout_s,
+                        kTickS, out);
+}
+
 std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   const Listeners listeners(num_processes);
   std::vector<std::unique_ptr<Peers>> all(num_processes);
@@ -36,7 +43,7 @@ std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   for (int32_t p = num_processes - 1; p >= 0; --p) {
     threads.emplace_back([&, p] {
       const Status status =
-          Peers::Connect(listeners.OptionsOf(p), kTickS, &all[p]);
+          Connect(listeners, listeners.TopologyOf(p), &all[p]);
       EXPECT_TRUE(status.ok()) << status.message();
     });
   }
@@ -44,7 +51,7 @@ std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   return all;
 }
 
-// Writes down what arrives, a line for each message. It must outlive its Peers.
+// Records what arrives, a line for each message. It must outlive its Peers.
 class Log {
  public:
   Peers::Handlers Handlers() {
@@ -58,8 +65,9 @@ class Log {
         [this](const Message& m, const std::string& text) {
           Add(StrCat("fail ", m.launch.run_id, " with ", m.code, ": ", text));
         },
-        [this](int32_t process, bool orderly, const std::string& why) {
-          Add(StrCat(process, orderly ? " ended" : " died", why));
+        [this](int32_t process, bool is_orderly,
+               const std::string& its_reason) {
+          Add(StrCat(process, is_orderly ? " closed" : " died", its_reason));
         },
         [this] { ++ticks_; }};
   }
@@ -107,7 +115,7 @@ TEST(PeersTest, MessagesArriveInOrderWithTheirRows) {
   peers[0]->Start(log.Handlers());
   log.Expect({"post 7 of op from 2: seven", "post 8 of op from 2: eight",
               StrCat("fail 9 with ", int(Code::kInternal), ": nine"),
-              "2 ended, ten"});
+              "2 closed, ten"});
 }
 
 TEST(PeersTest, ASegmentTakesOneDescriptorOfItsOwner) {
@@ -167,7 +175,7 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   ASSERT_TRUE(peers[0]->Acquire(10, 1, &second).ok());
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
-  // Tells when the release has arrived.
+  // When this message has arrived, so has the release.
   peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
   log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
   ASSERT_TRUE(peers[0]->Acquire(10, 1, &third).ok());
@@ -193,15 +201,15 @@ TEST(PeersTest, UnreadMessagesDoNotSpoilAnOrderlyEnd) {
   peers[1]->SendBye("");
   peers[1].reset();
   peers[0]->Start(log.Handlers());
-  log.Expect({"post 2 of op from 1: last words", "1 ended"});
+  log.Expect({"post 2 of op from 1: last words", "1 closed"});
 }
 
-// Connects process 1 of 2, of which `body` decides how it ends.
+// Connects process 1 of 2 in a forked child, which then runs `body`.
 pid_t Fork(const Listeners& listeners, const std::function<void()>& body) {
   const pid_t child = fork();
   if (child != 0) return child;
   std::unique_ptr<Peers> peers;
-  (void)Peers::Connect(listeners.OptionsOf(1), kTickS, &peers);
+  (void)Connect(listeners, listeners.TopologyOf(1), &peers);
   body();
   _exit(0);
 }
@@ -217,10 +225,10 @@ TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
     (void)!read(until[0], &nothing, 1);
   });
   Log log;
-  Handshake::Options options = listeners.OptionsOf(0);
-  options.pids = {0, child};
+  Topology topology = listeners.TopologyOf(0);
+  topology.processes[1].pid = child;
   std::unique_ptr<Peers> peers;
-  ASSERT_TRUE(Peers::Connect(options, kTickS, &peers).ok());
+  ASSERT_TRUE(Connect(listeners, topology, &peers).ok());
   peers->Start(log.Handlers());
   log.Expect({"1 died"});
   close(until[1]);
@@ -228,15 +236,15 @@ TEST(PeersTest, ADeadPeerHasDiedThoughItsChildHoldsTheConnection) {
   EXPECT_EQ(child, waitpid(child, nullptr, 0));
 }
 
-TEST(PeersTest, NobodyWaitsForTheDeadToConnect) {
+TEST(PeersTest, ConnectingFailsAtOnceIfAProcessHasDied) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
-  for (int32_t process : {0, 1}) {  // which would accept, or dial
+  for (int32_t process : {0, 1}) {  // one would accept, the other connect
     const Listeners listeners(2);
-    Handshake::Options options = listeners.OptionsOf(process);
-    options.pids = {child, child};
+    Topology topology = listeners.TopologyOf(process);
+    topology.processes[1 - process].pid = child;
     std::unique_ptr<Peers> peers;
-    const Status status = Peers::Connect(options, kTickS, &peers);
+    const Status status = Connect(listeners, topology, &peers);
     EXPECT_EQ(Code::kUnavailable, status.code());
     EXPECT_NE(std::string::npos,
               status.message().find(StrCat("process ", 1 - process, " died")));
@@ -256,8 +264,8 @@ TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
   for (int32_t process : {0, 1, 2}) {
     const Listeners listeners(3);
     std::unique_ptr<Peers> peers;
-    const Status status = Peers::Connect(
-        listeners.OptionsOf(process, /*timeout_s=*/0.2), kTickS, &peers);
+    const Status status = Connect(listeners, listeners.TopologyOf(process),
+                                  &peers, /*timeout_s=*/0.2);
     EXPECT_EQ(Code::kDeadlineExceeded, status.code());
     for (const char* word : {"timeout_s = 0.2", "ep_bootstrap"}) {
       EXPECT_NE(std::string::npos, status.message().find(word))
@@ -267,13 +275,15 @@ TEST(PeersTest, AbsentProcessesAreAnErrorInTime) {
 }
 
 TEST(PeersTest, AProcessThatHasGivenUpIsAnErrorAtOnce) {
-  Handshake::Options options;
+  const Listener mine;
+  Topology topology;
   {
     const Listeners listeners(2);
-    options = listeners.OptionsOf(1);
+    topology = listeners.TopologyOf(1);
   }
   std::unique_ptr<Peers> peers;
-  const Status status = Peers::Connect(options, kTickS, &peers);
+  const Status status = Peers::Connect(topology, mine.socket.get(),
+                                       /*timeout_s=*/30, kTickS, &peers);
   EXPECT_EQ(Code::kUnavailable, status.code());
   EXPECT_NE(std::string::npos, status.message().find("process 0 gave up"))
       << status.message();
@@ -288,8 +298,8 @@ TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   for (int i = 0; i < 3; ++i) {
     threads.emplace_back([&, i] {
       statuses[i] =
-          Peers::Connect(listeners.OptionsOf(std::min(i, 1), /*timeout_s=*/0.5),
-                         kTickS, &peers[i]);
+          Connect(listeners, listeners.TopologyOf(std::min(i, 1)), &peers[i],
+                  /*timeout_s=*/0.5);
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -297,17 +307,17 @@ TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   EXPECT_NE(statuses[1].ok(), statuses[2].ok());
 }
 
-// A process of the same user that has the number of one of the group.
+// The other process is of the same user, but not of the group.
 TEST(PeersTest, AnotherProcessThanExpectedIsTurnedAway) {
   const Listeners listeners(2);
   Status statuses[2];
   std::thread threads[2];
   for (int32_t p = 0; p < 2; ++p) {
     threads[p] = std::thread([&, p] {
-      Handshake::Options options = listeners.OptionsOf(p, /*timeout_s=*/0.5);
-      if (p == 0) options.pids = {0, getppid()};
+      Topology topology = listeners.TopologyOf(p);
+      if (p == 0) topology.processes[1].pid = getppid();
       std::unique_ptr<Peers> peers;
-      statuses[p] = Peers::Connect(options, kTickS, &peers);
+      statuses[p] = Connect(listeners, topology, &peers, /*timeout_s=*/0.5);
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend between real processes: ranks that die, and what the others
-// see of it.
+// The host backend between real processes: ranks die, and the others fail with
+// an error that names the rank.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -23,7 +23,7 @@ using testing::Random;
 using testing::StepPtr;
 using testing::Uniform;
 
-constexpr double kTimeoutS = 30;  // which nobody waits for
+constexpr double kTimeoutS = 30;  // longer than any wait here
 constexpr double kAtOnceS = 5;
 
 using Words = std::vector<std::string>;
@@ -36,7 +36,7 @@ std::vector<int32_t> AllBut(int32_t dead) {
   return ranks;
 }
 
-// Nobody dies before all have a group.
+// Bootstraps the group, and waits until all ranks have.
 void Join(Rank& rank) {
   rank.Bootstrap(kTimeoutS);
   rank.WaitForOthers(-1, [](auto& r) { return r.joined > 0; });
@@ -51,7 +51,7 @@ void GoOnWithout(int32_t dead, Rank& rank) {
   rank.Close();
 }
 
-// A rank that loses a peer: what it was told while it worked.
+// Runs a rank that loses a peer. Returns the error of its op.
 std::string Survive(int32_t dead, Rank& rank) {
   while (rank.status().ok()) rank.Next();
   const std::string told = rank.status().message();
@@ -76,7 +76,7 @@ std::string Name(int64_t op) {
                 testing::kLayerName, "\")");
 }
 
-// When a rank dies, of an op.
+// When a rank dies, relative to an op.
 enum When {
   kBefore,  // it has completed the one before
   kDuring,  // all others wait for it
@@ -90,8 +90,8 @@ class DeathTest : public ::testing::TestWithParam<Way> {
     RecordProperty("slowest_ms", static_cast<int>(slowest_ * 1e3));
   }
 
-  // Every survivor did all that it is to do. It was told at once, in words of
-  // which one is of each of `words`.
+  // Expects that every survivor ended well and was told at once, in a message
+  // that contains one of each of `words`.
   void ExpectTold(int32_t dead, const World& world,
                   const std::vector<Ending>& endings,
                   const std::vector<Words>& words) {
@@ -122,7 +122,7 @@ class DeathTest : public ::testing::TestWithParam<Way> {
   double slowest_ = 0;
 };
 
-TEST_P(DeathTest, OfARankInAnyOp) {
+TEST_P(DeathTest, ARankMayDieInAnyOp) {
   for (int64_t op = 0; op < 2 * kNumOps && !HasFailure(); ++op) {
     for (When when : {kBefore, kDuring, kPosted, kAfter}) {
       const int32_t dead = op % kNumRanks;
@@ -163,7 +163,7 @@ TEST_P(DeathTest, OfARankInAnyOp) {
   }
 }
 
-TEST_P(DeathTest, OfARankAtAnyMoment) {
+TEST_P(DeathTest, ARankMayDieAtAnyMoment) {
   for (int i = 0; i < 67 / kFewer && !HasFailure(); ++i) {
     const int32_t dead = Uniform(random_, 0, kNumRanks - 1);
     const int64_t us = Uniform(random_, 0, 10000);
@@ -182,9 +182,9 @@ TEST_P(DeathTest, OfARankAtAnyMoment) {
   }
 }
 
-// Two ops are independent. A rank that is told of the death in one of them,
-// while it waits or when it comes, will not come to the other any more.
-TEST_P(DeathTest, OfARankThatHasPostedALaterOp) {
+// Two ops are independent. A rank that learns of the death in one of them,
+// while it waits or when it posts, does not post to the other any more.
+TEST_P(DeathTest, ARankMayDieThatHasPostedALaterOp) {
   const int32_t dead = 2, giving_up = 3;
   for (bool late : {false, true}) {
     World world;
@@ -218,7 +218,7 @@ TEST_P(DeathTest, OfARankThatHasPostedALaterOp) {
   }
 }
 
-TEST_P(DeathTest, OfARankInBootstrap) {
+TEST_P(DeathTest, ARankMayDieInBootstrap) {
   for (int i = 0; i < 10 && !HasFailure(); ++i) {
     const int32_t dead = Uniform(random_, 0, kNumRanks - 1);
     const int64_t us = Uniform(random_, 0, 2000);
@@ -238,8 +238,8 @@ TEST_P(DeathTest, OfARankInBootstrap) {
   }
 }
 
-// As those that are still at work see it, and those that finalize as well.
-TEST_P(DeathTest, OfARankInFinalize) {
+// The others still run ops, or finalize the group as well.
+TEST_P(DeathTest, ARankMayDieInFinalize) {
   for (int i = 0; i < 16 && !HasFailure(); ++i) {
     const int32_t dead = i % kNumRanks;
     const int64_t us = Uniform(random_, 0, 200);
@@ -256,7 +256,7 @@ TEST_P(DeathTest, OfARankInFinalize) {
       }
       if (!all_finalize) {
         while (rank.status().ok()) rank.Next();
-        // Who finalizes now is to blame, too.
+        // A rank that finalizes now would be an error, too.
         rank.WaitForOthers(dead, [](auto& r) { return r.failed > 0; });
       }
       const std::string told = rank.status().message();
@@ -285,7 +285,7 @@ TEST(ProcessTest, RanksThatLeaveDoNotDisturbTheOthers) {
   }
 }
 
-// It ends as it likes: it tries an op, closes the group, and destroys it.
+// The child tries an op, closes the group, and destroys it.
 TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {
   World world;
   ExpectNothingSaid(world.Run([](Rank& rank) {

@@ -4,15 +4,17 @@
 #include <algorithm>
 #include <cstring>
 
-// GCC vectorizes a choice between floats only if it may compute both, and would
-// rather jam the loop over terms, to add them one element at a time.
+// Without these options, GCC does not vectorize a choice between floats, since
+// it may not compute both; and it jams the loop over terms, which then adds
+// them one element at a time.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O3", "no-trapping-math", "no-loop-unroll-and-jam")
 #endif
 
-// On x86 the loops below are compiled for three generations of vector units
-// and chosen, by features, when the library is loaded; GCC can since 12. Else
-// the baseline does, as on ARM (NEON), and sanitizers run before such a choice.
+// On x86, GCC from version 12 on compiles the loops below for three generations
+// of vector units, and the loader chooses one by the features of the processor.
+// Elsewhere the baseline is good enough (NEON on ARM); and sanitizers do not
+// work with it, since they start before the loader has chosen.
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define EP_VECTORIZED \
@@ -43,8 +45,8 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Conversions without branches, so that they are done in vectors. Rounding is
-// to nearest, ties to even; a NaN stays one.
+// The conversions have no branches, so that the compiler vectorizes them. They
+// round to nearest, ties to even; a NaN stays one.
 
 inline float ToFloat(float value) { return value; }
 inline float ToFloat(BFloat16 value) {
@@ -77,7 +79,7 @@ inline void Round(float value, Float16* out) {
   const uint32_t rebiased = magnitude - kBias;
   const uint32_t normal =
       std::min((rebiased + 0xfff + ((rebiased >> 13) & 1)) >> 13, 0x7c00u);
-  // Next to 1/2, float32 has the spacing of subnormal float16.
+  // Near 1/2, float32 has the spacing of subnormal float16.
   const uint32_t subnormal = ToBits(FromBits(magnitude) + 0.5f) - ToBits(0.5f);
   out->bits =
       static_cast<uint16_t>(sign | (magnitude < 0x38800000u    ? subnormal
@@ -85,7 +87,7 @@ inline void Round(float value, Float16* out) {
                                                                : 0x7e00u));
 }
 
-// Sums `kLanes` columns from `begin` on.
+// Sums `kLanes` columns, from `begin` on.
 template <int kLanes, typename T>
 inline __attribute__((always_inline)) void SumLanes(const Term* terms,
                                                     size_t num_terms,
@@ -96,7 +98,7 @@ inline __attribute__((always_inline)) void SumLanes(const Term* terms,
     const float scale = terms[i].scale;
     for (int c = 0; c < kLanes; ++c) sums[c] += scale * ToFloat(row[c]);
   }
-  // Makes +0 of the -0 that is left where a negative sum underflows.
+  // Adding 0 turns the -0 of a negative sum that underflows into +0.
   for (int c = 0; c < kLanes; ++c) Round(sums[c] + 0.0f, out + begin + c);
 }
 
@@ -128,7 +130,7 @@ EP_VECTORIZED void SumFloat16(const Term* terms, size_t num_terms,
 }  // namespace
 
 int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width) {
-  // An exponent of ones only.
+  // A number is not finite if its exponent has ones only.
   const auto find = [&](const auto* bits, auto exponent) -> int64_t {
     const auto* end = bits + width;
     const auto* found = std::find_if(bits, end, [&](auto element) {

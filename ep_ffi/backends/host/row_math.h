@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = sum of scaled rows: products and sums in float32, in order, rounded
+// Sums of rows: products and sums are taken in float32, in order, and rounded
 // once to the rows' type. An empty sum is +0, and so is a sum of -0.
 
 #ifndef EP_FFI_BACKENDS_HOST_ROW_MATH_H_
@@ -19,9 +19,10 @@ struct Term {
   float scale;
 };
 
-// The first element of a row that is infinite or NaN, or -1.
+// Returns the index of the first element that is infinite or NaN, or -1.
 int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width);
 
+// Writes the sum of the rows, each times its scale.
 void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,
              std::byte* out);
 

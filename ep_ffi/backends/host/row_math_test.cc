@@ -33,7 +33,7 @@ struct Row {
   float scale = 1;
 };
 
-// The sums, as bit patterns.
+// Returns the sums as bit patterns.
 std::vector<uint32_t> Sum(DType dtype, const std::vector<Row>& rows,
                           int64_t width = 1) {
   std::vector<std::vector<std::byte>> arrays;
@@ -54,7 +54,7 @@ std::vector<uint32_t> Sum(DType dtype, const std::vector<Row>& rows,
   return bits;
 }
 
-// What becomes of a float32 that is rounded to the type.
+// Returns the bit pattern of a float32 that is rounded to the type.
 uint32_t Rounded(DType dtype, float value) {
   return Sum(dtype, {{{1.0}, value}})[0];
 }
@@ -88,8 +88,8 @@ TEST_P(RowMath16, EveryValueIsItsOwnSum) {
   }
 }
 
-// Around the middle between each two neighbours, subnormal ones and the last
-// finite one included.
+// The values are around the middle between each two neighbours, subnormal ones
+// and the last finite one included.
 TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
   const uint32_t infinity = Encode(GetParam(), kInfinity);
   for (uint32_t low = 0; low < infinity; ++low) {
@@ -107,7 +107,7 @@ TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
 
 TEST_P(RowMath, RandomSumsMatchTheOracle) {
   Random random(1);
-  // Around the widths of vectors and of blocks.
+  // The widths are around those of vectors and of blocks.
   for (int64_t width :
        {1,  2,  3,  7,  8,    9,    15,   16,   17,   31,   32,
         33, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 5000}) {
@@ -146,7 +146,7 @@ TEST_P(RowMath, ProductsAreRoundedBeforeTheyAreAdded) {
   const double x = 1 + 0x1p-7;
   const float product = scale * x;
   ASSERT_NE(0.0f, std::fma(scale, static_cast<float>(x), -product));
-  // In every lane of every vector unit.
+  // This fills every lane of every vector unit.
   const int64_t width = 67;
   const std::vector<Row> rows = {{std::vector<double>(width, 1.0), -product},
                                  {std::vector<double>(width, x), scale}};
@@ -154,7 +154,7 @@ TEST_P(RowMath, ProductsAreRoundedBeforeTheyAreAdded) {
 }
 
 TEST_P(RowMath, SumsAreFloat32AndRoundedOnce) {
-  // 2049 and 257 are no float16 and no bfloat16.
+  // float16 cannot hold 2049, nor bfloat16 257.
   EXPECT_EQ(Encode(GetParam(), 2050),
             Sum(GetParam(), {{{2048}}, {{1}}, {{1}}})[0]);
   EXPECT_EQ(Encode(GetParam(), 258),
@@ -184,8 +184,8 @@ TEST_P(RowMath, ZeroSumsArePositive) {
   }
 }
 
-// Rounded like a number, it would become a zero.
-TEST_P(RowMath, ANanWithEveryBitSetIsOne) {
+// It would become a zero if it were rounded like a number.
+TEST_P(RowMath, ANanWithEveryBitSetStaysANan) {
   const uint32_t bits = 0x7fffffff;
   float nan;
   std::memcpy(&nan, &bits, sizeof(nan));
@@ -193,7 +193,7 @@ TEST_P(RowMath, ANanWithEveryBitSetIsOne) {
   EXPECT_TRUE(IsNan(GetParam(), Rounded(GetParam(), -nan)));
 }
 
-TEST_P(RowMath, InfinitiesAndNans) {
+TEST_P(RowMath, InfinitiesAndNansStayNotFinite) {
   const uint32_t infinity = Encode(GetParam(), kInfinity);
   const uint32_t largest = infinity - 1;
   const double max = Decode(GetParam(), largest);

@@ -6,7 +6,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/pages.h"
 
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1
@@ -24,14 +23,14 @@ Mapping::~Mapping() {
   if (data_) munmap(data_, bytes_);
 }
 
-Status Mapping::OpenPeer(int fd, Mapping* out) {
+Status Mapping::OpenPeer(const Fd& fd, Mapping* out) {
   struct stat info;
-  const int seals = fcntl(fd, F_GET_SEALS);
-  if (fstat(fd, &info) != 0 || info.st_size <= 0 || seals < 0 ||
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (fstat(fd.get(), &info) != 0 || info.st_size <= 0 || seals < 0 ||
       (seals & F_SEAL_SHRINK) == 0) {
     return Status(Code::kInternal, "a peer shared memory that is not sealed");
   }
-  void* data = mmap(nullptr, info.st_size, PROT_READ, MAP_SHARED, fd, 0);
+  void* data = mmap(nullptr, info.st_size, PROT_READ, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) {
     return SystemError(
         StrCat("cannot map ", info.st_size, " bytes of a peer's memory"));
@@ -41,9 +40,9 @@ Status Mapping::OpenPeer(int fd, Mapping* out) {
 }
 
 Status SegmentPool::Acquire(size_t bytes, int32_t readers, Segment** out,
-                            int* new_fd) {
-  *new_fd = -1;
-  std::lock_guard<std::mutex> lock(mutex_);
+                            Fd* new_fd) {
+  *new_fd = Fd();
+  MutexLock lock(mutex_);
   auto fit = free_.lower_bound(bytes);
   if (fit != free_.end() && fit->first <= 4 * (bytes + kSmallest)) {
     *out = fit->second;
@@ -74,14 +73,14 @@ Status SegmentPool::Acquire(size_t bytes, int32_t readers, Segment** out,
 
   segment->id = segments_.size();
   segment->readers = readers;
-  *new_fd = fd.release();
+  *new_fd = std::move(fd);
   *out = segment.get();
   segments_.emplace(segment->id, std::move(segment));
   return Status();
 }
 
 HostMemory SegmentPool::Memory() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   HostMemory memory;
   for (const auto& entry : segments_) {
     const Mapping& mapping = entry.second->memory;
@@ -92,7 +91,7 @@ HostMemory SegmentPool::Memory() {
 }
 
 bool SegmentPool::Release(uint64_t id) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   auto found = segments_.find(id);
   if (found == segments_.end() || found->second->readers == 0) return false;
   Segment* segment = found->second.get();

@@ -5,7 +5,7 @@
 // A segment is an anonymous memfd: it has no name that could be left behind
 // or guessed, only this user may open it (mode 0600), peers can map it only
 // to read, and its size is sealed, so that no peer can make another fault.
-// The kernel frees it with its last mapping, however a process dies.
+// The kernel frees it with its last mapping, however a process ends.
 
 #ifndef EP_FFI_BACKENDS_HOST_SEGMENT_H_
 #define EP_FFI_BACKENDS_HOST_SEGMENT_H_
@@ -14,10 +14,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 
+#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
@@ -37,9 +38,8 @@ class Mapping {
   }
   ~Mapping();
 
-  // Maps a peer's segment for reading. Does not take the descriptor. Fails
-  // unless the peer sealed its size.
-  static Status OpenPeer(int fd, Mapping* out);
+  // Maps a peer's segment for reading. Fails unless the peer sealed its size.
+  static Status OpenPeer(const Fd& fd, Mapping* out);
 
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
@@ -58,22 +58,27 @@ struct Segment {
 // The segments that this process owns. One staged op takes a whole segment:
 // sizes are powers of two, and memory is only resident where it was touched,
 // so reuse is simple and the peak follows the ops in flight.
+//
+// Thread-safe. The lock keeps each segment either free or with readers that
+// have not released it; the rows in it are not guarded.
 class SegmentPool {
  public:
-  // A free segment of at least `bytes`, for `readers` processes to release.
-  // A segment that was made for this has `*new_fd` >= 0, which the caller
-  // shares with the peers and closes.
-  Status Acquire(size_t bytes, int32_t readers, Segment** out, int* new_fd);
+  // Finds a free segment of at least `bytes`, for `readers` processes to
+  // release. If it was made for this, `*new_fd` is its descriptor, which the
+  // peers need; else it is empty.
+  Status Acquire(size_t bytes, int32_t readers, Segment** out, Fd* new_fd);
 
   HostMemory Memory();
 
-  // One reader is done. False for an id that is not in use.
+  // Notes that a reader is done. Returns false for an id that is not in use.
   bool Release(uint64_t id);
 
  private:
-  std::mutex mutex_;
-  std::map<uint64_t, std::unique_ptr<Segment>> segments_;  // by id
-  std::multimap<size_t, Segment*> free_;                   // by size
+  Mutex mutex_;
+  // By id.
+  std::map<uint64_t, std::unique_ptr<Segment>> segments_ EP_GUARDED_BY(mutex_);
+  // By size.
+  std::multimap<size_t, Segment*> free_ EP_GUARDED_BY(mutex_);
 };
 
 }  // namespace ep::host

@@ -18,11 +18,10 @@ class NewSegment : public ::testing::Test {
  protected:
   void SetUp() override {
     ASSERT_TRUE(pool_.Acquire(1000, /*readers=*/2, &segment_, &fd_).ok());
-    ASSERT_GE(fd_, 0);
+    ASSERT_GE(fd_.get(), 0);
   }
-  ~NewSegment() override { close(fd_); }
 
-  Segment* Acquire(size_t bytes, int* new_fd) {
+  Segment* Acquire(size_t bytes, Fd* new_fd) {
     Segment* segment = nullptr;
     EXPECT_TRUE(pool_.Acquire(bytes, /*readers=*/1, &segment, new_fd).ok());
     return segment;
@@ -30,7 +29,7 @@ class NewSegment : public ::testing::Test {
 
   SegmentPool pool_;
   Segment* segment_;
-  int fd_ = -1;
+  Fd fd_;
 };
 
 TEST_F(NewSegment, APeerReadsWhatTheOwnerWrites) {
@@ -43,32 +42,31 @@ TEST_F(NewSegment, APeerReadsWhatTheOwnerWrites) {
 }
 
 TEST_F(NewSegment, OnlyTheOwnerCanWrite) {
-  EXPECT_EQ(MAP_FAILED,
-            mmap(nullptr, 1000, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0));
-  EXPECT_EQ(-1, write(fd_, "x", 1));
+  EXPECT_EQ(MAP_FAILED, mmap(nullptr, 1000, PROT_READ | PROT_WRITE, MAP_SHARED,
+                             fd_.get(), 0));
+  EXPECT_EQ(-1, write(fd_.get(), "x", 1));
 }
 
 TEST_F(NewSegment, NobodyCanChangeItsSize) {
-  EXPECT_EQ(-1, ftruncate(fd_, 0));
-  EXPECT_EQ(-1, ftruncate(fd_, 1 << 30));
+  EXPECT_EQ(-1, ftruncate(fd_.get(), 0));
+  EXPECT_EQ(-1, ftruncate(fd_.get(), 1 << 30));
 }
 
 TEST_F(NewSegment, OnlyThisUserMayOpenIt) {
   struct stat info;
-  ASSERT_EQ(0, fstat(fd_, &info));
+  ASSERT_EQ(0, fstat(fd_.get(), &info));
   EXPECT_EQ(0600u, info.st_mode & 0777);
 }
 
 TEST_F(NewSegment, ItIsReusedOnceAllReadersReleasedIt) {
-  int new_fd = -1;
+  Fd new_fd;
   EXPECT_TRUE(pool_.Release(segment_->id));
   const Segment* other = Acquire(1000, &new_fd);
   EXPECT_NE(segment_, other);
-  close(new_fd);
 
   EXPECT_TRUE(pool_.Release(segment_->id));
   EXPECT_EQ(segment_, Acquire(2000, &new_fd));
-  EXPECT_EQ(-1, new_fd);
+  EXPECT_EQ(-1, new_fd.get());
 }
 
 TEST_F(NewSegment, AReleaseTooManyIsRefused) {
@@ -79,45 +77,40 @@ TEST_F(NewSegment, AReleaseTooManyIsRefused) {
 }
 
 TEST_F(NewSegment, ALargeOneIsNotSpentOnAFewBytes) {
-  int new_fd = -1;
+  Fd new_fd;
   const Segment* large = Acquire(64 << 20, &new_fd);
-  close(new_fd);
   ASSERT_TRUE(pool_.Release(large->id));
   EXPECT_NE(large, Acquire(100, &new_fd));
-  close(new_fd);
   EXPECT_EQ(large, Acquire(60 << 20, &new_fd));
 }
 
 TEST(SegmentTest, MemoryThatCouldShrinkIsRefused) {
-  const int fd = memfd_create("unsealed", MFD_ALLOW_SEALING);
-  ASSERT_EQ(0, ftruncate(fd, 4096));
+  const Fd fd(memfd_create("unsealed", MFD_ALLOW_SEALING));
+  ASSERT_EQ(0, ftruncate(fd.get(), 4096));
   Mapping mapping;
   EXPECT_FALSE(Mapping::OpenPeer(fd, &mapping).ok());
-  ASSERT_EQ(0, fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK));
+  ASSERT_EQ(0, fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK));
   EXPECT_TRUE(Mapping::OpenPeer(fd, &mapping).ok());
-  close(fd);
 }
 
 TEST(SegmentTest, WhatIsNoMemoryIsRefused) {
   int fds[2];
   ASSERT_EQ(0, pipe(fds));
   Mapping mapping;
-  for (int fd : {fds[0], -1}) {
-    EXPECT_FALSE(Mapping::OpenPeer(fd, &mapping).ok());
-  }
-  close(fds[0]);
-  close(fds[1]);
+  const Fd ends[] = {Fd(fds[0]), Fd(fds[1])};
+  EXPECT_FALSE(Mapping::OpenPeer(ends[0], &mapping).ok());
+  EXPECT_FALSE(Mapping::OpenPeer(Fd(), &mapping).ok());
 }
 
 TEST(SegmentTest, MoreThanThereIsIsAnError) {
   SegmentPool pool;
   Segment* segment;
-  int fd = -1;
+  Fd fd;
   const Status status = pool.Acquire(size_t{1} << 50, 1, &segment, &fd);
   EXPECT_EQ(Code::kResourceExhausted, status.code());
   EXPECT_NE(std::string::npos, status.message().find("recv_capacity_per_rank"))
       << status.message();
-  EXPECT_EQ(-1, fd);
+  EXPECT_EQ(-1, fd.get());
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ constexpr const char* kNames[Signature::kNumFields] = {
     "bytes of rows",
     "bytes of weights"};
 
-// Any number may come from a peer.
+// Returns a name, or the number if it has none; a peer may send any number.
 std::string OneOf(std::initializer_list<const char*> names, int64_t value) {
   return 0 <= value && value < static_cast<int64_t>(names.size())
              ? names.begin()[value]
@@ -42,6 +42,15 @@ size_t Signature::second_offset() const {
 
 size_t Signature::staged_bytes() const {
   return second_offset() + values[kSecondBytes];
+}
+
+bool Signature::FitsIn(size_t bytes) const {
+  for (const Field size : {kFirstBytes, kSecondBytes}) {
+    if (values[size] < 0 || values[size] > static_cast<int64_t>(bytes)) {
+      return false;
+    }
+  }
+  return staged_bytes() <= bytes;
 }
 
 std::optional<Signature::Field> Signature::FirstDifference(

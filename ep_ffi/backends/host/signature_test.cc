@@ -49,5 +49,21 @@ TEST(SignatureTest, TheSecondArrayIsAligned) {
   EXPECT_EQ(131u, s.staged_bytes());
 }
 
+TEST(SignatureTest, BothArraysMustFitIntoASegment) {
+  Signature s;
+  s[Signature::kFirstBytes] = 65;
+  s[Signature::kSecondBytes] = 3;
+  EXPECT_TRUE(s.FitsIn(131));
+  EXPECT_FALSE(s.FitsIn(130));
+  for (Signature::Field size :
+       {Signature::kFirstBytes, Signature::kSecondBytes}) {
+    for (int64_t value : {int64_t{-1}, int64_t{132}, INT64_MAX, INT64_MIN}) {
+      Signature other = s;
+      other[size] = value;
+      EXPECT_FALSE(other.FitsIn(131)) << value;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ep::host

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The host backend between real processes: ranks that stop, and go on.
+// The host backend between real processes: ranks are stopped, and go on.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -19,12 +19,12 @@ namespace {
 using testing::Random;
 using testing::Uniform;
 
-constexpr double kLongS = 30;  // which nobody waits for
+constexpr double kLongS = 30;  // longer than any wait here
 constexpr double kShortS = 1;
 constexpr int32_t kStopped = 2;
 
-// Wakes the stopped rank, which has posted `posts` ops before. It need not have
-// stopped yet.
+// Continues the stopped rank, which has posted `posts` ops before. It may not
+// have stopped yet.
 void Wake(int64_t posts, Rank& rank) {
   const Record& its = rank.records()[kStopped];
   for (int i = 0; i < 1000 && its.posted <= posts; ++i) {
@@ -70,8 +70,8 @@ TEST(StoppedTest, AnyRankMayStopAtAnyMoment) {
   }));
 }
 
-// It is reported when the time is up, to itself as well, and the group lives
-// on.
+// The error comes when the time is up, to the stopped rank as well, and the
+// group can be used again.
 TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
   for (int64_t op = 0; op < kNumOps && !HasFailure(); ++op) {
     World world;
@@ -80,7 +80,7 @@ TEST(StoppedTest, ARankThatStopsForTooLongIsNamed) {
       while (rank.num_posts() < op) rank.Next();
       const double begin = Now();
       if (rank.rank() == kStopped) raise(SIGSTOP);
-      // What the others have posted may be completed before the news comes.
+      // What the others have posted may complete before the error comes.
       while (rank.status().ok() && rank.num_posts() < kNumOps) rank.Next();
       const double seconds = Now() - begin;
       EXPECT_GE(seconds, kShortS / 2);  // the time runs from the first post

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Where the ranks of a group live. The mesh is cut into EP domains of P
-// ranks; a rank is a device of some process, and one process may hold any
-// number of them, of any domain.
+// The processes of a group, and where its ranks live. The mesh is cut into EP
+// domains of P ranks; a rank is a device of some process, and one process may
+// hold any number of them, of any domain.
 
 #ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 #define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -16,18 +17,25 @@
 namespace ep::host {
 
 struct Topology {
+  struct Process {
+    std::string address;  // where it listens; see handshake.h
+    int32_t id;           // the number that users know it by
+    int32_t pid;          // the system's id, or 0 if this process cannot see it
+  };
+
   struct Member {
-    int32_t process;
-    int32_t device;  // as XLA numbers it, over all processes
+    int32_t process;  // an index of `processes`
+    int32_t device;   // as XLA numbers it, over all processes
   };
 
   int32_t process;  // this one
-  int32_t num_processes;
   int32_t ep_size;
+  std::vector<Process> processes;
   std::vector<Member> members;  // [num_domains * P], domain-major
-  // Of each process, the number that users know it by. Or empty: the same.
-  std::vector<int32_t> process_ids = {};
 
+  int32_t num_processes() const {
+    return static_cast<int32_t>(processes.size());
+  }
   int32_t num_domains() const {
     return static_cast<int32_t>(members.size()) / ep_size;
   }
@@ -37,26 +45,23 @@ struct Topology {
   bool is_local(int32_t domain, int32_t rank) const {
     return member(domain, rank).process == process;
   }
-  // The first rank of a domain that lives in this process, or -1.
-  int32_t FindLocal(int32_t domain) const {
+  bool has_local_rank(int32_t domain) const {
     for (int32_t r = 0; r < ep_size; ++r) {
-      if (is_local(domain, r)) return r;
+      if (is_local(domain, r)) return true;
     }
-    return -1;
+    return false;
   }
-  // Index in `members` of a device, or -1.
+  // Returns the index in `members` of a device, or -1.
   int32_t FindDevice(int32_t device) const {
     for (size_t i = 0; i < members.size(); ++i) {
-      if (members[i].device == device) {
-        return static_cast<int32_t>(i);
-      }
+      if (members[i].device == device) return static_cast<int32_t>(i);
     }
     return -1;
   }
-  // The other processes that hold ranks of this domain, ascending.
+  // Returns the other processes that hold ranks of this domain, ascending.
   std::vector<int32_t> Peers(int32_t domain) const {
     std::vector<int32_t> peers;
-    for (int32_t p = 0; p < num_processes; ++p) {
+    for (int32_t p = 0; p < num_processes(); ++p) {
       for (int32_t r = 0; r < ep_size && p != process; ++r) {
         if (member(domain, r).process != p) continue;
         peers.push_back(p);
@@ -65,17 +70,24 @@ struct Topology {
     }
     return peers;
   }
-  int32_t process_id(int32_t process) const {
-    return process_ids.empty() ? process : process_ids[process];
+
+  // ---- Names, as messages give them
+
+  std::string ProcessName(int32_t process) const {
+    return StrCat("process ", processes[process].id);
   }
   std::string RankName(int32_t domain, int32_t rank) const {
     std::string name = StrCat("rank ", rank);
     if (num_domains() > 1) name += StrCat(" of EP domain ", domain);
-    if (num_processes > 1) {
-      name +=
-          StrCat(" (process ", process_id(member(domain, rank).process), ")");
+    if (num_processes() > 1) {
+      name += StrCat(" (", ProcessName(member(domain, rank).process), ")");
     }
     return name;
+  }
+  // Returns the name of the rank that is this entry of `members`.
+  std::string MemberName(size_t index) const {
+    return RankName(static_cast<int32_t>(index) / ep_size,
+                    static_cast<int32_t>(index) % ep_size);
   }
 };
 

@@ -20,7 +20,7 @@ bool Decode(const char* bytes, size_t size, Message* message,
   std::memcpy(message, bytes, sizeof(*message));
   if (message->text_bytes != size - sizeof(*message)) return false;
   if (message->type > Message::kBye) return false;
-  // A failure that is none would complete ops that have not run.
+  // A failure without an error would complete ops that have not run.
   if (message->type == Message::kFail &&
       (message->code <= static_cast<int32_t>(Code::kOk) ||
        message->code > static_cast<int32_t>(Code::kInternal))) {
@@ -28,6 +28,19 @@ bool Decode(const char* bytes, size_t size, Message* message,
   }
   text->assign(bytes + sizeof(*message), message->text_bytes);
   return true;
+}
+
+std::string JoinNames(const std::string& layer, const std::string& program) {
+  std::string text;
+  text.reserve(layer.size() + 1 + program.size());
+  return text.append(layer).append(1, '\0').append(program);
+}
+
+void SplitNames(const std::string& text, std::string* layer,
+                std::string* program) {
+  const size_t end = std::min(text.find('\0'), text.size());
+  layer->assign(text, 0, end);
+  program->assign(text, std::min(end + 1, text.size()), std::string::npos);
 }
 
 socklen_t AddressOf(const std::string& name, sockaddr_un* address) {

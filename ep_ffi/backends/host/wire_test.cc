@@ -14,7 +14,7 @@ Message Failure() {
   Message message = {};
   message.type = Message::kFail;
   message.code = static_cast<int32_t>(Code::kInternal);
-  message.launch = {/*program=*/1, /*run_id=*/2, /*number=*/3};
+  message.launch = {/*site_id=*/1, /*run_id=*/2, /*number=*/3};
   return message;
 }
 
@@ -38,6 +38,16 @@ TEST(WireTest, ALongTextIsCut) {
   const std::string bytes = Encode(Failure(), std::string(100000, 'x'));
   EXPECT_EQ(kMaxMessage, bytes.size());
   EXPECT_TRUE(Decodes(bytes));
+}
+
+TEST(WireTest, NamesAreReadAsTheyWereWritten) {
+  std::string layer, program;
+  SplitNames(JoinNames("moe_3", "jit_step"), &layer, &program);
+  EXPECT_EQ("moe_3", layer);
+  EXPECT_EQ("jit_step", program);
+  SplitNames("a layer whose name was c", &layer, &program);
+  EXPECT_EQ("a layer whose name was c", layer);
+  EXPECT_EQ("", program);
 }
 
 TEST(WireTest, BytesTooFewOrTooManyAreRefused) {

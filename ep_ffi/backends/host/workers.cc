@@ -1,64 +1,66 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/workers.h"
 
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "ep_ffi/core/mutex.h"
+
 namespace ep::host {
 
+// The threads share it, and outlive the object whose state it is.
 struct Workers::State {
-  std::mutex mutex;
-  std::condition_variable wake;
-  std::deque<std::function<void()>> tasks;
-  size_t idle = 0;
-  bool stop = false;
+  Mutex mutex;
+  CondVar changed;
+  std::deque<std::function<void()>> tasks EP_GUARDED_BY(mutex);
+  size_t num_idle EP_GUARDED_BY(mutex) = 0;
+  bool is_stopped EP_GUARDED_BY(mutex) = false;
 };
 
 Workers::Workers() : state_(std::make_shared<State>()) {}
 
 Workers::~Workers() {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->stop = true;
-  state_->wake.notify_all();
+  MutexLock lock(state_->mutex);
+  state_->is_stopped = true;
+  state_->changed.NotifyAll();
 }
 
 void Workers::Run(std::function<void()> task) {
   {
-    std::lock_guard<std::mutex> lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     state_->tasks.push_back(std::move(task));
-    if (state_->tasks.size() <= state_->idle) {
-      state_->wake.notify_one();
+    if (state_->tasks.size() <= state_->num_idle) {
+      state_->changed.NotifyOne();
       return;
     }
   }
   try {
-    std::thread(Loop, state_, /*park=*/true).detach();
+    std::thread(Loop, state_, /*keeps_waiting=*/true).detach();
   } catch (const std::system_error&) {
-    Loop(state_, /*park=*/false);  // no thread to be had: run it here
+    Loop(state_, /*keeps_waiting=*/false);  // there is no other thread
   }
 }
 
-void Workers::Loop(std::shared_ptr<State> state, bool park) {
-  std::unique_lock<std::mutex> lock(state->mutex);
+void Workers::Loop(std::shared_ptr<State> state, bool keeps_waiting) {
+  MutexLock lock(state->mutex);
   while (true) {
     while (!state->tasks.empty()) {
       std::function<void()> task = std::move(state->tasks.front());
       state->tasks.pop_front();
-      lock.unlock();
+      state->mutex.Unlock();
       task();
-      task = nullptr;  // may run destructors: not under the lock
-      lock.lock();
+      task = nullptr;  // its destructors, too, run without the lock
+      state->mutex.Lock();
     }
-    if (state->stop || !park) return;
-    ++state->idle;
-    state->wake.wait(lock,
-                     [&] { return state->stop || !state->tasks.empty(); });
-    --state->idle;
+    if (state->is_stopped || !keeps_waiting) return;
+    ++state->num_idle;
+    while (!state->is_stopped && state->tasks.empty()) {
+      state->changed.Wait(state->mutex);
+    }
+    --state->num_idle;
   }
 }
 

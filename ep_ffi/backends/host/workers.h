@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Threads that finish operations.
+// Threads that complete ops.
 //
 // Completing an op resumes the XLA program that waits for it, on the thread
 // that completes it, and that program may block for other devices (a psum
@@ -15,11 +15,13 @@
 
 namespace ep::host {
 
+// Thread-safe. There is always an idle thread, or one about to start, for each
+// task that waits.
 class Workers {
  public:
   Workers();
-  // Tasks that were accepted still run; their threads end on their own, so
-  // that a task may drop the last reference to the owner of this object.
+  // Lets the accepted tasks still run. Their threads end on their own, so that
+  // a task may drop the last reference to the owner of this object.
   ~Workers();
 
   Workers(const Workers&) = delete;
@@ -30,8 +32,8 @@ class Workers {
 
  private:
   struct State;
-  // Runs queued tasks; then waits for more, or returns if not to `park`.
-  static void Loop(std::shared_ptr<State> state, bool park);
+  // Runs queued tasks; then waits for more if `keeps_waiting`, else returns.
+  static void Loop(std::shared_ptr<State> state, bool keeps_waiting);
 
   std::shared_ptr<State> state_;
 };

@@ -34,7 +34,7 @@ TEST(WorkersTest, TasksThatBlockDoNotHoldUpOthers) {
   end.set_value();
 }
 
-TEST(WorkersTest, AcceptedTasksRunAfterTheEnd) {
+TEST(WorkersTest, AcceptedTasksRunAfterTheirWorkersHaveEnded) {
   std::promise<void> ran;
   {
     Workers workers;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions that create an nccl group, called from ep/_src/ffi.py.
-// `nccl` and `nccl_ep` are paths; see Libraries::Load.
+// The C functions that create an nccl group. ep/_src/ffi.py calls them. For the
+// paths `nccl` and `nccl_ep` see Libraries::Load.
 
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// Makes the id of a domain: `id_bytes` bytes, as many as ncclUniqueId has.
+// Makes the id of a domain. `id_bytes` must be the size of ncclUniqueId.
 EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
                                     char* id, int64_t id_bytes, char* error,
                                     int64_t error_bytes) {

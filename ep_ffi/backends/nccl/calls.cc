@@ -7,7 +7,8 @@
 namespace ep::nccl {
 namespace {
 
-// A dense array as NCCL EP takes it, which looks at the sizes while it lives.
+// NCCL EP's descriptor of a dense array. The descriptor points to the sizes in
+// this object.
 class Tensor {
  public:
   Tensor(ncclDataType_t type, const void* data,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// NCCL EP's functions, with the arguments of our ops.
+// Calls NCCL EP's functions with the arguments of our ops.
 
 #ifndef EP_FFI_BACKENDS_NCCL_CALLS_H_
 #define EP_FFI_BACKENDS_NCCL_CALLS_H_
@@ -16,15 +16,18 @@
 
 namespace ep::nccl {
 
-// Each enqueues a call on a handle of top_k choices per token. They throw as
-// NCCL EP does, so call them through CallNcclEp. `args.mem` is not looked at.
+// Each of these enqueues a call on a handle for top_k choices per token. They
+// throw as NCCL EP does, so call them through CallNcclEp. They do not read
+// `args.mem`.
 
-// Of choices [num_tokens, top_k].
+// Calls ncclEpUpdateHandle. `choices` is [num_tokens, top_k].
 ncclResult_t Update(const Libraries& nccl, ncclEpHandle_t handle,
                     const int64_t* choices, int64_t num_tokens, int64_t top_k,
                     CUstream stream);
+// Calls ncclEpDispatch.
 ncclResult_t Scatter(const Libraries& nccl, ncclEpHandle_t handle,
                      const ScatterArgs& args, int64_t top_k, CUstream stream);
+// Calls ncclEpCombine.
 ncclResult_t Gather(const Libraries& nccl, ncclEpHandle_t handle,
                     const GatherArgs& args, int64_t top_k, CUstream stream);
 

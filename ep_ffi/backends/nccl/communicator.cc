@@ -20,14 +20,14 @@ ncclEpHandleConfig_t HandleConfig(const Layer& layer) {
 
 }  // namespace
 
-Status CallNcclEp(const Libraries& libraries, const char* what,
+Status CallNcclEp(const Libraries& libraries, const char* name,
                   const std::function<ncclResult_t()>& call) {
   try {
-    return libraries.Check(call(), what);
+    return libraries.Check(call(), name);
   } catch (const std::exception& e) {
-    return Status(Code::kInternal, StrCat(what, " failed: ", e.what()));
+    return Status(Code::kInternal, StrCat(name, " failed: ", e.what()));
   } catch (...) {
-    return Status(Code::kInternal, StrCat(what, " failed"));
+    return Status(Code::kInternal, StrCat(name, " failed"));
   }
 }
 
@@ -147,12 +147,12 @@ Status Communicator::CloseHandle(ncclEpHandle_t handle) const {
 }
 
 Status Communicator::WithHandle(
-    const Layer& layer, std::byte* mem, int64_t bytes, const char* what,
+    const Layer& layer, std::byte* mem, int64_t bytes, const char* name,
     const std::function<ncclResult_t(ncclEpHandle_t)>& use) const {
   ncclEpHandle_t handle = nullptr;
   EP_RETURN_IF_ERROR(OpenHandle(layer, mem, bytes, &handle));
   const Status used =
-      CallNcclEp(device_->libraries(), what, [&] { return use(handle); });
+      CallNcclEp(device_->libraries(), name, [&] { return use(handle); });
   const Status closed = CloseHandle(handle);
   return used.ok() ? closed : used;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The ranks of an EP domain as NCCL and NCCL EP know them.
+// The connection of a rank to its EP domain: an NCCL communicator and a group
+// of NCCL EP.
 
 #ifndef EP_FFI_BACKENDS_NCCL_COMMUNICATOR_H_
 #define EP_FFI_BACKENDS_NCCL_COMMUNICATOR_H_
@@ -20,41 +21,41 @@
 
 namespace ep::nccl {
 
+// Not thread-safe.
 class Communicator {
  public:
-  // Collective. `unique_id` is one rank's ncclUniqueId, which all ranks know.
+  // Connects this rank. Collective over the domain. `unique_id` is the
+  // ncclUniqueId that one rank has made for all.
   static Status Create(std::shared_ptr<const Device> device, const Sizes& sizes,
                        int32_t rank, const std::string& unique_id,
                        double timeout_s, std::shared_ptr<Communicator>* out);
 
-  // Aborts what was not destroyed.
+  // Aborts unless Destroy was called.
   ~Communicator() { Abort(); }
 
-  // Ends both, collectively. The device must be through with all ops.
+  // Disconnects. Collective over the domain. The device must have run all ops.
   void Destroy();
-  // Gives up: NCCL's collectives end at once, on this rank. What NCCL EP has
-  // does not end, nor is it freed.
+  // Ends NCCL's collectives on this rank at once. NCCL EP's kernels cannot be
+  // ended, so its group is leaked.
   void Abort();
 
   // Enqueues a gather of `count` integers from each rank.
   Status AllGather(const int32_t* mine, int32_t* all, int64_t count,
                    CUstream stream) const;
 
-  // What NCCL EP keeps in EpHandle.mem, in bytes.
+  // Returns the bytes of NCCL EP's part of EpHandle.mem.
   Status HandleBytes(const Layer& layer, int64_t* out) const;
 
-  // A handle that is open on `mem`, until it is closed. Its `bytes` are
-  // HandleBytes.
+  // Opens a handle on `mem`, whose size `bytes` is HandleBytes.
   Status OpenHandle(const Layer& layer, std::byte* mem, int64_t bytes,
                     ncclEpHandle_t* out) const;
   Status CloseHandle(ncclEpHandle_t handle) const;
 
-  // Calls `use`, named `what`, with a handle that is open on `mem` for as long.
-  //
-  // It is opened anew for each op: XLA moves buffers, and to open one costs
-  // host time only, since it neither allocates nor talks to other ranks.
+  // Calls `use`, a function called `name`, with a handle that is open on `mem`
+  // during the call. Each op opens a handle anew, because XLA moves buffers.
+  // That costs host time only: it neither allocates nor communicates.
   Status WithHandle(
-      const Layer& layer, std::byte* mem, int64_t bytes, const char* what,
+      const Layer& layer, std::byte* mem, int64_t bytes, const char* name,
       const std::function<ncclResult_t(ncclEpHandle_t)>& use) const;
 
  private:
@@ -68,8 +69,9 @@ class Communicator {
   ncclEpGroup_t group_ = nullptr;
 };
 
-// Calls a function of NCCL EP, which throws on some errors.
-Status CallNcclEp(const Libraries& libraries, const char* what,
+// Calls a function of NCCL EP by `call`. NCCL EP throws on some errors; this
+// does not. `name` is for the message.
+Status CallNcclEp(const Libraries& libraries, const char* name,
                   const std::function<ncclResult_t()>& call);
 
 }  // namespace ep::nccl

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Calls that wait for other ranks and cannot be told when to give up.
+// A timeout for calls that wait for other ranks and have none.
 
 #ifndef EP_FFI_BACKENDS_NCCL_DEADLINE_H_
 #define EP_FFI_BACKENDS_NCCL_DEADLINE_H_
@@ -16,12 +16,13 @@
 
 namespace ep::nccl {
 
-// Longer timeouts are cut to this, some 30 years, because the clocks of the
-// standard library count nanoseconds in 64 bits.
+// The longest timeout, some 30 years. The clocks of the standard library count
+// nanoseconds in 64 bits, so they cannot wait for ever.
 constexpr double kLongestWaitS = 1e9;
 
-// Runs `call` on a thread of its own, which is left behind if it takes longer
-// than `seconds`, which may be infinite: `call` must own what it uses.
+// Runs `call` on a thread of its own and returns its result. After `seconds`,
+// which may be infinite, it fails instead. The thread then goes on to run, so
+// `call` must own what it uses. `what` is the subject of the message.
 inline Status RunWithin(double seconds, const std::string& what,
                         std::function<Status()> call) {
   std::packaged_task<Status()> task(std::move(call));

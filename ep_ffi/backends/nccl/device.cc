@@ -9,8 +9,8 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices", "EpTell",          "EpPlaceSlabs",
-    "EpJudge",        "EpChoose",        "EpGuard",
+    "EpCountChoices", "EpSumChoices",    "EpPlaceSlabs",
+    "EpFindFault",    "EpFilterChoices", "EpClearForeign",
     "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
@@ -66,7 +66,8 @@ Status Device::LoadKernels() {
                   StrCat("the GPU has compute capability ", major,
                          ".x, but NCCL EP needs 9.0 (Hopper) or newer"));
   }
-  // Code for the architecture, else what the driver compiles.
+  // Prefer machine code for this architecture to PTX, which the driver
+  // compiles.
   const KernelImage* image = nullptr;
   for (const KernelImage& i : kKernelImages) {
     if (i.arch == 0 ? !image : i.arch / 10 == major) image = &i;
@@ -82,7 +83,7 @@ Status Device::LoadKernels() {
 }
 
 Device::~Device() {
-  if (!context_ || forsaken_) return;
+  if (!context_ || leaked_) return;
   {
     Scope scope(*this);
     if (module_) libraries_.cuModuleUnload(module_);
@@ -118,10 +119,10 @@ Status Device::Launch(Kernel kernel, int64_t blocks, CUstream stream,
       kNames[kernel]);
 }
 
-bool Device::TakeReport(int32_t i, uint64_t ticket, Verdict* out) const {
+bool Device::TakeReport(int32_t i, uint64_t ticket, Outcome* out) const {
   Report& report = reports_[i];
   if (__atomic_load_n(&report.ticket, __ATOMIC_ACQUIRE) != ticket) return false;
-  *out = report.verdict;
+  *out = report.outcome;
   __atomic_store_n(&report.ticket, uint64_t{0}, __ATOMIC_RELEASE);
   return true;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The GPU of a rank: its context, our kernels, and memory that both sides see.
+// The GPU of a rank: its context, our kernels, and memory that it shares with
+// the host.
 
 #ifndef EP_FFI_BACKENDS_NCCL_DEVICE_H_
 #define EP_FFI_BACKENDS_NCCL_DEVICE_H_
@@ -16,15 +17,16 @@
 
 namespace ep::nccl {
 
+// Thread-safe after Open, with the exception of TakeReport and Leak.
 class Device {
  public:
-  // `ordinal` as XLA numbers the devices of the process. `num_reports` are
-  // shared with the device.
+  // Opens the device that XLA calls `ordinal` in this process, and allocates
+  // `num_reports` reports.
   static Status Open(const Libraries& libraries, int32_t ordinal,
                      int32_t num_reports, std::shared_ptr<Device>* out);
   ~Device();
 
-  // Makes the context the calling thread's while it lives.
+  // Makes the context current on this thread for as long as the object lives.
   class Scope {
    public:
     explicit Scope(const Device& device) : libraries_(device.libraries_) {
@@ -43,46 +45,46 @@ class Device {
 
   const Libraries& libraries() const { return libraries_; }
 
-  // The shared memory that a block of threads may have.
+  // Returns the bytes of shared memory that a block of threads may have.
   int32_t shared_bytes() const { return shared_bytes_; }
 
-  // In the current context.
+  // Returns the free bytes of the device. Its context must be current.
   Status CountFreeBytes(int64_t* out) const;
 
-  // The kernels of kernels.cu. A count of zero is no launch.
+  // The kernels of kernels.cu.
   enum Kernel {
     kCountChoices,
-    kTell,
+    kSumChoices,
     kPlaceSlabs,
-    kJudge,
-    kChoose,
-    kGuard,
+    kFindFault,
+    kFilterChoices,
+    kClearForeign,
     kFinish,
     kFindNotFinite,
     kReportNotFinite,
     kNumKernels,
   };
-  // A thread for each of `count` items.
+  // These launch a thread, a warp or a block for each of `count` items. With no
+  // items they launch nothing.
   Status LaunchThreads(Kernel kernel, int64_t count, CUstream stream,
                        Routing* routing) const;
-  // A warp for each of `count` items.
   Status LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
                      Routing* routing) const;
-  // A block for each of `count` items.
   Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
                       Routing* routing, Moved* moved) const;
 
-  // Where the device writes report `i`.
+  // Returns the address of report `i` on the device.
   Report* device_report(int32_t i) const { return device_reports_ + i; }
-  // Takes what the device has written there under `ticket`, if it has.
-  bool TakeReport(int32_t i, uint64_t ticket, Verdict* out) const;
+  // Takes the outcome in report `i`. Returns false if the device has not
+  // written it under this ticket yet.
+  bool TakeReport(int32_t i, uint64_t ticket, Outcome* out) const;
 
-  // Waits until all that was enqueued has run.
+  // Waits until the device has run all that was enqueued.
   Status Synchronize() const;
 
-  // Frees nothing in the end: what was enqueued may never have run, and to free
-  // what it uses waits for it, or pulls it away.
-  void Forsake() { forsaken_ = true; }
+  // Makes the destructor leak everything on purpose: enqueued work may never
+  // finish, and freeing what it uses would block or break it.
+  void Leak() { leaked_ = true; }
 
  private:
   explicit Device(const Libraries& libraries) : libraries_(libraries) {}
@@ -100,7 +102,7 @@ class Device {
   CUfunction kernels_[kNumKernels] = {};
   Report* reports_ = nullptr;
   Report* device_reports_ = nullptr;
-  bool forsaken_ = false;
+  bool leaked_ = false;
 };
 
 }  // namespace ep::nccl

@@ -2,33 +2,31 @@
 #include "ep_ffi/backends/nccl/group.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "ep_ffi/backends/nccl/calls.h"
 #include "ep_ffi/backends/nccl/deadline.h"
 #include "ep_ffi/backends/nccl/libraries.h"
 #include "ep_ffi/backends/nccl/routing.h"
-#include "ep_ffi/core/faults.h"
 #include "ep_ffi/core/hash.h"
 
 namespace ep::nccl {
 namespace {
 
-// Enough to clear some megabytes at once, which is for errors only.
-constexpr int64_t kGuardThreads = 16384;
+// Threads that clear a foreign handle, some megabytes. Only an error needs
+// them.
+constexpr int64_t kClearThreads = 16384;
 
-// Enough to write at the speed of the memory; they are launched even where
-// there is nothing to write, which only the device knows.
+// Enough blocks to write at the speed of the memory. More would slow down the
+// common case, in which they find nothing to write; only the device knows that.
 constexpr int64_t kFinishBlocks = 512;
 
 std::string Name(const Call& call) {
   return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
 }
 
-// The bits that are all ones in what is not finite.
+// Returns the bits that are all ones in a number that is not finite.
 uint32_t Exponent(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
@@ -41,10 +39,10 @@ uint32_t Exponent(DType dtype) {
   return 0;
 }
 
-// Hashes the op and all that the ranks of an exchange share. Which copy of it
-// this is does not count: copies are numbered as they are instantiated, and a
-// rank that loads an executable from a cache instantiates more often or less
-// than one that compiles it.
+// Hashes the op and all that must be equal on the ranks of a prepare. The
+// number of the op's copy is left out: copies are numbered as they are
+// instantiated, and a rank that loads an executable from a cache instantiates
+// it more or less often than one that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
                static_cast<int64_t>(Hash(site.program)), site.position,
@@ -63,39 +61,44 @@ Status NewUniqueId(const std::string& nccl_path,
   return Status();
 }
 
-// ---- Life -------------------------------------------------------------------
+// ---- Creation and end -------------------------------------------------------
 
 Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
   EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
   Libraries libraries;
   EP_RETURN_IF_ERROR(
       Libraries::Load(options.nccl_path, options.nccl_ep_path, &libraries));
-  std::shared_ptr<NcclGroup> group(new NcclGroup(options));
-  EP_RETURN_IF_ERROR(group->Connect(libraries));
-  *out = std::move(group);
+  std::shared_ptr<Device> device;
+  EP_RETURN_IF_ERROR(
+      Device::Open(libraries, options.device, Reports::kNumReports, &device));
+  std::shared_ptr<Communicator> communicator;
+  EP_RETURN_IF_ERROR(Communicator::Create(device, options.sizes, options.rank,
+                                          options.unique_id, options.timeout_s,
+                                          &communicator));
+  out->reset(
+      new NcclGroup(options, std::move(device), std::move(communicator)));
   return Status();
 }
 
-Status NcclGroup::Connect(const Libraries& libraries) {
-  EP_RETURN_IF_ERROR(
-      Device::Open(libraries, options_.device, kNumReports, &device_));
-  return Communicator::Create(device_, options_.sizes, options_.rank,
-                              options_.unique_id, options_.timeout_s,
-                              &communicator_);
-}
+NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
+                     std::shared_ptr<Communicator> communicator)
+    : options_(options),
+      device_(std::move(device)),
+      communicator_(std::move(communicator)),
+      reports_(device_, options.sizes, options.domain, options.timeout_s) {}
 
 Status NcclGroup::Check() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   EP_RETURN_IF_ERROR(failed_);
   return Drain();
 }
 
 Status NcclGroup::Close() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (!communicator_) return Status();
   if (failed_.ok()) (void)Drain();
   if (failed_.ok()) {
-    (void)RunWithin(options_.timeout_s, "to part", [c = communicator_] {
+    (void)RunWithin(options_.timeout_s, "to disconnect", [c = communicator_] {
       c->Destroy();
       return Status();
     });
@@ -109,8 +112,8 @@ Status NcclGroup::Close() {
 
 Status NcclGroup::GiveUp(const Status& status) {
   failed_ = status;
-  device_->Forsake();
-  // It may wait for what cannot be aborted.
+  device_->Leak();
+  // The abort may wait for kernels that cannot be aborted.
   (void)RunWithin(options_.timeout_s, "to abort", [c = communicator_] {
     c->Abort();
     return Status();
@@ -118,7 +121,7 @@ Status NcclGroup::GiveUp(const Status& status) {
   return status;
 }
 
-Status NcclGroup::KeepUp(const Status& enqueued) {
+Status NcclGroup::GiveUpUnlessOk(const Status& enqueued) {
   return enqueued.ok() ? enqueued : GiveUp(enqueued);
 }
 
@@ -128,7 +131,7 @@ void NcclGroup::Submit(const Call& call,
                        const std::function<Status()>& enqueue) {
   Status status;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     status = failed_;
     if (status.ok()) {
       Device::Scope scope(*device_);
@@ -143,11 +146,11 @@ void NcclGroup::Submit(const Call& call,
 }
 
 void NcclGroup::Prepare(Call call, const PrepareArgs& args) {
-  Submit(call, [&] {
+  Submit(call, [&]() EP_REQUIRES(mutex_) {
     Status earlier;
-    if (pending_.size() == kWindow) earlier = TakeVerdict();
+    if (reports_.full()) earlier = TakeOutcome();
     EP_RETURN_IF_ERROR(failed_);
-    // This one's peers wait for it, whatever an earlier one had.
+    // The peers wait for this prepare even if an earlier one had a fault.
     const Status status = EnqueuePrepare(call, args);
     return earlier.ok() ? status : earlier;
   });
@@ -157,30 +160,29 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(
       CheckMem(layer, args.num_tokens, {args.mem, args.mem_bytes}));
-  const uint64_t ticket = ++last_ticket_;
   const CUstream stream = static_cast<CUstream>(call.stream);
   Routing routing = RoutingIn(options_.sizes, layer, args.num_tokens,
                               options_.rank, args.mem);
   routing.topk_idx = args.topk_idx;
   routing.index_is_int64 = args.index_is_int64;
   routing.place = args.place;
-  routing.index = Index(options_.rank);
+  routing.index = PlaceIndex(options_.sizes, options_.domain, options_.rank);
   routing.group_sizes = args.group_sizes;
   routing.token_counts = args.token_counts;
   routing.total_recv_tokens = args.total_recv_tokens;
   routing.program = HashProgram(*call.site, routing.sizes);
-  routing.ticket = ticket;
-  routing.report = device_->device_report(ticket % kWindow);
-  EP_RETURN_IF_ERROR(
-      KeepUp(EnqueueRouting(*device_, *communicator_, stream, routing)));
-  const int64_t ours = RoutingBytes(options_.sizes, layer, args.num_tokens);
-  EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
-      layer, args.mem + ours, args.mem_bytes - ours, "ncclEpUpdateHandle",
-      [&](ncclEpHandle_t handle) {
+  reports_.Begin(&routing);
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(
+      EnqueueRouting(*device_, *communicator_, stream, routing)));
+  const int64_t routing_bytes =
+      RoutingBytes(options_.sizes, layer, args.num_tokens);
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->WithHandle(
+      layer, args.mem + routing_bytes, args.mem_bytes - routing_bytes,
+      "ncclEpUpdateHandle", [&](ncclEpHandle_t handle) {
         return Update(device_->libraries(), handle, routing.choices,
                       args.num_tokens, args.top_k, stream);
       })));
-  pending_.push_back({ticket, Name(call), args.top_k});
+  reports_.Add(Name(call), args.top_k);
   return Status();
 }
 
@@ -190,7 +192,7 @@ void NcclGroup::Scatter(Call call, const ScatterArgs& args) {
   moved.weights_per_row = 1;
   moved.fill_tail = call.site->layer.tail != Tail::kUnspecified;
   moved.tail = call.site->layer.tail == Tail::kNan ? kNan : 0;
-  Submit(call, [&] {
+  Submit(call, [&]() EP_REQUIRES(mutex_) {
     return EnqueueMove(call, args.mem, args.tokens.count, args.slots, moved,
                        "ncclEpDispatch", [&](ncclEpHandle_t handle) {
                          return nccl::Scatter(
@@ -205,7 +207,7 @@ void NcclGroup::Gather(Call call, const GatherArgs& args) {
   Moved moved = {};
   moved.weights = reinterpret_cast<uint32_t*>(args.topk_weights);
   moved.weights_per_row = call.site->layer.top_k;
-  Submit(call, [&] {
+  Submit(call, [&]() EP_REQUIRES(mutex_) {
     if (args.slot_weights && !args.topk_weights) {
       return Status(Code::kInvalidArgument,
                     "NCCL EP cannot scale rows by weights; multiply first");
@@ -222,40 +224,40 @@ void NcclGroup::Gather(Call call, const GatherArgs& args) {
 
 Status NcclGroup::EnqueueMove(
     const Call& call, const Mem& mem, int64_t num_tokens, const Rows& rows,
-    Moved moved, const char* what,
+    Moved moved, const char* name,
     const std::function<ncclResult_t(ncclEpHandle_t)>& move) {
   const Layer& layer = call.site->layer;
   EP_RETURN_IF_ERROR(CheckMem(layer, num_tokens, mem));
   EP_RETURN_IF_ERROR(CheckRows(options_.sizes, rows.width, rows.dtype));
-  // NCCL EP calculates there, although XLA takes these bytes for constant. It
-  // leaves nothing that a later op reads, nor do we read what it leaves.
+  // NCCL EP uses a part of these bytes as scratch memory, although XLA treats
+  // them as constant. Neither we nor a later op reads that part.
   std::byte* bytes = const_cast<std::byte*>(mem.data);
   const CUstream stream = static_cast<CUstream>(call.stream);
-  const int64_t ours = RoutingBytes(options_.sizes, layer, num_tokens);
+  const int64_t routing_bytes = RoutingBytes(options_.sizes, layer, num_tokens);
   Routing routing =
       RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
-  routing.theirs = reinterpret_cast<uint32_t*>(bytes + ours);
-  routing.num_theirs = (mem.bytes - ours) / sizeof(uint32_t);
-  EP_RETURN_IF_ERROR(KeepUp(
-      device_->LaunchThreads(Device::kGuard, kGuardThreads, stream, &routing)));
-  EP_RETURN_IF_ERROR(KeepUp(communicator_->WithHandle(
-      layer, bytes + ours, mem.bytes - ours, what, move)));
+  routing.nccl_ep_words = reinterpret_cast<uint32_t*>(bytes + routing_bytes);
+  routing.num_nccl_ep_words = (mem.bytes - routing_bytes) / sizeof(uint32_t);
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchThreads(
+      Device::kClearForeign, kClearThreads, stream, &routing)));
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(communicator_->WithHandle(
+      layer, bytes + routing_bytes, mem.bytes - routing_bytes, name, move)));
   moved.rows = reinterpret_cast<uint32_t*>(rows.data);
   moved.num_rows = rows.count;
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
-  moved.report = device_->device_report(kMoverReport);
-  EP_RETURN_IF_ERROR(KeepUp(device_->LaunchBlocks(
+  moved.report = reports_.shared();
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFinish, std::min(rows.count, kFinishBlocks), stream, &routing,
       &moved)));
   if (!layer.checked || call.op != Op::kCombine) return Status();
-  return KeepUp(EnqueueFiniteCheck(call, rows, routing, moved));
+  return GiveUpUnlessOk(EnqueueFiniteCheck(call, rows, routing, moved));
 }
 
 Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
                                      Routing routing, Moved moved) {
   moved.row_elements = rows.width;
   moved.exponent = Exponent(rows.dtype);
-  moved.op = NumberOf(Name(call));
+  moved.op = reports_.NumberOf(Name(call));
   const Libraries& cuda = device_->libraries();
   const CUstream stream = static_cast<CUstream>(call.stream);
   uint64_t* found = &routing.header->not_finite;
@@ -273,7 +275,7 @@ Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
 
 Status NcclGroup::MemBytes(const Layer& layer, int64_t num_tokens,
                            int64_t* out) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   EP_RETURN_IF_ERROR(failed_);
   Device::Scope scope(*device_);
   return SizeMem(layer, num_tokens, out);
@@ -300,91 +302,22 @@ Status NcclGroup::CheckMem(const Layer& layer, int64_t num_tokens,
 
 // ---- Faults -----------------------------------------------------------------
 
+Status NcclGroup::TakeOutcome() {
+  Status status;
+  return reports_.TakeOldest(&status) ? status : GiveUp(status);
+}
+
 Status NcclGroup::Drain() {
   Status first =
       RunWithin(options_.timeout_s, "the work on the device",
                 [device = device_] { return device->Synchronize(); });
   if (!first.ok()) return GiveUp(first);
-  while (failed_.ok() && !pending_.empty()) {
-    const Status status = TakeVerdict();
+  while (failed_.ok() && !reports_.empty()) {
+    const Status status = TakeOutcome();
     if (first.ok()) first = status;
   }
-  Verdict verdict;
-  if (device_->TakeReport(kMoverReport, /*ticket=*/1, &verdict) && first.ok()) {
-    first = ToStatus(verdict, Pending());
-  }
-  return first;
-}
-
-int32_t NcclGroup::NumberOf(const std::string& op) {
-  const size_t number =
-      std::find(checked_ops_.begin(), checked_ops_.end(), op) -
-      checked_ops_.begin();
-  if (number == checked_ops_.size()) checked_ops_.push_back(op);
-  return number;
-}
-
-Status NcclGroup::TakeVerdict() {
-  const Pending oldest = std::move(pending_.front());
-  pending_.pop_front();
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::chrono::duration<double>(options_.timeout_s);
-  Verdict verdict;
-  while (
-      !device_->TakeReport(oldest.ticket % kWindow, oldest.ticket, &verdict)) {
-    if (std::chrono::steady_clock::now() > deadline) {
-      return GiveUp(Status(
-          Code::kDeadlineExceeded,
-          StrCat(oldest.op,
-                 " did not run within timeout_s = ", options_.timeout_s,
-                 "; look for a rank that failed or runs another program")));
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
-  return ToStatus(verdict, oldest);
-}
-
-Status NcclGroup::ToStatus(const Verdict& verdict,
-                           const Pending& pending) const {
-  const int64_t token = verdict.choice / std::max(pending.top_k, int64_t{1});
-  const int64_t k = verdict.choice - token * pending.top_k;
-  const auto on_rank = [&](const Status& status) {
-    return Status(status.code(), StrCat(pending.op, ", rank ", verdict.rank,
-                                        ": ", status.message()));
-  };
-  switch (verdict.fault) {
-    case Fault::kNone:
-      return Status();
-    case Fault::kIdOutOfRange:
-      return on_rank(
-          IdOutOfRange(token, k, verdict.value, options_.sizes.num_experts));
-    case Fault::kRepeatedId:
-      return on_rank(RepeatedId(token, k, verdict.value));
-    case Fault::kOtherPlace:
-      return on_rank(OtherPlace(verdict.value, Index(verdict.rank), ep_size()));
-    case Fault::kOverflow: {
-      const Status status =  // names the rank itself
-          Overflow(verdict.rank, verdict.value, options_.sizes.capacity);
-      return Status(status.code(), StrCat(pending.op, ": ", status.message()));
-    }
-    case Fault::kDisagreement:
-      return Status(Code::kFailedPrecondition,
-                    StrCat(pending.op, ": rank 0 and rank ", verdict.rank,
-                           " disagree on the op, its layer or its sizes; run "
-                           "the same program on all ranks"));
-    case Fault::kForeignHandle:
-      return Status(Code::kInvalidArgument,
-                    StrCat("rank ", verdict.rank,
-                           ": handle.mem is not what ep_prepare returned for "
-                           "this layer on this rank; pass handles on as they "
-                           "are"));
-    case Fault::kNotFinite:
-      return Status(
-          Code::kInvalidArgument,
-          StrCat(checked_ops_[verdict.op], ", rank ", verdict.rank, ": out[",
-                 verdict.choice, ", ", verdict.value, "] is not finite"));
-  }
-  return Status(Code::kInternal, "an unknown fault");
+  const Status shared = reports_.TakeShared();
+  return first.ok() ? shared : first;
 }
 
 }  // namespace ep::nccl

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The device side of ep_prepare, and what the movers do to NCCL EP's results.
+// The device side of ep_prepare, and of the ops that move rows, before and
+// after NCCL EP.
 //
 // NCCL EP writes out of bounds for an id past the last expert and traps on
-// overflow, so it is given no choice that this file has not seen: each rank
-// checks and counts its own, all ranks exchange their counts, and from these
-// each rank comes to the same verdict and to the slot of each of its choices.
-// Choices that are dropped, and all choices of a routing that is at fault, are
-// passed on as unused. They are 64 bits wide: NCCL EP 0.2.0 reads back what it
-// cached of narrower ones as if they were not.
+// overflow. So these kernels check all choices first: each rank checks and
+// counts its own, all ranks exchange their counts, and from the counts each
+// rank computes the same outcome and the slot of each of its choices. Choices
+// that are dropped, and all choices of a routing with a fault, are passed on as
+// unused. They are passed on in 64 bits: NCCL EP 0.2.0 caches narrower ones and
+// reads the cache as if they had 64 bits.
 //
-// No kernel uses shared memory or a barrier of its block. What needs an order
-// is another kernel, or one warp.
+// No kernel uses shared memory or a barrier of its block. Steps that need an
+// order are separate kernels, or are done by one warp.
 
 #include "kernels.h"
 
-#ifndef EP_NCCL_HAS_WARPS  // what runs these kernels elsewhere has its own
+#ifndef EP_NCCL_HAS_WARPS  // the fake has its own
 #include "warp.h"
 #endif
 
@@ -50,7 +51,7 @@ __device__ int32_t RoundUp(int32_t value, int32_t multiple) {
 }
 
 __device__ const int32_t* WordsOf(const Routing& r, int32_t rank) {
-  return r.heard + rank * (r.num_experts + kWords) + r.num_experts;
+  return r.received + rank * (r.num_experts + kWords) + r.num_experts;
 }
 
 __device__ void Write64(uint64_t value, int32_t* words) {
@@ -63,27 +64,29 @@ __device__ uint64_t Read64(const int32_t* words) {
          static_cast<uint64_t>(static_cast<uint32_t>(words[1])) << 32;
 }
 
-__device__ void Send(Report* report, const Verdict& verdict, uint64_t ticket) {
-  report->verdict = verdict;
+__device__ void WriteReport(Report* report, const Outcome& outcome,
+                            uint64_t ticket) {
+  report->outcome = outcome;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
 }
 
-// Keeps what an earlier mover has sent and the host has not taken.
-__device__ void SendFirst(Report* report, const Verdict& verdict) {
+// Writes a report unless there is one that the host has not taken yet.
+__device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
-    Send(report, verdict, 1);
+    WriteReport(report, outcome, 1);
   }
 }
 
-// The verdict on the handle that an op was given.
-__device__ Verdict Examine(const Routing& r) {
+// Returns the outcome of the routing that an op was given, or kForeignHandle if
+// it is not a routing for this op.
+__device__ Outcome CheckHandle(const Routing& r) {
   const Header& header = *r.header;
   if (header.magic != kMagic || header.sizes != r.sizes ||
       header.rank != r.rank || header.num_slots < 0) {
     return {Fault::kForeignHandle, r.rank, 0, 0, 0};
   }
-  return header.verdict;
+  return header.outcome;
 }
 
 __device__ void Fill(int64_t row, int32_t width, uint32_t value,
@@ -95,21 +98,23 @@ __device__ void Fill(int64_t row, int32_t width, uint32_t value,
 
 }  // namespace
 
-// A thread per choice. `told` and `chunk_starts` are zero before.
+// Counts the choices of each expert in each chunk, and finds the first choice
+// that is wrong. Runs a thread per choice. `sent` and `chunk_starts` must be
+// zero.
 extern "C" __global__ void EpCountChoices(Routing r) {
   const int32_t choice = ThreadIndex();
   if (choice >= r.num_choices) return;
   const int64_t id = IdAt(r, choice);
   if (CheckId(r, choice) != Fault::kNone) {
-    // The first fault has the highest number.
-    atomicMax(&r.told[r.num_experts + kWordChoice], r.num_choices - choice);
+    // Stored as num_choices - choice, so that atomicMax keeps the first.
+    atomicMax(&r.sent[r.num_experts + kWordChoice], r.num_choices - choice);
   } else if (id >= 0) {
     atomicAdd(&r.chunk_starts[choice / kChunk * r.num_experts + id], 1);
   }
 }
 
-// A warp per expert.
-extern "C" __global__ void EpTell(Routing r) {
+// Sums the counts of the chunks, and completes `sent`. Runs a warp per expert.
+extern "C" __global__ void EpSumChoices(Routing r) {
   const int32_t expert = WarpIndex();
   if (expert >= r.num_experts) return;
   const auto start = [&](int32_t chunk) -> int32_t& {
@@ -119,9 +124,9 @@ extern "C" __global__ void EpTell(Routing r) {
       WarpScan(Lane(), (r.num_choices + kChunk - 1) / kChunk, start,
                [&](int32_t chunk, int32_t before) { start(chunk) = before; });
   if (Lane() != 0) return;
-  r.told[expert] = sum;
+  r.sent[expert] = sum;
   if (expert != 0) return;
-  int32_t* words = r.told + r.num_experts;
+  int32_t* words = r.sent + r.num_experts;
   Write64(r.program, words + kWordProgram);
   if (r.place && r.place[0] != r.index) {
     words[kWordFault] = static_cast<int32_t>(Fault::kOtherPlace);
@@ -136,7 +141,8 @@ extern "C" __global__ void EpTell(Routing r) {
   Write64(IdAt(r, choice), words + kWordValue);
 }
 
-// A warp per rank. What all ranks told has been gathered in `heard`.
+// Computes where slabs begin and how many slots each rank needs. Runs a warp
+// per rank, after `sent` of all ranks has been gathered in `received`.
 extern "C" __global__ void EpPlaceSlabs(Routing r) {
   const int32_t rank = WarpIndex();
   if (rank >= r.ep_size) return;
@@ -146,7 +152,7 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
     int32_t sum = 0;
     for (int32_t source = 0; source < r.ep_size; ++source) {
       if (source == r.rank) r.before[expert] = sum;
-      sum += r.heard[source * (r.num_experts + kWords) + expert];
+      sum += r.received[source * (r.num_experts + kWords) + expert];
     }
     r.totals[expert] = sum;
     return RoundUp(sum, r.alignment);
@@ -165,8 +171,9 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
   if (rank == r.rank) *r.total_recv_tokens = need;
 }
 
-// One warp. It sees what every other rank's sees.
-extern "C" __global__ void EpJudge(Routing r) {
+// Finds the first fault of all ranks, and writes the header and the report.
+// Runs one warp. All ranks find the same, since they read the same `received`.
+extern "C" __global__ void EpFindFault(Routing r) {
   if (WarpIndex() > 0) return;
   const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
   const auto differs = [&](int32_t rank) {
@@ -182,32 +189,33 @@ extern "C" __global__ void EpJudge(Routing r) {
   const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
   const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
   if (Lane() != 0) return;
-  Verdict verdict = {Fault::kNone, 0, 0, 0, 0};
-  if (other < r.ep_size) {  // what the counts mean is not known then
-    verdict = {Fault::kDisagreement, other, 0, 0, 0};
+  Outcome outcome = {Fault::kNone, 0, 0, 0, 0};
+  // The counts of another program have another meaning, so this comes first.
+  if (other < r.ep_size) {
+    outcome = {Fault::kDisagreement, other, 0, 0, 0};
   } else if (wrong < r.ep_size) {
     const int32_t* words = WordsOf(r, wrong);
-    verdict = {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice],
+    outcome = {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice],
                0, static_cast<int64_t>(Read64(words + kWordValue))};
   } else if (full < r.ep_size) {
-    verdict = {Fault::kOverflow, full, 0, 0, r.needs[full]};
+    outcome = {Fault::kOverflow, full, 0, 0, r.needs[full]};
   }
   Header& header = *r.header;
   header.magic = kMagic;
   header.sizes = r.sizes;
   header.rank = r.rank;
   header.num_slots = min(r.needs[r.rank], r.capacity);
-  header.verdict = verdict;
-  Send(r.report, verdict, r.ticket);
+  header.outcome = outcome;
+  WriteReport(r.report, outcome, r.ticket);
 }
 
-// A thread per choice.
-extern "C" __global__ void EpChoose(Routing r) {
+// Writes the choices that NCCL EP may see. Runs a thread per choice.
+extern "C" __global__ void EpFilterChoices(Routing r) {
   const int32_t choice = ThreadIndex();
   if (choice >= r.num_choices) return;
   r.choices[choice] = -1;
   const int64_t id = IdAt(r, choice);
-  if (r.header->verdict.fault != Fault::kNone || id == -1) return;
+  if (r.header->outcome.fault != Fault::kNone || id == -1) return;
   const int32_t chunk = choice / kChunk;
   int32_t slot =
       r.offsets[id] + r.before[id] + r.chunk_starts[chunk * r.num_experts + id];
@@ -215,27 +223,28 @@ extern "C" __global__ void EpChoose(Routing r) {
   if (slot < r.capacity) r.choices[choice] = static_cast<int32_t>(id);
 }
 
-// Any number of threads, before NCCL EP reads a handle. It trusts what it
-// finds, and would trap, or read and write anywhere; so of what is not the
-// routing of this op, zeros are left, which are a routing of nothing. A handle
-// of another op is lost by that, as its next op will say.
-extern "C" __global__ void EpGuard(Routing r) {
-  if (Examine(r).fault != Fault::kForeignHandle) return;
+// Writes zeros over a handle that is not a routing for this op, before NCCL EP
+// reads it. NCCL EP does not check it, and would trap, or read and write out of
+// bounds; zeros are a routing without choices. If it was a routing for another
+// op, that op will report that it is not a routing any more. Runs any number of
+// threads.
+extern "C" __global__ void EpClearForeign(Routing r) {
+  if (CheckHandle(r).fault != Fault::kForeignHandle) return;
   const int32_t stride = gridDim.x * blockDim.x;
-  for (int64_t i = ThreadIndex(); i < r.num_theirs; i += stride) {
-    r.theirs[i] = 0;
+  for (int64_t i = ThreadIndex(); i < r.num_nccl_ep_words; i += stride) {
+    r.nccl_ep_words[i] = 0;
   }
   r.header->magic = 0;
 }
 
-// Any number of blocks, which take turns at the rows of a mover's result, slots
-// or tokens. A routing at fault makes all NaN. Else NCCL EP has written all but
-// the tail.
+// Writes the tail of the rows, slots or tokens, which NCCL EP does not write.
+// If the routing has a fault, writes NaN to all rows. Runs any number of
+// blocks, which take turns at the rows.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
-  const Verdict verdict = Examine(r);
+  const Outcome outcome = CheckHandle(r);
   int32_t first = 0;
   uint32_t value = kNan;
-  if (verdict.fault == Fault::kNone) {
+  if (outcome.fault == Fault::kNone) {
     first = m.fill_tail ? r.header->num_slots : m.num_rows;
     value = m.tail;
   }
@@ -243,35 +252,35 @@ extern "C" __global__ void EpFinish(Routing r, Moved m) {
     Fill(row, m.row_words, value, m.rows);
     if (m.weights) Fill(row, m.weights_per_row, value, m.weights);
   }
-  if (ThreadIndex() == 0 && verdict.fault == Fault::kForeignHandle) {
-    SendFirst(m.report, verdict);
+  if (ThreadIndex() == 0 && outcome.fault == Fault::kForeignHandle) {
+    WriteFirstReport(m.report, outcome);
   }
 }
 
-// A block per row of combine's result. `header->not_finite` is zero before.
+// Finds the first element of combine's result that is not finite. Runs a block
+// per row. `header->not_finite` must be zero.
 extern "C" __global__ void EpFindNotFinite(Routing r, Moved m) {
-  if (Examine(r).fault != Fault::kNone) return;
+  if (CheckHandle(r).fault != Fault::kNone) return;
   const int64_t row = blockIdx.x;
   const int32_t per_word = m.row_elements / m.row_words;
   for (int32_t i = threadIdx.x; i < m.row_elements; i += blockDim.x) {
     const uint32_t word = m.rows[row * m.row_words + i / per_word];
     const uint32_t element = word >> (i % per_word * 16);
     if ((element & m.exponent) != m.exponent) continue;
-    // The first element has the largest complement.
     const uint64_t found = row * m.row_elements + i;
     atomicMax(&r.header->not_finite, ~found);
     return;
   }
 }
 
-// One thread.
+// Reports the element that EpFindNotFinite has found. Runs one thread.
 extern "C" __global__ void EpReportNotFinite(Routing r, Moved m) {
-  if (threadIdx.x != 0 || Examine(r).fault != Fault::kNone) return;
+  if (threadIdx.x != 0 || CheckHandle(r).fault != Fault::kNone) return;
   if (r.header->not_finite == 0) return;
   const int64_t found = ~r.header->not_finite;
   const int32_t token = found / m.row_elements;
-  SendFirst(m.report,
-            {Fault::kNotFinite, r.rank, token, m.op, found % m.row_elements});
+  WriteFirstReport(m.report, {Fault::kNotFinite, r.rank, token, m.op,
+                              found % m.row_elements});
 }
 
 }  // namespace ep::nccl

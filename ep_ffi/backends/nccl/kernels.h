@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What host and device code of the nccl backend share. NVRTC compiles the
-// device side without the standard library, so there is nothing here but
-// fixed-width integers.
+// The types that host and device code of the nccl backend share. NVRTC compiles
+// the device side without the standard library, so there are only integers of
+// fixed width here.
 
 #ifndef EP_FFI_BACKENDS_NCCL_KERNELS_H_
 #define EP_FFI_BACKENDS_NCCL_KERNELS_H_
@@ -18,30 +18,33 @@ using uint64_t = unsigned long long;
 
 namespace ep::nccl {
 
-// What is wrong with a routing, or with what combine made of it. The device
-// finds it, the host words it.
+// Errors that the device finds in a routing or in the result of combine. The
+// host makes a message of each.
 enum class Fault : int32_t {
   kNone,
-  kIdOutOfRange,   // rank's topk_idx[choice] is `value`
-  kRepeatedId,     // rank's topk_idx[choice] repeats `value`
-  kOtherPlace,     // rank's program has it at `value`, see PrepareArgs::place
-  kDisagreement,   // rank's program differs from rank 0's
-  kOverflow,       // rank needs `value` rows
-  kForeignHandle,  // rank's mem is not the routing of this op
-  kNotFinite,      // rank's out[choice, value] of `op`, where choice is a token
+  kIdOutOfRange,   // topk_idx[choice] of `rank` is `value`
+  kRepeatedId,     // topk_idx[choice] of `rank` repeats `value`
+  kOtherPlace,     // the program of `rank` has it at `value`, see
+                   // PrepareArgs::place
+  kDisagreement,   // the program of `rank` differs from that of rank 0
+  kOverflow,       // `rank` needs `value` rows
+  kForeignHandle,  // the mem of `rank` is not a routing for this op
+  kNotFinite,      // out[choice, value] of `rank`, where choice is a token, is
+                   // not finite in `op`
 };
 
-struct Verdict {
+// The first fault of an op, or Fault::kNone, and where it is.
+struct Outcome {
   Fault fault;
   int32_t rank;
   int32_t choice;
-  int32_t op;  // as the host numbers them
+  int32_t op;  // number of an op, which the host has assigned
   int64_t value;
 };
 
-// Where the device reports to: memory of the host. `ticket` is written last.
+// Host memory into which the device writes an outcome. It writes `ticket` last.
 struct Report {
-  Verdict verdict;
+  Outcome outcome;
   uint64_t ticket;
 };
 
@@ -51,54 +54,58 @@ struct Header {
   uint64_t sizes;  // hash of the sizes of the exchange
   int32_t rank;
   int32_t num_slots;  // used, padding included
-  Verdict verdict;
-  uint64_t not_finite;  // ~ the first such element of combine's rows, or 0
+  Outcome outcome;
+  // Stored as ~element, so that atomicMax keeps the first element of combine's
+  // rows that is not finite. Zero if there is none.
+  uint64_t not_finite;
 };
 
 constexpr uint64_t kMagic = 0x316e6c63636e7065;  // "epnccln1"
 constexpr int32_t kHeaderBytes = 64;
 static_assert(sizeof(Header) <= kHeaderBytes, "");
 
-// What a rank tells the others: its choices per expert [E], then these words.
+// The words that a rank sends to all ranks after the number of its choices per
+// expert [E].
 enum Word : int32_t {
   kWordFault,
   kWordChoice,
-  kWordValue,                     // 64 bits in two words
-  kWordProgram = kWordValue + 2,  // likewise
+  kWordValue,                     // two words, 64 bits
+  kWordProgram = kWordValue + 2,  // two words, 64 bits
   kWords = kWordProgram + 2,
 };
 
 constexpr int32_t kWarp = 32;  // threads
 
-// Choices that one thread block counts; the slots of a choice are counted
-// within its chunk and from chunk to chunk.
+// Choices per chunk. The slot of a choice is the number of choices of the same
+// expert in earlier chunks, plus the number before it in its own chunk.
 constexpr int32_t kChunk = 256;
 
-constexpr uint32_t kNan = 0xffffffff;  // in every float type
+constexpr uint32_t kNan = 0xffffffff;  // is NaN in every float type
 
-// A routing in device memory. All arrays are parts of EpHandle.mem, but the
-// input and the four that ep_prepare returns.
+// A routing in device memory. All arrays are parts of EpHandle.mem, except the
+// inputs and outputs of ep_prepare.
 struct Routing {
   int32_t num_experts, num_local, ep_size, rank;
   int32_t num_choices, top_k, capacity, alignment;
   int32_t drop, index_is_int64;
-  uint64_t sizes;        // hash of the sizes, which an op and its handle share
-  uint64_t program;      // hash of all that the ranks of a prepare share
+  uint64_t sizes;        // hash of the sizes; equal in an op and its handle
+  uint64_t program;      // hash of the op and its sizes; equal on all ranks
   const void* topk_idx;  // [T K]
-  const int32_t* place;  // [2] as in PrepareArgs, or null
-  int32_t index;         // the first of these, as the group knows it
+  const int32_t* place;  // [2], see PrepareArgs::place; or null
+  int32_t index;         // the value of place[0] in the mesh of the group
 
   Header* header;
   int64_t* choices;       // [T K] expert, -1 if unused, invalid or dropped
   int32_t* chunk_starts;  // [chunks][E] choices of an expert in earlier chunks
-  int32_t* told;          // [E + kWords]
-  int32_t* heard;         // [P][E + kWords], what each rank told
+  int32_t* sent;          // [E + kWords]
+  int32_t* received;      // [P][E + kWords], `sent` of each rank
   int32_t* totals;        // [E] choices of all ranks
   int32_t* before;        // [E] choices of lower ranks
   int32_t* offsets;       // [E] first slot of the slab, on its rank
   int32_t* needs;         // [P] slots that a rank would need
-  uint32_t* theirs;       // [num_theirs] what NCCL EP keeps
-  int64_t num_theirs;
+
+  uint32_t* nccl_ep_words;  // [num_nccl_ep_words] the part of NCCL EP
+  int64_t num_nccl_ep_words;
 
   int32_t* group_sizes;        // [L]
   int32_t* token_counts;       // [L]
@@ -107,21 +114,22 @@ struct Routing {
   uint64_t ticket;
 };
 
-// A mover's rows and weights, as NCCL EP left them.
+// The rows and weights that dispatch, combine or their backward returns, after
+// NCCL EP has written them.
 struct Moved {
   int32_t num_rows;
   int32_t row_words;  // of 32 bits
   int32_t weights_per_row;
-  int32_t fill_tail;  // rows from header->num_slots on become `tail`
+  int32_t fill_tail;  // whether rows from header->num_slots on become `tail`
   uint32_t tail;
   uint32_t* rows;
   uint32_t* weights;  // [rows][weights_per_row], or null
-  Report* report;     // of what is found wrong
+  Report* report;     // for the first fault
 
-  // Of a combine in checked mode.
+  // These are set for a combine in checked mode only.
   int32_t row_elements;
-  uint32_t exponent;  // the bits that are all ones in what is not finite
-  int32_t op;         // for the report
+  uint32_t exponent;  // the bits that are all ones in a number not finite
+  int32_t op;         // see Outcome::op
 };
 
 }  // namespace ep::nccl

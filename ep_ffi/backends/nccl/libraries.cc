@@ -11,12 +11,13 @@
 namespace ep::nccl {
 namespace {
 
-// The one NCCL EP whose structs and limits we know (of those after it we know
-// that rows come in no fixed order unless NCCL_EP_HT_EM_AG_SCAN_MODE is 1), and
-// the one NCCL that it works with. Its host code passes NCCL's ncclDevComm to
-// its kernels by value, as the headers lay it out that it was built with, and
-// compiles the kernels with the headers that are installed. From NCCL 2.31 on
-// all that follows is in another place; with an NCCL before 2.30.7,
+// The only versions that work. Our structs and limits are those of this NCCL
+// EP; in later ones, for example, rows have no fixed order unless
+// NCCL_EP_HT_EM_AG_SCAN_MODE is 1. This NCCL EP works with this NCCL only: its
+// host code passes ncclDevComm to its kernels by value, in the layout of the
+// headers that it was built with, but it compiles the kernels with the headers
+// that are installed. From NCCL 2.31 on the struct is larger, so that the
+// arguments after it are in another place. With an NCCL before 2.30.7,
 // ncclEpCreateGroup ends the process.
 constexpr int kNccl = 23007;
 constexpr int kNcclEp = 200;
@@ -25,7 +26,7 @@ std::string VersionText(int code) {
   return StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
 }
 
-// The files of all NCCLs in the process.
+// Returns the files of all NCCLs that the process has loaded.
 std::set<std::string> LoadedNccls() {
   std::set<std::string> files;
   dl_iterate_phdr(

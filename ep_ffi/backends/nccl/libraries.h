@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// NCCL, NCCL EP and the CUDA driver, found at run time.
+// The functions of NCCL, NCCL EP and the CUDA driver, found at run time.
 //
-// A process must have one NCCL, and JAX loads its own; so nothing is linked,
-// and what the process has loaded comes first.
+// A process must have only one NCCL, and JAX loads its own. So this library
+// links none, and takes the one that the process has loaded already, if there
+// is one.
 
 #ifndef EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
 #define EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
@@ -19,7 +20,7 @@
 
 namespace ep::nccl {
 
-// All functions that this backend calls. //third_party/cuda:symbols_test reads
+// All functions that this backend calls. //third_party/cuda:symbols_test parses
 // these lists.
 #define EP_CUDA_FUNCTIONS(F)   \
   F(cuCtxPopCurrent)           \
@@ -70,11 +71,13 @@ struct Libraries {
   EP_NCCL_EP_FUNCTIONS(EP_MEMBER)
 #undef EP_MEMBER
 
-  // `nccl` and `nccl_ep` name the files to load where the process has none
-  // loaded; empty: the system's.
+  // Finds all functions, and checks the versions. `nccl` and `nccl_ep` are
+  // files to load if the process has not loaded these libraries. If empty, the
+  // system's search path decides.
   static Status Load(const std::string& nccl, const std::string& nccl_ep,
                      Libraries* out);
 
+  // Returns the error of a call of the function `what`, if it has failed.
   Status Check(CUresult result, const char* what) const;
   Status Check(ncclResult_t result, const char* what) const;
 };

@@ -10,36 +10,37 @@ namespace {
 
 constexpr int64_t kMaxLocalExperts = 256;
 constexpr int64_t kMaxTopK = 32;
-constexpr int64_t kMaxSms = 16;         // it has as many barriers
-constexpr int64_t kExpertMultiple = 4;  // experts of the ranks of an NVLink
-constexpr int64_t kWidthMultiple = 8;   // combine's unit, of any dtype
-constexpr int64_t kRowMultiple = 16;    // bytes that its copies move at once
+constexpr int64_t kMaxSms = 16;         // it has so many barriers
+constexpr int64_t kExpertMultiple = 4;  // for the experts of an NVLink domain
+constexpr int64_t kWidthMultiple = 8;   // elements that combine adds at once
+constexpr int64_t kRowMultiple = 16;    // bytes that a copy moves at once
 
-// Slots that it can tell apart in 22 bits. That is how it packs them in the
-// layouts of NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP; ours has 32
-// bits for them, but what it asserts of its constants is about these.
+// Slots that 22 bits can count. NCCL EP packs them so in the layouts of
+// NCCL_EP_HT_EM_LOCAL_DUP and NCCL_EP_HT_EM_NVLINK_DUP. Our layout has 32 bits
+// for them, but the assertions on its constants are for 22.
 constexpr int64_t kMaxCapacity = int64_t{1} << 22;
 
-// In NCCL EP's kernels a thread block takes so many tokens at once, keeps two
-// maps of their slots, and must have so many rows on their way.
+// A thread block of NCCL EP's kernels takes kTokensPerSm or
+// kTokensAcrossNvlinks tokens at once, keeps kMapStages maps of their slots,
+// and has at least kRowStages rows in flight.
 constexpr int64_t kDefaultSms = 16;
 constexpr int64_t kTokensPerSm = 4;
 constexpr int64_t kTokensAcrossNvlinks = 64;
 constexpr int64_t kMapStages = 2;
 constexpr int64_t kRowStages = 3;
-constexpr int64_t kBarriers = 16;        // bytes, of a row on its way
+constexpr int64_t kBarriers = 16;        // bytes for a row in flight
 constexpr int64_t kMapBarriers = 24;     // bytes
-constexpr int64_t kDispatchRegion = 72;  // bytes of its description
-constexpr int64_t kCombineRegion = 40;
+constexpr int64_t kDispatchRegion = 72;  // bytes that describe a region
+constexpr int64_t kCombineRegion = 40;   // bytes that describe a region
 constexpr int64_t kSharedMultiple = 128;
 
 int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The shared memory without which dispatch and combine do not start: that of
-// their directions with weights, with as few rows on their way as they can do
-// with. They are in one NVLink domain, or in several ("links").
+// Returns the bytes of shared memory that dispatch and combine need at least.
+// They need most in the directions with weights. `links` is the number of
+// NVLink domains.
 int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t links = s.ep_size / nvlink_ranks;
   const bool far = links > 1;
@@ -66,13 +67,7 @@ int64_t SharedBytes(const Sizes& s, int64_t nvlink_ranks) {
   return RoundUp(std::max(dispatch, combine), kSharedMultiple);
 }
 
-template <typename... Parts>
-Status Refuse(const Parts&... parts) {
-  return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
-}
-
-}  // namespace
-
+// Returns the bytes that NCCL EP allocates for a group on each GPU.
 int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   constexpr int64_t kWorkspace = int64_t{32} << 20;
   const int64_t links = s.ep_size / nvlink_ranks;
@@ -80,18 +75,26 @@ int64_t GroupBytes(const Sizes& s, int64_t nvlink_ranks) {
   const int64_t row = s.max_row_bytes;
   const int64_t experts = s.num_local() * nvlink_ranks;
   const int64_t weights = experts * sizeof(float);
-  // The tokens of all ranks on their way there and back, the weights of slots
-  // likewise, scales of slots that we do not use, and who chose what.
+  // Buffers for the tokens of all ranks in both directions, for the weights of
+  // slots in both directions, for scales of slots, which we do not use, and a
+  // bitmap of the choices.
   int64_t bytes = kWorkspace + 2 * s.ep_size * tokens * row +
                   2 * s.capacity * weights + s.capacity * row +
                   s.ep_size * tokens * ((experts + 7) / 8) * links;
-  if (links > 1) {  // what the network sends from and receives into
+  if (links > 1) {  // buffers of the network
     const int64_t chunks = RoundUp(tokens, kTokensAcrossNvlinks);
     bytes += 2 * (links - 1) * (chunks + tokens) * (row + weights) +
              tokens * (row + s.num_experts * sizeof(float));
   }
   return bytes;
 }
+
+template <typename... Parts>
+Status Refuse(const Parts&... parts) {
+  return Status(Code::kInvalidArgument, StrCat(parts..., " (NCCL EP's limit)"));
+}
+
+}  // namespace
 
 Status CheckSizes(const Sizes& s) {
   if (s.ep_size < 2) {
@@ -141,7 +144,7 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
                   kExpertMultiple, "; take a multiple of ", kExpertMultiple,
                   " experts for each rank");
   }
-  // Its kernels have the products of these in 32 bits.
+  // NCCL EP's kernels compute these products in 32 bits.
   if (s.capacity * experts > std::numeric_limits<int32_t>::max() ||
       s.max_tokens * s.num_experts > std::numeric_limits<int32_t>::max()) {
     return Refuse(

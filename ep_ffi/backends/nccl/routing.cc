@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
-// Hands out the parts of a buffer, or only counts them.
+// Divides a buffer into arrays. Without a buffer, only counts the bytes.
 class Carver {
  public:
   explicit Carver(std::byte* base) : base_(base) {}
@@ -31,8 +31,8 @@ int64_t NumChunks(int64_t num_choices) {
   return (num_choices + kChunk - 1) / kChunk;
 }
 
-// What a rank tells.
-int64_t NumTold(const Routing& r) { return r.num_experts + kWords; }
+// Returns the number of words that a rank sends.
+int64_t NumSent(const Routing& r) { return r.num_experts + kWords; }
 
 Carver Carve(std::byte* mem, Routing* r) {
   Carver carver(mem);
@@ -40,11 +40,11 @@ Carver Carve(std::byte* mem, Routing* r) {
   carver.Take(kHeaderBytes, &header);
   r->header = reinterpret_cast<Header*>(header);
   carver.Take(r->num_choices, &r->choices);
-  // These two are zeroed as one.
-  carver.Take(NumChunks(r->num_choices) * r->num_experts + NumTold(*r),
+  // These two are adjacent because one memset zeroes both.
+  carver.Take(NumChunks(r->num_choices) * r->num_experts + NumSent(*r),
               &r->chunk_starts);
-  r->told = r->chunk_starts + NumChunks(r->num_choices) * r->num_experts;
-  carver.Take(r->ep_size * NumTold(*r), &r->heard);
+  r->sent = r->chunk_starts + NumChunks(r->num_choices) * r->num_experts;
+  carver.Take(r->ep_size * NumSent(*r), &r->received);
   carver.Take(r->num_experts, &r->totals);
   carver.Take(r->num_experts, &r->before);
   carver.Take(r->num_experts, &r->offsets);
@@ -52,7 +52,7 @@ Carver Carve(std::byte* mem, Routing* r) {
   return carver;
 }
 
-// Of what an op and its handle share.
+// Hashes the sizes that must be equal in an op and its handle.
 uint64_t HashSizes(const Routing& r) {
   return Hash({r.num_experts, r.ep_size, r.num_choices, r.top_k, r.capacity,
                r.alignment, r.drop});
@@ -91,7 +91,7 @@ Routing RoutingIn(const Sizes& sizes, const Layer& layer, int64_t num_tokens,
 Status EnqueueRouting(const Device& device, const Communicator& communicator,
                       CUstream stream, Routing r) {
   const Libraries& cuda = device.libraries();
-  const int64_t num_zeros = r.told + NumTold(r) - r.chunk_starts;
+  const int64_t num_zeros = r.sent + NumSent(r) - r.chunk_starts;
   EP_RETURN_IF_ERROR(cuda.Check(
       cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(r.chunk_starts), 0,
                             num_zeros, stream),
@@ -99,13 +99,14 @@ Status EnqueueRouting(const Device& device, const Communicator& communicator,
   EP_RETURN_IF_ERROR(
       device.LaunchThreads(Device::kCountChoices, r.num_choices, stream, &r));
   EP_RETURN_IF_ERROR(
-      device.LaunchWarps(Device::kTell, r.num_experts, stream, &r));
+      device.LaunchWarps(Device::kSumChoices, r.num_experts, stream, &r));
   EP_RETURN_IF_ERROR(
-      communicator.AllGather(r.told, r.heard, NumTold(r), stream));
+      communicator.AllGather(r.sent, r.received, NumSent(r), stream));
   EP_RETURN_IF_ERROR(
       device.LaunchWarps(Device::kPlaceSlabs, r.ep_size, stream, &r));
-  EP_RETURN_IF_ERROR(device.LaunchWarps(Device::kJudge, 1, stream, &r));
-  return device.LaunchThreads(Device::kChoose, r.num_choices, stream, &r);
+  EP_RETURN_IF_ERROR(device.LaunchWarps(Device::kFindFault, 1, stream, &r));
+  return device.LaunchThreads(Device::kFilterChoices, r.num_choices, stream,
+                              &r);
 }
 
 }  // namespace ep::nccl

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// EpHandle.mem of this backend: our view of a routing, then NCCL EP's.
+// EpHandle.mem of this backend: our part of a routing, then NCCL EP's part.
 
 #ifndef EP_FFI_BACKENDS_NCCL_ROUTING_H_
 #define EP_FFI_BACKENDS_NCCL_ROUTING_H_
@@ -16,16 +16,16 @@
 
 namespace ep::nccl {
 
-// Bytes of our part; NCCL EP's begins there.
+// Returns the bytes of our part, after which NCCL EP's begins.
 int64_t RoutingBytes(const Sizes& sizes, const Layer& layer,
                      int64_t num_tokens);
 
-// Our part of `mem`. The fields that are not parts of it are left zero.
+// Returns the routing whose arrays are in `mem`. All other pointers are null.
 Routing RoutingIn(const Sizes& sizes, const Layer& layer, int64_t num_tokens,
                   int32_t rank, std::byte* mem);
 
-// Enqueues ep_prepare's kernels and the exchange of counts between them. After
-// it, routing.choices is what NCCL EP may see.
+// Enqueues ep_prepare's kernels and the exchange of counts between them. They
+// write routing.choices, which NCCL EP may then see.
 Status EnqueueRouting(const Device& device, const Communicator& communicator,
                       CUstream stream, Routing routing);
 

@@ -6,9 +6,9 @@
 namespace ep::nccl {
 namespace {
 
-// A handle of the library `soname`: as the process has it, else from `path`,
-// else from where the system looks. Never closed: both NCCLs leave threads and
-// kernels behind.
+// Opens the library `soname`: the one that the process has loaded, otherwise
+// the file `path`, otherwise the one on the system's search path. It is never
+// closed, because NCCL and NCCL EP leave threads and kernels behind.
 Status Open(const char* soname, const std::string& path, void** out) {
   *out = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
   if (!*out && !path.empty()) *out = dlopen(path.c_str(), RTLD_NOW);
@@ -24,7 +24,7 @@ Status Open(const char* soname, const std::string& path, void** out) {
 }  // namespace
 
 void* Symbols::Find(const char* name) {
-  // What the program itself defines comes first.
+  // A test defines the functions in the program itself.
   void* symbol = dlsym(RTLD_DEFAULT, name);
   if (!symbol && status_.ok() && !library_) {
     status_ = Open(soname_, path_, &library_);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Functions of a library that is found at run time.
+// Finds the functions of a shared library at run time.
 
 #ifndef EP_FFI_BACKENDS_NCCL_SYMBOLS_H_
 #define EP_FFI_BACKENDS_NCCL_SYMBOLS_H_
@@ -9,17 +9,18 @@
 
 #include "ep_ffi/core/status.h"
 
-// The name that a function has in its library: cuda.h renames some by macro.
+// The name of a function in its library, as a string. It is not the name in the
+// source, because cuda.h renames some functions by macros.
 #define EP_STRING(text) #text
 #define EP_SYMBOL(function) EP_STRING(function)
 
 namespace ep::nccl {
 
-// One library and what it must have.
+// One library. It is loaded when the first function is looked for.
 class Symbols {
  public:
-  // `path` names the file to load where the process has no `soname` loaded;
-  // empty: the system's.
+  // `path` is the file to load if the process has not loaded `soname`. If it is
+  // empty, the system's search path decides.
   Symbols(const char* soname, const std::string& path)
       : soname_(soname), path_(path) {}
 
@@ -28,7 +29,7 @@ class Symbols {
     *out = reinterpret_cast<Function>(Find(name));
   }
 
-  // Not OK if anything was not found.
+  // Returns an error if a function was not found.
   const Status& status() const { return status_; }
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Functions that the 32 threads of a warp compute together; all must call them.
-// Only the first thread, on lane 0, may use what they return.
+// Functions that the 32 threads of a warp compute together. All threads must
+// call them. Only the first thread, on lane 0, may use the returned value.
 
 #ifndef EP_FFI_BACKENDS_NCCL_WARP_H_
 #define EP_FFI_BACKENDS_NCCL_WARP_H_

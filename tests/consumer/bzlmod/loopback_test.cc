@@ -28,7 +28,7 @@ class Meetings {
 
   explicit Meetings(int64_t num_ranks) : num_ranks_(num_ranks) {}
 
-  // Rank r is on device r. `run` gives the status of all calls.
+  // Rank r is on device r. `run` returns the status of all calls.
   void Post(ep::Call call, const Args& args,
             const std::function<ep::Status(const Calls&)>& run) {
     const auto key = std::make_pair(call.run_id, call.site->id);

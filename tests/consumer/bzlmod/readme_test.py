@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer's files say what the documentation tells its readers to write.
+"""A consumer's files contain what the documentation tells readers to write.
 
     readme_test.py README.md MODULE.bazel [PAGE FILE...]
 
-Every block of README.md that begins with "# MODULE.bazel" is, statement by
-statement or line by line, in that file; and so on.
+Every block of README.md that begins with "# MODULE.bazel" is in that file,
+statement by statement or line by line, and the same holds for other pages and
+files.
 """
 
 import ast
@@ -15,7 +16,7 @@ import textwrap
 
 
 def blocks(page: str, name: str) -> list[str]:
-  """The blocks of code that begin with a comment that is the name of a file."""
+  """Returns the code blocks that begin with the comment `# name`."""
   fenced = re.findall(r"^```\w+\n(.*?)^```", page, re.M | re.S)
   indented = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.M)
   texts = map(textwrap.dedent, fenced + indented)
@@ -23,7 +24,7 @@ def blocks(page: str, name: str) -> list[str]:
 
 
 def parts(text: str, name: str) -> list[str]:
-  """Statements, in a file of Bazel's language, or lines."""
+  """Returns the statements of a Starlark file, or the lines of a .bazelrc."""
   if name == ".bazelrc":
     return [line for line in text.split("\n") if line and line[0] != "#"]
   # Both Starlark and Python parse these statements.
@@ -31,7 +32,7 @@ def parts(text: str, name: str) -> list[str]:
 
 
 def module_override(text: str) -> str:
-  """The README has a repository; the consumer has what its comment offers."""
+  """Replaces the README's git_override by the consumer's local override."""
   local = 'local_path_override(module_name = "jax_ep", path = "../../..")'
   return re.sub(r"^git_override\(.*?^\)$", local, text, flags=re.M | re.S)
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for what pip.parse of rules_python gives a module: @their_pip,
-with one package per Python package. It shares no code with jax_ep's own."""
+"""Makes @their_pip, as pip.parse of rules_python would, for a test.
+
+The repository has one package per Python package. It shares no code with
+jax_ep's own.
+"""
 
 _PACKAGES = ["absl-py", "jax==0.10.2", "jaxlib==0.10.2", "numpy"]
 
@@ -28,7 +31,8 @@ py_library(
 def _their_pip_impl(rctx):
     python = json.decode(rctx.read(Label("@ep_python//:python.json")))
     result = rctx.execute(
-        [python["path"], "-m", "pip", "install", "--target=site"] + _PACKAGES,
+        [python["path"], "-m", "pip", "install", "--target=site", "--no-compile"] +
+        _PACKAGES,
         environment = {"PIP_ROOT_USER_ACTION": "ignore"},
     )
     if result.return_code:

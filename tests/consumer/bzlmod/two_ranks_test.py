@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks use ep from a workspace that depends on it.
 
-Dispatch and combine with one expert a token give back the tokens, and the
-runfiles hold one JAX: the one of the repository that --jax_from names.
+Dispatch and combine with one expert per token return the tokens, and the
+runfiles hold only one JAX: that of the repository that --jax_from names.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from ep import launch
 
 
 def run_rank() -> None:
-  """The identity, through the public API."""
+  """Runs dispatch and combine, which together are the identity here."""
   launch.initialize()
 
   import jax
@@ -58,8 +58,8 @@ def run_rank() -> None:
 
 
 def check_one_jax(jax_from: str) -> None:
-  """The runfiles hold one package named jax, from that repository."""
-  # Older Bazel has two links to each file of another repository.
+  """Checks that the runfiles hold one package jax, from the repository."""
+  # Older Bazel makes two links to each file of another repository.
   found = {
     os.path.realpath(os.path.join(folder, "jax"))
     for folder, subfolders, _ in os.walk(os.environ["TEST_SRCDIR"])

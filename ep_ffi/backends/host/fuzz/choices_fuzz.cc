@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a peer's segment says of its choices, from which ep_prepare builds a
-// plan. Input: the bytes of the segment, `starts` and then `order`.
+// Fuzzes the choices in a peer's segment, from which ep_prepare builds a plan.
+// Input: the bytes of the segment, `starts` and then `order`.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,7 +15,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const PlanDims dims = host::SampleDims(/*ep_size=*/4);
   static const std::vector<SortedChoices> good = host::SampleSorted(dims);
   std::vector<SortedChoices> sorted = good;
-  // Exactly as long as a peer's must be: a sanitizer sees a step beyond.
+  // The arrays are as long as a peer's must be, so that a sanitizer sees a read
+  // beyond them.
   for (std::vector<int32_t>* words : {&sorted[1].starts, &sorted[1].order}) {
     const size_t bytes = std::min(size, words->size() * sizeof(int32_t));
     if (bytes > 0) std::memcpy(words->data(), data, bytes);

@@ -29,7 +29,7 @@ int SampleSegment() {
     Require(pwrite(fd, words.data(), bytes, at) == ssize_t(bytes), "it fits");
   };
   write(choices.starts, 0);
-  write(choices.order, 64);  // the next multiple
+  write(choices.order, 64);  // see Signature::second_offset
   Require(ftruncate(fd, sysconf(_SC_PAGESIZE)) == 0 &&
               fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0,
           "there is a segment");
@@ -37,8 +37,8 @@ int SampleSegment() {
 }
 
 Conversation::Conversation()
-    : besieged_({kDims, /*num_domains=*/2, /*timeout_s=*/20}) {
-  const testing::Domain& domain = besieged_.domains[0];
+    : group_({kDims, /*num_domains=*/2, /*timeout_s=*/20}) {
+  const testing::Domain& domain = group_.domains[0];
   std::vector<RankInput> inputs = SampleInputs(kDims);
   prepare_ = Step::Make(domain, Op::kPrepare, {kRun, /*position=*/0}, inputs);
   for (RankInput& input : inputs) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Two ops that wait for a peer, who is an impostor.
+// Two ops that wait for a peer, which is an impostor.
 
 #ifndef EP_FFI_BACKENDS_HOST_FUZZ_CONVERSATION_H_
 #define EP_FFI_BACKENDS_HOST_FUZZ_CONVERSATION_H_
@@ -10,8 +10,8 @@
 
 namespace ep::host {
 
-// The descriptor of a segment of one page, with what ep_prepare stages for the
-// sample. Taken for rows, these are as good as others.
+// Returns the descriptor of a segment of one page, with the choices that
+// ep_prepare stages for the sample. A mover can read them as rows.
 int SampleSegment();
 
 class Conversation {
@@ -19,12 +19,13 @@ class Conversation {
   // Posts ep_prepare and ep_combine on rank 0.
   Conversation();
 
-  Impostor& impostor() { return *besieged_.impostor; }
-  // The impostor leaves, and both ops end. Whether any of them succeeded.
+  Impostor& impostor() { return *group_.impostor; }
+  // Lets the impostor leave, which ends both ops. Returns whether any of them
+  // succeeded.
   bool End();
 
  private:
-  Besieged besieged_;
+  GroupWithImpostor group_;
   testing::StepPtr prepare_, combine_;
 };
 

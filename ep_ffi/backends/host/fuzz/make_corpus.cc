@@ -41,7 +41,7 @@ class Corpus {
     PlanDims other = dims;
     other.alignment = 1;
     write("plan/of_another_layer", other, 0);
-    // As many bytes, of a group of another size.
+    // This plan has as many bytes, but is from a group of another size.
     write("plan/of_another_group", SampleDims(/*ep_size=*/2), 0);
     std::vector<SortedChoices> rotated = SampleSorted(dims);
     std::swap(rotated[0], rotated[1]);
@@ -63,7 +63,7 @@ class Corpus {
     write("choices/good_all_of_one_expert", choices);
   }
 
-  // What the real process sends, as if it came from the other one.
+  // Writes what the real process sends, as if it came from the other one.
   void Messages() const {
     enum : char { kNoDescriptor, kSegmentDescriptor };
     Conversation conversation;
@@ -107,7 +107,7 @@ class Corpus {
   }
 
  private:
-  // As messages_fuzz.cc reads it.
+  // Returns a message as messages_fuzz.cc reads it.
   static std::string Record(char descriptors, const std::string& message) {
     std::string record = {descriptors, 0, static_cast<char>(message.size()),
                           static_cast<char>(message.size() >> 8)};

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a peer sends: messages on its socket, and the memory it shares. Input: a
-// sequence of messages, each behind eight bytes: what descriptors it carries,
-// nothing, its length in two. A message is padded to eight bytes, so that what
-// a fuzzer puts at a multiple of eight is a field. While messages come, two ops
-// wait for this peer.
+// Fuzzes what a peer sends: messages on its socket, and the memory it shares.
+// Input: a sequence of messages. Eight bytes come before each: the descriptors
+// that it carries, a byte that is unused, its length in two bytes, and four
+// more unused ones. A message is padded to eight bytes, so that a fuzzer
+// changes a whole field where it writes to a multiple of eight. While messages
+// come, two ops wait for this peer.
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -21,7 +22,7 @@
 namespace ep::host {
 namespace {
 
-// What may come with a message.
+// Returns the descriptors that may come with a message.
 std::vector<int> Descriptors(uint8_t kind) {
   static const int segment = SampleSegment();
   static const int unsealed = memfd_create("unsealed", MFD_ALLOW_SEALING);

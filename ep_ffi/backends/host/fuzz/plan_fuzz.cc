@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The routing in EpHandle.mem, as the four ops use it. Input: the mem of one
-// rank; those of its peers, in its process and in another one, are good.
+// Fuzzes the routing in EpHandle.mem, as the four ops use it. Input: the mem of
+// one rank; those of its peers, in its process and in another one, are valid.
 
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ struct World {
     }
   }
 
-  // Whether the op ran, with `mem` on rank 0.
+  // Runs the op with `mem` on rank 0. Returns whether it succeeded.
   bool Run(Op op, const std::vector<std::byte>& mem) {
     const bool scatters = op == Op::kDispatch || op == Op::kCombineBwd;
     const bool weighted = op != Op::kCombineBwd;
@@ -74,7 +74,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static ep::host::World* world = new ep::host::World();
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   std::vector<std::byte> mem(bytes, bytes + size);
-  // No mutant would guess the checksum, which stands before all other checks.
+  // No mutation would guess the checksum, which is checked before all else.
   if (mem.size() == static_cast<size_t>(ep::PlanBytes(world->dims))) {
     ep::SealPlan(world->dims, mem.data());
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The exchange that the seeds are of. Not random, so that a seed is good
-// wherever it is read.
+// The exchange that the seeds are taken from. It is not random, so that a seed
+// is valid wherever it is read.
 
 #ifndef EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
 #define EP_FFI_BACKENDS_HOST_FUZZ_SAMPLE_H_
@@ -16,7 +16,7 @@
 
 namespace ep::host {
 
-// So few slots that some choices are dropped.
+// There are so few slots that some choices are dropped.
 inline PlanDims SampleDims(int64_t ep_size) {
   return {/*num_experts=*/8, ep_size,         /*num_tokens=*/6,
           /*top_k=*/3,       /*capacity=*/16, /*alignment=*/2,
@@ -36,7 +36,7 @@ inline testing::Choices SampleChoices(const PlanDims& dims) {
   return choices;
 }
 
-// The inputs of ep_prepare.
+// Returns the inputs of ep_prepare.
 inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
   std::vector<testing::RankInput> inputs(dims.ep_size);
   for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
@@ -46,7 +46,7 @@ inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
   return inputs;
 }
 
-// What each rank tells the others of these choices.
+// Returns what each rank sends the others of these choices.
 inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
   std::vector<SortedChoices> sorted(dims.ep_size);
   for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
@@ -56,7 +56,7 @@ inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
   return sorted;
 }
 
-// What ep_prepare makes of a rank, exactly as long as it says.
+// The outputs of ep_prepare on a rank, exactly as long as they must be.
 struct BuiltPlan {
   std::vector<std::byte> mem;
   std::vector<int32_t> group_sizes, token_counts;
@@ -81,14 +81,15 @@ inline BuiltPlan Build(const PlanDims& dims, int64_t rank,
   return out;
 }
 
-// Ends a target that has found something, as a sanitizer would.
+// Ends the process if a fuzz target has found something, as a sanitizer would.
 inline void Require(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "not so: %s\n", what);
   std::abort();
 }
 
-// What every plan must be that ep_prepare returns, whatever it was told.
+// Checks what holds for every plan that ep_prepare returns, whatever its
+// inputs.
 inline void RequireSane(const PlanDims& dims, int64_t rank,
                         const std::vector<std::byte>& mem) {
   Plan plan;

@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <thread>
@@ -23,15 +22,16 @@ Impostor::Impostor(
   const Listeners listeners(2);
   std::thread process([&] { connect(listeners); });
   sockaddr_un address;
-  const socklen_t size = AddressOf(listeners.addresses()[0], &address);
-  EXPECT_EQ(0, ::connect(socket_, reinterpret_cast<sockaddr*>(&address), size));
+  const socklen_t size = AddressOf(listeners.processes()[0].address, &address);
+  EXPECT_EQ(
+      0, ::connect(socket_.get(), reinterpret_cast<sockaddr*>(&address), size));
   Hello hello = {/*process=*/1};
-  EXPECT_EQ(ssize_t{sizeof(hello)}, send(socket_, &hello, sizeof(hello), 0));
-  EXPECT_EQ(ssize_t{sizeof(hello)}, recv(socket_, &hello, sizeof(hello), 0));
+  EXPECT_EQ(ssize_t{sizeof(hello)},
+            send(socket_.get(), &hello, sizeof(hello), 0));
+  EXPECT_EQ(ssize_t{sizeof(hello)},
+            recv(socket_.get(), &hello, sizeof(hello), 0));
   process.join();
 }
-
-Impostor::~Impostor() { Leave(); }
 
 void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
   iovec iov = {const_cast<char*>(bytes.data()), bytes.size()};
@@ -48,30 +48,24 @@ void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
     c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
     std::memcpy(CMSG_DATA(c), fds.data(), fds.size() * sizeof(int));
   }
-  (void)sendmsg(socket_, &header, MSG_NOSIGNAL);  // it may have hung up
+  (void)sendmsg(socket_.get(), &header, MSG_NOSIGNAL);  // it may have hung up
 }
 
 std::string Impostor::Receive() {
   std::string bytes(kMaxMessage, 0);
-  pollfd p = {socket_, POLLIN, 0};
+  pollfd p = {socket_.get(), POLLIN, 0};
   if (poll(&p, 1, /*ms=*/1000) <= 0) return "";
-  const ssize_t size = recv(socket_, &bytes[0], bytes.size(), 0);
+  const ssize_t size = recv(socket_.get(), &bytes[0], bytes.size(), 0);
   bytes.resize(size < 0 ? 0 : size);
   return bytes;
 }
 
-void Impostor::Leave() {
-  if (socket_ >= 0) close(socket_);
-  socket_ = -1;
-}
-
-Besieged::Besieged(const testing::WorldOptions& options)
+GroupWithImpostor::GroupWithImpostor(const testing::WorldOptions& options)
     : domains(options.num_domains) {
   HostGroup::Options mine = {};
-  mine.name = "besieged";
+  mine.name = "group";
   mine.num_experts = options.dims.num_experts;
   mine.timeout_s = options.timeout_s;
-  mine.topology.num_processes = 2;
   mine.topology.ep_size = options.dims.ep_size;
   const int32_t ep_size = options.dims.ep_size;
   for (int32_t i = 0; i < options.num_domains * ep_size; ++i) {
@@ -80,7 +74,7 @@ Besieged::Besieged(const testing::WorldOptions& options)
   std::shared_ptr<Group> group;
   impostor = std::make_unique<Impostor>([&](const Listeners& listeners) {
     mine.listener = listeners.socket(0);
-    mine.addresses = listeners.addresses();
+    mine.topology.processes = listeners.processes();
     const Status created = HostGroup::Create(mine, &group);
     EXPECT_TRUE(created.ok()) << created.message();
   });
@@ -90,6 +84,6 @@ Besieged::Besieged(const testing::WorldOptions& options)
   }
 }
 
-Besieged::~Besieged() { (void)domains[0].groups[0]->Close(); }
+GroupWithImpostor::~GroupWithImpostor() { (void)domains[0].groups[0]->Close(); }
 
 }  // namespace ep::host

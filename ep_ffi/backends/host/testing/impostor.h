@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A process of a group that is not ours: it is greeted as one, and then sends
-// what no peer of ours would.
+// A process of a group that does not run our code: it connects as one of the
+// group, and then sends what no peer of ours would.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/ranks.h"
 
@@ -19,27 +20,27 @@ namespace ep::host {
 
 class Impostor {
  public:
-  // Connects as process 1 to process 0, while `connect` makes that one.
+  // Connects as process 1 to process 0, while `connect` creates that one.
   explicit Impostor(
       const std::function<void(const Listeners& listeners)>& connect);
-  ~Impostor();
 
-  // A message of any bytes, with copies of descriptors.
+  // Sends a message of any bytes, with copies of descriptors.
   void Send(const std::string& bytes, const std::vector<int>& fds = {});
-  // The next message that process 0 has sent; empty if none comes for a while.
+  // Returns the next message that process 0 has sent, which is empty if none
+  // comes for a while.
   std::string Receive();
   // Ends the connection.
-  void Leave();
+  void Leave() { socket_ = Fd(); }
 
  private:
-  int socket_;
+  Fd socket_;
 };
 
 // A group of two processes, of which one is an impostor. It has all ranks but
 // rank 0 of the first domain.
-struct Besieged {
-  explicit Besieged(const testing::WorldOptions& options);
-  ~Besieged();
+struct GroupWithImpostor {
+  explicit GroupWithImpostor(const testing::WorldOptions& options);
+  ~GroupWithImpostor();
 
   std::vector<testing::Domain> domains;
   std::unique_ptr<Impostor> impostor;

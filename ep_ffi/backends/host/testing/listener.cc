@@ -27,16 +27,17 @@ Listener::Listener()
   EXPECT_EQ(0, listen(socket.get(), SOMAXCONN));
 }
 
-std::vector<std::string> Listeners::addresses() const {
-  std::vector<std::string> names;
-  for (const Listener& listener : listeners_) names.push_back(listener.name);
-  return names;
+std::vector<Topology::Process> Listeners::processes() const {
+  std::vector<Topology::Process> processes;
+  for (const Listener& listener : listeners_) {
+    const auto id = static_cast<int32_t>(processes.size());
+    processes.push_back({listener.name, id, /*pid=*/0});
+  }
+  return processes;
 }
 
-Handshake::Options Listeners::OptionsOf(int32_t process,
-                                        double timeout_s) const {
-  return {process, static_cast<int32_t>(listeners_.size()), socket(process),
-          addresses(), timeout_s};
+Topology Listeners::TopologyOf(int32_t process) const {
+  return {process, /*ep_size=*/1, processes(), /*members=*/{}};
 }
 
 }  // namespace ep::host

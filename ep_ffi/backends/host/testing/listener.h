@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Sockets on which the processes of a group wait for each other.
+// The sockets on which the processes of a group listen for each other.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_LISTENER_H_
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/fd.h"
-#include "ep_ffi/backends/host/handshake.h"
+#include "ep_ffi/backends/host/topology.h"
 
 namespace ep::host {
 
@@ -22,15 +22,16 @@ struct Listener {
   const Fd socket;
 };
 
-// The listeners of processes that are played by one.
+// The listeners of all processes of a group, for tests with threads in place of
+// processes. Users know the processes by the numbers from 0 on.
 class Listeners {
  public:
   explicit Listeners(int32_t num_processes) : listeners_(num_processes) {}
 
   int socket(int32_t process) const { return listeners_[process].socket.get(); }
-  std::vector<std::string> addresses() const;
-  // Returns what a process needs to connect to the others.
-  Handshake::Options OptionsOf(int32_t process, double timeout_s = 30) const;
+  std::vector<Topology::Process> processes() const;
+  // Returns a topology that has no ranks yet.
+  Topology TopologyOf(int32_t process) const;
 
  private:
   std::vector<Listener> listeners_;

@@ -23,6 +23,7 @@
 
 #include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/group.h"
+#include "ep_ffi/backends/host/process_watch.h"
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/samples.h"
@@ -54,7 +55,7 @@ struct Sample {
   testing::Layout layout;
   std::map<Op, std::vector<RankData>> inputs, outputs;
 
-  // Made once, before there are ranks.
+  // Returns the sample of a size, which is made once, before there are ranks.
   static const Sample& Of(int32_t ep_size) {
     static auto* samples = new std::map<int32_t, Sample>();  // leaked
     auto [found, is_new] = samples->try_emplace(ep_size);
@@ -90,7 +91,8 @@ int CountDescriptors() {
   return n;
 }
 
-// Of this test so far. A child starts with those of its parent.
+// Returns the failures of this test so far. A child starts with those of its
+// parent.
 int CountFailures() {
   return ::testing::UnitTest::GetInstance()
       ->current_test_info()
@@ -134,12 +136,13 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
   options.name = "group";
   options.num_experts = DimsOf(size).num_experts;
   options.timeout_s = timeout_s;
-  options.topology = {index_, size, size, {}};
+  options.topology.process = index_;
+  options.topology.ep_size = size;
   const Listener listener;
   const bool is_whole = size == kNumRanks;
   Address& mine = record().addresses[is_whole];
   std::strcpy(mine.name, listener.name.c_str());
-  mine.is_told = true;
+  mine.is_published = true;
   options.listener = listener.socket.get();
   domain_ = {};
   domain_.groups.resize(size);
@@ -147,11 +150,12 @@ void Rank::Bootstrap(double timeout_s, std::vector<int32_t> members) {
     const Record& other = records()[members[i]];
     const Address& address = other.addresses[is_whole];
     WaitFor(kPatienceS, [&] {
-      return other.pid != 0 && (address.is_told || Life(other.pid).IsOver());
+      return other.pid != 0 &&
+             (address.is_published || ProcessWatch(other.pid).HasEnded());
     });
-    options.addresses.push_back(address.name);  // of a dead one perhaps none
+    // A process that has died may have no address.
+    options.topology.processes.push_back({address.name, i, other.pid});
     options.topology.members.push_back({i, /*device=*/members[i]});
-    options.pids.push_back(other.pid);
     domain_.devices.push_back(members[i]);
   }
   num_posts_ = 0;
@@ -261,7 +265,7 @@ void Rank::Die(Way way) {
       raise(SIGSEGV);
       break;
     case Way::kExit:
-      // Another thread would destroy what the main thread is using.
+      // On another thread, exit would destroy what the main thread is using.
       if (getpid() == syscall(SYS_gettid)) exit(0);
       break;
   }
@@ -285,7 +289,7 @@ World::World()
 World::~World() {
   for (const Record& record : *records) {
     for (const Address& address : record.addresses) {
-      if (!address.is_told) continue;
+      if (!address.is_published) continue;
       EXPECT_EQ("", Lines("/proc/net/unix", address.name));
     }
   }

@@ -25,30 +25,30 @@ namespace ep::host {
 inline constexpr int32_t kNumRanks = 4;
 inline constexpr int64_t kNumOps = 5;
 
-// How a process ends without a word to its peers.
+// How a process ends without a message to its peers.
 enum class Way { kKill, kCrash, kExit };
 inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
 
-// Of what is repeated, a sanitizer leaves time for so much less.
+// Tests repeat so many times less under a sanitizer, which is slow.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kFewer = 10;
 #else
 inline constexpr int kFewer = 1;
 #endif
 
-// Whether something held before so many seconds had passed.
+// Waits until something holds. Returns false after so many seconds.
 bool WaitFor(double seconds, const std::function<bool()>& holds);
 
-// The lines of a file that contain a word.
+// Returns the lines of a file that contain a word.
 std::string Lines(const std::string& path, const std::string& word);
 
 // Holds the address at which a rank listens.
 struct Address {
-  std::atomic<bool> is_told;
+  std::atomic<bool> is_published;
   char name[64];
 };
 
-// What a rank tells the others and the test, also when it is dead.
+// The progress of a rank, for the others and the test. It outlives the rank.
 struct Record {
   std::atomic<pid_t> pid;
   std::atomic<int64_t> joined;     // groups
@@ -69,18 +69,18 @@ class Rank {
   int32_t rank() const { return rank_; }
   Records& records() { return *records_; }
   Record& record() { return (*records_)[rank_]; }
-  // The status of the first thing that failed since Bootstrap.
+  // Returns the first error since Bootstrap.
   const Status& status() const { return status_; }
 
   // Builds the group of all ranks, or once of some. Collective.
   void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
-  // The next op, posted and waited for; nothing after a failure.
+  // Posts the next op and waits for it. Does nothing after a failure.
   void Next();
   void Post();
   void Wait();
   // Forgets a failure and what is left of its step, which was one run.
   void NextStep();
-  // How many ops it has posted to this group.
+  // Returns how many ops it has posted to this group.
   int64_t num_posts() const { return num_posts_; }
   // Posts an op, after ep_prepare, anywhere in any run.
   testing::StepPtr Post(Op op, testing::Place place);
@@ -89,8 +89,8 @@ class Rank {
   // Closes the group; nothing of it may be left in this process.
   std::string Close();
 
-  // Waits until something holds for all ranks, but one perhaps; the test fails
-  // if that takes too long.
+  // Waits until something holds for all ranks but one (-1: for all). The test
+  // fails if that takes too long.
   void WaitForOthers(int32_t but,
                      const std::function<bool(const Record&)>& holds);
   [[noreturn]] void Die(Way way);
@@ -107,7 +107,7 @@ class Rank {
   Status status_;
 };
 
-// How a rank ended: what it said, and its wait status.
+// How a rank ended: what `body` returned, and its wait status.
 struct Ending {
   std::string said;
   int status;

@@ -22,16 +22,15 @@ std::vector<Domain> MakeHostWorld(const testing::WorldOptions& options,
   common.name = StrCat("world_", num_worlds++);
   common.num_experts = options.dims.num_experts;
   common.timeout_s = options.timeout_s;
-  common.topology.num_processes = std::min(num_ranks, max_processes);
+  const int32_t num_processes = std::min(num_ranks, max_processes);
+  const Listeners listeners(num_processes);
+  common.topology.processes = listeners.processes();
   common.topology.ep_size = ep_size;
   for (int32_t i = 0; i < num_ranks; ++i) {
-    common.topology.members.push_back(
-        {i % common.topology.num_processes, /*device=*/100 + i});
+    common.topology.members.push_back({i % num_processes, /*device=*/100 + i});
   }
 
-  const Listeners listeners(common.topology.num_processes);
-  common.addresses = listeners.addresses();
-  std::vector<std::shared_ptr<Group>> groups(common.topology.num_processes);
+  std::vector<std::shared_ptr<Group>> groups(num_processes);
   testing::ForEachRank(groups.size(), [&](int64_t process) {
     HostGroup::Options mine = common;
     mine.topology.process = process;

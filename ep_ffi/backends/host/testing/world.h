@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Groups of the host backend whose processes are played by threads: what makes
-// a group one process's is its number alone, so sockets and shared memory are
-// as real as between processes.
+// Groups of the host backend with threads in place of processes. A group knows
+// its process by a number alone, so that sockets and shared memory are as real
+// as between processes.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_WORLD_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_WORLD_H_
@@ -14,8 +14,8 @@
 
 namespace ep::host {
 
-// The domains of one group. Ranks are dealt to processes in turn; there are no
-// empty processes.
+// Returns the domains of one group. Ranks are given to processes in turn; each
+// process has one at least.
 std::vector<testing::Domain> MakeHostWorld(const testing::WorldOptions& options,
                                            int32_t max_processes);
 

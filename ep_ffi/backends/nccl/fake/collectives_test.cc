@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What ranks must not do to each other, or to what they have made, is caught.
+// Tests that the fake catches invalid collectives, and invalid uses of the
+// objects that ranks have created.
 
 #include <cuda.h>
 #include <gtest/gtest.h>
@@ -104,21 +105,21 @@ TEST_F(CollectivesTest, RowsThatDifferBetweenRanksAreCaught) {
     }
     rank.Dispatch();
   });
-  ExpectViolation("rank 0 comes for");
+  ExpectViolation("rank 0 calls");
 }
 
 TEST_F(CollectivesTest, OpsInDifferentOrdersAreCaught) {
   OnRoutedRanks(
       [](Rank& rank) { rank.rank() == 0 ? rank.Dispatch() : rank.Combine(); });
-  ExpectViolation("rank 0 comes for");
+  ExpectViolation("rank 0 calls");
 }
 
-TEST_F(CollectivesTest, ARankThatDoesNotComeIsCaught) {
-  TheMachine().patience_s = 0.1;
+TEST_F(CollectivesTest, ARankThatDoesNotJoinIsCaught) {
+  TheMachine().timeout_s = 0.1;
   OnRoutedRanks([](Rank& rank) {
     if (rank.rank() == 0) rank.Dispatch();
   });
-  ExpectViolation("waits in vain");
+  ExpectViolation("timed out");
 }
 
 TEST_F(CollectivesTest, AnAbortEndsTheWait) {
@@ -149,7 +150,7 @@ TEST_F(CollectivesTest, TwoStreamsAtOnceAreCaught) {
   ExpectViolation("two streams");
 }
 
-TEST_F(CollectivesTest, WhatIsCapturedRunsWhenItIsReplayed) {
+TEST_F(CollectivesTest, CapturedTasksRunWhenTheyAreReplayed) {
   OnRoutedRanks([](Rank& rank) {
     ASSERT_EQ(ncclSuccess, rank.Dispatch());  // loads the kernels
     Synchronize(rank.stream());
@@ -174,7 +175,7 @@ TEST_F(CollectivesTest, WhatIsCapturedRunsWhenItIsReplayed) {
 TEST_F(CollectivesTest, TheFirstLaunchUnderCaptureIsCaught) {
   OnRoutedRanks([](Rank& rank) {
     for (Described* rows : {&rank.tokens, &rank.slots}) {
-      rows->descriptor.datatype = ncclFloat16;  // no other test's
+      rows->descriptor.datatype = ncclFloat16;  // no other test loads these
     }
     const Capture capture(rank.stream());
     EXPECT_NE(ncclSuccess, rank.Dispatch());
@@ -182,7 +183,8 @@ TEST_F(CollectivesTest, TheFirstLaunchUnderCaptureIsCaught) {
   ExpectViolation("loads kernels while the stream is captured");
 }
 
-// XLA orders ops on a stream; a command buffer does not keep that order.
+// XLA orders ops by their stream, and a command buffer does not keep this
+// order.
 TEST_F(CollectivesTest, AReplayBesideAnotherStreamIsCaught) {
   std::promise<void> seen;
   OnRoutedRanks([&](Rank& rank) {
@@ -222,7 +224,7 @@ TEST_F(CollectivesTest, AHandleThatOutlivesItsGroupIsCaught) {
   ExpectViolation("handles are open");
 }
 
-TEST_F(CollectivesTest, WhatIsNotDestroyedIsCounted) {
+TEST_F(CollectivesTest, LiveObjectsAreCounted) {
   std::atomic<int> num_ready{0}, num_counted{0};
   const auto await_all = [](std::atomic<int>* count) {
     for (++*count; *count < kRanks;) std::this_thread::yield();
@@ -235,7 +237,7 @@ TEST_F(CollectivesTest, WhatIsNotDestroyedIsCounted) {
     await_all(&num_ready);
     if (rank.rank() == 0) {
       std::ostringstream counts;
-      counts << CountHoldings();
+      counts << CountResources();
       EXPECT_EQ(
           "2 contexts, 2 modules, 2 host allocations, 2 communicators, "
           "2 groups, 2 handles",

@@ -12,8 +12,8 @@ namespace ep::nccl::fake {
 
 namespace {
 
-// More meetings than any clique has.
-constexpr uint64_t kManyMeetings = uint64_t{1} << 32;
+// More exchanges than any clique has.
+constexpr uint64_t kManyExchanges = uint64_t{1} << 32;
 
 std::atomic<uint64_t> num_cliques{0};
 
@@ -21,52 +21,54 @@ std::atomic<uint64_t> num_cliques{0};
 
 Clique::Clique(int size)
     : size_(size),
-      first_number_(num_cliques++ * kManyMeetings),
+      first_number_(num_cliques++ * kManyExchanges),
       next_(size, 0),
       aborted_(size, false) {}
 
-bool Clique::Meet(int rank, const std::string& purpose, const void* mine,
-                  Met* met) {
+bool Clique::Exchange(int rank, const std::string& purpose, const void* mine,
+                      Exchanged* exchanged) {
   MutexLock lock(mutex_);
   if (aborted_[rank]) return false;
   const uint64_t number = next_[rank]++;
-  std::shared_ptr<Meeting>& entry = meetings_[number];
+  std::shared_ptr<Rendezvous>& entry = pending_[number];
   if (!entry) {
-    entry = std::make_shared<Meeting>();
-    entry->brought.resize(size());
+    entry = std::make_shared<Rendezvous>();
+    entry->contributions.resize(size());
   }
-  const std::shared_ptr<Meeting> meeting = entry;
-  meeting->purposes[rank] = purpose;
-  meeting->brought[rank] = mine;
-  if (meeting->purposes.size() == next_.size()) {
-    meetings_.erase(number);
-    for (const auto& [other, theirs] : meeting->purposes) {
-      if (theirs == meeting->purposes[0]) continue;
-      RecordViolation(StrCat("rank 0 comes for ", meeting->purposes[0],
-                             ", rank ", other, " for ", theirs));
-      meeting->failed = true;
+  const std::shared_ptr<Rendezvous> rendezvous = entry;
+  rendezvous->purposes[rank] = purpose;
+  rendezvous->contributions[rank] = mine;
+  if (rendezvous->purposes.size() == next_.size()) {
+    pending_.erase(number);
+    for (const auto& [other, theirs] : rendezvous->purposes) {
+      if (theirs == rendezvous->purposes[0]) continue;
+      RecordViolation(StrCat("rank 0 calls ", rendezvous->purposes[0],
+                             ", rank ", other, " calls ", theirs));
+      rendezvous->failed = true;
       break;
     }
-    meeting->over = true;
+    rendezvous->done = true;
     changed_.NotifyAll();
   }
   const auto deadline =
       std::chrono::steady_clock::now() +
       std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-          std::chrono::duration<double>(TheMachine().patience_s));
-  while (!meeting->over && !aborted_[rank] &&
+          std::chrono::duration<double>(TheMachine().timeout_s));
+  while (!rendezvous->done && !aborted_[rank] &&
          changed_.WaitUntil(mutex_, deadline)) {
   }
-  if (!meeting->over) {
-    // The ranks that still wait must not use what this one brought.
-    meeting->purposes.erase(rank);
+  if (!rendezvous->done) {
+    // The ranks that still wait must not use what this one contributed.
+    rendezvous->purposes.erase(rank);
     if (aborted_[rank]) return false;
-    RecordViolation(StrCat("rank ", rank, " waits in vain with ", purpose));
-    meeting->over = meeting->failed = true;
+    RecordViolation(StrCat("rank ", rank, " timed out in ", purpose));
+    rendezvous->done = rendezvous->failed = true;
     changed_.NotifyAll();
   }
-  if (met) *met = {first_number_ + number, meeting->brought};
-  return !meeting->failed;
+  if (exchanged) {
+    *exchanged = {first_number_ + number, rendezvous->contributions};
+  }
+  return !rendezvous->failed;
 }
 
 void Clique::Abort(int rank) {
@@ -86,8 +88,8 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
     MutexLock lock(member->mutex_);
     --member->num_tasks_;
   };
-  const auto admit = [member, function = contract.function()](CUstream taker) {
-    return member->Admit(function, taker);
+  const auto admit = [member, function = contract.function()](CUstream stream) {
+    return member->Admit(function, stream);
   };
   return stream->Enqueue({run, admit}) ? ncclSuccess : ncclInvalidUsage;
 }
@@ -95,8 +97,8 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
 bool Member::Admit(const std::string& function, CUstream stream) {
   MutexLock lock(mutex_);
   Contract contract(function);
-  if (!contract.Demand(num_tasks_ == 0 || stream_ == stream,
-                       "two streams use a communicator at once")) {
+  if (!contract.Require(num_tasks_ == 0 || stream_ == stream,
+                        "two streams use a communicator at once")) {
     return false;
   }
   stream_ = stream;

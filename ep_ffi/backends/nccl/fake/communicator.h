@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Where the ranks of an NCCL communicator meet, on the host or on a stream.
+// The ranks of an NCCL communicator, and the exchanges between them, on the
+// host or on a stream.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_
@@ -15,49 +16,52 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 
-// The ranks of a communicator, which meet in the same order: the n-th call of
-// one rank meets the n-th call of each other.
+// The ranks of a communicator. The n-th exchange of a rank is with the n-th
+// exchange of each other rank.
 //
-// Thread-safe: each rank calls from a thread of its own. The lock keeps that a
-// meeting is in the table until its last rank comes, and is over from then on.
+// Thread-safe: each rank calls from a thread of its own. The lock guarantees
+// that an exchange is in the table exactly until its last rank has joined.
 class Clique {
  public:
   explicit Clique(int size);
 
   int size() const { return size_; }
 
-  // What each rank brought, by rank; and a number for this meeting, which no
-  // other has.
-  struct Met {
+  // What the ranks contributed, by rank; and a number that is unique among all
+  // exchanges of all cliques.
+  struct Exchanged {
     uint64_t number = 0;
-    std::vector<const void*> brought;
+    std::vector<const void*> contributions;
 
     template <typename T>
     const T& From(int rank) const {
-      return *static_cast<const T*>(brought[rank]);
+      return *static_cast<const T*>(contributions[rank]);
     }
   };
 
-  // Waits for all ranks to come to their next meeting; what they bring stays
-  // theirs until the meeting after. False if this rank was aborted, or after a
-  // violation: ranks that come for different purposes, or not at all.
-  bool Meet(int rank, const std::string& purpose, const void* mine, Met* met);
+  // Waits until all ranks have joined their next exchange. What they contribute
+  // stays valid until the exchange after that. Returns false if this rank was
+  // aborted, or after a violation: ranks that join for different purposes, or
+  // a rank that does not join.
+  bool Exchange(int rank, const std::string& purpose, const void* mine,
+                Exchanged* exchanged);
 
-  // This rank stops waiting. The others do not: as with NCCL, each must give
-  // up by itself.
+  // Ends the waiting of this rank. The others go on to wait: as with NCCL, each
+  // must give up by itself.
   void Abort(int rank);
 
  private:
-  struct Meeting {
-    std::map<int, std::string> purposes;  // of the ranks that came
-    std::vector<const void*> brought;
-    bool over = false;
+  // The lock of the clique guards it.
+  struct Rendezvous {
+    std::map<int, std::string> purposes;  // of the ranks that have joined
+    std::vector<const void*> contributions;
+    bool done = false;
     bool failed = false;
   };
 
@@ -66,17 +70,18 @@ class Clique {
 
   Mutex mutex_;
   CondVar changed_;
-  // By rank, the number of its next meeting, and whether it was aborted.
+  // By rank, the number of its next exchange, and whether it was aborted.
   std::vector<uint64_t> next_ EP_GUARDED_BY(mutex_);
   std::vector<bool> aborted_ EP_GUARDED_BY(mutex_);
-  // The meetings that some ranks have come to and others have not, by number.
-  std::map<uint64_t, std::shared_ptr<Meeting>> meetings_ EP_GUARDED_BY(mutex_);
+  // The exchanges that only some ranks have joined, by number.
+  std::map<uint64_t, std::shared_ptr<Rendezvous>> pending_
+      EP_GUARDED_BY(mutex_);
 };
 
-// A rank's part in a clique, shared by what it has enqueued.
+// A rank of a clique. The tasks that it has enqueued share it.
 //
-// Thread-safe. The lock keeps that all tasks that have not ended are on one
-// stream.
+// Thread-safe. The lock guarantees that all tasks that have not ended are on
+// one stream.
 class Member {
  public:
   Member(std::shared_ptr<Clique> clique, int rank, int device)
@@ -86,15 +91,17 @@ class Member {
   int rank() const { return rank_; }
   int device() const { return device_; }
 
-  // Enqueues `task`, in which this rank meets the others. Two streams at once
-  // are a violation, in the replay of what was recorded, too: ranks might come
-  // in different orders.
+  // Enqueues `task`, in which this rank exchanges something with the others.
+  // Tasks on two streams at once are a violation, also when they are replayed:
+  // ranks might run them in different orders.
   static ncclResult_t Enqueue(std::shared_ptr<Member> member,
                               Contract& contract, CUstream stream,
                               std::function<void()> task);
+  // Returns whether a task has not ended.
   bool IsBusy();
 
  private:
+  // Counts a task on this stream, or returns false after a violation.
   bool Admit(const std::string& function, CUstream stream);
 
   const std::shared_ptr<Clique> clique_;
@@ -110,7 +117,7 @@ class Member {
 
 struct ncclComm {
   std::shared_ptr<ep::nccl::fake::Member> member;
-  int num_groups = 0;  // of NCCL EP
+  int num_groups = 0;  // groups of NCCL EP
 };
 
 #endif  // EP_FFI_BACKENDS_NCCL_FAKE_COMMUNICATOR_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The CUDA driver. A device is a number, device memory is host memory, and a
-// stream is a thread.
+// The fake CUDA driver. A device is a number, device memory is host memory, and
+// a stream is a thread.
 
 #include <cuda.h>
 
@@ -13,15 +13,16 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/kernel_table.h"
-#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 struct CUfunc_st {
   const CUctx_st* context;
@@ -35,59 +36,61 @@ struct CUmod_st {
 
 CUstream_st::CUstream_st(CUcontext context)
     : context_(context), thread_([this] { Work(); }) {
-  ep::nccl::fake::Living<CUstream_st>::Get().Add(this);
+  ep::nccl::fake::LiveObjects<CUstream_st>::Get().Add(this);
 }
 
 void CUstream_st::Close() {
-  ep::nccl::fake::Living<CUstream_st>::Get().Remove(this);
+  ep::nccl::fake::LiveObjects<CUstream_st>::Get().Remove(this);
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    ep::MutexLock lock(mutex_);
     closed_ = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   thread_.join();
 }
 
 bool CUstream_st::Enqueue(Task task) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    ep::MutexLock lock(mutex_);
     if (recorded_) {
       recorded_->push_back(std::move(task));
       return true;
     }
   }
   if (task.admit && !task.admit(this)) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
+  ep::MutexLock lock(mutex_);
   tasks_.push_back(std::move(task.run));
-  changed_.notify_all();
+  changed_.NotifyAll();
   return true;
 }
 
 void CUstream_st::Record(std::vector<Task>* recorded) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  ep::MutexLock lock(mutex_);
   recorded_ = recorded;
 }
 
 bool CUstream_st::IsRecording() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  ep::MutexLock lock(mutex_);
   return recorded_ != nullptr;
 }
 
 void CUstream_st::Synchronize() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return tasks_.empty(); });
+  ep::MutexLock lock(mutex_);
+  while (!tasks_.empty()) changed_.Wait(mutex_);
 }
 
 void CUstream_st::Work() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  ep::MutexLock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return closed_ || !tasks_.empty(); });
+    while (!closed_ && tasks_.empty()) changed_.Wait(mutex_);
     if (tasks_.empty()) return;
-    lock.unlock();
-    tasks_.front()();  // others only push to the back
-    lock.lock();
+    // Stays in place, since other threads only push to the back.
+    const std::function<void()>& task = tasks_.front();
+    mutex_.Unlock();
+    task();
+    mutex_.Lock();
     tasks_.pop_front();
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
 }
 
@@ -100,38 +103,43 @@ constexpr unsigned kMaxGridSize = 0x7fffffff;
 std::atomic<bool> initialized{false};
 thread_local std::vector<CUcontext> current_contexts;
 
-// A map that several threads use.
+// A map that several threads use. The maps below are leaked, because threads
+// may outlive the destructors of static objects.
 template <typename Key, typename Value>
-struct Shared {
-  std::mutex mutex;
-  std::map<Key, Value> map;
+struct SharedMap {
+  Mutex mutex;
+  std::map<Key, Value> map EP_GUARDED_BY(mutex);
 };
 
-Shared<int, CUctx_st>& Contexts() {
-  static auto* contexts = new Shared<int, CUctx_st>();
+// The contexts, by device.
+SharedMap<int, CUctx_st>& Contexts() {
+  static auto* contexts = new SharedMap<int, CUctx_st>();
   return *contexts;
 }
 
 CUcontext ContextOf(int device) {
-  std::lock_guard<std::mutex> lock(Contexts().mutex);
-  return &Contexts().map.try_emplace(device, device).first->second;
+  auto& contexts = Contexts();
+  MutexLock lock(contexts.mutex);
+  return &contexts.map.try_emplace(device, device).first->second;
 }
 
-// The flags of what cuMemHostAlloc() made.
-Shared<void*, unsigned>& HostAllocations() {
-  static auto* allocations = new Shared<void*, unsigned>();
+// The flags of each allocation of cuMemHostAlloc().
+SharedMap<void*, unsigned>& HostAllocations() {
+  static auto* allocations = new SharedMap<void*, unsigned>();
   return *allocations;
 }
 
-Shared<std::string, unsigned>& LargestGrids() {
-  static auto* grids = new Shared<std::string, unsigned>();
+// The most blocks of a launch, by kernel.
+SharedMap<std::string, unsigned>& LargestGrids() {
+  static auto* grids = new SharedMap<std::string, unsigned>();
   return *grids;
 }
 
+// Returns a stream that is never freed: a thread that the backend left behind
+// after a timeout may still synchronize with it.
 CUstream MakeStream(CUcontext context) {
-  // A thread that was left behind may still synchronize with a stream.
-  static auto* streams = new Shared<int, std::deque<CUstream_st>>();
-  std::lock_guard<std::mutex> lock(streams->mutex);
+  static auto* streams = new SharedMap<int, std::deque<CUstream_st>>();
+  MutexLock lock(streams->mutex);
   return &streams->map[context->device].emplace_back(context);
 }
 
@@ -142,33 +150,35 @@ bool IsDevice(int device) {
 }  // namespace
 
 size_t CountRetainedContexts() {
-  std::lock_guard<std::mutex> lock(Contexts().mutex);
+  auto& contexts = Contexts();
+  MutexLock lock(contexts.mutex);
   size_t count = 0;
-  for (const auto& entry : Contexts().map) count += entry.second.times_retained;
+  for (const auto& entry : contexts.map) count += entry.second.times_retained;
   return count;
 }
 
 size_t CountHostAllocations() {
-  std::lock_guard<std::mutex> lock(HostAllocations().mutex);
-  return HostAllocations().map.size();
+  auto& allocations = HostAllocations();
+  MutexLock lock(allocations.mutex);
+  return allocations.map.size();
 }
 
 CUcontext CurrentContext() {
   return current_contexts.empty() ? nullptr : current_contexts.back();
 }
 
-void DemandContext(Contract& contract, int device) {
+void RequireContext(Contract& contract, int device) {
   const CUcontext current = CurrentContext();
-  if (contract.Demand(current, "no context is current")) {
-    contract.Demand(current->device == device, "the context of device ",
-                    current->device, " is current, not that of ", device);
+  if (contract.Require(current, "no context is current")) {
+    contract.Require(current->device == device, "the context of device ",
+                     current->device, " is current, not that of ", device);
   }
 }
 
-void DemandStream(Contract& contract, CUstream stream) {
-  if (contract.Demand(Living<CUstream_st>::Get().Has(stream),
-                      "no such stream")) {
-    DemandContext(contract, stream->context()->device);
+void RequireStream(Contract& contract, CUstream stream) {
+  if (contract.Require(LiveObjects<CUstream_st>::Get().Has(stream),
+                       "no such stream")) {
+    RequireContext(contract, stream->context()->device);
   }
 }
 
@@ -180,8 +190,9 @@ std::shared_ptr<CUstream_st> NewStream(int device) {
 void Synchronize(CUstream stream) { stream->Synchronize(); }
 
 unsigned TakeLargestGrid(const std::string& kernel) {
-  std::lock_guard<std::mutex> lock(LargestGrids().mutex);
-  return std::exchange(LargestGrids().map[kernel], 0);
+  auto& grids = LargestGrids();
+  MutexLock lock(grids.mutex);
+  return std::exchange(grids.map[kernel], 0);
 }
 
 struct Capture::Recorded {
@@ -271,7 +282,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   if (!initialized) return CUDA_ERROR_NOT_INITIALIZED;
   if (!IsDevice(device)) return CUDA_ERROR_INVALID_DEVICE;
   Contract contract("cuDevicePrimaryCtxRetain");
-  contract.DemandNoHandler();
+  contract.RequireNoHandler();
   if (!contract.kept()) return CUDA_ERROR_NOT_PERMITTED;
   *context = ContextOf(device);
   ++(*context)->times_retained;
@@ -281,10 +292,10 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
   if (!IsDevice(device)) return CUDA_ERROR_INVALID_DEVICE;
   Contract contract("cuDevicePrimaryCtxRelease");
-  contract.DemandNoHandler();
+  contract.RequireNoHandler();
   const CUcontext context = ContextOf(device);
-  contract.Demand(context->times_retained > 0,
-                  "released more often than retained");
+  contract.Require(context->times_retained > 0,
+                   "released more often than retained");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   --context->times_retained;
   return CUDA_SUCCESS;
@@ -292,8 +303,8 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
 
 CUresult cuCtxPushCurrent(CUcontext context) {
   Contract contract("cuCtxPushCurrent");
-  contract.Demand(context && context->times_retained > 0,
-                  "nobody retains the context");
+  contract.Require(context && context->times_retained > 0,
+                   "the context is not retained");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   current_contexts.push_back(context);
   return CUDA_SUCCESS;
@@ -301,7 +312,7 @@ CUresult cuCtxPushCurrent(CUcontext context) {
 
 CUresult cuCtxPopCurrent(CUcontext* context) {
   Contract contract("cuCtxPopCurrent");
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (context) *context = CurrentContext();
   current_contexts.pop_back();
@@ -310,10 +321,10 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
 
 CUresult cuCtxSynchronize() {
   Contract contract("cuCtxSynchronize");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
-  for (CUstream stream : Living<CUstream_st>::Get().All()) {
+  for (CUstream stream : LiveObjects<CUstream_st>::Get().All()) {
     if (stream->context() == CurrentContext()) stream->Synchronize();
   }
   return CUDA_SUCCESS;
@@ -321,8 +332,8 @@ CUresult cuCtxSynchronize() {
 
 CUresult cuStreamCreate(CUstream* stream, unsigned) {
   Contract contract("cuStreamCreate");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   *stream = MakeStream(CurrentContext());
   return CUDA_SUCCESS;
@@ -330,8 +341,8 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) {
 
 CUresult cuStreamSynchronize(CUstream stream) {
   Contract contract("cuStreamSynchronize");
-  contract.DemandNoHandler();
-  DemandStream(contract, stream);
+  contract.RequireNoHandler();
+  RequireStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
   stream->Synchronize();
   return CUDA_SUCCESS;
@@ -339,8 +350,8 @@ CUresult cuStreamSynchronize(CUstream stream) {
 
 CUresult cuStreamDestroy(CUstream stream) {
   Contract contract("cuStreamDestroy");
-  contract.DemandNoHandler();
-  DemandStream(contract, stream);
+  contract.RequireNoHandler();
+  RequireStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
   stream->Close();
   return CUDA_SUCCESS;
@@ -348,8 +359,8 @@ CUresult cuStreamDestroy(CUstream stream) {
 
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
   Contract contract("cuMemGetInfo");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   *free = *total = TheMachine().free_bytes;
   return CUDA_SUCCESS;
@@ -357,23 +368,25 @@ CUresult cuMemGetInfo(size_t* free, size_t* total) {
 
 CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
   Contract contract("cuMemHostAlloc");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   *memory = std::malloc(bytes);
-  std::memset(*memory, 0xc5, bytes);  // nobody promises zeros
-  std::lock_guard<std::mutex> lock(HostAllocations().mutex);
-  HostAllocations().map[*memory] = flags;
+  std::memset(*memory, 0xc5, bytes);  // CUDA does not promise zeros
+  auto& allocations = HostAllocations();
+  MutexLock lock(allocations.mutex);
+  allocations.map[*memory] = flags;
   return CUDA_SUCCESS;
 }
 
 CUresult cuMemHostGetDevicePointer(CUdeviceptr* address, void* memory,
                                    unsigned flags) {
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
-  std::lock_guard<std::mutex> lock(HostAllocations().mutex);
-  const auto found = HostAllocations().map.find(memory);
-  if (found == HostAllocations().map.end() ||
+  auto& allocations = HostAllocations();
+  MutexLock lock(allocations.mutex);
+  const auto found = allocations.map.find(memory);
+  if (found == allocations.map.end() ||
       !(found->second & CU_MEMHOSTALLOC_DEVICEMAP)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -383,11 +396,12 @@ CUresult cuMemHostGetDevicePointer(CUdeviceptr* address, void* memory,
 
 CUresult cuMemFreeHost(void* memory) {
   Contract contract("cuMemFreeHost");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
-  std::lock_guard<std::mutex> lock(HostAllocations().mutex);
-  if (!contract.Demand(HostAllocations().map.erase(memory) > 0,
-                       "cuMemHostAlloc() did not make it")) {
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
+  auto& allocations = HostAllocations();
+  MutexLock lock(allocations.mutex);
+  if (!contract.Require(allocations.map.erase(memory) > 0,
+                        "cuMemHostAlloc() did not make it")) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   std::free(memory);
@@ -396,22 +410,23 @@ CUresult cuMemFreeHost(void* memory) {
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   Contract contract("cuModuleLoadData");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (!image) return CUDA_ERROR_INVALID_VALUE;
-  *module = Living<CUmod_st>::Get().Add(new CUmod_st{CurrentContext(), {}});
+  *module =
+      LiveObjects<CUmod_st>::Get().Add(new CUmod_st{CurrentContext(), {}});
   return CUDA_SUCCESS;
 }
 
 CUresult cuModuleUnload(CUmodule module) {
   Contract contract("cuModuleUnload");
-  contract.DemandNoHandler();
-  if (!contract.Demand(Living<CUmod_st>::Get().Remove(module),
-                       "no such module")) {
+  contract.RequireNoHandler();
+  if (!contract.Require(LiveObjects<CUmod_st>::Get().Remove(module),
+                        "no such module")) {
     return CUDA_ERROR_INVALID_HANDLE;
   }
-  DemandContext(contract, module->context->device);
+  RequireContext(contract, module->context->device);
   delete module;
   return CUDA_SUCCESS;
 }
@@ -419,7 +434,7 @@ CUresult cuModuleUnload(CUmodule module) {
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module,
                              const char* name) {
   Contract contract("cuModuleGetFunction");
-  contract.Demand(Living<CUmod_st>::Get().Has(module), "no such module");
+  contract.Require(LiveObjects<CUmod_st>::Get().Has(module), "no such module");
   if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
   if (!HasKernel(name)) return CUDA_ERROR_NOT_FOUND;
   *function =
@@ -433,19 +448,20 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
                         unsigned block_z, unsigned shared_bytes,
                         CUstream stream, void** parameters, void** extra) {
   Contract contract("cuLaunchKernel");
-  DemandContext(contract, function->context->device);
-  DemandStream(contract, stream);
-  contract.Demand(shared_bytes == 0 && !extra && grid_y == 1 && grid_z == 1 &&
-                      block_y == 1 && block_z == 1,
-                  "the fake knows grids of one dimension only");
+  RequireContext(contract, function->context->device);
+  RequireStream(contract, stream);
+  contract.Require(shared_bytes == 0 && !extra && grid_y == 1 && grid_z == 1 &&
+                       block_y == 1 && block_z == 1,
+                   "the fake supports grids of one dimension only");
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (grid_x < 1 || grid_x > kMaxGridSize || block_x < 1 ||
       block_x > kMaxBlockSize) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   {
-    std::lock_guard<std::mutex> lock(LargestGrids().mutex);
-    unsigned& largest = LargestGrids().map[function->name];
+    auto& grids = LargestGrids();
+    MutexLock lock(grids.mutex);
+    unsigned& largest = grids.map[function->name];
     largest = std::max(largest, grid_x);
   }
   stream->Enqueue({BindKernel(function->name, grid_x, block_x, parameters)});
@@ -455,7 +471,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
 CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count,
                           CUstream stream) {
   Contract contract("cuMemsetD32Async");
-  DemandStream(contract, stream);
+  RequireStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (address % sizeof(value) != 0) return CUDA_ERROR_INVALID_VALUE;
   stream->Enqueue({[=] {

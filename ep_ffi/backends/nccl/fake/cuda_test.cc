@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the driver must not be asked for is caught.
+// Tests that the fake CUDA driver catches invalid calls.
 
 #include <cuda.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 namespace ep::nccl::fake {
 namespace {
 
-// The driver alone, with the context of a device current.
+// Uses the driver alone. The context of device 0 is current.
 class CudaTest : public FakeTest {
  protected:
   void SetUp() override {
@@ -28,13 +28,14 @@ class CudaTest : public FakeTest {
     EXPECT_EQ(CUDA_SUCCESS, cuCtxPopCurrent(nullptr));
     EXPECT_EQ(CUDA_SUCCESS, cuDevicePrimaryCtxRelease(0));
     EXPECT_EQ("", Violations());
-    EXPECT_EQ(Holdings(), CountHoldings());
+    EXPECT_EQ(Resources(), CountResources());
   }
 
-  // A launch without any work to do.
+  // Launches a kernel that has nothing to do.
   CUresult Launch(CUstream stream, unsigned num_blocks, unsigned block_size) {
     CUfunction function;
-    EXPECT_EQ(CUDA_SUCCESS, cuModuleGetFunction(&function, module_, "EpTell"));
+    EXPECT_EQ(CUDA_SUCCESS,
+              cuModuleGetFunction(&function, module_, "EpSumChoices"));
     Routing routing = {};
     void* parameters[] = {&routing};
     return cuLaunchKernel(function, num_blocks, 1, 1, block_size, 1, 1, 0,
@@ -107,7 +108,7 @@ TEST_F(CudaTest, OnlyMappedMemoryHasADeviceAddress) {
   }
 }
 
-TEST_F(CudaTest, FreeingWhatIsNotThereIsCaught) {
+TEST_F(CudaTest, FreeingUnknownMemoryIsCaught) {
   int nothing;
   cuMemFreeHost(&nothing);
   ExpectViolation("did not make it");

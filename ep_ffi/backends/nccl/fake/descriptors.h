@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What is in the structs that a caller of NCCL EP fills in.
+// Checks the structs that a caller of NCCL EP fills in, and reads them.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_DESCRIPTORS_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_DESCRIPTORS_H_
@@ -13,21 +13,22 @@
 #include <cstdint>
 #include <vector>
 
-#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/backends/nccl/fake/checks.h"
 
 namespace ep::nccl::fake {
 
-// That a struct is there and was initialized as its header says.
+// Requires that a struct is given and was initialized as its header says.
 template <typename Struct>
-bool DemandStruct(Contract& contract, const char* name, const Struct* given) {
-  if (!contract.Demand(given, name, " is null")) return false;
-  contract.Demand(given->size == sizeof(Struct), name, ".size = ", given->size,
-                  ", expected ", sizeof(Struct));
-  contract.Demand(given->magic == NCCL_EP_MAGIC, name, ".magic is wrong");
+bool RequireStruct(Contract& contract, const char* name, const Struct* given) {
+  if (!contract.Require(given, name, " is null")) return false;
+  contract.Require(given->size == sizeof(Struct), name, ".size = ", given->size,
+                   ", expected ", sizeof(Struct));
+  contract.Require(given->magic == NCCL_EP_MAGIC, name, ".magic is wrong");
   return contract.kept();
 }
 
-// A descriptor's content: of one dimension, [rows], or two, [rows, columns].
+// The content of a descriptor with one dimension, [rows], or two, [rows,
+// columns].
 struct Tensor {
   ncclDataType_t type = ncclInt8;
   std::byte* data = nullptr;
@@ -40,42 +41,42 @@ struct Tensor {
   }
 };
 
-// Opens a descriptor of one of these types.
+// Reads a descriptor, which must have one of these types.
 inline Tensor OpenTensor(Contract& contract, const char* name,
                          const ncclEpTensor_t* given, unsigned ndim,
                          const std::vector<ncclDataType_t>& types) {
-  if (!contract.Demand(given, name, " is missing")) return {};
-  contract.Demand(given->size == sizeof(*given), name, ".size = ", given->size,
-                  ", expected ", sizeof(*given));
-  contract.Demand(given->magic == NCCL_EP_TENSOR_MAGIC, name,
-                  ".magic is not a tensor's");
-  contract.Demand(given->ndim == ndim, name, " has ", given->ndim,
-                  " dimensions, expected ", ndim);
-  contract.Demand(given->sizes, name, ".sizes is null");
-  contract.Demand(!given->win_hdl && given->win_offset == 0, name,
-                  " has a window, which the fake does not know");
-  contract.Demand(
+  if (!contract.Require(given, name, " is missing")) return {};
+  contract.Require(given->size == sizeof(*given), name, ".size = ", given->size,
+                   ", expected ", sizeof(*given));
+  contract.Require(given->magic == NCCL_EP_TENSOR_MAGIC, name,
+                   ".magic is not a tensor's");
+  contract.Require(given->ndim == ndim, name, " has ", given->ndim,
+                   " dimensions, expected ", ndim);
+  contract.Require(given->sizes, name, ".sizes is null");
+  contract.Require(!given->win_hdl && given->win_offset == 0, name,
+                   " has a window, which the fake does not support");
+  contract.Require(
       std::find(types.begin(), types.end(), given->datatype) != types.end(),
       name, ".datatype = ", given->datatype);
   if (!contract.kept()) return {};
   Tensor tensor = {given->datatype, static_cast<std::byte*>(given->data),
                    static_cast<int64_t>(given->sizes[0]),
                    ndim == 2 ? static_cast<int64_t>(given->sizes[1]) : 1};
-  contract.Demand(tensor.data || tensor.rows * tensor.columns == 0, name,
-                  ".data is null");
+  contract.Require(tensor.data || tensor.rows * tensor.columns == 0, name,
+                   ".data is null");
   return tensor;
 }
 
-// Opens a descriptor that must have just these sizes.
+// Reads a descriptor, which must have exactly these sizes.
 inline Tensor OpenTensor(Contract& contract, const char* name,
                          const ncclEpTensor_t* given, unsigned ndim,
                          const std::vector<ncclDataType_t>& types, int64_t rows,
                          int64_t columns = 1) {
   const Tensor tensor = OpenTensor(contract, name, given, ndim, types);
   if (contract.kept()) {
-    contract.Demand(tensor.rows == rows && tensor.columns == columns, name,
-                    " is [", tensor.rows, ", ", tensor.columns, "], expected [",
-                    rows, ", ", columns, "]");
+    contract.Require(tensor.rows == rows && tensor.columns == columns, name,
+                     " is [", tensor.rows, ", ", tensor.columns,
+                     "], expected [", rows, ", ", columns, "]");
   }
   return tensor;
 }

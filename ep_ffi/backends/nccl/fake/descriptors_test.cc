@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What NCCL EP must not be given is caught: each test spoils one thing, with
-// everything around it right.
+// Tests that the fake NCCL EP catches invalid arguments. Each case makes one
+// argument wrong and leaves all others right.
 
 #include <gtest/gtest.h>
 #include <nccl.h>
@@ -18,7 +18,7 @@ namespace {
 
 using DescriptorsTest = FakeTest;
 
-TEST_F(DescriptorsTest, WhatIsRightIsNoViolation) {
+TEST_F(DescriptorsTest, CorrectCallsAreNoViolations) {
   OnRoutedRanks([](Rank& rank) {
     EXPECT_EQ(ncclSuccess, rank.Dispatch());
     EXPECT_EQ(ncclSuccess, rank.Combine());
@@ -32,9 +32,9 @@ TEST_F(DescriptorsTest, WhatIsRightIsNoViolation) {
   EXPECT_EQ("", Violations());
 }
 
-// Each rank has 8 choices of the experts 0, 1, 2, 3 in turn: 4 per expert, and
-// both ranks' make slabs of 4 rows, two per rank.
-TEST_F(DescriptorsTest, CountersTellTheLayout) {
+// Each rank has 8 choices of the experts 0, 1, 2, 3 in turn. So each of the 4
+// experts gets 2 rows from each of the 2 ranks, a slab of 4 rows.
+TEST_F(DescriptorsTest, CountersDescribeTheLayout) {
   OnOpenRanks([](Rank& rank) {
     int32_t sizes[2] = {-1, -1}, offsets[2] = {-1, -1}, total = -1;
     Described size_tensor = {ncclInt32, sizes, {2}};
@@ -56,11 +56,10 @@ TEST_F(DescriptorsTest, CountersTellTheLayout) {
   EXPECT_EQ("", Violations());
 }
 
-// What is wrong with a group's configuration, and the words for it.
 TEST_F(DescriptorsTest, AWrongGroupIsCaught) {
   struct {
     const char* words;
-    std::function<void(ncclEpGroupConfig_t*)> spoil;
+    std::function<void(ncclEpGroupConfig_t*)> change;
   } cases[] = {
       {"config.size", [](auto* c) { --c->size; }},
       {"config.magic", [](auto* c) { c->magic = NCCL_EP_TENSOR_MAGIC; }},
@@ -80,7 +79,7 @@ TEST_F(DescriptorsTest, AWrongGroupIsCaught) {
   for (const auto& c : cases) {
     SCOPED_TRACE(c.words);
     OnRanks([&](Rank& rank) {
-      c.spoil(&rank.group_config);
+      c.change(&rank.group_config);
       EXPECT_NE(ncclSuccess, rank.CreateGroup());
     });
     ExpectViolation(c.words);
@@ -96,7 +95,7 @@ TEST_F(DescriptorsTest, AnotherNcclIsCaught) {
 TEST_F(DescriptorsTest, AWrongHandleIsCaught) {
   struct {
     const char* words;
-    std::function<void(Rank&)> spoil;
+    std::function<void(Rank&)> change;
   } cases[] = {
       {"config.size", [](Rank& r) { --r.handle_config.size; }},
       {"alignment",
@@ -113,7 +112,7 @@ TEST_F(DescriptorsTest, AWrongHandleIsCaught) {
     SCOPED_TRACE(c.words);
     OnRanks([&](Rank& rank) {
       ASSERT_EQ(ncclSuccess, rank.CreateGroup());
-      c.spoil(rank);
+      c.change(rank);
       EXPECT_NE(ncclSuccess, rank.InitHandle());
     });
     ExpectViolation(c.words);
@@ -123,7 +122,7 @@ TEST_F(DescriptorsTest, AWrongHandleIsCaught) {
 TEST_F(DescriptorsTest, AWrongRoutingIsCaught) {
   struct {
     const char* words;
-    std::function<void(Rank&)> spoil;
+    std::function<void(Rank&)> change;
   } cases[] = {
       {"topk_idx.datatype",
        [](Rank& r) { r.topk_idx.descriptor.datatype = ncclInt32; }},
@@ -135,7 +134,7 @@ TEST_F(DescriptorsTest, AWrongRoutingIsCaught) {
   for (const auto& c : cases) {
     SCOPED_TRACE(c.words);
     OnOpenRanks([&](Rank& rank) {
-      c.spoil(rank);
+      c.change(rank);
       rank.Update();
     });
     ExpectViolation(c.words);
@@ -145,7 +144,7 @@ TEST_F(DescriptorsTest, AWrongRoutingIsCaught) {
 TEST_F(DescriptorsTest, AWrongDispatchIsCaught) {
   struct {
     const char* words;
-    std::function<void(Rank&)> spoil;
+    std::function<void(Rank&)> change;
   } cases[] = {
       {"inputs.size", [](Rank& r) { r.dispatch_inputs.size += 8; }},
       {"outputs.magic", [](Rank& r) { r.dispatch_outputs.magic = 0; }},
@@ -158,7 +157,7 @@ TEST_F(DescriptorsTest, AWrongDispatchIsCaught) {
       {"rows of 4", [](Rank& r) { r.tokens.sizes[1] = 4; }},
       {"rows of 16", [](Rank& r) { r.tokens.sizes[1] = 16; }},
       {"outputs.tokens is", [](Rank& r) { r.slots.sizes[0] = kSlots - 1; }},
-      // As a backward pass looks to one who forgets to say that it is one.
+      // This is how a backward pass looks whose direction is not set.
       {"inputs.topk_weights is missing",
        [](Rank& r) {
          r.dispatch_inputs.topk_weights = nullptr;
@@ -176,7 +175,7 @@ TEST_F(DescriptorsTest, AWrongDispatchIsCaught) {
   for (const auto& c : cases) {
     SCOPED_TRACE(c.words);
     OnRoutedRanks([&](Rank& rank) {
-      c.spoil(rank);
+      c.change(rank);
       EXPECT_NE(ncclSuccess, rank.Dispatch());
     });
     ExpectViolation(c.words);

@@ -8,15 +8,15 @@
 #include <cuda.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
 
-#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/backends/nccl/fake/checks.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 // The primary context of a device; there are no others.
 struct CUctx_st {
@@ -26,22 +26,30 @@ struct CUctx_st {
   std::atomic<int> times_retained{0};
 };
 
+// A thread that runs what is enqueued, in order.
+//
+// Thread-safe. The lock guarantees that the first task stays in the queue while
+// it runs, so that an empty queue means that all has run.
 struct CUstream_st {
  public:
-  // A task that is enqueued, if `admit` is empty or takes the stream.
+  // Is enqueued only if `admit` is empty or returns true for the stream.
   struct Task {
     std::function<void()> run;
     std::function<bool(CUstream_st*)> admit = {};
   };
 
   explicit CUstream_st(CUcontext context);
-  void Close();  // waits, too; what is left of it is never freed
+  // Waits for all tasks and ends the thread. The object itself is never freed.
+  void Close();
 
   CUcontext context() const { return context_; }
+  // Returns false if the task was not admitted.
   bool Enqueue(Task task);
+  // Waits until all tasks have run.
   void Synchronize();
 
-  // Puts tasks into `recorded` from now on; null ends the recording.
+  // Puts tasks into `recorded` from now on instead of running them. Null ends
+  // the recording.
   void Record(std::vector<Task>* recorded);
   bool IsRecording();
 
@@ -49,11 +57,11 @@ struct CUstream_st {
   void Work();
 
   const CUcontext context_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;  // the first is running
-  std::vector<Task>* recorded_ = nullptr;
-  bool closed_ = false;
+  ep::Mutex mutex_;
+  ep::CondVar changed_;
+  std::deque<std::function<void()>> tasks_ EP_GUARDED_BY(mutex_);
+  std::vector<Task>* recorded_ EP_GUARDED_BY(mutex_) = nullptr;
+  bool closed_ EP_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 
@@ -62,13 +70,13 @@ namespace ep::nccl::fake {
 size_t CountRetainedContexts();
 size_t CountHostAllocations();
 
-// The context that is current on this thread, or null.
+// Returns the context that is current on this thread, or null.
 CUcontext CurrentContext();
 
-// That the current context is of this device.
-void DemandContext(Contract& contract, int device);
-// That one can enqueue on it, in the context that is current.
-void DemandStream(Contract& contract, CUstream stream);
+// Requires that the context of this device is current.
+void RequireContext(Contract& contract, int device);
+// Requires that the stream exists and is of the current context.
+void RequireStream(Contract& contract, CUstream stream);
 
 }  // namespace ep::nccl::fake
 

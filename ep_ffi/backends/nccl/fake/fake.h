@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A stand-in for the CUDA driver, NCCL and NCCL EP, on host memory, with ranks
-// as threads of one process.
+// A fake of the CUDA driver, NCCL and NCCL EP. It works on host memory, and the
+// ranks are threads of one process.
 //
-// It defines the functions of libraries.h, and those of streams that ep_bench
-// calls, under their real names, against the real headers, so a test that links
-// it with -rdynamic has "loaded" them, and the backend needs no seam to be
-// tested. What the real libraries would answer with an assertion, a trap, a
-// hang or a wild write is a violation: recorded here, for the test to expect
-// none. What they refuse with an error code, the fake refuses too.
+// It defines the functions of libraries.h, and the stream functions that
+// ep_bench calls, under their real names and with the real headers. A test that
+// links it with -rdynamic has thereby loaded the libraries, so the backend
+// needs no code for the sake of tests. A call that the real libraries would
+// answer with an assertion, a trap, a hang or an invalid write is a violation.
+// The fake records violations, and tests expect that there are none. A call
+// that the real libraries refuse with an error code, the fake refuses too.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_FAKE_H_
@@ -24,7 +25,8 @@
 
 namespace ep::nccl::fake {
 
-// What there is to be found. A test may change it before it makes a group.
+// The properties of the machine. A test may change them before it creates a
+// group.
 struct Machine {
   int num_devices = 8;
   int compute_capability_major = 9;
@@ -34,46 +36,47 @@ struct Machine {
   bool device_api = true;               // of NCCL
   int nccl_version = 23007;
   int nccl_ep_version = 200;
-  // How long a rank waits for others before it is a violation.
-  double patience_s = 30;
-  // A function that enqueues and, with an error code, fails on this device.
+  // A rank that waits longer than this for others is a violation.
+  double timeout_s = 30;
+  // The name of a function that enqueues. On the device `failing_device` it
+  // returns an error code.
   std::string failing;
   int failing_device = 0;
 };
 
 Machine& TheMachine();
 
-// The end of a handle's memory, where each op of NCCL EP that moves rows leaves
-// what it calculated with. None reads what another has left.
+// Bytes of scratch memory at the end of a handle's memory. Each dispatch and
+// combine overwrites them, and none reads what another has left there.
 constexpr int64_t kScratchBytes = 1024;
 
-// The violations so far, in order; forgets them.
+// Returns the violations so far, in order, and forgets them.
 std::vector<std::string> TakeViolations();
 
-// What has been made and not yet destroyed.
-struct Holdings {
-  size_t contexts = 0;  // times that a primary context is retained
+// Counts of the objects that were created and are not destroyed yet.
+struct Resources {
+  size_t contexts = 0;  // how often primary contexts are retained
   size_t modules = 0;
   size_t host_allocations = 0;
   size_t communicators = 0;
   size_t groups = 0;
   size_t handles = 0;
 
-  bool operator==(const Holdings& other) const;
+  bool operator==(const Resources& other) const;
 };
 
-std::ostream& operator<<(std::ostream& out, const Holdings& holdings);
+std::ostream& operator<<(std::ostream& out, const Resources& holdings);
 
-Holdings CountHoldings();
+Resources CountResources();
 
-// A stream as XLA would own it: a thread that does what is enqueued, in order.
-// Its end waits for that.
+// Returns a new stream, as XLA would own it. Its destruction waits for the
+// tasks that were enqueued.
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
 
-// Records what is enqueued on a stream, from here to the end, instead of doing
-// it, as XLA does to make a command buffer. Meanwhile nothing may be loaded
-// onto the device.
+// Records the tasks that are enqueued on a stream, instead of running them, as
+// XLA does to make a command buffer. Recording begins in the constructor.
+// Meanwhile no kernels may be loaded onto the device.
 class Capture {
  public:
   explicit Capture(CUstream stream);
@@ -81,8 +84,9 @@ class Capture {
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
+  // Ends the recording.
   void End();
-  // Enqueues it all; as often as one likes, on any stream of the device.
+  // Enqueues all tasks, on any stream of the device. May be called repeatedly.
   void Replay(CUstream stream) const;
 
  private:
@@ -90,12 +94,12 @@ class Capture {
   const std::unique_ptr<Recorded> recorded_;
 };
 
-// The most blocks that a kernel was launched with since this was last called.
+// Returns the most blocks that a kernel was launched with since the last call.
 unsigned TakeLargestGrid(const std::string& kernel);
 
-// While it lives, this thread is inside an FFI handler whose routing lies in
-// `mem`. There nothing may wait or allocate, and a handle of NCCL EP is opened
-// on just these bytes.
+// Marks this thread as inside an FFI handler with this EpHandle.mem, for as
+// long as the object lives. A handler must neither wait nor allocate, and it
+// must open handles of NCCL EP in exactly these bytes.
 class InHandler {
  public:
   InHandler(const void* mem, size_t bytes);

@@ -10,9 +10,11 @@
 
 namespace ep::nccl::fake {
 
+// Returns whether there is a kernel of this name.
 bool HasKernel(const std::string& name);
 
-// A launch of as many threads. The parameters are copied, as launches do.
+// Returns a function that runs a kernel with so many threads. The parameters
+// are copied now, as a launch copies them.
 std::function<void()> BindKernel(const std::string& name, unsigned num_blocks,
                                  unsigned block_size, void** parameters);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What kernels.cu needs of CUDA, as plain C++, and a table of what is in it.
+// Compiles kernels.cu for the host, with the parts of CUDA that it uses written
+// in plain C++, and makes a table of its kernels.
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +26,7 @@ struct Index {
 
 thread_local Index blockIdx, threadIdx, blockDim, gridDim;
 
-// A launch runs its threads one by one.
+// These are not atomic, because a launch runs its threads one after another.
 template <typename T>
 T atomicAdd(T* address, T value) {
   return std::exchange(*address, *address + value);
@@ -45,8 +46,8 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// The twin of warp.h, which warp_test tries: here the first thread of a warp
-// does all that is said there.
+// Replaces warp.h, which warp_test tests: here the first thread of a warp does
+// the work of all its threads.
 #define EP_NCCL_HAS_WARPS
 
 namespace ep::nccl {
@@ -75,14 +76,17 @@ int32_t WarpFind(int32_t lane, int32_t count, Is is) {
 
 #include "ep_ffi/backends/nccl/kernels.cu"
 
-// The host looks at reports while the device writes them. They are volatile,
-// which is enough for a GPU and not for C++.
-extern "C" const char* __tsan_default_suppressions() { return "race:^Send$\n"; }
+// The host reads reports while the device writes them. They are volatile, which
+// suffices on a GPU but is a data race in C++.
+extern "C" const char* __tsan_default_suppressions() {
+  return "race:^WriteReport$\n";
+}
 
 namespace ep::nccl::fake {
 namespace {
 
-// Threads have no order; to depend on one shows when it changes.
+// Runs the threads of a launch in one order or its reverse. The threads of a
+// GPU run in no order, so a kernel that depends on one fails in some test.
 void RunGrid(unsigned num_blocks, unsigned block_size, bool backwards,
              const std::function<void()>& thread) {
   gridDim.x = num_blocks;
@@ -118,9 +122,9 @@ const std::map<std::string, Bind>& Table() {
     #name, MakeBind(&name) \
   }
   static const auto* table = new std::map<std::string, Bind>{
-      EP_KERNEL(EpCountChoices),    EP_KERNEL(EpTell),
-      EP_KERNEL(EpPlaceSlabs),      EP_KERNEL(EpJudge),
-      EP_KERNEL(EpChoose),          EP_KERNEL(EpGuard),
+      EP_KERNEL(EpCountChoices),    EP_KERNEL(EpSumChoices),
+      EP_KERNEL(EpPlaceSlabs),      EP_KERNEL(EpFindFault),
+      EP_KERNEL(EpFilterChoices),   EP_KERNEL(EpClearForeign),
       EP_KERNEL(EpFinish),          EP_KERNEL(EpFindNotFinite),
       EP_KERNEL(EpReportNotFinite),
   };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// NCCL: communicators, and the one collective that the backend calls.
+// The fake NCCL: communicators, and the one collective that the backend calls.
 
 #include <nccl.h>
 #include <nccl_device/core.h>
@@ -12,27 +12,29 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/communicator.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 namespace {
 
-// The clique that an id stands for, until all its ranks have come.
+// Returns the clique of an id. The id is forgotten when all ranks have asked.
 std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   struct Forming {
     std::shared_ptr<Clique> clique;
     int num_missing;
   };
-  static std::mutex mutex;
-  static auto* forming = new std::map<std::string, Forming>();
-  std::lock_guard<std::mutex> lock(mutex);
+  static Mutex mutex;
+  static auto* forming EP_PT_GUARDED_BY(mutex) =
+      new std::map<std::string, Forming>();
+  MutexLock lock(mutex);
   const std::string key(id.internal, sizeof(id.internal));
   Forming& entry = (*forming)[key];
   if (!entry.clique) entry = {std::make_shared<Clique>(size), size};
@@ -41,7 +43,8 @@ std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   return clique;
 }
 
-// NCCL's documentation allows so many, or more if each takes less of a device.
+// The ranks that NCCL's documentation allows on a device, unless each uses
+// fewer of its blocks than by default.
 constexpr int kRanksOfDevice = 2;
 
 bool MayShareDevices() {
@@ -67,11 +70,11 @@ size_t SizeOf(ncclDataType_t type) {
   }
 }
 
-// Whether it may be used, in the context that is current.
-void DemandCommunicator(Contract& contract, ncclComm_t comm) {
-  if (contract.Demand(Living<ncclComm>::Get().Has(comm),
-                      "no such communicator")) {
-    DemandContext(contract, comm->member->device());
+// Requires that the communicator exists and is of the current context.
+void RequireCommunicator(Contract& contract, ncclComm_t comm) {
+  if (contract.Require(LiveObjects<ncclComm>::Get().Has(comm),
+                       "no such communicator")) {
+    RequireContext(contract, comm->member->device());
   }
 }
 
@@ -100,35 +103,35 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id,
                               int rank) {
   Contract contract("ncclCommInitRank");
-  contract.DemandNoHandler();
-  contract.Demand(CurrentContext(), "no context is current");
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
   if (!contract.kept()) return ncclInvalidUsage;
   if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
     return ncclInvalidArgument;
   }
   const int device = CurrentContext()->device;
   const auto clique = CliqueOf(id, num_ranks);
-  Clique::Met met;
-  if (!clique->Meet(rank, StrCat("ncclCommInitRank of ", num_ranks), &device,
-                    &met)) {
+  Clique::Exchanged exchanged;
+  if (!clique->Exchange(rank, StrCat("ncclCommInitRank of ", num_ranks),
+                        &device, &exchanged)) {
     return ncclSystemError;
   }
   std::map<int, int> ranks_of_device;
   int most = 0;
   for (int i = 0; i < num_ranks; ++i) {
-    most = std::max(most, ++ranks_of_device[met.From<int>(i)]);
+    most = std::max(most, ++ranks_of_device[exchanged.From<int>(i)]);
   }
-  clique->Meet(rank, "ncclCommInitRank, end", nullptr, nullptr);
+  clique->Exchange(rank, "ncclCommInitRank, end", nullptr, nullptr);
   if (most > 1 && !MayShareDevices()) {
     return ncclInvalidUsage;  // "Duplicate GPU detected"
   }
-  if (!contract.Demand(most <= kRanksOfDevice || std::getenv("NCCL_MAX_CTAS"),
-                       "hangs later on, for ", most,
-                       " ranks share a device and "
-                       "NCCL_MAX_CTAS does not limit their blocks")) {
+  if (!contract.Require(most <= kRanksOfDevice || std::getenv("NCCL_MAX_CTAS"),
+                        "hangs later on, for ", most,
+                        " ranks share a device and "
+                        "NCCL_MAX_CTAS does not limit their blocks")) {
     return ncclInvalidUsage;
   }
-  *comm = Living<ncclComm>::Get().Add(
+  *comm = LiveObjects<ncclComm>::Get().Add(
       new ncclComm{std::make_shared<Member>(clique, rank, device)});
   return ncclSuccess;
 }
@@ -136,13 +139,13 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id,
 ncclResult_t ncclCommQueryProperties(ncclComm_t comm,
                                      ncclCommProperties_t* properties) {
   Contract contract("ncclCommQueryProperties");
-  contract.DemandNoHandler();
-  DemandCommunicator(contract, comm);
+  contract.RequireNoHandler();
+  RequireCommunicator(contract, comm);
   const ncclCommProperties_t fresh = NCCL_COMM_PROPERTIES_INITIALIZER;
-  contract.Demand(properties->size == fresh.size &&
-                      properties->magic == fresh.magic &&
-                      properties->version == fresh.version,
-                  "the properties were not initialized as their header says");
+  contract.Require(properties->size == fresh.size &&
+                       properties->magic == fresh.magic &&
+                       properties->version == fresh.version,
+                   "the properties were not initialized as their header says");
   if (!contract.kept()) return ncclInvalidUsage;
   const int size = comm->member->clique().size();
   const int in_team = TheMachine().nvlink_ranks;
@@ -156,26 +159,26 @@ ncclResult_t ncclCommQueryProperties(ncclComm_t comm,
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   Contract contract("ncclCommDestroy");
-  contract.DemandNoHandler();
-  DemandCommunicator(contract, comm);
+  contract.RequireNoHandler();
+  RequireCommunicator(contract, comm);
   if (!contract.kept()) return ncclInvalidArgument;
-  contract.Demand(comm->num_groups == 0, "a group of NCCL EP lives on it");
-  contract.Demand(!comm->member->IsBusy(), "its collectives have not ended");
+  contract.Require(comm->num_groups == 0, "a group of NCCL EP lives on it");
+  contract.Require(!comm->member->IsBusy(), "its collectives have not ended");
   if (!contract.kept()) return ncclInvalidUsage;
-  Living<ncclComm>::Get().Remove(comm);
+  LiveObjects<ncclComm>::Get().Remove(comm);
   delete comm;
   return ncclSuccess;
 }
 
-// On a GPU, what NCCL EP has enqueued goes on to wait. Here it ends as well: a
-// test must come to its end.
+// On a GPU, the kernels of NCCL EP go on to wait after an abort. Here they end
+// as well, so that a test can end.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   Contract contract("ncclCommAbort");
-  contract.DemandNoHandler();
-  DemandCommunicator(contract, comm);
+  contract.RequireNoHandler();
+  RequireCommunicator(contract, comm);
   if (!contract.kept()) return ncclInvalidArgument;
   comm->member->clique().Abort(comm->member->rank());
-  Living<ncclComm>::Get().Remove(comm);
+  LiveObjects<ncclComm>::Get().Remove(comm);
   delete comm;
   return ncclSuccess;
 }
@@ -184,28 +187,29 @@ ncclResult_t ncclAllGather(const void* mine, void* all, size_t count,
                            ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
   Contract contract("ncclAllGather");
-  DemandCommunicator(contract, comm);
-  DemandStream(contract, stream);
-  contract.Demand(mine && all, "no buffer");
+  RequireCommunicator(contract, comm);
+  RequireStream(contract, stream);
+  contract.Require(mine && all, "no buffer");
   if (!contract.kept()) return ncclInvalidArgument;
   return Member::Enqueue(
       comm->member, contract, stream,
       [=, member = comm->member, bytes = count * SizeOf(type)] {
         Clique& clique = member->clique();
-        Clique::Met met;
-        if (!clique.Meet(member->rank(),
-                         StrCat("ncclAllGather of ", count, " of type ", type),
-                         mine, &met)) {
-          // Undefined in truth; but what reads it next must not overflow.
+        Clique::Exchanged exchanged;
+        if (!clique.Exchange(
+                member->rank(),
+                StrCat("ncclAllGather of ", count, " of type ", type), mine,
+                &exchanged)) {
+          // NCCL leaves it undefined; here the next reader must not overflow.
           std::memset(all, 0, clique.size() * bytes);
           return;
         }
         for (int rank = 0; rank < clique.size(); ++rank) {
           std::memmove(static_cast<std::byte*>(all) + rank * bytes,
-                       met.brought[rank], bytes);
+                       exchanged.contributions[rank], bytes);
         }
-        clique.Meet(member->rank(), "the end of ncclAllGather", nullptr,
-                    nullptr);
+        clique.Exchange(member->rank(), "the end of ncclAllGather", nullptr,
+                        nullptr);
       });
 }
 

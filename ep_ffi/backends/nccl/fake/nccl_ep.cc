@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// NCCL EP 0.2.0, as far as its high-throughput algorithm with the expert-major
-// layout goes, and with what that asserts, traps on, or silently gets wrong.
-// Here: groups and handles.
+// Groups and handles of the fake NCCL EP. It stands for version 0.2.0, its
+// high-throughput algorithm with the expert-major layout, and checks what that
+// asserts, traps on, or silently gets wrong.
 
 #include "ep_ffi/backends/nccl/fake/nccl_ep.h"
 
@@ -12,18 +12,19 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <mutex>
 #include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/descriptors.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/fake/ledger.h"
 #include "ep_ffi/backends/nccl/fake/transfers.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 namespace {
@@ -43,7 +44,7 @@ int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
   return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
 }
 
-// The routing, and the scratch of ops.
+// Returns the bytes of a handle: its routing, and scratch memory for ops.
 int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
   const int64_t bytes =
       sizeof(Routing) +
@@ -51,56 +52,56 @@ int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
   return (bytes + 1023) / 1024 * 1024 + kScratchBytes;
 }
 
-void DemandHandleAttributes(Contract& contract, ncclEpLayout_t layout,
-                            const ncclEpHandleConfig_t* config, int num_topk) {
-  contract.Demand(layout == NCCL_EP_LAYOUT_EXPERT_MAJOR, "layout = ", layout);
-  if (config) DemandStruct(contract, "config", config);
-  contract.Demand(IsPowerOfTwo(AlignmentOf(config)),
-                  "alignment = ", AlignmentOf(config));
-  contract.Demand(num_topk >= 1 && num_topk <= kMaxTopK,
-                  "num_topk = ", num_topk);
+void RequireHandleAttributes(Contract& contract, ncclEpLayout_t layout,
+                             const ncclEpHandleConfig_t* config, int num_topk) {
+  contract.Require(layout == NCCL_EP_LAYOUT_EXPERT_MAJOR, "layout = ", layout);
+  if (config) RequireStruct(contract, "config", config);
+  contract.Require(IsPowerOfTwo(AlignmentOf(config)),
+                   "alignment = ", AlignmentOf(config));
+  contract.Require(num_topk >= 1 && num_topk <= kMaxTopK,
+                   "num_topk = ", num_topk);
 }
 
-void DemandConfig(Contract& contract, const ncclEpGroupConfig_t& c,
-                  int num_ranks, int nvlink_ranks) {
+void RequireConfig(Contract& contract, const ncclEpGroupConfig_t& c,
+                   int num_ranks, int nvlink_ranks) {
   const int64_t num_experts = c.num_experts;
-  contract.Demand(c.version == NCCL_EP_API_VERSION, "version = ", c.version);
-  contract.Demand(c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT,
-                  "algorithm = ", c.algorithm);
-  contract.Demand(num_experts > 0 && num_experts % num_ranks == 0 &&
-                      num_experts / num_ranks * nvlink_ranks % 4 == 0 &&
-                      num_experts / num_ranks <= kMaxLocalExperts,
-                  "num_experts = ", num_experts, " on ", num_ranks,
-                  " ranks, of which NVLink connects ", nvlink_ranks);
-  contract.Demand(c.max_dispatch_tokens_per_rank > 0 &&
-                      c.max_dispatch_tokens_per_rank % 4 == 0,
-                  "max_dispatch_tokens = ", c.max_dispatch_tokens_per_rank);
-  contract.Demand(c.max_recv_tokens_per_rank >= c.max_dispatch_tokens_per_rank,
-                  "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
-  contract.Demand(c.max_recv_tokens_per_rank <= kMaxSlots,
-                  "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
-  contract.Demand(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
-                  "max_token_bytes = ", c.max_token_bytes);
-  contract.Demand(c.max_num_sms <= kMaxSms, "max_num_sms = ", c.max_num_sms);
-  contract.Demand(!c.enable_mask, "masks are for low latency");
-  contract.Demand(c.zero_copy != NCCL_EP_ZERO_COPY_ON,
-                  "zero copy needs windows");
-  contract.Demand(c.overflow_policy != NCCL_EP_OVERFLOW_DROP,
-                  "the fake knows only a trap on overflow");
-  contract.Demand(
+  contract.Require(c.version == NCCL_EP_API_VERSION, "version = ", c.version);
+  contract.Require(c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT,
+                   "algorithm = ", c.algorithm);
+  contract.Require(num_experts > 0 && num_experts % num_ranks == 0 &&
+                       num_experts / num_ranks * nvlink_ranks % 4 == 0 &&
+                       num_experts / num_ranks <= kMaxLocalExperts,
+                   "num_experts = ", num_experts, " on ", num_ranks,
+                   " ranks, of which NVLink connects ", nvlink_ranks);
+  contract.Require(c.max_dispatch_tokens_per_rank > 0 &&
+                       c.max_dispatch_tokens_per_rank % 4 == 0,
+                   "max_dispatch_tokens = ", c.max_dispatch_tokens_per_rank);
+  contract.Require(c.max_recv_tokens_per_rank >= c.max_dispatch_tokens_per_rank,
+                   "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
+  contract.Require(c.max_recv_tokens_per_rank <= kMaxSlots,
+                   "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
+  contract.Require(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
+                   "max_token_bytes = ", c.max_token_bytes);
+  contract.Require(c.max_num_sms <= kMaxSms, "max_num_sms = ", c.max_num_sms);
+  contract.Require(!c.enable_mask, "masks are for low latency");
+  contract.Require(c.zero_copy != NCCL_EP_ZERO_COPY_ON,
+                   "zero copy needs windows");
+  contract.Require(c.overflow_policy != NCCL_EP_OVERFLOW_DROP,
+                   "the fake supports only a trap on overflow");
+  contract.Require(
       2 * num_ranks * c.max_dispatch_tokens_per_rank * c.max_token_bytes +
               size_t{c.max_recv_tokens_per_rank} * c.max_token_bytes <=
           TheMachine().free_bytes,
       "runs out of memory, and ends the process");
   for (const char* variable :
        {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
-    contract.Demand(!std::getenv(variable), "the fake does not know ",
-                    variable);
+    contract.Require(!std::getenv(variable), "the fake does not support ",
+                     variable);
   }
 }
 
-// What all ranks must give alike.
-auto Shared(const ncclEpGroupConfig_t& c) {
+// Returns the settings that all ranks must have in common.
+auto Common(const ncclEpGroupConfig_t& c) {
   return std::make_tuple(c.num_experts, c.max_dispatch_tokens_per_rank,
                          c.max_recv_tokens_per_rank, c.max_token_bytes,
                          c.num_qp_per_rank, c.num_channels, c.max_num_sms,
@@ -110,32 +111,34 @@ auto Shared(const ncclEpGroupConfig_t& c) {
 }  // namespace
 
 bool LoadOnce(int device, const std::string& kernels) {
-  static std::mutex mutex;
-  static auto* loaded = new std::set<std::pair<int, std::string>>();
-  std::lock_guard<std::mutex> lock(mutex);
+  static Mutex mutex;
+  static auto* loaded EP_PT_GUARDED_BY(mutex) =
+      new std::set<std::pair<int, std::string>>();
+  MutexLock lock(mutex);
   return loaded->emplace(device, kernels).second;
 }
 
-void DemandGroup(Contract& contract, ncclEpGroup_t group) {
-  if (!contract.Demand(Living<ncclEpGroup>::Get().Has(group),
-                       "no such group")) {
+void RequireGroup(Contract& contract, ncclEpGroup_t group) {
+  if (!contract.Require(LiveObjects<ncclEpGroup>::Get().Has(group),
+                        "no such group")) {
     return;
   }
-  contract.Demand(Living<ncclComm>::Get().Has(group->comm),
-                  "the group's communicator is gone");
-  DemandContext(contract, group->member->device());
+  contract.Require(LiveObjects<ncclComm>::Get().Has(group->comm),
+                   "the group's communicator is gone");
+  RequireContext(contract, group->member->device());
 }
 
-void DemandHandle(Contract& contract, ncclEpHandle_t handle,
-                  cudaStream_t stream) {
-  if (!contract.Demand(Living<ncclEpHandle>::Get().Has(handle),
-                       "no such handle")) {
+void RequireHandle(Contract& contract, ncclEpHandle_t handle,
+                   cudaStream_t stream) {
+  if (!contract.Require(LiveObjects<ncclEpHandle>::Get().Has(handle),
+                        "no such handle")) {
     return;
   }
-  DemandGroup(contract, handle->group);
-  DemandStream(contract, stream);
-  contract.Demand(!IsInHandler() || HandlerMemHolds(handle->mem, handle->bytes),
-                  "the handle was opened on a stale address");
+  RequireGroup(contract, handle->group);
+  RequireStream(contract, stream);
+  contract.Require(
+      !IsInHandler() || HandlerMemHolds(handle->mem, handle->bytes),
+      "the handle was opened on a stale address");
 }
 
 extern "C" {
@@ -148,48 +151,49 @@ ncclResult_t ncclEpGetVersion(int* version) {
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
                                const ncclEpGroupConfig_t* config) {
   Contract contract("ncclEpCreateGroup");
-  contract.DemandNoHandler();
-  if (contract.Demand(Living<ncclComm>::Get().Has(comm),
-                      "no such communicator")) {
-    DemandContext(contract, comm->member->device());
+  contract.RequireNoHandler();
+  if (contract.Require(LiveObjects<ncclComm>::Get().Has(comm),
+                       "no such communicator")) {
+    RequireContext(contract, comm->member->device());
   }
-  contract.Demand(TheMachine().nccl_version == 23007,
-                  "NCCL EP's kernels are compiled for another NCCL");
-  if (!DemandStruct(contract, "config", config)) return ncclInvalidArgument;
+  contract.Require(TheMachine().nccl_version == 23007,
+                   "NCCL EP's kernels are compiled for another NCCL");
+  if (!RequireStruct(contract, "config", config)) return ncclInvalidArgument;
   Member& member = *comm->member;
   const int size = member.clique().size();
   const int nvlink_ranks = TheMachine().nvlink_ranks;
-  contract.Demand(TheMachine().device_api, "NCCL has no device API");
-  DemandConfig(contract, *config, size, nvlink_ranks > 0 ? nvlink_ranks : size);
+  contract.Require(TheMachine().device_api, "NCCL has no device API");
+  RequireConfig(contract, *config, size,
+                nvlink_ranks > 0 ? nvlink_ranks : size);
   std::vector<const ncclEpGroupConfig_t*> configs;
   uint64_t id = 0;
-  if (!MeetAll(member, "ncclEpCreateGroup", contract.kept() ? config : nullptr,
-               &configs, &id)) {
+  if (!ExchangeAll(member, "ncclEpCreateGroup",
+                   contract.kept() ? config : nullptr, &configs, &id)) {
     return ncclInvalidArgument;
   }
   for (const ncclEpGroupConfig_t* theirs : configs) {
-    contract.Demand(Shared(*theirs) == Shared(*config),
-                    "ranks have different configurations");
+    contract.Require(Common(*theirs) == Common(*config),
+                     "ranks have different configurations");
   }
-  member.clique().Meet(member.rank(), "the end of ncclEpCreateGroup", nullptr,
-                       nullptr);
+  member.clique().Exchange(member.rank(), "the end of ncclEpCreateGroup",
+                           nullptr, nullptr);
   if (!contract.kept()) return ncclInvalidArgument;
   ++comm->num_groups;
-  *group = Living<ncclEpGroup>::Get().Add(
+  *group = LiveObjects<ncclEpGroup>::Get().Add(
       new ncclEpGroup{comm, comm->member, *config, id});
   return ncclSuccess;
 }
 
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
   Contract contract("ncclEpGroupDestroy");
-  contract.DemandNoHandler();
-  DemandGroup(contract, group);
+  contract.RequireNoHandler();
+  RequireGroup(contract, group);
   if (!contract.kept()) return ncclInvalidArgument;
-  contract.Demand(group->num_handles == 0, "handles are open on it");
-  contract.Demand(!group->member->IsBusy(), "its operations have not ended");
+  contract.Require(group->num_handles == 0, "handles are open on it");
+  contract.Require(!group->member->IsBusy(), "its operations have not ended");
   if (!contract.kept()) return ncclInvalidUsage;
   --group->comm->num_groups;
-  Living<ncclEpGroup>::Get().Remove(group);
+  LiveObjects<ncclEpGroup>::Get().Remove(group);
   delete group;
   return ncclSuccess;
 }
@@ -198,8 +202,8 @@ ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout,
                                  const ncclEpHandleConfig_t* config,
                                  size_t* size, int num_topk) {
   Contract contract("ncclEpHandleMemSize");
-  DemandGroup(contract, group);
-  DemandHandleAttributes(contract, layout, config, num_topk);
+  RequireGroup(contract, group);
+  RequireHandleAttributes(contract, layout, config, num_topk);
   if (!contract.kept()) return ncclInvalidArgument;
   *size = BytesOf(*group, num_topk);
   return ncclSuccess;
@@ -210,18 +214,18 @@ ncclResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
                               const ncclEpHandleConfig_t* config, int num_topk,
                               const ncclEpTensor_t* handle_mem) {
   Contract contract("ncclEpInitHandle");
-  DemandGroup(contract, group);
-  DemandHandleAttributes(contract, layout, config, num_topk);
+  RequireGroup(contract, group);
+  RequireHandleAttributes(contract, layout, config, num_topk);
   const Tensor mem =
       OpenTensor(contract, "handle_mem", handle_mem, 1, {ncclUint8});
   if (!contract.kept()) return ncclInvalidArgument;
-  contract.Demand(mem.rows >= BytesOf(*group, num_topk), "handle_mem has ",
-                  mem.rows, " bytes, expected ", BytesOf(*group, num_topk));
-  contract.Demand(reinterpret_cast<uintptr_t>(mem.data) % kMemAlignment == 0,
-                  "handle_mem is not aligned");
+  contract.Require(mem.rows >= BytesOf(*group, num_topk), "handle_mem has ",
+                   mem.rows, " bytes, expected ", BytesOf(*group, num_topk));
+  contract.Require(reinterpret_cast<uintptr_t>(mem.data) % kMemAlignment == 0,
+                   "handle_mem is not aligned");
   if (!contract.kept()) return ncclInvalidArgument;
   ++group->num_handles;
-  *handle = Living<ncclEpHandle>::Get().Add(
+  *handle = LiveObjects<ncclEpHandle>::Get().Add(
       new ncclEpHandle{group, num_topk, AlignmentOf(config), mem.data,
                        BytesOf(*group, num_topk)});
   return ncclSuccess;
@@ -229,11 +233,11 @@ ncclResult_t ncclEpInitHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
 
 ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
   Contract contract("ncclEpHandleDestroy");
-  if (!contract.Demand(Living<ncclEpHandle>::Get().Remove(handle),
-                       "no such handle")) {
+  if (!contract.Require(LiveObjects<ncclEpHandle>::Get().Remove(handle),
+                        "no such handle")) {
     return ncclInvalidArgument;
   }
-  DemandGroup(contract, handle->group);
+  RequireGroup(contract, handle->group);
   --handle->group->num_handles;
   delete handle;
   return ncclSuccess;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Groups and handles of the fake NCCL EP, and what using them demands.
+// Groups and handles of the fake NCCL EP, and what the use of them requires.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_
@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/communicator.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
-#include "ep_ffi/backends/nccl/fake/ledger.h"
 
 struct ncclEpGroup {
   ncclComm_t comm;
@@ -41,36 +41,40 @@ struct ncclEpHandle {
 
 namespace ep::nccl::fake {
 
-// Loads kernels; returns whether they were not loaded before.
+// Marks kernels as loaded onto a device; returns false if they were already.
 bool LoadOnce(int device, const std::string& kernels);
 
-void DemandGroup(Contract& contract, ncclEpGroup_t group);
-// That an op may use the handle, on this stream.
-void DemandHandle(Contract& contract, ncclEpHandle_t handle,
-                  cudaStream_t stream);
+// Requires that the group may be used in the current context.
+void RequireGroup(Contract& contract, ncclEpGroup_t group);
+// Requires that an op may use the handle on this stream.
+void RequireHandle(Contract& contract, ncclEpHandle_t handle,
+                   cudaStream_t stream);
 
-// Launches a variant of its kernels, which is what differs from other launches.
-// Before it is first launched on a device, it is compiled and loaded onto that.
+// Requires that the kernels of a call can be launched. `parts` name the variant
+// of the kernels. NCCL EP compiles and loads a variant when it is first
+// launched on a device, which it cannot do while the stream is captured.
 template <typename... Parts>
-void DemandKernels(Contract& contract, CUstream stream, const Parts&... parts) {
+void RequireKernels(Contract& contract, CUstream stream,
+                    const Parts&... parts) {
   const bool is_new = LoadOnce(stream->context()->device,
                                StrCat(contract.function(), " ", parts...));
-  contract.Demand(!is_new || !stream->IsRecording(),
-                  "loads kernels while the stream is captured");
+  contract.Require(!is_new || !stream->IsRecording(),
+                   "loads kernels while the stream is captured");
 }
 
-// Meets all ranks. False unless each brought something; null says that a
-// rank's part is in violation of its contract.
+// Exchanges pointers with all ranks. Returns false unless each contributed one:
+// a rank contributes null if its call violated the contract.
 template <typename T>
-bool MeetAll(Member& member, const std::string& purpose, const T* mine,
-             std::vector<const T*>* all, uint64_t* number) {
-  Clique::Met met;
-  if (!member.clique().Meet(member.rank(), purpose, mine, &met)) return false;
-  for (const void* brought : met.brought) {
-    if (!brought) return false;
-    all->push_back(static_cast<const T*>(brought));
+bool ExchangeAll(Member& member, const std::string& purpose, const T* mine,
+                 std::vector<const T*>* all, uint64_t* number) {
+  Clique::Exchanged exchanged;
+  if (!member.clique().Exchange(member.rank(), purpose, mine, &exchanged))
+    return false;
+  for (const void* theirs : exchanged.contributions) {
+    if (!theirs) return false;
+    all->push_back(static_cast<const T*>(theirs));
   }
-  if (number) *number = met.number;
+  if (number) *number = exchanged.number;
   return true;
 }
 

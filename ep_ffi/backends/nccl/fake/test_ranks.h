@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Ranks that call NCCL EP themselves, for tests of the fake.
+// Ranks that call NCCL EP directly, for tests of the fake.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_TEST_RANKS_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_TEST_RANKS_H_
@@ -30,18 +30,18 @@ inline constexpr size_t kTopK = 2;
 inline constexpr size_t kSlots = 16;
 inline constexpr size_t kWidth = 8;
 
-// The violations, one per line.
+// Returns the violations, one per line, and forgets them.
 inline std::string Violations() {
   std::string lines;
   for (const std::string& sentence : TakeViolations()) lines += sentence + "\n";
   return lines;
 }
 
-// Expects violations, the first of which has these words.
+// Expects violations, and these words in the first of them.
 inline void ExpectViolation(const std::string& words) {
   const std::vector<std::string> sentences = TakeViolations();
   if (sentences.empty()) {
-    ADD_FAILURE() << "nobody saw: " << words;
+    ADD_FAILURE() << "there is no violation with the words: " << words;
     return;
   }
   EXPECT_NE(std::string::npos, sentences[0].find(words))
@@ -63,7 +63,7 @@ struct Described {
   ncclEpTensor_t descriptor = NCCL_EP_TENSOR_INIT;
 };
 
-// A rank that does everything right, unless a test changes something.
+// A rank whose calls are all correct, unless a test changes their arguments.
 class Rank {
  public:
   explicit Rank(int rank) : stream_(NewStream(rank)), rank_(rank) {
@@ -158,7 +158,7 @@ class FakeTest : public ::testing::Test {
  protected:
   void SetUp() override {
     TheMachine() = Machine();
-    TheMachine().patience_s = 2;
+    TheMachine().timeout_s = 2;
     EXPECT_EQ("", Violations());
   }
 
@@ -176,9 +176,9 @@ class FakeTest : public ::testing::Test {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    EXPECT_EQ(Holdings(), CountHoldings());
+    EXPECT_EQ(Resources(), CountResources());
   }
-  // With groups and open handles.
+  // Runs `body` on ranks that have groups and open handles.
   void OnOpenRanks(const std::function<void(Rank&)>& body) {
     OnRanks([&](Rank& rank) {
       ASSERT_EQ(ncclSuccess, rank.CreateGroup());
@@ -186,7 +186,7 @@ class FakeTest : public ::testing::Test {
       body(rank);
     });
   }
-  // With a routing.
+  // Runs `body` on ranks that have a routing as well.
   void OnRoutedRanks(const std::function<void(Rank&)>& body) {
     OnOpenRanks([&](Rank& rank) {
       ASSERT_EQ(ncclSuccess, rank.Update());

@@ -60,7 +60,8 @@ void Dispatch(const std::vector<const Transfer*>& ranks, int32_t rank,
   }
 }
 
-// Expert ranks sum over their experts and round; this rank sums over them.
+// Rounds as NCCL EP does: each expert rank sums over its experts and rounds,
+// then this rank sums over the expert ranks and rounds.
 void Combine(const std::vector<const Transfer*>& ranks, int32_t rank,
              const RowShape& shape) {
   const Transfer& mine = *ranks[rank];

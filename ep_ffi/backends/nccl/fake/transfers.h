@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What NCCL EP's high-throughput algorithm computes in its expert-major layout.
+// Computes what NCCL EP's high-throughput algorithm does in its expert-major
+// layout.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_TRANSFERS_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_TRANSFERS_H_
@@ -13,8 +14,8 @@
 
 namespace ep::nccl::fake {
 
-// What a handle's memory holds: this, then the rank's choices
-// [num_tokens, num_topk]. No pointers, so it may be moved.
+// The beginning of a handle's memory. The rank's choices [num_tokens, num_topk]
+// follow. It has no pointers, so it may be moved.
 struct Routing {
   uint64_t magic;
   uint64_t group;
@@ -23,7 +24,7 @@ struct Routing {
   int64_t alignment;
   int64_t num_tokens;
 
-  // Returns whether it is all zeros; then nothing moves on this rank.
+  // Returns whether it is all zeros. Then this rank moves no rows.
   bool IsEmpty() const { return magic == 0; }
   int64_t num_choices() const { return num_tokens * num_topk; }
   const int64_t* choices() const {
@@ -36,13 +37,14 @@ constexpr uint64_t kRoutingMagic = 0x656b6166702d6570;  // "ep-pfake"
 // The routings of all ranks.
 using Routings = std::vector<const Routing*>;
 
-// A choice of a rank, or what pads a slab.
+// The origin of a slot: a choice of a rank, or padding.
 struct Source {
   int32_t rank;  // negative: padding
   int64_t choice;
 };
 
-// The slots of a rank, up to its last slab's end; and each slab's size.
+// The slots of a rank, up to the end of its last slab, and the size of each
+// slab.
 struct Slots {
   std::vector<Source> sources;
   std::vector<int64_t> slab_sizes;  // [num_local]
@@ -50,8 +52,8 @@ struct Slots {
 
 Slots SlotsOf(const Routings& routings, int32_t rank, int64_t num_local);
 
-// What one rank gives and gets. Rows are of tokens or of slots, as the
-// direction has it; weights may be null.
+// The inputs and outputs of one rank. Dispatch reads rows of tokens and writes
+// rows of slots, and combine the reverse. Weights may be null.
 struct Transfer {
   const Routing* routing;
   const std::byte* rows;
@@ -68,7 +70,7 @@ struct RowShape {
   int64_t bytes() const { return width * ByteWidth(dtype); }
 };
 
-// Writes the outputs of `rank`: its slots, or its tokens.
+// Writes the outputs of `rank`.
 void Dispatch(const std::vector<const Transfer*>& ranks, int32_t rank,
               const RowShape& shape);
 void Combine(const std::vector<const Transfer*>& ranks, int32_t rank,

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The real code of warps: 32 threads, which wait for each other in each
+// Tests the code of warp.h on 32 threads, which wait for each other in each
 // shuffle.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/kernels.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 #define __device__
 
@@ -24,29 +24,34 @@ namespace {
 
 using std::min;
 
-// The threads of a warp, of which each tells all others a value.
+// The threads of a warp.
+//
+// Thread-safe. The lock guarantees that `gathered_` has the values of one
+// round, all of whose threads return it before a thread can end the next round.
 class Warp {
  public:
-  std::array<int32_t, kWarp> Tell(int32_t lane, int32_t value) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int64_t turn = turn_;
-    coming_[lane] = value;
-    if (++num_came_ == kWarp) {
-      told_ = coming_;
-      num_came_ = 0;
-      ++turn_;
-      changed_.notify_all();
+  // Waits until all threads have called it, and returns their values by lane.
+  std::array<int32_t, kWarp> AllGather(int32_t lane, int32_t value) {
+    MutexLock lock(mutex_);
+    const int64_t round = round_;
+    arriving_[lane] = value;
+    if (++num_arrived_ == kWarp) {
+      gathered_ = arriving_;
+      num_arrived_ = 0;
+      ++round_;
+      changed_.NotifyAll();
     }
-    changed_.wait(lock, [&] { return turn_ > turn; });
-    return told_;
+    while (round_ == round) changed_.Wait(mutex_);
+    return gathered_;
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::array<int32_t, kWarp> coming_, told_;
-  int num_came_ = 0;
-  int64_t turn_ = 0;
+  Mutex mutex_;
+  CondVar changed_;
+  std::array<int32_t, kWarp> arriving_ EP_GUARDED_BY(mutex_);
+  std::array<int32_t, kWarp> gathered_ EP_GUARDED_BY(mutex_);
+  int num_arrived_ EP_GUARDED_BY(mutex_) = 0;
+  int64_t round_ EP_GUARDED_BY(mutex_) = 0;
 };
 
 Warp warp;
@@ -54,7 +59,7 @@ thread_local int32_t this_lane;
 
 int32_t __shfl_sync(uint32_t mask, int32_t value, int32_t from) {
   EXPECT_EQ(0xffffffff, mask);
-  return warp.Tell(this_lane, value)[from];
+  return warp.AllGather(this_lane, value)[from];
 }
 
 int32_t __shfl_up_sync(uint32_t mask, int32_t value, int32_t step) {

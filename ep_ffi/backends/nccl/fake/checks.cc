@@ -1,29 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/backends/nccl/fake/ledger.h"
+#include "ep_ffi/backends/nccl/fake/checks.h"
 
 #include <cuda.h>
 #include <nccl.h>
 #include <nccl_ep.h>
 
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 namespace {
 
 struct Violations {
-  std::mutex mutex;
-  std::vector<std::string> sentences;
+  Mutex mutex;
+  std::vector<std::string> sentences EP_GUARDED_BY(mutex);
 };
 
 Violations& TheViolations() {
-  static Violations* violations = new Violations();  // outlives all threads
+  static Violations* violations = new Violations();  // leaked, as are threads
   return *violations;
 }
 
@@ -44,33 +45,33 @@ Machine& TheMachine() {
 
 void RecordViolation(const std::string& sentence) {
   Violations& violations = TheViolations();
-  std::lock_guard<std::mutex> lock(violations.mutex);
+  MutexLock lock(violations.mutex);
   violations.sentences.push_back(sentence);
 }
 
 std::vector<std::string> TakeViolations() {
   Violations& violations = TheViolations();
-  std::lock_guard<std::mutex> lock(violations.mutex);
+  MutexLock lock(violations.mutex);
   return std::exchange(violations.sentences, {});
 }
 
-Holdings CountHoldings() {
+Resources CountResources() {
   return {CountRetainedContexts(),
-          Living<CUmod_st>::Get().size(),
+          LiveObjects<CUmod_st>::Get().size(),
           CountHostAllocations(),
-          Living<ncclComm>::Get().size(),
-          Living<ncclEpGroup>::Get().size(),
-          Living<ncclEpHandle>::Get().size()};
+          LiveObjects<ncclComm>::Get().size(),
+          LiveObjects<ncclEpGroup>::Get().size(),
+          LiveObjects<ncclEpHandle>::Get().size()};
 }
 
-bool Holdings::operator==(const Holdings& other) const {
+bool Resources::operator==(const Resources& other) const {
   return contexts == other.contexts && modules == other.modules &&
          host_allocations == other.host_allocations &&
          communicators == other.communicators && groups == other.groups &&
          handles == other.handles;
 }
 
-std::ostream& operator<<(std::ostream& out, const Holdings& holdings) {
+std::ostream& operator<<(std::ostream& out, const Resources& holdings) {
   return out << holdings.contexts << " contexts, " << holdings.modules
              << " modules, " << holdings.host_allocations
              << " host allocations, " << holdings.communicators
@@ -78,8 +79,8 @@ std::ostream& operator<<(std::ostream& out, const Holdings& holdings) {
              << holdings.handles << " handles";
 }
 
-void Contract::DemandNoHandler() {
-  Demand(!IsInHandler(), "waits or allocates inside a handler");
+void Contract::RequireNoHandler() {
+  Require(!IsInHandler(), "waits or allocates inside a handler");
 }
 
 InHandler::InHandler(const void* mem, size_t bytes) {

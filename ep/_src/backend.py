@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface between the ops and what runs them.
+
+A `Backend` says which meshes it can serve and connects the processes of one.
+The `Connection` that it returns lowers the group's ops until it is closed.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+from typing import Any, NamedTuple
+
+import jax
+
+from ep._src import compat
+from ep._src.config import GroupConfig, LayerConfig
+from ep._src.meshes import Mesh
+
+# The five ops that a connection lowers.
+OPS = (
+  "ep_prepare",
+  "ep_dispatch",
+  "ep_combine",
+  "ep_dispatch_bwd",
+  "ep_combine_bwd",
+)
+
+
+class CannotServe(ValueError):
+  """A backend cannot serve these devices or processes; another may."""
+
+
+class GroupMemory(NamedTuple):
+  """Bytes of the host's memory.
+
+  Attributes:
+    reserved: address space.
+    resident: the part of it that was ever touched.
+  """
+
+  reserved: int
+  resident: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OpParams:
+  """The static parameters of every op.
+
+  Attributes:
+    connection: lowers the op.
+    layer: the layer's values.
+    num_tokens: T, tokens of this rank.
+    tail: what dispatch writes past the last slab: "zero", "unspecified" or, in
+      checked mode, "nan".
+    checked: whether the op was traced in checked mode.
+  """
+
+  connection: Connection
+  layer: LayerConfig
+  num_tokens: int
+  tail: str
+  checked: bool
+
+
+class Connection(abc.ABC):
+  """Connects the ranks of a group, and lowers the group's ops.
+
+  `Backend.connect` makes it on each process of the mesh. It is open from then
+  on, until `close` or, if the user loses the group, `release`. The group of the
+  user and the parameters of ops refer to it, and neither closes it by itself.
+
+  A forked child inherits connections that are its parent's: it can neither use
+  nor close them.
+
+  Attributes:
+    group: the group as it was connected.
+  """
+
+  def __init__(self, group: GroupConfig):
+    self.group = group
+    self._process = os.getpid()
+    self._is_open = True
+    _open[group.name] = self
+
+  @property
+  def is_open(self) -> bool:
+    """Whether `close` was not called yet."""
+    return self._is_open
+
+  @property
+  def _is_forked(self) -> bool:
+    return self._process != os.getpid()
+
+  def check_open(self, op: str) -> None:
+    """Raises `RuntimeError` after `close`, and in a forked child."""
+    if self._is_forked:
+      raise RuntimeError(
+        f'{op}: the group "{self.group.name}" belongs to the process with the'
+        f" id {self._process}, of which this one is a forked child; use the"
+        " group there, or start this process without a fork (the method"
+        ' "spawn" of multiprocessing) and bootstrap a group in it.'
+      )
+    if not self._is_open:
+      raise RuntimeError(
+        f'{op}: the group "{self.group.name}" was finalized; bootstrap a new'
+        " group, and finalize it after its last op."
+      )
+
+  def close(self) -> None:
+    """Closes it; ops fail from now on. Idempotent; nothing in a forked child.
+
+    Raises:
+      ValueError, RuntimeError: an op has failed and none has reported it, or a
+        peer is left waiting. It is closed all the same.
+    """
+    if not self._is_open or self._is_forked:
+      return
+    self._is_open = False
+    try:
+      self._close()
+    finally:
+      _open.pop(self.group.name, None)
+
+  def finalize(self) -> None:
+    """Raises what `check` does, if anything, and closes it all the same."""
+    if not self._is_open or self._is_forked:
+      return
+    try:
+      self.check()
+    finally:
+      self.close()
+
+  def release(self) -> None:
+    """Closes it once no program uses it. Nothing in a forked child."""
+    if self._is_open and not self._is_forked:
+      _open.pop(self.group.name, None)
+      self._release()
+
+  @abc.abstractmethod
+  def check(self) -> None:
+    """Waits for the device and raises what no op has reported.
+
+    Collective where the failure may end the group.
+
+    Raises:
+      ValueError, RuntimeError: the failure of an earlier op, once.
+    """
+
+  @abc.abstractmethod
+  def memory(self) -> GroupMemory:
+    """Returns the host memory that this process keeps between ops."""
+
+  @abc.abstractmethod
+  def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
+    """Raises `ValueError` if `op` cannot run on a mesh of these places.
+
+    The mesh has the axes of the group's, and may have its devices elsewhere.
+    """
+
+  @abc.abstractmethod
+  def mem_bytes(self, params: OpParams) -> int:
+    """Returns the bytes of `EpHandle.mem`.
+
+    Raises:
+      ValueError: the layer or the number of tokens is beyond a limit.
+    """
+
+  @abc.abstractmethod
+  def lower(
+    self,
+    op: str,
+    ctx: compat.mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
+  ) -> Any:
+    """Lowers one of `OPS` to values of the module in `ctx`.
+
+    Operands and results are those of the op's primitive, in a rank's shapes.
+    "ep_combine" has a third operand, the weights, where the user passed them.
+    """
+
+  @abc.abstractmethod
+  def _close(self) -> None:
+    """Ends what `Backend.connect` began. Called at most once."""
+
+  @abc.abstractmethod
+  def _release(self) -> None:
+    """Ends it when the programs that use it have died."""
+
+
+class Backend(abc.ABC):
+  """A way to run the ops. It has no state."""
+
+  @abc.abstractmethod
+  def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
+    """Raises `CannotServe` if it cannot serve the mesh. Not collective."""
+
+  @abc.abstractmethod
+  def connect(self, group: GroupConfig) -> Connection:
+    """Connects the ranks of a group, which `check_mesh` has accepted.
+
+    Collective over the processes of the mesh. The caller closes the result,
+    whose `group` may have defaults resolved that `group` leaves open.
+
+    Raises:
+      CannotServe: on every process, if it cannot serve the processes.
+      ValueError: the processes disagree, or the group's name is taken.
+      RuntimeError: the processes cannot be connected.
+    """
+
+
+# The connections of this process that are neither closed nor released, by the
+# names of their groups.
+_open: dict[str, Connection] = {}
+
+
+def is_open(name: str) -> bool:
+  """Returns whether this process has an open group of this name."""
+  return name in _open
+
+
+def open_connections() -> list[Connection]:
+  """Returns the connections that are neither closed nor released."""
+  return list(_open.values())

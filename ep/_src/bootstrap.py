@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_bootstrap and ep_finalize: how a group begins and ends.
+
+This is the only file that knows every backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+from typing import Any
+import weakref
+
+import jax.numpy as jnp
+
+from ep._src import arguments, membership, meshes, native, te_names
+from ep._src.backend import Backend, CannotServe, open_connections
+from ep._src.config import GroupConfig, LayerConfig
+from ep._src.group import EpGroup
+from ep._src.host_backend import HostBackend
+from ep._src.nccl_backend import NcclBackend
+from ep._src.xla_backend import XlaBackend
+
+BACKENDS: dict[str, Backend] = {
+  "host": HostBackend(),
+  "nccl": NcclBackend(),
+  "xla": XlaBackend(),
+}
+
+# What is tried before "xla", by `jax.Device.platform`.
+NATIVE = {"cpu": "host", "gpu": "nccl"}
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_logger = logging.getLogger("ep")
+
+
+# Python calls this before JAX's own handlers, since JAX was imported earlier:
+# those may wait for peers that wait for this process.
+@atexit.register
+def _close_all() -> None:
+  with contextlib.ExitStack() as stack:
+    for connection in open_connections():
+      stack.callback(connection.close)
+    stack.callback(native.close_released)
+
+
+def _connect(group: GroupConfig) -> EpGroup:
+  """Connects a group by the backend that it names."""
+  chosen = BACKENDS[group.backend]
+  chosen.check_mesh(group.mesh, group.axis_name)
+  try:
+    LayerConfig(group)
+  except ValueError as e:
+    raise ValueError(
+      f"ep_bootstrap: a layer of only defaults fails: {e}"
+    ) from e
+  connection = chosen.connect(group)
+  connected = EpGroup(**vars(connection.group), connection=connection)
+  weakref.finalize(connected, connection.release).atexit = False
+  return connected
+
+
+def _connect_by_platform(group: GroupConfig) -> EpGroup:
+  """Connects a group by the platform's native backend, or else as it is."""
+  if not meshes.has_devices(group.mesh):
+    return _connect(group)
+  platform = group.mesh.devices.flat[0].platform
+  try:
+    if platform not in NATIVE:
+      raise CannotServe(
+        f"there is no native backend for platform {platform!r}."
+      )
+    return _connect(dataclasses.replace(group, backend=NATIVE[platform]))
+  except CannotServe as why:
+    _logger.warning('group "%s" uses backend = "xla": %s', group.name, why)
+  return _connect(group)
+
+
+@te_names.explain
+def ep_bootstrap(
+  mesh: meshes.Mesh,
+  *,
+  axis_name: str = "ep",
+  data_axes: tuple[str, ...] | None = None,
+  num_experts: int,
+  max_tokens_per_rank: int,
+  hidden_dim: int,
+  top_k: int,
+  recv_capacity_per_rank: int | None = None,
+  alignment: int = 1,
+  max_token_dtype: Any = jnp.bfloat16,
+  overflow: str = "error",
+  backend: str | None = None,
+  max_num_sms: int = 0,
+  timeout_s: float = 300.0,
+  name: str | None = None,
+) -> EpGroup:
+  """Builds the EP domains of a mesh and connects their ranks.
+
+  Collective: every process that has devices in the mesh calls it, with the
+  same arguments and in the same order among other bootstraps. A domain is the
+  set of ranks that differ only in their coordinate along `axis_name`.
+
+  Args:
+    mesh: a mesh of devices, with the axis `axis_name`. With an `AbstractMesh`
+      the group connects nothing and is for what needs no devices:
+      `jax.eval_shape`, lowering and `jax.export` for any platform; its backend
+      is "xla". Several processes need not agree on it.
+    axis_name: the EP axis; its size is P.
+    data_axes: the other axes that shard tokens; default: all of them. Along
+      the remaining ones (tensor parallelism, say) tokens are replicated, and
+      each coordinate exchanges its copy in a domain of its own.
+    num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
+    max_tokens_per_rank: the most tokens T of a rank in one op.
+    hidden_dim: the largest hidden size H.
+    top_k: the default K of a layer.
+    recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
+      the worst case, so that nothing overflows. With "nccl" all layers of a
+      group have the same: this one, or the worst case of `top_k` and
+      `alignment`.
+    alignment: the default alignment of a layer's slabs, in rows.
+    max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
+    overflow: the default policy of a layer: "error" or "drop".
+    backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
+      on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
+      native code). None picks "host" or "nccl" by platform; where that cannot
+      serve the mesh it picks "xla", and logs why to the logger "ep".
+    max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
+      lets it choose. No effect on CPU.
+    timeout_s: seconds until a rank that waits for its peers gives up, here and
+      in every op; `math.inf` for never.
+    name: of the group, unique among the live groups of the process and equal
+      on all processes; it is part of the compiled program. Default: a serial
+      number.
+
+  Returns:
+    The group. Close it with `ep_finalize`, or use it as a context manager.
+
+  Raises:
+    ValueError: an argument is out of range, differs between processes, or the
+      name is taken.
+    TypeError: a size is no integer, or `timeout_s` no number.
+    RuntimeError: the processes cannot be connected.
+    FileNotFoundError: the native library is missing.
+  """
+  what = "ep_bootstrap"
+  sizes = dict(
+    num_experts=num_experts,
+    max_tokens_per_rank=max_tokens_per_rank,
+    hidden_dim=hidden_dim,
+    top_k=top_k,
+    recv_capacity_per_rank=recv_capacity_per_rank,
+    alignment=alignment,
+    max_num_sms=max_num_sms,
+  )
+  for field, value in sizes.items():
+    if value is not None or field != "recv_capacity_per_rank":
+      sizes[field] = arguments.integer(what, field, value)
+  timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
+  arguments.check(
+    axis_name in mesh.axis_names,
+    what,
+    f"axis_name = {axis_name!r}, but the mesh has the axes {mesh.axis_names};"
+    " name one of them.",
+  )
+  others = tuple(a for a in mesh.axis_names if a != axis_name)
+  data_axes = others if data_axes is None else tuple(data_axes)
+  arguments.check(
+    set(data_axes) <= set(others) and len(set(data_axes)) == len(data_axes),
+    what,
+    f"data_axes = {data_axes}, but they must be distinct axes of the mesh"
+    f" other than {axis_name!r}: {others}.",
+  )
+  ep_size = mesh.shape[axis_name]
+  arguments.check(
+    sizes["num_experts"] >= 1 and sizes["num_experts"] % ep_size == 0,
+    what,
+    f"num_experts = {num_experts}, but it must be a positive multiple of the"
+    f" EP size {ep_size} (mesh axis {axis_name!r}).",
+  )
+  for field in ("max_tokens_per_rank", "hidden_dim"):
+    arguments.check(
+      sizes[field] > 0,
+      what,
+      f"{field} = {sizes[field]}, but it must be positive.",
+    )
+  arguments.check(
+    sizes["max_num_sms"] >= 0,
+    what,
+    f"max_num_sms = {max_num_sms}, but it must be 0 (automatic) or a positive"
+    " number of streaming multiprocessors.",
+  )
+  dtype = jnp.dtype(max_token_dtype)
+  arguments.check(
+    dtype.name in _DTYPES,
+    what,
+    f"max_token_dtype = {dtype.name}, but it must be one of {_DTYPES}.",
+  )
+  arguments.check(
+    backend is None or backend in BACKENDS,
+    what,
+    f"backend = {backend!r}, but there are only"
+    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
+  )
+
+  group = GroupConfig(
+    name=membership.group_name(mesh, name),
+    mesh=mesh,
+    axis_name=axis_name,
+    data_axes=data_axes,
+    max_token_dtype=dtype,
+    overflow=overflow,
+    backend=backend or "xla",
+    timeout_s=timeout_s,
+    **sizes,
+  )
+  return _connect(group) if backend else _connect_by_platform(group)
+
+
+def ep_finalize(group: EpGroup) -> None:
+  """Closes a group: later ops on it fail, on every rank. Idempotent.
+
+  In a forked child of the process that bootstrapped the group it does nothing.
+
+  Wait for the results of the last op first. Compiled programs that use the
+  group may live on, and keep nothing of it but its name; there is no need to
+  clear JAX's caches.
+
+  Raises:
+    ValueError, RuntimeError: an op has failed and none has told (see
+      `EpGroup.check`), or a peer has run what this process has not. The group
+      is closed all the same.
+  """
+  group.connection.finalize()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that describe a group and a layer, without any connection.
+
+`EpGroup` and `EpLayerConfig` (group.py), which users hold, extend them.
+Backends and the parameters of ops use only what is here: JAX's caches keep
+parameters longer than the functions that they belong to, and must not keep a
+group open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ep._src import arguments
+from ep._src.meshes import Mesh
+
+_OVERFLOW = ("error", "drop")
+_TAILS = ("zero", "unspecified")
+
+# The fields of a group that a compiled program relies on, besides the shape of
+# its mesh. The others travel with each op or do not change what it computes.
+_OF_PROGRAMS = (
+  "axis_name",
+  "data_axes",
+  "num_experts",
+  "max_tokens_per_rank",
+  "hidden_dim",
+  "max_token_dtype",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig:
+  """The arguments of `ep_bootstrap`, with defaults resolved."""
+
+  name: str
+  mesh: Mesh
+  axis_name: str
+  data_axes: tuple[str, ...]
+  num_experts: int
+  max_tokens_per_rank: int
+  hidden_dim: int
+  top_k: int
+  recv_capacity_per_rank: int | None
+  alignment: int
+  max_token_dtype: jnp.dtype
+  overflow: str
+  backend: str
+  max_num_sms: int
+  timeout_s: float
+
+  @property
+  def ep_size(self) -> int:
+    """P: ranks of an EP domain."""
+    return self.mesh.shape[self.axis_name]
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: experts of a rank."""
+    return self.num_experts // self.ep_size
+
+  @property
+  def token_axes(self) -> tuple[str, ...]:
+    """The mesh axes that shard tokens: the data axes, then the EP axis."""
+    return (*self.data_axes, self.axis_name)
+
+  @property
+  def num_token_ranks(self) -> int:
+    """R: ranks that hold distinct tokens."""
+    return math.prod(self.mesh.shape[a] for a in self.token_axes)
+
+  @property
+  def config(self) -> str:
+    """Describes what programs of the group rely on, for messages.
+
+    A program that was exported names its group, and is refused by a live group
+    of that name for which this differs.
+    """
+    mesh = ", ".join(f"{a} = {n}" for a, n in self.mesh.shape.items())
+    texts = self.texts()
+    return ", ".join(
+      [f"mesh ({mesh})", *(f"{name} = {texts[name]}" for name in _OF_PROGRAMS)]
+    )
+
+  def texts(self) -> dict[str, str]:
+    """Returns each field as text; equal on all processes of the mesh."""
+    return _texts(GroupConfig, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+  """The static configuration of one MoE layer; see `EpLayerConfig`."""
+
+  group: GroupConfig
+  top_k: int | None = None
+  alignment: int | None = None
+  recv_capacity_per_rank: int | None = None
+  overflow: str | None = None
+  tail: str = "zero"
+  name: str | None = None
+
+  def __post_init__(self):
+    group = self.group
+
+    def inherit(field: str, default: Any) -> None:
+      if getattr(self, field) is None:
+        object.__setattr__(self, field, default)
+
+    inherit("top_k", group.top_k)
+    inherit("alignment", group.alignment)
+    inherit("overflow", group.overflow)
+    inherit("name", "moe")
+    inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
+    what = f'EpLayerConfig(name="{self.name}")'
+    for field in ("top_k", "alignment", "recv_capacity_per_rank"):
+      if (value := getattr(self, field)) is not None:
+        value = arguments.integer(what, field, value)
+        object.__setattr__(self, field, value)
+    arguments.check(
+      1 <= self.top_k <= group.num_experts,
+      what,
+      f"top_k = {self.top_k}, but it must be in 1..num_experts ="
+      f" {group.num_experts}.",
+    )
+    arguments.check(
+      self.alignment >= 1,
+      what,
+      f"alignment = {self.alignment}, but it must be a positive number of"
+      " rows.",
+    )
+    arguments.check(
+      self.overflow in _OVERFLOW,
+      what,
+      f"overflow = {self.overflow!r}, but it must be one of {_OVERFLOW}.",
+    )
+    arguments.check(
+      self.tail in _TAILS,
+      what,
+      f"tail = {self.tail!r}, but it must be one of {_TAILS}.",
+    )
+    # See ValidateDims in ep_ffi/core/plan.cc.
+    rows = (
+      self.ep_size * group.max_tokens_per_rank * self.top_k
+      + self.num_local_experts * self.alignment
+    )
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      what,
+      f"an exchange may have {rows} rows (ep_size = {self.ep_size} times"
+      f" max_tokens_per_rank = {group.max_tokens_per_rank} times top_k ="
+      f" {self.top_k}, and an alignment = {self.alignment} for each of the"
+      f" {self.num_local_experts} local experts), but they are counted in 32"
+      " bits; lower one of these, and split the tokens into several ops.",
+    )
+    worst_case = self._worst_case()
+    inherit("recv_capacity_per_rank", worst_case)
+    # Enough is a slab for each local expert, or all rows that can come at all.
+    least = min(group.num_local_experts * self.alignment, worst_case)
+    arguments.check(
+      self.capacity >= least and self.capacity % self.alignment == 0,
+      what,
+      f"recv_capacity_per_rank = {self.capacity}, but it must be a multiple of"
+      f" alignment = {self.alignment} and at least {least}, an aligned slab for"
+      f" each of the {group.num_local_experts} local experts; raise it, or pass"
+      " None for the worst case.",
+    )
+
+  @property
+  def capacity(self) -> int:
+    """C: rows that a rank can receive."""
+    return self.recv_capacity_per_rank
+
+  @property
+  def ep_size(self) -> int:
+    """P: ranks of an EP domain."""
+    return self.group.ep_size
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: experts of a rank."""
+    return self.group.num_local_experts
+
+  @property
+  def fingerprint(self) -> int:
+    """A hash, of 63 bits, of layer and group: equal on all processes."""
+    texts = self.group.texts() | _texts(LayerConfig, self)
+    del texts["group"]
+    digest = hashlib.sha256(repr(texts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+  def _worst_case(self) -> int:
+    local = self.num_local_experts
+    tokens = self.ep_size * self.group.max_tokens_per_rank
+    rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
+    return -(-rows // self.alignment) * self.alignment
+
+
+def _texts(cls: type, values: Any) -> dict[str, str]:
+  fields = dataclasses.fields(cls)
+  return {field.name: str(getattr(values, field.name)) for field in fields}

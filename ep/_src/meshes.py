@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a mesh into EP domains, and tells where its devices and processes are.
+
+Every process computes the same from the same mesh; nothing is exchanged here.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import jax
+import numpy as np
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def has_devices(mesh: Mesh) -> TypeGuard[jax.sharding.Mesh]:
+  """Returns whether the mesh is more than shapes."""
+  return not isinstance(mesh, jax.sharding.AbstractMesh)
+
+
+def domains(mesh: jax.sharding.Mesh, axis_name: str) -> np.ndarray:
+  """Returns the devices as [num_domains, P], both axes in mesh order."""
+  axis = mesh.axis_names.index(axis_name)
+  return np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[axis_name])
+
+
+def processes(mesh: Mesh) -> list[int]:
+  """Returns the processes that have devices in the mesh, in ascending order.
+
+  A mesh without devices belongs to this process alone.
+  """
+  if not has_devices(mesh):
+    return [jax.process_index()]
+  return sorted({d.process_index for d in mesh.devices.flat})
+
+
+def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset]:
+  """Returns the (axis, index) pairs of each device."""
+  return {
+    device: frozenset(zip(mesh.axis_names, index, strict=True))
+    for index, device in np.ndenumerate(mesh.devices)
+  }

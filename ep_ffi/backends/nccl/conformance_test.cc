@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Runs the conformance suite on the nccl backend over the fake.
+
+#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/testing/conformance.h"
+
+namespace ep::nccl {
+
+EP_INSTANTIATE_CONFORMANCE(Fake, FakeNccl());
+
+}  // namespace ep::nccl

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/nccl/group_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <numeric>
+#include <thread>
+#include <utility>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/testing/formats.h"
+
+namespace ep::nccl {
+namespace {
+
+constexpr int64_t kMaxRowBytes = 4096;
+
+// Checks after each test that there is no violation, and that the test has
+// destroyed what it created.
+class FakeChecker : public ::testing::EmptyTestEventListener {
+ public:
+  static void AllowLeaks() { leaks_allowed_ = true; }
+
+ private:
+  void OnTestStart(const ::testing::TestInfo&) override {
+    leaks_allowed_ = false;
+    before_ = fake::CountResources();
+    fake::TheMachine() = fake::Machine();
+  }
+  void OnTestEnd(const ::testing::TestInfo&) override {
+    for (const std::string& violation : fake::TakeViolations()) {
+      ADD_FAILURE() << violation;
+    }
+    if (leaks_allowed_) return;
+    // A thread that has connected a group may destroy its objects a little
+    // later.
+    Await([this] { return fake::CountResources() == before_; });
+    EXPECT_EQ(before_, fake::CountResources());
+  }
+
+  static bool leaks_allowed_;
+  fake::Resources before_;
+};
+
+bool FakeChecker::leaks_allowed_ = false;
+
+[[maybe_unused]] const bool is_checked = [] {
+  ::testing::UnitTest::GetInstance()->listeners().Append(new FakeChecker());
+  return true;
+}();
+
+// Calls the ops of a group inside a handler, as XLA does.
+class InHandlerGroup : public Group {
+ public:
+  explicit InHandlerGroup(std::shared_ptr<Group> group)
+      : group_(std::move(group)) {}
+
+  int64_t num_experts() const override { return group_->num_experts(); }
+  int64_t ep_size() const override { return group_->ep_size(); }
+  Status MemBytes(const Layer& layer, int64_t num_tokens,
+                  int64_t* out) const override {
+    return group_->MemBytes(layer, num_tokens, out);
+  }
+  void Prepare(Call call, const PrepareArgs& args) override {
+    const fake::InHandler handler(args.mem, args.mem_bytes);
+    group_->Prepare(std::move(call), args);
+  }
+  void Scatter(Call call, const ScatterArgs& args) override {
+    const fake::InHandler handler(args.mem.data, args.mem.bytes);
+    group_->Scatter(std::move(call), args);
+  }
+  void Gather(Call call, const GatherArgs& args) override {
+    const fake::InHandler handler(args.mem.data, args.mem.bytes);
+    group_->Gather(std::move(call), args);
+  }
+  void FailRun(int64_t run_id, const Status& status) override {
+    group_->FailRun(run_id, status);
+  }
+  Status Check() override { return group_->Check(); }
+  Status Close() override { return group_->Close(); }
+
+ private:
+  const std::shared_ptr<Group> group_;
+};
+
+std::vector<Domain> MakeWorld(const WorldOptions& options) {
+  std::vector<Domain> domains(options.num_domains);
+  for (int32_t i = 0; i < options.num_domains; ++i) {
+    const int64_t ep_size = options.dims.ep_size;
+    Domain& domain = domains[i];
+    for (const Status& status :
+         Connect(SizesFor(options.dims), options.timeout_s, i * ep_size,
+                 &domain.groups)) {
+      ExpectOk(status);
+    }
+    std::vector<std::shared_ptr<CUstream_st>> streams;
+    for (int64_t rank = 0; rank < ep_size; ++rank) {
+      domain.groups[rank] =
+          std::make_shared<InHandlerGroup>(domain.groups[rank]);
+      domain.devices.push_back(i * ep_size + rank);
+      streams.push_back(fake::NewStream(domain.devices[rank]));
+      domain.streams.push_back(streams[rank].get());
+    }
+    domain.synchronize = [streams, groups = domain.groups](int64_t rank) {
+      return groups[rank]->Check();
+    };
+  }
+  return domains;
+}
+
+PlanDims Fit(PlanDims dims) {
+  const auto round_up = [](int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+  };
+  dims.num_experts =
+      round_up(dims.num_experts, std::lcm(dims.ep_size, int64_t{4}));
+  while (dims.alignment & (dims.alignment - 1)) ++dims.alignment;
+  dims.capacity =
+      std::max({dims.capacity, round_up(dims.num_tokens, 4), int64_t{4}});
+  dims.capacity = round_up(dims.capacity, dims.alignment);
+  return dims;
+}
+
+}  // namespace
+
+void AllowLeaks() { FakeChecker::AllowLeaks(); }
+
+void Await(const std::function<bool()>& condition) {
+  for (int i = 0; i < 200 && !condition(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void AwaitStreams(const Domain& domain) {
+  for (void* stream : domain.streams) {
+    fake::Synchronize(static_cast<CUstream>(stream));
+  }
+}
+
+Sizes SizesFor(const PlanDims& dims) {
+  return {dims.num_experts, dims.ep_size, std::max<int64_t>(dims.num_tokens, 1),
+          dims.capacity,    kMaxRowBytes, /*max_num_sms=*/0};
+}
+
+std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
+                            int32_t first_device,
+                            std::vector<std::shared_ptr<Group>>* groups) {
+  NcclGroup::Options common = {};
+  common.name = "world";
+  common.sizes = sizes;
+  common.timeout_s = timeout_s;
+  const Status made = NewUniqueId("", "", &common.unique_id);
+  if (!made.ok()) return {made};
+  groups->resize(sizes.ep_size);
+  std::vector<Status> statuses(sizes.ep_size);
+  ForEachRank(sizes.ep_size, [&](int64_t rank) {
+    NcclGroup::Options mine = common;
+    mine.rank = rank;
+    mine.device = first_device + rank;
+    statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
+  });
+  return statuses;
+}
+
+void ExpectWords(const std::vector<std::string>& words, const Status& status) {
+  EXPECT_FALSE(status.ok());
+  for (const std::string& word : words) {
+    EXPECT_NE(std::string::npos, status.message().find(word))
+        << "no \"" << word << "\" in: " << status.message();
+  }
+}
+
+void ExpectNan(const RowType& type, const testing::RankData& data) {
+  const int64_t count = data.rows.size() / ByteWidth(type.dtype);
+  for (int64_t i = 0; i < count; ++i) {
+    ASSERT_TRUE(std::isnan(testing::Load(type.dtype, data.rows.data(), i)))
+        << "row " << i / type.width;
+  }
+  for (float weight : data.weights) ASSERT_TRUE(std::isnan(weight));
+}
+
+testing::Backend FakeNccl() {
+  testing::Backend backend;
+  backend.name = "nccl";
+  backend.make = MakeWorld;
+  backend.fit = Fit;
+  backend.width_multiple = 8;
+  backend.min_ep_size = 2;
+  // NCCL EP rounds the sum of each expert rank, and then the sum of these. With
+  // the one rounding of the contract that makes three. Float32 rounds with each
+  // addition, at most three of them in this suite, on both sides: six.
+  backend.exact_sums = false;
+  backend.sum_roundings = 6.5;  // and the errors of float32 itself
+  backend.fuses_weights = false;
+  backend.repeatable_handles = false;
+  backend.any_order = false;
+  backend.checks_every_op = false;
+  return backend;
+}
+
+Routed NcclGroupTest::PrepareFault(const Domain& domain, const PlanDims& dims) {
+  Choices topk_idx = RandomChoices(random_, dims);
+  topk_idx[1][2] = dims.num_experts;
+  const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
+                                  PrepareInputs(dims, topk_idx));
+  for (const Status& status : step->Run()) {
+    EXPECT_EQ(Code::kInvalidArgument, status.code()) << status.message();
+  }
+  Routed routed = {
+      dims, testing::LayOut(dims, Choices(dims.ep_size, topk_idx[0])), {}};
+  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
+    routed.mems.push_back(step->output(rank).mem);
+  }
+  return routed;
+}
+
+}  // namespace ep::nccl

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The nccl backend over the fake, for the tests of this folder: ranks are
+// threads, devices are numbers, and a call that the real libraries would not
+// survive is a violation, which fails the test.
+
+#ifndef EP_FFI_BACKENDS_NCCL_GROUP_FIXTURE_H_
+#define EP_FFI_BACKENDS_NCCL_GROUP_FIXTURE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/group.h"
+#include "ep_ffi/backends/nccl/limits.h"
+#include "ep_ffi/testing/conformance.h"
+
+namespace ep::nccl {
+
+using testing::Choices;
+using testing::Domain;
+using testing::ExpectOk;
+using testing::ForEachRank;
+using testing::kDims;
+using testing::kWorld;
+using testing::RandomChoices;
+using testing::RankInput;
+using testing::Routed;
+using testing::RowType;
+using testing::Step;
+using testing::StepPtr;
+using testing::WorldOptions;
+
+// Allows this test to end without destroying all objects of the libraries.
+void AllowLeaks();
+
+// Waits until the condition holds, at most two seconds.
+void Await(const std::function<bool()>& condition);
+
+// Waits until the fake has ended the work of a group that gave up. Until then
+// it may write to the buffers of the ops.
+void AwaitStreams(const Domain& domain);
+
+// Returns the sizes of a group that serves layers of these dimensions.
+Sizes SizesFor(const PlanDims& dims);
+
+// Connects the ranks of one domain, on devices from `first_device` on. Returns
+// the results by rank.
+std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
+                            int32_t first_device,
+                            std::vector<std::shared_ptr<Group>>* groups);
+
+// Expects a failure whose message has all these words.
+void ExpectWords(const std::vector<std::string>& words, const Status& status);
+
+// Expects that each element is NaN.
+void ExpectNan(const RowType& type, const testing::RankData& data);
+
+// Describes the backend for the conformance suite.
+testing::Backend FakeNccl();
+
+constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
+                         Op::kCombineBwd};
+
+// The base of tests for properties that only this backend has.
+class NcclGroupTest : public testing::Conformance {
+ protected:
+  // Prepares a routing in which rank 1 has a fault.
+  Routed PrepareFault(const Domain& domain, const PlanDims& dims);
+};
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_GROUP_FIXTURE_H_

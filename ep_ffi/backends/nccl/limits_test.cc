@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tests of what is refused: libraries, GPUs, sizes, layers and rows.
+
+#include "ep_ffi/backends/nccl/limits.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/communicator.h"
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/group_fixture.h"
+
+namespace ep::nccl {
+namespace {
+
+using LimitsTest = NcclGroupTest;
+INSTANTIATE_TEST_SUITE_P(Fake, LimitsTest, ::testing::Values(FakeNccl()));
+
+// Expects that ranks cannot connect.
+void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
+  std::vector<std::shared_ptr<Group>> groups;
+  for (const Status& status :
+       Connect(sizes, /*timeout_s=*/10, /*first_device=*/0, &groups)) {
+    ExpectWords(words, status);
+  }
+}
+
+// These layers are refused before anything is enqueued.
+TEST_P(LimitsTest, LayersBeyondTheLimitsAreRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  struct {
+    const char* words;
+    std::function<void(PlanDims*)> change;
+  } cases[] = {
+      {"recv_capacity_per_rank = 128", [](auto* d) { d->capacity = 128; }},
+      {"alignment = 3", [](auto* d) { d->alignment = 3; }},
+      {"alignment = 128", [](auto* d) { d->alignment = 128; }},
+      {"max_tokens_per_rank = 6", [](auto* d) { d->num_tokens = 7; }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    PlanDims dims = kDims;
+    c.change(&dims);
+    const StepPtr step =
+        Step::Make(domain, Op::kPrepare, {NextRun()},
+                   PrepareInputs(dims, RandomChoices(random_, dims)));
+    for (const Status& status : step->Run()) {
+      ExpectWords({"ep_prepare", testing::kLayerName, c.words}, status);
+    }
+  }
+  PrepareRandom(domain, kDims);
+}
+
+TEST_P(LimitsTest, RowsBeyondTheLimitsAreRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  for (int64_t width : {4, 12, 2048}) {
+    const StepPtr step = Step::Make(
+        domain, Op::kDispatch, {NextRun()},
+        RandomInputs(Op::kDispatch, routed, {width, DType::kFloat32}));
+    for (const Status& status : step->Run()) {
+      ExpectWords(
+          {"ep_dispatch", testing::kLayerName, StrCat("rows of ", width)},
+          status);
+    }
+  }
+  ExpectWorks(domain, Op::kDispatch, routed, AnyType());
+}
+
+TEST_P(LimitsTest, ACombineWithWeightsIsRefused) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
+  for (RankInput& input : inputs) input.data.weights.resize(kDims.capacity);
+  const StepPtr step = Step::Make(domain, Op::kCombine, {NextRun()}, inputs);
+  const std::vector<Status> statuses = step->Run();
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    ExpectWords({"ep_combine", StrCat("rank ", rank, ":"), "weights"},
+                statuses[rank]);
+  }
+}
+
+TEST(CreateTest, AnyOtherNcclIsRefused) {
+  for (int version : {22907, 23000, 23006, 23100, 23201}) {
+    fake::TheMachine().nccl_version = version;
+    ExpectRefused(SizesFor(kDims),
+                  {StrCat("NCCL is ", version / 10000, ".", version / 100 % 100,
+                          ".", version % 100),
+                   "2.30.7, neither an older nor a newer one", "docs/gpu.md"});
+  }
+}
+
+TEST(CreateTest, AnyOtherNcclEpIsRefused) {
+  for (int version : {100, 300}) {
+    fake::TheMachine().nccl_ep_version = version;
+    ExpectRefused(SizesFor(kDims),
+                  {StrCat("NCCL EP is 0.", version / 100, ".0"), "0.2.0",
+                   "nccl-extensions==0.1.0"});
+  }
+}
+
+TEST(CreateTest, AnotherLayoutOfRowsIsRefused) {
+  for (const char* variable :
+       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
+    setenv(variable, "on", /*overwrite=*/1);
+    ExpectRefused(SizesFor(kDims), {variable, "on", "unset it"});
+    unsetenv(variable);
+  }
+}
+
+TEST(CreateTest, AnOldGpuIsRefused) {
+  fake::TheMachine().compute_capability_major = 8;
+  ExpectRefused(SizesFor(kDims), {"compute capability 8", "Hopper"});
+}
+
+TEST(CreateTest, AMissingGpuIsRefused) {
+  fake::TheMachine().num_devices = 0;
+  ExpectRefused(SizesFor(kDims), {"invalid device ordinal"});
+}
+
+// NCCL EP would end the process with these sizes.
+TEST(CreateTest, SizesBeyondTheLimitsAreRefused) {
+  struct {
+    const char* words;
+    std::function<void(Sizes*)> change;
+  } cases[] = {
+      {"ep_size = 1", [](Sizes* s) { s->ep_size = 1; }},
+      {"num_experts = 6", [](Sizes* s) { s->ep_size = 2, s->num_experts = 6; }},
+      {"num_experts = 10", [](Sizes* s) { s->num_experts = 10; }},
+      {"num_experts = 1028", [](Sizes* s) { s->num_experts = 1028; }},
+      {"recv_capacity_per_rank = 7", [](Sizes* s) { s->capacity = 7; }},
+      {"4194305 rows", [](Sizes* s) { s->capacity = (1 << 22) + 1; }},
+      {"24 bytes", [](Sizes* s) { s->max_row_bytes = 24; }},
+      {"max_num_sms = 17", [](Sizes* s) { s->max_num_sms = 17; }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    Sizes sizes = SizesFor(kDims);
+    c.change(&sizes);
+    ExpectRefused(sizes, {c.words});
+  }
+}
+
+// With these NCCL EP would end the process, fail at the first dispatch, or
+// count in too few bits.
+TEST(CreateTest, SizesBeyondTheMachineAreRefused) {
+  struct {
+    const char* words;
+    std::function<void(Sizes*, fake::Machine*)> change;
+  } cases[] = {
+      {"device API", [](auto*, auto* m) { m->device_api = false; }},
+      {"2 ranks of an NVLink domain have 2 experts",
+       [](auto* s, auto* m) { s->num_experts = 4, m->nvlink_ranks = 2; }},
+      // NCCL EP's own functions return the numbers below.
+      {"rows of 76688 bytes need 232704 bytes",
+       [](auto* s, auto*) { s->max_row_bytes = 76688; }},
+      {"rows of 58000 bytes need 232704 bytes",
+       [](auto* s, auto* m) { s->max_row_bytes = 58000, m->nvlink_ranks = 2; }},
+      {"this GPU has 101376",
+       [](auto* s, auto* m) {
+         s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
+       }},
+      // These are 32 MiB, and 128 rows of tokens and slots, weights, a bitmap.
+      {"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
+       [](auto*, auto* m) { m->free_bytes = 34082847; }},
+      {"times the 512 experts of an NVLink domain",
+       [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
+      {"times num_experts = 1024 is more",
+       [](auto* s, auto*) {
+         s->num_experts = 1024;
+         s->max_tokens = s->capacity = (1 << 21);
+       }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words);
+    Sizes sizes = SizesFor(kDims);
+    fake::TheMachine() = fake::Machine();
+    c.change(&sizes, &fake::TheMachine());
+    ExpectRefused(sizes, {c.words, "NCCL EP's limit"});
+  }
+}
+
+TEST(CreateTest, TheLargestSizesOfAMachineAreAccepted) {
+  Sizes sizes = SizesFor(kDims);
+  Machine suits = {/*device_api=*/true, sizes.ep_size, /*shared_bytes=*/232448,
+                   /*free_bytes=*/int64_t{1} << 40};
+  sizes.max_row_bytes = 76672;
+  ExpectOk(CheckMachine(sizes, suits));
+  sizes.max_row_bytes = 57984;
+  suits.nvlink_ranks = sizes.ep_size / 2;
+  ExpectOk(CheckMachine(sizes, suits));
+  suits.nvlink_ranks = sizes.ep_size;
+  sizes.max_row_bytes = 1 << 15;
+  sizes.num_experts = sizes.ep_size * 256;
+  sizes.capacity = (1 << 21) - 1;
+  ExpectOk(CheckMachine(sizes, suits));
+}
+
+TEST(CreateTest, MoreRowsThan32BitsCanCountAreRefused) {
+  Sizes sizes = {};
+  sizes.num_experts = sizes.ep_size = 1024;
+  sizes.max_tokens = sizes.capacity = 1 << 21;
+  Layer layer = {/*top_k=*/1, /*alignment=*/1, sizes.capacity, /*drop=*/true,
+                 Tail::kZero};
+  ExpectWords({"2147483648 rows"}, CheckLayer(sizes, layer, 1));
+  sizes.max_tokens /= 2;
+  ExpectOk(CheckLayer(sizes, layer, 1));
+  layer.top_k = 33;
+  ExpectWords({"top_k = 33"}, CheckLayer(sizes, layer, 1));
+}
+
+// NCCL EP throws C++ exceptions through its C interface.
+TEST(CreateTest, AnExceptionOfNcclEpIsAnError) {
+  const Libraries unused = {};
+  const auto call = [&](const std::function<void()>& fail) {
+    return CallNcclEp(unused, "ncclEpDispatch", [&] {
+      fail();
+      return ncclSuccess;
+    });
+  };
+  ExpectWords({"ncclEpDispatch failed: Assertion"},
+              call([] { throw std::runtime_error("Assertion"); }));
+  ExpectWords({"ncclEpDispatch failed"}, call([] { throw 7; }));
+}
+
+}  // namespace
+}  // namespace ep::nccl

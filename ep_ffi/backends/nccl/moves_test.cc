@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tests of what the ops return, and of what they leave unchanged.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/group_fixture.h"
+
+namespace ep::nccl {
+namespace {
+
+using MovesTest = NcclGroupTest;
+INSTANTIATE_TEST_SUITE_P(Fake, MovesTest, ::testing::Values(FakeNccl()));
+
+// Each step copies its inputs, so every op gets mem at another address. Here
+// ops also alternate between routings of different sizes.
+TEST_P(MovesTest, OpsOfTwoLayersAlternate) {
+  const Domain domain = MakeDomain(kWorld);
+  PlanDims other = kDims;
+  other.top_k = 1;
+  other.alignment = 8;
+  other.num_tokens = 3;
+  const Routed first = PrepareRandom(domain, kDims);
+  const Routed second = PrepareRandom(domain, other);
+  for (Op op : kMoves) {
+    ExpectWorks(domain, op, first, AnyType());
+    ExpectWorks(domain, op, second, AnyType());
+  }
+}
+
+TEST_P(MovesTest, RoutingsWithoutTokensOrChoicesWork) {
+  PlanDims dims = kDims;
+  dims.num_tokens = 0;
+  const Domain domain = MakeDomain({kDims});
+  const Routed empty = PrepareRandom(domain, dims);
+  const Routed unused = Prepare(
+      domain, kDims,
+      Choices(kDims.ep_size, std::vector<int64_t>(kDims.num_choices(), -1)));
+  for (Op op : kMoves) {
+    ExpectWorks(domain, op, empty, AnyType());
+    ExpectWorks(domain, op, unused, AnyType());
+  }
+}
+
+// There are more choices than one block of threads counts, and more than the
+// capacity.
+TEST_P(MovesTest, ManyChoicesOfFewExpertsWork) {
+  const PlanDims dims = {
+      /*num_experts=*/4, /*ep_size=*/2,    /*num_tokens=*/700,
+      /*top_k=*/2,       /*capacity=*/704, /*alignment=*/16,
+      /*drop=*/true};
+  const Domain domain = MakeDomain({dims});
+  const Routed routed = PrepareRandom(domain, dims);
+  EXPECT_TRUE(routed.layout.Overflows(dims));
+  for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
+}
+
+// NCCL EP uses the end of a handle as scratch memory, although XLA treats the
+// handle as constant. No op reads what another has left there, and the bytes
+// before it stay as they are.
+TEST_P(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
+  const Domain domain = MakeDomain(kWorld);
+  Routed routed = PrepareRandom(domain, kDims);
+  const std::vector<std::vector<std::byte>> before = routed.mems;
+  for (int round = 0; round < 2; ++round) {
+    for (Op op : kMoves) {
+      SCOPED_TRACE(OpName(op));
+      const std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
+      const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+      ExpectRuns(step);
+      ExpectOracle(op, routed, inputs, step);
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+        const std::vector<std::byte>& after = step->input(rank).mem;
+        const auto first_change =
+            std::mismatch(after.begin(), after.end(), before[rank].begin());
+        EXPECT_EQ(fake::kScratchBytes, after.end() - first_change.first);
+        routed.mems[rank] = after;
+      }
+    }
+  }
+}
+
+// Writing the tail takes time, and a layer with an unspecified tail never reads
+// it.
+TEST_P(MovesTest, AnUnspecifiedTailIsNotWritten) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  for (Op op : {Op::kDispatch, Op::kCombineBwd}) {
+    std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
+    for (RankInput& input : inputs) input.tail = Tail::kUnspecified;
+    const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+    ExpectRuns(step);
+    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+      const std::vector<std::byte>& rows = step->output(rank).data.rows;
+      const auto tail =
+          rows.begin() +
+          AnyType().bytes() * routed.layout.total_recv_tokens[rank];
+      ASSERT_NE(rows.end(), tail);
+      EXPECT_EQ(rows.end() - tail,
+                std::count(tail, rows.end(), testing::kCanary));
+    }
+  }
+}
+
+// Blocks of threads take time even if they find nothing to do.
+TEST_P(MovesTest, ManySlotsTakeFewBlocks) {
+  PlanDims dims = kDims;
+  dims.capacity = 4096;
+  const Domain domain = MakeDomain({dims});
+  const Routed routed = PrepareRandom(domain, dims);
+  fake::TakeLargestGrid("EpFinish");
+  for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
+  EXPECT_GE(512u, fake::TakeLargestGrid("EpFinish"));
+}
+
+}  // namespace
+}  // namespace ep::nccl

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The outcomes of ops, which the device reports and the host reads later.
+
+#ifndef EP_FFI_BACKENDS_NCCL_REPORTS_H_
+#define EP_FFI_BACKENDS_NCCL_REPORTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/device.h"
+#include "ep_ffi/backends/nccl/kernels.h"
+#include "ep_ffi/backends/nccl/limits.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::nccl {
+
+// Returns the place of a rank in the mesh of its group; see PrepareArgs::place.
+inline int64_t PlaceIndex(const Sizes& sizes, int32_t domain, int32_t rank) {
+  return domain * sizes.ep_size + rank;
+}
+
+// Every prepare has a report of its own until the host has read it. All other
+// ops share one report, which keeps their first fault until the host reads it.
+//
+// Not thread-safe: the lock of the group guards it.
+class Reports {
+ public:
+  // The most prepares whose outcome the host has not read.
+  static constexpr size_t kWindow = 8;
+  static constexpr int32_t kNumReports = kWindow + 1;
+
+  // `device` has kNumReports reports. `domain` is the EP domain of this rank.
+  Reports(std::shared_ptr<const Device> device, const Sizes& sizes,
+          int32_t domain, double timeout_s)
+      : device_(std::move(device)),
+        sizes_(sizes),
+        domain_(domain),
+        timeout_s_(timeout_s) {}
+
+  bool empty() const { return prepares_.empty(); }
+  bool full() const { return prepares_.size() == kWindow; }
+
+  // Sets where, and with which ticket, the kernels of a new prepare report.
+  void Begin(Routing* routing);
+  // Adds the prepare that was enqueued after Begin. `op` is its name.
+  void Add(const std::string& op, int64_t top_k);
+  // Waits for the oldest prepare and removes it. Returns false if it did not
+  // run within the timeout. In either case `out` says what was wrong.
+  bool TakeOldest(Status* out);
+
+  // Returns where the other ops report.
+  Report* shared() const { return device_->device_report(kShared); }
+  // Returns a number by which the device names `op` in the shared report.
+  int32_t NumberOf(const std::string& op);
+  // Returns the fault in the shared report, and clears it.
+  Status TakeShared();
+
+ private:
+  static constexpr int32_t kShared = kWindow;
+
+  struct Prepare {
+    uint64_t ticket;
+    std::string op;
+    int64_t top_k;
+  };
+
+  Status ToStatus(const Outcome& outcome, const Prepare& prepare) const;
+
+  const std::shared_ptr<const Device> device_;
+  const Sizes sizes_;
+  const int32_t domain_;
+  const double timeout_s_;
+
+  uint64_t last_ticket_ = 0;
+  std::deque<Prepare> prepares_;           // the oldest first
+  std::vector<std::string> numbered_ops_;  // by number
+};
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_REPORTS_H_

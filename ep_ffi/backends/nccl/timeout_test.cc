@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tests of ranks that are absent, late or fail: no other rank waits for ever.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/backends/nccl/reports.h"
+
+namespace ep::nccl {
+namespace {
+
+constexpr int64_t kWindow = Reports::kWindow;
+
+using TimeoutTest = NcclGroupTest;
+INSTANTIATE_TEST_SUITE_P(Fake, TimeoutTest, ::testing::Values(FakeNccl()));
+
+TEST_P(TimeoutTest, ClosingWaitsForTheDevice) {
+  Domain domain = MakeDomain(kWorld);
+  domain.synchronize = nullptr;
+  const StepPtr step =
+      Step::Make(domain, Op::kPrepare, {NextRun()},
+                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    step->Post(rank);
+    ExpectOk(step->Wait(rank));
+    (void)domain.groups[rank]->Close();
+  });
+  for (const auto& group : domain.groups) {
+    (void)group->Close();
+    ExpectWords({"finalized"}, group->Check());
+    int64_t bytes = 0;
+    ExpectWords({"finalized"}, group->MemBytes({}, 0, &bytes));
+  }
+}
+
+// NCCL EP's kernels cannot be stopped, so the group is not freed.
+TEST_P(TimeoutTest, AnAbsentRankFailsTheOthersInTime) {
+  AllowLeaks();
+  WorldOptions options = kWorld;
+  options.timeout_s = 1;
+  const Domain domain = MakeDomain(options);
+  const StepPtr step =
+      Step::Make(domain, Op::kPrepare, {NextRun()},
+                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  ForEachRank(3, [&](int64_t i) {
+    const Status status = step->Wait(i == 2 ? 3 : i);
+    EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
+    ExpectWords({"timeout_s = 1"}, status);
+  });
+  AwaitStreams(domain);
+}
+
+// No rank calls Check here, but no prepare is more than a window ahead of the
+// device.
+TEST_P(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
+  AllowLeaks();
+  WorldOptions options = kWorld;
+  options.timeout_s = 1;
+  Domain domain = MakeDomain(options);
+  domain.synchronize = nullptr;
+  std::vector<StepPtr> steps;
+  for (int64_t i = 0; i < kWindow + 2; ++i) {
+    steps.push_back(
+        Step::Make(domain, Op::kPrepare, {NextRun()},
+                   PrepareInputs(kDims, RandomChoices(random_, kDims))));
+  }
+  ForEachRank(3, [&](int64_t rank) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      SCOPED_TRACE(i);
+      steps[i]->Post(rank);
+      const Status status = steps[i]->Wait(rank);
+      if (i < kWindow) {
+        ExpectOk(status);
+      } else {
+        EXPECT_EQ(Code::kDeadlineExceeded, status.code());
+        ExpectWords({"did not run within timeout_s = 1"}, status);
+      }
+    }
+  });
+  AwaitStreams(domain);
+}
+
+// Returns the live objects after the threads that earlier tests left behind
+// have ended.
+fake::Resources CountSettledHoldings() {
+  for (;;) {
+    const fake::Resources holdings = fake::CountResources();
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (fake::CountResources() == holdings) return holdings;
+  }
+}
+
+// Freeing what the device may still use would wait for it, or break its work.
+TEST_P(TimeoutTest, AStuckDeviceKeepsWhatItUses) {
+  AllowLeaks();
+  const fake::Resources before = CountSettledHoldings();
+  {
+    WorldOptions options = kWorld;
+    options.timeout_s = 1;
+    const Domain domain = GetParam().make(options)[0];
+    const StepPtr step =
+        Step::Make(domain, Op::kPrepare, {NextRun()},
+                   PrepareInputs(kDims, RandomChoices(random_, kDims)));
+    for (int64_t rank : {0, 1, 3}) step->Post(rank);
+    for (int64_t rank : {0, 1, 3}) EXPECT_FALSE(step->Wait(rank).ok());
+    AwaitStreams(domain);
+  }
+  const auto count = [&] {
+    const fake::Resources now = fake::CountResources();
+    return std::vector<size_t>{now.contexts - before.contexts,
+                               now.modules - before.modules,
+                               now.host_allocations - before.host_allocations};
+  };
+  const std::vector<size_t> stuck = {3, 3, 3};
+  Await([&] { return count() == stuck; });
+  EXPECT_EQ(stuck, count());
+}
+
+TEST_P(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
+  AllowLeaks();
+  WorldOptions options = kWorld;
+  options.timeout_s = 1;
+  struct {
+    Op op;
+    const char* function;
+  } cases[] = {
+      {Op::kPrepare, "ncclAllGather"},
+      {Op::kPrepare, "ncclEpUpdateHandle"},
+      {Op::kDispatch, "ncclEpDispatch"},
+      {Op::kCombine, "ncclEpCombine"},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.function);
+    fake::TheMachine().failing.clear();
+    const Domain domain = MakeDomain(options);
+    const Routed routed = PrepareRandom(domain, kDims);
+    const auto post = [&](Op op) {
+      const StepPtr step =
+          Step::Make(domain, op, {NextRun()},
+                     op == Op::kPrepare
+                         ? PrepareInputs(kDims, RandomChoices(random_, kDims))
+                         : RandomInputs(op, routed, AnyType()));
+      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) step->Post(rank);
+      return step;
+    };
+    fake::TheMachine().failing_device = 1;
+    fake::TheMachine().failing = c.function;
+    const StepPtr failing = post(c.op);
+    const StepPtr later = post(Op::kDispatchBwd);
+    ExpectWords({OpName(c.op), "rank 1", c.function}, failing->Wait(1));
+    ExpectWords({"ep_dispatch_bwd", "rank 1", c.function}, later->Wait(1));
+    for (int64_t rank : {0, 2, 3}) {
+      const Status status = failing->Wait(rank);
+      EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
+    }
+    AwaitStreams(domain);
+  }
+}
+
+TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
+  AllowLeaks();
+  fake::TheMachine().timeout_s = 2;  // ends the thread that is left behind
+  NcclGroup::Options options = {};
+  options.name = "world";
+  options.sizes = SizesFor(kDims);
+  options.timeout_s = 0.5;
+  ExpectOk(NewUniqueId("", "", &options.unique_id));
+  std::shared_ptr<Group> group;
+  const Status status = NcclGroup::Create(options, &group);
+  EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  EXPECT_EQ(1u, fake::TakeViolations().size());
+}
+
+}  // namespace
+}  // namespace ep::nccl

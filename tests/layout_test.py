@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of the package: no import runs upward or in a circle."""
+
+import pathlib
+
+import grimp
+import pytest
+
+import ep
+
+PACKAGE = "ep._src"
+
+# From top to bottom. A module imports only modules of lower layers, not even
+# those beside it. An import inside a function counts like any other.
+LAYERS = [
+  {"moe"},
+  {"combine"},
+  {"dispatch", "prepare"},
+  {"bootstrap", "collectives_check", "describe", "primitive", "sharding"},
+  {"handle"},
+  {"group", "host_backend", "nccl_backend", "xla_backend"},
+  {"membership", "native", "xla_checks"},
+  {"versions", "xla_exchange"},
+  {"ffi", "nccl_files", "xla_plan"},
+  {"backend"},
+  {"config"},
+  {"files", "grouped_matmul", "meshes", "presence", "program", "router"},
+  {"arguments", "checked", "compat", "errors", "te_names"},
+  # These stand alone: programs of the launcher, the oracle, a check on import.
+  {"coordinator", "gpus", "jax_version", "keeper", "reference"},
+]
+
+
+@pytest.fixture(scope="module")
+def graph():
+  return grimp.build_graph("ep", cache_dir=None)
+
+
+def test_every_module_is_in_one_layer(graph):
+  listed = [module for layer in LAYERS for module in layer]
+  found = {m.rpartition(".")[2] for m in graph.find_children(PACKAGE)}
+  assert sorted(listed) == sorted(found)
+
+
+def test_no_import_runs_upward(graph):
+  layers = [grimp.Layer(*layer, independent=True) for layer in LAYERS]
+  wrong = graph.find_illegal_dependencies_for_layers(
+    layers, containers={PACKAGE}
+  )
+  assert not wrong, [f"{d.importer} imports {d.imported}" for d in wrong]
+
+
+def test_the_implementation_knows_no_public_module(graph):
+  for module in ("ep", "ep.debug", "ep.launch"):
+    importers = graph.find_modules_that_directly_import(module)
+    assert not {m for m in importers if m.startswith(PACKAGE)}
+
+
+@pytest.mark.parametrize("backend", ["host", "nccl", "xla"])
+def test_only_bootstrap_knows_the_backends(graph, backend):
+  importers = graph.find_modules_that_directly_import(
+    f"{PACKAGE}.{backend}_backend"
+  )
+  assert importers == {f"{PACKAGE}.bootstrap"}
+
+
+def test_no_import_is_for_type_checkers_alone():
+  """Types that only such an import can name would be a circle in disguise."""
+  files = pathlib.Path(ep.__file__).parent.glob("_src/*.py")
+  for path in files:
+    assert "TYPE_CHECKING" not in path.read_text(), path

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for GPUs and for NCCL, for the tests of the nccl backend."""
+
+from collections.abc import Callable, Iterator
+import concurrent.futures
+import contextlib
+import ctypes
+import os
+import types
+from typing import Any
+
+
+def gpu(process: int = 0, cuda: int = 13000, **attributes: Any) -> Any:
+  """Returns a stand-in for the GPU of a process, as JAX describes it."""
+  return types.SimpleNamespace(
+    process_index=process,
+    local_hardware_id=0,
+    client=types.SimpleNamespace(platform_version=f"PJRT\ncuda {cuda}"),
+    **dict(platform="gpu", compute_capability="9.0", device_kind="H200")
+    | attributes,
+  )
+
+
+def load_fake_nccl() -> None:
+  """Loads the fake of CUDA, NCCL and NCCL EP.
+
+  The backend finds these libraries in the process, and loads no others.
+  """
+  ctypes.CDLL(os.environ["FAKE_NCCL"], ctypes.RTLD_GLOBAL)
+
+
+@contextlib.contextmanager
+def rank_threads(
+  num_ranks: int,
+) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
+  """Yields a function that calls another one with each rank on its thread.
+
+  The ranks are threads, because the fake is one machine in one process.
+  """
+  with concurrent.futures.ThreadPoolExecutor(num_ranks) as threads:
+    yield lambda function: list(threads.map(function, range(num_ranks)))
