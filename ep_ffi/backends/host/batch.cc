@@ -38,7 +38,7 @@ bool Batch::Work() {
   for (int64_t chunk; (chunk = next_.fetch_add(1)) < num_chunks_;) {
     Status s = RunChunk(chunk);
     if (!s.ok()) {
-      std::lock_guard<std::mutex> lock(mutex_);
+      MutexLock lock(mutex_);
       if (status_.ok()) {
         status_ =
             Status(s.code(), StrCat(exchange_->OpName(), ": ", s.message()));
@@ -58,7 +58,7 @@ Status Batch::RunChunk(int64_t chunk) const {
 }
 
 Status Batch::status() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return status_;
 }
 

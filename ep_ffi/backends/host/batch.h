@@ -8,18 +8,18 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 #include "ep_ffi/backends/host/contribution.h"
 #include "ep_ffi/backends/host/pending.h"
+#include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
 // `Work` may be called from any number of threads at once. Each chunk is run by
 // one of them: `next_` hands it out, and `num_unfinished_` tells which thread
-// ended the last one.
+// ended the last one. The lock keeps the first failure.
 class Batch {
  public:
   explicit Batch(ExchangePtr exchange);
@@ -51,8 +51,8 @@ class Batch {
   std::atomic<int64_t> next_{0};
   std::atomic<int64_t> num_unfinished_{0};
 
-  std::mutex mutex_;
-  Status status_;
+  Mutex mutex_;
+  Status status_ EP_GUARDED_BY(mutex_);
 };
 
 }  // namespace ep::host

@@ -13,16 +13,15 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/core/mutex.h"
 
 namespace ep::host {
 namespace {
@@ -74,23 +73,26 @@ class Log {
 
   // Waits until there are as many lines as expected.
   void Expect(const std::vector<std::string>& expected) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, std::chrono::seconds(30),
-                      [&] { return lines_.size() >= expected.size(); });
+    const auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    MutexLock lock(mutex_);
+    while (lines_.size() < expected.size() &&
+           changed_.WaitUntil(mutex_, deadline)) {
+    }
     EXPECT_EQ(expected, lines_);
   }
   int ticks() const { return ticks_; }
 
  private:
   void Add(std::string line) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     lines_.push_back(std::move(line));
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::string> lines_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<std::string> lines_ EP_GUARDED_BY(mutex_);
   std::atomic<int> ticks_{0};
 };
 
