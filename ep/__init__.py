@@ -34,7 +34,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-  # Were it imported above, `python -m ep.launch` would warn of that.
+  # Python would warn in `python -m ep.launch` if it were imported above.
   if name == "launch":
     return importlib.import_module("ep.launch")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

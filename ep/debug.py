@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a routing."""
+"""Draws the routing of a step, before any exchange."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from ep._src.group import EpLayerConfig
 
-_COLUMNS, _LINES, _BAR = 64, 32, 56  # of a picture in text
+_COLUMNS, _LINES, _BAR = 64, 32, 56  # characters of a picture in text
 _SHADES = " .:-=+*#%@"
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutingSizes:
-  """What of an `EpLayerConfig` a picture needs, where there is no group.
+  """The sizes of a layer that a picture needs, without a group.
 
   Attributes:
     num_experts: E.
@@ -27,7 +27,7 @@ class RoutingSizes:
     num_ranks: R, a multiple of P; None: P, i.e. one domain.
     alignment: rows to a multiple of which each expert's slab is padded.
     capacity: C, rows that a rank can receive; None: no limit is drawn.
-    name: for the title.
+    name: the layer's, for the title.
   """
 
   num_experts: int
@@ -53,15 +53,16 @@ def plot_routing(
   topk_idx: jax.Array | np.ndarray,
   path: str | os.PathLike | None = None,
 ) -> str:
-  """Draws who sends how much to whom.
+  """Draws how often each rank chooses each expert, and the load of each rank.
 
-  A heat map of the choices of each expert by source rank, and a bar for the
-  rows that each rank should receive, padding included, beside its capacity:
+  The picture is a heat map of the choices by expert and source rank, and a bar
+  for the rows that each rank should receive, padding included, beside its
+  capacity:
 
       print(ep.debug.plot_routing(layer, topk_idx))            # as text
       ep.debug.plot_routing(layer, topk_idx, "routing.png")    # as a picture
 
-  Needs no exchange and no devices: a routing that was saved can be drawn
+  It needs no exchange and no devices: a routing that was saved can be drawn
   anywhere, with `RoutingSizes` in place of the layer.
 
   Args:
@@ -70,12 +71,12 @@ def plot_routing(
       -1..E-1 of the n * ... tokens of each of the R ranks. Domains, of P
       consecutive ranks, are drawn below each other.
     path: a PNG to write, with matplotlib. Where that is not installed, the text
-      is written beside it, as `path` with the suffix ".txt", with a warning.
+      is written instead, to `path` with the suffix ".txt", with a warning.
 
   Returns:
-    The picture as text, of at most 80 columns. Of more than 64 experts or 32
-    ranks, neighbours share a place: their choices are added, and of their loads
-    the largest is shown.
+    The picture as text, of at most 80 columns. If there are more than 64
+    experts or 32 ranks, neighbours share a column or a line: their choices are
+    added, and the largest of their loads is shown.
 
   Raises:
     TypeError: `topk_idx` is being traced.
@@ -120,7 +121,7 @@ def _sizes(layer_or_sizes: EpLayerConfig | RoutingSizes) -> RoutingSizes:
 
 
 def _choices(sizes: RoutingSizes, topk_idx) -> np.ndarray:
-  """[R, E]: how often each rank's tokens choose each expert."""
+  """Returns [R, E], how often each rank's tokens choose each expert."""
   if isinstance(topk_idx, jax.core.Tracer):
     raise TypeError(
       "plot_routing: topk_idx is being traced and has no values yet; return it"
@@ -152,7 +153,7 @@ def _choices(sizes: RoutingSizes, topk_idx) -> np.ndarray:
 
 
 def _loads(sizes: RoutingSizes, choices: np.ndarray) -> np.ndarray:
-  """[R]: rows that each rank would receive with an unlimited capacity."""
+  """Returns [R], rows that each rank would receive without a capacity."""
   domains = choices.reshape(-1, sizes.ep_size, sizes.num_experts).sum(1)
   slabs = -(-domains // sizes.alignment) * sizes.alignment
   return slabs.reshape(sizes.num_ranks, -1).sum(1)
@@ -163,7 +164,7 @@ def _as_text(sizes: RoutingSizes, choices, loads) -> str:
   ranks = range(0, sizes.num_ranks, -(-sizes.num_ranks // _LINES))
   heat = np.add.reduceat(np.add.reduceat(choices, experts, 1), ranks, 0)
   most = max(heat.max(), 1)
-  shades = -(-heat * (len(_SHADES) - 1) // most)  # only nothing is blank
+  shades = -(-heat * (len(_SHADES) - 1) // most)  # only zeros are blank
   lines = [
     f"{sizes.name}: choices of experts 0 to {sizes.num_experts - 1} (across)"
     " by source rank (down)"

@@ -4,24 +4,23 @@
     python -m ep.launch --num_processes=4 train.py --steps=10
     python -m ep.launch --num_processes=4 -m pytest tests/dispatch_test.py
 
-`launch` is the same thing as a function, and `initialize`, called by the
-program before anything else touches JAX, makes each process one rank. The
-contract between the two is a handful of environment variables, so a cluster's
-own launcher can take this one's place:
+`launch` is the same as a function, and `initialize`, which the program calls
+before anything else touches JAX, makes each process one rank. The two agree by
+a few environment variables, so a cluster's own launcher can replace this one:
 
     JAX_COORDINATOR_ADDRESS   host:port of JAX's coordination service
     JAX_NUM_PROCESSES         how many ranks there are
     JAX_PROCESS_ID            which of them this process is
 
-The service is a process of the launcher's (ep/_src/coordinator.py), so that no
-rank's death takes it away from the others. Rank 0 starts one as well, as JAX
-makes it, to which nobody comes.
+The service is a process of the launcher's (ep/_src/coordinator.py), so that it
+survives the death of any rank. JAX makes rank 0 start one too; nothing connects
+to it.
 
 Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
 job, Cloud TPU) `initialize` needs no variables.
 
-Only `initialize` touches JAX: a parent that launches must not hold the devices
-that its ranks want.
+Only `initialize` touches JAX: a process that launches must not hold the devices
+of its ranks.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ _COUNTS_OF_PROCESSES = (
   "WORLD_SIZE",  # torchrun
 )
 
-# Of ranks on the CPU. XLA takes the memory of every result from malloc, which
-# by default returns large pieces to the kernel, to get them back as pages of
-# zeros: that takes longer than an exchange. See docs/performance.md.
+# Ranks on the CPU get these variables. XLA takes memory for every result from
+# malloc, which by default returns large pieces to the kernel and gets them back
+# as pages of zeros: that takes longer than an exchange (docs/performance.md).
 _KEEP_MEMORY = {
   "MALLOC_MMAP_MAX_": "0",
   "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -73,7 +72,7 @@ _KEEP_MEMORY = {
 
 
 def inside_launcher() -> bool:
-  """Whether this process is a rank of `launch` or of something like it."""
+  """Returns whether a launcher set the variables for this process."""
   return "JAX_COORDINATOR_ADDRESS" in os.environ
 
 
@@ -81,20 +80,20 @@ def initialize() -> None:
   """Joins the other ranks of the launcher that started this process.
 
   The launcher is this module's, another that sets the variables of the module's
-  docstring, or one that JAX knows, which is asked for what is not in the
-  variables. Does nothing without a launcher, or as its only rank. Call it
+  docstring, or one that JAX knows, which JAX asks for values that are not in
+  the variables. Does nothing without a launcher, or as its only rank. Call it
   before anything else touches JAX devices; calling it again is harmless.
 
   From here on an uncaught exception ends this rank at once, as it does under
-  `python -m mpi4py`. Python's orderly exit may first wait for what runs on the
+  `python -m mpi4py`. Python's orderly exit may first wait for programs on the
   devices and, where a cluster's launcher leaves the coordination service to
   rank 0, for all the other ranks; and those may be waiting for this one.
 
   Raises:
-    RuntimeError: the process is one of several, but nothing tells where the
+    RuntimeError: the process is one of several, but does not know where the
       others are.
   """
-  # Not at the top: see the module's docstring.
+  # The module itself does not import JAX; see its docstring.
   import jax
 
   from ep._src import compat, presence
@@ -113,7 +112,7 @@ def initialize() -> None:
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
-  presence.announce()  # of use from now on, not from ep_bootstrap
+  presence.announce()  # a death before ep_bootstrap is noticed, too
   report = sys.excepthook
 
   def report_and_exit(*exc_info):
@@ -179,15 +178,16 @@ def launch(
       ["-m", "pytest", "tests"].
     num_processes: how many ranks.
     devices_per_process: CPU devices of each rank; other platforms ignore it.
-    ranks_per_gpu: where JAX_PLATFORMS names GPUs, each rank sees one of this
-      host's, which so many ranks share (NCCL 2.30 and newer let them). For
-      tests: what takes how long says nothing then.
+    ranks_per_gpu: how many ranks share a GPU, where JAX_PLATFORMS names GPUs
+      and each rank sees one of this host's (NCCL 2.30 and newer allow sharing).
+      It is for tests: times mean nothing then.
     log_dir: folder for the logs, created if missing. By default a new folder
       under $TEST_UNDECLARED_OUTPUTS_DIR (a Bazel test keeps it), or else a
-      temporary one that is removed if all goes well.
-    timeout_s: after this, ranks dump their stacks and end; None: wait forever.
-    grace_s: see above.
-    env: variables on top of this process's own.
+      temporary one that is removed if all ranks succeed.
+    timeout_s: after this time, ranks dump their stacks and end; None never ends
+      them.
+    grace_s: seconds that ranks get to end by themselves; see above.
+    env: variables that are added to this process's own.
 
   Returns:
     0 if every rank succeeded. Otherwise the exit code of the first that did
@@ -268,11 +268,11 @@ class _Process:
         stdout=stdout,
         stderr=subprocess.STDOUT,
         env=env,
-        start_new_session=True,  # signals reach it through us, and only once
+        start_new_session=True,  # it gets signals from us alone, and only once
       )
 
   def running(self) -> bool:
-    """Whether it runs; sets `code` once it does not."""
+    """Returns whether it runs; sets `code` once it does not."""
     code = self._keeper.poll()
     if code is not None:
       self.code = 128 - code if code < 0 else code
@@ -282,7 +282,7 @@ class _Process:
     self._keeper.send_signal(signum)
 
   def kill(self) -> None:
-    """Ends it, if it still runs, and every process that it started."""
+    """Ends it, if it runs, and every process that it started."""
     self._keeper.send_signal(signal.SIGHUP)
     self._keeper.wait()
     self.running()
@@ -295,15 +295,15 @@ def _watch(
   timeout_s: float | None,
   grace_s: float,
 ) -> int:
-  """Waits for the ranks, ends them where `launch` says so, and reports.
+  """Waits for the ranks, ends them as `launch` documents, and reports.
 
-  That one of the `others` ends is a failure, whatever its exit code.
+  If one of the `others` ends, that is a failure, whatever its exit code.
   """
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
-      """Until all ranks have ended, a point in time, or a condition."""
+      """Waits until all ranks have ended, a point in time, or a condition."""
       while any([rank.running() for rank in ranks]):
         terminal.copy()
         if time.monotonic() > limit or condition():
@@ -349,7 +349,7 @@ def _in(seconds: float) -> float:
 def _report(process: _Process, what: str) -> None:
   name = process.name.replace("_", " ")
   _say(f"ep.launch: {name} {what}; its log is {process.log}\n")
-  if name != "rank 0":  # whose log is on the terminal already
+  if name != "rank 0":  # rank 0's log is on the terminal already
     lines = process.log.read_text(errors="replace").splitlines()
     _say("".join(f"  | {line}\n" for line in lines[-_TAIL_LINES:]))
 
@@ -362,7 +362,7 @@ def _say(text: str) -> None:
 
 
 def _write(stream: TextIO | None, text: str) -> bool:
-  """Writes at once; False if that fails, as where nobody reads any more.
+  """Writes and flushes; returns False if that fails, as with a closed pipe.
 
   Characters that the stream's encoding does not have are escaped.
   """
@@ -394,11 +394,12 @@ class _Follower:
 
 @contextlib.contextmanager
 def _reserved_port():
-  """A port of the loopback interface that nobody else is given meanwhile.
+  """Yields a port of the loopback interface that is reserved meanwhile.
 
-  Finding a free port and letting it go before rank 0 binds it is a race. Held
-  with SO_REUSEPORT, and never listened on, it is not handed out again, but a
-  server of the same user that sets the option too (gRPC does) can bind it.
+  To find a free port and close it before the service binds it would be a race.
+  A port that is bound with SO_REUSEPORT, and never listened on, is given to no
+  other socket, but a server of the same user that sets the option too (gRPC
+  does) can bind it.
   """
   with socket.socket() as holder:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -411,7 +412,7 @@ def _caught_signals():
   """Yields a list that SIGINT and SIGTERM are appended to instead of acting."""
   caught: list[int] = []
   if threading.current_thread() is not threading.main_thread():
-    yield caught  # only the main thread may set handlers, and receives signals
+    yield caught  # only the main thread may set handlers
     return
   before = {
     signum: signal.signal(signum, lambda s, _: caught.append(s))
@@ -434,14 +435,14 @@ def _rank_env(
   env = {
     **_python_env(env),
     "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-    "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # rank 0's own, see above
+    "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # for rank 0's own service
     "JAX_NUM_PROCESSES": str(num_processes),
     "JAX_PROCESS_ID": str(index),
     "JAX_ENABLE_PREEMPTION_SERVICE": env.get(
       "JAX_ENABLE_PREEMPTION_SERVICE", "0"
     ),
     "PYTHONUNBUFFERED": "1",
-    "PYTHONFAULTHANDLER": "1",  # stacks on SIGABRT, which ends a stuck rank
+    "PYTHONFAULTHANDLER": "1",  # SIGABRT dumps the stacks of a stuck rank
   }
   flag = "--xla_force_host_platform_device_count"
   others = re.sub(rf"{flag}=\S*", "", env.get("XLA_FLAGS", ""))
@@ -492,5 +493,5 @@ def main() -> int:
 if __name__ == "__main__":
   _code = main()
   with contextlib.suppress(AttributeError, OSError):
-    sys.stdout.close()  # else what nobody reads would change the exit code
+    sys.stdout.close()  # Python's own flush could change the exit code
   sys.exit(_code)

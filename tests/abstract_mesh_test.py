@@ -7,20 +7,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import pytest
 
-from cases import (
-  assert_same,
-  bootstrap,
-  Case,
-  E,
-  expected,
-  H,
-  K,
-  Ops,
-  T,
-  there_and_back,
-)
+from cases import assert_same, Case, expected
 from conftest import make_mesh
 import ep
+from groups import bootstrap, E, H, K, T
+from ops import Ops, there_and_back
 
 RANKS = 64
 # jax.export vouches for no custom call by itself, XLA's own included.

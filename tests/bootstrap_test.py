@@ -14,20 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  BACKEND,
-  bootstrap,
-  Case,
-  E,
-  GPU,
-  K,
-  layer,
-  MESHES,
-  there_and_back,
-)
+from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src import ffi
+from groups import BACKEND, bootstrap, E, GPU, K, layer, MESHES
+from ops import there_and_back
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 

@@ -10,21 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  BACKEND,
-  Case,
-  combine,
-  dispatch,
-  everything,
-  global_view,
-  GPU,
-  layer,
-  local_view,
-  sizes,
-  there_and_back,
-)
+from cases import assert_same, Case, global_view, local_view
 import ep
+from groups import BACKEND, GPU, layer
+from ops import combine, dispatch, everything, sizes, there_and_back
 
 
 @pytest.fixture(autouse=True)

@@ -6,18 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  Case,
-  combine,
-  E,
-  everything,
-  large_case,
-  layer,
-  ROUTINGS,
-  T,
-  there_and_back,
-)
+from cases import assert_same, Case, large_case
+from groups import E, layer, T
+from ops import combine, everything, there_and_back
+from routings import ROUTINGS
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__

@@ -17,20 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  BACKEND,
-  block,
-  block_and_back,
-  Case,
-  check,
-  expected,
-  layer,
-  Ops,
-  run,
-  there_and_back,
-)
+from cases import assert_same, Case, check, expected, run
 import ep
+from groups import BACKEND, layer
+from ops import block, block_and_back, Ops, there_and_back
 
 ROUTES = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
 

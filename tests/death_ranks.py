@@ -14,11 +14,12 @@ import time
 import jax
 import numpy as np
 
-from cases import bootstrap, Case
+from cases import Case
 from conftest import assert_shards_equal
 from death_test import Death, LONG_S, OPS, SHORT_S
 import ep
 from ep._src import ffi
+from groups import bootstrap
 from worlds import Rank, RANKS
 
 

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from cases import Case, layer, ranks
+from cases import Case
 import ep
 from ep.debug import plot_routing, RoutingSizes
+from groups import layer, ranks
 
 SIZES = RoutingSizes(num_experts=4, ep_size=2, alignment=2, capacity=4)
 # Two ranks of two tokens; those of docs/semantics.md.

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from cases import Case, layer, Ops, there_and_back
+from cases import Case
+from groups import layer
+from ops import Ops, there_and_back
 
 
 @pytest.fixture(name="case")

@@ -7,9 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from cases import Case, E, layer, ranks, ROUTINGS, sizes, spec
+from cases import Case
 from conftest import assert_shards_equal
 import ep
+from groups import E, layer, ranks, spec
+from ops import sizes
+from routings import ROUTINGS
 
 
 def handle_of(ops):

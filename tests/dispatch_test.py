@@ -6,19 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  Case,
-  dispatch,
-  E,
-  expected,
-  large_case,
-  layer,
-  Moved,
-  ROUTINGS,
-  sizes,
-  T,
-)
+from cases import Case, expected, large_case
 from conftest import assert_shards_equal
+from groups import E, layer, T
+from ops import dispatch, Moved, sizes
+from routings import ROUTINGS
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__

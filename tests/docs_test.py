@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from cases import bootstrap
 from conftest import assert_shards_equal, make_mesh, to_global
 import ep
+from groups import bootstrap
 from tools import check_docs
 
 _ROOT = pathlib.Path(__file__).parent.parent

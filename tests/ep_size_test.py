@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, E, layer
+from cases import assert_same, Case
+from groups import E, layer
 
 EP_SIZES = pytest.mark.parametrize("mesh", ["dp4_ep1", "dp2_ep2", "ep4"])
 DTYPES = pytest.mark.parametrize(

@@ -6,8 +6,8 @@ load("@rules_python//python:defs.bzl", "py_test")
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
-# Of each variant: JAX's name of the platform, the backend if it is not the
-# platform's own, what it needs, and JAX's tags.
+# A variant has JAX's name of the platform, a variable that names the backend if
+# it is not the platform's own, dependencies, and JAX's tags.
 _VARIANTS = {
     "cpu": struct(platform = "cpu", backend = {}, deps = [], tags = []),
     "gpu": struct(
@@ -35,12 +35,13 @@ def ep_test(
         worlds = ["1x4", "4x1"],
         gpu = True,
         xla = [],
+        smoke = [],
         size = "medium",
         deps = [],
         data = [],
         env = {},
         **kwargs):
-    """One py_test per world and platform, named <name>_<world>_<platform>.
+    """Defines a py_test per world and platform, <name>_<world>_<platform>.
 
     A suite, <name>, is all of those for the CPU. Those for GPUs are left out of
     test runs without --config=gpu; see docs/gpu.md. Those named <name>_<world>_xla
@@ -53,20 +54,22 @@ def ep_test(
       gpu: whether a world of many processes makes sense on GPUs.
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
-      size: Bazel's; most of a test's time is XLA's compiler's. The ranks are
-        ended, their stacks in their logs, somewhat before Bazel would end the
-        test.
-      deps: what the file imports besides //tests:harness.
-      data: what it finds at run time besides itself.
-      env: variables of its ranks besides ours.
+      smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
+      size: Bazel's size. XLA's compiler takes most of a test's time. The
+        launcher ends the ranks somewhat before Bazel would end the test, and
+        their logs then have their stacks.
+      deps: dependencies of the file besides //tests:harness.
+      data: files that the test reads besides itself.
+      env: further variables of the ranks.
       **kwargs: passed on to py_test.
     """
     src = name + ".py"
     for world in worlds:
         for variant in _variants(world, gpu, xla):
             on = _VARIANTS[variant]
+            suffix = "{}_{}".format(world, variant)
             py_test(
-                name = "{}_{}_{}".format(name, world, variant),
+                name = "{}_{}".format(name, suffix),
                 size = size,
                 srcs = [src, "//tests:run_ranks.py"],
                 main = "//tests:run_ranks.py",
@@ -77,7 +80,8 @@ def ep_test(
                 ],
                 data = data + [src],
                 env = env | on.backend | {"JAX_PLATFORMS": on.platform},
-                tags = on.tags + ["cpu:" + world.split("x")[0]],
+                tags = on.tags + ["cpu:" + world.split("x")[0]] +
+                       (["smoke"] if suffix in smoke else []),
                 deps = deps + on.deps + ["//tests:harness"],
                 **kwargs
             )

@@ -15,30 +15,22 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
+from cases import assert_same, Case, expected, global_view
+from conftest import make_mesh, TIMEOUT_S
+import ep
+from groups import (
   bootstrap,
-  Case,
-  combine,
-  dispatch,
   E,
-  everything,
-  expected,
   failing,
-  global_view,
   GPU,
   group,
   H,
   K,
   layer,
   not_with_xla,
-  Ops,
-  sizes,
   T,
-  there_and_back,
 )
-from conftest import make_mesh, TIMEOUT_S
-import ep
+from ops import combine, dispatch, everything, Ops, sizes, there_and_back
 
 N = 4 * T  # tokens of all ranks
 

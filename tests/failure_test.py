@@ -132,8 +132,8 @@ class Scenarios(Rank):
   def bootstrap(self, **options):
     import jax
 
-    from cases import bootstrap
     from conftest import make_mesh
+    from groups import bootstrap
 
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
 
@@ -170,8 +170,9 @@ class Scenarios(Rank):
     self.note_error(lambda: self.bootstrap(timeout_s=LONG_S))
 
   def prepare(self, group, **options):
-    from cases import Case, sizes
+    from cases import Case
     import ep
+    from ops import sizes
 
     config = ep.EpLayerConfig(group, name="moe_3", **options)
     return Case(config).run(sizes)

@@ -12,10 +12,12 @@ import weakref
 
 import pytest
 
-from cases import BACKEND, bootstrap, Case, there_and_back
+from cases import Case
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src import bootstrap as bootstrap_module
+from groups import BACKEND, bootstrap
+from ops import there_and_back
 
 pytestmark = [
   pytest.mark.skipif(

@@ -18,21 +18,12 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  bootstrap,
-  Case,
-  everything,
-  expected,
-  failing,
-  MESHES,
-  run_on,
-  sizes,
-  there_and_back,
-)
+from cases import assert_same, Case, expected, run_on
 from conftest import make_mesh
 import ep
 import fork_test
+from groups import bootstrap, failing, MESHES
+from ops import everything, sizes, there_and_back
 
 BACKENDS = ("host", "xla")
 ROUTINGS = 20  # cases of a layer

@@ -9,16 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  Case,
-  everything,
-  expected,
-  layer,
-  Ops,
-  there_and_back,
-)
+from cases import assert_same, Case, expected
 import ep
+from groups import layer
+from ops import everything, Ops, there_and_back
 
 STEPS = np.arange(1, 4)
 

@@ -9,22 +9,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import (
-  BACKEND,
-  Case,
-  everything,
-  exchanges,
-  global_view,
-  layer,
-  local_view,
-  lower,
-  sizes,
-  there_and_back,
-)
+from cases import Case, exchanges, global_view, local_view, lower
 from conftest import make_mesh, to_global
 import ep
 from ep._src import collectives_check, nccl_backend
 from ep._src.backend import OPS
+from groups import BACKEND, layer
+from ops import everything, sizes, there_and_back
 
 # Of each op with backend="xla", whose exchanges are stock collectives.
 STOCK = dict(
@@ -131,6 +122,9 @@ def test_gpus_run_every_op_among_their_collectives(monkeypatch):
   assert {op for _, op in inside} == set(OPS)
   assert len(inside) == text.count("@ep_") - text.count("@ep_op") > 0
   assert sorted(name for name, _ in inside) == sorted(calls)
+  # NCCL EP's combine takes no weights: the rows are scaled before it.
+  for operands in re.findall(r"custom_call @ep_combine\((.*?)\)", text):
+    assert operands.count("%") == 2
 
 
 def test_int64_ids_and_float16_weights():

@@ -6,20 +6,11 @@ from jax.sharding import Mesh
 import numpy as np
 import pytest
 
-from cases import (
-  bootstrap,
-  Case,
-  check,
-  E,
-  everything,
-  K,
-  layer,
-  ranks,
-  T,
-  there_and_back,
-)
+from cases import Case, check
 from conftest import make_mesh
 import ep
+from groups import bootstrap, E, K, layer, ranks, T
+from ops import everything, there_and_back
 
 
 def claim(config, routing="skewed"):

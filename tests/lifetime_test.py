@@ -12,19 +12,13 @@ import gc
 import jax
 import pytest
 
-from cases import (
-  assert_same,
-  BACKEND,
-  bootstrap,
-  Case,
-  expected,
-  global_view,
-  there_and_back,
-)
+from cases import assert_same, Case, expected, global_view
 from conftest import make_mesh
 import ep
 from ep import launch
 from footprint import Footprint
+from groups import BACKEND, bootstrap
+from ops import there_and_back
 
 LIFETIMES_OF_A_PROGRAM = 20
 

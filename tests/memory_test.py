@@ -4,13 +4,10 @@
 import jax
 import pytest
 
-from cases import (
-  bootstrap,
-  everything,
-  large_case,
-  not_with_xla,
-)
+from cases import large_case
 from conftest import make_mesh
+from groups import bootstrap, not_with_xla
+from ops import everything
 
 
 def staged_bytes(case):

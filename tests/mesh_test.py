@@ -6,19 +6,11 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  bootstrap,
-  Case,
-  expected,
-  failing,
-  not_with_xla,
-  run_on,
-  spec,
-  there_and_back,
-)
+from cases import assert_same, Case, expected, run_on
 from conftest import make_mesh, to_global
 import ep
+from groups import bootstrap, failing, not_with_xla, spec
+from ops import there_and_back
 
 AXES = {"dp": 2, "ep": 2}
 

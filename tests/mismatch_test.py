@@ -9,17 +9,12 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import pytest
 
-from cases import (
-  bootstrap,
-  Case,
-  dispatch,
-  not_with_xla,
-  sizes,
-  there_and_back,
-)
+from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src import membership, versions
+from groups import bootstrap, not_with_xla
+from ops import dispatch, sizes, there_and_back
 
 pytestmark = [
   not_with_xla("XLA's collectives do not compare programs"),

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import Case, E, H, layer, ranks, spec, T
+from cases import Case, jit_quickly
 from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
+from groups import E, H, layer, ranks, spec, T
 
 F = 9  # inner size of an expert
 
@@ -83,7 +84,7 @@ def _put(case, topk_idx, tokens, weights, matrices):
 def _check(fn, expected_fn, case, *arrays, rtol=1e-5, atol=1e-4):
   """`fn` of sharded arrays is near `expected_fn` of whole ones."""
   got = jax.jit(fn)(*_put(case, case.topk_idx, *arrays))
-  expected = jax.jit(expected_fn)(case.topk_idx, *arrays)
+  expected = jit_quickly(expected_fn)(case.topk_idx, *arrays)
   assert jax.tree.structure(got) == jax.tree.structure(expected)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
     assert_shards_close(a, np.asarray(b), rtol, atol)

@@ -4,7 +4,9 @@
 import numpy as np
 import pytest
 
-from cases import Case, everything, layer, sizes
+from cases import Case
+from groups import layer
+from ops import everything, sizes
 
 
 def full_layer(overflow, capacity, **options):

@@ -6,17 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  Case,
-  E,
-  layer,
-  MESHES,
-  ranks,
-  ROUTINGS,
-  sizes,
-)
+from cases import assert_same, Case
 import ep
+from groups import E, layer, MESHES, ranks
+from ops import sizes
+from routings import ROUTINGS
 
 
 @pytest.mark.parametrize("mesh", MESHES)

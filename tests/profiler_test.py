@@ -7,8 +7,10 @@ import re
 
 import jax
 
-from cases import Case, layer, not_with_xla, Ops
+from cases import Case
 import ep
+from groups import layer, not_with_xla
+from ops import Ops
 
 
 def span_names(folder):

@@ -12,18 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  Case,
-  dispatch,
-  everything,
-  expected,
-  large_case,
-  layer,
-  Ops,
-  there_and_back,
-)
+from cases import assert_same, Case, expected, large_case
 import ep
+from groups import layer
+from ops import dispatch, everything, Ops, there_and_back
 
 
 @pytest.fixture(name="case")

@@ -14,18 +14,13 @@ import time
 import jax
 import numpy as np
 
-from cases import (
-  assert_same,
-  block_and_back,
-  bootstrap,
-  Case,
-  draw,
-  expected,
-  run,
-)
+from cases import assert_same, Case, expected, run
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from footprint import Footprint
+from groups import bootstrap
+from ops import block_and_back
+from routings import draw
 
 EXPERTS = 2  # of a rank
 TOKENS, TOP_K = 16, 3

@@ -17,25 +17,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  bootstrap,
-  Case,
-  E,
-  exchanges,
-  expected,
-  H,
-  layer,
-  not_with_xla,
-  Ops,
-  sizes,
-  spec,
-  there_and_back,
-)
+from cases import assert_same, Case, exchanges, expected, jit_quickly
 from conftest import make_mesh, to_global
 import ep
 from ep import launch
 from ep._src.backend import OPS
+from groups import bootstrap, E, H, layer, not_with_xla, spec
+from ops import Ops, sizes, there_and_back
 
 LAYERS = 3
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
@@ -116,7 +104,7 @@ def block(ops, x, weights, scale):
   return x + ops.combine(scale * recv, recv_weights)
 
 
-@jax.jit
+@jit_quickly
 def oracle_of_layers(oracles, g, *primals):
   def network(x, weights, scales):
     for step, ops in enumerate(oracles):
@@ -289,7 +277,7 @@ def squared(ops, tokens, weights):
   return ops.combine(jnp.square(recv), recv_weights)
 
 
-@jax.jit
+@jit_quickly
 def oracle_of_squared(oracle, tokens, weights, g):
   return with_grads(lambda *x: squared(oracle, *x), (tokens, weights), g)
 

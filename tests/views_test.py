@@ -9,22 +9,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  bootstrap,
-  Case,
-  everything,
-  expected,
-  global_view,
-  K,
-  layer,
-  local_view,
-  Ops,
-  spec,
-  there_and_back,
-)
+from cases import assert_same, Case, expected, global_view, local_view
 from conftest import make_mesh, to_global
 import ep
+from groups import bootstrap, K, layer, spec
+from ops import everything, Ops, there_and_back
 
 VIEWS = {
   "global": global_view,

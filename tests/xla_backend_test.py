@@ -14,25 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  bootstrap,
-  Case,
-  check,
-  combine,
-  dispatch,
-  everything,
-  group,
-  K,
-  Ops,
-  run,
-  there_and_back,
-)
+from cases import assert_same, Case, check, run
 from conftest import assert_shards_equal, make_mesh
 import ep
 from ep._src import bootstrap as bootstrap_module
 from ep._src import ffi, host_backend, xla_exchange
 from ep._src.backend import CannotServe
+from groups import bootstrap, group, K
+from ops import combine, dispatch, everything, Ops, there_and_back
 
 
 def layer(mesh="ep4", backend="xla", **options):

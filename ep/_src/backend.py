@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between the ops and what runs them.
+"""The interface between the ops and the backends that run them.
 
 A `Backend` says which meshes it can serve and connects the processes of one.
 The `Connection` that it returns lowers the group's ops until it is closed.
@@ -33,7 +33,7 @@ class CannotServe(ValueError):
 
 
 class GroupMemory(NamedTuple):
-  """Bytes of the host's memory.
+  """Memory of the host, in bytes.
 
   Attributes:
     reserved: address space.
@@ -109,11 +109,11 @@ class Connection(abc.ABC):
       )
 
   def close(self) -> None:
-    """Closes it; ops fail from now on. Idempotent; nothing in a forked child.
+    """Closes it: ops fail from now on. Idempotent; no effect in a forked child.
 
     Raises:
-      ValueError, RuntimeError: an op has failed and none has reported it, or a
-        peer is left waiting. It is closed all the same.
+      ValueError, RuntimeError: a peer is left waiting for an op. It is closed
+        all the same.
     """
     if not self._is_open or self._is_forked:
       return
@@ -124,7 +124,11 @@ class Connection(abc.ABC):
       _open.pop(self.group.name, None)
 
   def finalize(self) -> None:
-    """Raises what `check` does, if anything, and closes it all the same."""
+    """Checks it, then closes it in any case. Idempotent, like `close`.
+
+    Raises:
+      ValueError, RuntimeError: as `check` and `close` do.
+    """
     if not self._is_open or self._is_forked:
       return
     try:
@@ -133,7 +137,7 @@ class Connection(abc.ABC):
       self.close()
 
   def release(self) -> None:
-    """Closes it once no program uses it. Nothing in a forked child."""
+    """Closes it once no program uses it. No effect in a forked child."""
     if self._is_open and not self._is_forked:
       _open.pop(self.group.name, None)
       self._release()
@@ -211,8 +215,8 @@ class Backend(abc.ABC):
     """
 
 
-# The connections of this process that are neither closed nor released, by the
-# names of their groups.
+# The connections of this process that are open and not released, by their
+# groups' names.
 _open: dict[str, Connection] = {}
 
 

@@ -29,7 +29,8 @@ BACKENDS: dict[str, Backend] = {
   "xla": XlaBackend(),
 }
 
-# What is tried before "xla", by `jax.Device.platform`.
+# If the user names no backend, that of `jax.Device.platform` is tried before
+# "xla".
 NATIVE = {"cpu": "host", "gpu": "nccl"}
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -106,7 +107,7 @@ def ep_bootstrap(
 
   Args:
     mesh: a mesh of devices, with the axis `axis_name`. With an `AbstractMesh`
-      the group connects nothing and is for what needs no devices:
+      the group connects nothing and serves whatever needs no devices:
       `jax.eval_shape`, lowering and `jax.export` for any platform; its backend
       is "xla". Several processes need not agree on it.
     axis_name: the EP axis; its size is P.
@@ -114,7 +115,7 @@ def ep_bootstrap(
       the remaining ones (tensor parallelism, say) tokens are replicated, and
       each coordinate exchanges its copy in a domain of its own.
     num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
-    max_tokens_per_rank: the most tokens T of a rank in one op.
+    max_tokens_per_rank: the largest number of tokens T of a rank in one op.
     hidden_dim: the largest hidden size H.
     top_k: the default K of a layer.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
@@ -132,8 +133,8 @@ def ep_bootstrap(
       lets it choose. No effect on CPU.
     timeout_s: seconds until a rank that waits for its peers gives up, here and
       in every op; `math.inf` for never.
-    name: of the group, unique among the live groups of the process and equal
-      on all processes; it is part of the compiled program. Default: a serial
+    name: the group's, unique among the live groups of the process and equal on
+      all processes; it is part of the compiled program. Default: a serial
       number.
 
   Returns:
@@ -152,13 +153,15 @@ def ep_bootstrap(
     max_tokens_per_rank=max_tokens_per_rank,
     hidden_dim=hidden_dim,
     top_k=top_k,
-    recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
     max_num_sms=max_num_sms,
   )
   for field, value in sizes.items():
-    if value is not None or field != "recv_capacity_per_rank":
-      sizes[field] = arguments.integer(what, field, value)
+    sizes[field] = arguments.integer(what, field, value)
+  if recv_capacity_per_rank is not None:
+    recv_capacity_per_rank = arguments.integer(
+      what, "recv_capacity_per_rank", recv_capacity_per_rank
+    )
   timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
   arguments.check(
     axis_name in mesh.axis_names,
@@ -215,6 +218,7 @@ def ep_bootstrap(
     overflow=overflow,
     backend=backend or "xla",
     timeout_s=timeout_s,
+    recv_capacity_per_rank=recv_capacity_per_rank,
     **sizes,
   )
   return _connect(group) if backend else _connect_by_platform(group)
@@ -230,8 +234,8 @@ def ep_finalize(group: EpGroup) -> None:
   clear JAX's caches.
 
   Raises:
-    ValueError, RuntimeError: an op has failed and none has told (see
-      `EpGroup.check`), or a peer has run what this process has not. The group
-      is closed all the same.
+    ValueError, RuntimeError: an op has failed and none has reported it (see
+      `EpGroup.check`), or a peer has run ops that this process has not. The
+      group is closed all the same.
   """
   group.connection.finalize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked mode: it costs time, and finds mistakes where they are made."""
+"""Checked mode, which costs time and finds mistakes where they are made."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 
 import jax
 
-# A part of the key of `jax.jit`'s caches.
+# Its value is a part of the key of `jax.jit`'s caches.
 _on = jax.make_user_context(
   default_value=os.environ.get("EP_CHECKED", "0") not in ("", "0")
 )
 
 
 def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-  """A context in which programs are traced with checks.
+  """Returns a context in which programs are traced with checks.
 
       with ep.checked():
         loss = step(params, batch)      # traced anew, once
@@ -24,12 +24,14 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   processes must do the same. In checked mode
 
   * rows and weights past the last slab are NaN where `tail="unspecified"`, in
-    dispatch and in the backward of combine, so that who reads them sees it
-    (under `jax_debug_nans` or `jax_debug_infs` they are zero, checked or not);
-  * what combine returns must be finite, or the run fails with the element and
-    the row that brought it: with "host" on that rank, and on the others at
-    their next exchange of the run. With "xla" it fails on all ranks, with the
-    element; with "nccl" `EpGroup.check` or `ep_finalize` does, on that rank;
+    dispatch and in the backward of combine, so that a program which reads them
+    shows it (under `jax_debug_nans` or `jax_debug_infs` they are zero, checked
+    or not);
+  * what combine returns must be finite, or the run fails. With "host" it fails
+    on that rank, with the element and the row that it came from, and on the
+    others at their next exchange of the run. With "xla" it fails on all ranks,
+    with the element. With "nccl" `EpGroup.check` or `ep_finalize` fails, on
+    that rank;
   * errors name the step, counted from the program's first launch ("host").
 
   Checked or not, `ep_prepare` compares a hash of the configuration of group and
@@ -39,7 +41,7 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
 
 
 def is_on() -> bool:
-  """Whether what is traced here is to be checked."""
+  """Returns whether ops that are traced here are checked."""
   return _on.value
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a compiled program exchange more than it was asked to?"""
+"""Finds the collectives of a compiled program that are no exchange of ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 from ep._src.backend import OPS
 
-# Opcodes of HLO. An asynchronous one is told by its start.
+# These are opcodes of HLO; an asynchronous collective counts by its start.
 OPCODES = (
   "all-gather",
   "all-reduce",
@@ -38,21 +38,21 @@ _EXCHANGES = {*OPS, "ep_weighted_combine"}
 class Collective:
   """One collective instruction of a compiled program."""
 
-  opcode: str  # "all-reduce"
-  name: str  # of the instruction: "all-reduce.3"
-  op_name: str  # the path of scopes and primitives that JAX gave it; or ""
-  source: str  # "model.py:12"; or ""
+  opcode: str  # like "all-reduce"
+  name: str  # the instruction's, like "all-reduce.3"
+  op_name: str  # the path of scopes and primitives that JAX gave it, or ""
+  source: str  # like "model.py:12", or ""
 
   @property
   def scopes(self) -> set[str]:
-    """The parts of `op_name`, with "transpose(jvp(x))" taken for x too."""
+    """The parts of `op_name`; "transpose(jvp(x))" counts as x, too."""
     return {*self.op_name.split("/"), *re.split(r"[/()]+", self.op_name)}
 
 
 def assert_no_hidden_collectives(
   compiled: jax.stages.Compiled | str, allow: Sequence[str] = ()
 ) -> None:
-  """Fails if a program holds a collective that is not an exchange of `ep`.
+  """Fails if a program has a collective that is no exchange of `ep`.
 
   The partitioner inserts collectives where shardings do not fit: a replicated
   array that should have been sharded costs an all-gather in each step, and
@@ -66,12 +66,12 @@ def assert_no_hidden_collectives(
   Args:
     compiled: what `jax.jit(f).lower(...).compile()` returns, or its
       `as_text()`.
-    allow: what is meant to be there, any number of
+    allow: the collectives that are intended, by any number of
       * opcodes: "all-gather", "all-reduce", "all-to-all",
         "collective-broadcast", "collective-permute", "ragged-all-to-all",
         "recv", "reduce-scatter", "send";
       * names of a scope in the path of the collective, such as "grad_sync" for
-        what is made under `jax.named_scope("grad_sync")`. (XLA may merge two
+        those under `jax.named_scope("grad_sync")`. (XLA may merge two
         all-reduces into one, which has the path of either.)
 
   Raises:
@@ -98,7 +98,7 @@ def assert_no_hidden_collectives(
 
 
 def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
-  """The collectives of a compiled program that are not ours, in its order."""
+  """Returns the collectives that are no exchange of ours, in program order."""
   hlo = _text(compiled)
   sources = _Sources(hlo)
   found = []
@@ -132,10 +132,10 @@ def _text(compiled: jax.stages.Compiled | str) -> str:
 
 
 class _Sources:
-  """The source lines of instructions.
+  """Finds the source lines of instructions.
 
-  They are in the instruction itself, or, in newer versions of XLA, in tables
-  at the top of the module: a stack frame has a location, that has a file.
+  A line is in the instruction itself or, in newer versions of XLA, in tables at
+  the top of the module: a stack frame has a location, which has a file.
   """
 
   def __init__(self, hlo: str):
@@ -157,7 +157,7 @@ class _Sources:
     )
 
   def of(self, instruction: str) -> str:
-    """ "file:line" of an instruction, or "" if the program does not tell."""
+    """Returns "file:line" of an instruction, or "" if it is unknown."""
     if at := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
       return f"{at[1]}:{at[2]}"
     frame = re.search(r"stack_frame_id=(\d+)", instruction)
@@ -167,6 +167,6 @@ class _Sources:
 
 
 def _table(hlo: str, title: str) -> str:
-  """The lines below `title` in the head of a module."""
+  """Returns the lines below `title` in the head of a module."""
   table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", hlo, re.M)
   return table[1] if table else ""

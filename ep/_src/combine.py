@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_combine: bring the expert outputs home and sum them."""
+"""ep_combine: returns expert outputs to their tokens and sums them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ep_combine(
 ) -> jax.Array:
   """Sums, for each token, the rows that its experts made of it.
 
-  Collective over the EP domain; the way back of `ep_dispatch`. With
+  Collective over the EP domain; brings back what `ep_dispatch` sent. With
   `slot(t, k)` as there:
 
       # RECEIVE, on each rank

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that JAX does not promise to keep, in one place.
+"""Wraps everything that JAX does not promise to keep.
 
 Nothing else in the package imports `jax._src`, `jax.interpreters`,
 `jax.experimental` or `jax.extend`. Written for jax 0.10.2 and newer.
@@ -26,12 +26,12 @@ from jax.interpreters import mlir as mlir
 
 
 def manual_axes() -> frozenset[str]:
-  """Mesh axes that are manual here, i.e. inside `jax.shard_map`."""
+  """Returns the mesh axes that are manual here, inside `jax.shard_map`."""
   return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def context_mesh():
-  """The mesh of `jax.set_mesh` or of an enclosing `shard_map`, or None."""
+  """Returns the mesh of `jax.set_mesh` or an enclosing `shard_map`, or None."""
   mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty else mesh
 
@@ -75,7 +75,7 @@ def vary_together(*xs, axes: Iterable[str] = ()):
 
 
 def out_aval(shape, dtype, like) -> Any:
-  """The abstract value of an output that varies as the input `like` does."""
+  """Returns the abstract value of an output that varies as `like` does."""
   spec = jax.sharding.PartitionSpec(*[None] * len(shape))
   return like.update(
     shape=shape,
@@ -86,16 +86,17 @@ def out_aval(shape, dtype, like) -> Any:
 
 
 def instantiate_zeros(tangent):
-  """A tangent or cotangent as an array, also if it is a symbolic zero."""
+  """Returns a tangent or cotangent, perhaps a symbolic zero, as an array."""
   return ad.instantiate_zeros(tangent)
 
 
 def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """A lowering to `fn` of one device's arrays, which may call collectives.
+  """Returns a lowering to `fn` of one device's arrays.
 
-  JAX lowers the body of a `shard_map` with its mesh axes in scope, so their
-  names mean in `fn` what they mean there. What varies over them was settled
-  when the op was bound (`vary_together`), so nobody asks about it here.
+  `fn` may call collectives: JAX lowers the body of a `shard_map` with its mesh
+  axes in scope, so their names mean in `fn` what they mean there. Over which of
+  them values vary was checked when the op was bound (`vary_together`), and is
+  not checked again.
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
@@ -107,33 +108,35 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def next_position(ctx: mlir.LoweringRuleContext) -> int:
-  """Numbers the ops of the module being lowered: equal on every process."""
+  """Returns the next number of the module being lowered.
+
+  It is equal on every process.
+  """
   return ctx.module_context.new_channel()
 
 
 def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
-  """Names what is lowered in here, for XLA and so for profilers.
+  """Returns a context that names its instructions, for XLA and for profilers.
 
-  XLA puts "_" for what cannot be in a name, and a number behind it.
+  XLA puts "_" for characters that cannot be in a name, and appends a number.
   """
   return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
 
 
 def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
-  """Whether the program being lowered will run in this process."""
+  """Returns whether the program being lowered will run in this process."""
   module = ctx.module_context
   exported = module.lowering_parameters.for_export
   return not exported and module.get_backend(optional=True) is not None
 
 
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
-  """A lowering to a call of a function that holds what `lower` makes.
+  """Returns a lowering to a call of a function that holds what `lower` makes.
 
   XLA:GPU runs the call on the stream of its own collectives, in one order with
-  them: two communicators that overlap may wait for each other without end. This
-  is what `jax.experimental.compute_on` makes of "gpu_stream:collective", and
-  what TransformerEngine does; XLA knows the name since JAX 0.10.1
-  (openxla/xla#39604).
+  them: two communicators that overlap may wait for each other without end.
+  TransformerEngine and `jax.experimental.compute_on("gpu_stream:collective")`
+  do the same; XLA knows the name since JAX 0.10.1 (openxla/xla#39604).
   """
 
   def lower_call(ctx, *operands, **params):
@@ -162,7 +165,7 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def module_name(ctx: mlir.LoweringRuleContext) -> str:
-  """The name of the module being lowered, like "jit_step"."""
+  """Returns the name of the module being lowered, like "jit_step"."""
   name = ctx.module_context.module.operation.attributes["sym_name"]
   return mlir.ir.StringAttr(name).value
 
@@ -170,10 +173,10 @@ def module_name(ctx: mlir.LoweringRuleContext) -> str:
 def module_note(
   ctx: mlir.LoweringRuleContext, key: str, make: Callable[[], str]
 ) -> str:
-  """The module's own attribute "ep.<key>", made when first asked for.
+  """Returns the module's attribute "ep.<key>", which `make` makes once.
 
-  It dies with the module. `ModuleContext.keepalives` would too, but a module
-  that has any cannot be exported.
+  It lives as long as the module. So would `ModuleContext.keepalives`, but a
+  module that has any cannot be exported.
   """
   attributes = ctx.module_context.module.operation.attributes
   name = f"ep.{key}"
@@ -183,22 +186,21 @@ def module_note(
 
 
 def distributed_client():
-  """The key-value service of `jax.distributed`, or None without one."""
+  """Returns the key-value service of `jax.distributed`, or None."""
   return _distributed.global_state.client
 
 
 def distributed_process() -> int:
-  """As `jax.process_index()`, which would make the devices first."""
+  """Returns `jax.process_index()`, without initializing the devices."""
   return _distributed.global_state.process_id
 
 
 def cluster_process_count() -> int | None:
-  """How many processes the cluster has on which JAX finds that it runs.
+  """Returns the number of processes of the cluster that JAX detects, or None.
 
-  None if it finds no cluster. The cluster is the one that
-  `jax.distributed.initialize` asks for what it is not told, except that a pod
-  of Kubernetes counts only in an indexed job: any other has no number, and JAX
-  fails in it.
+  It is the cluster that `jax.distributed.initialize` asks for arguments which
+  it does not get, except that a pod of Kubernetes counts only in an indexed
+  job: any other pod has no number, and JAX fails in it.
   """
   for cluster in _clusters.ClusterEnv._cluster_types:
     if cluster.opt_in_only_method:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's coordination service as a program: coordinator.py ADDRESS PROCESSES.
+"""Runs JAX's coordination service: coordinator.py ADDRESS PROCESSES.
 
-Left to JAX, it lives in rank 0, and when that dies JAX aborts all the others
-before they can tell what they saw. Recoverable means that ranks are not ended
-because another died, and do not wait for it when they end.
+Left to JAX, it runs in rank 0, and when that dies JAX aborts all other ranks
+before they can report what they saw. In a recoverable service ranks are not
+ended because another died, and do not wait for it when they end.
 
-Imports no more than it needs: JAX would take a second of every launch.
+This program does not import JAX, which would take a second of every launch.
 """
 
 import signal

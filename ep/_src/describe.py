@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""describe: what a handle says, in numbers that can be read."""
+"""describe: turns a handle into numbers that people can read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import numpy as np
 from ep._src.group import EpLayerConfig
 from ep._src.handle import check_handle, EpHandle
 
-_MOST_LINES = 64  # of experts, in the table
+_MAX_EXPERT_LINES = 64  # beyond that the table has one line for each rank
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutingSummary:
   """The routing of a step as N ranks see it. Made by `describe`.
 
-  All arrays are numpy's. `str` of it is a table.
+  All arrays are numpy's. `str` makes a table of it.
 
   Attributes:
-    layer: of the handle.
+    layer: the handle's layer.
     ranks: int32 [N], which of the R ranks these are, in the order of the token
-      axes; None for a handle of the local view, which does not know its own.
+      axes; None for a handle of the local view, which does not know its rank.
     token_counts: int32 [N, L], tokens that each local expert receives.
     group_sizes: int32 [N, L], rows of its slab inside the capacity, padding
       included.
-    slab_offsets: int32 [N, L], the slab's first row, at most the capacity.
     total_recv_tokens: int32 [N], rows wanted: padding and dropped ones too.
   """
 
@@ -39,6 +38,7 @@ class RoutingSummary:
 
   @property
   def slab_offsets(self) -> np.ndarray:
+    """int32 [N, L]: the first row of each slab, at most the capacity."""
     return self.group_sizes.cumsum(1, dtype=np.int32) - self.group_sizes
 
   @property
@@ -62,16 +62,17 @@ class RoutingSummary:
   def imbalance(self) -> np.ndarray:
     """float64 [N]: tokens of a rank's busiest expert over the mean of its own.
 
-    1 is even (or idle), L the worst.
+    It is 1 if the rank's experts have equal loads or none, and L at worst.
     """
     return _imbalance(self.token_counts)
 
   @property
   def rank_imbalance(self) -> float | None:
-    """Rows wanted by the busiest rank over the mean of its EP domain's.
+    """Rows wanted by the busiest rank over the mean of its EP domain.
 
-    1 is even, P the worst; of several domains, the worst one's. None unless
-    all R ranks are here: those of other processes are not.
+    It is 1 if all ranks have equal loads, and P at worst; the largest of
+    several domains. None unless the summary has all R ranks: it lacks those of
+    other processes.
     """
     if (
       self.ranks is None or len(self.ranks) != self.layer.group.num_token_ranks
@@ -95,7 +96,7 @@ class RoutingSummary:
     lines.append(
       row("rank", "expert", "offset", "rows", "tokens", "dropped", "imbalance")
     )
-    every_expert = self.group_sizes.size <= _MOST_LINES
+    every_expert = self.group_sizes.size <= _MAX_EXPERT_LINES
     for i, total in enumerate(self.total_recv_tokens):
       rank = "-" if self.ranks is None else self.ranks[i]
       tokens = self.token_counts[i].sum()
@@ -116,7 +117,7 @@ class RoutingSummary:
 
 
 def describe(handle: EpHandle) -> RoutingSummary:
-  """What the routing of a step comes to: slabs, loads and drops.
+  """Returns the slabs, loads and drops of a step's routing.
 
       handle = jax.jit(functools.partial(ep.ep_prepare, layer))(topk_idx)
       plan = ep.describe(handle)
@@ -169,7 +170,7 @@ def describe(handle: EpHandle) -> RoutingSummary:
 
 
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-  """The rows of `[R, ...]` that this process holds: which, and what."""
+  """Returns the indices and values of the rows that this process holds."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     array = np.asarray(array)
     return np.arange(len(array), dtype=np.int32), array
@@ -182,6 +183,6 @@ def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _imbalance(loads: np.ndarray) -> np.ndarray:
-  """Largest over mean, along the last axis; 1 where there is nothing."""
+  """Returns the largest over the mean, along the last axis; 1 if all are 0."""
   mean = loads.mean(-1)
   return np.where(mean > 0, loads.max(-1) / np.where(mean > 0, mean, 1), 1.0)

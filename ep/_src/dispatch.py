@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_dispatch: send every token to the ranks of its experts."""
+"""ep_dispatch: sends every token to the ranks of its experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ep_dispatch(
 ) -> tuple[jax.Array, jax.Array]:
   """Sends each token to the ranks that own its experts, grouped by expert.
 
-  Collective over the EP domain. What a rank receives is laid out for a grouped
+  Collective over the EP domain. Received rows are laid out for a grouped
   matmul: `lax.ragged_dot(recv_tokens, w, handle.group_sizes)`.
 
   In pseudocode, with `slot(t, k)` the place that `ep_prepare` gave to the k-th
@@ -33,7 +33,7 @@ def ep_dispatch(
             recv_tokens[rank][slot(t, k)] = tokens[t]
             recv_topk_weights[rank][slot(t, k)] = topk_weights[t, k]
 
-      # RECEIVE, on each rank: rows that nobody sent
+      # RECEIVE, on each rank: rows that no rank sent
       recv_tokens[pads of slabs] = 0           # and weights
       recv_tokens[sum(group_sizes):] = 0       # or unspecified; see `tail`
 
@@ -48,8 +48,8 @@ def ep_dispatch(
       # rank 1 receives, in slabs of experts 2 and 3:
       #   recv_tokens = [a, d | b, 0]          group_sizes = [2, 2]
 
-  The derivative sums, for each token, what comes back from its slots, in
-  float32 and ascending k; the derivative of a weight is that of its slot. See
+  The derivative sums, for each token, the cotangents of its slots, in float32
+  and ascending k; the cotangent of a weight is that of its slot. See
   docs/semantics.md. The routing is not exchanged again.
 
   Args:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpError: what the functions and ops of ep raise, for `except`."""
+"""EpError: names in `except` what the functions and ops of ep raise."""
 
-# This is a tuple and no class of ours, because JAX raises what fails in a
-# running program: as `jax.errors.JaxRuntimeError`, a RuntimeError, or, where a
-# call of `jax.jit` that it has seen before fails before it returns, by its C++
-# path as a ValueError with the same sentence. That path knows only ValueError.
+# This is a tuple and no class of ours, because JAX raises the failures of a
+# running program. Usually it raises `jax.errors.JaxRuntimeError`, a
+# RuntimeError. Where a repeated call of a jitted function fails before it
+# returns, JAX's C++ path raises a ValueError with the same message.
 EpError: tuple[type[Exception], ...] = (RuntimeError, ValueError)

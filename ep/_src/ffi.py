@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the native libraries, registers their handlers, calls their functions.
 
-There is one for each platform. It is loaded when the first group of a backend
-on that platform is built, not when the package is imported.
+There is one library for each native backend. It is loaded when the first group
+of that backend is built, not when the package is imported.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ import jax
 from ep._src import files
 from ep._src.backend import OPS
 
-# Of a backend: the platform in its library's name, and as XLA calls it.
+# For each backend: the platform in its library's name, and XLA's name of it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
-# call; the library carries its own (//ep_ffi/handlers:interface). After a
-# change of that side, the error of every test has the digest to write here.
+# use; the library carries its own (//ep_ffi/handlers:interface). After a change
+# on that side, the error of every test has the digest to write here.
 INTERFACE = "f7113acd3a5c"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
 _INVALID_ARGUMENT = 1  # ep_ffi/core/status.h
-_UNIQUE_ID_BYTES = 128  # of an ncclUniqueId
+_UNIQUE_ID_BYTES = 128  # the size of an ncclUniqueId
 
 
 class NativeError(RuntimeError):
-  """The native library refused; the message says why and what to do."""
+  """A failure in a native library; the message says why and what to do."""
 
 
 def find_library(backend: str) -> pathlib.Path:
-  """Path of a backend's library, or `FileNotFoundError` naming all places."""
+  """Returns the path of a backend's library.
+
+  Raises:
+    FileNotFoundError: there is none; the message names all places.
+  """
   name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
-  if override := os.environ.get(_VARIABLE):  # who names one wants no other
+  if override := os.environ.get(_VARIABLE):  # a user who sets it wants no other
     path = pathlib.Path(override)
     if path.is_dir():
       path /= name
@@ -120,7 +124,7 @@ def _call(backend: str, function: str, *args: Any) -> None:
 
 
 def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
-  """`_call`, for a function of ours that its errors name."""
+  """Calls like `_call`; errors begin with `op`, a function of the user."""
   lib = library(backend)
   try:
     call(lib, function, *args)
@@ -185,10 +189,10 @@ def create_host_group(
 
 
 def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
-  """Makes the id of an EP domain.
+  """Returns a new id of an EP domain.
 
-  `nccl` and `nccl_ep` are the libraries to load where the process has none
-  loaded yet; empty: the system's.
+  `nccl` and `nccl_ep` are the libraries to load if the process has loaded none
+  yet; "" loads the system's.
   """
   unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
   _call_for(
@@ -253,7 +257,7 @@ def mem_bytes(
   alignment: int,
   capacity: int,
 ) -> int:
-  """Bytes of `EpHandle.mem` in the group `name`, which must be live."""
+  """Returns the bytes of `EpHandle.mem` in the group `name`."""
   sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
   out = ctypes.c_int64()
   _call(backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out))
@@ -261,7 +265,10 @@ def mem_bytes(
 
 
 def group_memory(backend: str, name: str) -> tuple[int, int]:
-  """`HostMemory` of ep_ffi/core/backend.h: bytes reserved and resident."""
+  """Returns the bytes that a group has reserved, and of those the resident.
+
+  See `HostMemory` of ep_ffi/core/backend.h.
+  """
   reserved, resident = ctypes.c_int64(), ctypes.c_int64()
   out = ctypes.byref(reserved), ctypes.byref(resident)
   _call(backend, "ep_group_memory", name.encode(), *out)
@@ -269,7 +276,7 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
 
 
 def check_group(backend: str, name: str) -> None:
-  """Waits for the device; raises if it found what no op has reported."""
+  """Waits for the device; raises a failure that no op has reported."""
   _call(backend, "ep_group_check", name.encode())
 
 
@@ -279,7 +286,7 @@ def close_group(backend: str, name: str) -> None:
 
 
 def release_group(backend: str, name: str) -> None:
-  """Lets go of a group, which is closed when the programs that use it die."""
+  """Makes a group close when the programs that use it have died."""
   _call(backend, "ep_group_release", name.encode())
 
 

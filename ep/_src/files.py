@@ -8,7 +8,7 @@ import pathlib
 
 
 def in_runfiles(path: str) -> pathlib.Path | None:
-  """Of the runfile "repository/path", under Bazel; None if it is not there."""
+  """Returns the path of a Bazel runfile "repository/path", or None."""
   try:
     from python.runfiles import runfiles
   except ImportError:
@@ -19,10 +19,13 @@ def in_runfiles(path: str) -> pathlib.Path | None:
 
 
 def in_package(package: str, path: str) -> pathlib.Path | None:
-  """Of a file of an installed package, which is not imported."""
+  """Returns the path of an installed package's file, or None.
+
+  The package is not imported.
+  """
   try:
     spec = importlib.util.find_spec(package)
-  except ModuleNotFoundError:  # of its parent
+  except ModuleNotFoundError:  # the package's parent is not there
     return None
   for folder in (spec and spec.submodule_search_locations) or ():
     if found := _existing(pathlib.Path(folder, path)):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU each rank of this host gets: one of its own, unless told to share.
+"""Gives each rank of this host a GPU of its own, or a share of one.
 
-Imports no JAX: the launcher must not hold what its ranks want.
+This module does not import JAX: the launcher must not hold the ranks' devices.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import os
 import pkgutil
 import subprocess
 
-# What XLA takes of a GPU's memory, and JAX's default of it.
+# The fraction of a GPU's memory that XLA takes, and JAX's default.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
 
-# NCCL has no more than so many ranks on a GPU as long as each takes as many
-# thread blocks as it likes; beyond that they might wait for one another's.
-_RANKS_AS_NCCL_LIKES = 2
+# NCCL allows no more ranks than this on a GPU without a limit on the thread
+# blocks of each: the blocks of more ranks might wait for one another to be
+# scheduled.
+_RANKS_WITHOUT_LIMIT = 2
 _MAX_BLOCKS = "NCCL_MAX_CTAS"
 _BLOCKS_OF_A_GPU = 16
 
@@ -31,10 +32,10 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def check_plugin() -> None:
-  """Raises if JAX is to run on GPUs and has no plugin for any platform.
+  """Raises `RuntimeError` if JAX must run on GPUs and has no plugin at all.
 
-  JAX itself would end in an AssertionError without words where it sees no GPU,
-  and say that "cuda" is unknown where it does.
+  JAX itself raises an AssertionError without a message where it sees no GPU,
+  and says that "cuda" is unknown where it sees one.
   """
   if not wanted(os.environ) or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
     return
@@ -52,7 +53,7 @@ def check_plugin() -> None:
 
 
 def visible() -> list[str]:
-  """The GPUs of this host that a process would see, as CUDA names them."""
+  """Returns CUDA's names of the GPUs that a process of this host would see."""
   chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
   if chosen is not None:
     return [name.strip() for name in chosen.split(",") if name.strip()]
@@ -69,7 +70,7 @@ def visible() -> list[str]:
 def rank_variables(
   num_ranks: int, ranks_per_gpu: int
 ) -> list[Mapping[str, str]]:
-  """What each of `num_ranks` ranks has in its environment.
+  """Returns the environment variables of each rank.
 
   Raises:
     ValueError: there are too few GPUs.
@@ -84,9 +85,9 @@ def rank_variables(
     )
   shared = {}
   if ranks_per_gpu > 1:
-    # NCCL 2.30 and newer; the others refuse.
+    # Older versions than NCCL 2.30 refuse to share a GPU all the same.
     shared["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    if ranks_per_gpu > _RANKS_AS_NCCL_LIKES and _MAX_BLOCKS not in os.environ:
+    if ranks_per_gpu > _RANKS_WITHOUT_LIMIT and _MAX_BLOCKS not in os.environ:
       shared[_MAX_BLOCKS] = str(max(1, _BLOCKS_OF_A_GPU // ranks_per_gpu))
     if _MEMORY not in os.environ:
       shared[_MEMORY] = f"{_MEMORY_FRACTION / ranks_per_gpu:.3f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each slab of rows times its own matrix, at a cost linear in the rows.
+"""Multiplies each slab of rows by its own matrix, in time linear in the rows.
 
 `lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. On CPUs
 XLA computes it as one masked matmul per matrix, at a cost of rows x matrices;
@@ -31,13 +31,13 @@ import jax.numpy as jnp
 
 from ep._src import compat
 
-_MIN_BLOCK, _MAX_BLOCK = 16, 128  # rows; measured: fastest from 64 on
+_MIN_BLOCK, _MAX_BLOCK = 16, 128  # rows; 64 and more were measured fastest
 
 
 def grouped_matmul(
   rows: jax.Array, matrices: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-  """`out[r] = rows[r] @ matrices[j]` for every row r of slab j.
+  """Returns `rows[r] @ matrices[j]` for every row r of slab j.
 
   Slab j is the `group_sizes[j]` rows after those of slabs 0 to j - 1. Rows
   after the last slab are never read, whatever they hold, NaN included: their
@@ -101,7 +101,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 @jax.custom_vjp
 def _outer(left, right, sizes):
-  """`[C, F], [C, G] -> [L, F, G]`: slab j's `left.T @ right`."""
+  """Returns [L, F, G], `left.T @ right` of each slab of [C, F] and [C, G]."""
   return lax.platform_dependent(
     left, right, sizes, cpu=_outer_by_tiles, default=_outer_ragged
   )
@@ -136,7 +136,7 @@ def _matmul_by_tiles(rows, matrices, sizes):
 
 def _outer_by_tiles(left, right, sizes):
   def tile(expert, start, inside, sums):
-    def rows_of(x):  # zero outside the slab, where x may be NaN
+    def rows_of(x):  # with zeros outside the slab, where x may be NaN
       rows = lax.dynamic_slice_in_dim(x, start, inside.shape[0])
       return jnp.where(inside, rows, 0)
 
@@ -153,16 +153,16 @@ def _dot(x, y):
 def _for_each_tile(rows, sizes, tile, shape):
   """Folds `tile(expert, start, inside [height, 1], out)` over all tiles.
 
-  A tile stands for the rows from `start`; `inside` marks those that belong to
-  the slab of `expert`, for no row can be read past the last one. `out` starts
-  at zero and is float32 until the end, because XLA:CPU would convert all of a
-  narrower array for each update of a part.
+  A tile is `height` rows from `start`; `inside` marks those that belong to the
+  slab of `expert`. The last tile of all starts early enough to end with the
+  last row. `out` starts at zero and is float32 until the end, because XLA:CPU
+  would convert all of a narrower array for each update of a part.
   """
   num_rows = rows.shape[0]
   height = _block(num_rows, sizes.shape[0])
   tiles = (sizes + height - 1) // height
   tiles_end, slabs_end = jnp.cumsum(tiles), jnp.cumsum(sizes)
-  # All tiles that there could be, in one table: cheaper than step by step.
+  # One table of all possible tiles is cheaper than computing each in its step.
   index = jnp.arange(num_rows // height + sizes.shape[0])
   expert = jnp.searchsorted(tiles_end, index, "right", method="compare_all")
   end = slabs_end[expert]
@@ -182,7 +182,7 @@ def _for_each_tile(rows, sizes, tile, shape):
 
 
 def _block(num_rows, num_slabs):
-  """A tile's height: what an average slab would fill, within limits."""
+  """Returns a tile's height: the rows of an average slab, within limits."""
   average = max(num_rows // num_slabs, 1)
   height = 1 << (average - 1).bit_length()
   return min(max(height, _MIN_BLOCK), _MAX_BLOCK, num_rows)

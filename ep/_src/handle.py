@@ -15,23 +15,24 @@ from ep._src.group import EpLayerConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EpHandle:
-  """What `ep_prepare` returns and the other ops need.
+  """The routing that `ep_prepare` returns and the other ops need.
 
-  Plain arrays and static data: a handle crosses jit boundaries, `scan`,
+  It is plain arrays and static data, so it crosses jit boundaries, `scan`,
   `jax.checkpoint`, donation and serialisation. Shapes are those of the local
   view; in the global view each leaf has a leading axis of R ranks.
 
   Attributes:
-    mem: uint8 [M], the routing, for the backend alone.
+    mem: uint8 [M], the routing in the backend's own form.
     group_sizes: int32 [L], rows of each local expert's slab inside the
       capacity, padding included; what `lax.ragged_dot` takes.
-    token_counts: int32 [L], rows of each slab that hold a token, so without the
-      padding. TransformerEngine's array of this name counts it: code that comes
-      from there needs `group_sizes`, or looks for slabs in the wrong places.
+    token_counts: int32 [L], rows of each slab that hold a token, without the
+      padding. TransformerEngine's array of this name includes the padding: code
+      that comes from there needs `group_sizes`, or looks for slabs in the wrong
+      places.
     total_recv_tokens: int32 [1], rows that this rank would receive with an
-      unlimited capacity, padding included. More than the capacity: dropped.
-    layer: static.
-    token_shape: static, leading dims of this rank's tokens; T is its product.
+      unlimited capacity, padding included. Those past the capacity are dropped.
+    layer: static; the configuration that it was prepared with.
+    token_shape: static; leading dims of this rank's tokens, whose product is T.
   """
 
   mem: jax.Array
@@ -43,12 +44,12 @@ class EpHandle:
 
   @property
   def params(self) -> OpParams:
-    """What the ops on this handle have in common."""
+    """The parameters of the ops on this handle."""
     return self.layer.op_params(math.prod(self.token_shape))
 
 
 def check_handle(op: str, handle: EpHandle) -> None:
-  """Raises `TypeError` unless `handle` is one."""
+  """Raises `TypeError` unless `handle` is an EpHandle."""
   if not isinstance(handle, EpHandle):
     raise TypeError(
       f"{op}: handle is a {type(handle).__name__}, but an EpHandle is expected;"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="host": CPU devices of one host, over shared memory."""
+"""backend="host": serves CPU devices of one host, over shared memory."""
 
 from __future__ import annotations
 

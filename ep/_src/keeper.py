@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a rank, and leaves no process of it behind: keeper.py PID ARGUMENTS...
+"""Runs a rank and then ends all processes that it started.
 
-PID is the launcher's, and ARGUMENTS are Python's. What a rank starts may move
-to a session of its own, and a launcher that dies by SIGKILL can end nothing. So
-each rank has a keeper as its parent. The kernel sends it a SIGHUP when the
-launcher dies, and makes it the parent of every descendant of the rank whose own
-parent has died. A keeper that kills its children until it has none has thus
-ended all of the rank's descendants.
+    keeper.py PID ARGUMENTS...
+
+PID is the launcher's, and ARGUMENTS are passed to Python. A process that a rank
+starts may move to a session of its own, and a launcher that dies by SIGKILL can
+end nothing. So each rank has a keeper as its parent. The kernel sends a SIGHUP
+to the keeper when the launcher dies, and makes it the parent of every
+descendant of the rank whose own parent has died. A keeper that kills its
+children until it has none has thus ended all of the rank's descendants.
 
 Signals are passed on to the rank, except that SIGHUP kills it. The exit code is
 the rank's, 128 + n if it died of signal n.
@@ -29,13 +31,14 @@ _AWAITED = {signal.SIGHUP, signal.SIGCHLD, *_PASSED_ON}
 
 
 def main(launcher: int, argv: Sequence[str]) -> int:
-  # They are taken one by one from here on, so that none is missed.
+  # From here on signals are taken one by one, so that none is missed.
   mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-  signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be ignored, inherited
+  # A parent that ignores the signal passes that on.
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   _prctl(_PR_SET_CHILD_SUBREAPER, 1)
   _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
   if os.getppid() != launcher:
-    return 1  # it has died already
+    return 1  # the launcher has died already
   me = os.getpid()
   rank = os.fork()
   if rank == 0:
@@ -60,7 +63,7 @@ def _become(
   _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
   if os.getppid() != keeper:
     sys.exit(1)
-  os.setsid()  # what the rank does to its process group is not for the keeper
+  os.setsid()  # signals to the rank's process group do not reach the keeper
   signal.pthread_sigmask(signal.SIG_SETMASK, mask)
   os.execv(sys.executable, [sys.executable, *argv])
 
@@ -71,7 +74,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _reap(rank: int) -> int | None:
-  """Reaps the children that have ended; the rank's code if it is among them."""
+  """Reaps the children that have ended; returns the rank's code, or None."""
   code = None
   with contextlib.suppress(ChildProcessError):
     while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -89,7 +92,7 @@ def _children() -> Iterator[int]:
 
 
 def _kill(pid: int) -> bool:
-  """Kills a process; False if it may not, for that runs as another user."""
+  """Kills a process; returns False if it runs as another user."""
   try:
     os.kill(pid, signal.SIGKILL)
   except PermissionError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a mesh must know of each other before they connect.
+"""Lets the processes of a mesh agree on a group before they connect.
 
 Each process computes the EP domains from the mesh by itself (meshes.py), so
 little is left to exchange, through JAX's key-value store: proof that they agree
@@ -22,12 +22,11 @@ from ep._src import backend, compat, meshes, presence
 from ep._src.config import GroupConfig
 from ep._src.versions import compiler_settings, versions
 
-# Bootstraps and joins so far, by the processes that took part: equal on all of
-# them.
+# These count the bootstraps and joins so far, by the processes that took part:
+# the numbers are equal on all of them.
 _serials = collections.defaultdict(itertools.count)
 
-# Where this process published its last introduction, by the processes that took
-# part.
+# These are the keys of the last join, by the processes that took part.
 _last_keys: dict[tuple[int, ...], str] = {}
 
 _LOOK_AFTER_S = 0.5  # between two looks at whether a missing process has died

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer: experts over the ranks of an EP domain, around ep's ops."""
+"""moe_layer: a feed-forward layer of experts, made of ep's ops."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def moe_layer(
   w_gate: jax.Array | None = None,
   activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
 ) -> jax.Array:
-  """A mixture-of-experts feed-forward layer, its experts spread over ranks.
+  """Applies a mixture-of-experts feed-forward layer, spread over ranks.
 
-  Collective over the EP domain. Each token's result is the weighted sum of
-  what its experts make of it, and expert e makes
+  Collective over the EP domain. The result for a token x is the weighted sum of
+  the outputs of its experts. The output of expert e is
 
       (activation(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
-  of x, as in Mixtral and DeepSeek, or activation(x @ w_up[e]) @ w_down[e]
-  without gates. Its routing can be that of `route_topk`:
+  as in Mixtral and DeepSeek, or activation(x @ w_up[e]) @ w_down[e] without
+  gates. The routing can be that of `route_topk`:
 
       topk = ep.route_topk(tokens @ w_router, layer.top_k)
       out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
 
-  It is `ep_prepare`, `ep_dispatch`, three grouped matmuls and `ep_combine`;
-  experts of another make take the same four lines. Differentiable in tokens,
+  It is `ep_prepare`, `ep_dispatch`, three grouped matmuls and `ep_combine`, and
+  experts of another kind take the same four steps. Differentiable in tokens,
   weights and matrices, in reverse mode.
 
   Args:
@@ -51,7 +51,7 @@ def moe_layer(
     topk_idx: int32 or int64 [..., K], as in `ep_prepare`.
     topk_weights: float [..., K], as in `ep_dispatch`.
     w_up: [L, H, F] in the local view, [E, H, F] in the global one, sharded
-      over the EP axis; of the tokens' dtype, and so are the next two.
+      over the EP axis; this and the next two have the tokens' dtype.
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="nccl": NVIDIA GPUs from Hopper on, through NCCL EP."""
+"""backend="nccl": serves NVIDIA GPUs from Hopper on, through NCCL EP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NcclBackend(Backend):
           f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
           " devices; use backend=None, which picks by platform."
         )
-      # Another vendor's is a name, like "gfx942".
+      # Other vendors have a name here, like "gfx942".
       capability = getattr(device, "compute_capability", "none")
       if _version(capability) < _MIN_COMPUTE_CAPABILITY:
         raise CannotServe(
@@ -120,11 +120,13 @@ class NcclConnection(native.NativeConnection):
 
 
 def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns [C, H] rows times [C] weights, multiplied in float32."""
   scaled = weights[:, None] * rows.astype(jnp.float32)
   return scaled.astype(rows.dtype)
 
 
 def _version(capability: str) -> float:
+  """Returns a compute capability as a number; 0 if it is none."""
   try:
     return float(capability)
   except ValueError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
+"""Finds the files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
 
 NCCL EP compiles its kernels when they are first launched. It takes compiler and
-headers from environment variables; those that are not set are set here, from
-what came with us: the Bazel runfiles or the installed wheels. If it cannot
-compile them then, it ends the process; so all that it will use is tried here.
+headers from environment variables; those that are not set are set here, to the
+files of the Bazel runfiles or of the installed wheels. If it cannot compile a
+kernel then, it ends the process; so everything that it will use is tried here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import jax
 
 from ep._src import files
 
-# NCCL_VERSION_CODE of the headers that NCCL EP 0.2.0 was built with, which are
-# the only ones that its kernels may be compiled with: see
-# ep_ffi/backends/nccl/libraries.cc.
+# NCCL EP 0.2.0 was built with headers of this NCCL_VERSION_CODE. Its kernels
+# must be compiled with the same: see ep_ffi/backends/nccl/libraries.cc.
 _NCCL_VERSION = 23007
 
 # Each of NCCL EP's kernels includes this header, and has these flags.
@@ -38,10 +37,10 @@ _DEFAULT_CACHE = "/tmp/nccl_ep/jit"
 
 
 def prepare(device: jax.Device) -> tuple[str, str]:
-  """Sets NCCL EP up for the CUDA of a device's client.
+  """Sets NCCL EP up for the CUDA version of a device's client.
 
   Returns:
-    Paths of libnccl and libnccl_ep, or "" for what the system has.
+    Paths of libnccl and libnccl_ep, or "" for the system's.
 
   Raises:
     RuntimeError: NCCL EP could not compile its kernels.
@@ -77,7 +76,7 @@ def _prepare(platform_version: str, capability: str) -> tuple[str, str]:
   _check_compiler(
     nvcc,
     capability,
-    # All that NCCL EP's own command names, in its order.
+    # These are the folders of NCCL EP's own command, in its order.
     *(sources.parent, sources, sources / "device"),
     *(nccl, nccl / "nccl_device", toolkit, toolkit / "cccl"),
   )
@@ -95,7 +94,7 @@ def _prepare(platform_version: str, capability: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """The compiler of NCCL EP's kernels: the user's, else ours, else PATH's."""
+  """Returns the nvcc for NCCL EP: the user's, else ours, else that in PATH."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
@@ -126,7 +125,7 @@ def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
 def _default(
   variable: str, ours: pathlib.Path | None, what: str, package: str
 ) -> pathlib.Path:
-  """The folder that a variable names, which is `ours` if it names none."""
+  """Returns the folder that a variable names; sets it to `ours` if unset."""
   folder = pathlib.Path(os.environ.get(variable) or ours or "")
   if not (folder.name and folder.exists()):
     raise RuntimeError(
@@ -160,8 +159,10 @@ def _check_nccl_headers(folder: pathlib.Path, cuda: int) -> None:
 def _check_compiler(
   nvcc: pathlib.Path, capability: str, *includes: pathlib.Path
 ) -> None:
-  """Compiles what all kernels include: nvcc, headers or a host compiler may
-  be missing, or too old for one another or for the GPU.
+  """Raises `RuntimeError` if the header of all kernels does not compile.
+
+  The compiler, headers or a host compiler may be missing, or too old for one
+  another or for the GPU.
   """
   arch = _flags("NVCC_ARCH_FLAGS") or [
     f"-arch=sm_{capability.replace('.', '')}"
@@ -196,7 +197,10 @@ def _flags(variable: str) -> Sequence[str]:
 
 
 def _check_cache() -> None:
-  """Finds what NCCL EP once could not compile: it would not try again."""
+  """Raises `RuntimeError` if NCCL EP remembers that a kernel did not compile.
+
+  It would not compile it again.
+  """
   cache = pathlib.Path(os.environ.get(_CACHE_VARIABLE) or _DEFAULT_CACHE)
   failures = sorted(cache.glob("*/compile.failed"))
   if failures:

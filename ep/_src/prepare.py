@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_prepare: exchange the routing."""
+"""ep_prepare: exchanges the routing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
   Collective. The handle that it returns serves any number of dispatches and
   combines of the same tokens, and their derivatives.
 
-  The counts of the domain fix where each row goes. With `count[j]` tokens for
-  local expert `j` of a rank, in all, that expert's slab starts at
+  The counts of the domain determine where each row goes. If `count[j]` tokens
+  of all ranks chose local expert `j` of a rank, that expert's slab starts at
 
       offset[j] = sum(roundup(count[i], alignment) for i < j)
 

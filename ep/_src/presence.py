@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes of the job have died, as far as this host can tell.
+"""Tells which processes of the job have died, as far as this host can see.
 
-JAX takes minutes to notice, and a socket must be there first. So each process
-tells the others, in JAX's key-value store, who it is to the system.
+JAX takes minutes to notice a death, and a socket notices only one that follows
+its connection. So each process publishes, in JAX's key-value store, its process
+id in the operating system.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from ep._src import compat
 
 
 def announce() -> None:
-  """Makes this process known; again, if it is already."""
+  """Publishes the identity of this process. Idempotent."""
   if client := compat.distributed_client():
     key = _key(compat.distributed_process())
-    client.key_value_set(key, json.dumps(_me()), allow_overwrite=True)
+    client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 
 
 def pid(process: int) -> int:
-  """The system's id of a process; 0 if it is unknown, or not seen from here."""
-  return _seen(process).get("pid", 0)
+  """Returns the system's id of a process; 0 if it is not visible from here."""
+  return _published(process).get("pid", 0)
 
 
 def died(process: int) -> bool:
-  """Whether a process is known to have died."""
-  seen = _seen(process)
-  return bool(seen) and _start(seen["pid"]) != seen["start"]
+  """Returns whether a process is known to have died."""
+  identity = _published(process)
+  return bool(identity) and _start(identity["pid"]) != identity["start"]
 
 
 def _key(process: int) -> str:
@@ -41,40 +42,54 @@ def _key(process: int) -> str:
 
 
 def boot_id() -> str:
-  """Identifies this boot of this machine. Raises OSError outside of Linux."""
+  """Returns the id of this boot of the machine. Only Linux has one.
+
+  Raises:
+    OSError: this is another system.
+  """
   return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @functools.cache
-def _sees() -> str | None:
-  """Equal on processes that know each other by the same ids; None: unknown."""
+def _namespace() -> str | None:
+  """Returns what identifies the namespace of process ids, or None."""
   try:
     return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
   except OSError:
     return None
 
 
-def _me() -> dict[str, Any]:
-  if _sees() is None:
+def _identity() -> dict[str, Any]:
+  """Returns the identity of this process; empty if the namespace is unknown."""
+  if _namespace() is None:
     return {}
-  return dict(sees=_sees(), pid=os.getpid(), start=_start(os.getpid()))
+  pid = os.getpid()
+  return dict(namespace=_namespace(), pid=pid, start=_start(pid))
 
 
-def _seen(process: int) -> dict[str, Any]:
-  """What a process has told; empty if nothing, or if not seen from here."""
+def _published(process: int) -> dict[str, Any]:
+  """Returns the identity that a process has published.
+
+  It is empty if there is none, or if its id has no meaning in this namespace.
+  """
   client = compat.distributed_client()
   try:
     theirs = json.loads(client.key_value_try_get(_key(process)))
   except (AttributeError, jax.errors.JaxRuntimeError):  # no client; no key
     return {}
-  return theirs if theirs and theirs["sees"] == _sees() else {}
+  return theirs if theirs.get("namespace") == _namespace() else {}
 
 
 def _start(pid: int) -> int | None:
-  """When a process started, since ids are used again; None if it has ended."""
+  """Returns when a process started; None if it has ended.
+
+  An id alone does not tell, since the system uses ids again.
+  """
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
     return None
-  state, *fields = stat.rpartition(")")[2].split()  # from the third on
+  state, *fields = stat.rpartition(")")[
+    2
+  ].split()  # fields 3, 4, ... of proc(5)
   return None if state in "ZX" else int(fields[18])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From frozen parameters to a JAX primitive.
+"""Makes JAX primitives of ops with frozen parameters.
 
 An op is a primitive whose first operand is the routing (`mem`, or for prepare
 the ids themselves) and whose other operands it is linear in. Linearity is all
 that JAX needs to know: `linear_op` states the transpose, and forward mode,
 reverse mode, their compositions and `jax.checkpoint` follow. (A `custom_vjp`
-would give up forward mode and say no more.)
+would lose forward mode and add nothing.)
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def op(
   out_types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
   target: str | None = None,
 ) -> compat.Primitive:
-  """Makes the primitive `name`, which the group's backend lowers.
+  """Makes the primitive `name`, which the group's connection lowers.
 
-  `out_types(params, *operands)` gives shapes and dtypes of the outputs;
-  `target` is the op that the backend knows, by default of the same name.
+  `out_types(params, *operands)` returns shapes and dtypes of the outputs;
+  `target` is the connection's name of the op, by default the same.
   """
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
@@ -44,7 +44,7 @@ def op(
     lower_op = params.connection.lower
     return lower_op(target or name, ctx, *operands, params=params)
 
-  # Each op of a program has a position of its own: never lower two as one.
+  # Not cacheable: each op of a program has its own position in it.
   compat.mlir.register_lowering(primitive, lower, cacheable=False)
   compat.batching.primitive_batchers[primitive] = functools.partial(
     _batch_sequentially, primitive
@@ -53,7 +53,7 @@ def op(
 
 
 def _batch_sequentially(primitive, args, dims, *, params: OpParams):
-  """`vmap`: one exchange per example, in order; there is no batch axis."""
+  """Implements `vmap` by one exchange for each example, in order."""
   batched = [
     jnp.moveaxis(x, d, 0)
     for x, d in zip(args, dims, strict=True)
@@ -75,7 +75,7 @@ def _batch_sequentially(primitive, args, dims, *, params: OpParams):
 def composite(
   name: str, fn: Callable[..., Sequence[jax.Array]]
 ) -> compat.Primitive:
-  """Makes a primitive of a function of ops, which gets rules of its own."""
+  """Makes a primitive of a function of ops; the caller adds its rules."""
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
   primitive.def_abstract_eval(

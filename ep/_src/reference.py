@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric contract of ep, on whole arrays: what every backend must return.
+"""The numeric contract of ep, on whole arrays: the results of every backend.
 
 NumPy arrays give NumPy arrays, by operations that have the contract's bits.
 Traced JAX arrays can be differentiated.
@@ -13,7 +13,7 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
   source rank, then by source token. Rows and weights that pad a slab, and those
   past the last slab, are zero.
 * Choices: -1 is an unused one. Slots at or past `C` are dropped, along with
-  their weights and gradients; `total_recv_tokens` counts dropped slots too, and
+  their weights and gradients; `total_recv_tokens` includes dropped slots and
   padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
@@ -36,7 +36,7 @@ import numpy as np
 
 
 class Routing(NamedTuple):
-  """Where each choice goes, and what each rank receives."""
+  """The destination of each choice, and the rows that each rank receives."""
 
   rank: jax.Array  # [P, T, K] destination rank; -1: unused or dropped
   slot: jax.Array  # [P, T, K] row on that rank; -1: unused or dropped
@@ -46,7 +46,7 @@ class Routing(NamedTuple):
 
 
 def prepare(topk_idx, *, num_experts, capacity, alignment=1):
-  """`topk_idx [P, T, K]` -> `Routing`."""
+  """Returns the routing of `topk_idx` [P, T, K]."""
   xp = topk_idx.__array_namespace__()
   P, T, _ = topk_idx.shape
   E, L, i32 = num_experts, num_experts // P, np.int32
@@ -70,7 +70,7 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
 
 
 def dispatch(routing, tokens, topk_weights, *, capacity):
-  """`[P, T, H]`, `[P, T, K]` -> `recv [P, C, H]`, `recv_weights [P, C]`."""
+  """Returns [P, C, H] and [P, C], for tokens [P, T, H], weights [P, T, K]."""
   weights = topk_weights.astype(np.float32)
   return (
     _scatter(routing, tokens[:, :, None], capacity),
@@ -79,7 +79,7 @@ def dispatch(routing, tokens, topk_weights, *, capacity):
 
 
 def combine(routing, rows, weights=None):
-  """`rows [P, C, H]`, optional `weights [P, C]` -> `[P, T, H]`."""
+  """Returns [P, T, H], for rows [P, C, H] and optional weights [P, C]."""
   terms = _flushed(_gather(routing, rows).astype(np.float32))
   if weights is not None:
     weights = _flushed(_gather(routing, weights.astype(np.float32)))
@@ -87,25 +87,25 @@ def combine(routing, rows, weights=None):
   out = np.float32(0)
   for k in range(terms.shape[2]):
     out = _flushed(out + terms[:, :, k])
-  return (out + np.float32(0)).astype(rows.dtype)  # +0, if it is -0
+  return (out + np.float32(0)).astype(rows.dtype)  # makes +0 of -0
 
 
 def dispatch_bwd(routing, g_recv, g_recv_weights):
-  """`[P, C, H]`, `[P, C]` -> cotangents of `tokens` and `topk_weights`."""
+  """Returns cotangents of tokens and weights, for [P, C, H] and [P, C]."""
   return combine(routing, g_recv), _gather(routing, g_recv_weights)
 
 
 def combine_bwd(routing, g, *, capacity):
-  """`g [P, T, H]` -> cotangent of unweighted combine's `rows`, `[P, C, H]`."""
+  """Returns [P, C, H], the cotangent of unweighted rows, for g [P, T, H]."""
   return _scatter(routing, g[:, :, None], capacity)
 
 
 def _scatter(routing, x, capacity):
-  """`x [P, T, K or 1, ...]` -> `[P, C, ...]`: each choice to its slot."""
+  """Moves each choice to its slot: [P, T, K or 1, ...] to [P, C, ...]."""
   xp = x.__array_namespace__()
   P, _, _, *rest = x.shape
   x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
-  # One more slot takes what has none.
+  # Choices without a slot go to one more row, which is cut off.
   at = routing.rank, xp.where(routing.slot < 0, capacity, routing.slot)
   rows = xp.zeros((P, capacity + 1, *rest), x.dtype)
   if isinstance(rows, np.ndarray):
@@ -116,7 +116,7 @@ def _scatter(routing, x, capacity):
 
 
 def _gather(routing, rows):
-  """`rows [P, C, ...]` -> `[P, T, K, ...]`: each slot to its choice."""
+  """Moves each slot to its choice: [P, C, ...] to [P, T, K, ...]."""
   xp = rows.__array_namespace__()
   kept = routing.slot >= 0
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))

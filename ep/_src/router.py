@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers: from logits to the experts and weights that `ep_dispatch` takes.
+"""Routers, which turn logits into the experts and weights of each token.
 
 Nothing here communicates, except the mean of `load_balancing_loss` when it is
-given axes. Any function that returns ids and weights of these shapes can stand
-in for `route_topk`.
+given axes. Any function that returns ids and weights of these shapes can take
+the place of `route_topk`.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def load_balancing_loss(
   *,
   axis_name: str | Sequence[str] = (),
 ) -> jax.Array:
-  """How unevenly a batch loads the experts: 1 if evenly, up to E if not.
+  """Returns how unevenly a batch loads the experts: 1 if evenly, up to E.
 
   `E * sum_e f_e P_e`, where `f_e` is the fraction of all choices that fell on
   expert e, and `P_e` the mean of its softmax score over all tokens; the
@@ -135,10 +135,10 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: jax.Array) -> jax.Array:
-  """Mean over tokens of `logsumexp(logits)**2`, which keeps logits small.
+  """Returns the mean over tokens of `logsumexp(logits)**2`.
 
-  Zoph et al., "ST-MoE", arXiv 2202.08906, equation 5. A plain mean: average it
-  over ranks like any other loss.
+  As a loss it keeps logits small (Zoph et al., "ST-MoE", arXiv 2202.08906,
+  equation 5). It is a plain mean: average it over ranks like any other loss.
 
   Args:
     logits: `[..., E]`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only mesh-aware file: global view = `shard_map` around the local view.
+"""The two views of an op: the global one is `shard_map` around the local one.
 
 Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
-its rank. Outside, it works on global arrays, and this file maps one to the
+its rank. Outside, it works on global arrays, and only this file maps one to the
 other. Three kinds of arrays occur, sharded along their first axis:
 
   token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
@@ -35,7 +35,12 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def is_local_view(group: EpGroup, op: str) -> bool:
-  """Whether the EP axis is manual here; raises if the mesh does not fit."""
+  """Returns whether the EP axis is manual here.
+
+  Raises:
+    ValueError: the mesh in context does not fit the group.
+    RuntimeError: the group cannot be used; see `Connection.check_open`.
+  """
   group.connection.check_open(op)
   mesh = compat.context_mesh()
   if mesh is None:
@@ -60,9 +65,9 @@ def is_local_view(group: EpGroup, op: str) -> bool:
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
   """Raises unless the program's mesh puts each device where the group does.
 
-  Without `jax.set_mesh` tracing cannot tell, since the mesh of a `shard_map`
-  has no devices then. If places matter to the backend, ep_prepare compares them
-  when it runs.
+  Without `jax.set_mesh` this is unknown while tracing, since the mesh of a
+  `shard_map` has no devices then. If places matter to the backend, ep_prepare
+  compares them when it runs.
   """
   if dict(mesh.shape) != dict(group.mesh.shape):
     raise ValueError(
@@ -77,9 +82,13 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
 def local_lead(
   group: EpGroup, op: str, name: str, shape: Sequence[int]
 ) -> tuple[int, ...]:
-  """The leading dims of a rank's part of a token array of this shape.
+  """Returns the leading dims of a rank's part of a token array.
 
-  `shape` is that of the current view, [..., last]; the last dim is dropped.
+  `shape` is the array's in the current view, [..., last]; the last dim is
+  dropped.
+
+  Raises:
+    ValueError: the first axis cannot be split over the ranks.
   """
   lead = tuple(shape[:-1])
   if is_local_view(group, op):
@@ -139,9 +148,9 @@ def _warn_if_moved(
 ) -> None:
   """Warns of arrays that JAX moves between devices before the op.
 
-  It looks only at arrays that are there: what XLA makes of a tracer on Auto
-  axes is not known yet, and JAX itself refuses one on Explicit axes. An array
-  that every device has whole is not moved, but cut.
+  It looks only at arrays with values: the sharding that XLA chooses for a
+  tracer on Auto axes is not known yet, and on Explicit axes JAX itself refuses
+  a tracer that does not fit. A fully replicated array is not moved, but sliced.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
@@ -166,7 +175,7 @@ def _warn_if_moved(
 
 
 def _users_level() -> int:
-  """Returns the `stacklevel` by which the caller warns of its user's line."""
+  """Returns the `stacklevel` of a warning by the caller, to name user code."""
   for level in itertools.count(1):
     if not sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
       return level

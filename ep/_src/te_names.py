@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences for callers who pass the arguments of TransformerEngine's JAX ops.
+"""Explains arguments of TransformerEngine's JAX ops that ep does not have.
 
-Its functions have the names of ours and other arguments: see "Coming from
-TransformerEngine" in docs/sharp_bits.md. Those that we have, too, are not here.
+TransformerEngine's functions have the names of ours and other arguments: see
+"Coming from TransformerEngine" in docs/sharp_bits.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 _Public = TypeVar("_Public", bound=Callable[..., Any])
 
-# The table gives, for each of their arguments, what ep has in its place.
+# For each argument of TransformerEngine alone, the table has ep's counterpart.
 _OURS = {
   "world_size": "`mesh`, which says how many ranks there are",
   "rank": "`mesh`, which says which devices are this process's",
@@ -32,9 +32,10 @@ _OURS = {
 
 
 def explain(public: _Public) -> _Public:
-  """Makes a public function, or a class, name ours where it is passed theirs.
+  """Makes a public function, or a class, explain TransformerEngine's arguments.
 
-  A keyword that is in the table and not among its parameters is a `TypeError`.
+  It raises a `TypeError` for a keyword that is in the table and is not among
+  its parameters.
   """
   if inspect.isclass(public):
     public.__init__ = _explained(public.__name__, public.__init__)

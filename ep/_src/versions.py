@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what processes must have in common besides the arguments of a group."""
+"""Versions and compiler options, which all processes must have in common."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ import jaxlib
 
 from ep._src import compat, ffi
 
-# Flags of XLA that do not change what a program is compiled to.
+# These flags of XLA do not change the compiled program.
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
 
 @functools.cache
 def versions(backend: str) -> dict[str, str]:
-  """Of what a backend runs on; of our own, digests: builds have no numbers."""
+  """Returns the versions of the software that a backend runs on, by name.
+
+  Our own files have no version number: digests stand for it.
+  """
   package = sorted(pathlib.Path(__file__).parent.glob("*.py"))
   found = {
     "the version of jax": jax.__version__,
@@ -35,17 +38,18 @@ def versions(backend: str) -> dict[str, str]:
 
 
 def compiler_settings() -> dict[str, str]:
-  """Returns what XLA is told for every program, by name.
+  """Returns the options that XLA gets for every program, by name.
 
   XLA may make several copies of an op (a jitted function that is called twice),
-  and ops of ranks meet by the order of the copies, which the compiler decides.
+  and ops of ranks are matched by the order of the copies, which the compiler
+  decides.
   """
   return {"XLA_FLAGS": _xla_flags(), **compat.compiler_options()}
 
 
 def _xla_flags() -> str:
   text = os.environ.get("XLA_FLAGS", "").strip()
-  if text and not text.startswith("-"):  # the name of a file of flags
+  if text and not text.startswith("-"):  # it names a file of flags
     text = pathlib.Path(text).read_text()
   flags = shlex.split(text)
   last = {flag.partition("=")[0]: flag for flag in flags}

@@ -95,7 +95,7 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   plan = xla_plan.make_plan(dims, choices, counts, slabs)
   mem = xla_plan.pack(dims, plan) + failed
   group_sizes = slabs.end.clip(max=dims.C) - slabs.offset.clip(max=dims.C)
-  token_counts = slabs.count.clip(max=(dims.C - slabs.offset).clip(0))
+  token_counts = slabs.tokens.clip(max=(dims.C - slabs.offset).clip(0))
   me = lax.axis_index(dims.axis)
   return [
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),

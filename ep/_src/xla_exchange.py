@@ -18,15 +18,15 @@ from ep._src.xla_plan import Dims, Plan
 
 
 class Side(NamedTuple):
-  """What a rank sends, and what it looks up in what it receives."""
+  """The streams that a rank sends and receives, and the rows that it wants."""
 
   start: jax.Array  # [P] where the stream to each rank starts
-  size: jax.Array  # [P]
+  size: jax.Array  # [P] rows of that stream
   remote_start: jax.Array  # [P] where that rank puts it
   recv_start: jax.Array  # [P] where this rank puts the stream from each
-  recv_size: jax.Array  # [P]
+  recv_size: jax.Array  # [P] rows of that stream
   codes: jax.Array  # [n] codes of the wanted rows
-  is_nan: jax.Array  # [n] or []: whether a row without a code is NaN, or zero
+  is_nan: jax.Array  # [n] or []: whether rows that are not sent are NaN
 
 
 def to_slots(dims: Dims, plan: Plan) -> Side:

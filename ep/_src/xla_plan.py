@@ -25,7 +25,7 @@ from ep._src.config import LayerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """What is static in an op; sizes have their names in docs/semantics.md.
+  """The static values of an op; sizes have their names in docs/semantics.md.
 
   Attributes:
     layer: the layer's values.
@@ -93,15 +93,15 @@ class Choices(NamedTuple):
 class Slabs(NamedTuple):
   """The slabs of each rank: int32 [P, L], as in reference.py."""
 
-  count: jax.Array  # tokens
+  tokens: jax.Array  # tokens of the expert
   offset: jax.Array  # first slot
   end: jax.Array  # the slot after the last, padding included
 
 
 class Plan(NamedTuple):
-  """Where rows go to and come from: int32 [...], seen from one rank.
+  """The source and destination of each row, seen from one rank: int32 [...].
 
-  A side of an exchange has its rows in sequence, stream after stream.
+  Rows are sent, and received, in sequence: stream after stream.
   """
 
   order: jax.Array  # [T * K] the choices in sequence; unused ones at the end
@@ -109,9 +109,9 @@ class Plan(NamedTuple):
   slots: jax.Array  # [C] the slots in sequence
   source: jax.Array  # [C] code of each slot
   to_start: jax.Array  # [P] where the stream to each rank starts in `order`
-  to_size: jax.Array  # [P] and how many rows it has
+  to_size: jax.Array  # [P] rows of the stream to each rank
   from_start: jax.Array  # [P] where that from each rank starts in `slots`
-  from_size: jax.Array  # [P]
+  from_size: jax.Array  # [P] rows of the stream from each rank
   remote_from: jax.Array  # [P] `from_start` of this rank on each other
   remote_to: jax.Array  # [P] `to_start` of this rank on each other
   used: jax.Array  # [1] slots before the tail
@@ -122,7 +122,7 @@ class _Runs(NamedTuple):
 
   slot: jax.Array  # the first slot
   size: jax.Array  # rows that the capacity lets through
-  index: jax.Array  # of the first row in its stream
+  row: jax.Array  # the place of the first row in its stream
 
 
 def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
@@ -138,11 +138,11 @@ def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
 
 def make_slabs(dims: Dims, counts: jax.Array) -> Slabs:
   """Returns the slabs for `counts` [P, E], by source rank and expert."""
-  count = _sum(counts, 0).reshape(dims.P, dims.L)
+  tokens = _sum(counts, 0).reshape(dims.P, dims.L)
   alignment = dims.layer.alignment
-  padded = -(-count // alignment) * alignment
+  padded = -(-tokens // alignment) * alignment
   offset = _sum_before(padded, 1)
-  return Slabs(count, offset, offset + padded)
+  return Slabs(tokens, offset, offset + padded)
 
 
 def make_plan(
@@ -156,7 +156,7 @@ def make_plan(
   runs = _Runs(
     slot=slot,
     size=jnp.clip(dims.C - slot, 0, counts),
-    index=_sum_before(streams, 2).reshape(P, dims.E),
+    row=_sum_before(streams, 2).reshape(P, dims.E),
   )
   size = _sum(runs.size.reshape(P, P, L), 2)
   to_start = _sum_before(_sum(streams, 2), 1)
@@ -184,7 +184,7 @@ def _codes_of_choices(dims: Dims, choices: Choices, runs: _Runs) -> jax.Array:
   row = in_order - choices.start[choices.expert]  # in its run
   expert = jnp.minimum(choices.expert, dims.E - 1)
   is_sent = (choices.expert < dims.E) & (row < runs.size[me, expert])
-  code = expert // dims.L * dims.B + runs.index[me, expert] + row
+  code = expert // dims.L * dims.B + runs.row[me, expert] + row
   code = jnp.where(is_sent, code, dims.no_code)
   return jnp.zeros_like(code).at[choices.order].set(code)
 
@@ -199,16 +199,16 @@ def _slots_of_rank(
   me = lax.axis_index(dims.axis)
 
   def by_slot(x):
-    """The runs to this rank, in the order of their slots."""
+    """Returns the runs to this rank, in the order of their slots."""
     mine = lax.dynamic_slice_in_dim(x, me * dims.L, dims.L, axis=1)
     return mine.T.reshape(-1)
 
-  start, size, index = map(by_slot, runs)
+  start, size, first = map(by_slot, runs)
   slots = jnp.arange(dims.C, dtype=jnp.int32)
   run = int32(jnp.searchsorted(start, slots, side="right")) - 1
   row = slots - start[run]
   is_filled = row < size[run]
-  in_stream = index[run] + row
+  in_stream = first[run] + row
   rank = run % dims.P
   source = jnp.where(is_filled, rank * dims.B + in_stream, dims.no_code)
   at = jnp.where(is_filled, from_start[rank, me] + in_stream, dims.C)

@@ -55,8 +55,4 @@
 // destructor.
 #define EP_SCOPED_CAPABILITY EP_THREAD_ANNOTATION(scoped_lockable)
 
-// Exempts the body of a function from the analysis. A comment says why.
-#define EP_NO_THREAD_SAFETY_ANALYSIS \
-  EP_THREAD_ANNOTATION(no_thread_safety_analysis)
-
 #endif  // EP_FFI_CORE_THREAD_ANNOTATIONS_H_

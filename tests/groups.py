@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups and layers of the tests, and what holds for their backend."""
+
+import contextlib
+import functools
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import pytest
+
+from conftest import make_mesh, TIMEOUT_S
+import ep
+
+# The backend of the ops under test; None is the platform's own.
+BACKEND = os.environ.get("EP_TEST_BACKEND")
+
+# On GPUs the numbers differ from the contract by rounding, sizes have limits,
+# and errors come later (docs/gpu.md).
+GPU = jax.default_backend() == "gpu"
+
+# Tokens of a rank, hidden size, experts, choices.
+T, H, E, K = 5, 8 if GPU else 7, 8, 3
+
+MESHES = {
+  "ep4": {"ep": 4},
+  "ep2": {"ep": 2},
+  "dp2_ep2": {"dp": 2, "ep": 2},
+  "dp4_ep1": {"dp": 4, "ep": 1},
+  "ep2_dp2": {"ep": 2, "dp": 2},
+}
+
+
+def not_with_xla(reason):
+  """Marks a test of a promise that backend="xla" does not make."""
+  return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
+
+
+def bootstrap(mesh, **overrides):
+  """Returns a new group of the sizes above, which the caller closes."""
+  options = dict(
+    num_experts=E,
+    max_tokens_per_rank=T,
+    hidden_dim=H,
+    top_k=K,
+    max_token_dtype=jnp.float32,
+    timeout_s=TIMEOUT_S,
+    backend=BACKEND,
+  )
+  return ep.ep_bootstrap(mesh, **(options | overrides))
+
+
+@contextlib.contextmanager
+def within_limits():
+  """Skips the test, with the reason given, if the GPU backend cannot do it."""
+  try:
+    yield
+  except ValueError as e:
+    if GPU and ("NCCL EP's limit" in str(e) or 'backend = "nccl"' in str(e)):
+      pytest.skip(str(e))
+    raise
+
+
+@contextlib.contextmanager
+def failing(group):
+  """Expects that ops of the group fail inside. Yields pytest's error."""
+  with pytest.raises(ep.EpError) as error:
+    yield error
+    group.check()
+
+
+@functools.cache
+def group(mesh="ep4", axis_type=AxisType.Auto, **options):
+  """Returns a group that tests share; it lives as long as the process."""
+  axes = MESHES[mesh]
+  with within_limits():
+    return bootstrap(make_mesh(axes, (axis_type,) * len(axes)), **options)
+
+
+def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
+  """Returns a layer of a shared group.
+
+  On GPUs the layers of a group have one capacity, so there the layer's sizes
+  are its group's, too.
+  """
+  sizes = ("alignment", "recv_capacity_per_rank", "top_k") if GPU else ()
+  shared = {k: options[k] for k in sizes if k in options}
+  return ep.EpLayerConfig(group(mesh, axis_type, **shared), **options)
+
+
+def ranks(layer):
+  """Returns how many ranks hold distinct tokens."""
+  shape = layer.group.mesh.shape
+  return math.prod(shape[axis] for axis in _axes(layer))
+
+
+def _axes(layer):
+  return (*layer.group.data_axes, layer.group.axis_name)
+
+
+def spec(layer):
+  return PartitionSpec(_axes(layer))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops under test, and functions of them that tests make claims about.
+
+Such a function takes `Ops` or the `Oracle` of oracle.py, which has the same
+methods.
+"""
+
+import dataclasses
+
+import jax
+
+import ep
+
+
+class Ops:
+  """The ops under test, bound to a handle."""
+
+  def __init__(self, handle):
+    self.handle = handle
+
+  def sizes(self):
+    h = self.handle
+    return h.group_sizes, h.token_counts, h.total_recv_tokens
+
+  def dispatch(self, tokens, weights):
+    return ep.ep_dispatch(self.handle, tokens, weights)
+
+  def combine(self, rows, weights=None):
+    return ep.ep_combine(self.handle, rows, weights)
+
+  def dispatch_bwd(self, primals, cotangents):
+    return jax.vjp(self.dispatch, *primals)[1](cotangents)
+
+  def combine_bwd(self, primals, cotangent):
+    return jax.vjp(self.combine, *primals)[1](cotangent)
+
+
+class LocalOps(Ops):
+  """The ops of one rank, inside `shard_map`, in the global view's shapes."""
+
+  def sizes(self):
+    return jax.tree.map(lambda x: x[None], super().sizes())
+
+  def dispatch(self, tokens, weights):
+    return jax.tree.map(lambda x: x[None], super().dispatch(tokens, weights))
+
+  def combine(self, rows, weights=None):
+    return super().combine(*jax.tree.map(lambda x: x[0], (rows, weights)))
+
+
+def sizes(ops):
+  return ops.sizes()
+
+
+def dispatch(ops, tokens, weights):
+  return ops.dispatch(tokens, weights)
+
+
+def combine(ops, rows, weights=None):
+  return ops.combine(rows, weights)
+
+
+def there_and_back(ops, tokens, weights):
+  return ops.combine(*ops.dispatch(tokens, weights))
+
+
+def block(ops, tokens, weights, *_):
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  return ops.combine(recv * recv, recv_weights)
+
+
+def block_and_back(ops, tokens, weights, g):
+  out, vjp = jax.vjp(lambda *x: block(ops, *x), tokens, weights)
+  return out, vjp(g)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moved:
+  """Arrays whose elements are only moved, so that NaNs keep their bits."""
+
+  arrays: tuple[jax.Array, ...]
+
+
+def everything(ops, tokens, weights, rows, row_weights):
+  """Applies every op, each to inputs of its own."""
+  g_tokens, g_weights = ops.dispatch_bwd((tokens, weights), (rows, row_weights))
+  return dict(
+    sizes=ops.sizes(),
+    dispatch=Moved(ops.dispatch(tokens, weights)),
+    combine=ops.combine(rows),
+    weighted=ops.combine(rows, row_weights),
+    dispatch_bwd=(g_tokens, Moved((g_weights,))),
+    combine_bwd=Moved(ops.combine_bwd((rows,), tokens)),
+  )

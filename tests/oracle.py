@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: the ops by the reference, on whole arrays."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src import reference
+from groups import ranks
+
+
+class Differentiated(Exception):
+  """An oracle of NumPy arrays was given traced ones."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+  """Has the methods of `Ops`, by the reference on each EP domain.
+
+  It works on NumPy arrays. As an argument of a jitted function it is traced,
+  and functions of it can be differentiated.
+  """
+
+  routings: tuple[reference.Routing, ...]  # of each domain
+  capacity: int = dataclasses.field(metadata=dict(static=True))
+  lead: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+
+  def sizes(self):
+    return self._map(
+      lambda r: (r.group_sizes, r.token_counts, r.total_recv_tokens), "->rrr"
+    )
+
+  def dispatch(self, tokens, weights):
+    call = functools.partial(reference.dispatch, capacity=self.capacity)
+    return self._map(call, "tt->rr", tokens, weights)
+
+  def combine(self, rows, weights=None):
+    arrays = (rows,) if weights is None else (rows, weights)
+    return self._map(
+      lambda *x: (reference.combine(*x),), "r" * len(arrays) + "->t", *arrays
+    )[0]
+
+  def dispatch_bwd(self, primals, cotangents):
+    _, weights = primals
+    g_tokens, g_weights = self._map(
+      reference.dispatch_bwd, "rr->tt", *cotangents
+    )
+    return g_tokens, g_weights.astype(weights.dtype)
+
+  def combine_bwd(self, primals, cotangent):
+    call = functools.partial(reference.combine_bwd, capacity=self.capacity)
+    (g,) = self._map(lambda *x: (call(*x),), "t->r", cotangent)
+    if len(primals) == 1:
+      return (g,)
+    rows, weights = (x.astype(np.float32) for x in primals)
+    g = g.astype(np.float32)
+    grads = g * weights[..., None], (g * rows).sum(-1)
+    return tuple(d.astype(x.dtype) for d, x in zip(grads, primals, strict=True))
+
+  def _map(self, fn, kinds, *arrays):
+    """Returns `fn(routing, *arrays)` for the arrays of each domain.
+
+    `kinds`, as "tt->rr", has a letter for each array and result of the global
+    view: tokens `[R * T, ...]` or rows `[R, ...]`.
+    """
+    traced = isinstance(self.routings[0].slot, jax.core.Tracer)
+    if not traced and any(isinstance(x, jax.core.Tracer) for x in arrays):
+      raise Differentiated
+    xp = jnp if traced else np
+    domains, ranks = len(self.routings), len(self.routings[0].slot)
+    split = {
+      "t": lambda x: x.reshape(domains, ranks, -1, x.shape[-1]),
+      "r": lambda x: x.reshape(domains, ranks, *x.shape[1:]),
+    }
+    join = {
+      "t": lambda x: x.reshape(*self.lead, x.shape[-1]),
+      "r": lambda x: x.reshape(-1, *x.shape[2:]),
+    }
+    kinds_in, kinds_out = kinds.split("->")
+    arrays = [
+      split[k](xp.asarray(x)) for k, x in zip(kinds_in, arrays, strict=True)
+    ]
+    outs = [fn(*x) for x in zip(self.routings, *arrays, strict=True)]
+    return tuple(
+      join[k](xp.stack(x))
+      for k, x in zip(kinds_out, zip(*outs, strict=True), strict=True)
+    )
+
+
+def make_oracle(layer, topk_idx):
+  domains = ranks(layer) // layer.ep_size
+  routings = [
+    reference.prepare(
+      x,
+      num_experts=layer.group.num_experts,
+      capacity=layer.capacity,
+      alignment=layer.alignment,
+    )
+    for x in topk_idx.reshape(domains, layer.ep_size, -1, layer.top_k)
+  ]
+  return Oracle(tuple(routings), layer.capacity, topk_idx.shape[:-1])
