@@ -166,7 +166,11 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   for (int i = 0; i < 200; ++i) cycle();
   // The last threads end, and free what they hold, a moment later.
   Holdings after = CountHoldings();
-  for (int i = 0; i < 500 && after.threads > before.threads; ++i) {
+  const auto is_settled = [&] {
+    return after.descriptors <= before.descriptors &&
+           after.segments <= before.segments && after.threads <= before.threads;
+  };
+  for (int i = 0; i < 500 && !is_settled(); ++i) {
     usleep(10000);
     after = CountHoldings();
   }

@@ -52,7 +52,7 @@ class CheckedCombineTest : public NcclGroupTest {
 };
 
 INSTANTIATE_TEST_SUITE_P(Fake, CheckedCombineTest,
-                        ::testing::Values(FakeNccl()));
+                         ::testing::Values(FakeNccl()));
 
 TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
   const Domain domain = MakeDomain(kWorld);

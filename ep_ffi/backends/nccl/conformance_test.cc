@@ -2,8 +2,9 @@
 
 // Runs the conformance suite on the nccl backend over the fake.
 
-#include "ep_ffi/backends/nccl/group_fixture.h"
 #include "ep_ffi/testing/conformance.h"
+
+#include "ep_ffi/backends/nccl/group_fixture.h"
 
 namespace ep::nccl {
 
