@@ -20,8 +20,8 @@ _SANITIZER_OPTIONS = {
   # Python and JAX exit without freeing all of their memory. The C++ tests look
   # for leaks.
   "ASAN_OPTIONS": "detect_leaks=0",
-  # JAX, NumPy, Python and the code that XLA generates are not instrumented. TSan
-  # sees only their accesses through libc, and little of their synchronization.
+  # JAX, NumPy, Python and the code that XLA generates are not instrumented.
+  # TSan sees only their accesses through libc, and few of their locks.
   # ep_ffi/handlers/handover.h tells TSan how XLA orders our ops.
   "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
   "UBSAN_OPTIONS": "print_stacktrace=1",
