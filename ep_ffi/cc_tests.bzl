@@ -5,12 +5,12 @@ load("@rules_cc//cc:cc_test.bzl", "cc_test")
 load(":copts.bzl", "EP_COPTS")
 
 def cc_tests(srcs, deps, size = "small"):
-    """Declares a cc_test for each file, named like it.
+    """Declares a cc_test of the same name for each file.
 
     Args:
-      srcs: the files, each foo_test.cc.
-      deps: what they test; GoogleTest and its main() come on top.
-      size: Bazel's, of each test.
+      srcs: The files, each foo_test.cc.
+      deps: The libraries that they test. GoogleTest and its main() are added.
+      size: The size of each test, as Bazel defines it.
     """
     for src in srcs:
         cc_test(

@@ -8,17 +8,18 @@ EP_COPTS = [
     # A module that uses this one may compile all its code with -ffast-math.
     "-fno-fast-math",
     # A fused multiply-add rounds once where the contract rounds twice, and
-    # whether a compiler fuses depends on the target. After -fno-fast-math, with
-    # which Clang may go back to its own default.
+    # whether a compiler fuses depends on the target. This must come after
+    # -fno-fast-math, with which Clang may go back to its own default.
     "-ffp-contract=off",
     "-Wall",
     "-Wextra",
-    # A module that uses this one may have -Werror; our own comes later.
+    # A module that uses this one may have -Werror; that of our .bazelrc comes
+    # later and counts.
     "-Wno-error",
 ] + select({
-    # Bazel's default mode is for quick compilation, and without optimization
-    # the engine is twenty times slower. -c opt optimizes by itself, and under
-    # -c dbg nothing does.
+    # Bazel's default mode is for quick compilation, but without optimization
+    # the engine is twenty times slower. Of the other modes, -c opt optimizes by
+    # itself and -c dbg should not.
     Label("//ep_ffi:fastbuild"): [
         "-O2",
         "-DNDEBUG",

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fuzz target, run without a fuzzer."""
+"""A test that runs a fuzz target without a fuzzer."""
 
 load("@rules_cc//cc:cc_library.bzl", "cc_library")
 load("@rules_cc//cc:cc_test.bzl", "cc_test")
 load(":copts.bzl", "EP_COPTS")
 
 def fuzz_test(name, src, corpus, iterations, deps):
-    """Runs a target over its corpus and mutants of it.
+    """Declares a test that runs a target on its corpus and mutants of it.
 
-    <name>_target is the target alone, for libFuzzer to link:
-    LLVMFuzzerTestOneInput.
+    The library <name>_target is the target alone, LLVMFuzzerTestOneInput, for
+    libFuzzer to link.
 
     Args:
-      name: of the test.
-      src: the file of the target.
-      corpus: its seeds; those named good_* are accepted, the others are not.
-      iterations: mutants in a plain run. For others:
+      name: The name of the test.
+      src: The file of the target.
+      corpus: The seeds. The target accepts those named good_* and no others.
+      iterations: The number of mutants. To run more or others:
         --test_arg=--iterations=100000 --test_arg=--seed=2
-      deps: what the target includes.
+      deps: The libraries that the target includes.
     """
     cc_library(
         name = name + "_target",
         testonly = True,
         srcs = [src],
         copts = EP_COPTS,
-        alwayslink = True,  # a fuzzer finds it by name
+        alwayslink = True,  # the driver finds it by name
         deps = deps,
     )
     cc_test(

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a library that Python loads is linked."""
+"""A shared library that Python loads."""
 
 load("@rules_cc//cc:cc_binary.bzl", "cc_binary")
 load(":copts.bzl", "EP_COPTS")
 
 def ep_library(name, deps, srcs = []):
-    """C functions, such as the FFI handlers, and a backend in a shared library.
+    """Declares a shared library of the FFI handlers and a backend.
 
-    It serves every Python version: it is loaded with ctypes and knows nothing
-    of Python.
+    It serves every Python version, since it is loaded with ctypes and does not
+    depend on Python.
 
     Args:
-      name: of the file, libep_ffi_<platform>.so.
-      deps: the platform's handlers and backends.
-      srcs: what else there is.
+      name: The name of the file, libep_ffi_<platform>.so.
+      deps: The platform's handlers and backends.
+      srcs: Other sources.
     """
     cc_binary(
         name = name,

@@ -46,13 +46,15 @@ def ep_repositories():
         python_version = "3.11",
     )
 
-    # On PyPI, GoogleTest is in mypy's source archive.
+    # PyPI has GoogleTest in the source archive of grpcio, below BoringSSL.
     pip_archive(
         name = "ep_googletest",
         build_file = Label("//third_party/cc:googletest.BUILD"),
         build_requires = ["setuptools"],
         lock = "//third_party/cc:requirements_lock.txt",
-        packages = {"mypy": "mypy-1.13.0/mypyc/external/googletest"},
+        packages = {
+            "grpcio": "grpcio-1.85.1/third_party/boringssl-with-bazel/third_party/googletest/googletest",
+        },
     )
     pip_archive(
         name = "ep_clang_tidy",

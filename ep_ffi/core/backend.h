@@ -75,8 +75,8 @@ struct Site {
   std::string program;  // name of the lowered module, unique in the group
   int64_t position;     // of the op in that module
   int64_t clone;        // number of this copy of the op, if XLA made several
-  // Hash of the three above: the same on every rank, and another one for each
-  // op of each executable, also where several are made of one module.
+  // Hash of program, position and clone. It is the same on every rank, and
+  // tells apart the ops of all executables, also of those made of one module.
   uint64_t id;
 };
 
@@ -99,7 +99,7 @@ struct Call {
   int64_t run_id;      // of the launch; equal on all ranks, unique in time
   int32_t device;      // as XLA numbers it
   Executor* executor;  // on CPU
-  void* stream;        // on a GPU: where the op is enqueued
+  void* stream;        // on a GPU, to enqueue the op on
   std::function<void(Status)> done;
 };
 
@@ -123,8 +123,8 @@ struct Mem {
 
 struct PrepareArgs {
   const void* topk_idx;  // [T, K], int32 or int64
-  // [2], where the program's mesh has this rank: domain * P + rank, and its
-  // index along the data axes alone. Null: not known.
+  // [2], the position of this rank in the program's mesh: domain * P + rank,
+  // and the index along the data axes alone. Null if unknown.
   const int32_t* place;
   bool index_is_int64;
   int64_t num_tokens;
@@ -151,15 +151,15 @@ struct GatherArgs {
   ConstRows slots;            // [C, H]
   const float* slot_weights;  // [C], or null
   Rows tokens;                // [T, H]
-  // [T, K]: receives the weight of each choice (backward of dispatch). Null:
-  // slot_weights, when there, scale the rows instead (combine).
+  // [T, K], receives the weight of each choice (backward of dispatch). If null,
+  // slot_weights scale the rows instead, if there are any (combine).
   float* topk_weights;
 };
 
-// What a process keeps of the host's memory between ops, in bytes.
+// The host memory that a process keeps between ops, in bytes.
 struct HostMemory {
   int64_t reserved = 0;
-  int64_t resident = 0;  // of that, what was ever touched
+  int64_t resident = 0;  // the part of it that was ever touched
 };
 
 // The EP domains of a mesh, as one process sees them.
@@ -170,8 +170,8 @@ class Group {
   virtual int64_t num_experts() const = 0;
   virtual int64_t ep_size() const = 0;
 
-  // Bytes of EpHandle.mem for a layer and the tokens of a rank; fails if the
-  // group cannot serve them.
+  // Computes the bytes of EpHandle.mem for a layer and the tokens of a rank.
+  // Fails if the group cannot serve them.
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
 
@@ -181,18 +181,19 @@ class Group {
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;
   virtual void Gather(Call call, const GatherArgs& args) = 0;
 
-  // Fails a run in this process: pending and later calls of it get `status`. A
-  // program may use several groups, and a failure in one of them ends the
-  // program on its ranks, for which the others must not wait.
+  // Fails a run in this process: its pending and later calls get `status`. A
+  // program may use several groups. A failure in one of them ends the program
+  // on its ranks, so their peers in the other groups must stop waiting for
+  // them.
   virtual void FailRun(int64_t run_id, const Status& status) = 0;
 
-  // Waits for what was enqueued on a stream, and returns what it found wrong
-  // and no op has reported.
+  // Waits for what was enqueued on a stream. Returns the first fault that it
+  // found and no op has reported.
   virtual Status Check() { return Status(); }
 
-  // Ends the group: what is pending and what comes later fails, on this
-  // process at once and on its peers as soon as they wait for it. The group is
-  // closed even if this fails: because a peer waits already, perhaps.
+  // Ends the group: pending and later calls fail, in this process at once and
+  // in its peers as soon as they wait for it. The group is closed even if this
+  // fails, which it may because a peer already waits.
   virtual Status Close() = 0;
 };
 

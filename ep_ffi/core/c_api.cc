@@ -23,7 +23,7 @@ ep::Status FindGroup(const char* name, std::shared_ptr<ep::Group>* out) {
 
 }  // namespace
 
-// Bytes of EpHandle.mem.
+// Computes the bytes of EpHandle.mem; see Group::MemBytes.
 EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
                                      int64_t top_k, int64_t alignment,
                                      int64_t capacity, int64_t* out,
@@ -39,7 +39,7 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
   });
 }
 
-// See HostMemory.
+// Measures a group's HostMemory.
 EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
                                   int64_t* resident, char* error,
                                   int64_t error_bytes) {
@@ -53,7 +53,7 @@ EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
   });
 }
 
-// Waits for the device; fails if it found what no op has reported.
+// Waits for the device; fails if it found a fault that no op has reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
@@ -63,8 +63,8 @@ EP_EXPORT int32_t ep_group_check(const char* name, char* error,
   });
 }
 
-// Closes a group; executables that are bound to it now get errors. No effect
-// if there is none of this name.
+// Closes a group: executables that are bound to it get errors from now on. No
+// effect if there is none of this name.
 EP_EXPORT int32_t ep_group_close(const char* name, char* error,
                                  int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What Python calls through ctypes: C functions with default visibility, all
-// other symbols are hidden. One that can fail returns the status code, 0 if
-// there is none, and writes the message to `error`.
+// The C functions that Python calls through ctypes. They have default
+// visibility; all other symbols are hidden. A function that can fail returns
+// the status code, 0 for success, and writes the message to `error`.
 
 #ifndef EP_FFI_CORE_EXPORT_H_
 #define EP_FFI_CORE_EXPORT_H_
@@ -17,7 +17,7 @@
 
 namespace ep {
 
-// Runs `body`, which returns a Status, and reports it as said above.
+// Runs `body`, and returns its status in that form.
 template <typename Body>
 int32_t Export(char* error, int64_t error_bytes, Body body) {
   Status status;

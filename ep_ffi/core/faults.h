@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Words for what can be wrong with an ep_prepare; every backend uses them.
+// The errors of ep_prepare, in the same words for every backend.
 
 #ifndef EP_FFI_CORE_FAULTS_H_
 #define EP_FFI_CORE_FAULTS_H_
@@ -27,8 +27,8 @@ inline Status RepeatedId(int64_t token, int64_t k, int64_t id) {
                        "-1 for an unused choice)"));
 }
 
-// `program` and `group`: where the mesh of each has the rank, as in
-// PrepareArgs.
+// `program` and `group` are the positions of the rank in the meshes of the two,
+// numbered as in PrepareArgs::place.
 inline Status OtherPlace(int64_t program, int64_t group, int64_t ep_size) {
   return Status(
       Code::kFailedPrecondition,

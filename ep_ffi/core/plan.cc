@@ -34,8 +34,8 @@ uint64_t HashDims(const PlanDims& d) {
                d.alignment, d.drop});
 }
 
-// Detects any change of one word, since odd factors have an inverse modulo
-// 2^64, and nearly any other that is not made on purpose.
+// Returns a sum that changes with any one word, since odd factors have an
+// inverse modulo 2^64, and with nearly all other accidental changes.
 uint64_t SumOf(const Route* routes, int64_t count) {
   uint64_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -62,12 +62,13 @@ uint64_t Checksum(const PlanDims& dims, const PlanHeader& header,
                word(SumOf(RecvRoutes(dims, mem), header.num_slots))});
 }
 
-// Choices of one rank for one expert; `starts` comes from a peer.
+// Counts the choices of one rank for one expert.
 int64_t Count(const ChoicesView& choices, int64_t expert) {
   return choices.starts[expert + 1] - choices.starts[expert];
 }
 
-// Checks the choices of one rank, and adds them to the fingerprint.
+// Checks the choices of one rank, which come from a peer, and adds them to the
+// fingerprint.
 Status ReadChoices(const PlanDims& dims, int64_t rank,
                    const ChoicesView& choices, uint64_t* fingerprint) {
   bool valid = choices.starts[0] == 0 &&
@@ -75,8 +76,8 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
   for (int64_t e = 0; valid && e < dims.num_experts; ++e) {
     valid = choices.starts[e] <= choices.starts[e + 1];
   }
-  // In one pass, with a sum that each choice enters by its place: it tells one
-  // order from another, and costs little.
+  // One pass finds the largest choice, and a sum with a factor for each place,
+  // which tells one order from another.
   const int64_t num_used = valid ? choices.starts[dims.num_experts] : 0;
   uint32_t largest = 0, sum = 0;
   for (int64_t i = 0; i < num_used; ++i) {
@@ -97,8 +98,9 @@ Status ReadChoices(const PlanDims& dims, int64_t rank,
   return Status();
 }
 
-// First slot of each local expert's slab on `rank`, and the slots it wants in
-// all: slabs in ascending expert, each padded to the alignment.
+// Returns the first slot of each local expert's slab on `rank`, and at the end
+// the number of slots that the rank needs. Slabs ascend by expert, and each is
+// padded to the alignment.
 std::vector<int64_t> SlabOffsets(const PlanDims& dims, int64_t rank,
                                  const std::vector<ChoicesView>& choices) {
   const int64_t num_local = dims.num_local_experts();
@@ -195,7 +197,7 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
   std::fill(send, send + dims.num_choices(), kNoRoute);
   std::fill(recv, recv + capacity, kNoRoute);
 
-  // Where my tokens go, destination by destination.
+  // Writes where this rank's tokens go, destination by destination.
   const ChoicesView& mine = choices[rank];
   for (int64_t dest = 0; dest < dims.ep_size; ++dest) {
     const std::vector<int64_t> offsets = SlabOffsets(dims, dest, choices);
@@ -216,7 +218,7 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
     }
   }
 
-  // What arrives in my slots.
+  // Writes what arrives in this rank's slots.
   const std::vector<int64_t> offsets = SlabOffsets(dims, rank, choices);
   for (int64_t j = 0; j < num_local; ++j) {
     int64_t slot = std::min(offsets[j], capacity);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The routing plan: who sends which token to which slot.
+// The routing plan: which rank sends which token to which slot.
 //
 // `ep_prepare` turns the top-k choices of all ranks of an EP domain into one
 // plan per rank. A plan is plain bytes (`EpHandle.mem`), so it survives jit
-// boundaries, donation and serialisation; and because bytes that came back
-// from a user cannot be trusted, whoever reads a plan checks each index.
+// boundaries, donation and serialisation. Bytes that come back from a user
+// cannot be trusted, so every reader of a plan checks each index.
 //
 //   mem = PlanHeader | send: Route[T * K] | recv: Route[C] | zero padding
 //
@@ -47,7 +47,7 @@ struct PlanDims {
 // Fails unless the sizes are positive, divide, and fit 32-bit indices.
 Status ValidateDims(const PlanDims& dims);
 
-// Bytes of `EpHandle.mem`.
+// Returns the bytes of `EpHandle.mem`.
 int64_t PlanBytes(const PlanDims& dims);
 
 struct Route {
@@ -57,19 +57,19 @@ struct Route {
 
 inline constexpr Route kNoRoute = {-1, -1};
 
-// What a rank tells its peers about its tokens: its choices sorted by expert.
+// The choices of a rank, sorted by expert, as it sends them to its peers.
 struct SortedChoices {
   std::vector<int32_t> starts;  // [E + 1], prefix sums of choices per expert
   std::vector<int32_t> order;   // [T K], choices t K + k, ascending per expert
 };
 
-// Counting sort of `topk_idx` [T, K], linear in T K + E. Fails on an index
-// outside [-1, E) and on an expert that occurs twice in a token.
+// Sorts `topk_idx` [T, K] in time linear in T K + E. Fails on an index outside
+// [-1, E) and on an expert that occurs twice in a token.
 template <typename Index>
 Status SortChoices(const PlanDims& dims, const Index* topk_idx,
                    SortedChoices* out);
 
-// The same as its peers see it: borrowed arrays of the sizes above.
+// SortedChoices as a peer reads them: borrowed arrays of the same sizes.
 struct ChoicesView {
   const int32_t* starts;
   const int32_t* order;
@@ -82,24 +82,24 @@ struct PlanOutputs {
   int32_t* total_recv_tokens;  // [1] slots wanted, before any drop
 };
 
-// Writes the plan of `rank` from the choices of every rank. Fails when any
-// rank of the domain overflows and the policy is not to drop: every rank
-// sees all counts, so every rank fails with the same message. `domain` numbers
-// the EP domains with tokens of their own; plans of two of them differ, even
+// Writes the plan of `rank` from the choices of every rank. Fails if any rank
+// of the domain overflows and the policy is not to drop. Every rank sees all
+// counts, so every rank fails with the same message. `domain` numbers the EP
+// domains that have tokens of their own; plans of two such domains differ, even
 // if the choices are equal.
 Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
                  const std::vector<ChoicesView>& choices,
                  const PlanOutputs& out);
 
-// Writes the checksum of a plan: for `BuildPlan`, and for tests that alter
+// Writes the checksum of a plan. Called by `BuildPlan`, and by tests that alter
 // routes.
 void SealPlan(const PlanDims& dims, std::byte* mem);
 
 // A checked view of a plan's bytes.
 class Plan {
  public:
-  // Fails unless `mem` is a plan made by `rank` for exactly these sizes, and
-  // what movers read of it is unchanged.
+  // Fails unless `mem` is a plan that `rank` made for exactly these sizes, and
+  // the part that movers read is unchanged.
   static Status Open(const PlanDims& dims, int64_t rank, const std::byte* mem,
                      int64_t bytes, Plan* out);
 

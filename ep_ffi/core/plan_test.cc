@@ -51,7 +51,8 @@ std::vector<SortedChoices> SortAll(const PlanDims& dims,
   return sorted;
 }
 
-// ep_prepare's outputs on one rank, filled with what nobody expects.
+// The outputs of ep_prepare on one rank, filled with values that no test
+// expects.
 struct Prepared {
   explicit Prepared(const PlanDims& dims)
       : mem(PlanBytes(dims), std::byte{0xa5}),
@@ -124,7 +125,7 @@ TEST_P(PlanProperty, MatchesTheContract) {
   }
 }
 
-INSTANTIATE_TEST_CASE_P(KeepAndDrop, PlanProperty, ::testing::Bool());
+INSTANTIATE_TEST_SUITE_P(KeepAndDrop, PlanProperty, ::testing::Bool());
 
 TEST(SortChoicesTest, TheTwoIndexTypesAgree) {
   const std::vector<int64_t>& wide = kSmallChoices[1];
@@ -215,7 +216,7 @@ TEST(BuildPlanTest, CorruptChoicesOfAPeerAreAnError) {
 TEST(PlanTest, OpensOnlyForItsOwnSizes) {
   const Prepared prepared = Build(kSmall, 1, kSmallChoices);
   ASSERT_TRUE(Open(kSmall, 1, prepared.mem).ok());
-  // Sizes of which the plan has as many bytes.
+  // A plan for any of these sizes has the same number of bytes.
   PlanDims wrong[7];
   std::fill(std::begin(wrong), std::end(wrong), kSmall);
   wrong[0].num_experts = 8;

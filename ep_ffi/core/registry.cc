@@ -8,20 +8,21 @@
 namespace ep {
 
 Registry& Registry::Get() {
-  // Leaked: device threads may outlive the destructors of static objects.
+  // Leaked because device threads may outlive the destructors of static
+  // objects.
   static Registry* registry = new Registry();
   return *registry;
 }
 
 std::shared_ptr<Group> Registry::Find(const std::string& name) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   auto it = entries_.find(name);
   return it == entries_.end() ? nullptr : it->second.group;
 }
 
 Status Registry::Add(const std::string& name, const std::string& config,
                      std::shared_ptr<Group> group) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (entries_.try_emplace(name, Entry{std::move(group), config, {}}).second) {
     return Status();
   }
@@ -30,14 +31,14 @@ Status Registry::Add(const std::string& name, const std::string& config,
 }
 
 std::shared_ptr<Group> Registry::Remove(const std::string& name) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   auto node = entries_.extract(name);
   return node.empty() ? nullptr : std::move(node.mapped().group);
 }
 
 void Registry::Release(const std::string& name) {
   const std::shared_ptr<Group> group = Remove(name);
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   released_.erase(
       std::remove_if(released_.begin(), released_.end(),
                      [](const auto& other) { return other.expired(); }),
@@ -48,7 +49,7 @@ void Registry::Release(const std::string& name) {
 void Registry::CloseReleased() {
   std::vector<std::weak_ptr<Group>> released;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     released.swap(released_);
   }
   for (const auto& entry : released) {
@@ -59,7 +60,7 @@ void Registry::CloseReleased() {
 void Registry::FailRun(int64_t run_id, const Status& status) {
   std::vector<std::shared_ptr<Group>> groups;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     for (const auto& [name, entry] : entries_) groups.push_back(entry.group);
     for (const auto& entry : released_) {
       if (auto group = entry.lock()) groups.push_back(std::move(group));
@@ -70,7 +71,7 @@ void Registry::FailRun(int64_t run_id, const Status& status) {
 
 Binding Registry::Bind(const std::string& name, const std::string& program,
                        int64_t position) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   auto found = entries_.find(name);
   if (found == entries_.end()) return {nullptr, 0, ""};
   Entry& entry = found->second;

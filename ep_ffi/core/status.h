@@ -7,9 +7,10 @@
 #define EP_FFI_CORE_STATUS_H_
 
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <utility>
+
+#include "ep_ffi/core/str_cat.h"
 
 namespace ep {
 
@@ -20,7 +21,7 @@ enum class Code : uint8_t {
   kFailedPrecondition,  // the group or the handle is in the wrong state
   kResourceExhausted,   // more rows than the receive capacity; no memory
   kDeadlineExceeded,    // a peer did not come in time
-  kUnavailable,         // a peer is gone
+  kUnavailable,         // a peer has ended
   kInternal,            // a bug in this library
 };
 
@@ -38,13 +39,6 @@ class [[nodiscard]] Status {
   Code code_ = Code::kOk;
   std::string message_;
 };
-
-template <typename... Parts>
-std::string StrCat(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
 
 // Returns from the enclosing function if `expr` is a failure.
 #define EP_RETURN_IF_ERROR(expr)                    \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What XLA:CPU gives to a call: the id of the run, and a pool of threads.
+// The context of a call on XLA:CPU: the id of the run, and a pool of threads.
 
 #include <cstdint>
 #include <functional>
@@ -13,7 +13,7 @@
 namespace ep {
 namespace {
 
-// XLA's own intra-op pool; usable until the handler returns.
+// XLA's own intra-op pool. It can be used until the handler returns.
 class ThreadPoolExecutor : public Executor {
  public:
   explicit ThreadPoolExecutor(ffi::ThreadPool pool) : pool_(pool) {}
@@ -24,7 +24,7 @@ class ThreadPoolExecutor : public Executor {
       task();
     };
     Handover::OfTasks().ToXla();
-    const Unseen copy_of_run;
+    const ScopedIgnoreWrites copies_of_run;
     pool_.Schedule(std::move(run));
   }
   int64_t num_threads() const override { return pool_.num_threads(); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What XLA:GPU gives to a call: a stream.
+// The context of a call on XLA:GPU: a stream.
 
 #include "ep_ffi/handlers/op_call.h"
 

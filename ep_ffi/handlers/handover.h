@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What passes through XLA from one thread to another, told to ThreadSanitizer.
+// Tells ThreadSanitizer what passes through XLA from one thread to another.
 //
-// XLA orders what it calls, but it is not instrumented: TSan sees none of its
-// locks and queues, and would call everything that passes through them a race.
-// Without TSan this is nothing.
+// XLA orders the functions that it calls, but it is not instrumented. TSan does
+// not see its locks and queues, and would report a race on everything that
+// passes through them. Without TSan these classes do nothing.
 
 #ifndef EP_FFI_HANDLERS_HANDOVER_H_
 #define EP_FFI_HANDLERS_HANDOVER_H_
@@ -25,27 +25,27 @@ inline void AnnotateIgnoreWritesEnd(const char*, int) {}
 
 namespace ep {
 
-// All that happened before a `ToXla` happens before a later `FromXla` of the
-// same handover.
+// Everything before a call of `ToXla` happens before a later call of `FromXla`
+// of the same object. Thread-safe.
 class Handover {
  public:
-  // Of the ops on a device: XLA starts one when those that it depends on are
-  // done. Ops of different devices are ordered by us alone.
+  // The ops of a device: XLA starts an op when those that it depends on are
+  // done. Only a backend orders ops of different devices.
   static Handover& OfDevice(size_t device) {
     static Handover devices[64];
     return devices[device % 64];
   }
-  // Of an op's state: from where it is made to where it is used, ...
+  // The state of an op, from where it is made to where it is used.
   static Handover& OfNewStates() {
     static Handover states;
     return states;
   }
-  // ... and from there to where it is destroyed.
+  // The state of an op, from where it is used to where it is destroyed.
   static Handover& OfUsedStates() {
     static Handover states;
     return states;
   }
-  // Of tasks for XLA's pool of threads.
+  // Tasks for XLA's pool of threads.
   static Handover& OfTasks() {
     static Handover tasks;
     return tasks;
@@ -55,12 +55,12 @@ class Handover {
   void FromXla() { __tsan_acquire(this); }
 };
 
-// While one lives, TSan does not see what this thread writes: what XLA's own
-// headers do here, between our `ToXla` and what it hands over.
-class Unseen {
+// Hides from TSan what this thread writes while an object of this class exists:
+// the writes of XLA's headers between our `ToXla` and XLA's queue.
+class ScopedIgnoreWrites {
  public:
-  Unseen() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
-  ~Unseen() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
+  ScopedIgnoreWrites() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+  ~ScopedIgnoreWrites() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
 };
 
 }  // namespace ep

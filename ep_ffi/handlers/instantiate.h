@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Runs once per op of a compiled program: finds the op's group and keeps it
-// alive as long as the executable.
+// The handler that runs once per op of a compiled program. It finds the op's
+// group and keeps it alive as long as the executable.
 
 #ifndef EP_FFI_HANDLERS_INSTANTIATE_H_
 #define EP_FFI_HANDLERS_INSTANTIATE_H_

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What every handler shares: the state of an op, the decoding of a call's
-// context, and the way from a `Status` to an `ffi::Future`.
+// The parts that all handlers share: the state of an op, the decoding of a
+// call's context and buffers, and the way from a `Status` to an `ffi::Future`.
 //
-// The five handlers have one body for all platforms (symbols.cc). A platform
-// brings what is particular in the context of a call: cpu.cc or cuda.cc.
+// The handlers have one body for all platforms (symbols.cc). A platform adds
+// the decoding of what is particular in the context of a call: cpu.cc or
+// cuda.cc.
 
 #ifndef EP_FFI_HANDLERS_OP_CALL_H_
 #define EP_FFI_HANDLERS_OP_CALL_H_
@@ -26,11 +27,11 @@ namespace ep {
 
 namespace ffi = ::xla::ffi;
 
-// Lives in the executable; keeps the group alive. Made by `Instantiate`.
+// Lives in the executable, and keeps the group alive. `Instantiate` makes it.
 struct OpState {
   static ffi::TypeId id;  // XLA writes it when the type is registered
-  // Not defined in here: of a type that is not complete yet, XLA's header,
-  // whose warnings nobody sees, makes a deleter that runs no destructor.
+  // Defined in symbols.cc. The type is incomplete here, and XLA's header would
+  // make a deleter for it that runs no destructor, without a visible warning.
   static const ffi::TypeInfo info;
 
   std::shared_ptr<Group> group;
@@ -43,14 +44,14 @@ struct OpState {
 struct OpCall {
   const OpState* state;
   int32_t device;
-  // What the platform decodes; see `Call`.
+  // Decoded by the platform; see `Call`.
   int64_t run_id = 0;
   std::unique_ptr<Executor> executor;
   void* stream = nullptr;
 };
 
-// Of the platform that the library is for. False if XLA does not provide what
-// it needs, which `diagnostic` then tells.
+// Decodes what the library's platform needs of the context. Returns false, with
+// the reason in `diagnostic`, if XLA does not provide it.
 bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                     ffi::DiagnosticEngine& diagnostic, OpCall* call);
 
@@ -107,7 +108,8 @@ ffi::Future Submit(Op op, const OpCall& context, Start start) {
   return future;
 }
 
-// ---- Decoding of buffers. The lowering makes the shapes; a mismatch means
+// ---- Decoding of buffers. The lowering makes their shapes, so a mismatch
+// means
 // ---- that the Python package and this library are of different versions.
 
 inline Status Mismatch(const std::string& what) {

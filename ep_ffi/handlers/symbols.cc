@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The symbols that ep/_src/ffi.py registers, the same on every platform.
+// The symbols that ep/_src/ffi.py registers. They are the same on every
+// platform.
 
 #include "ep_ffi/core/export.h"
 #include "ep_ffi/handlers/combine.h"
@@ -14,14 +15,14 @@ ep::ffi::TypeId ep::OpState::id = {};
 const ep::ffi::TypeInfo ep::OpState::info =
     ep::ffi::MakeTypeInfo<ep::OpState>();
 
-// No handler has XLA's trait of one that it may record into a command buffer,
+// No handler has XLA's trait that allows to record it into a command buffer,
 // not even the movers, which only enqueue on a GPU. XLA may record an op that
-// never ran, and the first launch of a kernel of NCCL EP loads it, which a
-// stream that is captured refuses; and in a command buffer ops are no longer on
-// the stream of XLA's collectives, so a mover could run beside another.
+// has never run. But the first launch of an NCCL EP kernel loads it, which a
+// stream refuses while it is captured. And in a command buffer ops leave the
+// stream of XLA's collectives, so that a mover could run beside a collective.
 
-// Declared first, with default visibility: the macro that defines them has no
-// place for it.
+// The macro that defines a handler has no place for its visibility, so a
+// declaration comes first.
 #define EP_DEFINE_HANDLER(symbol, ...)                 \
   EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, __VA_ARGS__)
@@ -36,5 +37,5 @@ EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd());
 EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
 EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }
 
-// Compared before anything else is called.
+// ep/_src/ffi.py compares it before it calls anything else.
 EP_EXPORT const char* ep_interface() { return EP_INTERFACE; }

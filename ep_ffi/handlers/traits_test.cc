@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests what the handlers tell XLA of themselves.
+// Tests the traits that the handlers report to XLA.
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ XLA_FFI_Error* ep_combine_bwd(XLA_FFI_CallFrame*);
 namespace ep {
 namespace {
 
-// Asks a handler for its traits in the way that XLA does.
+// Asks a handler for its traits as XLA does.
 XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
   XLA_FFI_Metadata metadata = {};
   metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
@@ -34,8 +34,8 @@ XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
   return metadata.traits;
 }
 
-// A command buffer would record what loads kernels, and replay it on a stream
-// that is not that of XLA's collectives.
+// A command buffer would record ops that load kernels, and replay them on
+// another stream than that of XLA's collectives.
 TEST(TraitsTest, NothingIsRecordedIntoCommandBuffers) {
   for (XLA_FFI_Handler* handler :
        {ep_prepare, ep_dispatch, ep_dispatch_bwd, ep_combine, ep_combine_bwd}) {

@@ -6,6 +6,27 @@
 
 namespace ep::testing {
 
+// A backend need not make these promises.
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GatherConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(FailureConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactSumConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OrderConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CheckConformance);
+
+void ExpectFailure(const Failure& expected, const Status& status) {
+  EXPECT_EQ(expected.code, status.code()) << status.message();
+  for (const std::string& part : expected.parts) {
+    EXPECT_NE(std::string::npos, status.message().find(part))
+        << "no \"" << part << "\" in: " << status.message();
+  }
+}
+
+void ExpectFailureOnAll(const Failure& expected, const StepPtr& step) {
+  for (const Status& status : step->Run()) {
+    ExpectFailure(expected, status);
+  }
+}
+
 std::vector<Domain> Conformance::MakeWorld(const WorldOptions& options) {
   std::vector<Domain> world = GetParam().make(options);
   domains_.insert(domains_.end(), world.begin(), world.end());

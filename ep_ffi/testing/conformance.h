@@ -1,10 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What every backend must do, as one suite of tests. A backend takes part by
-// saying how its groups are made and what it promises:
+// The tests that every backend passes. A backend says how its groups are made
+// and what it promises; it gets the tests of those promises and no others:
 //
-//   INSTANTIATE_TEST_CASE_P(Host, Conformance, ::testing::Values(Backend{
-//       "threads", [](const WorldOptions& options) { ... }}));
+//   using ep::testing::Backend;
+//
+//   Backend Threads() {
+//     Backend backend;
+//     backend.name = "threads";
+//     backend.make = [](const WorldOptions& options) { ... };
+//     backend.exact_sums = false;  // a promise that it does not make
+//     return backend;
+//   }
+//
+//   EP_INSTANTIATE_CONFORMANCE(Host, Threads());
+//
+// A new backend may begin without any promise, which leaves the tests of
+// `Conformance`, and make one after another: `gathers` and `shares_failures`
+// first, because other suites need them. --gtest_filter=*/OrderConformance.*
+// selects one suite.
 
 #ifndef EP_FFI_TESTING_CONFORMANCE_H_
 #define EP_FFI_TESTING_CONFORMANCE_H_
@@ -13,7 +27,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <iostream>
+#include <initializer_list>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -31,33 +45,45 @@ struct Backend {
   // Makes one group, on all ranks of all its domains.
   std::function<std::vector<Domain>(const WorldOptions&)> make;
 
-  // What it takes: sizes made to fit, where the capacity may only grow; a
-  // multiple for the width of rows; and how many ranks.
+  // ---- Sizes that the backend takes.
+
+  // Returns the nearest sizes that it takes; the capacity may only grow.
   std::function<PlanDims(PlanDims)> fit = [](PlanDims dims) { return dims; };
-  int64_t width_multiple = 1;
+  int64_t width_multiple = 1;  // of the width of rows
   int64_t min_ep_size = 1;
 
-  // Its sums are the contract's, to the bit; else they differ by so many
-  // roundings at most, see RoundingSlack().
+  // ---- Promises. The suite that tests each is named beside it.
+
+  // It serves `Group::Gather`. (GatherConformance)
+  bool gathers = true;
+  // A failure on one rank fails the op on every rank, with a message that names
+  // the op, the layer and the rank. (FailureConformance)
+  bool shares_failures = true;
+  // Its sums equal the contract's bit for bit. (ExactSumConformance) Otherwise
+  // they may differ by this many roundings, see RoundingSlack().
   bool exact_sums = true;
   double sum_roundings = 0;
+  // An op waits for its peers outside of any queue: ranks may call their ops in
+  // different orders, or not at all. (OrderConformance)
+  bool any_order = true;
+  // Ranks exchange a description of every op. So each rank learns what is wrong
+  // on another, and an op does no harm, whatever its inputs.
+  // (CheckConformance)
+  bool checks_every_op = true;
+
+  // ---- Promises that other tests take into account.
+
   // ep_combine multiplies by weights.
   bool fuses_weights = true;
   // The bytes of a handle depend on the routing alone.
   bool repeatable_handles = true;
-  // An op waits for its peers outside of any queue: they may come to their ops
-  // in different orders, or not at all.
-  bool any_order = true;
-  // Ranks tell each other what an op is about, so that each knows what another
-  // has wrong, and no op harms with what it was given.
-  bool checks_every_op = true;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
   return out << backend.name;
 }
 
-// For tests that are not about sizes.
+// The sizes of tests that are not about sizes.
 inline constexpr PlanDims kDims = {
     /*num_experts=*/8, /*ep_size=*/4,
     /*num_tokens=*/6,  /*top_k=*/2,
@@ -72,26 +98,33 @@ struct Routed {
   std::vector<std::vector<std::byte>> mems;  // by rank
 };
 
-// Ends a test that needs what a backend does not promise, and says why.
-#define EP_REQUIRE(promise, reason)                                    \
-  if (!GetParam().promise) {                                           \
-    std::cout << "[  SKIPPED ] " << GetParam() << " does not promise " \
-              << #promise << ", and here " << reason << std::endl;     \
-    return;                                                            \
-  }
-
 inline void ExpectOk(const Status& status) {
   EXPECT_TRUE(status.ok()) << status.message();
 }
 
+// A failure's code, and parts of its message.
+struct Failure {
+  Code code;
+  std::vector<std::string> parts;
+};
+
+void ExpectFailure(const Failure& expected, const Status& status);
+// Runs a step and expects it to fail on every rank.
+void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
+
+// The tests of every backend, and what they share with those of the promises.
 class Conformance : public ::testing::TestWithParam<Backend> {
+ public:
+  // Returns whether the tests of this suite are for a backend.
+  static bool IsFor(const Backend&) { return true; }
+
  protected:
   Random random_{20240229};
 
   // Sizes and rows that the backend takes.
   PlanDims RandomFittingDims(int64_t ep_size, bool drop);
   RowType Fit(const RowType& type) const;
-  // For tests that are not about rows.
+  // The rows of tests that are not about rows.
   RowType AnyType() const { return Fit({5, DType::kFloat32}); }
 
   // Groups are closed when the test ends.
@@ -101,7 +134,7 @@ class Conformance : public ::testing::TestWithParam<Backend> {
 
   int64_t NextRun() { return next_run_++; }
 
-  // ep_prepare's inputs.
+  // Returns the inputs of ep_prepare.
   std::vector<RankInput> PrepareInputs(const PlanDims& dims,
                                        const Choices& topk_idx) const;
   // Runs ep_prepare and expects the oracle's layout.
@@ -109,17 +142,17 @@ class Conformance : public ::testing::TestWithParam<Backend> {
                  const Choices& topk_idx);
   Routed PrepareRandom(const Domain& domain, const PlanDims& dims);
 
-  // Random inputs of another op. What lies in unused slots is NaN. A combine
-  // has weights only if the backend multiplies by them.
+  // Returns random inputs of another op. Unused slots hold NaN. A combine has
+  // weights only if the backend multiplies by them.
   std::vector<RankInput> RandomInputs(Op op, const Routed& routed,
                                       const RowType& type,
                                       bool weighted = true);
-  // Runs a step on all ranks and expects that to work.
+  // Runs a step and expects it to succeed on every rank.
   static void ExpectRuns(const StepPtr& step);
-  // Expects of a step that is done what the oracle makes of its inputs.
+  // Expects the outputs of a step that has run to be the oracle's.
   void ExpectOracle(Op op, const Routed& routed,
                     const std::vector<RankInput>& inputs, const StepPtr& step);
-  // A random step, run, with its result checked.
+  // Runs an op on random inputs and expects the oracle's outputs.
   void ExpectWorks(const Domain& domain, Op op, const Routed& routed,
                    const RowType& type);
 
@@ -127,6 +160,59 @@ class Conformance : public ::testing::TestWithParam<Backend> {
   std::vector<Domain> domains_;
   int64_t next_run_ = 1000;
 };
+
+class GatherConformance : public Conformance {
+ public:
+  static bool IsFor(const Backend& b) { return b.gathers; }
+};
+
+class FailureConformance : public Conformance {
+ public:
+  static bool IsFor(const Backend& b) { return b.shares_failures; }
+};
+
+class ExactSumConformance : public Conformance {
+ public:
+  static bool IsFor(const Backend& b) { return b.gathers && b.exact_sums; }
+};
+
+class OrderConformance : public Conformance {
+ public:
+  static bool IsFor(const Backend& b) {
+    return b.gathers && b.shares_failures && b.any_order;
+  }
+};
+
+class CheckConformance : public Conformance {
+ public:
+  static bool IsFor(const Backend& b) {
+    return b.gathers && b.shares_failures && b.checks_every_op;
+  }
+};
+
+// Returns the parameters of a suite: the backends that it is for.
+template <typename Suite>
+auto BackendsOf(std::initializer_list<Backend> backends) {
+  std::vector<Backend> chosen;
+  for (const Backend& backend : backends) {
+    if (Suite::IsFor(backend)) chosen.push_back(backend);
+  }
+  return ::testing::ValuesIn(chosen);
+}
+
+// Registers the tests for some backends. Use it in a namespace.
+#define EP_INSTANTIATE_CONFORMANCE(name, ...)                    \
+  EP_INSTANTIATE_SUITE_(name, Conformance, __VA_ARGS__);         \
+  EP_INSTANTIATE_SUITE_(name, GatherConformance, __VA_ARGS__);   \
+  EP_INSTANTIATE_SUITE_(name, FailureConformance, __VA_ARGS__);  \
+  EP_INSTANTIATE_SUITE_(name, ExactSumConformance, __VA_ARGS__); \
+  EP_INSTANTIATE_SUITE_(name, OrderConformance, __VA_ARGS__);    \
+  EP_INSTANTIATE_SUITE_(name, CheckConformance, __VA_ARGS__)
+
+#define EP_INSTANTIATE_SUITE_(name, suite, ...) \
+  using ::ep::testing::suite;                   \
+  INSTANTIATE_TEST_SUITE_P(name, suite,         \
+                           ::ep::testing::BackendsOf<suite>({__VA_ARGS__}))
 
 }  // namespace ep::testing
 

@@ -45,7 +45,7 @@ double Decode(DType dtype, uint32_t bits) {
   const uint32_t one = 1u << f.fraction_bits;
   const uint32_t exponent = magnitude >> f.fraction_bits;
   const uint32_t fraction = magnitude & (one - 1);
-  const int unit = f.min_exponent() - f.fraction_bits;  // a subnormal's
+  const int unit = f.min_exponent() - f.fraction_bits;  // of subnormals
   if (exponent == 0) return sign * std::ldexp(fraction, unit);
   return sign * std::ldexp(one + fraction, unit + exponent - 1);
 }
@@ -62,8 +62,8 @@ uint32_t Encode(DType dtype, double value) {
   if (exponent > -f.min_exponent() + 1) return sign | f.infinity();
   const double units =
       std::nearbyint(std::ldexp(std::abs(value), f.fraction_bits - exponent));
-  // A normal number's leading one adds itself to the exponent, and so does
-  // the carry of one that was rounded up to the next power of two.
+  // The leading one of a normal number adds 1 to the exponent. So does the
+  // carry of a number that was rounded up to the next power of two.
   const uint32_t magnitude =
       (static_cast<uint32_t>(exponent - f.min_exponent()) << f.fraction_bits) +
       static_cast<uint32_t>(units);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The three float formats by their definition: a fraction of so many bits
-// times a power of two. Slow and obvious, to hold fast conversions against.
+// The three float formats by their definition: a fraction of a few bits times a
+// power of two. These conversions are slow and obvious; tests compare the fast
+// ones with them.
 
 #ifndef EP_FFI_TESTING_FORMATS_H_
 #define EP_FFI_TESTING_FORMATS_H_
@@ -13,18 +14,19 @@
 
 namespace ep::testing {
 
-// The value of a bit pattern.
+// Returns the value of a bit pattern.
 double Decode(DType dtype, uint32_t bits);
 
-// The bit pattern nearest to `value`, ties to the even one; values beyond the
-// largest finite one are infinite.
+// Returns the bit pattern nearest to `value`, of two equally near ones the even
+// one. Values beyond the largest finite one become infinite.
 uint32_t Encode(DType dtype, double value);
 
-// The same from and to an element of an array.
+// Decodes and encodes an element of an array.
 double Load(DType dtype, const std::byte* array, int64_t index);
 void Store(DType dtype, double value, std::byte* array, int64_t index);
 
-// What rounding to a format changes a value by at most, relative to it.
+// Returns the largest change that rounding to a format makes, relative to the
+// value.
 double UnitRoundoff(DType dtype);
 
 }  // namespace ep::testing

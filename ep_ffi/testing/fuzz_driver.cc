@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Runs a fuzz target, without a fuzzer: over its corpus, and over mutants of it
-// that are the same each time.
+// Runs a fuzz target without a fuzzer: on its corpus, and on mutants of the
+// corpus, which are the same in every run.
 //
 //   foo_fuzz_test [--iterations=n] [--seed=n] corpus files...
 //
 // The target has libFuzzer's form, so that a fuzzer that learns can run it too.
-// It returns -1 for an input that it refused. What it finds wrong it says by
-// abort(), or a sanitizer does; the input is then in the file that the log
+// It returns -1 for an input that it refuses. It, or a sanitizer, aborts the
+// process when it finds a fault; the input is then in the file that the log
 // names.
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ namespace {
 
 using Input = std::vector<uint8_t>;
 
-// Of the command line.
+// Flags of the command line.
 int64_t iterations = 1000;
 uint64_t seed = 1;
 std::vector<std::string> corpus_files;
@@ -43,7 +43,7 @@ Input Read(const std::string& path) {
   return Input(std::istreambuf_iterator<char>(file), {});
 }
 
-// The input at hand, where it outlives a crash.
+// Keeps the current input in a file, which outlives a crash.
 class LastInput {
  public:
   LastInput() {
@@ -69,7 +69,7 @@ bool Accepts(const Input& input) {
   return LLVMFuzzerTestOneInput(input.data(), input.size()) == 0;
 }
 
-// Where bounds and signs are.
+// Numbers at which bounds and signs change.
 constexpr int64_t kNumbers[] = {
     0,    1,     -1,        2,         3,         4,         8,
     16,   63,    64,        65,        255,       256,       4095,
@@ -77,7 +77,7 @@ constexpr int64_t kNumbers[] = {
 
 class Mutator {
  public:
-  // Half of the mutants are of a good seed, and get far.
+  // Takes half of the mutants from good seeds, since these pass more checks.
   Mutator(std::vector<Input> corpus, std::vector<Input> good)
       : corpus_(std::move(corpus)), good_(std::move(good)) {}
 
@@ -132,12 +132,12 @@ class Mutator {
   std::mt19937_64 random_{seed};
 };
 
-// Seeds of good_ names; those of others are bad in their own ways.
+// The target accepts the seeds of this name and refuses all others.
 bool IsGood(const std::string& path) {
   return path.find("/good_") != std::string::npos;
 }
 
-// Else no mutant gets past the first checks.
+// Without good seeds no mutant would pass the first checks.
 TEST(FuzzTest, GoodSeedsAreAccepted) {
   for (const std::string& path : corpus_files) {
     EXPECT_EQ(IsGood(path), Accepts(Read(path)))

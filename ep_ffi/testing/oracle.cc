@@ -31,8 +31,8 @@ RankData ScatterTo(int64_t rank, const PlanDims& dims, const Layout& layout,
   return out;
 }
 
-// With `scale` the weights of the slots multiply their rows, else they are
-// gathered beside them if there are any.
+// With `scale`, the weights of the slots multiply their rows. Otherwise they
+// are gathered beside the rows, if there are any.
 RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
                   const RowType& type, const std::vector<RankData>& inputs,
                   bool scale) {
@@ -62,7 +62,7 @@ RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
   return out;
 }
 
-// The same as Difference, for arrays of one type.
+// Does the work of Difference for one array.
 std::string ArrayDifference(const char* what, DType dtype, int64_t width,
                             const std::byte* expected, const std::byte* actual,
                             int64_t bytes, const std::vector<double>& slack) {

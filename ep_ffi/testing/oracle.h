@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The numeric contract in plain loops: what each of the five ops must give on
-// every rank of an EP domain. It shares no code with what it judges.
+// The numeric contract in plain loops: the outputs of each op on every rank of
+// an EP domain. It shares no code with the backends that are compared with it.
 
 #ifndef EP_FFI_TESTING_ORACLE_H_
 #define EP_FFI_TESTING_ORACLE_H_
@@ -16,10 +16,11 @@
 
 namespace ep::testing {
 
-// The choices of every rank: [P][T * K] expert ids, -1 for unused.
+// The choices of every rank: [P][T * K] expert ids, -1 where unused.
 using Choices = std::vector<std::vector<int64_t>>;
 
-// Where everything goes. The outer vectors are indexed by rank.
+// The routing of a domain: where each choice goes, and where each slot's token
+// comes from. The outer vectors are indexed by rank.
 struct Layout {
   std::vector<std::vector<Route>> send;  // [P][T * K]
   std::vector<std::vector<Route>> recv;  // [P][C]
@@ -32,14 +33,14 @@ struct Layout {
 
 Layout LayOut(const PlanDims& dims, const Choices& topk_idx);
 
-// What a rank gives to an op or gets from it: a dense [n, H] matrix, and the
-// weights that belong to it ([T, K] of tokens, [C] of slots) if any.
+// An input or an output of an op on one rank: a dense [n, H] matrix, and its
+// weights ([T, K] of tokens, [C] of slots) if there are any.
 struct RankData {
   std::vector<std::byte> rows;
   std::vector<float> weights;
 };
 
-// The rows of one exchange.
+// The type of a row.
 struct RowType {
   int64_t width;
   DType dtype;
@@ -47,21 +48,21 @@ struct RowType {
   int64_t bytes() const { return width * ByteWidth(dtype); }
 };
 
-// The outputs of an op other than ep_prepare, on every rank. With tail rows
-// zero.
+// Returns the outputs of an op other than ep_prepare, on every rank. The rows
+// of the tail are zero.
 std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
                             const RowType& type,
                             const std::vector<RankData>& inputs);
 
-// By how much each element of an op's rows may differ where sums round more
-// often, or in another order: `roundings` times the format's unit roundoff of
-// the sum of the sizes of its terms.
+// Returns by how much each element of an op's rows may differ if sums round
+// more often, or in another order: the sum of the sizes of its terms, times the
+// format's unit roundoff, times `roundings`.
 std::vector<std::vector<double>> RoundingSlack(
     Op op, const PlanDims& dims, const Layout& layout, const RowType& type,
     const std::vector<RankData>& inputs, double roundings);
 
-// Empty if the two are equal to the bit; else where they first differ. With
-// slack, elements of the rows may differ by so much.
+// Tells where the two first differ; empty if they are equal bit for bit. With
+// `slack`, each element of the rows may differ by that much.
 std::string Difference(const RowType& type, const RankData& expected,
                        const RankData& actual,
                        const std::vector<double>& slack = {});

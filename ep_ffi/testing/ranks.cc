@@ -12,18 +12,18 @@
 namespace ep::testing {
 namespace {
 
-// Two threads that serve every call of the test program.
+// Two threads that serve every call of the test program. Thread-safe.
 class Pool : public Executor {
  public:
   static Pool* Get() {
-    static Pool* pool = new Pool();  // leaked: its threads never end
+    static Pool* pool = new Pool();  // leaked because its threads never end
     return pool;
   }
 
   void Schedule(std::function<void()> task) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     tasks_.push_back(std::move(task));
-    wake_.notify_one();
+    changed_.NotifyOne();
   }
   int64_t num_threads() const override { return kThreads; }
 
@@ -36,26 +36,27 @@ class Pool : public Executor {
     }
   }
 
-  void Work() {
-    while (true) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [this] { return !tasks_.empty(); });
-      std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-    }
+  // Waits for a task.
+  std::function<void()> Take() {
+    MutexLock lock(mutex_);
+    while (tasks_.empty()) changed_.Wait(mutex_);
+    std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::function<void()>> tasks_;
+  void Work() {
+    while (true) Take()();
+  }
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<std::function<void()>> tasks_ EP_GUARDED_BY(mutex_);
 };
 
 constexpr size_t kCanaryElements = 16;
 
-// Sizes an output and fills it, and what follows it, with what is neither
-// zero nor expected.
+// Sizes an output, and fills it and some elements past its end with the canary.
 template <typename T>
 void Arm(size_t size, std::vector<T>* output) {
   output->resize(size + kCanaryElements);
@@ -63,7 +64,8 @@ void Arm(size_t size, std::vector<T>* output) {
               output->size() * sizeof(T));
 }
 
-// Fails the test if something was written past the end; cuts the canary off.
+// Fails the test if something was written past the end, and removes the
+// elements there.
 template <typename T>
 void Disarm(std::vector<T>* output) {
   if (output->empty()) return;  // was not armed
@@ -141,7 +143,7 @@ void Step::Post(int64_t rank) {
 void Step::PostPrepare(int64_t rank, Call call) {
   const RankInput& in = inputs_[rank];
   RankOutput& out = outputs_[rank];
-  int64_t mem_bytes = 0;  // stays so if the group refuses, as Prepare will
+  int64_t mem_bytes = 0;  // stays 0 if the group refuses, as Prepare then does
   (void)domain_.groups[rank]->MemBytes(sites_[rank].layer, in.dims.num_tokens,
                                        &mem_bytes);
   Arm(mem_bytes, &out.mem);
@@ -188,29 +190,33 @@ GatherArgs Step::ToGatherArgs(int64_t rank) {
 }
 
 void Step::Complete(int64_t rank, Status status) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (++completions_[rank] > 1) {
     ADD_FAILURE() << OpName(op_) << " completed twice on rank " << rank;
     return;
   }
   statuses_[rank] = std::move(status);
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 bool Step::IsDone(int64_t rank) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return completions_[rank] > 0;
 }
 
-Status Step::Wait(int64_t rank) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!changed_.wait_for(lock, std::chrono::minutes(1),
-                         [&] { return completions_[rank] > 0; })) {
+Status Step::WaitForCall(int64_t rank) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  MutexLock lock(mutex_);
+  while (completions_[rank] == 0) {
+    if (changed_.WaitUntil(mutex_, end)) continue;
     ADD_FAILURE() << OpName(op_) << " did not complete on rank " << rank;
     return Status(Code::kInternal, "not complete");
   }
-  lock.unlock();
-  Status status = statuses_[rank];
+  return statuses_[rank];
+}
+
+Status Step::Wait(int64_t rank) {
+  Status status = WaitForCall(rank);
   if (status.ok() && domain_.synchronize) status = domain_.synchronize(rank);
   RankOutput& out = outputs_[rank];
   Disarm(&out.mem);

@@ -1,29 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Drives the ops of a backend with plain host buffers, ranks as threads.
+// Calls the ops of a backend as a program would, with plain host buffers. Each
+// rank is a thread.
 
 #ifndef EP_FFI_TESTING_RANKS_H_
 #define EP_FFI_TESTING_RANKS_H_
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/core/status.h"
+#include "ep_ffi/core/thread_annotations.h"
 #include "ep_ffi/testing/oracle.h"
 
 namespace ep::testing {
 
 // The sizes of a group.
 struct WorldOptions {
-  PlanDims dims;  // of the first layer; a backend may fix what it needs to
+  PlanDims dims;  // of the first layer; a backend may fix some for the group
   int64_t num_domains = 1;
   double timeout_s = 60;
 };
@@ -32,9 +33,9 @@ struct WorldOptions {
 struct Domain {
   std::vector<std::shared_ptr<Group>> groups;  // by rank
   std::vector<int32_t> devices;                // by rank
-  // Of a backend whose ops are done when they are enqueued: where each rank
-  // enqueues them, and what waits until the device is through with all of them
-  // and tells what it found wrong.
+  // Empty unless ops are done when they are enqueued. Then the stream of each
+  // rank, and a function that waits until the device has run all of a rank's
+  // ops, and returns what it found wrong.
   std::vector<void*> streams;
   std::function<Status(int64_t rank)> synchronize;
 
@@ -44,11 +45,11 @@ struct Domain {
   int64_t size() const { return groups.size(); }
 };
 
-// Calls `body` for each rank, each on a thread of its own; waits for all.
+// Calls `body` for each rank on a thread of its own, and waits for all.
 void ForEachRank(int64_t num_ranks,
                  const std::function<void(int64_t rank)>& body);
 
-// Where a call stands: the run it belongs to, and what names its op.
+// Identifies a call: its run, and the site of its op.
 struct Place {
   int64_t run_id;
   int64_t position = 0;
@@ -56,27 +57,26 @@ struct Place {
   uint64_t program = 0;
 };
 
-// The layer that ops belong to if nothing else is said, as error messages call
-// it.
+// The name of the layer, unless a test gives another.
 inline constexpr char kLayerName[] = "moe_3";
 
-// What one rank gives to an op.
+// The inputs of an op on one rank.
 struct RankInput {
   std::string layer = kLayerName;
   PlanDims dims;
   Tail tail = Tail::kZero;
   bool checked = false;
-  // Of ep_prepare.
+  // For ep_prepare.
   std::vector<int64_t> topk_idx;
   bool index_is_int64 = true;
   std::vector<int32_t> place;  // empty: not known
-  // Of the others.
+  // For the other ops.
   std::vector<std::byte> mem;
   RowType type = {0, DType::kFloat32};
   RankData data;
 };
 
-// What one rank gets from an op.
+// The outputs of an op on one rank.
 struct RankOutput {
   std::vector<std::byte> mem;
   std::vector<int32_t> group_sizes;
@@ -85,11 +85,13 @@ struct RankOutput {
   RankData data;
 };
 
-// Outputs are full of it before.
+// The byte that fills outputs before an op runs.
 inline constexpr std::byte kCanary{0xc5};
 
-// One execution of one op on all ranks of a domain. An output that is written
-// past its end, and a call that completes twice, fail the test.
+// One execution of one op on all ranks of a domain. The test fails if an output
+// is written past its end, or if a call completes twice.
+//
+// Thread-safe, except that only one thread at a time may use a rank.
 class Step : public std::enable_shared_from_this<Step> {
  public:
   static std::shared_ptr<Step> Make(const Domain& domain, Op op, Place place,
@@ -100,7 +102,7 @@ class Step : public std::enable_shared_from_this<Step> {
   bool IsDone(int64_t rank);
   // Waits for the call; the test fails if it does not complete in a minute.
   Status Wait(int64_t rank);
-  // Posts and waits on all ranks at once; the statuses by rank.
+  // Posts and waits on all ranks at once. Returns the statuses by rank.
   std::vector<Status> Run();
   const RankInput& input(int64_t rank) const { return inputs_[rank]; }
   const RankOutput& output(int64_t rank) const { return outputs_[rank]; }
@@ -109,6 +111,7 @@ class Step : public std::enable_shared_from_this<Step> {
   Step(const Domain& domain, Op op, Place place, std::vector<RankInput> inputs);
 
   void Complete(int64_t rank, Status status);
+  Status WaitForCall(int64_t rank);
   void PostPrepare(int64_t rank, Call call);
   ScatterArgs ToScatterArgs(int64_t rank);
   GatherArgs ToGatherArgs(int64_t rank);
@@ -117,14 +120,15 @@ class Step : public std::enable_shared_from_this<Step> {
   const Op op_;
   const Place place_;
   const std::vector<RankInput> inputs_;
-  std::vector<std::vector<int32_t>> narrow_idx_;  // topk_idx once more
+  std::vector<std::vector<int32_t>> narrow_idx_;  // topk_idx as int32
   std::vector<Site> sites_;
   std::vector<RankOutput> outputs_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<int> completions_;
-  std::vector<Status> statuses_;
+  Mutex mutex_;
+  CondVar changed_;  // a call has completed
+  // By rank: how often its call has completed, and the status.
+  std::vector<int> completions_ EP_GUARDED_BY(mutex_);
+  std::vector<Status> statuses_ EP_GUARDED_BY(mutex_);
 };
 
 using StepPtr = std::shared_ptr<Step>;

@@ -10,7 +10,7 @@
 namespace ep::testing {
 namespace {
 
-// Mostly of moderate size, so that sums round but stay finite.
+// Returns a number of moderate size, so that sums round but stay finite.
 float RandomFloat(Random& random) {
   const double fraction = std::uniform_real_distribution<double>(-1, 1)(random);
   return std::ldexp(fraction, Uniform(random, -6, 4));

@@ -16,24 +16,26 @@ namespace ep::testing {
 
 using Random = std::mt19937_64;
 
-// Uniform in [low, high].
+// Returns a number from [low, high], each equally likely.
 int64_t Uniform(Random& random, int64_t low, int64_t high);
 
-// Enough slots for any routing of these sizes, whatever `dims.capacity` is.
+// Returns the slots that any routing of these sizes fits in. Ignores
+// `dims.capacity`.
 int64_t WorstCaseCapacity(const PlanDims& dims);
 
-// Sizes of every kind: no tokens, one expert, more choices than local experts,
-// ragged alignments, and a capacity that often overflows if `drop`.
+// Returns sizes of every kind: no tokens, one expert, more choices than local
+// experts, alignments that do not divide, and with `drop` a capacity that often
+// overflows.
 PlanDims RandomDims(Random& random, int64_t ep_size, bool drop);
 
-// Distinct experts for each token, with unused choices among them.
+// Returns distinct experts for each token, and some unused choices.
 Choices RandomChoices(Random& random, const PlanDims& dims);
 
-// A rank's rows and `num_weights` weights, of either sign and many sizes.
+// Returns rows and weights of a rank, of either sign and many sizes.
 RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
                     int64_t num_weights);
 
-// Makes NaN of what lies in slots that hold no token: nothing may read it.
+// Writes NaN to the slots that hold no token, since no op may read them.
 void PoisonUnusedSlots(const RowType& type, const std::vector<Route>& recv,
                        RankData* slots);
 

@@ -25,7 +25,6 @@ namespace ep::host {
 namespace {
 
 using testing::Backend;
-using testing::Conformance;
 using testing::Domain;
 using testing::WorldOptions;
 
@@ -35,10 +34,9 @@ Backend HostBackend(const std::string& name, int32_t max_processes) {
           }};
 }
 
-INSTANTIATE_TEST_CASE_P(Host, Conformance,
-                        ::testing::Values(HostBackend("OneProcess", 1),
-                                          HostBackend("TwoProcesses", 2),
-                                          HostBackend("FourProcesses", 4)));
+EP_INSTANTIATE_CONFORMANCE(Host, HostBackend("OneProcess", 1),
+                           HostBackend("TwoProcesses", 2),
+                           HostBackend("FourProcesses", 4));
 
 // Two ranks with one token each, and more slots than tokens.
 constexpr PlanDims kTwoRanks = {

@@ -270,7 +270,7 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
   }
 }
 
-INSTANTIATE_TEST_CASE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
+INSTANTIATE_TEST_SUITE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
 
 // Each rank leaves as soon as its own last op is done; the others may still
 // be reading what it posted.

@@ -66,11 +66,11 @@ bool IsNan(DType dtype, uint32_t bits) {
 class RowMath : public ::testing::TestWithParam<DType> {};
 class RowMath16 : public ::testing::TestWithParam<DType> {};
 
-INSTANTIATE_TEST_CASE_P(All, RowMath,
-                        ::testing::Values(DType::kFloat32, DType::kBFloat16,
-                                          DType::kFloat16));
-INSTANTIATE_TEST_CASE_P(All, RowMath16,
-                        ::testing::Values(DType::kBFloat16, DType::kFloat16));
+INSTANTIATE_TEST_SUITE_P(All, RowMath,
+                         ::testing::Values(DType::kFloat32, DType::kBFloat16,
+                                           DType::kFloat16));
+INSTANTIATE_TEST_SUITE_P(All, RowMath16,
+                         ::testing::Values(DType::kBFloat16, DType::kFloat16));
 
 TEST_P(RowMath16, EveryValueIsItsOwnSum) {
   constexpr int kValues = 1 << 16;

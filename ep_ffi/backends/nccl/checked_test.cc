@@ -51,7 +51,7 @@ class CheckedCombineTest : public NcclGroupTest {
   }
 };
 
-INSTANTIATE_TEST_CASE_P(Fake, CheckedCombineTest,
+INSTANTIATE_TEST_SUITE_P(Fake, CheckedCombineTest,
                         ::testing::Values(FakeNccl()));
 
 TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {

@@ -2,13 +2,11 @@
 
 // Runs the conformance suite on the nccl backend over the fake.
 
-#include <gtest/gtest.h>
-
 #include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/testing/conformance.h"
 
 namespace ep::nccl {
 
-using testing::Conformance;
-INSTANTIATE_TEST_CASE_P(Fake, Conformance, ::testing::Values(FakeNccl()));
+EP_INSTANTIATE_CONFORMANCE(Fake, FakeNccl());
 
 }  // namespace ep::nccl

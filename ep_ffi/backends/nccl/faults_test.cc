@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kWindow = Reports::kWindow;
 
 using FaultsTest = NcclGroupTest;
-INSTANTIATE_TEST_CASE_P(Fake, FaultsTest, ::testing::Values(FakeNccl()));
+INSTANTIATE_TEST_SUITE_P(Fake, FaultsTest, ::testing::Values(FakeNccl()));
 
 TEST_P(FaultsTest, AFaultMakesNansOnEveryRank) {
   const Domain domain = MakeDomain(kWorld);

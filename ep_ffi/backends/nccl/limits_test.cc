@@ -22,7 +22,7 @@ namespace ep::nccl {
 namespace {
 
 using LimitsTest = NcclGroupTest;
-INSTANTIATE_TEST_CASE_P(Fake, LimitsTest, ::testing::Values(FakeNccl()));
+INSTANTIATE_TEST_SUITE_P(Fake, LimitsTest, ::testing::Values(FakeNccl()));
 
 // Expects that ranks cannot connect.
 void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {

@@ -15,7 +15,7 @@ namespace ep::nccl {
 namespace {
 
 using MovesTest = NcclGroupTest;
-INSTANTIATE_TEST_CASE_P(Fake, MovesTest, ::testing::Values(FakeNccl()));
+INSTANTIATE_TEST_SUITE_P(Fake, MovesTest, ::testing::Values(FakeNccl()));
 
 // Each step copies its inputs, so every op gets mem at another address. Here
 // ops also alternate between routings of different sizes.

@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kWindow = Reports::kWindow;
 
 using TimeoutTest = NcclGroupTest;
-INSTANTIATE_TEST_CASE_P(Fake, TimeoutTest, ::testing::Values(FakeNccl()));
+INSTANTIATE_TEST_SUITE_P(Fake, TimeoutTest, ::testing::Values(FakeNccl()));
 
 TEST_P(TimeoutTest, ClosingWaitsForTheDevice) {
   Domain domain = MakeDomain(kWorld);
