@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases, and claims about them that hold for the ops as for the oracle.
+"""Compares functions of the ops under test with the same ones of the oracle.
 
-A `Case` is a layer and a routing for it. A test states one claim about a
-function of ops, and `check` runs it twice: on the ops under test, jitted over
-the case's mesh, and on the oracle. All leaves of the two results must
-have the same bits:
+A `Case` is a layer and a routing for it. A test names a function of ops, and
+`check` runs it twice: on the ops under test, jitted over the case's mesh, and
+on the oracle. All leaves of the two results must have the same bits:
 
     case = Case(layer(top_k=2), "skewed")
     case.check(dispatch, case.tokens(), case.weights())
 
-All arrays are the global view's: the leading axis of tokens is split over the
-ranks, and received rows have a leading axis of one entry per rank. They are
-numpy arrays, drawn alike on every process.
+All arrays have the shapes of the global view: the leading axis of tokens is
+split over the ranks, and received rows have a leading axis with one entry per
+rank. They are NumPy arrays, and the same on every process.
+
+Several cases can share one program: `lower`, `run` and `check` take any number
+of claims. A claim is a tuple `(case, fn, *arrays)`.
 """
 
 import functools
@@ -31,17 +33,18 @@ from routings import ROUTINGS
 
 
 class Case:
-  """A layer, a routing for it, and arrays that fit.
+  """A layer, a routing for it, and a source of arrays that fit both.
 
   Args:
     routing: a name in ROUTINGS, or the choices themselves.
     lead: shape of one rank's tokens, without the hidden size.
     hidden: the hidden size.
-    whole: draw small positive whole numbers, which float32 multiplies and adds
-      exactly in any order, for sums whose order the contract leaves open. The
-      default, normal floats, shows every change in order and rounding.
-    specials: have zeros of both signs, denormals, infinities and NaNs of both
-      kinds among the numbers.
+    whole: whether to draw small positive whole numbers, which float32
+      multiplies and adds exactly in any order. Sums need them if the contract
+      does not fix their order. The default, normal floats, shows every change
+      in order and rounding.
+    specials: whether to put zeros of both signs, denormals, infinities and NaNs
+      of both kinds among the numbers.
   """
 
   def __init__(
@@ -72,20 +75,20 @@ class Case:
     return make_oracle(self.layer, self.topk_idx)
 
   def tokens(self, dtype=jnp.float32):
-    """`[R * T, H]`."""
+    """Draws tokens `[R * T, H]`."""
     return self._numbers((*self._lead, self._hidden), dtype)
 
   def rows(self, dtype=jnp.float32):
-    """`[R, C, H]`, with numbers in the rows that nobody owns, too."""
+    """Draws rows `[R, C, H]`, also those that belong to no token."""
     return self._numbers((*self._received, self._hidden), dtype)
 
   def weights(self, dtype=jnp.float32):
-    """`[R * T, K]`; no two are equal, in any of our dtypes."""
+    """Draws weights `[R * T, K]` that are distinct in each dtype of ours."""
     shape = (*self._lead, self.layer.top_k)
     return self._distinct(shape).astype(dtype)
 
   def row_weights(self, dtype=jnp.float32):
-    """`[R, C]`; no two are equal in float32."""
+    """Draws weights `[R, C]` that are distinct in float32."""
     return self._distinct(self._received).astype(dtype)
 
   def inputs(self, dtype=jnp.float32):
@@ -94,7 +97,7 @@ class Case:
     return self.tokens(dtype), self.weights(), rows, row_weights
 
   def put(self, array):
-    """Returns a global array, its leading axis split over the ranks."""
+    """Returns a global array whose leading axis is split over the ranks."""
     return to_global(array, self.layer.group.mesh, spec(self.layer))
 
   def run(self, fn, *arrays, **view):
@@ -107,7 +110,7 @@ class Case:
     check((self, fn, *arrays), **view)
 
   def errors(self, fn, *arrays):
-    """Returns the error of `run` on each rank of this process, "" if none."""
+    """Returns the error of `run` on each local rank, or "" if it succeeds."""
     shards = self.put(np.arange(ranks(self.layer))).addressable_shards
     errors = {shard.index[0].start: "" for shard in shards}
     try:
@@ -124,7 +127,7 @@ class Case:
     return errors
 
   def check_error(self, words, fn, *arrays):
-    """Checks that `run` fails on every rank, with all these words."""
+    """Checks that `run` fails on every rank, and each error has all words."""
     for error in self.errors(fn, *arrays).values():
       for word in words:
         assert word in error
@@ -140,10 +143,11 @@ class Case:
     return self._with_specials(numbers[..., None])[..., 0]
 
   def _with_specials(self, rows):
-    """Puts special values into half of the rows, if they are wanted.
+    """Puts special values into half of the rows, if the case asks for them.
 
-    A quarter of the rows has nothing but zeros and numbers around the smallest
-    normal one, since the sums of all others are soon infinite or NaN.
+    A quarter of the rows has only zeros and numbers close to the smallest
+    normal one, since the sums of the other special rows are mostly infinite or
+    NaN.
     """
     if not self._specials:
       return rows
@@ -165,7 +169,7 @@ def _bits(x):
 
 
 def special_values(dtype):
-  """Returns numbers of the dtype that a machine may treat in a special way."""
+  """Returns numbers of the dtype that hardware may treat in a special way."""
   infinity, least_normal, one = (
     int(np.array(x, dtype).view(f"u{dtype.itemsize}"))
     for x in (np.inf, jnp.finfo(dtype).tiny, 1)
@@ -237,14 +241,14 @@ def _program(parts, view, optimized):
 
 
 def lower(*claims, view=global_view, platforms=None):
-  """Lowers one program of all claims, `(case, fn, *arrays)`."""
+  """Lowers one program that computes all claims."""
   program, args = _program_and_args(claims, view)
   return program.trace(*args).lower(lowering_platforms=platforms)
 
 
 def exchanges(compiled):
   """Returns the sorted names of our exchanges in a compiled program."""
-  if BACKEND == "xla":  # collectives of counts, or of rows [P, n, H]
+  if BACKEND == "xla":  # finds collectives of counts, or of rows [P, n, H]
     row = r" all-gather\(|,\d+,\d+\]\S* all-to-all\("
     pattern = rf'(?:{row}).*op_name="[^"]*/(ep_\w+)\['
   else:
@@ -253,10 +257,10 @@ def exchanges(compiled):
 
 
 def run(*claims, view=global_view, optimized=False):
-  """Runs one program of all claims, `(case, fn, *arrays)`.
+  """Runs one program that computes all claims.
 
-  `optimized` code is what users get, also where conftest.py has XLA compile
-  quickly.
+  With `optimized`, XLA compiles as it does for users, even if conftest.py asks
+  it to compile quickly.
   """
   program, args = _program_and_args(claims, view, optimized)
   with within_limits():
@@ -273,13 +277,13 @@ def _program_and_args(claims, view, optimized=False):
 
 
 def check(*claims, view=global_view):
-  """Checks the claims, `(case, fn, *arrays)`, in one program of all."""
+  """Checks all claims against the oracle, in one program."""
   for claim, actual in zip(claims, run(*claims, view=view), strict=True):
     assert_same(actual, expected(*claim))
 
 
 def expected(case, fn, *arrays):
-  """Returns `fn(Oracle, *arrays)`; derivatives have to be of whole numbers."""
+  """Returns `fn(Oracle, *arrays)`; derivatives need a case of whole numbers."""
   try:
     with np.errstate(all="ignore"):
       return fn(case.oracle, *arrays)
@@ -290,7 +294,7 @@ def expected(case, fn, *arrays):
 
 @functools.cache
 def jit_quickly(fn):
-  """Jits `fn` to be compiled in half the time, since it runs once or twice."""
+  """Jits `fn` with fast compilation, since it runs only once or twice."""
   options = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -301,8 +305,8 @@ def jit_quickly(fn):
 def assert_same(actual, expected):
   """Checks that two trees of arrays have the same structure, dtypes and bits.
 
-  A NaN equals any NaN, unless it was only moved. On GPUs, other floats may
-  differ by the roundings of a sum.
+  A NaN equals any other, except in arrays that are `Moved`. On GPUs, floats
+  that are not `Moved` may differ by the roundings of a sum.
   """
   jax.tree.map(
     _assert_same_leaf, actual, expected, is_leaf=lambda x: isinstance(x, Moved)

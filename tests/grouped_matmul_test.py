@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls and their derivatives, against a loop over the slabs."""
+"""Grouped matmuls and their derivatives equal a loop over the slabs."""
 
 import jax
 from jax import lax
@@ -11,7 +11,7 @@ from ep._src import grouped_matmul as gm
 
 C, F, G = 300, 5, 7
 
-# Slabs within a tile, of whole tiles, across tiles, empty, and that fill C.
+# Sizes of slabs: within a tile, whole tiles, across tiles, empty, and C in all.
 SIZES = {
   "one": [41],
   "empty": [0, 33, 0, 0, 64, 0],
@@ -133,7 +133,7 @@ def test_work_is_linear_in_the_rows_used():
   for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
     gm._for_each_tile(jnp.zeros((1024, 1)), jnp.int32(sizes), tile, (1,))
   jax.effects_barrier()
-  assert steps == [0, 0, 3]  # of 128 rows each
+  assert steps == [0, 0, 3]  # the expert of each tile of 128 rows
 
 
 def test_fewer_rows_than_a_block():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups and layers of the tests, and what holds for their backend."""
+"""Makes the groups and layers of the tests, for the backend under test."""
 
 import contextlib
 import functools
@@ -14,14 +14,14 @@ import pytest
 from conftest import make_mesh, TIMEOUT_S
 import ep
 
-# The backend of the ops under test; None is the platform's own.
+# The backend of the ops under test; None selects the platform's own.
 BACKEND = os.environ.get("EP_TEST_BACKEND")
 
-# On GPUs the numbers differ from the contract by rounding, sizes have limits,
-# and errors come later (docs/gpu.md).
+# On GPUs, results differ from the contract by rounding, sizes have limits, and
+# errors are reported later (docs/gpu.md).
 GPU = jax.default_backend() == "gpu"
 
-# Tokens of a rank, hidden size, experts, choices.
+# Tokens of a rank, hidden size, experts, choices of a token.
 T, H, E, K = 5, 8 if GPU else 7, 8, 3
 
 MESHES = {
@@ -34,12 +34,12 @@ MESHES = {
 
 
 def not_with_xla(reason):
-  """Marks a test of a promise that backend="xla" does not make."""
+  """Marks a test of a property that backend="xla" does not have."""
   return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
 
 
 def bootstrap(mesh, **overrides):
-  """Returns a new group of the sizes above, which the caller closes."""
+  """Returns a new group with the sizes above; the caller finalizes it."""
   options = dict(
     num_experts=E,
     max_tokens_per_rank=T,
@@ -54,7 +54,7 @@ def bootstrap(mesh, **overrides):
 
 @contextlib.contextmanager
 def within_limits():
-  """Skips the test, with the reason given, if the GPU backend cannot do it."""
+  """Skips the test, with the error as reason, if it exceeds a GPU limit."""
   try:
     yield
   except ValueError as e:
@@ -65,7 +65,7 @@ def within_limits():
 
 @contextlib.contextmanager
 def failing(group):
-  """Expects that ops of the group fail inside. Yields pytest's error."""
+  """Expects that ops of the group fail in the block; yields pytest's error."""
   with pytest.raises(ep.EpError) as error:
     yield error
     group.check()
@@ -73,7 +73,7 @@ def failing(group):
 
 @functools.cache
 def group(mesh="ep4", axis_type=AxisType.Auto, **options):
-  """Returns a group that tests share; it lives as long as the process."""
+  """Returns a group that tests share until the process ends."""
   axes = MESHES[mesh]
   with within_limits():
     return bootstrap(make_mesh(axes, (axis_type,) * len(axes)), **options)
@@ -82,8 +82,8 @@ def group(mesh="ep4", axis_type=AxisType.Auto, **options):
 def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
   """Returns a layer of a shared group.
 
-  On GPUs the layers of a group have one capacity, so there the layer's sizes
-  are its group's, too.
+  On GPUs all layers of a group have the same sizes, so there the sizes are also
+  given to the group.
   """
   sizes = ("alignment", "recv_capacity_per_rank", "top_k") if GPU else ()
   shared = {k: options[k] for k in sizes if k in options}

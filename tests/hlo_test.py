@@ -17,7 +17,7 @@ from ep._src.backend import OPS
 from groups import BACKEND, layer
 from ops import everything, sizes, there_and_back
 
-# Of each op with backend="xla", whose exchanges are stock collectives.
+# The collectives that backend="xla" uses for the exchanges of each op.
 STOCK = dict(
   ep_prepare=["all-gather"],
   ep_dispatch=["all-to-all"] * 2,
@@ -28,7 +28,7 @@ STOCK = dict(
 
 
 def assert_exchanges(program, case, *ops):
-  """The program holds the exchanges of these ops, and no other collective."""
+  """Checks that a program has the exchanges of these ops and nothing else."""
   ep.assert_no_hidden_collectives(program)
   if BACKEND != "xla":
     assert exchanges(program) == sorted(ops)
@@ -39,7 +39,7 @@ def assert_exchanges(program, case, *ops):
     r'op_name="[^"]*\b(ep_\w+)',
     hlo,
   )
-  # XLA drops an exchange of a rank with itself.
+  # XLA removes an exchange of a rank with itself.
   ops = ops if case.layer.ep_size > 1 else []
   assert sorted(found) == sorted((c, op) for op in ops for c in STOCK[op])
   assert_along_the_ep_axis(hlo, case)
@@ -88,7 +88,7 @@ def test_forward(mesh, axis_type, view):
 @EVERY_TYPE
 @BOTH_VIEWS
 def test_backward(mesh, axis_type, view):
-  """And the routing is exchanged once, for both directions."""
+  """The routing is exchanged once for forward and backward."""
   case = Case(layer(mesh, axis_type))
   inputs = case.tokens(), case.weights(), case.tokens()
   program = compiled(case, forward_and_back, *inputs, view=view)
@@ -104,8 +104,8 @@ def test_every_op(view):
     assert_along_the_ep_axis(program.as_text(), case)
 
 
-def test_gpus_run_every_op_among_their_collectives(monkeypatch):
-  """Each is alone in a function that is called on the collective stream."""
+def test_gpus_run_every_op_on_the_collective_stream(monkeypatch):
+  """Each op is alone in a function that is called on the collective stream."""
   case = Case(layer("dp2_ep2"))
   connection = case.layer.group.connection
   monkeypatch.setattr(connection, "__class__", nccl_backend.NcclConnection)
@@ -138,7 +138,7 @@ def test_int64_ids_and_float16_weights():
 
 
 def other_collectives(*, out_shardings=None):
-  """A program with an all-reduce that is asked for, and maybe more."""
+  """Compiles an all-reduce, and an all-gather if `out_shardings` needs it."""
   mesh = make_mesh({"x": 4})
   x = to_global(np.ones((4, 4), np.float32), mesh, PartitionSpec("x"))
 
@@ -164,7 +164,7 @@ def assert_hidden(program, *words, allow=()):
 
 
 def test_other_collectives_are_named():
-  """Each with its path and line, or as the partitioner's."""
+  """The error has the path and line of each, or says that XLA inserted it."""
   program = other_collectives(out_shardings=PartitionSpec())
   where = "grad_sync", "hlo_test.py:"
   assert_hidden(program, "all-reduce", "all-gather", "partitioner", *where)
@@ -174,14 +174,14 @@ def test_other_collectives_are_named():
   ep.assert_no_hidden_collectives(program, allow=["all-gather", "grad_sync"])
 
 
-def test_what_is_meant_is_allowed():
+def test_collectives_can_be_allowed():
   program = other_collectives(out_shardings=PartitionSpec("x"))
   assert_hidden(program, "all-reduce")
   for allow in ["all-reduce"], ["grad_sync"]:
     ep.assert_no_hidden_collectives(program, allow=allow)
 
 
-def test_collectives_in_the_scope_of_an_op_are_its_own():
+def test_collectives_in_the_scope_of_an_op_belong_to_it():
   mesh = make_mesh({"x": 4})
 
   @jax.jit
@@ -199,7 +199,8 @@ def test_collectives_in_the_scope_of_an_op_are_its_own():
   ep.assert_no_hidden_collectives(fn.lower(x).compile())
 
 
-# As XLA prints them for GPUs and TPUs, and did before it had tables of frames.
+# XLA prints collectives like this for GPUs and TPUs, and older versions did on
+# every platform.
 OTHER_SPELLINGS = """HloModule jit_f
   %a.1 = (f32[4]{0:T(8,128)}, f32[16]{0:T(8,128)}) all-gather-start(%p), \
 metadata={op_name="jit(f)/x" source_file="f.py" source_line=7}
@@ -219,7 +220,7 @@ def test_other_spellings():
 
 
 def test_programs_that_are_not_compiled():
-  """Their collectives are yet to be made."""
+  """A program that is not compiled is refused: XLA adds collectives later."""
   lowered = lower((Case(layer()), sizes))
   for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
     with pytest.raises(TypeError, match="compile()"):

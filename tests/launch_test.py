@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher starts, watches and ends ranks as its docstring says."""
+"""The launcher starts, monitors and ends ranks as its docstring says."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ import pytest
 from ep import launch
 from ep._src import gpus
 
-# Bazel runs this file as the only rank of a launcher.
-_OF_A_LAUNCHER = [
+# Bazel runs this file as the only rank of a launcher, which sets these.
+_VARIABLES_OF_A_RANK = [
   "JAX_COORDINATOR_ADDRESS",
   "JAX_COORDINATOR_BIND_ADDRESS",
   "JAX_NUM_PROCESSES",
@@ -27,8 +27,8 @@ _OF_A_LAUNCHER = [
 
 
 @pytest.fixture(autouse=True)
-def outside_of_launchers(monkeypatch):
-  for name in _OF_A_LAUNCHER:
+def environment_without_a_launcher(monkeypatch):
+  for name in _VARIABLES_OF_A_RANK:
     monkeypatch.delenv(name, raising=False)
 
 
@@ -36,7 +36,7 @@ _STUCK = "import time; time.sleep(600)"
 
 
 def _launch(code, *args, **kwargs):
-  """Runs a Python text on two ranks, with limits that suit a test."""
+  """Runs Python code on two ranks, with short time limits."""
   options = dict(num_processes=2, timeout_s=50.0, grace_s=0.5)
   return launch.launch(
     ["-c", textwrap.dedent(code), *args], **(options | kwargs)
@@ -44,7 +44,7 @@ def _launch(code, *args, **kwargs):
 
 
 def _python(argv, env=None, **options):
-  """A Python process that imports from where this one does."""
+  """Starts a Python process with the import path of this one."""
   path = os.pathsep.join(filter(None, sys.path))
   return subprocess.Popen(
     [sys.executable, *argv],
@@ -54,7 +54,7 @@ def _python(argv, env=None, **options):
 
 
 def _launcher(log_dir, *args, **options):
-  """`python -m ep.launch` of two ranks."""
+  """Starts `python -m ep.launch` with two ranks."""
   flags = ["--num_processes=2", f"--log_dir={log_dir}"]
   return _python(["-m", "ep.launch", *flags, *args], **options)
 
@@ -62,19 +62,19 @@ def _launcher(log_dir, *args, **options):
 def _wait_until(condition):
   deadline = time.monotonic() + 60
   while not condition():
-    assert time.monotonic() < deadline, "waited for nothing"
+    assert time.monotonic() < deadline, "the condition did not become true"
     time.sleep(0.02)
 
 
 def _is_running(pid):
-  """Whether a process runs: neither gone nor waiting to be reaped."""
+  """Returns whether a process exists and is not a zombie."""
   with contextlib.suppress(FileNotFoundError, ProcessLookupError):
     state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     return state.split()[0] != "Z"
   return False
 
 
-def test_ranks_know_their_place_and_logs_are_kept(tmp_path, capsys):
+def test_ranks_have_their_variables_and_logs_are_kept(tmp_path, capsys):
   code = """
     import os, sys
     print(os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"])
@@ -86,7 +86,7 @@ def test_ranks_know_their_place_and_logs_are_kept(tmp_path, capsys):
   assert result == 0
   logs = [(tmp_path / f"rank_{r}.log").read_text() for r in range(3)]
   assert logs == [f"{r} 3\n['a b'] é\n" for r in range(3)]
-  assert capsys.readouterr().out == logs[0]  # rank 0's, and nothing else
+  assert capsys.readouterr().out == logs[0]
 
 
 def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
@@ -99,10 +99,10 @@ def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
   assert (tmp_path / "rank_1.log").read_text() == f"{flags}\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc and /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc and /proc")
 @pytest.mark.parametrize("by_default", [True, False])
 def test_ranks_keep_freed_memory(tmp_path, monkeypatch, by_default):
-  """Unless the user has other plans for malloc."""
+  """Ranks keep it unless the user has set malloc's variables."""
   if not by_default:
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
@@ -151,14 +151,14 @@ def test_each_rank_has_its_gpu(tmp_path, monkeypatch, ranks_per_gpu, expected):
   assert logs == [[str(value) for value in rank] for rank in expected]
 
 
-def test_ranks_that_share_a_gpu_keep_what_the_user_says(monkeypatch):
+def test_ranks_that_share_a_gpu_keep_the_users_variables(monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
   monkeypatch.setenv("NCCL_MAX_CTAS", "7")
   for variables in gpus.rank_variables(8, 8):
     assert "NCCL_MAX_CTAS" not in variables
 
 
-def test_too_few_gpus_are_not_shared_unasked(monkeypatch):
+def test_too_few_gpus_are_not_shared_by_default(monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
   with pytest.raises(ValueError, match="2 GPUs.*1 are.*--ranks_per_gpu=2"):
@@ -174,11 +174,11 @@ def test_too_few_gpus_are_not_shared_unasked(monkeypatch):
   ],
 )
 def test_a_missing_plugin_is_named(tmp_path, monkeypatch, provide):
-  """Before JAX looks for it; where it comes from does not matter."""
+  """JAX finds a plugin by its module or its entry point; either suffices."""
   if provide:
     (tmp_path / provide).parent.mkdir(parents=True)
     (tmp_path / provide).write_text("[jax_plugins]\ncuda = cuda\n")
-  # Only JAX's own packages can be imported then.
+  # No other plugin package can be found on this path.
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -245,7 +245,7 @@ def test_survivors_may_report_within_the_grace(tmp_path, capsys):
   assert "still running" not in out
 
 
-def test_timeout_ends_all_and_shows_where_they_were(tmp_path, capsys):
+def test_timeout_ends_all_and_logs_their_stacks(tmp_path, capsys):
   program = f"def am_stuck():\n  {_STUCK}\nam_stuck()"
   assert _launch(program, log_dir=tmp_path, timeout_s=1.0) == 124
   assert "rank 1 was still running at the timeout" in capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_bazel_keeps_the_logs_of_every_launch(tmp_path, monkeypatch):
   assert len(list(tmp_path.glob("*/rank_*.log"))) == 4
 
 
-def test_what_a_rank_started_does_not_outlive_it(tmp_path):
+def test_a_child_of_a_rank_does_not_outlive_it(tmp_path):
   program = f"""
     import os, subprocess, sys
     child = subprocess.Popen([sys.executable, "-c", {_STUCK!r}])
@@ -294,7 +294,7 @@ def test_what_a_rank_started_does_not_outlive_it(tmp_path):
     _wait_until(lambda pid=pid: not _is_running(pid))
 
 
-# A child in a session of its own whose parent has gone, as daemons are.
+# Starts a daemon: a process in a session of its own whose parent has exited.
 _DAEMON = f"""
 import os, subprocess, sys
 start = "import os, subprocess, sys; print(os.getppid(), subprocess.Popen(" \
@@ -332,7 +332,7 @@ def test_daemons_end_with_a_launcher_that_is_killed(tmp_path):
 
 
 def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
-  """JAX's own handler, which would do nothing, is not there."""
+  """JAX's own handler of SIGTERM, which ignores it, is not installed."""
   program = """
 import time, jax
 from ep import launch
@@ -346,12 +346,12 @@ time.sleep(600)
   begin = time.monotonic()
   launcher.send_signal(signal.SIGTERM)
   assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
-  assert time.monotonic() - begin < 5  # of a grace of 10
+  assert time.monotonic() - begin < 5  # The grace is 10 s.
   assert [log.read_text() for log in logs] == ["2\n", "2\n"]
 
 
-def test_the_job_goes_on_without_a_reader(tmp_path):
-  """The job runs behind `| head`, and reports to stderr."""
+def test_the_job_continues_when_stdout_is_closed(tmp_path):
+  """The job continues in a pipe to `head`, and reports errors to stderr."""
   program = """
 import os, sys, time
 print("first")
@@ -380,8 +380,8 @@ if os.environ["JAX_PROCESS_ID"] == "1":
   assert stderr.endswith("  | 19999\n")
 
 
-def test_output_that_the_terminal_has_no_characters_for(tmp_path):
-  """It is escaped, and nothing beside it is lost."""
+def test_output_that_the_terminal_cannot_encode(tmp_path):
+  """Such characters are escaped, and all other output is kept."""
   program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
   launcher = _launcher(
     tmp_path,
@@ -475,7 +475,7 @@ def test_ranks_of_tests_load_no_plugin_of_the_host(tmp_path):
   assert process.returncode == 0
 
 
-def test_a_reserved_port_is_given_to_nobody_else():
+def test_a_reserved_port_is_not_reserved_twice():
   with launch._reserved_port() as one, launch._reserved_port() as two:
     assert one != two
 
@@ -531,7 +531,7 @@ def test_without_a_coordinator_no_rank_waits_for_it(
 
 
 def test_ep_offers_the_launcher_and_takes_no_devices(tmp_path):
-  """A parent may import it or run it as a module, without a warning."""
+  """Importing ep.launch, or running it as a module, gives no warning."""
   program = """
 from ep import launch
 import ep
@@ -577,7 +577,7 @@ def _slurm(rank, job):
 
 
 def _job_of_a_free_port():
-  """JAX derives the port of its service from the number of the job."""
+  """Returns a job number for which JAX derives a port that is free."""
   first = 2**16 - 2**12
   for job in range(os.getpid() % 2**12, 2**13):
     with socket.socket() as probe, contextlib.suppress(OSError):

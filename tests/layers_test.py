@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any number of layers and groups, side by side in one program."""
+"""One program can use any number of layers and groups."""
 
 import jax
 from jax.sharding import Mesh
@@ -86,8 +86,8 @@ def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
-def test_the_default_capacity_holds_what_it_promises(alignment):
-  """Every token of every rank chooses the experts of the last rank."""
+def test_the_default_capacity_suffices_for_the_worst_case(alignment):
+  """The last rank can receive every token of every rank."""
   config = layer(top_k=2, alignment=alignment)
   n = ranks(config) * T
   to_last = np.tile(np.array([E - 1, E - 2], np.int32), (n, 1))

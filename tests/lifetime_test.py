@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that come and go leave nothing behind.
+"""Groups that are made and finalized leave no resources in use.
 
     python -m pytest tests/lifetime_test.py --lifetimes=10000
 
-Of groups with a program there are fewer, since each compiles its own.
+Tests that compile a program for each group make fewer groups.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from ops import there_and_back
 
 LIFETIMES_OF_A_PROGRAM = 20
 
-# In all lifetimes after the warm-up. Threads of the last group may be about to
-# end.
+# Limits on the growth in all lifetimes after the warm-up. Threads of the last
+# group may still be exiting.
 MOST = Footprint(memory=4 << 10, heap=1 << 10, descriptors=0, threads=8)
 
 
@@ -32,8 +32,8 @@ def number_of_lifetimes(request):
   return request.config.getoption("lifetimes")
 
 
-def live(times, use, capsys):
-  """A group at a time, for as many times after the warm-up."""
+def check_lifetimes(times, use, capsys):
+  """Makes one group after another, and checks the growth after a warm-up."""
   mesh = make_mesh({"ep": 4})
 
   def once():
@@ -45,14 +45,14 @@ def live(times, use, capsys):
   before = Footprint.now()
   for _ in range(times):
     once()
-  told = before.check_now(MOST)
+  growth = before.check_now(MOST)
   with capsys.disabled():
     if jax.process_index() == 0:
-      print(f"\n{times} groups: {told}")
+      print(f"\n{times} groups: {growth}")
 
 
 def test_groups(lifetimes, capsys):
-  live(lifetimes, lambda group: None, capsys)
+  check_lifetimes(lifetimes, lambda group: None, capsys)
 
 
 def a_case(group):
@@ -80,12 +80,12 @@ def test_groups_with_a_program(lifetimes, want, capsys):
     run_program(group, want)
     jax.clear_caches()
 
-  live(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
 
 
 def test_a_program_dies_with_its_function(lifetimes, want, capsys):
   """Its group dies with it, whatever else JAX keeps of it in its caches."""
-  live(
+  check_lifetimes(
     lifetimes // LIFETIMES_OF_A_PROGRAM,
     lambda group: run_program(group, want),
     capsys,
@@ -93,18 +93,18 @@ def test_a_program_dies_with_its_function(lifetimes, want, capsys):
 
 
 def test_groups_without_finalize(lifetimes, want, capsys):
-  """They close when the user's last reference and their programs are gone."""
+  """A group closes when no reference and no program of it is left."""
   mesh = make_mesh({"ep": 4})
 
   def use(group):
     del group
     run_program(bootstrap(mesh), want)
 
-  live(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
 
 
 def compile_program(group):
-  """Returns one that outlives its function, and the function's references."""
+  """Returns a compiled program that outlives its function, and its inputs."""
   case = a_case(group)
   inputs = case.topk_idx, case.tokens(), case.weights()
   inputs = list(map(case.put, inputs))
@@ -113,13 +113,13 @@ def compile_program(group):
 
 
 only_native = pytest.mark.skipif(
-  BACKEND == "xla", reason="xla: a group holds nothing, and needs no end"
+  BACKEND == "xla", reason="xla: a group holds no resources"
 )
 
 
 @only_native
-def test_what_programs_keep(want):
-  """They keep nothing of a finalized group, and all they need of a lost one."""
+def test_resources_that_programs_keep(want):
+  """A program keeps its group open unless the group is finalized."""
   mesh = make_mesh({"ep": 4})
   most = Footprint(memory=32 << 10, heap=32 << 10, descriptors=0, threads=8)
   with bootstrap(mesh) as group:
@@ -150,7 +150,7 @@ def test_what_programs_keep(want):
 
 @only_native
 def test_finalize_with_launches_in_flight(want):
-  """Each is completed, and right, or fails because of it."""
+  """Each launch gives the right result, or fails because of ep_finalize."""
   mesh = make_mesh({"ep": 4})
   for launches in range(1, 11):
     group = bootstrap(mesh)
@@ -158,9 +158,9 @@ def test_finalize_with_launches_in_flight(want):
     assert_same(program(*inputs), want)
     outputs = []
     for _ in range(launches):
-      with contextlib.suppress(ValueError, RuntimeError):  # from another rank
+      with contextlib.suppress(ValueError, RuntimeError):  # of another rank
         outputs.append(program(*inputs))
-    with contextlib.suppress(ValueError, RuntimeError):  # others have run more
+    with contextlib.suppress(ValueError, RuntimeError):  # others ran more ops
       ep.ep_finalize(group)
     for output in outputs:
       try:
@@ -172,7 +172,7 @@ def test_finalize_with_launches_in_flight(want):
 
 
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
-  """JAX may wait for peers then, and they for this process."""
+  """JAX may wait for its peers at exit, which may wait for this process."""
   program = """
 import weakref
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group keeps of the host's memory, and that it does not grow."""
+"""A group reports the host memory that it keeps, which does not grow."""
 
 import jax
 import pytest
@@ -11,7 +11,7 @@ from ops import everything
 
 
 def staged_bytes(case):
-  """The most that an exchange of the case stages; see EpGroup.memory."""
+  """Returns the most bytes that an exchange stages; see EpGroup.memory."""
   rows, weights = case.rows(), case.row_weights()
   tokens, topk_weights = case.tokens(), case.weights()
   ranks = len(rows)
@@ -19,32 +19,32 @@ def staged_bytes(case):
   return max(slots, (tokens.nbytes + topk_weights.nbytes) // ranks) + 64
 
 
-def test_nothing_before_the_first_exchange():
+def test_no_memory_before_the_first_exchange():
   with bootstrap(make_mesh({"ep": 4})) as group:
     assert group.memory() == (0, 0)
 
 
-@pytest.mark.skipif(jax.process_count() > 1, reason="of one process")
-def test_ranks_of_a_process_read_each_other():
+@pytest.mark.skipif(jax.process_count() > 1, reason="needs one process")
+def test_ranks_of_a_process_need_no_segments():
   case = large_case("skewed")
   case.run(everything, *case.inputs())
   assert case.layer.group.memory() == (0, 0)
 
 
-@not_with_xla("XLA keeps what there is")
-@pytest.mark.skipif(jax.process_count() == 1, reason="of several processes")
+@not_with_xla("XLA owns all buffers")
+@pytest.mark.skipif(jax.process_count() == 1, reason="needs several processes")
 def test_segments_are_used_again():
   case = large_case("skewed")
   bytes = staged_bytes(case)
   for _ in range(20):
     jax.block_until_ready(case.run(everything, *case.inputs()))
     memory = case.layer.group.memory()
-    # The five ops of `everything`, and a second combine, may be under way.
+    # The five ops of `everything`, and a second combine, may run at once.
     assert bytes <= memory.reserved < 4 * 6 * bytes
     assert 0 < memory.resident <= memory.reserved
 
 
-def test_not_after_finalize():
+def test_memory_after_finalize_is_an_error():
   with bootstrap(make_mesh({"ep": 4})) as group:
     pass
   with pytest.raises(RuntimeError, match="EpGroup.memory.*finalized"):

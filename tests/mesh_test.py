@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose mesh is not the group's: exact, or refused on every rank."""
+"""A program on another mesh than its group's is exact or fails on all ranks."""
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -23,7 +23,7 @@ def group():
 
 
 def mesh_of(order, names):
-  """A 2 x 2 mesh of the group's devices, in the order of `order`."""
+  """Returns a 2 x 2 mesh of the group's devices in the given order."""
   devices = np.array(jax.devices()[:4])[np.array(order)]
   return Mesh(devices.reshape(2, 2), names, axis_types=(AxisType.Auto,) * 2)
 
@@ -42,9 +42,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_places_are_refused(group, name):
+def test_other_orders_of_the_devices_are_refused(group, name):
   case, *arrays = case_of(group)
-  if group.backend == "xla":  # which knows a rank by its index alone
+  if group.backend == "xla":  # It needs no more than the index of a rank.
     actual = run_on(OTHERS[name], case, there_and_back, *arrays)
     return assert_same(actual, expected(case, there_and_back, *arrays))
   with failing(group) as error:
@@ -53,15 +53,15 @@ def test_other_places_are_refused(group, name):
     assert word in str(error.value)
 
 
-def test_the_same_places_by_other_names_of_order_are_served(group):
-  """The axes in another order, and each device where it was."""
+def test_another_order_of_the_axes_is_accepted(group):
+  """A mesh may order its axes differently if each device keeps its index."""
   case, *arrays = case_of(group)
   mesh = mesh_of([0, 2, 1, 3], ("ep", "dp"))
   actual = run_on(mesh, case, there_and_back, *arrays)
   assert_same(actual, expected(case, there_and_back, *arrays))
 
 
-@not_with_xla("any places will do")
+@not_with_xla("any order of the devices will do")
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_mesh_in_context_is_compared_when_traced(group, name):
   case, *arrays = case_of(group)
@@ -77,7 +77,7 @@ def test_the_mesh_in_context_is_compared_when_traced(group, name):
 @pytest.mark.skipif(
   jax.process_count() == 1, reason="one process has one order of devices"
 )
-def test_processes_with_other_orders_do_not_bootstrap():
+def test_processes_with_different_orders_do_not_bootstrap():
   odd = jax.process_index() == jax.process_count() - 1
   mesh = mesh_of([0, 1, 3, 2] if odd else [0, 1, 2, 3], ("dp", "ep"))
   with pytest.raises(ValueError, match="mesh = ") as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose programs differ: every rank is told what differs, and on which.
+"""If the programs of the ranks differ, every rank reports what differs.
 
-The last process is the odd one. What each of the others sees is the same.
+The last process differs from all others, which run the same program.
 """
 
 import jax
@@ -25,7 +25,7 @@ pytestmark = [
 
 RANKS = jax.process_count()
 ODD = jax.process_index() == RANKS - 1
-LATE_S = 3.0  # of groups in which some rank never comes
+LATE_S = 3.0  # timeout_s of groups in which some rank never joins an op
 
 
 def either(odd, others):
@@ -34,7 +34,7 @@ def either(odd, others):
 
 @pytest.fixture
 def group():
-  """Of a test that leaves nothing for ep_finalize to tell."""
+  """Makes a group for a test after which ep_finalize reports no error."""
   with bootstrap(make_mesh({"ep": RANKS})) as group:
     yield group
 
@@ -46,11 +46,11 @@ def expect_words(error, *words):
 
 
 def expect_disagreement(group, fn, *words):
-  """Runs `fn`, which fails on every rank before any time is up."""
+  """Checks that `fn` fails on every rank, and not by a timeout."""
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, "the ranks disagree on ", *words)
-  # The group goes on.
+  # The group still works.
   case = Case(ep.EpLayerConfig(group))
   case.check(there_and_back, case.tokens(), case.weights())
 
@@ -94,7 +94,7 @@ def test_other_dtypes(group):
 
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_a_handle_of_another_routing(group, equal_counts):
-  """The odd rank keeps the handle of the step before."""
+  """A rank that uses the handle of the step before is detected."""
   layer = ep.EpLayerConfig(group)
   cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
   if equal_counts:  # two tokens of each rank change places
@@ -120,12 +120,12 @@ def expect_late(fn, *words):
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, f"waited timeout_s = {LATE_S:g} s for ", *words)
-  # That one leaves must not be what another is told.
+  # No rank may close the group first, or others would report that instead.
   multihost_utils.sync_global_devices("late")
 
 
 def test_ops_in_another_order():
-  """Of two ops between which there is no order but that of the text."""
+  """Two ops that do not depend on each other run in the order of the program."""
   group = late_group()
 
   def branches(ops, tokens, weights, rows):
@@ -141,7 +141,7 @@ def test_ops_in_another_order():
   ep.ep_finalize(group)
 
 
-def test_a_call_fewer():
+def test_one_call_fewer():
   group = late_group()
   case = Case(ep.EpLayerConfig(group, name="moe_3"))
   step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
@@ -184,7 +184,7 @@ def test_other_programs():
 
 
 def test_another_number_of_compilations():
-  """One process alone compiles a program anew, to look at what it costs."""
+  """A program that one process alone compiles again is reported."""
   group = late_group()
   case = Case(ep.EpLayerConfig(group, name="moe_3"))
   step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
@@ -208,7 +208,7 @@ def test_another_number_of_compilations():
 )
 def test_other_flags_of_xla(monkeypatch, odd, others):
   count = f"--xla_force_host_platform_device_count={1 + ODD}"
-  # Scripts that append to the variable leave a space before the first flag.
+  # Scripts that append to the variable may put a space before the first flag.
   monkeypatch.setenv("XLA_FLAGS", f" {count} {either(odd, others)}")
   with pytest.raises(ValueError) as error:
     bootstrap(make_mesh({"ep": RANKS}))
@@ -217,7 +217,7 @@ def test_other_flags_of_xla(monkeypatch, odd, others):
 
 
 def test_other_options_of_jax(monkeypatch):
-  with jax.default_matmul_precision("highest"):  # of the program, and told so
+  with jax.default_matmul_precision("highest"):
     monkeypatch.setenv("XLA_FLAGS", either("--xla_dump_to=/x", ""))
     ep.ep_finalize(bootstrap(make_mesh({"ep": RANKS})))
   level = jax.config.jax_optimization_level

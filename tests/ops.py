@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops under test, and functions of them that tests make claims about.
+"""Defines the ops under test, and the functions of them that tests check.
 
 Such a function takes `Ops` or the `Oracle` of oracle.py, which has the same
 methods.
@@ -36,7 +36,7 @@ class Ops:
 
 
 class LocalOps(Ops):
-  """The ops of one rank, inside `shard_map`, in the global view's shapes."""
+  """The ops of one rank, inside `shard_map`, with shapes of the global view."""
 
   def sizes(self):
     return jax.tree.map(lambda x: x[None], super().sizes())
@@ -65,11 +65,13 @@ def there_and_back(ops, tokens, weights):
 
 
 def block(ops, tokens, weights, *_):
+  """Squares what each rank receives, in place of experts."""
   recv, recv_weights = ops.dispatch(tokens, weights)
   return ops.combine(recv * recv, recv_weights)
 
 
 def block_and_back(ops, tokens, weights, g):
+  """Returns `block` and its gradients."""
   out, vjp = jax.vjp(lambda *x: block(ops, *x), tokens, weights)
   return out, vjp(g)
 
@@ -77,13 +79,13 @@ def block_and_back(ops, tokens, weights, g):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moved:
-  """Arrays whose elements are only moved, so that NaNs keep their bits."""
+  """Arrays whose elements are only copied, so that NaNs keep their bits."""
 
   arrays: tuple[jax.Array, ...]
 
 
 def everything(ops, tokens, weights, rows, row_weights):
-  """Applies every op, each to inputs of its own."""
+  """Applies every op to its own inputs."""
   g_tokens, g_weights = ops.dispatch_bwd((tokens, weights), (rows, row_weights))
   return dict(
     sizes=ops.sizes(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: the ops by the reference, on whole arrays."""
+"""Defines the oracle, which computes the ops with the reference."""
 
 import dataclasses
 import functools
@@ -13,19 +13,19 @@ from groups import ranks
 
 
 class Differentiated(Exception):
-  """An oracle of NumPy arrays was given traced ones."""
+  """An oracle of NumPy arrays was called with traced arrays."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-  """Has the methods of `Ops`, by the reference on each EP domain.
+  """Has the methods of `Ops`, and applies the reference to each EP domain.
 
-  It works on NumPy arrays. As an argument of a jitted function it is traced,
-  and functions of it can be differentiated.
+  It takes NumPy arrays. As an argument of a jitted function it is traced; then
+  it takes JAX arrays, and functions of it can be differentiated.
   """
 
-  routings: tuple[reference.Routing, ...]  # of each domain
+  routings: tuple[reference.Routing, ...]  # one for each domain
   capacity: int = dataclasses.field(metadata=dict(static=True))
   lead: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
@@ -64,8 +64,8 @@ class Oracle:
   def _map(self, fn, kinds, *arrays):
     """Returns `fn(routing, *arrays)` for the arrays of each domain.
 
-    `kinds`, as "tt->rr", has a letter for each array and result of the global
-    view: tokens `[R * T, ...]` or rows `[R, ...]`.
+    `kinds` has a letter for each array and each result, as in "tt->rr": "t" for
+    tokens `[R * T, ...]` of the global view, "r" for rows `[R, ...]`.
     """
     traced = isinstance(self.routings[0].slot, jax.core.Tracer)
     if not traced and any(isinstance(x, jax.core.Tracer) for x in arrays):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routings: `[N, K]` distinct experts of each of N tokens, or -1."""
+"""Draws routings: `[N, K]` arrays of each token's distinct experts, or -1."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from groups import E
 
 
 def draw(rng, shape, odds=(1,) * E):
-  """Draws distinct experts by their odds, with Gumbel's top-k trick."""
+  """Draws distinct experts with these odds, by Gumbel's top-k trick."""
   n, k = shape
   odds = np.asarray(odds, float)
   with np.errstate(divide="ignore"):
@@ -42,7 +42,7 @@ def _one_token(rng, shape):
 
 
 def _idle_rank(rng, shape):
-  """Leaves the second quarter, which is one rank's tokens, without experts."""
+  """Leaves the second quarter of the tokens, all of one rank, unrouted."""
   quarter = np.arange(shape[0])[:, None] * 4 // shape[0]
   return np.where(quarter == 1, -1, draw(rng, shape))
 

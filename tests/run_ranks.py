@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a pytest file in every rank of a world; the main of each `ep_test`.
+"""Runs a pytest file in every process of a world, as each `ep_test` does.
 
     run_ranks.py --world=4x1 tests/foo_test.py [pytest arguments...]
 
-Each rank's log is among the test's undeclared outputs.
+The log of each process is one of the test's undeclared outputs.
 """
 
 import argparse
@@ -15,27 +15,28 @@ import sys
 from ep import launch
 from ep._src import files
 
-# Where the native library was built with a sanitizer.
+# Variables for a native library that was built with a sanitizer.
 _SANITIZER_OPTIONS = {
-  # Python and JAX end with much of their memory in use. Leaks are looked for in
-  # the tests in C++.
+  # Python and JAX exit without freeing all of their memory. The C++ tests look
+  # for leaks.
   "ASAN_OPTIONS": "detect_leaks=0",
-  # JAX, NumPy, Python and what XLA compiles are not instrumented: of their
-  # accesses TSan sees only those through libc, and little of what orders them.
-  # How XLA orders our ops it learns from ep_ffi/handlers/handover.h.
+  # JAX, NumPy, Python and the code that XLA generates are not instrumented.
+  # TSan sees only their accesses through libc, and few of their locks.
+  # ep_ffi/handlers/handover.h tells TSan how XLA orders our ops.
   "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
   "UBSAN_OPTIONS": "print_stacktrace=1",
-  # What they say is not to be kept with the output of a test that passes.
+  # Sanitizers write to a file descriptor. By default, pytest captures that, and
+  # would drop their reports when a test passes.
   "PYTEST_ADDOPTS": "--capture=sys",
 }
 
 
 def sanitizer_environment() -> dict[str, str]:
-  """Variables of the ranks; none if the native library is a plain one.
+  """Returns the variables that a native library with a sanitizer needs.
 
-  A sanitizer's runtime has to come before all that it intercepts, and the
-  program here is Python's. So has the C++ library, in which ASan looks up
-  `__cxa_throw` only once.
+  The sanitizer's runtime must be loaded before the functions that it
+  intercepts, and Python is not linked with it, so it is preloaded. The C++
+  library is preloaded too, because ASan looks up `__cxa_throw` only once.
   """
   library = os.environ.get("EP_FFI_LIBRARY_PATH") or files.in_runfiles(
     "jax_ep/ep_ffi/libep_ffi_cpu.so"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX does to a function, it does to one that exchanges tokens.
+"""JAX's transformations work on functions that exchange tokens.
 
-Here is what the files about one subject leave out: derivatives of derivatives
-are in derivatives_test, places that a handle can go to in handle_test, views
-and types of axes in views_test. One rank has nothing to send in any of it.
+Other files test some subjects more closely: derivatives_test has derivatives of
+derivatives, handle_test has the places where a handle can be used, and
+views_test has the views and the types of mesh axes. In each test here, one rank
+has no tokens to send.
 """
 
 import functools
@@ -23,7 +24,7 @@ import ep
 from ep import launch
 from ep._src.backend import OPS
 from groups import bootstrap, E, H, layer, not_with_xla, spec
-from ops import Ops, sizes, there_and_back
+from ops import block, block_and_back, Ops, sizes, there_and_back
 
 LAYERS = 3
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
@@ -40,12 +41,12 @@ def case_with_an_idle_rank():
 
 
 def inputs(case):
-  """Tokens and weights whose products float32 holds exactly."""
+  """Returns tokens and weights whose products are exact in float32."""
   return case.tokens(), np.ceil(4 * case.weights())
 
 
 def in_view(view, config, fn, *, in_specs=None, out_specs=None):
-  """`fn` of global arrays: as it is, or of a rank's arrays in `shard_map`."""
+  """Returns `fn` itself, or a `shard_map` of it for the local view."""
   if view == "global":
     return fn
   return jax.shard_map(
@@ -61,7 +62,7 @@ def prepared(config, topk_idx):
 
 
 def shifted(topk_idx, step):
-  """Another routing for each step, that leaves the idle idle."""
+  """Returns another routing for each step; unused choices stay unused."""
   return jnp.where(topk_idx < 0, -1, (topk_idx + step) % E)
 
 
@@ -84,7 +85,7 @@ def test_value_and_grad(case):
 
 
 def test_hessian(case):
-  """Forward over reverse, and a `vmap` over the directions of each."""
+  """Forward over reverse mode works, with a `vmap` over directions in each."""
 
   def hessian(ops, tokens, weights):
     def loss(scales):
@@ -99,7 +100,7 @@ def test_hessian(case):
 # --- Layers: scan, checkpoint ------------------------------------------------
 
 
-def block(ops, x, weights, scale):
+def residual_block(ops, x, weights, scale):
   recv, recv_weights = ops.dispatch(x, weights)
   return x + ops.combine(scale * recv, recv_weights)
 
@@ -108,22 +109,22 @@ def block(ops, x, weights, scale):
 def oracle_of_layers(oracles, g, *primals):
   def network(x, weights, scales):
     for step, ops in enumerate(oracles):
-      x = block(ops, x, weights, scales[step])
+      x = residual_block(ops, x, weights, scales[step])
     return x
 
   return with_grads(network, primals, g)
 
 
 def routings(case, count):
-  """Cases of a routing for each layer, or example."""
+  """Returns `count` cases with different routings."""
   ids = [shifted(case.topk_idx, i) for i in range(count)]
   return [Case(case.layer, np.asarray(x, np.int32)) for x in ids]
 
 
 def check_layers(case, network, view):
-  """`network(config)` is the layers above, and so are its gradients.
+  """Checks `network(config)` and its gradients against `oracle_of_layers`.
 
-  Returns the compiled program of both.
+  Returns the compiled program, which computes both.
   """
   config = case.layer
   by_rank, alike = spec(config), PartitionSpec()
@@ -144,7 +145,7 @@ def check_layers(case, network, view):
 
 
 def stacked_handles(config):
-  """Prepared in one loop, used in another."""
+  """Returns a network that prepares handles in one loop for another."""
 
   def network(topk_idx, tokens, weights, scales):
     def prepare(carry, step):
@@ -152,7 +153,7 @@ def stacked_handles(config):
 
     def use(x, handle_and_scale):
       handle, scale = handle_and_scale
-      return block(Ops(handle), x, weights, scale), None
+      return residual_block(Ops(handle), x, weights, scale), None
 
     _, handles = lax.scan(prepare, None, jnp.arange(LAYERS))
     return lax.scan(use, tokens, (handles, scales))[0]
@@ -161,11 +162,11 @@ def stacked_handles(config):
 
 
 def checkpointed_layers(policy, config):
-  """Each layer prepares its handle, in a block that is rematerialised."""
+  """Returns a network of rematerialised layers that prepare their handles."""
 
   @functools.partial(jax.checkpoint, policy=policy)
   def layer(x, topk_idx, weights, scale):
-    return block(prepared(config, topk_idx), x, weights, scale)
+    return residual_block(prepared(config, topk_idx), x, weights, scale)
 
   def network(topk_idx, tokens, weights, scales):
     def body(x, step_and_scale):
@@ -220,11 +221,11 @@ def test_the_routing_of_a_checkpointed_moe_layer(case, policy, prepares):
   assert exchanges(program).count("ep_prepare") == prepares
 
 
-# --- Control flow, and none --------------------------------------------------
+# --- Control flow, and eager execution ---------------------------------------
 
 
 def test_branches_that_all_ranks_take(case):
-  """Of two branches with exchanges, ranks agree on one."""
+  """Both branches may hold exchanges if all ranks take the same branch."""
 
   @jax.jit
   def program(which, topk_idx, tokens, weights):
@@ -272,18 +273,8 @@ def test_without_jit(case):
 # --- vmap --------------------------------------------------------------------
 
 
-def squared(ops, tokens, weights):
-  recv, recv_weights = ops.dispatch(tokens, weights)
-  return ops.combine(jnp.square(recv), recv_weights)
-
-
-@jit_quickly
-def oracle_of_squared(oracle, tokens, weights, g):
-  return with_grads(lambda *x: squared(oracle, *x), (tokens, weights), g)
-
-
 def check_batch(case, view, transform):
-  """`transform(f)` of a batch is what `with_grads` is of each example."""
+  """Checks `transform(f)` of a batch against `block_and_back` by example."""
   config = case.layer
   by_rank = PartitionSpec(None, *spec(config))
   cases = routings(case, 3)
@@ -294,7 +285,7 @@ def check_batch(case, view, transform):
   ]
 
   def example(topk_idx, tokens, weights):
-    return squared(prepared(config, topk_idx), tokens, weights)
+    return block(prepared(config, topk_idx), tokens, weights)
 
   specs = dict(in_specs=by_rank, out_specs=by_rank)
   program = in_view(view, config, transform(example), **specs)
@@ -302,7 +293,7 @@ def check_batch(case, view, transform):
   arrays = [np.stack(x) for x in zip(*batch, strict=True)]
   actual = jax.jit(program)(*(to_global(x, mesh, by_rank) for x in arrays))
   examples = [
-    oracle_of_squared(c.oracle, *x)
+    jit_quickly(block_and_back)(c.oracle, *x)
     for c, (_, *x) in zip(cases, batch, strict=True)
   ]
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x), *examples))
@@ -332,7 +323,7 @@ def test_grad_of_vmap(case, view):
 
 
 def test_donated_tokens_and_handle(case):
-  """As the state of a loop, whose buffers the next step reuses."""
+  """A step can donate the state of a loop, and the next reuses its buffers."""
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(handle, tokens, weights):
@@ -364,7 +355,7 @@ def avals(case, *arrays):
 
 
 def test_ahead_of_time(case):
-  """From shapes alone; compiled twice, it is two programs."""
+  """A program compiles from shapes alone; two compiled copies may alternate."""
   arrays = case.topk_idx, *inputs(case)
   lowered = program_of(case.layer).lower(*avals(case, *arrays))
   programs = [lowered.compile() for _ in range(2)]
@@ -375,7 +366,7 @@ def test_ahead_of_time(case):
 
 
 def test_shapes_alone_run_nothing(case):
-  """On one process: if anything ran, it would wait for the others."""
+  """One process alone traces; an op that ran would wait for the others."""
   if jax.process_index() > 0:
     return
   tokens, weights = inputs(case)
@@ -407,7 +398,7 @@ def export_program(case):
 
 
 def check_call(case, fn):
-  """`fn` is the exported program, by now in another group of this name."""
+  """Checks that `fn`, an exported program, gives the results of `case`."""
   tokens, weights = inputs(case)
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(fn(*args), expected(case, there_and_back, tokens, weights))
@@ -415,14 +406,14 @@ def check_call(case, fn):
 
 @not_with_xla("it has no targets of ours")
 def test_export_asks_for_our_targets(case):
-  """JAX serialises no custom call whose stability nobody has vouched for."""
+  """JAX refuses to serialise a custom call that is not known to be stable."""
   arrays = case.topk_idx, *inputs(case)
   with pytest.raises(ValueError, match="(?s)compatibility.*@ep_prepare"):
     export.export(program_of(case.layer))(*avals(case, *arrays))
 
 
 def test_exported():
-  """It belongs to the group of its name, as a compiled program does not."""
+  """An exported program uses the open group with the name of its group."""
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, **EXPORTED) as group:
     exported = export_program(exported_case(group))
@@ -449,7 +440,7 @@ def test_exported_for_a_group_of_other_sizes():
 
 
 def test_exported_in_a_file(tmp_path):
-  """And read by another program: this file, in one process with 4 devices."""
+  """Another program can load it: this file, run as a process with 4 devices."""
   pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
   with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
     case = exported_case(group)
