@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
+"""ep_bootstrap, ep_finalize and EpLayerConfig take and refuse arguments."""
 
 import copy
 import dataclasses
@@ -76,7 +76,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
   ids=str,
 )
 def test_refuses(options, words):
-  """With a message that says what was expected and what came."""
+  """The message says what was expected and what was given."""
   mesh = make_mesh({"dp": 2, "ep": 2})
   with pytest.raises((ValueError, TypeError)) as error:
     bootstrap(mesh, **options)
@@ -129,7 +129,7 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
 def test_a_timeout_without_end(timeout_s):
-  """A rank may come late: the deadline must not lie in the past."""
+  """A rank may come late, so the deadline must not lie in the past."""
   with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
     case = Case(ep.EpLayerConfig(group))
     if jax.process_index() == 0:
@@ -138,7 +138,7 @@ def test_a_timeout_without_end(timeout_s):
 
 
 def test_a_library_that_is_not_there(monkeypatch, tmp_path):
-  """The error names the places, and what can be had without it."""
+  """The error names the places searched, and what works without a library."""
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
   with pytest.raises(FileNotFoundError) as error:
     ffi.find_library("host")
@@ -193,7 +193,7 @@ def test_a_group_says_what_it_is(mesh):
 
 
 def test_a_copy_of_a_group_is_the_group():
-  """So no copy outlives it, or names its programs as the group does."""
+  """No copy can outlive a group, or name its programs as the group does."""
   config = layer()
   assert copy.copy(config.group) is config.group
   deep = copy.deepcopy(config)
