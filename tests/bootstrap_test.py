@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bootstrap, ep_finalize and EpLayerConfig take and refuse arguments."""
+"""ep_bootstrap and EpLayerConfig check arguments; ep_finalize ends a group."""
 
 import copy
 import dataclasses
@@ -122,9 +122,9 @@ def test_integers_of_numpy_are_integers():
     )
     assert all(type(getattr(group, name)) is int for name in sizes)
     assert all(getattr(group, name) == size for name, size in sizes.items())
-    mine = (config.top_k, config.alignment, config.capacity)
-    assert mine == (2, 4, 32)
-    assert all(type(size) is int for size in mine)
+    own = (config.top_k, config.alignment, config.capacity)
+    assert own == (2, 4, 32)
+    assert all(type(size) is int for size in own)
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
@@ -146,7 +146,7 @@ def test_a_library_that_is_not_there(monkeypatch, tmp_path):
     assert word in str(error.value)
 
 
-def test_a_refusal_leaves_nothing_behind():
+def test_a_refused_bootstrap_frees_its_name():
   mesh = make_mesh({"ep": 4})
   with pytest.raises(ValueError, match="overflow"):
     bootstrap(mesh, name="reused", overflow="wrap")
@@ -169,7 +169,7 @@ def test_a_finalized_name_is_free():
       case.check(there_and_back, case.tokens(), case.weights())
 
 
-def test_a_name_taken_leaves_its_owner_whole():
+def test_a_refused_name_does_not_harm_its_group():
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, name="owner") as group:
     with pytest.raises(ValueError, match="owner"):
@@ -227,7 +227,7 @@ def test_an_address_that_is_taken_is_not_used(monkeypatch):
       case.check(there_and_back, case.tokens(), case.weights())
 
 
-def test_many_groups_come_and_go():
+def test_many_groups_one_after_another():
   for _ in range(20):
     ep.ep_finalize(bootstrap(make_mesh({"ep": 4})))
 

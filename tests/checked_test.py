@@ -32,7 +32,7 @@ def rows_and_sizes(ops, tokens, weights, rows, g):
 
 @DTYPES
 def test_an_unspecified_tail_is_nan(dtype):
-  """The tail is NaN, and the slabs before it hold the same numbers as ever."""
+  """The tail is NaN, and the slabs before it hold the usual numbers."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   inputs = case.tokens(dtype), case.weights(), case.rows(dtype)
   inputs += (case.tokens(dtype),)
@@ -93,7 +93,7 @@ def test_ranks_of_other_configurations():
 
 
 def test_the_mode_is_a_part_of_jits_key():
-  """A function that was traced before is traced again, both ways."""
+  """JAX traces a function again when the mode is turned on or off."""
   case = Case(layer(tail="unspecified", alignment=2), "one_token")
   inputs = case.tokens(), case.weights()
 

@@ -93,12 +93,10 @@ def test_two_programs_in_flight():
 
 @one_order_of_launches
 def test_two_threads():
-  """Two threads launch a program each, and their launches interleave freely."""
+  """Two threads launch a program each, with no order between the threads."""
   parts = [claim("uniform", block), claim("skewed", block_and_back)]
   for part in parts:
-    jax.block_until_ready(
-      run(part)
-    )  # This compiles it before the threads start.
+    jax.block_until_ready(run(part))  # Compiles it before the threads start.
   outs = [[], []]
 
   def worker(part, out):
@@ -184,10 +182,10 @@ def test_one_inner_function_twice_in_one_program(wrap):
     differentiable = [x[1:] for x in inputs]
     ids = [x[0] for x in inputs]
 
-    def of(differentiable):
+    def outs_of(differentiable):
       return outs([(i, *x) for i, x in zip(ids, differentiable, strict=True)])
 
-    values, vjp = jax.vjp(of, differentiable)
+    values, vjp = jax.vjp(outs_of, differentiable)
     (grads,) = vjp([x[1] for x in inputs])
     return list(zip(values, grads, strict=True))
 
@@ -213,7 +211,7 @@ def test_one_inner_function_twice_in_one_program(wrap):
 
 
 def test_branches_and_loops_that_depend_on_data():
-  """All ranks take the same branch, but know it only when they run."""
+  """All ranks take the same branch, but know which only when they run."""
 
   def decided(ops, steps, tokens, weights):
     def once(x):
@@ -234,7 +232,7 @@ def test_branches_and_loops_that_depend_on_data():
     assert_same(actual, expected(case, decided, steps, *inputs))
 
 
-def test_steps_leave_nothing_open():
+def test_steps_leak_no_descriptors():
   part = claim("skewed", block_and_back)
   check(part)
   before = os.listdir("/proc/self/fd")

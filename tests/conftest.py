@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 import math
 import os
 
-if "JAX_COORDINATOR_ADDRESS" not in os.environ:  # plain pytest: the 1x4 world
+# Plain pytest is the 1x4 world.
+if "JAX_COORDINATOR_ADDRESS" not in os.environ:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -63,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
   option("--all_deaths", 0, 0)
   option("--random_deaths", 0, 0)
-  # Each process computes all expected values, so more processes get fewer.
+  # Each process computes all expected values, so several check fewer cases.
   option("--fuzz_cases", 300, 60)
   option("--fuzz_first", 0, 0)
   option("--fuzz_seed", 0, 0)
@@ -106,7 +107,7 @@ def make_mesh(
 def to_global(
   array: np.ndarray, mesh: Mesh, spec: PartitionSpec = PartitionSpec()
 ) -> jax.Array:
-  """Returns a global array whose shards are slices of `array`."""
+  """Returns a global array of `array`, which all processes hold alike."""
   array = np.asarray(array)
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]

@@ -104,12 +104,12 @@ class FaultyRank(Rank):
     """Works until the death, and notes which error came and when."""
     self.death = death
     before = descriptors()
-    noted = ""
+    text = ""
     try:
       self.work()
     except ep.EpError as error:
-      noted = f"{time.monotonic()} {error}"
-    self.note(f"error_{self.round}_{self.index}", noted)
+      text = f"{time.monotonic()} {error}"
+    self.note(f"error_{self.round}_{self.index}", text)
     self.wait_until(lambda: gc.collect() or descriptors() == before)
     self.alive.remove(death.rank)
     self.round += 1
@@ -186,9 +186,9 @@ class FaultyRank(Rank):
     self.die()
 
   def post_alone(self, program, x):
-    """Ends the victim while it waits in the program.
+    """Ends the victim while it waits in the program, which no other has called.
 
-    The program runs on another thread, because the main thread has to exit.
+    The program runs on another thread, because only the main thread can exit.
     """
     if not self.is_victim():
       return self.wait_for(f"died_{self.round}")

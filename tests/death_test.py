@@ -75,7 +75,7 @@ class Death:
 
 
 def some_deaths():
-  """Yields a few deaths, with every way, op and moment among them."""
+  """Yields a few deaths of every way, at several places and moments."""
   yield (
     "3 kill prepare during",
     "2 segv dispatch posted",
@@ -92,7 +92,7 @@ def some_deaths():
 def all_deaths():
   """Returns deaths of each way at every place and moment, on random ranks."""
   places = [*itertools.product(OPS, ["before", "during", "posted"])]
-  # After any other op is before the next one.
+  # "after" any other op is the same moment as "before" the next op.
   places += [(OPS[-1], "after")]
   places += itertools.product(["bootstrap"], ["before", "during"])
   places += itertools.product(["finalize"], ["before", "after"])
@@ -130,7 +130,7 @@ def test_survivors_get_an_error(tmp_path, deaths):
   check_deaths(tmp_path, deaths)
 
 
-def test_two_jobs_do_not_meet(tmp_path):
+def test_two_jobs_do_not_mix(tmp_path):
   """Two jobs can have groups of the same names at the same time."""
   jobs = [
     ["0 kill combine_bwd before", "3 exit dispatch_bwd posted"],

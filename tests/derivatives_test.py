@@ -20,7 +20,7 @@ def small_case():
 
 
 def block(ops, tokens, weights):
-  """Multiplies by the weights twice, so that it is not linear in any input."""
+  """Returns a polynomial of degree 2 in the tokens and in the weights."""
   recv, recv_weights = ops.dispatch(tokens, weights)
   rows = recv * recv * recv_weights[..., None]
   return ops.combine(rows, recv_weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_dispatch, forward and backward, against the oracle."""
+"""ep_dispatch and its gradients equal the oracle's."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def test_leading_dims_of_tokens(lead):
 
 
 def test_alignment_padding_and_tail_are_zero():
-  """The result shows it by itself, without the oracle."""
+  """The test reads this from the result itself, not from the oracle."""
   case = Case(layer(alignment=4), "skewed")
   tokens = np.ones_like(case.tokens())
   recv = case.run(dispatch, tokens, case.weights())

@@ -10,7 +10,7 @@ from cases import assert_same, Case
 from groups import E, layer
 from parameters import DTYPES
 
-EP_SIZES = pytest.mark.parametrize("mesh", ["dp4_ep1", "dp2_ep2", "ep4"])
+MESHES = ["dp4_ep1", "dp2_ep2", "ep4"]  # EP size 1, 2 and 4.
 
 # Each expert multiplies its rows by its scale.
 SCALES = np.linspace(0.5, 2, E, dtype=np.float32)
@@ -50,11 +50,11 @@ def dense(topk_idx, tokens, weights):
 
 
 @DTYPES
-@EP_SIZES
+@pytest.mark.parametrize("mesh", MESHES)
 def test_forward(mesh, dtype):
   case = Case(layer(mesh), "with_unused_choices")
   tokens, weights = case.tokens(dtype), case.weights()
-  weights = np.sqrt(weights)  # no product with them is exact
+  weights = np.sqrt(weights)  # No product with them is exact.
   actual = case.run(moe, tokens, weights)
   assert_same(actual, dense(case.topk_idx, tokens, weights))
 
@@ -63,7 +63,7 @@ def test_forward(mesh, dtype):
 def test_forward_and_backward(dtype):
   """EP sizes 2 and 4 compute the same bits as EP size 1."""
   claims = []
-  for mesh in ["dp4_ep1", "dp2_ep2", "ep4"]:
+  for mesh in MESHES:
     case = Case(layer(mesh), "with_unused_choices")
     inputs = case.tokens(dtype), np.sqrt(case.weights()), case.tokens(dtype)
     claims.append(jax.tree.map(local_numpy, case.run(moe_and_back, *inputs)))

@@ -306,7 +306,7 @@ def test_an_error_reaches_every_rank_of_its_domain(capfd):
 
 
 def test_a_call_that_jax_has_seen_before_fails_with_an_ep_error():
-  """JAX's C++ path raises a ValueError, if the program holds little else."""
+  """JAX's C++ call path may raise a ValueError, which EpError includes."""
   bad = with_id(E, (0, 0))
   program = jax.jit(lambda idx: ep.ep_prepare(bad.layer, idx).group_sizes)
   jax.block_until_ready(program(bad.put(Case(bad.layer).topk_idx)))
@@ -395,7 +395,7 @@ def of_two_routings(handle, other):
 @not_with_xla("the result is NaN instead, see xla_backend_test.py")
 @pytest.mark.parametrize("op", [dispatch, combine])
 @pytest.mark.parametrize(
-  "forge",
+  "corrupt",
   [
     of_another_layer,
     of_another_group,
@@ -407,10 +407,10 @@ def of_two_routings(handle, other):
     of_two_routings,
   ],
 )
-def test_a_handle_that_was_not_prepared(forge, op):
+def test_a_handle_that_was_not_prepared(corrupt, op):
   """The bytes of a handle are checked before they are used as addresses."""
   trusted = garbage_after_the_header, two_routes_swapped, of_two_routings
-  if GPU and forge in trusted:
+  if GPU and corrupt in trusted:
     pytest.skip("NCCL EP trusts its part of a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(lambda ops: ops.handle) for x in (case, other)]
@@ -421,7 +421,7 @@ def test_a_handle_that_was_not_prepared(forge, op):
 
   @jax.jit
   def program(handle, other, *inputs):
-    return op(Ops(forge(handle, other)), *inputs)
+    return op(Ops(corrupt(handle, other)), *inputs)
 
   with failing(case.layer.group) as error:
     jax.block_until_ready(program(*handles, *map(case.put, inputs)))

@@ -128,7 +128,7 @@ def test_no_library_on_one_rank(tmp_path):
 
 
 class Scenarios(Rank):
-  """What a rank does, one method for each scenario."""
+  """A rank that has a method for each scenario."""
 
   def bootstrap(self, **options):
     import jax

@@ -81,7 +81,7 @@ class Draw:
     )
 
   def routing(self, rng, ranks):
-    """Draws `[ranks * T, K]`, with unused choices and popular experts."""
+    """Draws `[ranks * T, K]`, some of it unused, some experts frequent."""
     shape = (ranks * self.tokens, self.num_experts)
     demand = rng.choice([0, 1, 4]) * rng.permutation(self.num_experts)
     idx = (rng.gumbel(size=shape) + demand).argsort(-1)[:, -self.top_k :]
@@ -107,7 +107,7 @@ def test_fuzz(request, monkeypatch, backend, layer):
   check_flags_of_one_rank(draw, backend, monkeypatch, rng)
   with draw.group(backend) as group:
     config = ep.EpLayerConfig(group)
-    if rng.random() < 0.3:  # A rank may fork, as a data loader does.
+    if rng.random() < 0.3:  # Data loaders fork, too.
       fork_test.run_child(fork_test.run_exit_handlers)
     for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
       if index not in wanted:
@@ -162,7 +162,7 @@ def check_on_another_mesh(case, draw, rng):
   """Checks that axes or devices in another order work or are refused."""
   old = case.layer.group.mesh
   if draw.overflow == "error" and draw.capacity:
-    return  # The capacity or the mesh may cause the error.
+    return  # Either the capacity or the mesh may cause an error.
   axes = rng.permutation(len(old.axis_names))
   devices = old.devices.transpose(axes)
   if rng.random() < 0.5:
