@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of an `AbstractMesh`: planned on a laptop, for machines elsewhere."""
+"""A group of an `AbstractMesh` plans programs for machines elsewhere."""
 
 import jax
 from jax import export
@@ -14,7 +14,7 @@ from groups import bootstrap, E, H, K, T
 from ops import Ops, there_and_back
 
 RANKS = 64
-# jax.export vouches for no custom call by itself, XLA's own included.
+# jax.export guarantees no custom call by itself, not even XLA's own.
 RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
 
 
@@ -31,7 +31,7 @@ def layer_of_a_cluster(request):
 
 
 def inputs(layer):
-  """Shapes of tokens, ids and weights, in the global view."""
+  """Returns shapes of tokens, ids and weights, in the global view."""
   group = layer.group
   sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
   return [
@@ -106,7 +106,7 @@ def test_export_for_machines_elsewhere(layer, platform):
 
 
 def exported_for(axes):
-  """A program of `there_and_back`, exported from shapes alone."""
+  """Exports a program of `there_and_back` from shapes alone."""
   mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
   with bootstrap(mesh, name="plan", backend=None) as group:
     layer = ep.EpLayerConfig(group)
@@ -129,7 +129,8 @@ def test_what_was_exported_runs(axes):
     out, total = jax.jit(exported.call)(*args)
     assert_same(out, expected(case, there_and_back, tokens, weights))
 
-    # It cannot call Python to raise.
+    # An exported program cannot call Python to raise an error, so it returns
+    # NaN and -1.
     wrong = case.topk_idx.copy()
     wrong[0, 0] = E
     args[0] = case.put(wrong)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bazelw finds or installs a Bazel, and says what it waits for or lacks.
+"""bazelw finds or installs Bazel, and says what it waits for or lacks.
 
-The tests run it on a machine made of stubs: a PATH, a home, and an installer of
-Debian's Bazel that downloads nothing.
+The tests run it on a machine made of stubs: a PATH, a home folder, and an
+installer of Debian's Bazel that downloads nothing.
 """
 
 import os
@@ -31,7 +31,7 @@ def _program(path, text):
 
 
 class Machine:
-  """A checkout with bazelw, a folder of programs, and a home."""
+  """A checkout with bazelw, a folder of programs, and a home folder."""
 
   def __init__(self, folder):
     self.home = folder / "a home"
@@ -95,7 +95,7 @@ def test_takes_what_is_on_path(machine):
 
 
 def test_installs_in_a_home_with_a_space(machine):
-  for _ in range(2):  # the second run finds it
+  for _ in range(2):  # The second run finds what the first installed.
     done = machine.run("test", "a b")
     assert done.returncode == 0, done.stderr
   assert machine.installs.read_text() == "called\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bootstrap, ep_finalize and EpLayerConfig: what they take and refuse."""
+"""ep_bootstrap and EpLayerConfig check arguments; ep_finalize ends a group."""
 
 import copy
 import dataclasses
@@ -76,7 +76,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
   ids=str,
 )
 def test_refuses(options, words):
-  """With a message that says what was expected and what came."""
+  """The message says what was expected and what was given."""
   mesh = make_mesh({"dp": 2, "ep": 2})
   with pytest.raises((ValueError, TypeError)) as error:
     bootstrap(mesh, **options)
@@ -122,14 +122,14 @@ def test_integers_of_numpy_are_integers():
     )
     assert all(type(getattr(group, name)) is int for name in sizes)
     assert all(getattr(group, name) == size for name, size in sizes.items())
-    mine = (config.top_k, config.alignment, config.capacity)
-    assert mine == (2, 4, 32)
-    assert all(type(size) is int for size in mine)
+    own = (config.top_k, config.alignment, config.capacity)
+    assert own == (2, 4, 32)
+    assert all(type(size) is int for size in own)
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
 def test_a_timeout_without_end(timeout_s):
-  """A rank may come late: the deadline must not lie in the past."""
+  """A rank may come late, so the deadline must not lie in the past."""
   with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
     case = Case(ep.EpLayerConfig(group))
     if jax.process_index() == 0:
@@ -138,7 +138,7 @@ def test_a_timeout_without_end(timeout_s):
 
 
 def test_a_library_that_is_not_there(monkeypatch, tmp_path):
-  """The error names the places, and what can be had without it."""
+  """The error names the places searched, and what works without a library."""
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
   with pytest.raises(FileNotFoundError) as error:
     ffi.find_library("host")
@@ -146,7 +146,7 @@ def test_a_library_that_is_not_there(monkeypatch, tmp_path):
     assert word in str(error.value)
 
 
-def test_a_refusal_leaves_nothing_behind():
+def test_a_refused_bootstrap_frees_its_name():
   mesh = make_mesh({"ep": 4})
   with pytest.raises(ValueError, match="overflow"):
     bootstrap(mesh, name="reused", overflow="wrap")
@@ -169,7 +169,7 @@ def test_a_finalized_name_is_free():
       case.check(there_and_back, case.tokens(), case.weights())
 
 
-def test_a_name_taken_leaves_its_owner_whole():
+def test_a_refused_name_does_not_harm_its_group():
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, name="owner") as group:
     with pytest.raises(ValueError, match="owner"):
@@ -193,7 +193,7 @@ def test_a_group_says_what_it_is(mesh):
 
 
 def test_a_copy_of_a_group_is_the_group():
-  """So no copy outlives it, or names its programs as the group does."""
+  """No copy can outlive a group, or name its programs as the group does."""
   config = layer()
   assert copy.copy(config.group) is config.group
   deep = copy.deepcopy(config)
@@ -227,7 +227,7 @@ def test_an_address_that_is_taken_is_not_used(monkeypatch):
       case.check(there_and_back, case.tokens(), case.weights())
 
 
-def test_many_groups_come_and_go():
+def test_many_groups_one_after_another():
   for _ in range(20):
     ep.ep_finalize(bootstrap(make_mesh({"ep": 4})))
 

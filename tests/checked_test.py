@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked mode: mistakes are found where they are made."""
+"""Checked mode finds a mistake where it is made."""
 
 import os
 import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from cases import assert_same, Case, global_view, local_view
 import ep
 from groups import BACKEND, GPU, layer
 from ops import combine, dispatch, everything, sizes, there_and_back
+from parameters import DTYPES
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def rows_and_sizes(ops, tokens, weights, rows, g):
   )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@DTYPES
 def test_an_unspecified_tail_is_nan(dtype):
-  """And the slabs before it are what they are."""
+  """The tail is NaN, and the slabs before it hold the usual numbers."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   inputs = case.tokens(dtype), case.weights(), case.rows(dtype)
   inputs += (case.tokens(dtype),)
@@ -62,12 +62,12 @@ def test_good_results_are_the_same():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@DTYPES
 def test_a_combine_that_is_not_finite(value, dtype):
-  """Every rank that gets one learns which; with "host", what brought it."""
+  """Each rank's error names the element; with "host", its source as well."""
   case = Case(layer(name="moe_3"), "uniform")
   rows = case.rows(dtype)
-  rows[1, :, 3] = value  # rows of every rank's tokens
+  rows[1, :, 3] = value  # These are rows of every rank's tokens.
   words = ["ep_combine", '"moe_3"', ", 3]", "is not finite"]
   if BACKEND is None and not GPU:
     words += ["nor is expert_out[", "] of rank 1", "topk_idx[", "step "]
@@ -78,7 +78,7 @@ def test_a_combine_that_is_not_finite(value, dtype):
 def test_rows_that_nobody_sums_may_be_anything():
   case = Case(layer(), "to_one_expert")
   rows = np.full_like(case.rows(), np.nan)
-  rows[3] = case.rows()[3]  # where that expert lives
+  rows[3] = case.rows()[3]  # That expert is on rank 3.
   case.check(combine, rows)
 
 
@@ -86,14 +86,14 @@ def test_rows_that_nobody_sums_may_be_anything():
   jax.process_count() == 1, reason="one process has one program"
 )
 def test_ranks_of_other_configurations():
-  """What shapes and sizes do not show."""
+  """Checked mode finds a difference that shapes and sizes do not show."""
   last = jax.process_index() == jax.process_count() - 1
   case = Case(layer(name="moe_4" if last else "moe_3"))
   case.check_error(["ep_prepare", "disagree", "layer"], sizes)
 
 
 def test_the_mode_is_a_part_of_jits_key():
-  """A function that was traced before is traced again, both ways."""
+  """JAX traces a function again when the mode is turned on or off."""
   case = Case(layer(tail="unspecified", alignment=2), "one_token")
   inputs = case.tokens(), case.weights()
 
@@ -115,7 +115,7 @@ def exchanges_and_back(ops, tokens, weights, rows):
 
 @pytest.mark.parametrize("view", [global_view, local_view])
 def test_jax_debug_nans_finds_no_nan_of_ours(view):
-  """Op by op, where JAX looks at all that an op returns, tail included."""
+  """JAX finds no NaN in anything that an op returns, tail included."""
   case = Case(layer(tail="unspecified", alignment=2), "one_token")
   inputs = case.tokens(), case.weights(), case.rows()
   call = view(case.layer, exchanges_and_back)
@@ -129,7 +129,10 @@ def test_jax_debug_nans_finds_no_nan_of_ours(view):
 @pytest.mark.parametrize("view", [global_view, local_view])
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_jax_debug_nans_finds_a_nan_of_the_data(mode, view):
-  """0 * infinity in a sum, which checked mode would be the first to see."""
+  """JAX finds the NaN of 0 * infinity in a sum.
+
+  Checked mode would find it first, so it is off.
+  """
   case = Case(layer())
   rows = np.full_like(case.rows(), np.inf)
   inputs = case.topk_idx, rows, np.zeros_like(case.row_weights())

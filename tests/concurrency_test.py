@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges that run at the same time neither mix nor wait for each other.
+"""Exchanges that run at the same time do not mix or wait for each other.
 
-XLA:CPU runs the ready ops of a program in any order, not the same on every
-rank, and programs overlap. All of these programs hang, or return each other's
-rows, if ops are matched by their order of arrival or if a handler waits.
+XLA:CPU runs the ready ops of a program in any order. The order differs between
+ranks, and programs overlap. If ops were matched by their order of arrival, or
+if a handler waited, each of these programs would hang or return the rows of
+another.
 """
 
 import concurrent.futures
@@ -22,7 +23,7 @@ import ep
 from groups import BACKEND, layer
 from ops import block, block_and_back, Ops, there_and_back
 
-ROUTES = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
+ROUTINGS = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
 
 
 one_order_of_launches = pytest.mark.skipif(
@@ -32,29 +33,30 @@ one_order_of_launches = pytest.mark.skipif(
 
 
 def claim(routing="uniform", fn=block_and_back, scale=1, **options):
+  """Returns a claim about `fn`, as `cases.check` takes it."""
   case = Case(layer(**options), routing, whole=True)
   tokens = case.tokens() * np.float32(scale)
   return case, fn, tokens, case.weights(), case.tokens()
 
 
 def test_independent_branches():
-  """Sixteen blocks, forward and backward, with no order between them."""
-  check(*(claim(ROUTES[i % 4], scale=1 + i) for i in range(16)))
+  """Sixteen blocks run forward and backward, with no order between them."""
+  check(*(claim(ROUTINGS[i % 4], scale=1 + i) for i in range(16)))
 
 
 def test_independent_branches_of_different_layers():
   check(
     *(
-      claim(ROUTES[i], block, top_k=1 + i % 3, alignment=1 + i, name=f"{i}")
+      claim(ROUTINGS[i], block, top_k=1 + i % 3, alignment=1 + i, name=f"{i}")
       for i in range(4)
     )
   )
 
 
 def test_many_layers_of_two_groups(request):
-  """A block for each of 64 layers of each group, with no order between them."""
+  """64 layers of each group run a block each, with no order between them."""
   claims = [
-    claim(ROUTES[i % 4], block, 1 + i % 8, mesh=mesh, name=f"{i}")
+    claim(ROUTINGS[i % 4], block, 1 + i % 8, mesh=mesh, name=f"{i}")
     for i in range(64)
     for mesh in ("ep4", "dp2_ep2")
   ]
@@ -71,8 +73,8 @@ def test_independent_branches_on_one_handle():
 
 
 def test_launches_in_flight():
-  """Nobody waits for a result before all of them are under way."""
-  claims = [claim(ROUTES[i % 4], block, 1 + i) for i in range(16)]
+  """All programs are launched before the test waits for a result."""
+  claims = [claim(ROUTINGS[i % 4], block, 1 + i) for i in range(16)]
   check_after(claims, [run(c) for c in claims])
 
 
@@ -83,7 +85,7 @@ def check_after(claims, outs):
 
 def test_two_programs_in_flight():
   claims = [
-    claim(ROUTES[i % 4], (block, block_and_back)[i % 2], 1 + i)
+    claim(ROUTINGS[i % 4], (block, block_and_back)[i % 2], 1 + i)
     for i in range(16)
   ]
   check_after(claims, [run(c) for c in claims])
@@ -91,10 +93,10 @@ def test_two_programs_in_flight():
 
 @one_order_of_launches
 def test_two_threads():
-  """Each launches a program of its own, in an order of their own."""
+  """Two threads launch a program each, with no order between the threads."""
   parts = [claim("uniform", block), claim("skewed", block_and_back)]
   for part in parts:
-    jax.block_until_ready(run(part))  # compiled before the race
+    jax.block_until_ready(run(part))  # Compiles it before the threads start.
   outs = [[], []]
 
   def worker(part, out):
@@ -115,16 +117,17 @@ def test_two_threads():
 
 @one_order_of_launches
 def test_many_threads(request):
-  """Each launches a program of its own, four times before it waits.
+  """Each thread launches its own program, four times before it waits.
 
-  In one process they compile at the same time, too. Several processes compile
-  in one order, as they must, but launch in any; so their programs are small
-  ones, which JAX runs on the thread that launches. Of its pool each would hold
-  one of as many threads as there are cores, and not the same on all processes.
+  In one process the threads also compile at the same time. Several processes
+  must compile in one order, but they launch in any order. Their programs are
+  small, because JAX runs a small program on the thread that launches it. A
+  larger one would hold a thread of JAX's pool, which has one per core, and the
+  processes could fill their pools with different programs.
   """
   several = jax.process_count() > 1
   fns = (block,) if several else (block, block_and_back)
-  claims = [claim(ROUTES[i % 4], fns[i % len(fns)], 1 + i) for i in range(8)]
+  claims = [claim(ROUTINGS[i % 4], fns[i % len(fns)], 1 + i) for i in range(8)]
   parts = [
     (case, functools.partial(fn), *arrays) for case, fn, *arrays in claims
   ]
@@ -143,7 +146,7 @@ def test_many_threads(request):
 
 
 def test_one_rank_runs_programs_of_its_own():
-  """Launch counts of other programs differ between ranks."""
+  """The ranks may launch other programs a different number of times."""
   device = jax.devices()[1]
   extra = jax.jit(lambda x: x * 2)
   for _ in range(4):
@@ -154,12 +157,12 @@ def test_one_rank_runs_programs_of_its_own():
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
 def test_one_inner_function_twice_in_one_program(wrap):
-  """Two calls of the same jitted block, on other tokens and experts.
+  """A program calls one jitted block twice, on other tokens and experts.
 
-  JAX may lower the block once and call it twice: one op in the module, two
-  exchanges when it runs, in either order.
+  JAX may lower the block once and call it twice. Then one op of the module is
+  two exchanges when the program runs, in either order.
   """
-  cases = [Case(layer(), routing, whole=True) for routing in ROUTES[:2]]
+  cases = [Case(layer(), routing, whole=True) for routing in ROUTINGS[:2]]
   inputs = [(case.topk_idx, case.tokens(), case.weights()) for case in cases]
   experts = np.arange(1, 3, dtype=np.float32)
 
@@ -179,10 +182,10 @@ def test_one_inner_function_twice_in_one_program(wrap):
     differentiable = [x[1:] for x in inputs]
     ids = [x[0] for x in inputs]
 
-    def of(differentiable):
+    def outs_of(differentiable):
       return outs([(i, *x) for i, x in zip(ids, differentiable, strict=True)])
 
-    values, vjp = jax.vjp(of, differentiable)
+    values, vjp = jax.vjp(outs_of, differentiable)
     (grads,) = vjp([x[1] for x in inputs])
     return list(zip(values, grads, strict=True))
 
@@ -207,8 +210,8 @@ def test_one_inner_function_twice_in_one_program(wrap):
     assert_same(outer(placed), want)
 
 
-def test_branches_and_loops_that_data_decide():
-  """All ranks decide alike, but only when they run."""
+def test_branches_and_loops_that_depend_on_data():
+  """All ranks take the same branch, but know which only when they run."""
 
   def decided(ops, steps, tokens, weights):
     def once(x):
@@ -229,7 +232,7 @@ def test_branches_and_loops_that_data_decide():
     assert_same(actual, expected(case, decided, steps, *inputs))
 
 
-def test_steps_leave_nothing_open():
+def test_steps_leak_no_descriptors():
   part = claim("skewed", block_and_back)
   check(part)
   before = os.listdir("/proc/self/fd")
@@ -238,8 +241,8 @@ def test_steps_leave_nothing_open():
   assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-def test_a_loop_beside_a_loop():
-  """Occurrences of an op within a run, of two loops that overlap."""
+def test_two_loops_in_parallel():
+  """Each op runs several times in a program, and two loops overlap."""
 
   def loop(ops, tokens, weights, _):
     def step(_, tokens):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a pytest process one rank of a test world; what every test imports.
+"""Makes a pytest process one rank of a test world; every test imports it.
 
 Worlds are named processes x devices of each. A test file runs in any of them:
 
@@ -9,10 +9,10 @@ Worlds are named processes x devices of each. A test file runs in any of them:
 
 Every process runs every test, so a test is an SPMD program: it builds the same
 numpy arrays everywhere (from a fixed seed), and takes every branch that leads
-to a collective everywhere. Expected values are whole arrays, of which each
-process compares its own shards: checking needs no collective, so a failure on
-one rank cannot hang another in the check. Where a failure does leave ranks
-waiting, `TIMEOUT_S` ends it: pass it to `ep_bootstrap`.
+to a collective everywhere. Expected values are whole arrays, and each process
+compares its own shards with them. A check needs no collective, so a failure on
+one rank cannot make another hang in the check. Where a failure does make ranks
+wait, `TIMEOUT_S` limits how long: pass it to `ep_bootstrap`.
 
     from conftest import assert_shards_equal, make_mesh, to_global
 """
@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 import math
 import os
 
-if "JAX_COORDINATOR_ADDRESS" not in os.environ:  # plain pytest: the 1x4 world
+# Plain pytest is the 1x4 world.
+if "JAX_COORDINATOR_ADDRESS" not in os.environ:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -47,14 +48,14 @@ import pytest
 from ep import launch
 
 launch.initialize()
-# GPUs would multiply float32 as TF32.
+# By default GPUs would multiply float32 as TF32.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 TIMEOUT_S = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """How long the tests of their names are, for as many processes."""
+  """Adds options for the length of tests; defaults depend on the world."""
 
   def option(name, one, four, more=0):
     count = jax.process_count()
@@ -63,7 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
   option("--all_deaths", 0, 0)
   option("--random_deaths", 0, 0)
-  option("--fuzz_cases", 300, 60)  # each process works out all that is expected
+  # Each process computes all expected values, so several check fewer cases.
+  option("--fuzz_cases", 300, 60)
   option("--fuzz_first", 0, 0)
   option("--fuzz_seed", 0, 0)
   option("--lifetimes", 1000, 300)
@@ -72,7 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Rank 0 writes the test.xml that Bazel would otherwise make up."""
+  """Lets rank 0 write the test.xml that Bazel would otherwise generate."""
   if jax.process_index() == 0 and "XML_OUTPUT_FILE" in os.environ:
     config.option.xmlpath = os.environ["XML_OUTPUT_FILE"]
 
@@ -80,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def make_mesh(
   axes: Mapping[str, int], axis_types: Sequence[AxisType] | None = None
 ) -> Mesh:
-  """A mesh of the first devices, for example `make_mesh({"dp": 2, "ep": 2})`.
+  """Returns a mesh of the first devices, as `make_mesh({"dp": 2, "ep": 2})`.
 
   The axes are Auto unless `axis_types` says otherwise. Skips the calling test
   when there are too few devices, and, with more than one process, when the mesh
@@ -105,7 +107,7 @@ def make_mesh(
 def to_global(
   array: np.ndarray, mesh: Mesh, spec: PartitionSpec = PartitionSpec()
 ) -> jax.Array:
-  """The global array whose shards are slices of `array`, alike on all ranks."""
+  """Returns a global array of `array`, which all processes hold alike."""
   array = np.asarray(array)
   return jax.make_array_from_callback(
     array.shape, NamedSharding(mesh, spec), lambda index: array[index]
@@ -148,7 +150,7 @@ def assert_shards_close(
 ) -> None:
   """Fails unless this process's shards of `actual` are near to `expected`.
 
-  For results that the numeric contract leaves to XLA, such as matmuls.
+  It is for results that the numeric contract leaves to XLA, such as matmuls.
   """
   assert actual.shape == expected.shape
   for shard in actual.addressable_shards:

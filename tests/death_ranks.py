@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of death_test, which says what deaths there are."""
+"""The program of the ranks in death_test, which defines the deaths."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from worlds import Rank, RANKS
 
 
 class Ops:
-  """Each op as a function of a step's arrays, to which it adds its own."""
+  """The ops as functions of a step's arrays, to which each adds its results."""
 
   def __init__(self, layer):
     self.layer = layer
@@ -57,7 +57,7 @@ class Ops:
 
 
 class Work:
-  """Steps of every op in a group, in a program each or in one program."""
+  """Runs steps of every op in a group, as one program or as one per op."""
 
   def __init__(self, group, programs):
     self.case = Case(ep.EpLayerConfig(group, name="moe_3"))
@@ -69,14 +69,15 @@ class Work:
     ops = Ops(self.case.layer)
     self.programs = {op: jax.jit(getattr(ops, op)) for op in programs}
 
-  def step_in_peace(self):
+  def step(self):
+    """Runs a step in which no rank fails."""
     x = self.inputs
     for program in self.programs.values():
       x = program(x)
     self.check(x)
 
   def check(self, x):
-    """Each choice of a token brought the token itself home."""
+    """Checks that each choice of a token returned the token itself."""
     out, g_tokens = np.zeros((2, *self.tokens.shape), np.float32)
     for weight in self.weights.T:
       out += weight[:, None] * self.tokens
@@ -90,8 +91,8 @@ class Work:
       np.testing.assert_array_equal(rows.data, g_rows.data)
 
 
-class Mortal(Rank):
-  """A rank that lives through the deaths of others, perhaps to its own."""
+class FaultyRank(Rank):
+  """A rank of a world in which ranks die, perhaps this one."""
 
   def __init__(self, notes):
     super().__init__(notes)
@@ -99,29 +100,30 @@ class Mortal(Rank):
     self.round = 0
     self.death = None
 
-  def live_through(self, death):
-    """Leaves a note of what it was told, and when."""
+  def run_round(self, death):
+    """Works until the death, and notes which error came and when."""
     self.death = death
     before = descriptors()
-    told = ""
+    text = ""
     try:
       self.work()
     except ep.EpError as error:
-      told = f"{time.monotonic()} {error}"
-    self.note(f"told_{self.round}_{self.index}", told)
+      text = f"{time.monotonic()} {error}"
+    self.note(f"error_{self.round}_{self.index}", text)
     self.wait_until(lambda: gc.collect() or descriptors() == before)
     self.alive.remove(death.rank)
     self.round += 1
 
   def work(self):
-    self.reach("bootstrap", "before")
+    """Works in a new group until an error comes or this rank has to end."""
+    self.die_at("bootstrap", "before")
     with self.bootstrap(LONG_S) as group:
       where, when = self.death.where, self.death.when
       work = Work(group, OPS if where in OPS else ["all"])
-      work.step_in_peace()
+      work.step()
       if where == "finalize" and self.is_victim():
         if when == "before":
-          self.wait_for(f"told_{self.round}_*", len(self.alive) - 1)
+          self.wait_for(f"error_{self.round}_*", len(self.alive) - 1)
         else:
           ep.ep_finalize(group)
         self.die()
@@ -135,7 +137,7 @@ class Mortal(Rank):
         self.step(work)
 
   def bootstrap(self, timeout_s):
-    """A group of those who live."""
+    """Returns a group of the ranks that are alive."""
     devices = [d for d in jax.devices() if d.process_index in self.alive]
     mesh = jax.make_mesh(
       (len(devices),),
@@ -144,43 +146,50 @@ class Mortal(Rank):
       devices=devices,
     )
     create, at = ffi.create_host_group, ("bootstrap", "during")
-    ffi.create_host_group = lambda **args: self.reach(*at) or create(**args)
+    ffi.create_host_group = lambda **args: self.die_at(*at) or create(**args)
     try:
-      # A multiple of any number of ranks.
+      # 12 is a multiple of every number of ranks here.
       return bootstrap(mesh, num_experts=12, timeout_s=timeout_s)
     finally:
       ffi.create_host_group = create
 
   def step(self, work):
+    """Runs a step in which the victim may die."""
     work.check(self.run(work, work.programs))
 
   def run(self, work, ops):
     x = work.inputs
     for op in ops:
-      self.reach(op, "before")
-      self.reach(op, "during")
+      self.die_at(op, "before")
+      self.die_at(op, "during")
       if (self.death.where, self.death.when) == (op, "posted"):
         self.post_alone(work.programs[op], x)
       x = jax.block_until_ready(work.programs[op](x))
-      self.reach(op, "after")
+      self.die_at(op, "after")
     return x
 
   def is_victim(self):
     return self.death.rank == self.index
 
-  def reach(self, where, when):
-    """If this is where and when, the others note that, and the victim dies."""
+  def die_at(self, where, when):
+    """Ends the victim, if this is the place and moment of its death.
+
+    The other ranks note that they are here, and the victim waits for that.
+    """
     if (where, when) != (self.death.where, self.death.when):
       return
     if not self.is_victim():
-      return self.note(f"here_{self.round}_{self.index}")
-    self.wait_for(f"here_{self.round}_*", len(self.alive) - 1)
+      return self.note(f"ready_{self.round}_{self.index}")
+    self.wait_for(f"ready_{self.round}_*", len(self.alive) - 1)
     if when == "during" or where == "bootstrap":
-      time.sleep(0.3)  # so that the others wait for this one
+      time.sleep(0.3)  # By then the others wait for this rank.
     self.die()
 
   def post_alone(self, program, x):
-    """The victim dies while it waits; its main thread, so that it may exit."""
+    """Ends the victim while it waits in the program, which no other has called.
+
+    The program runs on another thread, because only the main thread can exit.
+    """
     if not self.is_victim():
       return self.wait_for(f"died_{self.round}")
     threading.Thread(target=program, args=(x,), daemon=True).start()
@@ -194,14 +203,14 @@ class Mortal(Rank):
     signal.raise_signal(getattr(signal, f"SIG{self.death.way.upper()}"))
 
   def die_later(self, seconds):
-    if self.death.way == "exit":  # as the main thread alone can
+    if self.death.way == "exit":  # Only the main thread can exit.
       signal.signal(signal.SIGALRM, lambda *_: self.die())
       signal.setitimer(signal.ITIMER_REAL, seconds)
     else:
       threading.Timer(seconds, self.die).start()
 
   def stop(self):
-    """Rank 3 is stopped before ep_combine, for a while and for too long."""
+    """Stops rank 3 before ep_combine, first for a while, then for too long."""
     self.death = Death(RANKS - 1, "stop", "combine", "before")
     self.note(f"pid_{self.index}", str(os.getpid()))
 
@@ -222,19 +231,20 @@ class Mortal(Rank):
           start = time.monotonic()
           try:
             self.run(work, OPS[:3])
-            assert self.is_victim()  # it may find all that the others sent
+            # The victim may find everything that the others sent.
+            assert self.is_victim()
           except ep.EpError as error:
             seconds = time.monotonic() - start
             self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
         self.round += 1
       for _ in range(3):
-        work.step_in_peace()
+        work.step()
     if self.is_victim():
       self.note(f"rank_{self.index}")
 
 
 def descriptors():
-  """How many sockets, pidfds and mappings of ours this process holds."""
+  """Returns how many sockets, pidfds and mappings of ours there are."""
   sockets = {
     fields[6]
     for fields in map(str.split, pathlib.Path("/proc/net/unix").open())
@@ -250,12 +260,12 @@ def descriptors():
 
 
 def main(notes, *deaths):
-  rank = Mortal(notes)
+  rank = FaultyRank(notes)
   if deaths == ("stop",):
     rank.stop()
   else:
     for death in map(Death.parse, deaths):
-      rank.live_through(death)
+      rank.run_round(death)
     rank.note(f"rank_{rank.index}")
   rank.leave(len(rank.alive))
 

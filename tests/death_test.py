@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die, and what the others see of it.
+"""If a rank dies, the others get an error at once, and can go on without it.
 
-A death is said as in "3 kill dispatch during": who, in which way, where, and
-when. In a world of four ranks up to three die. Each time the others are told,
-finalize their group, and go on in a new one of their own. Where:
+A text such as "3 kill dispatch during" describes a death: the rank, the way,
+the place, and the moment. In a world of four ranks up to three die. After each
+death the others get an error, finalize their group, and go on in a new group
+of their own. These are the places and moments:
 
-    an op       before: it has completed the op before
-                during: all others wait for it in the op
-                posted: it has called the op, and no other has
-                after: all have completed it
-    bootstrap   before: all others wait for it in ep_bootstrap
-                during: it has met them, but is not connected
-    finalize    before: the others finalize, and it never does
-                after: the others work on when it has
-    7ms         somewhere in a program of all ops, as that takes time
+    an op       before: the rank has completed the previous op
+                during: all others wait for the rank in the op
+                posted: the rank has called the op, and no other rank has
+                after: all ranks have completed the op
+    bootstrap   before: all others wait for the rank in ep_bootstrap
+                during: the rank has exchanged addresses, but has no connection
+    finalize    before: the others finalize, and the rank never does
+                after: the rank has finalized, and the others go on working
+    7ms         that long after a program of all ops began
 """
 
 import concurrent.futures
@@ -28,9 +29,9 @@ import pytest
 
 from worlds import RANKS, run_world
 
-AT_ONCE_S = 5.0
-LONG_S = 50.0  # timeout_s, where it must not be waited for
-SHORT_S = 3.0  # where it is what is tested
+AT_ONCE_S = 5.0  # An error about a death has to come within this time.
+LONG_S = 50.0  # This is timeout_s where a test must not wait for it.
+SHORT_S = 3.0  # This is timeout_s where a test waits for it.
 
 PROGRAM = pathlib.Path(__file__).with_name("death_ranks.py")
 
@@ -45,6 +46,8 @@ pytestmark = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Death:
+  """The death of one rank, as the text above describes it."""
+
   rank: int
   way: str
   where: str
@@ -60,19 +63,19 @@ class Death:
 
   @property
   def ops(self):
-    """Those in which the others may be told, as they are called in messages."""
+    """Returns the ops that errors of the others may name, as messages do."""
     if self.where == "bootstrap":
       return ["ep_bootstrap"]
     if self.where not in OPS:
       return ["ep_prepare"] if self.where == "finalize" else ["ep_"]
     at = OPS.index(self.where)
     this, next = OPS[at], OPS[(at + 1) % len(OPS)]
-    told_in = {"posted": [this, next], "after": [next]}.get(self.when, [this])
-    return [f'ep_{op}(layer "moe_3")' for op in told_in]
+    failing = {"posted": [this, next], "after": [next]}.get(self.when, [this])
+    return [f'ep_{op}(layer "moe_3")' for op in failing]
 
 
 def some_deaths():
-  """A few, of every way, op and moment."""
+  """Yields a few deaths of every way, at several places and moments."""
   yield (
     "3 kill prepare during",
     "2 segv dispatch posted",
@@ -87,22 +90,24 @@ def some_deaths():
 
 
 def all_deaths():
-  """Each way, everywhere and at every time, on ranks in any order."""
+  """Returns deaths of each way at every place and moment, on random ranks."""
   places = [*itertools.product(OPS, ["before", "during", "posted"])]
-  places += [(OPS[-1], "after")]  # of the others, as before the next
+  # "after" any other op is the same moment as "before" the next op.
+  places += [(OPS[-1], "after")]
   places += itertools.product(["bootstrap"], ["before", "during"])
   places += itertools.product(["finalize"], ["before", "after"])
-  return deal(itertools.product(WAYS, places), random.Random(0))
+  return split_into_worlds(itertools.product(WAYS, places), random.Random(0))
 
 
 def random_deaths(worlds):
+  """Returns deaths at random moments, enough for so many worlds."""
   rng = random.Random(worlds)
   moments = ((way, (f"{rng.uniform(0, 40):.1f}ms",)) for way in WAYS * worlds)
-  return deal(moments, rng)
+  return split_into_worlds(moments, rng)
 
 
-def deal(deaths, rng):
-  """Three deaths to a world, of different ranks."""
+def split_into_worlds(deaths, rng):
+  """Yields three deaths for each world, of different ranks."""
   deaths = iter(deaths)
   while some := [*itertools.islice(deaths, RANKS - 1)]:
     ranks = rng.sample(range(RANKS), len(some))
@@ -121,12 +126,12 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("deaths", deaths, ids=", ".join)
 
 
-def test_survivors_are_told(tmp_path, deaths):
-  live_through(tmp_path, deaths)
+def test_survivors_get_an_error(tmp_path, deaths):
+  check_deaths(tmp_path, deaths)
 
 
-def test_two_jobs_do_not_meet(tmp_path):
-  """Of the same groups, at the same time."""
+def test_two_jobs_do_not_mix(tmp_path):
+  """Two jobs can have groups of the same names at the same time."""
   jobs = [
     ["0 kill combine_bwd before", "3 exit dispatch_bwd posted"],
     ["2 exit 10ms", "1 segv combine posted"],
@@ -135,38 +140,39 @@ def test_two_jobs_do_not_meet(tmp_path):
   for folder in folders:
     folder.mkdir()
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    list(pool.map(live_through, folders, jobs))
+    list(pool.map(check_deaths, folders, jobs))
 
 
-def live_through(notes, deaths):
+def check_deaths(notes, deaths):
+  """Runs a world with these deaths, and checks the errors of the survivors."""
   shared_memory = set(os.listdir("/dev/shm"))
-  said = run_world(PROGRAM, notes, *deaths)
+  last_notes = run_world(PROGRAM, notes, *deaths)
   alive = set(range(RANKS))
   slowest = 0.0
   for round, death in enumerate(map(Death.parse, deaths)):
     alive.remove(death.rank)
     died = notes / f"died_{round}"
     for rank in alive:
-      told = (notes / f"told_{round}_{rank}").read_text()
+      error = (notes / f"error_{round}_{rank}").read_text()
       if (death.where, death.when) == ("finalize", "before"):
-        assert not told
+        assert not error
         continue
-      at, message = told.split(" ", 1)
+      at, message = error.split(" ", 1)
       slowest = max(slowest, float(at) - float(died.read_text()))
       assert re.search(rf"\bprocess {death.rank}\b", message), message
       assert any(op in message for op in death.ops), message
   assert slowest < AT_ONCE_S
-  assert said.keys() == alive
+  assert last_notes.keys() == alive
   assert set(os.listdir("/dev/shm")) <= shared_memory
-  print(f"told within {slowest:.2f} s")
+  print(f"all errors came within {slowest:.2f} s")
 
 
 def test_a_rank_that_stops(tmp_path):
-  """Is not noticed if it goes on in time, and named if it does not."""
-  said = run_world(PROGRAM, tmp_path, "stop")
-  assert said.keys() == set(range(RANKS))
+  """A stopped rank does no harm if it goes on in time; else errors name it."""
+  last_notes = run_world(PROGRAM, tmp_path, "stop")
+  assert last_notes.keys() == set(range(RANKS))
   for rank in range(RANKS - 1):
-    seconds, message = said[rank].split(" s: ", 1)
+    seconds, message = last_notes[rank].split(" s: ", 1)
     assert SHORT_S <= float(seconds) < 3 * SHORT_S
     for words in [
       'ep_combine(layer "moe_3")',

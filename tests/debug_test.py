@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.debug.plot_routing: a picture, or a text in its place."""
+"""ep.debug.plot_routing returns a text, and writes it or a picture."""
 
 import sys
 
@@ -13,7 +13,7 @@ from ep.debug import plot_routing, RoutingSizes
 from groups import layer, ranks
 
 SIZES = RoutingSizes(num_experts=4, ep_size=2, alignment=2, capacity=4)
-# Two ranks of two tokens; those of docs/semantics.md.
+# Two ranks have two tokens each, which are those of docs/semantics.md.
 IDS = np.array([[0, 2], [0, 3], [0, 1], [2, -1]])
 
 
@@ -67,7 +67,7 @@ def test_text_where_there_is_no_matplotlib(tmp_path, monkeypatch):
 
 
 def test_global_arrays():
-  """Where other processes hold a part, the reader is told to gather it."""
+  """If other processes hold a part, the error says how to gather it."""
   case = Case(layer(), "skewed")
   ids = case.put(case.topk_idx)
   if jax.process_count() > 1:

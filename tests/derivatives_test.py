@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of derivatives, in both modes, against the oracle's.
+"""Derivatives of derivatives, in both modes, equal the oracle's.
 
 The function is a polynomial of whole numbers, which float32 evaluates exactly,
 so the results have the same bits whatever the order in which JAX adds up.
@@ -20,7 +20,7 @@ def small_case():
 
 
 def block(ops, tokens, weights):
-  """Nonlinear in the tokens, and in the weights by either road."""
+  """Returns a polynomial of degree 2 in the tokens and in the weights."""
   recv, recv_weights = ops.dispatch(tokens, weights)
   rows = recv * recv * recv_weights[..., None]
   return ops.combine(rows, recv_weights)
@@ -92,7 +92,7 @@ def test_derivative(case, derivative):
 
 
 def test_a_gradient_of_one_output_alone(case):
-  """Dispatch is asked for the gradient of its rows, or of its weights."""
+  """Dispatch has a gradient if its rows or its weights alone are used."""
 
   def of_rows(ops, tokens, weights, g):
     return jax.vjp(lambda x: ops.dispatch(x, weights)[0], tokens)[1](g)
@@ -105,7 +105,7 @@ def test_a_gradient_of_one_output_alone(case):
 
 
 def test_the_handle_has_no_gradient(case):
-  """It is differentiated through as JAX does all integers: not at all."""
+  """The gradient of a handle is float0, as that of all integers in JAX."""
 
   def through_handle(ops, tokens, weights, g):
     def out(handle, tokens):

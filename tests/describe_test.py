@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""describe: the numbers of the oracle, of the ranks that are at hand."""
+"""ep.describe gives the oracle's numbers for the ranks of this process."""
 
 import functools
 
@@ -20,7 +20,7 @@ def handle_of(ops):
 
 
 def check_summary(summary, case, which):
-  """It says of the ranks `which` what the oracle says."""
+  """Checks that the summary has the oracle's numbers for the ranks `which`."""
   want = [np.asarray(x)[which] for x in case.oracle.sizes()]
   group_sizes, token_counts, total = want
   np.testing.assert_array_equal(summary.group_sizes, group_sizes)
@@ -51,7 +51,7 @@ def test_global_view(mesh, routing):
 
 
 def test_local_view():
-  """A rank at a time, from inside the program."""
+  """A callback inside the program describes one rank at a time."""
   case, seen = Case(layer(alignment=4), "skewed"), []
 
   @jax.jit
@@ -78,7 +78,7 @@ def test_local_view():
 
 
 def test_imbalance():
-  """Rank 3 has it all, and of its two experts one has."""
+  """Rank 3 receives all tokens, and one of its two experts takes them all."""
   case = Case(layer(), "to_one_expert")
   summary = ep.describe(case.run(handle_of))
   expected = [1, 1, 1, 2]
@@ -106,7 +106,7 @@ def stacked(handle):
   return jax.tree.map(lambda x: x[None], handle)
 
 
-def test_what_has_no_numbers():
+def test_refuses_handles_without_numbers():
   case = Case(layer(name="moe_3"))
   with pytest.raises(TypeError, match='"moe_3".*traced.*debug.callback'):
     case.run(lambda ops: ep.describe(ops.handle).token_counts)

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_dispatch, forward and backward, against the oracle."""
+"""ep_dispatch and its gradients equal the oracle's."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from cases import Case, expected, large_case
 from conftest import assert_shards_equal
-from groups import E, layer, T
+from groups import layer
 from ops import dispatch, Moved, sizes
-from routings import ROUTINGS
-
-DTYPES = pytest.mark.parametrize(
-  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
-)
+from parameters import DTYPES, EVERY_ROUTING, LAYERS, LEADING_DIMS
 
 
 def dispatch_and_back(ops, tokens, weights, g_rows, g_row_weights):
@@ -34,14 +29,14 @@ def check(case, dtype=jnp.float32, weight_dtype=jnp.float32):
   )
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@EVERY_ROUTING
 def test_every_routing(routing):
   check(Case(layer(), routing))
 
 
 @DTYPES
 def test_rows_are_copied(dtype):
-  """Bit for bit, on every backend."""
+  """Dispatch copies rows bit for bit on every backend, GPUs included."""
   case = Case(layer(alignment=4), "with_unused_choices")
   inputs = case.tokens(dtype), case.weights()
   wanted = expected(case, dispatch, *inputs)
@@ -58,27 +53,18 @@ def test_weights_are_converted_and_their_gradient_comes_back(dtype):
   check(Case(layer(), "with_unused_choices"), weight_dtype=dtype)
 
 
-@pytest.mark.parametrize(
-  "options",
-  [
-    dict(mesh="ep4", alignment=4),
-    dict(mesh="dp2_ep2", alignment=4, top_k=1),
-    dict(mesh="dp2_ep2", top_k=E),
-    dict(mesh="dp4_ep1", alignment=8),
-  ],
-  ids=str,
-)
+@LAYERS
 def test_meshes_alignments_and_top_k(options):
   check(Case(layer(**options), "skewed"))
 
 
-@pytest.mark.parametrize("lead", [(1,), (T - 2,), (1, 2, 2)], ids=str)
+@LEADING_DIMS
 def test_leading_dims_of_tokens(lead):
   check(Case(layer(), lead=lead))
 
 
 def test_alignment_padding_and_tail_are_zero():
-  """Said of the result itself, not by way of the oracle."""
+  """The test reads this from the result itself, not from the oracle."""
   case = Case(layer(alignment=4), "skewed")
   tokens = np.ones_like(case.tokens())
   recv = case.run(dispatch, tokens, case.weights())
@@ -106,13 +92,13 @@ def dispatch_moved(ops, *inputs):
 
 @DTYPES
 def test_bits_pass_unchanged(dtype):
-  """NaN payloads, infinities, subnormals and -0.0 are data like any other."""
+  """NaN payloads, infinities, subnormals and -0.0 are copied like all data."""
   case = Case(layer(), specials=True)
   case.check(dispatch_moved, case.tokens(dtype), case.weights())
 
 
 def slabs(ops, tokens, weights):
-  """What was received, without the tail."""
+  """Returns what was received, with zeros in the tail."""
   group_sizes, _, _ = ops.sizes()
   recv, recv_weights = ops.dispatch(tokens, weights)
   used = jnp.arange(recv.shape[1]) < group_sizes.sum(-1, keepdims=True)
@@ -123,6 +109,6 @@ def slabs(ops, tokens, weights):
 
 
 def test_slabs_do_not_depend_on_the_tail():
-  """Their padding is zero in either case."""
+  """The padding of a slab is zero even if the tail is unspecified."""
   case = Case(layer(alignment=4, tail="unspecified"), "skewed")
   case.check(slabs, case.tokens(), case.weights())

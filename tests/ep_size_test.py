@@ -8,17 +8,16 @@ import pytest
 
 from cases import assert_same, Case
 from groups import E, layer
+from parameters import DTYPES
 
-EP_SIZES = pytest.mark.parametrize("mesh", ["dp4_ep1", "dp2_ep2", "ep4"])
-DTYPES = pytest.mark.parametrize(
-  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
-)
+MESHES = ["dp4_ep1", "dp2_ep2", "ep4"]  # EP size 1, 2 and 4.
 
-SCALES = np.linspace(0.5, 2, E, dtype=np.float32)  # what each expert does
+# Each expert multiplies its rows by its scale.
+SCALES = np.linspace(0.5, 2, E, dtype=np.float32)
 
 
 def experts(rows, group_sizes, ep_size):
-  """`rows [R, C, H]`, each times the scale of the expert of its slab."""
+  """Multiplies each row of `rows [R, C, H]` by the scale of its expert."""
   ranks, local = group_sizes.shape
   ends = group_sizes.cumsum(-1)
   position = jnp.arange(rows.shape[1])
@@ -41,7 +40,7 @@ def moe_and_back(ops, tokens, weights, g):
 
 
 def dense(topk_idx, tokens, weights):
-  """The same without ranks: every expert is at hand."""
+  """Returns what `moe` returns, computed from all experts without ranks."""
   scale = SCALES[topk_idx].astype(tokens.dtype)
   out = np.zeros(tokens.shape, np.float32)
   for k in range(topk_idx.shape[-1]):
@@ -51,20 +50,20 @@ def dense(topk_idx, tokens, weights):
 
 
 @DTYPES
-@EP_SIZES
+@pytest.mark.parametrize("mesh", MESHES)
 def test_forward(mesh, dtype):
   case = Case(layer(mesh), "with_unused_choices")
   tokens, weights = case.tokens(dtype), case.weights()
-  weights = np.sqrt(weights)  # no product with them is exact
+  weights = np.sqrt(weights)  # No product with them is exact.
   actual = case.run(moe, tokens, weights)
   assert_same(actual, dense(case.topk_idx, tokens, weights))
 
 
 @DTYPES
 def test_forward_and_backward(dtype):
-  """What EP size 1 computes, EP sizes 2 and 4 compute bit for bit."""
+  """EP sizes 2 and 4 compute the same bits as EP size 1."""
   claims = []
-  for mesh in ["dp4_ep1", "dp2_ep2", "ep4"]:
+  for mesh in MESHES:
     case = Case(layer(mesh), "with_unused_choices")
     inputs = case.tokens(dtype), np.sqrt(case.weights()), case.tokens(dtype)
     claims.append(jax.tree.map(local_numpy, case.run(moe_and_back, *inputs)))
@@ -74,6 +73,6 @@ def test_forward_and_backward(dtype):
 
 
 def local_numpy(array):
-  """This process's part of an array that all meshes split in the same way."""
+  """Returns this process's part of an array that all meshes split alike."""
   shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start)
   return np.concatenate([np.asarray(s.data) for s in shards])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input is an error that names the op, the layer, and what is wrong.
 
-What the shapes tell is refused when the program is traced; what only the
-values tell fails on every rank when it runs, and the group works on.
+A mistake that the shapes show is refused when the program is traced. A mistake
+that only the values show fails on every rank when the program runs, and the
+group goes on working.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from groups import (
 )
 from ops import combine, dispatch, everything, Ops, sizes, there_and_back
 
-N = 4 * T  # tokens of all ranks
+N = 4 * T  # Tokens of all ranks.
 
 
 def zeros(*shape, dtype=np.float32):
@@ -44,7 +45,7 @@ def ids(*shape, dtype=np.int32):
 
 
 def assert_refused(fn, *words):
-  """Tracing is enough to see it."""
+  """Checks that tracing `fn` is enough to see the mistake."""
   with pytest.raises((ValueError, TypeError)) as error:
     jax.eval_shape(fn)
   for word in words:
@@ -98,7 +99,7 @@ def test_dispatch_refuses(tokens, weights, words):
   )
 
 
-C = 4 * T * 2  # the worst case with two local experts
+C = 4 * T * 2  # The worst case with two local experts.
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_arguments_that_were_mixed_up(call, words):
   ],
 )
 def test_arguments_of_transformer_engine(call, words):
-  """Name what takes their place here."""
+  """The error names what takes the place of such an argument here."""
   with pytest.raises(TypeError) as error:
     call()
   for word in ["TransformerEngine", *words]:
@@ -208,7 +209,7 @@ def test_public_functions_keep_their_signatures():
 
 
 def in_shard_map(axes, manual=None):
-  """Prepares in a `shard_map` over a mesh that is not the group's."""
+  """Returns a call of prepare in a `shard_map` over another mesh."""
   size = np.prod(list(axes.values()))
   mesh = jax.make_mesh(
     tuple(axes.values()),
@@ -244,7 +245,7 @@ def test_a_mesh_that_is_not_the_groups(axes, manual, words):
 
 
 def with_id(value, at, dtype=np.int32, **options):
-  """A case whose routing has one wrong id, at (token, choice)."""
+  """Returns a case whose routing has this id at `at`, (token, choice)."""
   good = Case(layer(name="moe_3", **options))
   bad = good.topk_idx.astype(dtype)
   bad[at] = value
@@ -253,7 +254,7 @@ def with_id(value, at, dtype=np.int32, **options):
 
 @pytest.mark.parametrize("value", [E, -2, 2**31 - 1, -(2**31)])
 def test_an_id_out_of_range(value):
-  """On rank 2 alone; every rank learns whose it is and where."""
+  """Rank 2 alone has the id, and the error of every rank says where it is."""
   words = [
     'ep_prepare(layer "moe_3")',
     "rank 2",
@@ -285,7 +286,7 @@ def test_unused_choices_are_not_duplicates():
 
 
 def test_an_error_reaches_every_rank_of_its_domain(capfd):
-  """Other domains do not wait for it, and may have succeeded before."""
+  """Ranks of other domains do not wait for it, and may succeed before."""
   bad = with_id(E, (0, 0), mesh="dp2_ep2")
   words = ["ep_prepare", "moe_3", "rank 0", "topk_idx[0, 0] = 8"]
   for rank, error in bad.errors(sizes).items():
@@ -305,7 +306,7 @@ def test_an_error_reaches_every_rank_of_its_domain(capfd):
 
 
 def test_a_call_that_jax_has_seen_before_fails_with_an_ep_error():
-  """JAX's C++ path raises a ValueError, if the program holds little else."""
+  """JAX's C++ call path may raise a ValueError, which EpError includes."""
   bad = with_id(E, (0, 0))
   program = jax.jit(lambda idx: ep.ep_prepare(bad.layer, idx).group_sizes)
   jax.block_until_ready(program(bad.put(Case(bad.layer).topk_idx)))
@@ -340,14 +341,14 @@ def test_an_error_leaves_programs_in_flight_alone():
 
 
 def of_another_layer(handle, other):
-  """Whose arrays have the same shapes."""
+  """Gives the handle a layer whose arrays have the same shapes."""
   del other
   config = layer(alignment=2, recv_capacity_per_rank=handle.layer.capacity)
   return dataclasses.replace(handle, layer=config)
 
 
 def of_another_group(handle, other):
-  """Of as many ranks, tokens and rows, but other experts."""
+  """Gives the handle a group of the same sizes, except for its experts."""
   del other
   larger = group(
     num_experts=2 * E,
@@ -373,7 +374,7 @@ def garbage_after_the_header(handle, other):
 
 
 def two_routes_swapped(handle, other):
-  """Each route is a good one, but of another choice."""
+  """Swaps two routes, each of which is valid for the other choice."""
   del other
   routes = jnp.roll(handle.mem[:, 64:80], 8, axis=1)
   return dataclasses.replace(handle, mem=handle.mem.at[:, 64:80].set(routes))
@@ -385,7 +386,7 @@ def cut_short(handle, other):
 
 
 def of_two_routings(handle, other):
-  """Each good, but the first rank's does not fit the others'."""
+  """Takes the first rank's memory from a valid handle of another routing."""
   first = jnp.arange(handle.mem.shape[0])[:, None] == 0
   mem = jnp.where(first, other.mem, handle.mem)
   return dataclasses.replace(handle, mem=mem)
@@ -394,7 +395,7 @@ def of_two_routings(handle, other):
 @not_with_xla("the result is NaN instead, see xla_backend_test.py")
 @pytest.mark.parametrize("op", [dispatch, combine])
 @pytest.mark.parametrize(
-  "forge",
+  "corrupt",
   [
     of_another_layer,
     of_another_group,
@@ -406,10 +407,10 @@ def of_two_routings(handle, other):
     of_two_routings,
   ],
 )
-def test_a_handle_that_was_not_prepared(forge, op):
-  """Its bytes are checked before they are used as addresses."""
+def test_a_handle_that_was_not_prepared(corrupt, op):
+  """The bytes of a handle are checked before they are used as addresses."""
   trusted = garbage_after_the_header, two_routes_swapped, of_two_routings
-  if GPU and forge in trusted:
+  if GPU and corrupt in trusted:
     pytest.skip("NCCL EP trusts its part of a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(lambda ops: ops.handle) for x in (case, other)]
@@ -420,7 +421,7 @@ def test_a_handle_that_was_not_prepared(forge, op):
 
   @jax.jit
   def program(handle, other, *inputs):
-    return op(Ops(forge(handle, other)), *inputs)
+    return op(Ops(corrupt(handle, other)), *inputs)
 
   with failing(case.layer.group) as error:
     jax.block_until_ready(program(*handles, *map(case.put, inputs)))
@@ -453,7 +454,7 @@ def test_an_op_after_finalize(compiled_before):
 
 
 def test_finalize_while_programs_are_in_flight():
-  """Each has its result or an error, and none is waited for in vain."""
+  """Each program gives its result or an error, and none waits forever."""
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = Case(ep.EpLayerConfig(group), whole=True)
     inputs = case.tokens(), case.weights()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that never come or differ, and a library that is not there.
+"""A rank that never comes, or differs, is an error; so is a missing library.
 
-Those that die are in death_test.
+death_test has ranks that die.
 """
 
 import os
@@ -13,19 +13,20 @@ import pytest
 from ep._src import ffi
 from worlds import Rank, run_world
 
-# What is not told by bootstrap, a rank learns from XLA's collectives or never.
+# With backend="xla" a rank learns of these failures from bootstrap, from XLA's
+# collectives, or never.
 only_native = pytest.mark.skipif(
   os.environ.get("EP_TEST_BACKEND") == "xla",
   reason="xla: peers are not watched, and there is no native library",
 )
 
-TIMEOUT_S = 4.0  # of the group where a timeout is what is tested
-LONG_S = 120.0  # where it must not be waited for
+TIMEOUT_S = 4.0  # This is timeout_s where a test waits for it.
+LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 
 
 @only_native
 def test_a_rank_that_never_comes(tmp_path):
-  """The others fail when the time is up, and say whom they missed."""
+  """The others fail when the time is up, and their errors name the rank."""
   notes = run_world(__file__, tmp_path, "absent")
   assert notes.keys() == {0, 1, 2}
   for note in notes.values():
@@ -85,12 +86,12 @@ def test_no_library(tmp_path):
   "old, new",
   [
     (ffi.INTERFACE.encode(), b"0123456789ab"),
-    (b"ep_interface\0", b"ep_interfere\0"),  # what has no such function
+    (b"ep_interface\0", b"ep_interfere\0"),  # The library has no such function.
   ],
   ids=["stale", "older"],
 )
 def test_a_library_of_another_version(tmp_path, old, new):
-  """Is not called; the message names both, and says what to do."""
+  """The library is not called; the message names both and says what to do."""
   native = ffi.find_library("host").read_bytes()
   assert old in native
   library = tmp_path / "libep_ffi_cpu.so"
@@ -114,7 +115,7 @@ def test_a_library_of_another_version(tmp_path, old, new):
 
 @only_native
 def test_no_library_on_one_rank(tmp_path):
-  """Is told to the others, who do not wait for it."""
+  """The error reaches the other ranks, and they do not wait for that rank."""
   notes = run_world(__file__, tmp_path, "no_library_on_one")
   assert notes.keys() == {0, 1, 2, 3}
   for note in notes.values():
@@ -127,7 +128,7 @@ def test_no_library_on_one_rank(tmp_path):
 
 
 class Scenarios(Rank):
-  """What a rank does in each."""
+  """A rank that has a method for each scenario."""
 
   def bootstrap(self, **options):
     import jax

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process holds of the system, for tests that it does not grow."""
+"""Measures resources of this process, for tests that they do not grow."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class Footprint(NamedTuple):
-  """At one time, or a difference.
+  """The resources of this process at one time, or a difference of two.
 
   Attributes:
-    memory: resident, in KiB.
-    heap: what malloc has given out, in KiB. It may keep what it got back, and
-      then there is room for much before more memory is resident.
+    memory: resident memory, in KiB.
+    heap: allocated memory of malloc, in KiB. It shows a leak sooner than
+      `memory`, because malloc may keep freed memory and use it again.
     descriptors: open files and sockets.
-    threads: of this process.
+    threads: threads of this process.
   """
 
   memory: int
@@ -38,15 +38,15 @@ class Footprint(NamedTuple):
     )
 
   def check_now(self, most: Footprint) -> str:
-    """Fails if by now there is more than that much more.
+    """Fails if a resource has grown by more than `most`.
 
-    Returns what there was and is, to be printed.
+    Returns a text of both footprints, to be printed.
     """
     fields = list(zip(self._fields, self, Footprint.now(), most, strict=True))
-    told = ", ".join(f"{name} {was} -> {now}" for name, was, now, _ in fields)
+    text = ", ".join(f"{name} {was} -> {now}" for name, was, now, _ in fields)
     for name, was, now, more in fields:
-      assert now <= was + more, f"{name} grew: {told}"
-    return told
+      assert now <= was + more, f"{name} grew: {text}"
+    return text
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -60,7 +60,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _heap_bytes() -> int:
-  """0 where there is no glibc 2.33."""
+  """Returns the allocated bytes of malloc, or 0 before glibc 2.33."""
   mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
   if mallinfo is None:
     return 0

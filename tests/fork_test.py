@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children that are forked from a rank, and end as they like.
+"""A rank may fork children, and their end does not affect its group.
 
-They may load data, say, but not call JAX, which warns that it has no threads in
-such a child.
+Such a child may load data, for example. It must not call JAX, which warns that
+it has no threads in the child.
 """
 
 import gc
@@ -28,26 +28,26 @@ pytestmark = [
 
 
 def run_exit_handlers():
-  """Does what Python does at exit, but for JAX's own handlers.
+  """Does what Python does at exit, except for JAX's own handlers.
 
-  Those use the connection of the parent to the coordination service, with
-  which the parent dies as well.
+  JAX's handlers use the parent's connection to the coordination service, and
+  would end the parent, too.
   """
   bootstrap_module._close_all()
   weakref.finalize._exitfunc()
 
 
 def drop(group):
-  """Drops the last references that a child can."""
+  """Drops every reference of the group that a child can drop."""
   vars(group).clear()
   gc.collect()
 
 
 def expect_refused(group):
-  """Whatever the group is asked for, it says whose it is."""
-  said = f"the id {os.getppid()}, of which this one is a forked child"
+  """Checks that each use of the group is refused, with the owner's id."""
+  owner = f"the id {os.getppid()}, of which this one is a forked child"
   for use in (group.memory, group.check, lambda: Case(a_layer(group)).run(ids)):
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=owner):
       use()
   ep.ep_finalize(group)
 
@@ -61,6 +61,7 @@ def ids(layer, topk_idx):
 
 
 def run_child(act):
+  """Forks a child that calls `act`, and checks that it ends well."""
   pid = os.fork()
   if pid == 0:
     code = 1
@@ -73,7 +74,7 @@ def run_child(act):
 
 
 def test_the_parent_goes_on():
-  """Its results are exact, and the group ends in good order on all ranks."""
+  """The parent's results stay exact, and all ranks can finalize the group."""
   group = bootstrap(make_mesh({"ep": 4}), timeout_s=TIMEOUT_S)
   case = Case(a_layer(group))
 

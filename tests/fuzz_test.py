@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random layers and routings, every op, against the oracle, bit for bit.
+"""Every op equals the oracle bit for bit, for random layers and routings.
 
     python -m pytest tests/fuzz_test.py --fuzz_cases=3000 --fuzz_seed=7
 
-A failure prints the command that repeats it alone. Case i of a seed is the same
-whatever else runs: a layer for every `ROUTINGS` cases, since its program has to
-be compiled, and of each case a routing and arrays. Every other case has special
-values among its numbers.
+A failure prints the command that repeats it alone. Case i of a seed does not
+depend on the other cases that run. There is one layer for `ROUTINGS` cases,
+because each layer needs a compiled program; each case has its own routing and
+arrays. Every other case has special values among its numbers.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from groups import bootstrap, failing, MESHES
 from ops import everything, sizes, there_and_back
 
 BACKENDS = ("host", "xla")
-ROUTINGS = 20  # cases of a layer
+ROUTINGS = 20  # Cases of a layer.
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """What is drawn of a layer and its tokens."""
+  """Random sizes and options of a layer and its tokens."""
 
   mesh: str
   num_experts: int
@@ -81,7 +81,7 @@ class Draw:
     )
 
   def routing(self, rng, ranks):
-    """`[ranks * T, K]`: some choices unused, some experts more in demand."""
+    """Draws `[ranks * T, K]`, some of it unused, some experts frequent."""
     shape = (ranks * self.tokens, self.num_experts)
     demand = rng.choice([0, 1, 4]) * rng.permutation(self.num_experts)
     idx = (rng.gumbel(size=shape) + demand).argsort(-1)[:, -self.top_k :]
@@ -107,7 +107,7 @@ def test_fuzz(request, monkeypatch, backend, layer):
   check_flags_of_one_rank(draw, backend, monkeypatch, rng)
   with draw.group(backend) as group:
     config = ep.EpLayerConfig(group)
-    if rng.random() < 0.3:  # on a rank or two, as a data loader does
+    if rng.random() < 0.3:  # Data loaders fork, too.
       fork_test.run_child(fork_test.run_exit_handlers)
     for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
       if index not in wanted:
@@ -131,19 +131,20 @@ def test_fuzz(request, monkeypatch, backend, layer):
 
 
 def check(case, draw):
+  """Checks the results of every op, or the error if rows do not fit."""
   _, _, total = case.oracle.sizes()
   domains = total.reshape(-1, case.layer.ep_size)
   too_few = (domains > case.layer.capacity).any(-1)
   if draw.overflow == "drop" or not too_few.any():
     return case.check(everything, *case.inputs(draw.dtype))
-  # Ranks of other domains may have been through before.
+  # Ranks of other domains may have finished before.
   for rank, error in case.errors(sizes).items():
     if error or too_few[rank // case.layer.ep_size]:
       assert f"recv_capacity_per_rank = {case.layer.capacity}" in error
 
 
 def check_flags_of_one_rank(draw, backend, monkeypatch, rng):
-  """A rank that compiles with another flag than the others is refused."""
+  """Checks that bootstrap refuses a rank with an XLA flag of its own."""
   odd = rng.integers(jax.process_count())
   if jax.process_count() == 1:
     return
@@ -158,10 +159,10 @@ def check_flags_of_one_rank(draw, backend, monkeypatch, rng):
 
 
 def check_on_another_mesh(case, draw, rng):
-  """The axes and the devices in another order: exact, or refused."""
+  """Checks that axes or devices in another order work or are refused."""
   old = case.layer.group.mesh
   if draw.overflow == "error" and draw.capacity:
-    return  # it may overflow, or not run at all: what fails is open
+    return  # Either the capacity or the mesh may cause an error.
   axes = rng.permutation(len(old.axis_names))
   devices = old.devices.transpose(axes)
   if rng.random() < 0.5:
@@ -183,6 +184,7 @@ def check_on_another_mesh(case, draw, rng):
 
 
 def reproducer(seed, index):
+  """Returns the command that repeats this case."""
   launcher = (
     f"-m ep.launch --num_processes={os.environ['JAX_NUM_PROCESSES']} "
     if "JAX_NUM_PROCESSES" in os.environ

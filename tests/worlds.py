@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds whose ranks may end in any way.
+"""Starts worlds whose ranks may end in any way.
 
-A test starts one with its own file as the program: `main` is what one rank
-does, and gets a folder for notes. A rank that sees what it should leaves a note
-there, so that the world may end as untidily as it likes.
+A test starts a world with a program, which may be its own file. Each rank calls
+`main` of the program with a folder for notes. A rank leaves a note there when
+it has seen what it should see, so the test does not depend on how the ranks
+end.
 """
 
 import os
@@ -16,7 +17,7 @@ RANKS = 4
 
 
 def run_world(program, notes, *args, processes=RANKS, env=None):
-  """Runs `program` as every rank; what they said at the end, by rank."""
+  """Runs `program` as every rank, and returns their last notes by rank."""
   temporary = notes / "tmp"
   temporary.mkdir()
   launch.launch(
@@ -35,18 +36,18 @@ def run_world(program, notes, *args, processes=RANKS, env=None):
 
 
 class Rank:
-  """What this process does in such a world."""
+  """The rank of such a world that this process is."""
 
   def __init__(self, notes):
     import jax
 
-    import conftest  # noqa: F401  makes this process a rank
+    import conftest  # noqa: F401  (It makes this process a rank.)
 
     self.index = jax.process_index()
     self.notes = pathlib.Path(notes)
 
   def note(self, name, text=""):
-    """Leaves a note, all at once."""
+    """Leaves a note, in one atomic step."""
     draft = self.notes / f".{name}.{self.index}"
     draft.write_text(text)
     draft.rename(self.notes / name)
@@ -58,11 +59,14 @@ class Rank:
       time.sleep(0.02)
 
   def wait_for(self, notes, count=1):
-    """Waits for so many notes of a pattern."""
+    """Waits until so many notes match the pattern."""
     self.wait_until(lambda: len(list(self.notes.glob(notes))) >= count)
 
   def leave(self, ranks):
-    """Ends when so many do; JAX's own orderly end would miss the dead."""
+    """Ends this process when so many ranks are done.
+
+    JAX's own shutdown would wait for ranks that have died.
+    """
     self.note(f"done_{self.index}")
     self.wait_for("done_*", ranks)
     os._exit(0)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of test functions, which several files share."""
+
+import jax.numpy as jnp
+import pytest
+
+from groups import E, T
+from routings import ROUTINGS
+
+DTYPES = pytest.mark.parametrize(
+  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16]
+)
+
+EVERY_ROUTING = pytest.mark.parametrize("routing", ROUTINGS)
+
+# Options of `layer`.
+LAYERS = pytest.mark.parametrize(
+  "options",
+  [
+    dict(mesh="ep4", alignment=4),
+    dict(mesh="dp2_ep2", alignment=4, top_k=1),
+    dict(mesh="dp2_ep2", top_k=E),
+    dict(mesh="dp4_ep1", alignment=8),
+  ],
+  ids=str,
+)
+
+# The leading dimensions of one rank's tokens.
+LEADING_DIMS = pytest.mark.parametrize(
+  "lead", [(1,), (T - 2,), (1, 2, 2)], ids=str
+)
