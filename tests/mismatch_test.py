@@ -125,7 +125,7 @@ def expect_late(fn, *words):
 
 
 def test_ops_in_another_order():
-  """Two ops that do not depend on each other run in the order of the program."""
+  """Independent ops that two programs order differently are reported."""
   group = late_group()
 
   def branches(ops, tokens, weights, rows):
