@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer and its derivatives agree with a dense layer.
+"""moe_layer and its derivatives are close to those of a dense layer.
 
 The dense layer applies every expert to every token. Results are close, not
 equal, because XLA computes the matmuls.

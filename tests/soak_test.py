@@ -22,7 +22,7 @@ from groups import bootstrap
 from ops import block_and_back
 from routings import draw
 
-EXPERTS = 2  # of a rank
+EXPERTS = 2  # of each rank
 TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
 

@@ -67,7 +67,7 @@ def test_resharding_an_array_gives_a_warning(recwarn):
   with pytest.warns(UserWarning) as warnings:
     handle = ep.ep_prepare(config, moved)
   (warning,) = warnings
-  assert warning.filename == __file__  # the caller's, not one of ep
+  assert warning.filename == __file__  # the line of the caller, not of ep
   message = str(warning.message)
   for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
     assert word in message
