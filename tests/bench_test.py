@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark runs in both worlds, and does not time what is wrong."""
+"""The benchmark runs in both worlds, and rejects wrong results."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
 
 
 def _run(*argv):
-  """The exit code and output of a program, started as a user does."""
+  """Runs a program as a user does, and returns its exit code and output."""
   env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
   done = subprocess.run(
@@ -39,9 +39,9 @@ def _bench(*flags):
   return _run(ep_bench.__file__, *flags)
 
 
-def test_all_is_recorded_of_both_worlds(tmp_path):
+def test_results_of_both_worlds_are_recorded(tmp_path):
   results, routing = tmp_path / "results.json", tmp_path / "routing.npy"
-  # Those that XLA does not compile for long.
+  # XLA compiles these contenders quickly.
   names = ["host", "nccl", "nccl_ep", "padded_scatter", "gathered", "memcpy"]
   code, output = _bench(
     f"--shapes={SHAPE}",
@@ -131,7 +131,7 @@ app.run(ep_bench.main)
 
 @pytest.fixture
 def mesh():
-  """The mesh of this process. Its programs are compiled in half the time."""
+  """Makes the mesh of this process, and has XLA compile in half the time."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield jax.make_mesh(
     (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
@@ -160,7 +160,7 @@ def _measure(mesh, workload, names, ops=tuple(OPS)):
 def _emulated_ragged_all_to_all(
   operand, output, starts, sizes, targets, recv_sizes, *, axis_name
 ):
-  """What its docstring says, by all-gather; NaN for a wrong `recv_sizes`."""
+  """Emulates `lax.ragged_all_to_all`; a wrong `recv_sizes` gives NaN."""
   ranks, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
   operands = lax.all_gather(operand, axis_name)
   slices = [
@@ -206,13 +206,13 @@ def test_every_contender_is_right(mesh, monkeypatch, dtype, roomy):
     ("round_trip", 0),
   ],
 )
-def test_one_wrong_number_is_seen(mesh, monkeypatch, op, leaf):
+def test_one_wrong_number_is_an_error(mesh, monkeypatch, op, leaf):
   right = OPS[op]
 
   def spoil(*args):
     leaves, tree = jax.tree.flatten(right.run(*args))
     x = leaves[leaf]
-    # The last: where ranks are not full, a row of the tail.
+    # The last row belongs to the tail if the rank is not full.
     leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
     return tree.unflatten(leaves)
 
@@ -222,11 +222,11 @@ def test_one_wrong_number_is_seen(mesh, monkeypatch, op, leaf):
     _measure(mesh, _workload(mesh), ["padded_gather"], [op])
 
 
-def test_round_trips_hold_the_rows_that_experts_would_see():
+def test_layers_materialize_the_rows_that_experts_would_read():
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
   )
-  # Where received rows are most of what a round trip needs.
+  # In this shape, received rows are most of the memory of a round trip.
   shape = workload_lib.Shape(tokens=6, hidden=512, top_k=8, num_experts=32)
   workload = _workload(mesh, shape=shape)
   inputs = workload.inputs(mesh, OPS["layer"].inputs)
@@ -262,7 +262,7 @@ def _records(**seconds):
   ]
 
 
-def test_ratios_are_of_rounds_and_the_best_rival_counts(capsys):
+def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   records = _records(
     host=[1.0, 10.0, 2.0],
     padded_scatter=[4.0, 40.0, 8.0],
@@ -270,13 +270,13 @@ def test_ratios_are_of_rounds_and_the_best_rival_counts(capsys):
     memcpy=[0.5, 5.0, 1.0],
   )
   assert records[0]["median_s"] == 2.0
-  assert records[0]["payload_gb_per_s"] == 1.0  # there and back
+  assert records[0]["payload_gb_per_s"] == 1.0  # in both directions
   (row,) = report.summary(records)
   assert row["times_best_pure_xla"] == pytest.approx(2.0)
   assert row["share_of_memcpy"] == pytest.approx(0.5)
   assert report.gate(records, 3.9)
   assert not report.gate(records, 4.1)
-  assert not report.gate(_records(host=[1.0]), 0.0)  # no rival
+  assert not report.gate(_records(host=[1.0]), 0.0)  # nothing to compare with
   assert not report.gate([], 0.0)
   report.print_tables(records)
   report.print_summary([row])
@@ -331,7 +331,7 @@ def test_bad_flags_are_explained_once(flags, message):
   assert "Traceback" not in output
 
 
-def test_a_plot_needs_matplotlib_and_says_so(monkeypatch):
+def test_a_plot_without_matplotlib_is_an_error(monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   with pytest.raises(SystemExit, match="pip install matplotlib"):
     plot.check_available()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE example gives the same bits in every world and finds deviations."""
+"""The MoE example gives the same bits in every world and detects deviations."""
 
 import os
 import re
@@ -85,7 +85,7 @@ def test_bad_flags_are_explained_once(flags, message):
   assert "Traceback" not in done.stdout
 
 
-def test_the_check_catches_a_wrong_value():
+def test_the_check_detects_a_wrong_value():
   rng = np.random.default_rng(0)
   expected = {"a": rng.normal(size=(4, 5)), "b": np.float32(2.0)}
   right = {"a": expected["a"] * (1 + 1e-7), "b": np.float32(2.0)}
@@ -110,7 +110,7 @@ def test_the_verdict_names_what_deviates(capsys):
   assert "FAILED: output: " in capsys.readouterr().out
 
 
-def test_digests_see_every_bit():
+def test_digests_depend_on_every_bit():
   array = np.zeros(3, np.float32)
   other = np.array([0, 0, -0.0], np.float32)
   assert ep_moe.digest(array) != ep_moe.digest(other)

@@ -530,7 +530,7 @@ def test_without_a_coordinator_no_rank_waits_for_it(
   assert "  | no jaxlib here" in out
 
 
-def test_ep_offers_the_launcher_and_takes_no_devices(tmp_path):
+def test_ep_has_the_launcher_and_initializes_no_devices(tmp_path):
   """Importing ep.launch, or running it as a module, gives no warning."""
   program = """
 from ep import launch

@@ -74,7 +74,7 @@ def result_of_run_program():
 
 
 def test_groups_with_a_program(lifetimes, want, capsys):
-  """What JAX keeps of a program is asked back, with `jax.clear_caches`."""
+  """`jax.clear_caches` releases all that JAX keeps of a program."""
 
   def use(group):
     run_program(group, want)
@@ -83,8 +83,8 @@ def test_groups_with_a_program(lifetimes, want, capsys):
   check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
 
 
-def test_a_program_dies_with_its_function(lifetimes, want, capsys):
-  """Its group dies with it, whatever else JAX keeps of it in its caches."""
+def test_a_program_is_released_with_its_function(lifetimes, want, capsys):
+  """Its group is released too, even if JAX's caches keep parts of it."""
   check_lifetimes(
     lifetimes // LIFETIMES_OF_A_PROGRAM,
     lambda group: run_program(group, want),

@@ -25,7 +25,7 @@ pytestmark = [
 
 RANKS = jax.process_count()
 ODD = jax.process_index() == RANKS - 1
-LATE_S = 3.0  # timeout_s of groups in which some rank never joins an op
+SHORT_TIMEOUT_S = 3.0  # for groups in which some rank never joins an op
 
 
 def either(odd, others):
@@ -112,21 +112,21 @@ def test_a_handle_of_another_routing(group, equal_counts):
   )
 
 
-def late_group():
-  return bootstrap(make_mesh({"ep": RANKS}), timeout_s=LATE_S)
+def short_timeout_group():
+  return bootstrap(make_mesh({"ep": RANKS}), timeout_s=SHORT_TIMEOUT_S)
 
 
-def expect_late(fn, *words):
+def expect_timeout(fn, *words):
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
-  expect_words(error, f"waited timeout_s = {LATE_S:g} s for ", *words)
+  expect_words(error, f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for ", *words)
   # No rank may close the group first, or others would report that instead.
-  multihost_utils.sync_global_devices("late")
+  multihost_utils.sync_global_devices("timeout")
 
 
 def test_ops_in_another_order():
-  """Two ops that do not depend on each other run in the order of the program."""
-  group = late_group()
+  """Independent ops that two programs order differently are reported."""
+  group = short_timeout_group()
 
   def branches(ops, tokens, weights, rows):
     if ODD:
@@ -137,26 +137,26 @@ def test_ops_in_another_order():
 
   case = Case(ep.EpLayerConfig(group))
   arrays = case.tokens(), case.weights(), case.rows()
-  expect_late(lambda: case.run(branches, *arrays), "op 3", "op 4")
+  expect_timeout(lambda: case.run(branches, *arrays), "op 3", "op 4")
   ep.ep_finalize(group)
 
 
 def test_one_call_fewer():
-  group = late_group()
+  group = short_timeout_group()
   case = Case(ep.EpLayerConfig(group, name="moe_3"))
   step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
   topk_idx = case.put(case.topk_idx)
   for _ in range(2):
     jax.block_until_ready(step(topk_idx))
   if ODD:
-    multihost_utils.sync_global_devices("late")
+    multihost_utils.sync_global_devices("timeout")
     with pytest.raises(RuntimeError) as error:
       ep.ep_finalize(group)
     expect_words(
       error, "ep_finalize", "rank 0", '(layer "moe_3"), step 2 of', "equally"
     )
   else:
-    expect_late(
+    expect_timeout(
       lambda: step(topk_idx),
       '(layer "moe_3"), step 2 of',
       f"rank {RANKS - 1} (process {RANKS - 1}) whose last op was",
@@ -166,7 +166,7 @@ def test_one_call_fewer():
 
 
 def test_other_programs():
-  group = late_group()
+  group = short_timeout_group()
   case = Case(ep.EpLayerConfig(group))
 
   def train(x):
@@ -175,7 +175,7 @@ def test_other_programs():
   def evaluate(x):
     return ep.ep_prepare(case.layer, x).token_counts
 
-  expect_late(
+  expect_timeout(
     lambda: jax.jit(either(evaluate, train))(case.put(case.topk_idx)),
     "jit_train",
     "jit_evaluate",
@@ -185,14 +185,14 @@ def test_other_programs():
 
 def test_another_number_of_compilations():
   """A program that one process alone compiles again is reported."""
-  group = late_group()
+  group = short_timeout_group()
   case = Case(ep.EpLayerConfig(group, name="moe_3"))
   step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
   topk_idx = case.put(case.topk_idx)
   if ODD:
     options = {"xla_backend_optimization_level": 0}
     step.lower(topk_idx).compile(compiler_options=options)
-  expect_late(
+  expect_timeout(
     lambda: step(topk_idx), "another copy", "compile it alike", "moe_3"
   )
   ep.ep_finalize(group)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer and its derivatives, against every expert applied to every token.
+"""moe_layer and its derivatives are close to those of a dense layer.
 
-The matmuls are XLA's, so results are close, not equal, to the dense layer's.
+The dense layer applies every expert to every token. Results are close, not
+equal, because XLA computes the matmuls.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ def _matrices(gated=True, dtype=jnp.float32):
 
 
 def _dense(topk_idx, tokens, weights, matrices):
-  """All experts on all tokens, in float32, then the chosen ones' sum."""
+  """Applies all experts to all tokens in float32, and sums those chosen."""
   tokens, weights, matrices = jax.tree.map(
     lambda x: jnp.asarray(x, jnp.float32), (tokens, weights, matrices)
   )
@@ -82,7 +83,7 @@ def _put(case, topk_idx, tokens, weights, matrices):
 
 
 def _check(fn, expected_fn, case, *arrays, rtol=1e-5, atol=1e-4):
-  """`fn` of sharded arrays is near `expected_fn` of whole ones."""
+  """Checks that `fn` of sharded arrays is near `expected_fn` of whole ones."""
   got = jax.jit(fn)(*_put(case, case.topk_idx, *arrays))
   expected = jit_quickly(expected_fn)(case.topk_idx, *arrays)
   assert jax.tree.structure(got) == jax.tree.structure(expected)
@@ -91,7 +92,7 @@ def _check(fn, expected_fn, case, *arrays, rtol=1e-5, atol=1e-4):
 
 
 def _with_grads(fn):
-  """The output, and gradients of a loss that feels every part of it."""
+  """Returns the output, and gradients of a loss of all its elements."""
 
   def call(topk_idx, *arrays):
     def loss(*arrays):
@@ -108,7 +109,7 @@ def _with_grads(fn):
   "mesh, view",
   [("ep4", "global"), ("dp2_ep2", "local"), ("ep4", "local_unchecked")],
 )
-def test_it_is_the_dense_layer_and_so_are_its_gradients(mesh, view):
+def test_output_and_gradients_are_those_of_the_dense_layer(mesh, view):
   case = Case(layer(mesh), "with_unused_choices")
   arrays = case.tokens(), case.weights(), _matrices()
   moe = VIEWS[view](case.layer)
@@ -140,7 +141,7 @@ def test_low_precision(dtype):
   assert_shards_close(got, expected, 4 * eps, 4 * eps * abs(expected).max())
 
 
-def test_activation_is_the_callers():
+def test_callers_choose_the_activation():
   case = Case(layer())
   tokens, weights, matrices = arrays = (
     case.tokens(),
@@ -157,7 +158,7 @@ def test_activation_is_the_callers():
   assert_shards_close(got, expected, 1e-4, 1e-4)
 
 
-def test_router_learns_through_the_layer():
+def test_gradients_reach_the_router():
   case = Case(layer())
   rng = np.random.default_rng(2)
   router = rng.normal(size=(H, E)).astype(np.float32)
@@ -179,14 +180,14 @@ def test_router_learns_through_the_layer():
   assert_shards_close(got, expected, 1e-4, 1e-4)
 
 
-def test_dropped_choices_add_nothing_and_learn_nothing():
+def test_dropped_choices_add_nothing_and_have_no_gradient():
   base = layer()
   dropping = dataclasses.replace(
     base, recv_capacity_per_rank=4, overflow="drop"
   )
   case = Case(dropping, "skewed")
   arrays = case.tokens(), case.weights(), _matrices()
-  # What the oracle says is kept: a weight comes back from its slot, or not.
+  # The oracle decides what is kept: weights of ones come back from kept slots.
   ones = np.ones_like(arrays[1])
   rows = np.zeros((ranks(base), dropping.capacity, H), np.float32)
   _, kept = case.oracle.dispatch_bwd(
@@ -240,7 +241,7 @@ def test_matrices_that_do_not_fit(change, error, message):
   ],
 )
 def test_jax_debug_nans_finds_no_nan_of_ours(mode, view):
-  """Most of what a rank receives is tail, which checked mode fills."""
+  """`jax.debug_nans` accepts a layer whose received rows are mostly tail."""
   case = Case(layer(), "one_token")
   moe = VIEWS[view](case.layer)
 
@@ -248,7 +249,7 @@ def test_jax_debug_nans_finds_no_nan_of_ours(mode, view):
     out, vjp = jax.vjp(lambda x: moe(topk_idx, x, *arrays), tokens)
     return out, vjp(out)
 
-  # Eagerly, each operation is compiled by itself.
+  # Eager mode compiles each operation, so it checks the forward pass only.
   fn = jax.jit(fn) if mode == "jit" else moe
   arrays = case.tokens(), case.weights(), _matrices(gated=False)
   arrays = _put(case, case.topk_idx, *arrays)
@@ -256,15 +257,15 @@ def test_jax_debug_nans_finds_no_nan_of_ours(mode, view):
     jax.block_until_ready(fn(*arrays))
 
 
-def test_the_tail_reaches_no_result():
-  """Whatever it holds: the same bits as with zeros there."""
+def test_the_tail_does_not_affect_results():
+  """Results have the same bits, whether the tail is zero or NaN."""
   case = Case(layer(), "one_token")
   arrays = case.tokens(), case.weights(), _matrices()
   arrays = _put(case, case.topk_idx, *arrays)
   fn = _with_grads(_moe(case.layer))
-  with jax.debug_nans(True):  # so the tail is zero
+  with jax.debug_nans(True):  # makes the tail zero
     expected = jax.jit(lambda *args: fn(*args))(*arrays)
-  with ep.checked():  # so the tail is NaN
+  with ep.checked():  # makes the tail NaN
     actual = jax.jit(lambda *args: fn(*args))(*arrays)
   jax.tree.map(_assert_same_shards, actual, expected)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A build for CUDA brings the files of NCCL EP, and its compiler."""
+"""A build for CUDA contains the files of NCCL EP, and nvcc with CUDA 13."""
 
 import os
 import pathlib
@@ -10,15 +10,15 @@ from ep._src import files, nccl_files
 from nccl_testing import gpu
 
 (CUDA,) = (v for v in (12, 13) if files.in_runfiles(f"ep_nccl{v}/include"))
-# CUDA 12 has no package with nvcc.
-BRINGS_NVCC = CUDA >= 13
+# There is no package with nvcc for CUDA 12.
+HAS_NVCC = CUDA >= 13
 
 HOPPER = gpu(cuda=CUDA * 1000)
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-  """Makes a machine that has a C++ compiler and only the files of the build."""
+  """Simulates a machine with a C++ compiler and only the files of the build."""
   for variable in list(os.environ):
     if variable.startswith(("NCCL_EP_", "CUDA_", "NVCC")):
       monkeypatch.delenv(variable)
@@ -30,15 +30,15 @@ def machine(monkeypatch, tmp_path):
   nccl_files._prepare.cache_clear()
 
 
-@pytest.mark.skipif(BRINGS_NVCC, reason="this build brings nvcc")
-def test_a_build_without_nvcc_says_so():
+@pytest.mark.skipif(HAS_NVCC, reason="this build has nvcc")
+def test_a_build_without_nvcc_raises():
   with pytest.raises(RuntimeError, match="no nvcc"):
     nccl_files.prepare(HOPPER)
 
 
-@pytest.mark.skipif(not BRINGS_NVCC, reason="this build brings no nvcc")
-def test_nvcc_compiles_what_nccl_ep_will(monkeypatch, tmp_path):
-  """`prepare` compiles something, since it is not enough that nvcc exists."""
+@pytest.mark.skipif(not HAS_NVCC, reason="this build has no nvcc")
+def test_nvcc_compiles_the_sources_of_nccl_ep(monkeypatch, tmp_path):
+  """`prepare` compiles a source, so it fails if nvcc cannot compile it."""
   libraries = nccl_files.prepare(HOPPER)
   assert [pathlib.Path(path).name for path in libraries] == [
     "libnccl.so.2",

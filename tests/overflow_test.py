@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More rows than a rank's capacity: an error everywhere, or a drop."""
+"""Rows beyond a rank's capacity are an error on all ranks, or are dropped."""
 
 import numpy as np
 import pytest
@@ -13,16 +13,16 @@ def full_layer(overflow, capacity, **options):
   return layer(overflow=overflow, recv_capacity_per_rank=capacity, **options)
 
 
-def demand(case):
-  """The most rows that a rank would receive."""
+def needed_rows(case):
+  """Returns the most rows that any rank would receive."""
   _, _, total = case.oracle.sizes()
   return int(total.max())
 
 
-def test_error_tells_needed_and_given_on_every_rank():
-  """Only one rank overflows, and all of them learn by how much."""
+def test_the_error_has_needed_and_given_rows_on_every_rank():
+  """If only one rank overflows, all ranks report both numbers."""
   case = Case(full_layer("error", 8, name="narrow"), "to_one_expert")
-  assert demand(case) == 20
+  assert needed_rows(case) == 20
   case.check_error(["ep_prepare", '"narrow"', "20", "8", "drop"], sizes)
 
 
@@ -36,14 +36,14 @@ def test_the_group_works_after_an_error():
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("overflow", ["error", "drop"])
 def test_a_capacity_that_just_suffices(overflow, alignment):
-  wanted = demand(Case(layer(alignment=alignment), "skewed"))
+  wanted = needed_rows(Case(layer(alignment=alignment), "skewed"))
   config = full_layer(overflow, wanted, alignment=alignment)
   case = Case(config, "skewed", whole=True)
   case.check(everything, *case.inputs())
 
 
 def test_one_row_too_few():
-  wanted = demand(Case(layer(), "skewed"))
+  wanted = needed_rows(Case(layer(), "skewed"))
   case = Case(full_layer("error", wanted - 1), "skewed")
   case.check_error([str(wanted), str(wanted - 1)], sizes)
 
@@ -59,8 +59,8 @@ def test_drop(mesh, routing, alignment, capacity):
   case.check(everything, *case.inputs())
 
 
-def test_dropped_rows_give_nothing_and_get_nothing():
-  """Said of the results themselves, not by way of the oracle."""
+def test_dropped_rows_add_nothing_and_have_no_gradient():
+  """The results hold ones for kept rows only; no oracle is involved."""
   case = Case(full_layer("drop", 8), "to_one_expert")
   ones = np.ones_like(case.weights())
   tokens = np.ones_like(case.tokens())
@@ -83,7 +83,7 @@ def test_dropped_rows_give_nothing_and_get_nothing():
       np.testing.assert_array_equal(np.asarray(shard.data), want)
 
 
-def test_the_total_tells_what_was_wanted():
+def test_the_total_includes_dropped_rows():
   case = Case(full_layer("drop", 8, alignment=4), "to_one_expert")
   _, _, total = case.run(sizes)
   for shard in total.addressable_shards:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_prepare: what it counts, and what shapes it says it returns."""
+"""ep_prepare counts the rows of each expert and declares its shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_counts(mesh, alignment, routing):
 
 
 def test_counts_add_up():
-  """Said of the result itself, not by way of the oracle."""
+  """The counts are those of np.bincount; no oracle is involved."""
   case = Case(layer(), "with_unused_choices")
   padded, counts, total = case.run(sizes)
   everywhere = np.bincount(case.topk_idx[case.topk_idx >= 0], minlength=E)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profiler shows of an exchange."""
+"""A profiler shows each exchange as a span."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from ops import Ops
 
 
 def span_names(folder):
-  """Names of the spans of the one trace in a folder, without their numbers."""
+  """Returns the names of the spans of a trace, without their numbers."""
   (path,) = folder.glob("plugins/profile/*/*.trace.json.gz")
   events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
   return [re.sub(r"\.\d+$", "", e.get("name", "")) for e in events]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle agrees with the contract as a person would work it out by hand.
+"""The reference agrees with simple loops over single rows.
 
-Everything here is on the loops of `ByHand`, which share no code and no idea
-with the vectorised oracle: lists of rows, appended to and padded.
+`RowByRow` appends rows to lists and pads them. It shares neither code nor
+method with the vectorised reference.
 """
 
 import functools
@@ -18,8 +18,8 @@ P, T, K, E, H = 3, 5, 3, 12, 7
 L = E // P
 
 
-class ByHand:
-  """The contract, one row at a time."""
+class RowByRow:
+  """Computes the contract one row at a time."""
 
   def __init__(self, topk_idx, alignment, capacity):
     self.capacity = capacity
@@ -51,21 +51,21 @@ class ByHand:
     ]
 
   def scatter(self, x):
-    """`x [P, T, K, ...]` -> `[P, C, ...]`."""
+    """Copies each choice of `x [P, T, K, ...]` to its row of `[P, C, ...]`."""
     out = np.zeros((P, self.capacity, *x.shape[3:]), x.dtype)
     for place, choice in self.source.items():
       out[place] = x[choice]
     return out
 
   def gather(self, rows):
-    """`rows [P, C, ...]` -> `[P, T, K, ...]`."""
+    """Copies `rows [P, C, ...]` to their choices of `[P, T, K, ...]`."""
     out = np.zeros((P, T, K, *rows.shape[2:]), rows.dtype)
     for place, choice in self.source.items():
       out[choice] = rows[place]
     return out
 
-  def sum_home(self, rows, weights):
-    """`[P, C, H]` -> `[P, T, H]`, in float32, rounded once."""
+  def sum_by_token(self, rows, weights):
+    """Sums `rows [P, C, H]` to `[P, T, H]`, in float32, and rounds once."""
     out = np.zeros((P, T, H), np.float32)
     for k in range(K):  # ascending k is part of the contract
       for (rank, slot), (p, t, choice) in self.source.items():
@@ -81,7 +81,7 @@ def rng():
 
 
 def choices(rng):
-  """Distinct experts of each token, a quarter of the choices unused."""
+  """Draws distinct experts for each token; a quarter of them are unused."""
   idx = rng.random((P, T, E)).argsort(-1)[..., :K].astype(np.int32)
   idx[rng.random(idx.shape) < 0.25] = -1
   return idx
@@ -103,7 +103,7 @@ def routings(rng, alignment, capacity):
     capacity=capacity,
     alignment=alignment,
   )
-  return routing, ByHand(idx, alignment, capacity)
+  return routing, RowByRow(idx, alignment, capacity)
 
 
 def normal(rng, *shape, dtype=np.float32):
@@ -119,16 +119,16 @@ def assert_same_bits(actual, expected):
 
 @LAYOUTS
 def test_prepare(rng, alignment, capacity):
-  routing, hand = routings(rng, alignment, capacity)
+  routing, by_row = routings(rng, alignment, capacity)
   rank, slot = np.full((2, P, T, K), -1, np.int32)
-  for place, choice in hand.source.items():
+  for place, choice in by_row.source.items():
     rank[choice], slot[choice] = place
   assert_same_bits(routing.rank, rank)
   assert_same_bits(routing.slot, slot)
   for name, shape, expected in [
-    ("group_sizes", (P, L), hand.group_sizes),
-    ("token_counts", (P, L), hand.token_counts),
-    ("total_recv_tokens", (P, 1), hand.total),
+    ("group_sizes", (P, L), by_row.group_sizes),
+    ("token_counts", (P, L), by_row.token_counts),
+    ("total_recv_tokens", (P, 1), by_row.total),
   ]:
     expected = np.reshape(expected, shape).astype(np.int32)
     assert_same_bits(getattr(routing, name), expected)
@@ -137,44 +137,44 @@ def test_prepare(rng, alignment, capacity):
 @DTYPES
 @LAYOUTS
 def test_dispatch(rng, alignment, capacity, dtype):
-  routing, hand = routings(rng, alignment, capacity)
+  routing, by_row = routings(rng, alignment, capacity)
   tokens = normal(rng, P, T, H, dtype=dtype)
   weights = normal(rng, P, T, K)
   recv, recv_weights = reference.dispatch(
     routing, tokens, weights, capacity=capacity
   )
   per_choice = np.repeat(tokens[:, :, None], K, axis=2)
-  assert_same_bits(recv, hand.scatter(per_choice))
-  assert_same_bits(recv_weights, hand.scatter(weights))
+  assert_same_bits(recv, by_row.scatter(per_choice))
+  assert_same_bits(recv_weights, by_row.scatter(weights))
 
 
 @DTYPES
 @LAYOUTS
 @pytest.mark.parametrize("weighted", [False, True])
 def test_combine(rng, alignment, capacity, dtype, weighted):
-  routing, hand = routings(rng, alignment, capacity)
+  routing, by_row = routings(rng, alignment, capacity)
   rows = normal(rng, P, capacity, H, dtype=dtype)
   weights = normal(rng, P, capacity) if weighted else None
   actual = reference.combine(routing, rows, weights)
   ones = np.ones((P, capacity), np.float32)
-  expected = hand.sum_home(rows, ones if weights is None else weights)
+  expected = by_row.sum_by_token(rows, ones if weights is None else weights)
   assert_same_bits(actual, expected)
 
 
 @DTYPES
 @LAYOUTS
 def test_backward_of_dispatch(rng, alignment, capacity, dtype):
-  routing, hand = routings(rng, alignment, capacity)
+  routing, by_row = routings(rng, alignment, capacity)
   g_recv = normal(rng, P, capacity, H, dtype=dtype)
   g_recv_weights = normal(rng, P, capacity)
   g_tokens, g_weights = reference.dispatch_bwd(routing, g_recv, g_recv_weights)
   ones = np.ones((P, capacity), np.float32)
-  assert_same_bits(g_tokens, hand.sum_home(g_recv, ones))
-  assert_same_bits(g_weights, hand.gather(g_recv_weights))
+  assert_same_bits(g_tokens, by_row.sum_by_token(g_recv, ones))
+  assert_same_bits(g_weights, by_row.gather(g_recv_weights))
 
 
 def test_backward_is_the_transpose_of_forward(rng):
-  """On small whole numbers, which float32 adds exactly in any order."""
+  """Both agree on whole numbers, which float32 adds exactly in any order."""
   capacity = 8  # not enough for all
   routing, _ = routings(rng, 4, capacity)
 
@@ -207,7 +207,7 @@ def test_backward_is_the_transpose_of_forward(rng):
 
 
 def test_a_sum_is_not_rounded_between_its_terms():
-  """1 + eps/2 + eps/2: lost twice in bfloat16, kept when rounded once."""
+  """A sum of 1 + eps/2 + eps/2 keeps eps only if bfloat16 is rounded once."""
   eps = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
   routing = reference.prepare(
     np.arange(3, dtype=np.int32)[None, None], num_experts=3, capacity=3
@@ -218,7 +218,7 @@ def test_a_sum_is_not_rounded_between_its_terms():
 
 
 def test_a_product_is_rounded_before_it_is_added():
-  """An FMA would keep the eps**2 that the product alone rounds away."""
+  """An FMA would keep the eps**2 that rounding the product removes."""
   eps = float(np.finfo(np.float32).eps)
   routing = reference.prepare(
     np.arange(2, dtype=np.int32)[None, None], num_experts=2, capacity=2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route_topk and the auxiliary losses, against their formulas in numpy."""
+"""route_topk and the auxiliary losses agree with their formulas in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,12 @@ def test_ids_and_weights_are_those_of_the_formula(
   assert idx.dtype == jnp.int32 and weights.dtype == jnp.float32
   np.testing.assert_array_equal(idx, expected)
   np.testing.assert_allclose(weights, chosen * 2.5, rtol=1e-5)
-  if biased:  # or the bias was too weak to be tested
+  if biased:  # checks that the bias is large enough to matter
     unbiased = np.argsort(-scores, axis=-1, kind="stable")[..., :K]
     assert (unbiased != expected).any()
 
 
-def test_of_equals_the_lowest_id_comes_first():
+def test_equal_scores_are_ordered_by_id():
   logits = jnp.array([[0.0] * E, [0, 1, 0, 1, 0, 1, 1, 0]])
   idx, _ = router.route_topk(logits, K)
   np.testing.assert_array_equal(idx, [[0, 1, 2], [1, 3, 5]])
@@ -71,7 +71,7 @@ def test_large_logits_neither_tie_nor_overflow():
   np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
-def test_masked_tokens_go_nowhere():
+def test_masked_tokens_choose_no_expert():
   logits = _logits(4)
   mask = jnp.array([True, False, True, False])
   idx, weights = router.route_topk(logits, K, mask=mask)
@@ -85,7 +85,7 @@ def test_masked_tokens_go_nowhere():
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
-  # float64 differences, of a choice that a small step does not change.
+  # Differences are in float64; the steps are too small to change the choice.
   logits = np.asarray(_logits(3), np.float64)
   cotangent = np.random.default_rng(1).normal(size=(3, K))
   bias = jnp.linspace(0.5, -0.5, E)
@@ -139,7 +139,7 @@ def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
   )(logits, idx)
   np.testing.assert_allclose(whole, expected, rtol=1e-5)
   np.testing.assert_allclose(ranks, np.full(4, expected), rtol=1e-5)
-  # The gradient pushes the busiest expert's logits down.
+  # Descent along the gradient lowers the logits of the most chosen expert.
   gradient = jax.grad(router.load_balancing_loss)(logits, idx)
   assert gradient.sum((0, 1))[f.argmax()] > 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops under a sanitizer, from Python to the movers and back.
+"""A sanitizer finds no error in the ops.
 
-What they return is the matter of the other tests; here it is how they get
-there. Few cases and small ones, for under a sanitizer all is slow.
+Other tests check the results; this file runs the native code. It has few and
+small cases, because everything is slow under a sanitizer.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def small_case():
 
 
 def test_this_process_has_the_runtime():
-  """Else the rest of this file says nothing."""
+  """The sanitizer's runtime is loaded; without it this file checks nothing."""
   assert "san.so" in os.environ["LD_PRELOAD"]
 
 
@@ -45,7 +45,7 @@ def test_launches_in_flight(case):
 
 
 def test_a_handle_with_flipped_bits(case):
-  """Moves rows to other places, or is an error."""
+  """A flipped bit moves rows within their buffers, or is an error."""
   handle = case.run(lambda ops: ops.handle)
   mem = np.asarray(handle.mem)
   use = jax.jit(

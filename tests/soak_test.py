@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long runs: every step has another routing, and what is kept stays as it is.
+"""Long runs with changing routings keep their speed and use no more resources.
 
     python -m ep.launch --num_processes=4 \
         -m pytest tests/soak_test.py --soak_steps=50000
 
-All devices of the world are one domain. Process 0 prints the figures.
+All devices of the world form one domain. Process 0 prints the figures.
 """
 
 import collections
@@ -22,15 +22,16 @@ from groups import bootstrap
 from ops import block_and_back
 from routings import draw
 
-EXPERTS = 2  # of a rank
+EXPERTS = 2  # of each rank
 TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
 
-# After as many parts of the run, or of a few steps, results are looked at.
+# A run is divided into so many parts, or fewer if it is short. The results of
+# the last step of each part are checked.
 PARTS = 100
 
-# In all steps after the first tenth. A step that overlaps with others may need
-# a worker of its own.
+# Limits on the growth after the first tenth of the steps. A step that overlaps
+# with others may need a worker thread of its own.
 MOST = Footprint(
   memory=4 << 10,
   heap=2 << 10,
@@ -38,7 +39,7 @@ MOST = Footprint(
   threads=IN_FLIGHT * jax.local_device_count(),
 )
 
-# Runs of fewer steps are over too soon to say anything of their speed.
+# Runs of fewer steps are too short to measure their speed.
 TIMED_STEPS = 10_000
 SLOWER = 0.1
 
@@ -55,9 +56,9 @@ def make_group():
 
 
 def claim(group, step):
-  """`(case, fn, *arrays)`, alike on all ranks. Some experts have no token."""
+  """Returns the claim of a step, the same on all ranks; see cases.py."""
   rng = np.random.default_rng(step)
-  odds = rng.choice([0, 1, 8], group.num_experts)
+  odds = rng.choice([0, 1, 8], group.num_experts)  # 0: gets no tokens
   routing = draw(rng, (TOKENS * group.ep_size, TOP_K), odds)
   layer = ep.EpLayerConfig(group)
   case = Case(layer, routing, lead=(TOKENS,), whole=True)
@@ -66,7 +67,7 @@ def claim(group, step):
 
 
 def seconds(group, steps):
-  """Runs the steps, and looks at the results of the last."""
+  """Runs the steps, checks the results of the last, and returns the time."""
   start = time.monotonic()
   pending = collections.deque()
   for step in steps:
@@ -90,25 +91,25 @@ def test_soak(request, capsys):
     first = [seconds(group, part) for part in parts[:tenth]]
     before = Footprint.now()
     rest = [seconds(group, part) for part in parts[tenth:]]
-    told = before.check_now(MOST)
+    growth = before.check_now(MOST)
     rates = [size / statistics.median(x) for x in (first, rest[-tenth:])]
-    told = (
+    figures = (
       f"{size * len(parts)} steps in {sum(first + rest):.0f} s, {rates[0]:.0f}"
-      f" -> {rates[1]:.0f} steps/s, {told}"
+      f" -> {rates[1]:.0f} steps/s, {growth}"
     )
     if steps >= TIMED_STEPS:
       speed = compare_with_new_group(group, parts[-tenth:])
-      told += f", {speed:.2f} of the speed of a new group"
-      assert speed > 1 - SLOWER, told
+      figures += f", {speed:.2f} of the speed of a new group"
+      assert speed > 1 - SLOWER, figures
   with capsys.disabled():
     if jax.process_index() == 0:
-      print(f"\n{told}")
+      print(f"\n{figures}")
 
 
 def compare_with_new_group(group, parts):
-  """How fast it is beside a new one, which is what it was at its first step.
+  """Returns the speed of the group divided by that of a new one.
 
-  In turns, for the machine may do other things as well.
+  The two run in turns, since the load of the machine may change.
   """
   with make_group() as new:
     seconds(new, parts[0])  # compiles

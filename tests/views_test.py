@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same ops inside shard_map and outside it, on every kind of mesh."""
+"""The ops give the same results inside and outside of shard_map."""
 
 import functools
 
@@ -47,7 +47,7 @@ def test_explicit_types_of_results_are_those_of_the_global_view():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_results_stay_where_they_arrive(axis_type):
+def test_results_are_split_over_the_ranks(axis_type):
   """Every result is split over the ranks; nothing is replicated."""
   config = layer("dp2_ep2", axis_type)
   case = Case(config)
@@ -56,26 +56,26 @@ def test_results_stay_where_they_arrive(axis_type):
     assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
 
 
-def test_an_array_that_jax_moves_is_told(recwarn):
-  """The warning names the sharding it has, and the one it should have."""
+def test_resharding_an_array_gives_a_warning(recwarn):
+  """The warning names the array's sharding, and the one it should have."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh
   ep.ep_prepare(config, case.put(case.topk_idx))
   assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
   moved = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
-  with pytest.warns(UserWarning) as told:
+  with pytest.warns(UserWarning) as warnings:
     handle = ep.ep_prepare(config, moved)
-  (warning,) = told
-  assert warning.filename == __file__  # the line of the user, not one of ours
+  (warning,) = warnings
+  assert warning.filename == __file__  # the line of the caller, not of ep
   message = str(warning.message)
   for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
     assert word in message
   assert_same(Ops(handle).sizes(), case.oracle.sizes())
 
 
-def test_an_array_that_stays_is_not_told(recwarn):
-  """Each rank has its part of it, on the mesh that the program runs on."""
+def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
+  """There is no warning if each rank already has its part of the array."""
   config = layer("dp2_ep2")
   case = Case(config, whole=True)
   mesh = config.group.mesh
@@ -90,7 +90,7 @@ def test_an_array_that_stays_is_not_told(recwarn):
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_arguments_that_all_ranks_share(view):
-  """Constants, for which `shard_map` knows that they do not vary."""
+  """Arguments may be constants, whose type in `shard_map` is not varying."""
 
   def with_constants(ops, tokens):
     ones = jnp.ones((*tokens.shape[:-1], K))
@@ -103,7 +103,7 @@ def test_arguments_that_all_ranks_share(view):
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_vmap(view):
-  """Examples of a batch, with a routing for all of them."""
+  """The examples of a batch can share a routing."""
 
   def batched(ops, tokens, weights):
     scales = jnp.arange(1.0, 4.0)
@@ -131,7 +131,7 @@ def test_an_orthogonal_axis_holds_copies(axes, view):
 
 @pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
 def test_an_orthogonal_axis_makes_domains_that_do_not_mix(axes):
-  """Each `tp` rank has tokens and a routing of its own."""
+  """Each `tp` rank can have its own tokens and its own routing."""
   with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
     config = ep.EpLayerConfig(group)
     cases = [Case(config, routing) for routing in ("uniform", "skewed")]

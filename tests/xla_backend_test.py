@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is particular to backend="xla". The tests of the ops run on it with
+"""backend="xla" keeps the promises that are particular to it.
 
-EP_TEST_BACKEND=xla python -m pytest tests/dispatch_test.py
+The tests of the ops run on it with
+
+    EP_TEST_BACKEND=xla python -m pytest tests/dispatch_test.py
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ def layer(mesh="ep4", backend="xla", **options):
 
 
 def test_needs_no_native_library(monkeypatch):
-  """Whether another test has loaded it or not."""
+  """A group works if loading the library would fail."""
 
   def refuse(backend):
     raise AssertionError(f"loads the library of {backend}")
@@ -47,7 +49,7 @@ def test_needs_no_native_library(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
 def test_the_bits_of_the_host_backend(mesh, dtype):
-  """Side by side in one program."""
+  """Both backends give the same bits in one optimized program."""
   options = dict(alignment=4, recv_capacity_per_rank=2 * 8 * 4, overflow="drop")
   cases = [
     Case(layer(mesh, backend, **options), "skewed")
@@ -68,7 +70,7 @@ def assert_shards_same(actual, expected):
 
 
 def test_no_tokens():
-  """Of whom arrays have no elements, which XLA cannot gather from."""
+  """Arrays may have no elements, although XLA cannot gather from those."""
   ids = np.zeros((0, K), np.int32)
   cases = [
     Case(layer(backend=backend), ids, lead=(0,)) for backend in ("xla", "host")
@@ -78,7 +80,7 @@ def test_no_tokens():
   jax.tree.map(assert_shards_same, actual, expected)
 
 
-# --- Streams of the lengths that they have -----------------------------------
+# --- Ragged exchanges --------------------------------------------------------
 
 
 def ragged_all_to_all(
@@ -91,7 +93,7 @@ def ragged_all_to_all(
   *,
   axis_name,
 ):
-  """What `lax.ragged_all_to_all` promises, for a platform without it."""
+  """Emulates `lax.ragged_all_to_all`, which the CPU does not have."""
   me = lax.axis_index(axis_name)
   operands = lax.all_gather(operand, axis_name)
   starts, sizes, places = (
@@ -118,7 +120,7 @@ def test_ragged(monkeypatch, mesh, options):
     lambda *args, default, **_: default(*args),
   )
   monkeypatch.setattr(xla_exchange.lax, "ragged_all_to_all", ragged_all_to_all)
-  # No other test has compiled a program for it.
+  # With this name, no other test has compiled a program for the layer.
   case = Case(layer(mesh, name="ragged", **options), "skewed", whole=True)
   case.check(everything, *case.inputs())
 
@@ -139,8 +141,8 @@ def test_ragged_where_the_platform_has_it(platform):
   ragged, padded = "@ragged_all_to_all", "stablehlo.all_to_all"
   assert (ragged in text) == (platform != "cpu")
   assert (padded in text) == (platform == "cpu")
-  # Each exchange writes to a buffer of its own, made from its rows: a constant
-  # would be taken out of a loop, and copied in each turn of it.
+  # Each exchange writes to a buffer that is made from its rows. XLA would move
+  # a constant buffer out of a loop, and copy it in each iteration.
   for call in re.finditer(rf"{ragged}\((%\w+), (%\w+),", text):
     sent, made = call.groups()
     while made != sent:
@@ -154,7 +156,7 @@ def test_ragged_where_the_platform_has_it(platform):
 
 
 def of_another_layer(handle):
-  """Whose arrays have the same shapes."""
+  """Returns the handle for another layer with the same array shapes."""
   capacity = handle.layer.capacity
   config = layer(alignment=2, recv_capacity_per_rank=capacity)
   return dataclasses.replace(handle, layer=config)
@@ -173,7 +175,7 @@ def garbage_after_the_header(handle):
 
 
 def two_choices_swapped(handle):
-  """Each is in range, and their sum is the same."""
+  """Swaps two choices; each stays in range, and their sum is the same."""
   choices = jnp.roll(handle.mem[:, 12:20], 4, axis=1)
   return dataclasses.replace(handle, mem=handle.mem.at[:, 12:20].set(choices))
 
@@ -189,7 +191,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("forge", FORGERIES)
 def test_a_handle_that_was_not_prepared(forge):
-  """Its bytes reach nothing out of bounds, and the results are NaN."""
+  """No access is out of bounds, and all results are NaN."""
 
   def forged(ops, tokens, weights, rows):
     ops = Ops(forge(ops.handle))
@@ -203,7 +205,7 @@ def test_a_handle_that_was_not_prepared(forge):
 
 
 def test_a_rank_with_such_a_handle_sends_nan():
-  """The others see it in its rows, and have their own."""
+  """Other ranks receive NaN from that rank only."""
 
   def forged(ops, tokens, weights):
     handle = ops.handle
@@ -223,11 +225,11 @@ def test_a_rank_with_such_a_handle_sends_nan():
   assert_same(actual, tuple(expected))
 
 
-# --- Which backend None picks ------------------------------------------------
+# --- Which backend None selects ----------------------------------------------
 
 
-def assert_picks_xla(caplog, *words):
-  """And says why, in one line."""
+def assert_selects_xla(caplog, *words):
+  """Checks that `backend=None` selects xla, and logs the reason in one line."""
   mesh = make_mesh({"ep": 4})
   with (
     caplog.at_level(logging.INFO, "ep"),
@@ -252,24 +254,24 @@ def test_a_mesh_that_the_native_backend_cannot_serve(monkeypatch, caplog):
     raise CannotServe(f"needs another axis than {axis_name!r}")
 
   monkeypatch.setattr(host_backend.HostBackend, "check_mesh", refuse)
-  assert_picks_xla(caplog, "needs another axis than 'ep'")
+  assert_selects_xla(caplog, "needs another axis than 'ep'")
   with pytest.raises(ValueError, match="another axis"):
     bootstrap(make_mesh({"ep": 4}), backend="host")
 
 
 def test_a_platform_without_a_native_backend(monkeypatch, caplog):
   monkeypatch.delitem(bootstrap_module.NATIVE, "cpu")
-  assert_picks_xla(caplog, "no native backend", "'cpu'")
+  assert_selects_xla(caplog, "no native backend", "'cpu'")
 
 
 def test_processes_of_several_hosts(monkeypatch, caplog):
-  """Which no process knows before it hears of the others."""
+  """Processes compare their hosts when they join, and then select xla."""
   if jax.process_count() == 1:
     pytest.skip("needs several processes")
   monkeypatch.setattr(
     host_backend, "_host", lambda: f"host{jax.process_index() // 2}"
   )
-  assert_picks_xla(caplog, "different hosts")
+  assert_selects_xla(caplog, "different hosts")
   with pytest.raises(ValueError, match="different hosts"):
     bootstrap(make_mesh({"ep": 4}), backend="host")
 
