@@ -11,7 +11,7 @@ from cases import assert_same, Case, expected
 from conftest import make_mesh
 import ep
 from groups import bootstrap, E, H, K, T
-from ops import Ops, there_and_back
+from ops import Ops, round_trip
 
 RANKS = 64
 # jax.export guarantees no custom call by itself, not even XLA's own.
@@ -45,7 +45,7 @@ def inputs(layer):
 def loss(layer):
   def fn(tokens, topk_idx, weights):
     ops = Ops(ep.ep_prepare(layer, topk_idx))
-    return jnp.sum(there_and_back(ops, tokens, weights))
+    return jnp.sum(round_trip(ops, tokens, weights))
 
   return fn
 
@@ -106,14 +106,14 @@ def test_export_for_machines_elsewhere(layer, platform):
 
 
 def exported_for(axes):
-  """Exports a program of `there_and_back` from shapes alone."""
+  """Exports a program of `round_trip` from shapes alone."""
   mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
   with bootstrap(mesh, name="plan", backend=None) as group:
     layer = ep.EpLayerConfig(group)
 
     def program(topk_idx, *x):
       handle = ep.ep_prepare(layer, topk_idx)
-      return there_and_back(Ops(handle), *x), handle.total_recv_tokens
+      return round_trip(Ops(handle), *x), handle.total_recv_tokens
 
     tokens, ids, weights = inputs(layer)
     return export.export(jax.jit(program))(ids, tokens, weights)
@@ -127,7 +127,7 @@ def test_what_was_exported_runs(axes):
     tokens, weights = case.tokens(), case.weights()
     args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
     out, total = jax.jit(exported.call)(*args)
-    assert_same(out, expected(case, there_and_back, tokens, weights))
+    assert_same(out, expected(case, round_trip, tokens, weights))
 
     # An exported program cannot call Python to raise an error, so it returns
     # NaN and -1.

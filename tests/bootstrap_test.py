@@ -19,7 +19,7 @@ from conftest import make_mesh
 import ep
 from ep._src import ffi
 from groups import BACKEND, bootstrap, E, GPU, K, layer, MESHES
-from ops import there_and_back
+from ops import round_trip
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 
@@ -134,7 +134,7 @@ def test_a_timeout_without_end(timeout_s):
     case = Case(ep.EpLayerConfig(group))
     if jax.process_index() == 0:
       time.sleep(1.5)
-    case.check(there_and_back, case.tokens(), case.weights())
+    case.check(round_trip, case.tokens(), case.weights())
 
 
 def test_a_library_that_is_not_there(monkeypatch, tmp_path):
@@ -166,7 +166,7 @@ def test_a_finalized_name_is_free():
   for _ in range(2):
     with bootstrap(make_mesh({"ep": 4}), name="again") as group:
       case = Case(ep.EpLayerConfig(group))
-      case.check(there_and_back, case.tokens(), case.weights())
+      case.check(round_trip, case.tokens(), case.weights())
 
 
 def test_a_refused_name_does_not_harm_its_group():
@@ -175,7 +175,7 @@ def test_a_refused_name_does_not_harm_its_group():
     with pytest.raises(ValueError, match="owner"):
       bootstrap(mesh, name="owner")
     case = Case(ep.EpLayerConfig(group))
-    case.check(there_and_back, case.tokens(), case.weights())
+    case.check(round_trip, case.tokens(), case.weights())
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -224,7 +224,7 @@ def test_an_address_that_is_taken_is_not_used(monkeypatch):
     with bootstrap(make_mesh({"ep": 4})) as group:
       assert not list(names)
       case = Case(ep.EpLayerConfig(group))
-      case.check(there_and_back, case.tokens(), case.weights())
+      case.check(round_trip, case.tokens(), case.weights())
 
 
 def test_many_groups_one_after_another():

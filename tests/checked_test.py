@@ -12,7 +12,7 @@ import pytest
 from cases import assert_same, Case, global_view, local_view
 import ep
 from groups import BACKEND, GPU, layer
-from ops import combine, dispatch, everything, sizes, there_and_back
+from ops import combine, dispatch, everything, sizes, round_trip
 from parameters import DTYPES
 
 
@@ -103,7 +103,7 @@ def test_the_mode_is_a_part_of_jits_key():
 
   assert has_nan()
   with ep.checked(False):
-    case.run(there_and_back, *inputs)
+    case.run(round_trip, *inputs)
   assert has_nan()
 
 

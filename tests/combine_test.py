@@ -7,7 +7,7 @@ import pytest
 
 from cases import assert_same, Case, large_case
 from groups import layer
-from ops import block_and_back, combine, everything, there_and_back
+from ops import block_and_back, combine, everything, round_trip
 from parameters import DTYPES, EVERY_ROUTING, LAYERS, LEADING_DIMS
 
 WEIGHTED = pytest.mark.parametrize("weighted", [False, True])
@@ -91,7 +91,7 @@ def test_dispatch_then_combine_is_the_identity(routing, dtype):
   weights = np.where(last, 2 * halves, halves).astype(np.float32)
   tokens = case.tokens(dtype)
   expected = np.where(used.any(-1, keepdims=True), tokens, 0).astype(dtype)
-  assert_same(case.run(there_and_back, tokens, weights), expected)
+  assert_same(case.run(round_trip, tokens, weights), expected)
 
 
 @EVERY_ROUTING

@@ -21,7 +21,7 @@ import pytest
 from cases import assert_same, Case, check, expected, run
 import ep
 from groups import BACKEND, layer
-from ops import block, block_and_back, Ops, there_and_back
+from ops import block, block_and_back, Ops, round_trip
 
 ROUTINGS = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
 
@@ -67,7 +67,7 @@ def test_many_layers_of_two_groups(request):
 
 def test_independent_branches_on_one_handle():
   def fan_out(ops, tokens, weights, _):
-    return [there_and_back(ops, tokens * i, weights) for i in range(1, 9)]
+    return [round_trip(ops, tokens * i, weights) for i in range(1, 9)]
 
   check(claim("skewed", fan_out))
 

@@ -11,7 +11,7 @@ import pytest
 
 from cases import Case
 from groups import layer
-from ops import Ops, there_and_back
+from ops import Ops, round_trip
 
 
 @pytest.fixture(name="case")
@@ -109,7 +109,7 @@ def test_the_handle_has_no_gradient(case):
 
   def through_handle(ops, tokens, weights, g):
     def out(handle, tokens):
-      return there_and_back(Ops(handle), tokens, weights)
+      return round_trip(Ops(handle), tokens, weights)
 
     g_handle, _ = jax.vjp(out, ops.handle, tokens)[1](g)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(g_handle)}

@@ -31,7 +31,7 @@ from groups import (
   not_with_xla,
   T,
 )
-from ops import combine, dispatch, everything, Ops, sizes, there_and_back
+from ops import combine, dispatch, everything, Ops, sizes, round_trip
 
 N = 4 * T  # Tokens of all ranks.
 
@@ -334,10 +334,10 @@ def test_an_error_leaves_programs_in_flight_alone():
   inputs = good.tokens(), good.weights()
   outs = []
   for _ in range(4):
-    outs.append(good.run(there_and_back, *inputs))
+    outs.append(good.run(round_trip, *inputs))
     bad.check_error(["topk_idx[0, 0] = 8"], sizes)
   for out in outs:
-    assert_same(out, there_and_back(good.oracle, *inputs))
+    assert_same(out, round_trip(good.oracle, *inputs))
 
 
 def of_another_layer(handle, other):
@@ -442,7 +442,7 @@ def test_an_op_after_finalize(compiled_before):
   closed = bootstrap(make_mesh({"ep": 4}), name=f"closed_{compiled_before}")
   case = Case(ep.EpLayerConfig(closed))
   inputs = case.tokens(), case.weights()
-  program = jax.jit(global_view(case.layer, there_and_back))
+  program = jax.jit(global_view(case.layer, round_trip))
   placed = [case.put(x) for x in (case.topk_idx, *inputs)]
   if compiled_before:
     jax.block_until_ready(program(*placed))
@@ -458,11 +458,11 @@ def test_finalize_while_programs_are_in_flight():
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = Case(ep.EpLayerConfig(group), whole=True)
     inputs = case.tokens(), case.weights()
-    outs = [case.run(there_and_back, *inputs) for _ in range(8)]
+    outs = [case.run(round_trip, *inputs) for _ in range(8)]
   for out in outs:
     try:
       jax.block_until_ready(out)
     except ep.EpError as error:
       assert "finalized" in str(error)
     else:
-      assert_same(out, expected(case, there_and_back, *inputs))
+      assert_same(out, expected(case, round_trip, *inputs))

@@ -17,7 +17,7 @@ from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src import bootstrap as bootstrap_module
 from groups import BACKEND, bootstrap
-from ops import there_and_back
+from ops import round_trip
 
 pytestmark = [
   pytest.mark.skipif(
@@ -79,7 +79,7 @@ def test_the_parent_goes_on():
   case = Case(a_layer(group))
 
   def step():
-    case.check(there_and_back, case.tokens(), case.weights())
+    case.check(round_trip, case.tokens(), case.weights())
 
   step()
   for child in (

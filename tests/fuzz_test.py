@@ -23,7 +23,7 @@ from conftest import make_mesh
 import ep
 import fork_test
 from groups import bootstrap, failing, MESHES
-from ops import everything, sizes, there_and_back
+from ops import everything, sizes, round_trip
 
 BACKENDS = ("host", "xla")
 ROUTINGS = 20  # Cases of a layer.
@@ -175,11 +175,11 @@ def check_on_another_mesh(case, draw, rng):
   in_place = np.array_equal(devices.transpose(np.argsort(axes)), old.devices)
   arrays = case.tokens(draw.dtype), case.weights()
   if in_place or case.layer.group.backend == "xla":
-    actual = run_on(mesh, case, there_and_back, *arrays)
-    assert_same(actual, expected(case, there_and_back, *arrays))
+    actual = run_on(mesh, case, round_trip, *arrays)
+    assert_same(actual, expected(case, round_trip, *arrays))
   else:
     with failing(case.layer.group) as error:
-      jax.block_until_ready(run_on(mesh, case, there_and_back, *arrays))
+      jax.block_until_ready(run_on(mesh, case, round_trip, *arrays))
     assert "the mesh of the program" in str(error.value)
 
 

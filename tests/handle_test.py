@@ -12,7 +12,7 @@ import pytest
 from cases import assert_same, Case, expected
 import ep
 from groups import layer
-from ops import block, block_and_back, everything, Ops, there_and_back
+from ops import block, block_and_back, everything, Ops, round_trip
 
 STEPS = np.arange(1, 4)
 
@@ -68,7 +68,7 @@ def test_serialised_and_back(case):
 def test_donated(case):
   """A training step can take a donated handle and return it."""
   step = jax.jit(
-    lambda handle, *x: (handle, there_and_back(Ops(handle), *x)),
+    lambda handle, *x: (handle, round_trip(Ops(handle), *x)),
     donate_argnums=0,
   )
   tokens, weights = case.tokens(), case.weights()
@@ -78,19 +78,19 @@ def test_donated(case):
     x = tokens * np.float32(scale)
     handle, out = step(given, case.put(x), case.put(weights))
     assert given.mem.is_deleted()
-    assert_same(out, expected(case, there_and_back, x, weights))
+    assert_same(out, expected(case, round_trip, x, weights))
 
 
 def closed_over(ops, tokens, weights):
   def step(carry, scale):
-    return carry, there_and_back(ops, tokens * scale, weights)
+    return carry, round_trip(ops, tokens * scale, weights)
 
   return lax.scan(step, None, jnp.float32(STEPS))[1]
 
 
 def carried(ops, tokens, weights):
   def step(handle, scale):
-    return handle, there_and_back(Ops(handle), tokens * scale, weights)
+    return handle, round_trip(Ops(handle), tokens * scale, weights)
 
   return lax.scan(step, ops.handle, jnp.float32(STEPS))[1]
 
@@ -99,7 +99,7 @@ def carried(ops, tokens, weights):
 def test_scan(case, scan):
   tokens, weights = case.tokens(), case.weights()
   steps = [
-    expected(case, there_and_back, tokens * np.float32(step), weights)
+    expected(case, round_trip, tokens * np.float32(step), weights)
     for step in STEPS
   ]
   assert_same(case.run(scan, tokens, weights), np.stack(steps))
@@ -112,7 +112,7 @@ def test_backward_of_scan(case, scan):
     return vjp(jnp.stack([g] * len(STEPS)))
 
   def grads_of_one_step(oracle, tokens, weights, g):
-    _, vjp = jax.vjp(lambda *x: there_and_back(oracle, *x), tokens, weights)
+    _, vjp = jax.vjp(lambda *x: round_trip(oracle, *x), tokens, weights)
     return jax.tree.map(lambda x: x * STEPS.sum(dtype=np.float32), vjp(g))
 
   inputs = case.tokens(), case.weights(), case.tokens()
@@ -135,7 +135,7 @@ def test_stacked(case):
       return carry, ep.ep_prepare(case.layer, shifted(topk_idx, step))
 
     def use(carry, handle):
-      return carry, there_and_back(Ops(handle), tokens, weights)
+      return carry, round_trip(Ops(handle), tokens, weights)
 
     _, handles = lax.scan(prepare, None, STEPS)
     return lax.scan(use, None, handles)[1]
@@ -146,7 +146,7 @@ def test_stacked(case):
   for step in STEPS:
     ids = np.asarray(shifted(case.topk_idx, step), np.int32)
     at_step = Case(case.layer, ids, whole=True)
-    steps.append(expected(at_step, there_and_back, tokens, weights))
+    steps.append(expected(at_step, round_trip, tokens, weights))
   assert_same(actual, np.stack(steps))
 
 

@@ -15,7 +15,7 @@ import ep
 from ep._src import collectives_check, nccl_backend
 from ep._src.backend import OPS
 from groups import BACKEND, layer
-from ops import everything, sizes, there_and_back
+from ops import everything, sizes, round_trip
 
 # The collectives that backend="xla" uses for the exchanges of each op.
 STOCK = dict(
@@ -62,7 +62,7 @@ def compiled(case, fn, *arrays, **view):
 
 
 def forward_and_back(ops, tokens, weights, g):
-  out, vjp = jax.vjp(lambda *x: there_and_back(ops, *x), tokens, weights)
+  out, vjp = jax.vjp(lambda *x: round_trip(ops, *x), tokens, weights)
   return out, vjp(g)
 
 
@@ -79,7 +79,7 @@ BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 def test_forward(mesh, axis_type, view):
   case = Case(layer(mesh, axis_type))
   program = compiled(
-    case, there_and_back, case.tokens(), case.weights(), view=view
+    case, round_trip, case.tokens(), case.weights(), view=view
   )
   assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
 
@@ -132,7 +132,7 @@ def test_int64_ids_and_float16_weights():
     case = Case(layer("dp2_ep2"))
     case = Case(case.layer, case.topk_idx.astype(np.int64))
     program = compiled(
-      case, there_and_back, case.tokens(), case.weights(np.float16)
+      case, round_trip, case.tokens(), case.weights(np.float16)
     )
   assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
 

@@ -10,7 +10,7 @@ from cases import Case, check
 from conftest import make_mesh
 import ep
 from groups import bootstrap, E, K, layer, ranks, T
-from ops import everything, there_and_back
+from ops import everything, round_trip
 
 
 def claim(config, routing="skewed"):
@@ -92,7 +92,7 @@ def test_the_default_capacity_suffices_for_the_worst_case(alignment):
   n = ranks(config) * T
   to_last = np.tile(np.array([E - 1, E - 2], np.int32), (n, 1))
   case = Case(config, to_last)
-  case.check(there_and_back, case.tokens(), case.weights())
+  case.check(round_trip, case.tokens(), case.weights())
 
 
 def test_configs_are_values():

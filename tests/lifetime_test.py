@@ -18,7 +18,7 @@ import ep
 from ep import launch
 from footprint import Footprint
 from groups import BACKEND, bootstrap
-from ops import there_and_back
+from ops import round_trip
 
 LIFETIMES_OF_A_PROGRAM = 20
 
@@ -61,7 +61,7 @@ def a_case(group):
 
 def run_program(group, want):
   case = a_case(group)
-  program = jax.jit(global_view(case.layer, there_and_back))
+  program = jax.jit(global_view(case.layer, round_trip))
   inputs = case.topk_idx, case.tokens(), case.weights()
   assert_same(program(*map(case.put, inputs)), want)
 
@@ -70,7 +70,7 @@ def run_program(group, want):
 def result_of_run_program():
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = a_case(group)
-    return expected(case, there_and_back, case.tokens(), case.weights())
+    return expected(case, round_trip, case.tokens(), case.weights())
 
 
 def test_groups_with_a_program(lifetimes, want, capsys):
@@ -108,7 +108,7 @@ def compile_program(group):
   case = a_case(group)
   inputs = case.topk_idx, case.tokens(), case.weights()
   inputs = list(map(case.put, inputs))
-  program = jax.jit(global_view(case.layer, there_and_back))
+  program = jax.jit(global_view(case.layer, round_trip))
   return program.lower(*inputs).compile(), inputs
 
 

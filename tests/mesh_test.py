@@ -10,7 +10,7 @@ from cases import assert_same, Case, expected, run_on
 from conftest import make_mesh, to_global
 import ep
 from groups import bootstrap, failing, not_with_xla, spec
-from ops import there_and_back
+from ops import round_trip
 
 AXES = {"dp": 2, "ep": 2}
 
@@ -45,10 +45,10 @@ OTHERS = {
 def test_other_orders_of_the_devices_are_refused(group, name):
   case, *arrays = case_of(group)
   if group.backend == "xla":  # It needs no more than the index of a rank.
-    actual = run_on(OTHERS[name], case, there_and_back, *arrays)
-    return assert_same(actual, expected(case, there_and_back, *arrays))
+    actual = run_on(OTHERS[name], case, round_trip, *arrays)
+    return assert_same(actual, expected(case, round_trip, *arrays))
   with failing(group) as error:
-    jax.block_until_ready(run_on(OTHERS[name], case, there_and_back, *arrays))
+    jax.block_until_ready(run_on(OTHERS[name], case, round_trip, *arrays))
   for word in ["ep_prepare", "moe_3", "mesh", "ep_bootstrap"]:
     assert word in str(error.value)
 
@@ -57,8 +57,8 @@ def test_another_order_of_the_axes_is_accepted(group):
   """A mesh may order its axes differently if each device keeps its index."""
   case, *arrays = case_of(group)
   mesh = mesh_of([0, 2, 1, 3], ("ep", "dp"))
-  actual = run_on(mesh, case, there_and_back, *arrays)
-  assert_same(actual, expected(case, there_and_back, *arrays))
+  actual = run_on(mesh, case, round_trip, *arrays)
+  assert_same(actual, expected(case, round_trip, *arrays))
 
 
 @not_with_xla("any order of the devices will do")

@@ -14,7 +14,7 @@ from conftest import make_mesh
 import ep
 from ep._src import membership, versions
 from groups import bootstrap, not_with_xla
-from ops import dispatch, sizes, there_and_back
+from ops import dispatch, sizes, round_trip
 
 pytestmark = [
   not_with_xla("XLA's collectives do not compare programs"),
@@ -52,7 +52,7 @@ def expect_disagreement(group, fn, *words):
   expect_words(error, "the ranks disagree on ", *words)
   # The group still works.
   case = Case(ep.EpLayerConfig(group))
-  case.check(there_and_back, case.tokens(), case.weights())
+  case.check(round_trip, case.tokens(), case.weights())
 
 
 @pytest.mark.parametrize(

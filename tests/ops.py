@@ -60,7 +60,7 @@ def combine(ops, rows, weights=None):
   return ops.combine(rows, weights)
 
 
-def there_and_back(ops, tokens, weights):
+def round_trip(ops, tokens, weights):
   return ops.combine(*ops.dispatch(tokens, weights))
 
 

@@ -15,7 +15,7 @@ import pytest
 from cases import assert_same, Case, expected, large_case
 import ep
 from groups import layer
-from ops import dispatch, everything, Ops, there_and_back
+from ops import dispatch, everything, Ops, round_trip
 
 
 @pytest.fixture(name="case")
@@ -34,14 +34,14 @@ def test_every_op(case):
 
 def test_threads_share_large_rows():
   case = large_case("uniform", "ep2")
-  case.check(there_and_back, case.tokens(), case.weights())
+  case.check(round_trip, case.tokens(), case.weights())
 
 
 def test_launches_in_flight(case):
   inputs = case.tokens(), case.weights()
-  outs = [case.run(there_and_back, *inputs) for _ in range(16)]
+  outs = [case.run(round_trip, *inputs) for _ in range(16)]
   for out in outs:
-    assert_same(out, expected(case, there_and_back, *inputs))
+    assert_same(out, expected(case, round_trip, *inputs))
 
 
 def test_a_handle_with_flipped_bits(case):

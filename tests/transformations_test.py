@@ -24,7 +24,7 @@ import ep
 from ep import launch
 from ep._src.backend import OPS
 from groups import bootstrap, E, H, layer, not_with_xla, spec
-from ops import block, block_and_back, Ops, sizes, there_and_back
+from ops import block, block_and_back, Ops, sizes, round_trip
 
 LAYERS = 3
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
@@ -77,7 +77,7 @@ def with_grads(fn, primals, g):
 def test_value_and_grad(case):
   def loss(ops, tokens, weights):
     def value(*x):
-      return jnp.sum(jnp.square(there_and_back(ops, *x)))
+      return jnp.sum(jnp.square(round_trip(ops, *x)))
 
     return jax.value_and_grad(value, argnums=(0, 1))(tokens, weights)
 
@@ -232,14 +232,14 @@ def test_branches_that_all_ranks_take(case):
     ops = prepared(case.layer, topk_idx)
     return lax.cond(
       which,
-      lambda x: there_and_back(ops, x, weights),
-      lambda x: there_and_back(ops, 2 * x, weights),
+      lambda x: round_trip(ops, x, weights),
+      lambda x: round_trip(ops, 2 * x, weights),
       tokens,
     )
 
   tokens, weights = inputs(case)
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
-  once = expected(case, there_and_back, tokens, weights)
+  once = expected(case, round_trip, tokens, weights)
   for which in True, False:
     assert_same(program(which, *args), once if which else 2 * once)
 
@@ -248,7 +248,7 @@ def test_a_loop_of_unknown_length(case):
   @jax.jit
   def program(steps, topk_idx, tokens, weights):
     def step(i, x):
-      return there_and_back(
+      return round_trip(
         prepared(case.layer, shifted(topk_idx, i)), x, weights
       )
 
@@ -258,7 +258,7 @@ def test_a_loop_of_unknown_length(case):
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(program(0, *args), tokens)
   assert_same(
-    program(1, *args), expected(case, there_and_back, tokens, weights)
+    program(1, *args), expected(case, round_trip, tokens, weights)
   )
 
 
@@ -266,8 +266,8 @@ def test_without_jit(case):
   tokens, weights = inputs(case)
   ops = prepared(case.layer, case.put(case.topk_idx))
   assert_same(ops.sizes(), sizes(case.oracle))
-  out = there_and_back(ops, case.put(tokens), case.put(weights))
-  assert_same(out, expected(case, there_and_back, tokens, weights))
+  out = round_trip(ops, case.put(tokens), case.put(weights))
+  assert_same(out, expected(case, round_trip, tokens, weights))
 
 
 # --- vmap --------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_donated_tokens_and_handle(case):
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(handle, tokens, weights):
-    return handle, there_and_back(Ops(handle), tokens, weights)
+    return handle, round_trip(Ops(handle), tokens, weights)
 
   tokens, weights = inputs(case)
   handle = case.run(lambda ops: ops.handle)
@@ -336,15 +336,15 @@ def test_donated_tokens_and_handle(case):
     given = handle, x
     handle, x = step(*given, case.put(weights))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-    tokens = expected(case, there_and_back, tokens, weights)
+    tokens = expected(case, round_trip, tokens, weights)
     assert_same(x, tokens)
 
 
 def program_of(config):
-  def there_and_back_again(topk_idx, *x):
-    return there_and_back(prepared(config, topk_idx), *x)
+  def round_trip_again(topk_idx, *x):
+    return round_trip(prepared(config, topk_idx), *x)
 
-  return jax.jit(there_and_back_again)
+  return jax.jit(round_trip_again)
 
 
 def avals(case, *arrays):
@@ -362,7 +362,7 @@ def test_ahead_of_time(case):
   args = [case.put(x) for x in arrays]
   outs = [program(*args) for _ in range(4) for program in programs]
   for out in outs:
-    assert_same(out, expected(case, there_and_back, *arrays[1:]))
+    assert_same(out, expected(case, round_trip, *arrays[1:]))
 
 
 def test_shapes_alone_run_nothing(case):
@@ -371,7 +371,7 @@ def test_shapes_alone_run_nothing(case):
     return
   tokens, weights = inputs(case)
   grad = jax.grad(
-    lambda x, idx, w: jnp.sum(there_and_back(prepared(case.layer, idx), x, w))
+    lambda x, idx, w: jnp.sum(round_trip(prepared(case.layer, idx), x, w))
   )
   shapes = [
     jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -401,7 +401,7 @@ def check_call(case, fn):
   """Checks that `fn`, an exported program, gives the results of `case`."""
   tokens, weights = inputs(case)
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
-  assert_same(fn(*args), expected(case, there_and_back, tokens, weights))
+  assert_same(fn(*args), expected(case, round_trip, tokens, weights))
 
 
 @not_with_xla("it has no targets of ours")

@@ -13,7 +13,7 @@ from cases import assert_same, Case, expected, global_view, local_view
 from conftest import make_mesh, to_global
 import ep
 from groups import bootstrap, K, layer, spec
-from ops import everything, Ops, there_and_back
+from ops import everything, Ops, round_trip
 
 VIEWS = {
   "global": global_view,
@@ -107,7 +107,7 @@ def test_vmap(view):
 
   def batched(ops, tokens, weights):
     scales = jnp.arange(1.0, 4.0)
-    return jax.vmap(lambda x: there_and_back(ops, tokens * x, weights))(scales)
+    return jax.vmap(lambda x: round_trip(ops, tokens * x, weights))(scales)
 
   case = Case(layer(), "skewed", whole=True)
   tokens, weights = case.tokens(), case.weights()
@@ -115,7 +115,7 @@ def test_vmap(view):
   if view is not global_view:
     view = functools.partial(view, out_specs=spec_of_batch)
   examples = [
-    expected(case, there_and_back, tokens * np.float32(x), weights)
+    expected(case, round_trip, tokens * np.float32(x), weights)
     for x in (1, 2, 3)
   ]
   assert_same(case.run(batched, tokens, weights, view=view), np.stack(examples))

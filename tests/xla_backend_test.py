@@ -23,7 +23,7 @@ from ep._src import bootstrap as bootstrap_module
 from ep._src import ffi, host_backend, xla_exchange
 from ep._src.backend import CannotServe
 from groups import bootstrap, group, K
-from ops import combine, dispatch, everything, Ops, there_and_back
+from ops import combine, dispatch, everything, Ops, round_trip
 
 
 def layer(mesh="ep4", backend="xla", **options):
@@ -39,7 +39,7 @@ def test_needs_no_native_library(monkeypatch):
   monkeypatch.setattr(ffi, "library", refuse)
   with bootstrap(make_mesh({"ep": 4}), backend="xla") as group:
     case = Case(ep.EpLayerConfig(group))
-    case.check(there_and_back, case.tokens(), case.weights())
+    case.check(round_trip, case.tokens(), case.weights())
     group.check()
 
 
@@ -132,7 +132,7 @@ def test_ragged_where_the_platform_has_it(platform):
 
   @jax.jit
   def program(handle, *inputs):
-    return there_and_back(Ops(handle), *inputs)
+    return round_trip(Ops(handle), *inputs)
 
   traced = program.trace(
     case.run(lambda ops: ops.handle), *map(case.put, inputs)
@@ -237,7 +237,7 @@ def assert_selects_xla(caplog, *words):
   ):
     assert group.backend == "xla"
     case = Case(ep.EpLayerConfig(group))
-    case.check(there_and_back, case.tokens(), case.weights())
+    case.check(round_trip, case.tokens(), case.weights())
   (record,) = [r for r in caplog.records if r.name == "ep"]
   for word in ["xla", group.name, *words]:
     assert word in record.getMessage()

@@ -86,7 +86,7 @@ def streams() -> None:
   """Runs a dispatch beside a psum, for the dump of XLA's thunks."""
   launch.initialize()
   made = _bootstrap()
-  _there_and_back(made, beside=True)
+  _round_trip(made, beside=True)
   ep.ep_finalize(made)
 
 
@@ -94,7 +94,7 @@ def finalized_twice() -> None:
   """Finalizes a group a second time, which must do nothing."""
   launch.initialize()
   made = _bootstrap()
-  _there_and_back(made)
+  _round_trip(made)
   ep.ep_finalize(made)
   ep.ep_finalize(made)
 
@@ -102,17 +102,17 @@ def finalized_twice() -> None:
 def never_finalized() -> None:
   """Ends with an open group, which must not hang."""
   launch.initialize()
-  _there_and_back(_bootstrap())
+  _round_trip(_bootstrap())
 
 
 def one_dies() -> None:
   """Kills a rank; the others must end with an error or by the launcher."""
   launch.initialize()
   made = _bootstrap()
-  _there_and_back(made)
+  _round_trip(made)
   if jax.process_index() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-  _there_and_back(made)
+  _round_trip(made)
   made.check()
 
 
@@ -143,7 +143,7 @@ def _bootstrap() -> ep.EpGroup:
   )
 
 
-def _there_and_back(group: ep.EpGroup, beside: bool = False) -> None:
+def _round_trip(group: ep.EpGroup, beside: bool = False) -> None:
   """Sends tokens to two experts and back, and checks that they are doubled."""
   layer = ep.EpLayerConfig(group)
 
