@@ -12,7 +12,7 @@ import pytest
 from cases import assert_same, Case, global_view, local_view
 import ep
 from groups import BACKEND, GPU, layer
-from ops import combine, dispatch, everything, sizes, round_trip
+from ops import combine, dispatch, everything, round_trip, sizes
 from parameters import DTYPES
 
 

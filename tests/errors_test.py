@@ -31,7 +31,7 @@ from groups import (
   not_with_xla,
   T,
 )
-from ops import combine, dispatch, everything, Ops, sizes, round_trip
+from ops import combine, dispatch, everything, Ops, round_trip, sizes
 
 N = 4 * T  # Tokens of all ranks.
 

@@ -23,7 +23,7 @@ from conftest import make_mesh
 import ep
 import fork_test
 from groups import bootstrap, failing, MESHES
-from ops import everything, sizes, round_trip
+from ops import everything, round_trip, sizes
 
 BACKENDS = ("host", "xla")
 ROUTINGS = 20  # Cases of a layer.

@@ -14,8 +14,8 @@ from conftest import make_mesh, to_global
 import ep
 from ep._src import collectives_check, nccl_backend
 from ep._src.backend import OPS
-from groups import BACKEND, layer
-from ops import everything, sizes, round_trip
+from groups import BACKEND, layer, not_with_xla
+from ops import everything, round_trip, sizes
 
 # The collectives that backend="xla" uses for the exchanges of each op.
 STOCK = dict(
@@ -78,9 +78,7 @@ BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 @BOTH_VIEWS
 def test_forward(mesh, axis_type, view):
   case = Case(layer(mesh, axis_type))
-  program = compiled(
-    case, round_trip, case.tokens(), case.weights(), view=view
-  )
+  program = compiled(case, round_trip, case.tokens(), case.weights(), view=view)
   assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
 
 
@@ -104,6 +102,7 @@ def test_every_op(view):
     assert_along_the_ep_axis(program.as_text(), case)
 
 
+@not_with_xla("it calls no FFI targets")
 def test_gpus_run_every_op_on_the_collective_stream(monkeypatch):
   """Each op is alone in a function that is called on the collective stream."""
   case = Case(layer("dp2_ep2"))

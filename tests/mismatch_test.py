@@ -14,7 +14,7 @@ from conftest import make_mesh
 import ep
 from ep._src import membership, versions
 from groups import bootstrap, not_with_xla
-from ops import dispatch, sizes, round_trip
+from ops import dispatch, round_trip, sizes
 
 pytestmark = [
   not_with_xla("XLA's collectives do not compare programs"),

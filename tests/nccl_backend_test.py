@@ -2,11 +2,13 @@
 """The Python side of the nccl backend works, as far as that needs no GPU."""
 
 import base64
+import dataclasses
 import os
 import stat
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,7 +50,8 @@ def test_a_mesh_with_a_gpu_for_each_process_is_accepted():
 
 
 @pytest.mark.parametrize("me", range(4))
-def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me):
+@pytest.mark.parametrize("capacity", [64, None])
+def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   """Rank 0 of a domain makes its id, and only this domain uses it."""
   group = GroupConfig(
     name="ep0",
@@ -59,7 +62,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me):
     max_tokens_per_rank=16,
     hidden_dim=32,
     top_k=2,
-    recv_capacity_per_rank=64,
+    recv_capacity_per_rank=capacity,
     alignment=1,
     max_token_dtype=jnp.dtype(jnp.bfloat16),
     overflow="error",
@@ -89,7 +92,9 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me):
   )
   monkeypatch.setattr(backend, "_open", {})
   connection = NcclBackend().connect(group)
-  assert connection.group == group
+  # All layers of the group have one capacity, by default the worst case's.
+  resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
+  assert connection.group == resolved
   assert made == dict(
     name="ep0",
     config=group.config,
@@ -107,6 +112,16 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me):
     nccl="a",
     nccl_ep=str(me),
   )
+
+
+def test_rows_are_scaled_in_float32_and_rounded_once():
+  """NCCL EP's combine takes no weights, so the backend scales the rows."""
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(40, 8)).astype(jnp.bfloat16)
+  weights = rng.normal(size=40).astype(np.float32)
+  expected = weights[:, None] * rows.astype(np.float32)
+  actual = jax.jit(nccl_backend._scaled)(rows, weights)
+  np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
 
 
 # --- Files -------------------------------------------------------------------

@@ -24,7 +24,7 @@ import ep
 from ep import launch
 from ep._src.backend import OPS
 from groups import bootstrap, E, H, layer, not_with_xla, spec
-from ops import block, block_and_back, Ops, sizes, round_trip
+from ops import block, block_and_back, Ops, round_trip, sizes
 
 LAYERS = 3
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
@@ -248,18 +248,14 @@ def test_a_loop_of_unknown_length(case):
   @jax.jit
   def program(steps, topk_idx, tokens, weights):
     def step(i, x):
-      return round_trip(
-        prepared(case.layer, shifted(topk_idx, i)), x, weights
-      )
+      return round_trip(prepared(case.layer, shifted(topk_idx, i)), x, weights)
 
     return lax.fori_loop(0, steps, step, tokens)
 
   tokens, weights = inputs(case)
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(program(0, *args), tokens)
-  assert_same(
-    program(1, *args), expected(case, round_trip, tokens, weights)
-  )
+  assert_same(program(1, *args), expected(case, round_trip, tokens, weights))
 
 
 def test_without_jit(case):

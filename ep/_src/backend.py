@@ -57,7 +57,7 @@ class OpParams:
     checked: whether the op was traced in checked mode.
   """
 
-  connection: Connection
+  connection: Connection = dataclasses.field(repr=False)
   layer: LayerConfig
   num_tokens: int
   tail: str

@@ -24,9 +24,9 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   processes must do the same. In checked mode
 
   * rows and weights past the last slab are NaN where `tail="unspecified"`, in
-    dispatch and in the backward of combine, so that a program which reads them
-    shows it (under `jax_debug_nans` or `jax_debug_infs` they are zero, checked
-    or not);
+    dispatch and in the backward of combine, so that results of a program that
+    reads them are NaN (under `jax_debug_nans` or `jax_debug_infs` they are
+    zero, checked or not);
   * what combine returns must be finite, or the run fails. With "host" it fails
     on that rank, with the element and the row that it came from, and on the
     others at their next exchange of the run. With "xla" it fails on all ranks,

@@ -159,7 +159,7 @@ class LayerConfig:
     )
     worst_case = self._worst_case()
     inherit("recv_capacity_per_rank", worst_case)
-    # Enough is a slab for each local expert, or all rows that can come at all.
+    # A rank needs a slab for each local expert, unless fewer rows can arrive.
     least = min(group.num_local_experts * self.alignment, worst_case)
     arguments.check(
       self.capacity >= least and self.capacity % self.alignment == 0,

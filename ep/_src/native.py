@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import contextlib
 import functools
 import os
 from typing import Any
@@ -123,8 +124,9 @@ class NativeConnection(backend.Connection):
 
 def close_released() -> None:
   """Closes the groups that were released and that programs still use."""
-  for name in _released:
-    ffi.close_released(name)
+  with contextlib.ExitStack() as stack:
+    for name in _released:
+      stack.callback(ffi.close_released, name)
 
 
 def check_devices(name: str, mesh: Mesh) -> None:

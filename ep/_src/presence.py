@@ -83,13 +83,12 @@ def _published(process: int) -> dict[str, Any]:
 def _start(pid: int) -> int | None:
   """Returns when a process started; None if it has ended.
 
-  An id alone does not tell, since the system uses ids again.
+  An id alone does not identify a process, since the system uses ids again.
   """
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
     return None
-  state, *fields = stat.rpartition(")")[
-    2
-  ].split()  # fields 3, 4, ... of proc(5)
+  # These are the fields 3, 4, ... of proc(5).
+  state, *fields = stat.rpartition(")")[2].split()
   return None if state in "ZX" else int(fields[18])

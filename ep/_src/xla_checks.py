@@ -47,11 +47,11 @@ def check_routing(
   """Fails `ep_prepare` if a rank is at fault; see `_fail_if`.
 
   Args:
-    dims: of the op.
-    dtype: of `topk_idx`.
+    dims: the sizes of the op.
+    dtype: the dtype of `topk_idx`.
     faults: [P, n], `find_fault` of each rank.
     configs: [P], the hash of each rank's configuration.
-    slabs: of all ranks.
+    slabs: the slabs of all ranks.
   """
   layer = dims.layer
   op = f'ep_prepare(layer "{layer.name}")'
