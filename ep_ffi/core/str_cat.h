@@ -6,7 +6,8 @@
 #define EP_FFI_CORE_STR_CAT_H_
 
 #include <charconv>
-#include <cstdio>
+#include <locale>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -14,7 +15,8 @@
 namespace ep {
 namespace internal {
 
-// Appends a text, a character, or a number as "%d" or "%g" would print it.
+// Appends a text, a character, or a number as "%d" or "%g" would print it in
+// the locale "C".
 template <typename Part>
 void Append(const Part& part, std::string* out) {
   if constexpr (std::is_convertible_v<const Part&, std::string_view>) {
@@ -22,8 +24,12 @@ void Append(const Part& part, std::string* out) {
   } else if constexpr (std::is_same_v<Part, char>) {
     out->push_back(part);
   } else if constexpr (std::is_floating_point_v<Part>) {
-    char text[32];
-    out->append(text, std::snprintf(text, sizeof(text), "%g", double{part}));
+    // std::snprintf would use the program's locale. Only failures, which may
+    // take the time that a stream takes, have fractions.
+    std::ostringstream stream;
+    stream.imbue(std::locale::classic());
+    stream << part;
+    out->append(stream.str());
   } else {
     char text[32];
     out->append(text, std::to_chars(text, text + sizeof(text), +part).ptr);

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <clocale>
 #include <cstdint>
 #include <limits>
+#include <locale>
 #include <string>
 #include <string_view>
 
@@ -30,6 +32,20 @@ TEST(StrCatTest, WritesFractionsAsAStreamWould) {
   EXPECT_EQ("1 1.5 0.1 1e-09 inf",
             StrCat(1.0, ' ', 1.5f, ' ', 0.1, ' ', 1e-9, ' ',
                    std::numeric_limits<double>::infinity()));
+}
+
+TEST(StrCatTest, WritesFractionsAlikeInEveryLocale) {
+  // A program may have set any locale; few are installed on every machine.
+  for (const char* name : {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "C"}) {
+    if (std::setlocale(LC_ALL, name)) EXPECT_EQ("0.5", StrCat(0.5));
+  }
+  struct Comma : std::numpunct<char> {
+    char do_decimal_point() const override { return ','; }
+  };
+  const std::locale before =
+      std::locale::global(std::locale(std::locale(), new Comma));
+  EXPECT_EQ("0.5", StrCat(0.5));
+  std::locale::global(before);
 }
 
 }  // namespace

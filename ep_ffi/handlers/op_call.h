@@ -108,10 +108,10 @@ ffi::Future Submit(Op op, const OpCall& context, Start start) {
   return future;
 }
 
-// ---- Decoding of buffers. The lowering makes their shapes, so a mismatch
-// means
-// ---- that the Python package and this library are of different versions.
+// ---- Decoding of buffers.
 
+// The lowering makes the shapes of buffers, so a mismatch means that the Python
+// package and this library are of different versions.
 inline Status Mismatch(const std::string& what) {
   return Status(Code::kInvalidArgument,
                 StrCat(what,

@@ -29,7 +29,8 @@ class Batch {
   int64_t NumUsefulThreads(int64_t num_threads) const;
 
   // Runs chunks until none is left. Returns true to one caller, after all
-  // chunks have ended; only that one may call what follows.
+  // chunks have ended; only that caller may use the
+  // functions below.
   bool Work();
 
   Exchange& exchange() { return *exchange_; }

@@ -32,8 +32,8 @@ class ScopedFlushDenormals {
     _mm_setcsr(static_cast<unsigned int>(value));
   }
 #elif defined(__aarch64__)
-  static constexpr uint64_t kFlush = 1
-                                     << 24;  // FPCR: FZ, for inputs and results
+  // FPCR's FZ, which flushes inputs and results.
+  static constexpr uint64_t kFlush = 1 << 24;
   static uint64_t Get() {
     uint64_t value;
     asm volatile("mrs %0, fpcr" : "=r"(value));

@@ -130,10 +130,18 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     if (!complete) return;
     // The worker owns this object, because the calls that it completes may end
     // the last other owner. The progress thread must not be left with the last
-    // reference: the destructor joins it, and therefore waits for this function
-    // if it has begun already.
+    // reference: the destructor joins it. If the destructor has begun, it waits
+    // for this function, which then does the work itself.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
-    if (!self) return Finish(*complete, Closed(options_.group_name));
+    if (!self) {
+      Status status = Disagreement(topology(), *complete);
+      if (status.ok()) {
+        Batch batch(complete);
+        batch.Work();
+        status = batch.status();
+      }
+      return Finish(*complete, status);
+    }
     workers_.Run([self = std::move(self), complete = std::move(complete)] {
       self->Run(complete, /*executor=*/nullptr, complete->FirstLocalRank());
     });
@@ -207,8 +215,8 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
   for (size_t r = 0; r < exchange.parts.size(); ++r) {
     Part& part = exchange.parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
-    // Moved: what `done` keeps alive, this object perhaps, must not die with
-    // the exchange on the progress thread.
+    // `done` is moved because it may own this object, which must not be
+    // destroyed on the progress thread.
     if (part.done && static_cast<int32_t>(r) != own) {
       workers_.Run([done = std::move(part.done), status] { done(status); });
     }
@@ -292,7 +300,8 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
     std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
   }
   if (options_.on_run_failed) {
-    // Not here: it may drop the last reference to another group, or to this.
+    // A worker does this, because it may drop the last reference to another
+    // group, or to this one.
     workers_.Run([notify = options_.on_run_failed, run_id, status] {
       notify(run_id, status);
     });

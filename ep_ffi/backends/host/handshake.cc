@@ -67,8 +67,9 @@ Status Handshake::Connect() {
 
 bool Handshake::Await(int fd) const {
   while (Now() < deadline_ && FindDead() < 0) {
-    if (WaitReadable(fd, std::min(deadline_, Now() + kLookForDeathsS)))
+    if (WaitReadable(fd, std::min(deadline_, Now() + kLookForDeathsS))) {
       return true;
+    }
   }
   return false;
 }

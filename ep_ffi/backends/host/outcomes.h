@@ -8,9 +8,9 @@
 //   this group   is open; or has lost a process that died, and completes only
 //                what was begun; or is closed
 //
-// No state is ever left for an earlier one. Of several reasons, the one that
-// the others may follow from is told: that this group is closed, then the first
-// death, then that a process has closed its group.
+// No state is ever left for an earlier one. If there are several reasons, the
+// likely cause of the others is reported: first that this group is closed, then
+// the first death, then that a process has closed its group.
 
 #ifndef EP_FFI_BACKENDS_HOST_OUTCOMES_H_
 #define EP_FFI_BACKENDS_HOST_OUTCOMES_H_
@@ -32,7 +32,7 @@ class Outcomes {
 
   // A post to this run.
   Status OfRun(int64_t run_id) const;
-  // A post of this process to an exchange that has begun.
+  // A post to an exchange that has begun.
   const Status& OfGroup() const { return closed_; }
   // The first post of an exchange.
   const Status& OfNewExchange() const {

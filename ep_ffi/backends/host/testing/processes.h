@@ -72,7 +72,7 @@ class Rank {
   // Returns the first error since Bootstrap.
   const Status& status() const { return status_; }
 
-  // Builds the group of all ranks, or once of some. Collective.
+  // Builds a group of the members; if there are none, of all ranks. Collective.
   void Bootstrap(double timeout_s, std::vector<int32_t> members = {});
   // Posts the next op and waits for it. Does nothing after a failure.
   void Next();
@@ -113,15 +113,15 @@ struct Ending {
   int status;
 };
 
-// All ranks ended well, and without a word.
+// Expects that all ranks ended well and reported no error.
 void ExpectNothingSaid(const std::vector<Ending>& endings);
 
-// The ranks of one test, of whom nothing may be left.
+// The ranks of one test. The destructor expects that nothing is left of them.
 struct World {
   World();
   ~World();
-  // Runs `body` as every rank, each in a process; what it returns is what the
-  // rank says. A rank that takes too long is killed.
+  // Runs `body` as every rank, each in a process, and returns how each ended. A
+  // rank that takes too long is killed.
   std::vector<Ending> Run(const std::function<std::string(Rank&)>& body);
 
   Records* const records;  // shared by all processes
