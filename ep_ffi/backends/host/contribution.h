@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a rank brings to an exchange: arrays that its peers read, and the work
-// that it does once all ranks have posted.
+// The contribution of a rank to an exchange: arrays that its peers read, and
+// the work that it does once all ranks have posted.
 
 #ifndef EP_FFI_BACKENDS_HOST_CONTRIBUTION_H_
 #define EP_FFI_BACKENDS_HOST_CONTRIBUTION_H_

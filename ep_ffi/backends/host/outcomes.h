@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What has ended, and why: runs, the other processes, and the group. It answers
-// one question: can a post still come, and if not, why?
+// Remembers which runs and processes have ended, and the group, and why.
+// Answers one question: can a post still come, and if not, why?
 //
 //   a run        goes on, or has failed
 //   a process    is there, has closed its group, or has died

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the messages of an exchange say. Each function returns an error that
+// The messages of an exchange. Each function returns an error that
 // says what was expected, what came, and the cure.
 
 #ifndef EP_FFI_BACKENDS_HOST_REPORT_H_

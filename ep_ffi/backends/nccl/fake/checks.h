@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the fake checks: that callers keep to the contracts of the real
+// The fake checks here that callers keep to the contracts of the real
 // libraries, and that they destroy what they create.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_CHECKS_H_
@@ -20,8 +20,8 @@ namespace ep::nccl::fake {
 
 void RecordViolation(const std::string& sentence);
 
-// What one call of a function requires of its caller. An unmet requirement is
-// recorded as a violation.
+// The requirements of one call of a function on its caller. An unmet
+// requirement is recorded as a violation.
 class Contract {
  public:
   explicit Contract(std::string function) : function_(std::move(function)) {}

@@ -33,8 +33,8 @@ class Clique {
 
   int size() const { return size_; }
 
-  // What the ranks contributed, by rank; and a number that is unique among all
-  // exchanges of all cliques.
+  // The contributions of the ranks, by rank; and a number that is unique among
+  // all exchanges of all cliques.
   struct Exchanged {
     uint64_t number = 0;
     std::vector<const void*> contributions;
