@@ -133,15 +133,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     // reference: the destructor joins it. If the destructor has begun, it waits
     // for this function, which then does the work itself.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
-    if (!self) {
-      Status status = Disagreement(topology(), *complete);
-      if (status.ok()) {
-        Batch batch(complete);
-        batch.Work();
-        status = batch.status();
-      }
-      return Finish(*complete, status);
-    }
+    if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
     workers_.Run([self = std::move(self), complete = std::move(complete)] {
       self->Run(complete, /*executor=*/nullptr, complete->FirstLocalRank());
     });
@@ -191,14 +183,16 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
     return Finish(*exchange, compared, own);
   }
   const auto batch = std::make_shared<Batch>(std::move(exchange));
-  const auto work = [self = shared_from_this(), batch](int32_t own) {
+  // `self` keeps this object for the executor's threads. It is null if the
+  // destructor waits for this thread; there is no executor then.
+  const auto work = [this, self = weak_from_this().lock(), batch](int32_t own) {
     if (!batch->Work()) return;
     const Status status = batch->status();
     if (!status.ok()) {
       const Key& key = batch->exchange().key;
-      self->FailRunEverywhere(key.site_id, key.run_id, status);
+      FailRunEverywhere(key.site_id, key.run_id, status);
     }
-    self->Finish(batch->exchange(), status, own);
+    Finish(batch->exchange(), status, own);
   };
   const int64_t num_threads = executor ? executor->num_threads() : 1;
   for (int64_t i = 1; i < batch->NumUsefulThreads(num_threads); ++i) {
