@@ -204,12 +204,8 @@ def test_a_tight_capacity_drops_and_tells():
   params = make_params(config)
   params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
   args = put(mesh_group, config, params, tokens(R * T))
-  run = jax.jit(
-    lambda layer, *a: ep.moe.apply(layer, config, *a)[1], static_argnums=0
-  )
-  (_, tight), (_, whole) = (
-    run(a_layer, config, *args) for a_layer in (layer, wide)
-  )
+  run = jax.jit(ep.moe.apply, static_argnums=(0, 1))
+  (_, tight), (_, whole) = (run(a, config, *args) for a in (layer, wide))
   for name in ("load", "max_rank_rows"):
     got, want = getattr(tight, name), getattr(whole, name)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
