@@ -68,26 +68,30 @@ def moe_layer(
   _check_matrices(layer, op, tokens, w_gate, w_up, w_down)
   layer = dataclasses.replace(layer, tail="unspecified")
 
-  def local(tokens, topk_idx, topk_weights, w_gate, w_up, w_down):
-    handle = ep_prepare(layer, topk_idx)
-    rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
-    hidden = grouped_matmul(rows, w_up, handle.group_sizes)
-    if w_gate is None:
-      hidden = activation(hidden)
-    else:
-      gates = grouped_matmul(rows, w_gate, handle.group_sizes)
-      hidden = activation(gates) * hidden
-    rows = grouped_matmul(hidden, w_down, handle.group_sizes)
-    return ep_combine(handle, rows, weights=row_weights)
-
   return sharding.call(
     group,
     op,
-    local,
+    _experts,
+    [layer, activation],
     [tokens, topk_idx, topk_weights, w_gate, w_up, w_down],
     [sharding.TOKENS] * 3 + [sharding.EXPERTS] * 3,
     sharding.TOKENS,
   )
+
+
+def _experts(
+  layer, activation, tokens, topk_idx, topk_weights, w_gate, w_up, w_down
+):
+  handle = ep_prepare(layer, topk_idx)
+  rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
+  hidden = grouped_matmul(rows, w_up, handle.group_sizes)
+  if w_gate is None:
+    hidden = activation(hidden)
+  else:
+    gates = grouped_matmul(rows, w_gate, handle.group_sizes)
+    hidden = activation(gates) * hidden
+  rows = grouped_matmul(hidden, w_down, handle.group_sizes)
+  return ep_combine(handle, rows, weights=row_weights)
 
 
 def _check_matrices(layer, op, tokens, w_gate, w_up, w_down):

@@ -3,17 +3,21 @@
 
 Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
 its rank. Outside, it works on global arrays, and only this file maps one to the
-other. Three kinds of arrays occur, sharded along their first axis:
+other. Four kinds of arrays occur, sharded along their first axis or not at all:
 
   token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
   rank arrays     [R, ...] over (*data_axes, ep): one entry per rank; the local
                   view drops the axis
   expert arrays   [E, ...] over ep, and alike on all else: [L, ...] locally
+  replicated      alike on all ranks
+
+Any other sharding is written as a `PartitionSpec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+import functools
 import itertools
 import os
 import sys
@@ -21,14 +25,17 @@ from typing import Any
 import warnings
 
 import jax
+from jax.sharding import PartitionSpec
 
-from ep._src import compat
-from ep._src.group import EpGroup
+from ep._src import checked, compat
+from ep._src.config import GroupConfig
+from ep._src.group import EpGroup, EpLayerConfig
 from ep._src.meshes import has_devices, Mesh
 
 TOKENS = "tokens"
 RANK = "rank"
 EXPERTS = "experts"
+REPLICATED = "replicated"
 
 # The folder of this package, with a separator at the end.
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -107,44 +114,114 @@ def call(
   group: EpGroup,
   op: str,
   local_fn: Callable[..., Any],
+  static: Sequence[Hashable],
   args: Sequence[Any],
-  kinds: Sequence[str],
-  out_kind: str,
+  in_kinds: Sequence[Any],
+  out_kinds: Any,
 ) -> Any:
-  """Runs `local_fn(*args)` in the current view.
+  """Returns `local_fn(*static, *args)`, run in the current view.
 
-  `kinds` has TOKENS, RANK or EXPERTS for each argument (a pytree of such
-  arrays), `out_kind` the same for the outputs.
+  Calls that differ only in `args` share a jitted program, so that outside of
+  `jax.jit` only the first one compiles. Inside, the program is inlined: each
+  of its ops gets a position of its own. The group's connection keeps the
+  program, which must not keep the group open in turn. So a layer in `static` is
+  replaced by an equal one, which a handle among the results then refers to.
+
+  Args:
+    group: the group whose ranks run it.
+    op: what runs, for messages.
+    local_fn: a function of a module, since a closure is new in each call. It
+      works on the arrays of a rank.
+    static: its first arguments.
+    args: its other arguments, which are pytrees of arrays.
+    in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
+      `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
+      below them.
+    out_kinds: the same for the result.
   """
-  if is_local_view(group, op):
-    return local_fn(*args)
+  is_local = is_local_view(group, op)
+  mesh = None if is_local else compat.context_mesh() or group.mesh
+  if mesh is not None:
+    _warn_if_moved(group, op, args, in_kinds)
+  kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
+  program = group.connection.cached(
+    _program,
+    op.partition("(")[0],
+    local_fn,
+    tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
+    group.connection.group,
+    mesh,
+    tuple(kinds),
+    tree,
+    compat.in_a_program(),
+    checked.tail("unspecified"),
+  )
+  return program(*args)
 
-  def body(*args):
-    args = [
-      jax.tree.map(lambda x: x.reshape(x.shape[1:]), a) if k == RANK else a
-      for a, k in zip(args, kinds, strict=True)
-    ]
-    outs = local_fn(*args)
-    if out_kind == RANK:
-      outs = jax.tree.map(lambda x: x[None], outs)
-    return outs
+
+def _program(
+  name: str,
+  local_fn: Callable[..., Any],
+  static: tuple[Hashable, ...],
+  group: GroupConfig,
+  mesh: Mesh | None,
+  kinds: tuple[Any, ...],
+  tree: Any,
+  inline: bool,
+  tail: str,
+) -> Callable[..., Any]:
+  """Returns the jitted program of a call; without a mesh, that of a rank.
+
+  JAX's caches do not depend on the tail of ops that are traced now, but this
+  program does.
+  """
+  del tail
+  fn = functools.partial(local_fn, *static)
+  if mesh is not None:
+    in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
+
+    def of_ranks(*args):
+      args = jax.tree.map(_drop_rank_axis, in_kinds, args)
+      return jax.tree.map(_add_rank_axis, out_kinds, local_fn(*static, *args))
+
+    fn = jax.shard_map(
+      of_ranks,
+      mesh=mesh,
+      in_specs=_specs(group, in_kinds),
+      out_specs=_specs(group, out_kinds),
+    )
+  fn.__name__ = name
+  return jax.jit(fn, inline=inline)
+
+
+def _specs(group: GroupConfig, kinds: Any) -> Any:
+  """Returns the `PartitionSpec`s of a pytree of kinds."""
+  axes = {
+    TOKENS: group.token_axes,
+    RANK: group.token_axes,
+    EXPERTS: group.axis_name,
+  }
 
   def spec(kind):
-    axes = group.axis_name if kind == EXPERTS else group.token_axes
-    return jax.sharding.PartitionSpec(axes)
+    if isinstance(kind, PartitionSpec):
+      return kind
+    return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])
 
-  for arg, kind in zip(args, kinds, strict=True):
-    _warn_if_moved(group, op, arg, spec(kind))
-  return jax.shard_map(
-    body,
-    mesh=compat.context_mesh() or group.mesh,
-    in_specs=tuple(map(spec, kinds)),
-    out_specs=spec(out_kind),
-  )(*args)
+  return jax.tree.map(spec, kinds)
+
+
+def _drop_rank_axis(kind, arrays):
+  if kind != RANK:
+    return arrays
+  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
+
+
+def _add_rank_axis(kind, arrays):
+  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
 
 
 def _warn_if_moved(
-  group: EpGroup, op: str, arg: Any, spec: jax.sharding.PartitionSpec
+  group: EpGroup, op: str, args: Sequence[Any], kinds: Sequence[Any]
 ) -> None:
   """Warns of arrays that JAX moves between devices before the op.
 
@@ -155,14 +232,15 @@ def _warn_if_moved(
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
     return
-  wanted = jax.sharding.NamedSharding(mesh, spec)
-  for x in jax.tree.leaves(arg):
+  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
+  for x, spec in zip(*map(jax.tree.leaves, (args, specs)), strict=True):
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
       continue
     if not x.committed or x.is_fully_replicated:
       continue
     if len(x.sharding.device_set) < mesh.size:
       continue
+    wanted = jax.sharding.NamedSharding(mesh, spec)
     if not x.sharding.is_equivalent_to(wanted, x.ndim):
       warnings.warn(
         f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
