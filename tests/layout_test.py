@@ -28,6 +28,8 @@ LAYERS = [
   {"backend"},
   {"config"},
   {"files", "grouped_matmul", "meshes", "presence", "program", "router"},
+  {"batching", "ragged", "tiles"},
+  {"row_buffers"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
   {"coordinator", "gpus", "jax_version", "keeper", "reference"},
