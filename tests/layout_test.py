@@ -26,7 +26,7 @@ LAYERS = [
   {"versions", "xla_exchange"},
   {"ffi", "nccl_files", "xla_plan"},
   {"backend"},
-  {"config"},
+  {"config", "router_losses"},
   {"files", "grouped_matmul", "meshes", "presence", "program", "router"},
   {"batching", "ragged", "tiles"},
   {"row_buffers"},
