@@ -27,8 +27,8 @@ LAYERS = [
   {"ffi", "nccl_files", "xla_plan"},
   {"backend"},
   {"config", "router_losses"},
-  {"files", "grouped_matmul", "meshes", "presence", "program", "router"},
-  {"batching", "ragged", "tiles"},
+  {"files", "grouped_matmul", "meshes", "ordered_sum"},
+  {"batching", "presence", "program", "ragged", "router", "tiles"},
   {"row_buffers"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.

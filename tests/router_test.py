@@ -119,10 +119,14 @@ def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
   # Token t's best expert is t % E, so all are chosen equally often.
   even = jnp.eye(E) * 3.0
   idx, _ = router.route_topk(even, 1)
-  np.testing.assert_allclose(router_losses.load_balancing_loss(even, idx), 1.0, 1e-6)
+  np.testing.assert_allclose(
+    router_losses.load_balancing_loss(even, idx), 1.0, 1e-6
+  )
   worst = jnp.tile(jnp.eye(E)[2] * 50.0, (6, 1))
   idx, _ = router.route_topk(worst, 1)
-  np.testing.assert_allclose(router_losses.load_balancing_loss(worst, idx), E, 1e-6)
+  np.testing.assert_allclose(
+    router_losses.load_balancing_loss(worst, idx), E, 1e-6
+  )
 
 
 def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
@@ -147,7 +151,9 @@ def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
 def test_z_loss():
   logits = _logits(3, 4)
   expected = np.mean(np.log(np.exp(np.asarray(logits, float)).sum(-1)) ** 2)
-  np.testing.assert_allclose(router_losses.router_z_loss(logits), expected, rtol=1e-5)
+  np.testing.assert_allclose(
+    router_losses.router_z_loss(logits), expected, rtol=1e-5
+  )
 
 
 @pytest.mark.parametrize(
