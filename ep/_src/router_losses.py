@@ -13,8 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import arguments
-from ep._src import router
+from ep._src import arguments, router
 
 _Axes = str | Sequence[str]
 
