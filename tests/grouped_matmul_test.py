@@ -61,8 +61,8 @@ def test_the_operations_beside_unused_nans(case, implementation):
   def call(sizes, rows, matrices, g):
     ops = IMPLEMENTATIONS[implementation]
     return (
-      ops.expand(sizes, rows, [matrices]),
-      ops.contract(sizes, [g], [matrices]),
+      ops.expand(sizes, rows, [matrices], "zero"),
+      ops.contract(sizes, [g], [matrices], "zero"),
       ops.outer(sizes, rows, [g]),
     )
 

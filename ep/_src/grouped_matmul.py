@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ep._src import compat, ragged, tiles
+from ep._src import checked, compat, ragged, tiles
 from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
 
@@ -79,26 +79,33 @@ def grouped_matmul(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
       "convert one with .astype, so that it is clear which precision is meant."
     )
-  (out,) = grouped_matmuls(rows, [matrices], group_sizes)
+  (out,) = grouped_matmuls(rows, [matrices], group_sizes, tail="zero")
   return out
 
 
 def grouped_matmuls(
-  rows: jax.Array, matrices: Sequence[jax.Array], group_sizes: jax.Array
+  rows: jax.Array,
+  matrices: Sequence[jax.Array],
+  group_sizes: jax.Array,
+  *,
+  tail: str = "unspecified",
 ) -> list[jax.Array]:
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
-  It reads the rows once, and rounds the sum of their gradients once.
+  It reads the rows once, and rounds the sum of their gradients once. With
+  `tail="unspecified"` the rows after the last slab are not written, in results,
+  gradients and tangents alike.
   """
   operands = compat.vary_together(group_sizes, rows, *matrices)
-  return grouped_matmul_p.bind(*operands, missing=_OUTS)
+  tail = checked.tail(tail)
+  return grouped_matmul_p.bind(*operands, missing=_OUTS, tail=tail)
 
 
 grouped_matmul_p = compat.Primitive("ep_grouped_matmul")
 grouped_matmul_p.multiple_results = True
 # An eager call compiles once for each kind and shape of operands.
 grouped_matmul_p.def_impl(
-  jax.jit(grouped_matmul_p.bind, static_argnames=["missing"])
+  jax.jit(grouped_matmul_p.bind, static_argnames=["missing", "tail"])
 )
 
 
@@ -110,7 +117,7 @@ def _triple(operands, missing):
   return triple
 
 
-def _gradient(sizes, triple, missing, pairs):
+def _gradient(sizes, triple, missing, pairs, **params):
   """Applies the primitive to a triple, with only some pairs of W and Y.
 
   Returns the results with the places that they have in the list of the missing
@@ -123,12 +130,13 @@ def _gradient(sizes, triple, missing, pairs):
     if argument != missing
     for place in places[argument]
   ]
-  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing)
+  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing, **params)
   return zip(places[missing], outs, strict=True)
 
 
 @grouped_matmul_p.def_abstract_eval
-def _types(sizes, *avals, missing):
+def _types(sizes, *avals, missing, tail):
+  del tail
   rows, matrices, outs = _triple(avals, missing)
   if missing == _ROWS:
     shapes = [(outs[0].shape[0], matrices[0].shape[1])]
@@ -145,9 +153,9 @@ def _present(values):
   return [i for i, x in enumerate(values) if type(x) is not ad.Zero]
 
 
-def _jvp(primals, tangents, *, missing):
+def _jvp(primals, tangents, *, missing, **params):
   sizes, *operands = primals
-  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing)
+  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing, **params)
   out_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
   triple = _triple(operands, missing)
   num_pairs = max(map(len, triple))
@@ -157,12 +165,12 @@ def _jvp(primals, tangents, *, missing):
       continue
     replaced = [ts if i == argument else x for i, x in enumerate(triple)]
     pairs = range(num_pairs) if argument == _ROWS else present
-    for place, term in _gradient(sizes, replaced, missing, pairs):
+    for place, term in _gradient(sizes, replaced, missing, pairs, **params):
       out_tangents[place] = ad.add_tangents(out_tangents[place], term)
   return outs, out_tangents
 
 
-def _transpose(cts, sizes, *operands, missing):
+def _transpose(cts, sizes, *operands, missing, **params):
   triple = _triple(operands, missing)
   is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
   (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
@@ -177,7 +185,7 @@ def _transpose(cts, sizes, *operands, missing):
   grads = {}
   if pairs:
     filled = [cts if i == missing else xs for i, xs in enumerate(triple)]
-    grads = dict(_gradient(sizes, filled, argument, pairs))
+    grads = dict(_gradient(sizes, filled, argument, pairs, **params))
   return [None] + [
     grads.get(place) if i == argument else None
     for i, xs in enumerate(triple)
@@ -193,13 +201,13 @@ batch_sequentially(grouped_matmul_p)
 def _lowering(backend):
   """Returns a lowering to the three functions of `tiles` or `ragged`."""
 
-  def apply(sizes, *operands, missing):
+  def apply(sizes, *operands, missing, tail):
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
-      return [backend.contract(sizes, outs, matrices)]
+      return [backend.contract(sizes, outs, matrices, tail)]
     if missing == _MATRICES:
       return backend.outer(sizes, *rows, outs)
-    return backend.expand(sizes, *rows, matrices)
+    return backend.expand(sizes, *rows, matrices, tail)
 
   return compat.lower_local(apply)
 

@@ -12,19 +12,23 @@ import functools
 from jax import lax
 import jax.numpy as jnp
 
+from ep._src.used_rows import cut
 
-def expand(sizes, rows, matrices):
+
+def expand(sizes, rows, matrices, tail):
   """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
-  return [_cut(_dot(sizes, rows, w), sizes, rows.dtype) for w in matrices]
+  dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
+  return [cut(out, sizes.sum(), tail) for out in dots]
 
 
-def contract(sizes, outs, matrices):
+def contract(sizes, outs, matrices, tail):
   """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
   terms = [
     _dot(sizes, y, w.swapaxes(1, 2))
     for y, w in zip(outs, matrices, strict=True)
   ]
-  return _cut(functools.reduce(jnp.add, terms), sizes, outs[0].dtype)
+  rows = functools.reduce(jnp.add, terms).astype(outs[0].dtype)
+  return cut(rows, sizes.sum(), tail)
 
 
 def outer(sizes, rows, outs):
@@ -34,11 +38,11 @@ def outer(sizes, rows, outs):
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
   )
-  rows = _cut(rows, sizes, rows.dtype)
+  rows = cut(rows, sizes.sum(), "zero")
   return [
     lax.ragged_dot_general(
       rows,
-      _cut(y, sizes, y.dtype),
+      cut(y, sizes.sum(), "zero"),
       sizes,
       dimensions,
       preferred_element_type=jnp.float32,
@@ -51,9 +55,3 @@ def _dot(sizes, rows, matrices):
   return lax.ragged_dot(
     rows, matrices, sizes, preferred_element_type=jnp.float32
   )
-
-
-def _cut(rows, sizes, dtype):
-  """Returns rows as `dtype`, with zeros after the last slab."""
-  used = jnp.arange(rows.shape[0]) < sizes.sum()
-  return jnp.where(used[:, None], rows.astype(dtype), 0)

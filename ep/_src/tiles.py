@@ -32,23 +32,25 @@ from ep._src import row_buffers
 _MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows; 64 and more were measured fastest
 
 
-def expand(sizes, rows, matrices):
+def expand(sizes, rows, matrices, tail):
   """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
   dtype, num_rows = rows.dtype, rows.shape[0]
 
   def step(tile, outs):
     x = tile.read(rows)
     return [
-      tile.write(out, _dot(x, tile.matrix(w), 1, 0), dtype)
+      tile.write(out, _dot(x, tile.matrix(w), 1, 0).astype(dtype))
       for out, w in zip(outs, matrices, strict=True)
     ]
 
-  outs = [row_buffers.zeros((num_rows, w.shape[2]), dtype) for w in matrices]
+  outs = [
+    row_buffers.new((num_rows, w.shape[2]), dtype, tail) for w in matrices
+  ]
   outs = _for_each_tile(sizes, num_rows, step, outs)
   return [row_buffers.finish(out, dtype) for out in outs]
 
 
-def contract(sizes, outs, matrices):
+def contract(sizes, outs, matrices, tail):
   """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
   dtype, num_rows = outs[0].dtype, outs[0].shape[0]
 
@@ -57,9 +59,9 @@ def contract(sizes, outs, matrices):
       _dot(tile.read(y), tile.matrix(w), 1, 1)
       for y, w in zip(outs, matrices, strict=True)
     ]
-    return tile.write(rows, functools.reduce(jnp.add, terms), dtype)
+    return tile.write(rows, functools.reduce(jnp.add, terms).astype(dtype))
 
-  rows = row_buffers.zeros((num_rows, matrices[0].shape[1]), dtype)
+  rows = row_buffers.new((num_rows, matrices[0].shape[1]), dtype, tail)
   rows = _for_each_tile(sizes, num_rows, step, rows)
   return row_buffers.finish(rows, dtype)
 
@@ -89,7 +91,7 @@ class _Tile:
     row = start + jnp.arange(height)
     self.slab = slab
     self._start, self._height = start, height
-    self._inside = ((first <= row) & (row < end))[:, None]
+    self._inside = (first <= row) & (row < end)
 
   def read(self, x):
     """Returns the tile's rows of x, also those outside the slab."""
@@ -98,17 +100,15 @@ class _Tile:
 
   def read_inside(self, x):
     """Returns the tile's rows of x, with zeros for those outside the slab."""
-    return jnp.where(self._inside, self.read(x), 0)
+    return jnp.where(self._inside[:, None], self.read(x), 0)
 
   def matrix(self, matrices):
     """Returns the slab's own of the matrices."""
     return matrices[self.slab].astype(jnp.float32)
 
-  def write(self, buffer, rows, dtype):
-    """Returns the buffer of `dtype` with the tile's rows inside replaced."""
-    before = lax.dynamic_slice_in_dim(buffer, self._start, self._height)
-    after = jnp.where(self._inside, row_buffers.encode(rows, dtype), before)
-    return lax.dynamic_update_slice_in_dim(buffer, after, self._start, 0)
+  def write(self, buffer, rows):
+    """Returns the buffer with the tile's rows inside replaced."""
+    return row_buffers.write(buffer, rows, self._start, self._inside)
 
 
 def _for_each_tile(
