@@ -108,4 +108,4 @@ LAYERS = {
   "moe_grad": Op(_moe_grad, _MOE_INPUTS, 4),
 }
 
-ALL = ChainMap(OPS, LAYERS)
+ALL = ChainMap(LAYERS, OPS)  # it iterates over the last map first

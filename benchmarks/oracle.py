@@ -14,9 +14,8 @@ from benchmarks.dense import DenseLayer
 from benchmarks.workload import Workload
 from ep._src import reference
 
-
-# A value of a whole layer may deviate by at most this share of the largest value
-# of its array.
+# A value of a whole layer may deviate by at most this share of the largest of
+# its array.
 BOUNDS = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 
