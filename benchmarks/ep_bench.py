@@ -39,7 +39,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 import numpy as np
 
-from benchmarks import contenders, measure, plot, report, routings, workload
+from benchmarks import (
+  contenders,
+  measure,
+  plot,
+  report,
+  routings,
+  timing,
+  workload,
+)
 from benchmarks.ops import ALL, LAYERS, OPS
 from ep import launch, presets
 
@@ -79,6 +87,9 @@ _TAIL = flags.DEFINE_enum(
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
 _WARMUP = flags.DEFINE_integer("warmup", 2, "runs before those", 0)
+_CLOCK = flags.DEFINE_enum(
+  "clock", "wall", list(timing.CLOCKS), "wall time, or CPU time of a process"
+)
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
@@ -190,6 +201,7 @@ def run_ranks() -> int:
   return finish(
     {
       "jax": jax.__version__,
+      "clock": _CLOCK.value,
       "platform": mesh.devices.flat[0].platform,
       "cpus": len(os.sched_getaffinity(0)),
       "load_average": load,
@@ -217,6 +229,7 @@ def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
     ops=_ops(),
     rounds=_ROUNDS.value,
     warmup=_WARMUP.value,
+    clock=_CLOCK.value,
   )
   return [{**common, **record} for record in records]
 

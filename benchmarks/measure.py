@@ -26,6 +26,7 @@ def measure(
   ops: Sequence[str],
   rounds: int,
   warmup: int,
+  clock: str = "wall",
 ) -> list[dict[str, Any]]:
   """Returns a record for each op and contender. Collective.
 
@@ -83,7 +84,9 @@ def measure(
         )
       if not runs[op]:
         continue  # not every contender has every op
-      times = timing.take_turns(runs[op], mesh, rounds=rounds, warmup=warmup)
+      times = timing.take_turns(
+        runs[op], mesh, rounds=rounds, warmup=warmup, clock=clock
+      )
       runs[op].clear()
       for name, seconds in times.items():
         memory_of = memories[op].get(name, {})
