@@ -10,6 +10,7 @@ from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 
 from ep import debug as debug
 from ep import moe as moe
+from ep import presets as presets
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
 from ep._src.checked import checked as checked

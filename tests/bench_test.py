@@ -255,7 +255,8 @@ def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
 
 def _records(**seconds):
   case = dict(world="w", shape="s", dtype="d", routing="r", op="round_trip")
-  common = dict(case, payload_bytes=10**9, tokens=10, peak_bytes=None)
+  memory = dict(peak_bytes=None, planned_bytes=None)
+  common = dict(case, payload_bytes=10**9, tokens=10, **memory)
   return [
     report.add_statistics({**common, "contender": name, "seconds": s})
     for name, s in seconds.items()

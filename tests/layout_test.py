@@ -59,7 +59,7 @@ def test_no_import_runs_upward(graph):
 
 
 def test_the_implementation_knows_no_public_module(graph):
-  for module in ("ep", "ep.debug", "ep.launch", "ep.moe"):
+  for module in ("ep", "ep.debug", "ep.launch", "ep.moe", "ep.presets"):
     importers = graph.find_modules_that_directly_import(module)
     assert not {m for m in importers if m.startswith(PACKAGE)}
 
