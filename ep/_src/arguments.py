@@ -54,6 +54,15 @@ def seconds(what: str, name: str, value: Any) -> float:
   return float(value)
 
 
+def function(what: str, name: str, value: Any) -> None:
+  """Raises `TypeError` unless an argument is a function."""
+  if not callable(value):
+    raise TypeError(
+      f"{what}: {name} = {value!r} is a {type(value).__name__}, but a function"
+      " of an array is expected, such as jax.nn.silu or jax.nn.gelu."
+    )
+
+
 def _wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:
   return TypeError(
     f"{what}: {name} = {value!r} is a {type(value).__name__}, but {expected} is"

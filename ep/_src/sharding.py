@@ -21,6 +21,7 @@ from typing import Any
 import warnings
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ep._src import compat
 from ep._src.group import EpGroup
@@ -108,44 +109,55 @@ def call(
   op: str,
   local_fn: Callable[..., Any],
   args: Sequence[Any],
-  kinds: Sequence[str],
-  out_kind: str,
+  kinds: Sequence[Any],
+  out_kind: Any,
 ) -> Any:
   """Runs `local_fn(*args)` in the current view.
 
-  `kinds` has TOKENS, RANK or EXPERTS for each argument (a pytree of such
-  arrays), `out_kind` the same for the outputs.
+  Each argument is a pytree of arrays. Its kind is TOKENS, RANK or EXPERTS, or a
+  tree of `PartitionSpec` that is a prefix of it. `out_kind` is the kind of the
+  output, or a tuple of kinds for a tuple of outputs.
   """
   if is_local_view(group, op):
     return local_fn(*args)
 
+  def without_rank_axis(kind, tree):
+    return _reshape(kind, tree, lambda x: x.reshape(x.shape[1:]))
+
+  def with_rank_axis(kind, tree):
+    return _reshape(kind, tree, lambda x: x[None])
+
   def body(*args):
-    args = [
-      jax.tree.map(lambda x: x.reshape(x.shape[1:]), a) if k == RANK else a
-      for a, k in zip(args, kinds, strict=True)
-    ]
-    outs = local_fn(*args)
-    if out_kind == RANK:
-      outs = jax.tree.map(lambda x: x[None], outs)
-    return outs
+    outs = local_fn(*map(without_rank_axis, kinds, args))
+    if isinstance(out_kind, tuple):
+      return tuple(map(with_rank_axis, out_kind, outs))
+    return with_rank_axis(out_kind, outs)
 
-  def spec(kind):
-    axes = group.axis_name if kind == EXPERTS else group.token_axes
-    return jax.sharding.PartitionSpec(axes)
-
-  for arg, kind in zip(args, kinds, strict=True):
-    _warn_if_moved(group, op, arg, spec(kind))
+  in_specs = tuple(_spec(group, kind) for kind in kinds)
+  for arg, specs in zip(args, in_specs, strict=True):
+    _warn_if_moved(group, op, arg, specs)
   return jax.shard_map(
     body,
     mesh=compat.context_mesh() or group.mesh,
-    in_specs=tuple(map(spec, kinds)),
-    out_specs=spec(out_kind),
+    in_specs=in_specs,
+    out_specs=tuple(_spec(group, kind) for kind in out_kind)
+    if isinstance(out_kind, tuple)
+    else _spec(group, out_kind),
   )(*args)
 
 
-def _warn_if_moved(
-  group: EpGroup, op: str, arg: Any, spec: jax.sharding.PartitionSpec
-) -> None:
+def _reshape(kind, tree, fn):
+  return jax.tree.map(fn, tree) if kind == RANK else tree
+
+
+def _spec(group: EpGroup, kind: Any) -> Any:
+  if not isinstance(kind, str):
+    return kind
+  axes = group.axis_name if kind == EXPERTS else group.token_axes
+  return PartitionSpec(axes)
+
+
+def _warn_if_moved(group: EpGroup, op: str, arg: Any, specs: Any) -> None:
   """Warns of arrays that JAX moves between devices before the op.
 
   It looks only at arrays with values: the sharding that XLA chooses for a
@@ -155,14 +167,15 @@ def _warn_if_moved(
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
     return
-  wanted = jax.sharding.NamedSharding(mesh, spec)
-  for x in jax.tree.leaves(arg):
+  all_specs = jax.tree.leaves(jax.tree.broadcast(specs, arg))
+  for x, spec in zip(jax.tree.leaves(arg), all_specs, strict=True):
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
       continue
     if not x.committed or x.is_fully_replicated:
       continue
     if len(x.sharding.device_set) < mesh.size:
       continue
+    wanted = NamedSharding(mesh, spec)
     if not x.sharding.is_equivalent_to(wanted, x.ndim):
       warnings.warn(
         f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
