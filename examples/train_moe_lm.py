@@ -2,7 +2,7 @@
 """Trains a mixture-of-experts language model on the bytes of a text.
 
     bazel run //examples:train_moe_lm
-    bazel run //examples:train_moe_lm -- --text=$HOME/notes --out=run --plot=a.png
+    bazel run //examples:train_moe_lm -- --text=$PWD/docs --out=run
 
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
 launcher that has started them. With --out the run leaves metrics and
@@ -11,7 +11,6 @@ docs/training.md has the details; examples/lm has the parts.
 """
 
 import dataclasses
-import math
 import os
 import pathlib
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 import ep
 from ep import launch
 from examples import text as texts
-from examples.lm import data, metrics, model, plot, sample, train
+from examples.lm import data, loop, model, plot, sample, train
 from examples.lm.checkpoint import Checkpoints
 from examples.lm.metrics import History, Progress
 from examples.lm.processes import agree, first_does, Stop
@@ -185,7 +184,7 @@ def run() -> None:
   with ep.ep_bootstrap(
     mesh,
     num_experts=_NUM_EXPERTS.value,
-    max_tokens_per_rank=_BATCH.value * _LENGTH.value // mesh.size,
+    max_tokens_per_rank=windows.tokens // mesh.size,
     hidden_dim=_HIDDEN.value,
     top_k=_TOP_K.value,
     max_token_dtype=jnp.float32,
@@ -193,7 +192,6 @@ def run() -> None:
   ) as group:
     layer = model_config.moe.layer(group)
     state = train.init(mesh, _SEED.value, model_config, train_config)
-    step = train.make_step(layer, model_config, train_config)
     checkpoints = metrics_path = None
     if _OUT.value:
       checkpoints = Checkpoints(
@@ -205,35 +203,24 @@ def run() -> None:
       )
       state = checkpoints.restore(state)
       metrics_path = here(_OUT.value) / "metrics.jsonl"
-    history = agree(lambda: History(metrics_path, int(state.step)))
+    done = int(state.step)
+    is_first = jax.process_index() == 0
+    history = agree(lambda: History(metrics_path if is_first else None, done))
     introduce(text, unigram, state)
-    state = train_steps(step, state, windows, unigram, history, checkpoints)
+    with Progress(done, _STEPS.value, windows.tokens, unigram) as progress:
+      state = loop.run(
+        train.make_step(layer, model_config, train_config),
+        state,
+        windows,
+        steps=_STEPS.value,
+        save_every=_SAVE_EVERY.value,
+        history=history,
+        progress=progress,
+        checkpoints=checkpoints,
+      )
     if _PLOT.value:
       first_does(lambda: plot.plot(history.records, here(_PLOT.value), unigram))
     write_samples(state, model_config, layer)
-
-
-def train_steps(step, state, windows, unigram, history, checkpoints):
-  """Returns the state after all steps; raises Stop where it makes no sense."""
-  mesh = state.bias.sharding.mesh
-  tokens = _BATCH.value * _LENGTH.value
-  with Progress(int(state.step), _STEPS.value, tokens, unigram) as progress:
-    for index in range(int(state.step), _STEPS.value):
-      state, report = step(state, data.place(windows[index], mesh))
-      new = metrics.record(index + 1, jax.device_get(report))
-      if not math.isfinite(new["loss"] + new["grad_norm"]):
-        raise Stop(
-          f"step {index + 1}: the loss is {new['loss']} and the norm of its"
-          f" gradient {new['grad_norm']}; start again with a lower"
-          " --learning_rate or a longer --warmup."
-        )
-      first_does(lambda new=new: history.append(new))
-      progress.show(new)
-      if checkpoints and (
-        (index + 1) % _SAVE_EVERY.value == 0 or index + 1 == _STEPS.value
-      ):
-        checkpoints.save(state)
-  return state
 
 
 def introduce(text, unigram, state) -> None:

@@ -4,12 +4,13 @@
 from collections.abc import Mapping
 import pathlib
 import shutil
+import tempfile
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from examples.lm.processes import agree, Stop
+from examples.lm.processes import agree, first_does, Stop
 from examples.lm.train import State
 
 _KEEP = 2
@@ -26,11 +27,15 @@ class Checkpoints:
     folder: created if missing.
     description: what the run must have in common with the run that continues
       it, as plain values by name.
+
+  Raises:
+    Stop: the folder cannot be written.
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
     self._folder = folder
     self._description = dict(description)
+    first_does(self._check_folder)
     self._manager = ocp.CheckpointManager(
       folder.absolute(),
       options=ocp.CheckpointManagerOptions(
@@ -71,9 +76,6 @@ class Checkpoints:
       step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
     ).state
 
-  def close(self) -> None:
-    self._manager.close()
-
   def _compare(self, step, saved):
     ours = self._description
     differing = [
@@ -87,6 +89,10 @@ class Checkpoints:
         f" {'; '.join(differing)}. Give the flags of that run, or another"
         " folder."
       )
+
+  def _check_folder(self):
+    self._folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=self._folder).close()
 
   def _check_room(self, state):
     needed = sum(x.nbytes for x in jax.tree.leaves(state))

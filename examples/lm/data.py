@@ -35,16 +35,17 @@ class Windows:
         f"the text has {text.size} bytes, but a window takes {length + 1}; name"
         " a longer text, or shorten the windows with --length."
       )
+    self.tokens = batch * length  # predictions of a batch
     self._text = text
-    self._shape = batch, length
+    self._batch = batch
+    self._length = length
     self._seed = seed
 
-  def __getitem__(self, step: int) -> np.ndarray:
-    """Returns batch number `step`, int32 `[B, S + 1]`."""
-    batch, length = self._shape
-    rng = np.random.default_rng((self._seed, step))
-    starts = rng.integers(self._text.size - length, size=batch)
-    return self._text[starts[:, None] + np.arange(length + 1)]
+  def __getitem__(self, number: int) -> np.ndarray:
+    """Returns a batch, int32 `[B, S + 1]`; there is no last one."""
+    rng = np.random.default_rng((self._seed, number))
+    starts = rng.integers(self._text.size - self._length, size=self._batch)
+    return self._text[starts[:, None] + np.arange(self._length + 1)]
 
 
 def place(batch: np.ndarray, mesh: Mesh) -> jax.Array:

@@ -16,17 +16,17 @@ from examples.lm.train import Report
 def record(step: int, report: Report) -> dict[str, Any]:
   """Returns a step's numbers as plain values, by name.
 
-      step           steps done
-      loss           cross-entropy, in nats per byte
-      learning_rate  of this step
-      grad_norm      of all gradients, before they are clipped
-      imbalance      the busiest expert's load over the mean, of each layer
-      dropped        choices that found no room, of each layer
-      entropy        of the router's odds in nats, the mean over tokens, of
-                     each layer
-      aux_loss       the balancing loss, of each layer: 1 if balanced
-      max_rank_rows  rows that the busiest rank was sent, of each layer
-      load           [layers][experts], choices that fell on each expert
+  step           steps done
+  loss           cross-entropy, in nats per byte
+  learning_rate  of this step
+  grad_norm      of all gradients, before they are clipped
+  imbalance      the busiest expert's load over the mean, of each layer
+  dropped        choices that found no room, of each layer
+  entropy        of the router's odds in nats, the mean over tokens, of
+                 each layer
+  aux_loss       the balancing loss, of each layer: 1 if balanced
+  max_rank_rows  rows that the busiest rank was sent, of each layer
+  load           [layers][experts], choices that fell on each expert
   """
   experts = report.experts
   load = np.asarray(experts.load)

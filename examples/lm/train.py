@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import optax
 
 import ep
 from examples.lm import model
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -159,9 +161,7 @@ def make_step(
     updates, optimizer_state = optimizer.update(
       grads, state.optimizer, state.params
     )
-    report = Report(
-      loss, optax.global_norm(grads), schedule(state.step), experts
-    )
+    report = Report(loss, optax.tree.norm(grads), schedule(state.step), experts)
     state = State(
       step=state.step + 1,
       params=optax.apply_updates(state.params, updates),
