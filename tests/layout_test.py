@@ -26,8 +26,10 @@ LAYERS = [
   {"versions", "xla_exchange"},
   {"ffi", "nccl_files", "xla_plan"},
   {"backend"},
-  {"config"},
+  {"config", "router_losses"},
   {"files", "grouped_matmul", "meshes", "presence", "program", "router"},
+  {"batching", "ragged", "tiles"},
+  {"row_buffers"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
   {"coordinator", "gpus", "jax_version", "keeper", "reference"},

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src import router
+from ep._src import router, router_losses
 
 E, K = 8, 3
 
@@ -119,10 +119,10 @@ def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
   # Token t's best expert is t % E, so all are chosen equally often.
   even = jnp.eye(E) * 3.0
   idx, _ = router.route_topk(even, 1)
-  np.testing.assert_allclose(router.load_balancing_loss(even, idx), 1.0, 1e-6)
+  np.testing.assert_allclose(router_losses.load_balancing_loss(even, idx), 1.0, 1e-6)
   worst = jnp.tile(jnp.eye(E)[2] * 50.0, (6, 1))
   idx, _ = router.route_topk(worst, 1)
-  np.testing.assert_allclose(router.load_balancing_loss(worst, idx), E, 1e-6)
+  np.testing.assert_allclose(router_losses.load_balancing_loss(worst, idx), E, 1e-6)
 
 
 def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
@@ -132,22 +132,22 @@ def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
   f = np.bincount(np.asarray(idx)[idx >= 0], minlength=E)
   p = _scores(logits, "softmax").reshape(-1, E).mean(0)
   expected = E * np.sum(f / f.sum() * p)
-  whole = router.load_balancing_loss(logits, idx)
+  whole = router_losses.load_balancing_loss(logits, idx)
   ranks = jax.vmap(
-    lambda x, i: router.load_balancing_loss(x, i, axis_name="ranks"),
+    lambda x, i: router_losses.load_balancing_loss(x, i, axis_name="ranks"),
     axis_name="ranks",
   )(logits, idx)
   np.testing.assert_allclose(whole, expected, rtol=1e-5)
   np.testing.assert_allclose(ranks, np.full(4, expected), rtol=1e-5)
   # Descent along the gradient lowers the logits of the most chosen expert.
-  gradient = jax.grad(router.load_balancing_loss)(logits, idx)
+  gradient = jax.grad(router_losses.load_balancing_loss)(logits, idx)
   assert gradient.sum((0, 1))[f.argmax()] > 0
 
 
 def test_z_loss():
   logits = _logits(3, 4)
   expected = np.mean(np.log(np.exp(np.asarray(logits, float)).sum(-1)) ** 2)
-  np.testing.assert_allclose(router.router_z_loss(logits), expected, rtol=1e-5)
+  np.testing.assert_allclose(router_losses.router_z_loss(logits), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

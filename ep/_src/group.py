@@ -116,6 +116,10 @@ class EpLayerConfig(LayerConfig):
       )
     super().__post_init__()
 
+  def unowned(self) -> EpLayerConfig:
+    """Returns an equal layer that does not keep the group open."""
+    return dataclasses.replace(self, group=dataclasses.replace(self.group))
+
   def op_params(self, num_tokens: int) -> OpParams:
     """Returns the parameters of an op that is traced now.
 

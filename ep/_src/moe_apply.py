@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from ep._src import arguments, compat, fold, moe_params, router, sharding
 from ep._src.experts import through_experts
@@ -80,15 +79,18 @@ def apply(
   x = jnp.asarray(x)
   _check(op, layer, config, params, x, is_local)
 
-  def local(tokens, others):
-    return _apply(layer, config, *tokens, *others)
-
   specs = moe_params.partition_specs(config, group.axis_name)
 
   def view(tokens, others):
-    kinds = [sharding.TOKENS, (specs, PartitionSpec(), PartitionSpec())]
-    outs = (sharding.TOKENS, PartitionSpec())
-    return sharding.call(group, op, local, [tokens, others], kinds, outs)
+    return sharding.call(
+      group,
+      op,
+      _apply,
+      [layer, config],
+      [*tokens, *others],
+      [sharding.TOKENS] * 3 + [specs] + [sharding.REPLICATED] * 2,
+      (sharding.TOKENS, sharding.REPLICATED),
+    )
 
   tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
   return fold.examples(view, tokens, others)

@@ -77,15 +77,22 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       " the tokens."
     )
 
-  def local(idx):
-    idx = idx.reshape(params.num_tokens, layer.top_k)
-    return primitive.bind(prepare_p, params, idx)
-
   leaves = sharding.call(
-    layer.group, op, local, [topk_idx], [sharding.TOKENS], sharding.RANK
+    layer.group,
+    op,
+    _prepare,
+    [params],
+    [topk_idx],
+    [sharding.TOKENS],
+    sharding.RANK,
   )
   leaves = [checkpoint_name(leaf, "ep_routing") for leaf in leaves]
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
+
+
+def _prepare(params: OpParams, topk_idx: jax.Array) -> list[jax.Array]:
+  idx = topk_idx.reshape(params.num_tokens, params.layer.top_k)
+  return primitive.bind(prepare_p, params, idx)
 
 
 def _out_types(params: OpParams, topk_idx):
