@@ -9,6 +9,7 @@ from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 # isort: split
 
 from ep import debug as debug
+from ep import moe as moe
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
 from ep._src.checked import checked as checked
@@ -22,8 +23,10 @@ from ep._src.dispatch import ep_dispatch as ep_dispatch
 from ep._src.errors import EpError as EpError
 from ep._src.group import EpGroup as EpGroup
 from ep._src.group import EpLayerConfig as EpLayerConfig
+from ep._src.grouped_matmul import grouped_matmul as grouped_matmul
 from ep._src.handle import EpHandle as EpHandle
 from ep._src.moe import moe_layer as moe_layer
+from ep._src.moe_config import MoEConfig as MoEConfig
 from ep._src.prepare import ep_prepare as ep_prepare
 from ep._src.router import load_balancing_loss as load_balancing_loss
 from ep._src.router import route_topk as route_topk

@@ -254,7 +254,10 @@ def test_a_copy_of_a_handle_has_its_layer():
 def test_what_belongs_to_a_process_is_not_pickled():
   """The error says what to pickle."""
   case = Case(layer(name="moe_3"))
-  handle = ep.ep_prepare(case.layer, case.put(case.topk_idx))
+  handle = jax.tree.map(
+    lambda x: x.addressable_data(0),
+    ep.ep_prepare(case.layer, case.put(case.topk_idx)),
+  )
   for value, words in [
     (case.layer.group, ["group", case.layer.group.name, "ep_bootstrap"]),
     (case.layer, ["layer", '"moe_3"', "EpLayerConfig"]),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import itertools
 import numbers
 import operator
@@ -81,18 +80,13 @@ def alignment(what: str, value: Any) -> int:
   return max(rows, 1)
 
 
-def function(what: str, name: str, value: Any) -> Callable[..., Any]:
-  """Returns an argument that is a function.
-
-  Raises, with a message that begins with `what`:
-    TypeError: it is none.
-  """
+def function(what: str, name: str, value: Any) -> None:
+  """Raises `TypeError` unless an argument is a function."""
   if not callable(value):
     expected = "a function of an array"
     if isinstance(value, str) and hasattr(jax.nn, value):
       expected += f", like jax.nn.{value},"
     raise _wrong_type(what, name, value, expected)
-  return value
 
 
 def cannot_pickle(what: str, cure: str) -> TypeError:

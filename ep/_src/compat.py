@@ -18,6 +18,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
+from jax._src.interpreters import batching as _batching
 from jax._src.lib.mlir.dialects import func as _func
 from jax.experimental import io_callback as io_callback
 from jax.extend.core import Primitive as Primitive
@@ -69,7 +70,7 @@ def vary_together(*xs, axes: Iterable[str] = ()):
   of a loop before and after a step, must vary over the same mesh axes. The
   transpose of the cast is the sum over those axes.
   """
-  if not _config._check_vma.value:
+  if not checks_vma():
     return xs
   axes = frozenset(axes).union(*map(_varying, xs))
 
@@ -78,6 +79,17 @@ def vary_together(*xs, axes: Iterable[str] = ()):
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return tuple(map(cast, xs))
+
+
+def is_batched(tree: Any) -> bool:
+  """Returns whether a leaf is an example of the innermost `vmap` here."""
+  leaves = jax.tree.leaves(tree)
+  return any(isinstance(x, _batching.BatchTracer) for x in leaves)
+
+
+def checks_vma() -> bool:
+  """Returns whether JAX knows here over which mesh axes values vary."""
+  return _config._check_vma.value
 
 
 def out_aval(shape, dtype, like) -> Any:

@@ -135,8 +135,8 @@ class EpLayerConfig(LayerConfig):
     raise arguments.cannot_pickle(
       f'the layer "{self.name}"',
       "pickle the arguments of EpLayerConfig, and call it with a group there;"
-      " of a handle, pickle jax.tree.leaves(handle), which are plain arrays, and"
-      " give them to EpHandle with that layer",
+      " of a handle, pickle jax.tree.leaves(handle), which are plain arrays,"
+      " and give them to EpHandle with that layer",
     )
 
   def unowned(self) -> EpLayerConfig:

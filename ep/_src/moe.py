@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer: a feed-forward layer of experts, made of ep's ops."""
+"""moe_layer: a feed-forward layer of experts, for a routing that is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-import dataclasses
-
 import jax
 
-from ep._src import sharding
-from ep._src.combine import ep_combine
-from ep._src.dispatch import ep_dispatch
+from ep._src import arguments, fold, sharding
+from ep._src.experts import Activation, Experts, through_experts
 from ep._src.group import EpLayerConfig
-from ep._src.grouped_matmul import grouped_matmul
-from ep._src.prepare import ep_prepare
+from ep._src.handle import EpHandle
 
 
 def moe_layer(
@@ -25,8 +20,9 @@ def moe_layer(
   w_up: jax.Array,
   w_down: jax.Array,
   w_gate: jax.Array | None = None,
-  activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-) -> jax.Array:
+  activation: Activation = jax.nn.silu,
+  return_handle: bool = False,
+) -> jax.Array | tuple[jax.Array, EpHandle]:
   """Applies a mixture-of-experts feed-forward layer, spread over ranks.
 
   Collective over the EP domain. The result for a token x is the weighted sum of
@@ -40,9 +36,11 @@ def moe_layer(
       topk = ep.route_topk(tokens @ w_router, layer.top_k)
       out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
 
-  It is `ep_prepare`, `ep_dispatch`, three grouped matmuls and `ep_combine`, and
-  experts of another kind take the same four steps. Differentiable in tokens,
-  weights and matrices, in reverse mode.
+  `ep.moe.apply` is the layer with a router, losses, biases and shared experts.
+  Both are `ep_prepare`, `ep_dispatch`, grouped matmuls and `ep_combine`, and
+  experts of another kind take the same steps. Differentiable in tokens,
+  weights and matrices, in both modes and to any order. `jax.vmap` over tokens
+  makes one exchange of all examples.
 
   Args:
     layer: the layer's configuration. Its `tail` has no effect: rows after the
@@ -55,9 +53,12 @@ def moe_layer(
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function.
+    return_handle: whether to return the handle as well, for `ep.describe` or
+      more ops of the same routing.
 
   Returns:
-    [..., H], like `tokens`.
+    [..., H], like `tokens`; with `return_handle`, a tuple of it and the
+    `EpHandle`.
 
   Raises:
     ValueError, TypeError: a shape or dtype does not fit.
@@ -65,47 +66,42 @@ def moe_layer(
   """
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
-  _check_matrices(layer, op, tokens, w_gate, w_up, w_down)
-  layer = dataclasses.replace(layer, tail="unspecified")
+  arguments.function(op, "activation", activation)
+  params = {"w_up": w_up, "w_down": w_down}
+  if w_gate is not None:
+    params["w_gate"] = w_gate
+  _check_matrices(layer, op, tokens, params)
 
-  return sharding.call(
-    group,
-    op,
-    _experts,
-    [layer, activation],
-    [tokens, topk_idx, topk_weights, w_gate, w_up, w_down],
-    [sharding.TOKENS] * 3 + [sharding.EXPERTS] * 3,
-    sharding.TOKENS,
-  )
+  def view(routed, params):
+    return sharding.call(
+      group,
+      op,
+      _local,
+      [layer, Experts(activation)],
+      [routed, params],
+      [sharding.TOKENS, sharding.EXPERTS],
+      (sharding.TOKENS, sharding.RANK),
+    )
 
-
-def _experts(
-  layer, activation, tokens, topk_idx, topk_weights, w_gate, w_up, w_down
-):
-  handle = ep_prepare(layer, topk_idx)
-  rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
-  hidden = grouped_matmul(rows, w_up, handle.group_sizes)
-  if w_gate is None:
-    hidden = activation(hidden)
-  else:
-    gates = grouped_matmul(rows, w_gate, handle.group_sizes)
-    hidden = activation(gates) * hidden
-  rows = grouped_matmul(hidden, w_down, handle.group_sizes)
-  return ep_combine(handle, rows, weights=row_weights)
+  routed = tokens, topk_idx, topk_weights
+  if return_handle:
+    return view(routed, params)
+  out, _ = fold.examples(lambda *args: (view(*args)[0], ()), routed, params)
+  return out
 
 
-def _check_matrices(layer, op, tokens, w_gate, w_up, w_down):
+def _local(layer, experts, routed, params):
+  return through_experts(layer, experts, params, *routed)
+
+
+def _check_matrices(layer, op, tokens, params):
   is_local = sharding.is_local_view(layer.group, op)
   experts = layer.num_local_experts if is_local else layer.group.num_experts
-  hidden, inner = tokens.shape[-1], w_up.shape[-1]
-  expected = {
-    "w_gate": (w_gate, (experts, hidden, inner)),
-    "w_up": (w_up, (experts, hidden, inner)),
-    "w_down": (w_down, (experts, inner, hidden)),
-  }
-  for name, (matrices, shape) in expected.items():
-    if matrices is None:
-      continue
+  hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]
+  for name, matrices in params.items():
+    shape = (experts, hidden, inner)
+    if name == "w_down":
+      shape = (experts, inner, hidden)
     if matrices.shape != shape:
       view = "a rank's own experts" if is_local else "all experts"
       raise ValueError(

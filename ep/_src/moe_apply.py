@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""apply: a whole MoE layer, from tokens to tokens and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ep._src import arguments, compat, fold, moe_params, router, sharding
+from ep._src.experts import through_experts
+from ep._src.group import EpLayerConfig
+from ep._src.moe_config import MoEConfig
+from ep._src.moe_metrics import Metrics
+
+
+def apply(
+  layer: EpLayerConfig,
+  config: MoEConfig,
+  params: Mapping[str, jax.Array],
+  x: jax.Array,
+  *,
+  bias: jax.Array | None = None,
+  mask: jax.Array | None = None,
+  forced_idx: jax.Array | None = None,
+  key: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
+  """Applies a MoE layer: routes, exchanges, runs the experts, and sums.
+
+  Collective over the group's ranks: over the EP domain for the tokens, and over
+  all token ranks for the metrics. For a token x, experts e_k and weights w_k,
+
+      y = sum_k w_k expert[e_k](x) + shared(x)
+
+  where `Experts` in ep/_src/experts.py has the formula of an expert, and the
+  shared expert, if there is one, has the same without biases. Tokens and
+  matrices are multiplied in the dtype of `x`, whatever that of the parameters;
+  logits, scores and metrics are float32.
+
+  Works in the local view, in `jax.shard_map` with the parameters that
+  `partition_specs` gives a rank, and in the global one. Differentiable in
+  `params`, `x` and through the losses of the metrics, in both modes. `jax.vmap`
+  over `x` (and `mask`) makes one exchange of all examples, whose metrics are
+  those of all. Inside a `shard_map` with `check_vma=False`, the gradient of a
+  metric is that of the sum of all ranks' copies: divide it by their number.
+
+      cfg = ep.MoEConfig(hidden=512, inner=1024, num_experts=16, top_k=2)
+      layer = cfg.layer(group)
+      params = ep.moe.init(jax.random.key(0), cfg)
+      y, metrics = ep.moe.apply(layer, cfg, params, x)
+      loss = task_loss(y) + 1e-2 * metrics.aux_loss + 1e-3 * metrics.z_loss
+
+  Args:
+    layer: `config.layer(group)`.
+    config: the layer's sizes and choices.
+    params: as from `init`; of stacked layers, those of one.
+    x: [..., H], float32, bfloat16 or float16.
+    bias: float32 [E] or None, added to the scores for the choice of experts;
+      see `update_bias`. It gets no gradient.
+    mask: bool [...] or None. Tokens where it is False visit no routed expert
+      and do not count in the metrics.
+    forced_idx: int32 [..., K] or None, the experts to visit in the place of
+      those with the highest scores, as in `ep.route_topk`.
+    key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
+      folds in its number.
+
+  Returns:
+    y, like `x`, and `Metrics`.
+
+  Raises:
+    ValueError, TypeError: an argument does not fit; it is named.
+    ep.EpError: when the program runs; see `ep_prepare`.
+  """
+  group = layer.group
+  op = f'ep.moe.apply(layer "{layer.name}")'
+  is_local = sharding.is_local_view(group, op)
+  x = jnp.asarray(x)
+  _check(op, layer, config, params, x, is_local)
+
+  specs = moe_params.partition_specs(config, group.axis_name)
+
+  def view(tokens, others):
+    kinds = [sharding.TOKENS, (specs, PartitionSpec(), PartitionSpec())]
+    outs = (sharding.TOKENS, PartitionSpec())
+    return sharding.call(
+      group, op, _local, [layer, config], [tokens, others], kinds, outs
+    )
+
+  tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
+  return fold.examples(view, tokens, others)
+
+
+def _local(layer, config, tokens, others):
+  return _apply(layer, config, *tokens, *others)
+
+
+def _apply(layer, config, x, mask, forced_idx, params, bias, key):
+  params = _gathered(config, params)
+  with jax.named_scope("route"):
+    logits = jnp.matmul(
+      x.astype(jnp.float32),
+      params["router"].astype(jnp.float32),
+      precision=lax.Precision.HIGHEST,
+    )
+    if config.router_bias:
+      logits += params["router_bias"].astype(jnp.float32)
+    topk_idx, topk_weights = router.route_topk(
+      logits,
+      config.top_k,
+      score=config.score,
+      normalize=config.normalize,
+      scale=config.scale,
+      selection_bias=None if bias is None else lax.stop_gradient(bias),
+      mask=mask,
+    )
+  # What is multiplied by a rank's part of the inner size varies over those
+  # ranks from here on, so that its gradient is summed over them here, where it
+  # is as small as the tokens.
+  x_inner, w_inner = x, topk_weights
+  if config.tp_axis:
+    x_inner, w_inner = compat.vary_together(
+      x, topk_weights, axes=[config.tp_axis]
+    )
+  experts = {
+    name: param.astype(x.dtype)
+    for name, param in params.items()
+    if name.startswith(("w_", "b_"))
+  }
+  y, handle = through_experts(
+    layer,
+    config.experts,
+    experts,
+    x_inner,
+    topk_idx,
+    w_inner,
+    beside=(lambda: _shared(config, params, x_inner))
+    if config.shared_inner
+    else None,
+  )
+  if config.tp_axis:
+    y = lax.psum(y, config.tp_axis)
+  with jax.named_scope("metrics"):
+    return y, _metrics(layer, config, logits, topk_idx, mask, handle)
+
+
+def _gathered(config, params):
+  """Returns a rank's parameters as they are multiplied.
+
+  They are whole along the axis of `fsdp_axis`. Of several ranks of `tp_axis`,
+  whose outputs are added, the first alone adds the last bias.
+  """
+  specs = moe_params.partition_specs(config)
+  params = dict(params)
+  if axis := config.fsdp_axis:
+    for name, spec in specs.items():
+      if axis in spec:
+        params[name] = lax.all_gather(
+          params[name], axis, axis=spec.index(axis), tiled=True
+        )
+  if config.biases and (axis := config.tp_axis):
+    is_first = lax.axis_index(axis) == 0
+    params["b_down"] = jnp.where(is_first, params["b_down"], 0)
+  return params
+
+
+@jax.named_scope("shared_experts")
+def _shared(config, params, x):
+  def product(x, name):
+    return x @ params["shared_" + name].astype(x.dtype)
+
+  gate = product(x, "gate") if config.gated else None
+  return product(config.experts.hidden(product(x, "up"), gate), "down")
+
+
+def _metrics(layer, config, logits, topk_idx, mask, handle):
+  axes = layer.group.token_axes
+  experts = config.num_experts
+  choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
+  wanted = handle.total_recv_tokens[0]
+  dropped = jnp.maximum(wanted - layer.capacity, 0)
+  return Metrics(
+    load=lax.psum(choices.reshape(-1, experts).sum(axis=0), axes),
+    aux_loss=router.load_balancing_loss(logits, topk_idx, axis_name=axes),
+    z_loss=lax.pmean(router.router_z_loss(logits), axes),
+    entropy=lax.pmean(_entropy(logits), axes),
+    dropped=lax.psum(dropped, axes),
+    max_rank_rows=lax.pmax(wanted, axes),
+  )
+
+
+def _entropy(logits):
+  p = jax.nn.softmax(logits)
+  return -(p * jax.nn.log_softmax(logits)).sum(-1).mean()
+
+
+def _check(op, layer, config, params, x, is_local):
+  """Raises unless layer, parameters and tokens are those of the config."""
+  group = layer.group
+  for name, got, expected in [
+    ("num_experts", group.num_experts, config.num_experts),
+    ("top_k", layer.top_k, config.top_k),
+  ]:
+    arguments.check(
+      got == expected,
+      op,
+      f"the layer has {name} = {got}, but the config {expected}; pass"
+      " config.layer(group).",
+    )
+  arguments.check(
+    x.ndim > 0 and x.shape[-1] == config.hidden,
+    op,
+    f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
+    " the config's hidden size.",
+  )
+  shapes = moe_params.shapes(config)
+  arguments.check(
+    params.keys() == shapes.keys(),
+    op,
+    f"params holds {sorted(params)}, but the config has {sorted(shapes)}; make"
+    " them with ep.moe.init.",
+  )
+  specs = moe_params.partition_specs(config, group.axis_name)
+  part = "the part of a rank" if is_local else "the whole array"
+  for name, shape in shapes.items():
+    if is_local:
+      sizes = [group.mesh.shape[a] if a else 1 for a in specs[name]]
+      shape = tuple(n // d for n, d in zip(shape, sizes, strict=True))
+    arguments.check(
+      params[name].shape == shape,
+      op,
+      f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
+      f" expected, {part}. Of stacked layers, pass those of one.",
+    )
+  if is_local and config.tp_axis:
+    arguments.check(
+      compat.checks_vma(),
+      op,
+      f"tp_axis = {config.tp_axis!r} needs a jax.shard_map with check_vma=True:"
+      " without it, the gradient of a sum over ranks is counted once per rank.",
+    )

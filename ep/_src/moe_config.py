@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoEConfig: the sizes and choices of a MoE layer, without a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+
+from ep._src import arguments
+from ep._src.experts import Activation, Experts
+from ep._src.group import EpGroup, EpLayerConfig
+
+_POSITIVE = ("hidden", "inner", "num_experts", "top_k")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+  """A MoE layer: a router, experts, and perhaps shared experts.
+
+  Frozen and hashable. It knows neither mesh nor batch; `layer` binds it to a
+  group. `ep.moe` has the functions that use it.
+
+  Args:
+    hidden: H, the size of a token.
+    inner: F, the size between the matrices of an expert.
+    num_experts: E.
+    top_k: K, experts of a token.
+    gated: whether an expert multiplies `activation(x @ w_gate)` into its
+      hidden activations, as in SwiGLU (silu) and GeGLU (gelu).
+    activation: an elementwise function.
+    up_activation: with gates, an elementwise function of `x @ w_up`.
+    biases: whether the matrices of experts have biases.
+    router_bias: whether the router's logits have one. It is a parameter with a
+      gradient, unlike the `bias` of `ep.moe.apply`.
+    shared_inner: S, the inner size of an expert that every token visits besides
+      its own; 0 for none.
+    weigh: when routing weights multiply: "late", as outputs are summed, or
+      "early", before the last matrix.
+    score, normalize, scale, jitter: as in `ep.route_topk`.
+    num_groups, top_groups: as in `ep.route_topk`.
+    balance: which loss `Metrics.aux_loss` is: that of a whole "batch"
+      (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
+      of the tokens (`ep.sequence_balancing_loss`).
+    capacity_factor: rows that a rank can receive, over those of a step whose
+      tokens fill the ranks and spread evenly; the rest is dropped. None for
+      room for any routing.
+    tp_axis: a mesh axis over which inner sizes are split. It is none of the
+      group's token axes: its ranks hold the same tokens.
+    fsdp_axis: a mesh axis over which matrices are split as well. They are
+      gathered when they are used.
+    name: for messages and traces.
+
+  Raises:
+    ValueError: a value is out of range.
+    TypeError: a size is no integer, or a function none.
+  """
+
+  hidden: int
+  inner: int
+  num_experts: int
+  top_k: int
+  gated: bool = True
+  activation: Activation = jax.nn.silu
+  up_activation: Activation | None = None
+  biases: bool = False
+  router_bias: bool = False
+  shared_inner: int = 0
+  weigh: Literal["late", "early"] = "late"
+  score: Literal["softmax", "sigmoid"] = "softmax"
+  normalize: bool = True
+  scale: float = 1.0
+  jitter: float = 0.0
+  num_groups: int = 1
+  top_groups: int = 1
+  balance: Literal["batch", "sequence"] = "batch"
+  capacity_factor: float | None = None
+  tp_axis: str | None = None
+  fsdp_axis: str | None = None
+  name: str = "moe"
+
+  def __post_init__(self):
+    what = f'MoEConfig(name="{self.name}")'
+    for field in (*_POSITIVE, "shared_inner"):
+      value = arguments.integer(what, field, getattr(self, field))
+      object.__setattr__(self, field, value)
+      least = 1 if field in _POSITIVE else 0
+      arguments.check(
+        value >= least,
+        what,
+        f"{field} = {value}, but it must be at least {least}.",
+      )
+    arguments.check(
+      self.top_k <= self.num_experts,
+      what,
+      f"top_k = {self.top_k}, but it must be in 1..num_experts ="
+      f" {self.num_experts}.",
+    )
+    arguments.check(
+      self.capacity_factor is None or self.capacity_factor > 0,
+      what,
+      f"capacity_factor = {self.capacity_factor}, but it must be positive: 1.25"
+      " leaves room for a quarter more rows than an even load, None for any"
+      " routing.",
+    )
+    for field, choices in _CHOICES.items():
+      value = getattr(self, field)
+      arguments.check(
+        value in choices,
+        what,
+        f"{field} = {value!r}, but it must be one of {choices}.",
+      )
+    arguments.function(what, "activation", self.activation)
+    if self.up_activation is not None:
+      arguments.function(what, "up_activation", self.up_activation)
+    arguments.check(
+      self.gated or self.up_activation is None,
+      what,
+      "up_activation is given, but gated = False; without gates, `activation`"
+      " is applied to x @ w_up.",
+    )
+
+  @property
+  def experts(self) -> Experts:
+    """What an expert computes."""
+    return Experts(self.activation, self.up_activation, self.weigh)
+
+  def layer(self, group: EpGroup) -> EpLayerConfig:
+    """Binds the layer to a group, and its capacity to the group's sizes.
+
+    With a `capacity_factor` f, a rank can receive `f * T * K` rows for
+    `T = group.max_tokens_per_rank`, at least a slab for each of its experts and
+    at most what any routing can need, and drops the others.
+
+    Raises:
+      ValueError: the group is for another number of experts or a smaller
+        hidden size.
+    """
+    layer = EpLayerConfig(group, top_k=self.top_k, name=self.name)
+    what = f'MoEConfig(name="{self.name}").layer'
+    arguments.check(
+      self.num_experts == group.num_experts,
+      what,
+      f"num_experts = {self.num_experts}, but the group has"
+      f" {group.num_experts}; bootstrap a group for this model.",
+    )
+    arguments.check(
+      self.hidden <= group.hidden_dim,
+      what,
+      f"hidden = {self.hidden}, but the group's rows have"
+      f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
+    )
+    if self.capacity_factor is None:
+      return layer
+    rows = self.capacity_factor * group.max_tokens_per_rank * self.top_k
+    slabs = math.ceil(rows / layer.alignment)
+    slabs = max(slabs, group.num_local_experts)
+    rows = min(slabs * layer.alignment, layer.capacity)
+    return dataclasses.replace(
+      layer, recv_capacity_per_rank=rows, overflow="drop"
+    )
+
+
+_CHOICES = {
+  "weigh": ("late", "early"),
+  "score": ("softmax", "sigmoid"),
+  "balance": ("batch", "sequence"),
+}

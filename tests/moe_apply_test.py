@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep.moe.apply, its metrics and its gradients are those of a dense layer.
+
+The dense layer applies every expert to every token, in float64.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+
+from conftest import (
+  assert_shards_close,
+  make_mesh,
+  to_global,
+)
+import ep
+from groups import bootstrap, E, group, H, K, T
+
+F, S = 6, 3  # inner sizes of an expert and of a shared one
+R = 4  # ranks
+
+PLAIN = ep.MoEConfig(H, F, E, K, gated=False, activation=jax.nn.gelu)
+SHARED = ep.MoEConfig(H, F, E, K, score="sigmoid", scale=2.5, shared_inner=S)
+BIASED = ep.MoEConfig(
+  H,
+  F,
+  E,
+  K,
+  biases=True,
+  router_bias=True,
+  normalize=False,
+  up_activation=lambda x: jnp.clip(x, -1, 1) + 1,
+)
+EARLY = dataclasses.replace(BIASED, weigh="early")
+SPLIT = dataclasses.replace(SHARED, hidden=6, shared_inner=4, fsdp_axis="dp")
+
+
+def make_params(config):
+  """Returns parameters with biases that are not zero, as numpy arrays."""
+  params = ep.moe.init(jax.random.key(0), config)
+  rng = np.random.default_rng(1)
+  return {
+    name: np.array(p) if np.any(p) else rng.normal(size=p.shape) * 0.3
+    for name, p in params.items()
+  }
+
+
+def tokens(*lead, hidden=H):
+  rng = np.random.default_rng(2)
+  return rng.normal(size=(*lead, hidden)).astype(np.float32)
+
+
+def dense(config, params, x, bias=None, mask=None):
+  """Returns the layer's output and metrics; all arrays are whole."""
+  logits = x @ params["router"] + params.get("router_bias", 0)
+  scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+  scores = scores[config.score](logits)
+  ranking = scores if bias is None else scores + bias
+  order = jnp.argsort(-lax.stop_gradient(ranking), axis=-1, stable=True)
+  chosen = order.argsort(axis=-1) < config.top_k
+  keep = jnp.ones(x.shape[:-1]) if mask is None else mask
+  chosen = chosen * keep[..., None]
+  weights = chosen * scores
+  if config.normalize:
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total, total, 1)
+  weights = config.scale * weights
+
+  def product(x, spec, kind, name):
+    out = jnp.einsum(spec, x, params[kind + name])
+    return out + params.get("b_" + name, 0) if kind == "w_" else out
+
+  def ffn(x, up, down, kind):
+    hidden = product(x, up, kind, "up")
+    if config.gated:
+      if config.up_activation:
+        hidden = config.up_activation(hidden)
+      hidden *= config.activation(product(x, up, kind, "gate"))
+    else:
+      hidden = config.activation(hidden)
+    return product(hidden, down, kind, "down")
+
+  out = ffn(x, "...h,ehf->...ef", "...ef,efh->...eh", "w_")
+  y = jnp.einsum("...eh,...e->...h", out, weights)
+  if config.shared_inner:
+    y += ffn(x, "...h,hs->...s", "...s,sh->...h", "shared_")
+  load = chosen.reshape(-1, config.num_experts).sum(axis=0)
+  count = keep.sum()
+
+  def mean(v):
+    return (keep[..., None] * v).reshape(-1, v.shape[-1]).sum(0) / count
+
+  log_p = jax.nn.log_softmax(logits)
+  lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  p = jnp.exp(log_p)
+  f = load / load.sum()
+  return y, dict(
+    load=load,
+    aux_loss=config.num_experts * (f * mean(p)).sum(),
+    z_loss=mean(lse**2)[0],
+    entropy=-mean(log_p * p).sum(),
+  )
+
+
+def with_grads(fn):
+  """Returns output, metrics, and gradients of a loss of them all."""
+
+  def loss(params, x, *others):
+    y, metrics = fn(params, x, *others)
+    if not isinstance(metrics, dict):
+      metrics = metrics._asdict()
+    floats = {n: metrics[n] for n in ("aux_loss", "z_loss", "entropy", "load")}
+    terms = 0.1 * floats["aux_loss"] + 0.01 * floats["z_loss"]
+    terms += 0.02 * floats["entropy"]
+    return jnp.tanh(y).sum() + terms, (y, floats)
+
+  def call(*args):
+    grads, outs = jax.grad(loss, argnums=(0, 1), has_aux=True)(*args)
+    return *outs, *grads
+
+  return call
+
+
+def put(mesh_group, config, params, *arrays):
+  """Places parameters by their specs, and token arrays over all ranks."""
+  mesh = mesh_group.mesh
+  specs = ep.moe.partition_specs(config, mesh_group.axis_name)
+  spec = PartitionSpec(mesh_group.token_axes)
+  params = {
+    n: to_global(p.astype(np.float32), mesh, specs[n])
+    for n, p in params.items()
+  }
+  return params, *(to_global(x, mesh, spec) for x in arrays)
+
+
+def expected_of(config, params, x, bias=None, mask=None):
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+    fn = functools.partial(dense, config, bias=bias, mask=mask)
+    return jax.tree.map(np.asarray, jax.jit(with_grads(fn))(*wide))
+
+
+def assert_close(got, expected, tol=2e-5):
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    assert_shards_close(a, b, tol, tol * max(np.abs(b).max(), 1e-3))
+
+
+@pytest.mark.parametrize(
+  "config, mesh, biased",
+  [
+    pytest.param(PLAIN, "dp2_ep2", False, id="plain"),
+    pytest.param(SHARED, "ep4", True, id="sigmoid_bias_shared"),
+    pytest.param(BIASED, "dp2_ep2", False, id="biases"),
+    pytest.param(EARLY, "dp4_ep1", False, id="early"),
+    pytest.param(SPLIT, "dp2_ep2", False, id="fsdp"),
+  ],
+)
+def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
+  config, mesh, biased
+):
+  mesh_group = group(mesh)
+  layer, params = config.layer(mesh_group), make_params(config)
+  x = tokens(R, T, hidden=config.hidden)
+  bias = np.linspace(-0.2, 0.2, E, dtype=np.float32) if biased else None
+  apply = functools.partial(ep.moe.apply, layer, config, bias=bias)
+  got = jax.jit(with_grads(apply))(*put(mesh_group, config, params, x))
+  assert_close(got, expected_of(config, params, x, bias))
+
+
+def test_the_local_view_gives_the_same_bits():
+  config, mesh_group = SHARED, group("dp2_ep2")
+  layer = config.layer(mesh_group)
+  args = put(mesh_group, config, make_params(config), tokens(R, T))
+  apply = functools.partial(ep.moe.apply, layer, config)
+  specs = ep.moe.partition_specs(config)
+  ranks = PartitionSpec(("dp", "ep"))
+  local = jax.shard_map(
+    apply,
+    mesh=mesh_group.mesh,
+    in_specs=(specs, ranks),
+    out_specs=(ranks, PartitionSpec()),
+  )
+
+  def compare(*args):
+    equal = jax.tree.map(jnp.array_equal, local(*args), apply(*args))
+    return jnp.stack(jax.tree.leaves(equal))
+
+  assert np.asarray(jax.jit(compare)(*args)).all()
+
+
+def test_a_tight_capacity_drops_and_tells():
+  mesh_group = group("ep4")
+  config = dataclasses.replace(PLAIN, capacity_factor=1.0)
+  layer, wide = config.layer(mesh_group), PLAIN.layer(mesh_group)
+  assert (layer.capacity, layer.overflow) == (T * K, "drop")
+  assert wide.overflow == "error"
+  params = make_params(config)
+  params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
+  args = put(mesh_group, config, params, tokens(R * T))
+  run = jax.jit(ep.moe.apply, static_argnums=(0, 1))
+  (_, tight), (_, whole) = (run(a, config, *args) for a in (layer, wide))
+  for name in ("load", "max_rank_rows"):
+    got, want = getattr(tight, name), getattr(whole, name)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+  load = np.asarray(whole.load).reshape(4, -1).sum(axis=1)
+  assert int(tight.max_rank_rows) == load.max() > layer.capacity
+  assert int(tight.dropped) == np.maximum(load - layer.capacity, 0).sum()
+  assert int(whole.dropped) == 0
+
+
+def test_vmap_over_examples_makes_one_exchange():
+  """Its gradients are those of the batch, and its bits those of one call."""
+  config, mesh_group = SHARED, group("dp2_ep2")
+  layer = config.layer(mesh_group)
+  args = put(mesh_group, config, make_params(config), tokens(R, T))
+  apply = functools.partial(ep.moe.apply, layer, config)
+
+  def mapped(params, x):
+    y, metrics = jax.vmap(apply, in_axes=(None, 0))(params, x)
+    return y, jax.tree.map(lambda m: m[0], metrics)
+
+  def compare(*args):
+    equal = jax.tree.map(
+      jnp.array_equal, with_grads(mapped)(*args), with_grads(apply)(*args)
+    )
+    return jnp.stack(jax.tree.leaves(equal))
+
+  assert np.asarray(jax.jit(compare)(*args)).all()
+  one = jax.jit(mapped).lower(*args).as_text()
+  assert one.count("custom_call @ep_prepare") == 1
+
+
+def test_tensor_parallel_experts_give_the_dense_layer():
+  """Inner sizes are split over an axis whose ranks hold the same tokens."""
+  mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})
+  config = dataclasses.replace(BIASED, shared_inner=4, tp_axis="tp")
+  params, x = make_params(config), tokens(2 * T)
+  with bootstrap(mesh, data_axes=("dp",)) as mesh_group:
+    apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+    args = put(mesh_group, config, params, x)
+    assert_close(
+      jax.jit(with_grads(apply))(*args), expected_of(config, params, x)
+    )
+
+
+def test_the_bias_rises_for_experts_below_the_mean_load():
+  load = jnp.array([[4.0, 2.0, 0.0], [1.0, 1.0, 1.0]])
+  bias = ep.moe.update_bias(jnp.zeros((2, 3)), load, rate=0.5)
+  np.testing.assert_array_equal(bias, [[-0.5, 0, 0.5], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(top_k=E + 1), "top_k = 9, but it must be in 1..num_experts = 8"),
+    (dict(inner=0), "inner = 0, but it must be at least 1"),
+    (dict(score="relu"), "score = 'relu', but it must be one of"),
+    (dict(capacity_factor=-1.0), "capacity_factor = -1.0"),
+    (dict(up_activation=jnp.tanh), "gated = False"),
+  ],
+)
+def test_a_config_that_cannot_be(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(PLAIN, name="moe_3", **change)
+
+
+def test_an_activation_is_a_function():
+  with pytest.raises(TypeError, match="'gelu' is a str.*jax.nn.gelu"):
+    dataclasses.replace(PLAIN, activation="gelu")
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(x=np.zeros((R, H + 1), np.float32)), r"x has shape \(4, 8\)"),
+    (dict(params={}), r"params holds \[\], but the config has"),
+    (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
+    (dict(config=dataclasses.replace(PLAIN, top_k=1)), "top_k = 3, but the"),
+  ],
+)
+def test_arguments_that_do_not_fit(change, message):
+  mesh_group = group("ep4")
+  params = make_params(PLAIN)
+  args = dict(
+    layer=PLAIN.layer(mesh_group),
+    config=PLAIN,
+    params=params,
+    x=np.zeros((R, H), np.float32),
+  )
+  if "router" in change:
+    change = dict(params={**params, **change})
+  with pytest.raises(ValueError, match=message):
+    ep.moe.apply(**{**args, **change})
