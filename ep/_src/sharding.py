@@ -18,16 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 import functools
-import itertools
-import os
-import sys
 from typing import Any
-import warnings
 
 import jax
 from jax.sharding import PartitionSpec
 
-from ep._src import checked, compat
+from ep._src import arguments, checked, compat
 from ep._src.config import GroupConfig
 from ep._src.group import EpGroup, EpLayerConfig
 from ep._src.meshes import has_devices, Mesh
@@ -36,9 +32,6 @@ TOKENS = "tokens"
 RANK = "rank"
 EXPERTS = "experts"
 REPLICATED = "replicated"
-
-# The folder of this package, with a separator at the end.
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def is_local_view(group: EpGroup, op: str) -> bool:
@@ -103,9 +96,10 @@ def local_lead(
   ranks = group.num_token_ranks
   if not lead or lead[0] % ranks:
     raise ValueError(
-      f"{op}: {name} has shape {tuple(shape)}, which cannot be sharded over"
-      f" {ranks} ranks; outside shard_map the first axis is global and must be"
-      f" a multiple of {ranks} (mesh axes {group.token_axes})."
+      f"{op}: {name} has shape {tuple(shape)}, whose first axis cannot be"
+      f" split over {ranks} ranks; outside shard_map that axis is global, and"
+      f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pad it"
+      " with tokens whose ids are -1, or pass pad=True to moe_layer."
     )
   return (lead[0] // ranks, *lead[1:])
 
@@ -242,18 +236,10 @@ def _warn_if_moved(
       continue
     wanted = jax.sharding.NamedSharding(mesh, spec)
     if not x.sharding.is_equivalent_to(wanted, x.ndim):
-      warnings.warn(
+      arguments.warn(
         f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
         f" the op needs {wanted}; JAX moves it in every call. Make the array"
         " with that sharding (jax.device_put, out_shardings of jax.jit). A"
         " jitted program is searched for such moves by"
-        " ep.assert_no_hidden_collectives.",
-        stacklevel=_users_level(),
+        " ep.assert_no_hidden_collectives."
       )
-
-
-def _users_level() -> int:
-  """Returns the `stacklevel` of a warning by the caller, to name user code."""
-  for level in itertools.count(1):
-    if not sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
-      return level
