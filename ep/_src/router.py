@@ -139,11 +139,10 @@ def route_topk(
     )
   log_scores = _LOG_SCORES[score](logits)
   if forced_idx is None:
-    fixed_logits, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
-    if selection_bias is not None:
-      scores += lax.stop_gradient(selection_bias)
+    order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
     # Logits order as their scores do, but do not saturate.
-    order = fixed_logits if selection_bias is None else scores
+    if selection_bias is not None:
+      order = scores = scores + lax.stop_gradient(selection_bias)
     allowed = None
     if top_groups < num_groups:
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)

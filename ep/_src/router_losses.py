@@ -52,8 +52,8 @@ def load_balancing_loss(
     ValueError: for a `score` or shape that cannot be.
   """
   parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
-  tokens = tuple(range(logits.ndim - 1))
-  return _imbalance(*_sum_over_ranks([x.sum(tokens) for x in parts], axis_name))
+  lead = tuple(range(logits.ndim - 1))
+  return _imbalance(*_sum_over_ranks([x.sum(lead) for x in parts], axis_name))
 
 
 def sequence_balancing_loss(
