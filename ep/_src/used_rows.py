@@ -155,7 +155,8 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
   num_blocks = (num_used + height - 1) // height
   outs = lax.fori_loop(0, num_blocks, step, outs)
   return [
-    row_buffers.finish(out, t.dtype) for out, t in zip(outs, types, strict=True)
+    row_buffers.finish(out, t.dtype, num_used, tail)
+    for out, t in zip(outs, types, strict=True)
   ]
 
 
