@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import math
+from multiprocessing.reduction import ForkingPickler
 import os
 import secrets
 import socket
@@ -14,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case
+from cases import assert_same, Case
 from conftest import make_mesh
 import ep
 from ep._src import ffi
+import groups
 from groups import BACKEND, bootstrap, E, GPU, K, layer, MESHES
-from ops import round_trip
+from ops import Ops, round_trip
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 
@@ -37,7 +39,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(top_k=0), ["top_k", "0"]),
     (dict(max_tokens_per_rank=0), ["max_tokens_per_rank", "0"]),
     (dict(hidden_dim=0), ["hidden_dim", "0"]),
-    (dict(alignment=0), ["alignment", "0"]),
+    (dict(alignment=-1), ["alignment", "-1", "0"]),
     (
       dict(recv_capacity_per_rank=15, alignment=4),
       ["recv_capacity_per_rank", "15", "16"],
@@ -63,7 +65,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(max_tokens_per_rank=None), ["max_tokens_per_rank", "None"]),
     (dict(hidden_dim="64"), ["hidden_dim", "'64'", "str", "integer"]),
     (dict(top_k=True), ["top_k", "True", "bool", "integer"]),
-    (dict(top_k=None), ["top_k", "None", "integer"]),
+    (dict(top_k="2"), ["top_k", "'2'", "integer"]),
     (dict(alignment=np.float32(2)), ["alignment", "float32", "integer"]),
     (dict(recv_capacity_per_rank=[8]), ["recv_capacity_per_rank", "[8]"]),
     (dict(num_experts=2**31), ["num_experts", "2147483648", "2^31"]),
@@ -107,6 +109,47 @@ def test_a_layer_refuses(options, words):
     layer(name="moe_3", **options)
   for word in ["EpLayerConfig", "moe_3", *words]:
     assert word in str(error.value)
+
+
+def test_top_k_may_be_left_to_the_layers():
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, top_k=None) as group:
+    assert group.top_k is None
+    for top_k in 1, K:
+      case = Case(ep.EpLayerConfig(group, top_k=top_k))
+      case.check(round_trip, case.tokens(), case.weights())
+    with pytest.raises(ValueError, match="group has a top_k; give the layer"):
+      ep.EpLayerConfig(group, name="moe_3")
+
+
+def test_an_alignment_of_zero_is_none():
+  """It is TransformerEngine's default."""
+  with bootstrap(make_mesh({"ep": 4}), alignment=0) as group:
+    assert group.alignment == 1
+    config = ep.EpLayerConfig(group, alignment=0)
+    assert config == ep.EpLayerConfig(group)
+    case = Case(config)
+    case.check(round_trip, case.tokens(), case.weights())
+  assert layer(alignment=0) == layer(alignment=1)
+
+
+@pytest.mark.parametrize("data_axes", [None, (), ("tp",)])
+def test_a_model_axis_that_shards_tokens_by_default(data_axes, recwarn):
+  """A warning says so, at the line of the caller, unless it was meant."""
+  with bootstrap(make_mesh({"ep": 2, "tp": 2}), data_axes=data_axes) as group:
+    assert group.data_axes == (("tp",) if data_axes is None else data_axes)
+  found = [w for w in recwarn if "data_axes" in str(w.message)]
+  assert len(found) == (data_axes is None)
+  for warning in found:
+    assert warning.filename == groups.__file__
+    for word in ["['tp']", "data_axes=()", "data_axes=('tp',)"]:
+      assert word in str(warning.message)
+
+
+def test_other_axes_shard_tokens_without_a_warning(recwarn):
+  for axes in {"dp": 2, "ep": 2}, {"fsdp": 4, "ep": 1}, {"ep": 4, "tp": 1}:
+    ep.ep_finalize(bootstrap(make_mesh(axes)))
+  assert not [w for w in recwarn if "data_axes" in str(w.message)]
 
 
 def test_integers_of_numpy_are_integers():
@@ -195,9 +238,35 @@ def test_a_group_says_what_it_is(mesh):
 def test_a_copy_of_a_group_is_the_group():
   """No copy can outlive a group, or name its programs as the group does."""
   config = layer()
-  assert copy.copy(config.group) is config.group
-  deep = copy.deepcopy(config)
-  assert deep == config and deep.group is config.group
+  for value in config, config.group:
+    assert copy.copy(value) is value
+    assert copy.deepcopy([value])[0] is value
+
+
+def test_a_copy_of_a_handle_has_its_layer():
+  case = Case(layer())
+  handle = ep.ep_prepare(case.layer, case.put(case.topk_idx))
+  for other in copy.copy(handle), copy.deepcopy(handle):
+    assert other.layer is case.layer
+    assert_same(Ops(other).sizes(), case.oracle.sizes())
+
+
+def test_what_belongs_to_a_process_is_not_pickled():
+  """The error says what to pickle."""
+  case = Case(layer(name="moe_3"))
+  handle = jax.tree.map(
+    lambda x: x.addressable_data(0),
+    ep.ep_prepare(case.layer, case.put(case.topk_idx)),
+  )
+  for value, words in [
+    (case.layer.group, ["group", case.layer.group.name, "ep_bootstrap"]),
+    (case.layer, ["layer", '"moe_3"', "EpLayerConfig"]),
+    (handle, ['"moe_3"', "handle", "jax.tree.leaves", "EpHandle"]),
+  ]:
+    with pytest.raises(TypeError) as error:
+      ForkingPickler.dumps(value)
+    for word in words:
+      assert word in str(error.value)
 
 
 def test_groups_are_named_apart():

@@ -96,15 +96,15 @@ def dense(config, params, x, bias=None, mask=None):
   def mean(v):
     return (keep[..., None] * v).reshape(-1, v.shape[-1]).sum(0) / count
 
+  affinities = scores / scores.sum(axis=-1, keepdims=True)
   log_p = jax.nn.log_softmax(logits)
   lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  p = jnp.exp(log_p)
   f = load / load.sum()
   return y, dict(
     load=load,
-    aux_loss=config.num_experts * (f * mean(p)).sum(),
+    aux_loss=config.num_experts * (f * mean(affinities)).sum(),
     z_loss=mean(lse**2)[0],
-    entropy=-mean(log_p * p).sum(),
+    entropy=-mean(log_p * jnp.exp(log_p)).sum(),
   )
 
 
@@ -195,6 +195,16 @@ def test_the_local_view_gives_the_same_bits():
   assert np.asarray(jax.jit(compare)(*args)).all()
 
 
+def test_masked_tokens_visit_no_expert_and_do_not_count():
+  config, mesh_group = PLAIN, group("dp2_ep2")
+  params, x = make_params(config), tokens(R * T)
+  mask = np.random.default_rng(3).random(R * T) < 0.6
+  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  fn = with_grads(lambda params, x, mask: apply(params, x, mask=mask))
+  got = jax.jit(fn)(*put(mesh_group, config, params, x, mask))
+  assert_close(got, expected_of(config, params, x, mask=mask))
+
+
 def test_a_tight_capacity_drops_and_tells():
   mesh_group = group("ep4")
   config = dataclasses.replace(PLAIN, capacity_factor=1.0)
@@ -204,12 +214,8 @@ def test_a_tight_capacity_drops_and_tells():
   params = make_params(config)
   params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
   args = put(mesh_group, config, params, tokens(R * T))
-  run = jax.jit(
-    lambda layer, *a: ep.moe.apply(layer, config, *a)[1], static_argnums=0
-  )
-  (_, tight), (_, whole) = (
-    run(a_layer, config, *args) for a_layer in (layer, wide)
-  )
+  run = jax.jit(ep.moe.apply, static_argnums=(0, 1))
+  (_, tight), (_, whole) = (run(a, config, *args) for a in (layer, wide))
   for name in ("load", "max_rank_rows"):
     got, want = getattr(tight, name), getattr(whole, name)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))

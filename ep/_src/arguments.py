@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the numbers that users pass, and names the argument that is wrong."""
+"""Checks what users pass, and names the argument that is wrong."""
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import operator
+import os
+import sys
 from typing import Any
+import warnings
+
+import jax
 
 INT32_MAX = 2**31 - 1
+
+# The folder of this package, with a separator at the end.
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def check(condition: bool, what: str, message: str) -> None:
@@ -54,13 +63,45 @@ def seconds(what: str, name: str, value: Any) -> float:
   return float(value)
 
 
+def alignment(what: str, value: Any) -> int:
+  """Returns an alignment in rows; 0 means none, as in TransformerEngine.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no integer.
+    ValueError: it is negative.
+  """
+  rows = integer(what, "alignment", value)
+  check(
+    rows >= 0,
+    what,
+    f"alignment = {rows}, but it must be a number of rows; 1, like 0, aligns"
+    " nothing.",
+  )
+  return max(rows, 1)
+
+
 def function(what: str, name: str, value: Any) -> None:
   """Raises `TypeError` unless an argument is a function."""
   if not callable(value):
-    raise TypeError(
-      f"{what}: {name} = {value!r} is a {type(value).__name__}, but a function"
-      " of an array is expected, such as jax.nn.silu or jax.nn.gelu."
-    )
+    expected = "a function of an array"
+    if isinstance(value, str) and hasattr(jax.nn, value):
+      expected += f", like jax.nn.{value},"
+    raise _wrong_type(what, name, value, expected)
+
+
+def cannot_pickle(what: str, cure: str) -> TypeError:
+  """Returns the error of pickling what belongs to this process."""
+  return TypeError(
+    f"{what} cannot be pickled, nor sent to another process: it belongs to the"
+    f" connections of this one; {cure}."
+  )
+
+
+def warn(message: str) -> None:
+  """Warns at the line of the user that called the package."""
+  for level in itertools.count(1):
+    if not sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
+      return warnings.warn(message, stacklevel=level + 1)
 
 
 def _wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:

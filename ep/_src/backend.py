@@ -8,7 +8,9 @@ The `Connection` that it returns lowers the group's ops until it is closed.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Hashable
 import dataclasses
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -26,6 +28,10 @@ OPS = (
   "ep_dispatch_bwd",
   "ep_combine_bwd",
 )
+
+
+# How many programs a connection keeps: those that were used last.
+_CACHED = 256
 
 
 class CannotServe(ValueError):
@@ -82,6 +88,7 @@ class Connection(abc.ABC):
     self.group = group
     self._process = os.getpid()
     self._is_open = True
+    self._cached = functools.lru_cache(_CACHED)(lambda make, *args: make(*args))
     _open[group.name] = self
 
   @property
@@ -92,6 +99,10 @@ class Connection(abc.ABC):
   @property
   def _is_forked(self) -> bool:
     return self._process != os.getpid()
+
+  def cached(self, make: Callable[..., Any], *args: Hashable) -> Any:
+    """Returns `make(*args)`, which it keeps until it is closed or released."""
+    return self._cached(make, *args)
 
   def check_open(self, op: str) -> None:
     """Raises `RuntimeError` after `close`, and in a forked child."""
@@ -118,6 +129,7 @@ class Connection(abc.ABC):
     if not self._is_open or self._is_forked:
       return
     self._is_open = False
+    self._cached.cache_clear()
     try:
       self._close()
     finally:
@@ -140,6 +152,7 @@ class Connection(abc.ABC):
     """Closes it once no program uses it. No effect in a forked child."""
     if self._is_open and not self._is_forked:
       _open.pop(self.group.name, None)
+      self._cached.cache_clear()
       self._release()
 
   @abc.abstractmethod

@@ -33,6 +33,9 @@ BACKENDS: dict[str, Backend] = {
 # "xla".
 NATIVE = {"cpu": "host", "gpu": "nccl"}
 
+# Usual names of axes along which tokens are replicated.
+_MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
+
 _DTYPES = ("float32", "bfloat16", "float16")
 
 _logger = logging.getLogger("ep")
@@ -53,7 +56,8 @@ def _connect(group: GroupConfig) -> EpGroup:
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
-    LayerConfig(group)
+    # The least layer stands for all if the group has no default.
+    LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
   except ValueError as e:
     raise ValueError(
       f"ep_bootstrap: a layer of only defaults fails: {e}"
@@ -89,7 +93,7 @@ def ep_bootstrap(
   num_experts: int,
   max_tokens_per_rank: int,
   hidden_dim: int,
-  top_k: int,
+  top_k: int | None = None,
   recv_capacity_per_rank: int | None = None,
   alignment: int = 1,
   max_token_dtype: Any = jnp.bfloat16,
@@ -111,18 +115,20 @@ def ep_bootstrap(
       `jax.eval_shape`, lowering and `jax.export` for any platform; its backend
       is "xla". Several processes need not agree on it.
     axis_name: the EP axis; its size is P.
-    data_axes: the other axes that shard tokens; default: all of them. Along
-      the remaining ones (tensor parallelism, say) tokens are replicated, and
-      each coordinate exchanges its copy in a domain of its own.
+    data_axes: the other axes that shard tokens; default: all of them, with a
+      warning if the name of one (like "tp") says that it shards a model. Along
+      the remaining ones tokens are replicated, and each coordinate exchanges
+      its copy in a domain of its own.
     num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
     max_tokens_per_rank: the largest number of tokens T of a rank in one op.
     hidden_dim: the largest hidden size H.
-    top_k: the default K of a layer.
+    top_k: the default K of a layer; None if each layer states its own.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
       the worst case, so that nothing overflows. With "nccl" all layers of a
       group have the same: this one, or the worst case of `top_k` and
-      `alignment`.
-    alignment: the default alignment of a layer's slabs, in rows.
+      `alignment`, so that one of this and `top_k` must be given.
+    alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
+      none.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
     overflow: the default policy of a layer: "error" or "drop".
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
@@ -152,8 +158,6 @@ def ep_bootstrap(
     num_experts=num_experts,
     max_tokens_per_rank=max_tokens_per_rank,
     hidden_dim=hidden_dim,
-    top_k=top_k,
-    alignment=alignment,
     max_num_sms=max_num_sms,
   )
   for field, value in sizes.items():
@@ -162,6 +166,9 @@ def ep_bootstrap(
     recv_capacity_per_rank = arguments.integer(
       what, "recv_capacity_per_rank", recv_capacity_per_rank
     )
+  if top_k is not None:
+    top_k = arguments.integer(what, "top_k", top_k)
+  alignment = arguments.alignment(what, alignment)
   timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
   arguments.check(
     axis_name in mesh.axis_names,
@@ -170,6 +177,8 @@ def ep_bootstrap(
     " name one of them.",
   )
   others = tuple(a for a in mesh.axis_names if a != axis_name)
+  if data_axes is None:
+    _warn_of_model_axes(mesh, others)
   data_axes = others if data_axes is None else tuple(data_axes)
   arguments.check(
     set(data_axes) <= set(others) and len(set(data_axes)) == len(data_axes),
@@ -218,10 +227,24 @@ def ep_bootstrap(
     overflow=overflow,
     backend=backend or "xla",
     timeout_s=timeout_s,
+    top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
+    alignment=alignment,
     **sizes,
   )
   return _connect(group) if backend else _connect_by_platform(group)
+
+
+def _warn_of_model_axes(mesh: meshes.Mesh, axes: tuple[str, ...]) -> None:
+  """Warns if one of the axes that shard tokens has the name of another kind."""
+  of_model = [a for a in axes if a in _MODEL_AXES and mesh.shape[a] > 1]
+  if of_model:
+    rest = tuple(a for a in axes if a not in of_model)
+    arguments.warn(
+      f"ep_bootstrap: the mesh axes {of_model} shard tokens, as all axes do by"
+      f" default. If tokens are replicated along them, pass data_axes={rest};"
+      f" if not, data_axes={axes}, and there is no warning."
+    )
 
 
 def ep_finalize(group: EpGroup) -> None:

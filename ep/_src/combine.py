@@ -82,19 +82,23 @@ def ep_combine(
       )
     operands.append(weights.astype(jnp.float32))
 
-  def local(*operands):
-    which = combine_p if len(operands) == 2 else weighted_combine_p
-    (out,) = primitive.bind(which, params, *operands)
-    return out.reshape(*handle.token_shape, out.shape[-1])
-
   return sharding.call(
     group,
     op,
-    local,
+    _combine,
+    [params, handle.token_shape],
     operands,
     [sharding.RANK] * len(operands),
     sharding.TOKENS,
   )
+
+
+def _combine(
+  params: OpParams, token_shape: tuple[int, ...], *operands: jax.Array
+) -> jax.Array:
+  which = combine_p if len(operands) == 2 else weighted_combine_p
+  (out,) = primitive.bind(which, params, *operands)
+  return out.reshape(*token_shape, out.shape[-1])
 
 
 def _combine_types(params: OpParams, mem, slots, *weights):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax._src import clusters as _clusters
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src.interpreters import batching as _batching
@@ -35,6 +36,11 @@ def context_mesh():
   """Returns the mesh of `jax.set_mesh` or an enclosing `shard_map`, or None."""
   mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty else mesh
+
+
+def in_a_program() -> bool:
+  """Returns whether what is called here becomes a part of a larger program."""
+  return _core.unsafe_am_i_under_a_jit()
 
 
 def compiler_options() -> dict[str, str]:

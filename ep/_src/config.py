@@ -22,6 +22,9 @@ from ep._src.meshes import Mesh
 _OVERFLOW = ("error", "drop")
 _TAILS = ("zero", "unspecified")
 
+# What a field has until it is resolved; the types are those of resolved ones.
+_INHERITED: Any = None
+
 # The fields of a group that a compiled program relies on, besides the shape of
 # its mesh. The others travel with each op or do not change what it computes.
 _OF_PROGRAMS = (
@@ -45,7 +48,7 @@ class GroupConfig:
   num_experts: int
   max_tokens_per_rank: int
   hidden_dim: int
-  top_k: int
+  top_k: int | None
   recv_capacity_per_rank: int | None
   alignment: int
   max_token_dtype: jnp.dtype
@@ -97,19 +100,22 @@ class LayerConfig:
   """The static configuration of one MoE layer; see `EpLayerConfig`."""
 
   group: GroupConfig
-  top_k: int | None = None
-  alignment: int | None = None
-  recv_capacity_per_rank: int | None = None
-  overflow: str | None = None
+  top_k: int = _INHERITED
+  alignment: int = _INHERITED
+  recv_capacity_per_rank: int = _INHERITED
+  overflow: str = _INHERITED
   tail: str = "zero"
-  name: str | None = None
+  name: str = _INHERITED
 
   def __post_init__(self):
     group = self.group
 
+    def resolve(field: str, value: Any) -> None:
+      object.__setattr__(self, field, value)
+
     def inherit(field: str, default: Any) -> None:
       if getattr(self, field) is None:
-        object.__setattr__(self, field, default)
+        resolve(field, default)
 
     inherit("top_k", group.top_k)
     inherit("alignment", group.alignment)
@@ -117,21 +123,21 @@ class LayerConfig:
     inherit("name", "moe")
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
-    for field in ("top_k", "alignment", "recv_capacity_per_rank"):
+    arguments.check(
+      self.top_k is not None,
+      what,
+      "neither the layer nor its group has a top_k; give the layer one, the"
+      " choices of a token.",
+    )
+    for field in ("top_k", "recv_capacity_per_rank"):
       if (value := getattr(self, field)) is not None:
-        value = arguments.integer(what, field, value)
-        object.__setattr__(self, field, value)
+        resolve(field, arguments.integer(what, field, value))
+    resolve("alignment", arguments.alignment(what, self.alignment))
     arguments.check(
       1 <= self.top_k <= group.num_experts,
       what,
       f"top_k = {self.top_k}, but it must be in 1..num_experts ="
       f" {group.num_experts}.",
-    )
-    arguments.check(
-      self.alignment >= 1,
-      what,
-      f"alignment = {self.alignment}, but it must be a positive number of"
-      " rows.",
     )
     arguments.check(
       self.overflow in _OVERFLOW,

@@ -91,24 +91,26 @@ def ep_dispatch(
       " point; convert them."
     )
 
-  def local(mem, tokens, weights):
-    return primitive.bind(
-      dispatch_p,
-      params,
-      mem,
-      tokens.reshape(params.num_tokens, tokens.shape[-1]),
-      weights.reshape(params.num_tokens, layer.top_k),
-    )
-
   recv_tokens, recv_topk_weights = sharding.call(
     group,
     op,
-    local,
+    _dispatch,
+    [params],
     [handle.mem, tokens, topk_weights.astype(jnp.float32)],
     [sharding.RANK, sharding.TOKENS, sharding.TOKENS],
     sharding.RANK,
   )
   return recv_tokens, recv_topk_weights
+
+
+def _dispatch(params: OpParams, mem, tokens, weights) -> list[jax.Array]:
+  return primitive.bind(
+    dispatch_p,
+    params,
+    mem,
+    tokens.reshape(params.num_tokens, tokens.shape[-1]),
+    weights.reshape(params.num_tokens, params.layer.top_k),
+  )
 
 
 def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from typing import Any, TypeVar
 
-from ep._src import checked, te_names
+from ep._src import arguments, checked, te_names
 from ep._src.backend import Connection, GroupMemory, OpParams
 from ep._src.config import GroupConfig, LayerConfig
 
@@ -70,6 +70,12 @@ class EpGroup(GroupConfig):
     """Returns this very group, so that no two programs get the same name."""
     return self
 
+  def __reduce__(self):
+    raise arguments.cannot_pickle(
+      f'the group "{self.name}"',
+      "pickle the arguments of ep_bootstrap, and call it there",
+    )
+
   def __enter__(self) -> EpGroup:
     return self
 
@@ -90,7 +96,8 @@ class EpLayerConfig(LayerConfig):
     group: the group whose ranks exchange tokens.
     top_k: K, choices of a token; None inherits from the group, and so for the
       others that may be None.
-    alignment: rows to a multiple of which each expert's slab is padded.
+    alignment: rows to a multiple of which each expert's slab is padded; 0, like
+      1, does not pad.
     recv_capacity_per_rank: C, rows that a rank can receive, a multiple of the
       alignment. If None here and in the group: enough for any routing, i.e.
       `P * T * min(K, L)` rows for `T = group.max_tokens_per_rank`, plus
@@ -116,6 +123,26 @@ class EpLayerConfig(LayerConfig):
       )
     super().__post_init__()
 
+  def __copy__(self) -> EpLayerConfig:
+    """Returns this very layer, as a copy of its group is that group."""
+    return self
+
+  def __deepcopy__(self, memo: Any) -> EpLayerConfig:
+    """Returns this very layer."""
+    return self
+
+  def __reduce__(self):
+    raise arguments.cannot_pickle(
+      f'the layer "{self.name}"',
+      "pickle the arguments of EpLayerConfig, and call it with a group there;"
+      " of a handle, pickle jax.tree.leaves(handle), which are plain arrays,"
+      " and give them to EpHandle with that layer",
+    )
+
+  def unowned(self) -> EpLayerConfig:
+    """Returns an equal layer that does not keep the group open."""
+    return dataclasses.replace(self, group=dataclasses.replace(self.group))
+
   def op_params(self, num_tokens: int) -> OpParams:
     """Returns the parameters of an op that is traced now.
 
@@ -128,6 +155,15 @@ class EpLayerConfig(LayerConfig):
       num_tokens=num_tokens,
       tail=checked.tail(self.tail),
       checked=checked.is_on(),
+    )
+
+
+def check_layer(op: str, layer: EpLayerConfig) -> None:
+  """Raises `TypeError` unless `layer` is an EpLayerConfig."""
+  if not isinstance(layer, EpLayerConfig):
+    raise TypeError(
+      f"{op}: layer is a {type(layer).__name__}, but an EpLayerConfig is"
+      " expected; make one of the group, EpLayerConfig(group, top_k=...)."
     )
 
 

@@ -72,17 +72,14 @@ def moe_layer(
     params["w_gate"] = w_gate
   _check_matrices(layer, op, tokens, params)
 
-  def local(routed, params):
-    experts = Experts(activation)
-    return through_experts(layer, experts, params, *routed)
-
   def view(routed, params):
     return sharding.call(
       group,
       op,
-      local,
-      [routed, params],
-      [sharding.TOKENS, sharding.EXPERTS],
+      through_experts,
+      [layer, Experts(activation)],
+      [params, *routed],
+      [sharding.EXPERTS] + [sharding.TOKENS] * 3,
       (sharding.TOKENS, sharding.RANK),
     )
 

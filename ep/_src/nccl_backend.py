@@ -56,8 +56,13 @@ class NcclBackend(Backend):
       )
 
   def connect(self, group: GroupConfig) -> Connection:
-    # NCCL EP has one capacity for all layers of a group.
-    capacity = LayerConfig(group).capacity
+    if group.top_k is None and group.recv_capacity_per_rank is None:
+      raise ValueError(
+        'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
+        " group; pass the largest top_k of the layers, or"
+        " recv_capacity_per_rank."
+      )
+    capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     me = jax.process_index()
     domains = meshes.domains(group.mesh, group.axis_name)

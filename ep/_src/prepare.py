@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ep._src import primitive, sharding, te_names
 from ep._src.backend import OpParams
-from ep._src.group import EpLayerConfig
+from ep._src.group import check_layer, EpLayerConfig
 from ep._src.handle import EpHandle
 
 
@@ -51,11 +51,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       of range or repeated in a token, more rows than the capacity with
       `overflow="error"`, or a peer that is gone, late, or runs another program.
   """
-  if not isinstance(layer, EpLayerConfig):
-    raise TypeError(
-      f"ep_prepare: layer is a {type(layer).__name__}, but an EpLayerConfig is"
-      " expected; make one of the group."
-    )
+  check_layer("ep_prepare", layer)
   op = f'ep_prepare(layer "{layer.name}")'
   topk_idx = jnp.asarray(topk_idx)
   if topk_idx.dtype not in (jnp.int32, jnp.int64):
@@ -77,15 +73,22 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       " the tokens."
     )
 
-  def local(idx):
-    idx = idx.reshape(params.num_tokens, layer.top_k)
-    return primitive.bind(prepare_p, params, idx)
-
   leaves = sharding.call(
-    layer.group, op, local, [topk_idx], [sharding.TOKENS], sharding.RANK
+    layer.group,
+    op,
+    _prepare,
+    [params],
+    [topk_idx],
+    [sharding.TOKENS],
+    sharding.RANK,
   )
   leaves = [checkpoint_name(leaf, "ep_routing") for leaf in leaves]
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
+
+
+def _prepare(params: OpParams, topk_idx: jax.Array) -> list[jax.Array]:
+  idx = topk_idx.reshape(params.num_tokens, params.layer.top_k)
+  return primitive.bind(prepare_p, params, idx)
 
 
 def _out_types(params: OpParams, topk_idx):

@@ -3,36 +3,35 @@
 
 Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
 its rank. Outside, it works on global arrays, and only this file maps one to the
-other. Three kinds of arrays occur, sharded along their first axis:
+other. Four kinds of arrays occur, sharded along their first axis or not at all:
 
   token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
   rank arrays     [R, ...] over (*data_axes, ep): one entry per rank; the local
                   view drops the axis
   expert arrays   [E, ...] over ep, and alike on all else: [L, ...] locally
+  replicated      alike on all ranks
+
+Any other sharding is written as a `PartitionSpec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-import itertools
-import os
-import sys
+from collections.abc import Callable, Hashable, Sequence
+import functools
 from typing import Any
-import warnings
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ep._src import compat
-from ep._src.group import EpGroup
+from ep._src import arguments, checked, compat
+from ep._src.config import GroupConfig
+from ep._src.group import EpGroup, EpLayerConfig
 from ep._src.meshes import has_devices, Mesh
 
 TOKENS = "tokens"
 RANK = "rank"
 EXPERTS = "experts"
-
-# The folder of this package, with a separator at the end.
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+REPLICATED = "replicated"
 
 
 def is_local_view(group: EpGroup, op: str) -> bool:
@@ -97,9 +96,10 @@ def local_lead(
   ranks = group.num_token_ranks
   if not lead or lead[0] % ranks:
     raise ValueError(
-      f"{op}: {name} has shape {tuple(shape)}, which cannot be sharded over"
-      f" {ranks} ranks; outside shard_map the first axis is global and must be"
-      f" a multiple of {ranks} (mesh axes {group.token_axes})."
+      f"{op}: {name} has shape {tuple(shape)}, whose first axis cannot be"
+      f" split over {ranks} ranks; outside shard_map that axis is global, and"
+      f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pad it"
+      " with tokens whose ids are -1, or pass pad=True to moe_layer."
     )
   return (lead[0] // ranks, *lead[1:])
 
@@ -108,56 +108,115 @@ def call(
   group: EpGroup,
   op: str,
   local_fn: Callable[..., Any],
+  static: Sequence[Hashable],
   args: Sequence[Any],
-  kinds: Sequence[Any],
-  out_kind: Any,
+  in_kinds: Sequence[Any],
+  out_kinds: Any,
 ) -> Any:
-  """Runs `local_fn(*args)` in the current view.
+  """Returns `local_fn(*static, *args)`, run in the current view.
 
-  Each argument is a pytree of arrays. Its kind is TOKENS, RANK or EXPERTS, or a
-  tree of `PartitionSpec` that is a prefix of it. `out_kind` is the kind of the
-  output, or a tuple of kinds for a tuple of outputs.
+  Calls that differ only in `args` share a jitted program, so that outside of
+  `jax.jit` only the first one compiles. Inside, the program is inlined: each
+  of its ops gets a position of its own. The group's connection keeps the
+  program, which must not keep the group open in turn. So a layer in `static` is
+  replaced by an equal one, which a handle among the results then refers to.
+
+  Args:
+    group: the group whose ranks run it.
+    op: what runs, for messages.
+    local_fn: a function of a module, since a closure is new in each call. It
+      works on the arrays of a rank.
+    static: its first arguments.
+    args: its other arguments, which are pytrees of arrays.
+    in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
+      `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
+      below them.
+    out_kinds: the same for the result.
   """
-  if is_local_view(group, op):
-    return local_fn(*args)
-
-  def without_rank_axis(kind, tree):
-    return _reshape(kind, tree, lambda x: x.reshape(x.shape[1:]))
-
-  def with_rank_axis(kind, tree):
-    return _reshape(kind, tree, lambda x: x[None])
-
-  def body(*args):
-    outs = local_fn(*map(without_rank_axis, kinds, args))
-    if isinstance(out_kind, tuple):
-      return tuple(map(with_rank_axis, out_kind, outs))
-    return with_rank_axis(out_kind, outs)
-
-  in_specs = tuple(_spec(group, kind) for kind in kinds)
-  for arg, specs in zip(args, in_specs, strict=True):
-    _warn_if_moved(group, op, arg, specs)
-  return jax.shard_map(
-    body,
-    mesh=compat.context_mesh() or group.mesh,
-    in_specs=in_specs,
-    out_specs=tuple(_spec(group, kind) for kind in out_kind)
-    if isinstance(out_kind, tuple)
-    else _spec(group, out_kind),
-  )(*args)
+  is_local = is_local_view(group, op)
+  mesh = None if is_local else compat.context_mesh() or group.mesh
+  if mesh is not None:
+    _warn_if_moved(group, op, args, in_kinds)
+  kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
+  program = group.connection.cached(
+    _program,
+    op.partition("(")[0],
+    local_fn,
+    tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
+    group.connection.group,
+    mesh,
+    tuple(kinds),
+    tree,
+    compat.in_a_program(),
+    checked.tail("unspecified"),
+  )
+  return program(*args)
 
 
-def _reshape(kind, tree, fn):
-  return jax.tree.map(fn, tree) if kind == RANK else tree
+def _program(
+  name: str,
+  local_fn: Callable[..., Any],
+  static: tuple[Hashable, ...],
+  group: GroupConfig,
+  mesh: Mesh | None,
+  kinds: tuple[Any, ...],
+  tree: Any,
+  inline: bool,
+  tail: str,
+) -> Callable[..., Any]:
+  """Returns the jitted program of a call; without a mesh, that of a rank.
+
+  JAX's caches do not depend on the tail of ops that are traced now, but this
+  program does.
+  """
+  del tail
+  fn = functools.partial(local_fn, *static)
+  if mesh is not None:
+    in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
+
+    def of_ranks(*args):
+      args = jax.tree.map(_drop_rank_axis, in_kinds, args)
+      return jax.tree.map(_add_rank_axis, out_kinds, local_fn(*static, *args))
+
+    fn = jax.shard_map(
+      of_ranks,
+      mesh=mesh,
+      in_specs=_specs(group, in_kinds),
+      out_specs=_specs(group, out_kinds),
+    )
+  fn.__name__ = name
+  return jax.jit(fn, inline=inline)
 
 
-def _spec(group: EpGroup, kind: Any) -> Any:
-  if not isinstance(kind, str):
-    return kind
-  axes = group.axis_name if kind == EXPERTS else group.token_axes
-  return PartitionSpec(axes)
+def _specs(group: GroupConfig, kinds: Any) -> Any:
+  """Returns the `PartitionSpec`s of a pytree of kinds."""
+  axes = {
+    TOKENS: group.token_axes,
+    RANK: group.token_axes,
+    EXPERTS: group.axis_name,
+  }
+
+  def spec(kind):
+    if isinstance(kind, PartitionSpec):
+      return kind
+    return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])
+
+  return jax.tree.map(spec, kinds)
 
 
-def _warn_if_moved(group: EpGroup, op: str, arg: Any, specs: Any) -> None:
+def _drop_rank_axis(kind, arrays):
+  if kind != RANK:
+    return arrays
+  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
+
+
+def _add_rank_axis(kind, arrays):
+  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
+
+
+def _warn_if_moved(
+  group: EpGroup, op: str, args: Sequence[Any], kinds: Sequence[Any]
+) -> None:
   """Warns of arrays that JAX moves between devices before the op.
 
   It looks only at arrays with values: the sharding that XLA chooses for a
@@ -167,28 +226,20 @@ def _warn_if_moved(group: EpGroup, op: str, arg: Any, specs: Any) -> None:
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
     return
-  all_specs = jax.tree.leaves(jax.tree.broadcast(specs, arg))
-  for x, spec in zip(jax.tree.leaves(arg), all_specs, strict=True):
+  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
+  for x, spec in zip(*map(jax.tree.leaves, (args, specs)), strict=True):
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
       continue
     if not x.committed or x.is_fully_replicated:
       continue
     if len(x.sharding.device_set) < mesh.size:
       continue
-    wanted = NamedSharding(mesh, spec)
+    wanted = jax.sharding.NamedSharding(mesh, spec)
     if not x.sharding.is_equivalent_to(wanted, x.ndim):
-      warnings.warn(
+      arguments.warn(
         f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
         f" the op needs {wanted}; JAX moves it in every call. Make the array"
         " with that sharding (jax.device_put, out_shardings of jax.jit). A"
         " jitted program is searched for such moves by"
-        " ep.assert_no_hidden_collectives.",
-        stacklevel=_users_level(),
+        " ep.assert_no_hidden_collectives."
       )
-
-
-def _users_level() -> int:
-  """Returns the `stacklevel` of a warning by the caller, to name user code."""
-  for level in itertools.count(1):
-    if not sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
-      return level
