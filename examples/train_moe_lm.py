@@ -42,7 +42,7 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _HEADS = flags.DEFINE_integer("heads", 4, "attention heads", 1)
 _INNER = flags.DEFINE_integer("inner", 256, "inner size of an expert", 1)
-_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 16, "experts of a layer", 1)
+_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "experts of a layer", 1)
 _TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
 _SCORE = flags.DEFINE_enum(
   "score", "softmax", ["softmax", "sigmoid"], "what the router scores with"
@@ -60,7 +60,7 @@ _AUX_LOSS = flags.DEFINE_float(
 )
 _Z_LOSS = flags.DEFINE_float("z_loss", 1e-3, "weight of the router's z loss", 0)
 _BIAS_RATE = flags.DEFINE_float(
-  "bias_rate", 0.0, "step of the selection bias; DeepSeek-V3 used 1e-3", 0.0
+  "bias_rate", 5e-3, "step of the selection bias; 0 for balance by loss", 0.0
 )
 _SEED = flags.DEFINE_integer("seed", 0, "of parameters, data and samples", 0)
 
