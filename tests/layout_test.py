@@ -14,7 +14,7 @@ PACKAGE = "ep._src"
 # those beside it. An import inside a function counts like any other.
 LAYERS = [
   {"moe", "moe_apply"},
-  {"fold", "moe_metrics", "moe_params"},
+  {"fold", "moe_metrics", "moe_params", "padding"},
   {"moe_config"},
   {"experts"},
   {"combine"},
@@ -30,7 +30,7 @@ LAYERS = [
   {"files", "grouped_matmul", "meshes", "presence", "program", "router"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
-  {"coordinator", "gpus", "jax_version", "keeper", "reference"},
+  {"coordinator", "gpus", "jax_version", "keeper", "public", "reference"},
 ]
 
 
