@@ -14,11 +14,13 @@ one rank inside `jax.shard_map` over the axis "ep":
 The shapes are those of `Workload.inputs`, and the meaning is that of
 ep/_src/reference.py. The hand-written contenders define their derivatives as
 gathers, because JAX would turn the derivative of a gather into a scatter-add.
+
+Those of whole layers are in layers.py; ep takes part in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import nccl_ep
+from benchmarks import layers, nccl_ep, ops
 from benchmarks.gathered import Gathered
 from benchmarks.padded import PaddedGather, PaddedScatter
 from benchmarks.ragged import Ragged
@@ -45,15 +47,37 @@ PURE_XLA: dict[str, Callable[[Layout], Any]] = {
   "gathered": Gathered,
   "ragged": Ragged,
 }
+LAYERS: dict[str, Callable[[Layout], Any]] = {
+  "masked": layers.Masked,
+  "one_hot": layers.OneHot,
+  "sorted": lambda layout: layers.Sorted(
+    layout, Gathered(layout), jax.lax.ragged_dot
+  ),
+  "sorted_ep_matmul": lambda layout: layers.Sorted(
+    layout, Gathered(layout), ep.grouped_matmul
+  ),
+}
 
 
 def names() -> tuple[str, ...]:
   """Returns all contenders, in the order of tables."""
-  return (*EP, NCCL_EP, *PURE_XLA, MEMCPY)
+  return (*EP, NCCL_EP, *PURE_XLA, *LAYERS, MEMCPY)
 
 
 def is_pure_xla(name: str) -> bool:
-  return name in PURE_XLA or name == "xla"
+  return name in PURE_XLA or name in LAYERS or name == "xla"
+
+
+def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
+  """Returns the ops that a contender has, of those that are chosen."""
+  known = ops.ALL
+  if name == NCCL_EP:
+    known = nccl_ep.CALLS
+  elif name in PURE_XLA:
+    known = ops.OPS
+  elif name in LAYERS:
+    known = ops.LAYERS
+  return [op for op in chosen if op in known]
 
 
 def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
@@ -76,8 +100,8 @@ def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
 @contextlib.contextmanager
 def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
   """Makes a contender and closes it at the end. Collective."""
-  if name in PURE_XLA:
-    yield PURE_XLA[name](layout)
+  if build := (PURE_XLA | LAYERS).get(name):
+    yield build(layout)
     return
   with ep.ep_bootstrap(
     mesh,
@@ -109,6 +133,17 @@ class Ep:
 
   def combine(self, handle, rows, weights=None):
     return ep.ep_combine(handle, rows, weights)
+
+  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
+    return ep.moe_layer(
+      self._layer,
+      tokens,
+      topk_idx,
+      topk_weights,
+      w_gate=w_gate,
+      w_up=w_up,
+      w_down=w_down,
+    )
 
   # Both ops are linear, so their transposes need shapes only.
 

@@ -12,7 +12,12 @@ TxHxKxE, with T tokens on a rank.
 
     ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
     ep_bench --shapes=1024x1024x2x16 --routings=zipf,recorded.npy
+    ep_bench --ops=moe,moe_grad --shapes=mixtral_8x7b --scale=8 --tokens=256
     ep_bench --gate=1.0     exit code 1 if host is slower than hand-written JAX
+
+The ops moe and moe_grad are a whole layer with its experts, for a given
+routing: forward, and that with all gradients. They have contenders of their
+own (layers.py), and shapes TxHxKxExF or those of models.
 
 Only numbers of the same run can be compared: other work on the machine slows
 all of them, and their ratios hardly change.
@@ -34,18 +39,35 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 import numpy as np
 
-from benchmarks import contenders, measure, plot, report, routings, workload
-from benchmarks.ops import OPS
-from ep import launch
+from benchmarks import (
+  contenders,
+  measure,
+  plot,
+  report,
+  routings,
+  timing,
+  workload,
+)
+from benchmarks.ops import ALL, LAYERS, OPS
+from ep import launch, presets
 
 _WORLDS = flags.DEFINE_list(
   "worlds", ["1x4", "4x1"], "processes x devices of each"
 )
 _SHAPES = flags.DEFINE_list(
-  "shapes", None, f"TxHxKxE, or among {', '.join(workload.PRESETS)}"
+  "shapes",
+  None,
+  "TxHxKxE or TxHxKxExF, or among"
+  f" {', '.join([*workload.PRESETS, *presets.BY_NAME])}, models",
+)
+_TOKENS = flags.DEFINE_integer("tokens", 512, "T, for the shape of a model", 1)
+_SCALE = flags.DEFINE_integer(
+  "scale", 16, "what divides H and F in the shape of a model", 1
 )
 _DTYPES = flags.DEFINE_list("dtypes", None, "of tokens; default: float32")
-_OPS = flags.DEFINE_list("ops", None, f"default: {','.join(OPS)}")
+_OPS = flags.DEFINE_list(
+  "ops", None, f"default: {','.join(OPS)}; whole layers: {','.join(LAYERS)}"
+)
 _CONTENDERS = flags.DEFINE_list("contenders", None, "default: all there are")
 _ROUTINGS = flags.DEFINE_list(
   "routings", ["uniform"], "uniform, zipf, or .npy files of topk_idx [..., K]"
@@ -65,6 +87,9 @@ _TAIL = flags.DEFINE_enum(
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
 _WARMUP = flags.DEFINE_integer("warmup", 2, "runs before those", 0)
+_CLOCK = flags.DEFINE_enum(
+  "clock", "wall", list(timing.CLOCKS), "wall time, or CPU time of a process"
+)
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
@@ -86,7 +111,7 @@ def _all_known(names, known) -> bool:
 
 
 flags.register_validator(
-  "ops", lambda ops: _all_known(ops, OPS), f"choose among {', '.join(OPS)}"
+  "ops", lambda ops: _all_known(ops, ALL), f"choose among {', '.join(ALL)}"
 )
 flags.register_validator(
   "dtypes",
@@ -176,6 +201,7 @@ def run_ranks() -> int:
   return finish(
     {
       "jax": jax.__version__,
+      "clock": _CLOCK.value,
       "platform": mesh.devices.flat[0].platform,
       "cpus": len(os.sched_getaffinity(0)),
       "load_average": load,
@@ -200,9 +226,10 @@ def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
     mesh,
     work,
     names=names,
-    ops=_chosen(_OPS, list(OPS), ["round_trip"]),
+    ops=_ops(),
     rounds=_ROUNDS.value,
     warmup=_WARMUP.value,
+    clock=_CLOCK.value,
   )
   return [{**common, **record} for record in records]
 
@@ -228,7 +255,17 @@ def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
     ValueError, OSError: if flags do not fit each other.
   """
   cases = []
-  shapes = workload.parse_shapes(_chosen(_SHAPES, ["goals"], ["gate"]))
+  with_experts = any(op in LAYERS for op in _ops())
+  shapes = workload.parse_shapes(
+    _chosen(_SHAPES, ["models" if with_experts else "goals"], ["gate"]),
+    tokens=_TOKENS.value,
+    scale=_SCALE.value,
+  )
+  if with_experts and any(shape.inner is None for shape in shapes):
+    raise ValueError(
+      f"--ops={','.join(LAYERS)} need F, the inner size of the experts; write"
+      " TxHxKxExF, or name a model."
+    )
   for shape, routing in itertools.product(shapes, _ROUTINGS.value):
     choices = routings.draw(
       str(user_path(routing)) if routing.endswith(".npy") else routing,
@@ -266,6 +303,10 @@ def parse_world(world: str) -> tuple[int, int]:
 def user_path(path: str) -> pathlib.Path:
   """Returns a path relative to the user's folder; `bazel run` changes it."""
   return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)
+
+
+def _ops() -> list[str]:
+  return _chosen(_OPS, list(OPS), ["round_trip"])
 
 
 _GATE_CONTENDERS = ["host", contenders.HAND_WRITTEN]

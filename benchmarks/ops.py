@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
@@ -68,6 +71,16 @@ def _layer(contender, topk_idx, tokens, topk_weights):
   return _round_trip(contender, handle, tokens, topk_weights)
 
 
+def _moe(contender, topk_idx, *differentiated):
+  return contender.moe(topk_idx, *differentiated)
+
+
+def _moe_grad(contender, topk_idx, *differentiated):
+  _, vjp = jax.vjp(functools.partial(contender.moe, topk_idx), *differentiated)
+  tokens, *_ = differentiated
+  return vjp(tokens)  # they serve as the cotangent of the outputs
+
+
 # The round trip is a MoE layer without experts: combine multiplies the rows by
 # the weights that dispatch has delivered.
 OPS = {
@@ -79,3 +92,20 @@ OPS = {
   "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights"), 2),
   "layer": Op(_layer, ("topk_idx", "tokens", "topk_weights"), 2),
 }
+
+# A whole layer: its experts are down(silu(gate(x)) * up(x)). One op is the
+# forward pass, the other is that and all gradients.
+_MOE_INPUTS = (
+  "topk_idx",
+  "tokens",
+  "topk_weights",
+  "w_gate",
+  "w_up",
+  "w_down",
+)
+LAYERS = {
+  "moe": Op(_moe, _MOE_INPUTS, 2),
+  "moe_grad": Op(_moe_grad, _MOE_INPUTS, 4),
+}
+
+ALL = ChainMap(LAYERS, OPS)  # it iterates over the last map first

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import contenders
-from benchmarks.ops import OPS
+from benchmarks.ops import ALL
 
 Record = dict[str, Any]
 
@@ -27,7 +27,7 @@ def add_statistics(record: Record) -> Record:
   """
   seconds = record["seconds"]
   q1, median, q3 = (float(np.quantile(seconds, q)) for q in (0.25, 0.5, 0.75))
-  payload = record["payload_bytes"] * OPS[record["op"]].directions
+  payload = record["payload_bytes"] * ALL[record["op"]].directions
   return {
     **record,
     "median_s": median,
@@ -70,8 +70,8 @@ def print_tables(records: list[Record]) -> None:
     world, shape, dtype, routing, op = case
     print(f"\n{op}  {shape}  {dtype}  {routing}  world {world}")
     print(
-      "                   median      middle half    payload   per token"
-      "    peak  host is  of memcpy"
+      "                     median      middle half    payload   per token"
+      "    peak planned  host is  of memcpy"
     )
     for record in group:
       print(_row(record, find(group, "host"), find(group, contenders.MEMCPY)))
@@ -82,16 +82,19 @@ def _row(record: Record, host: Record | None, memcpy: Record | None) -> str:
     text = "" if value is None else f"{value:{form}}{unit}"
     return text.rjust(width)
 
-  rate, peak = record["payload_gb_per_s"], record["peak_bytes"]
+  def megabytes(key):
+    return show(record[key] and record[key] / 2**20, ".0f", " MB", 7)
+
+  rate = record["payload_gb_per_s"]
   times = host and ratio(record, host)
   share = memcpy and ratio(memcpy, record)
   return (
-    f"{record['contender']:14}"
+    f"{record['contender']:16}"
     f" {record['median_s'] * 1e3:7.2f} ms"
     f" {record['q1_s'] * 1e3:7.2f}..{record['q3_s'] * 1e3:7.2f}"
     f" {show(rate, '.2f', ' GB/s', 10)}"
     f" {record['ns_per_token']:8.0f} ns"
-    f" {show(peak and peak / 2**20, '.0f', ' MB', 7)}"
+    f" {megabytes('peak_bytes')} {megabytes('planned_bytes')}"
     f" {show(times, '.2f', ' x', 8)}"
     f" {show(share, '.2f', '', 9)}"
   )

@@ -70,9 +70,8 @@ def _recorded(
 
 
 def loads(choices: np.ndarray, ranks: int, num_experts: int) -> np.ndarray:
-  """Returns the rows from each rank to each rank: `[source, destination]`."""
+  """Returns the rows from each rank to each expert: `[source, expert]`."""
   sources = choices.reshape(ranks, -1)
-  local = num_experts // ranks
   return np.stack(
-    [np.bincount(x[x >= 0] // local, minlength=ranks) for x in sources]
+    [np.bincount(x[x >= 0], minlength=num_experts) for x in sources]
   )

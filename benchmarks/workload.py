@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from benchmarks import routings
+from ep import presets
 
 AXIS = "ep"
 SPEC = PartitionSpec(AXIS)
@@ -28,15 +29,20 @@ SPEC = PartitionSpec(AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """T tokens of a rank, hidden size H, K choices of a token, E experts."""
+  """T tokens of a rank, hidden size H, K choices of a token, E experts.
+
+  Whole layers need F, the inner size of an expert, too.
+  """
 
   tokens: int
   hidden: int
   top_k: int
   num_experts: int
+  inner: int | None = None
 
   def __str__(self) -> str:
-    return f"{self.tokens}x{self.hidden}x{self.top_k}x{self.num_experts}"
+    sizes = dataclasses.astuple(self)
+    return "x".join(str(size) for size in sizes if size is not None)
 
 
 PRESETS = {
@@ -51,20 +57,34 @@ PRESETS = {
 }
 
 
-def parse_shapes(names: list[str]) -> list[Shape]:
-  """Returns the shapes of names: presets, or sizes like "TxHxKxE"."""
+def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
+  """Returns the shapes of names.
+
+  A name is a preset, a model of `ep.presets`, "models" for all of those, or
+  sizes like "TxHxKxE" or "TxHxKxExF". The layer of a model gets `tokens` on a
+  rank, and its H and F are divided by `scale`.
+  """
   shapes = []
   for name in names:
-    if re.fullmatch(r"\d+(x\d+){3}", name):
+    if re.fullmatch(r"\d+(x\d+){3,4}", name):
       shapes.append(Shape(*map(int, name.split("x"))))
     elif name in PRESETS:
       shapes.extend(PRESETS[name])
+    elif name in (*presets.BY_NAME, "models"):
+      models = presets.BY_NAME if name == "models" else [name]
+      shapes.extend(_of_model(model, tokens, scale) for model in models)
     else:
       raise ValueError(
-        f"{name!r} is no shape; choose among {', '.join(PRESETS)}, or write"
-        " TxHxKxE, as in 1024x2048x8x64."
+        f"{name!r} is no shape; choose among"
+        f" {', '.join([*PRESETS, *presets.BY_NAME])} and models, or write"
+        " TxHxKxE or TxHxKxExF, as in 1024x2048x8x64."
       )
   return shapes
+
+
+def _of_model(name: str, tokens: int, scale: int) -> Shape:
+  cfg = presets.scaled(presets.BY_NAME[name], scale)
+  return Shape(tokens, cfg.hidden, cfg.top_k, cfg.num_experts, cfg.inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +98,8 @@ class Layout:
       It is C / P, or exactly what this routing needs if that is more. So with
       the default capacity no routing overflows, and with a smaller one a
       contender pads no more than with a perfect guess.
+    expert_rows: the most rows that a rank sends an expert in this routing, for
+      contenders that pad to it: a perfect guess, too.
     zero_tail: whether rows past the last one that arrives must be zero.
   """
 
@@ -85,6 +107,7 @@ class Layout:
   ranks: int
   capacity: int
   pair_rows: int
+  expert_rows: int
   zero_tail: bool
 
   @property
@@ -114,14 +137,16 @@ def make_layout(
   if capacity_factor is not None:
     balanced = capacity_factor * shape.tokens * shape.top_k
     capacity = min(capacity, max(local, int(balanced)))
-  loads = routings.loads(choices, ranks, shape.num_experts)
+  to_experts = routings.loads(choices, ranks, shape.num_experts)
+  loads = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
   if loads.sum(axis=0).max() > capacity:
     raise ValueError(
       f"{shape}: {loads.sum(axis=0).max()} rows for one rank, but its capacity"
       f" is {capacity}; raise --capacity_factor, or leave it out."
     )
   pair_rows = max(-(-capacity // ranks), int(loads.max()))
-  return Layout(shape, ranks, capacity, pair_rows, zero_tail)
+  expert_rows = int(to_experts.max())
+  return Layout(shape, ranks, capacity, pair_rows, expert_rows, zero_tail)
 
 
 class Workload:
@@ -138,22 +163,26 @@ class Workload:
     """Returns global arrays, split along their first axis among the ranks.
 
     A rank's parts are topk_idx `[T, K]`, tokens `[T, H]`, topk_weights
-    `[T, K]`, rows `[C, H]` and row_weights `[C]`. Each also serves as a
-    cotangent of an array of its shape.
+    `[T, K]`, rows `[C, H]`, row_weights `[C]`, w_gate and w_up `[L, H, F]` and
+    w_down `[L, F, H]`. Each also serves as a cotangent of an array of its
+    shape.
     """
     shape, ranks = self.layout.shape, self.layout.ranks
     num_tokens, num_rows = ranks * shape.tokens, ranks * self.layout.capacity
     known = {
-      "topk_idx": (num_tokens, shape.top_k, self.choices.__getitem__),
-      "tokens": (num_tokens, shape.hidden, self.tokens),
-      "topk_weights": (num_tokens, shape.top_k, self.topk_weights),
-      "rows": (num_rows, shape.hidden, self.rows),
-      "row_weights": (num_rows, None, self.row_weights),
+      "topk_idx": (num_tokens, (shape.top_k,), self.choices.__getitem__),
+      "tokens": (num_tokens, (shape.hidden,), self.tokens),
+      "topk_weights": (num_tokens, (shape.top_k,), self.topk_weights),
+      "rows": (num_rows, (shape.hidden,), self.rows),
+      "row_weights": (num_rows, (), self.row_weights),
+      "w_gate": (shape.num_experts, self._up, self.w_gate),
+      "w_up": (shape.num_experts, self._up, self.w_up),
+      "w_down": (shape.num_experts, self._up[::-1], self.w_down),
     }
 
-    def place(count, width, make):
+    def place(count, rest, make):
       return jax.make_array_from_callback(
-        (count,) if width is None else (count, width),
+        (count, *rest),
         NamedSharding(mesh, SPEC),
         lambda index: make(np.arange(*index[0].indices(count))),
       )
@@ -166,8 +195,8 @@ class Workload:
     rows = int((self.choices >= 0).sum())
     return rows * self.layout.shape.hidden * self.dtype.itemsize
 
-  # These return any part of the inputs, by the ids of tokens or of rows. The
-  # id of a row is `rank * C + slot`.
+  # These return any part of the inputs, by the ids of tokens, rows or experts.
+  # The id of a row is `rank * C + slot`.
 
   def tokens(self, ids: np.ndarray) -> np.ndarray:
     return _numbers(ids, self.layout.shape.hidden, self.dtype)
@@ -180,6 +209,27 @@ class Workload:
 
   def row_weights(self, ids: np.ndarray) -> np.ndarray:
     return _numbers(ids + 3, 1, np.dtype("float32"))[..., 0]
+
+  def w_gate(self, ids: np.ndarray) -> np.ndarray:
+    return self._matrices(3 * ids, self._up)
+
+  def w_up(self, ids: np.ndarray) -> np.ndarray:
+    return self._matrices(3 * ids + 1, self._up)
+
+  def w_down(self, ids: np.ndarray) -> np.ndarray:
+    return self._matrices(3 * ids + 2, self._up[::-1])
+
+  @property
+  def _up(self) -> tuple[int, int | None]:
+    return self.layout.shape.hidden, self.layout.shape.inner
+
+  def _matrices(self, ids: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Returns matrices that keep the magnitude of rows that they multiply."""
+    height, width = shape
+    numbers = _numbers(
+      ids[..., None] * height + np.arange(height), width, self.dtype
+    )
+    return numbers * np.asarray(height**-0.5, self.dtype)
 
 
 _WINDOWS = 1 << 20

@@ -10,6 +10,7 @@ from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 
 from ep import debug as debug
 from ep import moe as moe
+from ep import presets as presets
 from ep._src import public as _public
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
@@ -28,10 +29,15 @@ from ep._src.grouped_matmul import grouped_matmul as grouped_matmul
 from ep._src.handle import EpHandle as EpHandle
 from ep._src.moe import moe_layer as moe_layer
 from ep._src.moe_config import MoEConfig as MoEConfig
+from ep._src.ordered_sum import ordered_psum as ordered_psum
 from ep._src.prepare import ep_prepare as ep_prepare
-from ep._src.router import load_balancing_loss as load_balancing_loss
 from ep._src.router import route_topk as route_topk
-from ep._src.router import router_z_loss as router_z_loss
+from ep._src.router_losses import load_balancing_loss as load_balancing_loss
+from ep._src.router_losses import router_entropy as router_entropy
+from ep._src.router_losses import router_z_loss as router_z_loss
+from ep._src.router_losses import (
+  sequence_balancing_loss as sequence_balancing_loss,
+)
 
 if _typing.TYPE_CHECKING:
   from ep import launch as launch

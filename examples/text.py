@@ -17,31 +17,40 @@ def standard_library() -> pathlib.Path:
 
 
 def read(path: pathlib.Path, count: int) -> np.ndarray:
+  """Returns the first `count` bytes of a text, as `read_at_most` does.
+
+  Raises:
+    ValueError: if there is less text than that.
+  """
+  text = read_at_most(path, count)
+  if text.size < count:
+    raise ValueError(
+      f"{path} holds {text.size} bytes of text, but {count} are wanted; name"
+      " another file or folder, or ask for fewer tokens."
+    )
+  return text
+
+
+def read_at_most(path: pathlib.Path, limit: int) -> np.ndarray:
   """Returns the first bytes of a file, or of a folder's files in name order.
 
   Files that hold a zero byte are no text and are left out.
 
   Args:
     path: a file or folder.
-    count: the number of bytes.
+    limit: the number of bytes, if there are as many.
 
   Returns:
-    int32 `[count]`, from 0 to 255.
-
-  Raises:
-    ValueError: if there is less text than that.
+    int32 `[N]`, from 0 to 255.
   """
   text = bytearray()
   for file in _files(path):
     content = file.read_bytes()
     if b"\0" not in content:
       text += content
-    if len(text) >= count:
-      return np.frombuffer(text, np.uint8)[:count].astype(np.int32)
-  raise ValueError(
-    f"{path} holds {len(text)} bytes of text, but {count} are wanted; name"
-    " another file or folder, or ask for fewer tokens."
-  )
+    if len(text) >= limit:
+      break
+  return np.frombuffer(text, np.uint8)[:limit].astype(np.int32)
 
 
 def _files(path: pathlib.Path) -> Iterator[pathlib.Path]:

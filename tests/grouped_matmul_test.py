@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ep._src import grouped_matmul as gm
+from ep._src import ragged, tiles
 
 C, F, G = 300, 5, 7
 
@@ -22,10 +23,7 @@ SIZES = {
   "many": [3] * 100,
 }
 
-IMPLEMENTATIONS = {
-  "tiles": (gm._matmul_by_tiles, gm._outer_by_tiles),
-  "ragged": (gm._matmul_ragged, gm._outer_ragged),
-}
+IMPLEMENTATIONS = {"tiles": tiles, "ragged": ragged}
 
 
 def _slabs(sizes):
@@ -55,14 +53,24 @@ def _inputs(sizes, dtype=jnp.float32):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", SIZES)
-def test_both_operations_beside_unused_nans(case, implementation):
+def test_the_operations_beside_unused_nans(case, implementation):
   sizes = SIZES[case]
   rows, matrices, g = _inputs(sizes)
-  matmul, outer = map(jax.jit, IMPLEMENTATIONS[implementation])
-  got = matmul(rows, matrices, jnp.int32(sizes))
-  np.testing.assert_allclose(got, _matmul(rows, matrices, sizes), 1e-5, 1e-5)
-  got = outer(rows, g, jnp.int32(sizes))
-  np.testing.assert_allclose(got, _outer(rows, g, sizes), 1e-4, 1e-4)
+
+  @jax.jit
+  def call(sizes, rows, matrices, g):
+    ops = IMPLEMENTATIONS[implementation]
+    return (
+      ops.expand(sizes, rows, [matrices], "zero"),
+      ops.contract(sizes, [g], [matrices], "zero"),
+      ops.outer(sizes, rows, [g]),
+    )
+
+  (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
+  np.testing.assert_allclose(out, _matmul(rows, matrices, sizes), 1e-5, 1e-5)
+  expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
+  np.testing.assert_allclose(back, expected, 1e-5, 1e-5)
+  np.testing.assert_allclose(sums, _outer(rows, g, sizes), 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -126,14 +134,14 @@ def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
 def test_work_is_linear_in_the_rows_used():
   steps = []
 
-  def tile(expert, start, inside, out):
-    jax.debug.callback(lambda e: steps.append(int(e)), expert)
+  def step(tile, out):
+    jax.debug.callback(lambda slab: steps.append(int(slab)), tile.slab)
     return out
 
   for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
-    gm._for_each_tile(jnp.zeros((1024, 1)), jnp.int32(sizes), tile, (1,))
+    tiles._for_each_tile(jnp.int32(sizes), 1024, step, 0)
   jax.effects_barrier()
-  assert steps == [0, 0, 3]  # the expert of each tile of 128 rows
+  assert steps == [0, 0, 3]  # the slab of each tile of 128 rows
 
 
 def test_fewer_rows_than_a_block():

@@ -96,15 +96,15 @@ def dense(config, params, x, bias=None, mask=None):
   def mean(v):
     return (keep[..., None] * v).reshape(-1, v.shape[-1]).sum(0) / count
 
+  affinities = scores / scores.sum(axis=-1, keepdims=True)
   log_p = jax.nn.log_softmax(logits)
   lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  p = jnp.exp(log_p)
   f = load / load.sum()
   return y, dict(
     load=load,
-    aux_loss=config.num_experts * (f * mean(p)).sum(),
+    aux_loss=config.num_experts * (f * mean(affinities)).sum(),
     z_loss=mean(lse**2)[0],
-    entropy=-mean(log_p * p).sum(),
+    entropy=-mean(log_p * jnp.exp(log_p)).sum(),
   )
 
 
@@ -193,6 +193,16 @@ def test_the_local_view_gives_the_same_bits():
     return jnp.stack(jax.tree.leaves(equal))
 
   assert np.asarray(jax.jit(compare)(*args)).all()
+
+
+def test_masked_tokens_visit_no_expert_and_do_not_count():
+  config, mesh_group = PLAIN, group("dp2_ep2")
+  params, x = make_params(config), tokens(R * T)
+  mask = np.random.default_rng(3).random(R * T) < 0.6
+  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  fn = with_grads(lambda params, x, mask: apply(params, x, mask=mask))
+  got = jax.jit(fn)(*put(mesh_group, config, params, x, mask))
+  assert_close(got, expected_of(config, params, x, mask=mask))
 
 
 def test_a_tight_capacity_drops_and_tells():

@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route_topk and the auxiliary losses agree with their formulas in NumPy."""
+"""route_topk agrees with its formulas in NumPy, and shards as its logits do."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from cases import jit_quickly
+from conftest import (
+  assert_shards_close,
+  assert_shards_equal,
+  make_mesh,
+  to_global,
+)
+import ep
 from ep._src import router
 
 E, K = 8, 3
@@ -115,39 +127,188 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
   np.testing.assert_array_equal(got_bias, np.zeros(E))
 
 
-def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
-  # Token t's best expert is t % E, so all are chosen equally often.
-  even = jnp.eye(E) * 3.0
-  idx, _ = router.route_topk(even, 1)
-  np.testing.assert_allclose(router.load_balancing_loss(even, idx), 1.0, 1e-6)
-  worst = jnp.tile(jnp.eye(E)[2] * 50.0, (6, 1))
-  idx, _ = router.route_topk(worst, 1)
-  np.testing.assert_allclose(router.load_balancing_loss(worst, idx), E, 1e-6)
+def _choose_in_groups(order, groups, top_groups, best, k):
+  """Chooses for one token, expert by expert, as the papers say it."""
+  size = len(order) // groups
+  members = [range(g * size, (g + 1) * size) for g in range(groups)]
+  value = [
+    sum(sorted((order[e] for e in m), reverse=True)[:best]) for m in members
+  ]
+  kept = sorted(range(groups), key=lambda g: (-value[g], g))[:top_groups]
+  allowed = [e for g in kept for e in members[g]]
+  return sorted(allowed, key=lambda e: (-order[e], e))[:k]
 
 
-def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
-  logits = _logits(4, 6)
-  idx, _ = router.route_topk(logits, K)
-  idx = idx.at[1, 2, 0].set(-1)
-  f = np.bincount(np.asarray(idx)[idx >= 0], minlength=E)
-  p = _scores(logits, "softmax").reshape(-1, E).mean(0)
-  expected = E * np.sum(f / f.sum() * p)
-  whole = router.load_balancing_loss(logits, idx)
-  ranks = jax.vmap(
-    lambda x, i: router.load_balancing_loss(x, i, axis_name="ranks"),
-    axis_name="ranks",
-  )(logits, idx)
-  np.testing.assert_allclose(whole, expected, rtol=1e-5)
-  np.testing.assert_allclose(ranks, np.full(4, expected), rtol=1e-5)
-  # Descent along the gradient lowers the logits of the most chosen expert.
-  gradient = jax.grad(router.load_balancing_loss)(logits, idx)
-  assert gradient.sum((0, 1))[f.argmax()] > 0
+@pytest.mark.parametrize(
+  "score, best, biased", [("sigmoid", 2, True), ("softmax", 1, False)]
+)
+def test_experts_are_those_of_the_best_groups(score, best, biased):
+  logits = _logits(40)
+  bias = jnp.linspace(0.5, -0.5, E) if biased else None
+  idx, weights = jit_quickly(
+    lambda x: router.route_topk(
+      x,
+      K,
+      score=score,
+      selection_bias=bias,
+      num_groups=4,
+      top_groups=2,
+      group_best=best,
+    )
+  )(logits)
+  scores = _scores(logits, score)
+  order = scores + np.asarray(bias) if biased else scores
+  expected = np.array([_choose_in_groups(t, 4, 2, best, K) for t in order])
+  np.testing.assert_array_equal(idx, expected)
+  chosen = np.take_along_axis(scores, expected, -1)
+  chosen /= chosen.sum(-1, keepdims=True)
+  np.testing.assert_allclose(weights, chosen, rtol=1e-5)
+  free = np.argsort(-order, axis=-1, kind="stable")[..., :K]
+  assert (free != expected).any()  # the limit must matter
+  other = [_choose_in_groups(t, 4, 2, 3 - best, K) for t in order]
+  assert (other != expected).any()  # and so must group_best
 
 
-def test_z_loss():
-  logits = _logits(3, 4)
-  expected = np.mean(np.log(np.exp(np.asarray(logits, float)).sum(-1)) ** 2)
-  np.testing.assert_allclose(router.router_z_loss(logits), expected, rtol=1e-5)
+def test_equal_groups_are_ordered_by_id_and_others_are_barred():
+  """No expert of another group is chosen, even if all others have -inf."""
+  low = -jnp.inf
+  logits = jnp.array([[0.0] * 8, [low, low, 0, low, 1, 1, low, low]])
+  idx, _ = router.route_topk(logits, 4, num_groups=4, top_groups=2)
+  np.testing.assert_array_equal(idx, [[0, 1, 2, 3], [4, 5, 2, 3]])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
+  """Unused entries have weight 0, and the others are normalized alone."""
+  logits = _logits(4)
+  forced = np.array([[7, 0, 3], [5, -1, 2], [-1, -1, 6], [-1, -1, -1]])
+
+  def route(x):
+    return router.route_topk(
+      x, K, normalize=normalize, scale=2.5, forced_idx=forced
+    )
+
+  (idx, weights), vjp = jax.vjp(route, logits)
+  (gradient,) = vjp((np.zeros(idx.shape, jax.dtypes.float0), weights))
+  expected = np.take_along_axis(_scores(logits, "softmax"), forced, -1)
+  expected *= forced >= 0
+  if normalize:
+    expected /= np.maximum(expected.sum(-1, keepdims=True), 1e-30)
+  assert idx.dtype == jnp.int32
+  np.testing.assert_array_equal(idx, forced)
+  np.testing.assert_allclose(weights, expected * 2.5, rtol=1e-5)
+  assert np.isfinite(gradient).all()
+  np.testing.assert_array_equal(gradient[3], np.zeros(E))
+
+
+def test_a_replayed_choice_has_the_weights_it_had():
+  logits, bias = _logits(6), jnp.linspace(0.5, -0.5, E)
+  idx, weights = router.route_topk(logits, K, selection_bias=bias)
+  again = router.route_topk(logits, K, forced_idx=idx)
+  np.testing.assert_array_equal(again[0], idx)
+  np.testing.assert_array_equal(again[1], weights)
+
+
+def test_jitter_multiplies_each_logit_by_a_number_of_its_own():
+  logits, key = jnp.ones((64, E)), jax.random.key(0)
+  idx = jnp.tile(jnp.arange(E), (64, 1))
+  _, weights = router.route_topk(
+    logits,
+    E,
+    score="sigmoid",
+    normalize=False,
+    jitter=0.25,
+    key=key,
+    forced_idx=idx,
+  )
+  noise = np.log(weights) - np.log1p(-np.asarray(weights))
+  assert 0.75 <= noise.min() < 0.76 and 1.24 < noise.max() <= 1.25001
+  assert len(np.unique(noise)) > 400
+  plain = router.route_topk(logits, K, key=key)
+  np.testing.assert_array_equal(plain[1], router.route_topk(logits, K)[1])
+
+
+def test_masked_tokens_may_hold_nan():
+  logits = _logits(2).at[1].set(jnp.nan)
+  mask = jnp.array([True, False])
+  gradient = jax.grad(
+    lambda x: router.route_topk(x, K, mask=mask)[1][:, 0].sum()
+  )(logits)
+  assert np.isfinite(gradient).all() and np.asarray(gradient[0]).any()
+
+
+def test_the_choice_is_that_of_lax_top_k():
+  """Ties, signed zeros, denormals, infinities and NaNs are ordered as there."""
+  rng = np.random.default_rng(0)
+  special = np.array(
+    [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000]
+    + [0, 0x80000000, 1, 0x80000001, 0x3F800000, 0xBF800000],
+    np.uint32,
+  ).view(np.float32)
+  cases = [
+    rng.normal(size=(64, 33)).astype(np.float32),
+    rng.integers(-2, 3, size=(64, 33)).astype(np.float32),
+    rng.choice(special, size=(256, 12)),
+    rng.integers(2**32, size=(64, 33), dtype=np.uint32).view(np.float32),
+    np.full((1, 12), 0xFFFFFFFF, np.uint32).view(np.float32),
+  ]
+  for values in cases:
+    k = values.shape[-1]
+    np.testing.assert_array_equal(
+      jit_quickly(functools.partial(router._best, k=k))(values),
+      jax.lax.top_k(values, k)[1],
+    )
+
+
+def test_ids_are_distinct_whatever_the_logits_are():
+  logits = jnp.full((1, E), jnp.nan)
+  for score in ("softmax", "sigmoid"):
+    idx, weights = router.route_topk(
+      logits, K, score=score, num_groups=4, top_groups=2
+    )
+    assert len(set(np.asarray(idx[0]))) == K
+    assert np.isnan(weights).all()
+
+
+@pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+@pytest.mark.parametrize("spec", [P(("dp", "ep")), P("dp", "ep")])
+def test_routing_is_sharded_as_the_logits_are(axis_type, spec):
+  """In the global view, neither the choice nor its gradient communicates."""
+  mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
+  logits, mask = _logits(4, 6), np.arange(24).reshape(4, 6) % 5 > 0
+  bias, key = jnp.linspace(0.5, -0.5, E), np.uint32([0, 1])
+
+  def route(x, mask, cotangent, key):
+    (weights, idx), vjp = jax.vjp(
+      lambda x: router.route_topk(
+        x,
+        K,
+        score="sigmoid",
+        selection_bias=bias,
+        mask=mask,
+        num_groups=4,
+        top_groups=2,
+        jitter=0.1,
+        key=jax.random.wrap_key_data(key),
+      )[::-1],
+      x,
+    )
+    no_tangent = np.zeros(idx.shape, jax.dtypes.float0)
+    return idx, weights, *vjp((cotangent, no_tangent))
+
+  args = logits, mask, np.asarray(_logits(4, 6)[..., :K]), key
+  sharded = [to_global(x, mesh, spec) for x in args[:3]]
+  with jax.set_mesh(mesh):
+    program = jax.jit(route).lower(*sharded, to_global(key, mesh)).compile()
+    got = program(*sharded, to_global(key, mesh))
+  ep.assert_no_hidden_collectives(program)
+  expected = jit_quickly(route)(*args)
+  assert_shards_equal(got[0], expected[0])
+  for got_, expected_ in zip(got[1:], expected[1:], strict=True):
+    assert got_.sharding.is_equivalent_to(sharded[0].sharding, 3)
+    assert_shards_close(got_, expected_, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +321,18 @@ def test_z_loss():
     (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid'\]"),
     (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
     (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
+    (dict(top_k=2, num_groups=3), "num_groups = 3 does not divide 8"),
+    (dict(top_k=2, num_groups=0), "num_groups = 0 does not divide 8"),
+    (dict(top_k=2, num_groups=4, top_groups=5), "between 1 and num_groups = 4"),
+    (
+      dict(top_k=5, num_groups=4, top_groups=2),
+      "groups of 2 experts hold only",
+    ),
+    (dict(top_k=1, num_groups=8), "group_best = 2, but groups have 1 experts"),
+    (dict(top_k=2, jitter=0.1), r"pass key=jax.random.key\("),
+    (dict(top_k=2, jitter=1.0), "at least 0 and less than 1"),
+    (dict(top_k=2, forced_idx=jnp.zeros((3, 2))), "forced_idx is float32"),
+    (dict(top_k=2, forced_idx=jnp.zeros((3, 1), int)), r"shape \(3, 2\)"),
   ],
 )
 def test_bad_arguments_are_named(options, message):

@@ -7,13 +7,19 @@ The log of each process is one of the test's undeclared outputs.
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 
-from ep import launch
-from ep._src import files
+# The launcher needs no JAX, whose import takes a second of every test. So the
+# package ep, which imports JAX, is here without its __init__.py.
+_PACKAGE = importlib.util.find_spec("ep")
+sys.modules["ep"] = importlib.util.module_from_spec(_PACKAGE)
+
+from ep import launch  # noqa: E402
+from ep._src import files  # noqa: E402
 
 # Variables for a native library that was built with a sanitizer.
 _SANITIZER_OPTIONS = {

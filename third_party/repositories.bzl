@@ -35,6 +35,12 @@ def ep_repositories():
         lock = _PY_LOCK,
     )
 
+    # It holds none of the packages of @ep_pypi.
+    pip_packages(
+        name = "ep_examples_pypi",
+        lock = "//third_party/py:requirements_examples_lock_{python}.txt",
+    )
+
     # The headers are not taken from @ep_pypi. So a module with a JAX of its own
     # can compile the native library without installing ours, and with a Python
     # that ours has no lock for.

@@ -13,7 +13,12 @@ lock() { # REQUIREMENTS PYTHON_VERSION LOCK [UV_ARGUMENT...]
 }
 
 for version in 3.11 3.12 3.13 3.14; do
-  lock py/requirements.in "$version" "requirements_lock_${version/./_}.txt"
+  base="requirements_lock_${version/./_}.txt"
+  lock py/requirements.in "$version" "$base"
+  mapfile -t held < <(sed -n 's/^\(.*\)==.*/--no-emit-package=\1/p' "py/$base")
+  lock py/requirements_examples.in "$version" \
+    "requirements_examples_lock_${version/./_}.txt" \
+    --only-binary :all: --constraints "$base" "${held[@]}"
 done
 for version in 12 13; do
   lock "cuda/requirements_cuda$version.in" 3.11 \

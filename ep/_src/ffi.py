@@ -24,7 +24,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # use; the library carries its own (//ep_ffi/handlers:interface). After a change
 # on that side, the error of every test has the digest to write here.
-INTERFACE = "f7113acd3a5c"
+INTERFACE = "d551a96147eb"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -68,7 +68,7 @@ def find_library(backend: str) -> pathlib.Path:
 
 @functools.cache
 def library(backend: str) -> ctypes.CDLL:
-  """Loads a backend's library and registers the five ops for its platform."""
+  """Loads a backend's library and registers its ops for its platform."""
   path = find_library(backend)
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)
@@ -92,7 +92,19 @@ def library(backend: str) -> ctypes.CDLL:
       },
       platform=platform,
     )
+  jax.ffi.register_ffi_target(
+    "ep_nothing", jax.ffi.pycapsule(lib.ep_nothing), platform=platform
+  )
   return lib
+
+
+def has_library(backend: str) -> bool:
+  """Returns whether a backend's library can be loaded; loads it if so."""
+  try:
+    library(backend)
+  except (OSError, NativeError):
+    return False
+  return True
 
 
 def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:

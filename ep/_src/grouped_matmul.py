@@ -1,37 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiplies each slab of rows by its own matrix, in time linear in the rows.
+"""Multiplies each slab of rows by its own matrix: a JAX primitive.
 
-`lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. On CPUs
-XLA computes it as one masked matmul per matrix, at a cost of rows x matrices;
-there, a loop over blocks of rows takes its place:
+`lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. CPUs run
+the loops of tiles.py.
 
-    block 0          block 1          block 2          block 3
-    |---------------|---------------|---------------|---------------|
-    |  slab 0                 |  slab 1     |  slab 2  |  unused ...
-    |---------------|---------|     |-------|     |----|
-    tile 0           tile 1    tile 2        tile 3
+Its derivatives come from one form, which is linear in each of three arguments:
+rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
 
-Each slab is cut into tiles of a block's height, the last of which reads past
-the slab's end and keeps only what is inside. The loop ends with the last tile
-of the last slab, so unused rows cost nothing and are never read.
+    T(X, W, Y) = sum over slabs j of <X_j W_j, Y_j>
 
-The derivatives of a grouped matmul are one more grouped matmul and one grouped
-outer product, whose own derivatives are grouped matmuls:
+The gradient of T in one of them is a function of the other two:
 
-    y = x W          dx = dy W^T        dW = x^T dy        (slab by slab)
-    W = x^T y        dx = y dW^T        dy = x dW
+    Y: expand(X, W) = X W      X: contract(Y, W) = Y W^T
+    W: outer(X, Y) = X^T Y     (slab by slab)
 
-so two functions, each with a VJP made of the two, are differentiable any number
-of times in reverse.
+The primitive is this gradient, and `missing` says in which argument. It is
+bilinear. Its tangent is the primitive of each argument's tangent with the other
+argument. Its transpose in one argument, applied to a cotangent, is the gradient
+of T in that argument with the cotangent as the missing one. So derivatives of
+all orders, in both modes, are made of this primitive alone.
+
+Several matrices may share the rows, as those of gates and values do. Then W and
+Y are lists, and T is the sum over them: one loop reads the rows once, and the
+gradients of the rows are summed before they are rounded.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-from ep._src import compat
+from ep._src import checked, compat, ragged, tiles
+from ep._src.batching import batch_sequentially
+from ep._src.compat import ad
 
-_MIN_BLOCK, _MAX_BLOCK = 16, 128  # rows; 64 and more were measured fastest
+# The arguments of T, by their places in a triple of lists [X], Ws, Ys.
+_ROWS, _MATRICES, _OUTS = range(3)
 
 
 def grouped_matmul(
@@ -44,7 +50,7 @@ def grouped_matmul(
   results and gradients are zero.
 
   Products are summed in float32 and rounded once to the dtype of `rows`.
-  Differentiable in `rows` and `matrices`, in reverse mode, to any order.
+  Differentiable in `rows` and `matrices`, in both modes, to any order.
 
   Args:
     rows: `[C, F]`.
@@ -73,143 +79,138 @@ def grouped_matmul(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
       "convert one with .astype, so that it is clear which precision is meant."
     )
-  return _matmul(*compat.vary_together(rows, matrices, group_sizes))
+  (out,) = grouped_matmuls(rows, [matrices], group_sizes, tail="zero")
+  return out
 
 
-@jax.custom_vjp
-def _matmul(rows, matrices, sizes):
-  return lax.platform_dependent(
-    rows, matrices, sizes, cpu=_matmul_by_tiles, default=_matmul_ragged
-  )
+def grouped_matmuls(
+  rows: jax.Array,
+  matrices: Sequence[jax.Array],
+  group_sizes: jax.Array,
+  *,
+  tail: str = "unspecified",
+) -> list[jax.Array]:
+  """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
-
-def _matmul_fwd(rows, matrices, sizes):
-  return _matmul(rows, matrices, sizes), (rows, matrices, sizes)
-
-
-def _matmul_bwd(residuals, g):
-  rows, matrices, sizes = residuals
-  return (
-    _matmul(g, matrices.swapaxes(1, 2), sizes),
-    _outer(rows, g, sizes),
-    None,
-  )
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-@jax.custom_vjp
-def _outer(left, right, sizes):
-  """Returns [L, F, G], `left.T @ right` of each slab of [C, F] and [C, G]."""
-  return lax.platform_dependent(
-    left, right, sizes, cpu=_outer_by_tiles, default=_outer_ragged
-  )
-
-
-def _outer_fwd(left, right, sizes):
-  return _outer(left, right, sizes), (left, right, sizes)
-
-
-def _outer_bwd(residuals, g):
-  left, right, sizes = residuals
-  return (
-    _matmul(right, g.swapaxes(1, 2), sizes),
-    _matmul(left, g, sizes),
-    None,
-  )
-
-
-_outer.defvjp(_outer_fwd, _outer_bwd)
-
-
-def _matmul_by_tiles(rows, matrices, sizes):
-  def tile(expert, start, inside, out):
-    rows_ = lax.dynamic_slice_in_dim(rows, start, inside.shape[0])
-    before = lax.dynamic_slice_in_dim(out, start, inside.shape[0])
-    after = jnp.where(inside, _dot(rows_, matrices[expert]), before)
-    return lax.dynamic_update_slice_in_dim(out, after, start, 0)
-
-  shape = (rows.shape[0], matrices.shape[2])
-  return _for_each_tile(rows, sizes, tile, shape)
-
-
-def _outer_by_tiles(left, right, sizes):
-  def tile(expert, start, inside, sums):
-    def rows_of(x):  # with zeros outside the slab, where x may be NaN
-      rows = lax.dynamic_slice_in_dim(x, start, inside.shape[0])
-      return jnp.where(inside, rows, 0)
-
-    return sums.at[expert].add(_dot(rows_of(left).T, rows_of(right)))
-
-  shape = (sizes.shape[0], left.shape[1], right.shape[1])
-  return _for_each_tile(left, sizes, tile, shape)
-
-
-def _dot(x, y):
-  return jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32))
-
-
-def _for_each_tile(rows, sizes, tile, shape):
-  """Folds `tile(expert, start, inside [height, 1], out)` over all tiles.
-
-  A tile is `height` rows from `start`; `inside` marks those that belong to the
-  slab of `expert`. The last tile of all starts early enough to end with the
-  last row. `out` starts at zero and is float32 until the end, because XLA:CPU
-  would convert all of a narrower array for each update of a part.
+  It reads the rows once, and rounds the sum of their gradients once. With
+  `tail="unspecified"` the rows after the last slab are not written, in results,
+  gradients and tangents alike.
   """
-  num_rows = rows.shape[0]
-  height = _block(num_rows, sizes.shape[0])
-  tiles = (sizes + height - 1) // height
-  tiles_end, slabs_end = jnp.cumsum(tiles), jnp.cumsum(sizes)
-  # One table of all possible tiles is cheaper than computing each in its step.
-  index = jnp.arange(num_rows // height + sizes.shape[0])
-  expert = jnp.searchsorted(tiles_end, index, "right", method="compare_all")
-  end = slabs_end[expert]
-  first = end - sizes[expert] + height * (index - (tiles_end - tiles)[expert])
-  start = jnp.minimum(first, num_rows - height)
-  table = jnp.stack([expert, start, first, end], axis=1)
-
-  def step(i, out):
-    expert, start, first, end = table[i]
-    row = start + jnp.arange(height)
-    inside = (first <= row) & (row < end)
-    return tile(expert, start, inside[:, None], out)
-
-  zeros, _ = compat.vary_together(jnp.zeros(shape, jnp.float32), rows)
-  out = lax.fori_loop(0, tiles_end[-1], step, zeros)
-  return out.astype(rows.dtype)
+  operands = compat.vary_together(group_sizes, rows, *matrices)
+  tail = checked.tail(tail)
+  return grouped_matmul_p.bind(*operands, missing=_OUTS, tail=tail)
 
 
-def _block(num_rows, num_slabs):
-  """Returns a tile's height: the rows of an average slab, within limits."""
-  average = max(num_rows // num_slabs, 1)
-  height = 1 << (average - 1).bit_length()
-  return min(max(height, _MIN_BLOCK), _MAX_BLOCK, num_rows)
+grouped_matmul_p = compat.Primitive("ep_grouped_matmul")
+grouped_matmul_p.multiple_results = True
+# An eager call compiles once for each kind and shape of operands.
+grouped_matmul_p.def_impl(
+  jax.jit(grouped_matmul_p.bind, static_argnames=["missing", "tail"])
+)
 
 
-def _matmul_ragged(rows, matrices, sizes):
-  out = lax.ragged_dot(
-    rows, matrices, sizes, preferred_element_type=jnp.float32
-  )
-  return _without_unused(out.astype(rows.dtype), sizes)
+def _triple(operands, missing):
+  """Returns the lists [X], Ws, Ys of operands; the missing one is empty."""
+  num_first = len(operands) // 2 if missing == _ROWS else 1
+  triple = [list(operands[:num_first]), list(operands[num_first:])]
+  triple.insert(missing, [])
+  return triple
 
 
-def _outer_ragged(left, right, sizes):
-  dimensions = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[],
-  )
-  return lax.ragged_dot_general(
-    _without_unused(left, sizes),
-    _without_unused(right, sizes),
-    sizes,
-    dimensions,
-    preferred_element_type=jnp.float32,
-  ).astype(left.dtype)
+def _gradient(sizes, triple, missing, pairs, **params):
+  """Applies the primitive to a triple, with only some pairs of W and Y.
+
+  Returns the results with the places that they have in the list of the missing
+  argument.
+  """
+  places = {_ROWS: [0], _MATRICES: pairs, _OUTS: pairs}
+  operands = [
+    triple[argument][place]
+    for argument in places
+    if argument != missing
+    for place in places[argument]
+  ]
+  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing, **params)
+  return zip(places[missing], outs, strict=True)
 
 
-def _without_unused(rows, sizes):
-  used = jnp.arange(rows.shape[0]) < sizes.sum()
-  return jnp.where(used[:, None], rows, 0)
+@grouped_matmul_p.def_abstract_eval
+def _types(sizes, *avals, missing, tail):
+  del tail
+  rows, matrices, outs = _triple(avals, missing)
+  if missing == _ROWS:
+    shapes = [(outs[0].shape[0], matrices[0].shape[1])]
+  elif missing == _MATRICES:
+    slabs = *sizes.shape, rows[0].shape[1]
+    shapes = [(*slabs, y.shape[1]) for y in outs]
+  else:
+    shapes = [(rows[0].shape[0], w.shape[2]) for w in matrices]
+  return [compat.out_aval(s, avals[0].dtype, avals[0]) for s in shapes]
+
+
+def _present(values):
+  """Returns the places of values that are not symbolic zeros."""
+  return [i for i, x in enumerate(values) if type(x) is not ad.Zero]
+
+
+def _jvp(primals, tangents, *, missing, **params):
+  sizes, *operands = primals
+  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing, **params)
+  out_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+  triple = _triple(operands, missing)
+  num_pairs = max(map(len, triple))
+  for argument, ts in enumerate(_triple(tangents[1:], missing)):
+    present = _present(ts)
+    if not present:
+      continue
+    replaced = [ts if i == argument else x for i, x in enumerate(triple)]
+    pairs = range(num_pairs) if argument == _ROWS else present
+    for place, term in _gradient(sizes, replaced, missing, pairs, **params):
+      out_tangents[place] = ad.add_tangents(out_tangents[place], term)
+  return outs, out_tangents
+
+
+def _transpose(cts, sizes, *operands, missing, **params):
+  triple = _triple(operands, missing)
+  is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
+  (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
+  pairs = range(max(map(len, triple)))
+  present = _present(cts)
+  if missing == _ROWS and not present:
+    pairs = []
+  if missing != _ROWS:
+    pairs = [i for i in pairs if i in present]
+  if argument != _ROWS:
+    pairs = [i for i in pairs if is_wanted[argument][i]]
+  grads = {}
+  if pairs:
+    filled = [cts if i == missing else xs for i, xs in enumerate(triple)]
+    grads = dict(_gradient(sizes, filled, argument, pairs, **params))
+  return [None] + [
+    grads.get(place) if i == argument else None
+    for i, xs in enumerate(triple)
+    for place in range(len(xs))
+  ]
+
+
+ad.primitive_jvps[grouped_matmul_p] = _jvp
+ad.primitive_transposes[grouped_matmul_p] = _transpose
+batch_sequentially(grouped_matmul_p)
+
+
+def _lowering(backend):
+  """Returns a lowering to the three functions of `tiles` or `ragged`."""
+
+  def apply(sizes, *operands, missing, tail):
+    rows, matrices, outs = _triple(operands, missing)
+    if missing == _ROWS:
+      return [backend.contract(sizes, outs, matrices, tail)]
+    if missing == _MATRICES:
+      return backend.outer(sizes, *rows, outs)
+    return backend.expand(sizes, *rows, matrices, tail)
+
+  return compat.lower_local(apply)
+
+
+compat.mlir.register_lowering(grouped_matmul_p, _lowering(ragged))
+compat.mlir.register_lowering(grouped_matmul_p, _lowering(tiles), "cpu")

@@ -89,10 +89,10 @@ def moe_layer(
     out, handle = sharding.call(
       group,
       op,
-      _local,
+      through_experts,
       [layer, Experts(activation)],
-      [routed, params],
-      [sharding.TOKENS, sharding.EXPERTS],
+      [params, *routed],
+      [sharding.EXPERTS] + [sharding.TOKENS] * 3,
       (sharding.TOKENS, sharding.RANK),
     )
     return padding.remove(out), handle
@@ -101,10 +101,6 @@ def moe_layer(
     return view(routed, params)
   out, _ = fold.examples(lambda *args: (view(*args)[0], ()), routed, params)
   return out
-
-
-def _local(layer, experts, routed, params):
-  return through_experts(layer, experts, params, *routed)
 
 
 def _check_lead(op, routed):

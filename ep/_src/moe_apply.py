@@ -8,9 +8,17 @@ from collections.abc import Mapping
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from ep._src import arguments, compat, fold, moe_params, router, sharding
+from ep._src import (
+  arguments,
+  compat,
+  fold,
+  moe_params,
+  ordered_sum,
+  router,
+  router_losses,
+  sharding,
+)
 from ep._src.experts import through_experts
 from ep._src.group import EpLayerConfig
 from ep._src.moe_config import MoEConfig
@@ -83,22 +91,22 @@ def apply(
   specs = moe_params.partition_specs(config, group.axis_name)
 
   def view(tokens, others):
-    kinds = [sharding.TOKENS, (specs, PartitionSpec(), PartitionSpec())]
-    outs = (sharding.TOKENS, PartitionSpec())
     return sharding.call(
-      group, op, _local, [layer, config], [tokens, others], kinds, outs
+      group,
+      op,
+      _apply,
+      [layer, config],
+      [*tokens, *others],
+      [sharding.TOKENS] * 3 + [specs] + [sharding.REPLICATED] * 2,
+      (sharding.TOKENS, sharding.REPLICATED),
     )
 
   tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
   return fold.examples(view, tokens, others)
 
 
-def _local(layer, config, tokens, others):
-  return _apply(layer, config, *tokens, *others)
-
-
 def _apply(layer, config, x, mask, forced_idx, params, bias, key):
-  params = _gathered(config, params)
+  params = _local_params(layer, config, params)
   with jax.named_scope("route"):
     logits = jnp.matmul(
       x.astype(jnp.float32),
@@ -107,14 +115,21 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
     )
     if config.router_bias:
       logits += params["router_bias"].astype(jnp.float32)
+    if key is not None:
+      key = jax.random.fold_in(key, lax.axis_index(layer.group.token_axes))
     topk_idx, topk_weights = router.route_topk(
       logits,
       config.top_k,
       score=config.score,
       normalize=config.normalize,
       scale=config.scale,
-      selection_bias=None if bias is None else lax.stop_gradient(bias),
+      selection_bias=bias,
       mask=mask,
+      num_groups=config.num_groups,
+      top_groups=config.top_groups,
+      forced_idx=forced_idx,
+      jitter=config.jitter,
+      key=key,
     )
   # What is multiplied by a rank's part of the inner size varies over those
   # ranks from here on, so that its gradient is summed over them here, where it
@@ -146,20 +161,24 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
     return y, _metrics(layer, config, logits, topk_idx, mask, handle)
 
 
-def _gathered(config, params):
+def _local_params(layer, config, params):
   """Returns a rank's parameters as they are multiplied.
 
   They are whole along the axis of `fsdp_axis`. Of several ranks of `tp_axis`,
   whose outputs are added, the first alone adds the last bias.
   """
-  specs = moe_params.partition_specs(config)
+  group = layer.group
+  specs = moe_params.partition_specs(config, group.axis_name)
   params = dict(params)
-  if axis := config.fsdp_axis:
-    for name, spec in specs.items():
-      if axis in spec:
-        params[name] = lax.all_gather(
-          params[name], axis, axis=spec.index(axis), tiled=True
-        )
+  fsdp = config.fsdp_axis
+  gather = ordered_sum.all_gather if config.deterministic else lax.all_gather
+  for name, spec in specs.items():
+    if fsdp and fsdp in spec:
+      axis = spec.index(fsdp)
+      params[name] = gather(params[name], fsdp, axis=axis, tiled=True)
+    if config.deterministic:
+      copies = [a for a in group.token_axes if a == fsdp or a not in spec]
+      params[name] = ordered_sum.replicated(params[name], copies)
   if config.biases and (axis := config.tp_axis):
     is_first = lax.axis_index(axis) == 0
     params["b_down"] = jnp.where(is_first, params["b_down"], 0)
@@ -181,19 +200,23 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   wanted = handle.total_recv_tokens[0]
   dropped = jnp.maximum(wanted - layer.capacity, 0)
+  batch = dict(mask=mask, axis_name=axes)
   return Metrics(
     load=lax.psum(choices.reshape(-1, experts).sum(axis=0), axes),
-    aux_loss=router.load_balancing_loss(logits, topk_idx, axis_name=axes),
-    z_loss=lax.pmean(router.router_z_loss(logits), axes),
-    entropy=lax.pmean(_entropy(logits), axes),
+    aux_loss=_BALANCE[config.balance](
+      logits, topk_idx, score=config.score, **batch
+    ),
+    z_loss=router_losses.router_z_loss(logits, **batch),
+    entropy=router_losses.router_entropy(logits, **batch),
     dropped=lax.psum(dropped, axes),
     max_rank_rows=lax.pmax(wanted, axes),
   )
 
 
-def _entropy(logits):
-  p = jax.nn.softmax(logits)
-  return -(p * jax.nn.log_softmax(logits)).sum(-1).mean()
+_BALANCE = {
+  "batch": router_losses.load_balancing_loss,
+  "sequence": router_losses.sequence_balancing_loss,
+}
 
 
 def _check(op, layer, config, params, x, is_local):

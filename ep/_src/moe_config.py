@@ -51,6 +51,11 @@ class MoEConfig:
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
       gathered when they are used.
+    deterministic: whether gradients of parameters are added in an order that
+      depends on the number of ranks alone, so that losses of a training run
+      have the same bits for every split of the ranks into mesh axes whose
+      sizes are powers of two, and in both views. It costs time and memory
+      (docs/performance.md).
     name: for messages and traces.
 
   Raises:
@@ -79,6 +84,7 @@ class MoEConfig:
   capacity_factor: float | None = None
   tp_axis: str | None = None
   fsdp_axis: str | None = None
+  deterministic: bool = False
   name: str = "moe"
 
   def __post_init__(self):
@@ -125,7 +131,9 @@ class MoEConfig:
   @property
   def experts(self) -> Experts:
     """What an expert computes."""
-    return Experts(self.activation, self.up_activation, self.weigh)
+    return Experts(
+      self.activation, self.up_activation, self.weigh, self.deterministic
+    )
 
   def layer(self, group: EpGroup) -> EpLayerConfig:
     """Binds the layer to a group, and its capacity to the group's sizes.
@@ -152,15 +160,18 @@ class MoEConfig:
       f"hidden = {self.hidden}, but the group's rows have"
       f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
     )
-    if self.capacity_factor is None:
-      return layer
-    rows = self.capacity_factor * group.max_tokens_per_rank * self.top_k
-    slabs = math.ceil(rows / layer.alignment)
-    slabs = max(slabs, group.num_local_experts)
-    rows = min(slabs * layer.alignment, layer.capacity)
-    return dataclasses.replace(
-      layer, recv_capacity_per_rank=rows, overflow="drop"
-    )
+    changes = {}
+    if self.capacity_factor is not None:
+      rows = self.capacity_factor * group.max_tokens_per_rank * self.top_k
+      slabs = math.ceil(rows / layer.alignment)
+      slabs = max(slabs, group.num_local_experts)
+      rows = min(slabs * layer.alignment, layer.capacity)
+      changes = dict(recv_capacity_per_rank=rows, overflow="drop")
+    if self.deterministic:
+      rows = changes.get("recv_capacity_per_rank", layer.capacity)
+      unit = math.lcm(128, layer.alignment)
+      changes["recv_capacity_per_rank"] = -(-rows // unit) * unit
+    return dataclasses.replace(layer, **changes)
 
 
 _CHOICES = {

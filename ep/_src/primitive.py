@@ -15,10 +15,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ep._src import compat
 from ep._src.backend import OpParams
+from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
 
 
@@ -46,30 +46,8 @@ def op(
 
   # Not cacheable: each op of a program has its own position in it.
   compat.mlir.register_lowering(primitive, lower, cacheable=False)
-  compat.batching.primitive_batchers[primitive] = functools.partial(
-    _batch_sequentially, primitive
-  )
+  batch_sequentially(primitive)
   return primitive
-
-
-def _batch_sequentially(primitive, args, dims, *, params: OpParams):
-  """Implements `vmap` by one exchange for each example, in order."""
-  batched = [
-    jnp.moveaxis(x, d, 0)
-    for x, d in zip(args, dims, strict=True)
-    if d is not None
-  ]
-
-  def one(examples):
-    examples = iter(examples)
-    operands = [
-      x if d is None else next(examples)
-      for x, d in zip(args, dims, strict=True)
-    ]
-    return primitive.bind(*operands, params=params)
-
-  outs = jax.lax.map(one, batched)
-  return outs, [0] * len(outs)
 
 
 def composite(
@@ -89,9 +67,7 @@ def composite(
     compat.mlir.lower_fun(fn, multiple_results=True),
     cacheable=False,
   )
-  compat.batching.primitive_batchers[primitive] = functools.partial(
-    _batch_sequentially, primitive
-  )
+  batch_sequentially(primitive)
   return primitive
 
 

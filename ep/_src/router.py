@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers, which turn logits into the experts and weights of each token.
 
-Nothing here communicates, except the mean of `load_balancing_loss` when it is
-given axes. Any function that returns ids and weights of these shapes can take
-the place of `route_topk`.
+Nothing here communicates, and a compiled program shards it as it shards the
+logits. Any function that returns ids and weights of these shapes can take the
+place of `route_topk`.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import functools
 from typing import Literal
 
 import jax
@@ -15,16 +17,24 @@ import jax.numpy as jnp
 
 from ep._src import arguments
 
+Score = Literal["softmax", "sigmoid"]
+
 
 def route_topk(
   logits: jax.Array,
   top_k: int,
   *,
-  score: Literal["softmax", "sigmoid"] = "softmax",
+  score: Score = "softmax",
   normalize: bool = True,
   scale: float = 1.0,
   selection_bias: jax.Array | None = None,
   mask: jax.Array | None = None,
+  num_groups: int = 1,
+  top_groups: int = 1,
+  group_best: int = 2,
+  forced_idx: jax.Array | None = None,
+  jitter: float = 0.0,
+  key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Chooses `top_k` experts for each token, and the weights to sum them with.
 
@@ -36,11 +46,18 @@ def route_topk(
       Mixtral (softmax over the chosen logits)   the defaults
       Switch Transformer, OLMoE                  normalize=False
       DeepSeek-V3                                score="sigmoid", scale=2.5,
-                                                 selection_bias=bias
+                                                 selection_bias=bias,
+                                                 num_groups=8, top_groups=4
+
+  docs/router.md has more models, and the names that other libraries give to
+  these arguments.
 
   Everything is computed in float32, and without the overflow or division by
   zero that scores themselves could meet. Weights are differentiable in
-  `logits`; the choice has no gradient.
+  `logits`; the choice has no gradient. The choice is that of `lax.top_k` in
+  every case, NaNs included: one of positive sign comes before all numbers, one
+  of negative sign after them. The ids of a token are distinct even then, and
+  its weights are NaN.
 
   Args:
     logits: `[..., E]`, any float dtype.
@@ -54,99 +71,209 @@ def route_topk(
       al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
       arXiv 2408.15664).
     mask: `[...]` bool; a token where it is False, such as one that pads a
-      sequence, gets ids -1 and weights 0 and is sent nowhere.
+      sequence, gets ids -1 and weights 0 and is sent nowhere. Its logits get no
+      gradient, and may be NaN.
+    num_groups: G; group g holds the experts from `g * E / G` to before
+      `(g + 1) * E / G`. G divides E.
+    top_groups: the groups that a token may choose experts of, from 1 to G. It
+      takes those of the highest score; of equals, the lowest first.
+    group_best: a group's score is the sum of this many of its best scores, with
+      `selection_bias` added: 2 in DeepSeek-V3 (arXiv 2412.19437), 1 in
+      DeepSeek-V2 (arXiv 2405.04434). It has no effect if `top_groups` is G.
+    forced_idx: int `[..., K]`, the choice itself, for replaying a routing, for
+      tests and for generated loads. The arguments that concern only the choice
+      have no effect then. An entry of -1 is unused: its weight is 0, and the
+      others are normalized without it. Ids are checked by `ep_prepare`.
+    jitter: with j > 0, each logit is first multiplied by a number of its own,
+      uniform in [1 - j, 1 + j), so that tokens explore (the noise of Fedus et
+      al., "Switch Transformers", arXiv 2101.03961, and Zoph et al., "ST-MoE",
+      arXiv 2202.08906, whose implementations multiply the input of the router
+      by it instead). At least 0 and less than 1; 0 means none.
+    key: `jax.random.key`, for `jitter`. In `jax.shard_map`, fold the rank in,
+      or all ranks draw the same numbers.
 
   Returns:
     `topk_idx` int32 `[..., K]`, distinct within a token, and `topk_weights`
     float32 `[..., K]`.
 
   Raises:
-    ValueError: for a `top_k`, `score` or shape that cannot be.
-    TypeError: `top_k` is no integer.
+    ValueError: for a `top_k`, `score`, group, jitter or shape that cannot be.
+    TypeError: an integer is expected, and is none.
   """
+  op = "route_topk"
   num_experts = logits.shape[-1]
-  top_k = arguments.integer("route_topk", "top_k", top_k)
-  if not 1 <= top_k <= num_experts:
-    raise ValueError(
-      f"route_topk: top_k = {top_k}, but logits of shape {logits.shape} hold "
-      f"{num_experts} experts; choose between 1 and {num_experts}."
-    )
-  if score not in _LOG_SCORES:
-    raise ValueError(
-      f"route_topk: score = {score!r}; it must be one of {[*_LOG_SCORES]}."
-    )
-  if selection_bias is not None and selection_bias.shape != (num_experts,):
-    raise ValueError(
-      f"route_topk: selection_bias has shape {selection_bias.shape}; it must "
-      f"hold one number per expert, shape {(num_experts,)}."
-    )
-  if mask is not None and mask.shape != logits.shape[:-1]:
-    raise ValueError(
-      f"route_topk: mask has shape {mask.shape}; it must hold one bool per "
-      f"token, shape {logits.shape[:-1]}."
-    )
-  logits = logits.astype(jnp.float32)
-  log_scores = _LOG_SCORES[score](logits)
-  # Logits order as their scores do, but do not saturate.
-  order = (
-    logits if selection_bias is None else (jnp.exp(log_scores) + selection_bias)
+  top_k = arguments.integer(op, "top_k", top_k)
+  arguments.check(
+    1 <= top_k <= num_experts,
+    op,
+    f"top_k = {top_k}, but logits of shape {logits.shape} hold {num_experts} "
+    f"experts; choose between 1 and {num_experts}.",
   )
-  _, topk_idx = lax.top_k(lax.stop_gradient(order), top_k)
-  chosen = jnp.take_along_axis(log_scores, topk_idx, axis=-1)
-  weights = jax.nn.softmax(chosen) if normalize else jnp.exp(chosen)
-  weights *= scale
+  check_score(op, score)
+  if selection_bias is not None:
+    arguments.check(
+      selection_bias.shape == (num_experts,),
+      op,
+      f"selection_bias has shape {selection_bias.shape}; it must hold one "
+      f"number per expert, shape {(num_experts,)}.",
+    )
+  num_groups = arguments.integer(op, "num_groups", num_groups)
+  top_groups = arguments.integer(op, "top_groups", top_groups)
+  group_best = arguments.integer(op, "group_best", group_best)
+  _check_groups(op, num_experts, top_k, num_groups, top_groups, group_best)
+  arguments.check(
+    0 <= jitter < 1,
+    op,
+    f"jitter = {jitter}; it must be at least 0 and less than 1, such as 0.01.",
+  )
+  logits = masked_float32(op, logits, mask)
+  if jitter:
+    arguments.check(
+      key is not None,
+      op,
+      f"jitter = {jitter} needs random numbers; pass key=jax.random.key(...), "
+      "another one in each step and layer.",
+    )
+    logits *= jax.random.uniform(
+      key, logits.shape, minval=1 - jitter, maxval=1 + jitter
+    )
+  log_scores = _LOG_SCORES[score](logits)
+  if forced_idx is None:
+    fixed_logits, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
+    if selection_bias is not None:
+      scores += lax.stop_gradient(selection_bias)
+    # Logits order as their scores do, but do not saturate.
+    order = fixed_logits if selection_bias is None else scores
+    allowed = None
+    if top_groups < num_groups:
+      allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
+    topk_idx = _best(order, top_k, allowed)
+  else:
+    topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
-    weights = jnp.where(mask[..., None], weights, 0.0)
-  return topk_idx, weights
+  chosen = jnp.take_along_axis(log_scores, topk_idx, axis=-1)
+
+  def weigh(chosen):
+    return (jax.nn.softmax if normalize else jnp.exp)(chosen) * scale
+
+  if mask is None and forced_idx is None:
+    return topk_idx, weigh(chosen)
+  # An unused choice takes no part in a sum. It is finite, since a token without
+  # any choice must not divide by zero.
+  used = topk_idx >= 0
+  weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
+  return topk_idx, jnp.where(used, weights, 0.0)
 
 
-def load_balancing_loss(
-  logits: jax.Array,
-  topk_idx: jax.Array,
-  *,
-  axis_name: str | Sequence[str] = (),
+def check_score(op: str, score: str) -> None:
+  """Raises `ValueError` unless `score` is the name of a score."""
+  arguments.check(
+    score in _LOG_SCORES,
+    op,
+    f"score = {score!r}; it must be one of {[*_LOG_SCORES]}.",
+  )
+
+
+def masked_float32(
+  op: str, logits: jax.Array, mask: jax.Array | None
 ) -> jax.Array:
-  """Returns how unevenly a batch loads the experts: 1 if evenly, up to E.
+  """Returns float32 logits that are 0 for the tokens that `mask` leaves out.
 
-  `E * sum_e f_e P_e`, where `f_e` is the fraction of all choices that fell on
-  expert e, and `P_e` the mean of its softmax score over all tokens; the
-  gradient reaches `logits` through P (Fedus et al., "Switch Transformers",
-  arXiv 2101.03961, equations 4 to 6, with f over K choices instead of one).
+  So nothing that stands there, not even a NaN, reaches a value or a gradient.
+  """
+  logits = logits.astype(jnp.float32)
+  if mask is None:
+    return logits
+  arguments.check(
+    mask.shape == logits.shape[:-1],
+    op,
+    f"mask has shape {mask.shape}; it must hold one bool per token, shape "
+    f"{logits.shape[:-1]}.",
+  )
+  return jnp.where(mask[..., None], logits, 0.0)
+
+
+def _check_groups(op, num_experts, top_k, num_groups, top_groups, group_best):
+  arguments.check(
+    num_groups >= 1 and num_experts % num_groups == 0,
+    op,
+    f"num_groups = {num_groups} does not divide {num_experts} experts into "
+    "groups of equal size; choose a divisor.",
+  )
+  arguments.check(
+    1 <= top_groups <= num_groups,
+    op,
+    f"top_groups = {top_groups}; choose between 1 and num_groups = "
+    f"{num_groups}.",
+  )
+  size = num_experts // num_groups
+  arguments.check(
+    top_k <= top_groups * size,
+    op,
+    f"top_k = {top_k}, but top_groups = {top_groups} groups of {size} experts "
+    f"hold only {top_groups * size}; raise top_groups or lower num_groups.",
+  )
+  arguments.check(
+    top_groups == num_groups or 1 <= group_best <= size,
+    op,
+    f"group_best = {group_best}, but groups have {size} experts; choose "
+    f"between 1 and {size}.",
+  )
+
+
+def _checked_choice(op, forced_idx, shape):
+  if not jnp.issubdtype(forced_idx.dtype, jnp.integer):
+    raise TypeError(
+      f"{op}: forced_idx is {forced_idx.dtype}; expert ids are integers."
+    )
+  arguments.check(
+    forced_idx.shape == shape,
+    op,
+    f"forced_idx has shape {forced_idx.shape}; it must hold top_k ids for each "
+    f"token, shape {shape}.",
+  )
+  return forced_idx.astype(jnp.int32)
+
+
+def _of_best_groups(scores, num_groups, top_groups, group_best):
+  """Returns bool `[..., E]`: whether an expert's group is among the best."""
+  lead, num_experts = scores.shape[:-1], scores.shape[-1]
+  groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
+  best = jnp.take_along_axis(groups, _best(groups, group_best), axis=-1)
+  chosen = _best(best.sum(axis=-1), top_groups)
+  is_chosen = (chosen[..., None] == jnp.arange(num_groups)).any(axis=-2)
+  return jnp.repeat(is_chosen, num_experts // num_groups, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _best(values, k, allowed=None):
+  """Returns the places `[..., k]` of the best float32 values `[..., n]`.
+
+  They are those of `lax.top_k`, in its order. But XLA gathers the operand of
+  `lax.top_k` on every device, while it shards reductions and elementwise
+  functions like their operands; so these are k passes of argmax.
 
   Args:
-    logits: `[..., E]`.
-    topk_idx: `[..., K]`, -1 where a choice is unused.
-    axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
-      The loss is then that of the whole batch, the same on every rank; without
-      it, each rank's own.
-
-  Returns:
-    A float32 scalar.
+    values: float32 `[..., n]`.
+    k: at most the number of allowed places.
+    allowed: bool `[..., n]`, or None for all.
   """
-  num_experts = logits.shape[-1]
-  scores = jax.nn.softmax(logits.astype(jnp.float32))
-  choices = jax.nn.one_hot(topk_idx, num_experts).reshape(-1, num_experts)
-  f = choices.sum(axis=0)
-  p = scores.reshape(-1, num_experts).mean(axis=0)
-  if axis_name:
-    f, p = lax.psum(f, axis_name), lax.pmean(p, axis_name)
-  return num_experts * jnp.sum(f / jnp.maximum(f.sum(), 1.0) * p)
-
-
-def router_z_loss(logits: jax.Array) -> jax.Array:
-  """Returns the mean over tokens of `logsumexp(logits)**2`.
-
-  As a loss it keeps logits small (Zoph et al., "ST-MoE", arXiv 2202.08906,
-  equation 5). It is a plain mean: average it over ranks like any other loss.
-
-  Args:
-    logits: `[..., E]`.
-
-  Returns:
-    A float32 scalar.
-  """
-  return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2)
+  # As whole numbers, floats have the order of `lax.top_k`: -NaN, numbers with
+  # -0 before +0, NaN. The least number is left free, for places that cannot be
+  # chosen, or were. (So two negative NaNs of the largest payloads are equal.)
+  least = jnp.iinfo(jnp.int32).min
+  bits = lax.bitcast_convert_type(values, jnp.int32)
+  keys = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+  keys = jnp.maximum(keys, least + 1)
+  if allowed is not None:
+    keys = jnp.where(allowed, keys, least)
+  places = []
+  for _ in range(k):
+    place = jnp.argmax(keys, axis=-1, keepdims=True).astype(jnp.int32)
+    keys = jnp.where(jnp.arange(keys.shape[-1]) == place, least, keys)
+    places.append(place)
+  return jnp.concatenate(places, axis=-1)
 
 
 _LOG_SCORES = {

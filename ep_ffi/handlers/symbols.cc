@@ -34,6 +34,14 @@ EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd, ep::BindDispatch());
 EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine());
 EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd());
 
+// It leaves its results as they are: fresh memory, or operands under another
+// type. XLA:CPU has no such operation (ep/_src/row_buffers.py).
+EP_DEFINE_HANDLER(ep_nothing, [](ep::ffi::RemainingArgs,
+                                 ep::ffi::RemainingRets) {
+                    return ep::ffi::Error::Success();
+                  },
+                  ep::ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
 EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
 EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }
 

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contenders that compute a whole layer: exchange, experts and weights.
+
+Each has the member
+
+  moe(topk_idx, tokens, topk_weights, w_gate, w_up, w_down) -> tokens
+
+in the view of one rank, where `w_gate` and `w_up` are `[L, H, F]`, and `w_down`
+is `[L, F, H]`. The result for a token x is the sum over its choices, each with
+its weight, of
+
+  (silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
+
+and it is differentiable in everything but `topk_idx`. `exact` is False for all:
+XLA may add in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+
+import jax
+from jax import lax
+from jax.custom_derivatives import linear_call
+import jax.numpy as jnp
+
+from benchmarks.padded import scale, sort_choices
+from benchmarks.workload import AXIS, Layout
+
+
+def inner(dot, rows, w_gate, w_up):
+  """Returns what the experts multiply by `w_down`."""
+  return jax.nn.silu(dot(rows, w_gate)) * dot(rows, w_up)
+
+
+class Sorted:
+  """Sorts rows by expert, by the ops of another contender, for `matmul`.
+
+  `matmul(rows, matrices, group_sizes)` is `lax.ragged_dot` or a function like
+  it.
+  """
+
+  exact = False
+
+  def __init__(self, layout: Layout, exchange, matmul: Callable):
+    self._layout = layout
+    self._exchange = exchange
+    self._matmul = matmul
+
+  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
+    handle = self._exchange.prepare(topk_idx)
+    _, counts = sort_choices(topk_idx, self._layout.shape.num_experts)
+    by_rank = counts.sum(0).reshape(self._layout.ranks, -1)
+    sizes = by_rank[lax.axis_index(AXIS)]
+    dot = functools.partial(self._matmul, group_sizes=sizes)
+    rows, weights = linear_call(
+      lambda handle, args: self._exchange.dispatch(handle, *args),
+      lambda handle, grads: self._exchange.dispatch_bwd(handle, *grads),
+      handle,
+      (tokens, topk_weights),
+    )
+    rows = dot(inner(dot, rows, w_gate, w_up), w_down)
+    return linear_call(
+      self._exchange.combine,
+      self._exchange.combine_bwd,
+      handle,
+      scale(rows, weights),
+    )
+
+
+class Masked:
+  """Applies every expert to every token; the weights of most are zero."""
+
+  exact = False
+
+  def __init__(self, layout: Layout):
+    self._layout = layout
+
+  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
+    gather = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
+    local = self._layout.num_local_experts
+    experts = lax.axis_index(AXIS) * local + jnp.arange(local)
+    chosen = gather(topk_idx)[..., None] == experts  # [P * T, K, L]
+    weights = (gather(topk_weights)[..., None] * chosen).sum(1)
+    dot = functools.partial(jnp.einsum, "th,lhf->tlf")
+    hidden = inner(dot, gather(tokens), w_gate, w_up)
+    hidden = hidden * weights[..., None].astype(hidden.dtype)
+    out = jnp.einsum("tlf,lfh->th", hidden, w_down)
+    return lax.psum_scatter(out, AXIS, tiled=True)
+
+
+class OneHot:
+  """Dispatches by a product with a one-hot array, as in GShard.
+
+  Each rank has a block of `expert_rows` for each expert (Lepikhin et al.,
+  "GShard", arXiv 2006.16668, algorithm 1; the groups there are the ranks).
+  """
+
+  exact = False
+
+  def __init__(self, layout: Layout):
+    self._layout = layout
+
+  def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
+    layout, shape = self._layout, self._layout.shape
+    choices = jax.nn.one_hot(topk_idx, shape.num_experts, dtype=jnp.int32)
+    chosen = choices.sum(1)  # [T, E]
+    place = jnp.where(chosen, jnp.cumsum(chosen, 0) - 1, layout.expert_rows)
+    dispatch = jax.nn.one_hot(place, layout.expert_rows, dtype=tokens.dtype)
+    weights = jnp.einsum("tke,tk->te", choices, topk_weights)
+    combine = dispatch * weights[..., None].astype(tokens.dtype)
+
+    blocks = jnp.einsum("ter,th->erh", dispatch, tokens)
+    by_rank = layout.ranks, layout.num_local_experts, *blocks.shape[1:]
+    rows = lax.all_to_all(
+      blocks.reshape(by_rank), AXIS, 0, 0
+    )  # [P, L, rows, H]
+    dot = functools.partial(jnp.einsum, "plrh,lhf->plrf")
+    rows = dot(inner(dot, rows, w_gate, w_up), w_down)
+    rows = lax.all_to_all(rows, AXIS, 0, 0).reshape(blocks.shape)
+    return jnp.einsum("ter,erh->th", combine, rows)

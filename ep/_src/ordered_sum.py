@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over ranks in an order that is fixed.
+
+The transport of `lax.psum` decides in which order it adds, and adding in
+another order rounds otherwise. Here neighbours are added first, then sums of
+neighbours:
+
+    ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))
+
+so the bits depend neither on the transport nor, if the sizes of the mesh axes
+are powers of two, on how ranks are split into axes: the sum over ("dp", "ep")
+is the sum over "dp" of the sums over "ep".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src import compat
+
+
+def ordered_psum(x: jax.Array, axis_name: str | Sequence[str]) -> jax.Array:
+  """Returns the sum of all ranks' arrays, with the same bits on each.
+
+  It gathers the arrays, so it needs memory for all of them and takes longer
+  than `lax.psum`, whose value it has but for rounding.
+
+  Args:
+    x: any shape; each rank of `axis_name` has its own.
+    axis_name: axes of the enclosing `jax.shard_map`; with none, x is returned.
+  """
+  if not axis_name:
+    return x
+  names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+  (x,) = compat.vary_together(x, axes=names)
+  return tree_sum(all_gather(x, names))
+
+
+def all_gather(
+  x: jax.Array, axis_name: str | Sequence[str], **options: Any
+) -> jax.Array:
+  """Returns `lax.all_gather`, known to be alike on all ranks.
+
+  Its transpose takes a rank's part of a cotangent that is alike on all ranks;
+  that of `lax.all_gather` adds up the ranks' cotangents.
+  """
+  to = "invarying" if compat.checks_vma() else "varying"
+  return lax.all_gather(x, axis_name, to=to, **options)
+
+
+def tree_sum(parts: jax.Array) -> jax.Array:
+  """Returns the sum of `parts[i]`, in the order of the file's comment."""
+  parts = list(parts)
+  while len(parts) > 1:
+    pairs = zip(parts[::2], parts[1::2], strict=False)
+    parts = [a + b for a, b in pairs] + parts[len(parts) & ~1 :]
+  return parts[0]
+
+
+def copies(x: jax.Array, count: int) -> jax.Array:
+  """Returns each x[i] `count` times, [N * count, ...] for x [N, ...].
+
+  The gradient of x[i] is the `tree_sum` of those of its copies.
+  """
+  return jax.custom_derivatives.linear_call(
+    lambda _, x: jnp.repeat(x, count, axis=0),
+    lambda _, ct: tree_sum(
+      ct.reshape(x.shape[0], count, *x.shape[1:]).swapaxes(0, 1)
+    ),
+    (),
+    x,
+  )
+
+
+def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
+  """Returns x, of which all ranks have a copy, with an ordered gradient.
+
+  The gradient is the `ordered_psum` of those of the copies. In a `shard_map`
+  with `check_vma=False` a gradient is that of a rank's own copy, which the
+  caller sums; it is left so.
+  """
+  if not compat.checks_vma() or not axis_name:
+    return x
+  return jax.custom_derivatives.linear_call(
+    lambda _, x: compat.vary_together(x, axes=axis_name)[0],
+    lambda _, ct: ordered_psum(ct, axis_name),
+    (),
+    x,
+  )

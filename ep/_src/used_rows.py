@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies a function to the used rows of arrays, not to all of their capacity.
+
+A rank's receive buffer is as large as the worst routing needs, and the rows
+that came are usually few of it. An activation of whole arrays would read and
+write all of that memory. On CPUs `map_used_rows` goes over blocks of rows and
+ends with the last used one, and so do its derivatives.
+
+The primitive has a function of blocks as its parameter. Its tangent is the same
+primitive with the tangent function, and its transpose the same one with the
+transposed function, so derivatives of all orders, in both modes, exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src import checked, compat, row_buffers
+from ep._src.batching import batch_sequentially
+from ep._src.compat import ad
+
+_HEIGHT = 256  # rows of a block; from 128 to 1024 it makes no difference
+
+
+def map_used_rows(
+  fn: Callable[..., Any],
+  num_used: jax.Array,
+  *arrays: jax.Array,
+  tail: str = "unspecified",
+) -> Any:
+  """Returns `fn(*arrays)`, where `fn` treats each row by itself.
+
+  Differentiable in the arrays, in both modes, to any order, with the same
+  property: rows from `num_used` on are never used, whatever they hold, NaN
+  included, and with `tail="unspecified"` neither written.
+
+  Args:
+    fn: a function of blocks [B, ...] of rows of each array, for any B, to one
+      array [B, ...] or a sequence of them. If `fn` is a new function object in
+      each call, an eager call compiles each time. If it closes over traced
+      values, it is applied to the whole arrays instead, at the cost of that.
+    num_used: int32 [], at most C.
+    *arrays: [C, ...].
+    tail: what results, tangents and gradients hold from row `num_used` on:
+      "zero" or "unspecified".
+
+  Returns:
+    What `fn` returns, with C for B.
+  """
+  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+  traced, structure = jax.make_jaxpr(fn, return_shape=True)(*blocks)
+  if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
+    outs = fn(*(cut(x, num_used) for x in arrays))
+    return jax.tree.map(lambda x: cut(x, num_used), outs)
+  operands = compat.vary_together(num_used, *arrays)
+  outs = _map_p.bind(*operands, fn=_flat(fn), tail=checked.tail(tail))
+  return jax.tree.unflatten(jax.tree.structure(structure), outs)
+
+
+def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
+  """Returns the rows, with a tail of zeros, NaNs, or as it is."""
+  if tail == "unspecified":
+    return rows
+  value = {"zero": 0, "nan": jnp.nan}[tail]
+  used = jnp.arange(rows.shape[0]) < num_used
+  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, value)
+
+
+# The functions that are parameters are made once for each function of a user,
+# because JAX's caches compare them by identity.
+
+
+@functools.lru_cache
+def _flat(fn):
+  return lambda *blocks: jax.tree.leaves(fn(*blocks))
+
+
+@functools.lru_cache
+def _tangent(fn, moving):
+  """Returns a function of blocks, and of tangents of the `moving` ones."""
+
+  def tangent(*blocks_and_tangents):
+    split = len(blocks_and_tangents) - len(moving)
+    blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
+
+    def of_moving(*values):
+      return fn(*_replaced(blocks, moving, values))
+
+    values = tuple(blocks[i] for i in moving)
+    return jax.jvp(of_moving, values, tangents)[1]
+
+  return tangent
+
+
+@functools.lru_cache
+def _transposed(fn, linear, rows, present):
+  """Returns a function of the other blocks, and of the `present` cotangents.
+
+  `fn` is linear in the operands `linear`, whose rows have the shapes and dtypes
+  `rows`.
+  """
+
+  def transposed(*others_and_cts):
+    split = len(others_and_cts) - len(present)
+    others, cts = others_and_cts[:split], others_and_cts[split:]
+    height = others_and_cts[0].shape[0]
+
+    def of_linear(*values):
+      blocks = list(others)
+      for i, value in zip(linear, values, strict=True):
+        blocks.insert(i, value)
+      outs = fn(*blocks)
+      return [outs[i] for i in present]
+
+    blocks = [jax.ShapeDtypeStruct((height, *s), d) for s, d in rows]
+    return list(jax.linear_transpose(of_linear, *blocks)(list(cts)))
+
+  return transposed
+
+
+def _replaced(values, places, new):
+  values = list(values)
+  for i, value in zip(places, new, strict=True):
+    values[i] = value
+  return values
+
+
+def _apply(num_used, *arrays, fn, tail):
+  return [cut(x, num_used, tail) for x in fn(*arrays)]
+
+
+def _apply_by_blocks(num_used, *arrays, fn, tail):
+  num_rows = arrays[0].shape[0]
+  height = min(_HEIGHT, num_rows)
+
+  def step(i, outs):
+    start = jnp.minimum(i * height, num_rows - height)
+    blocks = [lax.dynamic_slice_in_dim(x, start, height) for x in arrays]
+    inside = None
+    if tail != "unspecified":
+      inside = start + jnp.arange(height) < num_used
+    return [
+      row_buffers.write(out, rows, start, inside)
+      for out, rows in zip(outs, fn(*blocks), strict=True)
+    ]
+
+  types = jax.eval_shape(fn, *arrays)
+  outs = [row_buffers.new(t.shape, t.dtype, tail) for t in types]
+  num_blocks = (num_used + height - 1) // height
+  outs = lax.fori_loop(0, num_blocks, step, outs)
+  return [
+    row_buffers.finish(out, t.dtype) for out, t in zip(outs, types, strict=True)
+  ]
+
+
+_map_p = compat.Primitive("ep_map_used_rows")
+_map_p.multiple_results = True
+_map_p.def_impl(jax.jit(_map_p.bind, static_argnames=["fn", "tail"]))
+batch_sequentially(_map_p)
+
+
+@_map_p.def_abstract_eval
+def _types(num_used, *avals, fn, tail):
+  del num_used, tail
+  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+  outs = jax.eval_shape(fn, *blocks)
+  return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
+
+
+def _jvp(primals, tangents, *, fn, tail):
+  outs = _map_p.bind(*primals, fn=fn, tail=tail)
+  tangents = tangents[1:]
+  moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+  out_tangents = _map_p.bind(
+    *primals,
+    *(tangents[i] for i in moving),
+    fn=_tangent(fn, moving),
+    tail=tail,
+  )
+  return outs, out_tangents
+
+
+def _transpose(cts, num_used, *arrays, fn, tail):
+  linear = tuple(i for i, x in enumerate(arrays) if ad.is_undefined_primal(x))
+  present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
+  grads = [None] * len(arrays)
+  if present:
+    rows = tuple((arrays[i].aval.shape[1:], arrays[i].aval.dtype) for i in linear)
+    others = (x for i, x in enumerate(arrays) if i not in linear)
+    outs = _map_p.bind(
+      num_used,
+      *others,
+      *(cts[i] for i in present),
+      fn=_transposed(fn, linear, rows, present),
+      tail=tail,
+    )
+    grads = _replaced(grads, linear, outs)
+  return [None, *grads]
+
+
+ad.primitive_jvps[_map_p] = _jvp
+ad.primitive_transposes[_map_p] = _transpose
+compat.mlir.register_lowering(_map_p, compat.lower_local(_apply))
+compat.mlir.register_lowering(_map_p, compat.lower_local(_apply_by_blocks), "cpu")

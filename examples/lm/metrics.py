@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a run: one JSON object a step, and a line on the terminal."""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from examples.lm.train import Report
+
+
+def record(step: int, report: Report) -> dict[str, Any]:
+  """Returns a step's numbers as plain values, by name.
+
+  step           steps done
+  loss           cross-entropy, in nats per byte
+  learning_rate  of this step
+  grad_norm      of all gradients, before they are clipped
+  imbalance      the busiest expert's load over the mean, of each layer
+  dropped        choices that found no room, of each layer
+  entropy        of the router's odds in nats, the mean over tokens, of
+                 each layer
+  aux_loss       the balancing loss, of each layer: 1 if balanced
+  max_rank_rows  rows that the busiest rank was sent, of each layer
+  load           [layers][experts], choices that fell on each expert
+  """
+  experts = report.experts
+  load = np.asarray(experts.load)
+  return {
+    "step": step,
+    "loss": float(report.loss),
+    "learning_rate": float(report.learning_rate),
+    "grad_norm": float(report.grad_norm),
+    "imbalance": (load.max(axis=1) / load.mean(axis=1)).tolist(),
+    "dropped": np.asarray(experts.dropped).tolist(),
+    "entropy": np.asarray(experts.entropy).tolist(),
+    "aux_loss": np.asarray(experts.aux_loss).tolist(),
+    "max_rank_rows": np.asarray(experts.max_rank_rows).tolist(),
+    "load": load.astype(int).tolist(),
+  }
+
+
+class History:
+  """The records of a run, in memory and, with a path, as lines of a file.
+
+  The file gets each line at once, so `tail -f` shows the run. A run that
+  resumes after step n keeps the lines up to that step, and makes the others
+  again. Records hold no times, so a run's file is the same however often it was
+  resumed.
+  """
+
+  def __init__(self, path: pathlib.Path | None = None, steps_done: int = 0):
+    self.records: list[dict[str, Any]] = []
+    self._file = None
+    if path is not None:
+      self._file = path.open("a+b")
+      self._file.seek(0)
+      lines = self._file.readlines()[:steps_done]
+      self._file.truncate(sum(map(len, lines)))
+      self.records = [json.loads(line) for line in lines]
+
+  def append(self, new: dict[str, Any]) -> None:
+    """Adds a record; raises `OSError` if its line cannot be written."""
+    self.records.append(new)
+    if self._file:
+      self._file.write(json.dumps(new).encode() + b"\n")
+      self._file.flush()
+
+
+class Progress:
+  """A line on the terminal that shows how far a run is.
+
+  Args:
+    first, steps: the steps done before, and in all.
+    tokens: of a step.
+    unigram: the loss of a model that knows the frequencies of bytes only.
+  """
+
+  def __init__(self, first: int, steps: int, tokens: int, unigram: float):
+    self._steps, self._tokens, self._unigram = steps, tokens, unigram
+    self._bar = tqdm.tqdm(
+      initial=first * tokens,
+      total=steps * tokens,
+      unit=" tokens",
+      unit_scale=True,
+      desc="compiling",
+      bar_format="{percentage:3.0f}% {desc}  {rate_fmt}  {elapsed}<{remaining}",
+      mininterval=1.0,
+      file=sys.stdout,
+      disable=jax.process_index() != 0,
+    )
+
+  def show(self, new: dict[str, Any]) -> None:
+    self._bar.set_description_str(
+      f"step {new['step']}/{self._steps}"
+      f"  loss {new['loss']:.3f} (unigram {self._unigram:.3f})"
+      f"  max/mean {max(new['imbalance']):.2f}"
+      f"  dropped {sum(new['dropped'])}",
+      refresh=False,
+    )
+    self._bar.update(self._tokens)
+
+  def __enter__(self) -> "Progress":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._bar.close()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses of a router agree with their formulas, on one rank and on four."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from cases import jit_quickly
+from conftest import assert_shards_close, make_mesh, to_global
+import ep
+
+E, K = 8, 3
+
+LOSSES = {
+  "load": lambda x, i, m, a=(): ep.load_balancing_loss(
+    x, i, mask=m, axis_name=a
+  ),
+  "load_sigmoid": lambda x, i, m, a=(): ep.load_balancing_loss(
+    x, i, score="sigmoid", mask=m, axis_name=a
+  ),
+  "sequence": lambda x, i, m, a=(): ep.sequence_balancing_loss(
+    x, i, score="sigmoid", mask=m, axis_name=a
+  ),
+  "z": lambda x, i, m, a=(): ep.router_z_loss(x, mask=m, axis_name=a),
+  "entropy": lambda x, i, m, a=(): ep.router_entropy(x, mask=m, axis_name=a),
+}
+
+
+def _logits(*lead):
+  rng = np.random.default_rng(0)
+  return (rng.normal(size=(*lead, E)) * 2).astype(np.float32)
+
+
+def _batch():
+  """Returns logits, choices and mask of 8 sequences, one of them empty.
+
+  What is masked has choices, and logits that are NaN or large.
+  """
+  logits = _logits(8, 6)
+  idx = np.array(ep.route_topk(logits, K)[0])
+  idx[1, 2, 0] = -1
+  mask = np.random.default_rng(1).random((8, 6)) < 0.7
+  mask[3] = False
+  logits[~mask] = 50.0
+  logits[3] = np.nan
+  return logits, idx, mask
+
+
+def _softmax(x):
+  x = np.asarray(x, np.float64)
+  e = np.exp(x - x.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+def _imbalance(scores, idx):
+  """Returns the formula of the papers for the tokens of one batch."""
+  f = np.bincount(idx[idx >= 0], minlength=E)
+  p = (scores / scores.sum(-1, keepdims=True)).mean(0)
+  return E * np.sum(f / f.sum() * p)
+
+
+def _expected(logits, idx, mask):
+  """Returns each loss, computed from the tokens that count alone."""
+  kept = np.float64(logits[mask])
+  sigmoid = 1 / (1 + np.exp(-np.float64(logits)))
+  soft = _softmax(kept)
+  sequences = [
+    _imbalance(s[m], i[m])
+    for s, i, m in zip(sigmoid, idx, mask, strict=True)
+    if m.any()
+  ]
+  return {
+    "load": _imbalance(soft, idx[mask]),
+    "load_sigmoid": _imbalance(sigmoid[mask], idx[mask]),
+    "sequence": np.mean(sequences),
+    "z": np.mean(np.log(np.exp(kept).sum(-1)) ** 2),
+    "entropy": np.mean(-(soft * np.log(soft)).sum(-1)),
+  }
+
+
+def _all_with_gradients(logits, idx, mask, axis_name=()):
+  """Returns the value of each loss, and its gradient."""
+  return {
+    name: jax.value_and_grad(loss)(logits, idx, mask, axis_name)
+    for name, loss in LOSSES.items()
+  }
+
+
+@functools.cache
+def _whole():
+  return jit_quickly(_all_with_gradients)(*_batch())
+
+
+def test_padding_counts_for_nothing():
+  """Values are those of the other tokens alone; padding gets no gradient."""
+  logits, idx, mask = _batch()
+  expected = _expected(logits, idx, mask)
+  for name, (value, gradient) in _whole().items():
+    np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
+    gradient = np.asarray(gradient)
+    np.testing.assert_array_equal(gradient[~mask], 0.0, err_msg=name)
+    assert np.isfinite(gradient).all() and gradient[mask].any(), name
+
+
+def test_gradients_are_those_of_the_tokens_alone():
+  """The kept tokens without any mask get the same gradient."""
+  logits, idx, mask = _batch()
+  alone = jit_quickly(lambda x, i: _all_with_gradients(x[None], i[None], None))(
+    logits[mask], idx[mask]
+  )
+  for name in ("load", "load_sigmoid", "z", "entropy"):
+    got = np.asarray(_whole()[name][1])[mask]
+    np.testing.assert_allclose(got, alone[name][1][0], atol=1e-7, err_msg=name)
+
+
+def test_a_batch_of_padding_has_no_loss_and_no_gradient():
+  logits, idx, mask = _batch()
+  nothing = jit_quickly(_all_with_gradients)(logits, idx, np.zeros_like(mask))
+  for leaf in jax.tree.leaves(nothing):
+    np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
+  mesh = make_mesh({"ep": 4})
+
+  def ranks(logits, idx, mask):
+    # A value for each rank; with check_vma a replicated one would be checked.
+    results = _all_with_gradients(logits, idx, mask, "ep")
+    return {
+      name: (jax.lax.pcast(value, "ep", to="varying")[None], gradient)
+      for name, (value, gradient) in results.items()
+    }
+
+  program = jit_quickly(
+    jax.shard_map(ranks, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+  )
+  got = program(*(to_global(x, mesh, P("ep")) for x in _batch()))
+  for name, (value, gradient) in got.items():
+    expected, expected_gradient = _whole()[name]
+    assert_shards_close(value, np.full(4, expected), rtol=1e-6)
+    assert_shards_close(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+def test_global_losses_only_sum(axis_type):
+  """In the global view nothing but the sums over ranks is communicated."""
+  mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
+  args = [to_global(x, mesh, P("dp", "ep")) for x in _batch()]
+  with jax.set_mesh(mesh):
+    program = jax.jit(_all_with_gradients).lower(*args).compile()
+    got = program(*args)
+  ep.assert_no_hidden_collectives(program, allow=["all-reduce"])
+  for name, (value, gradient) in got.items():
+    assert_shards_close(value, _whole()[name][0], rtol=1e-5)
+    assert_shards_close(gradient, _whole()[name][1], rtol=1e-5, atol=1e-7)
+
+
+def test_entropy_is_zero_for_one_expert_and_log_e_for_all():
+  one = jnp.where(jnp.arange(E) == 2, 0.0, -jnp.inf)[None]
+  value, gradient = jax.value_and_grad(ep.router_entropy)(one)
+  assert value == 0 and np.isfinite(gradient).all()
+  np.testing.assert_allclose(
+    ep.router_entropy(jnp.ones((3, E))), np.log(E), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda x, i: LOSSES["load"](x, i[1:], None), "must have the same tokens"),
+    (lambda x, i: LOSSES["z"](x, i, jnp.ones(3, bool)), r"shape \(2, 4\)"),
+    (lambda x, i: LOSSES["sequence"](x[0, 0], i[0, 0], None), "last two axes"),
+    (lambda x, i: ep.load_balancing_loss(x, i, score="relu"), "one of"),
+  ],
+)
+def test_bad_arguments_are_named(call, message):
+  with pytest.raises(ValueError, match=message):
+    call(jnp.zeros((2, 4, E)), jnp.zeros((2, 4, K), jnp.int32))
+
+
+def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
+  # Token t's best expert is t % E, so all are chosen equally often.
+  even = jnp.eye(E) * 3.0
+  idx, _ = ep.route_topk(even, 1)
+  np.testing.assert_allclose(ep.load_balancing_loss(even, idx), 1.0, 1e-6)
+  worst = jnp.tile(jnp.eye(E)[2] * 50.0, (6, 1))
+  idx, _ = ep.route_topk(worst, 1)
+  np.testing.assert_allclose(ep.load_balancing_loss(worst, idx), E, 1e-6)
+
+
+def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
+  logits = jnp.asarray(_logits(4, 6))
+  idx, _ = ep.route_topk(logits, K)
+  idx = idx.at[1, 2, 0].set(-1)
+  f = np.bincount(np.asarray(idx)[idx >= 0], minlength=E)
+  p = _softmax(logits).reshape(-1, E).mean(0)
+  expected = E * np.sum(f / f.sum() * p)
+  whole = ep.load_balancing_loss(logits, idx)
+  ranks = jax.vmap(
+    lambda x, i: ep.load_balancing_loss(x, i, axis_name="ranks"),
+    axis_name="ranks",
+  )(logits, idx)
+  np.testing.assert_allclose(whole, expected, rtol=1e-5)
+  np.testing.assert_allclose(ranks, np.full(4, expected), rtol=1e-5)
+  # Descent along the gradient lowers the logits of the most chosen expert.
+  gradient = jax.grad(ep.load_balancing_loss)(logits, idx)
+  assert gradient.sum((0, 1))[f.argmax()] > 0
+
+
+def test_z_loss():
+  logits = jnp.asarray(_logits(3, 4))
+  expected = np.mean(np.log(np.exp(np.asarray(logits, float)).sum(-1)) ** 2)
+  np.testing.assert_allclose(ep.router_z_loss(logits), expected, rtol=1e-5)
