@@ -12,7 +12,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import compat, ordered_sum
+from ep._src import compat
 from ep._src.combine import ep_combine
 from ep._src.dispatch import ep_dispatch
 from ep._src.group import EpLayerConfig
@@ -113,12 +113,7 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
   num_used = group_sizes.sum()
 
   def multiply(rows, matrices):
-    if segments is None:
-      return grouped_matmuls(rows, matrices, group_sizes)
-    # Each segment is a slab of its own, with a copy of the slab's matrix.
-    count = segments.shape[1]
-    copies = [ordered_sum.copies(m, count) for m in matrices]
-    return grouped_matmuls(rows, copies, segments.ravel())
+    return grouped_matmuls(rows, matrices, group_sizes, segments=segments)
 
   def products(rows, ones, names):
     """Returns rows @ w for each name, then ones * b if there are biases."""
