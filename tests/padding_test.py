@@ -78,6 +78,16 @@ def test_outside_of_jit():
   check(layer(), (6,), run=lambda fn: fn)
 
 
+def test_examples_of_vmap():
+  """They are one batch, whose first axis is that of the examples."""
+  config = layer()
+  idx, tokens, weights, up, down = arrays((2, 5))
+  batched = jax.vmap(padded(config), in_axes=(0, 0, 0, None, None))
+  got = jax.jit(batched)(idx, tokens, weights, up, down)
+  want = np.asarray(dense(idx, tokens, weights, up, down))
+  assert_shards_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_a_batch_that_divides_stays_as_it_is():
   """Its program is the same as without the option."""
   config = layer()
