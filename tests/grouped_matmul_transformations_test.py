@@ -84,7 +84,9 @@ DERIVATIVES = {
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 def test_derivatives(derivative):
   args = inputs()
-  close(jit_quickly(derivative(gated))(*args), jit_quickly(derivative(dense))(*args))
+  close(
+    jit_quickly(derivative(gated))(*args), jit_quickly(derivative(dense))(*args)
+  )
 
 
 @pytest.mark.parametrize("argument", range(3))
@@ -126,7 +128,9 @@ def test_vmap(batched):
   s = jnp.stack([SIZES, jnp.int32([0, 4, 4])])
   args = [
     a if b else a[0]
-    for a, b in zip((x, w, v, s), (rows, matrices, matrices, sizes), strict=True)
+    for a, b in zip(
+      (x, w, v, s), (rows, matrices, matrices, sizes), strict=True
+    )
   ]
   axes = [0 if b else None for b in (rows, matrices, matrices, sizes)]
 
