@@ -35,7 +35,7 @@ def contract(sizes, segments, outs, matrices, tail):
 
 
 def outer(sizes, segments, rows, outs):
-  """Returns [L, F, G] for each of `outs` [C, G]: each slab's rows^T times it."""
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
   del segments
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

@@ -36,7 +36,7 @@ def new(shape: tuple[int, ...], dtype, tail: str) -> jax.Array:
 def write(
   buffer: jax.Array, rows: jax.Array, start: jax.Array, inside=None
 ) -> jax.Array:
-  """Returns the buffer with `rows` at `start`; only those `inside`, if given."""
+  """Returns the buffer with `rows` at `start`, or only those `inside`."""
   rows = _encode(rows)
   if inside is not None:
     before = lax.dynamic_slice_in_dim(buffer, start, rows.shape[0])

@@ -76,7 +76,7 @@ def contract(sizes, segments, outs, matrices, tail):
 
 
 def outer(sizes, segments, rows, outs):
-  """Returns [L, F, G] for each of `outs` [C, G]: each slab's rows^T times it."""
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
   num_rows, num_segments = rows.shape[0], segments.shape[1]
   height = _height(num_rows, segments)
 
