@@ -171,7 +171,7 @@ def test_a_disk_without_room_stops_the_run(program, folder, monkeypatch):
   monkeypatch.setattr(
     "shutil.disk_usage", lambda _: types.SimpleNamespace(free=1 << 10)
   )
-  with pytest.raises(processes.Stop, match="but the disk has 0 MiB left"):
+  with pytest.raises(processes.Stop, match="but the disk has 0.0 MB left"):
     checkpoints.save(program.state())
 
 

@@ -95,11 +95,12 @@ class Checkpoints:
     tempfile.TemporaryFile(dir=self._folder).close()
 
   def _check_room(self, state):
-    needed = sum(x.nbytes for x in jax.tree.leaves(state))
+    # Each process's part is merged into one file before it is removed.
+    needed = 2 * sum(x.nbytes for x in jax.tree.leaves(state))
     free = shutil.disk_usage(self._folder).free
     if free < needed:
       raise OSError(
-        f"{self._folder}: a checkpoint takes {needed >> 20} MiB, but the disk"
-        f" has {free >> 20} MiB left; make room, and start the same command"
-        " again."
+        f"{self._folder}: a checkpoint takes {needed / 1e6:.1f} MB, but the"
+        f" disk has {free / 1e6:.1f} MB left; make room, and start the same"
+        " command again."
       )

@@ -41,6 +41,7 @@ def plot(
     axes.plot(steps, values, linewidth=0.8, label=range(layers))
     axes.set_title(title)
   imbalance.legend(title="layer", ncols=2)
+  dropped.set_ylim(0, max(1, *dropped.get_ylim()))
 
   even = load.mean(axis=2, keepdims=True)
   maps = bottom.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
@@ -58,7 +59,7 @@ def plot(
   maps[0].set_title("load of each expert / mean")
   maps[-1].set_xlabel("step")
   bottom.colorbar(image, ax=maps)
-  figure.savefig(path, dpi=100)
+  figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":
