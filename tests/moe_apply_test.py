@@ -205,6 +205,19 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
   assert_close(got, expected_of(config, params, x, mask=mask))
 
 
+@pytest.mark.parametrize("lead", [(1,), (3, 2)])
+def test_any_batch_is_padded_when_asked(lead):
+  config, mesh_group = PLAIN, group("dp2_ep2")
+  params, x = make_params(config), tokens(*lead)
+  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  (placed,) = put(mesh_group, config, params)
+  whole = to_global(x, mesh_group.mesh)
+  with pytest.raises(ValueError, match="cannot be split over 4 ranks"):
+    apply(placed, whole)
+  got = jax.jit(with_grads(functools.partial(apply, pad=True)))(placed, whole)
+  assert_close(got, expected_of(config, params, x))
+
+
 def test_a_tight_capacity_drops_and_tells():
   mesh_group = group("ep4")
   config = dataclasses.replace(PLAIN, capacity_factor=1.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 
 import jax
 from jax import lax
@@ -20,9 +21,10 @@ from ep._src import (
   sharding,
 )
 from ep._src.experts import through_experts
-from ep._src.group import EpLayerConfig
+from ep._src.group import check_layer, EpLayerConfig
 from ep._src.moe_config import MoEConfig
 from ep._src.moe_metrics import Metrics
+from ep._src.padding import Padding
 
 
 def apply(
@@ -35,6 +37,7 @@ def apply(
   mask: jax.Array | None = None,
   forced_idx: jax.Array | None = None,
   key: jax.Array | None = None,
+  pad: bool = False,
 ) -> tuple[jax.Array, Metrics]:
   """Applies a MoE layer: routes, exchanges, runs the experts, and sums.
 
@@ -74,6 +77,10 @@ def apply(
       those with the highest scores, as in `ep.route_topk`.
     key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
       folds in its number.
+    pad: whether x may have a first axis that does not divide over the ranks in
+      the global view, as in `moe_layer`. If it does not, then masked tokens are
+      added, y is not split over the ranks, and `Metrics.aux_loss` is that of
+      the batch whatever `config.balance` is.
 
   Returns:
     y, like `x`, and `Metrics`.
@@ -82,24 +89,34 @@ def apply(
     ValueError, TypeError: an argument does not fit; it is named.
     ep.EpError: when the program runs; see `ep_prepare`.
   """
+  check_layer("ep.moe.apply", layer)
   group = layer.group
   op = f'ep.moe.apply(layer "{layer.name}")'
-  is_local = sharding.is_local_view(group, op)
   x = jnp.asarray(x)
-  _check(op, layer, config, params, x, is_local)
-
-  specs = moe_params.partition_specs(config, group.axis_name)
+  _check(op, layer, config, params, x, sharding.is_local_view(group, op))
 
   def view(tokens, others):
-    return sharding.call(
+    x, mask, forced_idx = tokens
+    padding = Padding.of(group, op, x.shape[:-1]) if pad else Padding(())
+    view_config = config
+    if padding.axes:
+      mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
+      x, mask = padding.add(x, 0), padding.add(mask, False)
+      if forced_idx is not None:
+        forced_idx = padding.add(forced_idx, -1)
+      view_config = dataclasses.replace(config, balance="batch")
+    sharding.local_lead(group, op, "x", x.shape)
+    specs = moe_params.partition_specs(config, group.axis_name)
+    y, metrics = sharding.call(
       group,
       op,
       _apply,
-      [layer, config],
-      [*tokens, *others],
+      [layer, view_config],
+      [x, mask, forced_idx, *others],
       [sharding.TOKENS] * 3 + [specs] + [sharding.REPLICATED] * 2,
       (sharding.TOKENS, sharding.REPLICATED),
     )
+    return padding.remove(y), metrics
 
   tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
   return fold.examples(view, tokens, others)

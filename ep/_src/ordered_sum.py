@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 
 from ep._src import compat
 
@@ -53,11 +54,10 @@ def all_gather(
 
 
 def tree_sum(parts: jax.Array) -> jax.Array:
-  """Returns the sum of `parts[i]`, in the order of the file's comment."""
-  parts = list(parts)
-  while len(parts) > 1:
-    pairs = zip(parts[::2], parts[1::2], strict=False)
-    parts = [a + b for a, b in pairs] + parts[len(parts) & ~1 :]
+  """Returns the sum of parts [N, ...] over the first axis, in that order."""
+  while parts.shape[0] > 1:
+    last = parts[parts.shape[0] // 2 * 2 :]
+    parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])
   return parts[0]
 
 

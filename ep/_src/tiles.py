@@ -33,7 +33,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import row_buffers
+from ep._src import ordered_sum, row_buffers
 
 _MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows; 64 and more were measured fastest
 _FIXED_HEIGHT = 64  # with segments
@@ -99,7 +99,7 @@ def outer(sizes, segments, rows, outs):
       add_tile,
       zeros(num_segments),
     )
-    trees = map(_tree_sum, parts)
+    trees = map(ordered_sum.tree_sum, parts)
     return [s.at[slab].set(t) for s, t in zip(sums, trees, strict=True)]
 
   starts, sums = _starts(sizes), zeros(sizes.shape[0])
@@ -108,14 +108,6 @@ def outer(sizes, segments, rows, outs):
   else:
     sums = _for_each_tile(starts, sizes, num_rows, height, add_tile, sums)
   return [s.astype(rows.dtype) for s in sums]
-
-
-def _tree_sum(parts):
-  """Returns the sum over the first axis: that of its halves, and so on."""
-  while parts.shape[0] > 1:
-    last = parts[parts.shape[0] // 2 * 2 :]
-    parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])
-  return parts[0]
 
 
 def _dot(x, y, x_axis, y_axis):
