@@ -179,7 +179,7 @@ def run_ranks() -> int:
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload.AXIS,), axis_types=(AxisType.Auto,)
   )
-  say(f"world {world}, load average {load[0]:.1f}")
+  say(f"world {world}, load average {load[0]:.1f}, {_CLOCK.value} time")
   names, skipped = [], []
   for name in _chosen(_CONTENDERS, contenders.names(), _GATE_CONTENDERS):
     if why := contenders.why_not(name, mesh):

@@ -70,7 +70,8 @@ def measure(
         outputs = jax.block_until_ready(program(*args))
         memories[op][name] = {
           "peak_bytes": meter.peak_bytes(),
-          "planned_bytes": planned.temp_size_in_bytes,
+          # XLA plans for one device.
+          "planned_bytes": planned.temp_size_in_bytes * mesh.local_mesh.size,
         }
         if op != "prepare":  # checked through the ops that use its handle
           _check(oracle, name, op, outputs, exact=contender.exact)

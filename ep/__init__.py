@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
 
-import importlib
-import typing
+import importlib as _importlib
+import typing as _typing
 
 from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 
@@ -11,6 +11,7 @@ from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 from ep import debug as debug
 from ep import moe as moe
 from ep import presets as presets
+from ep._src import public as _public
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
 from ep._src.checked import checked as checked
@@ -38,12 +39,18 @@ from ep._src.router_losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
 
-if typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
   from ep import launch as launch
 
+__all__ = list(_public.names(globals()) + ["launch"])
 
-def __getattr__(name: str) -> typing.Any:
+
+def __dir__() -> list[str]:
+  return __all__
+
+
+def __getattr__(name: str) -> _typing.Any:
   # Python would warn in `python -m ep.launch` if it were imported above.
   if name == "launch":
-    return importlib.import_module("ep.launch")
+    return _importlib.import_module("ep.launch")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,8 +6,11 @@ params = ep.moe.init(key, cfg)
 y, metrics = ep.moe.apply(cfg.layer(group), cfg, params, x)
 """
 
+from ep._src import public as _public
 from ep._src.moe_apply import apply as apply
 from ep._src.moe_metrics import Metrics as Metrics
 from ep._src.moe_metrics import update_bias as update_bias
 from ep._src.moe_params import init as init
 from ep._src.moe_params import partition_specs as partition_specs
+
+__all__ = list(_public.names(globals()))

@@ -2,12 +2,8 @@
 """The benchmark runs in both worlds, and rejects wrong results."""
 
 import json
-import os
-import subprocess
 import sys
 
-from absl import app
-from absl.testing import flagsaver
 import jax
 from jax import lax
 from jax.sharding import AxisType
@@ -19,26 +15,13 @@ from benchmarks import workload as workload_lib
 from benchmarks.ops import OPS
 from benchmarks.oracle import WrongResult
 from benchmarks.padded import PaddedGather
+import programs
 
 SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
 
 
-def _run(*argv):
-  """Runs a program as a user does, and returns its exit code and output."""
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
-  done = subprocess.run(
-    [sys.executable, *map(str, argv)],
-    env=env,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  return done.returncode, done.stdout
-
-
 def _bench(*flags):
-  return _run(ep_bench.__file__, *flags)
+  return programs.run(ep_bench.__file__, *flags)
 
 
 def test_results_of_both_worlds_are_recorded(tmp_path):
@@ -119,7 +102,7 @@ app.run(ep_bench.main)
 """
   )
   flags = f"--shapes={SHAPE}", "--rounds=1", "--ops=dispatch,combine"
-  code, output = _run(
+  code, output = programs.run(
     *("-m", "ep.launch", "--num_processes=4", program, *flags),
     "--contenders=wrong",
   )
@@ -328,14 +311,7 @@ def test_recorded_routings_are_replayed_or_refused(tmp_path):
   ],
 )
 def test_bad_flags_are_explained_once(monkeypatch, capfd, flags, message):
-  """They are explained before a rank starts. This process is the program."""
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-  monkeypatch.setattr(sys, "argv", ["ep_bench.py", *flags])
-  with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-    app.run(ep_bench.main)
-  # Python prints an exit code that is a text.
-  output = "".join(capfd.readouterr()) + str(end.value)
-  assert end.value.code != 0
+  output = programs.refusal(ep_bench.main, flags, monkeypatch, capfd)
   assert output.count(message) == 1, output
 
 

@@ -96,7 +96,7 @@ def transformed(transform, fn):
 @pytest.mark.parametrize(
   "of, transform",
   [(of_ops, t) for t in (plain, grad, jvp, vmap)]
-  + [(of_layer, t) for t in (plain, grad)],
+  + [(of_layer, t) for t in (plain, grad, jvp)],
 )
 def test_a_second_call_compiles_nothing(of, transform):
   """Its results are those of a jitted call."""

@@ -129,6 +129,74 @@ def test_combine_refuses(rows, weights, words):
   )
 
 
+def moe(config, n=N, array=np.asarray, **options):
+  return ep.moe_layer(
+    config,
+    array(zeros(n, H)),
+    array(ids(n, K)),
+    array(zeros(n, K)),
+    w_up=array(zeros(E, H, 2)),
+    w_down=array(zeros(E, 2, H)),
+    **options,
+  )
+
+
+@pytest.mark.parametrize("array", [np.asarray, np.ndarray.tolist])
+def test_arrays_of_numpy_and_lists(array):
+  """Whatever `jnp.asarray` takes is an array."""
+
+  def call():
+    handle = ep.ep_prepare(layer(), array(ids(N, K)))
+    rows, _ = ep.ep_dispatch(handle, array(zeros(N, H)), array(zeros(N, K)))
+    out = ep.ep_combine(handle, array(zeros(*rows.shape)))
+    return out, moe(layer(), array=array)
+
+  for out in jax.eval_shape(call):
+    assert (out.shape, out.dtype) == ((N, H), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "name, call",
+  [
+    ("topk_idx", lambda n: ep.ep_prepare(layer(), ids(n, K))),
+    (
+      "tokens",
+      lambda n: ep.ep_dispatch(
+        ep.ep_prepare(layer(), ids(N, K)), zeros(n, H), zeros(N, K)
+      ),
+    ),
+    (
+      "topk_weights",
+      lambda n: ep.ep_dispatch(
+        ep.ep_prepare(layer(), ids(N, K)), zeros(N, H), zeros(n, K)
+      ),
+    ),
+    ("tokens", lambda n: moe(layer(), n)),
+  ],
+)
+@pytest.mark.parametrize("n", [1, 6])
+def test_a_batch_that_does_not_divide_over_the_ranks(call, name, n):
+  """The error names the array, the ranks and what to do."""
+  words = [name, f"({n}, ", "4 ranks", "multiple of 4", "-1", "pad=True"]
+  assert_refused(lambda: call(n), *words)
+
+
+def test_a_routing_of_other_tokens():
+  config = layer(name="moe_3")
+  for n in 8, 24:
+    assert_refused(
+      lambda n=n: ep.moe_layer(
+        config,
+        zeros(N, H),
+        ids(n, K),
+        zeros(n, K),
+        w_up=zeros(E, H, 2),
+        w_down=zeros(E, 2, H),
+      ),
+      *["moe_layer", "moe_3", "topk_idx", f"({N}, {H}), ({n}, {K})", "route"],
+    )
+
+
 def test_tokens_wider_than_the_group_allows():
   config = ep.EpLayerConfig(group(max_token_dtype=jnp.bfloat16), name="moe_3")
   assert_refused(
@@ -146,7 +214,27 @@ def test_tokens_wider_than_the_group_allows():
 @pytest.mark.parametrize(
   "call, words",
   [
-    (lambda: ep.ep_prepare(group(), ids(N, K)), ["ep_prepare", "EpGroup"]),
+    (
+      lambda: ep.ep_prepare(group(), ids(N, K)),
+      ["ep_prepare", "EpGroup", "EpLayerConfig(group"],
+    ),
+    (lambda: moe(group()), ["moe_layer", "EpGroup", "EpLayerConfig(group"]),
+    (
+      lambda: moe(layer(), activation="gelu"),
+      ["moe_layer", "activation", "'gelu'", "str", "jax.nn.gelu"],
+    ),
+    (lambda: moe(layer(), activation="best"), ["'best'", "a function"]),
+    (lambda: ep.describe(layer()), ["describe", "EpLayerConfig", "EpHandle"]),
+    (
+      lambda: ep.ep_dispatch(group(), zeros(N, H), zeros(N, K)),
+      ["ep_dispatch", "EpGroup", "ep_prepare returned"],
+    ),
+    (
+      lambda: ep.ep_combine(
+        jax.tree.leaves(ep.ep_prepare(layer(), ids(N, K))), zeros(4, C, H)
+      ),
+      ["ep_combine", "list", "ep_prepare returned"],
+    ),
     (
       lambda: ep.ep_dispatch(layer(), zeros(N, H), zeros(N, K)),
       ["ep_dispatch", "EpLayerConfig"],

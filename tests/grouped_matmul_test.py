@@ -60,10 +60,11 @@ def test_the_operations_beside_unused_nans(case, implementation):
   @jax.jit
   def call(sizes, rows, matrices, g):
     ops = IMPLEMENTATIONS[implementation]
+    whole = jnp.zeros((*sizes.shape, 0), jnp.int32)
     return (
-      ops.expand(sizes, rows, [matrices], "zero"),
-      ops.contract(sizes, [g], [matrices], "zero"),
-      ops.outer(sizes, rows, [g]),
+      ops.expand(sizes, whole, rows, [matrices], "zero"),
+      ops.contract(sizes, whole, [g], [matrices], "zero"),
+      ops.outer(sizes, whole, rows, [g]),
     )
 
   (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
@@ -139,9 +140,11 @@ def test_work_is_linear_in_the_rows_used():
     return out
 
   for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
-    tiles._for_each_tile(jnp.int32(sizes), 1024, step, 0)
+    sizes = jnp.int32(sizes)
+    starts = jnp.cumsum(sizes) - sizes
+    tiles._for_each_tile(starts, sizes, 1024, 128, step, 0)
   jax.effects_barrier()
-  assert steps == [0, 0, 3]  # the slab of each tile of 128 rows
+  assert steps == [0, 0, 3]  # the slab of each tile
 
 
 def test_fewer_rows_than_a_block():

@@ -14,7 +14,7 @@ PACKAGE = "ep._src"
 # those beside it. An import inside a function counts like any other.
 LAYERS = [
   {"moe", "moe_apply"},
-  {"fold", "moe_metrics", "moe_params"},
+  {"fold", "moe_metrics", "moe_params", "padding"},
   {"moe_config"},
   {"experts"},
   {"combine"},
@@ -35,7 +35,7 @@ LAYERS = [
   {"batching"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
-  {"coordinator", "gpus", "jax_version", "keeper", "reference"},
+  {"coordinator", "gpus", "jax_version", "keeper", "public", "reference"},
 ]
 
 

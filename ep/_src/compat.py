@@ -38,6 +38,12 @@ def context_mesh():
   return None if mesh.empty else mesh
 
 
+def is_on_one_device() -> bool:
+  """Returns whether arrays here are those of one device, as in `shard_map`."""
+  mesh = context_mesh()
+  return mesh is not None and manual_axes() == frozenset(mesh.axis_names)
+
+
 def in_a_program() -> bool:
   """Returns whether what is called here becomes a part of a larger program."""
   return _core.unsafe_am_i_under_a_jit()
@@ -114,13 +120,14 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   `fn` may call collectives: JAX lowers the body of a `shard_map` with its mesh
   axes in scope, so their names mean in `fn` what they mean there. Over which of
   them values vary was checked when the op was bound (`vary_together`), and is
-  not checked again.
+  neither known to `fn` nor checked again.
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
   def lower_unchecked(ctx, *operands, **params):
+    avals = [a.update(manual_axis_type=type(a.mat)()) for a in ctx.avals_in]
     with _config._check_vma(False):
-      return lower(ctx, *operands, **params)
+      return lower(ctx.replace(avals_in=avals), *operands, **params)
 
   return lower_unchecked
 

@@ -12,13 +12,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import compat, ordered_sum
+from ep._src import compat
 from ep._src.combine import ep_combine
 from ep._src.dispatch import ep_dispatch
 from ep._src.group import EpLayerConfig
-from ep._src.grouped_matmul import grouped_matmul
+from ep._src.grouped_matmul import grouped_matmuls
 from ep._src.handle import EpHandle
 from ep._src.prepare import ep_prepare
+from ep._src.used_rows import map_used_rows
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -49,8 +50,8 @@ class Experts:
   weigh: Literal["late", "early"] = "late"
   deterministic: bool = False
 
-  def hidden(self, up: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """Returns h of the two products with x."""
+  def hidden(self, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """Returns h of the two products with x, biases included."""
     if gate is None:
       return self.activation(up)
     if self.up_activation is not None:
@@ -83,8 +84,8 @@ def through_experts(
   addend = None if beside is None else beside()
   with jax.named_scope("experts"):
     early = row_weights if experts.weigh == "early" else None
-    multiply = functools.partial(_multiply, handle.group_sizes, segments)
-    rows = _apply(experts, params, rows, early, multiply)
+    sizes = handle.group_sizes
+    rows = _apply(experts, params, rows, early, sizes, segments)
   weights = row_weights if experts.weigh == "late" else None
   out = ep_combine(handle, rows, weights=weights)
   return (out if addend is None else out + addend), handle
@@ -104,30 +105,48 @@ def _rows_by_source(handle, topk_idx):
   return jnp.diff(ends, axis=0, prepend=0).astype(jnp.int32).T
 
 
-def _multiply(group_sizes, segments, rows, matrices):
-  """Returns the grouped matmul; with segments, each is a slab of its own."""
-  if segments is not None:
-    group_sizes = segments.ravel()
-    matrices = ordered_sum.copies(matrices, segments.shape[1])
-  return grouped_matmul(rows, matrices, group_sizes)
+def _apply(experts, params, rows, weights, group_sizes, segments):
+  """Returns the experts' outputs, times `weights` unless these are None.
 
+  Rows after the last slab are neither read nor written.
+  """
+  num_used = group_sizes.sum()
 
-def _apply(experts, params, rows, weights, multiply):
-  """Returns the experts' outputs, times `weights` unless these are None."""
+  def multiply(rows, matrices):
+    return grouped_matmuls(rows, matrices, group_sizes, segments=segments)
 
-  def product(rows, name):
-    out = multiply(rows, params["w_" + name])
-    bias = params.get("b_" + name)
-    if bias is None:
-      return out
-    # Each row gets the bias of its slab: the product of a one with it.
-    ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-    if name == "down" and weights is not None:
-      ones = weights[:, None].astype(rows.dtype)
-    return out + multiply(ones, bias[:, None])
+  def products(rows, ones, names):
+    """Returns rows @ w for each name, then ones * b if there are biases."""
+    outs = multiply(rows, [params["w_" + n] for n in names])
+    if "b_" + names[0] not in params:
+      return outs
+    # Each row gets its slab's bias: the product of a one with it.
+    return outs + multiply(ones, [params["b_" + n][:, None] for n in names])
 
-  gate = product(rows, "gate") if "w_gate" in params else None
-  hidden = experts.hidden(product(rows, "up"), gate)
+  names = ["up", "gate"] if "w_gate" in params else ["up"]
+  ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+  blocks = products(rows, ones, names)
   if weights is not None:
-    hidden = hidden * weights[:, None].astype(hidden.dtype)
-  return product(hidden, "down")
+    ones = weights[:, None].astype(rows.dtype)
+    blocks.append(ones)
+  activate = _activate(experts, len(names), weights is not None)
+  hidden = map_used_rows(activate, num_used, *blocks)
+  out, *bias = products(hidden, ones, ["down"])
+  return map_used_rows(lax.add, num_used, out, *bias) if bias else out
+
+
+@functools.lru_cache
+def _activate(experts, num_products, is_weighed):
+  """Returns a function of blocks of products, biases and weights, to h.
+
+  It is one object for equal experts, as map_used_rows wants.
+  """
+
+  def activate(*blocks):
+    blocks = list(blocks)
+    weights = blocks.pop() if is_weighed else None
+    terms = (blocks[i::num_products] for i in range(num_products))
+    hidden = experts.hidden(*(functools.reduce(jnp.add, t) for t in terms))
+    return hidden if weights is None else hidden * weights
+
+  return activate

@@ -88,6 +88,7 @@ def grouped_matmuls(
   matrices: Sequence[jax.Array],
   group_sizes: jax.Array,
   *,
+  segments: jax.Array | None = None,
   tail: str = "unspecified",
 ) -> list[jax.Array]:
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
@@ -95,8 +96,16 @@ def grouped_matmuls(
   It reads the rows once, and rounds the sum of their gradients once. With
   `tail="unspecified"` the rows after the last slab are not written, in results,
   gradients and tangents alike.
+
+  With `segments`, int32 [L, S], slab j begins with S segments of `segments[j]`
+  rows, and what follows these is zero. Then, on CPUs, the bits of a row's
+  result depend on that row and its matrix alone. Those of a matrix's gradient
+  depend on the rows of each segment: the sums of each are added as a balanced
+  binary tree, in order.
   """
-  operands = compat.vary_together(group_sizes, rows, *matrices)
+  if segments is None:
+    segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
+  operands = compat.vary_together(group_sizes, segments, rows, *matrices)
   tail = checked.tail(tail)
   return grouped_matmul_p.bind(*operands, missing=_OUTS, tail=tail)
 
@@ -117,7 +126,7 @@ def _triple(operands, missing):
   return triple
 
 
-def _gradient(sizes, triple, missing, pairs, **params):
+def _gradient(slabs, triple, missing, pairs, **params):
   """Applies the primitive to a triple, with only some pairs of W and Y.
 
   Returns the results with the places that they have in the list of the missing
@@ -130,13 +139,13 @@ def _gradient(sizes, triple, missing, pairs, **params):
     if argument != missing
     for place in places[argument]
   ]
-  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing, **params)
+  outs = grouped_matmul_p.bind(*slabs, *operands, missing=missing, **params)
   return zip(places[missing], outs, strict=True)
 
 
 @grouped_matmul_p.def_abstract_eval
-def _types(sizes, *avals, missing, tail):
-  del tail
+def _types(sizes, segments, *avals, missing, tail):
+  del segments, tail
   rows, matrices, outs = _triple(avals, missing)
   if missing == _ROWS:
     shapes = [(outs[0].shape[0], matrices[0].shape[1])]
@@ -154,23 +163,24 @@ def _present(values):
 
 
 def _jvp(primals, tangents, *, missing, **params):
-  sizes, *operands = primals
-  outs = grouped_matmul_p.bind(sizes, *operands, missing=missing, **params)
+  slabs, operands = primals[:2], primals[2:]
+  outs = grouped_matmul_p.bind(*slabs, *operands, missing=missing, **params)
   out_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
   triple = _triple(operands, missing)
   num_pairs = max(map(len, triple))
-  for argument, ts in enumerate(_triple(tangents[1:], missing)):
+  for argument, ts in enumerate(_triple(tangents[2:], missing)):
     present = _present(ts)
     if not present:
       continue
     replaced = [ts if i == argument else x for i, x in enumerate(triple)]
     pairs = range(num_pairs) if argument == _ROWS else present
-    for place, term in _gradient(sizes, replaced, missing, pairs, **params):
+    for place, term in _gradient(slabs, replaced, missing, pairs, **params):
       out_tangents[place] = ad.add_tangents(out_tangents[place], term)
   return outs, out_tangents
 
 
-def _transpose(cts, sizes, *operands, missing, **params):
+def _transpose(cts, *slabs_and_operands, missing, **params):
+  slabs, operands = slabs_and_operands[:2], slabs_and_operands[2:]
   triple = _triple(operands, missing)
   is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
   (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
@@ -185,8 +195,8 @@ def _transpose(cts, sizes, *operands, missing, **params):
   grads = {}
   if pairs:
     filled = [cts if i == missing else xs for i, xs in enumerate(triple)]
-    grads = dict(_gradient(sizes, filled, argument, pairs, **params))
-  return [None] + [
+    grads = dict(_gradient(slabs, filled, argument, pairs, **params))
+  return [None, None] + [
     grads.get(place) if i == argument else None
     for i, xs in enumerate(triple)
     for place in range(len(xs))
@@ -201,13 +211,13 @@ batch_sequentially(grouped_matmul_p)
 def _lowering(backend):
   """Returns a lowering to the three functions of `tiles` or `ragged`."""
 
-  def apply(sizes, *operands, missing, tail):
+  def apply(sizes, segments, *operands, missing, tail):
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
-      return [backend.contract(sizes, outs, matrices, tail)]
+      return [backend.contract(sizes, segments, outs, matrices, tail)]
     if missing == _MATRICES:
-      return backend.outer(sizes, *rows, outs)
-    return backend.expand(sizes, *rows, matrices, tail)
+      return backend.outer(sizes, segments, *rows, outs)
+    return backend.expand(sizes, segments, *rows, matrices, tail)
 
   return compat.lower_local(apply)
 

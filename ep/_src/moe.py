@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from ep._src import arguments, fold, sharding
 from ep._src.experts import Activation, Experts, through_experts
-from ep._src.group import EpLayerConfig
+from ep._src.group import check_layer, EpLayerConfig
 from ep._src.handle import EpHandle
+from ep._src.padding import Padding
 
 
 def moe_layer(
@@ -22,6 +24,7 @@ def moe_layer(
   w_gate: jax.Array | None = None,
   activation: Activation = jax.nn.silu,
   return_handle: bool = False,
+  pad: bool = False,
 ) -> jax.Array | tuple[jax.Array, EpHandle]:
   """Applies a mixture-of-experts feed-forward layer, spread over ranks.
 
@@ -55,6 +58,10 @@ def moe_layer(
     activation: an elementwise function.
     return_handle: whether to return the handle as well, for `ep.describe` or
       more ops of the same routing.
+    pad: whether tokens whose first axis does not divide over the ranks may be
+      given in the global view, as of a batch of 1 when text is sampled. Tokens
+      that visit no expert are added, and the result is not split over the
+      ranks. A handle is that of the tokens with those added, in one axis.
 
   Returns:
     [..., H], like `tokens`; with `return_handle`, a tuple of it and the
@@ -64,16 +71,22 @@ def moe_layer(
     ValueError, TypeError: a shape or dtype does not fit.
     ep.EpError: when the program runs; see `ep_prepare`.
   """
+  check_layer("moe_layer", layer)
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
   arguments.function(op, "activation", activation)
-  params = {"w_up": w_up, "w_down": w_down}
+  params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
   if w_gate is not None:
-    params["w_gate"] = w_gate
-  _check_matrices(layer, op, tokens, params)
+    params["w_gate"] = jnp.asarray(w_gate)
+  routed = tuple(map(jnp.asarray, (tokens, topk_idx, topk_weights)))
+  _check_matrices(layer, op, routed[0], params)
 
   def view(routed, params):
-    return sharding.call(
+    lead = _check_lead(op, routed)
+    padding = Padding.of(group, op, lead) if pad else Padding(lead)
+    routed = [*map(padding.add, routed, [0, -1, 0])]
+    sharding.local_lead(group, op, "tokens", routed[0].shape)
+    out, handle = sharding.call(
       group,
       op,
       through_experts,
@@ -82,12 +95,24 @@ def moe_layer(
       [sharding.EXPERTS] + [sharding.TOKENS] * 3,
       (sharding.TOKENS, sharding.RANK),
     )
+    return padding.remove(out), handle
 
-  routed = tokens, topk_idx, topk_weights
   if return_handle:
     return view(routed, params)
   out, _ = fold.examples(lambda *args: (view(*args)[0], ()), routed, params)
   return out
+
+
+def _check_lead(op, routed):
+  """Returns the leading axes of the tokens, which the routing must have too."""
+  shapes = {x.shape[:-1] for x in routed}
+  if len(shapes) > 1:
+    raise ValueError(
+      f"{op}: tokens, topk_idx and topk_weights have the shapes"
+      f" {', '.join(str(x.shape) for x in routed)}, but all axes but the last"
+      " must be the same; route these very tokens."
+    )
+  return shapes.pop()
 
 
 def _check_matrices(layer, op, tokens, params):

@@ -190,8 +190,9 @@ def _shared(config, params, x):
   def product(x, name):
     return x @ params["shared_" + name].astype(x.dtype)
 
-  gate = product(x, "gate") if config.gated else None
-  return product(config.experts.hidden(product(x, "up"), gate), "down")
+  names = ["up", "gate"] if config.gated else ["up"]
+  hidden = config.experts.hidden(*(product(x, name) for name in names))
+  return product(hidden, "down")
 
 
 def _metrics(layer, config, logits, topk_idx, mask, handle):

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 
 from ep._src import compat
 
@@ -60,21 +59,6 @@ def tree_sum(parts: jax.Array) -> jax.Array:
     pairs = zip(parts[::2], parts[1::2], strict=False)
     parts = [a + b for a, b in pairs] + parts[len(parts) & ~1 :]
   return parts[0]
-
-
-def copies(x: jax.Array, count: int) -> jax.Array:
-  """Returns each x[i] `count` times, [N * count, ...] for x [N, ...].
-
-  The gradient of x[i] is the `tree_sum` of those of its copies.
-  """
-  return jax.custom_derivatives.linear_call(
-    lambda _, x: jnp.repeat(x, count, axis=0),
-    lambda _, ct: tree_sum(
-      ct.reshape(x.shape[0], count, *x.shape[1:]).swapaxes(0, 1)
-    ),
-    (),
-    x,
-  )
 
 
 def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:

@@ -2,7 +2,8 @@
 """Grouped matmuls on GPUs and TPUs: `lax.ragged_dot`.
 
 The functions are those of tiles.py. XLA does not promise that `ragged_dot` does
-not read the unused rows, so these are zero where they could reach a sum.
+not read the unused rows, so these are zero where they could reach a sum. Nor
+does it promise an order of sums, so segments have no effect.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import jax.numpy as jnp
 from ep._src.used_rows import cut
 
 
-def expand(sizes, rows, matrices, tail):
+def expand(sizes, segments, rows, matrices, tail):
   """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
   return [cut(out, sizes.sum(), tail) for out in dots]
 
 
-def contract(sizes, outs, matrices, tail):
+def contract(sizes, segments, outs, matrices, tail):
   """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  del segments
   terms = [
     _dot(sizes, y, w.swapaxes(1, 2))
     for y, w in zip(outs, matrices, strict=True)
@@ -31,8 +34,9 @@ def contract(sizes, outs, matrices, tail):
   return cut(rows, sizes.sum(), tail)
 
 
-def outer(sizes, rows, outs):
-  """Returns [L, F, G] for each of `outs` [C, G]: each slab's rows^T times it."""
+def outer(sizes, segments, rows, outs):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  del segments
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],

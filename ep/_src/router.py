@@ -15,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import arguments
+from ep._src import arguments, compat
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -251,13 +251,16 @@ def _best(values, k, allowed=None):
 
   They are those of `lax.top_k`, in its order. But XLA gathers the operand of
   `lax.top_k` on every device, while it shards reductions and elementwise
-  functions like their operands; so these are k passes of argmax.
+  functions like their operands; so where arrays may be sharded, these are k
+  passes of argmax.
 
   Args:
     values: float32 `[..., n]`.
     k: at most the number of allowed places.
     allowed: bool `[..., n]`, or None for all.
   """
+  if allowed is None and compat.is_on_one_device():
+    return lax.top_k(values, k)[1]
   # As whole numbers, floats have the order of `lax.top_k`: -NaN, numbers with
   # -0 before +0, NaN. The least number is left free, for places that cannot be
   # chosen, or were. (So two negative NaNs of the largest payloads are equal.)

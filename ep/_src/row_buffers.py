@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of rows that a loop on XLA:CPU fills, block by block.
 
-XLA:CPU lacks two operations that do nothing, and offers only slower ones:
+XLA:CPU lacks two operations, for which it offers only slower ones:
 
   * an array that nobody writes. It fills one with zeros, so that each of its
     pages takes time and memory, also those that no row ever reaches.
-  * bits under another type. It updates an array of 16-bit floats by conversion
-    of the whole array to float32 and back. So a buffer holds such rows as whole
-    numbers, which at the end it would copy.
+  * an update in place of an array of 16-bit floats. It would convert the whole
+    array to float32 and back each time. So a buffer holds the bits of such rows
+    as whole numbers, and at the end they are copied; XLA copies all of them.
 
-Both are calls of `ep_nothing` in the native library, which leaves its result as
-it is. A program without the library, or for another process, takes XLA's way.
+The native library has both. A program without the library, or for another
+process, takes XLA's way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def new(shape: tuple[int, ...], dtype, tail: str) -> jax.Array:
 def write(
   buffer: jax.Array, rows: jax.Array, start: jax.Array, inside=None
 ) -> jax.Array:
-  """Returns the buffer with `rows` at `start`; only those `inside`, if given."""
+  """Returns the buffer with `rows` at `start`, or only those `inside`."""
   rows = _encode(rows)
   if inside is not None:
     before = lax.dynamic_slice_in_dim(buffer, start, rows.shape[0])
@@ -45,10 +45,13 @@ def write(
   return lax.dynamic_update_slice_in_dim(buffer, rows, start, 0)
 
 
-def finish(buffer: jax.Array, dtype) -> jax.Array:
-  """Returns the rows of a buffer, which is not used after that."""
-  same = buffer.dtype == dtype
-  return buffer if same else _retyped_p.bind(buffer, dtype=jnp.dtype(dtype))
+def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
+  """Returns the rows of a buffer, of which `num_used` were written."""
+  if buffer.dtype == dtype:
+    return buffer
+  if tail != "unspecified":
+    return lax.bitcast_convert_type(buffer, dtype)
+  return _retyped_p.bind(buffer, num_used, dtype=jnp.dtype(dtype))
 
 
 def _storage(dtype):
@@ -63,33 +66,32 @@ def _encode(rows):
   return rows if same else lax.bitcast_convert_type(rows, storage)
 
 
-def _nothing(name, out_type, otherwise):
-  """Makes a primitive that `ep_nothing` or `otherwise` computes.
+def _primitive(name, out_type, otherwise):
+  """Makes a primitive that the library's `name` or `otherwise` computes.
 
   It is for the lowerings of other primitives, so it has no other rules.
   """
   primitive = compat.Primitive(name)
   primitive.def_abstract_eval(out_type)
-  lower = compat.mlir.lower_fun(otherwise, multiple_results=False)
+  lower_otherwise = compat.mlir.lower_fun(otherwise, multiple_results=False)
+  lower_natively = jax.ffi.ffi_lowering(name)
 
-  def lower_to_nothing(ctx, *operands, **params):
-    if not compat.can_call_python(ctx) or not ffi.has_library("host"):
-      return lower(ctx, *operands, **params)
-    aliases = {i: i for i in range(len(operands))}
-    rule = jax.ffi.ffi_lowering("ep_nothing", operand_output_aliases=aliases)
-    return rule(ctx, *operands)
+  def lower(ctx, *operands, **params):
+    if compat.can_call_python(ctx) and ffi.has_library("host"):
+      return lower_natively(ctx, *operands)
+    return lower_otherwise(ctx, *operands, **params)
 
-  compat.mlir.register_lowering(primitive, lower_to_nothing, "cpu")
+  compat.mlir.register_lowering(primitive, lower, "cpu")
   return primitive
 
 
-_unwritten_p = _nothing(
+_unwritten_p = _primitive(
   "ep_unwritten",
   lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
   lambda *, shape, dtype: jnp.zeros(shape, dtype),
 )
-_retyped_p = _nothing(
+_retyped_p = _primitive(
   "ep_retyped",
-  lambda buffer, *, dtype: buffer.update(dtype=dtype),
-  lambda buffer, *, dtype: lax.bitcast_convert_type(buffer, dtype),
+  lambda buffer, num_used, *, dtype: buffer.update(dtype=dtype),
+  lambda buffer, num_used, *, dtype: lax.bitcast_convert_type(buffer, dtype),
 )

@@ -15,6 +15,12 @@ the slab's end and keeps only what is inside. The loop ends with the last tile
 of the last slab, so unused rows cost nothing and are never read.
 
 No function transposes a matrix: the dot contracts the axis that it needs.
+
+With segments, the bits of a result depend on its slab's rows alone. A tile has
+a fixed height and starts where its slab or segment does, so a dot of the same
+shape has the same rows at the same places, wherever these lie in the buffer.
+And sums over rows are made of one sum per segment, which are added as a
+balanced tree: a sum of trees of half of the segments is the tree of all.
 """
 
 from __future__ import annotations
@@ -30,9 +36,10 @@ import jax.numpy as jnp
 from ep._src import row_buffers
 
 _MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows; 64 and more were measured fastest
+_FIXED_HEIGHT = 64  # with segments
 
 
-def expand(sizes, rows, matrices, tail):
+def expand(sizes, segments, rows, matrices, tail):
   """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
   dtype, num_rows = rows.dtype, rows.shape[0]
 
@@ -46,11 +53,12 @@ def expand(sizes, rows, matrices, tail):
   outs = [
     row_buffers.new((num_rows, w.shape[2]), dtype, tail) for w in matrices
   ]
-  outs = _for_each_tile(sizes, num_rows, step, outs)
-  return [row_buffers.finish(out, dtype) for out in outs]
+  height = _height(num_rows, segments)
+  outs = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, outs)
+  return [row_buffers.finish(out, dtype, sizes.sum(), tail) for out in outs]
 
 
-def contract(sizes, outs, matrices, tail):
+def contract(sizes, segments, outs, matrices, tail):
   """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
   dtype, num_rows = outs[0].dtype, outs[0].shape[0]
 
@@ -62,22 +70,52 @@ def contract(sizes, outs, matrices, tail):
     return tile.write(rows, functools.reduce(jnp.add, terms).astype(dtype))
 
   rows = row_buffers.new((num_rows, matrices[0].shape[1]), dtype, tail)
-  rows = _for_each_tile(sizes, num_rows, step, rows)
-  return row_buffers.finish(rows, dtype)
+  height = _height(num_rows, segments)
+  rows = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, rows)
+  return row_buffers.finish(rows, dtype, sizes.sum(), tail)
 
 
-def outer(sizes, rows, outs):
-  """Returns [L, F, G] for each of `outs` [C, G]: each slab's rows^T times it."""
+def outer(sizes, segments, rows, outs):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  num_rows, num_segments = rows.shape[0], segments.shape[1]
+  height = _height(num_rows, segments)
 
-  def step(tile, sums):
-    x = tile.read_inside(rows)
-    terms = (_dot(x, tile.read_inside(y), 0, 0) for y in outs)
+  def zeros(*lead):
+    shapes = ((*lead, rows.shape[1], y.shape[1]) for y in outs)
+    return [jnp.zeros(shape, jnp.float32) for shape in shapes]
+
+  def add_tile(tile, sums):
+    read = tile.read_aligned if num_segments else tile.read_inside
+    x = read(rows)
+    terms = (_dot(x, read(y), 0, 0) for y in outs)
     return [s.at[tile.slab].add(t) for s, t in zip(sums, terms, strict=True)]
 
-  shape = sizes.shape[0], rows.shape[1]
-  sums = [jnp.zeros((*shape, y.shape[1]), jnp.float32) for y in outs]
-  sums = _for_each_tile(sizes, rows.shape[0], step, sums)
+  def add_slab(slab, sums):
+    parts = _for_each_tile(
+      starts[slab] + _starts(segments[slab]),
+      segments[slab],
+      num_rows,
+      height,
+      add_tile,
+      zeros(num_segments),
+    )
+    trees = map(_tree_sum, parts)
+    return [s.at[slab].set(t) for s, t in zip(sums, trees, strict=True)]
+
+  starts, sums = _starts(sizes), zeros(sizes.shape[0])
+  if num_segments:
+    sums = lax.fori_loop(0, sizes.shape[0], add_slab, sums)
+  else:
+    sums = _for_each_tile(starts, sizes, num_rows, height, add_tile, sums)
   return [s.astype(rows.dtype) for s in sums]
+
+
+def _tree_sum(parts):
+  """Returns the sum over the first axis: that of its halves, and so on."""
+  while parts.shape[0] > 1:
+    last = parts[parts.shape[0] // 2 * 2 :]
+    parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])
+  return parts[0]
 
 
 def _dot(x, y, x_axis, y_axis):
@@ -85,22 +123,32 @@ def _dot(x, y, x_axis, y_axis):
 
 
 class _Tile:
-  """Consecutive rows, those `inside` of which belong to `slab`."""
+  """Consecutive rows of a buffer, those from `first` to `end` of `slab`."""
 
-  def __init__(self, height, slab, first, start, end):
-    row = start + jnp.arange(height)
+  def __init__(self, num_rows, height, slab, first, end):
     self.slab = slab
-    self._start, self._height = start, height
+    self._height = height
+    self._stored = min(height, num_rows)
+    # The last tile of all starts early enough to end with the last row.
+    self._start = jnp.minimum(first, num_rows - self._stored)
+    self._early = first - self._start
+    row = self._start + jnp.arange(self._stored)
     self._inside = (first <= row) & (row < end)
 
   def read(self, x):
     """Returns the tile's rows of x, also those outside the slab."""
-    rows = lax.dynamic_slice_in_dim(x, self._start, self._height)
-    return rows.astype(jnp.float32)
+    rows = lax.dynamic_slice_in_dim(x, self._start, self._stored)
+    return _padded(rows.astype(jnp.float32), self._height)
 
   def read_inside(self, x):
     """Returns the tile's rows of x, with zeros for those outside the slab."""
-    return jnp.where(self._inside[:, None], self.read(x), 0)
+    rows = lax.dynamic_slice_in_dim(x, self._start, self._stored)
+    return jnp.where(self._inside[:, None], rows.astype(jnp.float32), 0)
+
+  def read_aligned(self, x):
+    """Returns what `read_inside` does, with row `first` at the top."""
+    rows = _padded(self.read_inside(x), self._stored + self._height)
+    return lax.dynamic_slice_in_dim(rows, self._early, self._height)
 
   def matrix(self, matrices):
     """Returns the slab's own of the matrices."""
@@ -108,33 +156,46 @@ class _Tile:
 
   def write(self, buffer, rows):
     """Returns the buffer with the tile's rows inside replaced."""
+    rows = rows[: self._stored]
     return row_buffers.write(buffer, rows, self._start, self._inside)
 
 
-def _for_each_tile(
-  sizes: jax.Array, num_rows: int, step: Callable[[_Tile, Any], Any], outs: Any
-) -> Any:
-  """Folds `step(tile, outs)` over all tiles.
+def _padded(rows, height):
+  return jnp.pad(rows, ((0, height - rows.shape[0]), (0, 0)))
 
-  The last tile of all starts early enough to end with the last row.
-  """
-  height = _height(num_rows, sizes.shape[0])
+
+def _for_each_tile(
+  starts: jax.Array,
+  sizes: jax.Array,
+  num_rows: int,
+  height: int,
+  step: Callable[[_Tile, Any], Any],
+  outs: Any,
+) -> Any:
+  """Folds `step(tile, outs)` over all tiles of slabs of `sizes` at `starts`."""
   tiles = (sizes + height - 1) // height
-  tiles_end, slabs_end = jnp.cumsum(tiles), jnp.cumsum(sizes)
+  tiles_end = jnp.cumsum(tiles)
   # One table of all possible tiles is cheaper than computing each in its step.
   index = jnp.arange(num_rows // height + sizes.shape[0])
   slab = jnp.searchsorted(tiles_end, index, "right", method="compare_all")
-  end = slabs_end[slab]
-  first = end - sizes[slab] + height * (index - (tiles_end - tiles)[slab])
-  start = jnp.minimum(first, num_rows - height)
-  table = jnp.stack([slab, first, start, end], axis=1)
-  return lax.fori_loop(
-    0, tiles_end[-1], lambda i, outs: step(_Tile(height, *table[i]), outs), outs
-  )
+  first = starts[slab] + height * (index - (tiles_end - tiles)[slab])
+  table = jnp.stack([slab, first, (starts + sizes)[slab]], axis=1)
+
+  def fold(i, outs):
+    return step(_Tile(num_rows, height, *table[i]), outs)
+
+  return lax.fori_loop(0, tiles_end[-1], fold, outs)
 
 
-def _height(num_rows, num_slabs):
+def _starts(sizes):
+  return jnp.cumsum(sizes) - sizes
+
+
+def _height(num_rows, segments):
   """Returns a tile's height: the rows of an average slab, within limits."""
+  num_slabs, num_segments = segments.shape
+  if num_segments:
+    return _FIXED_HEIGHT
   average = max(num_rows // num_slabs, 1)
   height = 1 << (average - 1).bit_length()
   return min(max(height, _MIN_HEIGHT), _MAX_HEIGHT, num_rows)

@@ -155,7 +155,8 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
   num_blocks = (num_used + height - 1) // height
   outs = lax.fori_loop(0, num_blocks, step, outs)
   return [
-    row_buffers.finish(out, t.dtype) for out, t in zip(outs, types, strict=True)
+    row_buffers.finish(out, t.dtype, num_used, tail)
+    for out, t in zip(outs, types, strict=True)
   ]
 
 
@@ -191,7 +192,9 @@ def _transpose(cts, num_used, *arrays, fn, tail):
   present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
   grads = [None] * len(arrays)
   if present:
-    rows = tuple((arrays[i].aval.shape[1:], arrays[i].aval.dtype) for i in linear)
+    rows = tuple(
+      (arrays[i].aval.shape[1:], arrays[i].aval.dtype) for i in linear
+    )
     others = (x for i, x in enumerate(arrays) if i not in linear)
     outs = _map_p.bind(
       num_used,
@@ -207,4 +210,6 @@ def _transpose(cts, num_used, *arrays, fn, tail):
 ad.primitive_jvps[_map_p] = _jvp
 ad.primitive_transposes[_map_p] = _transpose
 compat.mlir.register_lowering(_map_p, compat.lower_local(_apply))
-compat.mlir.register_lowering(_map_p, compat.lower_local(_apply_by_blocks), "cpu")
+compat.mlir.register_lowering(
+  _map_p, compat.lower_local(_apply_by_blocks), "cpu"
+)

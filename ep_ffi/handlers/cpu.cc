@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The context of a call on XLA:CPU: the id of the run, and a pool of threads.
+// And the handlers that only XLA:CPU needs.
 
 #include <cstdint>
 #include <functional>
@@ -9,6 +10,10 @@
 
 #include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
+#include "ep_ffi/handlers/row_buffers.h"
+
+EP_DEFINE_HANDLER(ep_unwritten, ep::Unwritten, ep::BindUnwritten());
+EP_DEFINE_HANDLER(ep_retyped, ep::Retyped, ep::BindRetyped());
 
 namespace ep {
 namespace {

@@ -19,9 +19,16 @@
 #include <utility>
 
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/export.h"
 #include "ep_ffi/core/status.h"
 #include "ep_ffi/handlers/handover.h"
 #include "xla/ffi/api/ffi.h"
+
+// The macro that defines a handler has no place for its visibility, so a
+// declaration comes first.
+#define EP_DEFINE_HANDLER(symbol, ...)                 \
+  EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, __VA_ARGS__)
 
 namespace ep {
 

@@ -21,26 +21,12 @@ const ep::ffi::TypeInfo ep::OpState::info =
 // stream refuses while it is captured. And in a command buffer ops leave the
 // stream of XLA's collectives, so that a mover could run beside a collective.
 
-// The macro that defines a handler has no place for its visibility, so a
-// declaration comes first.
-#define EP_DEFINE_HANDLER(symbol, ...)                 \
-  EP_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, __VA_ARGS__)
-
 EP_DEFINE_HANDLER(ep_instantiate, ep::Instantiate, ep::BindInstantiate());
 EP_DEFINE_HANDLER(ep_prepare, ep::Prepare, ep::BindPrepare());
 EP_DEFINE_HANDLER(ep_dispatch, ep::Dispatch, ep::BindDispatch());
 EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd, ep::BindDispatch());
 EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine());
 EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd());
-
-// It leaves its results as they are: fresh memory, or operands under another
-// type. XLA:CPU has no such operation (ep/_src/row_buffers.py).
-EP_DEFINE_HANDLER(ep_nothing, [](ep::ffi::RemainingArgs,
-                                 ep::ffi::RemainingRets) {
-                    return ep::ffi::Error::Success();
-                  },
-                  ep::ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
 EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }

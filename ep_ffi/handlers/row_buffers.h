@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// What ep/_src/row_buffers.py needs and XLA:CPU lacks. It belongs to no group.
+
+#ifndef EP_FFI_HANDLERS_ROW_BUFFERS_H_
+#define EP_FFI_HANDLERS_ROW_BUFFERS_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "ep_ffi/handlers/op_call.h"
+
+namespace ep {
+
+// Leaves the result as it is in fresh memory, so that pages that no row reaches
+// are never touched.
+inline ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
+  return ffi::Error::Success();
+}
+
+inline auto BindUnwritten() { return ffi::Ffi::Bind().Ret<ffi::AnyBuffer>(); }
+
+// Copies the first `count` rows under another type of the same size.
+inline ffi::Error Retyped(ffi::AnyBuffer rows,
+                          ffi::BufferR0<ffi::DataType::S32> count,
+                          ffi::Result<ffi::AnyBuffer> out) {
+  const auto shape = rows.dimensions();
+  const int64_t num_rows = shape.size() == 0 ? 0 : shape[0];
+  const int64_t n = count.typed_data()[0];
+  if (rows.size_bytes() != out->size_bytes() || n < 0 || n > num_rows) {
+    return ffi::Error::InvalidArgument(
+        "map_used_rows: the number of used rows is negative or exceeds the"
+        " capacity; it is the sum of group_sizes.");
+  }
+  if (n > 0) {
+    std::memcpy(out->untyped_data(), rows.untyped_data(),
+                rows.size_bytes() / num_rows * n);
+  }
+  return ffi::Error::Success();
+}
+
+inline auto BindRetyped() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::BufferR0<ffi::DataType::S32>>()
+      .Ret<ffi::AnyBuffer>();
+}
+
+}  // namespace ep
+
+#endif  // EP_FFI_HANDLERS_ROW_BUFFERS_H_

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public modules present their names as their own."""
+
+import pickle
+import pydoc
+import traceback
+import typing
+
+import pytest
+
+import ep
+
+_INSIDE = [
+  (module, name)
+  for module in (ep, ep.moe)
+  for name in module.__all__
+  if hasattr(getattr(module, name), "__module__")
+]
+
+
+@pytest.mark.parametrize("module", [ep, ep.moe], ids=lambda m: m.__name__)
+def test_help_names_what_is_public(module):
+  """It has functions and classes with their docs, as `dir` has them."""
+  text = pydoc.plain(pydoc.render_doc(module))
+  for name in module.__all__:
+    value = getattr(module, name)
+    assert name in dir(module)
+    assert name in text
+    if hasattr(value, "__module__"):
+      assert value.__doc__.splitlines()[0] in text
+
+
+def test_only_public_names_are_seen():
+  assert dir(ep) == sorted(ep.__all__)
+  names = {}
+  exec("from ep import *", names)
+  assert names.keys() - {"__builtins__"} == set(ep.__all__)
+  for name in "ep_bootstrap", "ep_dispatch", "EpHandle", "launch", "debug":
+    assert name in ep.__all__
+  for name in "importlib", "typing", "jax":
+    assert name not in ep.__all__
+
+
+@pytest.mark.parametrize(
+  "module, name", _INSIDE, ids=[f"{m.__name__}.{n}" for m, n in _INSIDE]
+)
+def test_a_name_belongs_to_its_public_module(module, name):
+  value = getattr(module, name)
+  assert value.__module__ in (module.__name__, "ep")
+  assert pickle.loads(pickle.dumps(value)) is value
+  # The names in its annotations are those of the file that defines it.
+  typing.get_type_hints(value)
+
+
+def test_a_traceback_names_the_public_class():
+  with pytest.raises(TypeError) as error:
+    ep.EpLayerConfig(1)
+  assert "EpLayerConfig" in "".join(traceback.format_exception(error.value))
+  assert repr(ep.EpLayerConfig) == "<class 'ep.EpLayerConfig'>"
