@@ -13,6 +13,7 @@ docs/training.md has the details; examples/lm has the parts.
 import dataclasses
 import os
 import pathlib
+import signal
 import sys
 
 from absl import app, flags, logging
@@ -153,6 +154,8 @@ def main(argv) -> int:
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code."""
   silence_native_code()
+  # Ctrl-C ends a rank at once and without a traceback; a run resumes after it.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
   launch.initialize()
   try:
     run()
