@@ -99,7 +99,8 @@ def local_lead(
       f"{op}: {name} has shape {tuple(shape)}, whose first axis cannot be"
       f" split over {ranks} ranks; outside shard_map that axis is global, and"
       f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pad it"
-      " with tokens whose ids are -1, or pass pad=True to moe_layer."
+      " with tokens whose ids are -1, as moe_layer and ep.moe.apply do with"
+      " pad=True."
     )
   return (lead[0] // ranks, *lead[1:])
 
