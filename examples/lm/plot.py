@@ -59,7 +59,7 @@ def plot(
   maps[0].set_title("load of each expert / mean")
   maps[-1].set_xlabel("step")
   bottom.colorbar(image, ax=maps)
-  figure.savefig(path, dpi=80)
+  figure.savefig(path, dpi=72)
 
 
 if __name__ == "__main__":
