@@ -13,6 +13,7 @@ from ep._src.backend import OpParams
 from ep._src.compat import ad
 from ep._src.dispatch import check_rows
 from ep._src.handle import check_handle, EpHandle
+from ep._src.used_rows import map_used_rows
 
 
 @te_names.explain
@@ -80,6 +81,8 @@ def ep_combine(
         f" point {list(lead)} is expected: the recv_topk_weights of"
         " ep_dispatch, one for each slot."
       )
+    num_used = handle.group_sizes.sum(axis=-1)
+    operands[1:1] = [num_used]
     operands.append(weights.astype(jnp.float32))
 
   return sharding.call(
@@ -130,13 +133,22 @@ primitive.linear_op(combine_bwd_p, transposed=combine_p)
 #   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
 #
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
-weighted_combine_p = primitive.op(
+# The number of used slots is an operand, so that gradients touch no others.
+_weighted_p = primitive.op(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )
 
 
-def _tangent(mem, x, w, dx, dw, *, params):
-  combine = functools.partial(weighted_combine_p.bind, mem, params=params)
+def _weighted(mem, num_used, x, w, *, params):
+  del num_used
+  return _weighted_p.bind(mem, x, w, params=params)
+
+
+weighted_combine_p = primitive.composite("ep_weighted_combine_used", _weighted)
+
+
+def _tangent(mem, num_used, x, w, dx, dw, *, params):
+  combine = functools.partial(_weighted_p.bind, mem, params=params)
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
 
@@ -146,7 +158,7 @@ weighted_tangent_p = primitive.composite(
 
 
 def _weighted_jvp(primals, tangents, *, params):
-  tangents = map(compat.instantiate_zeros, tangents[1:])
+  tangents = map(compat.instantiate_zeros, tangents[2:])
   return (
     weighted_combine_p.bind(*primals, params=params),
     weighted_tangent_p.bind(*primals, *tangents, params=params),
@@ -154,22 +166,27 @@ def _weighted_jvp(primals, tangents, *, params):
 
 
 def _tangent_jvp(primals, tangents, *, params):
-  mem, x, w, dx, dw = primals
-  tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[1:])
-  tangent = functools.partial(weighted_tangent_p.bind, mem, params=params)
+  *slots, x, w, dx, dw = primals
+  tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[2:])
+  tangent = functools.partial(weighted_tangent_p.bind, *slots, params=params)
   terms = zip(tangent(x, w, tdx, tdw), tangent(dx, dw, tx, tw), strict=True)
   return tangent(x, w, dx, dw), [a + b for a, b in terms]
 
 
-def _tangent_transpose(cts, mem, x, w, dx, dw, *, params):
+def _tangent_transpose(cts, mem, num_used, x, w, dx, dw, *, params):
   del dx, dw
   (g,) = primitive.bind(
     combine_bwd_p, params, mem, *map(compat.instantiate_zeros, cts)
   )
+  grads = map_used_rows(_gradients, num_used, x, w, g, tail=params.tail)
+  return [None, None, None, None, *grads]
+
+
+def _gradients(x, w, g):
+  """Returns grad_x [B, H] and grad_w [B] of a block of slots."""
   g32 = g.astype(jnp.float32)
   grad_x = (w[:, None] * g32).astype(g.dtype)
-  grad_w = jnp.sum(x.astype(jnp.float32) * g32, axis=1)
-  return [None, None, None, grad_x, grad_w]
+  return grad_x, jnp.sum(x.astype(jnp.float32) * g32, axis=1)
 
 
 ad.primitive_jvps[weighted_combine_p] = _weighted_jvp
