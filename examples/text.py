@@ -42,6 +42,9 @@ def read_at_most(path: pathlib.Path, limit: int) -> np.ndarray:
 
   Returns:
     int32 `[N]`, from 0 to 255.
+
+  Raises:
+    ValueError: if there is no such file.
   """
   text = bytearray()
   for file in _files(path):
@@ -54,6 +57,8 @@ def read_at_most(path: pathlib.Path, limit: int) -> np.ndarray:
 
 
 def _files(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  if not path.exists():
+    raise ValueError(f"{path} does not exist; name a file or folder of text.")
   if not path.is_dir():
     yield path
   for folder, folders, files in os.walk(path):

@@ -221,9 +221,9 @@ def run() -> None:
         progress=progress,
         checkpoints=checkpoints,
       )
+    write_samples(state, model_config, layer)
     if _PLOT.value:
       first_does(lambda: plot.plot(history.records, here(_PLOT.value), unigram))
-    write_samples(state, model_config, layer)
 
 
 def introduce(text, unigram, state) -> None:

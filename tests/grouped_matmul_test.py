@@ -172,3 +172,34 @@ def test_dtypes_that_differ():
   rows, matrices = jnp.zeros((3, 5), jnp.bfloat16), jnp.zeros((1, 5, 7))
   with pytest.raises(ValueError, match="convert one"):
     gm.grouped_matmul(rows, matrices, jnp.int32([3]))
+
+
+def test_bfloat16_with_wide_integers():
+  """jax_enable_x64 changes neither the dtype of sums of sizes nor results."""
+  rows = jnp.ones((6, 4), jnp.bfloat16)
+  matrices = jnp.ones((2, 4, 3), jnp.bfloat16)
+  sizes = np.array([2, 3])
+  expected = np.asarray(gm.grouped_matmul(rows, matrices, sizes), np.float32)
+  with jax.enable_x64(True):
+    got = jax.jit(gm.grouped_matmul)(rows, matrices, sizes)
+  np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
+
+
+def test_no_rows():
+  out = gm.grouped_matmul(
+    jnp.ones((0, 4)), jnp.ones((2, 4, 3)), np.array([0, 0])
+  )
+  assert out.shape == (0, 3)
+
+
+def test_without_jit():
+  with jax.disable_jit():
+    out = gm.grouped_matmul(
+      jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.array([2])
+    )
+  np.testing.assert_array_equal(out, np.full((2, 3), 4))
+
+
+def test_sizes_are_integers():
+  with pytest.raises(TypeError, match="group_sizes is float32"):
+    gm.grouped_matmul(jnp.ones((2, 4)), jnp.ones((1, 4, 3)), jnp.ones(1))

@@ -4,6 +4,7 @@
 The dense layer applies every expert to every token, in float64.
 """
 
+import copy
 import dataclasses
 import functools
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+from cases import jit_quickly
 from conftest import (
   assert_shards_close,
   make_mesh,
@@ -205,6 +207,63 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
   assert_close(got, expected_of(config, params, x, mask=mask))
 
 
+def test_gradients_of_each_example_are_its_own():
+  """`vmap(grad)` makes one exchange per example, and so sums nothing."""
+  config, mesh_group = PLAIN, group("ep4")
+  layer, params = config.layer(mesh_group), make_params(config)
+  args = put(mesh_group, config, params, tokens(R))
+
+  def loss(params, x):
+    return jnp.tanh(ep.moe.apply(layer, config, params, x)[0]).sum()
+
+  def dense_loss(params, x):
+    return jnp.tanh(dense(config, params, x)[0]).sum()
+
+  def per_example(loss):
+    grad = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+    return lambda params, x: grad(params, jnp.stack([x, 2 * x]))
+
+  got = jax.jit(per_example(loss))(*args)
+  expected = jit_quickly(per_example(dense_loss))(params, tokens(R))
+  assert_close(got, jax.tree.map(np.asarray, expected), 1e-4)
+
+
+def test_tangents_are_those_of_the_dense_layer():
+  config, mesh_group = SHARED, group("dp2_ep2")
+  params, x = make_params(config), tokens(R * T)
+  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+
+  def tangents(fn):
+    return lambda *args: jax.jvp(lambda *a: fn(*a)[0], args, args)
+
+  args = put(mesh_group, config, params, x)
+  got = jax.jit(tangents(apply))(*args)
+  expected = jit_quickly(tangents(functools.partial(dense, config)))(params, x)
+  assert_close(got, jax.tree.map(np.asarray, expected), 1e-4)
+
+
+def test_a_choice_can_be_forced_and_logits_be_noisy():
+  mesh_group = group("ep4")
+  config = dataclasses.replace(PLAIN, jitter=0.3, num_groups=4, top_groups=2)
+  layer, params = config.layer(mesh_group), make_params(config)
+  idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
+  placed, x, idx = put(mesh_group, config, params, tokens(R * T), idx)
+  apply = functools.partial(ep.moe.apply, layer, config)
+
+  @jax.jit
+  def run(params, x, idx):
+    keys = jax.random.split(jax.random.key(0))
+    forced = apply(params, x, forced_idx=idx, key=keys[0])[1].load
+    return forced, [apply(params, x, key=key)[0] for key in keys]
+
+  forced, (first, second) = run(placed, x, idx)
+  np.testing.assert_array_equal(np.asarray(forced), [R * T] * 3 + [0] * 5)
+  for a, b in zip(
+    first.addressable_shards, second.addressable_shards, strict=True
+  ):
+    assert (np.asarray(a.data) != np.asarray(b.data)).any()
+
+
 @pytest.mark.parametrize("lead", [(1,), (3, 2)])
 def test_any_batch_is_padded_when_asked(lead):
   config, mesh_group = PLAIN, group("dp2_ep2")
@@ -287,11 +346,26 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
     (dict(score="relu"), "score = 'relu', but it must be one of"),
     (dict(capacity_factor=-1.0), "capacity_factor = -1.0"),
     (dict(up_activation=jnp.tanh), "gated = False"),
+    (dict(num_groups=3), "num_groups = 3 does not divide"),
+    (dict(jitter=2.0), "jitter = 2.0"),
   ],
 )
 def test_a_config_that_cannot_be(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(PLAIN, name="moe_3", **change)
+
+
+def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():
+  """Their outputs would be added, though they are those of other tokens."""
+  config = dataclasses.replace(PLAIN, tp_axis="dp")
+  layer = config.layer(group("dp2_ep2"))
+  x = np.zeros((R, H), np.float32)
+  with pytest.raises(ValueError, match=r"splits tokens.*data_axes=\(\)"):
+    ep.moe.apply(layer, config, make_params(PLAIN), x)
+
+
+def test_a_copy_of_a_config_is_the_config():
+  assert copy.deepcopy([BIASED])[0] is BIASED
 
 
 def test_an_activation_is_a_function():
@@ -306,6 +380,15 @@ def test_an_activation_is_a_function():
     (dict(params={}), r"params holds \[\], but the config has"),
     (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
     (dict(config=dataclasses.replace(PLAIN, top_k=1)), "top_k = 3, but the"),
+    (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
+    (
+      dict(config=dataclasses.replace(PLAIN, tp_axis="ep")),
+      "tp_axis = 'ep', but it must be one of the mesh axes",
+    ),
+    (
+      dict(config=dataclasses.replace(PLAIN, balance="sequence")),
+      "balance = 'sequence' needs",
+    ),
   ],
 )
 def test_arguments_that_do_not_fit(change, message):

@@ -48,7 +48,7 @@ def _loss(y, metrics):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _step(layer, x, params, bias, optimizer):
-  """Is a step of training the functions of ep.moe."""
+  """Takes a training step with the functions of ep.moe."""
 
   def loss_fn(params):
     y, metrics = ep.moe.apply(layer, _CONFIG, params, x, bias=bias)

@@ -92,7 +92,10 @@ def test_bad_flags_are_refused(parse, flag, message):
 @pytest.mark.parametrize(
   "path, message",
   [
-    ("/does/not/exist", "No such file or directory: '/does/not/exist'"),
+    (
+      "/does/not/exist",
+      "/does/not/exist does not exist; name a file or folder",
+    ),
     (os.devnull, "the text has 0 bytes, but a window takes 17"),
   ],
 )

@@ -80,13 +80,27 @@ def alignment(what: str, value: Any) -> int:
   return max(rows, 1)
 
 
+def number(what: str, name: str, value: Any) -> float:
+  """Returns an argument that is a real number, or raises `TypeError`."""
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise _wrong_type(what, name, value, "a number")
+  return float(value)
+
+
 def function(what: str, name: str, value: Any) -> None:
-  """Raises `TypeError` unless an argument is a function."""
+  """Raises `TypeError` unless an argument is a function that has a hash."""
   if not callable(value):
     expected = "a function of an array"
     if isinstance(value, str) and hasattr(jax.nn, value):
       expected += f", like jax.nn.{value},"
     raise _wrong_type(what, name, value, expected)
+  try:
+    hash(value)
+  except TypeError:
+    raise TypeError(
+      f"{what}: {name} is a {type(value).__name__} without a hash, but programs"
+      " are kept by their functions; pass a function."
+    ) from None
 
 
 def cannot_pickle(what: str, cure: str) -> TypeError:

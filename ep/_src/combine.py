@@ -81,7 +81,7 @@ def ep_combine(
         f" point {list(lead)} is expected: the recv_topk_weights of"
         " ep_dispatch, one for each slot."
       )
-    num_used = handle.group_sizes.sum(axis=-1)
+    num_used = handle.group_sizes.sum(axis=-1, dtype=jnp.int32)
     operands[1:1] = [num_used]
     operands.append(weights.astype(jnp.float32))
 

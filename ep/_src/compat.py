@@ -7,7 +7,7 @@ Nothing else in the package imports `jax._src`, `jax.interpreters`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import os
 from typing import Any
@@ -88,9 +88,15 @@ def vary_together(*xs, axes: Iterable[str] = ()):
 
 
 def is_batched(tree: Any) -> bool:
-  """Returns whether a leaf is an example of the innermost `vmap` here."""
-  leaves = jax.tree.leaves(tree)
-  return any(isinstance(x, _batching.BatchTracer) for x in leaves)
+  """Returns whether a leaf is an example of a `vmap` that sees it next.
+
+  It is not if a derivative is taken inside of the `vmap`: `vmap(grad(f))`.
+  """
+  current = _core.trace_ctx.trace
+  return any(
+    isinstance(x, _batching.BatchTracer) and x._trace is current
+    for x in jax.tree.leaves(tree)
+  )
 
 
 def checks_vma() -> bool:
@@ -107,6 +113,20 @@ def out_aval(shape, dtype, like) -> Any:
     weak_type=False,
     sharding=like.sharding.update(spec=spec),
   )
+
+
+def compile_eager(primitive: Primitive, static: Sequence[str]) -> None:
+  """Makes eager calls of a primitive compile once for each kind of operands.
+
+  `static` names its parameters. `jax.disable_jit` has no effect on it.
+  """
+  program = jax.jit(primitive.bind, static_argnames=static)
+
+  def run(*operands, **params):
+    with jax.disable_jit(False):
+      return program(*operands, **params)
+
+  primitive.def_impl(run)
 
 
 def instantiate_zeros(tangent):

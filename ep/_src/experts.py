@@ -110,7 +110,7 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
 
   Rows after the last slab are neither read nor written.
   """
-  num_used = group_sizes.sum()
+  num_used = group_sizes.sum(dtype=jnp.int32)
 
   def multiply(rows, matrices):
     return grouped_matmuls(rows, matrices, group_sizes, segments=segments)

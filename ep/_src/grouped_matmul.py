@@ -62,6 +62,7 @@ def grouped_matmul(
 
   Raises:
     ValueError: if shapes or dtypes do not fit.
+    TypeError: if `group_sizes` holds no integers.
   """
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
   group_sizes = jnp.asarray(group_sizes)
@@ -79,6 +80,14 @@ def grouped_matmul(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
       "convert one with .astype, so that it is clear which precision is meant."
     )
+  if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+    raise TypeError(
+      f"grouped_matmul: group_sizes is {group_sizes.dtype}, but numbers of rows"
+      " are integers; convert it."
+    )
+  if 0 in (rows.shape[0], group_sizes.shape[0]):
+    return jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
+  group_sizes = group_sizes.astype(jnp.int32)
   (out,) = grouped_matmuls(rows, [matrices], group_sizes, tail="zero")
   return out
 
@@ -112,10 +121,7 @@ def grouped_matmuls(
 
 grouped_matmul_p = compat.Primitive("ep_grouped_matmul")
 grouped_matmul_p.multiple_results = True
-# An eager call compiles once for each kind and shape of operands.
-grouped_matmul_p.def_impl(
-  jax.jit(grouped_matmul_p.bind, static_argnames=["missing", "tail"])
-)
+compat.compile_eager(grouped_matmul_p, ["missing", "tail"])
 
 
 def _triple(operands, missing):

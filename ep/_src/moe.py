@@ -55,7 +55,8 @@ def moe_layer(
       over the EP axis; this and the next two have the tokens' dtype.
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
-    activation: an elementwise function.
+    activation: an elementwise function, hashable and without state that
+      changes: compiled programs are kept by it.
     return_handle: whether to return the handle as well, for `ep.describe` or
       more ops of the same routing.
     pad: whether tokens whose first axis does not divide over the ranks may be

@@ -92,13 +92,23 @@ def apply(
   check_layer("ep.moe.apply", layer)
   group = layer.group
   op = f'ep.moe.apply(layer "{layer.name}")'
-  x = jnp.asarray(x)
-  _check(op, layer, config, params, x, sharding.is_local_view(group, op))
+  x, bias, mask, forced_idx = jax.tree.map(
+    jnp.asarray, (x, bias, mask, forced_idx), is_leaf=_is_list
+  )
+  is_local = sharding.is_local_view(group, op)
+  _check(op, layer, config, params, is_local)
+  _check_tokens(op, config, x, bias, mask, forced_idx)
 
   def view(tokens, others):
     x, mask, forced_idx = tokens
     padding = Padding.of(group, op, x.shape[:-1]) if pad else Padding(())
     view_config = config
+    arguments.check(
+      config.balance == "batch" or x.ndim > 2 or is_local,
+      op,
+      f"x has shape {x.shape}, but balance = 'sequence' needs [..., S, H] here:"
+      " the tokens of a sequence lie along the last axis but one.",
+    )
     if padding.axes:
       mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
       x, mask = padding.add(x, 0), padding.add(mask, False)
@@ -144,6 +154,7 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
       mask=mask,
       num_groups=config.num_groups,
       top_groups=config.top_groups,
+      group_best=config.group_best,
       forced_idx=forced_idx,
       jitter=config.jitter,
       key=key,
@@ -188,7 +199,9 @@ def _local_params(layer, config, params):
   specs = moe_params.partition_specs(config, group.axis_name)
   params = dict(params)
   fsdp = config.fsdp_axis
-  gather = ordered_sum.all_gather if config.deterministic else lax.all_gather
+  gather = lax.all_gather
+  if config.deterministic or fsdp not in group.token_axes:
+    gather = ordered_sum.all_gather
   for name, spec in specs.items():
     if fsdp and fsdp in spec:
       axis = spec.index(fsdp)
@@ -218,7 +231,8 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   wanted = handle.total_recv_tokens[0]
   dropped = jnp.maximum(wanted - layer.capacity, 0)
-  batch = dict(mask=mask, axis_name=axes)
+  psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
+  batch = dict(mask=mask, axis_name=axes, psum=psum)
   return Metrics(
     load=lax.psum(choices.reshape(-1, experts).sum(axis=0), axes),
     aux_loss=_BALANCE[config.balance](
@@ -237,9 +251,81 @@ _BALANCE = {
 }
 
 
-def _check(op, layer, config, params, x, is_local):
-  """Raises unless layer, parameters and tokens are those of the config."""
+def _is_list(x):
+  return isinstance(x, list)
+
+
+def _check_tokens(op, config, x, bias, mask, forced_idx):
+  """Raises unless what belongs to tokens has their shape, and a right type."""
+  arguments.check(
+    x.ndim > 0 and x.shape[-1] == config.hidden,
+    op,
+    f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
+    " the config's hidden size.",
+  )
+  if config.deterministic and x.dtype != jnp.float32:
+    raise TypeError(
+      f"{op}: x is {x.dtype}, but a deterministic layer takes float32, because"
+      " gradients of experts are rounded to its dtype before ranks add them."
+    )
+  lead = x.shape[:-1]
+  for name, array, shape, kind, what in [
+    ("bias", bias, (config.num_experts,), jnp.floating, "a float"),
+    ("mask", mask, lead, jnp.bool_, "a bool"),
+    (
+      "forced_idx",
+      forced_idx,
+      (*lead, config.top_k),
+      jnp.integer,
+      "an integer",
+    ),
+  ]:
+    if array is None:
+      continue
+    if not jnp.issubdtype(array.dtype, kind):
+      raise TypeError(
+        f"{op}: {name} is {array.dtype}, but {what} array is expected."
+      )
+    arguments.check(
+      array.shape == shape,
+      op,
+      f"{name} has shape {array.shape}, but {shape} is expected for x of shape"
+      f" {x.shape}.",
+    )
+
+
+def _check_axes(op, group, config):
+  """Raises unless `tp_axis` and `fsdp_axis` can split parameters."""
+  for name, axis in [
+    ("tp_axis", config.tp_axis),
+    ("fsdp_axis", config.fsdp_axis),
+  ]:
+    if axis is None:
+      continue
+    arguments.check(
+      axis in group.mesh.shape and axis != group.axis_name,
+      op,
+      f"{name} = {axis!r}, but it must be one of the mesh axes"
+      f" {tuple(group.mesh.shape)} and not the EP axis {group.axis_name!r}.",
+    )
+  arguments.check(
+    config.tp_axis not in group.token_axes,
+    op,
+    f"tp_axis = {config.tp_axis!r}, but the group splits tokens over that axis,"
+    f" whose ranks must hold the same tokens; pass ep_bootstrap(data_axes="
+    f"{tuple(a for a in group.data_axes if a != config.tp_axis)}).",
+  )
+
+
+def _check(op, layer, config, params, is_local):
+  """Raises unless layer and parameters are those of the config."""
   group = layer.group
+  if not isinstance(config, MoEConfig):
+    raise TypeError(
+      f"{op}: config is a {type(config).__name__}, but an ep.MoEConfig is"
+      " expected: the one of which the layer was made."
+    )
+  _check_axes(op, group, config)
   for name, got, expected in [
     ("num_experts", group.num_experts, config.num_experts),
     ("top_k", layer.top_k, config.top_k),
@@ -250,24 +336,26 @@ def _check(op, layer, config, params, x, is_local):
       f"the layer has {name} = {got}, but the config {expected}; pass"
       " config.layer(group).",
     )
-  arguments.check(
-    x.ndim > 0 and x.shape[-1] == config.hidden,
-    op,
-    f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
-    " the config's hidden size.",
-  )
   shapes = moe_params.shapes(config)
+  names = sorted(params) if isinstance(params, Mapping) else type(params)
   arguments.check(
-    params.keys() == shapes.keys(),
+    names == sorted(shapes),
     op,
-    f"params holds {sorted(params)}, but the config has {sorted(shapes)}; make"
+    f"params holds {names}, but the config has {sorted(shapes)}; make"
     " them with ep.moe.init.",
   )
   specs = moe_params.partition_specs(config, group.axis_name)
   part = "the part of a rank" if is_local else "the whole array"
   for name, shape in shapes.items():
+    sizes = [group.mesh.shape[a] if a else 1 for a in specs[name]]
+    arguments.check(
+      all(n % d == 0 for n, d in zip(shape, sizes, strict=True)),
+      op,
+      f"params[{name!r}] has shape {shape}, which cannot be split as"
+      f" {specs[name]} says over a mesh of {dict(group.mesh.shape)}; choose"
+      " sizes that the mesh axes divide.",
+    )
     if is_local:
-      sizes = [group.mesh.shape[a] if a else 1 for a in specs[name]]
       shape = tuple(n // d for n, d in zip(shape, sizes, strict=True))
     arguments.check(
       params[name].shape == shape,

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
-from ep._src import arguments
+from ep._src import arguments, router
 from ep._src.experts import Activation, Experts
 from ep._src.group import EpGroup, EpLayerConfig
 
@@ -30,7 +30,8 @@ class MoEConfig:
     top_k: K, experts of a token.
     gated: whether an expert multiplies `activation(x @ w_gate)` into its
       hidden activations, as in SwiGLU (silu) and GeGLU (gelu).
-    activation: an elementwise function.
+    activation: an elementwise function, hashable and without state that
+      changes: compiled programs are kept by it.
     up_activation: with gates, an elementwise function of `x @ w_up`.
     biases: whether the matrices of experts have biases.
     router_bias: whether the router's logits have one. It is a parameter with a
@@ -40,7 +41,7 @@ class MoEConfig:
     weigh: when routing weights multiply: "late", as outputs are summed, or
       "early", before the last matrix.
     score, normalize, scale, jitter: as in `ep.route_topk`.
-    num_groups, top_groups: as in `ep.route_topk`.
+    num_groups, top_groups, group_best: as in `ep.route_topk`.
     balance: which loss `Metrics.aux_loss` is: that of a whole "batch"
       (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
       of the tokens (`ep.sequence_balancing_loss`).
@@ -54,7 +55,7 @@ class MoEConfig:
     deterministic: whether gradients of parameters are added in an order that
       depends on the number of ranks alone, so that losses of a training run
       have the same bits for every split of the ranks into mesh axes whose
-      sizes are powers of two, and in both views. It costs time and memory
+      sizes are powers of two. Tokens must be float32. It costs time and memory
       (docs/performance.md).
     name: for messages and traces.
 
@@ -80,6 +81,7 @@ class MoEConfig:
   jitter: float = 0.0
   num_groups: int = 1
   top_groups: int = 1
+  group_best: int = 2
   balance: Literal["batch", "sequence"] = "batch"
   capacity_factor: float | None = None
   tp_axis: str | None = None
@@ -104,12 +106,23 @@ class MoEConfig:
       f"top_k = {self.top_k}, but it must be in 1..num_experts ="
       f" {self.num_experts}.",
     )
-    arguments.check(
-      self.capacity_factor is None or self.capacity_factor > 0,
+    if self.capacity_factor is not None:
+      factor = arguments.number(what, "capacity_factor", self.capacity_factor)
+      arguments.check(
+        0 < factor < math.inf,
+        what,
+        f"capacity_factor = {factor}, but it must be positive: 1.25 leaves room"
+        " for a quarter more rows than an even load, None for any routing.",
+      )
+    arguments.number(what, "scale", self.scale)
+    router.check_choice(
       what,
-      f"capacity_factor = {self.capacity_factor}, but it must be positive: 1.25"
-      " leaves room for a quarter more rows than an even load, None for any"
-      " routing.",
+      self.num_experts,
+      self.top_k,
+      self.num_groups,
+      self.top_groups,
+      self.group_best,
+      arguments.number(what, "jitter", self.jitter),
     )
     for field, choices in _CHOICES.items():
       value = getattr(self, field)
@@ -127,6 +140,14 @@ class MoEConfig:
       "up_activation is given, but gated = False; without gates, `activation`"
       " is applied to x @ w_up.",
     )
+
+  def __copy__(self) -> MoEConfig:
+    """Returns this very object, which never changes."""
+    return self
+
+  def __deepcopy__(self, memo: Any) -> MoEConfig:
+    """Returns this very object: a copy of its functions would differ."""
+    return self
 
   @property
   def experts(self) -> Experts:

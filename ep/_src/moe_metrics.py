@@ -46,7 +46,7 @@ def update_bias(
   Args:
     bias: [..., E], what `ep.moe.apply` got as `bias`; zeros at first.
     load: [..., E], the `Metrics.load` of that step. Axes in front are layers.
-    rate: of the scores' unit.
+    rate: how far an entry moves, in units of a score.
   """
   mean = load.mean(axis=-1, keepdims=True)
   return bias + rate * jnp.sign(mean - load).astype(bias.dtype)

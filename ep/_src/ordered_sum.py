@@ -24,21 +24,25 @@ import jax.numpy as jnp
 from ep._src import compat
 
 
-def ordered_psum(x: jax.Array, axis_name: str | Sequence[str]) -> jax.Array:
+def ordered_psum(x: Any, axis_name: str | Sequence[str]) -> Any:
   """Returns the sum of all ranks' arrays, with the same bits on each.
 
   It gathers the arrays, so it needs memory for all of them and takes longer
   than `lax.psum`, whose value it has but for rounding.
 
   Args:
-    x: any shape; each rank of `axis_name` has its own.
+    x: an array or a pytree of arrays; each rank of `axis_name` has its own.
     axis_name: axes of the enclosing `jax.shard_map`; with none, x is returned.
   """
   if not axis_name:
     return x
   names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-  (x,) = compat.vary_together(x, axes=names)
-  return tree_sum(all_gather(x, names))
+
+  def psum(x):
+    (x,) = compat.vary_together(x, axes=names)
+    return tree_sum(all_gather(x, names))
+
+  return jax.tree.map(psum, x)
 
 
 def all_gather(

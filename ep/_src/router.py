@@ -120,11 +120,8 @@ def route_topk(
   num_groups = arguments.integer(op, "num_groups", num_groups)
   top_groups = arguments.integer(op, "top_groups", top_groups)
   group_best = arguments.integer(op, "group_best", group_best)
-  _check_groups(op, num_experts, top_k, num_groups, top_groups, group_best)
-  arguments.check(
-    0 <= jitter < 1,
-    op,
-    f"jitter = {jitter}; it must be at least 0 and less than 1, such as 0.01.",
+  check_choice(
+    op, num_experts, top_k, num_groups, top_groups, group_best, jitter
   )
   logits = masked_float32(op, logits, mask)
   if jitter:
@@ -135,14 +132,15 @@ def route_topk(
       "another one in each step and layer.",
     )
     logits *= jax.random.uniform(
-      key, logits.shape, minval=1 - jitter, maxval=1 + jitter
+      key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
     )
   log_scores = _LOG_SCORES[score](logits)
   if forced_idx is None:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
     # Logits order as their scores do, but do not saturate.
     if selection_bias is not None:
-      order = scores = scores + lax.stop_gradient(selection_bias)
+      bias = lax.stop_gradient(selection_bias).astype(jnp.float32)
+      order = scores = scores + bias
     allowed = None
     if top_groups < num_groups:
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
@@ -193,7 +191,21 @@ def masked_float32(
   return jnp.where(mask[..., None], logits, 0.0)
 
 
-def _check_groups(op, num_experts, top_k, num_groups, top_groups, group_best):
+def check_choice(
+  op: str,
+  num_experts: int,
+  top_k: int,
+  num_groups: int,
+  top_groups: int,
+  group_best: int,
+  jitter: float,
+) -> None:
+  """Raises `ValueError` unless K experts can be chosen in this way."""
+  arguments.check(
+    0 <= jitter < 1,
+    op,
+    f"jitter = {jitter}; it must be at least 0 and less than 1, such as 0.01.",
+  )
   arguments.check(
     num_groups >= 1 and num_experts % num_groups == 0,
     op,

@@ -7,7 +7,8 @@ whole batch's value on every rank when they are told the axes of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from ep._src import arguments, router
 
 _Axes = str | Sequence[str]
+_Psum = Callable[[Any, _Axes], Any]
 
 
 def load_balancing_loss(
@@ -25,6 +27,7 @@ def load_balancing_loss(
   score: router.Score = "softmax",
   mask: jax.Array | None = None,
   axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
 ) -> jax.Array:
   """Returns how unevenly a batch loads the experts: 1 if evenly, up to E.
 
@@ -44,6 +47,7 @@ def load_balancing_loss(
       The loss is then that of the whole batch, the same on every rank; without
       it, each rank's own. With `check_vma=True`, the default, its gradient is
       that of the whole batch, too.
+    psum: what adds over these axes; `ep.ordered_psum` does it in a fixed order.
 
   Returns:
     A float32 scalar.
@@ -53,7 +57,8 @@ def load_balancing_loss(
   """
   parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
   lead = tuple(range(logits.ndim - 1))
-  return _imbalance(*_sum_over_ranks([x.sum(lead) for x in parts], axis_name))
+  sums = [x.sum(lead) for x in parts]
+  return _imbalance(*_sum_over_ranks(sums, axis_name, psum))
 
 
 def sequence_balancing_loss(
@@ -63,6 +68,7 @@ def sequence_balancing_loss(
   score: router.Score = "softmax",
   mask: jax.Array | None = None,
   axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
 ) -> jax.Array:
   """Returns the mean over sequences of each one's `load_balancing_loss`.
 
@@ -79,6 +85,7 @@ def sequence_balancing_loss(
       token does not count.
     axis_name: the axes that sequences are sharded over, as in
       `load_balancing_loss`.
+    psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
@@ -95,7 +102,7 @@ def sequence_balancing_loss(
   )
   parts = _per_token(op, logits, topk_idx, score, mask)
   choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
-  return _mean(_imbalance(choices, scores, tokens), tokens > 0, axis_name)
+  return _mean(_imbalance(choices, scores, tokens), tokens > 0, axis_name, psum)
 
 
 def router_z_loss(
@@ -103,6 +110,7 @@ def router_z_loss(
   *,
   mask: jax.Array | None = None,
   axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
 ) -> jax.Array:
   """Returns the mean over tokens of `logsumexp(logits)**2`.
 
@@ -111,7 +119,7 @@ def router_z_loss(
 
   Args:
     logits: `[..., E]`.
-    mask, axis_name: as in `load_balancing_loss`.
+    mask, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
@@ -120,7 +128,7 @@ def router_z_loss(
     ValueError: the mask has another shape than the tokens.
   """
   logits = router.masked_float32("router_z_loss", logits, mask)
-  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, axis_name)
+  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, axis_name, psum)
 
 
 def router_entropy(
@@ -128,6 +136,7 @@ def router_entropy(
   *,
   mask: jax.Array | None = None,
   axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
 ) -> jax.Array:
   """Returns the mean over tokens of the entropy of their softmax scores.
 
@@ -136,7 +145,7 @@ def router_entropy(
 
   Args:
     logits: `[..., E]`; -inf bars an expert.
-    mask, axis_name: as in `load_balancing_loss`.
+    mask, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
@@ -148,7 +157,7 @@ def router_entropy(
   logs = jax.nn.log_softmax(logits)
   scores = jnp.exp(logs)
   terms = scores * jnp.where(scores > 0, logs, 0.0)
-  return _mean(-terms.sum(axis=-1), mask, axis_name)
+  return _mean(-terms.sum(axis=-1), mask, axis_name, psum)
 
 
 def _per_token(op, logits, topk_idx, score, mask):
@@ -181,11 +190,11 @@ def _imbalance(choices, scores, tokens):
   return scores.shape[-1] * (f * p).sum(axis=-1)
 
 
-def _mean(values, mask, axis_name):
+def _mean(values, mask, axis_name, psum):
   """Returns the mean of finite values where `mask` is True; 0 without any."""
   counts = _counts(values, mask)
   sums = (values * counts).sum(), counts.sum()
-  total, count = _sum_over_ranks(sums, axis_name)
+  total, count = _sum_over_ranks(sums, axis_name, psum)
   return total / jnp.maximum(count, 1.0)
 
 
@@ -194,5 +203,5 @@ def _counts(values, mask):
   return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)
 
 
-def _sum_over_ranks(sums, axis_name):
-  return lax.psum(sums, axis_name) if axis_name else sums
+def _sum_over_ranks(sums, axis_name, psum):
+  return psum(sums, axis_name) if axis_name else sums

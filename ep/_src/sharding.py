@@ -100,7 +100,7 @@ def local_lead(
       f" split over {ranks} ranks; outside shard_map that axis is global, and"
       f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pad it"
       " with tokens whose ids are -1, as moe_layer and ep.moe.apply do with"
-      " pad=True."
+      " pad=True. Under jax.vmap the first axis is that of the examples."
     )
   return (lead[0] // ranks, *lead[1:])
 

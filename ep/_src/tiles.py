@@ -55,7 +55,8 @@ def expand(sizes, segments, rows, matrices, tail):
   ]
   height = _height(num_rows, segments)
   outs = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, outs)
-  return [row_buffers.finish(out, dtype, sizes.sum(), tail) for out in outs]
+  used = sizes.sum(dtype=jnp.int32)
+  return [row_buffers.finish(out, dtype, used, tail) for out in outs]
 
 
 def contract(sizes, segments, outs, matrices, tail):
@@ -72,7 +73,8 @@ def contract(sizes, segments, outs, matrices, tail):
   rows = row_buffers.new((num_rows, matrices[0].shape[1]), dtype, tail)
   height = _height(num_rows, segments)
   rows = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, rows)
-  return row_buffers.finish(rows, dtype, sizes.sum(), tail)
+  used = sizes.sum(dtype=jnp.int32)
+  return row_buffers.finish(rows, dtype, used, tail)
 
 
 def outer(sizes, segments, rows, outs):

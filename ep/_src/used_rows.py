@@ -37,8 +37,9 @@ def map_used_rows(
   """Returns `fn(*arrays)`, where `fn` treats each row by itself.
 
   Differentiable in the arrays, in both modes, to any order, with the same
-  property: rows from `num_used` on are never used, whatever they hold, NaN
-  included, and with `tail="unspecified"` neither written.
+  property: rows from `num_used` on affect no other, whatever they hold, NaN
+  included. With `tail="unspecified"` those after the last used block are not
+  read or written, and what is in the others means nothing.
 
   Args:
     fn: a function of blocks [B, ...] of rows of each array, for any B, to one
@@ -162,7 +163,7 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
 
 _map_p = compat.Primitive("ep_map_used_rows")
 _map_p.multiple_results = True
-_map_p.def_impl(jax.jit(_map_p.bind, static_argnames=["fn", "tail"]))
+compat.compile_eager(_map_p, ["fn", "tail"])
 batch_sequentially(_map_p)
 
 

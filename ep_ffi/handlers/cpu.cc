@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The context of a call on XLA:CPU: the id of the run, and a pool of threads.
-// And the handlers that only XLA:CPU needs.
+// The context of a call on XLA:CPU is the id of the run, and a pool of threads.
+// The handlers here are those that only XLA:CPU needs.
 
 #include <cstdint>
 #include <functional>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What ep/_src/row_buffers.py needs and XLA:CPU lacks. It belongs to no group.
+// These handlers are for ep/_src/row_buffers.py: XLA:CPU has no such
+// operations. They belong to no group.
 
 #ifndef EP_FFI_HANDLERS_ROW_BUFFERS_H_
 #define EP_FFI_HANDLERS_ROW_BUFFERS_H_
@@ -29,7 +30,7 @@ inline ffi::Error Retyped(ffi::AnyBuffer rows,
   const int64_t n = count.typed_data()[0];
   if (rows.size_bytes() != out->size_bytes() || n < 0 || n > num_rows) {
     return ffi::Error::InvalidArgument(
-        "map_used_rows: the number of used rows is negative or exceeds the"
+        "grouped_matmul: the number of used rows is negative or exceeds the"
         " capacity; it is the sum of group_sizes.");
   }
   if (n > 0) {
