@@ -22,7 +22,7 @@ from ep._src.meshes import Mesh
 _OVERFLOW = ("error", "drop")
 _TAILS = ("zero", "unspecified")
 
-# What a field has until it is resolved; the types are those of resolved ones.
+# A field has this value until it is resolved; types are those of resolved ones.
 _INHERITED: Any = None
 
 # The fields of a group that a compiled program relies on, besides the shape of

@@ -26,7 +26,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-  """What an expert computes of a row x.
+  """Describes the network of an expert, for a row x.
 
   The hidden activations h are, with gates and without,
 
@@ -99,9 +99,8 @@ def _rows_by_source(handle, topk_idx):
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  # What was dropped is missing at the end of a slab, and what pads it is there.
+  # Dropped rows are missing at the end of a slab.
   ends = jnp.minimum(received.cumsum(axis=0), handle.group_sizes)
-  ends = ends.at[-1].set(handle.group_sizes)
   return jnp.diff(ends, axis=0, prepend=0).astype(jnp.int32).T
 
 

@@ -159,9 +159,9 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
       jitter=config.jitter,
       key=key,
     )
-  # What is multiplied by a rank's part of the inner size varies over those
-  # ranks from here on, so that its gradient is summed over them here, where it
-  # is as small as the tokens.
+  # Ranks of `tp_axis` multiply tokens and weights by different parts of the
+  # inner size. Both vary over that axis from here on, so that their gradients
+  # are summed over it here, where they are as small as the tokens.
   x_inner, w_inner = x, topk_weights
   if config.tp_axis:
     x_inner, w_inner = compat.vary_together(

@@ -151,7 +151,7 @@ class MoEConfig:
 
   @property
   def experts(self) -> Experts:
-    """What an expert computes."""
+    """The network of an expert."""
     return Experts(
       self.activation, self.up_activation, self.weigh, self.deterministic
     )

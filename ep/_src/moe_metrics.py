@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a MoE layer tells about a step, and what is made of it."""
+"""Metrics describe a step of a MoE layer; update_bias balances the next one."""
 
 from __future__ import annotations
 
