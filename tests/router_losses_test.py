@@ -1,54 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of a router agree with their formulas, on one rank and on four."""
+"""The losses of a router agree with their formulas; see router_ranks_test."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from cases import jit_quickly
-from conftest import assert_shards_close, make_mesh, to_global
 import ep
-
-E, K = 8, 3
-
-LOSSES = {
-  "load": lambda x, i, m, a=(): ep.load_balancing_loss(
-    x, i, mask=m, axis_name=a
-  ),
-  "load_sigmoid": lambda x, i, m, a=(): ep.load_balancing_loss(
-    x, i, score="sigmoid", mask=m, axis_name=a
-  ),
-  "sequence": lambda x, i, m, a=(): ep.sequence_balancing_loss(
-    x, i, score="sigmoid", mask=m, axis_name=a
-  ),
-  "z": lambda x, i, m, a=(): ep.router_z_loss(x, mask=m, axis_name=a),
-  "entropy": lambda x, i, m, a=(): ep.router_entropy(x, mask=m, axis_name=a),
-}
-
-
-def _logits(*lead):
-  rng = np.random.default_rng(0)
-  return (rng.normal(size=(*lead, E)) * 2).astype(np.float32)
-
-
-def _batch():
-  """Returns logits, choices and mask of 8 sequences, one of them empty.
-
-  What is masked has choices, and logits that are NaN or large.
-  """
-  logits = _logits(8, 6)
-  idx = np.array(ep.route_topk(logits, K)[0])
-  idx[1, 2, 0] = -1
-  mask = np.random.default_rng(1).random((8, 6)) < 0.7
-  mask[3] = False
-  logits[~mask] = 50.0
-  logits[3] = np.nan
-  return logits, idx, mask
+from router_cases import all_with_gradients, batch, E, K, logits_of, LOSSES
 
 
 def _softmax(x):
@@ -83,22 +45,14 @@ def _expected(logits, idx, mask):
   }
 
 
-def _all_with_gradients(logits, idx, mask, axis_name=()):
-  """Returns the value of each loss, and its gradient."""
-  return {
-    name: jax.value_and_grad(loss)(logits, idx, mask, axis_name)
-    for name, loss in LOSSES.items()
-  }
-
-
 @functools.cache
 def _whole():
-  return jit_quickly(_all_with_gradients)(*_batch())
+  return jit_quickly(all_with_gradients)(*batch())
 
 
 def test_padding_counts_for_nothing():
   """Values are those of the other tokens alone; padding gets no gradient."""
-  logits, idx, mask = _batch()
+  logits, idx, mask = batch()
   expected = _expected(logits, idx, mask)
   for name, (value, gradient) in _whole().items():
     np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
@@ -109,8 +63,8 @@ def test_padding_counts_for_nothing():
 
 def test_gradients_are_those_of_the_tokens_alone():
   """The kept tokens without any mask get the same gradient."""
-  logits, idx, mask = _batch()
-  alone = jit_quickly(lambda x, i: _all_with_gradients(x[None], i[None], None))(
+  logits, idx, mask = batch()
+  alone = jit_quickly(lambda x, i: all_with_gradients(x[None], i[None], None))(
     logits[mask], idx[mask]
   )
   for name in ("load", "load_sigmoid", "z", "entropy"):
@@ -119,52 +73,15 @@ def test_gradients_are_those_of_the_tokens_alone():
 
 
 def test_a_batch_of_padding_has_no_loss_and_no_gradient():
-  logits, idx, mask = _batch()
-  nothing = jit_quickly(_all_with_gradients)(logits, idx, np.zeros_like(mask))
+  logits, idx, mask = batch()
+  nothing = jit_quickly(all_with_gradients)(logits, idx, np.zeros_like(mask))
   for leaf in jax.tree.leaves(nothing):
     np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
-def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
-  mesh = make_mesh({"ep": 4})
-
-  def ranks(logits, idx, mask):
-    # A value for each rank; with check_vma a replicated one would be checked.
-    results = _all_with_gradients(logits, idx, mask, "ep")
-    return {
-      name: (jax.lax.pcast(value, "ep", to="varying")[None], gradient)
-      for name, (value, gradient) in results.items()
-    }
-
-  program = jit_quickly(
-    jax.shard_map(ranks, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-  )
-  got = program(*(to_global(x, mesh, P("ep")) for x in _batch()))
-  for name, (value, gradient) in got.items():
-    expected, expected_gradient = _whole()[name]
-    assert_shards_close(value, np.full(4, expected), rtol=1e-6)
-    assert_shards_close(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
-def test_global_losses_only_sum(axis_type):
-  """In the global view nothing but the sums over ranks is communicated."""
-  mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
-  args = [to_global(x, mesh, P("dp", "ep")) for x in _batch()]
-  with jax.set_mesh(mesh):
-    program = jax.jit(_all_with_gradients).lower(*args).compile()
-    got = program(*args)
-  ep.assert_no_hidden_collectives(program, allow=["all-reduce"])
-  for name, (value, gradient) in got.items():
-    assert_shards_close(value, _whole()[name][0], rtol=1e-5)
-    assert_shards_close(gradient, _whole()[name][1], rtol=1e-5, atol=1e-7)
-
-
 def test_entropy_is_zero_for_one_expert_and_log_e_for_all():
   one = jnp.where(jnp.arange(E) == 2, 0.0, -jnp.inf)[None]
-  value, gradient = jax.value_and_grad(ep.router_entropy)(one)
+  value, gradient = jit_quickly(jax.value_and_grad(ep.router_entropy))(one)
   assert value == 0 and np.isfinite(gradient).all()
   np.testing.assert_allclose(
     ep.router_entropy(jnp.ones((3, E))), np.log(E), rtol=1e-6
@@ -185,36 +102,42 @@ def test_bad_arguments_are_named(call, message):
     call(jnp.zeros((2, 4, E)), jnp.zeros((2, 4, K), jnp.int32))
 
 
+@jit_quickly
+def _loss_of_best(logits):
+  return ep.load_balancing_loss(logits, ep.route_topk(logits, 1)[0])
+
+
 def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
   # Token t's best expert is t % E, so all are chosen equally often.
-  even = jnp.eye(E) * 3.0
-  idx, _ = ep.route_topk(even, 1)
-  np.testing.assert_allclose(ep.load_balancing_loss(even, idx), 1.0, 1e-6)
-  worst = jnp.tile(jnp.eye(E)[2] * 50.0, (6, 1))
-  idx, _ = ep.route_topk(worst, 1)
-  np.testing.assert_allclose(ep.load_balancing_loss(worst, idx), E, 1e-6)
+  even, worst = np.eye(E) * 3.0, np.tile(np.eye(E)[2] * 50.0, (E, 1))
+  for logits, expected in [(even, 1.0), (worst, E)]:
+    loss = _loss_of_best(np.float32(logits))
+    np.testing.assert_allclose(loss, expected, 1e-6)
 
 
 def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
-  logits = jnp.asarray(_logits(4, 6))
-  idx, _ = ep.route_topk(logits, K)
-  idx = idx.at[1, 2, 0].set(-1)
-  f = np.bincount(np.asarray(idx)[idx >= 0], minlength=E)
+  logits = logits_of(4, 6)
+  idx = np.argsort(-logits, axis=-1)[..., :K]
+  idx[1, 2, 0] = -1
+  f = np.bincount(idx[idx >= 0], minlength=E)
   p = _softmax(logits).reshape(-1, E).mean(0)
   expected = E * np.sum(f / f.sum() * p)
-  whole = ep.load_balancing_loss(logits, idx)
-  ranks = jax.vmap(
-    lambda x, i: ep.load_balancing_loss(x, i, axis_name="ranks"),
-    axis_name="ranks",
+  whole, gradient = jit_quickly(jax.value_and_grad(ep.load_balancing_loss))(
+    logits, idx
+  )
+  ranks = jit_quickly(
+    jax.vmap(
+      lambda x, i: ep.load_balancing_loss(x, i, axis_name="ranks"),
+      axis_name="ranks",
+    )
   )(logits, idx)
   np.testing.assert_allclose(whole, expected, rtol=1e-5)
   np.testing.assert_allclose(ranks, np.full(4, expected), rtol=1e-5)
   # Descent along the gradient lowers the logits of the most chosen expert.
-  gradient = jax.grad(ep.load_balancing_loss)(logits, idx)
   assert gradient.sum((0, 1))[f.argmax()] > 0
 
 
 def test_z_loss():
-  logits = jnp.asarray(_logits(3, 4))
+  logits = logits_of(3, 4)
   expected = np.mean(np.log(np.exp(np.asarray(logits, float)).sum(-1)) ** 2)
   np.testing.assert_allclose(ep.router_z_loss(logits), expected, rtol=1e-5)

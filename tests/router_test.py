@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route_topk agrees with its formulas in NumPy, and shards as its logits do."""
+"""route_topk agrees with its formulas in NumPy; see router_ranks_test."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from cases import jit_quickly
-from conftest import (
-  assert_shards_close,
-  assert_shards_equal,
-  make_mesh,
-  to_global,
-)
-import ep
 from ep._src import router
+from router_cases import E, K, logits_of
 
-E, K = 8, 3
 
-
-def _logits(*lead, dtype=jnp.float32, seed=0):
-  rng = np.random.default_rng(seed)
-  return jnp.asarray(rng.normal(size=(*lead, E)) * 2, dtype)
+def _route(logits, *args, **options):
+  """Calls `route_topk` in one compiled program."""
+  route = functools.partial(router.route_topk, **options)
+  return jit_quickly(lambda x: route(x, *args))(logits)
 
 
 def _scores(logits, score):
@@ -43,13 +34,16 @@ def _scores(logits, score):
 def test_ids_and_weights_are_those_of_the_formula(
   score, normalize, biased, dtype
 ):
-  logits = _logits(2, 5, dtype=dtype)
+  logits = logits_of(2, 5, dtype=dtype)
   bias = jnp.linspace(0.5, -0.5, E) if biased else None
-  idx, weights = jax.jit(
-    lambda x: router.route_topk(
-      x, K, score=score, normalize=normalize, scale=2.5, selection_bias=bias
-    )
-  )(logits)
+  idx, weights = _route(
+    logits,
+    K,
+    score=score,
+    normalize=normalize,
+    scale=2.5,
+    selection_bias=bias,
+  )
   scores = _scores(logits, score)
   order = scores if bias is None else scores + np.asarray(bias)
   expected = np.argsort(-order, axis=-1, kind="stable")[..., :K]
@@ -66,28 +60,28 @@ def test_ids_and_weights_are_those_of_the_formula(
 
 def test_equal_scores_are_ordered_by_id():
   logits = jnp.array([[0.0] * E, [0, 1, 0, 1, 0, 1, 1, 0]])
-  idx, _ = router.route_topk(logits, K)
+  idx, _ = _route(logits, K)
   np.testing.assert_array_equal(idx, [[0, 1, 2], [1, 3, 5]])
 
 
 def test_large_logits_neither_tie_nor_overflow():
   logits = jnp.array([[1e4, 2e4, 3e4, -1e4, -2e4, -3e4, 0, 0]])
   for score in ("softmax", "sigmoid"):
-    idx, weights = router.route_topk(logits, K, score=score)
+    idx, weights = _route(logits, K, score=score)
     np.testing.assert_array_equal(idx, [[2, 1, 0]])
     assert np.isfinite(weights).all()
     np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
   underflowing = jnp.where(jnp.arange(E) == 0, 0.0, -1e4)[None]
   bias = jnp.where(jnp.arange(E) == 0, -2.0, 0.0)
-  _, weights = router.route_topk(underflowing, 2, selection_bias=bias)
+  _, weights = _route(underflowing, 2, selection_bias=bias)
   np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
 def test_masked_tokens_choose_no_expert():
-  logits = _logits(4)
+  logits = logits_of(4)
   mask = jnp.array([True, False, True, False])
-  idx, weights = router.route_topk(logits, K, mask=mask)
-  all_idx, all_weights = router.route_topk(logits, K)
+  idx, weights = _route(logits, K, mask=mask)
+  all_idx, all_weights = _route(logits, K)
   np.testing.assert_array_equal(idx, np.where(mask[:, None], all_idx, -1))
   np.testing.assert_array_equal(
     weights, np.where(mask[:, None], all_weights, 0)
@@ -98,7 +92,7 @@ def test_masked_tokens_choose_no_expert():
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
   # Differences are in float64; the steps are too small to change the choice.
-  logits = np.asarray(_logits(3), np.float64)
+  logits = np.asarray(logits_of(3), np.float64)
   cotangent = np.random.default_rng(1).normal(size=(3, K))
   bias = jnp.linspace(0.5, -0.5, E)
 
@@ -116,7 +110,7 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
       chosen = chosen / chosen.sum(-1, keepdims=True)
     return np.sum(chosen * cotangent)
 
-  got, got_bias = jax.grad(loss, (0, 1))(jnp.float32(logits), bias)
+  got, got_bias = jit_quickly(jax.grad(loss, (0, 1)))(np.float32(logits), bias)
   step, expected = 1e-6, np.zeros_like(logits)
   for at in np.ndindex(logits.shape):
     up, down = logits.copy(), logits.copy()
@@ -143,19 +137,17 @@ def _choose_in_groups(order, groups, top_groups, best, k):
   "score, best, biased", [("sigmoid", 2, True), ("softmax", 1, False)]
 )
 def test_experts_are_those_of_the_best_groups(score, best, biased):
-  logits = _logits(40)
+  logits = logits_of(40)
   bias = jnp.linspace(0.5, -0.5, E) if biased else None
-  idx, weights = jit_quickly(
-    lambda x: router.route_topk(
-      x,
-      K,
-      score=score,
-      selection_bias=bias,
-      num_groups=4,
-      top_groups=2,
-      group_best=best,
-    )
-  )(logits)
+  idx, weights = _route(
+    logits,
+    K,
+    score=score,
+    selection_bias=bias,
+    num_groups=4,
+    top_groups=2,
+    group_best=best,
+  )
   scores = _scores(logits, score)
   order = scores + np.asarray(bias) if biased else scores
   expected = np.array([_choose_in_groups(t, 4, 2, best, K) for t in order])
@@ -173,14 +165,14 @@ def test_equal_groups_are_ordered_by_id_and_others_are_barred():
   """No expert of another group is chosen, even if all others have -inf."""
   low = -jnp.inf
   logits = jnp.array([[0.0] * 8, [low, low, 0, low, 1, 1, low, low]])
-  idx, _ = router.route_topk(logits, 4, num_groups=4, top_groups=2)
+  idx, _ = _route(logits, 4, num_groups=4, top_groups=2)
   np.testing.assert_array_equal(idx, [[0, 1, 2, 3], [4, 5, 2, 3]])
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
   """Unused entries have weight 0, and the others are normalized alone."""
-  logits = _logits(4)
+  logits = logits_of(4)
   forced = np.array([[7, 0, 3], [5, -1, 2], [-1, -1, 6], [-1, -1, -1]])
 
   def route(x):
@@ -188,8 +180,11 @@ def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
       x, K, normalize=normalize, scale=2.5, forced_idx=forced
     )
 
-  (idx, weights), vjp = jax.vjp(route, logits)
-  (gradient,) = vjp((np.zeros(idx.shape, jax.dtypes.float0), weights))
+  def route_and_pull_back(x):
+    (idx, weights), vjp = jax.vjp(route, x)
+    return idx, weights, *vjp((np.zeros(idx.shape, jax.dtypes.float0), weights))
+
+  idx, weights, gradient = jit_quickly(route_and_pull_back)(logits)
   expected = np.take_along_axis(_scores(logits, "softmax"), forced, -1)
   expected *= forced >= 0
   if normalize:
@@ -202,9 +197,9 @@ def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
 
 
 def test_a_replayed_choice_has_the_weights_it_had():
-  logits, bias = _logits(6), jnp.linspace(0.5, -0.5, E)
-  idx, weights = router.route_topk(logits, K, selection_bias=bias)
-  again = router.route_topk(logits, K, forced_idx=idx)
+  logits, bias = logits_of(6), jnp.linspace(0.5, -0.5, E)
+  idx, weights = _route(logits, K, selection_bias=bias)
+  again = _route(logits, K, forced_idx=idx)
   np.testing.assert_array_equal(again[0], idx)
   np.testing.assert_array_equal(again[1], weights)
 
@@ -212,7 +207,7 @@ def test_a_replayed_choice_has_the_weights_it_had():
 def test_jitter_multiplies_each_logit_by_a_number_of_its_own():
   logits, key = jnp.ones((64, E)), jax.random.key(0)
   idx = jnp.tile(jnp.arange(E), (64, 1))
-  _, weights = router.route_topk(
+  _, weights = _route(
     logits,
     E,
     score="sigmoid",
@@ -224,15 +219,16 @@ def test_jitter_multiplies_each_logit_by_a_number_of_its_own():
   noise = np.log(weights) - np.log1p(-np.asarray(weights))
   assert 0.75 <= noise.min() < 0.76 and 1.24 < noise.max() <= 1.25001
   assert len(np.unique(noise)) > 400
-  plain = router.route_topk(logits, K, key=key)
-  np.testing.assert_array_equal(plain[1], router.route_topk(logits, K)[1])
+  plain = _route(logits, K, key=key)
+  np.testing.assert_array_equal(plain[1], _route(logits, K)[1])
 
 
 def test_masked_tokens_may_hold_nan():
-  logits = _logits(2).at[1].set(jnp.nan)
+  logits = logits_of(2)
+  logits[1] = np.nan
   mask = jnp.array([True, False])
-  gradient = jax.grad(
-    lambda x: router.route_topk(x, K, mask=mask)[1][:, 0].sum()
+  gradient = jit_quickly(
+    jax.grad(lambda x: router.route_topk(x, K, mask=mask)[1][:, 0].sum())
   )(logits)
   assert np.isfinite(gradient).all() and np.asarray(gradient[0]).any()
 
@@ -263,52 +259,9 @@ def test_the_choice_is_that_of_lax_top_k():
 def test_ids_are_distinct_whatever_the_logits_are():
   logits = jnp.full((1, E), jnp.nan)
   for score in ("softmax", "sigmoid"):
-    idx, weights = router.route_topk(
-      logits, K, score=score, num_groups=4, top_groups=2
-    )
+    idx, weights = _route(logits, K, score=score, num_groups=4, top_groups=2)
     assert len(set(np.asarray(idx[0]))) == K
     assert np.isnan(weights).all()
-
-
-@pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
-@pytest.mark.parametrize("spec", [P(("dp", "ep")), P("dp", "ep")])
-def test_routing_is_sharded_as_the_logits_are(axis_type, spec):
-  """In the global view, neither the choice nor its gradient communicates."""
-  mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
-  logits, mask = _logits(4, 6), np.arange(24).reshape(4, 6) % 5 > 0
-  bias, key = jnp.linspace(0.5, -0.5, E), np.uint32([0, 1])
-
-  def route(x, mask, cotangent, key):
-    (weights, idx), vjp = jax.vjp(
-      lambda x: router.route_topk(
-        x,
-        K,
-        score="sigmoid",
-        selection_bias=bias,
-        mask=mask,
-        num_groups=4,
-        top_groups=2,
-        jitter=0.1,
-        key=jax.random.wrap_key_data(key),
-      )[::-1],
-      x,
-    )
-    no_tangent = np.zeros(idx.shape, jax.dtypes.float0)
-    return idx, weights, *vjp((cotangent, no_tangent))
-
-  args = logits, mask, np.asarray(_logits(4, 6)[..., :K]), key
-  sharded = [to_global(x, mesh, spec) for x in args[:3]]
-  with jax.set_mesh(mesh):
-    program = jax.jit(route).lower(*sharded, to_global(key, mesh)).compile()
-    got = program(*sharded, to_global(key, mesh))
-  ep.assert_no_hidden_collectives(program)
-  expected = jit_quickly(route)(*args)
-  assert_shards_equal(got[0], expected[0])
-  for got_, expected_ in zip(got[1:], expected[1:], strict=True):
-    assert got_.sharding.is_equivalent_to(sharded[0].sharding, 3)
-    assert_shards_close(got_, expected_, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -337,4 +290,4 @@ def test_routing_is_sharded_as_the_logits_are(axis_type, spec):
 )
 def test_bad_arguments_are_named(options, message):
   with pytest.raises((ValueError, TypeError), match=message):
-    router.route_topk(_logits(3), **options)
+    router.route_topk(logits_of(3), **options)
