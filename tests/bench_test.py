@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark runs in both worlds, and rejects wrong results."""
 
+import gc
 import json
 import sys
 
@@ -77,10 +78,10 @@ def test_results_of_both_worlds_are_recorded(tmp_path):
 
 
 def test_the_gate_fails_below_its_bound(tmp_path):
-  flags = f"--shapes={SHAPE}", "--rounds=2", "--worlds=1x4"
-  code, output = _bench("--gate=0", *flags)
-  assert code == 0 and "OK: 1x4 " in output, output
-  code, output = _bench("--gate=1e9", *flags)
+  """CI runs the gate with a bound that holds; see docs/performance.md."""
+  code, output = _bench(
+    "--gate=1e9", f"--shapes={SHAPE}", "--rounds=2", "--worlds=1x4"
+  )
   assert code == 1 and "FAILED: 1x4 " in output, output
 
 
@@ -116,11 +117,17 @@ app.run(ep_bench.main)
 
 @pytest.fixture
 def mesh():
-  """Makes the mesh of this process, and has XLA compile in half the time."""
+  """Makes the mesh of this process, and has XLA compile in half the time.
+
+  The meter of memory collects garbage before each op. What is alive before the
+  test is left out of that.
+  """
   jax.config.update("jax_disable_most_optimizations", True)
+  gc.freeze()
   yield jax.make_mesh(
     (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
   )
+  gc.unfreeze()
   jax.config.update("jax_disable_most_optimizations", False)
 
 

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
+from cases import jit_quickly
 from conftest import assert_shards_close, to_global
 import ep
 from groups import E, H, K, layer, ranks, spec, T
@@ -51,6 +52,9 @@ def with_grads(fn):
   return call
 
 
+dense_with_grads = jit_quickly(with_grads(dense))
+
+
 def check(config, lead, run=jax.jit):
   """Compares the layer and its gradients with a dense layer."""
   inputs = arrays(lead)
@@ -59,7 +63,7 @@ def check(config, lead, run=jax.jit):
   specs = [PartitionSpec()] * 3 + [split] * 2
   placed = [to_global(x, mesh, s) for x, s in zip(inputs, specs, strict=True)]
   got = run(with_grads(padded(config)))(*placed)
-  want = with_grads(dense)(*inputs)
+  want = dense_with_grads(*inputs)
   for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
     assert_shards_close(a, np.asarray(b), rtol=1e-4, atol=1e-4)
 
@@ -84,7 +88,7 @@ def test_examples_of_vmap():
   idx, tokens, weights, up, down = arrays((2, 5))
   batched = jax.vmap(padded(config), in_axes=(0, 0, 0, None, None))
   got = jax.jit(batched)(idx, tokens, weights, up, down)
-  want = np.asarray(dense(idx, tokens, weights, up, down))
+  want = np.asarray(jit_quickly(dense)(idx, tokens, weights, up, down))
   assert_shards_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -113,7 +117,7 @@ def test_the_local_view_needs_no_padding():
     to_global(x, config.group.mesh, s)
     for x, s in zip(inputs, specs, strict=True)
   ]
-  want = np.asarray(dense(*inputs))
+  want = np.asarray(jit_quickly(dense)(*inputs))
   assert_shards_close(jax.jit(local)(*placed), want, rtol=1e-4, atol=1e-4)
 
 
