@@ -29,6 +29,7 @@ import ep
 from groups import BACKEND, GPU, group, H, ranks, spec, T, within_limits
 from ops import LocalOps, Moved, Ops
 from oracle import Differentiated, make_oracle
+import quick_compiler
 from routings import ROUTINGS
 
 
@@ -225,18 +226,12 @@ def local_view(layer, fn, *, check_vma=True, out_specs=None):
   )
 
 
-_OPTIMIZED = {
-  "xla_backend_optimization_level": 3,
-  "xla_cpu_use_fusion_emitters": True,
-}
-
-
 @functools.cache
 def _program(parts, view, optimized):
   calls = [view(layer, fn) for layer, fn in parts]
   return jax.jit(
     lambda *args: [call(*a) for call, a in zip(calls, args, strict=True)],
-    compiler_options=_OPTIMIZED if optimized else None,
+    compiler_options=quick_compiler.OPTIMIZED if optimized else None,
   )
 
 
@@ -295,11 +290,7 @@ def expected(case, fn, *arrays):
 @functools.cache
 def jit_quickly(fn):
   """Jits `fn` with fast compilation, since it runs only once or twice."""
-  options = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-  }
-  return jax.jit(fn, compiler_options={} if GPU else options)
+  return jax.jit(fn, compiler_options={} if GPU else quick_compiler.QUICK)
 
 
 def assert_same(actual, expected):

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 import math
 import os
 
+import quick_compiler
+
 # Plain pytest is the 1x4 world.
 if "JAX_COORDINATOR_ADDRESS" not in os.environ:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,10 +38,10 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
+  or os.environ.get("EP_TEST_QUICK_COMPILER") == "1"
 ):
-  os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    + os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = quick_compiler.FLAGS + os.environ.get(
+    "XLA_FLAGS", ""
   )
 
 import jax

@@ -6,11 +6,6 @@ load("@rules_python//python:defs.bzl", "py_test")
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 
-# XLA:CPU then compiles a program in a third of the time; see conftest.py.
-_QUICK_COMPILER = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
-}
-
 # A variant has JAX's name of the platform, a variable that names the backend if
 # it is not the platform's own, dependencies, and JAX's tags.
 _VARIANTS = {
@@ -61,8 +56,8 @@ def ep_test(
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
-      quick_compiler: whether XLA:CPU may leave code as it is in all worlds. In
-        those of many processes it always does.
+      quick_compiler: whether XLA:CPU may leave code as it is in worlds of one
+        process. In those of many processes it always does; see conftest.py.
       size: Bazel's size. XLA's compiler takes most of a test's time. The
         launcher ends the ranks somewhat before Bazel would end the test, and
         their logs then have their stacks.
@@ -87,8 +82,10 @@ def ep_test(
                     "$(rootpath {})".format(src),
                 ],
                 data = data + [src],
-                env = env | on.backend | {"JAX_PLATFORMS": on.platform} |
-                      (_QUICK_COMPILER if quick_compiler and on.platform == "cpu" else {}),
+                env = env | on.backend | {
+                    "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
+                    "JAX_PLATFORMS": on.platform,
+                },
                 tags = on.tags + ["cpu:" + world.split("x")[0]] +
                        (["smoke"] if suffix in smoke else []),
                 deps = deps + on.deps + ["//tests:harness"],
