@@ -36,21 +36,18 @@ def _pip(rctx, python):
         return [python.path, wheel + "/pip"]
     fail("{} has no pip. Install it (on Debian: apt-get install python3-pip) and run this again.".format(python.path))
 
-def _lock(rctx, version, otherwise = ""):
-    """Returns the path of the lock for a Python version, and its version."""
-    for candidate in [version, otherwise or version]:
-        label = Label(rctx.attr.lock.format(
-            python = candidate.replace(".", "_"),
-        ))
-        lock = rctx.path(label)
-        rctx.watch(lock)  # Bazel watches what it reads itself, but pip reads it
-        if lock.exists:
-            return lock, candidate
-    fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, add the lock with tools/update_locks.sh, or, in a module that uses jax_ep, put its own packages in the place of these: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(label, version))
+def _lock(rctx, version):
+    """Returns the path of the lock for a Python version."""
+    label = Label(rctx.attr.lock.format(python = version.replace(".", "_")))
+    lock = rctx.path(label)
+    rctx.watch(lock)  # Bazel watches what it reads itself, but pip reads it
+    if not lock.exists:
+        fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, add the lock with tools/update_locks.sh, or, in a module that uses jax_ep, put its own packages in the place of these: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(label, version))
+    return lock
 
 def _pip_packages_impl(rctx):
     python = host_python(rctx)
-    lock, _ = _lock(rctx, python.version)
+    lock = _lock(rctx, python.version)
     rctx.report_progress("pip installs {}".format(lock.basename))
     _run(rctx, _pip(rctx, python) + [
         "install",
@@ -106,10 +103,10 @@ def _requirement(lock, package):
 def _pip_archive_impl(rctx):
     python = host_python(rctx)
     pip = _pip(rctx, python)
-    path, version = _lock(rctx, python.version, rctx.attr.python_version)
-    lock = rctx.read(path)
+    version = rctx.attr.python_version
+    lock = rctx.read(_lock(rctx, version or python.version))
     wheels = []
-    if rctx.attr.python_version:
+    if version:
         wheels = ["--only-binary=:all:", "--python-version=" + version]
 
     # pip asks a source archive for its metadata, and so needs its build
@@ -163,8 +160,8 @@ pip_archive = repository_rule(
         ),
         "python_version": attr.string(
             doc = """\
-A version that has a lock. The unpacked files are the same in the wheels for
-every version, so these wheels serve if this machine's Python has no lock.""",
+The version whose lock and wheels are taken, if not that of this machine's
+Python.""",
         ),
     },
 )

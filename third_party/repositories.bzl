@@ -41,9 +41,9 @@ def ep_repositories():
         lock = "//third_party/py:requirements_examples_lock_{python}.txt",
     )
 
-    # The headers are not taken from @ep_pypi. So a module with a JAX of its own
-    # can compile the native library without installing ours, and with a Python
-    # that ours has no lock for.
+    # The headers are those of the oldest JAX, whatever this machine's Python. A
+    # module with a JAX of its own compiles the native library without installing
+    # ours.
     pip_archive(
         name = "ep_xla_ffi",
         build_file = Label("//third_party/cc:xla_ffi.BUILD"),
@@ -91,7 +91,7 @@ def ep_repositories():
     for version in ["12", "13"]:
         pip_packages(
             name = "ep_pypi_cuda" + version,
-            lock = "//third_party/py:requirements_lock_cuda{}.txt".format(version),
+            lock = "//third_party/py:requirements_lock_cuda" + version + "_{python}.txt",
         )
 
     pip_packages(

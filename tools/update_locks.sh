@@ -13,18 +13,21 @@ lock() { # REQUIREMENTS PYTHON_VERSION LOCK [UV_ARGUMENT...]
 }
 
 for version in 3.11 3.12 3.13 3.14; do
-  base="requirements_lock_${version/./_}.txt"
+  python=${version/./_}
+  base="requirements_lock_$python.txt"
   lock py/requirements.in "$version" "$base"
   mapfile -t held < <(sed -n 's/^\(.*\)==.*/--no-emit-package=\1/p' "py/$base")
   lock py/requirements_examples.in "$version" \
-    "requirements_examples_lock_${version/./_}.txt" \
+    "requirements_examples_lock_$python.txt" \
     --only-binary :all: --constraints "$base" "${held[@]}"
+  for cuda in 12 13; do
+    lock "py/requirements_cuda$cuda.in" "$version" \
+      "requirements_lock_cuda${cuda}_$python.txt" \
+      --python-platform x86_64-manylinux_2_28 --constraints "$base" "${held[@]}"
+  done
 done
 for version in 12 13; do
   lock "cuda/requirements_cuda$version.in" 3.11 \
     "requirements_lock_cuda$version.txt" --no-deps
-  # The wheels are the same for every Python, or the lock hashes each of them.
-  lock "py/requirements_cuda$version.in" 3.11 \
-    "requirements_lock_cuda$version.txt" --python-platform x86_64-manylinux_2_28
 done
 lock tools/requirements.in 3.11 requirements_lock.txt --universal
