@@ -27,4 +27,6 @@ for version in 12 13; do
   lock "py/requirements_cuda$version.in" 3.11 \
     "requirements_lock_cuda$version.txt" --python-platform x86_64-manylinux_2_28
 done
-lock tools/requirements.in 3.11 requirements_lock.txt --universal
+for tools in docs tools; do
+  lock "$tools/requirements.in" 3.11 requirements_lock.txt --universal
+done
