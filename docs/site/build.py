@@ -94,7 +94,7 @@ def _link(link: re.Match, path: str, places: dict[str, str]) -> str:
     return f"[{text}]({posixpath.relpath(place, start)}{hash_}{anchor})"
   if os.environ.get("EP_SOURCE_URL"):
     return f"[{text}]({os.environ['EP_SOURCE_URL']}/{target})"
-  if text.strip("`").strip("/") in target:
+  if f"/{target}".endswith("/" + text.strip("`").rstrip("/")):
     return f"`{target}`"
   return f"{text} (`{target}`)"
 
