@@ -96,10 +96,13 @@ See [the other](../README.md#the-end), [here](#one-thing-and-more), and
 `K // 2` are not.
 
     cat core/group.py  # of my_own
+    ./bazelw run --config=fast //core -- --speed=3 --more
 """
 _TREE = {
   "README.md": "# The end\n",
   "bazelw": "",
+  ".bazelrc": "build:fast --copt=-O2\n",
+  "core/flags.py": 'DEFINE_integer(\n  "speed", 1) or parse("--more")',
   "core/BUILD": 'cc_library(name = "core")\nep_test(name = "group_test")\n',
   "core/group.py": "Group Scatter test\n",
   "other.py": "Gather thing",
@@ -122,6 +125,9 @@ _TREE = {
     ("core:group_test", "core:a_test", "no target //core:a_test_4x1_cpu"),
     ("//core/...", "//cores/...", "there is no target //cores/..."),
     ("@jax_ep//core", "@jax_ep//cores", "no target @jax_ep//cores"),
+    ("--speed=3", "--speeds=3", "no file has the flag --speeds=3"),
+    ("--more", "--less", "no file has the flag --less"),
+    ("=fast", "=slow", "no file has the flag --config=slow"),
   ],
 )
 def test_the_checker_finds_what_is_not_in_the_tree(before, after, fault):

@@ -95,6 +95,10 @@ def ep_repositories():
         )
 
     pip_packages(
+        name = "ep_docs_pypi",
+        lock = "//third_party/docs:requirements_lock.txt",
+    )
+    pip_packages(
         name = "ep_tools_pypi",
         lock = "//third_party/tools:requirements_lock.txt",
     )

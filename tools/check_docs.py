@@ -7,6 +7,8 @@ A page is at fault in each of these cases:
 
 * A link leads to no file of the repository, or its #anchor to no heading.
 * A Bazel label in code names no target and no file of its package.
+* A flag in code (`--flag`) is one that no file uses or defines, or the value of
+  `--config` has no line in .bazelrc.
 * A path in code is not the end of the path of any tracked file or folder.
 * A name in a code span (`a`, `a.b` or `A::b`) is not in the tree: no tracked
   file, pages left out, has all parts of the name among its words.
@@ -27,7 +29,7 @@ import sys
 
 _FOREIGN = frozenset(
   """
-  bazel-bin train.py
+  bazel-bin train.py max
 
   INTERNAL dispatching computation INVALID_ARGUMENT FAILED_PRECONDITION
   RESOURCE_EXHAUSTED DEADLINE_EXCEEDED UNAVAILABLE checkify
@@ -40,6 +42,11 @@ _FOREIGN = frozenset(
   MeshResource dp_resource ep_resource fsdp_resource
 
   perf ep_dispatch_moe_3_
+
+  OMPI_MCA_orte_hnp_uri KUBERNETES_SERVICE_HOST kubernetes DeprecationWarning
+  py-spy plugins trace.json.gz major.minor.patch
+
+  --nodes --ntasks-per-node --gpus-per-node --map-by --pid --local_test_jobs
   """.split()
 )
 
@@ -54,6 +61,8 @@ _PATH = re.compile(
   r"(?<![\w/.$@-])[\w.-]+/(?:[\w.-]+/?)*"
   r"|(?<![\w/.$@-])\w+\.(?:bzl|cc|cu|h|lds|md|py|sh)\b"
 )
+_FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:=([\w.]+))?")
+_DEFINED = re.compile(r'DEFINE_\w+\(\s*"(\w+)"')
 _NAME = re.compile(r"[A-Za-z_]\w*(?:(?:\.|::)[A-Za-z_]\w*)*", re.ASCII)
 # ep_test appends this to the name that stands in a BUILD file.
 _VARIANT = re.compile(r"_\d+x\d+_(?:cpu|gpu|xla)$")
@@ -86,6 +95,11 @@ class Tree:
         parts = path.split("/")
         self._ends |= {"/".join(parts[i:]) for i in range(len(parts))}
         path = posixpath.dirname(path)
+    own = "\n".join(
+      text for path, text in texts.items() if not path.endswith((".md", ".txt"))
+    )
+    self._flags = {name for name, _ in _FLAG.findall(own)}
+    self._flags |= set(_DEFINED.findall(own))
     self._words = [
       frozenset(re.findall(r"\w+", text) + re.split(r"\W", path))
       for path, text in texts.items()
@@ -110,6 +124,9 @@ class Tree:
       if not self._has_target(*label.groups()):
         yield f"there is no target {label[0]}"
     code = _LABEL.sub(" ", code)
+    for flag, value in _FLAG.findall(code):
+      if not self._has_flag(flag, value):
+        yield f"no file has the flag --{flag}{value and '=' + value}"
     for path in _PATH.findall(code):
       if not self._has_path(path):
         yield f"there is no file {path}"
@@ -121,6 +138,15 @@ class Tree:
   def _has_path(self, path: str) -> bool:
     path = path.removeprefix("./").rstrip("/")
     return path in self._ends or path.split("/")[0] in _FOREIGN
+
+  def _has_flag(self, flag: str, value: str) -> bool:
+    if flag == "config" and value:
+      return f":{value} " in self._texts.get(".bazelrc", "")
+    return (
+      flag in self._flags
+      or f"--{flag}" in _FOREIGN
+      or flag.startswith(("moe-", "xla_"))  # Megatron-LM's and XLA's
+    )
 
   def _has_name(self, name: str) -> bool:
     parts = {part for part in re.split(r"\W+", name) if len(part) > 2}

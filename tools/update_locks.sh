@@ -30,4 +30,6 @@ for version in 12 13; do
   lock "cuda/requirements_cuda$version.in" 3.11 \
     "requirements_lock_cuda$version.txt" --no-deps
 done
-lock tools/requirements.in 3.11 requirements_lock.txt --universal
+for tools in docs tools; do
+  lock "$tools/requirements.in" 3.11 requirements_lock.txt --universal
+done

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the site of the pages: build.py OUT.
+
+The pages are written for a code host, and Sphinx reads a copy of them in which
+three things differ:
+
+* Pages outside of docs/, where a code host wants them, have places on the site.
+* A link to a file that is no page leads to the sources, if EP_SOURCE_URL is
+  their address (https://host/name/blob/main). Otherwise its path stands there.
+* A list of names in docs/reference becomes the docstrings of these names.
+
+A warning of Sphinx is an error.
+"""
+
+from collections.abc import Iterator
+import inspect
+import os
+import pathlib
+import posixpath
+import re
+import shutil
+import sys
+import tempfile
+
+from sphinx.cmd import build
+
+import ep
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+
+# The pages outside of docs/, and their places on the site.
+_ELSEWHERE = {
+  "README.md": "index.md",
+  "CONTRIBUTING.md": "contributing.md",
+  "SECURITY.md": "security.md",
+}
+
+_CONTENTS = """
+Start: choices tutorial
+How to: howto/capacity howto/clusters howto/hangs howto/profile \
+howto/without_accelerators
+The layer: moe router training sharp_bits
+Reference: reference/ep reference/moe reference/presets reference/launch \
+reference/debug
+Design: semantics architecture performance reliability gpu gpu_results
+The project: versions contributing security
+"""
+
+_LINK = re.compile(
+  r"(?P<code>^```.*?^```|`[^`]+`)|\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)",
+  re.MULTILINE | re.DOTALL,
+)
+_NAME = re.compile(r"^\* \[`(ep\.[\w.]+)`\]\(\S+\)$", re.MULTILINE)
+
+
+def main(out: str) -> int:
+  with tempfile.TemporaryDirectory() as folder:
+    copy_pages(pathlib.Path(folder))
+    here = str(pathlib.Path(__file__).parent)
+    return build.build_main(
+      ["-q", "-W", "--keep-going", "-d", f"{folder}/.doctrees"]
+      + ["-c", here, folder, out]
+    )
+
+
+def copy_pages(folder: pathlib.Path) -> None:
+  """Writes what Sphinx reads."""
+  paths = [path.relative_to(_ROOT) for path in _ROOT.glob("docs/**/*.md")]
+  places = {str(path): str(path.relative_to("docs")) for path in paths}
+  places |= _ELSEWHERE
+  for path, place in places.items():
+    text = (_ROOT / path).read_text()
+    if place.startswith("reference/"):
+      text = _NAME.sub(lambda name: _docstring(name[1]), text)
+    text = _LINK.sub(lambda link, path=path: _link(link, path, places), text)
+    if place == "index.md":
+      text += "".join(_contents())
+    target = folder / place
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+  shutil.copytree(_ROOT / "docs/images", folder / "images")
+
+
+def _link(link: re.Match, path: str, places: dict[str, str]) -> str:
+  """Returns a link of the page `path` as it is on the site."""
+  target, hash_, anchor = (link["target"] or "").partition("#")
+  if link["code"] or not target or re.match(r"\w+:", target):
+    return link[0]
+  target = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+  text = link["text"]
+  if target in places or target.startswith("docs/images/"):
+    place = places.get(target, target.removeprefix("docs/"))
+    start = posixpath.dirname(places[path])
+    return f"[{text}]({posixpath.relpath(place, start)}{hash_}{anchor})"
+  if os.environ.get("EP_SOURCE_URL"):
+    return f"[{text}]({os.environ['EP_SOURCE_URL']}/{target})"
+  if f"/{target}".endswith("/" + text.strip("`").rstrip("/")):
+    return f"`{target}`"
+  return f"{text} (`{target}`)"
+
+
+def _docstring(name: str) -> str:
+  """Returns the directive that shows the docstring of a public name."""
+  owner, value = None, ep
+  for part in name.split(".")[1:]:
+    owner, value = value, getattr(value, part)
+  if inspect.isclass(value):
+    kind = "class"
+  elif inspect.isfunction(value):
+    kind = "method" if inspect.isclass(owner) else "function"
+  else:
+    kind = "property" if isinstance(value, property) else "data"
+  return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n```\n"
+
+
+def _contents() -> Iterator[str]:
+  """Yields the tables of contents that the front page ends with."""
+  for line in _CONTENTS.strip().splitlines():
+    caption, _, pages = line.partition(": ")
+    yield f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"
+    yield "\n".join(pages.split()) + "\n```\n"
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1]))
