@@ -42,6 +42,7 @@ from ep._src.router_losses import (
 if _typing.TYPE_CHECKING:
   from ep import launch as launch
 
+__version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
 __all__ = list(_public.names(globals()) + ["launch"])
 
 
