@@ -57,7 +57,7 @@ def find_library(backend: str) -> pathlib.Path:
     path = pathlib.Path(override)
     if path.is_dir():
       path /= name
-    places = {f"${_VARIABLE}": path}
+    places: dict[str, pathlib.Path | None] = {f"${_VARIABLE}": path}
   else:
     places = {
       f"${_VARIABLE}": None,
@@ -71,8 +71,8 @@ def find_library(backend: str) -> pathlib.Path:
   tried = "; ".join(f"{k} ({v or 'not there'})" for k, v in places.items())
   raise FileNotFoundError(
     f"{name} was not found; looked in {tried}. Install a wheel of"
-    f" {distribution}; or build //ep_ffi:{name} and set ${_VARIABLE} to it or to"
-    ' its folder; or do without: ep_bootstrap(backend="xla") needs no native'
+    f" {distribution}; or build //ep_ffi:{name} and set ${_VARIABLE} to it or"
+    ' to its folder; or do without: ep_bootstrap(backend="xla") needs no native'
     " code."
   )
 
