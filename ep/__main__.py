@@ -21,22 +21,25 @@ _DISTRIBUTION = "jax-ep"
 
 
 def main() -> int:
-  print(f"ep {ep.__version__} in {pathlib.Path(__file__).parent}")
+  folder = pathlib.Path(__file__).parent
+  for other in other_distributions():
+    print(
+      f'WARNING: the distribution "{other}" also has a package ep. The one that'
+      " was installed last has overwritten files of the other, and to uninstall"
+      f" one removes files of both. Run: pip uninstall {other} {_DISTRIBUTION};"
+      f" then install {_DISTRIBUTION} again."
+    )
+  if not hasattr(ep, "ep_bootstrap"):
+    print(
+      f"{folder / '__init__.py'} is missing, or another package's; install"
+      f" {_DISTRIBUTION} again, with pip's option --force-reinstall."
+    )
+    return 1
+  print(f"ep {ep.__version__} in {folder}")
   print(
     f"python {platform.python_version()}, jax {jax.__version__}, jaxlib"
     f" {jaxlib.__version__}, numpy {np.__version__}"
   )
-  if others := other_distributions():
-    print(
-      f"WARNING: {' and '.join(others)} has a package ep, too, which is"
-      " something else. The one that was installed last has overwritten files"
-      " of the other, and to uninstall one removes files of both. Run: pip"
-      f" uninstall {' '.join(others)} {_DISTRIBUTION}; then install"
-      f" {_DISTRIBUTION} again."
-    )
-  if not hasattr(ep, "ep_bootstrap"):
-    print(f"{ep.__file__} is not that of {_DISTRIBUTION}.")
-    return 1
   try:
     gpus.check_plugin()
     devices = jax.local_devices()

@@ -2,6 +2,7 @@
 """`python -m ep` says what runs here, and what to do about the rest."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ def run(packages, **environment):
   path = os.pathsep.join([str(packages), *filter(None, sys.path)])
   done = subprocess.run(
     [sys.executable, "-m", "ep"],
+    cwd=packages,  # Python looks there first
     env={**os.environ, "PYTHONPATH": path, **environment},
     stdout=subprocess.PIPE,
     text=True,
@@ -46,3 +48,12 @@ def test_a_library_that_is_not_there(tmp_path):
   assert "Install a wheel of jax-ep" in output
   assert "xla  can run\n" in output
   assert "WARNING" not in output
+
+
+def test_a_package_that_was_overwritten(tmp_path):
+  """Its first file is a stranger's, or goes with the stranger."""
+  shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
+  (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
+  code, output = run(tmp_path)
+  assert code == 1, output
+  assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
