@@ -3,7 +3,8 @@
 
 A library that is in the package already goes into the wheel; Bazel puts it
 there. Otherwise the hook compiles the library for CPUs, with the C++ compiler
-$CXX (default: c++) against the FFI headers of the installed jaxlib.
+$CXX (default: c++) and $CXXFLAGS, against the FFI headers of the installed
+jaxlib.
 """
 
 import concurrent.futures
@@ -58,7 +59,9 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   header.write_text(f'#define EP_INTERFACE "{digest}"\n')
   jaxlib = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
   compiler = shlex.split(os.environ.get("CXX", "c++"))
-  options = ["-O2", "-DNDEBUG", *_copts(native / "copts.bzl"), "-fPIC"]
+  # What the results depend on comes last.
+  options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+  options += [*_copts(native / "copts.bzl"), "-fPIC"]
   folders = [root, library.parent, pathlib.Path(jaxlib, "include")]
   options += [f"-I{folder}" for folder in folders]
 

@@ -3,20 +3,17 @@
 
 Usage: wheel_test.py FOLDER README TEST SUPPORT...
 
-The FOLDER has the wheel. Packages that it requires are those that Bazel has
-fetched; nothing is downloaded. The environment does not see the checkout: TEST,
-a test file, and the files that it imports are copied.
+The FOLDER has the wheel. The environment does not see the checkout: TEST, which
+is a test file, and the files that it imports are copied.
 """
 
-import importlib.util
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import venv
+
+from environment import Environment
 
 # XLA:CPU then compiles a program in a third of the time.
 _QUICK = (
@@ -30,48 +27,6 @@ _TRAINING = (
 ).split()
 
 
-def packages(*names: str) -> str:
-  """Returns the folders that have these packages, one in a line."""
-  places = {importlib.util.find_spec(name).origin for name in names}
-  return "\n".join({str(pathlib.Path(p).parents[1]) for p in places})
-
-
-class Environment:
-  """A virtual environment, and the folder in which its programs run."""
-
-  def __init__(self, folder: pathlib.Path):
-    venv.create(folder / "venv", symlinks=True)
-    self.python = str(folder / "venv/bin/python")
-    (self.site,) = folder.glob("venv/lib/python*/site-packages")
-    (self.site / "fetched.pth").write_text(packages("jax", "optax"))
-    self.work = folder / "work"
-    self.work.mkdir()
-
-  def run(self, *argv: object, **variables: str) -> str:
-    """Runs its Python without variables of ours; returns what that prints."""
-    done = subprocess.run(
-      list(map(str, argv)),
-      cwd=self.work,
-      env={
-        "HOME": str(self.work),
-        "JAX_PLATFORMS": "cpu",
-        "PATH": os.environ["PATH"],
-        "TMPDIR": str(self.work),
-        **variables,
-      },
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode:
-      sys.exit(f"{' '.join(map(str, argv))} failed: {done.returncode}")
-    return done.stdout
-
-  def run_tool(self, module: str, *argv: object) -> None:
-    """Runs one of our tools, which the environment does not have, on it."""
-    self.run(sys.executable, "-m", module, *argv, PYTHONPATH=packages(module))
-
-
 def main() -> None:
   paths = [pathlib.Path(name).resolve() for name in sys.argv[1:]]
   folder, readme, test, *support = paths
@@ -81,10 +36,7 @@ def main() -> None:
     for file in (test, *support):
       shutil.copy(file, environment.work)
     run, python = environment.run, environment.python
-    environment.run_tool(
-      *("pip", "--python", python, "install", "--quiet", "--no-index"),
-      *("--no-cache-dir", "--disable-pip-version-check", f"{wheel}[examples]"),
-    )
+    environment.install(f"{wheel}[examples]")
 
     report = run(python, "-m", "ep")
     assert f" in {environment.site / 'ep'}\n" in report
