@@ -27,7 +27,7 @@ class Environment:
     self.work.mkdir()
 
   def run(self, *argv: object, **variables: str) -> str:
-    """Runs its Python without variables of ours; returns what that prints."""
+    """Runs a command without variables of ours; returns what it prints."""
     done = subprocess.run(
       list(map(str, argv)),
       cwd=self.work,

@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -59,6 +60,11 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   header.write_text(f'#define EP_INTERFACE "{digest}"\n')
   jaxlib = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
   compiler = shlex.split(os.environ.get("CXX", "c++"))
+  if not shutil.which(compiler[0]):
+    raise RuntimeError(
+      f"jax-ep compiles a library, but there is no compiler {compiler[0]!r};"
+      " install g++ or clang, or set CXX to one of C++, or install a wheel."
+    )
   # What the results depend on comes last.
   options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
   options += [*_copts(native / "copts.bzl"), "-fPIC"]
