@@ -39,9 +39,7 @@ from ep._src.router_losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
 
-if _typing.TYPE_CHECKING:
-  from ep import launch as launch
-
+__version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
 __all__ = list(_public.names(globals()) + ["launch"])
 
 
@@ -49,8 +47,12 @@ def __dir__() -> list[str]:
   return __all__
 
 
-def __getattr__(name: str) -> _typing.Any:
-  # Python would warn in `python -m ep.launch` if it were imported above.
-  if name == "launch":
-    return _importlib.import_module("ep.launch")
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if _typing.TYPE_CHECKING:
+  from ep import launch as launch
+else:
+
+  def __getattr__(name: str) -> _typing.Any:
+    # Python would warn in `python -m ep.launch` if it were imported above.
+    if name == "launch":
+      return _importlib.import_module("ep.launch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

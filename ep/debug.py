@@ -37,7 +37,7 @@ class RoutingSizes:
   capacity: int | None = None
   name: str = "routing"
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if self.num_ranks is None:
       object.__setattr__(self, "num_ranks", self.ep_size)
     if self.num_experts % self.ep_size or self.num_ranks % self.ep_size:
@@ -51,7 +51,7 @@ class RoutingSizes:
 def plot_routing(
   layer_or_sizes: EpLayerConfig | RoutingSizes,
   topk_idx: jax.Array | np.ndarray,
-  path: str | os.PathLike | None = None,
+  path: str | os.PathLike[str] | None = None,
 ) -> str:
   """Draws how often each rank chooses each expert, and the load of each rank.
 

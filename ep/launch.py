@@ -143,7 +143,7 @@ def launch(
   num_processes: int,
   devices_per_process: int = 1,
   ranks_per_gpu: int = 1,
-  log_dir: str | os.PathLike | None = None,
+  log_dir: str | os.PathLike[str] | None = None,
   timeout_s: float | None = None,
   grace_s: float = 10.0,
   env: Mapping[str, str] | None = None,

@@ -8,7 +8,7 @@ def ep_library(name, deps, srcs = []):
     """Declares a shared library of the FFI handlers and a backend.
 
     It serves every Python version, since it is loaded with ctypes and does not
-    depend on Python.
+    depend on Python, and every system with glibc 2.28 or newer.
 
     Args:
       name: The name of the file, libep_ffi_<platform>.so.
@@ -17,7 +17,7 @@ def ep_library(name, deps, srcs = []):
     """
     cc_binary(
         name = name,
-        srcs = srcs,
+        srcs = srcs + ["//ep_ffi:older_runtimes.cc"],
         additional_linker_inputs = ["//ep_ffi:exports.lds"],
         copts = EP_COPTS,
         linkopts = [

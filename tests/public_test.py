@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public modules present their names as their own."""
 
+import inspect
+import os
+import pathlib
 import pickle
 import pydoc
+import re
 import traceback
 import typing
 
@@ -57,3 +61,35 @@ def test_a_traceback_names_the_public_class():
     ep.EpLayerConfig(1)
   assert "EpLayerConfig" in "".join(traceback.format_exception(error.value))
   assert repr(ep.EpLayerConfig) == "<class 'ep.EpLayerConfig'>"
+
+
+def _functions():
+  """Yields the functions of public modules and classes, with their names."""
+  folder = os.path.dirname(ep.__file__)
+  for module in (ep, ep.debug, ep.launch, ep.moe, ep.presets):
+    public = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+    for name, value in public.items():
+      members = vars(value) if inspect.isclass(value) else {"": value}
+      for member, function in members.items():
+        function = getattr(function, "fget", function)
+        code = getattr(function, "__code__", None)
+        if code and code.co_filename.startswith(folder):
+          yield f"{name} {member}", inspect.signature(function)
+
+
+def test_every_signature_has_its_types():
+  """A type checker would take a type that is missing for `Any`."""
+  signatures = dict(_functions())
+  assert len(signatures) > 30
+  for name, signature in signatures.items():
+    assert signature.return_annotation is not signature.empty, name
+    for parameter in signature.parameters.values():
+      if parameter.name != "self":
+        assert parameter.annotation is not parameter.empty, name
+
+
+def test_every_name_is_type_checked():
+  """mypy checks the uses in public_types.py; see there."""
+  uses = (pathlib.Path(__file__).parent / "public_types.py").read_text()
+  for name in (*ep.__all__, *ep.moe.__all__):
+    assert re.search(rf"\b{name}\b", uses), name

@@ -215,6 +215,15 @@ class Backend(abc.ABC):
     """Raises `CannotServe` if it cannot serve the mesh. Not collective."""
 
   @abc.abstractmethod
+  def probe(self) -> str:
+    """Returns the native software that it would use in this process, or "".
+
+    Raises:
+      RuntimeError, ValueError, OSError: what it needs is not there. The message
+        says how to get it.
+    """
+
+  @abc.abstractmethod
   def connect(self, group: GroupConfig) -> Connection:
     """Connects the ranks of a group, which `check_mesh` has accepted.
 

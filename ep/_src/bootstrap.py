@@ -10,10 +10,10 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-from typing import Any
 import weakref
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ep._src import arguments, membership, meshes, native, te_names
 from ep._src.backend import Backend, CannotServe, open_connections
@@ -96,7 +96,7 @@ def ep_bootstrap(
   top_k: int | None = None,
   recv_capacity_per_rank: int | None = None,
   alignment: int = 1,
-  max_token_dtype: Any = jnp.bfloat16,
+  max_token_dtype: DTypeLike = jnp.bfloat16,
   overflow: str = "error",
   backend: str | None = None,
   max_num_sms: int = 0,

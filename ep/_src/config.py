@@ -107,7 +107,7 @@ class LayerConfig:
   tail: str = "zero"
   name: str = _INHERITED
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     group = self.group
 
     def resolve(field: str, value: Any) -> None:

@@ -21,6 +21,15 @@ from ep._src.backend import OPS
 # For each backend: the platform in its library's name, and XLA's name of it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
+# The packages that may hold the library, and what pip installs to get it.
+_PACKAGES = {
+  "host": (("ep",), "jax-ep"),
+  "nccl": (
+    ("ep", "jax_ep_cuda13", "jax_ep_cuda12"),
+    "jax-ep[cuda13] or jax-ep[cuda12]",
+  ),
+}
+
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # use; the library carries its own (//ep_ffi/handlers:interface). After a change
 # on that side, the error of every test has the digest to write here.
@@ -43,26 +52,28 @@ def find_library(backend: str) -> pathlib.Path:
     FileNotFoundError: there is none; the message names all places.
   """
   name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
+  packages, distribution = _PACKAGES[backend]
   if override := os.environ.get(_VARIABLE):  # a user who sets it wants no other
     path = pathlib.Path(override)
     if path.is_dir():
       path /= name
-    places = {f"${_VARIABLE}": path}
+    places: dict[str, pathlib.Path | None] = {f"${_VARIABLE}": path}
   else:
     places = {
       f"${_VARIABLE}": None,
       "the Bazel runfiles": files.in_runfiles(f"jax_ep/ep_ffi/{name}"),
-      "the package": files.in_package("ep", name),
     }
+    for package in packages:
+      places[f"the package {package}"] = files.in_package(package, name)
   for path in places.values():
     if path and path.name == name and path.exists():
       return path
   tried = "; ".join(f"{k} ({v or 'not there'})" for k, v in places.items())
   raise FileNotFoundError(
-    f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
-    " the library or its folder, else from the Bazel runfiles, else from the"
-    f" ep package: build //ep_ffi:{name} and set ${_VARIABLE}, or do without:"
-    ' ep_bootstrap(backend="xla") needs no native code.'
+    f"{name} was not found; looked in {tried}. Install a wheel of"
+    f" {distribution}; or build //ep_ffi:{name} and set ${_VARIABLE} to it or"
+    ' to its folder; or do without: ep_bootstrap(backend="xla") needs no native'
+    " code."
   )
 
 
@@ -97,6 +108,12 @@ def library(backend: str) -> ctypes.CDLL:
       handler = jax.ffi.pycapsule(getattr(lib, name))
       jax.ffi.register_ffi_target(name, handler, platform=platform)
   return lib
+
+
+def describe(backend: str) -> str:
+  """Loads a backend's library; returns its path and its interface."""
+  library(backend)
+  return f"{find_library(backend)} (interface {INTERFACE})"
 
 
 def has_library(backend: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ep._src import arguments, checked, te_names
 from ep._src.backend import Connection, GroupMemory, OpParams
@@ -70,7 +70,7 @@ class EpGroup(GroupConfig):
     """Returns this very group, so that no two programs get the same name."""
     return self
 
-  def __reduce__(self):
+  def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
       f'the group "{self.name}"',
       "pickle the arguments of ep_bootstrap, and call it there",
@@ -115,7 +115,7 @@ class EpLayerConfig(LayerConfig):
 
   group: EpGroup
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not isinstance(self.group, EpGroup):
       raise TypeError(
         f"EpLayerConfig: group is a {type(self.group).__name__}, but an EpGroup"
@@ -131,7 +131,7 @@ class EpLayerConfig(LayerConfig):
     """Returns this very layer."""
     return self
 
-  def __reduce__(self):
+  def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
       f'the layer "{self.name}"',
       "pickle the arguments of EpLayerConfig, and call it with a group there;"

@@ -30,6 +30,10 @@ class HostBackend(Backend):
         f" {platform!r} devices; build the mesh from jax.devices('cpu')."
       )
 
+  def probe(self) -> str:
+    jax.local_devices(backend="cpu")
+    return ffi.describe("host")
+
   def connect(self, group: GroupConfig) -> Connection:
     with contextlib.ExitStack() as stack:
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,34 @@ from ep._src.handle import EpHandle
 from ep._src.padding import Padding
 
 
+@overload
+def moe_layer(
+  layer: EpLayerConfig,
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  w_gate: jax.Array | None = None,
+  activation: Activation = jax.nn.silu,
+  return_handle: Literal[False] = False,
+  pad: bool = False,
+) -> jax.Array: ...
+@overload
+def moe_layer(
+  layer: EpLayerConfig,
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  w_gate: jax.Array | None = None,
+  activation: Activation = jax.nn.silu,
+  return_handle: Literal[True],
+  pad: bool = False,
+) -> tuple[jax.Array, EpHandle]: ...
 def moe_layer(
   layer: EpLayerConfig,
   tokens: jax.Array,

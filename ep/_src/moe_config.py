@@ -89,7 +89,7 @@ class MoEConfig:
   deterministic: bool = False
   name: str = "moe"
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     what = f'MoEConfig(name="{self.name}")'
     for field in (*_POSITIVE, "shared_inner"):
       value = arguments.integer(what, field, getattr(self, field))

@@ -8,12 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from ep._src.moe_config import MoEConfig
 
 
 def init(
-  key: jax.Array, config: MoEConfig, dtype: jnp.dtype = jnp.float32
+  key: jax.Array, config: MoEConfig, dtype: DTypeLike = jnp.float32
 ) -> dict[str, jax.Array]:
   """Returns new parameters of a MoE layer, as one flat dictionary.
 

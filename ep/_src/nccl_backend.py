@@ -33,13 +33,7 @@ class NcclBackend(Backend):
           f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
           " devices; use backend=None, which picks by platform."
         )
-      # Other vendors have a name here, like "gfx942".
-      capability = getattr(device, "compute_capability", "none")
-      if _version(capability) < _MIN_COMPUTE_CAPABILITY:
-        raise CannotServe(
-          f"{what}needs compute capability {_MIN_COMPUTE_CAPABILITY} (Hopper)"
-          f" or newer, but {device} ({device.device_kind}) has {capability}."
-        )
+      _check_capability(device)
     if mesh.shape[axis_name] < 2:
       raise CannotServe(
         f"{what}needs at least two ranks in a domain, but mesh axis"
@@ -54,6 +48,18 @@ class NcclBackend(Backend):
         " jax.distributed.initialize(local_device_ids=...) or"
         " CUDA_VISIBLE_DEVICES (docs/gpu.md)."
       )
+
+  def probe(self) -> str:
+    devices = jax.local_devices()
+    if devices[0].platform != "gpu":
+      raise CannotServe(
+        "it needs NVIDIA GPUs, and JAX has none here. With a driver for them,"
+        ' run: pip install "jax-ep[cuda13]", or cuda12.'
+      )
+    for device in devices:
+      _check_capability(device)
+    libraries = nccl_files.prepare(devices[0])
+    return ", ".join(filter(None, [ffi.describe("nccl"), *libraries]))
 
   def connect(self, group: GroupConfig) -> Connection:
     if group.top_k is None and group.recv_capacity_per_rank is None:
@@ -128,6 +134,17 @@ def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
   """Returns [C, H] rows times [C] weights, multiplied in float32."""
   scaled = weights[:, None] * rows.astype(jnp.float32)
   return scaled.astype(rows.dtype)
+
+
+def _check_capability(device: jax.Device) -> None:
+  # Other vendors have a name here, like "gfx942".
+  capability = getattr(device, "compute_capability", "none")
+  if _version(capability) < _MIN_COMPUTE_CAPABILITY:
+    raise CannotServe(
+      'ep_bootstrap: backend = "nccl" needs compute capability'
+      f" {_MIN_COMPUTE_CAPABILITY} (Hopper) or newer, but {device}"
+      f" ({device.device_kind}) has {capability}."
+    )
 
 
 def _version(capability: str) -> float:

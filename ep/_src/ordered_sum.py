@@ -15,7 +15,7 @@ is the sum over "dp" of the sums over "ep".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -23,8 +23,10 @@ import jax.numpy as jnp
 
 from ep._src import compat
 
+_Tree = TypeVar("_Tree")
 
-def ordered_psum(x: Any, axis_name: str | Sequence[str]) -> Any:
+
+def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   """Returns the sum of all ranks' arrays, with the same bits on each.
 
   It gathers the arrays, so it needs memory for all of them and takes longer

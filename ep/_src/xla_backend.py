@@ -30,6 +30,9 @@ class XlaBackend(Backend):
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     pass
 
+  def probe(self) -> str:
+    return ""
+
   def connect(self, group: GroupConfig) -> Connection:
     membership.join(group, dict)  # checks that all processes agree
     return XlaConnection(group)

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include "ep_ffi/backends/host/pages.h"
@@ -24,18 +25,18 @@ Mapping::~Mapping() {
 }
 
 Status Mapping::OpenPeer(const Fd& fd, Mapping* out) {
-  struct stat info;
+  // The symbol of fstat is that of glibc 2.33; see older_runtimes.cc.
+  const off_t bytes = lseek(fd.get(), 0, SEEK_END);
   const int seals = fcntl(fd.get(), F_GET_SEALS);
-  if (fstat(fd.get(), &info) != 0 || info.st_size <= 0 || seals < 0 ||
-      (seals & F_SEAL_SHRINK) == 0) {
+  if (bytes <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
     return Status(Code::kInternal, "a peer shared memory that is not sealed");
   }
-  void* data = mmap(nullptr, info.st_size, PROT_READ, MAP_SHARED, fd.get(), 0);
+  void* data = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) {
     return SystemError(
-        StrCat("cannot map ", info.st_size, " bytes of a peer's memory"));
+        StrCat("cannot map ", bytes, " bytes of a peer's memory"));
   }
-  *out = Mapping(static_cast<std::byte*>(data), info.st_size);
+  *out = Mapping(static_cast<std::byte*>(data), bytes);
   return Status();
 }
 

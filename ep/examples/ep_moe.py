@@ -26,7 +26,7 @@ import numpy as np
 
 import ep
 from ep import launch
-from examples import dense_reference, model, text
+from ep.examples import dense_reference, model, text
 
 _DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
 _EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 import ep
-from examples.lm import model
+from ep.examples.lm import model
 
 
 @dataclasses.dataclass(frozen=True)

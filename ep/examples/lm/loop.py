@@ -6,11 +6,11 @@ import math
 
 import jax
 
-from examples.lm import metrics
-from examples.lm.checkpoint import Checkpoints
-from examples.lm.data import place, Windows
-from examples.lm.processes import agree, Stop
-from examples.lm.train import Report, State
+from ep.examples.lm import metrics
+from ep.examples.lm.checkpoint import Checkpoints
+from ep.examples.lm.data import place, Windows
+from ep.examples.lm.processes import agree, Stop
+from ep.examples.lm.train import Report, State
 
 
 def run(

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from examples.lm.processes import agree, first_does, Stop
-from examples.lm.train import State
+from ep.examples.lm.processes import agree, first_does, Stop
+from ep.examples.lm.train import State
 
 _KEEP = 2
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints what is installed, and which backends can run here: python -m ep.
+
+The exit code is 0 if the default backend can run.
+"""
+
+import importlib.metadata
+import pathlib
+import platform
+import sys
+
+import jax
+import jaxlib
+import numpy as np
+
+import ep
+from ep._src import gpus
+from ep._src.bootstrap import BACKENDS, NATIVE
+
+_DISTRIBUTION = "jax-ep"
+
+
+def main() -> int:
+  folder = pathlib.Path(__file__).parent
+  for other in other_distributions():
+    print(
+      f'WARNING: the distribution "{other}" also has a package ep. The one that'
+      " was installed last has overwritten files of the other, and to uninstall"
+      f" one removes files of both. Run: pip uninstall {other} {_DISTRIBUTION};"
+      f" then install {_DISTRIBUTION} again."
+    )
+  if not hasattr(ep, "ep_bootstrap"):
+    print(
+      f"{folder / '__init__.py'} is missing, or another package's; install"
+      f" {_DISTRIBUTION} again, with pip's option --force-reinstall."
+    )
+    return 1
+  print(f"ep {ep.__version__} in {folder}")
+  print(
+    f"python {platform.python_version()}, jax {jax.__version__}, jaxlib"
+    f" {jaxlib.__version__}, numpy {np.__version__}"
+  )
+  try:
+    gpus.check_plugin()
+    devices = jax.local_devices()
+  except RuntimeError as e:
+    print(f"JAX has no devices here: {e}")
+    return 1
+  print(f"devices of this process: {len(devices)} x {devices[0].device_kind}")
+  default = NATIVE.get(devices[0].platform, "xla")
+  runs = {name: can_run(name, name == default) for name in BACKENDS}
+  return 0 if runs[default] else 1
+
+
+def other_distributions() -> list[str]:
+  """Returns the names of other distributions that have a package `ep`."""
+  found = importlib.metadata.packages_distributions().get("ep", [])
+  return sorted(set(found) - {_DISTRIBUTION})
+
+
+def can_run(name: str, is_default: bool) -> bool:
+  """Prints whether a backend can run in this process, and returns it."""
+  label = f"{name:4} {'(the default) ' if is_default else ''}"
+  try:
+    used = BACKENDS[name].probe()
+  except (OSError, RuntimeError, ValueError) as e:
+    print(f"{label}cannot run: {str(e).removeprefix('ep_bootstrap: ')}")
+    return False
+  print(f"{label}can run{f' on {used}' if used else ''}")
+  return True
+
+
+if __name__ == "__main__":
+  sys.exit(main())

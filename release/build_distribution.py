@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a wheel or an sdist from the files that Bazel hands it.
+
+Usage: build_distribution.py wheel|sdist FOLDER [--platform=TAG]
+  [--substitute=NAME=VALUE]... PATH=SOURCE...
+
+A SOURCE is copied to the PATH of a new source tree, on which Hatchling runs as
+pip would run it. In pyproject.toml, @NAME@ stands for the VALUE, and @VERSION@
+for the version of the package.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+
+import hatchling.build
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser()
+  parser.add_argument("kind", choices=["wheel", "sdist"])
+  parser.add_argument("folder", type=pathlib.Path)
+  parser.add_argument("--platform", required=True)
+  parser.add_argument("--substitute", action="append", default=[])
+  parser.add_argument("files", nargs="+")
+  args = parser.parse_args()
+  folder = args.folder.resolve()
+  with tempfile.TemporaryDirectory() as tree:
+    for file in args.files:
+      path, _, source = file.partition("=")
+      target = pathlib.Path(tree, path)
+      target.parent.mkdir(parents=True, exist_ok=True)
+      shutil.copyfile(source, target)
+    os.chdir(tree)
+    substitute(dict(pair.split("=") for pair in args.substitute))
+    # sysconfig, and so native_library.py, takes it for this machine's platform.
+    os.environ["_PYTHON_HOST_PLATFORM"] = args.platform
+    getattr(hatchling.build, f"build_{args.kind}")(str(folder))
+
+
+def substitute(values: dict[str, str]) -> None:
+  """Fills in the project file in the current folder."""
+  package = pathlib.Path("ep/__init__.py").read_text()
+  (version,) = re.findall(r'^__version__ = "(.*?)"', package, re.M)
+  project = pathlib.Path("pyproject.toml")
+  text = project.read_text()
+  for name, value in {**values, "VERSION": version}.items():
+    text = text.replace(f"@{name}@", value)
+  project.write_text(text)
+
+
+if __name__ == "__main__":
+  main()

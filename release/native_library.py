@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The build hook of our wheels adds the native library and names the platform.
+
+A library that is in the package already goes into the wheel; Bazel puts it
+there. Otherwise the hook compiles the library for CPUs, with the C++ compiler
+$CXX (default: c++) and $CXXFLAGS, against the FFI headers of the installed
+jaxlib.
+"""
+
+import concurrent.futures
+import importlib.util
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_NAME = "libep_ffi_cpu.so"
+
+
+class NativeLibrary(BuildHookInterface):
+  """Hatchling's hook for a wheel."""
+
+  def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+    """Compiles the library where there is none; ctypes needs no Python ABI."""
+    root = pathlib.Path(self.root)
+    platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+    build_data["tag"] = f"py3-none-{platform}"
+    build_data["pure_python"] = False
+    if version == "standard" and not list(root.glob("*/libep_ffi_*.so")):
+      self._folder = tempfile.TemporaryDirectory()
+      library = pathlib.Path(self._folder.name, _NAME)
+      _build(root, library)
+      build_data["force_include"][str(library)] = f"ep/{_NAME}"
+
+
+def _build(root: pathlib.Path, library: pathlib.Path) -> None:
+  """Compiles the sources of //ep_ffi:libep_ffi_cpu.so with its options."""
+  native = root / "ep_ffi"
+  handlers = [native / "handlers" / name for name in ("cpu.cc", "symbols.cc")]
+  sources = [
+    path
+    for folder in ("core", "backends/host")
+    for path in sorted((native / folder).glob("*.cc"))
+    if not path.name.endswith("_test.cc")
+  ]
+  sources += [*handlers, native / "older_runtimes.cc"]
+  # Package and library are of one tree, so their interfaces agree.
+  (digest,) = re.findall(
+    r'^INTERFACE = "(\w+)"$', (root / "ep/_src/ffi.py").read_text(), re.M
+  )
+  header = library.parent / "ep_ffi/handlers/interface.h"
+  header.parent.mkdir(parents=True)
+  header.write_text(f'#define EP_INTERFACE "{digest}"\n')
+  jaxlib = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
+  compiler = shlex.split(os.environ.get("CXX", "c++"))
+  if not shutil.which(compiler[0]):
+    raise RuntimeError(
+      f"jax-ep compiles a library, but there is no compiler {compiler[0]!r};"
+      " install g++ or clang, or set CXX to one of C++, or install a wheel."
+    )
+  # What the results depend on comes last.
+  options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+  options += [*_copts(native / "copts.bzl"), "-fPIC"]
+  folders = [root, library.parent, pathlib.Path(jaxlib, "include")]
+  options += [f"-I{folder}" for folder in folders]
+
+  def compile(source: pathlib.Path) -> pathlib.Path:
+    target = library.parent / f"{source.parent.name}_{source.stem}.o"
+    subprocess.run(
+      [*compiler, *options, "-c", source, "-o", target], check=True
+    )
+    return target
+
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    objects = list(pool.map(compile, sources))
+  subprocess.run(
+    [*compiler, "-shared", *objects, "-o", library, "-pthread", "-lrt"]
+    + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]
+    + ["-s"],
+    check=True,
+  )
+
+
+def _copts(file: pathlib.Path) -> list[str]:
+  """Returns EP_COPTS; Starlark that only defines a list is Python, too."""
+
+  def select(branches: dict[str, list[str]]) -> list[str]:
+    return branches["//conditions:default"]
+
+  names: dict[str, Any] = {"Label": str, "select": select}
+  exec(file.read_text(), names)
+  return names["EP_COPTS"]

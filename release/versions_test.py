@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several files say of versions is the same in all of them."""
+
+import pathlib
+import re
+import tomllib
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+def read(path: str) -> str:
+  return (_ROOT / path).read_text()
+
+
+def pins(path: str) -> set[str]:
+  """Returns the lines of a file of requirements."""
+  return {line for line in read(path).splitlines() if not line.startswith("#")}
+
+
+def main() -> None:
+  project = tomllib.loads(read("pyproject.toml"))
+  (package,) = re.findall(
+    r'^__version__ = "(.*?)"', read("ep/__init__.py"), re.M
+  )
+  (module, *_) = re.findall(r'version = "(.*?)"', read("MODULE.bazel"))
+  assert package == module, f"ep is {package}, but the module {module}"
+
+  # The sdist and Bazel compile against the same headers, those of the oldest
+  # JAX that ep takes.
+  _, jaxlib = project["build-system"]["requires"]
+  locked = pins("third_party/py/requirements.in")
+  assert jaxlib in locked, f"{jaxlib} is not in requirements.in"
+  jax, _ = project["project"]["dependencies"]
+  assert jax == jaxlib.replace("jaxlib==", "jax>="), f"{jax}, but {jaxlib}"
+
+  for cuda in ("12", "13"):
+    template = read("release/cuda.toml").replace("@CUDA@", cuda)
+    built = pins(f"third_party/cuda/requirements_cuda{cuda}.in")
+    required = tomllib.loads(template)["project"]["dependencies"]
+    assert "jax-ep==@VERSION@" in required
+    nccl = {pin for pin in required if "nccl" in pin}
+    assert len(nccl) == 2 and nccl <= built, f"{nccl} are not in {built}"
+  print(f"all files agree on version {package}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel works in a virtual environment that has nothing else.
+
+Usage: wheel_test.py FOLDER README TEST SUPPORT...
+
+The FOLDER has the wheel. The environment does not see the checkout: TEST, which
+is a test file, and the files that it imports are copied.
+"""
+
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+
+from environment import Environment
+
+# XLA:CPU then compiles a program in a third of the time.
+_QUICK = (
+  "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
+_EXAMPLE = "--dp=1 --num_processes=2 --hidden=32 --tokens_per_rank=64".split()
+_TRAINING = (
+  "--steps=2 --warmup=1 --num_processes=1 --dp=1 --ep=2 --layers=1 --hidden=16"
+  " --inner=16 --heads=2 --batch=4 --length=16 --text_bytes=100000"
+  " --sample_bytes=1 --prompt=a"
+).split()
+
+
+def main() -> None:
+  paths = [pathlib.Path(name).resolve() for name in sys.argv[1:]]
+  folder, readme, test, *support = paths
+  (wheel,) = folder.glob("*.whl")
+  with tempfile.TemporaryDirectory() as scratch:
+    environment = Environment(pathlib.Path(scratch).resolve())
+    for file in (test, *support):
+      shutil.copy(file, environment.work)
+    run, python = environment.run, environment.python
+    environment.install(f"{wheel}[examples]")
+
+    report = run(python, "-m", "ep")
+    assert f" in {environment.site / 'ep'}\n" in report
+    assert f"{environment.site / 'ep/libep_ffi_cpu.so'} (interface" in report
+
+    section = readme.read_text().partition("\n## Twenty lines\n")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    (environment.work / "twenty.py").write_text(code)
+    four = "--xla_force_host_platform_device_count=4"
+    promised = code.splitlines()[-1].partition("  # ")[2]
+    assert run(python, "twenty.py", XLA_FLAGS=four) == promised + "\n"
+
+    run(python, "-m", "ep.examples.ep_moe", *_EXAMPLE, XLA_FLAGS=_QUICK)
+    run(python, "-m", "ep.examples.train_moe_lm", *_TRAINING, XLA_FLAGS=_QUICK)
+    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test.name)
+    environment.run_tool(
+      *("mypy", "--strict", "--python-executable", python, "--cache-dir="),
+      "public_types.py",
+    )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typical uses of every public name, which mypy checks in strict mode.
+
+//release:wheel_test does so, against the installed package. Nothing runs them.
+"""
+
+import contextlib
+import pathlib
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ep
+from ep import debug, launch, moe, presets
+
+
+def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
+  with ep.ep_bootstrap(
+    mesh,
+    num_experts=8,
+    max_tokens_per_rank=16,
+    hidden_dim=32,
+    top_k=2,
+    max_token_dtype=jnp.float32,
+    timeout_s=20.0,
+  ) as group:
+    assert_type(group, ep.EpGroup)
+    group.check()
+    assert_type(group.memory().resident, int)
+    assert_type(group.ep_size, int)
+  ep.ep_finalize(group)
+  layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
+  assert_type(layer.capacity, int)
+  return layer
+
+
+def ops(
+  layer: ep.EpLayerConfig, tokens: jax.Array, logits: jax.Array
+) -> jax.Array:
+  topk_idx, topk_weights = ep.route_topk(logits, 2, score="sigmoid")
+  assert_type(topk_idx, jax.Array)
+  handle = ep.ep_prepare(layer, topk_idx)
+  assert_type(handle, ep.EpHandle)
+  assert_type(handle.group_sizes, jax.Array)
+  assert_type(handle.layer, ep.EpLayerConfig)
+  rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
+  assert_type(rows, jax.Array)
+  matrices = jnp.ones((4, 32, 32))
+  assert_type(ep.grouped_matmul(rows, matrices, handle.group_sizes), jax.Array)
+  assert_type(ep.ep_combine(handle, rows, weights=row_weights), jax.Array)
+  assert_type(ep.ordered_psum(tokens, "dp"), jax.Array)
+  with ep.checked():
+    return ep.ep_combine(handle, rows)
+
+
+def losses(logits: jax.Array, topk_idx: jax.Array) -> jax.Array:
+  loss = ep.load_balancing_loss(logits, topk_idx, axis_name=("dp", "ep"))
+  assert_type(loss, jax.Array)
+  loss += ep.sequence_balancing_loss(logits, topk_idx, score="sigmoid")
+  return loss + ep.router_z_loss(logits) - ep.router_entropy(logits)
+
+
+def layers(
+  layer: ep.EpLayerConfig, x: jax.Array, topk: tuple[jax.Array, jax.Array]
+) -> None:
+  matrices = jnp.ones((4, 32, 32))
+  out = ep.moe_layer(layer, x, *topk, w_up=matrices, w_down=matrices)
+  assert_type(out, jax.Array)
+  out, handle = ep.moe_layer(
+    layer,
+    x,
+    *topk,
+    w_up=matrices,
+    w_down=matrices,
+    activation=jax.nn.gelu,
+    return_handle=True,
+  )
+  assert_type(handle, ep.EpHandle)
+  config = ep.MoEConfig(hidden=32, inner=64, num_experts=8, top_k=2)
+  params = moe.init(jax.random.key(0), config, jnp.bfloat16)
+  assert_type(params, dict[str, jax.Array])
+  assert_type(
+    moe.partition_specs(config), dict[str, jax.sharding.PartitionSpec]
+  )
+  y, metrics = moe.apply(config.layer(layer.group), config, params, x)
+  assert_type(y, jax.Array)
+  assert_type(metrics, moe.Metrics)
+  assert_type(moe.update_bias(jnp.zeros(8), metrics.load), jax.Array)
+  assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
+
+
+def inspection(handle: ep.EpHandle, compiled: jax.stages.Compiled) -> None:
+  summary = ep.describe(handle)
+  assert_type(summary, ep.RoutingSummary)
+  assert_type(summary.rank_imbalance, float | None)
+  ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
+  sizes = debug.RoutingSizes(num_experts=8, ep_size=2)
+  idx = np.zeros((2, 4), np.int32)
+  text = debug.plot_routing(sizes, idx, pathlib.Path("routing.png"))
+  assert_type(text, str)
+  with contextlib.suppress(*ep.EpError):
+    handle.group_sizes.block_until_ready()
+
+
+def ranks() -> int:
+  if launch.inside_launcher():
+    launch.initialize()
+    return 0
+  return launch.launch(["train.py"], num_processes=4, timeout_s=60.0)
