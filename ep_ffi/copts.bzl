@@ -17,6 +17,11 @@ EP_COPTS = [
     # later and counts.
     "-Wno-error",
 ] + select({
+    # Clang takes XLA's headers for ours, since Bazel passes the root of their
+    # repository with -iquote as well.
+    Label("@rules_cc//cc/compiler:clang"): ["--system-header-prefix=xla/"],
+    "//conditions:default": [],
+}) + select({
     # Bazel's default mode is for quick compilation, but without optimization
     # the engine is twenty times slower. Of the other modes, -c opt optimizes by
     # itself and -c dbg should not.

@@ -36,7 +36,8 @@ git -c tar.umask=0022 archive --prefix="jax_ep-$version/" HEAD |
   gzip --best --no-name >"$archive"
 
 # A distribution is a folder with one file.
-for target in $(./bazelw query 'kind("_distribution rule", //:all)'); do
+distributions=$(./bazelw query 'kind("_distribution rule", //:all)')
+for target in $distributions; do
   ./bazelw build "$target"
   cp "bazel-bin/${target#//:}"/* "$folder"
 done
