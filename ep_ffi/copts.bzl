@@ -17,9 +17,13 @@ EP_COPTS = [
     # later and counts.
     "-Wno-error",
 ] + select({
-    # Clang takes XLA's headers for ours, since Bazel passes the root of their
-    # repository with -iquote as well.
-    Label("@rules_cc//cc/compiler:clang"): ["--system-header-prefix=xla/"],
+    Label("@rules_cc//cc/compiler:clang"): [
+        # Clang takes XLA's headers for ours, since Bazel passes the root of
+        # their repository with -iquote as well.
+        "--system-header-prefix=xla/",
+        # NCCL's macros initialize some fields and leave out the others.
+        "-Wno-missing-field-initializers",
+    ],
     "//conditions:default": [],
 }) + select({
     # Bazel's default mode is for quick compilation, but without optimization

@@ -82,11 +82,11 @@ def test_the_registry_tests_a_module_that_uses_this_one():
     for call in ast.walk(ast.parse((folder / "MODULE.bazel").read_text()))
     if isinstance(call, ast.Call)
   ]
-  # The registry replaces neither; its test module finds the sources itself.
+  # The registry leaves the test module as it is, so that must find the sources.
   override = {"module_name": "jax_ep", "path": "../../.."}
   assert override in calls
   assert (folder / override["path"]).resolve() == _ROOT.resolve()
   for task in module["tasks"].values():
     for placeholder in "platform", "bazel":
-      assert task[placeholder] == "${{ %s }}" % placeholder
+      assert task[placeholder] == f"${{{{ {placeholder} }}}}"
       assert module["matrix"][placeholder]

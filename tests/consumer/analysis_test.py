@@ -4,8 +4,8 @@
     analysis_test.py CONSUMER [CLASS...]
 
 CONSUMER is the folder of such a workspace. A Bazel test cannot query Bazel, so
-.ci/run starts this program. The variable CUDA_FLAGS may hold flags for the build
-with CUDA.
+.ci/run starts this program. The variable CUDA_FLAGS may hold more flags for the
+build with CUDA.
 """
 
 import json

@@ -28,10 +28,10 @@ ep::Status Run() {
 
   std::vector<std::byte> mem(ep::PlanBytes(dims));
   int32_t group_sizes[2], token_counts[2], total[1];
-  EP_RETURN_IF_ERROR(ep::BuildPlan(
-      dims, /*domain=*/0, /*rank=*/0,
-      {{sorted.starts.data(), sorted.order.data()}},
-      {mem.data(), group_sizes, token_counts, total}));
+  EP_RETURN_IF_ERROR(
+      ep::BuildPlan(dims, /*domain=*/0, /*rank=*/0,
+                    {{sorted.starts.data(), sorted.order.data()}},
+                    {mem.data(), group_sizes, token_counts, total}));
 
   ep::Plan plan;
   EP_RETURN_IF_ERROR(
