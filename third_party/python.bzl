@@ -47,8 +47,7 @@ def _find_python(rctx):
         fail("{} is Python {}, not {}.".format(program, version, wanted) + cure)
     return struct(path = path, version = version)
 
-# The file of rules_python that defines toolchains for build steps, which older
-# versions do not have.
+# This file defines toolchains for build steps; older rules_python has none.
 _EXEC_TOOLS = Label("@rules_python//python:py_exec_tools_toolchain.bzl")
 
 _BUILD = """\
@@ -76,8 +75,8 @@ toolchain(
 )
 """
 
-# Without one of these, rules_python downloads a Python of its own to look at
-# the build steps that might need one.
+# Without this toolchain, newer rules_python downloads a Python of its own for
+# build steps, even if there are none.
 _EXEC_TOOLS_BUILD = """
 load("@rules_python//python:py_exec_tools_toolchain.bzl", "py_exec_tools_toolchain")
 

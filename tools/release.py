@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release is made of besides its files; tools/release.sh runs it.
+"""Writes the texts of a release; tools/release.sh runs it.
 
 Usage: release.py version
        release.py notes
