@@ -66,7 +66,7 @@ def test_the_entry_of_a_registry_is_of_this_module(tmp_path):
   assert source["strip_prefix"] == f"jax_ep-{version}"
   assert source["url"] == (
     "https://github.com/someone/something/releases/download/"
-    f"v{version}/jax_ep-{version}.tar.gz"
+    f"v{version}/jax_ep-{version}-source.tar.gz"
   )
   assert "{" not in "".join([*metadata["repository"], *source.values()])
   declared = (module / version / "MODULE.bazel").read_text()

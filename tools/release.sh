@@ -5,12 +5,12 @@
 #
 #   tools/release.sh FOLDER OWNER/REPO
 #
-#   jax_ep-<version>.tar.gz   the source archive of HEAD; the same commit gives
-#                             the same bytes
-#   *.whl, the sdist          the distributions for PyPI, which //:all builds
-#   SHA256SUMS                the checksums of these
-#   NOTES.md                  what CHANGELOG.md says of the version
-#   modules/                  the entry of the Bazel registry
+#   jax_ep-<version>-source.tar.gz  the source archive of HEAD; the same commit
+#                                   gives the same bytes
+#   *.whl, the sdist                the distributions for PyPI, those of //:all
+#   SHA256SUMS                      the checksums of these
+#   NOTES.md                        what CHANGELOG.md says of the version
+#   modules/                        the entry of the Bazel registry
 #
 # It publishes nothing. OWNER/REPO is the repository on GitHub whose release
 # v<version> will have the files.
@@ -30,7 +30,7 @@ die() {
 
 version=$(python3 tools/release.py version)
 notes=$(python3 tools/release.py notes)
-archive=$folder/jax_ep-$version.tar.gz
+archive=$folder/jax_ep-$version-source.tar.gz
 mkdir -p "$folder"
 git -c tar.umask=0022 archive --prefix="jax_ep-$version/" HEAD |
   gzip --best --no-name >"$archive"
