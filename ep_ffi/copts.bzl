@@ -17,6 +17,15 @@ EP_COPTS = [
     # later and counts.
     "-Wno-error",
 ] + select({
+    Label("@rules_cc//cc/compiler:clang"): [
+        # Clang takes XLA's headers for ours, since Bazel passes the root of
+        # their repository with -iquote as well.
+        "--system-header-prefix=xla/",
+        # NCCL's macros initialize some fields and leave out the others.
+        "-Wno-missing-field-initializers",
+    ],
+    "//conditions:default": [],
+}) + select({
     # Bazel's default mode is for quick compilation, but without optimization
     # the engine is twenty times slower. Of the other modes, -c opt optimizes by
     # itself and -c dbg should not.

@@ -47,6 +47,9 @@ def _find_python(rctx):
         fail("{} is Python {}, not {}.".format(program, version, wanted) + cure)
     return struct(path = path, version = version)
 
+# This file defines toolchains for build steps; older rules_python has none.
+_EXEC_TOOLS = Label("@rules_python//python:py_exec_tools_toolchain.bzl")
+
 _BUILD = """\
 load("@rules_python//python:py_runtime.bzl", "py_runtime")
 load("@rules_python//python:py_runtime_pair.bzl", "py_runtime_pair")
@@ -72,15 +75,36 @@ toolchain(
 )
 """
 
+# Without this toolchain, newer rules_python downloads a Python of its own for
+# build steps, even if there are none.
+_EXEC_TOOLS_BUILD = """
+load("@rules_python//python:py_exec_tools_toolchain.bzl", "py_exec_tools_toolchain")
+
+py_exec_tools_toolchain(name = "exec_tools")
+
+toolchain(
+    name = "exec_tools_toolchain",
+    toolchain = ":exec_tools",
+    toolchain_type = "@rules_python//python:exec_tools_toolchain_type",
+)
+"""
+
 def _python_toolchain_impl(rctx):
     python = _find_python(rctx)
     rctx.watch(python.path)  # after an upgrade everything is fetched again
-    rctx.file("BUILD.bazel", _BUILD.format(path = python.path))
+    build = _BUILD.format(path = python.path)
+    if rctx.path(_EXEC_TOOLS).exists:
+        build += _EXEC_TOOLS_BUILD
+    rctx.file("BUILD.bazel", build)
     rctx.file("python.json", json.encode(python))
 
 python_toolchain = repository_rule(
     implementation = _python_toolchain_impl,
-    doc = "A Python toolchain, `:toolchain`, that runs the machine's Python.",
+    doc = """\
+Toolchains, `:all`, that run the machine's Python.
+
+`:toolchain` is the one for programs and tests; the other, which only newer
+rules_python has, is for build steps.""",
 )
 
 def host_python(rctx):

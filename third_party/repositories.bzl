@@ -68,6 +68,12 @@ def ep_repositories():
         lock = "//third_party/cc:requirements_lock.txt",
         packages = {"clang-tidy": "clang_tidy/data"},
     )
+    pip_archive(
+        name = "ep_zig",
+        build_file = Label("//third_party/cc:zig.BUILD"),
+        lock = "//third_party/cc:requirements_lock.txt",
+        packages = {"ziglang": "ziglang"},
+    )
 
     cuda_version(name = "ep_cuda_version")
     for version, packages in _CUDA_PACKAGES.items():

@@ -4,7 +4,8 @@
     analysis_test.py CONSUMER [CLASS...]
 
 CONSUMER is the folder of such a workspace. A Bazel test cannot query Bazel, so
-.ci/run starts this program.
+.ci/run starts this program. The variable CUDA_FLAGS may hold more flags for the
+build with CUDA.
 """
 
 import json
@@ -96,11 +97,13 @@ class PyToolchain(unittest.TestCase):
 class Cuda(unittest.TestCase):
   """A line in the consumer's .bazelrc gives it a build for CUDA."""
 
+  CONFIG = "--config=cuda13", *os.environ.get("CUDA_FLAGS", "").split()
+
   def setUp(self):
     one_is_enough(self)
 
   def test_the_library_is_compiled_like_the_other(self):
-    lines = compilations(_CUDA, "--config=cuda13")
+    lines = compilations(_CUDA, *self.CONFIG)
     self.assertGreater(len(lines), 15)
     for source, line in lines.items():
       with self.subTest(source=source):
@@ -115,7 +118,7 @@ class Cuda(unittest.TestCase):
     programs = "examples:ep_moe", "benchmarks:ep_bench"
     labels = " + ".join(f"@jax_ep//{program}" for program in programs)
     query = f"rdeps({labels}, //:jax_gpu)"
-    with_cuda = bazel("cquery", *flags, "--config=cuda13", query)
+    with_cuda = bazel("cquery", *flags, *self.CONFIG, query)
     for program in programs:
       self.assertRegex(with_cuda, rf"//{program} ")
     self.assertEqual(
