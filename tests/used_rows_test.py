@@ -181,6 +181,20 @@ def test_no_nan_of_an_unwritten_tail_reaches_a_gradient():
     np.testing.assert_allclose(a, b, 1e-3, 1e-3)
 
 
+def test_no_loop_converts_whole_arrays():
+  """XLA:CPU would convert the bfloat16 arrays that a loop reads to float32."""
+  sizes = jnp.int32([100, 200])
+
+  def loss(x, w):
+    (y,) = gm.grouped_matmuls(x, [w], sizes)
+    return map_used_rows(jnp.sin, sizes.sum(), y).astype(jnp.float32)[0, 0]
+
+  args = jnp.zeros((C, F), jnp.bfloat16), jnp.zeros((2, F, 5), jnp.bfloat16)
+  program = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile()
+  assert f"u16[{C},{F}]" in program.as_text()
+  assert f"f32[{C}," not in program.as_text()
+
+
 def test_work_follows_the_used_rows():
   starts = []
 

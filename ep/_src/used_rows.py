@@ -139,10 +139,11 @@ def _apply(num_used, *arrays, fn, tail):
 def _apply_by_blocks(num_used, *arrays, fn, tail):
   num_rows = arrays[0].shape[0]
   height = min(_HEIGHT, num_rows)
+  readers = [row_buffers.Reader(x, num_used) for x in arrays]
 
   def step(i, outs):
     start = jnp.minimum(i * height, num_rows - height)
-    blocks = [lax.dynamic_slice_in_dim(x, start, height) for x in arrays]
+    blocks = [read(start, height) for read in readers]
     inside = None
     if tail != "unspecified":
       inside = start + jnp.arange(height) < num_used
