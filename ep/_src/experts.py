@@ -109,7 +109,6 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
 
   Rows after the last slab are neither read nor written.
   """
-  num_used = group_sizes.sum(dtype=jnp.int32)
 
   def multiply(rows, matrices):
     return grouped_matmuls(rows, matrices, group_sizes, segments=segments)
@@ -129,9 +128,9 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
     ones = weights[:, None].astype(rows.dtype)
     blocks.append(ones)
   activate = _activate(experts, len(names), weights is not None)
-  hidden = map_used_rows(activate, num_used, *blocks)
+  hidden = map_used_rows(activate, group_sizes, *blocks)
   out, *bias = products(hidden, ones, ["down"])
-  return map_used_rows(lax.add, num_used, out, *bias) if bias else out
+  return map_used_rows(lax.add, group_sizes, out, *bias) if bias else out
 
 
 @functools.lru_cache

@@ -40,10 +40,12 @@ def write(
   """Returns the buffer with `rows` at `start`, or only those `inside`."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
-    before = lax.dynamic_slice_in_dim(buffer, start, rows.shape[0])
+    before = _slice(buffer, start, rows.shape[0])
     inside = inside.reshape(-1, *[1] * (rows.ndim - 1))
     rows = jnp.where(inside, rows, before)
-  return lax.dynamic_update_slice_in_dim(buffer, rows, start, 0)
+  return lax.dynamic_update_slice_in_dim(
+    buffer, rows, start, 0, allow_negative_indices=False
+  )
 
 
 def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
@@ -61,8 +63,14 @@ class Reader:
     self._buffer = _retyped(rows, _storage(rows.dtype), num_used)
 
   def __call__(self, start: jax.Array, height: int) -> jax.Array:
-    rows = lax.dynamic_slice_in_dim(self._buffer, start, height)
+    rows = _slice(self._buffer, start, height)
     return _retyped(rows, self._dtype)
+
+
+def _slice(array, start, height):
+  return lax.dynamic_slice_in_dim(
+    array, start, height, allow_negative_indices=False
+  )
 
 
 def _retyped(array, dtype, num_used=None):
@@ -80,15 +88,16 @@ def _storage(dtype):
   return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_short else dtype
 
 
-def _primitive(name, out_type, otherwise):
+def _primitive(name, out_type, otherwise, **options):
   """Makes a primitive that the library's `name` or `otherwise` computes.
 
-  It is for the lowerings of other primitives, so it has no other rules.
+  It is for the lowerings of other primitives, so it has no other rules. The
+  options are those of the library's custom call.
   """
   primitive = compat.Primitive(name)
   primitive.def_abstract_eval(out_type)
   lower_otherwise = compat.mlir.lower_fun(otherwise, multiple_results=False)
-  lower_natively = jax.ffi.ffi_lowering(name)
+  lower_natively = jax.ffi.ffi_lowering(name, **options)
 
   def lower(ctx, *operands, **params):
     if compat.can_call_python(ctx) and ffi.has_library("host"):
@@ -103,6 +112,8 @@ _unwritten_p = _primitive(
   "ep_unwritten",
   lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
   lambda *, shape, dtype: jnp.zeros(shape, dtype),
+  # Otherwise XLA would make it before a scan of layers, and copy it in each.
+  has_side_effect=True,
 )
 _retyped_p = _primitive(
   "ep_retyped",

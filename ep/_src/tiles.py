@@ -98,8 +98,8 @@ def outer(sizes, segments, rows, outs):
 
   def add_slab(slab, sums):
     parts = _for_each_tile(
-      starts[slab] + _starts(segments[slab]),
-      segments[slab],
+      _at(starts, slab) + _starts(_at(segments, slab)),
+      _at(segments, slab),
       num_rows,
       height,
       add_tile,
@@ -144,14 +144,16 @@ class _Tile:
   def read_aligned(self, rows):
     """Returns what `read_inside` does, with row `first` at the top."""
     rows = _padded(self.read_inside(rows), self._stored + self._height)
-    return lax.dynamic_slice_in_dim(rows, self._early, self._height)
+    return lax.dynamic_slice_in_dim(
+      rows, self._early, self._height, allow_negative_indices=False
+    )
 
   def _read(self, rows):
     return rows(self._start, self._stored).astype(jnp.float32)
 
   def matrix(self, matrices):
     """Returns the slab's own of the matrices."""
-    return matrices[self.slab].astype(jnp.float32)
+    return _at(matrices, self.slab).astype(jnp.float32)
 
   def write(self, buffer, rows):
     """Returns the buffer with the tile's rows inside replaced."""
@@ -172,18 +174,27 @@ def _for_each_tile(
   outs: Any,
 ) -> Any:
   """Folds `step(tile, outs)` over all tiles of slabs of `sizes` at `starts`."""
-  tiles = (sizes + height - 1) // height
-  tiles_end = jnp.cumsum(tiles)
+  tiles = lax.div(sizes + (height - 1), jnp.int32(height))
+  tiles_start = _starts(tiles)
   # One table of all possible tiles is cheaper than computing each in its step.
-  index = jnp.arange(num_rows // height + sizes.shape[0])
-  slab = jnp.searchsorted(tiles_end, index, "right", method="compare_all")
-  first = starts[slab] + height * (index - (tiles_end - tiles)[slab])
-  table = jnp.stack([slab, first, (starts + sizes)[slab]], axis=1)
+  index = jnp.arange(num_rows // height + sizes.shape[0], dtype=jnp.int32)
+  is_later = tiles_start + tiles <= index[:, None]
+  slab = is_later.sum(axis=1, dtype=jnp.int32)
+  slabs = jnp.stack([starts - height * tiles_start, starts + sizes], axis=1)
+  first, end = slabs.at[slab].get(mode="clip").T
+  table = jnp.stack([slab, first + height * index, end], axis=1)
 
   def fold(i, outs):
-    return step(_Tile(num_rows, height, *table[i]), outs)
+    return step(_Tile(num_rows, height, *_at(table, i)), outs)
 
-  return lax.fori_loop(0, tiles_end[-1], fold, outs)
+  return lax.fori_loop(0, tiles.sum(dtype=jnp.int32), fold, outs)
+
+
+# JAX takes an index as one from the end if it is negative, unless told that
+# none is.
+_at = functools.partial(
+  lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+)
 
 
 def _starts(sizes):

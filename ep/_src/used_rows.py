@@ -30,14 +30,14 @@ _HEIGHT = 256  # rows of a block; from 128 to 1024 it makes no difference
 
 def map_used_rows(
   fn: Callable[..., Any],
-  num_used: jax.Array,
+  group_sizes: jax.Array,
   *arrays: jax.Array,
   tail: str = "unspecified",
 ) -> Any:
   """Returns `fn(*arrays)`, where `fn` treats each row by itself.
 
   Differentiable in the arrays, in both modes, to any order, with the same
-  property: rows from `num_used` on affect no other, whatever they hold, NaN
+  property: rows after the last slab affect no other, whatever they hold, NaN
   included. With `tail="unspecified"` those after the last used block are not
   read or written, and what is in the others means nothing.
 
@@ -46,9 +46,9 @@ def map_used_rows(
       array [B, ...] or a sequence of them. If `fn` is a new function object in
       each call, an eager call compiles each time. If it closes over traced
       values, it is applied to the whole arrays instead, at the cost of that.
-    num_used: int32 [], at most C.
+    group_sizes: int32 [L], rows of slabs, of a sum up to C.
     *arrays: [C, ...].
-    tail: what results, tangents and gradients hold from row `num_used` on:
+    tail: what results, tangents and gradients hold after the last slab:
       "zero" or "unspecified".
 
   Returns:
@@ -57,9 +57,10 @@ def map_used_rows(
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   traced, structure = jax.make_jaxpr(fn, return_shape=True)(*blocks)
   if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
+    num_used = group_sizes.sum()
     outs = fn(*(cut(x, num_used) for x in arrays))
     return jax.tree.map(lambda x: cut(x, num_used), outs)
-  operands = compat.vary_together(num_used, *arrays)
+  operands = compat.vary_together(group_sizes, *arrays)
   outs = _map_p.bind(*operands, fn=_flat(fn), tail=checked.tail(tail))
   return jax.tree.unflatten(jax.tree.structure(structure), outs)
 
@@ -132,11 +133,12 @@ def _replaced(values, places, new):
   return values
 
 
-def _apply(num_used, *arrays, fn, tail):
-  return [cut(x, num_used, tail) for x in fn(*arrays)]
+def _apply(group_sizes, *arrays, fn, tail):
+  return [cut(x, group_sizes.sum(), tail) for x in fn(*arrays)]
 
 
-def _apply_by_blocks(num_used, *arrays, fn, tail):
+def _apply_by_blocks(group_sizes, *arrays, fn, tail):
+  num_used = group_sizes.sum(dtype=jnp.int32)
   num_rows = arrays[0].shape[0]
   height = min(_HEIGHT, num_rows)
   readers = [row_buffers.Reader(x, num_used) for x in arrays]
@@ -154,7 +156,7 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
 
   types = jax.eval_shape(fn, *arrays)
   outs = [row_buffers.new(t.shape, t.dtype, tail) for t in types]
-  num_blocks = (num_used + height - 1) // height
+  num_blocks = lax.div(num_used + (height - 1), jnp.int32(height))
   outs = lax.fori_loop(0, num_blocks, step, outs)
   return [
     row_buffers.finish(out, t.dtype, num_used, tail)
@@ -169,8 +171,8 @@ batch_sequentially(_map_p)
 
 
 @_map_p.def_abstract_eval
-def _types(num_used, *avals, fn, tail):
-  del num_used, tail
+def _types(group_sizes, *avals, fn, tail):
+  del group_sizes, tail
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
   outs = jax.eval_shape(fn, *blocks)
   return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
@@ -189,7 +191,7 @@ def _jvp(primals, tangents, *, fn, tail):
   return outs, out_tangents
 
 
-def _transpose(cts, num_used, *arrays, fn, tail):
+def _transpose(cts, group_sizes, *arrays, fn, tail):
   linear = tuple(i for i, x in enumerate(arrays) if ad.is_undefined_primal(x))
   present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
   grads = [None] * len(arrays)
@@ -199,7 +201,7 @@ def _transpose(cts, num_used, *arrays, fn, tail):
     )
     others = (x for i, x in enumerate(arrays) if i not in linear)
     outs = _map_p.bind(
-      num_used,
+      group_sizes,
       *others,
       *(cts[i] for i in present),
       fn=_transposed(fn, linear, rows, present),
