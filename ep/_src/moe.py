@@ -82,6 +82,9 @@ def moe_layer(
   routed = tuple(map(jnp.asarray, (tokens, topk_idx, topk_weights)))
   _check_matrices(layer, op, routed[0], params)
 
+  experts = Experts(activation)
+  keep = not experts.is_traced()
+
   def view(routed, params):
     lead = _check_lead(op, routed)
     padding = Padding.of(group, op, lead) if pad else Padding(lead)
@@ -91,10 +94,11 @@ def moe_layer(
       group,
       op,
       through_experts,
-      [layer, Experts(activation)],
+      [layer, experts],
       [params, *routed],
       [sharding.EXPERTS] + [sharding.TOKENS] * 3,
       (sharding.TOKENS, sharding.RANK),
+      keep=keep,
     )
     return padding.remove(out), handle
 

@@ -14,7 +14,7 @@ transposed function, so derivatives of all orders, in both modes, exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ def map_used_rows(
     outs = fn(*(cut(x, num_used) for x in arrays))
     return jax.tree.map(lambda x: cut(x, num_used), outs)
   operands = compat.vary_together(group_sizes, *arrays)
-  outs = _map_p.bind(*operands, fn=_flat(fn), tail=checked.tail(tail))
+  outs = _map_p.bind(*operands, fn=_Flat(fn), tail=checked.tail(tail))
   return jax.tree.unflatten(jax.tree.structure(structure), outs)
 
 
@@ -74,56 +74,65 @@ def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, value)
 
 
-# The functions that are parameters are made once for each function of a user,
-# because JAX's caches compare them by identity.
+# The functions that are parameters are values, which are equal if their parts
+# are, because JAX's caches compare them.
 
 
-@functools.lru_cache
-def _flat(fn):
-  return lambda *blocks: jax.tree.leaves(fn(*blocks))
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+  """The function that returns the leaves of what `fn` returns."""
+
+  fn: Callable[..., Any]
+
+  def __call__(self, *blocks):
+    return jax.tree.leaves(self.fn(*blocks))
 
 
-@functools.lru_cache
-def _tangent(fn, moving):
-  """Returns a function of blocks, and of tangents of the `moving` ones."""
+@dataclasses.dataclass(frozen=True)
+class _Tangent:
+  """A function of blocks, and of tangents of the `moving` ones."""
 
-  def tangent(*blocks_and_tangents):
-    split = len(blocks_and_tangents) - len(moving)
+  fn: Callable[..., Any]
+  moving: tuple[int, ...]
+
+  def __call__(self, *blocks_and_tangents):
+    split = len(blocks_and_tangents) - len(self.moving)
     blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
 
     def of_moving(*values):
-      return fn(*_replaced(blocks, moving, values))
+      return self.fn(*_replaced(blocks, self.moving, values))
 
-    values = tuple(blocks[i] for i in moving)
+    values = tuple(blocks[i] for i in self.moving)
     return jax.jvp(of_moving, values, tangents)[1]
 
-  return tangent
 
-
-@functools.lru_cache
-def _transposed(fn, linear, rows, present):
-  """Returns a function of the other blocks, and of the `present` cotangents.
+@dataclasses.dataclass(frozen=True)
+class _Transposed:
+  """A function of the other blocks, and of the `present` cotangents.
 
   `fn` is linear in the operands `linear`, whose rows have the shapes and dtypes
   `rows`.
   """
 
-  def transposed(*others_and_cts):
-    split = len(others_and_cts) - len(present)
+  fn: Callable[..., Any]
+  linear: tuple[int, ...]
+  rows: tuple[tuple[tuple[int, ...], Any], ...]
+  present: tuple[int, ...]
+
+  def __call__(self, *others_and_cts):
+    split = len(others_and_cts) - len(self.present)
     others, cts = others_and_cts[:split], others_and_cts[split:]
     height = others_and_cts[0].shape[0]
 
     def of_linear(*values):
       blocks = list(others)
-      for i, value in zip(linear, values, strict=True):
+      for i, value in zip(self.linear, values, strict=True):
         blocks.insert(i, value)
-      outs = fn(*blocks)
-      return [outs[i] for i in present]
+      outs = self.fn(*blocks)
+      return [outs[i] for i in self.present]
 
-    blocks = [jax.ShapeDtypeStruct((height, *s), d) for s, d in rows]
+    blocks = [jax.ShapeDtypeStruct((height, *s), d) for s, d in self.rows]
     return list(jax.linear_transpose(of_linear, *blocks)(list(cts)))
-
-  return transposed
 
 
 def _replaced(values, places, new):
@@ -185,7 +194,7 @@ def _jvp(primals, tangents, *, fn, tail):
   out_tangents = _map_p.bind(
     *primals,
     *(tangents[i] for i in moving),
-    fn=_tangent(fn, moving),
+    fn=_Tangent(fn, moving),
     tail=tail,
   )
   return outs, out_tangents
@@ -204,7 +213,7 @@ def _transpose(cts, group_sizes, *arrays, fn, tail):
       group_sizes,
       *others,
       *(cts[i] for i in present),
-      fn=_transposed(fn, linear, rows, present),
+      fn=_Transposed(fn, linear, rows, present),
       tail=tail,
     )
     grads = _replaced(grads, linear, outs)
