@@ -56,7 +56,9 @@ def moe_layer(
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without state that
-      changes: compiled programs are kept by it.
+      changes: compiled programs are kept by it. If it closes over values that
+      are traced, as a learned slope, none is kept, and all rows of the capacity
+      are activated.
     return_handle: whether to return the handle as well, for `ep.describe` or
       more ops of the same routing.
     pad: whether tokens whose first axis does not divide over the ranks may be

@@ -77,8 +77,8 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   return _replicated_p.bind(x, axes=tuple(axis_name))
 
 
-# The identity, of which JAX shall know that its result varies. It is linear, and
-# its transpose is an `ordered_psum`.
+# The identity, but its result varies over the axes. It is linear, and its
+# transpose is an `ordered_psum`.
 _replicated_p = compat.Primitive("ep_replicated")
 compat.compile_eager(_replicated_p, ["axes"])
 compat.ad.deflinear2(
