@@ -18,6 +18,16 @@ import jax.numpy as jnp
 
 from ep._src.moe_config import MoEConfig
 
+__all__ = [
+  "BY_NAME",
+  "DEEPSEEK_V3",
+  "GPT_OSS_120B",
+  "MIXTRAL_8X7B",
+  "OLMOE_1B_7B",
+  "QWEN3_30B_A3B",
+  "scaled",
+]
+
 # The configuration: config.json of mistralai/Mixtral-8x7B-Instruct-v0.1 on
 # Hugging Face, revision eba92302. The softmax over the chosen logits, which is
 # what normalizing the scores means, and SwiGLU: Jiang et al., "Mixtral of

@@ -104,7 +104,9 @@ def test_a_second_call_compiles_nothing(of, transform):
   fn, inputs = of(case)
   fn = transformed(transform, fn)
   everywhere = NamedSharding(case.layer.group.mesh, PartitionSpec())
-  want = jax.jit(fn, out_shardings=everywhere)(*inputs)
+  with compilations() as found:
+    want = jax.jit(fn, out_shardings=everywhere)(*inputs)
+  assert found  # or JAX has another name for the event
   fn(*inputs)
   with compilations() as found:
     got = fn(*inputs)
@@ -158,7 +160,7 @@ def test_the_layer_is_one_step_of_an_eager_shard_map():
   call()
   with compilations() as found:
     call()
-  assert len(found) <= len(jax.tree.leaves(inputs)) + 2  # and the result
+  assert 0 < len(found) <= len(jax.tree.leaves(inputs)) + 2  # and the result
 
 
 def test_a_group_closes_with_its_last_reference():

@@ -7,6 +7,7 @@ The dense layer applies every expert to every token, in float64.
 import copy
 import dataclasses
 import functools
+import re
 
 import jax
 from jax import lax
@@ -28,7 +29,16 @@ F, S = 6, 3  # inner sizes of an expert and of a shared one
 R = 4  # ranks
 
 PLAIN = ep.MoEConfig(H, F, E, K, gated=False, activation=jax.nn.gelu)
-SHARED = ep.MoEConfig(H, F, E, K, score="sigmoid", scale=2.5, shared_inner=S)
+SHARED = ep.MoEConfig(
+  H,
+  F,
+  E,
+  K,
+  activation=jax.nn.gelu,
+  score="sigmoid",
+  scale=2.5,
+  shared_inner=S,
+)
 BIASED = ep.MoEConfig(
   H,
   F,
@@ -39,7 +49,7 @@ BIASED = ep.MoEConfig(
   normalize=False,
   up_activation=lambda x: jnp.clip(x, -1, 1) + 1,
 )
-EARLY = dataclasses.replace(BIASED, weigh="early")
+EARLY = dataclasses.replace(BIASED, weigh="early", balance="sequence")
 SPLIT = dataclasses.replace(SHARED, hidden=6, shared_inner=4, fsdp_axis="dp")
 
 
@@ -95,16 +105,25 @@ def dense(config, params, x, bias=None, mask=None):
   load = chosen.reshape(-1, config.num_experts).sum(axis=0)
   count = keep.sum()
 
+  def imbalance(chosen, scores):
+    chosen, scores = (
+      x.reshape(-1, config.num_experts).sum(0) for x in (chosen, scores)
+    )
+    return config.num_experts * (chosen * scores).sum() / chosen.sum()
+
   def mean(v):
     return (keep[..., None] * v).reshape(-1, v.shape[-1]).sum(0) / count
 
   affinities = scores / scores.sum(axis=-1, keepdims=True)
   log_p = jax.nn.log_softmax(logits)
   lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  f = load / load.sum()
+  if config.balance == "sequence":
+    aux_loss = jax.vmap(imbalance)(chosen, affinities).mean() / x.shape[-2]
+  else:
+    aux_loss = imbalance(chosen, keep[..., None] * affinities) / count
   return y, dict(
     load=load,
-    aux_loss=config.num_experts * (f * mean(affinities)).sum(),
+    aux_loss=aux_loss,
     z_loss=mean(lse**2)[0],
     entropy=-mean(log_p * jnp.exp(log_p)).sum(),
   )
@@ -141,11 +160,23 @@ def put(mesh_group, config, params, *arrays):
   return params, *(to_global(x, mesh, spec) for x in arrays)
 
 
+def local_view(mesh_group, config):
+  """Returns `apply` to parameters and tokens, as of one rank, of whole ones."""
+  ranks = PartitionSpec(mesh_group.token_axes)
+  specs = ep.moe.partition_specs(config, mesh_group.axis_name)
+  return jax.shard_map(
+    functools.partial(ep.moe.apply, config.layer(mesh_group), config),
+    mesh=mesh_group.mesh,
+    in_specs=(specs, ranks),
+    out_specs=(ranks, PartitionSpec()),
+  )
+
+
 def expected_of(config, params, x, bias=None, mask=None):
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
     fn = functools.partial(dense, config, bias=bias, mask=mask)
-    return jax.tree.map(np.asarray, jax.jit(with_grads(fn))(*wide))
+    return jax.tree.map(np.asarray, jit_quickly(with_grads(fn))(*wide))
 
 
 def assert_close(got, expected, tol=2e-5):
@@ -160,7 +191,7 @@ def assert_close(got, expected, tol=2e-5):
     pytest.param(PLAIN, "dp2_ep2", False, id="plain"),
     pytest.param(SHARED, "ep4", True, id="sigmoid_bias_shared"),
     pytest.param(BIASED, "dp2_ep2", False, id="biases"),
-    pytest.param(EARLY, "dp4_ep1", False, id="early"),
+    pytest.param(EARLY, "dp4_ep1", False, id="early_of_sequences"),
     pytest.param(SPLIT, "dp2_ep2", False, id="fsdp"),
   ],
 )
@@ -176,25 +207,27 @@ def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
   assert_close(got, expected_of(config, params, x, bias))
 
 
-def test_the_local_view_gives_the_same_bits():
-  config, mesh_group = SHARED, group("dp2_ep2")
-  layer = config.layer(mesh_group)
-  args = put(mesh_group, config, make_params(config), tokens(R, T))
-  apply = functools.partial(ep.moe.apply, layer, config)
-  specs = ep.moe.partition_specs(config)
-  ranks = PartitionSpec(("dp", "ep"))
-  local = jax.shard_map(
-    apply,
-    mesh=mesh_group.mesh,
-    in_specs=(specs, ranks),
-    out_specs=(ranks, PartitionSpec()),
-  )
+def test_bfloat16_in_both_views():
+  """Parameters are float32, and split over "dp" as well."""
+  config, mesh_group = SPLIT, group("dp2_ep2")
+  params = make_params(config)
+  x = tokens(R, T, hidden=config.hidden).astype(jnp.bfloat16)
+  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  local = local_view(mesh_group, config)
 
-  def compare(*args):
-    equal = jax.tree.map(jnp.array_equal, local(*args), apply(*args))
-    return jnp.stack(jax.tree.leaves(equal))
+  @jax.jit
+  def run(*args):
+    outs, metrics = local(*args)
+    equal = jax.tree.map(jnp.array_equal, (outs, metrics), apply(*args))
+    return outs, metrics, jnp.stack(jax.tree.leaves(equal))
 
-  assert np.asarray(jax.jit(compare)(*args)).all()
+  y, metrics, equal = run(*put(mesh_group, config, params, x))
+  assert np.asarray(equal).all()
+  assert y.dtype == jnp.bfloat16
+  assert int(metrics.dropped) == 0
+  expected = expected_of(config, params, x)[0]
+  eps = float(jnp.finfo(jnp.bfloat16).eps)
+  assert_shards_close(y, expected, 4 * eps, 4 * eps * np.abs(expected).max())
 
 
 def test_masked_tokens_visit_no_expert_and_do_not_count():
@@ -207,9 +240,10 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
   assert_close(got, expected_of(config, params, x, mask=mask))
 
 
-def test_gradients_of_each_example_are_its_own():
+def test_gradients_of_each_model_are_its_own():
   """`vmap(grad)` makes one exchange per example, and so sums nothing."""
-  config, mesh_group = PLAIN, group("ep4")
+  mesh_group = group("ep4")
+  config = dataclasses.replace(PLAIN, deterministic=True)
   layer, params = config.layer(mesh_group), make_params(config)
   args = put(mesh_group, config, params, tokens(R))
 
@@ -220,8 +254,10 @@ def test_gradients_of_each_example_are_its_own():
     return jnp.tanh(dense(config, params, x)[0]).sum()
 
   def per_example(loss):
-    grad = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
-    return lambda params, x: grad(params, jnp.stack([x, 2 * x]))
+    grad = jax.vmap(jax.grad(loss, (0, 1)))
+    return lambda *args: grad(
+      *jax.tree.map(lambda x: jnp.stack([x, 2 * x]), args)
+    )
 
   got = jax.jit(per_example(loss))(*args)
   expected = jit_quickly(per_example(dense_loss))(params, tokens(R))
@@ -264,42 +300,50 @@ def test_a_choice_can_be_forced_and_logits_be_noisy():
     assert (np.asarray(a.data) != np.asarray(b.data)).any()
 
 
-@pytest.mark.parametrize("lead", [(1,), (3, 2)])
-def test_any_batch_is_padded_when_asked(lead):
+def test_any_batch_is_padded_when_asked():
   config, mesh_group = PLAIN, group("dp2_ep2")
-  params, x = make_params(config), tokens(*lead)
+  params, one, six = make_params(config), tokens(1), tokens(3, 2)
   apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
-  (placed,) = put(mesh_group, config, params)
-  whole = to_global(x, mesh_group.mesh)
+  placed, *whole = (
+    *put(mesh_group, config, params),
+    *(to_global(x, mesh_group.mesh) for x in (one, six)),
+  )
   with pytest.raises(ValueError, match="cannot be split over 4 ranks"):
-    apply(placed, whole)
-  got = jax.jit(with_grads(functools.partial(apply, pad=True)))(placed, whole)
-  assert_close(got, expected_of(config, params, x))
+    apply(placed, whole[0])
+  padded = functools.partial(apply, pad=True)
+
+  @jax.jit
+  def run(params, one, six):
+    return padded(params, one)[0], with_grads(padded)(params, six)
+
+  y, got = run(placed, *whole)
+  assert_close(y, expected_of(config, params, one)[0])
+  assert_close(got, expected_of(config, params, six))
 
 
 def test_a_tight_capacity_drops_and_tells():
   mesh_group = group("ep4")
   config = dataclasses.replace(PLAIN, capacity_factor=1.0)
-  layer, wide = config.layer(mesh_group), PLAIN.layer(mesh_group)
+  layer, params, x = config.layer(mesh_group), make_params(PLAIN), tokens(R * T)
   assert (layer.capacity, layer.overflow) == (T * K, "drop")
-  assert wide.overflow == "error"
-  params = make_params(config)
+  assert PLAIN.layer(mesh_group).overflow == "error"
   params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
-  args = put(mesh_group, config, params, tokens(R * T))
-  run = jax.jit(ep.moe.apply, static_argnums=(0, 1))
-  (_, tight), (_, whole) = (run(a, config, *args) for a in (layer, wide))
-  for name in ("load", "max_rank_rows"):
-    got, want = getattr(tight, name), getattr(whole, name)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-  load = np.asarray(whole.load).reshape(4, -1).sum(axis=1)
-  assert int(tight.max_rank_rows) == load.max() > layer.capacity
-  assert int(tight.dropped) == np.maximum(load - layer.capacity, 0).sum()
-  assert int(whole.dropped) == 0
+  apply = functools.partial(ep.moe.apply, layer, config)
+  _, metrics = jax.jit(apply)(*put(mesh_group, config, params, x))
+  choices = np.argsort(-x @ params["router"], axis=-1, kind="stable")[:, :K]
+  load = np.bincount(choices.ravel(), minlength=E)
+  np.testing.assert_array_equal(np.asarray(metrics.load), load)
+  rows = load.reshape(4, -1).sum(axis=1)
+  assert int(metrics.max_rank_rows) == rows.max() > layer.capacity
+  assert int(metrics.dropped) == np.maximum(rows - layer.capacity, 0).sum()
 
 
 def test_vmap_over_examples_makes_one_exchange():
-  """Its gradients are those of the batch, and its bits those of one call."""
-  config, mesh_group = SHARED, group("dp2_ep2")
+  """Its gradients are those of the batch, and its bits those of one call.
+
+  Profilers see the parts of the layer by name.
+  """
+  config, mesh_group = PLAIN, group("dp2_ep2")
   layer = config.layer(mesh_group)
   args = put(mesh_group, config, make_params(config), tokens(R, T))
   apply = functools.partial(ep.moe.apply, layer, config)
@@ -315,17 +359,20 @@ def test_vmap_over_examples_makes_one_exchange():
     return jnp.stack(jax.tree.leaves(equal))
 
   assert np.asarray(jax.jit(compare)(*args)).all()
-  one = jax.jit(mapped).lower(*args).as_text()
-  assert one.count("custom_call @ep_prepare") == 1
+  one = jax.jit(mapped).lower(*args)
+  assert one.as_text().count("custom_call @ep_prepare") == 1
+  names = one.as_text(debug_info=True)
+  for scope in ("route", "experts", "metrics"):
+    assert re.search(rf"[\"/]{scope}/", names)
 
 
 def test_tensor_parallel_experts_give_the_dense_layer():
   """Inner sizes are split over an axis whose ranks hold the same tokens."""
   mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})
-  config = dataclasses.replace(BIASED, shared_inner=4, tp_axis="tp")
+  config = dataclasses.replace(PLAIN, biases=True, shared_inner=4, tp_axis="tp")
   params, x = make_params(config), tokens(2 * T)
   with bootstrap(mesh, data_axes=("dp",)) as mesh_group:
-    apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+    apply = local_view(mesh_group, config)
     args = put(mesh_group, config, params, x)
     assert_close(
       jax.jit(with_grads(apply))(*args), expected_of(config, params, x)

@@ -141,21 +141,28 @@ def test_low_precision(dtype):
   assert_shards_close(got, expected, 4 * eps, 4 * eps * abs(expected).max())
 
 
-def test_callers_choose_the_activation():
+def test_callers_choose_the_activation_which_may_be_learned():
   case = Case(layer())
   tokens, weights, matrices = arrays = (
     case.tokens(),
     case.weights(),
     _matrices(gated=False),
   )
-  twice = functools.partial(ep.moe_layer, activation=lambda x: 2 * x)
-  moe = _moe(case.layer, twice)
-  got = jax.jit(moe)(*_put(case, case.topk_idx, *arrays))
+
+  def loss(factor, *arrays):
+    scale = functools.partial(ep.moe_layer, activation=lambda x: factor * x)
+    out = _moe(case.layer, scale)(*arrays)
+    return out.sum(), out
+
+  placed = _put(case, case.topk_idx, *arrays)
+  with jax.checking_leaks():
+    grad, got = jax.jit(jax.grad(loss, has_aux=True))(2.0, *placed)
   products = 2 * matrices["w_up"] @ matrices["w_down"]
   out = np.einsum("th,ehg->teg", tokens, products)
   chosen = np.eye(E)[case.topk_idx]
   expected = np.einsum("tk,tke,teh->th", weights, chosen, out)
   assert_shards_close(got, expected, 1e-4, 1e-4)
+  assert_shards_close(grad, expected.sum() / 2, 1e-3, 1e-3)
 
 
 def test_gradients_reach_the_router():

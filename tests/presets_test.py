@@ -25,6 +25,13 @@ PUBLISHED = {
 }
 
 
+def test_public_names_are_those_of_presets():
+  others = {"by_name", "scaled"}
+  assert {n.lower() for n in ep.presets.__all__} == {
+    *ep.presets.BY_NAME
+  } | others
+
+
 @pytest.mark.parametrize("name", ep.presets.BY_NAME)
 def test_most_parameters_of_a_model_are_in_its_experts(name):
   """What remains is attention, embeddings and dense layers."""

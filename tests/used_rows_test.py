@@ -4,7 +4,10 @@
 The tail of each input is NaN, and must reach nothing else.
 """
 
+import re
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +35,7 @@ def inputs(dtype=jnp.float32, lead=()):
 
 
 def mapped(*args):
-  return map_used_rows(act, jnp.int32(USED), *args)
+  return map_used_rows(act, jnp.int32([USED]), *args)
 
 
 def used(tree):
@@ -91,7 +94,7 @@ def test_low_precision(dtype):
 def test_the_tail_is_what_was_asked_for(tail):
   def call(*args):
     asked = "zero" if tail == "zero" else "unspecified"
-    return map_used_rows(act, jnp.int32(USED), *args, tail=asked)
+    return map_used_rows(act, jnp.int32([USED]), *args, tail=asked)
 
   with ep.checked(tail == "nan"):
     outs = jit_quickly(lambda *args: call(*args))(*inputs())
@@ -102,7 +105,7 @@ def test_the_tail_is_what_was_asked_for(tail):
 
 def test_vmap():
   args = inputs(lead=(2,))
-  counts = jnp.int32([USED, USED])
+  counts = jnp.int32([[USED], [USED]])
   got = jit_quickly(jax.vmap(lambda n, *args: map_used_rows(act, n, *args)[0]))(
     counts, *args
   )
@@ -134,7 +137,7 @@ def test_a_function_of_a_traced_value():
 
     return jit_quickly(jax.grad(of, (0, 1)))(1.5, x)
 
-  got = loss(lambda fn, x: map_used_rows(fn, jnp.int32(USED), x))
+  got = loss(lambda fn, x: map_used_rows(fn, jnp.int32([USED]), x))
   expected = loss(lambda fn, x: fn(x[:USED]))
   np.testing.assert_allclose(got[0], expected[0], 1e-5)
   close(got[1], expected[1])
@@ -144,7 +147,7 @@ def test_a_function_of_a_traced_value():
 def test_any_number_of_rows(count):
   x = jnp.ones((C, F))
   got = jit_quickly(lambda n, x: map_used_rows(jnp.sqrt, n, x, tail="zero"))(
-    count, x
+    jnp.int32([count]), x
   )
   np.testing.assert_array_equal(got, (np.arange(C)[:, None] < count) * x)
 
@@ -159,7 +162,7 @@ def test_no_nan_of_an_unwritten_tail_reaches_a_gradient():
 
   def experts(x, w_gate, w_up, w_down):
     hidden = gm.grouped_matmuls(x, [w_gate, w_up], sizes)
-    hidden = map_used_rows(lambda g, u: jnp.sin(g) * u, sizes.sum(), *hidden)
+    hidden = map_used_rows(lambda g, u: jnp.sin(g) * u, sizes, *hidden)
     (out,) = gm.grouped_matmuls(hidden, [w_down], sizes)
     return out
 
@@ -181,6 +184,30 @@ def test_no_nan_of_an_unwritten_tail_reaches_a_gradient():
     np.testing.assert_allclose(a, b, 1e-3, 1e-3)
 
 
+def test_nothing_touches_whole_arrays():
+  """XLA:CPU converts bfloat16 arrays that a loop slices, or copies its buffers.
+
+  It would do so for all rows, whatever their number is.
+  """
+  sizes = jnp.int32([100, 200])
+
+  def experts(x, w):
+    (y,) = gm.grouped_matmuls(x, [w], sizes)
+    return map_used_rows(jnp.sin, sizes, y)
+
+  def step(x, w):
+    y, vjp = jax.vjp(experts, x, w)
+    return vjp(y)
+
+  args = jnp.zeros((C, F), jnp.bfloat16), jnp.zeros((3, 2, F, F), jnp.bfloat16)
+  scanned = jax.jit(lambda x, w: lax.scan(step, x, w))
+  program = scanned.lower(*args).compile()
+  text = program.as_text()
+  assert f"u16[{C},{F}]" in text
+  assert f"f32[{C}," not in text
+  assert not re.findall(rf"= u16\[{C},{F}\]\S* copy\(.*", text)
+
+
 def test_work_follows_the_used_rows():
   starts = []
 
@@ -194,6 +221,6 @@ def test_work_follows_the_used_rows():
     )
   )
   for count in (0, 257):
-    jax.block_until_ready(call(count, jnp.ones((2048, 1))))
+    jax.block_until_ready(call(jnp.int32([count]), jnp.ones((2048, 1))))
   jax.effects_barrier()
   assert len(starts) == 2

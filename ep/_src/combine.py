@@ -81,8 +81,7 @@ def ep_combine(
         f" point {list(lead)} is expected: the recv_topk_weights of"
         " ep_dispatch, one for each slot."
       )
-    num_used = handle.group_sizes.sum(axis=-1, dtype=jnp.int32)
-    operands[1:1] = [num_used]
+    operands[1:1] = [handle.group_sizes]
     operands.append(weights.astype(jnp.float32))
 
   return sharding.call(
@@ -133,21 +132,21 @@ primitive.linear_op(combine_bwd_p, transposed=combine_p)
 #   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
 #
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
-# The number of used slots is an operand, so that gradients touch no others.
+# The sizes of slabs are an operand, so that gradients touch no unused slots.
 _weighted_p = primitive.op(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )
 
 
-def _weighted(mem, num_used, x, w, *, params):
-  del num_used
+def _weighted(mem, group_sizes, x, w, *, params):
+  del group_sizes
   return _weighted_p.bind(mem, x, w, params=params)
 
 
 weighted_combine_p = primitive.composite("ep_weighted_combine_used", _weighted)
 
 
-def _tangent(mem, num_used, x, w, dx, dw, *, params):
+def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
   combine = functools.partial(_weighted_p.bind, mem, params=params)
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
@@ -173,12 +172,12 @@ def _tangent_jvp(primals, tangents, *, params):
   return tangent(x, w, dx, dw), [a + b for a, b in terms]
 
 
-def _tangent_transpose(cts, mem, num_used, x, w, dx, dw, *, params):
+def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
   del dx, dw
   (g,) = primitive.bind(
     combine_bwd_p, params, mem, *map(compat.instantiate_zeros, cts)
   )
-  grads = map_used_rows(_gradients, num_used, x, w, g, tail=params.tail)
+  grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)
   return [None, None, None, None, *grads]
 
 

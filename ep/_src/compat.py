@@ -115,6 +115,12 @@ def out_aval(shape, dtype, like) -> Any:
   )
 
 
+def varying_aval(aval, axes: Iterable[str]) -> Any:
+  """Returns an abstract value that varies over `axes` as well."""
+  varying = aval.mat.varying.union(axes)
+  return aval.update(manual_axis_type=aval.mat.update(varying=varying))
+
+
 def compile_eager(primitive: Primitive, static: Sequence[str]) -> None:
   """Makes eager calls of a primitive compile once for each kind of operands.
 

@@ -50,6 +50,19 @@ class Experts:
   weigh: Literal["late", "early"] = "late"
   deterministic: bool = False
 
+  def is_traced(self) -> bool:
+    """Returns whether its functions close over values that are traced now.
+
+    Then programs with it must not be kept: they would keep these values.
+    """
+    block = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    return any(
+      isinstance(value, jax.core.Tracer)
+      for fn in (self.activation, self.up_activation)
+      if fn is not None
+      for value in jax.make_jaxpr(fn)(block).consts
+    )
+
   def hidden(self, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
     """Returns h of the two products with x, biases included."""
     if gate is None:
@@ -109,7 +122,6 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
 
   Rows after the last slab are neither read nor written.
   """
-  num_used = group_sizes.sum(dtype=jnp.int32)
 
   def multiply(rows, matrices):
     return grouped_matmuls(rows, matrices, group_sizes, segments=segments)
@@ -128,24 +140,23 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
   if weights is not None:
     ones = weights[:, None].astype(rows.dtype)
     blocks.append(ones)
-  activate = _activate(experts, len(names), weights is not None)
-  hidden = map_used_rows(activate, num_used, *blocks)
+  activate = _Activate(experts, len(names), weights is not None)
+  hidden = map_used_rows(activate, group_sizes, *blocks)
   out, *bias = products(hidden, ones, ["down"])
-  return map_used_rows(lax.add, num_used, out, *bias) if bias else out
+  return map_used_rows(lax.add, group_sizes, out, *bias) if bias else out
 
 
-@functools.lru_cache
-def _activate(experts, num_products, is_weighed):
-  """Returns a function of blocks of products, biases and weights, to h.
+@dataclasses.dataclass(frozen=True)
+class _Activate:
+  """A function of blocks of products, biases and weights, to h."""
 
-  It is one object for equal experts, as map_used_rows wants.
-  """
+  experts: Experts
+  num_products: int
+  is_weighed: bool
 
-  def activate(*blocks):
+  def __call__(self, *blocks):
     blocks = list(blocks)
-    weights = blocks.pop() if is_weighed else None
-    terms = (blocks[i::num_products] for i in range(num_products))
-    hidden = experts.hidden(*(functools.reduce(jnp.add, t) for t in terms))
+    weights = blocks.pop() if self.is_weighed else None
+    terms = (blocks[i :: self.num_products] for i in range(self.num_products))
+    hidden = self.experts.hidden(*(functools.reduce(jnp.add, t) for t in terms))
     return hidden if weights is None else hidden * weights
-
-  return activate

@@ -180,6 +180,8 @@ def _jvp(primals, tangents, *, missing, **params):
       continue
     replaced = [ts if i == argument else x for i, x in enumerate(triple)]
     pairs = range(num_pairs) if argument == _ROWS else present
+    # In forward mode this adds all rows, unused ones included. A sum over the
+    # used ones would be one more loop for the transpose, which needs no sum.
     for place, term in _gradient(slabs, replaced, missing, pairs, **params):
       out_tangents[place] = ad.add_tangents(out_tangents[place], term)
   return outs, out_tangents

@@ -86,7 +86,9 @@ def moe_layer(
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without state that
-      changes: compiled programs are kept by it.
+      changes: compiled programs are kept by it. If it closes over values that
+      are traced, as a learned slope, none is kept, and all rows of the capacity
+      are activated.
     return_handle: whether to return the handle as well, for `ep.describe` or
       more ops of the same routing.
     pad: whether tokens whose first axis does not divide over the ranks may be
@@ -112,6 +114,9 @@ def moe_layer(
   routed = tuple(map(jnp.asarray, (tokens, topk_idx, topk_weights)))
   _check_matrices(layer, op, routed[0], params)
 
+  experts = Experts(activation)
+  keep = not experts.is_traced()
+
   def view(routed, params):
     lead = _check_lead(op, routed)
     padding = Padding.of(group, op, lead) if pad else Padding(lead)
@@ -121,10 +126,11 @@ def moe_layer(
       group,
       op,
       through_experts,
-      [layer, Experts(activation)],
+      [layer, experts],
       [params, *routed],
       [sharding.EXPERTS] + [sharding.TOKENS] * 3,
       (sharding.TOKENS, sharding.RANK),
+      keep=keep,
     )
     return padding.remove(out), handle
 

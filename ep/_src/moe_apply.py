@@ -99,6 +99,8 @@ def apply(
   _check(op, layer, config, params, is_local)
   _check_tokens(op, config, x, bias, mask, forced_idx)
 
+  keep = not config.experts.is_traced()
+
   def view(tokens, others):
     x, mask, forced_idx = tokens
     padding = Padding.of(group, op, x.shape[:-1]) if pad else Padding(())
@@ -125,6 +127,7 @@ def apply(
       [x, mask, forced_idx, *others],
       [sharding.TOKENS] * 3 + [specs] + [sharding.REPLICATED] * 2,
       (sharding.TOKENS, sharding.REPLICATED),
+      keep=keep,
     )
     return padding.remove(y), metrics
 

@@ -76,9 +76,20 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   """
   if not compat.checks_vma() or not axis_name:
     return x
-  return jax.custom_derivatives.linear_call(
-    lambda _, x: compat.vary_together(x, axes=axis_name)[0],
-    lambda _, ct: ordered_psum(ct, axis_name),
-    (),
-    x,
-  )
+  return _replicated_p.bind(x, axes=tuple(axis_name))
+
+
+# The identity, but its result varies over the axes. It is linear, and its
+# transpose is an `ordered_psum`.
+_replicated_p = compat.Primitive("ep_replicated")
+compat.compile_eager(_replicated_p, ["axes"])
+compat.ad.deflinear2(
+  _replicated_p, lambda ct, x, *, axes: [ordered_psum(ct, axes)]
+)
+compat.batching.defvectorized(_replicated_p)
+compat.mlir.register_lowering(_replicated_p, lambda ctx, x, *, axes: [x])
+
+
+@_replicated_p.def_abstract_eval
+def _type(x, *, axes):
+  return compat.varying_aval(x, axes)

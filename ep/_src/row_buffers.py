@@ -5,9 +5,10 @@ XLA:CPU lacks two operations, for which it offers only slower ones:
 
   * an array that nobody writes. It fills one with zeros, so that each of its
     pages takes time and memory, also those that no row ever reaches.
-  * an update in place of an array of 16-bit floats. It would convert the whole
-    array to float32 and back each time. So a buffer holds the bits of such rows
-    as whole numbers, and at the end they are copied; XLA copies all of them.
+  * slices of an array of 16-bit floats. It would convert the whole array to
+    float32, before a loop that reads it and in each step of one that writes it.
+    So loops read and write the bits of such rows as whole numbers, which are
+    copied before and after; XLA copies all of them, not only the used ones.
 
 The native library has both. A program without the library, or for another
 process, takes XLA's way.
@@ -30,28 +31,55 @@ def new(shape: tuple[int, ...], dtype, tail: str) -> jax.Array:
   if tail == "unspecified":
     return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))
   value = {"zero": 0, "nan": jnp.nan}[tail]
-  return _encode(jnp.full(shape, value, dtype))
+  return _retyped(jnp.full(shape, value, dtype), _storage(dtype))
 
 
 def write(
   buffer: jax.Array, rows: jax.Array, start: jax.Array, inside=None
 ) -> jax.Array:
   """Returns the buffer with `rows` at `start`, or only those `inside`."""
-  rows = _encode(rows)
+  rows = _retyped(rows, buffer.dtype)
   if inside is not None:
-    before = lax.dynamic_slice_in_dim(buffer, start, rows.shape[0])
+    before = _slice(buffer, start, rows.shape[0])
     inside = inside.reshape(-1, *[1] * (rows.ndim - 1))
     rows = jnp.where(inside, rows, before)
-  return lax.dynamic_update_slice_in_dim(buffer, rows, start, 0)
+  return lax.dynamic_update_slice_in_dim(
+    buffer, rows, start, 0, allow_negative_indices=False
+  )
 
 
 def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
   """Returns the rows of a buffer, of which `num_used` were written."""
-  if buffer.dtype == dtype:
-    return buffer
   if tail != "unspecified":
-    return lax.bitcast_convert_type(buffer, dtype)
-  return _retyped_p.bind(buffer, num_used, dtype=jnp.dtype(dtype))
+    return _retyped(buffer, dtype)
+  return _retyped(buffer, dtype, num_used)
+
+
+class Reader:
+  """Reads blocks of the first `num_used` rows of an array, as a function."""
+
+  def __init__(self, rows: jax.Array, num_used: jax.Array):
+    self._dtype = rows.dtype
+    self._buffer = _retyped(rows, _storage(rows.dtype), num_used)
+
+  def __call__(self, start: jax.Array, height: int) -> jax.Array:
+    rows = _slice(self._buffer, start, height)
+    return _retyped(rows, self._dtype)
+
+
+def _slice(array, start, height):
+  return lax.dynamic_slice_in_dim(
+    array, start, height, allow_negative_indices=False
+  )
+
+
+def _retyped(array, dtype, num_used=None):
+  """Returns the same bits of all rows, or at least of the used ones."""
+  if array.dtype == dtype:
+    return array
+  if num_used is None:
+    return lax.bitcast_convert_type(array, dtype)
+  return _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))
 
 
 def _storage(dtype):
@@ -60,21 +88,16 @@ def _storage(dtype):
   return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_short else dtype
 
 
-def _encode(rows):
-  storage = _storage(rows.dtype)
-  same = rows.dtype == storage
-  return rows if same else lax.bitcast_convert_type(rows, storage)
-
-
-def _primitive(name, out_type, otherwise):
+def _primitive(name, out_type, otherwise, **options):
   """Makes a primitive that the library's `name` or `otherwise` computes.
 
-  It is for the lowerings of other primitives, so it has no other rules.
+  It is for the lowerings of other primitives, so it has no other rules. The
+  options are those of the library's custom call.
   """
   primitive = compat.Primitive(name)
   primitive.def_abstract_eval(out_type)
   lower_otherwise = compat.mlir.lower_fun(otherwise, multiple_results=False)
-  lower_natively = jax.ffi.ffi_lowering(name)
+  lower_natively = jax.ffi.ffi_lowering(name, **options)
 
   def lower(ctx, *operands, **params):
     if compat.can_call_python(ctx) and ffi.has_library("host"):
@@ -89,6 +112,8 @@ _unwritten_p = _primitive(
   "ep_unwritten",
   lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
   lambda *, shape, dtype: jnp.zeros(shape, dtype),
+  # Otherwise XLA would make it before a scan of layers, and copy it in each.
+  has_side_effect=True,
 )
 _retyped_p = _primitive(
   "ep_retyped",

@@ -113,6 +113,8 @@ def call(
   args: Sequence[Any],
   in_kinds: Sequence[Any],
   out_kinds: Any,
+  *,
+  keep: bool = True,
 ) -> Any:
   """Returns `local_fn(*static, *args)`, run in the current view.
 
@@ -133,13 +135,16 @@ def call(
       `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
       below them.
     out_kinds: the same for the result.
+    keep: whether to keep the program, which must be False if `static` refers to
+      values that are traced now.
   """
   is_local = is_local_view(group, op)
   mesh = None if is_local else compat.context_mesh() or group.mesh
   if mesh is not None:
     _warn_if_moved(group, op, args, in_kinds)
   kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
-  program = group.connection.cached(
+  make = group.connection.cached if keep else _call
+  program = make(
     _program,
     op.partition("(")[0],
     local_fn,
@@ -152,6 +157,10 @@ def call(
     checked.tail("unspecified"),
   )
   return program(*args)
+
+
+def _call(fn, *args):
+  return fn(*args)
 
 
 def _program(

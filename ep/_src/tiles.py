@@ -42,6 +42,8 @@ _FIXED_HEIGHT = 64  # with segments
 def expand(sizes, segments, rows, matrices, tail):
   """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
   dtype, num_rows = rows.dtype, rows.shape[0]
+  used = sizes.sum(dtype=jnp.int32)
+  rows = row_buffers.Reader(rows, used)
 
   def step(tile, outs):
     x = tile.read(rows)
@@ -55,13 +57,14 @@ def expand(sizes, segments, rows, matrices, tail):
   ]
   height = _height(num_rows, segments)
   outs = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, outs)
-  used = sizes.sum(dtype=jnp.int32)
   return [row_buffers.finish(out, dtype, used, tail) for out in outs]
 
 
 def contract(sizes, segments, outs, matrices, tail):
   """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
   dtype, num_rows = outs[0].dtype, outs[0].shape[0]
+  used = sizes.sum(dtype=jnp.int32)
+  outs = [row_buffers.Reader(y, used) for y in outs]
 
   def step(tile, rows):
     terms = [
@@ -73,18 +76,19 @@ def contract(sizes, segments, outs, matrices, tail):
   rows = row_buffers.new((num_rows, matrices[0].shape[1]), dtype, tail)
   height = _height(num_rows, segments)
   rows = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, rows)
-  used = sizes.sum(dtype=jnp.int32)
   return row_buffers.finish(rows, dtype, used, tail)
 
 
 def outer(sizes, segments, rows, outs):
   """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
-  num_rows, num_segments = rows.shape[0], segments.shape[1]
+  dtype, (num_rows, num_in) = rows.dtype, rows.shape
+  nums_out, num_segments = [y.shape[1] for y in outs], segments.shape[1]
   height = _height(num_rows, segments)
+  used = sizes.sum(dtype=jnp.int32)
+  rows, *outs = (row_buffers.Reader(x, used) for x in (rows, *outs))
 
   def zeros(*lead):
-    shapes = ((*lead, rows.shape[1], y.shape[1]) for y in outs)
-    return [jnp.zeros(shape, jnp.float32) for shape in shapes]
+    return [jnp.zeros((*lead, num_in, n), jnp.float32) for n in nums_out]
 
   def add_tile(tile, sums):
     read = tile.read_aligned if num_segments else tile.read_inside
@@ -94,8 +98,8 @@ def outer(sizes, segments, rows, outs):
 
   def add_slab(slab, sums):
     parts = _for_each_tile(
-      starts[slab] + _starts(segments[slab]),
-      segments[slab],
+      _at(starts, slab) + _starts(_at(segments, slab)),
+      _at(segments, slab),
       num_rows,
       height,
       add_tile,
@@ -109,7 +113,7 @@ def outer(sizes, segments, rows, outs):
     sums = lax.fori_loop(0, sizes.shape[0], add_slab, sums)
   else:
     sums = _for_each_tile(starts, sizes, num_rows, height, add_tile, sums)
-  return [s.astype(rows.dtype) for s in sums]
+  return [s.astype(dtype) for s in sums]
 
 
 def _dot(x, y, x_axis, y_axis):
@@ -129,24 +133,27 @@ class _Tile:
     row = self._start + jnp.arange(self._stored)
     self._inside = (first <= row) & (row < end)
 
-  def read(self, x):
-    """Returns the tile's rows of x, also those outside the slab."""
-    rows = lax.dynamic_slice_in_dim(x, self._start, self._stored)
-    return _padded(rows.astype(jnp.float32), self._height)
+  def read(self, rows):
+    """Returns the tile's rows, also those outside the slab."""
+    return _padded(self._read(rows), self._height)
 
-  def read_inside(self, x):
-    """Returns the tile's rows of x, with zeros for those outside the slab."""
-    rows = lax.dynamic_slice_in_dim(x, self._start, self._stored)
-    return jnp.where(self._inside[:, None], rows.astype(jnp.float32), 0)
+  def read_inside(self, rows):
+    """Returns the tile's rows, with zeros for those outside the slab."""
+    return jnp.where(self._inside[:, None], self._read(rows), 0)
 
-  def read_aligned(self, x):
+  def read_aligned(self, rows):
     """Returns what `read_inside` does, with row `first` at the top."""
-    rows = _padded(self.read_inside(x), self._stored + self._height)
-    return lax.dynamic_slice_in_dim(rows, self._early, self._height)
+    rows = _padded(self.read_inside(rows), self._stored + self._height)
+    return lax.dynamic_slice_in_dim(
+      rows, self._early, self._height, allow_negative_indices=False
+    )
+
+  def _read(self, rows):
+    return rows(self._start, self._stored).astype(jnp.float32)
 
   def matrix(self, matrices):
     """Returns the slab's own of the matrices."""
-    return matrices[self.slab].astype(jnp.float32)
+    return _at(matrices, self.slab).astype(jnp.float32)
 
   def write(self, buffer, rows):
     """Returns the buffer with the tile's rows inside replaced."""
@@ -167,18 +174,27 @@ def _for_each_tile(
   outs: Any,
 ) -> Any:
   """Folds `step(tile, outs)` over all tiles of slabs of `sizes` at `starts`."""
-  tiles = (sizes + height - 1) // height
-  tiles_end = jnp.cumsum(tiles)
+  tiles = lax.div(sizes + (height - 1), jnp.int32(height))
+  tiles_start = _starts(tiles)
   # One table of all possible tiles is cheaper than computing each in its step.
-  index = jnp.arange(num_rows // height + sizes.shape[0])
-  slab = jnp.searchsorted(tiles_end, index, "right", method="compare_all")
-  first = starts[slab] + height * (index - (tiles_end - tiles)[slab])
-  table = jnp.stack([slab, first, (starts + sizes)[slab]], axis=1)
+  index = jnp.arange(num_rows // height + sizes.shape[0], dtype=jnp.int32)
+  is_later = tiles_start + tiles <= index[:, None]
+  slab = is_later.sum(axis=1, dtype=jnp.int32)
+  slabs = jnp.stack([starts - height * tiles_start, starts + sizes], axis=1)
+  first, end = slabs.at[slab].get(mode="clip").T
+  table = jnp.stack([slab, first + height * index, end], axis=1)
 
   def fold(i, outs):
-    return step(_Tile(num_rows, height, *table[i]), outs)
+    return step(_Tile(num_rows, height, *_at(table, i)), outs)
 
-  return lax.fori_loop(0, tiles_end[-1], fold, outs)
+  return lax.fori_loop(0, tiles.sum(dtype=jnp.int32), fold, outs)
+
+
+# JAX takes an index as one from the end if it is negative, unless told that
+# none is.
+_at = functools.partial(
+  lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+)
 
 
 def _starts(sizes):

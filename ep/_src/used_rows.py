@@ -14,7 +14,7 @@ transposed function, so derivatives of all orders, in both modes, exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,14 +30,14 @@ _HEIGHT = 256  # rows of a block; from 128 to 1024 it makes no difference
 
 def map_used_rows(
   fn: Callable[..., Any],
-  num_used: jax.Array,
+  group_sizes: jax.Array,
   *arrays: jax.Array,
   tail: str = "unspecified",
 ) -> Any:
   """Returns `fn(*arrays)`, where `fn` treats each row by itself.
 
   Differentiable in the arrays, in both modes, to any order, with the same
-  property: rows from `num_used` on affect no other, whatever they hold, NaN
+  property: rows after the last slab affect no other, whatever they hold, NaN
   included. With `tail="unspecified"` those after the last used block are not
   read or written, and what is in the others means nothing.
 
@@ -46,9 +46,9 @@ def map_used_rows(
       array [B, ...] or a sequence of them. If `fn` is a new function object in
       each call, an eager call compiles each time. If it closes over traced
       values, it is applied to the whole arrays instead, at the cost of that.
-    num_used: int32 [], at most C.
+    group_sizes: int32 [L], rows of slabs, of a sum up to C.
     *arrays: [C, ...].
-    tail: what results, tangents and gradients hold from row `num_used` on:
+    tail: what results, tangents and gradients hold after the last slab:
       "zero" or "unspecified".
 
   Returns:
@@ -57,10 +57,11 @@ def map_used_rows(
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   traced, structure = jax.make_jaxpr(fn, return_shape=True)(*blocks)
   if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
+    num_used = group_sizes.sum()
     outs = fn(*(cut(x, num_used) for x in arrays))
     return jax.tree.map(lambda x: cut(x, num_used), outs)
-  operands = compat.vary_together(num_used, *arrays)
-  outs = _map_p.bind(*operands, fn=_flat(fn), tail=checked.tail(tail))
+  operands = compat.vary_together(group_sizes, *arrays)
+  outs = _map_p.bind(*operands, fn=_Flat(fn), tail=checked.tail(tail))
   return jax.tree.unflatten(jax.tree.structure(structure), outs)
 
 
@@ -73,56 +74,65 @@ def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, value)
 
 
-# The functions that are parameters are made once for each function of a user,
-# because JAX's caches compare them by identity.
+# The functions that are parameters are values, which are equal if their parts
+# are, because JAX's caches compare them.
 
 
-@functools.lru_cache
-def _flat(fn):
-  return lambda *blocks: jax.tree.leaves(fn(*blocks))
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+  """The function that returns the leaves of what `fn` returns."""
+
+  fn: Callable[..., Any]
+
+  def __call__(self, *blocks):
+    return jax.tree.leaves(self.fn(*blocks))
 
 
-@functools.lru_cache
-def _tangent(fn, moving):
-  """Returns a function of blocks, and of tangents of the `moving` ones."""
+@dataclasses.dataclass(frozen=True)
+class _Tangent:
+  """A function of blocks, and of tangents of the `moving` ones."""
 
-  def tangent(*blocks_and_tangents):
-    split = len(blocks_and_tangents) - len(moving)
+  fn: Callable[..., Any]
+  moving: tuple[int, ...]
+
+  def __call__(self, *blocks_and_tangents):
+    split = len(blocks_and_tangents) - len(self.moving)
     blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
 
     def of_moving(*values):
-      return fn(*_replaced(blocks, moving, values))
+      return self.fn(*_replaced(blocks, self.moving, values))
 
-    values = tuple(blocks[i] for i in moving)
+    values = tuple(blocks[i] for i in self.moving)
     return jax.jvp(of_moving, values, tangents)[1]
 
-  return tangent
 
-
-@functools.lru_cache
-def _transposed(fn, linear, rows, present):
-  """Returns a function of the other blocks, and of the `present` cotangents.
+@dataclasses.dataclass(frozen=True)
+class _Transposed:
+  """A function of the other blocks, and of the `present` cotangents.
 
   `fn` is linear in the operands `linear`, whose rows have the shapes and dtypes
   `rows`.
   """
 
-  def transposed(*others_and_cts):
-    split = len(others_and_cts) - len(present)
+  fn: Callable[..., Any]
+  linear: tuple[int, ...]
+  rows: tuple[tuple[tuple[int, ...], Any], ...]
+  present: tuple[int, ...]
+
+  def __call__(self, *others_and_cts):
+    split = len(others_and_cts) - len(self.present)
     others, cts = others_and_cts[:split], others_and_cts[split:]
     height = others_and_cts[0].shape[0]
 
     def of_linear(*values):
       blocks = list(others)
-      for i, value in zip(linear, values, strict=True):
+      for i, value in zip(self.linear, values, strict=True):
         blocks.insert(i, value)
-      outs = fn(*blocks)
-      return [outs[i] for i in present]
+      outs = self.fn(*blocks)
+      return [outs[i] for i in self.present]
 
-    blocks = [jax.ShapeDtypeStruct((height, *s), d) for s, d in rows]
+    blocks = [jax.ShapeDtypeStruct((height, *s), d) for s, d in self.rows]
     return list(jax.linear_transpose(of_linear, *blocks)(list(cts)))
-
-  return transposed
 
 
 def _replaced(values, places, new):
@@ -132,17 +142,19 @@ def _replaced(values, places, new):
   return values
 
 
-def _apply(num_used, *arrays, fn, tail):
-  return [cut(x, num_used, tail) for x in fn(*arrays)]
+def _apply(group_sizes, *arrays, fn, tail):
+  return [cut(x, group_sizes.sum(), tail) for x in fn(*arrays)]
 
 
-def _apply_by_blocks(num_used, *arrays, fn, tail):
+def _apply_by_blocks(group_sizes, *arrays, fn, tail):
+  num_used = group_sizes.sum(dtype=jnp.int32)
   num_rows = arrays[0].shape[0]
   height = min(_HEIGHT, num_rows)
+  readers = [row_buffers.Reader(x, num_used) for x in arrays]
 
   def step(i, outs):
     start = jnp.minimum(i * height, num_rows - height)
-    blocks = [lax.dynamic_slice_in_dim(x, start, height) for x in arrays]
+    blocks = [read(start, height) for read in readers]
     inside = None
     if tail != "unspecified":
       inside = start + jnp.arange(height) < num_used
@@ -153,7 +165,7 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
 
   types = jax.eval_shape(fn, *arrays)
   outs = [row_buffers.new(t.shape, t.dtype, tail) for t in types]
-  num_blocks = (num_used + height - 1) // height
+  num_blocks = lax.div(num_used + (height - 1), jnp.int32(height))
   outs = lax.fori_loop(0, num_blocks, step, outs)
   return [
     row_buffers.finish(out, t.dtype, num_used, tail)
@@ -168,8 +180,8 @@ batch_sequentially(_map_p)
 
 
 @_map_p.def_abstract_eval
-def _types(num_used, *avals, fn, tail):
-  del num_used, tail
+def _types(group_sizes, *avals, fn, tail):
+  del group_sizes, tail
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
   outs = jax.eval_shape(fn, *blocks)
   return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
@@ -182,13 +194,13 @@ def _jvp(primals, tangents, *, fn, tail):
   out_tangents = _map_p.bind(
     *primals,
     *(tangents[i] for i in moving),
-    fn=_tangent(fn, moving),
+    fn=_Tangent(fn, moving),
     tail=tail,
   )
   return outs, out_tangents
 
 
-def _transpose(cts, num_used, *arrays, fn, tail):
+def _transpose(cts, group_sizes, *arrays, fn, tail):
   linear = tuple(i for i, x in enumerate(arrays) if ad.is_undefined_primal(x))
   present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
   grads = [None] * len(arrays)
@@ -198,10 +210,10 @@ def _transpose(cts, num_used, *arrays, fn, tail):
     )
     others = (x for i, x in enumerate(arrays) if i not in linear)
     outs = _map_p.bind(
-      num_used,
+      group_sizes,
       *others,
       *(cts[i] for i in present),
-      fn=_transposed(fn, linear, rows, present),
+      fn=_Transposed(fn, linear, rows, present),
       tail=tail,
     )
     grads = _replaced(grads, linear, outs)
