@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ep import launch
-from examples import ep_moe, model, text
+from ep.examples import ep_moe, model, text
 import programs
 
 

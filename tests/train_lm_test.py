@@ -20,7 +20,7 @@ import pytest
 
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from examples.lm import (
+from ep.examples.lm import (
   data,
   loop,
   metrics,
@@ -30,7 +30,7 @@ from examples.lm import (
   sample,
   train,
 )
-from examples.lm.checkpoint import Checkpoints
+from ep.examples.lm.checkpoint import Checkpoints
 
 _MODEL = model.ModelConfig(
   layers=2,

@@ -11,7 +11,7 @@ from absl import flags
 from absl.testing import flagsaver
 import pytest
 
-from examples import train_moe_lm
+from ep.examples import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
 _TINY = (

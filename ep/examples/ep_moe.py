@@ -26,7 +26,7 @@ import numpy as np
 
 import ep
 from ep import launch
-from examples import dense_reference, mesh_flags, model, text
+from ep.examples import dense_reference, mesh_flags, model, text
 
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import ep
-from examples.text import VOCABULARY
+from ep.examples.text import VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)

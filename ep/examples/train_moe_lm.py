@@ -23,12 +23,12 @@ import numpy as np
 
 import ep
 from ep import launch
-from examples import mesh_flags
-from examples import text as texts
-from examples.lm import data, loop, model, outputs, plot, sample, train
-from examples.lm.checkpoint import Checkpoints
-from examples.lm.metrics import History, Progress
-from examples.lm.processes import agree, first_does, Stop
+from ep.examples import mesh_flags
+from ep.examples import text as texts
+from ep.examples.lm import data, loop, model, outputs, plot, sample, train
+from ep.examples.lm.checkpoint import Checkpoints
+from ep.examples.lm.metrics import History, Progress
+from ep.examples.lm.processes import agree, first_does, Stop
 
 FLAGS = flags.FLAGS
 

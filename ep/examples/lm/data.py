@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from examples.text import VOCABULARY
+from ep.examples.text import VOCABULARY
 
 RANKS = ("dp", "ep")  # the axes of a mesh; a batch is sharded over both
 
