@@ -21,32 +21,30 @@ _TINY = (
 ).split()
 
 
-def _start(out, cache):
+def _start(out, *more):
   env = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    "JAX_COMPILATION_CACHE_DIR": str(cache),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
   env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
   return subprocess.Popen(
-    [sys.executable, train_moe_lm.__file__, *_TINY, f"--out={out}"],
+    [sys.executable, train_moe_lm.__file__, *_TINY, f"--out={out}", *more],
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
   )
 
 
-def test_a_killed_run_continues_bit_for_bit(tmp_path):
+def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   """It makes the steps after its checkpoint again, and with the same bits."""
-  out, cache = tmp_path / "run", tmp_path / "cache"
+  out = tmp_path / "run"
   path = out / "metrics.jsonl"
 
   def lines():
     return path.read_bytes().splitlines() if path.exists() else []
 
-  process = _start(out, cache)
-  while len(lines()) < _SAVE_EVERY + 3:
+  process = _start(out)
+  while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
@@ -54,9 +52,10 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
   before = lines()
   assert len(before) < _STEPS
 
-  process = _start(out, cache)
+  process = _start(out, "--dp=1", "--num_processes=2")
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
+  assert "1 x 2 (dp, ep) mesh, processes: 2" in output
   assert "resuming after step " in output
   assert "--- a" in output
   assert len(lines()) == _STEPS
@@ -75,7 +74,8 @@ def parse(monkeypatch):
   "flag, message",
   [
     ("--num_processes=3", "num_processes must divide dp * ep"),
-    ("--batch=6", "batch must be a multiple of dp * ep"),
+    ("--shards=6", "shards must be a multiple of dp * ep"),
+    ("--batch=6", "batch must be a multiple of shards"),
     ("--num_experts=5", "num_experts must be a multiple of ep"),
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=18", "hidden must be a multiple of 2 * heads"),
@@ -90,17 +90,19 @@ def test_bad_flags_are_refused(parse, flag, message):
 
 
 @pytest.mark.parametrize(
-  "path, message",
+  "flag, message",
   [
-    (
-      "/does/not/exist",
-      "/does/not/exist does not exist; name a file or folder",
-    ),
-    (os.devnull, "the text has 0 bytes, but a window takes 17"),
+    ("--text=/does/not/exist", "does not exist; name a file or folder"),
+    ("--text=/dev/null", "the text has 0 bytes, but a window takes 17"),
+    ("--out=/dev/null", "--out=/dev/null: File exists; name a folder"),
+    ("--plot=/dev/null/a.png", "Not a directory; name a file that can be"),
+    ("--plot=/dev/null", "/dev/null: a picture's name must end with one of"),
   ],
 )
-def test_a_text_that_is_none_is_explained_once(parse, capfd, path, message):
-  parse(f"--text={path}")
+def test_a_path_that_is_of_no_use_is_explained_once(
+  parse, capfd, flag, message
+):
+  parse(flag)
   assert train_moe_lm.main(["train_moe_lm"]) == 1
   output = "".join(capfd.readouterr())
   assert output.startswith("train_moe_lm: ") and output.count("\n") == 1

@@ -58,7 +58,7 @@ def load_balancing_loss(
   parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
   lead = tuple(range(logits.ndim - 1))
   sums = [x.sum(lead) for x in parts]
-  return _imbalance(*_sum_over_ranks(sums, axis_name, psum))
+  return _imbalance(*(psum(sums, axis_name) if axis_name else sums))
 
 
 def sequence_balancing_loss(
@@ -191,17 +191,18 @@ def _imbalance(choices, scores, tokens):
 
 
 def _mean(values, mask, axis_name, psum):
-  """Returns the mean of finite values where `mask` is True; 0 without any."""
-  counts = _counts(values, mask)
-  sums = (values * counts).sum(), counts.sum()
-  total, count = _sum_over_ranks(sums, axis_name, psum)
-  return total / jnp.maximum(count, 1.0)
+  """Returns the mean of finite values where `mask` is True; 0 without any.
+
+  It is the sum of what each rank contributes, without a division after it. So
+  means of as many tokens can be added in turn, with the bits of one mean.
+  """
+  count = values.size if mask is None else mask.sum(dtype=jnp.float32)
+  if axis_name:
+    count = lax.psum(count, axis_name)
+  share = (values * _counts(values, mask)).sum() / jnp.maximum(count, 1.0)
+  return psum(share, axis_name) if axis_name else share
 
 
 def _counts(values, mask):
   """Returns float32 1 for each value that counts, and 0 for the others."""
   return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)
-
-
-def _sum_over_ranks(sums, axis_name, psum):
-  return psum(sums, axis_name) if axis_name else sums

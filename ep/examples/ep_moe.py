@@ -21,23 +21,16 @@ import time
 from absl import app, flags, logging
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 import ep
 from ep import launch
-from ep.examples import dense_reference, model, text
+from ep.examples import dense_reference, mesh_flags, model, text
 
-_DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
-_EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
-_NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
-)
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
-_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 16, "experts in all", 1)
-_TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _TOKENS_PER_RANK = flags.DEFINE_integer(
   "tokens_per_rank", 512, "bytes of text that each rank works on", 1
@@ -55,27 +48,8 @@ _TEXT = flags.DEFINE_string(
 # A value may deviate by at most this share of its array's largest value.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
-
-@flags.multi_flags_validator(
-  ["dp", "ep", "num_processes"],
-  message="num_processes must divide dp * ep: all hold as many ranks",
-)
-def _processes_divide_ranks(values) -> bool:
-  return values["dp"] * values["ep"] % values["num_processes"] == 0
-
-
-@flags.multi_flags_validator(
-  ["num_experts", "ep"], message="num_experts must be a multiple of ep"
-)
-def _ranks_divide_experts(values) -> bool:
-  return values["num_experts"] % values["ep"] == 0
-
-
-@flags.multi_flags_validator(
-  ["num_experts", "top_k"], message="top_k must not exceed num_experts"
-)
-def _experts_suffice(values) -> bool:
-  return values["top_k"] <= values["num_experts"]
+flags.adopt_module_key_flags(mesh_flags)
+flags.set_default(mesh_flags.NUM_EXPERTS, 16)
 
 
 def main(argv) -> int:
@@ -85,26 +59,21 @@ def main(argv) -> int:
   if launch.inside_launcher():
     return run_ranks()
   read_text()  # here an error is reported once, not by every rank
-  return launch.launch(
-    [__file__, *sys.argv[1:]],
-    num_processes=_NUM_PROCESSES.value,
-    devices_per_process=_DP.value * _EP.value // _NUM_PROCESSES.value,
-    ranks_per_gpu=_RANKS_PER_GPU.value,
-  )
+  return mesh_flags.launch_ranks(__file__, ranks_per_gpu=_RANKS_PER_GPU.value)
 
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
   # This sets the number of XLA's threads on CPU. XLA may split the sum of a
   # matmul by it, so it must not depend on the number of processes.
-  os.environ["NPROC"] = str(_DP.value * _EP.value)
+  os.environ["NPROC"] = str(mesh_flags.num_ranks())
   launch.initialize()
   # GPUs would multiply float32 as TF32, which would hide deviations.
   jax.config.update("jax_default_matmul_precision", "highest")
   tokens = read_text()
   inputs, targets = tokens[:-1], tokens[1:]
   dtype = jnp.dtype(_DTYPE.value)
-  params = model.init(_NUM_EXPERTS.value, _HIDDEN.value, dtype)
+  params = model.init(mesh_flags.NUM_EXPERTS.value, _HIDDEN.value, dtype)
   with native_output_hidden():
     results, traffic = run_step(params, inputs, targets)
   if jax.process_index() != 0:
@@ -114,7 +83,7 @@ def run_ranks() -> int:
     print_results(results)
     return 0
   expected = dense_reference.loss_output_and_grads(
-    params, inputs, targets, _TOP_K.value
+    params, inputs, targets, mesh_flags.TOP_K.value
   )
   deviations = relative_deviations(results, name_results(*expected))
   print_results(results, deviations)
@@ -123,9 +92,7 @@ def run_ranks() -> int:
 
 def run_step(params, inputs, targets):
   """Returns the results of a training step, by name, and its ranks' traffic."""
-  mesh = jax.make_mesh(
-    (_DP.value, _EP.value), model.RANKS, axis_types=(AxisType.Auto,) * 2
-  )
+  mesh = mesh_flags.make_mesh()
   params = {
     name: shard(param, mesh, model.SHARDING[name])
     for name, param in params.items()
@@ -133,10 +100,10 @@ def run_step(params, inputs, targets):
   inputs, targets = (shard(x, mesh, model.TOKENS) for x in (inputs, targets))
   with ep.ep_bootstrap(
     mesh,
-    num_experts=_NUM_EXPERTS.value,
+    num_experts=mesh_flags.NUM_EXPERTS.value,
     max_tokens_per_rank=_TOKENS_PER_RANK.value,
     hidden_dim=_HIDDEN.value,
-    top_k=_TOP_K.value,
+    top_k=mesh_flags.TOP_K.value,
     max_token_dtype=params["w_up"].dtype,
     backend=_BACKEND.value,
   ) as group:
@@ -165,7 +132,7 @@ def read_text() -> np.ndarray:
   # `bazel run` changes the folder; this variable holds the user's.
   here = os.environ.get("BUILD_WORKING_DIRECTORY", "")
   path = pathlib.Path(here, _TEXT.value or text.standard_library())
-  count = _DP.value * _EP.value * _TOKENS_PER_RANK.value + 1
+  count = mesh_flags.num_ranks() * _TOKENS_PER_RANK.value + 1
   try:
     return text.read(path, count)
   except (OSError, ValueError) as error:
@@ -252,12 +219,12 @@ def digest(array: np.ndarray) -> str:
 
 
 def print_traffic(traffic: dict[str, np.ndarray]) -> None:
-  dp, size = _DP.value, _EP.value
+  dp, size = mesh_flags.DP.value, mesh_flags.EP.value
   print(
     f"{dp} x {size} (dp, ep) mesh, processes: {jax.process_count()}, "
     f"{_TOKENS_PER_RANK.value} tokens on each rank\n"
-    f"{_NUM_EXPERTS.value} experts, top {_TOP_K.value}, hidden size "
-    f"{_HIDDEN.value}, {_DTYPE.value}\n"
+    f"{mesh_flags.NUM_EXPERTS.value} experts, top {mesh_flags.TOP_K.value}, "
+    f"hidden size {_HIDDEN.value}, {_DTYPE.value}\n"
   )
   print("(dp, ep)   sent  received  dropped  max/mean   dispatch    combine")
   for rank, row in enumerate(zip(*traffic.values(), strict=True)):

@@ -19,38 +19,34 @@ import sys
 from absl import app, flags, logging
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 
 import ep
 from ep import launch
+from ep.examples import mesh_flags
 from ep.examples import text as texts
-from ep.examples.lm import data, loop, model, plot, sample, train
+from ep.examples.lm import data, loop, model, outputs, plot, sample, train
 from ep.examples.lm.checkpoint import Checkpoints
 from ep.examples.lm.metrics import History, Progress
 from ep.examples.lm.processes import agree, first_does, Stop
 
 FLAGS = flags.FLAGS
 
-_DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
-_EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
-_NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
-)
 _BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
 
 _LAYERS = flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _HEADS = flags.DEFINE_integer("heads", 4, "attention heads", 1)
 _INNER = flags.DEFINE_integer("inner", 256, "inner size of an expert", 1)
-_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "experts of a layer", 1)
-_TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
 _SCORE = flags.DEFINE_enum(
   "score", "softmax", ["softmax", "sigmoid"], "what the router scores with"
 )
 
 _STEPS = flags.DEFINE_integer("steps", 600, "training steps", 1)
 _BATCH = flags.DEFINE_integer("batch", 16, "windows of text in a step", 1)
+_SHARDS = flags.DEFINE_integer(
+  "shards", 4, "parts of a batch; a rank works on one of them at a time", 1
+)
 _LENGTH = flags.DEFINE_integer("length", 128, "bytes of a window", 1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "at its peak", 0.0)
 _WARMUP = flags.DEFINE_integer("warmup", 50, "steps up to that peak", 0)
@@ -84,34 +80,23 @@ _SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 200, "0 for no samples", 0)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "of samples", 0.0)
 
 
-@flags.multi_flags_validator(
-  ["dp", "ep", "num_processes"],
-  message="num_processes must divide dp * ep: all hold as many ranks",
-)
-def _processes_divide_ranks(values) -> bool:
-  return values["dp"] * values["ep"] % values["num_processes"] == 0
+flags.adopt_module_key_flags(mesh_flags)
 
 
 @flags.multi_flags_validator(
-  ["dp", "ep", "batch"],
-  message="batch must be a multiple of dp * ep: all ranks hold as many windows",
+  ["dp", "ep", "shards"],
+  message="shards must be a multiple of dp * ep: all ranks work on as many",
 )
-def _ranks_divide_batch(values) -> bool:
-  return values["batch"] % (values["dp"] * values["ep"]) == 0
+def _ranks_divide_shards(values) -> bool:
+  return values["shards"] % (values["dp"] * values["ep"]) == 0
 
 
 @flags.multi_flags_validator(
-  ["num_experts", "ep"], message="num_experts must be a multiple of ep"
+  ["shards", "batch"],
+  message="batch must be a multiple of shards: all hold as many windows",
 )
-def _ranks_divide_experts(values) -> bool:
-  return values["num_experts"] % values["ep"] == 0
-
-
-@flags.multi_flags_validator(
-  ["num_experts", "top_k"], message="top_k must not exceed num_experts"
-)
-def _experts_suffice(values) -> bool:
-  return values["top_k"] <= values["num_experts"]
+def _shards_divide_batch(values) -> bool:
+  return values["batch"] % values["shards"] == 0
 
 
 @flags.multi_flags_validator(
@@ -141,21 +126,23 @@ def main(argv) -> int:
   if launch.inside_launcher():
     return run_ranks()
   try:
-    read_text()  # here an error is reported once, not by every rank
+    # Here an error is reported once, not by every rank.
+    read_text()
+    check_outputs()
   except (OSError, ValueError) as error:
     return fail(error)
-  return launch.launch(
-    [__file__, *sys.argv[1:]],
-    num_processes=_NUM_PROCESSES.value,
-    devices_per_process=_DP.value * _EP.value // _NUM_PROCESSES.value,
-  )
+  return mesh_flags.launch_ranks(__file__)
 
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code."""
   silence_native_code()
+  silence_failed_writes()
   # Ctrl-C ends a rank at once and without a traceback; a run resumes after it.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
+  # This sets the number of XLA's threads on CPU. XLA may split the sum of a
+  # matmul by it, so it must not depend on the ranks or the machine.
+  os.environ["NPROC"] = str(_SHARDS.value)
   launch.initialize()
   try:
     run()
@@ -176,43 +163,59 @@ def silence_native_code() -> None:
     os.dup2(nowhere.fileno(), 1)
 
 
+def silence_failed_writes() -> None:
+  """Hides the tracebacks that orbax prints of errors that it raises, too.
+
+  It also abandons the other writes, each of which then finds no event loop.
+  """
+  logging.set_verbosity(logging.FATAL)
+
+  def report(unraisable):
+    if str(unraisable.exc_value) != "Event loop is closed":
+      sys.__unraisablehook__(unraisable)
+
+  sys.unraisablehook = report
+
+
 def run() -> None:
   """Trains, from the last checkpoint if there is one, then writes samples."""
   text, windows = agree(read_text)
+  first_does(check_outputs)
   unigram = data.unigram_entropy(text)
   model_config, train_config = configs()
-  mesh = jax.make_mesh(
-    (_DP.value, _EP.value), data.RANKS, axis_types=(AxisType.Auto,) * 2
-  )
+  mesh = mesh_flags.make_mesh()
   with ep.ep_bootstrap(
     mesh,
-    num_experts=_NUM_EXPERTS.value,
-    max_tokens_per_rank=windows.tokens // mesh.size,
+    num_experts=mesh_flags.NUM_EXPERTS.value,
+    max_tokens_per_rank=windows.tokens // _SHARDS.value,
     hidden_dim=_HIDDEN.value,
-    top_k=_TOP_K.value,
+    top_k=mesh_flags.TOP_K.value,
     max_token_dtype=jnp.float32,
     backend=_BACKEND.value,
   ) as group:
     layer = model_config.moe.layer(group)
-    state = train.init(mesh, _SEED.value, model_config, train_config)
-    checkpoints = metrics_path = None
+    state = checkpoints = metrics_path = None
     if _OUT.value:
       checkpoints = Checkpoints(
         here(_OUT.value) / "checkpoints",
         dataclasses.asdict(model_config)
         | dataclasses.asdict(train_config)
         | {"text": data.digest(text)}
-        | {flag.name: flag.value for flag in (_BATCH, _LENGTH, _SEED)},
+        | {flag.name: flag.value for flag in (_BATCH, _SHARDS, _LENGTH, _SEED)},
       )
-      state = checkpoints.restore(state)
+      state = checkpoints.restore(
+        train.abstract(mesh, model_config, train_config)
+      )
       metrics_path = here(_OUT.value) / "metrics.jsonl"
+    if state is None:
+      state = train.init(mesh, _SEED.value, model_config, train_config)
     done = int(state.step)
     is_first = jax.process_index() == 0
     history = agree(lambda: History(metrics_path if is_first else None, done))
     introduce(text, unigram, state)
     with Progress(done, _STEPS.value, windows.tokens, unigram) as progress:
       state = loop.run(
-        train.make_step(layer, model_config, train_config),
+        train.Step(layer, model_config, train_config, _SHARDS.value),
         state,
         windows,
         steps=_STEPS.value,
@@ -232,10 +235,10 @@ def introduce(text, unigram, state) -> None:
     return
   count = sum(x.size for x in jax.tree.leaves(state.params))
   print(
-    f"{_DP.value} x {_EP.value} (dp, ep) mesh, processes: "
+    f"{mesh_flags.DP.value} x {mesh_flags.EP.value} (dp, ep) mesh, processes: "
     f"{jax.process_count()}\n"
     f"{count / 1e6:.1f} million parameters, {_LAYERS.value} layers of "
-    f"{_NUM_EXPERTS.value} experts, top {_TOP_K.value}\n"
+    f"{mesh_flags.NUM_EXPERTS.value} experts, top {mesh_flags.TOP_K.value}\n"
     f"{text.size / 1e6:.1f} million bytes of text, whose unigram entropy is "
     f"{unigram:.3f} nats"
   )
@@ -266,6 +269,15 @@ def read_text() -> tuple[np.ndarray, data.Windows]:
   path = here(_TEXT.value or texts.standard_library())
   text = texts.read_at_most(path, _TEXT_BYTES.value)
   return text, data.Windows(text, _BATCH.value, _LENGTH.value, _SEED.value)
+
+
+def check_outputs() -> None:
+  """Raises OSError or ValueError if what is asked for cannot be written."""
+  if _OUT.value:
+    outputs.check_folder("--out", here(_OUT.value))
+  if _PLOT.value:
+    plot.check(here(_PLOT.value))
+    outputs.check_file("--plot", here(_PLOT.value))
 
 
 def here(path: str | os.PathLike) -> pathlib.Path:

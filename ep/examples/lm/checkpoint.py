@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: a run that was killed goes on as if it had not been."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+import json
 import pathlib
 import shutil
-import tempfile
 from typing import Any
 
+from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
@@ -14,14 +15,27 @@ from ep.examples.lm.processes import agree, first_does, Stop
 from ep.examples.lm.train import State
 
 _KEEP = 2
+_STATE, _DESCRIPTION = "state", "description.json"
+_UNFINISHED = ".unfinished"
+_CURES = {
+  "written": "make room, and start the same command again. It continues after"
+  " the checkpoint before.",
+  "read": "remove the folder of this checkpoint to continue after the one"
+  " before, or give another folder.",
+}
 
 
 class Checkpoints:
   """The checkpoints of one run, in a folder that all processes share.
 
-  A checkpoint is written beside the others and renamed when it is complete, so
-  a process may be killed at any time. It can be restored on any mesh: each
-  process writes its shards, and reads those that it needs.
+  A checkpoint is the folder `<steps done>`. It is written under another name
+  and renamed when it is complete, so a process may be killed at any time. It
+  can be restored on any mesh: each process writes its shards, and reads those
+  that it needs.
+
+  orbax-checkpoint writes the arrays. What surrounds that is done here, since in
+  `ocp.CheckpointManager` a process whose disk is full leaves the others waiting
+  for it.
 
   Args:
     folder: created if missing.
@@ -33,48 +47,65 @@ class Checkpoints:
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
-    self._folder = folder
+    self._folder = folder.absolute()
     self._description = dict(description)
-    first_does(self._check_folder)
-    self._manager = ocp.CheckpointManager(
-      folder.absolute(),
-      options=ocp.CheckpointManagerOptions(
-        max_to_keep=_KEEP,
-        enable_async_checkpointing=False,
-        cleanup_tmp_directories=True,
-      ),
-    )
+    self._handler = ocp.StandardCheckpointHandler()
+    first_does(self._clean_folder)
 
   def save(self, state: State) -> None:
-    """Writes a checkpoint; raises Stop if the disk has no room for it."""
-    agree(lambda: self._check_room(state))
-    self._manager.save(
-      int(state.step),
-      args=ocp.args.Composite(
-        state=ocp.args.StandardSave(state),
-        description=ocp.args.JsonSave(self._description),
-      ),
-    )
+    """Writes a checkpoint; raises Stop if it cannot be written."""
+    whole = self._folder / str(int(state.step))
+    unfinished = whole.with_suffix(_UNFINISHED)
+    arrays = epath.Path(unfinished / _STATE)
 
-  def restore(self, like: State) -> State:
-    """Returns the latest state, or `like` if there is no checkpoint.
+    def make_folder():
+      arrays.mkdir(parents=True)
+
+    def save_arrays():
+      self._handler.save(arrays, args=ocp.args.StandardSave(state))
+
+    def finish():
+      self._handler.finalize(arrays)
+      (unfinished / _DESCRIPTION).write_text(json.dumps(self._description))
+      unfinished.rename(whole)
+      for step in self._steps()[:-_KEEP]:
+        shutil.rmtree(self._folder / str(step))
+
+    agree(lambda: self._check_room(state))
+    first_does(lambda: _explain("written", whole, make_folder))
+    agree(lambda: _explain("written", whole, save_arrays))
+    first_does(lambda: _explain("written", whole, finish))
+
+  def restore(self, like: State) -> State | None:
+    """Returns the latest state, or None if there is no checkpoint.
 
     Args:
-      like: a state, whose arrays say how those of the result are sharded.
+      like: says how the arrays of the result are sharded; see `train.abstract`.
 
     Raises:
-      Stop: the checkpoint is of a run with another description.
+      Stop: the checkpoint is of a run with another description, or it cannot
+        be read.
     """
-    step = self._manager.latest_step()
-    if step is None:
-      return like
-    description = ocp.args.Composite(description=ocp.args.JsonRestore())
-    saved = self._manager.restore(step, args=description).description
-    self._compare(step, saved)
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    return self._manager.restore(
-      step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-    ).state
+    steps = self._steps()
+    if not steps:
+      return None
+    checkpoint = self._folder / str(steps[-1])
+
+    def read_description():
+      return json.loads((checkpoint / _DESCRIPTION).read_text())
+
+    def read_arrays():
+      return self._handler.restore(
+        epath.Path(checkpoint / _STATE), args=ocp.args.StandardRestore(like)
+      )
+
+    saved = agree(lambda: _explain("read", checkpoint, read_description))
+    self._compare(steps[-1], saved)
+    return agree(lambda: _explain("read", checkpoint, read_arrays))
+
+  def _steps(self) -> list[int]:
+    names = (path.name for path in self._folder.iterdir())
+    return sorted(int(name) for name in names if name.isdecimal())
 
   def _compare(self, step, saved):
     ours = self._description
@@ -90,9 +121,10 @@ class Checkpoints:
         " folder."
       )
 
-  def _check_folder(self):
+  def _clean_folder(self):
     self._folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=self._folder).close()
+    for path in self._folder.glob("*" + _UNFINISHED):
+      shutil.rmtree(path)
 
   def _check_room(self, state):
     # Each process's part is merged into one file before it is removed.
@@ -104,3 +136,17 @@ class Checkpoints:
         f" disk has {free / 1e6:.1f} MB left; make room, and start the same"
         " command again."
       )
+
+
+def _explain(
+  verb: str, checkpoint: pathlib.Path, action: Callable[[], Any]
+) -> Any:
+  """Returns `action()`; an error becomes an `OSError` with a cure."""
+  try:
+    return action()
+  except (OSError, ValueError) as error:
+    reason = str(error).partition(" [")[0]  # TensorStore appends details.
+    raise OSError(
+      f"{checkpoint}: the checkpoint cannot be {verb} ({reason});"
+      f" {_CURES[verb]}"
+    ) from error

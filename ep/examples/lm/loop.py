@@ -5,16 +5,17 @@ from collections.abc import Callable
 import math
 
 import jax
+import numpy as np
 
 from ep.examples.lm import metrics
 from ep.examples.lm.checkpoint import Checkpoints
-from ep.examples.lm.data import place, Windows
+from ep.examples.lm.data import Windows
 from ep.examples.lm.processes import agree, Stop
 from ep.examples.lm.train import Report, State
 
 
 def run(
-  step: Callable[[State, jax.Array], tuple[State, Report]],
+  step: Callable[[State, np.ndarray], tuple[State, Report]],
   state: State,
   windows: Windows,
   *,
@@ -32,9 +33,8 @@ def run(
   Raises:
     Stop: a loss is not finite, or a file cannot be written.
   """
-  mesh = state.step.sharding.mesh
   for done in range(int(state.step) + 1, steps + 1):
-    state, report = step(state, place(windows[done - 1], mesh))
+    state, report = step(state, windows[done - 1])
     new = metrics.record(done, jax.device_get(report))
     if not math.isfinite(new["loss"] + new["grad_norm"]):
       raise Stop(

@@ -25,21 +25,19 @@ def record(step: int, report: Report) -> dict[str, Any]:
   entropy        of the router's odds in nats, the mean over tokens, of
                  each layer
   aux_loss       the balancing loss, of each layer: 1 if balanced
-  max_rank_rows  rows that the busiest rank was sent, of each layer
   load           [layers][experts], choices that fell on each expert
   """
-  experts = report.experts
-  load = np.asarray(experts.load)
+  sums = report.sums
+  load = np.asarray(sums.load)
   return {
     "step": step,
-    "loss": float(report.loss),
+    "loss": float(sums.loss),
     "learning_rate": float(report.learning_rate),
     "grad_norm": float(report.grad_norm),
     "imbalance": (load.max(axis=1) / load.mean(axis=1)).tolist(),
-    "dropped": np.asarray(experts.dropped).tolist(),
-    "entropy": np.asarray(experts.entropy).tolist(),
-    "aux_loss": np.asarray(experts.aux_loss).tolist(),
-    "max_rank_rows": np.asarray(experts.max_rank_rows).tolist(),
+    "dropped": np.asarray(sums.dropped).tolist(),
+    "entropy": np.asarray(sums.entropy).tolist(),
+    "aux_loss": np.asarray(sums.aux_loss).tolist(),
     "load": load.astype(int).tolist(),
   }
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
-Everything here is ordinary JAX on global arrays: batches are sharded over all
-ranks of the mesh and experts over its EP axis, and neither shows in the code.
+Everything here is ordinary JAX, which works in both views: on the arrays of a
+rank, as in training, and on global arrays, as for samples. Experts are sharded
+over the EP axis of the mesh, which does not show in the code.
 The layers are alike, so their parameters are stacked and one `lax.scan` runs
 them; a program of 64 layers compiles as fast as one of 2.
 """
@@ -34,7 +35,13 @@ class ModelConfig:
   @property
   def moe(self) -> ep.MoEConfig:
     return ep.MoEConfig(
-      self.hidden, self.inner, self.num_experts, self.top_k, score=self.score
+      self.hidden,
+      self.inner,
+      self.num_experts,
+      self.top_k,
+      score=self.score,
+      balance="sequence",
+      deterministic=True,
     )
 
 

@@ -14,6 +14,15 @@ from matplotlib.figure import Figure
 import numpy as np
 
 
+def check(path: pathlib.Path) -> None:
+  """Raises ValueError if no picture can have this name."""
+  kinds = Figure().canvas.get_supported_filetypes()
+  if path.suffix[1:].lower() not in kinds:
+    raise ValueError(
+      f"{path}: a picture's name must end with one of .{', .'.join(kinds)}."
+    )
+
+
 def plot(
   records: Sequence[Mapping[str, Any]],
   path: str | pathlib.Path,
