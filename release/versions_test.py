@@ -13,8 +13,9 @@ def read(path: str) -> str:
 
 
 def pins(path: str) -> set[str]:
-  """Returns the lines of a file of requirements."""
-  return {line for line in read(path).splitlines() if not line.startswith("#")}
+  """Returns the requirements in a file, without their hashes."""
+  lines = read(path).splitlines()
+  return {line.removesuffix(" \\") for line in lines if "==" in line}
 
 
 def main() -> None:
@@ -26,10 +27,10 @@ def main() -> None:
   assert package == module, f"ep is {package}, but the module {module}"
 
   # The sdist and Bazel compile against the same headers, those of the oldest
-  # JAX that ep takes.
+  # JAX that ep takes, which is that of the oldest Python.
   _, jaxlib = project["build-system"]["requires"]
-  locked = pins("third_party/py/requirements.in")
-  assert jaxlib in locked, f"{jaxlib} is not in requirements.in"
+  locked = pins("third_party/py/requirements_lock_3_11.txt")
+  assert jaxlib in locked, f"{jaxlib} is not in the lock of Python 3.11"
   jax, _ = project["project"]["dependencies"]
   assert jax == jaxlib.replace("jaxlib==", "jax>="), f"{jax}, but {jaxlib}"
 

@@ -31,6 +31,7 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 # The pages outside of docs/, and their places on the site.
 _ELSEWHERE = {
   "README.md": "index.md",
+  "CHANGELOG.md": "changelog.md",
   "CONTRIBUTING.md": "contributing.md",
   "SECURITY.md": "security.md",
 }
@@ -42,8 +43,9 @@ howto/without_accelerators
 The layer: moe router training sharp_bits
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/debug
-Design: semantics architecture performance reliability gpu gpu_results
-The project: versions contributing security
+Design: semantics architecture performance reliability gpu gpu_results \
+bazel
+The project: versions changelog contributing security
 """
 
 _LINK = re.compile(
