@@ -70,10 +70,11 @@ def find_library(backend: str) -> pathlib.Path:
       return path
   tried = "; ".join(f"{k} ({v or 'not there'})" for k, v in places.items())
   raise FileNotFoundError(
-    f"{name} was not found; looked in {tried}. Install a wheel of"
-    f" {distribution}; or build //ep_ffi:{name} and set ${_VARIABLE} to it or"
-    ' to its folder; or do without: ep_bootstrap(backend="xla") needs no native'
-    " code."
+    f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
+    " the library or its folder, else from the Bazel runfiles, else from the"
+    f" package: install a wheel of {distribution}; or build //ep_ffi:{name} and"
+    f' set ${_VARIABLE}; or do without: ep_bootstrap(backend="xla") needs no'
+    " native code."
   )
 
 
