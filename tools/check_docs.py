@@ -47,6 +47,7 @@ _FOREIGN = frozenset(
   py-spy plugins trace.json.gz major.minor.patch
 
   --nodes --ntasks-per-node --gpus-per-node --map-by --pid --local_test_jobs
+  --noenable_workspace
   """.split()
 )
 
@@ -145,7 +146,8 @@ class Tree:
     return (
       flag in self._flags
       or f"--{flag}" in _FOREIGN
-      or flag.startswith(("moe-", "xla_"))  # Megatron-LM's and XLA's
+      # These are flags of Megatron-LM, XLA and Bazel.
+      or flag.startswith(("moe-", "xla_", "incompatible_"))
     )
 
   def _has_name(self, name: str) -> bool:
