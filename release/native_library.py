@@ -33,7 +33,10 @@ class NativeLibrary(BuildHookInterface):
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
     build_data["tag"] = f"py3-none-{platform}"
     build_data["pure_python"] = False
-    if version == "standard" and not list(root.glob("*/libep_ffi_*.so")):
+    packages = self.build_config.packages
+    if version == "standard" and not any(
+      list(root.glob(f"{package}/libep_ffi_*.so")) for package in packages
+    ):
       self._folder = tempfile.TemporaryDirectory()
       library = pathlib.Path(self._folder.name, _NAME)
       _build(root, library)

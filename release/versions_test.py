@@ -26,6 +26,9 @@ def main() -> None:
   (module, *_) = re.findall(r'version = "(.*?)"', read("MODULE.bazel"))
   assert package == module, f"ep is {package}, but the module {module}"
 
+  (cited,) = re.findall(r"^version: (.*)$", read("CITATION.cff"), re.M)
+  assert cited == package, f"ep is {package}, but CITATION.cff says {cited}"
+
   # The sdist and Bazel compile against the same headers, those of the oldest
   # JAX that ep takes, which is that of the oldest Python.
   _, jaxlib = project["build-system"]["requires"]

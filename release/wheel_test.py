@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel works in a virtual environment that has nothing else.
+"""The wheel works in a virtual environment, without the checkout.
 
 Usage: wheel_test.py FOLDER README TEST SUPPORT...
 
-The FOLDER has the wheel. The environment does not see the checkout: TEST, which
-is a test file, and the files that it imports are copied.
+The FOLDER has the wheel. The environment has the packages that Bazel has fetched
+for //ep and its examples, among which pip finds what the wheel requires. TEST,
+which is a test file, and the files that it imports are copied.
 """
 
 import pathlib
@@ -15,10 +16,7 @@ import tempfile
 
 from environment import Environment
 
-# XLA:CPU then compiles a program in a third of the time.
-_QUICK = (
-  "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-)
+_QUICK = "--xla_backend_optimization_level=0"  # of the compiler
 _EXAMPLE = "--dp=1 --num_processes=2 --hidden=32 --tokens_per_rank=64".split()
 _TRAINING = (
   "--steps=2 --warmup=1 --num_processes=1 --dp=1 --ep=2 --layers=1 --hidden=16"

@@ -54,7 +54,7 @@ class NcclBackend(Backend):
     if devices[0].platform != "gpu":
       raise CannotServe(
         "it needs NVIDIA GPUs, and JAX has none here. With a driver for them,"
-        ' run: pip install "jax-ep[cuda13]", or cuda12.'
+        " install the wheel of jax-ep-cuda13, or jax-ep-cuda12."
       )
     for device in devices:
       _check_capability(device)

@@ -8,6 +8,6 @@ import importlib.util as _importlib_util
 
 if not _importlib_util.find_spec("absl"):
   raise ImportError(
-    "ep.examples needs more packages than ep; run: pip install"
-    ' "jax-ep[examples]"'
+    "ep.examples needs more packages than ep; run: pip install absl-py"
+    " matplotlib optax orbax-checkpoint tqdm"
   )
