@@ -3,9 +3,9 @@
 
 Usage: wheel_test.py FOLDER README TEST SUPPORT...
 
-The FOLDER has the wheel. The environment has the packages that Bazel has fetched
-for //ep and its examples, among which pip finds what the wheel requires. TEST,
-which is a test file, and the files that it imports are copied.
+The FOLDER has the wheel. The environment has the packages that Bazel has
+fetched for //ep and its examples, among which pip finds what the wheel
+requires. TEST, which is a test file, and the files that it imports are copied.
 """
 
 import pathlib

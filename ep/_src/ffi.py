@@ -26,7 +26,7 @@ _PACKAGES = {
   "host": (("ep",), "jax-ep"),
   "nccl": (
     ("ep", "jax_ep_cuda13", "jax_ep_cuda12"),
-    "jax-ep[cuda13] or jax-ep[cuda12]",
+    "jax-ep-cuda13 or jax-ep-cuda12",
   ),
 }
 
