@@ -15,6 +15,7 @@ import numpy as np
 
 import ep
 from ep._src import gpus
+from ep._src.backend import CannotServe
 from ep._src.bootstrap import BACKENDS, NATIVE
 
 _DISTRIBUTION = "jax-ep"
@@ -47,9 +48,18 @@ def main() -> int:
     print(f"JAX has no devices here: {e}")
     return 1
   print(f"devices of this process: {len(devices)} x {devices[0].device_kind}")
+  outcomes = {name: outcome(name) for name in BACKENDS}
   default = NATIVE.get(devices[0].platform, "xla")
-  runs = {name: can_run(name, name == default) for name in BACKENDS}
-  return 0 if runs[default] else 1
+  if isinstance(outcomes[default], CannotServe):
+    default = "xla"  # as ep_bootstrap chooses
+  for name, found in outcomes.items():
+    label = f"{name:4} {'(the default) ' if name == default else ''}"
+    if isinstance(found, Exception):
+      why = str(found).removeprefix("ep_bootstrap: ")
+      print(f"{label}cannot run: {why}")
+    else:
+      print(f"{label}can run{f' on {found}' if found else ''}")
+  return 1 if isinstance(outcomes[default], Exception) else 0
 
 
 def other_distributions() -> list[str]:
@@ -58,16 +68,12 @@ def other_distributions() -> list[str]:
   return sorted(set(found) - {_DISTRIBUTION})
 
 
-def can_run(name: str, is_default: bool) -> bool:
-  """Prints whether a backend can run in this process, and returns it."""
-  label = f"{name:4} {'(the default) ' if is_default else ''}"
+def outcome(name: str) -> str | Exception:
+  """Returns what a backend would run on here, or why it cannot run."""
   try:
-    used = BACKENDS[name].probe()
+    return BACKENDS[name].probe()
   except (OSError, RuntimeError, ValueError) as e:
-    print(f"{label}cannot run: {str(e).removeprefix('ep_bootstrap: ')}")
-    return False
-  print(f"{label}can run{f' on {used}' if used else ''}")
-  return True
+    return e
 
 
 if __name__ == "__main__":

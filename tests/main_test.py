@@ -45,7 +45,7 @@ def test_a_library_that_is_not_there(tmp_path):
   code, output = run(tmp_path, EP_FFI_LIBRARY_PATH=str(tmp_path))
   assert code == 1, output
   assert "host (the default) cannot run: libep_ffi_cpu.so was not" in output
-  assert "Install a wheel of jax-ep" in output
+  assert "install a wheel of jax-ep" in output
   assert "xla  can run\n" in output
   assert "WARNING" not in output
 
@@ -53,7 +53,9 @@ def test_a_library_that_is_not_there(tmp_path):
 def test_a_package_that_was_overwritten(tmp_path):
   """Its first file is a stranger's, or goes with the stranger."""
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
-  (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
-  code, output = run(tmp_path)
-  assert code == 1, output
-  assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
+  first = tmp_path / "ep/__init__.py"
+  for spoil in (lambda: first.write_text('__version__ = "0"'), first.unlink):
+    spoil()
+    code, output = run(tmp_path)
+    assert code == 1, output
+    assert f"{first} is missing, or another" in output

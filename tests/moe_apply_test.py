@@ -369,7 +369,7 @@ def test_vmap_over_examples_makes_one_exchange():
 def test_tensor_parallel_experts_give_the_dense_layer():
   """Inner sizes are split over an axis whose ranks hold the same tokens."""
   mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})
-  config = dataclasses.replace(PLAIN, biases=True, shared_inner=4, tp_axis="tp")
+  config = dataclasses.replace(BIASED, shared_inner=4, tp_axis="tp")
   params, x = make_params(config), tokens(2 * T)
   with bootstrap(mesh, data_axes=("dp",)) as mesh_group:
     apply = local_view(mesh_group, config)

@@ -67,7 +67,7 @@ def _whole():
   return jit_quickly(all_with_gradients)(*batch())
 
 
-def test_every_rank_has_the_value_and_gradient_of_the_wholebatch():
+def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
   mesh = make_mesh({"ep": 4})
 
   def ranks(logits, idx, mask):

@@ -15,7 +15,7 @@ from ep.examples import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
 _TINY = (
-  f"--steps={_STEPS} --save_every={_SAVE_EVERY} --warmup=5 --batch=4"
+  f"--steps={_STEPS} --save_every={_SAVE_EVERY} --warmup=5 --batch=8"
   " --length=16 --layers=1 --hidden=16 --heads=2 --inner=16 --num_experts=4"
   " --num_processes=1 --sample_bytes=8 --prompt=a"
 ).split()

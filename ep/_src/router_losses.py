@@ -193,8 +193,9 @@ def _imbalance(choices, scores, tokens):
 def _mean(values, mask, axis_name, psum):
   """Returns the mean of finite values where `mask` is True; 0 without any.
 
-  It is the sum of what each rank contributes, without a division after it. So
-  means of as many tokens can be added in turn, with the bits of one mean.
+  It is the sum of what each rank contributes, without a division after it. If
+  all ranks have as many tokens, and that number is a power of two, the sum of
+  several such means, each divided by their number, has the bits of one mean.
   """
   count = values.size if mask is None else mask.sum(dtype=jnp.float32)
   if axis_name:

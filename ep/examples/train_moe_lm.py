@@ -7,7 +7,7 @@
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
 launcher that has started them. With --out the run leaves metrics and
 checkpoints in a folder, and the same command continues it when it was stopped.
-docs/training.md has the details; examples/lm has the parts.
+docs/training.md has the details; ep/examples/lm has the parts.
 """
 
 import dataclasses
@@ -93,10 +93,12 @@ def _ranks_divide_shards(values) -> bool:
 
 @flags.multi_flags_validator(
   ["shards", "batch"],
-  message="batch must be a multiple of shards: all hold as many windows",
+  message="batch must be a multiple of shards, which all hold as many windows,"
+  " and at least twice shards: XLA rounds a shard of one window otherwise",
 )
 def _shards_divide_batch(values) -> bool:
-  return values["batch"] % values["shards"] == 0
+  windows, rest = divmod(values["batch"], values["shards"])
+  return rest == 0 and windows > 1
 
 
 @flags.multi_flags_validator(
