@@ -25,6 +25,7 @@ unpack_packages 'debconf|dpkg|tzdata|media-types|netbase' \
 readonly root=$stage/root
 fit_programs "" "$root/usr/bin/$python"
 ln -s "../root/usr/bin/$python" "$stage/bin/$python"
+ln -s root/usr/lib "$stage/lib" # where a virtual environment looks for it
 
 # Debian has pip as a wheel, which runs without installation. Python sees it
 # here as it sees any package.
