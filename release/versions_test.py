@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several files say of versions is the same in all of them."""
+"""Several files state versions, and they agree."""
 
 import pathlib
 import re

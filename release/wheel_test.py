@@ -16,7 +16,8 @@ import tempfile
 
 from environment import Environment
 
-_QUICK = "--xla_backend_optimization_level=0"  # of the compiler
+# XLA then compiles quickly.
+_QUICK = "--xla_backend_optimization_level=0"
 _EXAMPLE = "--dp=1 --num_processes=2 --hidden=32 --tokens_per_rank=64".split()
 _TRAINING = (
   "--steps=2 --warmup=1 --num_processes=1 --dp=1 --ep=2 --layers=1 --hidden=16"

@@ -240,8 +240,11 @@ def test_masked_tokens_visit_no_expert_and_do_not_count():
   assert_close(got, expected_of(config, params, x, mask=mask))
 
 
-def test_gradients_of_each_model_are_its_own():
-  """`vmap(grad)` makes one exchange per example, and so sums nothing."""
+def test_gradients_of_each_example_are_its_own():
+  """`vmap(grad)` makes one exchange per example, and so sums nothing.
+
+  That holds for examples of one model and for those of a model each.
+  """
   mesh_group = group("ep4")
   config = dataclasses.replace(PLAIN, deterministic=True)
   layer, params = config.layer(mesh_group), make_params(config)
@@ -254,10 +257,13 @@ def test_gradients_of_each_model_are_its_own():
     return jnp.tanh(dense(config, params, x)[0]).sum()
 
   def per_example(loss):
-    grad = jax.vmap(jax.grad(loss, (0, 1)))
-    return lambda *args: grad(
-      *jax.tree.map(lambda x: jnp.stack([x, 2 * x]), args)
-    )
+    grad = jax.grad(loss, (0, 1))
+
+    def of_one_model_and_of_two(*args):
+      models, xs = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), args)
+      return jax.vmap(grad, (None, 0))(args[0], xs), jax.vmap(grad)(models, xs)
+
+    return of_one_model_and_of_two
 
   got = jax.jit(per_example(loss))(*args)
   expected = jit_quickly(per_example(dense_loss))(params, tokens(R))

@@ -75,7 +75,7 @@ class Sums(NamedTuple):
 
 
 class Report(NamedTuple):
-  """What a step tells about itself, the same on every rank."""
+  """Holds what a step reports, which is the same on every rank."""
 
   sums: Sums  # without the gradients
   grad_norm: jax.Array  # before clipping
