@@ -41,6 +41,8 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
   def psum(x):
+    if not compat.checks_vma():
+      return _unchecked_psum_p.bind(x, axes=names)
     (x,) = compat.vary_together(x, axes=names)
     return tree_sum(all_gather(x, names))
 
@@ -77,6 +79,24 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   if not compat.checks_vma() or not axis_name:
     return x
   return _replicated_p.bind(x, axes=tuple(axis_name))
+
+
+# The sum where JAX does not know over which axes values vary. Like `lax.psum`
+# there, it is its own transpose. That of `lax.all_gather` would scatter a sum:
+# the transport decides in which order it adds, and Gloo's slows all that follows
+# (docs/sharp_bits.md).
+_unchecked_psum_p = compat.Primitive("ep_ordered_psum")
+compat.compile_eager(_unchecked_psum_p, ["axes"])
+compat.ad.deflinear2(
+  _unchecked_psum_p,
+  lambda ct, x, *, axes: [_unchecked_psum_p.bind(ct, axes=axes)],
+)
+compat.batching.defvectorized(_unchecked_psum_p)
+_unchecked_psum_p.def_abstract_eval(lambda x, *, axes: x)
+compat.mlir.register_lowering(
+  _unchecked_psum_p,
+  compat.lower_local(lambda x, *, axes: [tree_sum(lax.all_gather(x, axes))]),
+)
 
 
 # The identity, but its result varies over the axes. It is linear, and its
