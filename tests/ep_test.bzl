@@ -24,11 +24,14 @@ _VARIANTS = {
     ),
 }
 
-def _variants(world, gpu, xla):
-    processes, devices = world.split("x")
-    return (["cpu"] +
-            (["gpu"] if gpu and processes != "1" and devices == "1" else []) +
-            (["xla"] if world in xla else []))
+def _on_cpu(worlds, xla):
+    """Returns (world, variant) of each test for the CPU."""
+    return [(world, "cpu") for world in worlds] + [(world, "xla") for world in xla]
+
+def _on_gpu(worlds, gpu):
+    """Returns (world, variant) of the test for GPUs, one of which is a rank's."""
+    has_processes = [world for world in worlds if not world.startswith("1x")]
+    return [("4x1", "gpu")] if gpu and has_processes else []
 
 def ep_test(
         name,
@@ -51,8 +54,11 @@ def ep_test(
     Args:
       name: of the suite, and of the file: <name>.py.
       worlds: "4x1" stands for 4 processes with 1 device each. A test of plain
-        Python, or of one device, names one world.
-      gpu: whether a world of many processes makes sense on GPUs.
+        Python, or of one device, names one world. The ops are tested as 4x1;
+        what is built of them is as 2x2, since each process compiles all
+        programs.
+      gpu: whether the test makes sense on GPUs, as 4x1. If all its worlds have
+        one process it does not run there.
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
@@ -67,35 +73,34 @@ def ep_test(
       **kwargs: passed on to py_test.
     """
     src = name + ".py"
-    for world in worlds:
-        for variant in _variants(world, gpu, xla):
-            on = _VARIANTS[variant]
-            suffix = "{}_{}".format(world, variant)
-            py_test(
-                name = "{}_{}".format(name, suffix),
-                size = size,
-                srcs = [src, "//tests:run_ranks.py"],
-                main = "//tests:run_ranks.py",
-                args = [
-                    "--world=" + world,
-                    "--timeout={}".format(_LIMITS[size] * 9 // 10),
-                    "$(rootpath {})".format(src),
-                ],
-                data = data + [src],
-                env = env | on.backend | {
-                    "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
-                    "JAX_PLATFORMS": on.platform,
-                },
-                tags = on.tags + ["cpu:" + world.split("x")[0]] +
-                       (["smoke"] if suffix in smoke else []),
-                deps = deps + on.deps + ["//tests:harness"],
-                **kwargs
-            )
+    on_cpu = _on_cpu(worlds, xla)
+    for world, variant in on_cpu + _on_gpu(worlds, gpu):
+        on = _VARIANTS[variant]
+        suffix = "{}_{}".format(world, variant)
+        py_test(
+            name = "{}_{}".format(name, suffix),
+            size = size,
+            srcs = [src, "//tests:run_ranks.py"],
+            main = "//tests:run_ranks.py",
+            args = [
+                "--world=" + world,
+                "--timeout={}".format(_LIMITS[size] * 9 // 10),
+                "$(rootpath {})".format(src),
+            ],
+            data = data + [src],
+            env = env | on.backend | {
+                "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
+                "JAX_PLATFORMS": on.platform,
+            },
+            tags = on.tags + ["cpu:" + world.split("x")[0]] +
+                   (["smoke"] if suffix in smoke else []),
+            deps = deps + on.deps + ["//tests:harness"],
+            **kwargs
+        )
     native.test_suite(
         name = name,
         tests = [
             "{}_{}_{}".format(name, world, variant)
-            for world in worlds
-            for variant in _variants(world, False, xla)
+            for world, variant in on_cpu
         ],
     )
