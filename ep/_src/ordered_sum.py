@@ -83,7 +83,7 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
 
 # The sum where JAX does not know over which axes values vary. Like `lax.psum`
 # there, it is its own transpose. That of `lax.all_gather` would scatter a sum:
-# the transport decides in which order it adds, and Gloo's slows all that follows
+# the transport decides in which order it adds, and Gloo's slows what follows it
 # (docs/sharp_bits.md).
 _unchecked_psum_p = compat.Primitive("ep_ordered_psum")
 compat.compile_eager(_unchecked_psum_p, ["axes"])
