@@ -233,7 +233,9 @@ def test_the_worked_example():
         "grad_topk_weights": grad_weights,
         "group_sizes": handle.group_sizes,
         "token_counts": handle.token_counts,
+        "dropped_counts": handle.dropped_counts,
         "total_recv_tokens": handle.total_recv_tokens,
+        "max_recv_tokens": handle.max_recv_tokens,
       }
 
     for name, actual in run(tokens, weights, cotangents, factor, idx).items():
@@ -249,8 +251,15 @@ def test_the_worked_example():
       group, recv_capacity_per_rank=4, overflow="drop", name="dropping"
     )
     handle = jax.jit(lambda idx: ep.ep_prepare(layer, idx))(idx)
-    for name in ("group_sizes", "token_counts", "total_recv_tokens"):
+    for name in (
+      "group_sizes",
+      "token_counts",
+      "dropped_counts",
+      "total_recv_tokens",
+      "max_recv_tokens",
+    ):
       for shard in getattr(handle, name).addressable_shards:
         if shard.index[0].start % 2 == 0:  # rank 0 of a domain
           np.testing.assert_array_equal(shard.data[0], count(name, True))
-    jax.block_until_ready(handle)
+    kept = [[True, True], [True, True], [True, False], [True, False]]
+    assert_shards_equal(handle.kept, of_all(kept, bool))

@@ -29,7 +29,7 @@ def experts(rows, group_sizes, ep_size):
 
 def moe(ops, tokens, weights):
   recv, recv_weights = ops.dispatch(tokens, weights)
-  group_sizes, _, _ = ops.sizes()
+  group_sizes = ops.sizes().group_sizes
   rows = experts(recv, group_sizes, ops.handle.layer.ep_size)
   return ops.combine(rows, recv_weights)
 

@@ -40,7 +40,8 @@ def test_jit_boundary(case):
 
 def test_flattened_and_back(case):
   leaves, structure = jax.tree.flatten(case.run(handle_of))
-  assert [leaf.dtype for leaf in leaves] == [jnp.uint8] + [jnp.int32] * 3
+  dtypes = [jnp.uint8, *[jnp.int32] * 5, jnp.bool_]
+  assert [leaf.dtype for leaf in leaves] == dtypes
   assert hash(structure) == hash(jax.tree.structure(case.run(handle_of)))
   check_handle(case, structure.unflatten(leaves))
 

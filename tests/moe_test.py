@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import Case, jit_quickly
+from cases import assert_same, Case, jit_quickly
 from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
 from groups import E, H, layer, ranks, spec, T
+from ops import Ops
 
 F = 9  # inner size of an expert
 
@@ -125,9 +126,16 @@ def test_experts_and_ranks_may_be_idle(routing):
 
 
 def test_tokens_may_have_any_leading_dims():
+  """The handle has those of a rank, and the routing of all tokens."""
   case = Case(layer(), lead=(1, T))
   arrays = case.tokens(), case.weights(), _matrices()
-  _check(_moe(case.layer), _dense, case, *arrays)
+  moe = functools.partial(ep.moe_layer, return_handle=True)
+  placed = _put(case, case.topk_idx, *arrays)
+  out, handle = jax.jit(_moe(case.layer, moe))(*placed)
+  expected = jit_quickly(_dense)(case.topk_idx, *arrays)
+  assert_shards_close(out, np.asarray(expected), 1e-5, 1e-4)
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+  assert (handle.layer, handle.token_shape) == (case.layer, (1, T))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

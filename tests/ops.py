@@ -6,10 +6,22 @@ methods.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 
 import ep
+
+
+class Sizes(NamedTuple):
+  """The leaves of a handle that the contract states; not `mem`."""
+
+  group_sizes: jax.Array
+  token_counts: jax.Array
+  total_recv_tokens: jax.Array
+  dropped_counts: jax.Array
+  max_recv_tokens: jax.Array
+  kept: jax.Array
 
 
 class Ops:
@@ -19,8 +31,7 @@ class Ops:
     self.handle = handle
 
   def sizes(self):
-    h = self.handle
-    return h.group_sizes, h.token_counts, h.total_recv_tokens
+    return Sizes(*(getattr(self.handle, name) for name in Sizes._fields))
 
   def dispatch(self, tokens, weights):
     return ep.ep_dispatch(self.handle, tokens, weights)
@@ -39,7 +50,8 @@ class LocalOps(Ops):
   """The ops of one rank, inside `shard_map`, with shapes of the global view."""
 
   def sizes(self):
-    return jax.tree.map(lambda x: x[None], super().sizes())
+    *of_rank, kept = super().sizes()
+    return Sizes(*(x[None] for x in of_rank), kept)
 
   def dispatch(self, tokens, weights):
     return jax.tree.map(lambda x: x[None], super().dispatch(tokens, weights))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ep._src import reference
 from groups import ranks
+from ops import Sizes
 
 
 class Differentiated(Exception):
@@ -30,9 +31,10 @@ class Oracle:
   lead: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   def sizes(self):
-    return self._map(
-      lambda r: (r.group_sizes, r.token_counts, r.total_recv_tokens), "->rrr"
-    )
+    def fields(routing):
+      return [getattr(routing, name) for name in Sizes._fields]
+
+    return Sizes(*self._map(fields, "->rrrrrt"))
 
   def dispatch(self, tokens, weights):
     call = functools.partial(reference.dispatch, capacity=self.capacity)

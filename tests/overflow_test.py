@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cases import Case
+from conftest import assert_shards_equal
 from groups import layer
 from ops import everything, sizes
 
@@ -15,8 +16,7 @@ def full_layer(overflow, capacity, **options):
 
 def needed_rows(case):
   """Returns the most rows that any rank would receive."""
-  _, _, total = case.oracle.sizes()
-  return int(total.max())
+  return int(case.oracle.sizes().total_recv_tokens.max())
 
 
 def test_the_error_has_needed_and_given_rows_on_every_rank():
@@ -83,9 +83,17 @@ def test_dropped_rows_add_nothing_and_have_no_gradient():
       np.testing.assert_array_equal(np.asarray(shard.data), want)
 
 
-def test_the_total_includes_dropped_rows():
+def test_the_counts_of_a_step_with_drops():
+  """All of 20 tokens choose expert 6, and 8 fit; no oracle is involved."""
   case = Case(full_layer("drop", 8, alignment=4), "to_one_expert")
-  _, _, total = case.run(sizes)
-  for shard in total.addressable_shards:
-    wanted = 20 if shard.index[0].start == 3 else 0
-    assert np.asarray(shard.data).item() == wanted
+  got = case.run(sizes)
+  chosen = np.arange(8).reshape(4, 2) == 6
+  kept = (case.topk_idx >= 0) & (np.arange(20)[:, None] < 8)
+  for actual, expected in [
+    (got.total_recv_tokens, 20 * chosen[:, :1]),
+    (got.max_recv_tokens, np.full((4, 1), 20)),
+    (got.token_counts, 8 * chosen),
+    (got.dropped_counts, 12 * chosen),
+    (got.kept, kept),
+  ]:
+    assert_shards_equal(actual, expected.astype(actual.dtype))

@@ -138,6 +138,7 @@ def test_the_handle_is_of_the_padded_tokens():
   )
   assert out.shape == (6, H)
   assert handle.token_shape == (2,)
+  assert handle.kept.shape == (ranks(config) * 2, idx.shape[-1])
 
 
 def test_more_tokens_than_a_rank_may_have():

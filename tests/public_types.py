@@ -44,6 +44,7 @@ def ops(
   handle = ep.ep_prepare(layer, topk_idx)
   assert_type(handle, ep.EpHandle)
   assert_type(handle.group_sizes, jax.Array)
+  assert_type(handle.kept, jax.Array)
   assert_type(handle.layer, ep.EpLayerConfig)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   assert_type(rows, jax.Array)

@@ -24,6 +24,7 @@ class RowByRow:
   def __init__(self, topk_idx, alignment, capacity):
     self.capacity = capacity
     self.group_sizes, self.token_counts, self.total = [], [], []
+    self.dropped_counts = []
     self.source = {}  # (rank, slot) -> (source rank, token, choice)
     for rank in range(P):
       slabs = [self._slab(topk_idx, rank * L + j) for j in range(L)]
@@ -35,6 +36,7 @@ class RowByRow:
         kept = rows[start:capacity]
         self.group_sizes.append(len(kept))
         self.token_counts.append(sum(r is not None for r in kept))
+        self.dropped_counts.append(len(slab) - self.token_counts[-1])
       self.total.append(len(rows))
       for slot, source in enumerate(rows[:capacity]):
         if source is not None:
@@ -125,10 +127,13 @@ def test_prepare(rng, alignment, capacity):
     rank[choice], slot[choice] = place
   assert_same_bits(routing.rank, rank)
   assert_same_bits(routing.slot, slot)
+  assert_same_bits(routing.kept, slot >= 0)
   for name, shape, expected in [
     ("group_sizes", (P, L), by_row.group_sizes),
     ("token_counts", (P, L), by_row.token_counts),
     ("total_recv_tokens", (P, 1), by_row.total),
+    ("dropped_counts", (P, L), by_row.dropped_counts),
+    ("max_recv_tokens", (P, 1), [max(by_row.total)] * P),
   ]:
     expected = np.reshape(expected, shape).astype(np.int32)
     assert_same_bits(getattr(routing, name), expected)

@@ -28,6 +28,7 @@ class RoutingSummary:
     group_sizes: int32 [N, L], rows of its slab inside the capacity, padding
       included.
     total_recv_tokens: int32 [N], rows wanted: padding and dropped ones too.
+    dropped_counts: int32 [N, L], tokens of each local expert that were dropped.
   """
 
   layer: EpLayerConfig
@@ -35,6 +36,7 @@ class RoutingSummary:
   token_counts: np.ndarray
   group_sizes: np.ndarray
   total_recv_tokens: np.ndarray
+  dropped_counts: np.ndarray
 
   @property
   def slab_offsets(self) -> np.ndarray:
@@ -51,12 +53,8 @@ class RoutingSummary:
 
   @property
   def dropped(self) -> np.ndarray:
-    """int32 [N]: rows past the capacity.
-
-    With an alignment of 1 these are the choices that were dropped; otherwise
-    some may be padding.
-    """
-    return (self.total_recv_tokens - self.layer.capacity).clip(0)
+    """int32 [N]: tokens of all the rank's experts that were dropped."""
+    return self.dropped_counts.sum(1, dtype=np.int32)
 
   @property
   def imbalance(self) -> np.ndarray:
@@ -109,10 +107,11 @@ class RoutingSummary:
         self.slab_offsets[i],
         self.group_sizes[i],
         self.token_counts[i],
+        self.dropped_counts[i],
         strict=True,
       )
       for numbers in experts if every_expert else ():
-        lines.append(row("", *numbers, "", "").rstrip())
+        lines.append(row("", *numbers, "").rstrip())
     return "\n".join(lines)
 
 
@@ -144,7 +143,12 @@ def describe(handle: EpHandle) -> RoutingSummary:
   check_handle("describe", handle)
   layer = handle.layer
   what = f'describe(layer "{layer.name}")'
-  counts = handle.token_counts, handle.group_sizes, handle.total_recv_tokens
+  counts = (
+    handle.token_counts,
+    handle.group_sizes,
+    handle.dropped_counts,
+    handle.total_recv_tokens,
+  )
   if any(isinstance(x, jax.core.Tracer) for x in counts):
     raise TypeError(
       f"{what}: the handle is being traced and has no values yet; return it"
@@ -165,8 +169,10 @@ def describe(handle: EpHandle) -> RoutingSummary:
       f" [R, L] = [{ranks}, {local}] is expected; of stacked handles, take one:"
       " jax.tree.map(lambda x: x[i], handles)."
     )
-  token_counts, group_sizes, totals = counts
-  return RoutingSummary(layer, here, token_counts, group_sizes, totals[:, 0])
+  token_counts, group_sizes, dropped_counts, totals = counts
+  return RoutingSummary(
+    layer, here, token_counts, group_sizes, totals[:, 0], dropped_counts
+  )
 
 
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ _PACKAGES = {
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # use; the library carries its own (//ep_ffi/handlers:interface). After a change
 # on that side, the error of every test has the digest to write here.
-INTERFACE = "34ea43fc89cd"
+INTERFACE = "bf4d3eef1e42"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096

@@ -8,8 +8,12 @@ import math
 
 import jax
 
+from ep._src import sharding
 from ep._src.backend import OpParams
 from ep._src.group import EpLayerConfig
+
+# The kind of each leaf of a handle, for `sharding.call`.
+LEAF_KINDS = [sharding.RANK] * 6 + [sharding.TOKENS]
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +23,11 @@ class EpHandle:
 
   It is plain arrays and static data, so it crosses jit boundaries, `scan`,
   `jax.checkpoint`, donation and serialisation. Shapes are those of the local
-  view; in the global view each leaf has a leading axis of R ranks.
+  view; in the global view each leaf but `kept` has a leading axis of R ranks.
+
+  A refused routing that does not end the program (on GPUs, and in a program
+  that was exported with backend "xla") has sizes and counts of 0, totals of -1,
+  and keeps no choice.
 
   Attributes:
     mem: uint8 [M], the routing in the backend's own form.
@@ -31,6 +39,14 @@ class EpHandle:
       places.
     total_recv_tokens: int32 [1], rows that this rank would receive with an
       unlimited capacity, padding included. Those past the capacity are dropped.
+    dropped_counts: int32 [L], tokens that chose each local expert and were
+      dropped; the expert was chosen `token_counts + dropped_counts` times.
+    max_recv_tokens: int32 [1], the largest `total_recv_tokens` of the ranks of
+      the EP domain. It is equal on all of them, so that a program can take the
+      same branch on all.
+    kept: bool [*token_shape, K], whether each choice has a row: False if it is
+      unused (-1) or was dropped. In the global view it has the shape and the
+      sharding of `topk_idx`.
     layer: static; the configuration that it was prepared with.
     token_shape: static; leading dims of this rank's tokens, whose product is T.
   """
@@ -39,6 +55,9 @@ class EpHandle:
   group_sizes: jax.Array
   token_counts: jax.Array
   total_recv_tokens: jax.Array
+  dropped_counts: jax.Array
+  max_recv_tokens: jax.Array
+  kept: jax.Array
   layer: EpLayerConfig = dataclasses.field(metadata=dict(static=True))
   token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 

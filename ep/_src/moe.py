@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ep._src import arguments, fold, sharding
 from ep._src.experts import Activation, Experts, through_experts
 from ep._src.group import check_layer, EpLayerConfig
-from ep._src.handle import EpHandle
+from ep._src.handle import EpHandle, LEAF_KINDS
 from ep._src.padding import Padding
 
 
@@ -121,23 +121,29 @@ def moe_layer(
     lead = _check_lead(op, routed)
     padding = Padding.of(group, op, lead) if pad else Padding(lead)
     routed = [*map(padding.add, routed, [0, -1, 0])]
-    sharding.local_lead(group, op, "tokens", routed[0].shape)
-    out, handle = sharding.call(
+    token_shape = sharding.local_lead(group, op, "tokens", routed[0].shape)
+    out, leaves = sharding.call(
       group,
       op,
-      through_experts,
+      _of_rank,
       [layer, experts],
       [params, *routed],
       [sharding.EXPERTS] + [sharding.TOKENS] * 3,
-      (sharding.TOKENS, sharding.RANK),
+      (sharding.TOKENS, LEAF_KINDS),
       keep=keep,
     )
+    handle = EpHandle(*leaves, layer=layer, token_shape=token_shape)
     return padding.remove(out), handle
 
   if return_handle:
     return view(routed, params)
   out, _ = fold.examples(lambda *args: (view(*args)[0], ()), routed, params)
   return out
+
+
+def _of_rank(layer, experts, *args):
+  out, handle = through_experts(layer, experts, *args)
+  return out, jax.tree.leaves(handle)
 
 
 def _check_lead(op, routed):

@@ -232,8 +232,6 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
   axes = layer.group.token_axes
   experts = config.num_experts
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
-  wanted = handle.total_recv_tokens[0]
-  dropped = jnp.maximum(wanted - layer.capacity, 0)
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
   return Metrics(
@@ -243,8 +241,8 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
     ),
     z_loss=router_losses.router_z_loss(logits, **batch),
     entropy=router_losses.router_entropy(logits, **batch),
-    dropped=lax.psum(dropped, axes),
-    max_rank_rows=lax.pmax(wanted, axes),
+    dropped=lax.psum(handle.dropped_counts.sum(dtype=jnp.int32), axes),
+    max_rank_rows=lax.pmax(handle.total_recv_tokens[0], axes),
   )
 
 

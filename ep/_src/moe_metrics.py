@@ -20,8 +20,7 @@ class Metrics(NamedTuple):
     entropy: float32 [], the mean entropy of the softmax of a token's logits, in
       nats, from 0 to log E. It tells a router that never decides, or always
       decides for the same.
-    dropped: int32 [], rows past the capacities. With an alignment of 1 these
-      are choices.
+    dropped: int32 [], choices that found no row.
     max_rank_rows: int32 [], rows wanted by the busiest rank.
   """
 

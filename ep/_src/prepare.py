@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ep._src import primitive, sharding, te_names
 from ep._src.backend import OpParams
 from ep._src.group import check_layer, EpLayerConfig
-from ep._src.handle import EpHandle
+from ep._src.handle import EpHandle, LEAF_KINDS
 
 
 @te_names.explain
@@ -80,7 +80,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
     [params],
     [topk_idx],
     [sharding.TOKENS],
-    sharding.RANK,
+    LEAF_KINDS,
   )
   leaves = [checkpoint_name(leaf, "ep_routing") for leaf in leaves]
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
@@ -88,13 +88,14 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
 
 def _prepare(params: OpParams, topk_idx: jax.Array) -> list[jax.Array]:
   idx = topk_idx.reshape(params.num_tokens, params.layer.top_k)
-  return primitive.bind(prepare_p, params, idx)
+  *leaves, kept = primitive.bind(prepare_p, params, idx)
+  return [*leaves, kept.reshape(topk_idx.shape)]
 
 
 def _out_types(params: OpParams, topk_idx):
-  del topk_idx
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
+  per_rank = jax.ShapeDtypeStruct((1,), jnp.int32)
   try:
     mem_bytes = params.connection.mem_bytes(params)
   except ValueError as e:
@@ -103,7 +104,10 @@ def _out_types(params: OpParams, topk_idx):
     jax.ShapeDtypeStruct((mem_bytes,), jnp.uint8),
     per_expert,
     per_expert,
-    jax.ShapeDtypeStruct((1,), jnp.int32),
+    per_rank,
+    per_expert,
+    per_rank,
+    jax.ShapeDtypeStruct(topk_idx.shape, jnp.bool_),
   ]
 
 

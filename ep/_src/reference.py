@@ -13,8 +13,8 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
   source rank, then by source token. Rows and weights that pad a slab, and those
   past the last slab, are zero.
 * Choices: -1 is an unused one. Slots at or past `C` are dropped, along with
-  their weights and gradients; `total_recv_tokens` includes dropped slots and
-  padding.
+  their weights and gradients; `total_recv_tokens` and `max_recv_tokens` include
+  dropped slots and padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
   that is rounded before it is added. Denormal float32 numbers are zeros of
@@ -43,6 +43,11 @@ class Routing(NamedTuple):
   group_sizes: jax.Array  # [P, L] rows of each slab, cut at the capacity
   token_counts: jax.Array  # [P, L] rows of each slab that hold a token
   total_recv_tokens: jax.Array  # [P, 1] rows wanted, dropped ones included
+  dropped_counts: jax.Array  # [P, L] tokens of each expert without a row
+  max_recv_tokens: (
+    jax.Array
+  )  # [P, 1] the largest total_recv_tokens of all ranks
+  kept: jax.Array  # [P, T, K] whether a choice has a slot
 
 
 def prepare(topk_idx, *, num_experts, capacity, alignment=1):
@@ -60,12 +65,17 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
   slot_of_expert = row_in_slab + offset.reshape(E)
   slot = xp.take_along_axis(slot_of_expert, idx.clip(0), axis=2)
   kept = (idx >= 0) & (slot < capacity)
+  token_counts = count.clip(max=(capacity - offset).clip(0))
+  total = end[:, -1:]
   return Routing(
     rank=xp.where(kept, idx // L, -1),
     slot=xp.where(kept, slot, -1),
     group_sizes=end.clip(max=capacity) - offset.clip(max=capacity),
-    token_counts=count.clip(max=(capacity - offset).clip(0)),
-    total_recv_tokens=end[:, -1:],
+    token_counts=token_counts,
+    total_recv_tokens=total,
+    dropped_counts=count - token_counts,
+    max_recv_tokens=xp.full_like(total, total.max()),
+    kept=kept,
   )
 
 
@@ -106,7 +116,7 @@ def _scatter(routing, x, capacity):
   P, _, _, *rest = x.shape
   x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
   # Choices without a slot go to one more row, which is cut off.
-  at = routing.rank, xp.where(routing.slot < 0, capacity, routing.slot)
+  at = routing.rank, xp.where(routing.kept, routing.slot, capacity)
   rows = xp.zeros((P, capacity + 1, *rest), x.dtype)
   if isinstance(rows, np.ndarray):
     rows[at] = x
@@ -118,7 +128,7 @@ def _scatter(routing, x, capacity):
 def _gather(routing, rows):
   """Moves each slot to its choice: [P, C, ...] to [P, T, K, ...]."""
   xp = rows.__array_namespace__()
-  kept = routing.slot >= 0
+  kept = routing.kept
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))
   found = rows[routing.rank, routing.slot]
   return xp.where(kept, found, xp.zeros((), rows.dtype))

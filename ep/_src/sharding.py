@@ -122,7 +122,7 @@ def call(
   `jax.jit` only the first one compiles. Inside, the program is inlined: each
   of its ops gets a position of its own. The group's connection keeps the
   program, which must not keep the group open in turn. So a layer in `static` is
-  replaced by an equal one, which a handle among the results then refers to.
+  replaced by an equal one.
 
   Args:
     group: the group whose ranks run it.

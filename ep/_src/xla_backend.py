@@ -99,12 +99,18 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   mem = xla_plan.pack(dims, plan) + failed
   group_sizes = slabs.end.clip(max=dims.C) - slabs.offset.clip(max=dims.C)
   token_counts = slabs.tokens.clip(max=(dims.C - slabs.offset).clip(0))
+  dropped_counts = slabs.tokens - token_counts
+  total = slabs.end[:, -1:]
+  kept = plan.code.reshape(idx.shape) < dims.no_code
   me = lax.axis_index(dims.axis)
   return [
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
     jnp.where(failed, 0, group_sizes[me]),
     jnp.where(failed, 0, token_counts[me]),
-    jnp.where(failed, -1, slabs.end[me, -1:]),
+    jnp.where(failed, -1, total[me]),
+    jnp.where(failed, 0, dropped_counts[me]),
+    jnp.where(failed, -1, total.max(0)),
+    jnp.where(failed, False, kept),
   ]
 
 

@@ -176,8 +176,7 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
   return {
     "sent": (topk_idx >= 0).reshape(mesh.size, -1).sum(axis=1),
     "received": loads.sum(axis=1),
-    # There is no alignment, so slabs hold no padding.
-    "dropped": handle.total_recv_tokens[:, 0] - handle.group_sizes.sum(axis=1),
+    "dropped": handle.dropped_counts.sum(axis=1),
     "imbalance": loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9),
     "dispatch": times[:, 0],
     "combine": times[:, 1],

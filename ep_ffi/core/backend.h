@@ -23,7 +23,8 @@
 // With a stream, an op is done when it is enqueued, in the order of the calls,
 // which is then the same on every rank. A fault that the device finds later
 // makes the outputs NaN on every rank and fails a later ep_prepare, the same
-// one on every rank.
+// one on every rank. The faulty routing keeps no choice: its counts are 0, and
+// its totals -1.
 //
 // Nothing here throws.
 
@@ -134,6 +135,9 @@ struct PrepareArgs {
   int32_t* group_sizes;        // [L]
   int32_t* token_counts;       // [L]
   int32_t* total_recv_tokens;  // [1]
+  int32_t* dropped_counts;     // [L]
+  int32_t* max_recv_tokens;    // [1]
+  uint8_t* kept;               // [T, K]
 };
 
 // Token rows to slots: dispatch, and the backward of combine.

@@ -199,11 +199,13 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
 
   // Writes where this rank's tokens go, destination by destination.
   const ChoicesView& mine = choices[rank];
+  int64_t max_wanted = 0;
   for (int64_t dest = 0; dest < dims.ep_size; ++dest) {
     const std::vector<int64_t> offsets = SlabOffsets(dims, dest, choices);
     if (offsets.back() > capacity && !dims.drop) {
       return Overflow(dest, offsets.back(), capacity);
     }
+    max_wanted = std::max(max_wanted, offsets.back());
     for (int64_t j = 0; j < num_local; ++j) {
       const int64_t expert = dest * num_local + j;
       int64_t slot = offsets[j];
@@ -218,21 +220,29 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
     }
   }
 
+  for (int64_t i = 0; i < dims.num_choices(); ++i) {
+    out.kept[i] = send[i].rank >= 0;
+  }
+
   // Writes what arrives in this rank's slots.
   const std::vector<int64_t> offsets = SlabOffsets(dims, rank, choices);
   for (int64_t j = 0; j < num_local; ++j) {
     int64_t slot = std::min(offsets[j], capacity);
     const int64_t begin = slot;
+    int64_t wanted = 0;
     for (int64_t r = 0; r < dims.ep_size; ++r) {
       const int32_t* starts = choices[r].starts + rank * num_local + j;
+      wanted += starts[1] - starts[0];
       for (int64_t i = starts[0]; i < starts[1] && slot < capacity; ++i) {
         recv[slot++] = {static_cast<int32_t>(r), choices[r].order[i]};
       }
     }
     out.token_counts[j] = slot - begin;
+    out.dropped_counts[j] = wanted - out.token_counts[j];
     out.group_sizes[j] = std::min(offsets[j + 1], capacity) - begin;
   }
   out.total_recv_tokens[0] = offsets.back();
+  out.max_recv_tokens[0] = max_wanted;
   header.num_slots = std::min(offsets.back(), capacity);
 
   std::memset(out.mem, 0, kHeaderBytes);

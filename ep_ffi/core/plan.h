@@ -80,6 +80,9 @@ struct PlanOutputs {
   int32_t* group_sizes;        // [L] rows of each slab inside the capacity
   int32_t* token_counts;       // [L] tokens kept in each slab
   int32_t* total_recv_tokens;  // [1] slots wanted, before any drop
+  int32_t* dropped_counts;     // [L] tokens of each expert without a slot
+  int32_t* max_recv_tokens;    // [1] the largest total of the domain's ranks
+  uint8_t* kept;               // [T, K] 1 if the choice has a slot, or else 0
 };
 
 // Writes the plan of `rank` from the choices of every rank. Fails if any rank

@@ -57,12 +57,17 @@ struct Prepared {
   explicit Prepared(const PlanDims& dims)
       : mem(PlanBytes(dims), std::byte{0xa5}),
         group_sizes(dims.num_local_experts(), -7),
-        token_counts(dims.num_local_experts(), -7) {}
+        token_counts(dims.num_local_experts(), -7),
+        dropped_counts(dims.num_local_experts(), -7),
+        kept(dims.num_choices(), 7) {}
 
   std::vector<std::byte> mem;
   std::vector<int32_t> group_sizes;
   std::vector<int32_t> token_counts;
   int32_t total_recv_tokens = -7;
+  std::vector<int32_t> dropped_counts;
+  int32_t max_recv_tokens = -7;
+  std::vector<uint8_t> kept;
   Status status;
 };
 
@@ -73,9 +78,11 @@ Prepared Build(const PlanDims& dims, int64_t rank,
     views.push_back({s.starts.data(), s.order.data()});
   }
   Prepared out(dims);
-  out.status = BuildPlan(dims, domain, rank, views,
-                         {out.mem.data(), out.group_sizes.data(),
-                          out.token_counts.data(), &out.total_recv_tokens});
+  out.status = BuildPlan(
+      dims, domain, rank, views,
+      {out.mem.data(), out.group_sizes.data(), out.token_counts.data(),
+       &out.total_recv_tokens, out.dropped_counts.data(), &out.max_recv_tokens,
+       out.kept.data()});
   return out;
 }
 
@@ -107,6 +114,9 @@ TEST_P(PlanProperty, MatchesTheContract) {
       EXPECT_EQ(expected.group_sizes[rank], got.group_sizes);
       EXPECT_EQ(expected.token_counts[rank], got.token_counts);
       EXPECT_EQ(expected.total_recv_tokens[rank], got.total_recv_tokens);
+      EXPECT_EQ(expected.dropped_counts[rank], got.dropped_counts);
+      EXPECT_EQ(expected.max_recv_tokens, got.max_recv_tokens);
+      EXPECT_EQ(expected.kept[rank], got.kept);
 
       Plan plan;
       ASSERT_TRUE(

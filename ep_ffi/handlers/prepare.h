@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // ep_prepare: (topk_idx [T, K], place [2]) -> mem [M], group_sizes [L],
-// token_counts [L], total_recv_tokens [1]
+// token_counts [L], total_recv_tokens [1], dropped_counts [L],
+// max_recv_tokens [1], kept [T, K]
 
 #ifndef EP_FFI_HANDLERS_PREPARE_H_
 #define EP_FFI_HANDLERS_PREPARE_H_
@@ -13,13 +14,8 @@
 
 namespace ep {
 
-inline Status DecodePrepare(const Group& group, const Layer& layer,
-                            const ffi::AnyBuffer& topk_idx,
-                            const ffi::AnyBuffer& place,
-                            const ffi::AnyBuffer& mem,
-                            const ffi::AnyBuffer& group_sizes,
-                            const ffi::AnyBuffer& token_counts,
-                            const ffi::AnyBuffer& total, PrepareArgs* out) {
+inline Status DecodeChoices(const ffi::AnyBuffer& topk_idx, const Layer& layer,
+                            PrepareArgs* out) {
   const bool is_int64 = topk_idx.element_type() == ffi::DataType::S64;
   if ((!is_int64 && topk_idx.element_type() != ffi::DataType::S32) ||
       topk_idx.dimensions().size() != 2 || Dim(topk_idx, 1) != layer.top_k) {
@@ -29,19 +25,12 @@ inline Status DecodePrepare(const Group& group, const Layer& layer,
   out->index_is_int64 = is_int64;
   out->num_tokens = Dim(topk_idx, 0);
   out->top_k = layer.top_k;
-  EP_RETURN_IF_ERROR(
-      DecodeArray("place", place, ffi::DataType::S32, 2, &out->place));
-  EP_RETURN_IF_ERROR(group.MemBytes(layer, out->num_tokens, &out->mem_bytes));
-  EP_RETURN_IF_ERROR(
-      DecodeArray("mem", mem, ffi::DataType::U8, out->mem_bytes, &out->mem));
-  const int64_t num_local = group.num_experts() / group.ep_size();
-  EP_RETURN_IF_ERROR(DecodeArray("group_sizes", group_sizes, ffi::DataType::S32,
-                                 num_local, &out->group_sizes));
-  EP_RETURN_IF_ERROR(DecodeArray("token_counts", token_counts,
-                                 ffi::DataType::S32, num_local,
-                                 &out->token_counts));
-  return DecodeArray("total_recv_tokens", total, ffi::DataType::S32, 1,
-                     &out->total_recv_tokens);
+  return Status();
+}
+
+inline Status DecodeCounts(const char* name, const ffi::AnyBuffer& buffer,
+                           int64_t count, int32_t** out) {
+  return DecodeArray(name, buffer, ffi::DataType::S32, count, out);
 }
 
 inline ffi::Future Prepare(OpCall context, ffi::Dictionary,
@@ -49,12 +38,32 @@ inline ffi::Future Prepare(OpCall context, ffi::Dictionary,
                            ffi::Result<ffi::AnyBuffer> mem,
                            ffi::Result<ffi::AnyBuffer> group_sizes,
                            ffi::Result<ffi::AnyBuffer> token_counts,
-                           ffi::Result<ffi::AnyBuffer> total) {
+                           ffi::Result<ffi::AnyBuffer> total,
+                           ffi::Result<ffi::AnyBuffer> dropped_counts,
+                           ffi::Result<ffi::AnyBuffer> max,
+                           ffi::Result<ffi::AnyBuffer> kept) {
   return Submit(Op::kPrepare, context, [&](Group& group, Call call) {
+    const Layer& layer = call.site->layer;
+    const int64_t num_local = group.num_experts() / group.ep_size();
     PrepareArgs args;
-    EP_RETURN_IF_ERROR(DecodePrepare(group, call.site->layer, topk_idx, place,
-                                     *mem, *group_sizes, *token_counts, *total,
-                                     &args));
+    EP_RETURN_IF_ERROR(DecodeChoices(topk_idx, layer, &args));
+    EP_RETURN_IF_ERROR(
+        DecodeArray("place", place, ffi::DataType::S32, 2, &args.place));
+    EP_RETURN_IF_ERROR(group.MemBytes(layer, args.num_tokens, &args.mem_bytes));
+    EP_RETURN_IF_ERROR(
+        DecodeArray("mem", *mem, ffi::DataType::U8, args.mem_bytes, &args.mem));
+    EP_RETURN_IF_ERROR(DecodeCounts("group_sizes", *group_sizes, num_local,
+                                    &args.group_sizes));
+    EP_RETURN_IF_ERROR(DecodeCounts("token_counts", *token_counts, num_local,
+                                    &args.token_counts));
+    EP_RETURN_IF_ERROR(
+        DecodeCounts("total_recv_tokens", *total, 1, &args.total_recv_tokens));
+    EP_RETURN_IF_ERROR(DecodeCounts("dropped_counts", *dropped_counts,
+                                    num_local, &args.dropped_counts));
+    EP_RETURN_IF_ERROR(
+        DecodeCounts("max_recv_tokens", *max, 1, &args.max_recv_tokens));
+    EP_RETURN_IF_ERROR(DecodeArray("kept", *kept, ffi::DataType::PRED,
+                                   args.num_tokens * args.top_k, &args.kept));
     group.Prepare(std::move(call), args);
     return Status();
   });
@@ -66,6 +75,9 @@ inline auto BindPrepare() {
       .Attrs()
       .Arg<ffi::AnyBuffer>()
       .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
       .Ret<ffi::AnyBuffer>()
       .Ret<ffi::AnyBuffer>()
       .Ret<ffi::AnyBuffer>()

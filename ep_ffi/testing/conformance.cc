@@ -29,6 +29,16 @@ void ExpectFailureOnAll(const Failure& expected, const StepPtr& step) {
   }
 }
 
+void ExpectCounts(const Layout& expected, int64_t rank,
+                  const RankOutput& actual) {
+  EXPECT_EQ(expected.group_sizes[rank], actual.group_sizes);
+  EXPECT_EQ(expected.token_counts[rank], actual.token_counts);
+  EXPECT_EQ(expected.total_recv_tokens[rank], actual.total_recv_tokens);
+  EXPECT_EQ(expected.dropped_counts[rank], actual.dropped_counts);
+  EXPECT_EQ(expected.max_recv_tokens, actual.max_recv_tokens);
+  EXPECT_EQ(expected.kept[rank], actual.kept);
+}
+
 std::vector<Domain> Conformance::MakeWorld(const WorldOptions& options) {
   std::vector<Domain> world = GetParam().make(options);
   domains_.insert(domains_.end(), world.begin(), world.end());
@@ -73,11 +83,8 @@ Routed Conformance::Prepare(const Domain& domain, const PlanDims& dims,
                                   PrepareInputs(dims, topk_idx));
   ExpectRuns(step);
   for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
-    const RankOutput& out = step->output(rank);
-    EXPECT_EQ(routed.layout.group_sizes[rank], out.group_sizes);
-    EXPECT_EQ(routed.layout.token_counts[rank], out.token_counts);
-    EXPECT_EQ(routed.layout.total_recv_tokens[rank], out.total_recv_tokens);
-    routed.mems.push_back(out.mem);
+    ExpectCounts(routed.layout, rank, step->output(rank));
+    routed.mems.push_back(step->output(rank).mem);
   }
   return routed;
 }

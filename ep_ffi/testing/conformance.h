@@ -111,6 +111,9 @@ struct Failure {
 void ExpectFailure(const Failure& expected, const Status& status);
 // Runs a step and expects it to fail on every rank.
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
+// Compares all that ep_prepare has returned on a rank but `mem`.
+void ExpectCounts(const Layout& expected, int64_t rank,
+                  const RankOutput& actual);
 
 // The tests of every backend, and what they share with those of the promises.
 class Conformance : public ::testing::TestWithParam<Backend> {

@@ -57,6 +57,7 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
   ExpectRuns(narrow);
   Routed same = {kDims, wide.layout, {}};
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    ExpectCounts(wide.layout, rank, narrow->output(rank));
     same.mems.push_back(narrow->output(rank).mem);
     if (GetParam().repeatable_handles) {
       EXPECT_EQ(wide.mems[rank], same.mems[rank]);

@@ -85,8 +85,7 @@ std::string ArrayDifference(const char* what, DType dtype, int64_t width,
 }  // namespace
 
 bool Layout::Overflows(const PlanDims& dims) const {
-  return *std::max_element(total_recv_tokens.begin(), total_recv_tokens.end()) >
-         dims.capacity;
+  return max_recv_tokens > dims.capacity;
 }
 
 Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
@@ -95,20 +94,24 @@ Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
   Layout layout;
   layout.send.assign(num_ranks,
                      std::vector<Route>(dims.num_choices(), kNoRoute));
+  layout.kept.assign(num_ranks, std::vector<uint8_t>(dims.num_choices(), 0));
   for (int32_t dest = 0; dest < num_ranks; ++dest) {
     std::vector<Route> recv(dims.capacity, kNoRoute);
-    std::vector<int32_t> group_sizes, token_counts;
+    std::vector<int32_t> group_sizes, token_counts, dropped_counts;
     int32_t slot = 0;
     for (int64_t j = 0; j < num_local; ++j) {
       const int32_t begin = slot;
-      int32_t kept = 0;
+      int32_t kept = 0, dropped = 0;
       for (int32_t source = 0; source < num_ranks; ++source) {
         for (int32_t i = 0; i < dims.num_choices(); ++i) {
           if (topk_idx[source][i] != dest * num_local + j) continue;
           if (slot < dims.capacity) {
             layout.send[source][i] = {dest, slot};
+            layout.kept[source][i] = 1;
             recv[slot] = {source, i};
             ++kept;
+          } else {
+            ++dropped;
           }
           ++slot;
         }
@@ -118,11 +121,14 @@ Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
       group_sizes.push_back(std::min(slot, capacity) -
                             std::min(begin, capacity));
       token_counts.push_back(kept);
+      dropped_counts.push_back(dropped);
     }
     layout.recv.push_back(recv);
     layout.group_sizes.push_back(group_sizes);
     layout.token_counts.push_back(token_counts);
     layout.total_recv_tokens.push_back(slot);
+    layout.dropped_counts.push_back(dropped_counts);
+    layout.max_recv_tokens = std::max(layout.max_recv_tokens, slot);
   }
   return layout;
 }

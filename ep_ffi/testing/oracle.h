@@ -27,6 +27,9 @@ struct Layout {
   std::vector<std::vector<int32_t>> group_sizes;
   std::vector<std::vector<int32_t>> token_counts;
   std::vector<int32_t> total_recv_tokens;
+  std::vector<std::vector<int32_t>> dropped_counts;
+  int32_t max_recv_tokens = 0;
+  std::vector<std::vector<uint8_t>> kept;  // [P][T * K]
 
   bool Overflows(const PlanDims& dims) const;
 };

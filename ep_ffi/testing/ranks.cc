@@ -149,13 +149,17 @@ void Step::PostPrepare(int64_t rank, Call call) {
   Arm(mem_bytes, &out.mem);
   Arm(in.dims.num_local_experts(), &out.group_sizes);
   Arm(in.dims.num_local_experts(), &out.token_counts);
+  Arm(in.dims.num_local_experts(), &out.dropped_counts);
+  Arm(in.dims.num_choices(), &out.kept);
   const void* topk_idx = narrow_idx_[rank].data();
   if (in.index_is_int64) topk_idx = in.topk_idx.data();
   domain_.groups[rank]->Prepare(
-      std::move(call), {topk_idx, in.place.empty() ? nullptr : in.place.data(),
-                        in.index_is_int64, in.dims.num_tokens, in.dims.top_k,
-                        out.mem.data(), mem_bytes, out.group_sizes.data(),
-                        out.token_counts.data(), &out.total_recv_tokens});
+      std::move(call),
+      {topk_idx, in.place.empty() ? nullptr : in.place.data(),
+       in.index_is_int64, in.dims.num_tokens, in.dims.top_k, out.mem.data(),
+       mem_bytes, out.group_sizes.data(), out.token_counts.data(),
+       &out.total_recv_tokens, out.dropped_counts.data(), &out.max_recv_tokens,
+       out.kept.data()});
 }
 
 ScatterArgs Step::ToScatterArgs(int64_t rank) {
@@ -222,6 +226,8 @@ Status Step::Wait(int64_t rank) {
   Disarm(&out.mem);
   Disarm(&out.group_sizes);
   Disarm(&out.token_counts);
+  Disarm(&out.dropped_counts);
+  Disarm(&out.kept);
   Disarm(&out.data.rows);
   Disarm(&out.data.weights);
   return status;

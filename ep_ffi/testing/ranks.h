@@ -82,6 +82,9 @@ struct RankOutput {
   std::vector<int32_t> group_sizes;
   std::vector<int32_t> token_counts;
   int32_t total_recv_tokens = 0;
+  std::vector<int32_t> dropped_counts;
+  int32_t max_recv_tokens = 0;
+  std::vector<uint8_t> kept;
   RankData data;
 };
 

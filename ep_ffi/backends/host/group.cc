@@ -199,9 +199,10 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
       if (is_local[r]) continue;
       choices[r] = Copy(dims, choices[r], &copies.emplace_back());
     }
-    return BuildPlan(dims, domain, rank, choices,
-                     {args.mem, args.group_sizes, args.token_counts,
-                      args.total_recv_tokens});
+    return BuildPlan(
+        dims, domain, rank, choices,
+        {args.mem, args.group_sizes, args.token_counts, args.total_recv_tokens,
+         args.dropped_counts, args.max_recv_tokens, args.kept});
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
     "EpCountChoices", "EpSumChoices",    "EpPlaceSlabs",
-    "EpFindFault",    "EpFilterChoices", "EpClearForeign",
+    "EpFindFault",    "EpWriteRouting",  "EpClearForeign",
     "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads

@@ -57,7 +57,7 @@ class Device {
     kSumChoices,
     kPlaceSlabs,
     kFindFault,
-    kFilterChoices,
+    kWriteRouting,
     kClearForeign,
     kFinish,
     kFindNotFinite,

@@ -170,6 +170,9 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   routing.group_sizes = args.group_sizes;
   routing.token_counts = args.token_counts;
   routing.total_recv_tokens = args.total_recv_tokens;
+  routing.dropped_counts = args.dropped_counts;
+  routing.max_recv_tokens = args.max_recv_tokens;
+  routing.kept = args.kept;
   routing.program = HashProgram(*call.site, routing.sizes);
   reports_.Begin(&routing);
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(

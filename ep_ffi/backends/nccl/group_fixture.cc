@@ -211,8 +211,16 @@ Routed NcclGroupTest::PrepareFault(const Domain& domain, const PlanDims& dims) {
   }
   Routed routed = {
       dims, testing::LayOut(dims, Choices(dims.ep_size, topk_idx[0])), {}};
+  const std::vector<int32_t> none(dims.num_local_experts(), 0);
   for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
-    routed.mems.push_back(step->output(rank).mem);
+    const testing::RankOutput& out = step->output(rank);
+    EXPECT_EQ(none, out.group_sizes);
+    EXPECT_EQ(none, out.token_counts);
+    EXPECT_EQ(-1, out.total_recv_tokens);
+    EXPECT_EQ(none, out.dropped_counts);
+    EXPECT_EQ(-1, out.max_recv_tokens);
+    EXPECT_EQ(std::vector<uint8_t>(dims.num_choices(), 0), out.kept);
+    routed.mems.push_back(out.mem);
   }
   return routed;
 }

@@ -8,7 +8,8 @@
 // counts its own, all ranks exchange their counts, and from the counts each
 // rank computes the same outcome and the slot of each of its choices. Choices
 // that are dropped, and all choices of a routing with a fault, are passed on as
-// unused. They are passed on in 64 bits: NCCL EP 0.2.0 caches narrower ones and
+// unused. (A routing with a fault also has counts of 0 and totals of -1.) They
+// are passed on in 64 bits: NCCL EP 0.2.0 caches narrower ones and
 // reads the cache as if they had 64 bits.
 //
 // No kernel uses shared memory or a barrier of its block. Steps that need an
@@ -89,6 +90,27 @@ __device__ Outcome CheckHandle(const Routing& r) {
   return header.outcome;
 }
 
+// Writes the sizes of a slab of this rank.
+__device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
+  const int32_t expert = r.rank * r.num_local + j;
+  const int32_t total = failed ? 0 : r.totals[expert];
+  const int32_t left = failed ? 0 : max(r.capacity - r.offsets[expert], 0);
+  r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
+  r.token_counts[j] = min(total, left);
+  r.dropped_counts[j] = total - r.token_counts[j];
+}
+
+// Returns whether a choice of a routing without faults has a slot.
+__device__ bool HasSlot(const Routing& r, int32_t choice) {
+  const int64_t id = IdAt(r, choice);
+  if (id == -1) return false;
+  const int32_t chunk = choice / kChunk;
+  int32_t slot =
+      r.offsets[id] + r.before[id] + r.chunk_starts[chunk * r.num_experts + id];
+  for (int32_t i = chunk * kChunk; i < choice; ++i) slot += IdAt(r, i) == id;
+  return slot < r.capacity;
+}
+
 __device__ void Fill(int64_t row, int32_t width, uint32_t value,
                      uint32_t* words) {
   for (int32_t i = threadIdx.x; i < width; i += blockDim.x) {
@@ -158,21 +180,15 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
     return RoundUp(sum, r.alignment);
   };
   const auto place = [&](int32_t j, int32_t offset) {
-    const int32_t total = r.totals[first_expert + j];
     r.offsets[first_expert + j] = offset;
-    if (rank != r.rank) return;
-    const int32_t left = max(r.capacity - offset, 0);
-    r.token_counts[j] = min(total, left);
-    r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
   };
   const int32_t need = WarpScan(Lane(), r.num_local, count, place);
-  if (Lane() != 0) return;
-  r.needs[rank] = need;
-  if (rank == r.rank) *r.total_recv_tokens = need;
+  if (Lane() == 0) r.needs[rank] = need;
 }
 
-// Finds the first fault of all ranks, and writes the header and the report.
-// Runs one warp. All ranks find the same, since they read the same `received`.
+// Finds the first fault of all ranks, and writes the header, the report and the
+// totals. Runs one warp. All ranks find the same, since they read the same
+// `received`.
 extern "C" __global__ void EpFindFault(Routing r) {
   if (WarpIndex() > 0) return;
   const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
@@ -188,6 +204,8 @@ extern "C" __global__ void EpFindFault(Routing r) {
   const int32_t other = WarpFind(Lane(), r.ep_size, differs);
   const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
   const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
+  const int32_t largest =
+      WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
   if (Lane() != 0) return;
   Outcome outcome = {Fault::kNone, 0, 0, 0, 0};
   // The counts of another program have another meaning, so this comes first.
@@ -206,21 +224,23 @@ extern "C" __global__ void EpFindFault(Routing r) {
   header.rank = r.rank;
   header.num_slots = min(r.needs[r.rank], r.capacity);
   header.outcome = outcome;
+  const bool failed = outcome.fault != Fault::kNone;
+  *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
+  *r.max_recv_tokens = failed ? -1 : largest;
   WriteReport(r.report, outcome, r.ticket);
 }
 
-// Writes the choices that NCCL EP may see. Runs a thread per choice.
-extern "C" __global__ void EpFilterChoices(Routing r) {
-  const int32_t choice = ThreadIndex();
-  if (choice >= r.num_choices) return;
-  r.choices[choice] = -1;
-  const int64_t id = IdAt(r, choice);
-  if (r.header->outcome.fault != Fault::kNone || id == -1) return;
-  const int32_t chunk = choice / kChunk;
-  int32_t slot =
-      r.offsets[id] + r.before[id] + r.chunk_starts[chunk * r.num_experts + id];
-  for (int32_t i = chunk * kChunk; i < choice; ++i) slot += IdAt(r, i) == id;
-  if (slot < r.capacity) r.choices[choice] = static_cast<int32_t>(id);
+// Writes how many rows and tokens the slabs of this rank have, which choices
+// are kept, and the choices that NCCL EP may see. Runs a thread per choice, and
+// at least one per local expert.
+extern "C" __global__ void EpWriteRouting(Routing r) {
+  const int32_t i = ThreadIndex();
+  const bool failed = r.header->outcome.fault != Fault::kNone;
+  if (i < r.num_local) WriteSlab(r, i, failed);
+  if (i >= r.num_choices) return;
+  const bool kept = !failed && HasSlot(r, i);
+  r.choices[i] = kept ? IdAt(r, i) : -1;
+  r.kept[i] = kept;
 }
 
 // Writes zeros over a handle that is not a routing for this op, before NCCL EP

@@ -11,6 +11,7 @@
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
+using uint8_t = unsigned char;
 using uint64_t = unsigned long long;
 #else
 #include <cstdint>
@@ -110,6 +111,9 @@ struct Routing {
   int32_t* group_sizes;        // [L]
   int32_t* token_counts;       // [L]
   int32_t* total_recv_tokens;  // [1]
+  int32_t* dropped_counts;     // [L]
+  int32_t* max_recv_tokens;    // [1]
+  uint8_t* kept;               // [T K]
   Report* report;
   uint64_t ticket;
 };

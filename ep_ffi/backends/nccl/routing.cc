@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/nccl/routing.h"
 
+#include <algorithm>
+
 #include "ep_ffi/core/hash.h"
 
 namespace ep::nccl {
@@ -105,8 +107,8 @@ Status EnqueueRouting(const Device& device, const Communicator& communicator,
   EP_RETURN_IF_ERROR(
       device.LaunchWarps(Device::kPlaceSlabs, r.ep_size, stream, &r));
   EP_RETURN_IF_ERROR(device.LaunchWarps(Device::kFindFault, 1, stream, &r));
-  return device.LaunchThreads(Device::kFilterChoices, r.num_choices, stream,
-                              &r);
+  return device.LaunchThreads(Device::kWriteRouting,
+                              std::max(r.num_choices, r.num_local), stream, &r);
 }
 
 }  // namespace ep::nccl

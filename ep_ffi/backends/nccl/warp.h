@@ -32,6 +32,17 @@ __device__ int32_t WarpScan(int32_t lane, int32_t count, Load load,
   return before;
 }
 
+// Returns the largest load(i) for i < count, or 0 if none is larger.
+template <typename Load>
+__device__ int32_t WarpMax(int32_t lane, int32_t count, Load load) {
+  int32_t largest = 0;
+  for (int32_t i = lane; i < count; i += kWarp) largest = max(largest, load(i));
+  for (int32_t step = kWarp / 2; step > 0; step /= 2) {
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  return largest;
+}
+
 // Returns the least i < count for which is(i), or else count.
 template <typename Is>
 __device__ int32_t WarpFind(int32_t lane, int32_t count, Is is) {

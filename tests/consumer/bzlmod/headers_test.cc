@@ -27,11 +27,13 @@ ep::Status Run() {
   EP_RETURN_IF_ERROR(ep::SortChoices(dims, topk_idx, &sorted));
 
   std::vector<std::byte> mem(ep::PlanBytes(dims));
-  int32_t group_sizes[2], token_counts[2], total[1];
+  int32_t group_sizes[2], token_counts[2], dropped[2], total[1], max_total[1];
+  uint8_t kept[2];
   EP_RETURN_IF_ERROR(
       ep::BuildPlan(dims, /*domain=*/0, /*rank=*/0,
                     {{sorted.starts.data(), sorted.order.data()}},
-                    {mem.data(), group_sizes, token_counts, total}));
+                    {mem.data(), group_sizes, token_counts, total, dropped,
+                     max_total, kept}));
 
   ep::Plan plan;
   EP_RETURN_IF_ERROR(

@@ -86,7 +86,8 @@ class LoopbackGroup : public ep::Group {
         EP_RETURN_IF_ERROR(
             ep::BuildPlan(dims, /*domain=*/0, rank, choices,
                           {mine.mem, mine.group_sizes, mine.token_counts,
-                           mine.total_recv_tokens}));
+                           mine.total_recv_tokens, mine.dropped_counts,
+                           mine.max_recv_tokens, mine.kept}));
       }
       return ep::Status();
     });

@@ -37,6 +37,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         host::Require(plan.token_counts[j] >= 0 &&
                           plan.token_counts[j] <= plan.group_sizes[j],
                       "a slab holds its tokens");
+        host::Require(plan.dropped_counts[j] >= 0,
+                      "no more tokens are kept than come");
         rows += plan.group_sizes[j];
       }
       host::Require(rows <= mine.capacity, "slabs lie within the capacity");

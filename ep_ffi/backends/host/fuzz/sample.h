@@ -59,8 +59,9 @@ inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
 // The outputs of ep_prepare on a rank, exactly as long as they must be.
 struct BuiltPlan {
   std::vector<std::byte> mem;
-  std::vector<int32_t> group_sizes, token_counts;
-  int32_t total_recv_tokens;
+  std::vector<int32_t> group_sizes, token_counts, dropped_counts;
+  std::vector<uint8_t> kept;
+  int32_t total_recv_tokens, max_recv_tokens;
   Status status;
 };
 
@@ -69,15 +70,20 @@ inline BuiltPlan Build(const PlanDims& dims, int64_t rank,
   BuiltPlan out = {std::vector<std::byte>(PlanBytes(dims)),
                    std::vector<int32_t>(dims.num_local_experts()),
                    std::vector<int32_t>(dims.num_local_experts()),
+                   std::vector<int32_t>(dims.num_local_experts()),
+                   std::vector<uint8_t>(dims.num_choices()),
+                   0,
                    0,
                    {}};
   std::vector<ChoicesView> views;
   for (const SortedChoices& s : sorted) {
     views.push_back({s.starts.data(), s.order.data()});
   }
-  out.status = BuildPlan(dims, 0, rank, views,
-                         {out.mem.data(), out.group_sizes.data(),
-                          out.token_counts.data(), &out.total_recv_tokens});
+  out.status = BuildPlan(
+      dims, 0, rank, views,
+      {out.mem.data(), out.group_sizes.data(), out.token_counts.data(),
+       &out.total_recv_tokens, out.dropped_counts.data(), &out.max_recv_tokens,
+       out.kept.data()});
   return out;
 }
 

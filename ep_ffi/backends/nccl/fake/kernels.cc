@@ -64,6 +64,15 @@ int32_t WarpScan(int32_t lane, int32_t count, Load load, Store store) {
   return before;
 }
 
+template <typename Load>
+int32_t WarpMax(int32_t lane, int32_t count, Load load) {
+  int32_t largest = 0;
+  for (int32_t i = 0; i < count && lane == 0; ++i) {
+    largest = std::max(largest, load(i));
+  }
+  return largest;
+}
+
 template <typename Is>
 int32_t WarpFind(int32_t lane, int32_t count, Is is) {
   int32_t i = lane == 0 ? 0 : count;
@@ -124,7 +133,7 @@ const std::map<std::string, Bind>& Table() {
   static const auto* table = new std::map<std::string, Bind>{
       EP_KERNEL(EpCountChoices),    EP_KERNEL(EpSumChoices),
       EP_KERNEL(EpPlaceSlabs),      EP_KERNEL(EpFindFault),
-      EP_KERNEL(EpFilterChoices),   EP_KERNEL(EpClearForeign),
+      EP_KERNEL(EpWriteRouting),    EP_KERNEL(EpClearForeign),
       EP_KERNEL(EpFinish),          EP_KERNEL(EpFindNotFinite),
       EP_KERNEL(EpReportNotFinite),
   };

@@ -22,6 +22,7 @@
 namespace ep::nccl {
 namespace {
 
+using std::max;
 using std::min;
 
 // The threads of a warp.
@@ -117,6 +118,19 @@ TEST(WarpTest, ScansAnyNumberOfValues) {
       sum += values[i];
     }
     EXPECT_EQ(sum, total);
+  }
+}
+
+TEST(WarpTest, FindsTheLargest) {
+  std::mt19937 random;
+  for (int32_t count : kCounts) {
+    std::vector<int32_t> values(count);
+    for (int32_t& value : values) value = random() % 1000;
+    const int32_t largest = OnWarp([&](int32_t lane) {
+      return WarpMax(lane, count, [&](int32_t i) { return values[i]; });
+    });
+    values.push_back(0);
+    EXPECT_EQ(*std::max_element(values.begin(), values.end()), largest);
   }
 }
 
