@@ -15,13 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case
+from cases import assert_same, Case, check
 from conftest import make_mesh
 import ep
 from ep._src import ffi
 import groups
-from groups import BACKEND, bootstrap, E, GPU, K, layer, MESHES
-from ops import Ops, round_trip
+from groups import (
+  BACKEND,
+  bootstrap,
+  E,
+  GPU,
+  H,
+  has_no_limits,
+  K,
+  layer,
+  MESHES,
+)
+from ops import everything, Ops, round_trip
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 
@@ -62,7 +72,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(max_num_sms=-1), ["max_num_sms", "-1"]),
     (dict(max_num_sms=2.0), ["max_num_sms", "2.0", "float", "integer"]),
     (dict(num_experts=8.0), ["num_experts", "8.0", "float", "integer"]),
-    (dict(max_tokens_per_rank=None), ["max_tokens_per_rank", "None"]),
+    (dict(max_tokens_per_rank=2.5), ["max_tokens_per_rank", "2.5", "float"]),
     (dict(hidden_dim="64"), ["hidden_dim", "'64'", "str", "integer"]),
     (dict(top_k=True), ["top_k", "True", "bool", "integer"]),
     (dict(top_k="2"), ["top_k", "'2'", "integer"]),
@@ -71,7 +81,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(num_experts=2**31), ["num_experts", "2147483648", "2^31"]),
     (
       dict(max_tokens_per_rank=2**29, top_k=2),
-      ["max_tokens_per_rank = 536870912", "top_k = 2", "2147483652 rows"],
+      ["536870912 tokens", "top_k = 2", "2147483652 rows"],
     ),
     (dict(alignment=2**29), ["alignment = 536870912", "4 local", "32 bits"]),
   ],
@@ -120,6 +130,19 @@ def test_top_k_may_be_left_to_the_layers():
       case.check(round_trip, case.tokens(), case.weights())
     with pytest.raises(ValueError, match="group has a top_k; give the layer"):
       ep.EpLayerConfig(group, name="moe_3")
+
+
+@has_no_limits
+def test_a_group_needs_no_sizes():
+  """Its ops take any number of tokens, any hidden size and any dtype."""
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  with ep.ep_bootstrap(mesh, num_experts=E, backend=BACKEND) as group:
+    claims = []
+    for lead, top_k, dtype in ((1,), 1, jnp.bfloat16), ((2, 9), K, jnp.float32):
+      config = ep.EpLayerConfig(group, top_k=top_k, alignment=4)
+      case = Case(config, "skewed", lead=lead, hidden=H + top_k)
+      claims.append((case, everything, *case.inputs(dtype)))
+    check(*claims)
 
 
 def test_an_alignment_of_zero_is_none():

@@ -72,6 +72,13 @@ def test_other_layers(group, option, odd, others, words):
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
+def test_other_numbers_of_tokens_without_a_limit():
+  with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=None) as group:
+    case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
+    words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
+    expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
 def test_other_numbers_of_tokens(group):
   case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
   words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]

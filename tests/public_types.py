@@ -21,9 +21,9 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
     mesh,
     num_experts=8,
     max_tokens_per_rank=16,
-    hidden_dim=32,
+    hidden_dim=None,
     top_k=2,
-    max_token_dtype=jnp.float32,
+    max_token_dtype=jnp.bfloat16,
     timeout_s=20.0,
   ) as group:
     assert_type(group, ep.EpGroup)
@@ -33,6 +33,7 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
   ep.ep_finalize(group)
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
   assert_type(layer.capacity, int)
+  assert_type(layer.capacity_for(16), int)
   return layer
 
 
@@ -45,6 +46,7 @@ def ops(
   assert_type(handle, ep.EpHandle)
   assert_type(handle.group_sizes, jax.Array)
   assert_type(handle.layer, ep.EpLayerConfig)
+  assert_type(handle.capacity, int)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   assert_type(rows, jax.Array)
   matrices = jnp.ones((4, 32, 32))

@@ -91,12 +91,12 @@ def ep_bootstrap(
   axis_name: str = "ep",
   data_axes: tuple[str, ...] | None = None,
   num_experts: int,
-  max_tokens_per_rank: int,
-  hidden_dim: int,
+  max_tokens_per_rank: int | None = None,
+  hidden_dim: int | None = None,
   top_k: int | None = None,
   recv_capacity_per_rank: int | None = None,
   alignment: int = 1,
-  max_token_dtype: DTypeLike = jnp.bfloat16,
+  max_token_dtype: DTypeLike = jnp.float32,
   overflow: str = "error",
   backend: str | None = None,
   max_num_sms: int = 0,
@@ -120,16 +120,20 @@ def ep_bootstrap(
       the remaining ones tokens are replicated, and each coordinate exchanges
       its copy in a domain of its own.
     num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
-    max_tokens_per_rank: the largest number of tokens T of a rank in one op.
-    hidden_dim: the largest hidden size H.
+    max_tokens_per_rank: the largest number of tokens T of a rank in one op, or
+      None for no limit. "nccl" allocates buffers for it, and needs a number.
+    hidden_dim: the largest hidden size H, or None for no limit; likewise.
     top_k: the default K of a layer; None if each layer states its own.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
-      the worst case, so that nothing overflows. With "nccl" all layers of a
-      group have the same: this one, or the worst case of `top_k` and
-      `alignment`, so that one of this and `top_k` must be given.
+      the worst case of `max_tokens_per_rank`, or else of the tokens of each op,
+      so that nothing overflows. With "nccl" all layers of a group have the
+      same: this one, or the worst case of `top_k` and `alignment`, so that one
+      of this and `top_k` must be given.
     alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
       none.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
+      Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
+      are half as large (docs/gpu.md). Elsewhere a wider one costs nothing.
     overflow: the default policy of a layer: "error" or "drop".
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
       on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
@@ -155,19 +159,15 @@ def ep_bootstrap(
   """
   what = "ep_bootstrap"
   sizes = dict(
-    num_experts=num_experts,
     max_tokens_per_rank=max_tokens_per_rank,
     hidden_dim=hidden_dim,
-    max_num_sms=max_num_sms,
+    top_k=top_k,
+    recv_capacity_per_rank=recv_capacity_per_rank,
   )
-  for field, value in sizes.items():
+  given = {field: n for field, n in sizes.items() if n is not None}
+  given |= dict(num_experts=num_experts, max_num_sms=max_num_sms)
+  for field, value in given.items():
     sizes[field] = arguments.integer(what, field, value)
-  if recv_capacity_per_rank is not None:
-    recv_capacity_per_rank = arguments.integer(
-      what, "recv_capacity_per_rank", recv_capacity_per_rank
-    )
-  if top_k is not None:
-    top_k = arguments.integer(what, "top_k", top_k)
   alignment = arguments.alignment(what, alignment)
   timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
   arguments.check(
@@ -195,7 +195,7 @@ def ep_bootstrap(
   )
   for field in ("max_tokens_per_rank", "hidden_dim"):
     arguments.check(
-      sizes[field] > 0,
+      field not in given or sizes[field] > 0,
       what,
       f"{field} = {sizes[field]}, but it must be positive.",
     )
@@ -227,8 +227,6 @@ def ep_bootstrap(
     overflow=overflow,
     backend=backend or "xla",
     timeout_s=timeout_s,
-    top_k=top_k,
-    recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
     **sizes,
   )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import math
 
 import jax
 from jax import lax
@@ -22,7 +23,7 @@ from ep._src import (
 )
 from ep._src.experts import through_experts
 from ep._src.group import check_layer, EpLayerConfig
-from ep._src.moe_config import MoEConfig
+from ep._src.moe_config import MoEConfig, with_capacity
 from ep._src.moe_metrics import Metrics
 from ep._src.padding import Padding
 
@@ -136,6 +137,8 @@ def apply(
 
 
 def _apply(layer, config, x, mask, forced_idx, params, bias, key):
+  if layer.group.max_tokens_per_rank is None:
+    layer = with_capacity(layer, config, math.prod(x.shape[:-1]))
   params = _local_params(layer, config, params)
   with jax.named_scope("route"):
     logits = jnp.matmul(
@@ -233,7 +236,7 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
   experts = config.num_experts
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   wanted = handle.total_recv_tokens[0]
-  dropped = jnp.maximum(wanted - layer.capacity, 0)
+  dropped = jnp.maximum(wanted - handle.capacity, 0)
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
   return Metrics(
