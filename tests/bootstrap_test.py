@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, check
+from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh
 import ep
 from ep._src import ffi
@@ -30,6 +30,7 @@ from groups import (
   K,
   layer,
   MESHES,
+  T,
 )
 from ops import everything, Ops, round_trip
 
@@ -143,6 +144,38 @@ def test_a_group_needs_no_sizes():
       case = Case(config, "skewed", lead=lead, hidden=H + top_k)
       claims.append((case, everything, *case.inputs(dtype)))
     check(*claims)
+
+
+def test_a_group_of_other_sizes_takes_the_place_of_one():
+  """Layers, handles and compiled programs of the old one fail."""
+  mesh = make_mesh({"ep": 4})
+  old = bootstrap(mesh, name="grows", recv_capacity_per_rank=32)
+  case = Case(ep.EpLayerConfig(old))
+  arrays = case.tokens(), case.weights()
+  want = expected(case, round_trip, *arrays)
+  inputs = [case.put(x) for x in (case.topk_idx, *arrays)]
+  program = (
+    jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
+  )
+  with pytest.raises(TypeError, match="resize: mesh cannot change.*hidden_dim"):
+    ep.resize(old, mesh=mesh)
+  assert_same(program(*inputs), want)
+
+  with ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H) as group:
+    kept = ("name", "mesh", "top_k", "overflow", "backend", "timeout_s")
+    assert all(getattr(group, name) == getattr(old, name) for name in kept)
+    case = Case(ep.EpLayerConfig(group), lead=(2 * T,), hidden=2 * H)
+    assert case.layer.capacity == 4 * 2 * T * (E // 4)
+    case.check(round_trip, case.tokens(), case.weights())
+    with pytest.raises(RuntimeError, match='"grows" was finalized'):
+      ep.ep_prepare(ep.EpLayerConfig(old), inputs[0])
+    with pytest.raises(RuntimeError, match='resize: .*"grows" was finalized'):
+      ep.resize(old, top_k=1)
+    if BACKEND == "xla":  # it is made of XLA's collectives alone
+      assert_same(program(*inputs), want)
+    else:
+      with pytest.raises(ep.EpError, match="was finalized"):
+        jax.block_until_ready(program(*inputs))
 
 
 def test_an_alignment_of_zero_is_none():

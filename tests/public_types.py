@@ -34,6 +34,7 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
   assert_type(layer.capacity, int)
   assert_type(layer.capacity_for(16), int)
+  assert_type(ep.resize(group, max_tokens_per_rank=32), ep.EpGroup)
   return layer
 
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+from typing import TypedDict, Unpack
 import weakref
 
 import jax.numpy as jnp
@@ -260,3 +261,67 @@ def ep_finalize(group: EpGroup) -> None:
       group is closed all the same.
   """
   group.connection.finalize()
+
+
+class Sizes(TypedDict, total=False):
+  """The arguments of `ep_bootstrap` that `resize` can change."""
+
+  max_tokens_per_rank: int | None
+  hidden_dim: int | None
+  max_token_dtype: DTypeLike
+  top_k: int | None
+  recv_capacity_per_rank: int | None
+
+
+def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
+  """Replaces a group by one of other sizes, on the same mesh.
+
+      group = ep.resize(group, max_tokens_per_rank=8192)
+      layer = cfg.layer(group)  # and trace the programs again
+
+  Collective: every process of the mesh calls it, with the same sizes. It closes
+  the group as `ep_finalize` does, before the new one allocates anything, and
+  then calls `ep_bootstrap` with the arguments of the old one and these sizes.
+
+  With "nccl" a larger step needs it, because buffers have the sizes of the
+  group. With "host" and "xla" it does the same, so that a program for GPUs runs
+  on CPUs, but nothing there needs it: without `max_tokens_per_rank` and
+  `hidden_dim` a group has no limit that could grow.
+
+  The new group has the name of the old one, and nothing else of the old one
+  works with it:
+
+    * Make layers again, from the new group. Those of the old one refuse to be
+      traced, and so do its handles.
+    * Call `jax.jit` on new functions. A program that was compiled for the old
+      group fails, as after `ep_finalize`. With "xla" it still runs, because it
+      is made of XLA's collectives alone.
+    * Arrays, such as parameters, stay as they are.
+
+  Args:
+    group: an open group; it is closed whether or not the new one can be made.
+    **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
+      `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
+      stay as they are, except for `recv_capacity_per_rank`: it belongs to the
+      other sizes, so give it again unless it is the worst case.
+
+  Returns:
+    The new group.
+
+  Raises:
+    ValueError, RuntimeError: as `ep_finalize` and `ep_bootstrap` do, such as on
+      all processes if their sizes differ.
+    TypeError: a keyword is none of the sizes, and the group stays open; or a
+      size is no integer.
+  """
+  if unknown := sizes.keys() - Sizes.__annotations__.keys():
+    raise TypeError(
+      f"resize: {min(unknown)} cannot change; the sizes are"
+      f" {', '.join(Sizes.__annotations__)}. For anything else, finalize the"
+      " group and bootstrap another one."
+    )
+  group.connection.check_open("resize")
+  ep_finalize(group)
+  fields = dataclasses.fields(GroupConfig)
+  old = {field.name: getattr(group, field.name) for field in fields}
+  return ep_bootstrap(**{**old, "recv_capacity_per_rank": None, **sizes})

@@ -136,7 +136,7 @@ def _check_sizes(group: GroupConfig) -> None:
     if getattr(group, name) is None:
       raise ValueError(
         f'ep_bootstrap: backend = "nccl" allocates its buffers now, and'
-        f" {name} is None; pass the largest of any op,"
+        f" {name} is None; pass the largest of any op (ep.resize changes it),"
         ' or backend="xla", which allocates nothing.'
       )
   if group.top_k is None and group.recv_capacity_per_rank is None:
