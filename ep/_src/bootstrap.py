@@ -291,12 +291,13 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   The new group has the name of the old one, and nothing else of the old one
   works with it:
 
-    * Make layers again, from the new group. Those of the old one refuse to be
-      traced, and so do its handles.
-    * Call `jax.jit` on new functions. A program that was compiled for the old
-      group fails, as after `ep_finalize`. With "xla" it still runs, because it
-      is made of XLA's collectives alone.
-    * Arrays, such as parameters, stay as they are.
+  * layers must be made again, from the new group. Those of the old one, and
+    their handles, refuse to be traced;
+  * a program that was compiled for the old group fails, as it does after
+    `ep_finalize`: call `jax.jit` on functions that use the new layers. With
+    "xla" it still runs, because it is made of XLA's collectives alone.
+
+  Arrays, such as parameters, do not belong to a group, and stay as they are.
 
   Args:
     group: an open group; it is closed whether or not the new one can be made.
