@@ -157,6 +157,7 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
   program = (
     jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
   )
+  handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
   with pytest.raises(TypeError, match="resize: mesh cannot change.*hidden_dim"):
     ep.resize(old, mesh=mesh)
   assert_same(program(*inputs), want)
@@ -169,6 +170,8 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
     case.check(round_trip, case.tokens(), case.weights())
     with pytest.raises(RuntimeError, match='"grows" was finalized'):
       ep.ep_prepare(ep.EpLayerConfig(old), inputs[0])
+    with pytest.raises(RuntimeError, match='"grows" was finalized'):
+      ep.ep_dispatch(handle, *inputs[1:])
     with pytest.raises(RuntimeError, match='resize: .*"grows" was finalized'):
       ep.resize(old, top_k=1)
     if BACKEND == "xla":  # it is made of XLA's collectives alone
