@@ -14,6 +14,7 @@ from ep import presets as presets
 from ep._src import public as _public
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
+from ep._src.bootstrap import resize as resize
 from ep._src.checked import checked as checked
 from ep._src.collectives_check import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,

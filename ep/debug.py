@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import warnings
@@ -83,7 +84,8 @@ def plot_routing(
     ValueError: its shape or an id does not fit, or other processes hold a part
       of it.
   """
-  sizes = _sizes(layer_or_sizes)
+  num_tokens = math.prod(np.shape(topk_idx)[:-1])
+  sizes = _sizes(layer_or_sizes, num_tokens)
   choices = _choices(sizes, topk_idx)
   loads = _loads(sizes, choices)
   text = _as_text(sizes, choices, loads)
@@ -101,7 +103,9 @@ def plot_routing(
   return text
 
 
-def _sizes(layer_or_sizes: EpLayerConfig | RoutingSizes) -> RoutingSizes:
+def _sizes(
+  layer_or_sizes: EpLayerConfig | RoutingSizes, num_tokens: int
+) -> RoutingSizes:
   if isinstance(layer_or_sizes, RoutingSizes):
     return layer_or_sizes
   if not isinstance(layer_or_sizes, EpLayerConfig):
@@ -109,13 +113,13 @@ def _sizes(layer_or_sizes: EpLayerConfig | RoutingSizes) -> RoutingSizes:
       f"plot_routing: layer_or_sizes is a {type(layer_or_sizes).__name__}, but"
       " an EpLayerConfig or ep.debug.RoutingSizes is expected."
     )
-  layer = layer_or_sizes
+  layer, ranks = layer_or_sizes, layer_or_sizes.group.num_token_ranks
   return RoutingSizes(
     layer.group.num_experts,
     layer.ep_size,
-    layer.group.num_token_ranks,
+    ranks,
     layer.alignment,
-    layer.capacity,
+    layer.capacity_for(num_tokens // ranks),
     layer.name,
   )
 

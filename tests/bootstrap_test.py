@@ -15,13 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case
+from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh
 import ep
 from ep._src import ffi
 import groups
-from groups import BACKEND, bootstrap, E, GPU, K, layer, MESHES
-from ops import Ops, round_trip
+from groups import (
+  BACKEND,
+  bootstrap,
+  E,
+  GPU,
+  H,
+  has_no_limits,
+  K,
+  layer,
+  MESHES,
+  T,
+)
+from ops import everything, Ops, round_trip
 
 OTHER_BACKEND = "host" if GPU else "nccl"
 
@@ -62,7 +73,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(max_num_sms=-1), ["max_num_sms", "-1"]),
     (dict(max_num_sms=2.0), ["max_num_sms", "2.0", "float", "integer"]),
     (dict(num_experts=8.0), ["num_experts", "8.0", "float", "integer"]),
-    (dict(max_tokens_per_rank=None), ["max_tokens_per_rank", "None"]),
+    (dict(max_tokens_per_rank=2.5), ["max_tokens_per_rank", "2.5", "float"]),
     (dict(hidden_dim="64"), ["hidden_dim", "'64'", "str", "integer"]),
     (dict(top_k=True), ["top_k", "True", "bool", "integer"]),
     (dict(top_k="2"), ["top_k", "'2'", "integer"]),
@@ -71,7 +82,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(num_experts=2**31), ["num_experts", "2147483648", "2^31"]),
     (
       dict(max_tokens_per_rank=2**29, top_k=2),
-      ["max_tokens_per_rank = 536870912", "top_k = 2", "2147483652 rows"],
+      ["536870912 tokens", "top_k = 2", "2147483652 rows"],
     ),
     (dict(alignment=2**29), ["alignment = 536870912", "4 local", "32 bits"]),
   ],
@@ -120,6 +131,54 @@ def test_top_k_may_be_left_to_the_layers():
       case.check(round_trip, case.tokens(), case.weights())
     with pytest.raises(ValueError, match="group has a top_k; give the layer"):
       ep.EpLayerConfig(group, name="moe_3")
+
+
+@has_no_limits
+def test_a_group_needs_no_sizes():
+  """Its ops take any number of tokens, any hidden size and any dtype."""
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  with ep.ep_bootstrap(mesh, num_experts=E, backend=BACKEND) as group:
+    claims = []
+    for lead, top_k, dtype in ((1,), 1, jnp.bfloat16), ((2, 9), K, jnp.float32):
+      config = ep.EpLayerConfig(group, top_k=top_k, alignment=4)
+      case = Case(config, "skewed", lead=lead, hidden=H + top_k)
+      claims.append((case, everything, *case.inputs(dtype)))
+    check(*claims)
+
+
+def test_a_group_of_other_sizes_takes_the_place_of_one():
+  """Layers, handles and compiled programs of the old one fail."""
+  mesh = make_mesh({"ep": 4})
+  old = bootstrap(mesh, name="grows", recv_capacity_per_rank=32)
+  case = Case(ep.EpLayerConfig(old))
+  arrays = case.tokens(), case.weights()
+  want = expected(case, round_trip, *arrays)
+  inputs = [case.put(x) for x in (case.topk_idx, *arrays)]
+  program = (
+    jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
+  )
+  handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
+  with pytest.raises(TypeError, match="resize: mesh cannot change.*hidden_dim"):
+    ep.resize(old, mesh=mesh)
+  assert_same(program(*inputs), want)
+
+  with ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H) as group:
+    kept = ("name", "mesh", "top_k", "overflow", "backend", "timeout_s")
+    assert all(getattr(group, name) == getattr(old, name) for name in kept)
+    case = Case(ep.EpLayerConfig(group), lead=(2 * T,), hidden=2 * H)
+    assert case.layer.capacity == 4 * 2 * T * (E // 4)
+    case.check(round_trip, case.tokens(), case.weights())
+    with pytest.raises(RuntimeError, match='"grows" was finalized'):
+      ep.ep_prepare(ep.EpLayerConfig(old), inputs[0])
+    with pytest.raises(RuntimeError, match='"grows" was finalized'):
+      ep.ep_dispatch(handle, *inputs[1:])
+    with pytest.raises(RuntimeError, match='resize: .*"grows" was finalized'):
+      ep.resize(old, top_k=1)
+    if BACKEND == "xla":  # it is made of XLA's collectives alone
+      assert_same(program(*inputs), want)
+    else:
+      with pytest.raises(ep.EpError, match="was finalized"):
+        jax.block_until_ready(program(*inputs))
 
 
 def test_an_alignment_of_zero_is_none():

@@ -61,7 +61,7 @@ class Case:
     self.layer = layer
     self._hidden = hidden
     self._lead = (ranks(layer) * lead[0], *lead[1:])
-    self._received = (ranks(layer), layer.capacity)
+    self._received = (ranks(layer), layer.capacity_for(math.prod(lead)))
     self.whole = whole
     self._specials = specials
     self._rng = np.random.default_rng(0)

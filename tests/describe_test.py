@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep.describe gives the oracle's numbers for the ranks of this process."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -100,6 +102,21 @@ def test_table():
     assert lines[-3].split() == ["3", "all", "0", "20", "8", "12", "2.00"]
     assert lines[-2].split() == ["6", "0", "8", "8", "12"]
   assert max(map(len, lines)) <= 80
+
+
+def test_the_table_tells_what_nccl_keeps():
+  config = layer()
+  summary = ep.describe(Case(config).run(handle_of))
+  group = dataclasses.replace(config.group, backend="nccl", hidden_dim=1 << 18)
+  for dtype, words in [
+    (jnp.float32, " rows of 262144 float32: 104 MiB (half with bfloat16)"),
+    (jnp.bfloat16, " rows of 262144 bfloat16: 52 MiB"),
+  ]:
+    on_gpu = dataclasses.replace(group, max_token_dtype=jnp.dtype(dtype))
+    on_gpu = dataclasses.replace(config, group=on_gpu)
+    table = str(dataclasses.replace(summary, layer=on_gpu)).splitlines()
+    # 2 P T + C, with T rounded up to a multiple of 4.
+    assert table[1] == f"nccl keeps {2 * 4 * 8 + config.capacity}{words}"
 
 
 def stacked(handle):

@@ -38,6 +38,11 @@ def not_with_xla(reason):
   return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
 
 
+has_no_limits = pytest.mark.skipif(
+  GPU and BACKEND != "xla", reason="nccl allocates buffers of given sizes"
+)
+
+
 def bootstrap(mesh, **overrides):
   """Returns a new group with the sizes above; the caller finalizes it."""
   options = dict(

@@ -2,6 +2,7 @@
 """One program can use any number of layers and groups."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cases import Case, check
 from conftest import make_mesh
 import ep
-from groups import bootstrap, E, K, layer, ranks, T
+from groups import bootstrap, E, group, has_no_limits, K, layer, ranks, T
 from ops import everything, round_trip
 
 
@@ -55,10 +56,10 @@ def test_groups_over_halves_of_the_devices():
     mesh = Mesh(devices, ("ep",))
     if jax.process_index() in {d.process_index for d in devices}:
       groups.append(bootstrap(mesh))
-  for group in groups * 2:
-    check(claim(ep.EpLayerConfig(group)))
-  for group in groups:
-    ep.ep_finalize(group)
+  for half in groups * 2:
+    check(claim(ep.EpLayerConfig(half)))
+  for half in groups:
+    ep.ep_finalize(half)
 
 
 def test_a_layer_inherits_what_it_leaves_out():
@@ -83,6 +84,43 @@ def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
   local = E // config.ep_size
   rows = config.ep_size * T * min(top_k, local) + local * (alignment - 1)
   assert config.capacity == -(-rows // alignment) * alignment
+
+
+@has_no_limits
+def test_without_a_limit_the_default_capacity_follows_the_tokens():
+  config = ep.EpLayerConfig(
+    group("dp2_ep2", max_tokens_per_rank=None), top_k=2, alignment=4
+  )
+  assert config.recv_capacity_per_rank is None
+  for num_tokens in (1, 7):
+    rows = 2 * num_tokens * 2 + 4 * 3  # P * T * K + L * (alignment - 1)
+    assert config.capacity_for(num_tokens) == -(-rows // 4) * 4
+  assert config.capacity_for(0) == config.capacity_for(1)
+  with pytest.raises(ValueError, match="follows the tokens.*capacity_for"):
+    _ = config.capacity
+  case = Case(config, lead=(7,))
+  handle = case.run(lambda ops: ops.handle)
+  assert handle.capacity == ep.describe(handle).capacity == 40
+
+
+@has_no_limits
+def test_without_a_limit_an_explicit_capacity_stays():
+  unlimited = group("dp2_ep2", max_tokens_per_rank=None)
+  config = ep.EpLayerConfig(
+    unlimited, recv_capacity_per_rank=24, overflow="drop"
+  )
+  assert config.capacity == config.capacity_for(99) == 24
+  check(claim(config))
+  with pytest.raises(ValueError, match="at least 2, an aligned slab"):
+    ep.EpLayerConfig(unlimited, top_k=1, recv_capacity_per_rank=1)
+
+
+@has_no_limits
+def test_without_a_limit_tokens_are_counted_in_32_bits():
+  config = ep.EpLayerConfig(group(max_tokens_per_rank=None), name="moe_3")
+  ids = jax.ShapeDtypeStruct((2**31 - 4, K), jnp.int32)
+  with pytest.raises(ValueError, match=r'"moe_3".*tokens of a rank.*32 bits'):
+    jax.eval_shape(lambda x: ep.ep_prepare(config, x), ids)
 
 
 @pytest.mark.parametrize("alignment", [1, 4])

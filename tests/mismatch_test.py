@@ -72,6 +72,24 @@ def test_other_layers(group, option, odd, others, words):
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
+def test_other_numbers_of_tokens_without_a_limit():
+  with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=None) as group:
+    case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
+    words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
+    expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
+def test_other_sizes_of_a_group_that_is_resized():
+  """The old group is closed, and its name is free."""
+  mesh = make_mesh({"ep": RANKS})
+  group = bootstrap(mesh, name="resized")
+  with pytest.raises(ValueError) as error:
+    ep.resize(group, max_tokens_per_rank=either(8, 9))
+  expect_words(error, "max_tokens_per_rank = ", "8 on", "9", "same arguments")
+  assert not group.connection.is_open
+  ep.ep_finalize(bootstrap(mesh, name="resized"))
+
+
 def test_other_numbers_of_tokens(group):
   case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
   words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]

@@ -23,7 +23,7 @@ from conftest import (
   to_global,
 )
 import ep
-from groups import bootstrap, E, group, H, K, T
+from groups import bootstrap, E, group, H, has_no_limits, K, T
 
 F, S = 6, 3  # inner sizes of an expert and of a shared one
 R = 4  # ranks
@@ -327,11 +327,13 @@ def test_any_batch_is_padded_when_asked():
   assert_close(got, expected_of(config, params, six))
 
 
-def test_a_tight_capacity_drops_and_tells():
-  mesh_group = group("ep4")
+@pytest.mark.parametrize("limit", [T, pytest.param(None, marks=has_no_limits)])
+def test_a_tight_capacity_drops_and_tells(limit):
+  mesh_group = group("ep4", max_tokens_per_rank=limit)
   config = dataclasses.replace(PLAIN, capacity_factor=1.0)
   layer, params, x = config.layer(mesh_group), make_params(PLAIN), tokens(R * T)
-  assert (layer.capacity, layer.overflow) == (T * K, "drop")
+  assert layer.overflow == "drop"
+  assert limit is None or layer.capacity == T * K
   assert PLAIN.layer(mesh_group).overflow == "error"
   params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
   apply = functools.partial(ep.moe.apply, layer, config)
@@ -340,8 +342,8 @@ def test_a_tight_capacity_drops_and_tells():
   load = np.bincount(choices.ravel(), minlength=E)
   np.testing.assert_array_equal(np.asarray(metrics.load), load)
   rows = load.reshape(4, -1).sum(axis=1)
-  assert int(metrics.max_rank_rows) == rows.max() > layer.capacity
-  assert int(metrics.dropped) == np.maximum(rows - layer.capacity, 0).sum()
+  assert int(metrics.max_rank_rows) == rows.max() > T * K
+  assert int(metrics.dropped) == np.maximum(rows - T * K, 0).sum()
 
 
 def test_vmap_over_examples_makes_one_exchange():

@@ -92,9 +92,16 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   )
   monkeypatch.setattr(backend, "_open", {})
   connection = NcclBackend().connect(group)
-  unknown = dataclasses.replace(group, top_k=None, recv_capacity_per_rank=None)
-  with pytest.raises(ValueError, match="largest top_k of the layers"):
-    NcclBackend().connect(unknown)
+  for unknown, message in [
+    (
+      dict(top_k=None, recv_capacity_per_rank=None),
+      "largest top_k of the layers",
+    ),
+    (dict(max_tokens_per_rank=None), 'max_tokens_per_rank is None.*"xla"'),
+    (dict(hidden_dim=None), "hidden_dim is None.*ep.resize"),
+  ]:  # `join` tells the others
+    with pytest.raises(ValueError, match=message):
+      NcclBackend().connect(dataclasses.replace(group, **unknown))
   # All layers of the group have one capacity, by default the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved

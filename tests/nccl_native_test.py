@@ -74,6 +74,21 @@ def test_a_group_can_be_created_used_and_closed():
     ffi.check_group("nccl", "rank0")
 
 
+def test_a_group_takes_the_place_of_a_smaller_one():
+  """As `ep.resize` does it, with the same names."""
+  names = ["rank0", "rank1"]
+  for sizes in dict(), dict(max_tokens=32, capacity=128, max_row_bytes=512):
+    connect(names, **sizes)
+    try:
+      sizes = SIZES | sizes
+      most, capacity = sizes["max_tokens"], sizes["capacity"]
+      assert ffi.mem_bytes("nccl", "rank0", most, 2, 1, capacity) > 0
+      with pytest.raises(ValueError, match=f"{most + 1} tokens"):
+        ffi.mem_bytes("nccl", "rank0", most + 1, 2, 1, capacity)
+    finally:
+      close(names)
+
+
 def in_a_new_process(program, *args):
   """Returns what `program` prints in a new process that has imported ffi."""
   return subprocess.run(

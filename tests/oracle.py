@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -95,13 +96,15 @@ class Oracle:
 
 def make_oracle(layer, topk_idx):
   domains = ranks(layer) // layer.ep_size
+  num_tokens = math.prod(topk_idx.shape[:-1]) // ranks(layer)
+  capacity = layer.capacity_for(num_tokens)
   routings = [
     reference.prepare(
       x,
       num_experts=layer.group.num_experts,
-      capacity=layer.capacity,
+      capacity=capacity,
       alignment=layer.alignment,
     )
     for x in topk_idx.reshape(domains, layer.ep_size, -1, layer.top_k)
   ]
-  return Oracle(tuple(routings), layer.capacity, topk_idx.shape[:-1])
+  return Oracle(tuple(routings), capacity, topk_idx.shape[:-1])

@@ -74,13 +74,7 @@ def _what_runs(code: str) -> str:
 def _given() -> dict:
   """Returns the names that fragments assume: of imports and a small step."""
   mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
-  sizes = dict(
-    num_experts=8,
-    max_tokens_per_rank=16,
-    hidden_dim=32,
-    top_k=2,
-    max_token_dtype=jnp.float32,
-  )
+  sizes = dict(num_experts=8, top_k=2)
   group = ep.ep_bootstrap(mesh, **sizes)
   layer = ep.EpLayerConfig(group)
   model = dict(hidden=32, inner=32, num_experts=8, top_k=2)

@@ -21,9 +21,9 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
     mesh,
     num_experts=8,
     max_tokens_per_rank=16,
-    hidden_dim=32,
+    hidden_dim=None,
     top_k=2,
-    max_token_dtype=jnp.float32,
+    max_token_dtype=jnp.bfloat16,
     timeout_s=20.0,
   ) as group:
     assert_type(group, ep.EpGroup)
@@ -33,6 +33,8 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
   ep.ep_finalize(group)
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
   assert_type(layer.capacity, int)
+  assert_type(layer.capacity_for(16), int)
+  assert_type(ep.resize(group, max_tokens_per_rank=32), ep.EpGroup)
   return layer
 
 
@@ -46,6 +48,7 @@ def ops(
   assert_type(handle.group_sizes, jax.Array)
   assert_type(handle.kept, jax.Array)
   assert_type(handle.layer, ep.EpLayerConfig)
+  assert_type(handle.capacity, int)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   assert_type(rows, jax.Array)
   matrices = jnp.ones((4, 32, 32))

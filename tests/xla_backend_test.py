@@ -70,11 +70,16 @@ def assert_shards_same(actual, expected):
 
 
 def test_no_tokens():
-  """Arrays may have no elements, although XLA cannot gather from those."""
+  """Arrays may have no elements, although XLA cannot gather from those.
+
+  A rank can still receive the rows of one token.
+  """
   ids = np.zeros((0, K), np.int32)
-  cases = [
-    Case(layer(backend=backend), ids, lead=(0,)) for backend in ("xla", "host")
+  groups = [
+    group(backend=backend, max_tokens_per_rank=None)
+    for backend in ("xla", "host")
   ]
+  cases = [Case(ep.EpLayerConfig(g), ids, lead=(0,)) for g in groups]
   inputs = cases[0].inputs()
   actual, expected = run(*((case, everything, *inputs) for case in cases))
   jax.tree.map(assert_shards_same, actual, expected)

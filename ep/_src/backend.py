@@ -69,6 +69,11 @@ class OpParams:
   tail: str
   checked: bool
 
+  @property
+  def capacity(self) -> int:
+    """C: rows that a rank can receive."""
+    return self.layer.capacity_for(self.num_tokens)
+
 
 class Connection(abc.ABC):
   """Connects the ranks of a group, and lowers the group's ops.

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+from typing import TypedDict, Unpack
 import weakref
 
 import jax.numpy as jnp
@@ -91,12 +92,12 @@ def ep_bootstrap(
   axis_name: str = "ep",
   data_axes: tuple[str, ...] | None = None,
   num_experts: int,
-  max_tokens_per_rank: int,
-  hidden_dim: int,
+  max_tokens_per_rank: int | None = None,
+  hidden_dim: int | None = None,
   top_k: int | None = None,
   recv_capacity_per_rank: int | None = None,
   alignment: int = 1,
-  max_token_dtype: DTypeLike = jnp.bfloat16,
+  max_token_dtype: DTypeLike = jnp.float32,
   overflow: str = "error",
   backend: str | None = None,
   max_num_sms: int = 0,
@@ -120,16 +121,20 @@ def ep_bootstrap(
       the remaining ones tokens are replicated, and each coordinate exchanges
       its copy in a domain of its own.
     num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
-    max_tokens_per_rank: the largest number of tokens T of a rank in one op.
-    hidden_dim: the largest hidden size H.
+    max_tokens_per_rank: the largest number of tokens T of a rank in one op, or
+      None for no limit. "nccl" allocates buffers for it, and needs a number.
+    hidden_dim: the largest hidden size H, or None for no limit; likewise.
     top_k: the default K of a layer; None if each layer states its own.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
-      the worst case, so that nothing overflows. With "nccl" all layers of a
-      group have the same: this one, or the worst case of `top_k` and
-      `alignment`, so that one of this and `top_k` must be given.
+      the worst case of `max_tokens_per_rank`, or else of the tokens of each op,
+      so that nothing overflows. With "nccl" all layers of a group have the
+      same: this one, or the worst case of `top_k` and `alignment`, so that one
+      of this and `top_k` must be given.
     alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
       none.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
+      Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
+      are half as large (docs/gpu.md). Elsewhere a wider one costs nothing.
     overflow: the default policy of a layer: "error" or "drop".
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
       on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
@@ -155,19 +160,15 @@ def ep_bootstrap(
   """
   what = "ep_bootstrap"
   sizes = dict(
-    num_experts=num_experts,
     max_tokens_per_rank=max_tokens_per_rank,
     hidden_dim=hidden_dim,
-    max_num_sms=max_num_sms,
+    top_k=top_k,
+    recv_capacity_per_rank=recv_capacity_per_rank,
   )
-  for field, value in sizes.items():
+  given = {field: n for field, n in sizes.items() if n is not None}
+  given |= dict(num_experts=num_experts, max_num_sms=max_num_sms)
+  for field, value in given.items():
     sizes[field] = arguments.integer(what, field, value)
-  if recv_capacity_per_rank is not None:
-    recv_capacity_per_rank = arguments.integer(
-      what, "recv_capacity_per_rank", recv_capacity_per_rank
-    )
-  if top_k is not None:
-    top_k = arguments.integer(what, "top_k", top_k)
   alignment = arguments.alignment(what, alignment)
   timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
   arguments.check(
@@ -195,7 +196,7 @@ def ep_bootstrap(
   )
   for field in ("max_tokens_per_rank", "hidden_dim"):
     arguments.check(
-      sizes[field] > 0,
+      field not in given or sizes[field] > 0,
       what,
       f"{field} = {sizes[field]}, but it must be positive.",
     )
@@ -227,8 +228,6 @@ def ep_bootstrap(
     overflow=overflow,
     backend=backend or "xla",
     timeout_s=timeout_s,
-    top_k=top_k,
-    recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
     **sizes,
   )
@@ -262,3 +261,68 @@ def ep_finalize(group: EpGroup) -> None:
       group is closed all the same.
   """
   group.connection.finalize()
+
+
+class Sizes(TypedDict, total=False):
+  """The arguments of `ep_bootstrap` that `resize` can change."""
+
+  max_tokens_per_rank: int | None
+  hidden_dim: int | None
+  max_token_dtype: DTypeLike
+  top_k: int | None
+  recv_capacity_per_rank: int | None
+
+
+def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
+  """Replaces a group by one of other sizes, on the same mesh.
+
+      group = ep.resize(group, max_tokens_per_rank=8192)
+      layer = cfg.layer(group)  # and trace the programs again
+
+  Collective: every process of the mesh calls it, with the same sizes. It closes
+  the group as `ep_finalize` does, before the new one allocates anything, and
+  then calls `ep_bootstrap` with the arguments of the old one and these sizes.
+
+  With "nccl" a larger step needs it, because buffers have the sizes of the
+  group. With "host" and "xla" it does the same, so that a program for GPUs runs
+  on CPUs, but nothing there needs it: without `max_tokens_per_rank` and
+  `hidden_dim` a group has no limit that could grow.
+
+  The new group has the name of the old one, and nothing else of the old one
+  works with it:
+
+  * layers must be made again, from the new group. Those of the old one, and
+    their handles, refuse to be traced;
+  * a program that was compiled for the old group fails, as it does after
+    `ep_finalize`: call `jax.jit` on functions that use the new layers. With
+    "xla" it still runs, because it is made of XLA's collectives alone.
+
+  Arrays, such as parameters, do not belong to a group, and stay as they are.
+
+  Args:
+    group: an open group; it is closed whether or not the new one can be made.
+    **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
+      `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
+      stay as they are, except for `recv_capacity_per_rank`: it belongs to the
+      other sizes, so give it again unless it is the worst case.
+
+  Returns:
+    The new group.
+
+  Raises:
+    ValueError, RuntimeError: as `ep_finalize` and `ep_bootstrap` do, such as on
+      all processes if their sizes differ.
+    TypeError: a keyword is none of the sizes, and the group stays open; or a
+      size is no integer.
+  """
+  if unknown := sizes.keys() - Sizes.__annotations__.keys():
+    raise TypeError(
+      f"resize: {min(unknown)} cannot change; the sizes are"
+      f" {', '.join(Sizes.__annotations__)}. For anything else, finalize the"
+      " group and bootstrap another one."
+    )
+  group.connection.check_open("resize")
+  ep_finalize(group)
+  fields = dataclasses.fields(GroupConfig)
+  old = {field.name: getattr(group, field.name) for field in fields}
+  return ep_bootstrap(**{**old, "recv_capacity_per_rank": None, **sizes})

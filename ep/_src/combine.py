@@ -64,7 +64,7 @@ def ep_combine(
   layer, group, params = handle.layer, handle.layer.group, handle.params
   op = f'ep_combine(layer "{layer.name}")'
   is_local = sharding.is_local_view(group, op)
-  lead = (() if is_local else (group.num_token_ranks,)) + (layer.capacity,)
+  lead = (() if is_local else (group.num_token_ranks,)) + (handle.capacity,)
   expert_out = jnp.asarray(expert_out)
   check_rows(op, "expert_out", expert_out, group)
   if expert_out.shape[:-1] != lead:
@@ -111,7 +111,7 @@ def _combine_types(params: OpParams, mem, slots, *weights):
 
 def _combine_bwd_types(params: OpParams, mem, tokens):
   del mem
-  shape = (params.layer.capacity, tokens.shape[1])
+  shape = (params.capacity, tokens.shape[1])
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
 

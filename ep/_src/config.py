@@ -46,8 +46,8 @@ class GroupConfig:
   axis_name: str
   data_axes: tuple[str, ...]
   num_experts: int
-  max_tokens_per_rank: int
-  hidden_dim: int
+  max_tokens_per_rank: int | None
+  hidden_dim: int | None
   top_k: int | None
   recv_capacity_per_rank: int | None
   alignment: int
@@ -102,7 +102,7 @@ class LayerConfig:
   group: GroupConfig
   top_k: int = _INHERITED
   alignment: int = _INHERITED
-  recv_capacity_per_rank: int = _INHERITED
+  recv_capacity_per_rank: int | None = None
   overflow: str = _INHERITED
   tail: str = "zero"
   name: str = _INHERITED
@@ -149,28 +149,19 @@ class LayerConfig:
       what,
       f"tail = {self.tail!r}, but it must be one of {_TAILS}.",
     )
-    # See ValidateDims in ep_ffi/core/plan.cc.
-    rows = (
-      self.ep_size * group.max_tokens_per_rank * self.top_k
-      + self.num_local_experts * self.alignment
-    )
-    arguments.check(
-      rows <= arguments.INT32_MAX,
-      what,
-      f"an exchange may have {rows} rows (ep_size = {self.ep_size} times"
-      f" max_tokens_per_rank = {group.max_tokens_per_rank} times top_k ="
-      f" {self.top_k}, and an alignment = {self.alignment} for each of the"
-      f" {self.num_local_experts} local experts), but they are counted in 32"
-      " bits; lower one of these, and split the tokens into several ops.",
-    )
-    worst_case = self._worst_case()
-    inherit("recv_capacity_per_rank", worst_case)
+    # Without a limit, an op may have as little as one token.
+    most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
+    self.check_tokens(what, most)
+    worst_case = self._worst_case(most)
+    if group.max_tokens_per_rank is not None:
+      inherit("recv_capacity_per_rank", worst_case)
     # A rank needs a slab for each local expert, unless fewer rows can arrive.
     least = min(group.num_local_experts * self.alignment, worst_case)
+    rows = self.recv_capacity_per_rank
     arguments.check(
-      self.capacity >= least and self.capacity % self.alignment == 0,
+      rows is None or (rows >= least and rows % self.alignment == 0),
       what,
-      f"recv_capacity_per_rank = {self.capacity}, but it must be a multiple of"
+      f"recv_capacity_per_rank = {rows}, but it must be a multiple of"
       f" alignment = {self.alignment} and at least {least}, an aligned slab for"
       f" each of the {group.num_local_experts} local experts; raise it, or pass"
       " None for the worst case.",
@@ -178,8 +169,53 @@ class LayerConfig:
 
   @property
   def capacity(self) -> int:
-    """C: rows that a rank can receive."""
-    return self.recv_capacity_per_rank
+    """C: rows that a rank can receive in an op, if all ops have the same.
+
+    Raises:
+      ValueError: it follows the tokens of each op; see `capacity_for`.
+    """
+    arguments.check(
+      self.recv_capacity_per_rank is not None,
+      f'EpLayerConfig(name="{self.name}")',
+      "the capacity follows the tokens of each op, because neither the layer"
+      " has a recv_capacity_per_rank nor its group a max_tokens_per_rank; take"
+      " that of an op, handle.capacity or layer.capacity_for(num_tokens).",
+    )
+    return self.capacity_for(0)
+
+  def capacity_for(self, num_tokens: int) -> int:
+    """Returns C: rows that a rank can receive if T = `num_tokens`.
+
+    If neither the layer nor the group has a capacity, nor the group a limit of
+    tokens, these are the rows of the worst case, for one token at least.
+    """
+    if self.recv_capacity_per_rank is not None:
+      return self.recv_capacity_per_rank
+    return self._worst_case(max(num_tokens, 1))
+
+  def check_tokens(self, what: str, num_tokens: int) -> None:
+    """Raises `ValueError` if an op on so many tokens of a rank is too large."""
+    most = self.group.max_tokens_per_rank
+    arguments.check(
+      most is None or num_tokens <= most,
+      what,
+      f"{num_tokens} tokens on a rank, but max_tokens_per_rank = {most}; raise"
+      " it in ep_bootstrap, or split the tokens.",
+    )
+    # See ValidateDims in ep_ffi/core/plan.cc.
+    rows = (
+      self.ep_size * num_tokens * self.top_k
+      + self.num_local_experts * self.alignment
+    )
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      what,
+      f"an exchange may have {rows} rows (ep_size = {self.ep_size} times"
+      f" {num_tokens} tokens of a rank times top_k = {self.top_k}, and an"
+      f" alignment = {self.alignment} for each of the"
+      f" {self.num_local_experts} local experts), but they are counted in 32"
+      " bits; lower one of these, and split the tokens into several ops.",
+    )
 
   @property
   def ep_size(self) -> int:
@@ -199,9 +235,9 @@ class LayerConfig:
     digest = hashlib.sha256(repr(texts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
-  def _worst_case(self) -> int:
+  def _worst_case(self, num_tokens: int) -> int:
     local = self.num_local_experts
-    tokens = self.ep_size * self.group.max_tokens_per_rank
+    tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
     return -(-rows // self.alignment) * self.alignment
 

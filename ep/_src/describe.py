@@ -24,6 +24,7 @@ class RoutingSummary:
     layer: the handle's layer.
     ranks: int32 [N], which of the R ranks these are, in the order of the token
       axes; None for a handle of the local view, which does not know its rank.
+    capacity: C, rows that a rank could receive.
     token_counts: int32 [N, L], tokens that each local expert receives.
     group_sizes: int32 [N, L], rows of its slab inside the capacity, padding
       included.
@@ -33,6 +34,7 @@ class RoutingSummary:
 
   layer: EpLayerConfig
   ranks: np.ndarray | None
+  capacity: int
   token_counts: np.ndarray
   group_sizes: np.ndarray
   total_recv_tokens: np.ndarray
@@ -84,8 +86,10 @@ class RoutingSummary:
     lines = [
       f'layer "{layer.name}": {layer.group.num_experts} experts,'
       f" {layer.num_local_experts} on each rank, top_k {layer.top_k},"
-      f" capacity {layer.capacity} rows, alignment {layer.alignment}"
+      f" capacity {self.capacity} rows, alignment {layer.alignment}"
     ]
+    if layer.group.backend == "nccl":
+      lines.append(_buffers(layer))
     if self.rank_imbalance is not None:
       lines.append(
         f"rows of the busiest rank / mean: {self.rank_imbalance:.2f}"
@@ -171,8 +175,25 @@ def describe(handle: EpHandle) -> RoutingSummary:
     )
   token_counts, group_sizes, dropped_counts, totals = counts
   return RoutingSummary(
-    layer, here, token_counts, group_sizes, totals[:, 0], dropped_counts
+    layer,
+    here,
+    handle.capacity,
+    token_counts,
+    group_sizes,
+    totals[:, 0],
+    dropped_counts,
   )
+
+
+def _buffers(layer: EpLayerConfig) -> str:
+  """Says what rows of buffers NCCL EP keeps; see GroupBytes in limits.cc."""
+  group = layer.group
+  tokens = -(-group.max_tokens_per_rank // 4) * 4
+  rows = 2 * group.ep_size * tokens + layer.capacity
+  width, dtype = group.hidden_dim, group.max_token_dtype
+  mib = rows * width * dtype.itemsize / 2**20
+  half = " (half with bfloat16)" if dtype.itemsize == 4 else ""
+  return f"nccl keeps {rows} rows of {width} {dtype}: {mib:.0f} MiB{half}"
 
 
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:

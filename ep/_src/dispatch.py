@@ -131,17 +131,17 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
       f"{op}: {name} has shape {rows.shape}, but at least one axis of rows and"
       " the hidden axis are expected."
     )
-  if not 1 <= rows.shape[-1] <= group.hidden_dim:
+  hidden, most = rows.shape[-1], group.hidden_dim
+  if hidden < 1 or (most is not None and hidden > most):
     raise ValueError(
-      f"{op}: {name} has hidden size {rows.shape[-1]}, but the group was"
-      f" bootstrapped with hidden_dim = {group.hidden_dim}; raise it in"
-      " ep_bootstrap."
+      f"{op}: {name} has hidden size {hidden}, but it must be positive and no"
+      f" more than the group's hidden_dim = {most}; raise that in ep_bootstrap."
     )
 
 
 def _dispatch_types(params: OpParams, mem, tokens, topk_weights):
   del mem, topk_weights
-  capacity = params.layer.capacity
+  capacity = params.capacity
   return [
     jax.ShapeDtypeStruct((capacity, tokens.shape[1]), tokens.dtype),
     jax.ShapeDtypeStruct((capacity,), jnp.float32),

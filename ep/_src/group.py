@@ -101,7 +101,8 @@ class EpLayerConfig(LayerConfig):
     recv_capacity_per_rank: C, rows that a rank can receive, a multiple of the
       alignment. If None here and in the group: enough for any routing, i.e.
       `P * T * min(K, L)` rows for `T = group.max_tokens_per_rank`, plus
-      `L * (alignment - 1)`, rounded up to the alignment.
+      `L * (alignment - 1)`, rounded up to the alignment. If the group has no
+      such limit, T are the tokens of each op; see `capacity_for`.
     overflow: what to do when a rank would receive more: "error" fails on every
       rank, "drop" drops the slots past the capacity.
     tail: what dispatch writes past the last slab: "zero", or nothing

@@ -62,6 +62,11 @@ class EpHandle:
   token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   @property
+  def capacity(self) -> int:
+    """C: rows that a rank can receive, those of `recv_tokens`."""
+    return self.params.capacity
+
+  @property
   def params(self) -> OpParams:
     """The parameters of the ops on this handle."""
     return self.layer.op_params(math.prod(self.token_shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import math
 
 import jax
 from jax import lax
@@ -22,7 +23,7 @@ from ep._src import (
 )
 from ep._src.experts import through_experts
 from ep._src.group import check_layer, EpLayerConfig
-from ep._src.moe_config import MoEConfig
+from ep._src.moe_config import MoEConfig, with_capacity
 from ep._src.moe_metrics import Metrics
 from ep._src.padding import Padding
 
@@ -136,6 +137,8 @@ def apply(
 
 
 def _apply(layer, config, x, mask, forced_idx, params, bias, key):
+  if layer.group.max_tokens_per_rank is None:
+    layer = with_capacity(layer, config, math.prod(x.shape[:-1]))
   params = _local_params(layer, config, params)
   with jax.named_scope("route"):
     logits = jnp.matmul(

@@ -161,13 +161,17 @@ class MoEConfig:
 
     With a `capacity_factor` f, a rank can receive `f * T * K` rows for
     `T = group.max_tokens_per_rank`, at least a slab for each of its experts and
-    at most what any routing can need, and drops the others.
+    at most what any routing can need, and drops the others. If the group has no
+    such limit, T are the tokens of each call of `ep.moe.apply`.
 
     Raises:
       ValueError: the group is for another number of experts or a smaller
         hidden size.
     """
-    layer = EpLayerConfig(group, top_k=self.top_k, name=self.name)
+    overflow = None if self.capacity_factor is None else "drop"
+    layer = EpLayerConfig(
+      group, top_k=self.top_k, overflow=overflow, name=self.name
+    )
     what = f'MoEConfig(name="{self.name}").layer'
     arguments.check(
       self.num_experts == group.num_experts,
@@ -176,23 +180,29 @@ class MoEConfig:
       f" {group.num_experts}; bootstrap a group for this model.",
     )
     arguments.check(
-      self.hidden <= group.hidden_dim,
+      group.hidden_dim is None or self.hidden <= group.hidden_dim,
       what,
       f"hidden = {self.hidden}, but the group's rows have"
       f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
     )
-    changes = {}
-    if self.capacity_factor is not None:
-      rows = self.capacity_factor * group.max_tokens_per_rank * self.top_k
-      slabs = math.ceil(rows / layer.alignment)
-      slabs = max(slabs, group.num_local_experts)
-      rows = min(slabs * layer.alignment, layer.capacity)
-      changes = dict(recv_capacity_per_rank=rows, overflow="drop")
-    if self.deterministic:
-      rows = changes.get("recv_capacity_per_rank", layer.capacity)
-      unit = math.lcm(128, layer.alignment)
-      changes["recv_capacity_per_rank"] = -(-rows // unit) * unit
-    return dataclasses.replace(layer, **changes)
+    if group.max_tokens_per_rank is None:
+      return layer
+    return with_capacity(layer, self, group.max_tokens_per_rank)
+
+
+def with_capacity(
+  layer: EpLayerConfig, config: MoEConfig, num_tokens: int
+) -> EpLayerConfig:
+  """Returns a layer of the config with the capacity for T = `num_tokens`."""
+  rows = layer.capacity_for(num_tokens)
+  if config.capacity_factor is not None:
+    even = config.capacity_factor * num_tokens * layer.top_k
+    slabs = max(math.ceil(even / layer.alignment), layer.num_local_experts)
+    rows = min(slabs * layer.alignment, rows)
+  if config.deterministic:
+    unit = math.lcm(128, layer.alignment)
+    rows = -(-rows // unit) * unit
+  return dataclasses.replace(layer, recv_capacity_per_rank=rows)
 
 
 _CHOICES = {

@@ -66,7 +66,7 @@ class NativeConnection(backend.Connection):
       params.num_tokens,
       layer.top_k,
       layer.alignment,
-      layer.capacity,
+      params.capacity,
     )
 
   def lower(
@@ -106,7 +106,7 @@ class NativeConnection(backend.Connection):
         layer=dict(
           top_k=np.int64(layer.top_k),
           alignment=np.int64(layer.alignment),
-          capacity=np.int64(layer.capacity),
+          capacity=np.int64(params.capacity),
           drop=layer.overflow == "drop",
           tail=np.int32(_TAILS[params.tail]),
           config=np.int64(layer.fingerprint),

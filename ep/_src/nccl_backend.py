@@ -62,14 +62,6 @@ class NcclBackend(Backend):
     return ", ".join(filter(None, [ffi.describe("nccl"), *libraries]))
 
   def connect(self, group: GroupConfig) -> Connection:
-    if group.top_k is None and group.recv_capacity_per_rank is None:
-      raise ValueError(
-        'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
-        " group; pass the largest top_k of the layers, or"
-        " recv_capacity_per_rank."
-      )
-    capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
-    group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     me = jax.process_index()
     domains = meshes.domains(group.mesh, group.axis_name)
     (domain, rank), *_ = np.argwhere(
@@ -77,14 +69,17 @@ class NcclBackend(Backend):
     )
     device = domains[domain, rank]
 
-    def introduce():
-      ffi.library("nccl")  # the others are told if it is not there
+    def introduce():  # the others are told of a failure in here
+      _check_sizes(group)
+      ffi.library("nccl")
       libraries = nccl_files.prepare(device)
       if rank > 0:
         return {}
       return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
 
     answers = membership.join(group, introduce)
+    capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
+    group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
     nccl, nccl_ep = nccl_files.prepare(device)
     ffi.create_nccl_group(
@@ -134,6 +129,22 @@ def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
   """Returns [C, H] rows times [C] weights, multiplied in float32."""
   scaled = weights[:, None] * rows.astype(jnp.float32)
   return scaled.astype(rows.dtype)
+
+
+def _check_sizes(group: GroupConfig) -> None:
+  for name in ("max_tokens_per_rank", "hidden_dim"):
+    if getattr(group, name) is None:
+      raise ValueError(
+        f'ep_bootstrap: backend = "nccl" allocates its buffers now, and'
+        f" {name} is None; pass the largest of any op (ep.resize changes it),"
+        ' or backend="xla", which allocates nothing.'
+      )
+  if group.top_k is None and group.recv_capacity_per_rank is None:
+    raise ValueError(
+      'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
+      " group; pass the largest top_k of the layers, or"
+      " recv_capacity_per_rank."
+    )
 
 
 def _check_capability(device: jax.Device) -> None:

@@ -66,12 +66,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
     )
   token_shape = sharding.local_lead(layer.group, op, "topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
-  if params.num_tokens > layer.group.max_tokens_per_rank:
-    raise ValueError(
-      f"{op}: {params.num_tokens} tokens on a rank, but max_tokens_per_rank ="
-      f" {layer.group.max_tokens_per_rank}; raise it in ep_bootstrap, or split"
-      " the tokens."
-    )
+  layer.check_tokens(op, params.num_tokens)
 
   leaves = sharding.call(
     layer.group,

@@ -61,7 +61,7 @@ class Dims:
 
   @property
   def C(self) -> int:
-    return self.layer.capacity
+    return self.layer.capacity_for(self.T)
 
   @property
   def B(self) -> int:

@@ -18,7 +18,6 @@ import sys
 
 from absl import app, flags, logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import ep
@@ -192,7 +191,6 @@ def run() -> None:
     max_tokens_per_rank=windows.tokens // _SHARDS.value,
     hidden_dim=_HIDDEN.value,
     top_k=mesh_flags.TOP_K.value,
-    max_token_dtype=jnp.float32,
     backend=_BACKEND.value,
   ) as group:
     layer = model_config.moe.layer(group)
