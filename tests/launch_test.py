@@ -571,6 +571,18 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path):
     assert lines in (None, len(errors)), errors
 
 
+def test_the_library_may_be_loaded_before_jax_has_devices():
+  """JAX then makes its devices, which it could not do afterwards."""
+  program = """
+from ep._src import ffi
+ffi.library("host")
+import jax
+print(jax.devices()[0].platform)
+"""
+  process = _python(["-c", program], stdout=subprocess.PIPE)
+  assert process.communicate()[0] == b"cpu\n"
+
+
 def _slurm(rank, job):
   """Returns what srun sets for each of two tasks on one host."""
   return {
