@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule that builds the site."""
 
+load("@bazel_skylib//rules:common_settings.bzl", "BuildSettingInfo")
+
 def _site_impl(ctx):
     folder = ctx.actions.declare_directory("html")
     ctx.actions.run(
@@ -9,9 +11,13 @@ def _site_impl(ctx):
         outputs = [folder],
         mnemonic = "Site",
         progress_message = "Building the site",
-        # An index page would otherwise have the time of its build.
-        env = {"JAX_PLATFORMS": "cpu", "SOURCE_DATE_EPOCH": "0"},
-        use_default_shell_env = True,  # for --action_env=EP_SOURCE_URL=...
+        env = {
+            "EP_SOURCE_URL": ctx.attr._source_url[BuildSettingInfo].value,
+            "JAX_PLATFORMS": "cpu",
+            # An index page would otherwise have the time of its build.
+            "SOURCE_DATE_EPOCH": "0",
+        },
+        use_default_shell_env = True,
     )
     return [DefaultInfo(
         files = depset([folder]),
@@ -28,5 +34,6 @@ site = rule(
             executable = True,
             mandatory = True,
         ),
+        "_source_url": attr.label(default = ":source_url"),
     },
 )

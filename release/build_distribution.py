@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a wheel or an sdist from the files that Bazel hands it.
 
-Usage: build_distribution.py wheel|sdist FOLDER [--platform=TAG]
-  [--substitute=NAME=VALUE]... PATH=SOURCE...
+Usage: build_distribution.py wheel|sdist FOLDER --platform=TAG
+  [--source_url=URL] [--substitute=NAME=VALUE]... PATH=SOURCE...
 
 A SOURCE is copied to the PATH of a new source tree, on which Hatchling runs as
 pip would run it. In pyproject.toml, @NAME@ stands for the VALUE, and @VERSION@
-for the version of the package.
+for the version of the package. Links of README.md become absolute, because
+package indexes show it without the files beside it.
 """
 
 import argparse
@@ -18,12 +19,17 @@ import tempfile
 
 import hatchling.build
 
+from docs.site import links
+
+_README = "README.md"
+
 
 def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("kind", choices=["wheel", "sdist"])
   parser.add_argument("folder", type=pathlib.Path)
   parser.add_argument("--platform", required=True)
+  parser.add_argument("--source_url", default="")
   parser.add_argument("--substitute", action="append", default=[])
   parser.add_argument("files", nargs="+")
   args = parser.parse_args()
@@ -36,6 +42,9 @@ def main() -> None:
       shutil.copyfile(source, target)
     os.chdir(tree)
     substitute(dict(pair.split("=") for pair in args.substitute))
+    if (readme := pathlib.Path(_README)).exists():
+      page = readme.read_text()
+      readme.write_text(links.make_absolute(page, _README, args.source_url))
     # sysconfig, and so native_library.py, takes it for this machine's platform.
     os.environ["_PYTHON_HOST_PLATFORM"] = args.platform
     getattr(hatchling.build, f"build_{args.kind}")(str(folder))

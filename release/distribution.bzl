@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wheels and source archives of the package, built by Hatchling."""
 
-def _with_cuda_impl(_, attr):
-    return {"//third_party/cuda:version": attr.cuda}
+load("@bazel_skylib//rules:common_settings.bzl", "BuildSettingInfo")
+
+_CUDA = "//third_party/cuda:version"
+
+def _with_cuda_impl(settings, attr):
+    # The library for CPUs is the same with all, so it is not compiled once more.
+    return {_CUDA: settings[_CUDA] if attr.cuda == "none" else attr.cuda}
 
 # It builds the library of a wheel as --config=cuda12 would.
 _with_cuda = transition(
     implementation = _with_cuda_impl,
-    inputs = [],
-    outputs = ["//third_party/cuda:version"],
+    inputs = [_CUDA],
+    outputs = [_CUDA],
 )
 
 def _path(file):
@@ -27,6 +32,8 @@ def _distribution_impl(ctx):
     args.add(folder.path)
     args.add(ctx.attr.platform, format = "--platform=%s")
     args.add(ctx.attr.cuda, format = "--substitute=CUDA=%s")
+    source_url = ctx.attr._source_url[BuildSettingInfo].value
+    args.add(source_url, format = "--source_url=%s")
     for path, file in files.items():
         args.add(file, format = path + "=%s")
     ctx.actions.run(
@@ -57,6 +64,7 @@ _distribution = rule(
             cfg = "exec",
             executable = True,
         ),
+        "_source_url": attr.label(default = "//docs:source_url"),
     },
 )
 

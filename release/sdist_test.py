@@ -1,24 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sdist compiles with the C++ compiler of the machine, and then works.
 
-Usage: sdist_test.py FOLDER
+Usage: sdist_test.py FOLDER HEADER...
 
-The FOLDER has the sdist.
+The FOLDER has the sdist. pip builds it as it does for users: in isolation, with
+what [build-system] in pyproject.toml requires and nothing else. Of jaxlib,
+there are only the HEADERs, which are those of the required version.
 """
 
 import pathlib
 import sys
+import tarfile
 import tempfile
+import tomllib
 
-from environment import Environment, packages
+from environment import Environment
+from stand_ins import pack, write_wheel
 
 
 def main() -> None:
-  (sdist,) = pathlib.Path(sys.argv[1]).resolve().glob("*.tar.gz")
+  folder, *headers = map(pathlib.Path, sys.argv[1:])
+  (sdist,) = folder.resolve().glob("*.tar.gz")
+  with tarfile.open(sdist) as archive:
+    (project,) = [n for n in archive.getnames() if n.endswith("pyproject.toml")]
+    required = tomllib.load(archive.extractfile(project))["build-system"]
   with tempfile.TemporaryDirectory() as scratch:
     environment = Environment(pathlib.Path(scratch).resolve())
-    (environment.site / "backend.pth").write_text(packages("hatchling"))
-    environment.install("--no-build-isolation", str(sdist), CXXFLAGS="-O0")
+    wheels = pathlib.Path(scratch, "wheels")
+    wheels.mkdir()
+    backend, jaxlib = required["requires"]
+    pack(wheels, backend)
+    files = {
+      f"jaxlib/include/{'/'.join(path.parts[-4:])}": path.read_bytes()
+      for path in headers
+    }
+    files["jaxlib/__init__.py"] = b""
+    write_wheel(wheels, *jaxlib.split("=="), files)
+
+    environment.install(f"--find-links={wheels}", str(sdist), CXXFLAGS="-O0")
     report = environment.run(environment.python, "-m", "ep")
     library = environment.site / "ep/libep_ffi_cpu.so"
     assert f"host (the default) can run on {library}" in report

@@ -41,6 +41,11 @@ def main() -> None:
     assert f" in {environment.site / 'ep'}\n" in report
     assert f"{environment.site / 'ep/libep_ffi_cpu.so'} (interface" in report
 
+    (info,) = environment.site.glob("jax_ep-*.dist-info")
+    assert not re.search(r"\]\((?!\w+:)", (info / "METADATA").read_text()), (
+      "an index shows README.md without the files that it links to"
+    )
+
     section = readme.read_text().partition("\n## Twenty lines\n")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     (environment.work / "twenty.py").write_text(code)
@@ -48,8 +53,10 @@ def main() -> None:
     promised = code.splitlines()[-1].partition("  # ")[2]
     assert run(python, "twenty.py", XLA_FLAGS=four) == promised + "\n"
 
-    run(python, "-m", "ep.examples.ep_moe", *_EXAMPLE, XLA_FLAGS=_QUICK)
-    run(python, "-m", "ep.examples.train_moe_lm", *_TRAINING, XLA_FLAGS=_QUICK)
+    for module, flags in [("ep_moe", _EXAMPLE), ("train_moe_lm", _TRAINING)]:
+      command = f"python -m ep.examples.{module}"
+      assert f"\n{command}\n" in readme.read_text()
+      run(python, *command.split()[1:], *flags, XLA_FLAGS=_QUICK)
     run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test.name)
     environment.run_tool(
       *("mypy", "--strict", "--python-executable", python, "--cache-dir="),

@@ -555,13 +555,32 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path):
     "__version__ = '0.9.2'; __version_info__ = (0, 9, 2)"
   )
   path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-  for argv in (["-c", "import ep"], ["-m", "ep.launch", "--help"]):
+  sentence = (
+    "ep needs jax 0.10.2 or newer, but jax 0.9.2 is installed;"
+    ' run: pip install --upgrade "jax>=0.10.2"'
+  )
+  for argv, lines in [
+    (["-c", "import ep"], None),  # an ImportError
+    (["-m", "ep"], 1),
+    (["-m", "ep.launch", "--help"], 1),
+  ]:
     process = _python(argv, {"PYTHONPATH": path}, stderr=subprocess.PIPE)
-    last = process.communicate()[1].decode().splitlines()[-1]
-    assert last == (
-      "ImportError: ep needs jax 0.10.2 or newer, but jax 0.9.2 is installed;"
-      ' run: pip install --upgrade "jax>=0.10.2"'
-    )
+    errors = process.communicate()[1].decode().splitlines()
+    assert process.returncode == 1
+    assert f"ImportError: {sentence}" in errors[-1]
+    assert lines in (None, len(errors)), errors
+
+
+def test_the_library_may_be_loaded_before_jax_has_devices():
+  """JAX then makes its devices, which it could not do afterwards."""
+  program = """
+from ep._src import ffi
+ffi.library("host")
+import jax
+print(jax.devices()[0].platform)
+"""
+  process = _python(["-c", program], stdout=subprocess.PIPE)
+  assert process.communicate()[0] == b"cpu\n"
 
 
 def _slurm(rank, job):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src import backend, ffi, membership, nccl_backend, nccl_files
+from ep._src import backend, ffi, files, membership, nccl_backend, nccl_files
 from ep._src.config import GroupConfig
 from ep._src.nccl_backend import NcclBackend
 from nccl_testing import gpu
@@ -122,6 +122,37 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
     nccl="a",
     nccl_ep=str(me),
   )
+
+
+@pytest.mark.parametrize(
+  "plugins, wheels, found",
+  [
+    (["12"], ["12", "13"], "jax_ep_cuda12"),
+    (["13"], ["12", "13"], "jax_ep_cuda13"),
+    (["12", "13"], ["12"], "jax_ep_cuda12"),
+    ([], ["12"], "jax_ep_cuda12"),
+    (["12"], ["13"], "a wheel of jax-ep-cuda12, which fits the CUDA plugin"),
+  ],
+)
+def test_the_library_fits_the_plugin_of_jax(
+  tmp_path, monkeypatch, plugins, wheels, found
+):
+  """Wheels for both versions of CUDA may be installed, and one plugin."""
+  for version in plugins:
+    (tmp_path / f"jax_cuda{version}_plugin").mkdir()
+    monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)
+  for version in wheels:
+    folder = tmp_path / f"jax_ep_cuda{version}"
+    folder.mkdir()
+    (folder / "libep_ffi_cuda.so").touch()
+  monkeypatch.setattr(sys, "path", [str(tmp_path)])
+  monkeypatch.setattr(files, "in_runfiles", lambda path: None)
+  monkeypatch.delenv("EP_FFI_LIBRARY_PATH", raising=False)
+  if " " in found:
+    with pytest.raises(FileNotFoundError, match=found):
+      ffi.find_library("nccl")
+  else:
+    assert ffi.find_library("nccl").parent == tmp_path / found
 
 
 def test_rows_are_scaled_in_float32_and_rounded_once():

@@ -205,6 +205,50 @@ def test_readers_see_what_a_block_is(page):
     assert not re.search(r"^\n {4}", prose, re.M), f"{page}: an indented block"
 
 
+# Commands of the pages, and where they run, or why no test runs them as they
+# stand. The first pattern that matches counts.
+_COMMANDS = {
+  r"python -m ep": "wheel_test runs it",
+  r"python -m ep\.examples\.\w+": "wheel_test runs it, with small sizes",
+  r".*JAX_PLATFORMS=cuda .*|.*gpu_first_contact.*": "it needs GPUs",
+  r"\./bazelw run //examples:.*": (
+    "example_test and train_run_test start the programs without Bazel, which"
+    " does not run in its own tests"
+  ),
+  r"\./bazelw run //benchmarks:ep_bench .*": (
+    "bench_test and layer_bench_test run it with small sizes"
+  ),
+  r"\./bazelw run //benchmarks:.*": "its figures are for an idle machine",
+  r"\./bazelw (build|test) .*|tools/format\.sh": (
+    ".ci/run runs or builds the same, but for sanitizers, GPUs and long runs"
+  ),
+  r"pip install .*|python3 -m venv .*|cd ~": (
+    "wheel_test and extras_test install the wheels without an index"
+  ),
+  r"srun .*|mpirun .*": "launch_test sets the variables that these set",
+  r".*\btrain\.py.*|.* pytest tests": "the program is the reader's",
+  r"python -m .*pytest .*tests/.*": "Bazel runs the test, for less long",
+  r"(export )?[A-Z_]+=\S+.*|mkdir .*": "it prepares the commands after it",
+}
+
+
+def test_each_command_runs_or_has_a_reason():
+  commands = {
+    re.sub(r"\s+#.*", "", line)
+    for page in _PAGES
+    for block in _blocks(page)
+    if block.language == "sh"
+    for line in block.code.replace("\\\n", "").splitlines()
+    if line
+  }
+  found = {
+    command: next((p for p in _COMMANDS if re.fullmatch(p, command)), None)
+    for command in commands
+  }
+  assert None not in found.values(), found
+  assert set(found.values()) == set(_COMMANDS)
+
+
 def _public(module) -> set[str]:
   """Returns the public names that a module defines."""
   own = getattr(module, "__all__", None) or [

@@ -6,10 +6,13 @@ import base64
 import hashlib
 import json
 import pathlib
+import re
+import shutil
 
 import pytest
 import yaml
 
+from docs.site import links
 from tools import release
 
 _ROOT = pathlib.Path(__file__).absolute().parent.parent
@@ -42,8 +45,38 @@ def test_a_version_without_notes_is_refused(version):
     release.find_notes(_CHANGELOG, version)
 
 
+def test_a_version_without_a_date_is_refused():
+  changelog = _CHANGELOG.replace("2026-02-03", "unreleased")
+  with pytest.raises(ValueError, match="not say when 1.1.0 is released; write"):
+    release.find_notes(changelog, "1.1.0")
+  assert release.find_notes(changelog, "1.0.0").startswith("First.")
+
+
+def test_files_with_other_versions_are_refused(tmp_path):
+  for file in release._VERSIONS:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    shutil.copy(_ROOT / file, tmp_path / file)
+  version = release.find_version(tmp_path)
+  assert version == release.find_version()
+  (tmp_path / "CITATION.cff").write_text("version: 9.9.9\n")
+  with pytest.raises(ValueError, match="CITATION.cff says 9.9.9; write one"):
+    release.find_version(tmp_path)
+
+
+def test_a_registry_gets_no_module_without_maintainers(tmp_path):
+  template = tmp_path / ".bcr" / "metadata.template.json"
+  template.parent.mkdir()
+  template.write_text('{"maintainers": [{"name": "Ada", "github": "ada"}]}')
+  assert release.find_maintainers(tmp_path) == ["Ada"]
+  template.write_text('{"maintainers": []}')
+  with pytest.raises(ValueError, match="no maintainers, whom a registry"):
+    release.find_maintainers(tmp_path)
+
+
 def test_the_version_of_the_module_has_notes():
+  """Its section has a date, or none yet, and becomes the notes."""
   changelog = (_ROOT / "CHANGELOG.md").read_text()
+  changelog = changelog.replace("] - unreleased", "] - 2026-01-02")
   notes = release.find_notes(changelog, release.find_version())
   assert "### Added" in notes
   assert "\n## " not in notes
@@ -90,3 +123,27 @@ def test_the_registry_tests_a_module_that_uses_this_one():
     for placeholder in "platform", "bazel":
       assert task[placeholder] == f"${{{{ {placeholder} }}}}"
       assert module["matrix"][placeholder]
+
+
+def test_the_page_of_an_index_links_to_the_sources():
+  """Its links to files are absolute, or texts, and its code is untouched."""
+  readme = (_ROOT / "README.md").read_text()
+  url = "https://example.com/ep/blob/v1"
+  linked = links.make_absolute(readme, "README.md", url)
+  assert (
+    "![Tokens" in linked
+    and f"({url}/docs/images/layout.svg?raw=true)" in linked
+  )
+  assert f"[Tutorial]({url}/docs/tutorial.md)" in linked
+  assert f"[`ep.launch`]({url}/README.md#without-bazel)" in linked
+  assert (
+    linked.replace(f"{url}/", "")
+    .replace("?raw=true", "")
+    .replace("(README.md#", "(#")
+    == readme
+  )
+  text = links.make_absolute(readme, "README.md", "")
+  assert "\nTutorial · Which backend" in text and "layout.svg" not in text
+  relative = re.compile(r"\]\((?!https:)")
+  assert relative.search(readme)
+  assert not relative.search(linked) and not relative.search(text)

@@ -297,6 +297,16 @@ def test_history_keeps_the_lines_before_a_resume(tmp_path):
   assert [each["step"] for each in resumed.records] == [1, 2, 3, 4]
 
 
+def test_history_of_a_run_whose_file_was_lost(tmp_path):
+  """It has no step twice, whatever the number of its lines is."""
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 31}\n{"step": 32}\n{"step": 33}\n')
+  resumed = metrics.History(path, steps_done=32)
+  resumed.append({"step": 33})
+  assert [each["step"] for each in resumed.records] == [31, 32, 33]
+  assert path.read_text().count("33") == 1
+
+
 def test_a_picture_shows_a_run(program, tmp_path):
   _, records = program.run(program.state(), 2)
   plot.plot(records, tmp_path / "run.png", unigram=3.0)

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 from absl import flags
 from absl.testing import flagsaver
+import numpy as np
 import pytest
 
 from ep.examples import train_moe_lm
@@ -87,6 +89,17 @@ def test_bad_flags_are_refused(parse, flag, message):
   with pytest.raises(flags.IllegalFlagValueError) as info:
     parse(flag)
   assert message in str(info.value)
+
+
+@pytest.mark.parametrize(
+  "mesh, differs", [("--dp=3 --ep=1", True), ("--dp=2 --ep=2", False)]
+)
+def test_a_mesh_with_other_bits_says_so(parse, capsys, mesh, differs):
+  parse(*mesh.split(), "--shards=12", "--batch=24")
+  state = types.SimpleNamespace(params={}, step=0)
+  train_moe_lm.introduce(np.zeros(9), 3.0, state)
+  output = capsys.readouterr().out
+  assert ("3 ranks are not a power of two" in output) == differs
 
 
 @pytest.mark.parametrize(

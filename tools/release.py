@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the texts of a release; tools/release.sh runs it.
+"""Checks and writes the texts of a release; tools/release.sh runs it.
 
 Usage: release.py version
        release.py notes
+       release.py maintainers
        release.py entry FOLDER OWNER/REPO ARCHIVE
 
-`version` prints the version of MODULE.bazel, `notes` what CHANGELOG.md says of
-it, and `entry` writes what a Bazel registry stores of it to
-FOLDER/modules/jax_ep: the templates of .bcr, filled in.
+`version` prints the version, which several files state, `notes` what
+CHANGELOG.md says of it, and `maintainers` whom a Bazel registry may ask about
+the module. `entry` writes what such a registry stores of the version to
+FOLDER/modules/jax_ep: the templates of .bcr, filled in. A release that is not
+ready is refused with a sentence.
 """
 
 import base64
 import hashlib
+import json
 import pathlib
 import re
 import shutil
@@ -20,29 +24,67 @@ import sys
 _ROOT = pathlib.Path(__file__).absolute().parent.parent
 
 
+# Where the version stands, of which each file has one.
+_VERSIONS = {
+  "MODULE.bazel": r'^module\(\n    name = "jax_ep",\n    version = "(.*)",$',
+  "ep/__init__.py": r'^__version__ = "(.*?)"',
+  "CITATION.cff": r"^version: (.*)$",
+}
+
+
 def find_version(root: pathlib.Path = _ROOT) -> str:
-  """Returns the version of the module, which the package has as well."""
-  module = (root / "MODULE.bazel").read_text()
-  (version,) = re.findall(
-    r'^module\(\n    name = "jax_ep",\n    version = "(.*)",$', module, re.M
-  )
-  return version
+  """Returns the version.
+
+  Raises:
+    ValueError: the files that state it differ.
+  """
+  found = {
+    file: re.search(pattern, (root / file).read_text(), re.M)[1]
+    for file, pattern in _VERSIONS.items()
+  }
+  if len(set(found.values())) > 1:
+    each = ", ".join(f"{file} says {v}" for file, v in found.items())
+    raise ValueError(f"{each}; write one version into all of them.")
+  return found["MODULE.bazel"]
 
 
 def find_notes(changelog: str, version: str) -> str:
   """Returns the section of a version, without its heading.
 
   Raises:
-    ValueError: the changelog has no section of this version, or an empty one.
+    ValueError: the changelog has no section of this version, an empty one, or
+      one without a date.
   """
-  sections = re.split(r"^## \[(.*)\].*\n", changelog, flags=re.M)
-  notes = dict(zip(sections[1::2], sections[2::2], strict=True))
+  sections = re.split(r"^## \[(.*)\](.*)\n", changelog, flags=re.M)
+  notes = dict(zip(sections[1::3], sections[3::3], strict=True))
+  dates = dict(zip(sections[1::3], sections[2::3], strict=True))
   if not notes.get(version, "").strip():
     raise ValueError(
       f"CHANGELOG.md says nothing about {version}; write a section"
       f" '## [{version}] - YYYY-MM-DD'."
     )
+  if not re.fullmatch(r" - \d{4}-\d\d-\d\d", dates[version]):
+    raise ValueError(
+      f"CHANGELOG.md does not say when {version} is released; write the day of"
+      f" the release into its heading, '## [{version}] - YYYY-MM-DD'."
+    )
   return notes[version].strip() + "\n"
+
+
+def find_maintainers(root: pathlib.Path = _ROOT) -> list[str]:
+  """Returns the names of those whom a Bazel registry may ask.
+
+  Raises:
+    ValueError: there is none.
+  """
+  template = root / ".bcr" / "metadata.template.json"
+  names = [m["name"] for m in json.loads(template.read_text())["maintainers"]]
+  if not names:
+    raise ValueError(
+      ".bcr/metadata.template.json names no maintainers, whom a registry"
+      " demands; fill them in as CONTRIBUTING.md says."
+    )
+  return names
 
 
 def write_entry(
@@ -88,12 +130,17 @@ def main(command: str, *args: str) -> None:
   elif command == "notes":
     changelog = (_ROOT / "CHANGELOG.md").read_text()
     print(find_notes(changelog, find_version()), end="")
+  elif command == "maintainers":
+    print("\n".join(find_maintainers()))
   elif command == "entry":
     folder, repository, archive = args
     write_entry(pathlib.Path(folder), repository, pathlib.Path(archive))
   else:
-    sys.exit(f"There is no command {command}.\n{__doc__}")
+    raise ValueError(f"There is no command {command}.\n{__doc__}")
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  try:
+    main(*sys.argv[1:])
+  except ValueError as error:
+    sys.exit(f"release.py: {error}")

@@ -3,42 +3,49 @@
 
 # Writes all files of a release to a new folder:
 #
-#   tools/release.sh FOLDER OWNER/REPO
+#   tools/release.sh FOLDER OWNER/REPO [--registry]
 #
 #   jax_ep-<version>-source.tar.gz  the source archive of HEAD; the same commit
 #                                   gives the same bytes
 #   *.whl, the sdist                the distributions for PyPI, those of //:all
 #   SHA256SUMS                      the checksums of these
 #   NOTES.md                        what CHANGELOG.md says of the version
-#   modules/                        the entry of the Bazel registry
+#   modules/                        with --registry, the entry of the module for
+#                                   a Bazel registry
 #
 # It publishes nothing. OWNER/REPO is the repository on GitHub whose release
-# v<version> will have the files.
+# v<version> will have the files. A release that is not ready is refused before
+# anything is built: release.py says what is missing.
 set -euo pipefail
 
-folder=$(readlink -m "${1:?usage: release.sh FOLDER OWNER/REPO}")
-repository=${2:?usage: release.sh FOLDER OWNER/REPO}
+readonly usage="usage: release.sh FOLDER OWNER/REPO [--registry]"
+folder=$(readlink -m "${1:?$usage}")
+repository=${2:?$usage}
+registry=${3:-}
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 die() {
   echo "release.sh: $*" >&2
   exit 1
 }
+[[ $registry == @(|--registry) ]] || die "$usage"
 [[ ! -e $folder ]] || die "$folder exists already; name a new folder."
 [[ -z $(git status --porcelain) ]] ||
   die "the tree differs from HEAD, which the archive is made of; commit first."
 
 version=$(python3 tools/release.py version)
 notes=$(python3 tools/release.py notes)
+[[ ! $registry ]] || python3 tools/release.py maintainers >/dev/null
 archive=$folder/jax_ep-$version-source.tar.gz
 mkdir -p "$folder"
 git -c tar.umask=0022 archive --prefix="jax_ep-$version/" HEAD |
   gzip --best --no-name >"$archive"
 
 # A distribution is a folder with one file.
+sources=https://github.com/$repository/blob/v$version
 distributions=$(./bazelw query 'kind("_distribution rule", //:all)')
 for target in $distributions; do
-  ./bazelw build "$target"
+  ./bazelw build --//docs:source_url="$sources" "$target"
   cp "bazel-bin/${target#//:}"/* "$folder"
 done
 
@@ -48,4 +55,5 @@ for file in *; do
 done
 sha256sum -- * >SHA256SUMS
 echo "$notes" >NOTES.md
-python3 "$OLDPWD/tools/release.py" entry . "$repository" "$archive"
+[[ ! $registry ]] ||
+  python3 "$OLDPWD/tools/release.py" entry . "$repository" "$archive"

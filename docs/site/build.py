@@ -6,7 +6,7 @@ three things differ:
 
 * Pages outside of docs/, where a code host wants them, have places on the site.
 * A link to a file that is no page leads to the sources, if EP_SOURCE_URL is
-  their address (https://host/name/blob/main). Otherwise its path stands there.
+  their address (//docs:source_url). Otherwise its path stands there.
 * A list of names in docs/reference becomes the docstrings of these names.
 
 A warning of Sphinx is an error.
@@ -24,6 +24,7 @@ import tempfile
 
 from sphinx.cmd import build
 
+from docs.site import links
 import ep
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -48,10 +49,6 @@ bazel
 The project: versions changelog contributing security
 """
 
-_LINK = re.compile(
-  r"(?P<code>^```.*?^```|`[^`]+`)|\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)",
-  re.MULTILINE | re.DOTALL,
-)
 _NAME = re.compile(r"^\* \[`(ep\.[\w.]+)`\]\(\S+\)$", re.MULTILINE)
 
 
@@ -74,7 +71,7 @@ def copy_pages(folder: pathlib.Path) -> None:
     text = (_ROOT / path).read_text()
     if place.startswith("reference/"):
       text = _NAME.sub(lambda name: _docstring(name[1]), text)
-    text = _LINK.sub(lambda link, path=path: _link(link, path, places), text)
+    text = links.change(text, lambda link, path=path: _link(link, path, places))
     if place == "index.md":
       text += "".join(_contents())
     target = folder / place
@@ -85,15 +82,16 @@ def copy_pages(folder: pathlib.Path) -> None:
 
 def _link(link: re.Match, path: str, places: dict[str, str]) -> str:
   """Returns a link of the page `path` as it is on the site."""
-  target, hash_, anchor = (link["target"] or "").partition("#")
-  if link["code"] or not target or re.match(r"\w+:", target):
+  target, hash_, anchor = link["target"].partition("#")
+  if not target:
     return link[0]
   target = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
   text = link["text"]
   if target in places or target.startswith("docs/images/"):
     place = places.get(target, target.removeprefix("docs/"))
     start = posixpath.dirname(places[path])
-    return f"[{text}]({posixpath.relpath(place, start)}{hash_}{anchor})"
+    place = posixpath.relpath(place, start)
+    return f"{link['image']}[{text}]({place}{hash_}{anchor})"
   if os.environ.get("EP_SOURCE_URL"):
     return f"[{text}]({os.environ['EP_SOURCE_URL']}/{target})"
   if f"/{target}".endswith("/" + text.strip("`").rstrip("/")):

@@ -15,20 +15,11 @@ from typing import Any
 
 import jax
 
-from ep._src import files
+from ep._src import files, gpus
 from ep._src.backend import OPS
 
 # For each backend: the platform in its library's name, and XLA's name of it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
-
-# The packages that may hold the library, and what pip installs to get it.
-_PACKAGES = {
-  "host": (("ep",), "jax-ep"),
-  "nccl": (
-    ("ep", "jax_ep_cuda13", "jax_ep_cuda12"),
-    "jax-ep-cuda13 or jax-ep-cuda12",
-  ),
-}
 
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # use; the library carries its own (//ep_ffi/handlers:interface). After a change
@@ -52,7 +43,7 @@ def find_library(backend: str) -> pathlib.Path:
     FileNotFoundError: there is none; the message names all places.
   """
   name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
-  packages, distribution = _PACKAGES[backend]
+  packages, distributions = _packages(backend)
   if override := os.environ.get(_VARIABLE):  # a user who sets it wants no other
     path = pathlib.Path(override)
     if path.is_dir():
@@ -72,16 +63,32 @@ def find_library(backend: str) -> pathlib.Path:
   raise FileNotFoundError(
     f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
     " the library or its folder, else from the Bazel runfiles, else from the"
-    f" package: install a wheel of {distribution}; or build //ep_ffi:{name} and"
-    f' set ${_VARIABLE}; or do without: ep_bootstrap(backend="xla") needs no'
-    " native code."
+    f" package: install a wheel of {distributions}; or build //ep_ffi:{name}"
+    f' and set ${_VARIABLE}; or do without: ep_bootstrap(backend="xla") needs'
+    " no native code."
   )
+
+
+def _packages(backend: str) -> tuple[list[str], str]:
+  """Returns the packages that may hold a library, and what pip installs."""
+  if backend == "host":
+    return ["ep"], "jax-ep"
+  fitting = gpus.cuda_plugins()
+  versions = fitting or ["13", "12"]
+  distributions = " or ".join(f"jax-ep-cuda{v}" for v in versions)
+  if fitting:
+    distributions += ", which fits the CUDA plugin of JAX that is installed"
+  return ["ep", *(f"jax_ep_cuda{v}" for v in versions)], distributions
 
 
 @functools.cache
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers its ops for its platform."""
   path = find_library(backend)
+  # JAX makes its clients here. When it makes one, it hands over to XLA what was
+  # registered before: first the handlers, which XLA refuses as long as it does
+  # not know the type of their state, and JAX fails to make the client.
+  jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)
   _, platform = PLATFORMS[backend]

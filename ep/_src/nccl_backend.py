@@ -52,9 +52,15 @@ class NcclBackend(Backend):
   def probe(self) -> str:
     devices = jax.local_devices()
     if devices[0].platform != "gpu":
+      try:
+        library = f"Its library is there, {ffi.find_library('nccl')}."
+      except FileNotFoundError:
+        library = (
+          "With a driver for them, install the wheel of jax-ep-cuda13, or"
+          " jax-ep-cuda12."
+        )
       raise CannotServe(
-        "it needs NVIDIA GPUs, and JAX has none here. With a driver for them,"
-        " install the wheel of jax-ep-cuda13, or jax-ep-cuda12."
+        f"it needs NVIDIA GPUs, and JAX has none here. {library}"
       )
     for device in devices:
       _check_capability(device)

@@ -46,9 +46,10 @@ class History:
   """The records of a run, in memory and, with a path, as lines of a file.
 
   The file gets each line at once, so `tail -f` shows the run. A run that
-  resumes after step n keeps the lines up to that step, and makes the others
-  again. Records hold no times, so a run's file is the same however often it was
-  resumed.
+  resumes after step n keeps the lines of the steps up to n, and makes the
+  others again. Records hold no times, so a run's file is the same however often
+  it was resumed. If the file was lost before, it has the steps since then, each
+  once.
   """
 
   def __init__(self, path: pathlib.Path | None = None, steps_done: int = 0):
@@ -57,9 +58,15 @@ class History:
     if path is not None:
       self._file = path.open("a+b")
       self._file.seek(0)
-      lines = self._file.readlines()[:steps_done]
-      self._file.truncate(sum(map(len, lines)))
-      self.records = [json.loads(line) for line in lines]
+      kept = 0
+      for line in self._file:
+        # A process may have been killed in the middle of the last line.
+        each = json.loads(line) if line.endswith(b"\n") else None
+        if each is None or each["step"] > steps_done:
+          break
+        self.records.append(each)
+        kept += len(line)
+      self._file.truncate(kept)
 
   def append(self, new: dict[str, Any]) -> None:
     """Adds a record; raises `OSError` if its line cannot be written."""
