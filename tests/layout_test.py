@@ -19,6 +19,7 @@ LAYERS = [
   {"experts"},
   {"combine"},
   {"dispatch", "prepare"},
+  {"assignment"},
   {"bootstrap", "collectives_check", "describe", "primitive", "sharding"},
   {"handle"},
   {"group", "host_backend", "nccl_backend", "xla_backend"},

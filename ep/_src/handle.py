@@ -13,7 +13,7 @@ from ep._src.backend import OpParams
 from ep._src.group import EpLayerConfig
 
 # The kind of each leaf of a handle, for `sharding.call`.
-LEAF_KINDS = [sharding.RANK] * 6 + [sharding.TOKENS]
+LEAF_KINDS = [sharding.RANK] * 6 + [sharding.TOKENS] * 2
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +47,9 @@ class EpHandle:
     kept: bool [*token_shape, K], whether each choice has a row: False if it is
       unused (-1) or was dropped. In the global view it has the shape and the
       sharding of `topk_idx`.
+    candidate: int32 [*token_shape, K], which of the M candidates in `topk_idx`
+      each choice uses: its own, k, unless it has moved. None if `topk_idx` has
+      K columns. In the global view it is sharded like `topk_idx`.
     layer: static; the configuration that it was prepared with.
     token_shape: static; leading dims of this rank's tokens, whose product is T.
   """
@@ -58,6 +61,8 @@ class EpHandle:
   dropped_counts: jax.Array
   max_recv_tokens: jax.Array
   kept: jax.Array
+  candidate: jax.Array | None = None
+  _: dataclasses.KW_ONLY
   layer: EpLayerConfig = dataclasses.field(metadata=dict(static=True))
   token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
