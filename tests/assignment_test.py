@@ -293,7 +293,7 @@ def test_global_view(spilling):
 def test_vmap_is_one_exchange_for_each_example(spilling):
   case = Case(spilling, K + 1, routings=ROUTINGS[:2])
   program = jax.jit(
-    jax.vmap(global_program(spilling, sizes)),
+    jax.vmap(global_program(spilling, sizes).__wrapped__),
     compiler_options=quick_compiler.QUICK,
   )
   expected = case.expected()
