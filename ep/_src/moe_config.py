@@ -139,7 +139,7 @@ class MoEConfig:
       )
       object.__setattr__(self, "num_candidates", candidates)
     arguments.check(
-      self.drop_by is None or self.capacity_factor is not None,
+      self.drop_by in (None, "slot") or self.capacity_factor is not None,
       what,
       f"drop_by = {self.drop_by!r}, but capacity_factor = None leaves room for"
       " any routing; give a factor, such as 1.25.",
