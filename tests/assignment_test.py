@@ -55,6 +55,8 @@ def draw_weights(rng, kind, shape):
   """Returns float32 [N, M]."""
   if kind == "equal":
     return np.ones(shape, np.float32)
+  if kind == "zeros":
+    return np.where(rng.random(shape) < 0.5, 0.0, -0.0).astype(np.float32)
   if kind == "ties":
     return (rng.integers(-1, 3, shape) / 4).astype(np.float32)
   weights = rng.standard_normal(shape).astype(np.float32)
@@ -72,6 +74,7 @@ ROUTINGS = [
   ("skewed", "ties"),
   ("one_expert", "distinct"),
   ("one_expert", "special"),
+  ("one_expert", "zeros"),
   ("unused", "ties"),
   ("even", "distinct"),
   ("idle", "distinct"),
@@ -222,7 +225,7 @@ def run(case):
   "mesh, drop_by, alignment, rows, candidates, dtype",
   [
     ("ep4", "weight", 1, 20, K, np.float32),
-    ("ep4", "fair", 8, 32, K, jnp.bfloat16),
+    ("ep4", "fair", 8, 40, K, jnp.bfloat16),
     ("ep4", "slot", 8, 32, K + 2, np.float32),
     ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16),
     ("dp2_ep2", "fair", 1, 30, K + 2, np.float32),
