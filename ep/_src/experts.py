@@ -116,13 +116,11 @@ def _rows_by_source(handle, topk_idx):
   """Returns int32 [L, P]: the rows of each slab by the rank they came from."""
   layer = handle.layer
   experts, axis = layer.group.num_experts, layer.group.axis_name
-  ids = jnp.where(topk_idx < 0, experts, topk_idx).ravel()
+  ids = jnp.where(handle.kept, topk_idx, experts).ravel()
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  # Dropped rows are missing at the end of a slab.
-  ends = jnp.minimum(received.cumsum(axis=0), handle.group_sizes)
-  return jnp.diff(ends, axis=0, prepend=0).astype(jnp.int32).T
+  return received.astype(jnp.int32).T
 
 
 def _apply(experts, params, rows, weights, group_sizes, segments):

@@ -67,6 +67,12 @@ class EpHandle:
   token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   @property
+  def leaves(self) -> list[jax.Array | None]:
+    """The arrays, which have `LEAF_KINDS`."""
+    fields = dataclasses.fields(self)
+    return [getattr(self, field.name) for field in fields if not field.kw_only]
+
+  @property
   def capacity(self) -> int:
     """C: rows that a rank can receive, those of `recv_tokens`."""
     return self.params.capacity

@@ -143,7 +143,7 @@ def moe_layer(
 
 def _of_rank(layer, experts, *args):
   out, handle = through_experts(layer, experts, *args)
-  return out, jax.tree.leaves(handle)
+  return out, handle.leaves
 
 
 def _check_lead(op, routed):

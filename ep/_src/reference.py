@@ -158,15 +158,20 @@ def assign(
 def prepare_assigned(candidates, assigned, *, num_experts, **sizes):
   """Returns the routing of what `assign` has assigned, in NumPy.
 
-  What is wanted is counted for the choices before any of them moved.
+  What is wanted, and what is dropped of it, is counted for the choices before
+  any of them moved.
   """
   P, _, K = assigned.shape
   choices = candidates[..., :K]
   wanted = prepare(choices, num_experts=num_experts, **sizes)
   got = np.take_along_axis(candidates, assigned.clip(0), axis=2)
   got = np.where(assigned < 0, -1, got)
+  dropped = choices[(choices >= 0) & (assigned < 0)]
+  dropped_counts = np.bincount(dropped, minlength=num_experts)
   return prepare(got, num_experts=num_experts, **sizes)._replace(
     total_recv_tokens=wanted.total_recv_tokens,
+    dropped_counts=dropped_counts.reshape(P, -1).astype(np.int32),
+    max_recv_tokens=wanted.max_recv_tokens,
   )
 
 
