@@ -243,6 +243,49 @@ def test_policies(mesh, drop_by, alignment, rows, candidates, dtype):
   assert_same(run(case), case.expected())
 
 
+def test_a_layer_with_candidates_is_that_of_what_they_became():
+  """Output and gradients are those of a routing with the final choices."""
+  config = narrow_layer("ep4", 16, drop_by="weight", num_candidates=K + 1)
+  case = Case(config, K + 1, routings=ROUTINGS[:1])
+  ids, weights, tokens = (x[0] for x in case.arrays[:3])
+  candidate = case.candidate(0)
+  assigned = np.concatenate(case.assigned(0)).reshape(candidate.shape)
+  final = np.take_along_axis(ids, candidate, axis=1)
+  final = np.where(assigned < 0, -1, final).astype(np.int32)
+  wide = ep.EpLayerConfig(config.group)
+  rng = np.random.default_rng(1)
+  matrices = dict(
+    w_up=rng.standard_normal((E, H, 4)).astype(np.float32),
+    w_down=rng.standard_normal((E, 4, H)).astype(np.float32),
+  )
+  axis = PartitionSpec(config.group.axis_name)
+  experts = {
+    n: to_global(x, wide.group.mesh, axis) for n, x in matrices.items()
+  }
+
+  def grads(layer, experts, ids, candidate, tokens, weights):
+    def loss(tokens, weights):
+      if candidate is not None:
+        weights = jnp.take_along_axis(weights, candidate, axis=1)
+      out = ep.moe_layer(layer, tokens, ids, weights, **experts)
+      return jnp.sin(out).sum(), out
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(tokens, weights)
+
+  @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
+  def both(experts, ids, final, candidate, *args):
+    return (
+      grads(config, experts, ids, None, *args),
+      grads(wide, experts, final, candidate, *args),
+    )
+
+  args = [put(config, x) for x in (ids, final, candidate, tokens, weights)]
+  moved, expected = both(experts, *args)
+  for a, b in zip(*map(jax.tree.leaves, (moved, expected)), strict=True):
+    for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+      np.testing.assert_allclose(x.data, y.data, rtol=1e-5, atol=1e-5)
+
+
 # The example of docs/semantics.md: tokens A to F, and what each one gets.
 EXAMPLE = np.array([[[0, 2], [0, 1], [0, 3]], [[0, 2], [1, 3], [2, 0]]])
 WEIGHTS = np.array([[[9, 1], [5, 4], [4, 3]], [[7, 2], [2, 1], [6, 3]]]) / 10
