@@ -40,13 +40,14 @@ class EpHandle:
     total_recv_tokens: int32 [1], rows that this rank would receive with an
       unlimited capacity, padding included. Those past the capacity are dropped.
     dropped_counts: int32 [L], tokens that chose each local expert and were
-      dropped; the expert was chosen `token_counts + dropped_counts` times.
+      dropped; unless choices move, it was chosen `token_counts +
+      dropped_counts` times.
     max_recv_tokens: int32 [1], the largest `total_recv_tokens` of the ranks of
       the EP domain. It is equal on all of them, so that a program can take the
       same branch on all.
     kept: bool [*token_shape, K], whether each choice has a row: False if it is
-      unused (-1) or was dropped. In the global view it has the shape and the
-      sharding of `topk_idx`.
+      unused (-1) or was dropped. In the global view it has the leading axes and
+      the sharding of `topk_idx`.
     candidate: int32 [*token_shape, K], which of the M candidates in `topk_idx`
       each choice uses: its own, k, unless it has moved. None if `topk_idx` has
       K columns. In the global view it is sharded like `topk_idx`.
