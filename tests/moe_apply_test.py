@@ -23,6 +23,7 @@ from conftest import (
   to_global,
 )
 import ep
+from ep._src import reference
 from groups import bootstrap, E, group, H, has_no_limits, K, T
 
 F, S = 6, 3  # inner sizes of an expert and of a shared one
@@ -346,6 +347,59 @@ def test_a_tight_capacity_drops_and_tells(limit):
   assert int(metrics.dropped) == np.maximum(rows - T * K, 0).sum()
 
 
+def test_a_choice_without_room_moves_and_its_weight_follows():
+  """The layer is the one in which those experts were chosen at first."""
+  mesh_group = group("ep4", max_tokens_per_rank=T)
+  config = dataclasses.replace(
+    PLAIN, capacity_factor=1.4, drop_by="fair", num_candidates=E
+  )
+  layer, params, x = config.layer(mesh_group), make_params(PLAIN), tokens(R * T)
+  bias = np.where(np.arange(E) < K, 0.5, 0.0).astype(np.float32)
+  candidates, weights = ep.route_topk(
+    x @ params["router"].astype(np.float32),
+    K,
+    num_candidates=E,
+    selection_bias=bias,
+  )
+  candidates = np.asarray(candidates)
+  assigned = reference.assign(
+    candidates.reshape(R, T, E),
+    np.asarray(weights).reshape(R, T, E),
+    top_k=K,
+    num_experts=E,
+    capacity=layer.capacity,
+    drop_by="fair",
+  ).reshape(-1, K)
+  assert (assigned >= K).any() and (assigned >= 0).all()
+  used = np.take_along_axis(candidates, assigned, axis=1)
+  wide = PLAIN.layer(mesh_group)
+
+  def value_and_grads(layer, config, params, x, **options):
+    def loss(params, x):
+      y, metrics = ep.moe.apply(layer, config, params, x, **options)
+      return jnp.tanh(y).sum(), (y, metrics)
+
+    grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    grads, (y, metrics) = grad(params, x)
+    return (y, grads), metrics
+
+  @jax.jit
+  def both(bias, params, x, used):
+    return (
+      value_and_grads(layer, config, params, x, bias=bias),
+      value_and_grads(wide, PLAIN, params, x, forced_idx=used),
+    )
+
+  (moved, metrics), (forced, _) = both(
+    bias, *put(mesh_group, config, params, x, used)
+  )
+  close = functools.partial(assert_shards_close, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, moved, forced)
+  assert int(metrics.dropped) == 0
+  wanted = np.bincount(candidates[:, :K].ravel(), minlength=E)
+  np.testing.assert_array_equal(np.asarray(metrics.load), wanted)
+
+
 def test_vmap_over_examples_makes_one_exchange():
   """Its gradients are those of the batch, and its bits those of one call.
 
@@ -403,6 +457,9 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
     (dict(up_activation=jnp.tanh), "gated = False"),
     (dict(num_groups=3), "num_groups = 3 does not divide"),
     (dict(jitter=2.0), "jitter = 2.0"),
+    (dict(drop_by="fair"), "drop_by = 'fair', but capacity_factor = None"),
+    (dict(drop_by="first"), "drop_by = 'first'"),
+    (dict(num_candidates=E + 1), "num_candidates = 9, but"),
   ],
 )
 def test_a_config_that_cannot_be(change, message):

@@ -66,6 +66,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
     alignment=1,
     max_token_dtype=jnp.dtype(jnp.bfloat16),
     overflow="error",
+    drop_by="slot",
     backend="nccl",
     max_num_sms=0,
     timeout_s=1.0,

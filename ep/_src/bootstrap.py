@@ -99,6 +99,7 @@ def ep_bootstrap(
   alignment: int = 1,
   max_token_dtype: DTypeLike = jnp.float32,
   overflow: str = "error",
+  drop_by: str = "slot",
   backend: str | None = None,
   max_num_sms: int = 0,
   timeout_s: float = 300.0,
@@ -136,6 +137,8 @@ def ep_bootstrap(
       Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
       are half as large (docs/gpu.md). Elsewhere a wider one costs nothing.
     overflow: the default policy of a layer: "error" or "drop".
+    drop_by: which rows a layer drops by default, "slot", "weight" or "fair";
+      see `EpLayerConfig`.
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
       on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
       native code). None picks "host" or "nccl" by platform; where that cannot
@@ -226,6 +229,7 @@ def ep_bootstrap(
     data_axes=data_axes,
     max_token_dtype=dtype,
     overflow=overflow,
+    drop_by=drop_by,
     backend=backend or "xla",
     timeout_s=timeout_s,
     alignment=alignment,

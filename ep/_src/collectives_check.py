@@ -31,7 +31,7 @@ _INSTRUCTION = re.compile(
 )
 
 # A backend without custom calls names the scope of its collectives like the op.
-_EXCHANGES = {*OPS, "ep_weighted_combine"}
+_EXCHANGES = {*OPS, "ep_assign", "ep_weighted_combine"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,13 @@ class Collective:
 
   @property
   def scopes(self) -> set[str]:
-    """The parts of `op_name`; "transpose(jvp(x))" counts as x, too."""
-    return {*self.op_name.split("/"), *re.split(r"[/()]+", self.op_name)}
+    """The parts of `op_name`.
+
+    "transpose(jvp(x))" counts as x, too, and "ep_prepare[moe]" as ep_prepare.
+    """
+    parts = re.split(r"[/()]+", self.op_name)
+    names = [part.partition("[")[0] for part in parts]
+    return {*self.op_name.split("/"), *parts, *names}
 
 
 def assert_no_hidden_collectives(

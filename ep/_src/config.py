@@ -20,6 +20,7 @@ from ep._src import arguments
 from ep._src.meshes import Mesh
 
 _OVERFLOW = ("error", "drop")
+_DROP_BY = ("slot", "weight", "fair")
 _TAILS = ("zero", "unspecified")
 
 # A field has this value until it is resolved; types are those of resolved ones.
@@ -53,6 +54,7 @@ class GroupConfig:
   alignment: int
   max_token_dtype: jnp.dtype
   overflow: str
+  drop_by: str
   backend: str
   max_num_sms: int
   timeout_s: float
@@ -104,6 +106,8 @@ class LayerConfig:
   alignment: int = _INHERITED
   recv_capacity_per_rank: int | None = None
   overflow: str = _INHERITED
+  drop_by: str = _INHERITED
+  num_candidates: int | None = None
   tail: str = "zero"
   name: str = _INHERITED
 
@@ -121,6 +125,8 @@ class LayerConfig:
     inherit("alignment", group.alignment)
     inherit("overflow", group.overflow)
     inherit("name", "moe")
+    inherits_policy = self.drop_by is None
+    inherit("drop_by", group.drop_by)
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
     arguments.check(
@@ -129,7 +135,7 @@ class LayerConfig:
       "neither the layer nor its group has a top_k; give the layer one, the"
       " choices of a token.",
     )
-    for field in ("top_k", "recv_capacity_per_rank"):
+    for field in ("top_k", "num_candidates", "recv_capacity_per_rank"):
       if (value := getattr(self, field)) is not None:
         resolve(field, arguments.integer(what, field, value))
     resolve("alignment", arguments.alignment(what, self.alignment))
@@ -140,9 +146,31 @@ class LayerConfig:
       f" {group.num_experts}.",
     )
     arguments.check(
+      self.num_candidates is None
+      or self.top_k <= self.num_candidates <= group.num_experts,
+      what,
+      f"num_candidates = {self.num_candidates}, but it must be in"
+      f" top_k..num_experts = {self.top_k}..{group.num_experts}; None is for no"
+      " other candidates than the choices.",
+    )
+    arguments.check(
       self.overflow in _OVERFLOW,
       what,
       f"overflow = {self.overflow!r}, but it must be one of {_OVERFLOW}.",
+    )
+    arguments.check(
+      self.drop_by in _DROP_BY,
+      what,
+      f"drop_by = {self.drop_by!r}, but it must be one of {_DROP_BY}.",
+    )
+    if inherits_policy and self.overflow == "error":
+      resolve("drop_by", "slot")
+    arguments.check(
+      self.overflow == "drop" or self.drop_by == "slot",
+      what,
+      f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
+      f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
+      ' drop_by="slot".',
     )
     arguments.check(
       self.tail in _TAILS,
@@ -152,7 +180,7 @@ class LayerConfig:
     # Without a limit, an op may have as little as one token.
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
     self.check_tokens(what, most)
-    worst_case = self._worst_case(most)
+    worst_case = self.worst_case(most)
     if group.max_tokens_per_rank is not None:
       inherit("recv_capacity_per_rank", worst_case)
     # A rank needs a slab for each local expert, unless fewer rows can arrive.
@@ -191,7 +219,7 @@ class LayerConfig:
     """
     if self.recv_capacity_per_rank is not None:
       return self.recv_capacity_per_rank
-    return self._worst_case(max(num_tokens, 1))
+    return self.worst_case(max(num_tokens, 1))
 
   def check_tokens(self, what: str, num_tokens: int) -> None:
     """Raises `ValueError` if an op on so many tokens of a rank is too large."""
@@ -235,7 +263,8 @@ class LayerConfig:
     digest = hashlib.sha256(repr(texts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
-  def _worst_case(self, num_tokens: int) -> int:
+  def worst_case(self, num_tokens: int) -> int:
+    """Returns the rows that any routing of T = `num_tokens` fits into."""
     local = self.num_local_experts
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)

@@ -56,7 +56,9 @@ def ep_dispatch(
     handle: from `ep_prepare`, for these tokens.
     tokens: float32, bfloat16 or float16 [..., H], no wider than the group's
       `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`.
-    topk_weights: float [..., K]; converted to float32.
+    topk_weights: float [..., K]; converted to float32. If the topk_idx of
+      the handle has M > K candidates, also [..., M], a weight of each: a choice
+      uses that of the candidate that it has got.
 
   Returns:
     recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).
@@ -80,10 +82,14 @@ def ep_dispatch(
         f" but the handle was prepared for {handle.token_shape}; pass the"
         " tokens that its topk_idx routes."
       )
-  if topk_weights.shape[-1] != layer.top_k:
+  candidate = handle.candidate
+  if topk_weights.shape[-1] == layer.top_k:
+    candidate = None
+  elif candidate is None or topk_weights.shape[-1] != layer.num_candidates:
     raise ValueError(
       f"{op}: topk_weights has shape {topk_weights.shape}, but [..., top_k] ="
-      f" [..., {layer.top_k}] is expected."
+      f" [..., {layer.top_k}] is expected, or a weight of each candidate in the"
+      " topk_idx of the handle."
     )
   if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
     raise TypeError(
@@ -96,14 +102,18 @@ def ep_dispatch(
     op,
     _dispatch,
     [params],
-    [handle.mem, tokens, topk_weights.astype(jnp.float32)],
-    [sharding.RANK, sharding.TOKENS, sharding.TOKENS],
+    [handle.mem, tokens, topk_weights.astype(jnp.float32), candidate],
+    [sharding.RANK] + [sharding.TOKENS] * 3,
     sharding.RANK,
   )
   return recv_tokens, recv_topk_weights
 
 
-def _dispatch(params: OpParams, mem, tokens, weights) -> list[jax.Array]:
+def _dispatch(
+  params: OpParams, mem, tokens, weights, candidate
+) -> list[jax.Array]:
+  if candidate is not None:
+    weights = jnp.take_along_axis(weights, candidate, axis=-1)
   return primitive.bind(
     dispatch_p,
     params,

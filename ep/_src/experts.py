@@ -79,17 +79,25 @@ def through_experts(
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
+  *,
+  weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
   beside: Callable[[], jax.Array] | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums what comes back. Local view.
 
   `params` holds the rank's own experts: w_up, w_down, and w_gate, b_up, b_gate,
-  b_down if there are any. `beside` computes an addend that does not depend on
-  the exchange: it stands between dispatch and the experts, so that XLA may run
-  it while rows are under way.
+  b_down if there are any. If choices can move to other candidates,
+  `weigh_moved` returns the weights of the experts [..., K] that they have got;
+  without it, those of the candidates stay. `beside` computes an addend that
+  does not depend on the exchange: it stands between dispatch and the experts,
+  so that XLA may run it while rows are under way.
   """
   layer = dataclasses.replace(layer, tail="unspecified")
-  handle = ep_prepare(layer, topk_idx)
+  handle = ep_prepare(layer, topk_idx, topk_weights)
+  if handle.candidate is not None:
+    topk_idx = jnp.take_along_axis(topk_idx, handle.candidate, axis=-1)
+    if weigh_moved is not None:
+      topk_weights = weigh_moved(topk_idx)
   segments = None
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
@@ -108,13 +116,11 @@ def _rows_by_source(handle, topk_idx):
   """Returns int32 [L, P]: the rows of each slab by the rank they came from."""
   layer = handle.layer
   experts, axis = layer.group.num_experts, layer.group.axis_name
-  ids = jnp.where(topk_idx < 0, experts, topk_idx).ravel()
+  ids = jnp.where(handle.kept, topk_idx, experts).ravel()
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  # Dropped rows are missing at the end of a slab.
-  ends = jnp.minimum(received.cumsum(axis=0), handle.group_sizes)
-  return jnp.diff(ends, axis=0, prepend=0).astype(jnp.int32).T
+  return received.astype(jnp.int32).T
 
 
 def _apply(experts, params, rows, weights, group_sizes, segments):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import math
 
 import jax
@@ -150,9 +151,11 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
       logits += params["router_bias"].astype(jnp.float32)
     if key is not None:
       key = jax.random.fold_in(key, lax.axis_index(layer.group.token_axes))
-    topk_idx, topk_weights = router.route_topk(
+    route = functools.partial(
+      router.route_topk,
       logits,
       config.top_k,
+      num_candidates=config.num_candidates,
       score=config.score,
       normalize=config.normalize,
       scale=config.scale,
@@ -161,18 +164,16 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
       num_groups=config.num_groups,
       top_groups=config.top_groups,
       group_best=config.group_best,
-      forced_idx=forced_idx,
       jitter=config.jitter,
       key=key,
     )
+    topk_idx, topk_weights = route(forced_idx=forced_idx)
   # Ranks of `tp_axis` multiply tokens and weights by different parts of the
-  # inner size. Both vary over that axis from here on, so that their gradients
-  # are summed over it here, where they are as small as the tokens.
-  x_inner, w_inner = x, topk_weights
-  if config.tp_axis:
-    x_inner, w_inner = compat.vary_together(
-      x, topk_weights, axes=[config.tp_axis]
-    )
+  # inner size. So tokens vary over that axis from here on, and weights from
+  # dispatch on: there their gradients are summed over it, where they are as
+  # small as the tokens.
+  inner_axes = [config.tp_axis] if config.tp_axis else []
+  (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {
     name: param.astype(x.dtype)
     for name, param in params.items()
@@ -184,7 +185,8 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
     experts,
     x_inner,
     topk_idx,
-    w_inner,
+    topk_weights,
+    weigh_moved=lambda used_idx: route(forced_idx=used_idx)[1],
     beside=(lambda: _shared(config, params, x_inner))
     if config.shared_inner
     else None,
@@ -192,7 +194,8 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
-    return y, _metrics(layer, config, logits, topk_idx, mask, handle)
+    choices = topk_idx[..., : config.top_k]
+    return y, _metrics(layer, config, logits, choices, mask, handle)
 
 
 def _local_params(layer, config, params):

@@ -48,6 +48,12 @@ class MoEConfig:
     capacity_factor: rows that a rank can receive, over those of a step whose
       tokens fill the ranks and spread evenly; the rest is dropped. None for
       room for any routing.
+    drop_by: what is dropped then, "slot", "weight" or "fair", as in
+      `ep.EpLayerConfig`; None inherits from the group.
+    num_candidates: M >= K, the candidates of a token, as in `ep.route_topk`: a
+      choice without room moves to one of the others. The weights of a token are
+      those that the router gives to the experts that it gets. None for no
+      moves.
     tp_axis: a mesh axis over which inner sizes are split. It is none of the
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
@@ -84,6 +90,8 @@ class MoEConfig:
   group_best: int = 2
   balance: Literal["batch", "sequence"] = "batch"
   capacity_factor: float | None = None
+  drop_by: Literal["slot", "weight", "fair"] | None = None
+  num_candidates: int | None = None
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
@@ -123,6 +131,18 @@ class MoEConfig:
       self.top_groups,
       self.group_best,
       arguments.number(what, "jitter", self.jitter),
+    )
+    if self.num_candidates is not None:
+      allowed = self.num_experts // self.num_groups * self.top_groups
+      candidates = router.check_candidates(
+        what, self.num_candidates, self.top_k, allowed
+      )
+      object.__setattr__(self, "num_candidates", candidates)
+    arguments.check(
+      self.drop_by in (None, "slot") or self.capacity_factor is not None,
+      what,
+      f"drop_by = {self.drop_by!r}, but capacity_factor = None leaves room for"
+      " any routing; give a factor, such as 1.25.",
     )
     for field, choices in _CHOICES.items():
       value = getattr(self, field)
@@ -170,7 +190,12 @@ class MoEConfig:
     """
     overflow = None if self.capacity_factor is None else "drop"
     layer = EpLayerConfig(
-      group, top_k=self.top_k, overflow=overflow, name=self.name
+      group,
+      top_k=self.top_k,
+      overflow=overflow,
+      drop_by=self.drop_by,
+      num_candidates=self.num_candidates,
+      name=self.name,
     )
     what = f'MoEConfig(name="{self.name}").layer'
     arguments.check(
@@ -206,6 +231,7 @@ def with_capacity(
 
 
 _CHOICES = {
+  "drop_by": (None, "slot", "weight", "fair"),
   "weigh": ("late", "early"),
   "score": ("softmax", "sigmoid"),
   "balance": ("batch", "sequence"),

@@ -6,17 +6,22 @@ from __future__ import annotations
 import math
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src import primitive, sharding, te_names
+from ep._src import assignment, primitive, sharding, te_names
 from ep._src.backend import OpParams
 from ep._src.group import check_layer, EpLayerConfig
 from ep._src.handle import EpHandle, LEAF_KINDS
 
 
 @te_names.explain
-def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
+def ep_prepare(
+  layer: EpLayerConfig,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array | None = None,
+) -> EpHandle:
   """Exchanges the routing of a step between the ranks of an EP domain.
 
   Collective. The handle that it returns serves any number of dispatches and
@@ -29,6 +34,11 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
 
   and holds its tokens by ascending source rank, then ascending token.
 
+  Where not all choices can have a row, `layer.overflow` and `layer.drop_by` say
+  which have one. With M > K candidates in `topk_idx`, a choice that finds no
+  room moves to a further candidate of its token that has some. The rules are in
+  "Drops and moves" of docs/semantics.md.
+
   The handle's arrays are named "ep_routing" for `jax.checkpoint`, so that a
   block which prepares its own handle need not exchange the routing again in the
   backward pass:
@@ -40,7 +50,12 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
     layer: the layer's configuration.
     topk_idx: int32 or int64 [..., K], the experts of each token, distinct
       within a token; -1 is an unused choice. Outside `jax.shard_map` the first
-      axis is global, sharded over the data axes and the EP axis.
+      axis is global, sharded over the data axes and the EP axis. With [..., M],
+      M = `layer.num_candidates`, the first K are the choices, and the others
+      are candidates for those that find no room, the best first.
+    topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
+      if `layer.drop_by` is "weight" or "fair", and of no effect otherwise. The
+      handle has no derivative.
 
   Returns:
     The handle; see `EpHandle` for its shapes.
@@ -59,32 +74,81 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
       f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"
       " convert them."
     )
-  if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
+  columns = layer.top_k, layer.num_candidates
+  if topk_idx.ndim < 2 or topk_idx.shape[-1] not in columns:
+    or_more = (
+      f", or num_candidates = {columns[1]} columns" if columns[1] else ""
+    )
     raise ValueError(
       f"{op}: topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
-      f" [..., {layer.top_k}] with at least one axis of tokens is expected."
+      f" [..., {layer.top_k}] with at least one axis of tokens is"
+      f" expected{or_more}."
     )
   token_shape = sharding.local_lead(layer.group, op, "topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
+  if layer.drop_by == "slot":
+    topk_weights = None
+  elif topk_weights is None:
+    raise ValueError(
+      f'{op}: drop_by = "{layer.drop_by}" keeps the choices of the largest'
+      " weights, but topk_weights is None; pass the weights of topk_idx."
+    )
+  else:
+    topk_weights = _checked_weights(op, topk_idx, topk_weights)
 
   leaves = sharding.call(
     layer.group,
     op,
     _prepare,
     [params],
-    [topk_idx],
-    [sharding.TOKENS],
+    [topk_idx, topk_weights],
+    [sharding.TOKENS] * 2,
     LEAF_KINDS,
   )
-  leaves = [checkpoint_name(leaf, "ep_routing") for leaf in leaves]
+  leaves = jax.tree.map(lambda x: checkpoint_name(x, "ep_routing"), leaves)
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
 
 
-def _prepare(params: OpParams, topk_idx: jax.Array) -> list[jax.Array]:
-  idx = topk_idx.reshape(params.num_tokens, params.layer.top_k)
-  *leaves, kept = primitive.bind(prepare_p, params, idx)
-  return [*leaves, kept.reshape(topk_idx.shape)]
+def _checked_weights(op, topk_idx, topk_weights):
+  topk_weights = lax.stop_gradient(jnp.asarray(topk_weights))
+  if topk_weights.shape != topk_idx.shape:
+    raise ValueError(
+      f"{op}: topk_weights has shape {topk_weights.shape}, but topk_idx"
+      f" {topk_idx.shape}; pass a weight for each id."
+    )
+  if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+    raise TypeError(
+      f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
+      " point; convert them."
+    )
+  return topk_weights
+
+
+def _prepare(
+  params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> list[jax.Array | None]:
+  """Returns the leaves of the handle, of which `candidate` may be None."""
+  idx, weights = (
+    None if x is None else x.reshape(params.num_tokens, x.shape[-1])
+    for x in (topk_idx, topk_weights)
+  )
+  got = assignment.assign(params, idx, weights)
+  *sizes, total, dropped, largest, kept = primitive.bind(
+    prepare_p, params, got.topk_idx
+  )
+  if got.wanted is not None:  # the op has counted what is left of that
+    wanted = got.wanted
+    dropped += wanted.dropped_counts
+    total, largest = (
+      jnp.where(counted < 0, counted, before)  # -1 stands for a failure
+      for counted, before in [(total, wanted.total), (largest, wanted.largest)]
+    )
+  kept, candidate = (
+    None if x is None else x.reshape(*topk_idx.shape[:-1], x.shape[-1])
+    for x in (kept, got.candidate)
+  )
+  return [*sizes, total, dropped, largest, kept, candidate]
 
 
 def _out_types(params: OpParams, topk_idx):

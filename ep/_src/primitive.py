@@ -32,6 +32,37 @@ def op(
   `out_types(params, *operands)` returns shapes and dtypes of the outputs;
   `target` is the connection's name of the op, by default the same.
   """
+
+  def lower(ctx, *operands, params: OpParams):
+    lower_op = params.connection.lower
+    return lower_op(target or name, ctx, *operands, params=params)
+
+  return _primitive(name, out_types, lower)
+
+
+def of_rank(
+  name: str,
+  out_types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+  fn: Callable[..., Sequence[jax.Array]],
+) -> compat.Primitive:
+  """Makes a primitive of `fn(params, *operands)`, which has no derivative.
+
+  `fn` works on the arrays of a rank and may call collectives, which have the
+  scope `name`.
+  """
+
+  def lower(ctx, *operands, params: OpParams):
+    scoped = jax.named_scope(name)(functools.partial(fn, params))
+    return compat.lower_local(scoped)(ctx, *operands)
+
+  return _primitive(name, out_types, lower)
+
+
+def _primitive(
+  name: str,
+  out_types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+  lower: Callable[..., Any],
+) -> compat.Primitive:
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
 
@@ -39,10 +70,6 @@ def op(
   def _(*avals, params: OpParams):
     outs = out_types(params, *avals)
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
-
-  def lower(ctx, *operands, params: OpParams):
-    lower_op = params.connection.lower
-    return lower_op(target or name, ctx, *operands, params=params)
 
   # Not cacheable: each op of a program has its own position in it.
   compat.mlir.register_lowering(primitive, lower, cacheable=False)

@@ -29,6 +29,8 @@ the sum into an FMA, which rounds once where the contract rounds twice, it takes
 move a bfloat16 unchanged. So what JAX arrays give is exact for whole numbers.
 """
 
+import itertools
+import math
 from typing import NamedTuple
 
 import jax
@@ -76,6 +78,100 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
     dropped_counts=count - token_counts,
     max_recv_tokens=xp.full_like(total, total.max()),
     kept=kept,
+  )
+
+
+def assign(
+  candidates,
+  weights,
+  *,
+  top_k,
+  num_experts,
+  capacity,
+  alignment=1,
+  drop_by="slot",
+):
+  """Returns which candidate each choice gets: int32 [P, T, K], -1 for none.
+
+  `candidates` are NumPy ids [P, T, M], of which the first `top_k` are the
+  choices, and `weights` float [P, T, M], or None for `drop_by="slot"`. There is
+  one loop over the choices, and another for each further candidate. Each loop
+  takes them one after the other, in the order that `drop_by` names, and keeps
+  what has room.
+  """
+  P, T, M = candidates.shape
+  K, L = top_k, num_experts // P
+  assigned = np.full((P, T, K), -1, np.int32)
+  rows = np.zeros(num_experts, int)  # that each expert has given away
+
+  def has_room(expert):
+    """Whether the padded slabs of its rank fit with one more row."""
+    wanted = rows + (np.arange(num_experts) == expert)
+    slabs = wanted.reshape(P, L)[expert // L]
+    return (-(-slabs // alignment) * alignment).sum() <= capacity
+
+  def in_order(offers):
+    """Returns offers (r, t, k, m) in the order in which they are taken."""
+    source = sorted(offers)
+
+    def expert(offer):
+      r, t, _, m = offer
+      return candidates[r, t, m]
+
+    def lightness(offer):
+      r, t, _, m = offer
+      weight = float(weights[r, t, m])
+      return (True, 0.0) if math.isnan(weight) else (False, -weight)
+
+    if drop_by == "slot":
+      return sorted(source, key=expert)
+    by_weight = sorted(source, key=lightness)
+    if drop_by == "weight":
+      return by_weight
+    turns = []  # an expert gets one block of rows in each turn
+    for e, own in itertools.groupby(sorted(by_weight, key=expert), expert):
+      for row, offer in enumerate(own, start=rows[e]):
+        turns.append((row // alignment, offer))
+    return [offer for _, offer in sorted(turns, key=lambda turn: turn[0])]
+
+  def place(offers):
+    for r, t, k, m in in_order(offers):
+      if has_room(expert := candidates[r, t, m]):
+        rows[expert] += 1
+        assigned[r, t, k] = m
+
+  used = candidates >= 0
+  tokens = [*np.ndindex(P, T)]
+  place([(r, t, k, k) for r, t in tokens for k in range(K) if used[r, t, k]])
+  for m in range(K, M):
+    waiting = used[:, :, :K] & (assigned < 0)
+    place(
+      [
+        (r, t, waiting[r, t].argmax(), m)
+        for r, t in tokens
+        if waiting[r, t].any() and used[r, t, m]
+      ]
+    )
+  return assigned
+
+
+def prepare_assigned(candidates, assigned, *, num_experts, **sizes):
+  """Returns the routing of what `assign` has assigned, in NumPy.
+
+  What is wanted, and what is dropped of it, is counted for the choices before
+  any of them moved.
+  """
+  P, _, K = assigned.shape
+  choices = candidates[..., :K]
+  wanted = prepare(choices, num_experts=num_experts, **sizes)
+  got = np.take_along_axis(candidates, assigned.clip(0), axis=2)
+  got = np.where(assigned < 0, -1, got)
+  dropped = choices[(choices >= 0) & (assigned < 0)]
+  dropped_counts = np.bincount(dropped, minlength=num_experts)
+  return prepare(got, num_experts=num_experts, **sizes)._replace(
+    total_recv_tokens=wanted.total_recv_tokens,
+    dropped_counts=dropped_counts.reshape(P, -1).astype(np.int32),
+    max_recv_tokens=wanted.max_recv_tokens,
   )
 
 

@@ -24,6 +24,7 @@ def route_topk(
   logits: jax.Array,
   top_k: int,
   *,
+  num_candidates: int | None = None,
   score: Score = "softmax",
   normalize: bool = True,
   scale: float = 1.0,
@@ -62,6 +63,12 @@ def route_topk(
   Args:
     logits: `[..., E]`, any float dtype.
     top_k: K, from 1 to E.
+    num_candidates: M, from K to E: returns the best M experts in the place of
+      the best K, for `ep_prepare` to move a choice to one of the others where
+      its own expert has no room. The weights are those of `top_k` alone, so
+      with `normalize` the first K sum to `scale`, and the others have the same
+      divisor; docs/router.md has how a token's weights sum to `scale` after a
+      move. None is K. It has no effect with `forced_idx`.
     score: "softmax" over all experts, or each expert's own "sigmoid".
     normalize: whether the weights of a token sum to `scale`.
     scale: factor on all weights.
@@ -94,10 +101,11 @@ def route_topk(
 
   Returns:
     `topk_idx` int32 `[..., K]`, distinct within a token, and `topk_weights`
-    float32 `[..., K]`.
+    float32 `[..., K]`; `[..., M]` with `num_candidates`.
 
   Raises:
-    ValueError: for a `top_k`, `score`, group, jitter or shape that cannot be.
+    ValueError: for a `top_k`, `num_candidates`, `score`, group, jitter or shape
+      that cannot be.
     TypeError: an integer is expected, and is none.
   """
   op = "route_topk"
@@ -123,6 +131,11 @@ def route_topk(
   check_choice(
     op, num_experts, top_k, num_groups, top_groups, group_best, jitter
   )
+  num_chosen = top_k
+  if num_candidates is not None and forced_idx is None:
+    num_chosen = check_candidates(
+      op, num_candidates, top_k, num_experts // num_groups * top_groups
+    )
   logits = masked_float32(op, logits, mask)
   if jitter:
     arguments.check(
@@ -144,7 +157,7 @@ def route_topk(
     allowed = None
     if top_groups < num_groups:
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
-    topk_idx = _best(order, top_k, allowed)
+    topk_idx = _best(order, num_chosen, allowed)
   else:
     topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
   if mask is not None:
@@ -152,6 +165,10 @@ def route_topk(
   chosen = jnp.take_along_axis(log_scores, topk_idx, axis=-1)
 
   def weigh(chosen):
+    if normalize and num_chosen > top_k:
+      best = chosen[..., :top_k]
+      chosen -= jax.nn.logsumexp(best, axis=-1, keepdims=True)
+      return jnp.exp(chosen) * scale
     return (jax.nn.softmax if normalize else jnp.exp)(chosen) * scale
 
   if mask is None and forced_idx is None:
@@ -231,6 +248,23 @@ def check_choice(
     f"group_best = {group_best}, but groups have {size} experts; choose "
     f"between 1 and {size}.",
   )
+
+
+def check_candidates(
+  op: str, num_candidates: int, top_k: int, allowed: int
+) -> int:
+  """Returns M as an `int`; raises unless a token can have so many candidates.
+
+  `allowed` experts are those of the groups that it may choose of.
+  """
+  num_candidates = arguments.integer(op, "num_candidates", num_candidates)
+  arguments.check(
+    top_k <= num_candidates <= allowed,
+    op,
+    f"num_candidates = {num_candidates}, but a token has top_k = {top_k}"
+    f" choices and may choose of {allowed} experts; choose between these.",
+  )
+  return num_candidates
 
 
 def _checked_choice(op, forced_idx, shape):
