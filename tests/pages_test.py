@@ -221,9 +221,10 @@ _COMMANDS = {
     "example_test and train_run_test start the programs without Bazel, which"
     " does not run in its own tests"
   ),
-  r"\./bazelw run //benchmarks:.*": (
-    "bench_test and layer_bench_test run them with small sizes"
+  r"\./bazelw run //benchmarks:ep_bench .*": (
+    "bench_test and layer_bench_test run it with small sizes"
   ),
+  r"\./bazelw run //benchmarks:.*": "its figures are for an idle machine",
   r"\./bazelw (build|test) .*|tools/format\.sh": (
     ".ci/run runs or builds the same, but for sanitizers, GPUs and long runs"
   ),
