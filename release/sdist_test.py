@@ -29,8 +29,7 @@ def main() -> None:
     wheels = pathlib.Path(scratch, "wheels")
     wheels.mkdir()
     backend, jaxlib = required["requires"]
-    for name in backend, "packaging", "pathspec", "pluggy", "trove-classifiers":
-      pack(wheels, name)
+    pack(wheels, backend)
     files = {
       f"jaxlib/include/{'/'.join(path.parts[-4:])}": path.read_bytes()
       for path in headers

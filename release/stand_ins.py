@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 import importlib.metadata
 import pathlib
+import re
 import zipfile
 
 _WHEEL = """\
@@ -38,14 +39,24 @@ def write_wheel(
 
 
 def pack(folder: pathlib.Path, name: str) -> None:
-  """Writes the wheel of a package that this process can import."""
-  found = importlib.metadata.distribution(name)
-  files = {
-    str(path): path.read_binary()
+  """Writes the wheels of a package of this process and of what it requires.
+
+  What is not there is for another platform or Python.
+  """
+  try:
+    found = importlib.metadata.distribution(name)
+  except importlib.metadata.PackageNotFoundError:
+    return
+  files = [
+    path
     for path in found.files or ()
     if path.parts[0] != ".." and path.suffix != ".pyc"
-  }
-  (info,) = {path.split("/")[0] for path in files if ".dist-info/" in path}
-  with zipfile.ZipFile(folder / f"{info[:-10]}-py3-none-any.whl", "w") as wheel:
-    for path, content in files.items():
-      wheel.writestr(path, content)
+  ]
+  (info,) = {p.parts[0] for p in files if p.parts[0].endswith(".dist-info")}
+  stem = info.removesuffix(".dist-info")
+  with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+    for path in files:
+      wheel.writestr(str(path), path.read_binary())
+  for requirement in found.requires or ():
+    if "extra ==" not in requirement:
+      pack(folder, re.match(r"[\w.-]+", requirement)[0])

@@ -3,13 +3,13 @@
 
     ./bazelw run //docs:screenshots -- --browser=chromium --out=/tmp/pages
 
-It takes any Chromium of this machine, and fails if a page is wider than the
-screen of the phone, so that readers would have to scroll sideways. A picture,
-phone.png or desktop.png, has the beginnings of all pages beside each other.
+It takes any Chromium; tools/debian_chromium.sh installs one. It fails if a page
+is wider than the screen, so that readers would have to scroll it sideways. A
+picture, phone.png or desktop.png, has the beginnings of all pages beside each
+other.
 """
 
 import argparse
-import html
 import json
 import pathlib
 import re
@@ -31,10 +31,19 @@ _SHEET = """\
 </style>
 {frames}
 <script>
+  // Tables and code may scroll by themselves, but nothing around the title.
+  function excess(page) {{
+    const root = page.documentElement;
+    let most = root.scrollWidth - root.clientWidth;
+    for (let box = page.querySelector("h1"); box; box = box.parentElement)
+      if (getComputedStyle(box).overflowX == "auto")
+        most = Math.max(most, box.scrollWidth - box.clientWidth);
+    return most;
+  }}
   onload = () => {{
     const frames = [...document.querySelectorAll("iframe")];
-    document.body.dataset.widths = JSON.stringify(frames.map(
-        frame => frame.contentDocument.documentElement.scrollWidth));
+    document.body.dataset.excess = JSON.stringify(
+        frames.map(frame => excess(frame.contentDocument)));
   }};
 </script>
 """
@@ -51,12 +60,12 @@ def main() -> int:
   wide = []
   for device, (width, columns) in _DEVICES.items():
     picture = args.out.resolve() / f"{device}.png"
-    widths = show(args.browser, pages, width, columns, picture)
+    excess = show(args.browser, pages, width, columns, picture)
     wide += [
-      f"{page.relative_to(args.site.resolve())} is {found} pixels wide on a"
-      f" {device} of {width}"
-      for page, found in zip(pages, widths, strict=True)
-      if found > width
+      f"{page.relative_to(args.site.resolve())} is {pixels} pixels wider than"
+      f" the screen of a {device}"
+      for page, pixels in zip(pages, excess, strict=True)
+      if pixels > 0
     ]
   print("\n".join([*wide, f"{len(pages)} pages are in {args.out}"]))
   return 1 if wide else 0
@@ -69,12 +78,12 @@ def show(
   columns: int,
   picture: pathlib.Path,
 ) -> list[int]:
-  """Writes a picture of pages; returns how wide each is, in pixels."""
+  """Writes a picture; returns the pixels of each page that do not fit."""
   sheet = _SHEET.format(
     sheet=width * columns,
     width=width,
     height=_HEIGHT,
-    frames="\n".join(f'<iframe src="{page.as_uri()}"></iframe>' for page in pages),
+    frames="\n".join(f'<iframe src="{p.as_uri()}"></iframe>' for p in pages),
   )
   rows = -(-len(pages) // columns)
   with tempfile.TemporaryDirectory() as folder:
@@ -95,9 +104,7 @@ def show(
       stderr=subprocess.DEVNULL,
       text=True,
     ).stdout
-  return json.loads(
-    html.unescape(re.search(r'data-widths="(.*?)"', shown)[1])
-  )
+  return json.loads(re.search(r'data-excess="(.*?)"', shown)[1])
 
 
 if __name__ == "__main__":

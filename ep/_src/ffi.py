@@ -85,9 +85,9 @@ def _packages(backend: str) -> tuple[list[str], str]:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers its ops for its platform."""
   path = find_library(backend)
-  # JAX makes its clients. When it makes one, it hands over to XLA what was
-  # registered before: handlers first, which XLA refuses, because their state is
-  # of a type that comes after them. Then JAX has no devices.
+  # JAX makes its clients here. When it makes one, it hands over to XLA what was
+  # registered before: first the handlers, which XLA refuses as long as it does
+  # not know the type of their state, and JAX fails to make the client.
   jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)
