@@ -3,9 +3,9 @@
 
 Usage: extras_test.py CUDA FOLDER FOLDER
 
-CUDA is a version, such as 13. One FOLDER has the wheel of the package, the other
-that for CUDA. Wheels without files stand for what NVIDIA's and JAX's packages for
-CUDA require, because these take gigabytes.
+CUDA is a version, such as 13. The first FOLDER has the wheel of the package,
+and the second that for CUDA. Wheels without files stand for NVIDIA's packages
+and for JAX's plugin, which take gigabytes.
 """
 
 from collections.abc import Iterator

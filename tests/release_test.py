@@ -130,12 +130,18 @@ def test_the_page_of_an_index_links_to_the_sources():
   readme = (_ROOT / "README.md").read_text()
   url = "https://example.com/ep/blob/v1"
   linked = links.make_absolute(readme, "README.md", url)
-  assert f"![Tokens" in linked and f"({url}/docs/images/layout.svg?raw=true)" in linked
+  assert (
+    "![Tokens" in linked
+    and f"({url}/docs/images/layout.svg?raw=true)" in linked
+  )
   assert f"[Tutorial]({url}/docs/tutorial.md)" in linked
   assert f"[`ep.launch`]({url}/README.md#without-bazel)" in linked
-  assert linked.replace(f"{url}/", "").replace("?raw=true", "").replace(
-    "(README.md#", "(#"
-  ) == readme
+  assert (
+    linked.replace(f"{url}/", "")
+    .replace("?raw=true", "")
+    .replace("(README.md#", "(#")
+    == readme
+  )
   text = links.make_absolute(readme, "README.md", "")
   assert "\nTutorial · Which backend" in text and "layout.svg" not in text
   relative = re.compile(r"\]\((?!https:)")

@@ -71,9 +71,7 @@ def copy_pages(folder: pathlib.Path) -> None:
     text = (_ROOT / path).read_text()
     if place.startswith("reference/"):
       text = _NAME.sub(lambda name: _docstring(name[1]), text)
-    text = links.change(
-      text, lambda link, path=path: _link(link, path, places)
-    )
+    text = links.change(text, lambda link, path=path: _link(link, path, places))
     if place == "index.md":
       text += "".join(_contents())
     target = folder / place

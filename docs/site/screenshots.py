@@ -18,8 +18,8 @@ import sys
 import tempfile
 
 # The width of a screen, and how many of them are in a row of the picture. Each
-# page is in a frame, because headless Chromium makes no window of fewer than 500
-# pixels.
+# page is in a frame, because headless Chromium makes no window of fewer than
+# 500 pixels.
 _DEVICES = {"phone": (390, 8), "desktop": (1280, 5)}
 _HEIGHT = 1400
 

@@ -63,9 +63,9 @@ def find_library(backend: str) -> pathlib.Path:
   raise FileNotFoundError(
     f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
     " the library or its folder, else from the Bazel runfiles, else from the"
-    f" package: install a wheel of {distributions}; or build //ep_ffi:{name} and"
-    f' set ${_VARIABLE}; or do without: ep_bootstrap(backend="xla") needs no'
-    " native code."
+    f" package: install a wheel of {distributions}; or build //ep_ffi:{name}"
+    f' and set ${_VARIABLE}; or do without: ep_bootstrap(backend="xla") needs'
+    " no native code."
   )
 
 

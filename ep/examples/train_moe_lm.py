@@ -246,8 +246,8 @@ def introduce(text, unigram, state) -> None:
   )
   if mesh_flags.num_ranks().bit_count() > 1:
     print(
-      f"{mesh_flags.num_ranks()} ranks are not a power of two, so the last bits of"
-      " this run are not those of other meshes (docs/training.md)"
+      f"{mesh_flags.num_ranks()} ranks are not a power of two, so the last bits"
+      " of this run are not those of other meshes (docs/training.md)"
     )
   if state.step:
     print(f"resuming after step {state.step}")

@@ -46,9 +46,10 @@ class History:
   """The records of a run, in memory and, with a path, as lines of a file.
 
   The file gets each line at once, so `tail -f` shows the run. A run that
-  resumes after step n keeps the lines of the steps up to n, and makes the others
-  again. Records hold no times, so a run's file is the same however often it was
-  resumed. If the file was lost before, it has the steps since then, once each.
+  resumes after step n keeps the lines of the steps up to n, and makes the
+  others again. Records hold no times, so a run's file is the same however often
+  it was resumed. If the file was lost before, it has the steps since then, each
+  once.
   """
 
   def __init__(self, path: pathlib.Path | None = None, steps_done: int = 0):
