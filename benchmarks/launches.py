@@ -6,9 +6,9 @@
 
 The first times small programs in a loop that waits for each result, so that
 most of the time is that of a launch. A round trip is dispatch and combine, of
-512 columns, 16 experts and two choices. The second launches a program of matmuls and
-`psum` without a wait, and says how long that took; ep has no part in it. If JAX
-stalls, it is ended after a while.
+512 columns, 16 experts and two choices. The second launches a program of
+matmuls and `psum` without a wait, and says how long that took; ep has no part
+in it. If JAX stalls, it is ended after a while.
 """
 
 from __future__ import annotations
