@@ -86,7 +86,8 @@ def show(
     frames="\n".join(f'<iframe src="{p.as_uri()}"></iframe>' for p in pages),
   )
   rows = -(-len(pages) // columns)
-  with tempfile.TemporaryDirectory() as folder:
+  # The browser's processes may still write into it.
+  with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
     (file := pathlib.Path(folder, "sheet.html")).write_text(sheet)
     shown = subprocess.run(
       [
