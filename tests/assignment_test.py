@@ -267,8 +267,10 @@ def test_a_layer_with_candidates_is_that_of_what_they_became():
     def loss(tokens, weights):
       if candidate is not None:
         weights = jnp.take_along_axis(weights, candidate, axis=1)
-      out = ep.moe_layer(layer, tokens, ids, weights, **experts)
-      return jnp.sin(out).sum(), out
+      out, handle = ep.moe_layer(
+        layer, tokens, ids, weights, **experts, return_handle=True
+      )
+      return jnp.sin(out).sum(), (out, handle.kept)
 
     return jax.grad(loss, argnums=(0, 1), has_aux=True)(tokens, weights)
 

@@ -349,7 +349,7 @@ def test_a_tight_capacity_drops_and_tells(limit):
 
 def test_a_choice_without_room_moves_and_its_weight_follows():
   """The layer is the one in which those experts were chosen at first."""
-  mesh_group = group("ep4", max_tokens_per_rank=T)
+  mesh_group = group("ep4")
   config = dataclasses.replace(
     PLAIN, capacity_factor=1.4, drop_by="fair", num_candidates=E
   )
