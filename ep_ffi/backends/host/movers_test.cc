@@ -93,10 +93,14 @@ struct Exchange {
           RandomData(random, type, dims.num_tokens, dims.num_choices()));
       slots.push_back(RandomData(random, type, dims.capacity, dims.capacity));
     }
-    std::vector<int32_t> counts(2 * dims.num_local_experts() + 1);
+    const int64_t num_local = dims.num_local_experts();
+    std::vector<int32_t> sizes(num_local), counts(num_local),
+        dropped(num_local);
+    int32_t total, largest;
+    std::vector<uint8_t> kept(dims.num_choices());
     EXPECT_TRUE(BuildPlan(dims, 0, 0, views,
-                          {mem.data(), &counts[0],
-                           &counts[dims.num_local_experts()], &counts.back()})
+                          {mem.data(), sizes.data(), counts.data(), &total,
+                           dropped.data(), &largest, kept.data()})
                     .ok());
   }
 
