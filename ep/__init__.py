@@ -38,6 +38,7 @@ from ep._src.router_losses import router_z_loss as router_z_loss
 from ep._src.router_losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
+from ep._src.routing_map import topk_from_map as topk_from_map
 
 __version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
 __all__ = list(_public.names(globals()) + ["launch"])

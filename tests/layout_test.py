@@ -30,7 +30,7 @@ LAYERS = [
   {"row_buffers"},
   {"ffi", "nccl_files", "xla_plan"},
   {"backend"},
-  {"config", "router_losses"},
+  {"config", "router_losses", "routing_map"},
   {"files", "meshes", "ordered_sum", "presence", "program", "router"},
   {"batching"},
   {"arguments", "checked", "compat", "errors", "te_names"},

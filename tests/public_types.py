@@ -55,6 +55,14 @@ def ops(
     return ep.ep_combine(handle, rows)
 
 
+def dense_routing(
+  layer: ep.EpLayerConfig, routing_map: jax.Array, probs: jax.Array
+) -> ep.EpHandle:
+  topk_idx, topk_weights = ep.topk_from_map(routing_map, probs, top_k=2)
+  assert_type(topk_weights, jax.Array)
+  return ep.ep_prepare(layer, topk_idx)
+
+
 def losses(logits: jax.Array, topk_idx: jax.Array) -> jax.Array:
   loss = ep.load_balancing_loss(logits, topk_idx, axis_name=("dp", "ep"))
   assert_type(loss, jax.Array)
