@@ -31,6 +31,9 @@ from ep._src.moe import moe_layer as moe_layer
 from ep._src.moe_config import MoEConfig as MoEConfig
 from ep._src.ordered_sum import ordered_psum as ordered_psum
 from ep._src.prepare import ep_prepare as ep_prepare
+from ep._src.record import record as record
+from ep._src.replay import Replay as Replay
+from ep._src.replay import replay as replay
 from ep._src.router import route_topk as route_topk
 from ep._src.router_losses import load_balancing_loss as load_balancing_loss
 from ep._src.router_losses import router_entropy as router_entropy

@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src import primitive, sharding, te_names
+from ep._src import primitive, record, sharding, te_names
 from ep._src.backend import OpParams
 from ep._src.group import check_layer, EpLayerConfig
 from ep._src.handle import EpHandle
@@ -87,6 +87,7 @@ def ep_prepare(layer: EpLayerConfig, topk_idx: jax.Array) -> EpHandle:
 
 
 def _prepare(params: OpParams, topk_idx: jax.Array) -> list[jax.Array]:
+  topk_idx = record.tap(params.layer, topk_idx)
   idx = topk_idx.reshape(params.num_tokens, params.layer.top_k)
   return primitive.bind(prepare_p, params, idx)
 
