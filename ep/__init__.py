@@ -14,6 +14,8 @@ from ep import presets as presets
 from ep._src import public as _public
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
+from ep._src.capacity import CapacitySuggestion as CapacitySuggestion
+from ep._src.capacity import suggest_capacity as suggest_capacity
 from ep._src.checked import checked as checked
 from ep._src.collectives_check import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,

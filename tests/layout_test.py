@@ -18,7 +18,7 @@ LAYERS = [
   {"moe_config"},
   {"experts"},
   {"combine"},
-  {"dispatch", "prepare"},
+  {"capacity", "dispatch", "prepare"},
   {"bootstrap", "collectives_check", "describe", "primitive", "sharding"},
   {"handle", "replay"},
   {"group", "host_backend", "nccl_backend", "xla_backend"},
@@ -32,7 +32,7 @@ LAYERS = [
   {"backend", "record"},
   {"config", "router_losses", "routing_map"},
   {"files", "meshes", "ordered_sum", "presence", "program", "router"},
-  {"batching", "record_files"},
+  {"batching", "loads", "record_files"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
   {"coordinator", "gpus", "jax_version", "keeper", "public", "reference"},

@@ -73,6 +73,11 @@ def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:
   assert_type(record.forced_idx(layer, step=0, call=1), jax.Array)
   for routing in record.routings(layer):
     assert routing.shape == record.topk_idx(layer, 0).shape
+  suggestion = ep.suggest_capacity(layer, record, drop_probability=0.01)
+  assert_type(suggestion, ep.CapacitySuggestion)
+  assert_type(suggestion.capacity, int)
+  assert_type(suggestion.plot("capacity.png"), None)
+  ep.suggest_capacity(layer, [topk_idx])
 
 
 def losses(logits: jax.Array, topk_idx: jax.Array) -> jax.Array:
