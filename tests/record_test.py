@@ -144,7 +144,7 @@ def test_another_mesh_replays_the_choices(folder):
     return a_layer, apply(params, put(a_layer, x), forced)
 
   with ep.record(folder):
-    run(group("ep4"), 0)
+    jax.block_until_ready(run(group("ep4"), 0)[1])
   # One process also has the choice of two ranks.
   one = jax.process_count() == 1
   mesh = make_mesh({"ep": 2} if one else {"ep": 2, "dp": 2})

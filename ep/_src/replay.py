@@ -219,7 +219,7 @@ class _Calls:
     arguments.check(
       0 <= number < len(self._table),
       self._what,
-      f"step = {step}, but there are steps 0..{steps - 1}.",
+      f"step = {step}, but {steps} steps were recorded, from 0 on.",
     )
     rows = self._table[number]
     arguments.check(
