@@ -15,6 +15,8 @@ from ep._src import public as _public
 from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.bootstrap import ep_finalize as ep_finalize
 from ep._src.bootstrap import resize as resize
+from ep._src.capacity import CapacitySuggestion as CapacitySuggestion
+from ep._src.capacity import suggest_capacity as suggest_capacity
 from ep._src.checked import checked as checked
 from ep._src.collectives_check import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
@@ -32,6 +34,9 @@ from ep._src.moe import moe_layer as moe_layer
 from ep._src.moe_config import MoEConfig as MoEConfig
 from ep._src.ordered_sum import ordered_psum as ordered_psum
 from ep._src.prepare import ep_prepare as ep_prepare
+from ep._src.record import record as record
+from ep._src.replay import Replay as Replay
+from ep._src.replay import replay as replay
 from ep._src.router import route_topk as route_topk
 from ep._src.router_losses import load_balancing_loss as load_balancing_loss
 from ep._src.router_losses import router_entropy as router_entropy
@@ -39,6 +44,7 @@ from ep._src.router_losses import router_z_loss as router_z_loss
 from ep._src.router_losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
+from ep._src.routing_map import topk_from_map as topk_from_map
 
 __version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
 __all__ = list(_public.names(globals()) + ["launch"])

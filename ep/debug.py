@@ -12,6 +12,7 @@ import warnings
 import jax
 import numpy as np
 
+from ep._src import loads
 from ep._src.group import EpLayerConfig
 
 _COLUMNS, _LINES, _BAR = 64, 32, 56  # characters of a picture in text
@@ -86,12 +87,15 @@ def plot_routing(
   """
   num_tokens = math.prod(np.shape(topk_idx)[:-1])
   sizes = _sizes(layer_or_sizes, num_tokens)
-  choices = _choices(sizes, topk_idx)
-  loads = _loads(sizes, choices)
-  text = _as_text(sizes, choices, loads)
+  choices = loads.choices(
+    "plot_routing", topk_idx, sizes.num_experts, sizes.num_ranks
+  )
+  tokens = loads.received(choices, sizes.ep_size)
+  rows = loads.slabs(tokens, sizes.alignment).sum(axis=1)
+  text = _as_text(sizes, choices, rows)
   if path is not None:
     try:
-      _write_png(sizes, choices, loads, path)
+      _write_png(sizes, choices, rows, path)
     except ModuleNotFoundError as e:
       path = pathlib.Path(path).with_suffix(".txt")
       path.write_text(text + "\n")
@@ -124,46 +128,7 @@ def _sizes(
   )
 
 
-def _choices(sizes: RoutingSizes, topk_idx) -> np.ndarray:
-  """Returns [R, E], how often each rank's tokens choose each expert."""
-  if isinstance(topk_idx, jax.core.Tracer):
-    raise TypeError(
-      "plot_routing: topk_idx is being traced and has no values yet; return it"
-      " from the compiled program and plot it there."
-    )
-  if isinstance(topk_idx, jax.Array) and not topk_idx.is_fully_addressable:
-    raise ValueError(
-      "plot_routing: other processes hold a part of topk_idx; gather it first,"
-      " on all of them: jax.experimental.multihost_utils.process_allgather("
-      "topk_idx, tiled=True)."
-    )
-  idx = np.asarray(topk_idx)
-  if idx.ndim < 2 or len(idx) % sizes.num_ranks:
-    raise ValueError(
-      f"plot_routing: topk_idx has shape {idx.shape}, but [R * n, ..., K] with"
-      f" R = {sizes.num_ranks} ranks is expected."
-    )
-  if idx.size and not -1 <= idx.min() <= idx.max() < sizes.num_experts:
-    raise ValueError(
-      f"plot_routing: topk_idx has ids in {idx.min()}..{idx.max()}, but valid"
-      f" ids are -1..{sizes.num_experts - 1}."
-    )
-  return np.stack(
-    [
-      np.bincount(own[own >= 0], minlength=sizes.num_experts)
-      for own in idx.reshape(sizes.num_ranks, -1)
-    ]
-  )
-
-
-def _loads(sizes: RoutingSizes, choices: np.ndarray) -> np.ndarray:
-  """Returns [R], rows that each rank would receive without a capacity."""
-  domains = choices.reshape(-1, sizes.ep_size, sizes.num_experts).sum(1)
-  slabs = -(-domains // sizes.alignment) * sizes.alignment
-  return slabs.reshape(sizes.num_ranks, -1).sum(1)
-
-
-def _as_text(sizes: RoutingSizes, choices, loads) -> str:
+def _as_text(sizes: RoutingSizes, choices, wanted) -> str:
   experts = range(0, sizes.num_experts, -(-sizes.num_experts // _COLUMNS))
   ranks = range(0, sizes.num_ranks, -(-sizes.num_ranks // _LINES))
   heat = np.add.reduceat(np.add.reduceat(choices, experts, 1), ranks, 0)
@@ -181,18 +146,18 @@ def _as_text(sizes: RoutingSizes, choices, loads) -> str:
       key += f"; a {what} is {bins.step} of them"
   lines.append(f"{'':8}{key}")
   lines.append(
-    f"rows wanted by each rank, mean {loads.mean():.1f}"
+    f"rows wanted by each rank, mean {wanted.mean():.1f}"
     + ("" if sizes.capacity is None else f", capacity {sizes.capacity}")
   )
-  full = int(max(loads.max(), sizes.capacity or 0, 1))
-  for rank, rows in zip(ranks, np.maximum.reduceat(loads, ranks), strict=True):
+  full = int(max(wanted.max(), sizes.capacity or 0, 1))
+  for rank, rows in zip(ranks, np.maximum.reduceat(wanted, ranks), strict=True):
     bar = "#" * -(-int(rows) * _BAR // full)
     over = sizes.capacity is not None and rows > sizes.capacity
     lines.append(f"{rank:>6} |{bar:<{_BAR}}| {rows}{'!' if over else ''}")
   return "\n".join(lines)
 
 
-def _write_png(sizes: RoutingSizes, choices, loads, path) -> None:
+def _write_png(sizes: RoutingSizes, choices, wanted, path) -> None:
   from matplotlib.figure import Figure  # an optional dependency
 
   figure = Figure(figsize=(10, 8), layout="constrained")
@@ -200,8 +165,8 @@ def _write_png(sizes: RoutingSizes, choices, loads, path) -> None:
   image = heat.imshow(choices, aspect="auto", interpolation="nearest")
   figure.colorbar(image, ax=heat, label="choices")
   heat.set(title=sizes.name, xlabel="expert", ylabel="source rank")
-  bars.bar(np.arange(sizes.num_ranks), loads)
-  bars.axhline(loads.mean(), linestyle="--", color="gray", label="mean")
+  bars.bar(np.arange(sizes.num_ranks), wanted)
+  bars.axhline(wanted.mean(), linestyle="--", color="gray", label="mean")
   if sizes.capacity is not None:
     bars.axhline(sizes.capacity, color="red", label="capacity")
   bars.set(xlabel="rank", ylabel="rows wanted, padding included")

@@ -59,6 +59,31 @@ def ops(
     return ep.ep_combine(handle, rows)
 
 
+def dense_routing(
+  layer: ep.EpLayerConfig, routing_map: jax.Array, probs: jax.Array
+) -> ep.EpHandle:
+  topk_idx, topk_weights = ep.topk_from_map(routing_map, probs, top_k=2)
+  assert_type(topk_weights, jax.Array)
+  return ep.ep_prepare(layer, topk_idx)
+
+
+def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:
+  with ep.record("routing", layers=["moe"], calls_per_step={"moe": 2}):
+    ep.ep_prepare(layer, topk_idx)
+  record = ep.replay(pathlib.Path("routing"))
+  assert_type(record, ep.Replay)
+  assert_type(record.layers, tuple[str, ...])
+  assert_type(record.steps("moe"), tuple[int, ...])
+  assert_type(record.forced_idx(layer, step=0, call=1), jax.Array)
+  for routing in record.routings(layer):
+    assert routing.shape == record.topk_idx(layer, 0).shape
+  suggestion = ep.suggest_capacity(layer, record, drop_probability=0.01)
+  assert_type(suggestion, ep.CapacitySuggestion)
+  assert_type(suggestion.capacity, int)
+  assert_type(suggestion.plot("capacity.png"), None)
+  ep.suggest_capacity(layer, [topk_idx])
+
+
 def losses(logits: jax.Array, topk_idx: jax.Array) -> jax.Array:
   loss = ep.load_balancing_loss(logits, topk_idx, axis_name=("dp", "ep"))
   assert_type(loss, jax.Array)

@@ -39,7 +39,7 @@ _ELSEWHERE = {
 
 _CONTENTS = """
 Start: choices tutorial
-How to: howto/capacity howto/clusters howto/hangs howto/profile \
+How to: howto/capacity howto/clusters howto/hangs howto/profile howto/replay \
 howto/without_accelerators
 The layer: moe router training sharp_bits
 Reference: reference/ep reference/moe reference/presets reference/launch \

@@ -21,10 +21,12 @@ from jax._src import mesh as _mesh
 from jax._src.interpreters import batching as _batching
 from jax._src.lib.mlir.dialects import func as _func
 from jax.experimental import io_callback as io_callback
+from jax.extend.core import Literal
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
+from jax.interpreters import partial_eval
 
 
 def manual_axes() -> frozenset[str]:
@@ -179,6 +181,55 @@ def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
   module = ctx.module_context
   exported = module.lowering_parameters.for_export
   return not exported and module.get_backend(optional=True) is not None
+
+
+def run_once_in_remat(primitive: Primitive) -> None:
+  """Makes `jax.checkpoint` keep the results of a primitive with any policy.
+
+  So it does not run the primitive again in the backward pass.
+  """
+
+  def rule(saveable, unknown, instantiated, eqn):
+    del saveable
+    outs = len(eqn.outvars)
+    if not any(unknown):
+      return eqn, None, [False] * outs, [False] * outs, []
+    residuals = [
+      x
+      for x, there in zip(eqn.invars, instantiated, strict=True)
+      if not there and not isinstance(x, Literal)
+    ]
+    return None, eqn, [True] * outs, [True] * outs, residuals
+
+  partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def lower_to_python(
+  ctx: mlir.LoweringRuleContext, fn: Callable[..., None], *operands: Any
+) -> None:
+  """Lowers to a call of `fn` with a device's arrays, and to no results.
+
+  They are numpy arrays, which are valid until `fn` returns. Unlike in a
+  `jax.debug.callback`, nothing is put on a device on the way: that takes most
+  of the callback's time, and may wait for a thread which runs the callback.
+  Neither has the program an effect that JAX knows, for which it would launch it
+  from Python.
+  """
+
+  def call(*args):
+    fn(*args)
+    return ()
+
+  mlir.emit_python_callback(
+    ctx.replace(avals_out=[]),
+    call,
+    None,
+    operands,
+    ctx.avals_in,
+    [],
+    has_side_effect=True,
+    returns_token=False,
+  )
 
 
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src import assignment, primitive, sharding, te_names
+from ep._src import assignment, primitive, record, sharding, te_names
 from ep._src.backend import OpParams
 from ep._src.group import check_layer, EpLayerConfig
 from ep._src.handle import EpHandle, LEAF_KINDS
@@ -134,8 +134,10 @@ def _prepare(
     for x in (topk_idx, topk_weights)
   )
   got = assignment.assign(params, idx, weights)
+  lead = topk_idx.shape[:-1]
+  chosen = record.tap(params.layer, got.topk_idx.reshape(*lead, params.layer.top_k))
   *sizes, total, dropped, largest, kept = primitive.bind(
-    prepare_p, params, got.topk_idx
+    prepare_p, params, chosen.reshape(got.topk_idx.shape)
   )
   if got.wanted is not None:  # the op has counted what is left of that
     wanted = got.wanted
@@ -145,7 +147,7 @@ def _prepare(
       for counted, before in [(total, wanted.total), (largest, wanted.largest)]
     )
   kept, candidate = (
-    None if x is None else x.reshape(*topk_idx.shape[:-1], x.shape[-1])
+    None if x is None else x.reshape(*lead, x.shape[-1])
     for x in (kept, got.candidate)
   )
   return [*sizes, total, dropped, largest, kept, candidate]

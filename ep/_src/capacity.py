@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""suggest_capacity: what each capacity would have cost a recorded routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+import os
+
+import jax
+import numpy as np
+
+from ep._src import arguments, loads
+from ep._src.group import check_layer, EpLayerConfig
+from ep._src.replay import Replay, replay
+
+# The candidates of every table, as factors of the rows of a balanced step.
+_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CapacitySuggestion:
+  """Capacities and their drops. Made by `suggest_capacity`; `str` is a table.
+
+  All arrays are numpy's. A step here is one routing.
+
+  Attributes:
+    layer: the layer that was asked about.
+    drop_probability: as it was asked for.
+    capacity: the suggested C in rows, for `recv_capacity_per_rank`.
+    candidates: int64 [N], ascending capacities in rows; `capacity` is one.
+    bytes: int64 [N], of the received rows and their weights on a rank.
+    dropped_choices: float64 [N], the fraction of all choices that are dropped.
+    dropped_steps: float64 [N], the fraction of steps in which a rank drops any.
+    demand: int64 [S, R], rows that each rank wants in a step, padding included.
+  """
+
+  layer: EpLayerConfig
+  drop_probability: float
+  capacity: int
+  candidates: np.ndarray
+  bytes: np.ndarray
+  dropped_choices: np.ndarray
+  dropped_steps: np.ndarray
+  demand: np.ndarray
+
+  def __str__(self) -> str:
+    layer = self.layer
+    lines = [
+      f'layer "{layer.name}": {len(self.demand)} steps, in which a rank wants'
+      f" {self.demand.mean():.1f} rows, and {self.demand.max()} at most"
+    ]
+    row = "{:>9} {:>7} {:>12} {:>16} {:>16}".format
+    lines.append(
+      row("capacity", "factor", "bytes", "choices dropped", "steps with drops")
+    )
+    balanced = _balanced(layer)
+    for rows, size, choices, steps in zip(
+      self.candidates,
+      self.bytes,
+      self.dropped_choices,
+      self.dropped_steps,
+      strict=True,
+    ):
+      numbers = rows, f"{rows / balanced:.2f}", size, f"{choices:.4%}"
+      mark = "  <- suggested" if rows == self.capacity else ""
+      lines.append(row(*numbers, f"{steps:.2%}") + mark)
+    return "\n".join(lines)
+
+  def plot(self, path: str | os.PathLike[str]) -> None:
+    """Draws the drops by capacity, and how many rows ranks want, as a PNG.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+      from matplotlib.figure import Figure
+    except ModuleNotFoundError as e:
+      raise ModuleNotFoundError(
+        "CapacitySuggestion.plot: matplotlib is not installed; install it, or"
+        " print the suggestion, which is a table."
+      ) from e
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    drops, wanted = figure.subplots(2, sharex=True)
+    drops.plot(self.candidates, self.dropped_choices, "o-", label="choices")
+    drops.plot(self.candidates, self.dropped_steps, "s-", label="steps")
+    drops.set(ylabel="fraction with drops", title=self.layer.name)
+    wanted.hist(self.demand.ravel(), bins=50)
+    wanted.set(xlabel="rows of a rank", ylabel="ranks and steps")
+    for axes in drops, wanted:
+      axes.axvline(self.capacity, color="red", label=f"C = {self.capacity}")
+    drops.legend()
+    figure.savefig(path, format="png")
+
+
+def suggest_capacity(
+  layer: EpLayerConfig,
+  routings: str | os.PathLike[str] | Replay | Iterable[jax.Array | np.ndarray],
+  *,
+  drop_probability: float = 0.0,
+) -> CapacitySuggestion:
+  """Returns what capacities would have cost the steps that were recorded.
+
+      suggestion = ep.suggest_capacity(layer, "routing", drop_probability=1e-3)
+      print(suggestion)                                    # a table
+      layer = dataclasses.replace(
+        layer, recv_capacity_per_rank=suggestion.capacity, overflow="drop"
+      )
+
+  It counts in NumPy, on this process alone: the drops are those of
+  `overflow="drop"`, for this layer's ranks, experts and alignment, whatever its
+  capacity. Another EP size than the one that was recorded may be asked about.
+
+  Args:
+    layer: an `EpLayerConfig`.
+    routings: a folder of `ep.record` or what `ep.replay` made of it, of which
+      all complete steps of the layer's name count; or arrays [R * n, ..., K] of
+      the global view, with values, one for each step.
+    drop_probability: the largest fraction of choices that may be dropped, from
+      0 to before 1. With 0, the capacity fits every step that was given, and
+      `overflow="error"` would not have failed.
+
+  Returns:
+    A `CapacitySuggestion`, whose `capacity` is the least multiple of the
+    alignment that the layer accepts and that drops no more.
+
+  Raises:
+    ValueError: there is no step, or a shape, an id or a number does not fit.
+    TypeError: an argument has another type, or an array is being traced.
+  """
+  op = "suggest_capacity"
+  check_layer(op, layer)
+  limit = arguments.number(op, "drop_probability", drop_probability)
+  arguments.check(
+    0 <= limit < 1,
+    op,
+    f"drop_probability = {limit}, but it must be at least 0 and less than 1.",
+  )
+  if isinstance(routings, (str, os.PathLike)):
+    routings = replay(routings)
+  if isinstance(routings, Replay):
+    routings = routings.routings(layer)
+  group, unit = layer.group, layer.alignment
+  steps = []
+  for topk_idx in routings:
+    choices = loads.choices(
+      op, topk_idx, group.num_experts, group.num_token_ranks
+    )
+    steps.append(loads.received(choices, layer.ep_size))
+  arguments.check(
+    len(steps) > 0, op, "there is no step; record one that is complete."
+  )
+  tokens = np.stack(steps)  # [S, R, L]
+  demand = loads.slabs(tokens, unit).sum(axis=2)
+  least = min(layer.num_local_experts * unit, layer.capacity)
+  total = max(tokens.sum(), 1)
+
+  def dropped(capacity):
+    return loads.dropped(tokens, unit, capacity)  # [S, R]
+
+  # Drops never grow with the capacity, so bisection finds the least one.
+  too_small, enough = least // unit - 1, max(demand.max(), least) // unit
+  while enough - too_small > 1:
+    middle = (enough + too_small) // 2
+    if dropped(middle * unit).sum() <= limit * total:
+      enough = middle
+    else:
+      too_small = middle
+  found = int(enough) * unit
+  rounded = [-(-int(f * _balanced(layer)) // unit) * unit for f in _FACTORS]
+  most = max(int(demand.max()), least)
+  candidates = {c for c in rounded if least <= c <= most} | {found, most}
+  candidates = np.array(sorted(candidates), np.int64)
+  drops = np.stack([dropped(c) for c in candidates])  # [N, S, R]
+  row_bytes = group.hidden_dim * group.max_token_dtype.itemsize + 4
+  return CapacitySuggestion(
+    layer=layer,
+    drop_probability=limit,
+    capacity=found,
+    candidates=candidates,
+    bytes=candidates * row_bytes,
+    dropped_choices=drops.sum(axis=(1, 2)) / total,
+    dropped_steps=drops.any(axis=2).mean(axis=1),
+    demand=demand,
+  )
+
+
+def _balanced(layer):
+  """Returns the rows that a rank receives if all ranks receive as many."""
+  return layer.group.max_tokens_per_rank * layer.top_k

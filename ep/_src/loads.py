@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the choices of a routing, in NumPy and without a group."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def choices(
+  what: str,
+  topk_idx: jax.Array | np.ndarray,
+  num_experts: int,
+  num_ranks: int,
+) -> np.ndarray:
+  """Returns [R, E], how often each rank's tokens choose each expert.
+
+  Raises, with a message that begins with `what`:
+    TypeError: `topk_idx` is being traced.
+    ValueError: its shape or an id does not fit, or other processes hold a part
+      of it.
+  """
+  if isinstance(topk_idx, jax.core.Tracer):
+    raise TypeError(
+      f"{what}: topk_idx is being traced and has no values yet; return it from"
+      " the compiled program and pass it there."
+    )
+  if isinstance(topk_idx, jax.Array) and not topk_idx.is_fully_addressable:
+    raise ValueError(
+      f"{what}: other processes hold a part of topk_idx; gather it first, on"
+      " all of them: jax.experimental.multihost_utils.process_allgather("
+      "topk_idx, tiled=True)."
+    )
+  idx = np.asarray(topk_idx)
+  if idx.ndim < 2 or len(idx) % num_ranks:
+    raise ValueError(
+      f"{what}: topk_idx has shape {idx.shape}, but [R * n, ..., K] with R ="
+      f" {num_ranks} ranks is expected."
+    )
+  if idx.size and not -1 <= idx.min() <= idx.max() < num_experts:
+    raise ValueError(
+      f"{what}: topk_idx has ids in {idx.min()}..{idx.max()}, but valid ids are"
+      f" -1..{num_experts - 1}."
+    )
+  return np.stack(
+    [
+      np.bincount(own[own >= 0], minlength=num_experts)
+      for own in idx.reshape(num_ranks, -1)
+    ]
+  )
+
+
+def received(choices: np.ndarray, ep_size: int) -> np.ndarray:
+  """Returns [R, L], tokens for each expert of each rank, of `choices` [R, E].
+
+  An EP domain is `ep_size` consecutive ranks.
+  """
+  num_ranks, num_experts = choices.shape
+  domains = choices.reshape(-1, ep_size, num_experts).sum(axis=1)
+  return domains.reshape(num_ranks, -1)
+
+
+def slabs(tokens: np.ndarray, alignment: int) -> np.ndarray:
+  """Returns the rows of each expert's slab, padding included."""
+  return -(-tokens // alignment) * alignment
+
+
+def dropped(tokens: np.ndarray, alignment: int, capacity: int) -> np.ndarray:
+  """Returns how many of a rank's tokens [..., L] are past its capacity."""
+  rows = slabs(tokens, alignment)
+  room = capacity - (rows.cumsum(axis=-1) - rows)
+  return (tokens - room.clip(0, tokens)).sum(axis=-1)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""record: writes the routing of each step to files, from compiled programs."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterator, Mapping
+import contextlib
+import functools
+import os
+import pathlib
+import threading
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src import arguments, compat, record_files
+from ep._src.batching import batch_sequentially
+from ep._src.config import LayerConfig
+from ep._src.errors import EpError
+from ep._src.program import ProgramNames
+
+# Its value is a part of the key of `jax.jit`'s caches.
+_recorder = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def record(
+  path: str | os.PathLike[str] | None,
+  *,
+  layers: Collection[str] | None = None,
+  calls_per_step: int | Mapping[str, int] = 1,
+  flush_s: float = 10.0,
+) -> Iterator[None]:
+  """Writes the ids of every `ep_prepare` that runs in the context to files.
+
+      with ep.record("routing"):
+        for batch in data:
+          state = step(state, batch)      # traced anew, once
+      topk_idx = ep.replay("routing").topk_idx("moe_3", step=17)
+
+  A call is one `ep_prepare` of a rank, whether compiled or not, inside of a
+  `scan`, or under `vmap`, where each example makes one. What `jax.checkpoint`
+  computes again is not a call. The calls of a layer, which its `name` stands
+  for, are numbered from 0 on in the order in which rank 0 makes them: number n
+  is the call `n % calls_per_step` of the step `n // calls_per_step`. So layers
+  of other places of a model need other names, or share the calls of a step.
+
+  Each process writes the ids of its own ranks to NumPy archives in the folder,
+  and all processes must do the same. The head of ep/_src/record_files.py has
+  their arrays, which any tool that reads .npz files can load. A thread writes
+  what came in the last seconds, so a process that is killed loses no more than
+  those. Leaving the context waits for all arrays that are alive, and writes the
+  rest. So keep a result of the last step, or wait for it.
+
+  It is a context of the thread that enters it. A program that is exported in it
+  is refused, because it could not call this process.
+
+  Args:
+    path: a folder, new or without files of a record. None: nothing is recorded,
+      for instance by an evaluation within a context.
+    layers: names of the layers to record; None records all.
+    calls_per_step: how often a step calls `ep_prepare` with a layer: 1, or as
+      often as a `scan` does; for all layers, or by name.
+    flush_s: seconds after which what came is written.
+
+  Raises:
+    ValueError, TypeError: an argument does not fit, or the folder has a record.
+    RuntimeError: on leaving, if files could not be written.
+  """
+  if path is None:
+    with _recorder(None):
+      yield
+    return
+  recorder = _Recorder(pathlib.Path(path), layers, calls_per_step, flush_s)
+  try:
+    with _recorder(recorder):
+      yield
+    for array in jax.live_arrays():
+      # The failure of a program is told to those who use its results.
+      with contextlib.suppress(*EpError):
+        array.block_until_ready()
+  finally:
+    recorder.close()
+
+
+def tap(layer: LayerConfig, topk_idx: jax.Array) -> jax.Array:
+  """Returns the ids of an `ep_prepare` that is traced now, in the local view.
+
+  If they are used, they are recorded.
+  """
+  recorder = _recorder.value
+  if recorder is None or not recorder.wants(layer.name):
+    return topk_idx
+  group = layer.group
+  rank = lax.axis_index(group.token_axes)
+  copies = [a for a in group.mesh.shape if a not in group.token_axes]
+  if copies:  # hold the same tokens, and the first of them is enough
+    rank = jnp.where(lax.axis_index(tuple(copies)) == 0, rank, -1)
+  return record_p.bind(topk_idx, rank, recorder=recorder, layer=layer)[0]
+
+
+class _Recorder:
+  """Collects the calls of this process and writes them, in a thread.
+
+  `add` may be called by any thread, and `close` once.
+  """
+
+  def __init__(self, folder, layers, calls_per_step, flush_s):
+    if isinstance(layers, str):
+      raise TypeError(
+        f"ep.record: layers = {layers!r} is a str, but a collection of names is"
+        f" expected; pass [{layers!r}]."
+      )
+    self._layers = layers if layers is None else frozenset(layers)
+    named = {"calls_per_step": calls_per_step}
+    if isinstance(calls_per_step, Mapping):
+      named = {f"calls_per_step[{k!r}]": v for k, v in calls_per_step.items()}
+    for name, value in named.items():
+      arguments.check(
+        arguments.integer("ep.record", name, value) > 0,
+        "ep.record",
+        f"{name} = {value}, but a step makes at least one call.",
+      )
+    self._calls_per_step = calls_per_step
+    self._flush_s = arguments.seconds("ep.record", "flush_s", flush_s)
+    self._folder = folder
+    self._writer = record_files.Writer(folder, jax.process_index())
+    self.programs = ProgramNames("@record")
+    # A deque may be appended to and read by two threads.
+    self._added: collections.deque = collections.deque()
+    self._counts: collections.Counter = collections.Counter()
+    self._is_open = True
+    self._end = threading.Event()
+    self._failure: OSError | None = None
+    self._thread = threading.Thread(
+      target=self._write_until_end, name="ep.record", daemon=True
+    )
+    self._thread.start()
+
+  def wants(self, layer: str) -> bool:
+    return self._layers is None or layer in self._layers
+
+  def add(self, layer, site, topk_idx, rank):
+    """Adds a call of a rank, which is -1 for a copy that does not count."""
+    if self._is_open and rank >= 0:
+      self._added.append((layer, site, int(rank), np.array(topk_idx)))
+
+  def close(self):
+    """Writes what was added, and records no more."""
+    self._end.set()
+    self._thread.join()
+    self._is_open = False
+    if self._failure:
+      raise RuntimeError(
+        f"ep.record: cannot write to {self._folder}: {self._failure}; what came"
+        " before is there."
+      ) from self._failure
+
+  def _write_until_end(self):
+    try:
+      while not self._end.wait(self._flush_s):
+        self._flush()
+      self._flush()
+    except OSError as e:
+      self._failure = e
+      self._is_open = False
+
+  def _flush(self):
+    added = [self._added.popleft() for _ in range(len(self._added))]
+    self._writer.write([self._numbered(*call) for call in added])
+
+  def _numbered(self, layer, site, rank, topk_idx):
+    counts = self._counts
+    per_step = self._calls_per_step
+    if isinstance(per_step, Mapping):
+      per_step = per_step.get(layer.name, 1)
+    step, call = divmod(counts[layer.name, rank], per_step)
+    run = counts[site, rank]
+    counts.update([(layer.name, rank), (site, rank)])
+    return record_files.Call(
+      layer=layer.name,
+      num_ranks=layer.group.num_token_ranks,
+      calls_per_step=per_step,
+      rank=rank,
+      step=step,
+      call=call,
+      site=site,
+      run=run,
+      topk_idx=topk_idx,
+    )
+
+
+record_p = compat.Primitive("ep_record")
+record_p.multiple_results = True
+record_p.def_abstract_eval(lambda topk_idx, *_, **__: [topk_idx])
+batch_sequentially(record_p)
+compat.run_once_in_remat(record_p)
+
+
+def _lower(ctx, *operands, recorder, layer):
+  if not compat.can_call_python(ctx):
+    raise ValueError(
+      f'ep_prepare(layer "{layer.name}"): a program that is exported cannot be'
+      " recorded, because it cannot call this process; export it outside of"
+      " ep.record, or within ep.record(None)."
+    )
+  site = f"{recorder.programs.name(ctx)}/{compat.next_position(ctx)}"
+
+  add = functools.partial(recorder.add, layer, site)
+  compat.lower_to_python(ctx, add, *operands)
+  return operands[:1]
+
+
+# Not cacheable: each op of a program has its own position in it.
+compat.mlir.register_lowering(record_p, _lower, cacheable=False)

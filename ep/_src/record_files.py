@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a record: NumPy archives (.npz) in one folder.
+
+A process writes files of its own, each under another name until it is complete.
+So a file that has its name is whole, whenever its process ends. With an entry n
+for each call of a rank, it holds
+
+    format                    FORMAT
+    <layer>.topk_idx          int [N, ..., K], the ids of the rank's tokens
+    <layer>.rank              int32 [N], the rank, below num_ranks
+    <layer>.step              int64 [N]
+    <layer>.call              int32 [N], which call of the step, as the rank ran
+                              them; below calls_per_step
+    <layer>.site              text [N], the program, and the op's place in it
+    <layer>.run               int64 [N], how often the rank ran it before
+    <layer>.num_ranks         int32, R
+    <layer>.calls_per_step    int32
+
+Calls of one layer that do not depend on each other may run in another order on
+each rank. So ranks are matched by site and run, and rank 0 has the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+import itertools
+import os
+import pathlib
+from typing import NamedTuple
+import zipfile
+
+import numpy as np
+
+FORMAT = "ep.record 1"
+# The columns with a number for each call.
+COLUMNS = dict(rank=np.int32, step=np.int64, call=np.int32, run=np.int64)
+
+
+class Call(NamedTuple):
+  """A call of one rank, as the head of this file describes it."""
+
+  layer: str
+  num_ranks: int
+  calls_per_step: int
+  rank: int
+  step: int
+  call: int
+  site: str
+  run: int
+  topk_idx: np.ndarray
+
+
+class Writer:
+  """Writes the calls of a process. Not thread-safe.
+
+  Raises:
+    ValueError: the folder has files of the process.
+  """
+
+  def __init__(self, folder: pathlib.Path, process: int):
+    folder.mkdir(parents=True, exist_ok=True)
+    self._stem = folder / f"{process:05d}"
+    self._numbers = itertools.count()
+    if any(folder.glob(f"{self._stem.name}-*")):
+      raise ValueError(
+        f"ep.record: {folder} holds a record already; choose a new folder, or"
+        " remove that one."
+      )
+
+  def write(self, calls: Iterable[Call]) -> None:
+    """Writes a file, or more: in each, the calls of a layer have one shape."""
+    files: list[dict[str, list[Call]]] = []
+    for call in calls:
+      for layers in files:
+        others = layers.setdefault(call.layer, [])
+        if not others or others[0].topk_idx.shape == call.topk_idx.shape:
+          others.append(call)
+          break
+      else:
+        files.append({call.layer: [call]})
+    for layers in files:
+      arrays = {"format": np.array(FORMAT)}
+      for layer, rows in layers.items():
+        columns = _columns(rows)
+        arrays |= {f"{layer}.{name}": array for name, array in columns.items()}
+      path = f"{self._stem}-{next(self._numbers):06d}.npz"
+      with open(path + ".part", "wb") as file:
+        np.savez(file, **arrays)
+      os.replace(path + ".part", path)
+
+
+def _columns(calls: list[Call]) -> dict[str, np.ndarray]:
+  first = calls[0]
+  columns = {
+    name: np.array([getattr(call, name) for call in calls], dtype)
+    for name, dtype in COLUMNS.items()
+  }
+  return columns | dict(
+    topk_idx=np.stack([call.topk_idx for call in calls]),
+    site=np.array([call.site for call in calls]),
+    num_ranks=np.int32(first.num_ranks),
+    calls_per_step=np.int32(first.calls_per_step),
+  )
+
+
+def read(
+  path: pathlib.Path, wanted: Callable[[str], bool]
+) -> dict[str, np.ndarray]:
+  """Returns the arrays of a file whose names are `wanted`.
+
+  Raises:
+    ValueError: it is truncated, damaged, or no file of a record.
+  """
+  try:
+    with np.load(path) as file:
+      if str(file["format"]) == FORMAT:
+        return {name: file[name] for name in file.files if wanted(name)}
+    problem = f"has another format than {FORMAT!r}"
+  except (zipfile.BadZipFile, EOFError) as e:
+    problem = f"is truncated or damaged ({e})"
+  except (ValueError, KeyError, TypeError, AttributeError):
+    problem = "was not written by ep.record"
+  raise ValueError(
+    f"ep.replay: {path} {problem}; remove it, and the steps that it holds are"
+    " missing."
+  )

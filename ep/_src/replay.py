@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""replay: reads the routing that `record` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import functools
+import os
+import pathlib
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from ep._src import arguments, record_files
+from ep._src.group import check_layer, EpLayerConfig
+
+_CACHED = 64  # arrays of files; each process writes one for a layer at a time
+
+
+def replay(path: str | os.PathLike[str]) -> Replay:
+  """Returns the routing that `ep.record` wrote to a folder.
+
+  It needs no devices, and may be read where it was not written: by another
+  number of processes, and for another number of ranks.
+
+  Raises:
+    ValueError: there is no record, or a file is truncated, damaged or foreign.
+  """
+  return Replay(pathlib.Path(path))
+
+
+class Replay:
+  """The routing of recorded steps. Made by `replay`.
+
+  Attributes:
+    layers: the names of the layers, sorted.
+  """
+
+  layers: tuple[str, ...]
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    self._folder = folder
+    self._files = sorted(folder.glob("*.npz"))
+    arguments.check(
+      len(self._files) > 0,
+      "ep.replay",
+      f"{folder} holds no record; pass the folder that ep.record wrote to, once"
+      " it has left its context or flushed.",
+    )
+    parts: dict[str, list[dict[str, np.ndarray]]] = {}
+    for number, path in enumerate(self._files):
+      for layer, part in _index(path).items():
+        part["file"] = np.full(len(part["rank"]), number)
+        part["row"] = np.arange(len(part["rank"]))
+        parts.setdefault(layer, []).append(part)
+    self.layers = tuple(sorted(parts))
+    self._calls = {
+      layer: _Calls(f"ep.replay: {folder}: layer {layer!r}", parts[layer])
+      for layer in self.layers
+    }
+    self._rows = functools.lru_cache(_CACHED)(self._read_rows)
+
+  def steps(self, layer: str | EpLayerConfig) -> tuple[int, ...]:
+    """Returns the steps of which all calls of all ranks are there.
+
+    The last steps of a process that was killed may not be.
+
+    Raises:
+      ValueError: the layer was not recorded.
+    """
+    return self._of(layer).steps()
+
+  def routings(self, layer: str | EpLayerConfig) -> Iterator[np.ndarray]:
+    """Yields `topk_idx` of each call of all complete steps, in order.
+
+    Raises:
+      ValueError: the layer was not recorded.
+    """
+    calls = self._of(layer)
+    for step in calls.steps():
+      for call in range(calls.per_step):
+        yield self.topk_idx(layer, step, call)
+
+  def topk_idx(
+    self, layer: str | EpLayerConfig, step: int, call: int = 0
+  ) -> np.ndarray:
+    """Returns the ids of all tokens, in the order of the global view.
+
+    Args:
+      layer: its name, or a layer of that name.
+      step: one of `steps(layer)`.
+      call: which call of the step, below `calls_per_step` of `record`.
+
+    Returns:
+      int32 or int64 [R * n, ..., K], as `ep_prepare` got it: of R ranks with
+      [n, ..., K] each.
+
+    Raises:
+      ValueError: the call was not recorded, or not by all ranks.
+    """
+    calls = self._of(layer)
+    rows = calls.find(step, call)
+    name = _name(layer)
+    return np.concatenate(
+      [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
+    )
+
+  def forced_idx(
+    self, layer: EpLayerConfig, step: int, call: int = 0
+  ) -> jax.Array:
+    """Returns `topk_idx` as a global array for the ranks of a layer's group.
+
+    It is what `route_topk` and `ep.moe.apply` take as `forced_idx`: ids come
+    from the record, and weights from the logits of now.
+
+        forced_idx = ep.replay("routing").forced_idx(layer, step)
+        y, metrics = ep.moe.apply(layer, cfg, params, x, forced_idx=forced_idx)
+
+    The group may have another number of ranks than the one that was recorded,
+    on other processes, all of which can read the files.
+
+    Args:
+      layer: a layer whose name was recorded.
+      step: one of `steps(layer)`.
+      call: which call of the step.
+
+    Returns:
+      int32 [R * n, ..., K], sharded along the first axis over the data axes and
+      the EP axis of the group's mesh.
+
+    Raises:
+      ValueError: as in `topk_idx`; another top_k was recorded, or the group's
+        ranks do not divide the first axis.
+      TypeError: `layer` is no `EpLayerConfig`.
+    """
+    check_layer("Replay.forced_idx", layer)
+    idx = self.topk_idx(layer, step, call).astype(np.int32)
+    group, op = layer.group, f'Replay.forced_idx(layer "{layer.name}")'
+    arguments.check(
+      idx.shape[-1] == layer.top_k,
+      op,
+      f"the record has {idx.shape[-1]} choices of each token, but top_k ="
+      f" {layer.top_k}; replay it with the layer's top_k.",
+    )
+    arguments.check(
+      len(idx) % group.num_token_ranks == 0,
+      op,
+      f"the record has shape {idx.shape}, whose first axis cannot be split over"
+      f" {group.num_token_ranks} ranks; take Replay.topk_idx, and pad it with"
+      " ids of -1.",
+    )
+    sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
+    return jax.make_array_from_callback(idx.shape, sharding, idx.__getitem__)
+
+  def _of(self, layer: str | EpLayerConfig) -> _Calls:
+    name = _name(layer)
+    arguments.check(
+      name in self._calls,
+      "ep.replay",
+      f"{self._folder} has no layer {name!r}, but {[*self.layers]}.",
+    )
+    return self._calls[name]
+
+  def _read_rows(self, file: int, layer: str) -> np.ndarray:
+    name = f"{layer}.topk_idx"
+    return record_files.read(self._files[file], name.__eq__)[name]
+
+
+class _Calls:
+  """Where the calls of one layer are, as a table of calls and ranks."""
+
+  def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
+    self._what = what
+    self.file, self.row, rank, step, call, run, site = (
+      np.concatenate([part[name] for part in parts])
+      for name in ("file", "row", *record_files.COLUMNS, "site")
+    )
+    sizes = {(int(p["num_ranks"]), int(p["calls_per_step"])) for p in parts}
+    arguments.check(
+      len(sizes) == 1,
+      what,
+      f"files differ in (num_ranks, calls_per_step): {sorted(sizes)}; they are"
+      " of several records. Record to a new folder.",
+    )
+    ((self._num_ranks, self.per_step),) = sizes
+    # A call of any rank has the number that rank 0 gave to its site and run.
+    _, site = np.unique(site, return_inverse=True)
+    key, by_key = np.unique(site * (run.max() + 1) + run, return_inverse=True)
+    numbers = np.full(len(key), -1)
+    first = rank == 0
+    numbers[by_key[first]] = (step * self.per_step + call)[first]
+    number = numbers[by_key]
+    rows = np.flatnonzero(number >= 0)
+    calls = -(-(number.max() + 1) // self.per_step) * self.per_step
+    self._table = np.full((calls, self._num_ranks), -1)
+    self._table[number[rows], rank[rows]] = rows
+    arguments.check(
+      np.count_nonzero(self._table >= 0) == len(rows),
+      what,
+      "files have a call of a rank twice; they are of several records. Record"
+      " to a new folder.",
+    )
+
+  def steps(self) -> tuple[int, ...]:
+    """Returns the steps of which everything is there."""
+    there = (self._table >= 0).reshape(-1, self.per_step * self._num_ranks)
+    return tuple(np.flatnonzero(there.all(axis=1)).tolist())
+
+  def find(self, step: int, call: int) -> np.ndarray:
+    """Returns the places of a call in `file` and `row`, by rank."""
+    arguments.check(
+      0 <= call < self.per_step,
+      self._what,
+      f"call = {call}, but a step has calls 0..{self.per_step - 1}.",
+    )
+    number = step * self.per_step + call
+    steps = len(self._table) // self.per_step
+    arguments.check(
+      0 <= number < len(self._table),
+      self._what,
+      f"step = {step}, but {steps} steps were recorded, from 0 on.",
+    )
+    rows = self._table[number]
+    arguments.check(
+      bool((rows >= 0).all()),
+      self._what,
+      f"step {step} is not there of ranks"
+      f" {np.flatnonzero(rows < 0).tolist()}; Replay.steps has those that are"
+      " complete.",
+    )
+    return rows
+
+
+def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+  """Returns all columns of a file but the ids, by layer."""
+  layers: dict[str, dict[str, np.ndarray]] = {}
+  for name, column in record_files.read(path, _is_small).items():
+    layer, _, column_name = name.rpartition(".")
+    layers.setdefault(layer, {})[column_name] = column
+  return layers
+
+
+def _is_small(name: str) -> bool:
+  return not name.endswith(("format", ".topk_idx"))
+
+
+def _name(layer: str | EpLayerConfig) -> str:
+  return layer if isinstance(layer, str) else layer.name
