@@ -258,7 +258,7 @@ def test_what_is_no_record_is_an_error(tmp_path):
   with pytest.raises(ValueError, match=r"step 2 is not there of ranks \[1\]"):
     record.topk_idx("moe", 2)
   for step, call, words in [
-    (3, 0, "steps 0..2"),
+    (3, 0, "3 steps were recorded"),
     (-1, 0, "step = -1"),
     (0, 1, "calls"),
   ]:
