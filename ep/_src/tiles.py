@@ -111,7 +111,7 @@ def apply(
     return fn(
       tile,
       *(
-        _at(x, slab).astype(dtype).astype(jnp.float32) if m else tile.read(x)
+        _rounded(_at(x, slab), dtype) if m else tile.read(x)
         for x, m in zip(sources, is_matrix, strict=True)
       ),
     )
@@ -174,6 +174,18 @@ def apply(
     row_buffers.finish(out, t.dtype, used, tail) if s is None else out.astype(s)
     for out, t, s in zip(_merged(outs, totals), types, sums, strict=True)
   ]
+
+
+def _rounded(matrix, dtype):
+  """Returns a matrix in float32, rounded to `dtype` if its own is another.
+
+  XLA may leave out a conversion and its inverse, but not this.
+  """
+  matrix, is_rounded = matrix.astype(jnp.float32), matrix.dtype == dtype
+  info = jnp.finfo(dtype)
+  if is_rounded:
+    return matrix
+  return lax.reduce_precision(matrix, info.nexp, info.nmant)
 
 
 def _merged(values, others):
