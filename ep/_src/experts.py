@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import compat
+from ep._src import compat, used_rows
 from ep._src.combine import ep_combine
 from ep._src.dispatch import ep_dispatch
 from ep._src.group import EpLayerConfig
-from ep._src.grouped_matmul import grouped_matmuls
 from ep._src.handle import EpHandle
 from ep._src.prepare import ep_prepare
-from ep._src.used_rows import map_used_rows
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -129,40 +126,59 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
   Rows after the last slab are neither read nor written.
   """
 
-  def multiply(rows, matrices):
-    return grouped_matmuls(rows, matrices, group_sizes, segments=segments)
+  def matrices(names):
+    parts = [params["w_" + n] for n in names]
+    if "b_" + names[0] in params:
+      parts += [params["b_" + n][:, None] for n in names]
+    return parts
 
-  def products(rows, ones, names):
-    """Returns rows @ w for each name, then ones * b if there are biases."""
-    outs = multiply(rows, [params["w_" + n] for n in names])
-    if "b_" + names[0] not in params:
-      return outs
-    # Each row gets its slab's bias: the product of a one with it.
-    return outs + multiply(ones, [params["b_" + n][:, None] for n in names])
+  def map_slabs(fn, arrays, names):
+    return used_rows.map_slabs(
+      fn, group_sizes, arrays, matrices(names), segments=segments
+    )
 
   names = ["up", "gate"] if "w_gate" in params else ["up"]
-  ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-  blocks = products(rows, ones, names)
+  blocks = map_slabs(_Enter(len(names)), [rows], names)
   if weights is not None:
-    ones = weights[:, None].astype(rows.dtype)
-    blocks.append(ones)
-  activate = _Activate(experts, len(names), weights is not None)
-  hidden = map_used_rows(activate, group_sizes, *blocks)
-  out, *bias = products(hidden, ones, ["down"])
-  return map_used_rows(lax.add, group_sizes, out, *bias) if bias else out
+    blocks.append(weights[:, None].astype(rows.dtype))
+  (out,) = map_slabs(_Leave(experts, len(names)), blocks, ["down"])
+  return out
 
 
 @dataclasses.dataclass(frozen=True)
-class _Activate:
-  """A function of blocks of products, biases and weights, to h."""
+class _Enter:
+  """A function of blocks: tokens x to x @ w + b, for each of the products."""
+
+  num_products: int
+
+  def __call__(self, slabs, x, *matrices):
+    n = self.num_products
+    return _affine(slabs, x, None, matrices[:n], matrices[n:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leave:
+  """A function of blocks: products, perhaps weights, to outputs."""
 
   experts: Experts
   num_products: int
-  is_weighed: bool
 
-  def __call__(self, *blocks):
-    blocks = list(blocks)
-    weights = blocks.pop() if self.is_weighed else None
-    terms = (blocks[i :: self.num_products] for i in range(self.num_products))
-    hidden = self.experts.hidden(*(functools.reduce(jnp.add, t) for t in terms))
-    return hidden if weights is None else hidden * weights
+  def __call__(self, slabs, *operands):
+    n = self.num_products
+    hidden, operands = self.experts.hidden(*operands[:n]), operands[n:]
+    weights = None
+    if self.experts.weigh == "early":
+      weights, *operands = operands
+      hidden *= weights
+    return _affine(slabs, hidden, weights, operands[:1], operands[1:])
+
+
+def _affine(slabs, rows, weights, matrices, biases):
+  """Returns `rows @ w + weights * b` for each w and b, or without biases."""
+  outs = slabs.multiply(rows, matrices)
+  if not biases:
+    return outs
+  if weights is None:
+    weights = jnp.ones((rows.shape[0], 1), rows.dtype)
+  # Each row gets its slab's bias: the product of a weight with it.
+  return list(map(jnp.add, outs, slabs.multiply(weights, biases)))

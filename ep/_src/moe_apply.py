@@ -138,6 +138,20 @@ def apply(
 
 
 def _apply(layer, config, x, mask, forced_idx, params, bias, key):
+  if not config.deterministic:
+    return _layer(layer, config, x, mask, forced_idx, params, bias, key)
+  # Between the views it differs what surrounds the layer and its gradients. XLA
+  # would fuse that with parts of them, which then round in other ways.
+  x, params = _apart((x, params))
+  return _apart(_layer(layer, config, x, mask, forced_idx, params, bias, key))
+
+
+def _apart(arrays):
+  """Returns arrays that XLA fuses with nothing later, nor their cotangents."""
+  return jax.tree.map(lax.optimization_barrier, arrays)
+
+
+def _layer(layer, config, x, mask, forced_idx, params, bias, key):
   if layer.group.max_tokens_per_rank is None:
     layer = with_capacity(layer, config, math.prod(x.shape[:-1]))
   params = _local_params(layer, config, params)
@@ -174,8 +188,9 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
   # small as the tokens.
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
+  # The gradients of deterministic layers are added before they are rounded.
   experts = {
-    name: param.astype(x.dtype)
+    name: param if config.deterministic else param.astype(x.dtype)
     for name, param in params.items()
     if name.startswith(("w_", "b_"))
   }
@@ -270,11 +285,6 @@ def _check_tokens(op, config, x, bias, mask, forced_idx):
     f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
     " the config's hidden size.",
   )
-  if config.deterministic and x.dtype != jnp.float32:
-    raise TypeError(
-      f"{op}: x is {x.dtype}, but a deterministic layer takes float32, because"
-      " gradients of experts are rounded to its dtype before ranks add them."
-    )
   lead = x.shape[:-1]
   for name, array, shape, kind, what in [
     ("bias", bias, (config.num_experts,), jnp.floating, "a float"),

@@ -135,7 +135,9 @@ def _prepare(
   )
   got = assignment.assign(params, idx, weights)
   lead = topk_idx.shape[:-1]
-  chosen = record.tap(params.layer, got.topk_idx.reshape(*lead, params.layer.top_k))
+  chosen = record.tap(
+    params.layer, got.topk_idx.reshape(*lead, params.layer.top_k)
+  )
   *sizes, total, dropped, largest, kept = primitive.bind(
     prepare_p, params, chosen.reshape(got.topk_idx.shape)
   )

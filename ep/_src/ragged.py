@@ -13,7 +13,7 @@ import functools
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.used_rows import cut
+from ep._src.row_buffers import cut
 
 
 def expand(sizes, segments, rows, matrices, tail):

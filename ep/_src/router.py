@@ -162,14 +162,16 @@ def route_topk(
     topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
-  chosen = jnp.take_along_axis(log_scores, topk_idx, axis=-1)
+  chosen = _chosen(log_scores, topk_idx)
 
+  # XLA:CPU may turn the division of `jax.nn.softmax` into a product, in one
+  # program and not in another. A difference of logarithms rounds alike in both.
   def weigh(chosen):
-    if normalize and num_chosen > top_k:
-      best = chosen[..., :top_k]
-      chosen -= jax.nn.logsumexp(best, axis=-1, keepdims=True)
-      return jnp.exp(chosen) * scale
-    return (jax.nn.softmax if normalize else jnp.exp)(chosen) * scale
+    if normalize:
+      best = slice(0, top_k)  # the others are further candidates
+      chosen -= lax.stop_gradient(chosen[..., best].max(-1, keepdims=True))
+      chosen -= jnp.log(jnp.exp(chosen[..., best]).sum(-1, keepdims=True))
+    return jnp.exp(chosen) * scale
 
   if mask is None and forced_idx is None:
     return topk_idx, weigh(chosen)
@@ -279,6 +281,28 @@ def _checked_choice(op, forced_idx, shape):
     f"token, shape {shape}.",
   )
   return forced_idx.astype(jnp.int32)
+
+
+@jax.custom_jvp
+def _chosen(values, places):
+  """Returns the values [..., K] at distinct places of [..., E].
+
+  Its derivative is a sum with one term or none that is not zero. The transpose
+  of the sum is one again, where that of a gather would be a scatter, which
+  XLA:CPU computes by a loop over all places.
+  """
+  return jnp.take_along_axis(values, places, axis=-1)
+
+
+@_chosen.defjvp
+def _chosen_jvp(primals, tangents):
+  return _chosen(*primals), _sum_of_chosen(tangents[0], primals[1])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # keeps only places
+def _sum_of_chosen(values, places):
+  is_chosen = places[..., None] == jnp.arange(values.shape[-1])
+  return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
 
 
 def _of_best_groups(scores, num_groups, top_groups, group_best):

@@ -178,7 +178,7 @@ def _per_token(op, logits, topk_idx, score, mask):
   # A softmax of log scores divides them by their sum, and cannot underflow.
   logs = logits if score == "softmax" else jax.nn.log_sigmoid(logits)
   choices = jax.nn.one_hot(topk_idx, logits.shape[-1]).sum(axis=-2)
-  scores = jax.nn.softmax(logs)
+  scores = jnp.exp(jax.nn.log_softmax(logs))  # as in route_topk
   counts = _counts(logits[..., 0], mask)
   return choices * counts[..., None], scores * counts[..., None], counts
 

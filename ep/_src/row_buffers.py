@@ -55,6 +55,15 @@ def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
   return _retyped(buffer, dtype, num_used)
 
 
+def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
+  """Returns the rows, with a tail of zeros, NaNs, or as it is."""
+  if tail == "unspecified":
+    return rows
+  value = {"zero": 0, "nan": jnp.nan}[tail]
+  used = jnp.arange(rows.shape[0]) < num_used
+  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, value)
+
+
 class Reader:
   """Reads blocks of the first `num_used` rows of an array, as a function."""
 

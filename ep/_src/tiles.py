@@ -25,7 +25,7 @@ balanced tree: a sum of trees of half of the segments is the tree of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
@@ -39,126 +39,240 @@ _MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows; 64 and more were measured fastest
 _FIXED_HEIGHT = 64  # with segments
 
 
-def expand(sizes, segments, rows, matrices, tail):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
-  dtype, num_rows = rows.dtype, rows.shape[0]
-  used = sizes.sum(dtype=jnp.int32)
-  rows = row_buffers.Reader(rows, used)
+class Block:
+  """Rows that lie in one slab, and so are multiplied by the same matrices.
 
-  def step(tile, outs):
-    x = tile.read(rows)
+  A function of blocks gets one as its first argument.
+  """
+
+  def multiply(
+    self, rows: jax.Array, matrices: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """Returns rows [B, F] times each matrix [F, G]; see `grouped_matmuls`.
+
+    Rows outside the slab are zero in the product, so they add nothing to the
+    gradients of the matrices.
+    """
+    dtype, rows = rows.dtype, self.inside(rows.astype(jnp.float32))
+    return [self.inside(_dot(rows, w, 1, 0)).astype(dtype) for w in matrices]
+
+  def inside(self, rows: jax.Array) -> jax.Array:
+    """Returns the rows, with zeros for those outside the slab."""
+    return rows
+
+  def matrix_type(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """Returns the type in a block of the matrices [L, *shape] of `dtype`."""
+    del dtype
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def block_types(
+  operands: Sequence[Any], is_matrix: Sequence[bool], height: int
+) -> list[jax.ShapeDtypeStruct]:
+  """Returns the types of what a block of `height` rows has of operands."""
+  return [
+    Block().matrix_type(x.shape[1:], x.dtype)
+    if m
+    else jax.ShapeDtypeStruct((height, *x.shape[1:]), x.dtype)
+    for x, m in zip(operands, is_matrix, strict=True)
+  ]
+
+
+def apply(
+  fn: Callable[..., Sequence[jax.Array]],
+  sizes: jax.Array,
+  segments: jax.Array,
+  operands: Sequence[jax.Array],
+  is_matrix: Sequence[bool],
+  sums: Sequence[Any],
+  tail: str,
+) -> list[jax.Array]:
+  """Returns what `fn(block, *operands)` makes of all blocks, in one loop.
+
+  An operand is an array of rows [C, ...], or matrices [L, F, G]. A block has
+  its own matrix, rounded to the dtype of the first rows, in float32. A result
+  is made of the rows [B, ...] of each block; or if `sums` has a dtype for it,
+  it is the sum [L, F, G] of the float32 terms [F, G] of a slab's blocks. With
+  segments, rows and sums are made by a loop each.
+  """
+  first = operands[list(is_matrix).index(False)]
+  dtype, num_rows = first.dtype, first.shape[0]
+  used = sizes.sum(dtype=jnp.int32)
+  height, is_sum = _height(num_rows, segments), [s is not None for s in sums]
+  sources = [
+    x if m else row_buffers.Reader(x, used)
+    for x, m in zip(operands, is_matrix, strict=True)
+  ]
+  types = jax.eval_shape(
+    functools.partial(fn, Block()), *block_types(operands, is_matrix, height)
+  )
+
+  def values(tile, slab):
+    return fn(
+      tile,
+      *(
+        _rounded(_at(x, slab), dtype) if m else tile.read(x)
+        for x, m in zip(sources, is_matrix, strict=True)
+      ),
+    )
+
+  def zeros(length):
+    """Returns sums of nothing, of slabs or segments, and None for rows."""
     return [
-      tile.write(out, _dot(x, tile.matrix(w), 1, 0).astype(dtype))
-      for out, w in zip(outs, matrices, strict=True)
+      jnp.zeros((length, *t.shape), jnp.float32) if s else None
+      for t, s in zip(types, is_sum, strict=True)
     ]
 
+  def update(tile, outs, slab):
+    """Updates the results that are not None."""
+    new = zip(outs, values(tile, slab), is_sum, strict=True)
+    return [
+      out
+      if out is None
+      else out.at[tile.slab].add(
+        value, mode="promise_in_bounds", wrap_negative_indices=False
+      )
+      if s
+      else tile.write(out, value)
+      for out, value, s in new
+    ]
+
+  def add_slab(slab, totals):
+    parts = _for_each_tile(
+      _at(starts, slab),
+      _at(segments, slab),
+      num_rows,
+      height,
+      lambda tile, parts: update(tile, parts, slab),
+      zeros(segments.shape[1]),
+      aligned=True,
+    )
+    return jax.tree.map(
+      lambda t, p: _set_at(t, ordered_sum.tree_sum(p), slab), totals, parts
+    )
+
+  totals = zeros(sizes.shape[0])
   outs = [
-    row_buffers.new((num_rows, w.shape[2]), dtype, tail) for w in matrices
+    None if s else row_buffers.new((num_rows, *t.shape[1:]), t.dtype, tail)
+    for t, s in zip(types, is_sum, strict=True)
   ]
-  height = _height(num_rows, segments)
-  outs = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, outs)
-  return [row_buffers.finish(out, dtype, used, tail) for out in outs]
+  if segments.shape[1] and any(is_sum):
+    starts = jnp.cumsum(sizes) - sizes
+    totals = lax.fori_loop(0, sizes.shape[0], add_slab, totals)
+  else:
+    outs = _merged(outs, totals)
+  if not (segments.shape[1] and all(is_sum)):
+    outs = _for_each_tile(
+      0,
+      sizes,
+      num_rows,
+      height,
+      lambda tile, outs: update(tile, outs, tile.slab),
+      outs,
+    )
+  return [
+    row_buffers.finish(out, t.dtype, used, tail) if s is None else out.astype(s)
+    for out, t, s in zip(_merged(outs, totals), types, sums, strict=True)
+  ]
+
+
+def _rounded(matrix, dtype):
+  """Returns a matrix in float32, rounded to `dtype` if its own is another.
+
+  XLA may leave out a conversion and its inverse, but not this.
+  """
+  matrix, is_rounded = matrix.astype(jnp.float32), matrix.dtype == dtype
+  info = jnp.finfo(dtype)
+  if is_rounded:
+    return matrix
+  return lax.reduce_precision(matrix, info.nexp, info.nmant)
+
+
+def _merged(values, others):
+  """Returns the values, with those of `others` in the place of None."""
+  return [b if a is None else a for a, b in zip(values, others, strict=True)]
+
+
+def expand(sizes, segments, rows, matrices, tail):
+  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+
+  def fn(tile, x, *matrices):
+    return tile.multiply(x, matrices)
+
+  n = len(matrices)
+  kinds = [False] + [True] * n, [None] * n
+  return apply(fn, sizes, segments, [rows, *matrices], *kinds, tail)
 
 
 def contract(sizes, segments, outs, matrices, tail):
   """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
-  dtype, num_rows = outs[0].dtype, outs[0].shape[0]
-  used = sizes.sum(dtype=jnp.int32)
-  outs = [row_buffers.Reader(y, used) for y in outs]
+  n = len(outs)
 
-  def step(tile, rows):
-    terms = [
-      _dot(tile.read(y), tile.matrix(w), 1, 1)
-      for y, w in zip(outs, matrices, strict=True)
-    ]
-    return tile.write(rows, functools.reduce(jnp.add, terms).astype(dtype))
+  def fn(tile, *operands):
+    del tile
+    terms = (
+      _dot(y.astype(jnp.float32), w, 1, 1)
+      for y, w in zip(operands[:n], operands[n:], strict=True)
+    )
+    return [functools.reduce(jnp.add, terms).astype(operands[0].dtype)]
 
-  rows = row_buffers.new((num_rows, matrices[0].shape[1]), dtype, tail)
-  height = _height(num_rows, segments)
-  rows = _for_each_tile(_starts(sizes), sizes, num_rows, height, step, rows)
-  return row_buffers.finish(rows, dtype, used, tail)
+  kinds = [False] * n + [True] * n, [None]
+  (rows,) = apply(fn, sizes, segments, [*outs, *matrices], *kinds, tail)
+  return rows
 
 
 def outer(sizes, segments, rows, outs):
   """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
-  dtype, (num_rows, num_in) = rows.dtype, rows.shape
-  nums_out, num_segments = [y.shape[1] for y in outs], segments.shape[1]
-  height = _height(num_rows, segments)
-  used = sizes.sum(dtype=jnp.int32)
-  rows, *outs = (row_buffers.Reader(x, used) for x in (rows, *outs))
 
-  def zeros(*lead):
-    return [jnp.zeros((*lead, num_in, n), jnp.float32) for n in nums_out]
+  def fn(tile, *blocks):
+    x, *ys = (tile.inside(b.astype(jnp.float32)) for b in blocks)
+    return [_dot(x, y, 0, 0) for y in ys]
 
-  def add_tile(tile, sums):
-    read = tile.read_aligned if num_segments else tile.read_inside
-    x = read(rows)
-    terms = (_dot(x, read(y), 0, 0) for y in outs)
-    return [s.at[tile.slab].add(t) for s, t in zip(sums, terms, strict=True)]
-
-  def add_slab(slab, sums):
-    parts = _for_each_tile(
-      _at(starts, slab) + _starts(_at(segments, slab)),
-      _at(segments, slab),
-      num_rows,
-      height,
-      add_tile,
-      zeros(num_segments),
-    )
-    trees = map(ordered_sum.tree_sum, parts)
-    return [s.at[slab].set(t) for s, t in zip(sums, trees, strict=True)]
-
-  starts, sums = _starts(sizes), zeros(sizes.shape[0])
-  if num_segments:
-    sums = lax.fori_loop(0, sizes.shape[0], add_slab, sums)
-  else:
-    sums = _for_each_tile(starts, sizes, num_rows, height, add_tile, sums)
-  return [s.astype(dtype) for s in sums]
+  n = len(outs)
+  kinds = [False] * (1 + n), [rows.dtype] * n
+  return apply(fn, sizes, segments, [rows, *outs], *kinds, "unspecified")
 
 
 def _dot(x, y, x_axis, y_axis):
   return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
 
 
-class _Tile:
+class _Tile(Block):
   """Consecutive rows of a buffer, those from `first` to `end` of `slab`."""
 
-  def __init__(self, num_rows, height, slab, first, end):
+  def __init__(self, num_rows, height, aligned, slab, first, end):
     self.slab = slab
     self._height = height
+    self._aligned = aligned
     self._stored = min(height, num_rows)
     # The last tile of all starts early enough to end with the last row.
     self._start = jnp.minimum(first, num_rows - self._stored)
     self._early = first - self._start
-    row = self._start + jnp.arange(self._stored)
+    row = (first if aligned else self._start) + jnp.arange(height)
     self._inside = (first <= row) & (row < end)
 
   def read(self, rows):
-    """Returns the tile's rows, also those outside the slab."""
-    return _padded(self._read(rows), self._height)
+    """Returns the tile's rows, also those outside the slab.
 
-  def read_inside(self, rows):
-    """Returns the tile's rows, with zeros for those outside the slab."""
-    return jnp.where(self._inside[:, None], self._read(rows), 0)
-
-  def read_aligned(self, rows):
-    """Returns what `read_inside` does, with row `first` at the top."""
-    rows = _padded(self.read_inside(rows), self._stored + self._height)
+    If the tile is aligned, row `first` is at the top.
+    """
+    rows = rows(self._start, self._stored)
+    if not self._aligned:
+      return _padded(rows, self._height)
     return lax.dynamic_slice_in_dim(
-      rows, self._early, self._height, allow_negative_indices=False
+      _padded(rows, self._stored + self._height),
+      self._early,
+      self._height,
+      allow_negative_indices=False,
     )
 
-  def _read(self, rows):
-    return rows(self._start, self._stored).astype(jnp.float32)
-
-  def matrix(self, matrices):
-    """Returns the slab's own of the matrices."""
-    return _at(matrices, self.slab).astype(jnp.float32)
+  def inside(self, rows):
+    return jnp.where(self._inside[:, None], rows, 0)
 
   def write(self, buffer, rows):
-    """Returns the buffer with the tile's rows inside replaced."""
-    rows = rows[: self._stored]
-    return row_buffers.write(buffer, rows, self._start, self._inside)
+    """Returns the buffer with the rows inside a tile that is not aligned."""
+    n = self._stored
+    return row_buffers.write(buffer, rows[:n], self._start, self._inside[:n])
 
 
 def _padded(rows, height):
@@ -166,28 +280,43 @@ def _padded(rows, height):
 
 
 def _for_each_tile(
-  starts: jax.Array,
+  start: jax.Array | int,
   sizes: jax.Array,
   num_rows: int,
   height: int,
   step: Callable[[_Tile, Any], Any],
   outs: Any,
+  aligned: bool = False,
 ) -> Any:
-  """Folds `step(tile, outs)` over all tiles of slabs of `sizes` at `starts`."""
-  tiles = lax.div(sizes + (height - 1), jnp.int32(height))
-  tiles_start = _starts(tiles)
-  # One table of all possible tiles is cheaper than computing each in its step.
+  """Folds `step(tile, outs)` over the tiles of slabs of `sizes` from `start`.
+
+  Of all possible tiles there is one table, since that is cheaper than computing
+  each in its step. Its sums and those before it take the place of sorts and
+  gathers, because XLA compiles few operations sooner.
+  """
+  counts = jnp.stack([lax.div(sizes + (height - 1), jnp.int32(height)), sizes])
+  is_before = jnp.arange(sizes.shape[0]) < jnp.arange(sizes.shape[0])[:, None]
+  before = _sum_where(is_before, counts[:, None])
+  tiles, tiles_before = counts[0], before[0]
+  first = start + before[1]
   index = jnp.arange(num_rows // height + sizes.shape[0], dtype=jnp.int32)
-  is_later = tiles_start + tiles <= index[:, None]
-  slab = is_later.sum(axis=1, dtype=jnp.int32)
-  slabs = jnp.stack([starts - height * tiles_start, starts + sizes], axis=1)
-  first, end = slabs.at[slab].get(mode="clip").T
-  table = jnp.stack([slab, first + height * index, end], axis=1)
+  of_slab = index[:, None] - tiles_before
+  slab = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+  table = _sum_where(
+    (0 <= of_slab) & (of_slab < tiles),
+    jnp.stack([slab, first - height * tiles_before, first + sizes])[:, None],
+  )
 
   def fold(i, outs):
-    return step(_Tile(num_rows, height, *_at(table, i)), outs)
+    slab, first, end = _at(table, i, axis=1)
+    tile = _Tile(num_rows, height, aligned, slab, first + height * i, end)
+    return step(tile, outs)
 
   return lax.fori_loop(0, tiles.sum(dtype=jnp.int32), fold, outs)
+
+
+def _sum_where(condition, values):
+  return jnp.where(condition, values, 0).sum(axis=-1, dtype=jnp.int32)
 
 
 # JAX takes an index as one from the end if it is negative, unless told that
@@ -195,10 +324,9 @@ def _for_each_tile(
 _at = functools.partial(
   lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )
-
-
-def _starts(sizes):
-  return jnp.cumsum(sizes) - sizes
+_set_at = functools.partial(
+  lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False
+)
 
 
 def _height(num_rows, segments):

@@ -4,28 +4,38 @@
 A rank's receive buffer is as large as the worst routing needs, and the rows
 that came are usually few of it. An activation of whole arrays would read and
 write all of that memory. On CPUs `map_used_rows` goes over blocks of rows and
-ends with the last used one, and so do its derivatives.
+ends with the last used one, and so do its derivatives. The function of
+`map_slabs` also multiplies rows by the matrices of their slab; its blocks are
+the tiles of tiles.py. So one loop computes products and activations together,
+and in the backward pass the gradients of rows and matrices.
 
-The primitive has a function of blocks as its parameter. Its tangent is the same
-primitive with the tangent function, and its transpose the same one with the
-transposed function, so derivatives of all orders, in both modes, exist.
+Both are one primitive, which has a function of blocks as its parameter. Its
+tangent is the same primitive with the tangent function, and its transpose the
+same one with the transposed function, so derivatives of all orders, in both
+modes, exist. A result may be a sum over the blocks of each slab, as the
+gradient of a matrix is. Its cotangent is a matrix of each slab in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import checked, compat, row_buffers
+from ep._src import checked, compat, row_buffers, tiles
 from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
+from ep._src.grouped_matmul import grouped_matmuls
+from ep._src.row_buffers import cut
 
-_HEIGHT = 256  # rows of a block; from 128 to 1024 it makes no difference
+# Rows of a block. More make no difference to time, but a block that is as high
+# as a small capacity would round otherwise there than in a larger one.
+_HEIGHT = 128
 
 
 def map_used_rows(
@@ -54,28 +64,76 @@ def map_used_rows(
   Returns:
     What `fn` returns, with C for B.
   """
-  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-  traced, structure = jax.make_jaxpr(fn, return_shape=True)(*blocks)
+  return _map(_OfRows(fn), group_sizes, None, arrays, (), tail)
+
+
+def map_slabs(
+  fn: Callable[..., Any],
+  group_sizes: jax.Array,
+  arrays: Sequence[jax.Array],
+  matrices: Sequence[jax.Array],
+  *,
+  segments: jax.Array | None = None,
+) -> Any:
+  """Returns `fn(slabs, *arrays, *matrices)`, one loop over slabs on CPUs.
+
+  It is `map_used_rows` for a function that multiplies rows by matrices, with
+  `slabs.multiply(rows, [matrix, ...])`, which gives what `grouped_matmuls`
+  does. `fn` uses the matrices in no other way. Differentiable in arrays and
+  matrices.
+
+  Args:
+    fn: as in `map_used_rows`, but for these arguments.
+    group_sizes: int32 [L].
+    arrays: at least one [C, ...].
+    matrices: [L, F, G]. They are multiplied in the dtype of the first array; if
+      their own is wider, CPUs do not round their gradients to it.
+    segments: as in `grouped_matmuls`.
+  """
+  return _map(fn, group_sizes, segments, arrays, matrices, "unspecified")
+
+
+def _map(fn, group_sizes, segments, arrays, matrices, tail):
+  if segments is None:
+    segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
+  operands = (*arrays, *matrices)
+  is_matrix = (False,) * len(arrays) + (True,) * len(matrices)
+  types = tiles.block_types(operands, is_matrix, arrays[0].shape[0])
+  of_block = functools.partial(fn, tiles.Block())
+  traced, structure = jax.make_jaxpr(of_block, return_shape=True)(*types)
   if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
     num_used = group_sizes.sum()
-    outs = fn(*(cut(x, num_used) for x in arrays))
+    slabs = _Slabs(group_sizes, segments, "zero")
+    outs = fn(slabs, *(cut(x, num_used) for x in arrays), *matrices)
     return jax.tree.map(lambda x: cut(x, num_used), outs)
-  operands = compat.vary_together(group_sizes, *arrays)
-  outs = _map_p.bind(*operands, fn=_Flat(fn), tail=checked.tail(tail))
+  group_sizes, segments, *operands = compat.vary_together(
+    group_sizes, segments, *operands
+  )
+  outs = _map_p.bind(
+    group_sizes,
+    segments,
+    *operands,
+    fn=_Flat(fn),
+    is_matrix=is_matrix,
+    sums=(None,) * jax.tree.structure(structure).num_leaves,
+    tail=checked.tail(tail),
+  )
   return jax.tree.unflatten(jax.tree.structure(structure), outs)
-
-
-def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
-  """Returns the rows, with a tail of zeros, NaNs, or as it is."""
-  if tail == "unspecified":
-    return rows
-  value = {"zero": 0, "nan": jnp.nan}[tail]
-  used = jnp.arange(rows.shape[0]) < num_used
-  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, value)
 
 
 # The functions that are parameters are values, which are equal if their parts
 # are, because JAX's caches compare them.
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfRows:
+  """A function of rows alone."""
+
+  fn: Callable[..., Any]
+
+  def __call__(self, slabs, *blocks):
+    del slabs
+    return self.fn(*blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +142,8 @@ class _Flat:
 
   fn: Callable[..., Any]
 
-  def __call__(self, *blocks):
-    return jax.tree.leaves(self.fn(*blocks))
+  def __call__(self, slabs, *blocks):
+    return jax.tree.leaves(self.fn(slabs, *blocks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +153,12 @@ class _Tangent:
   fn: Callable[..., Any]
   moving: tuple[int, ...]
 
-  def __call__(self, *blocks_and_tangents):
+  def __call__(self, slabs, *blocks_and_tangents):
     split = len(blocks_and_tangents) - len(self.moving)
     blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
 
     def of_moving(*values):
-      return self.fn(*_replaced(blocks, self.moving, values))
+      return self.fn(slabs, *_replaced(blocks, self.moving, values))
 
     values = tuple(blocks[i] for i in self.moving)
     return jax.jvp(of_moving, values, tangents)[1]
@@ -108,31 +166,59 @@ class _Tangent:
 
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
-  """A function of the other blocks, and of the `present` cotangents.
+  """A function of the other operands, and of the `present` cotangents.
 
-  `fn` is linear in the operands `linear`, whose rows have the shapes and dtypes
-  `rows`.
+  `fn` is linear in the operands `linear`, which are [C, *shape] or, if they are
+  matrices, [L, *shape]; `types` has shape, dtype and whether they are matrices.
   """
 
   fn: Callable[..., Any]
   linear: tuple[int, ...]
-  rows: tuple[tuple[tuple[int, ...], Any], ...]
+  types: tuple[tuple[tuple[int, ...], Any, bool], ...]
   present: tuple[int, ...]
+  first_rows: int
 
-  def __call__(self, *others_and_cts):
+  def __call__(self, slabs, *others_and_cts):
     split = len(others_and_cts) - len(self.present)
     others, cts = others_and_cts[:split], others_and_cts[split:]
-    height = others_and_cts[0].shape[0]
+    height = others_and_cts[self.first_rows].shape[0]
 
     def of_linear(*values):
       blocks = list(others)
       for i, value in zip(self.linear, values, strict=True):
         blocks.insert(i, value)
-      outs = self.fn(*blocks)
+      outs = self.fn(slabs, *blocks)
       return [outs[i] for i in self.present]
 
-    blocks = [jax.ShapeDtypeStruct((height, *s), d) for s, d in self.rows]
+    blocks = [
+      slabs.matrix_type(shape, dtype)
+      if is_matrix
+      else jax.ShapeDtypeStruct((height, *shape), dtype)
+      for shape, dtype, is_matrix in self.types
+    ]
     return list(jax.linear_transpose(of_linear, *blocks)(list(cts)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slabs:
+  """All slabs, for a function of whole arrays; compare `tiles.Block`."""
+
+  group_sizes: jax.Array
+  segments: jax.Array
+  tail: str
+
+  def multiply(self, rows, matrices):
+    matrices = [w.astype(rows.dtype) for w in matrices]
+    return grouped_matmuls(
+      rows,
+      matrices,
+      self.group_sizes,
+      segments=self.segments,
+      tail=self.tail,
+    )
+
+  def matrix_type(self, shape, dtype):
+    return jax.ShapeDtypeStruct((*self.group_sizes.shape, *shape), dtype)
 
 
 def _replaced(values, places, new):
@@ -142,11 +228,25 @@ def _replaced(values, places, new):
   return values
 
 
-def _apply(group_sizes, *arrays, fn, tail):
-  return [cut(x, group_sizes.sum(), tail) for x in fn(*arrays)]
+def _apply(group_sizes, segments, *operands, fn, is_matrix, sums, tail):
+  del is_matrix
+  outs = fn(_Slabs(group_sizes, segments, tail), *operands)
+  num_used = group_sizes.sum()
+  return [
+    cut(out, num_used, tail) if dtype is None else out
+    for out, dtype in zip(outs, sums, strict=True)
+  ]
+
+
+def _apply_on_cpu(group_sizes, segments, *operands, fn, is_matrix, sums, tail):
+  if not any(is_matrix) and not any(s is not None for s in sums):
+    return _apply_by_blocks(group_sizes, *operands, fn=fn, tail=tail)
+  kinds = is_matrix, sums
+  return tiles.apply(fn, group_sizes, segments, operands, *kinds, tail)
 
 
 def _apply_by_blocks(group_sizes, *arrays, fn, tail):
+  """Goes over blocks that need not lie in one slab."""
   num_used = group_sizes.sum(dtype=jnp.int32)
   num_rows = arrays[0].shape[0]
   height = min(_HEIGHT, num_rows)
@@ -160,10 +260,10 @@ def _apply_by_blocks(group_sizes, *arrays, fn, tail):
       inside = start + jnp.arange(height) < num_used
     return [
       row_buffers.write(out, rows, start, inside)
-      for out, rows in zip(outs, fn(*blocks), strict=True)
+      for out, rows in zip(outs, fn(None, *blocks), strict=True)
     ]
 
-  types = jax.eval_shape(fn, *arrays)
+  types = jax.eval_shape(functools.partial(fn, None), *arrays)
   outs = [row_buffers.new(t.shape, t.dtype, tail) for t in types]
   num_blocks = lax.div(num_used + (height - 1), jnp.int32(height))
   outs = lax.fori_loop(0, num_blocks, step, outs)
@@ -175,54 +275,69 @@ def _apply_by_blocks(group_sizes, *arrays, fn, tail):
 
 _map_p = compat.Primitive("ep_map_used_rows")
 _map_p.multiple_results = True
-compat.compile_eager(_map_p, ["fn", "tail"])
+compat.compile_eager(_map_p, ["fn", "is_matrix", "sums", "tail"])
 batch_sequentially(_map_p)
 
 
 @_map_p.def_abstract_eval
-def _types(group_sizes, *avals, fn, tail):
-  del group_sizes, tail
-  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-  outs = jax.eval_shape(fn, *blocks)
-  return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
+def _types(sizes, segments, *avals, fn, is_matrix, sums, tail):
+  del segments, tail
+  first = avals[is_matrix.index(False)]
+  types = tiles.block_types(avals, is_matrix, first.shape[0])
+  outs = jax.eval_shape(functools.partial(fn, tiles.Block()), *types)
+  return [
+    compat.out_aval(o.shape, o.dtype, first)
+    if dtype is None
+    else compat.out_aval((*sizes.shape, *o.shape), dtype, first)
+    for o, dtype in zip(outs, sums, strict=True)
+  ]
 
 
-def _jvp(primals, tangents, *, fn, tail):
-  outs = _map_p.bind(*primals, fn=fn, tail=tail)
-  tangents = tangents[1:]
+def _jvp(primals, tangents, *, fn, is_matrix, **params):
+  outs = _map_p.bind(*primals, fn=fn, is_matrix=is_matrix, **params)
+  tangents = tangents[2:]
   moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
   out_tangents = _map_p.bind(
     *primals,
     *(tangents[i] for i in moving),
     fn=_Tangent(fn, moving),
-    tail=tail,
+    is_matrix=is_matrix + tuple(is_matrix[i] for i in moving),
+    **params,
   )
   return outs, out_tangents
 
 
-def _transpose(cts, group_sizes, *arrays, fn, tail):
-  linear = tuple(i for i, x in enumerate(arrays) if ad.is_undefined_primal(x))
+def _transpose(
+  cts, group_sizes, segments, *operands, fn, is_matrix, sums, tail
+):
+  linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
   present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
-  grads = [None] * len(arrays)
+  grads = [None] * len(operands)
   if present:
-    rows = tuple(
-      (arrays[i].aval.shape[1:], arrays[i].aval.dtype) for i in linear
+    types = tuple(
+      (operands[i].aval.shape[1:], operands[i].aval.dtype, is_matrix[i])
+      for i in linear
     )
-    others = (x for i, x in enumerate(arrays) if i not in linear)
+    others = [i for i in range(len(operands)) if i not in linear]
+    kinds = (
+      *(is_matrix[i] for i in others),
+      *(sums[i] is not None for i in present),
+    )
     outs = _map_p.bind(
       group_sizes,
-      *others,
+      segments,
+      *(operands[i] for i in others),
       *(cts[i] for i in present),
-      fn=_Transposed(fn, linear, rows, present),
+      fn=_Transposed(fn, linear, types, present, kinds.index(False)),
+      is_matrix=kinds,
+      sums=tuple(dtype if m else None for _, dtype, m in types),
       tail=tail,
     )
     grads = _replaced(grads, linear, outs)
-  return [None, *grads]
+  return [None, None, *grads]
 
 
 ad.primitive_jvps[_map_p] = _jvp
 ad.primitive_transposes[_map_p] = _transpose
 compat.mlir.register_lowering(_map_p, compat.lower_local(_apply))
-compat.mlir.register_lowering(
-  _map_p, compat.lower_local(_apply_by_blocks), "cpu"
-)
+compat.mlir.register_lowering(_map_p, compat.lower_local(_apply_on_cpu), "cpu")
