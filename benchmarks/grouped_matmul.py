@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures `ep.grouped_matmul` beside a dense matmul of the same rows.
+
+    taskset -c 0 bazel-bin/benchmarks/grouped_matmul
+
+The product and the gradients of rows and matrices, which take turns with those
+of one matrix for all rows, and of a batched einsum of equal slabs, which reads
+as many matrices.
+"""
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+import ep
+
+_ROWS, _INNER, _OUTER = 4096, 256, 512
+_EXPERTS = flags.DEFINE_list("experts", ["8", "64", "256"], "numbers of them")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "runs that are timed", 1)
+_CLOCK = flags.DEFINE_enum("clock", "wall", sorted(timing.CLOCKS), "")
+
+
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  print(f"jax {jax.__version__}, {_DTYPE.value}, medians of {_ROUNDS.value}")
+  for experts in map(int, _EXPERTS.value):
+    _measure(experts)
+
+
+def _measure(experts: int) -> None:
+  """Prints the times for so many matrices, as multiples of one matmul."""
+  rng = np.random.default_rng(0)
+
+  def draw(*shape):
+    return jnp.asarray(rng.normal(size=shape), _DTYPE.value)
+
+  rows, ct = draw(_ROWS, _INNER), draw(_ROWS, _OUTER)
+  matrices = draw(experts, _INNER, _OUTER)
+  sizes = rng.multinomial(_ROWS, [1 / experts] * experts).astype(np.int32)
+
+  def grouped(rows, matrices):
+    return ep.grouped_matmul(rows, matrices, jnp.asarray(sizes))
+
+  def einsum(rows, matrices):
+    slabs = rows.reshape(experts, -1, _INNER)
+    return jnp.einsum("ecf,efg->ecg", slabs, matrices).reshape(ct.shape)
+
+  def run(fn, *args):
+    def both(rows, matrices, ct):
+      out, vjp = jax.vjp(fn, rows, matrices)
+      return out, vjp(ct)
+
+    program = jax.jit(both).lower(*args).compile()
+    return lambda: jax.block_until_ready(program(*args))
+
+  seconds = timing.take_turns(
+    {
+      "dense": run(jnp.matmul, rows, matrices[0], ct),
+      "einsum": run(einsum, rows, matrices, ct),
+      "grouped": run(grouped, rows, matrices, ct),
+    },
+    jax.make_mesh((1,), ("x",)),
+    rounds=_ROUNDS.value,
+    warmup=2,
+    clock=_CLOCK.value,
+  )
+  dense, *others = (np.median(x) for x in seconds.values())
+  ratios = zip(("einsum", "grouped"), others, strict=True)
+  text = ", ".join(f"{name} {time / dense:.2f} x" for name, time in ratios)
+  print(f"E = {experts}: dense {dense * 1e3:.1f} ms, {text}")
+
+
+if __name__ == "__main__":
+  app.run(main)
