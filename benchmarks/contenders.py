@@ -110,6 +110,7 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
     hidden_dim=layout.shape.hidden,
     top_k=layout.shape.top_k,
     recv_capacity_per_rank=layout.capacity,
+    overflow=layout.overflow,
     max_token_dtype=dtype,
     backend=name,
   ) as group:

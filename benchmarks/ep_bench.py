@@ -70,7 +70,9 @@ _OPS = flags.DEFINE_list(
 )
 _CONTENDERS = flags.DEFINE_list("contenders", None, "default: all there are")
 _ROUTINGS = flags.DEFINE_list(
-  "routings", ["uniform"], "uniform, zipf, or .npy files of topk_idx [..., K]"
+  "routings",
+  ["uniform"],
+  "uniform, zipf, one_rank, or .npy files of topk_idx [..., K]",
 )
 _ZIPF = flags.DEFINE_float("zipf", 1.0, "exponent of the zipf routing", 0.0)
 _RECORD = flags.DEFINE_string(
@@ -81,6 +83,12 @@ _CAPACITY_FACTOR = flags.DEFINE_float(
   None,
   "rows that a rank can receive, relative to a balanced routing; default: the"
   " worst case, as in ep",
+)
+_OVERFLOW = flags.DEFINE_enum(
+  "overflow",
+  "error",
+  ["error", "chunk"],
+  "what ep's layers do with more rows; --ops=moe,moe_grad can send chunks",
 )
 _TAIL = flags.DEFINE_enum(
   "tail", "zero", ["zero", "unspecified"], "rows past the last, as in ep"
@@ -280,6 +288,7 @@ def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
       ranks,
       capacity_factor=_CAPACITY_FACTOR.value,
       zero_tail=_TAIL.value == "zero",
+      overflow=_OVERFLOW.value,
     )
     cases.append((routing, layout, choices))
   if _RECORD.value:

@@ -17,12 +17,15 @@ def draw(
   Args:
     name: "uniform"; "zipf", where the n-th most popular expert is `n**-zipf`
       times as likely as the first, at each choice among the experts that are
-      left; or a .npy file of recorded choices, of which the first tokens are
-      taken.
+      left; "one_rank", where all tokens choose the first experts, which are of
+      as few ranks as possible; or a .npy file of recorded choices, of which the
+      first tokens are taken.
 
   Raises:
     ValueError, OSError: if a file does not hold such choices.
   """
+  if name == "one_rank":
+    return np.tile(np.arange(top_k, dtype=np.int32), (num_tokens, 1))
   if name not in ("uniform", "zipf"):
     return _recorded(name, num_tokens, top_k, num_experts)
   rng = np.random.default_rng(0)
@@ -42,8 +45,8 @@ def _recorded(
   path = pathlib.Path(name)
   if path.suffix != ".npy":
     raise ValueError(
-      f"{name!r} is no routing; choose uniform, zipf, or a .npy file of"
-      " recorded topk_idx."
+      f"{name!r} is no routing; choose uniform, zipf, one_rank, or a .npy file"
+      " of recorded topk_idx."
     )
   choices = np.load(path)
   if not np.issubdtype(choices.dtype, np.integer) or choices.ndim < 2:

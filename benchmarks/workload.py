@@ -101,6 +101,7 @@ class Layout:
     expert_rows: the most rows that a rank sends an expert in this routing, for
       contenders that pad to it: a perfect guess, too.
     zero_tail: whether rows past the last one that arrives must be zero.
+    overflow: the policy of ep's layers, as in ep.
   """
 
   shape: Shape
@@ -109,6 +110,7 @@ class Layout:
   pair_rows: int
   expert_rows: int
   zero_tail: bool
+  overflow: str = "error"
 
   @property
   def num_local_experts(self) -> int:
@@ -122,11 +124,13 @@ def make_layout(
   *,
   capacity_factor: float | None,
   zero_tail: bool,
+  overflow: str = "error",
 ) -> Layout:
   """Returns the layout for a routing; raises `ValueError` if there is none.
 
   The capacity is `capacity_factor` times the rows of a balanced routing.
-  Without a factor it is the worst case.
+  Without a factor it is the worst case. A routing may need more if `overflow`
+  is "chunk".
   """
   if shape.num_experts % ranks or shape.top_k > shape.num_experts:
     raise ValueError(
@@ -139,14 +143,16 @@ def make_layout(
     capacity = min(capacity, max(local, int(balanced)))
   to_experts = routings.loads(choices, ranks, shape.num_experts)
   loads = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
-  if loads.sum(axis=0).max() > capacity:
+  if loads.sum(axis=0).max() > capacity and overflow != "chunk":
     raise ValueError(
       f"{shape}: {loads.sum(axis=0).max()} rows for one rank, but its capacity"
       f" is {capacity}; raise --capacity_factor, or leave it out."
     )
   pair_rows = max(-(-capacity // ranks), int(loads.max()))
   expert_rows = int(to_experts.max())
-  return Layout(shape, ranks, capacity, pair_rows, expert_rows, zero_tail)
+  return Layout(
+    shape, ranks, capacity, pair_rows, expert_rows, zero_tail, overflow
+  )
 
 
 class Workload:

@@ -283,6 +283,8 @@ def test_routings_are_distinct_and_zipf_is_skewed():
     assert (np.diff(np.sort(choices)) > 0).all()
     counts = np.bincount(choices.ravel(), minlength=16)
     assert (counts.max() > 3 * counts.mean()) == (name == "zipf")
+  choices = routings.draw("one_rank", 1000, 4, 16, zipf=1.0)
+  assert (choices == np.arange(4)).all()
 
 
 def test_recorded_routings_are_replayed_or_refused(tmp_path):

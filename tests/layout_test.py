@@ -16,6 +16,7 @@ LAYERS = [
   {"moe", "moe_apply"},
   {"fold", "moe_metrics", "moe_params", "padding"},
   {"moe_config"},
+  {"chunks"},
   {"experts"},
   {"combine"},
   {"capacity", "dispatch", "prepare"},

@@ -136,7 +136,8 @@ def ep_bootstrap(
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
       Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
       are half as large (docs/gpu.md). Elsewhere a wider one costs nothing.
-    overflow: the default policy of a layer: "error" or "drop".
+    overflow: the default policy of a layer: "error", "drop" or "chunk"; see
+      `EpLayerConfig`.
     drop_by: which rows a layer drops by default, "slot", "weight" or "fair";
       see `EpLayerConfig`.
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ep._src import arguments
 from ep._src.meshes import Mesh
 
-_OVERFLOW = ("error", "drop")
+_OVERFLOW = ("error", "drop", "chunk")
 _DROP_BY = ("slot", "weight", "fair")
 _TAILS = ("zero", "unspecified")
 
@@ -163,7 +163,7 @@ class LayerConfig:
       what,
       f"drop_by = {self.drop_by!r}, but it must be one of {_DROP_BY}.",
     )
-    if inherits_policy and self.overflow == "error":
+    if inherits_policy and self.overflow != "drop":
       resolve("drop_by", "slot")
     arguments.check(
       self.overflow == "drop" or self.drop_by == "slot",
@@ -171,6 +171,12 @@ class LayerConfig:
       f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
       f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
       ' drop_by="slot".',
+    )
+    arguments.check(
+      self.overflow != "chunk" or self.num_candidates is None,
+      what,
+      f"num_candidates = {self.num_candidates}, but with overflow = 'chunk'"
+      " each choice finds room, and none moves; pass num_candidates=None.",
     )
     arguments.check(
       self.tail in _TAILS,

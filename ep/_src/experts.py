@@ -95,6 +95,22 @@ def through_experts(
     topk_idx = jnp.take_along_axis(topk_idx, handle.candidate, axis=-1)
     if weigh_moved is not None:
       topk_weights = weigh_moved(topk_idx)
+  out = exchange(
+    handle, experts, params, tokens, topk_idx, topk_weights, beside
+  )
+  return out, handle
+
+
+def exchange(
+  handle: EpHandle,
+  experts: Experts,
+  params: Mapping[str, jax.Array],
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  beside: Callable[[], jax.Array] | None = None,
+) -> jax.Array:
+  """Returns what `through_experts` does, for a routing that is prepared."""
   segments = None
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
@@ -106,7 +122,7 @@ def through_experts(
     rows = _apply(experts, params, rows, early, sizes, segments)
   weights = row_weights if experts.weigh == "late" else None
   out = ep_combine(handle, rows, weights=weights)
-  return (out if addend is None else out + addend), handle
+  return out if addend is None else out + addend
 
 
 def _rows_by_source(handle, topk_idx):

@@ -104,7 +104,9 @@ class EpLayerConfig(LayerConfig):
       `L * (alignment - 1)`, rounded up to the alignment. If the group has no
       such limit, T are the tokens of each op; see `capacity_for`.
     overflow: what to do when a rank would receive more: "error" fails on every
-      rank, "drop" drops the choices that find no room.
+      rank, "drop" drops the choices that find no room, and with "chunk"
+      `moe_layer` and `ep.moe.apply` send the tokens of such a step in chunks,
+      of which any routing fits. To the ops by themselves, "chunk" is "drop".
     drop_by: which choices find room, if `overflow` is "drop": "slot" drops the
       slots past the capacity, hence the last experts of a rank first; "weight"
       keeps the choices of the largest weights; "fair" gives the experts of a
@@ -113,7 +115,7 @@ class EpLayerConfig(LayerConfig):
       an exchange of counts, and another of choices if some rank overflows.
     num_candidates: M >= K, for `topk_idx` with M columns: a choice that finds
       no room moves to one of the last M - K. It costs the same exchanges. None
-      is for no moves.
+      is for no moves, which "chunk" demands.
     tail: what dispatch writes past the last slab: "zero", or nothing
       ("unspecified": never read those rows).
     name: for messages and traces; default "moe".

@@ -8,8 +8,8 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from ep._src import arguments, fold, sharding
-from ep._src.experts import Activation, Experts, through_experts
+from ep._src import arguments, chunks, fold, sharding
+from ep._src.experts import Activation, Experts
 from ep._src.group import check_layer, EpLayerConfig
 from ep._src.handle import EpHandle, LEAF_KINDS
 from ep._src.padding import Padding
@@ -75,6 +75,14 @@ def moe_layer(
   weights and matrices, in both modes and to any order. `jax.vmap` over tokens
   makes one exchange of all examples.
 
+  With `overflow="chunk"`, a step that needs more rows than the capacity C of
+  the layer on a rank is computed in chunks of tokens of which any routing fits,
+  `(C - L * (alignment - 1)) // (P * min(K, L))` of each rank or less, one after
+  another. Ranks of other EP domains need not do the same. The backward pass
+  exchanges and computes each chunk once more, and adds the gradients of
+  matrices in float32, in the order of the chunks. A layer with a capacity below
+  the worst case then has reverse mode, of any order, but no forward mode.
+
   Args:
     layer: the layer's configuration. Its `tail` has no effect: rows after the
       last slab are neither written nor read.
@@ -92,7 +100,10 @@ def moe_layer(
       are traced, as a learned slope, none is kept, and all rows of the capacity
       are activated.
     return_handle: whether to return the handle as well, for `ep.describe` or
-      more ops of the same routing.
+      more ops of the same routing. With `overflow="chunk"` it is that of one
+      exchange of all tokens, as ops by themselves make it: it tells of drops,
+      of which there were none here, if its `max_recv_tokens` exceeds its
+      `capacity`.
     pad: whether tokens whose first axis does not divide over the ranks may be
       given in the global view, as of a batch of 1 when text is sampled. Tokens
       that visit no expert are added, and the result is not split over the
@@ -103,7 +114,9 @@ def moe_layer(
     `EpHandle`.
 
   Raises:
-    ValueError, TypeError: a shape or dtype does not fit.
+    ValueError, TypeError: a shape or dtype does not fit; with
+      `overflow="chunk"`, one token of each rank may need more rows than the
+      capacity, or an activation closes over values that are traced.
     ep.EpError: when the program runs; see `ep_prepare`.
   """
   check_layer("moe_layer", layer)
@@ -144,7 +157,7 @@ def moe_layer(
 
 
 def _of_rank(layer, experts, *args):
-  out, handle = through_experts(layer, experts, *args)
+  out, handle = chunks.through_experts(layer, experts, *args)
   return out, handle.leaves
 
 

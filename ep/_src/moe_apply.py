@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ep._src import (
   arguments,
+  chunks,
   compat,
   fold,
   moe_params,
@@ -22,7 +23,6 @@ from ep._src import (
   router_losses,
   sharding,
 )
-from ep._src.experts import through_experts
 from ep._src.group import check_layer, EpLayerConfig
 from ep._src.moe_config import MoEConfig, with_capacity
 from ep._src.moe_metrics import Metrics
@@ -67,7 +67,8 @@ def apply(
       loss = task_loss(y) + 1e-2 * metrics.aux_loss + 1e-3 * metrics.z_loss
 
   Args:
-    layer: `config.layer(group)`.
+    layer: `config.layer(group)`. What `overflow="chunk"` means is in
+      `moe_layer`; `config.deterministic` refuses it.
     config: the layer's sizes and choices.
     params: as from `init`; of stacked layers, those of one.
     x: [..., H], float32, bfloat16 or float16.
@@ -194,7 +195,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
     for name, param in params.items()
     if name.startswith(("w_", "b_"))
   }
-  y, handle = through_experts(
+  y, handle = chunks.through_experts(
     layer,
     config.experts,
     experts,
@@ -255,6 +256,9 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
+  dropped = handle.dropped_counts.sum(dtype=jnp.int32)
+  if layer.overflow == "chunk":  # these went in chunks
+    dropped = jnp.zeros_like(dropped)
   return Metrics(
     load=lax.psum(choices.reshape(-1, experts).sum(axis=0), axes),
     aux_loss=_BALANCE[config.balance](
@@ -262,7 +266,7 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
     ),
     z_loss=router_losses.router_z_loss(logits, **batch),
     entropy=router_losses.router_entropy(logits, **batch),
-    dropped=lax.psum(handle.dropped_counts.sum(dtype=jnp.int32), axes),
+    dropped=lax.psum(dropped, axes),
     max_rank_rows=lax.pmax(handle.total_recv_tokens[0], axes),
   )
 

@@ -46,9 +46,10 @@ class MoEConfig:
       (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
       of the tokens (`ep.sequence_balancing_loss`).
     capacity_factor: rows that a rank can receive, over those of a step whose
-      tokens fill the ranks and spread evenly; the rest is dropped. None for
-      room for any routing.
-    drop_by: what is dropped then, "slot", "weight" or "fair", as in
+      tokens fill the ranks and spread evenly. None for room for any routing.
+    overflow: what happens to a step that needs more: "drop" drops the rest, and
+      "chunk" sends the tokens in chunks, as `ep.EpLayerConfig` says.
+    drop_by: what "drop" drops, "slot", "weight" or "fair", as in
       `ep.EpLayerConfig`; None inherits from the group.
     num_candidates: M >= K, the candidates of a token, as in `ep.route_topk`: a
       choice without room moves to one of the others. The weights of a token are
@@ -90,6 +91,7 @@ class MoEConfig:
   group_best: int = 2
   balance: Literal["batch", "sequence"] = "batch"
   capacity_factor: float | None = None
+  overflow: Literal["drop", "chunk"] = "drop"
   drop_by: Literal["slot", "weight", "fair"] | None = None
   num_candidates: int | None = None
   tp_axis: str | None = None
@@ -188,7 +190,7 @@ class MoEConfig:
       ValueError: the group is for another number of experts or a smaller
         hidden size.
     """
-    overflow = None if self.capacity_factor is None else "drop"
+    overflow = None if self.capacity_factor is None else self.overflow
     layer = EpLayerConfig(
       group,
       top_k=self.top_k,
@@ -231,6 +233,7 @@ def with_capacity(
 
 
 _CHOICES = {
+  "overflow": ("drop", "chunk"),
   "drop_by": (None, "slot", "weight", "fair"),
   "weigh": ("late", "early"),
   "score": ("softmax", "sigmoid"),

@@ -65,6 +65,7 @@ def ep_prepare(
     ep.EpError: when the program runs, on every rank: an id out
       of range or repeated in a token, more rows than the capacity with
       `overflow="error"`, or a peer that is gone, late, or runs another program.
+      With "chunk", which is for layers, the op drops rows like "drop".
   """
   check_layer("ep_prepare", layer)
   op = f'ep_prepare(layer "{layer.name}")'

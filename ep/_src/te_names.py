@@ -19,7 +19,7 @@ _OURS = {
   "world_size": "`mesh`, which says how many ranks there are",
   "rank": "`mesh`, which says which devices are this process's",
   "ep_size": "`axis_name`, the mesh axis whose size it is",
-  "drop_on_overflow": '`overflow`, which is "error" or "drop"',
+  "drop_on_overflow": '`overflow`, which is "error", "drop" or "chunk"',
   "dispatch_output_per_expert_alignment": "`alignment`",
   "cfg": "`layer`, an EpLayerConfig, in ep_prepare, and `handle` elsewhere",
   "handle_mem": "`handle`, all that ep_prepare returned",
