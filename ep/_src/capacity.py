@@ -155,8 +155,8 @@ def suggest_capacity(
       op, topk_idx, group.num_experts, group.num_token_ranks
     )
     steps.append(loads.received(choices, layer.ep_size))
-    num_tokens = math.prod(np.shape(topk_idx)[:-1]) // group.num_token_ranks
-    most_tokens = max(most_tokens, num_tokens)
+    all_tokens = math.prod(np.shape(topk_idx)[:-1])
+    most_tokens = max(most_tokens, all_tokens // group.num_token_ranks)
   arguments.check(
     len(steps) > 0, op, "there is no step; record one that is complete."
   )

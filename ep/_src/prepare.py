@@ -135,18 +135,16 @@ def _prepare(
     for x in (topk_idx, topk_weights)
   )
   got = assignment.assign(params, idx, weights)
-  lead = topk_idx.shape[:-1]
+
+  def unflat(x):
+    return None if x is None else x.reshape(*topk_idx.shape[:-1], x.shape[-1])
+
+  candidate = unflat(got.candidate)
   if not record.wants_weights(params.layer):
-    weights = None
-  elif weights is not None and got.candidate is not None:
-    weights = jnp.take_along_axis(weights, got.candidate, axis=1)
-  chosen = record.tap(
-    params.layer,
-    *(
-      None if x is None else x.reshape(*lead, params.layer.top_k)
-      for x in (got.topk_idx, weights)
-    ),
-  )
+    topk_weights = None
+  elif topk_weights is not None and candidate is not None:
+    topk_weights = jnp.take_along_axis(topk_weights, candidate, axis=-1)
+  chosen = record.tap(params.layer, unflat(got.topk_idx), topk_weights)
   *sizes, total, dropped, largest, kept = primitive.bind(
     prepare_p, params, chosen.reshape(got.topk_idx.shape)
   )
@@ -157,11 +155,7 @@ def _prepare(
       jnp.where(counted < 0, counted, before)  # -1 stands for a failure
       for counted, before in [(total, wanted.total), (largest, wanted.largest)]
     )
-  kept, candidate = (
-    None if x is None else x.reshape(*lead, x.shape[-1])
-    for x in (kept, got.candidate)
-  )
-  return [*sizes, total, dropped, largest, kept, candidate]
+  return [*sizes, total, dropped, largest, unflat(kept), candidate]
 
 
 def _out_types(params: OpParams, topk_idx):
