@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+from conftest import make_mesh
 import ep
 from ep._src import record_files
-from groups import E, K, layer, T
+from groups import BACKEND, E, has_no_limits, K, layer, T
 from oracle import make_oracle
 from routings import draw
 
@@ -79,6 +80,28 @@ def test_a_recorded_folder_and_its_table(tmp_path):
   assert int(marked[0]) == got.capacity
   assert rows[-1].split()[3] == "0.0000%"
   assert max(map(len, str(got).splitlines())) <= 80
+
+
+@has_no_limits
+def test_a_group_without_sizes():
+  """Tokens are those of the routings, and bytes are not known."""
+  steps, mesh = routings(), make_mesh({"ep": 4})
+  expected = ep.suggest_capacity(layer(), steps)
+  with ep.ep_bootstrap(
+    mesh, num_experts=E, top_k=K, backend=BACKEND
+  ) as unlimited:
+    a_layer = ep.EpLayerConfig(unlimited)
+    got = ep.suggest_capacity(a_layer, steps)
+    assert got.balanced == expected.balanced == T * K
+    assert got.capacity == expected.capacity
+    np.testing.assert_array_equal(got.candidates, expected.candidates)
+    assert got.bytes is None
+    assert "bytes" in str(expected) and "bytes" not in str(got)
+    assert len(str(got).splitlines()) == 2 + len(got.candidates)
+    # A slab for each expert is the least, and the layer accepts it.
+    none = np.full((4, K), -1)
+    assert ep.suggest_capacity(a_layer, [none]).capacity == E // 4
+    dataclasses.replace(a_layer, recv_capacity_per_rank=E // 4)
 
 
 def test_pictures_need_matplotlib(tmp_path, monkeypatch):

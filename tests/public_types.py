@@ -49,6 +49,13 @@ def ops(
   assert_type(handle.kept, jax.Array)
   assert_type(handle.layer, ep.EpLayerConfig)
   assert_type(handle.capacity, int)
+  fair = ep.EpLayerConfig(
+    layer.group, overflow="drop", drop_by="fair", num_candidates=4
+  )
+  moved = ep.ep_prepare(fair, *ep.route_topk(logits, 2, num_candidates=4))
+  assert_type(moved.candidate, jax.Array | None)
+  assert_type(moved.dropped_counts, jax.Array)
+  assert_type(moved.max_recv_tokens, jax.Array)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   assert_type(rows, jax.Array)
   matrices = jnp.ones((4, 32, 32))
@@ -68,18 +75,22 @@ def dense_routing(
 
 
 def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:
-  with ep.record("routing", layers=["moe"], calls_per_step={"moe": 2}):
+  with ep.record(
+    "routing", layers=["moe"], weights=True, calls_per_step={"moe": 2}
+  ):
     ep.ep_prepare(layer, topk_idx)
   record = ep.replay(pathlib.Path("routing"))
   assert_type(record, ep.Replay)
   assert_type(record.layers, tuple[str, ...])
   assert_type(record.steps("moe"), tuple[int, ...])
   assert_type(record.forced_idx(layer, step=0, call=1), jax.Array)
+  assert record.topk_weights("moe", 0).dtype == np.float32
   for routing in record.routings(layer):
     assert routing.shape == record.topk_idx(layer, 0).shape
   suggestion = ep.suggest_capacity(layer, record, drop_probability=0.01)
   assert_type(suggestion, ep.CapacitySuggestion)
   assert_type(suggestion.capacity, int)
+  assert_type(suggestion.balanced, int)
   assert_type(suggestion.plot("capacity.png"), None)
   ep.suggest_capacity(layer, [topk_idx])
 

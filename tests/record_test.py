@@ -56,13 +56,15 @@ def test_each_call_is_recorded_once(view, folder):
   """Neither what was compiled before nor what is computed again matters.
 
   A block that is rematerialised in a scan makes a call in each iteration, in a
-  program that was traced without a record.
+  program that was traced without a record. Weights are recorded as float32,
+  though the layer has no other use for them in `ep_prepare`.
   """
   layers = {name: layer(name=name) for name in ("one", "scanned", "left_out")}
   choices = {name: ids(STEPS, 2, seed=i) for i, name in enumerate(layers)}
 
   def exchange(name, x, idx):
-    handle = ep.ep_prepare(layers[name], idx)
+    weights = (idx / 4 + 0 * x[:, :K]).astype(jnp.bfloat16)
+    handle = ep.ep_prepare(layers[name], idx, weights)
     rows, _ = ep.ep_dispatch(handle, x, jnp.ones(idx.shape))
     return ep.ep_combine(handle, jnp.sin(rows))
 
@@ -94,7 +96,10 @@ def test_each_call_is_recorded_once(view, folder):
 
   expected = [run(step) for step in range(STEPS)]
   with ep.record(
-    folder, layers=["one", "scanned"], calls_per_step={"scanned": 2}
+    folder,
+    layers=["one", "scanned"],
+    weights=True,
+    calls_per_step={"scanned": 2},
   ):
     for step in range(STEPS):
       got = run(step)
@@ -111,12 +116,15 @@ def test_each_call_is_recorded_once(view, folder):
       assert record.steps(name) == (0, 1, 2)
       got = record.topk_idx(layers[name], step, call)
       np.testing.assert_array_equal(got, choices[name][step, call])
+      weights = record.topk_weights(name, step, call)
+      assert weights.dtype == np.float32
+      np.testing.assert_array_equal(weights, got / 4)
 
 
 def test_calls_outside_of_a_program_and_of_examples(folder):
   """Each example of a `vmap` makes a call, and so does each eager op."""
   a_layer, choices = layer(), ids(5).astype(np.int64)
-  with ep.record(folder), jax.enable_x64(True):
+  with ep.record(folder, weights=True), jax.enable_x64(True):
     for idx in choices[:2]:
       jax.block_until_ready(ep.ep_prepare(a_layer, put(a_layer, idx)))
     sizes = jax.vmap(lambda idx: ep.ep_prepare(a_layer, idx).group_sizes)(
@@ -127,6 +135,38 @@ def test_calls_outside_of_a_program_and_of_examples(folder):
   assert record.steps(a_layer) == (0, 1, 2, 3, 4)
   for step, idx in enumerate(choices):
     np.testing.assert_array_equal(record.topk_idx("moe", step), idx)
+  with pytest.raises(ValueError, match="no moe.topk_weights; .* weights=True"):
+    record.topk_weights("moe", 0)
+
+
+def test_moves_and_drops_are_recorded(folder):
+  """Ids are those that the op gets, each with the weight it came with.
+
+  So no choice is dropped of what a record says, if the capacity is the same.
+  """
+  a_layer = layer(
+    overflow="drop", drop_by="fair", recv_capacity_per_rank=10, num_candidates=5
+  )
+  rng = np.random.default_rng(0)
+  ids = draw(rng, (R * T, 5), np.exp(-np.arange(E)))
+  weights = rng.random(ids.shape, np.float32)
+  with ep.record(folder, weights=True):
+    handle = jax.jit(lambda *x: ep.ep_prepare(a_layer, *x))(
+      put(a_layer, ids), put(a_layer, weights)
+    )
+    kept, candidate = (
+      multihost_utils.process_allgather(x, tiled=True)
+      for x in (handle.kept, handle.candidate)
+    )
+  assert (candidate >= K).any() and not kept.all()
+  record = replayed(folder)
+  moved = np.take_along_axis(ids, candidate, 1)
+  recorded = record.topk_idx("moe", 0)
+  np.testing.assert_array_equal(recorded, np.where(kept, moved, -1))
+  np.testing.assert_array_equal(
+    record.topk_weights("moe", 0), np.take_along_axis(weights, candidate, 1)
+  )
+  assert ep.suggest_capacity(a_layer, record).demand.max() <= 10
 
 
 def test_another_mesh_replays_the_choices(folder):
@@ -210,12 +250,20 @@ def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
 
 
 def test_steps_may_differ_in_their_tokens(tmp_path):
-  other = np.full((1, K), 7)
+  """So may calls that have weights, and others that have none."""
+  other, weights = np.full((1, K), 7), np.ones((2, K), np.float32)
   record_files.Writer(tmp_path, 0).write(
-    [*calls([0]), *calls([1], topk_idx=other), *calls([2])]
+    [
+      *calls([0]),
+      *calls([1], topk_idx=other),
+      *calls([2], topk_weights=weights),
+    ]
   )
   record = ep.replay(tmp_path)
   assert [len(record.topk_idx("moe", step)) for step in range(3)] == [4, 2, 4]
+  assert record.topk_weights("moe", 2).shape == (4, K)
+  with pytest.raises(ValueError, match="has no moe.topk_weights"):
+    record.topk_weights("moe", 0)
 
 
 def test_what_is_no_record_is_an_error(tmp_path):

@@ -74,7 +74,7 @@ def assign(
     params: those of the op.
     topk_idx: int [T, M], candidates of each token, of which the first K are its
       choices.
-    weights: float [T, M]; None if `drop_by` is "slot".
+    weights: float [T, M], which are not read if `drop_by` is "slot".
   """
   layer, K = params.layer, params.layer.top_k
   spills = topk_idx.shape[1] > K
@@ -87,7 +87,8 @@ def assign(
   experts = layer.group.num_experts
   is_valid = (topk_idx >= -1) & (topk_idx < experts)
   ids = jnp.where(is_valid, topk_idx, experts).astype(jnp.int32)
-  order = ids[:, :0] if weights is None else _by_weight(weights)
+  by_slot = layer.drop_by == "slot"
+  order = ids[:, :0] if by_slot else _by_weight(weights)
   candidate, is_dropped, *wanted = primitive.bind(_assign_p, params, ids, order)
   chosen = jnp.take_along_axis(topk_idx, candidate, axis=1)
   return Assignment(

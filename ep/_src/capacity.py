@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 import dataclasses
+import math
 import os
 
 import jax
@@ -29,7 +30,11 @@ class CapacitySuggestion:
     drop_probability: as it was asked for.
     capacity: the suggested C in rows, for `recv_capacity_per_rank`.
     candidates: int64 [N], ascending capacities in rows; `capacity` is one.
-    bytes: int64 [N], of the received rows and their weights on a rank.
+    balanced: T * K, the rows that each rank receives if all receive as many. T
+      is the group's `max_tokens_per_rank` or, if it has none, the most tokens
+      of a rank in a step.
+    bytes: int64 [N], of the received rows and their weights on a rank; None if
+      the group has no `hidden_dim`.
     dropped_choices: float64 [N], the fraction of all choices that are dropped.
     dropped_steps: float64 [N], the fraction of steps in which a rank drops any.
     demand: int64 [S, R], rows that each rank wants in a step, padding included.
@@ -39,33 +44,33 @@ class CapacitySuggestion:
   drop_probability: float
   capacity: int
   candidates: np.ndarray
-  bytes: np.ndarray
+  balanced: int
+  bytes: np.ndarray | None
   dropped_choices: np.ndarray
   dropped_steps: np.ndarray
   demand: np.ndarray
 
   def __str__(self) -> str:
-    layer = self.layer
-    lines = [
-      f'layer "{layer.name}": {len(self.demand)} steps, in which a rank wants'
-      f" {self.demand.mean():.1f} rows, and {self.demand.max()} at most"
+    columns = [
+      (9, "capacity", self.candidates),
+      (7, "factor", [f"{c / self.balanced:.2f}" for c in self.candidates]),
+      (12, "bytes", self.bytes),
+      (16, "choices dropped", [f"{x:.4%}" for x in self.dropped_choices]),
+      (16, "steps with drops", [f"{x:.2%}" for x in self.dropped_steps]),
     ]
-    row = "{:>9} {:>7} {:>12} {:>16} {:>16}".format
-    lines.append(
-      row("capacity", "factor", "bytes", "choices dropped", "steps with drops")
+    cells = [
+      [f"{value:>{width}}" for value in (head, *values)]
+      for width, head, values in columns
+      if values is not None
+    ]
+    lines = [" ".join(row) for row in zip(*cells, strict=True)]
+    suggested = 1 + self.candidates.tolist().index(self.capacity)
+    lines[suggested] += "  <- suggested"
+    title = (
+      f'layer "{self.layer.name}": {len(self.demand)} steps, in which a rank'
+      f" wants {self.demand.mean():.1f} rows, and {self.demand.max()} at most"
     )
-    balanced = _balanced(layer)
-    for rows, size, choices, steps in zip(
-      self.candidates,
-      self.bytes,
-      self.dropped_choices,
-      self.dropped_steps,
-      strict=True,
-    ):
-      numbers = rows, f"{rows / balanced:.2f}", size, f"{choices:.4%}"
-      mark = "  <- suggested" if rows == self.capacity else ""
-      lines.append(row(*numbers, f"{steps:.2%}") + mark)
-    return "\n".join(lines)
+    return "\n".join([title, *lines])
 
   def plot(self, path: str | os.PathLike[str]) -> None:
     """Draws the drops by capacity, and how many rows ranks want, as a PNG.
@@ -110,6 +115,9 @@ def suggest_capacity(
   It counts in NumPy, on this process alone: the drops are those of
   `overflow="drop"`, for this layer's ranks, experts and alignment, whatever its
   capacity. Another EP size than the one that was recorded may be asked about.
+  Choices that were moved or dropped before they were recorded are not there: as
+  `ep.record` says, record with `overflow="error"` or `drop_by="slot"`, and
+  without candidates, to see all that is wanted.
 
   Args:
     layer: an `EpLayerConfig`.
@@ -141,18 +149,23 @@ def suggest_capacity(
   if isinstance(routings, Replay):
     routings = routings.routings(layer)
   group, unit = layer.group, layer.alignment
-  steps = []
+  steps, most_tokens = [], 1
   for topk_idx in routings:
     choices = loads.choices(
       op, topk_idx, group.num_experts, group.num_token_ranks
     )
     steps.append(loads.received(choices, layer.ep_size))
+    all_tokens = math.prod(np.shape(topk_idx)[:-1])
+    most_tokens = max(most_tokens, all_tokens // group.num_token_ranks)
   arguments.check(
     len(steps) > 0, op, "there is no step; record one that is complete."
   )
   tokens = np.stack(steps)  # [S, R, L]
   demand = loads.slabs(tokens, unit).sum(axis=2)
-  least = min(layer.num_local_experts * unit, layer.capacity)
+  # All that the group may have, or else all that came.
+  num_tokens = group.max_tokens_per_rank or most_tokens
+  balanced = num_tokens * layer.top_k
+  least = min(layer.num_local_experts * unit, layer.worst_case(num_tokens))
   total = max(tokens.sum(), 1)
 
   def dropped(capacity):
@@ -167,24 +180,23 @@ def suggest_capacity(
     else:
       too_small = middle
   found = int(enough) * unit
-  rounded = [-(-int(f * _balanced(layer)) // unit) * unit for f in _FACTORS]
+  rounded = [-(-int(f * balanced) // unit) * unit for f in _FACTORS]
   most = max(int(demand.max()), least)
   candidates = {c for c in rounded if least <= c <= most} | {found, most}
   candidates = np.array(sorted(candidates), np.int64)
   drops = np.stack([dropped(c) for c in candidates])  # [N, S, R]
-  row_bytes = group.hidden_dim * group.max_token_dtype.itemsize + 4
+  num_bytes = None
+  if group.hidden_dim is not None:
+    row_bytes = group.hidden_dim * group.max_token_dtype.itemsize + 4
+    num_bytes = candidates * row_bytes
   return CapacitySuggestion(
     layer=layer,
     drop_probability=limit,
     capacity=found,
     candidates=candidates,
-    bytes=candidates * row_bytes,
+    balanced=balanced,
+    bytes=num_bytes,
     dropped_choices=drops.sum(axis=(1, 2)) / total,
     dropped_steps=drops.any(axis=2).mean(axis=1),
     demand=demand,
   )
-
-
-def _balanced(layer):
-  """Returns the rows that a rank receives if all ranks receive as many."""
-  return layer.group.max_tokens_per_rank * layer.top_k

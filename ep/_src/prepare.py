@@ -54,8 +54,8 @@ def ep_prepare(
       M = `layer.num_candidates`, the first K are the choices, and the others
       are candidates for those that find no room, the best first.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
-      if `layer.drop_by` is "weight" or "fair", and of no effect otherwise. The
-      handle has no derivative.
+      if `layer.drop_by` is "weight" or "fair"; otherwise only an `ep.record`
+      of weights reads them. The handle has no derivative.
 
   Returns:
     The handle; see `EpHandle` for its shapes.
@@ -88,15 +88,16 @@ def ep_prepare(
   token_shape = sharding.local_lead(layer.group, op, "topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
-  if layer.drop_by == "slot":
+  is_ordered = layer.drop_by != "slot"  # by the weights
+  if not (is_ordered or record.wants_weights(layer)):
     topk_weights = None
-  elif topk_weights is None:
+  elif topk_weights is not None:
+    topk_weights = _checked_weights(op, topk_idx, topk_weights)
+  elif is_ordered:
     raise ValueError(
       f'{op}: drop_by = "{layer.drop_by}" keeps the choices of the largest'
       " weights, but topk_weights is None; pass the weights of topk_idx."
     )
-  else:
-    topk_weights = _checked_weights(op, topk_idx, topk_weights)
 
   leaves = sharding.call(
     layer.group,
@@ -135,10 +136,16 @@ def _prepare(
     for x in (topk_idx, topk_weights)
   )
   got = assignment.assign(params, idx, weights)
-  lead = topk_idx.shape[:-1]
-  chosen = record.tap(
-    params.layer, got.topk_idx.reshape(*lead, params.layer.top_k)
-  )
+
+  def unflat(x):
+    return None if x is None else x.reshape(*topk_idx.shape[:-1], x.shape[-1])
+
+  candidate = unflat(got.candidate)
+  if not record.wants_weights(params.layer):
+    topk_weights = None
+  elif topk_weights is not None and candidate is not None:
+    topk_weights = jnp.take_along_axis(topk_weights, candidate, axis=-1)
+  chosen = record.tap(params.layer, unflat(got.topk_idx), topk_weights)
   *sizes, total, dropped, largest, kept = primitive.bind(
     prepare_p, params, chosen.reshape(got.topk_idx.shape)
   )
@@ -149,11 +156,7 @@ def _prepare(
       jnp.where(counted < 0, counted, before)  # -1 stands for a failure
       for counted, before in [(total, wanted.total), (largest, wanted.largest)]
     )
-  kept, candidate = (
-    None if x is None else x.reshape(*lead, x.shape[-1])
-    for x in (kept, got.candidate)
-  )
-  return [*sizes, total, dropped, largest, kept, candidate]
+  return [*sizes, total, dropped, largest, unflat(kept), candidate]
 
 
 def _out_types(params: OpParams, topk_idx):

@@ -31,6 +31,7 @@ def record(
   path: str | os.PathLike[str] | None,
   *,
   layers: Collection[str] | None = None,
+  weights: bool = False,
   calls_per_step: int | Mapping[str, int] = 1,
   flush_s: float = 10.0,
 ) -> Iterator[None]:
@@ -48,6 +49,11 @@ def record(
   is the call `n % calls_per_step` of the step `n // calls_per_step`. So layers
   of other places of a model need other names, or share the calls of a step.
 
+  The ids are those that take part in the exchange, [..., K]: where choices find
+  no room, and the layer has `num_candidates` or a `drop_by` other than "slot",
+  they are those after moves, and -1 for each choice that was dropped. What
+  `drop_by="slot"` drops is recorded as it was chosen.
+
   Each process writes the ids of its own ranks to NumPy archives in the folder,
   and all processes must do the same. The head of ep/_src/record_files.py has
   their arrays, which any tool that reads .npz files can load. A thread writes
@@ -62,6 +68,9 @@ def record(
     path: a folder, new or without files of a record. None: nothing is recorded,
       for instance by an evaluation within a context.
     layers: names of the layers to record; None records all.
+    weights: whether to write the weights of these choices, too, as float32: as
+      they came to `ep_prepare`, if it gets `topk_weights`, as it does in
+      `ep.moe_layer` and `ep.moe.apply`.
     calls_per_step: how often a step calls `ep_prepare` with a layer: 1, or as
       often as a `scan` does; for all layers, or by name.
     flush_s: seconds after which what came is written.
@@ -74,7 +83,9 @@ def record(
     with _recorder(None):
       yield
     return
-  recorder = _Recorder(pathlib.Path(path), layers, calls_per_step, flush_s)
+  recorder = _Recorder(
+    pathlib.Path(path), layers, weights, calls_per_step, flush_s
+  )
   try:
     with _recorder(recorder):
       yield
@@ -86,10 +97,19 @@ def record(
     recorder.close()
 
 
-def tap(layer: LayerConfig, topk_idx: jax.Array) -> jax.Array:
+def wants_weights(layer: LayerConfig) -> bool:
+  """Returns whether `tap` records the weights of a layer that is traced now."""
+  recorder = _recorder.value
+  return bool(recorder and recorder.weights and recorder.wants(layer.name))
+
+
+def tap(
+  layer: LayerConfig, topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> jax.Array:
   """Returns the ids of an `ep_prepare` that is traced now, in the local view.
 
-  If they are used, they are recorded.
+  If they are used, they are recorded. So are the weights, which are None unless
+  `wants_weights`, and have no derivative.
   """
   recorder = _recorder.value
   if recorder is None or not recorder.wants(layer.name):
@@ -99,7 +119,10 @@ def tap(layer: LayerConfig, topk_idx: jax.Array) -> jax.Array:
   copies = [a for a in group.mesh.shape if a not in group.token_axes]
   if copies:  # hold the same tokens, and the first of them is enough
     rank = jnp.where(lax.axis_index(tuple(copies)) == 0, rank, -1)
-  return record_p.bind(topk_idx, rank, recorder=recorder, layer=layer)[0]
+  operands = [topk_idx, rank]
+  if topk_weights is not None:
+    operands.append(topk_weights.astype(jnp.float32))
+  return record_p.bind(*operands, recorder=recorder, layer=layer)[0]
 
 
 class _Recorder:
@@ -108,7 +131,7 @@ class _Recorder:
   `add` may be called by any thread, and `close` once.
   """
 
-  def __init__(self, folder, layers, calls_per_step, flush_s):
+  def __init__(self, folder, layers, weights, calls_per_step, flush_s):
     if isinstance(layers, str):
       raise TypeError(
         f"ep.record: layers = {layers!r} is a str, but a collection of names is"
@@ -124,6 +147,7 @@ class _Recorder:
         "ep.record",
         f"{name} = {value}, but a step makes at least one call.",
       )
+    self.weights = weights
     self._calls_per_step = calls_per_step
     self._flush_s = arguments.seconds("ep.record", "flush_s", flush_s)
     self._folder = folder
@@ -143,10 +167,13 @@ class _Recorder:
   def wants(self, layer: str) -> bool:
     return self._layers is None or layer in self._layers
 
-  def add(self, layer, site, topk_idx, rank):
+  def add(self, layer, site, topk_idx, rank, topk_weights=None):
     """Adds a call of a rank, which is -1 for a copy that does not count."""
     if self._is_open and rank >= 0:
-      self._added.append((layer, site, int(rank), np.array(topk_idx)))
+      if topk_weights is not None:
+        topk_weights = np.array(topk_weights)
+      call = layer, site, int(rank), np.array(topk_idx), topk_weights
+      self._added.append(call)
 
   def close(self):
     """Writes what was added, and records no more."""
@@ -172,7 +199,7 @@ class _Recorder:
     added = [self._added.popleft() for _ in range(len(self._added))]
     self._writer.write([self._numbered(*call) for call in added])
 
-  def _numbered(self, layer, site, rank, topk_idx):
+  def _numbered(self, layer, site, rank, topk_idx, topk_weights):
     counts = self._counts
     per_step = self._calls_per_step
     if isinstance(per_step, Mapping):
@@ -190,6 +217,7 @@ class _Recorder:
       site=site,
       run=run,
       topk_idx=topk_idx,
+      topk_weights=topk_weights,
     )
 
 

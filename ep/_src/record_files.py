@@ -7,6 +7,7 @@ for each call of a rank, it holds
 
     format                    FORMAT
     <layer>.topk_idx          int [N, ..., K], the ids of the rank's tokens
+    <layer>.topk_weights      float32 [N, ..., K], if asked for and known
     <layer>.rank              int32 [N], the rank, below num_ranks
     <layer>.step              int64 [N]
     <layer>.call              int32 [N], which call of the step, as the rank ran
@@ -48,6 +49,13 @@ class Call(NamedTuple):
   site: str
   run: int
   topk_idx: np.ndarray
+  topk_weights: np.ndarray | None = None
+
+  @property
+  def arrays(self) -> dict[str, np.ndarray]:
+    """The arrays of the call's tokens, by name."""
+    both = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
+    return {name: array for name, array in both.items() if array is not None}
 
 
 class Writer:
@@ -68,12 +76,12 @@ class Writer:
       )
 
   def write(self, calls: Iterable[Call]) -> None:
-    """Writes a file, or more: in each, the calls of a layer have one shape."""
+    """Writes a file, or more: in each, the calls of a layer are alike."""
     files: list[dict[str, list[Call]]] = []
     for call in calls:
       for layers in files:
         others = layers.setdefault(call.layer, [])
-        if not others or others[0].topk_idx.shape == call.topk_idx.shape:
+        if not others or _shapes(others[0]) == _shapes(call):
           others.append(call)
           break
       else:
@@ -89,14 +97,19 @@ class Writer:
       os.replace(path + ".part", path)
 
 
+def _shapes(call: Call) -> dict[str, tuple[int, ...]]:
+  return {name: array.shape for name, array in call.arrays.items()}
+
+
 def _columns(calls: list[Call]) -> dict[str, np.ndarray]:
   first = calls[0]
   columns = {
     name: np.array([getattr(call, name) for call in calls], dtype)
     for name, dtype in COLUMNS.items()
   }
+  for name in first.arrays:
+    columns[name] = np.stack([call.arrays[name] for call in calls])
   return columns | dict(
-    topk_idx=np.stack([call.topk_idx for call in calls]),
     site=np.array([call.site for call in calls]),
     num_ranks=np.int32(first.num_ranks),
     calls_per_step=np.int32(first.calls_per_step),

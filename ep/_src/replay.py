@@ -93,18 +93,31 @@ class Replay:
       call: which call of the step, below `calls_per_step` of `record`.
 
     Returns:
-      int32 or int64 [R * n, ..., K], as `ep_prepare` got it: of R ranks with
-      [n, ..., K] each.
+      int32 or int64 [R * n, ..., K], of R ranks with [n, ..., K] each: what
+      `ep_prepare` got, or what it made of that by moves and drops; `ep.record`
+      says when.
 
     Raises:
       ValueError: the call was not recorded, or not by all ranks.
     """
-    calls = self._of(layer)
-    rows = calls.find(step, call)
-    name = _name(layer)
-    return np.concatenate(
-      [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
-    )
+    return self._column("topk_idx", layer, step, call)
+
+  def topk_weights(
+    self, layer: str | EpLayerConfig, step: int, call: int = 0
+  ) -> np.ndarray:
+    """Returns the weights of the choices in `topk_idx`, as float32.
+
+    A choice that was dropped has the id -1 and the weight that it came with.
+
+    Args:
+      layer: its name, or a layer of that name.
+      step: one of `steps(layer)`.
+      call: which call of the step.
+
+    Raises:
+      ValueError: as in `topk_idx`, or the weights were not recorded.
+    """
+    return self._column("topk_weights", layer, step, call)
 
   def forced_idx(
     self, layer: EpLayerConfig, step: int, call: int = 0
@@ -153,6 +166,16 @@ class Replay:
     sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
     return jax.make_array_from_callback(idx.shape, sharding, idx.__getitem__)
 
+  def _column(
+    self, column: str, layer: str | EpLayerConfig, step: int, call: int
+  ) -> np.ndarray:
+    calls = self._of(layer)
+    rows = calls.find(step, call)
+    name = f"{_name(layer)}.{column}"
+    return np.concatenate(
+      [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
+    )
+
   def _of(self, layer: str | EpLayerConfig) -> _Calls:
     name = _name(layer)
     arguments.check(
@@ -162,9 +185,15 @@ class Replay:
     )
     return self._calls[name]
 
-  def _read_rows(self, file: int, layer: str) -> np.ndarray:
-    name = f"{layer}.topk_idx"
-    return record_files.read(self._files[file], name.__eq__)[name]
+  def _read_rows(self, file: int, name: str) -> np.ndarray:
+    path = self._files[file]
+    column = record_files.read(path, name.__eq__).get(name)
+    if column is None:
+      raise ValueError(
+        f"ep.replay: {path} has no {name}; for weights, pass weights=True to"
+        " ep.record, and topk_weights to ep_prepare."
+      )
+    return column
 
 
 class _Calls:
@@ -233,7 +262,7 @@ class _Calls:
 
 
 def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-  """Returns all columns of a file but the ids, by layer."""
+  """Returns all columns of a file but ids and weights, by layer."""
   layers: dict[str, dict[str, np.ndarray]] = {}
   for name, column in record_files.read(path, _is_small).items():
     layer, _, column_name = name.rpartition(".")
@@ -242,7 +271,7 @@ def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _is_small(name: str) -> bool:
-  return not name.endswith(("format", ".topk_idx"))
+  return not name.endswith(("format", ".topk_idx", ".topk_weights"))
 
 
 def _name(layer: str | EpLayerConfig) -> str:
