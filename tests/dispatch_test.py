@@ -69,7 +69,8 @@ def test_alignment_padding_and_tail_are_zero():
   tokens = np.ones_like(case.tokens())
   recv = case.run(dispatch, tokens, case.weights())
   counts = case.run(sizes)
-  shards = zip(*(x.addressable_shards for x in (*recv, *counts)), strict=True)
+  found = (*recv, *counts[:3])
+  shards = zip(*(x.addressable_shards for x in found), strict=True)
   for shard in shards:
     rows, weights, padded, held, total = (np.asarray(s.data)[0] for s in shard)
     holds_token = np.concatenate(

@@ -390,3 +390,43 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
   assert steps and steps == tuple(range(len(steps)))
   for step in steps:
     np.testing.assert_array_equal(record.topk_idx("moe", step), choices[step])
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{"drop_by": "weight"}, {"drop_by": "fair", "num_candidates": 3}],
+  ids=["dropped", "moved"],
+)
+def test_a_replay_drops_and_moves_again(folder, options):
+  """So the outputs have the same bits as when they were recorded."""
+  mesh_group = group("ep4")
+  config = ep.MoEConfig(H, 4, E, K, capacity_factor=1.0, **options)
+  layer = config.layer(mesh_group)
+  params = ep.moe.init(jax.random.key(0), config)
+  skew = 2.0 * (np.arange(E) < 2)
+  params["router"] += skew.astype(np.float32)  # crowds the first rank
+  specs = ep.moe.partition_specs(config)
+  params = {
+    name: to_global(np.asarray(x), mesh_group.mesh, specs[name])
+    for name, x in params.items()
+  }
+  x = np.random.default_rng(0).normal(size=(4 * T, H)).astype(np.float32)
+  x = to_global(x + 1, mesh_group.mesh, jax.sharding.PartitionSpec("ep"))
+
+  @jax.jit
+  def run(params, x, forced_idx=None):
+    y, metrics = ep.moe.apply(layer, config, params, x, forced_idx=forced_idx)
+    return y, metrics.dropped
+
+  with ep.record(folder):
+    y, dropped = jax.block_until_ready(run(params, x))
+  assert dropped > 0
+  again = run(params, x, replayed(folder).forced_idx(layer, 0))
+  jax.tree.map(
+    lambda a, b: [
+      np.testing.assert_array_equal(s.data, t.data)
+      for s, t in zip(a.addressable_shards, b.addressable_shards, strict=True)
+    ],
+    again,
+    (y, dropped),
+  )

@@ -46,16 +46,18 @@ class Wanted(NamedTuple):
 
 
 class Assignment(NamedTuple):
-  """The choices of a rank that get a row.
+  """The choices of a rank, and which of them get no row.
 
   Attributes:
-    topk_idx: int [T, K], what the op gets: -1 for a choice that is dropped.
+    chosen: int [T, K], the expert of each choice, after moves.
+    is_dropped: bool [T, K]; the op must get -1 for these. None if it decides.
     candidate: int32 [T, K], the candidate that each choice uses, its own if it
       is dropped or unused; None if there are no candidates but the choices.
     wanted: None if it is what the op finds wanted.
   """
 
-  topk_idx: jax.Array
+  chosen: jax.Array
+  is_dropped: jax.Array | None = None
   candidate: jax.Array | None = None
   wanted: Wanted | None = None
 
@@ -68,7 +70,8 @@ def assign(
   Collective over the EP domain, unless any routing has room or the op itself
   drops by slot. Where an id of any rank is out of range, or one is repeated in
   a token's K choices, no choice is dropped or moved, and the op finds the
-  fault. It finds one of a further candidate in the place of the last choice.
+  fault. It finds one of a further candidate in the place of the last choice. A
+  further candidate that repeats an earlier one is none.
 
   Args:
     params: those of the op.
@@ -79,20 +82,20 @@ def assign(
   layer, K = params.layer, params.layer.top_k
   spills = topk_idx.shape[1] > K
   if spills:
-    topk_idx = _with_faults(layer, topk_idx)
+    topk_idx = _with_faults(layer, _without_repeats(layer, topk_idx))
   choices = topk_idx[:, :K]
   own = jnp.broadcast_to(_iota(K), choices.shape) if spills else None
   if not (spills or layer.drop_by != "slot") or _any_fits(params):
-    return Assignment(choices, own)
+    return Assignment(choices, candidate=own)
   experts = layer.group.num_experts
   is_valid = (topk_idx >= -1) & (topk_idx < experts)
   ids = jnp.where(is_valid, topk_idx, experts).astype(jnp.int32)
   by_slot = layer.drop_by == "slot"
   order = ids[:, :0] if by_slot else _by_weight(weights)
   candidate, is_dropped, *wanted = primitive.bind(_assign_p, params, ids, order)
-  chosen = jnp.take_along_axis(topk_idx, candidate, axis=1)
   return Assignment(
-    jnp.where(is_dropped, -1, chosen),
+    jnp.take_along_axis(topk_idx, candidate, axis=1),
+    is_dropped,
     candidate if spills else None,
     Wanted(*wanted),
   )
@@ -102,6 +105,14 @@ def _any_fits(params: OpParams) -> bool:
   """Returns whether any routing of so many tokens fits the capacity."""
   T = params.num_tokens
   return not T or params.layer.worst_case(T) <= params.capacity
+
+
+def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
+  """Puts -1 for each further candidate that an earlier one is equal to."""
+  M = ids.shape[1]
+  is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
+  repeats = ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
+  return jnp.where(repeats & (_iota(M) >= layer.top_k), -1, ids)
 
 
 def _with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:

@@ -306,6 +306,8 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
 
   Args:
     group: an open group; it is closed whether or not the new one can be made.
+      Where it is a context manager, so must be the new one: `with
+      ep.resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
       `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
       stay as they are, except for `recv_capacity_per_rank`: it belongs to the

@@ -151,8 +151,8 @@ def suggest_capacity(
   group, unit = layer.group, layer.alignment
   steps, most_tokens = [], 1
   for topk_idx in routings:
-    choices = loads.choices(
-      op, topk_idx, group.num_experts, group.num_token_ranks
+    choices = loads.choices(  # not of further candidates
+      op, topk_idx[..., : layer.top_k], group.num_experts, group.num_token_ranks
     )
     steps.append(loads.received(choices, layer.ep_size))
     all_tokens = math.prod(np.shape(topk_idx)[:-1])

@@ -113,6 +113,7 @@ class EpLayerConfig(LayerConfig):
       rank equal shares of its capacity, and an expert keeps its choices of the
       largest weights. The last two need the weights in `ep_prepare`, and cost
       an exchange of counts, and another of choices if some rank overflows.
+      These are collectives of XLA's, which have no `timeout_s`.
     num_candidates: M >= K, for `topk_idx` with M columns: a choice that finds
       no room moves to one of the last M - K. It costs the same exchanges. None
       is for no moves, which "chunk" demands.

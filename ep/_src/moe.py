@@ -163,6 +163,12 @@ def _of_rank(layer, experts, *args):
 
 def _check_lead(op, routed):
   """Returns the leading axes of the tokens, which the routing must have too."""
+  _, ids, weights = routed
+  if ids.shape != weights.shape:
+    raise ValueError(
+      f"{op}: topk_weights has shape {weights.shape}, but topk_idx {ids.shape};"
+      " pass a weight for each id."
+    )
   shapes = {x.shape[:-1] for x in routed}
   if len(shapes) > 1:
     raise ValueError(

@@ -141,8 +141,8 @@ def apply(
 def _apply(layer, config, x, mask, forced_idx, params, bias, key):
   if not config.deterministic:
     return _layer(layer, config, x, mask, forced_idx, params, bias, key)
-  # Between the views it differs what surrounds the layer and its gradients. XLA
-  # would fuse that with parts of them, which then round in other ways.
+  # What surrounds the layer and its gradients differs between the views. XLA
+  # would fuse it with parts of them, which then round in other ways.
   x, params = _apart((x, params))
   return _apart(_layer(layer, config, x, mask, forced_idx, params, bias, key))
 

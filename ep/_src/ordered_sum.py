@@ -41,7 +41,8 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
   def psum(x):
-    if not compat.checks_vma():
+    is_manual = compat.manual_axes().issuperset(names)
+    if is_manual and not compat.checks_vma():
       return _unchecked_psum_p.bind(x, axes=names)
     (x,) = compat.vary_together(x, axes=names)
     return tree_sum(all_gather(x, names))

@@ -145,9 +145,12 @@ def _prepare(
     topk_weights = None
   elif topk_weights is not None and candidate is not None:
     topk_weights = jnp.take_along_axis(topk_weights, candidate, axis=-1)
-  chosen = record.tap(params.layer, unflat(got.topk_idx), topk_weights)
+  chosen = record.tap(params.layer, unflat(got.chosen), topk_weights)
+  chosen = chosen.reshape(got.chosen.shape)
+  if got.is_dropped is not None:
+    chosen = jnp.where(got.is_dropped, -1, chosen)
   *sizes, total, dropped, largest, kept = primitive.bind(
-    prepare_p, params, chosen.reshape(got.topk_idx.shape)
+    prepare_p, params, chosen
   )
   if got.wanted is not None:  # the op has counted what is left of that
     wanted = got.wanted

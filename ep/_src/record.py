@@ -49,10 +49,9 @@ def record(
   is the call `n % calls_per_step` of the step `n // calls_per_step`. So layers
   of other places of a model need other names, or share the calls of a step.
 
-  The ids are those that take part in the exchange, [..., K]: where choices find
-  no room, and the layer has `num_candidates` or a `drop_by` other than "slot",
-  they are those after moves, and -1 for each choice that was dropped. What
-  `drop_by="slot"` drops is recorded as it was chosen.
+  The ids are [..., K]. A choice that moves to a further candidate is recorded as
+  that, and one that is dropped as it was chosen: a replay with the same ranks
+  and layer drops it again.
 
   Each process writes the ids of its own ranks to NumPy archives in the folder,
   and all processes must do the same. The head of ep/_src/record_files.py has
@@ -84,7 +83,7 @@ def record(
       yield
     return
   recorder = _Recorder(
-    pathlib.Path(path), layers, weights, calls_per_step, flush_s
+    pathlib.Path(path).absolute(), layers, weights, calls_per_step, flush_s
   )
   try:
     with _recorder(recorder):
@@ -114,6 +113,7 @@ def tap(
   recorder = _recorder.value
   if recorder is None or not recorder.wants(layer.name):
     return topk_idx
+  recorder.check(layer)
   group = layer.group
   rank = lax.axis_index(group.token_axes)
   copies = [a for a in group.mesh.shape if a not in group.token_axes]
@@ -153,16 +153,28 @@ class _Recorder:
     self._folder = folder
     self._writer = record_files.Writer(folder, jax.process_index())
     self.programs = ProgramNames("@record")
+    self._num_ranks: dict[str, int] = {}
     # A deque may be appended to and read by two threads.
     self._added: collections.deque = collections.deque()
     self._counts: collections.Counter = collections.Counter()
     self._is_open = True
     self._end = threading.Event()
-    self._failure: OSError | None = None
+    self._failure: Exception | None = None
     self._thread = threading.Thread(
       target=self._write_until_end, name="ep.record", daemon=True
     )
     self._thread.start()
+
+  def check(self, layer: LayerConfig) -> None:
+    """Raises `ValueError` if another group has a layer of this name."""
+    ranks = layer.group.num_token_ranks
+    known = self._num_ranks.setdefault(layer.name, ranks)
+    arguments.check(
+      known == ranks,
+      f'ep_prepare(layer "{layer.name}")',
+      f"its calls on {known} ranks are being recorded, and these are on {ranks};"
+      " give the layers different names.",
+    )
 
   def wants(self, layer: str) -> bool:
     return self._layers is None or layer in self._layers
@@ -191,7 +203,7 @@ class _Recorder:
       while not self._end.wait(self._flush_s):
         self._flush()
       self._flush()
-    except OSError as e:
+    except Exception as e:  # `close` raises it in the thread of the user
       self._failure = e
       self._is_open = False
 

@@ -131,7 +131,7 @@ def read(
     problem = f"has another format than {FORMAT!r}"
   except (zipfile.BadZipFile, EOFError) as e:
     problem = f"is truncated or damaged ({e})"
-  except (ValueError, KeyError, TypeError, AttributeError):
+  except Exception:  # a foreign file may fail in any way
     problem = "was not written by ep.record"
   raise ValueError(
     f"ep.replay: {path} {problem}; remove it, and the steps that it holds are"

@@ -141,6 +141,9 @@ def assign(
         assigned[r, t, k] = m
 
   used = candidates >= 0
+  for m in range(K, M):  # one that repeats an earlier one is none
+    earlier, own = candidates[:, :, :m], candidates[:, :, m : m + 1]
+    used[:, :, m] &= (earlier != own).all(2)
   tokens = [*np.ndindex(P, T)]
   place([(r, t, k, k) for r, t in tokens for k in range(K) if used[r, t, k]])
   for m in range(K, M):

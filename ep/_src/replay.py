@@ -15,6 +15,7 @@ import numpy as np
 from ep._src import arguments, record_files
 from ep._src.group import check_layer, EpLayerConfig
 
+_MOST_STEPS = 1 << 28  # a table of more would not fit into memory
 _CACHED = 64  # arrays of files; each process writes one for a layer at a time
 
 
@@ -27,7 +28,7 @@ def replay(path: str | os.PathLike[str]) -> Replay:
   Raises:
     ValueError: there is no record, or a file is truncated, damaged or foreign.
   """
-  return Replay(pathlib.Path(path))
+  return Replay(pathlib.Path(path).absolute())
 
 
 class Replay:
@@ -267,7 +268,37 @@ def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
   for name, column in record_files.read(path, _is_small).items():
     layer, _, column_name = name.rpartition(".")
     layers.setdefault(layer, {})[column_name] = column
+  for layer, columns in layers.items():
+    arguments.check(
+      _is_sound(columns),
+      f"ep.replay: {path}: layer {layer!r}",
+      "its columns are not those that ep.record writes; remove the file, and the"
+      " steps that it holds are missing.",
+    )
   return layers
+
+
+def _is_sound(columns: dict[str, np.ndarray]) -> bool:
+  """Returns whether all columns are there, of one length and in range."""
+  of_calls = [columns.get(name) for name in (*record_files.COLUMNS, "site")]
+  scalars = [columns.get(name) for name in ("num_ranks", "calls_per_step")]
+  if any(x is None or x.ndim != 1 for x in of_calls):
+    return False
+  if any(x is None or x.ndim or x.dtype != np.int32 for x in scalars):
+    return False
+  *numbers, site = of_calls
+  if any(
+    x.dtype != dtype or len(x) != len(site) or (x < 0).any()
+    for x, dtype in zip(numbers, record_files.COLUMNS.values(), strict=True)
+  ):
+    return False
+  num_ranks, per_step = scalars
+  return bool(
+    len(site) > 0
+    and (columns["rank"] < num_ranks).all()
+    and (columns["call"] < per_step).all()
+    and (columns["step"] < _MOST_STEPS).all()
+  )
 
 
 def _is_small(name: str) -> bool:
