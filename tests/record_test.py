@@ -169,6 +169,29 @@ def test_moves_and_drops_are_recorded(folder):
   assert ep.suggest_capacity(a_layer, record).demand.max() <= 10
 
 
+def test_chunks_are_one_call(folder):
+  """A layer that runs in chunks is recorded as one that does not."""
+  a_layer = layer(overflow="chunk", recv_capacity_per_rank=16)
+  busy = np.broadcast_to(np.arange(K, dtype=np.int32), (R * T, K))
+  matrices = {"w_up": np.ones((E, H, 2)), "w_down": np.ones((E, 2, H))}
+  split = jax.sharding.PartitionSpec("ep")
+  matrices = {
+    k: to_global(v.astype(np.float32), a_layer.group.mesh, split)
+    for k, v in matrices.items()
+  }
+
+  def loss(x, idx, matrices):
+    return ep.moe_layer(a_layer, x, idx, idx / 4, **matrices).sum()
+
+  args = put(a_layer, np.ones((R * T, H), np.float32)), put(a_layer, busy)
+  with ep.record(folder):
+    for _ in range(2):
+      jax.block_until_ready(jax.jit(jax.grad(loss))(*args, matrices))
+  record = replayed(folder)
+  assert record.steps("moe") == (0, 1)
+  np.testing.assert_array_equal(record.topk_idx("moe", 1), busy)
+
+
 def test_another_mesh_replays_the_choices(folder):
   """Ids come from the record, and weights from the logits of now."""
   config = ep.MoEConfig(H, 6, E, K)

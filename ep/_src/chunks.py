@@ -35,6 +35,7 @@ from ep._src.experts import Experts
 from ep._src.group import EpLayerConfig
 from ep._src.handle import EpHandle
 from ep._src.prepare import ep_prepare
+from ep._src.record import record
 
 
 def through_experts(
@@ -66,7 +67,7 @@ def through_experts(
     )
   _check(layer, experts, most)
   layer = dataclasses.replace(layer, tail="unspecified")
-  handle = ep_prepare(layer, topk_idx)
+  handle = ep_prepare(layer, topk_idx, topk_weights)
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
   # in which all ranks take part. So it is done here, and in no branch.
   args = (dict(params), tokens, topk_weights), topk_idx, handle
@@ -175,9 +176,10 @@ class _Chunks:
     )
 
   def _of_chunk(self, params, tokens, weights, topk_idx):
-    out, _ = one_exchange.through_experts(
-      self.layer, self.experts, params, tokens, topk_idx, weights
-    )
+    with record(None):  # all tokens have been recorded
+      out, _ = one_exchange.through_experts(
+        self.layer, self.experts, params, tokens, topk_idx, weights
+      )
     return out
 
   def _ids(self, topk_idx):
