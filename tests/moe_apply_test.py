@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import jit_quickly
+from cases import GPU, jit_quickly
 from conftest import (
   assert_shards_close,
   make_mesh,
@@ -25,6 +25,7 @@ from conftest import (
 import ep
 from ep._src import reference
 from groups import bootstrap, E, group, H, has_no_limits, K, T
+import quick_compiler
 
 F, S = 6, 3  # inner sizes of an expert and of a shared one
 R = 4  # ranks
@@ -420,7 +421,9 @@ def test_vmap_over_examples_makes_one_exchange():
     )
     return jnp.stack(jax.tree.leaves(equal))
 
-  assert np.asarray(jax.jit(compare)(*args)).all()
+  # With the flags of quick_compiler.py, two programs may round differently.
+  options = None if GPU else quick_compiler.OPTIMIZED
+  assert np.asarray(jax.jit(compare, compiler_options=options)(*args)).all()
   one = jax.jit(mapped).lower(*args)
   assert one.as_text().count("custom_call @ep_prepare") == 1
   names = one.as_text(debug_info=True)

@@ -218,7 +218,9 @@ _COMMANDS = {
   r"\./bazelw run //benchmarks:ep_bench .*": (
     "bench_test and layer_bench_test run it with small sizes"
   ),
-  r"\./bazelw run //benchmarks:.*": "its figures are for an idle machine",
+  r"(\./bazelw run //|taskset -c 0 bazel-bin/)benchmarks.*": (
+    "its figures are for an idle machine"
+  ),
   r"\./bazelw (build|test) .*|tools/format\.sh": (
     ".ci/run runs or builds the same, but for sanitizers, GPUs and long runs"
   ),

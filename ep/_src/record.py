@@ -49,9 +49,9 @@ def record(
   is the call `n % calls_per_step` of the step `n // calls_per_step`. So layers
   of other places of a model need other names, or share the calls of a step.
 
-  The ids are [..., K]. A choice that moves to a further candidate is recorded as
-  that, and one that is dropped as it was chosen: a replay with the same ranks
-  and layer drops it again.
+  The ids are [..., K]. A choice that moves to a further candidate is recorded
+  as that, and one that is dropped as it was chosen: a replay with the same
+  ranks and layer drops it again.
 
   Each process writes the ids of its own ranks to NumPy archives in the folder,
   and all processes must do the same. The head of ep/_src/record_files.py has
@@ -172,8 +172,8 @@ class _Recorder:
     arguments.check(
       known == ranks,
       f'ep_prepare(layer "{layer.name}")',
-      f"its calls on {known} ranks are being recorded, and these are on {ranks};"
-      " give the layers different names.",
+      f"its calls on {known} ranks are being recorded, and these are on"
+      f" {ranks}; give the layers different names.",
     )
 
   def wants(self, layer: str) -> bool:

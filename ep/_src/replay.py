@@ -272,8 +272,8 @@ def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     arguments.check(
       _is_sound(columns),
       f"ep.replay: {path}: layer {layer!r}",
-      "its columns are not those that ep.record writes; remove the file, and the"
-      " steps that it holds are missing.",
+      "its columns are not those that ep.record writes; remove the file, and"
+      " the steps that it holds are missing.",
     )
   return layers
 
