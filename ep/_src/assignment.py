@@ -31,7 +31,7 @@ from ep._src.config import LayerConfig
 
 
 class Wanted(NamedTuple):
-  """What the choices of a domain wanted, before any was dropped or moved.
+  """Counts what the choices of a domain want, before any is dropped or moved.
 
   Attributes:
     total: int32 [1], rows that this rank would receive with an unlimited

@@ -254,5 +254,5 @@ def _lower(ctx, *operands, recorder, layer):
   return operands[:1]
 
 
-# Not cacheable: each op of a program has its own position in it.
+# It is not cacheable, since each op of a program has its own position in it.
 compat.mlir.register_lowering(record_p, _lower, cacheable=False)

@@ -105,7 +105,7 @@ def assign(
   rows = np.zeros(num_experts, int)  # that each expert has given away
 
   def has_room(expert):
-    """Whether the padded slabs of its rank fit with one more row."""
+    """Returns whether the slabs of its rank fit with one more row."""
     wanted = rows + (np.arange(num_experts) == expert)
     slabs = wanted.reshape(P, L)[expert // L]
     return (-(-slabs // alignment) * alignment).sum() <= capacity

@@ -198,7 +198,7 @@ class Replay:
 
 
 class _Calls:
-  """Where the calls of one layer are, as a table of calls and ranks."""
+  """Finds the calls of one layer, by a table of calls and ranks."""
 
   def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
     self._what = what
