@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ep.record writes, ep.replay gives back, whenever the run ended."""
+"""ep.replay gives back what ep.record writes, whenever the run ended."""
 
 import os
 import pathlib

@@ -159,7 +159,7 @@ def _assign(params: OpParams, ids, order) -> list[jax.Array]:
   counts = share(count(ids[:, :K])).sum(0, dtype=jnp.int32).reshape(P, L)
   totals = _sum(_blocks(layer, counts))[:, 0] * layer.alignment
 
-  def fit():
+  def place():
     shared = share(jnp.concatenate([ids, order], axis=1))
     all_ids, all_order = jnp.split(shared.reshape(P * T, -1), [ids.shape[1]], 1)
     choices = all_ids[:, :K]
@@ -179,7 +179,7 @@ def _assign(params: OpParams, ids, order) -> list[jax.Array]:
     )
 
   candidate, is_dropped, dropped = lax.cond(
-    (totals > params.capacity).any(), fit, lambda: no_drops
+    (totals > params.capacity).any(), place, lambda: no_drops
   )
   return [candidate, is_dropped, totals[me][None], totals.max()[None], dropped]
 

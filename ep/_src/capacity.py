@@ -115,8 +115,7 @@ def suggest_capacity(
   It counts in NumPy, on this process alone: the drops are those of
   `overflow="drop"`, for this layer's ranks, experts and alignment, whatever its
   capacity. Another EP size than the one that was recorded may be asked about.
-  Choices that were moved or dropped before they were recorded are not there: as
-  `ep.record` says, record with `overflow="error"` or `drop_by="slot"`, and
+  Choices that moved are recorded where they went, as `ep.record` says: record
   without candidates, to see all that is wanted.
 
   Args:

@@ -95,7 +95,7 @@ class Replay:
 
     Returns:
       int32 or int64 [R * n, ..., K], of R ranks with [n, ..., K] each: what
-      `ep_prepare` got, or what it made of that by moves and drops; `ep.record`
+      `ep_prepare` got, or where it moved choices; `ep.record`
       says when.
 
     Raises:
@@ -108,7 +108,7 @@ class Replay:
   ) -> np.ndarray:
     """Returns the weights of the choices in `topk_idx`, as float32.
 
-    A choice that was dropped has the id -1 and the weight that it came with.
+    A choice that was dropped has the id and the weight that it came with.
 
     Args:
       layer: its name, or a layer of that name.
