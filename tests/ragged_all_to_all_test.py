@@ -106,7 +106,7 @@ def place(mesh, *args):
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_every_order_of_derivative_is_exact(ranks):
+def test_values_and_derivatives_are_exact(ranks):
   """Value, tangents, cotangents and second derivatives, of random slices."""
   mesh, groups = make_mesh({INNER: ranks}), [range(ranks)]
 

@@ -131,10 +131,10 @@ def install() -> contextlib.ExitStack:
       with ep.lax.install():      # for a while
         train_step(state, batch)
 
-  From here on JAX's own op becomes the CPU program of
-  `ep.lax.ragged_all_to_all`. Its rules, such as those for derivatives, stay
-  JAX's. Other platforms are left as they are. Call it in every process, in the
-  same place. Where it is installed already, neither the call nor the end of its
+  On CPUs, JAX's op then runs as `ep.lax.ragged_all_to_all` does. Its rules,
+  such as those for derivatives, stay JAX's, and other platforms are left as
+  they are. It is for this process alone: call it in all of them, in the same
+  place. Where it is installed already, neither the call nor the end of its
   context changes anything.
 
   Returns:
