@@ -19,6 +19,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src.interpreters import batching as _batching
+from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.lib.mlir.dialects import func as _func
 from jax.experimental import io_callback as io_callback
 from jax.extend.core import Literal
@@ -160,6 +161,35 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   return lower_unchecked
 
 
+# These primitives have a lowering of ours. They are a part of the key of JAX's
+# caches, or JAX would go on to use what it lowered before.
+_replaced = jax.make_user_context(default_value=frozenset())
+
+
+def lower_instead(
+  primitive: Primitive, rule: Callable[..., Any], platform: str
+) -> Callable[[], None]:
+  """Gives a primitive of JAX a lowering; returns what undoes that.
+
+  The first call counts, until that is undone.
+  """
+  replaced = _replaced.get_global()
+  if primitive in replaced:
+    return lambda: None
+  rules = mlir._platform_specific_lowerings[platform]
+  rule_before = rules.get(primitive)
+  mlir.register_lowering(primitive, rule, platform)
+  _replaced.set_global(replaced | {primitive})
+
+  def undo():
+    del rules[primitive]
+    if rule_before is not None:
+      rules[primitive] = rule_before
+    _replaced.set_global(replaced)
+
+  return undo
+
+
 def next_position(ctx: mlir.LoweringRuleContext) -> int:
   """Returns the next number of the module being lowered.
 
@@ -181,6 +211,14 @@ def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
   module = ctx.module_context
   exported = module.lowering_parameters.for_export
   return not exported and module.get_backend(optional=True) is not None
+
+
+def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
+  """Returns whether a `shard_map` does, in which JAX cannot call Python."""
+  context = ctx.module_context.axis_context
+  if not isinstance(context, mlir.SPMDAxisContext):
+    return False
+  return context.manual_axes != frozenset(context.mesh.axis_names)
 
 
 def run_once_in_remat(primitive: Primitive) -> None:
