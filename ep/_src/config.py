@@ -46,6 +46,14 @@ _OF_PROGRAMS = (
 )
 
 
+class _GroupPolicy(str):
+  """A policy that a layer has from its group.
+
+  `dataclasses.replace` hands it to a layer of perhaps another `overflow`, which
+  inherits anew.
+  """
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
   """The arguments of `ep_bootstrap`, with defaults resolved."""
@@ -187,8 +195,9 @@ class LayerConfig:
     inherit("alignment", group.alignment)
     inherit("overflow", group.overflow)
     inherit("name", "moe")
-    inherits_policy = self.drop_by is None
-    inherit("drop_by", group.drop_by)
+    if self.drop_by is None or isinstance(self.drop_by, _GroupPolicy):
+      policy = group.drop_by if self.overflow == "drop" else "slot"
+      resolve("drop_by", _GroupPolicy(policy))
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
     arguments.check(
@@ -218,8 +227,6 @@ class LayerConfig:
     _check_choices(
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
     )
-    if inherits_policy and self.overflow != "drop":
-      resolve("drop_by", "slot")
     arguments.check(
       self.overflow == "drop" or self.drop_by == "slot",
       what,
@@ -272,7 +279,18 @@ class LayerConfig:
 
     If neither the layer nor the group has a capacity, nor the group a limit of
     tokens, these are the rows of the worst case, for one token at least.
+
+    Raises:
+      ValueError: `num_tokens` is negative.
+      TypeError: it is no integer.
     """
+    what = f'EpLayerConfig(name="{self.name}").capacity_for'
+    num_tokens = arguments.integer(what, "num_tokens", num_tokens)
+    arguments.check(
+      num_tokens >= 0,
+      what,
+      f"num_tokens = {num_tokens}, but a rank has 0 tokens or more.",
+    )
     if self.recv_capacity_per_rank is not None:
       return self.recv_capacity_per_rank
     return self.worst_case(max(num_tokens, 1))
