@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src import compat, used_rows
@@ -133,7 +134,8 @@ def _rows_by_source(handle, topk_idx):
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  return received.astype(jnp.int32).T
+  # It belongs to what `jax.checkpoint` keeps of the routing.
+  return checkpoint_name(received.astype(jnp.int32).T, "ep_routing")
 
 
 def _apply(experts, params, rows, weights, group_sizes, segments):
