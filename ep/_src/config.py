@@ -56,7 +56,11 @@ class _GroupPolicy(str):
 
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
-  """The arguments of `ep_bootstrap`, with defaults resolved."""
+  """The arguments of `ep_bootstrap`, with defaults resolved.
+
+  Raises:
+    ValueError, TypeError: an argument is wrong by itself or with the others.
+  """
 
   name: str
   mesh: Mesh
