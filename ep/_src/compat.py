@@ -243,31 +243,28 @@ def run_once_in_remat(primitive: Primitive) -> None:
 
 
 def lower_to_python(
-  ctx: mlir.LoweringRuleContext, fn: Callable[..., None], *operands: Any
-) -> None:
-  """Lowers to a call of `fn` with a device's arrays, and to no results.
+  ctx: mlir.LoweringRuleContext, fn: Callable[..., Any], *operands: Any
+) -> Sequence[Any]:
+  """Lowers to a call of `fn` with a device's arrays, which returns others.
 
-  They are numpy arrays, which are valid until `fn` returns. Unlike in a
-  `jax.debug.callback`, nothing is put on a device on the way: that takes most
-  of the callback's time, and may wait for a thread which runs the callback.
-  Neither has the program an effect that JAX knows, for which it would launch it
-  from Python.
+  They are numpy arrays, and the arguments are valid until `fn` returns. What
+  uses a result waits for the call, and the program fails if it raises. Unlike
+  in a `jax.debug.callback`, nothing is put on a device on the way: that takes
+  most of the callback's time, and may wait for a thread which runs the
+  callback. Neither has the program an effect that JAX knows, for which it would
+  launch it from Python.
   """
-
-  def call(*args):
-    fn(*args)
-    return ()
-
-  mlir.emit_python_callback(
-    ctx.replace(avals_out=[]),
-    call,
+  results, *_ = mlir.emit_python_callback(
+    ctx,
+    fn,
     None,
     operands,
     ctx.avals_in,
-    [],
+    ctx.avals_out,
     has_side_effect=True,
     returns_token=False,
   )
+  return results
 
 
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
