@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures `ep.grouped_matmul` beside a dense matmul of the same rows.
 
+    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776
     taskset -c 0 bazel-bin/benchmarks/grouped_matmul
 
 The product and the gradients of rows and matrices, which take turns with those
 of one matrix for all rows, and of a batched einsum of equal slabs, which reads
-as many matrices. "Bytes" are the dense matmul and copies by NumPy: of each
-matrix into the cache twice, and from there into an array of gradients, which is
-as fresh as the results are. A program that overlaps neither could not be faster.
+as many matrices. "Bytes" is the dense matmul and after it copies by NumPy, of
+each matrix into a cache twice, and from a cache into as many new arrays. It is
+a floor for a program that does not read and compute at the same time.
 
-Results are freed after each run. Set the variables of docs/performance.md, "Fresh memory", or most
-of the time is that of the kernel, which makes pages for the gradients.
+Without these variables (docs/performance.md, "Fresh memory"), the results are
+new pages each time, and most of the time is the kernel's.
 """
 
 import functools
@@ -61,10 +62,7 @@ def _measure(experts: int) -> None:
     cached = np.empty_like(matrices[0])
     for matrix in itertools.chain(matrices, matrices):
       np.copyto(cached, matrix)
-    gradients = np.empty_like(matrices)
-    for gradient in gradients:
-      np.copyto(gradient, cached)
-    return gradients
+    return [cached.copy() for _ in matrices]
 
   def run(fn, *args):
     def both(rows, matrices, ct):
