@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from ep._src import ordered_sum, row_buffers
 
-_MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows; 64 and more were measured fastest
+_MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows
 _FIXED_HEIGHT = 64  # with segments
 
 
@@ -109,7 +109,7 @@ def apply(
   )
   tiles = _Tiles(0, sizes, num_rows, height)
 
-  # Results by their places among all.
+  # The keys are places in the list of results.
   rows, totals = {}, {}
   for i, (t, s) in enumerate(zip(types, sums, strict=True)):
     if s is None:
@@ -118,6 +118,7 @@ def apply(
       totals[i] = row_buffers.new((*sizes.shape, *t.shape), t.dtype)
 
   def update(tile, outs, slab):
+    """Updates rows and sums with a tile's; of segments, these are parts."""
     values = fn(
       tile,
       *(
@@ -132,14 +133,15 @@ def apply(
       for i, out in outs.items()
     }
 
-  def update_slab(slab, outs):
-    # The sums become zero right before terms are added, in time for a cache.
-    zeros = {i: jnp.zeros_like(types[i]) for i in totals}
-    zeroed = {i: _set_at(outs[i], x, slab) for i, x in zeros.items()}
-    return tiles.fold(update_tile, outs | zeroed, slab)
-
   def update_tile(tile, outs):
     return update(tile, outs, tile.slab)
+
+  def update_slab(slab, outs):
+    # Sums are zeroed right before terms are added, while they are in a cache.
+    zeroed = {
+      i: _set_at(outs[i], jnp.zeros_like(types[i]), slab) for i in totals
+    }
+    return tiles.fold(update_tile, outs | zeroed, slab)
 
   def sum_segments(slab, outs):
     zeros = {
@@ -332,14 +334,16 @@ def _add_at(array, value, place):
 
 
 def _height(num_rows, segments):
-  """Returns a tile's height, of which an average slab fills whole tiles.
+  """Returns a height of which most slabs fill one tile, or a few.
 
-  At random, few slabs have more rows than the average and two deviations.
+  If all slabs are equally likely for a row, few of them have more rows than the
+  average and two of its square roots, which are two standard deviations.
   """
   num_slabs, num_segments = segments.shape
   if num_segments:
     return _FIXED_HEIGHT
   average = num_rows // num_slabs
   most = average + 2 * math.isqrt(average)
-  height = -(-most // -(-most // _MAX_HEIGHT)) if most else 0
-  return min(max(-(-height // 8) * 8, _MIN_HEIGHT), num_rows)
+  num_tiles = max(-(-most // _MAX_HEIGHT), 1)
+  height = -(-most // (8 * num_tiles)) * 8  # a multiple of 8, as of vectors
+  return min(max(height, _MIN_HEIGHT), num_rows)
