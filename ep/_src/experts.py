@@ -80,6 +80,7 @@ def through_experts(
   *,
   weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
   beside: Callable[[], jax.Array] | None = None,
+  expected_rows: int | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums what comes back. Local view.
 
@@ -88,7 +89,9 @@ def through_experts(
   `weigh_moved` returns the weights of the experts [..., K] that they have got;
   without it, those of the candidates stay. `beside` computes an addend that
   does not depend on the exchange: it stands between dispatch and the experts,
-  so that XLA may run it while rows are under way.
+  so that XLA may run it while rows are under way. The experts round alike for
+  the same `expected_rows`, whatever the capacity is; None is what a rank gets
+  of these tokens if all get as much.
   """
   layer = dataclasses.replace(layer, tail="unspecified")
   handle = ep_prepare(layer, topk_idx, topk_weights)
@@ -97,7 +100,14 @@ def through_experts(
     if weigh_moved is not None:
       topk_weights = weigh_moved(topk_idx)
   out = exchange(
-    handle, experts, params, tokens, topk_idx, topk_weights, beside
+    handle,
+    experts,
+    params,
+    tokens,
+    topk_idx,
+    topk_weights,
+    beside,
+    expected_rows,
   )
   return out, handle
 
@@ -110,8 +120,11 @@ def exchange(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   beside: Callable[[], jax.Array] | None = None,
+  expected_rows: int | None = None,
 ) -> jax.Array:
   """Returns what `through_experts` does, for a routing that is prepared."""
+  if expected_rows is None:
+    expected_rows = topk_idx.size
   segments = None
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
@@ -119,7 +132,15 @@ def exchange(
   addend = None if beside is None else beside()
   with jax.named_scope("experts"):
     early = row_weights if experts.weigh == "early" else None
-    rows = _apply(experts, params, rows, early, handle, segments)
+    rows = _apply(
+      experts,
+      params,
+      rows,
+      early,
+      handle,
+      segments=segments,
+      expected_rows=expected_rows,
+    )
   weights = row_weights if experts.weigh == "late" else None
   out = ep_combine(handle, rows, weights=weights)
   return out if addend is None else out + addend
@@ -146,10 +167,11 @@ def _holds_token(handle):
   return inside.any(axis=1, keepdims=True)
 
 
-def _apply(experts, params, rows, weights, handle, segments):
+def _apply(experts, params, rows, weights, handle, **options):
   """Returns the experts' outputs, times `weights` unless these are None.
 
-  Rows after the last slab are neither read nor written.
+  Rows after the last slab are neither read nor written. The options are those
+  of `map_slabs`.
   """
 
   def matrices(names):
@@ -160,7 +182,7 @@ def _apply(experts, params, rows, weights, handle, segments):
 
   def map_slabs(fn, arrays, names):
     return used_rows.map_slabs(
-      fn, handle.group_sizes, arrays, matrices(names), segments=segments
+      fn, handle.group_sizes, arrays, matrices(names), **options
     )
 
   names = ["up", "gate"] if "w_gate" in params else ["up"]

@@ -87,6 +87,7 @@ def apply(
   is_matrix: Sequence[bool],
   sums: Sequence[Any],
   tail: str,
+  expected_rows: int | None = None,
 ) -> list[jax.Array]:
   """Returns what `fn(block, *operands)` makes of all blocks, in one loop.
 
@@ -94,12 +95,14 @@ def apply(
   its own matrix, rounded to the dtype of the first rows, in float32. A result
   is made of the rows [B, ...] of each block; or if `sums` has a dtype for it,
   it is the sum [L, F, G] of the float32 terms [F, G] of a slab's blocks. With
-  segments, rows and sums are made by a loop each.
+  segments, rows and sums are made by a loop each. Tiles fit slabs that have
+  `expected_rows` together, or C rows if it is None.
   """
   first = operands[list(is_matrix).index(False)]
   dtype, num_rows = first.dtype, first.shape[0]
   used = sizes.sum(dtype=jnp.int32)
-  height, num_segments = _height(num_rows, segments), segments.shape[1]
+  height = _height(expected_rows or num_rows, num_rows, segments)
+  num_segments = segments.shape[1]
   sources = [
     x if m else row_buffers.Reader(x, used)
     for x, m in zip(operands, is_matrix, strict=True)
@@ -333,7 +336,7 @@ def _add_at(array, value, place):
   )
 
 
-def _height(num_rows, segments):
+def _height(expected_rows, num_rows, segments):
   """Returns a height of which most slabs fill one tile, or a few.
 
   If all slabs are equally likely for a row, few of them have more rows than the
@@ -342,7 +345,7 @@ def _height(num_rows, segments):
   num_slabs, num_segments = segments.shape
   if num_segments:
     return _FIXED_HEIGHT
-  average = num_rows // num_slabs
+  average = expected_rows // num_slabs
   most = average + 2 * math.isqrt(average)
   num_tiles = max(-(-most // _MAX_HEIGHT), 1)
   height = -(-most // (8 * num_tiles)) * 8  # a multiple of 8, as of vectors

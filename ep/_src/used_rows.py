@@ -64,7 +64,7 @@ def map_used_rows(
   Returns:
     What `fn` returns, with C for B.
   """
-  return _map(_OfRows(fn), group_sizes, None, arrays, (), tail)
+  return _map(_OfRows(fn), group_sizes, None, arrays, (), tail, None)
 
 
 def map_slabs(
@@ -74,6 +74,7 @@ def map_slabs(
   matrices: Sequence[jax.Array],
   *,
   segments: jax.Array | None = None,
+  expected_rows: int | None = None,
 ) -> Any:
   """Returns `fn(slabs, *arrays, *matrices)`, one loop over slabs on CPUs.
 
@@ -89,11 +90,15 @@ def map_slabs(
     matrices: [L, F, G]. They are multiplied in the dtype of the first array; if
       their own is wider, CPUs do not round their gradients to it.
     segments: as in `grouped_matmuls`.
+    expected_rows: how many rows the slabs have together as a rule; None is C.
+      CPUs are fastest for so many. They round alike wherever it is the same,
+      whatever C is.
   """
-  return _map(fn, group_sizes, segments, arrays, matrices, "unspecified")
+  tail = "unspecified"
+  return _map(fn, group_sizes, segments, arrays, matrices, tail, expected_rows)
 
 
-def _map(fn, group_sizes, segments, arrays, matrices, tail):
+def _map(fn, group_sizes, segments, arrays, matrices, tail, expected_rows):
   if segments is None:
     segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
   operands = (*arrays, *matrices)
@@ -117,6 +122,7 @@ def _map(fn, group_sizes, segments, arrays, matrices, tail):
     is_matrix=is_matrix,
     sums=(None,) * jax.tree.structure(structure).num_leaves,
     tail=checked.tail(tail),
+    expected_rows=expected_rows,
   )
   return jax.tree.unflatten(jax.tree.structure(structure), outs)
 
@@ -228,8 +234,7 @@ def _replaced(values, places, new):
   return values
 
 
-def _apply(group_sizes, segments, *operands, fn, is_matrix, sums, tail):
-  del is_matrix
+def _apply(group_sizes, segments, *operands, fn, sums, tail, **_):
   outs = fn(_Slabs(group_sizes, segments, tail), *operands)
   num_used = group_sizes.sum()
   return [
@@ -238,11 +243,12 @@ def _apply(group_sizes, segments, *operands, fn, is_matrix, sums, tail):
   ]
 
 
-def _apply_on_cpu(group_sizes, segments, *operands, fn, is_matrix, sums, tail):
-  if not any(is_matrix) and not any(s is not None for s in sums):
-    return _apply_by_blocks(group_sizes, *operands, fn=fn, tail=tail)
-  kinds = is_matrix, sums
-  return tiles.apply(fn, group_sizes, segments, operands, *kinds, tail)
+def _apply_on_cpu(group_sizes, segments, *operands, fn, **params):
+  if not any(params["is_matrix"]) and not any(
+    s is not None for s in params["sums"]
+  ):
+    return _apply_by_blocks(group_sizes, *operands, fn=fn, tail=params["tail"])
+  return tiles.apply(fn, group_sizes, segments, operands, **params)
 
 
 def _apply_by_blocks(group_sizes, *arrays, fn, tail):
@@ -272,13 +278,15 @@ def _apply_by_blocks(group_sizes, *arrays, fn, tail):
 
 _map_p = compat.Primitive("ep_map_used_rows")
 _map_p.multiple_results = True
-compat.compile_eager(_map_p, ["fn", "is_matrix", "sums", "tail"])
+compat.compile_eager(
+  _map_p, ["fn", "is_matrix", "sums", "tail", "expected_rows"]
+)
 batch_sequentially(_map_p)
 
 
 @_map_p.def_abstract_eval
-def _types(sizes, segments, *avals, fn, is_matrix, sums, tail):
-  del segments, tail
+def _types(sizes, segments, *avals, fn, is_matrix, sums, **_):
+  del segments
   first = avals[is_matrix.index(False)]
   types = tiles.block_types(avals, is_matrix, first.shape[0])
   outs = jax.eval_shape(functools.partial(fn, tiles.Block()), *types)
@@ -305,7 +313,7 @@ def _jvp(primals, tangents, *, fn, is_matrix, **params):
 
 
 def _transpose(
-  cts, group_sizes, segments, *operands, fn, is_matrix, sums, tail
+  cts, group_sizes, segments, *operands, fn, is_matrix, sums, **params
 ):
   linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
   present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
@@ -328,7 +336,7 @@ def _transpose(
       fn=_Transposed(fn, linear, types, present, kinds.index(False)),
       is_matrix=kinds,
       sums=tuple(dtype if m else None for _, dtype, m in types),
-      tail=tail,
+      **params,
     )
     grads = _replaced(grads, linear, outs)
   return [None, None, *grads]
