@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of the processes that _ranks.py starts: LOCATION TASK FOLDER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import importlib
+import operator
+import os
+import pathlib
+import signal
+import sys
+import traceback
+
+import jax
+
+from ep import launch
+from ep.testing import _ranks
+from ep.testing._rules import begin, Bench, HIDDEN, RULES, TYPICAL, Variant
+from ep.testing._subjects import Subject
+
+
+def processes(subject: Subject) -> float:
+  """Checks a typical case of each rule that one process can run, too."""
+  bench, worst = Bench(subject), 0.0
+  for rule in RULES.values():
+    if rule.starts_ranks or rule.missing(subject):
+      continue
+    for variant in rule.variants(subject):
+      if variant.routing == TYPICAL or rule.name == "overflow":
+        worst = max(worst, rule.check(bench, variant))
+  return worst
+
+
+def disagreement(subject: Subject) -> float:
+  """Takes a step in which one process has another hidden size."""
+  hidden = HIDDEN * (1 + _is_odd())
+  _step(Bench(subject), Variant(subject.dtypes[0], hidden=hidden))
+  return 0.0
+
+
+def killed_rank(subject: Subject) -> float:
+  """Takes a step, kills one process, and takes another step."""
+  bench, variant = Bench(subject), Variant(subject.dtypes[0])
+  _step(bench, variant)
+  if _is_odd():
+    signal.raise_signal(signal.SIGKILL)
+  _step(bench, variant)
+  return 0.0
+
+
+def _is_odd() -> bool:
+  """Returns whether this is the process that dies or disagrees."""
+  return jax.process_index() == _ranks.PROCESSES - 1
+
+
+def _step(bench: Bench, variant: Variant) -> None:
+  """Runs the subject, and no collective besides its own."""
+  trial, oracle, rng = begin(bench, variant)
+  inputs = oracle.inputs(rng, "normal")
+  jax.block_until_ready(trial.start(oracle, inputs))
+
+
+_TASKS: dict[str, Callable[[Subject], float]] = {
+  "processes": processes,
+  "disagreement": disagreement,
+  "killed_rank": killed_rank,
+}
+
+
+def main(location: str, task: str, folder: str) -> None:
+  launch.initialize()
+  module, _, name = location.partition(":")
+  subject = operator.attrgetter(name)(importlib.import_module(module))
+  worst, error = 0.0, ""
+  try:
+    worst = _TASKS[task](subject)
+  except Exception as e:
+    traceback.print_exc()
+    error = f"{type(e).__name__}: {e}"
+  notes = pathlib.Path(folder)
+  _ranks.leave_note(notes, task, dict(worst=worst, error=error))
+  _ranks.wait_for_notes(notes, task, subject.limit_s)
+  os._exit(0)  # an orderly exit would wait for a process that has died
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
