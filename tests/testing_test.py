@@ -22,6 +22,6 @@ def _all_cases():
       yield case._replace(id=f"{subject.name}-{case.id}".replace(" ", "_"))
 
 
-@pytest.mark.parametrize("case", _all_cases())
+@pytest.mark.parametrize("case", list(_all_cases()))
 def test_conformance(case):
   case.check()

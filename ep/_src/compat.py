@@ -21,9 +21,6 @@ from jax._src import mesh as _mesh
 from jax._src.interpreters import batching as _batching
 from jax._src.lib.mlir.dialects import func as _func
 from jax.experimental import io_callback as io_callback
-from jax.experimental.multihost_utils import (
-  process_allgather as process_allgather,
-)
 from jax.extend.core import Literal
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad

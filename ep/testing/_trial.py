@@ -18,7 +18,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from ep._src import compat
 from ep.testing._compare import Expected
 from ep.testing._subjects import Setting
 
@@ -75,6 +74,9 @@ class Trial(abc.ABC):
     self._function = jax.jit(function)
     self._pullback = jax.jit(pullback)
     self._pushforward = jax.jit(pushforward)
+    self._replicate = jax.jit(
+      _as_integers, out_shardings=NamedSharding(setting.mesh, PartitionSpec())
+    )
 
   @abc.abstractmethod
   def oracle(self, topk_idx: np.ndarray) -> Oracle:
@@ -102,7 +104,12 @@ class Trial(abc.ABC):
 
   def finish(self, arrays: Any) -> Any:
     """Waits, and returns whole NumPy arrays on every process."""
-    return jax.tree.map(_whole, arrays)
+    if jax.process_count() == 1:
+      return jax.tree.map(np.asarray, arrays)
+    whole = self._replicate(arrays)
+    return jax.tree.map(
+      lambda bits, x: np.asarray(bits).view(x.dtype), whole, arrays
+    )
 
   def _place(self, *groups: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Splits the first two arrays of each group over the ranks.
@@ -117,12 +124,9 @@ class Trial(abc.ABC):
     return [(*map(split, x[:2]), *x[2:]) for x in groups]
 
 
-def _whole(x: jax.Array) -> np.ndarray:
-  if jax.process_count() == 1:
-    return np.asarray(x)
-  # A collective of integers leaves all bits as they are.
-  bits = jax.jit(
-    lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-  )(x)
-  gathered = np.asarray(compat.process_allgather(bits, tiled=True))
-  return gathered.view(x.dtype)
+def _as_integers(arrays):
+  """Returns the bits of arrays, which a collective leaves as they are."""
+  return jax.tree.map(
+    lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"),
+    arrays,
+  )
