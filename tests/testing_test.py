@@ -5,7 +5,6 @@ Where several processes run this file, the rules that start ranks do not run,
 and neither do subjects besides that of the platform's own backend.
 """
 
-
 import jax
 import pytest
 
