@@ -68,9 +68,10 @@ def compare(
     wrong, error = wrong & only, np.where(only, error, 0)
   if wrong.any():
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    values = f"{got[at]!s}, but the oracle has {want[at]!s}"
     off_by = f", off by {error[at]:.3g} ulps of {limit:g}" if limit else ""
     raise AssertionError(
-      f"{what}: {expected.where(at)} is {got[at]}, but the oracle has"
-      f" {want[at]}{off_by}; {wrong.sum()} of {wrong.size} values are wrong."
+      f"{what}: {expected.where(at)} is {values}{off_by}; {wrong.sum()} of"
+      f" {wrong.size} values are wrong."
     )
   return float(error.max(initial=0))

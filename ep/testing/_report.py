@@ -123,7 +123,11 @@ def _plan(
       for variant in rule.variants(subject):
         words = [rule.name, *([] if rule.starts_ranks else [str(variant)])]
         cases.append(Case("-".join(words), rule, bench, variant))
-      yield rule, cases, "" if cases else "not run: it needs several devices in one process"
+      yield (
+        rule,
+        cases,
+        "" if cases else "not run: it needs several devices in one process",
+      )
 
 
 def cases(subject: Subject, rules: Sequence[str] | None = None) -> list[Any]:

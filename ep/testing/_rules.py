@@ -230,7 +230,7 @@ def _aligned(transport: Transport) -> list[Variant]:
   _aligned,
   of=Transport,
   needs=lambda transport: max(transport.alignments) > 1,
-  declared_by="an alignment of more than 1",
+  declared_by="alignments=",
 )
 def padding(bench: Bench, variant: Variant) -> float:
   """Slabs are padded to the alignment, by rows and weights of zero."""
@@ -348,7 +348,7 @@ def _too_small(transport: Transport) -> list[Variant]:
   _too_small,
   of=Transport,
   needs=lambda transport: transport.overflow is not None,
-  declared_by='overflow="error" or "drop"',
+  declared_by="overflow=",
 )
 def overflow(bench: Bench, variant: Variant) -> float:
   """Too many rows for a rank are an error, or dropped with their gradients."""
