@@ -237,6 +237,14 @@ def ignores_the_overflow(setting, dispatch, combine):
   return dispatch, combine
 
 
+@_breaks("overflow", "^NotImplementedError: dispatch", overflow="error")
+def always_fails(setting, dispatch, combine):
+  def failing(*args):
+    raise NotImplementedError("dispatch")
+
+  return failing, combine
+
+
 @_breaks("overflow", f"^tokens: {TOKEN}")
 def gives_dropped_choices_the_last_row(setting, dispatch, combine):
   roomy = dataclasses.replace(setting, capacity=8 * setting.capacity)

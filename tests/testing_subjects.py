@@ -178,6 +178,7 @@ ONE_HOT = Layer(
   name="GShard's one-hot layer",
   build=_one_hot,
   expert=_swiglu,
+  dtypes=("float32", "bfloat16"),
   gradients=True,
   jvp=True,
 )

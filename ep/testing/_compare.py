@@ -17,13 +17,12 @@ class Expected(NamedTuple):
 
   Attributes:
     value: in the dtype that the result must have.
-    magnitude: of its shape, or one number: the sum of the magnitudes of the
-      terms of each value.
+    unit: of a `Tolerance`, for each value or for all.
     where: returns the words that name the value at an index.
   """
 
   value: np.ndarray
-  magnitude: np.ndarray
+  unit: np.ndarray | float
   where: Callable[[tuple[int, ...]], str]
 
 
@@ -57,11 +56,8 @@ def compare(
       if jnp.issubdtype(got.dtype, jnp.floating) and not nan_bits:
         wrong &= ~(np.isnan(got) & np.isnan(want))
     else:
-      unit = float(jnp.finfo(got.dtype).eps) * expected.magnitude.astype(float)
       off = abs(got.astype(float) - want.astype(float))
-      error = np.where(
-        off == 0, 0, off / np.maximum(unit, np.finfo(float).tiny)
-      )
+      error = off / np.maximum(expected.unit, np.finfo(float).tiny)
       wrong = ~(error <= limit)  # NaN is wrong, too
   if only is not None:
     only = only.reshape(*only.shape, *[1] * (wrong.ndim - only.ndim))

@@ -80,13 +80,17 @@ class DenseOracle(Oracle):
     )
     expected = {
       "tokens": self._tokens(tokens),
-      "weights": _expected(weights, np.dtype("float32"), self._where_choice),
+      "weights": self._expected(
+        weights, np.dtype("float32"), self._where_choice
+      ),
     }
     leaves, _ = jax.tree.flatten_with_path(params)
     given = jax.tree.leaves(inputs[2])
     for (path, leaf), like in zip(leaves, given, strict=True):
       name = "params" + jax.tree_util.keystr(path)
-      expected[name] = _expected(leaf, like.dtype, lambda at: f"index {at}")
+      expected[name] = self._expected(
+        leaf, like.dtype, lambda at: f"index {at}"
+      )
     return expected
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
@@ -97,11 +101,16 @@ class DenseOracle(Oracle):
 
   def _tokens(self, x):
     setting = self._trial.setting
-    return _expected(
+    return self._expected(
       x,
       setting.dtype,
       lambda at: f"{where_token(setting, self.route[0], at)}, column {at[1]}",
     )
+
+  def _expected(self, x, dtype, where):
+    x = np.asarray(x)
+    eps = float(jnp.finfo(self._trial.setting.dtype).eps)
+    return Expected(x.astype(dtype), eps * abs(x).max(initial=0), where)
 
   def _where_choice(self, at):
     token = where_token(self._trial.setting, self.route[0], at)
@@ -116,8 +125,3 @@ def _precisely(fn, *args):
   """Calls `fn` without TF32 and the like."""
   with jax.default_matmul_precision("highest"):
     return fn(*args)
-
-
-def _expected(x, dtype, where):
-  x = np.asarray(x)
-  return Expected(x.astype(dtype), np.asarray(abs(x).max(initial=0)), where)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import importlib
 import operator
 import os
@@ -11,43 +12,56 @@ import pathlib
 import signal
 import sys
 import traceback
+from typing import Any
 
 import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._rules import begin, Bench, HIDDEN, RULES, TYPICAL, Variant
+from ep.testing._rules import (
+  begin,
+  Bench,
+  error_of,
+  HIDDEN,
+  RULES,
+  TYPICAL,
+  Variant,
+)
 from ep.testing._subjects import Subject
 
+# What a process saw, for _ranks.py.
+Note = dict[str, Any]
 
-def processes(subject: Subject) -> float:
+
+def processes(subject: Subject) -> Note:
   """Checks one routing of each rule that one process can run, too."""
   bench, worst = Bench(subject), 0.0
   for rule in RULES.values():
-    if rule.starts_ranks or rule.missing(subject):
+    if rule.starts_ranks or rule.left_out(subject):
       continue
     variants = list(rule.variants(subject))
     chosen = [x for x in variants if x.routing == TYPICAL] or variants
     for variant in chosen[:1]:
       worst = max(worst, rule.check(bench, variant))
-  return worst
+  return dict(worst=worst)
 
 
-def disagreement(subject: Subject) -> float:
-  """Takes a step in which one process has another hidden size."""
-  hidden = HIDDEN * (1 + _is_odd())
-  _step(Bench(subject), Variant(subject.dtypes[0], hidden=hidden))
-  return 0.0
+def disagreement(subject: Subject) -> Note:
+  """Takes a step, and another in which one process has another hidden size."""
+  variant = Variant(subject.dtypes[0])
+  _step(Bench(subject), variant)
+  other = dataclasses.replace(variant, hidden=HIDDEN * (1 + _is_odd()))
+  # All processes build the subject again.
+  return dict(error=error_of(lambda: _step(Bench(subject), other)))
 
 
-def killed_rank(subject: Subject) -> float:
+def killed_rank(subject: Subject) -> Note:
   """Takes a step, kills one process, and takes another step."""
   bench, variant = Bench(subject), Variant(subject.dtypes[0])
   _step(bench, variant)
   if _is_odd():
     signal.raise_signal(signal.SIGKILL)
-  _step(bench, variant)
-  return 0.0
+  return dict(error=error_of(lambda: _step(bench, variant)))
 
 
 def _is_odd() -> bool:
@@ -62,7 +76,7 @@ def _step(bench: Bench, variant: Variant) -> None:
   jax.block_until_ready(trial.start(oracle, inputs))
 
 
-_TASKS: dict[str, Callable[[Subject], float]] = {
+_TASKS: dict[str, Callable[[Subject], Note]] = {
   "processes": processes,
   "disagreement": disagreement,
   "killed_rank": killed_rank,
@@ -73,14 +87,16 @@ def main(location: str, task: str, folder: str) -> None:
   launch.initialize()
   module, _, name = location.partition(":")
   subject = operator.attrgetter(name)(importlib.import_module(module))
-  worst, error = 0.0, ""
+  note: Note = dict(failure="")
   try:
-    worst = _TASKS[task](subject)
-  except Exception as e:
+    note |= _TASKS[task](subject)
+  except AssertionError as error:
+    note = dict(failure=str(error))
+  except Exception as error:  # of the subject, where it should not fail
     traceback.print_exc()
-    error = f"{type(e).__name__}: {e}"
+    note = dict(failure=f"{type(error).__name__}: {error}")
   notes = pathlib.Path(folder)
-  _ranks.leave_note(notes, task, dict(worst=worst, error=error))
+  _ranks.leave_note(notes, task, note)
   _ranks.wait_for_notes(notes, task, subject.limit_s)
   os._exit(0)  # an orderly exit would wait for a process that has died
 

@@ -33,7 +33,8 @@ def run(subject: Subject, task: str) -> dict[int, Any]:
   The last process of "killed_rank" leaves none.
 
   Raises:
-    AssertionError: another process left no note in time.
+    AssertionError: another process left no note in time, or failed where it
+      should not.
   """
   assert subject.location is not None
   with tempfile.TemporaryDirectory() as name:
@@ -56,10 +57,14 @@ def run(subject: Subject, task: str) -> dict[int, Any]:
           f" {subject.limit_s:g} s; its log ends in:\n"
           + "\n".join(log.splitlines()[-_LINES:])
         )
-    return {
+    found = {
       process: json.loads(note.read_text())
       for process, note in _notes(folder, task).items()
     }
+  for note in found.values():
+    if note["failure"]:
+      raise AssertionError(note["failure"])
+  return found
 
 
 def leave_note(folder: pathlib.Path, task: str, note: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ class Line:
 
   Attributes:
     rule: its name.
+    sentence: what it demands.
     cases: how many were run.
     worst: the largest error of them, in units of a `Tolerance`.
     failures: what failed, by the id of the case.
@@ -54,6 +55,7 @@ class Line:
   """
 
   rule: str
+  sentence: str
   cases: int = 0
   worst: float = 0.0
   failures: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -92,8 +94,9 @@ class Report:
       worst = f"{line.worst:.2g}" if line.cases else ""
       cases = line.cases or ""
       lines.append(f"{line.rule:<16}{cases:>6}{worst:>7}  {line.result}")
-    for id, failure in self.failures.items():
-      lines += ["", f"{id}:", textwrap.indent(failure, "  ")]
+    for line in self.lines:
+      for id, failure in line.failures.items():
+        lines += ["", id, f"  {line.sentence}", textwrap.indent(failure, "  ")]
     return "\n".join(lines)
 
 
@@ -113,9 +116,9 @@ def _plan(
   """Yields each rule with its cases, or with why there are none."""
   bench = Bench(subject)
   for rule in _chosen(rules):
-    missing = rule.missing(subject)
-    if missing:
-      yield rule, [], f"not declared: {missing}"
+    why_not = rule.left_out(subject)
+    if why_not:
+      yield rule, [], why_not
     elif rule.starts_ranks and jax.process_count() > 1:
       yield rule, [], "not run: this process is one of several ranks"
     else:
@@ -195,4 +198,4 @@ def _line(rule: Rule, cases: Sequence[Case], why_not: str) -> Line:
       failures[case.id] = str(error)
     except Exception as error:  # of the subject
       failures[case.id] = f"{type(error).__name__}: {error}"
-  return Line(rule.name, len(cases), worst, failures, why_not)
+  return Line(rule.name, rule.sentence, len(cases), worst, failures, why_not)

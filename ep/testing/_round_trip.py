@@ -231,9 +231,10 @@ class RoundTripOracle(Oracle):
     value, magnitude = fn(*args), fn(*jax.tree.map(np.abs, args))
     return self._expected(value, self._where_token, magnitude)
 
-  def _expected(self, value, where, magnitude=None):
-    magnitude = value if magnitude is None else magnitude
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (value, magnitude)]
+  def _expected(self, value, where, magnitude=0):
+    eps = float(jnp.finfo(self._setting.dtype).eps)
+    unit = eps * np.broadcast_to(magnitude, value.shape).astype(np.float64)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (value, unit)]
     return Expected(*flat, where)
 
   def _by_rank(self, x):

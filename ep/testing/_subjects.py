@@ -24,9 +24,9 @@ class Tolerance:
   adds in another order, or in steps, rounds otherwise. The kit counts one
   rounding for each of the `K` terms, for each of the `P` ranks that may hold a
   partial sum, and for the result, so a value may be off by `ulps * (K + P + 1)`
-  units. A unit is the machine epsilon of the result's dtype times the sum of
-  the magnitudes of the terms. For a `Layer`, whose terms the kit does not know,
-  it is the epsilon times the largest magnitude of the array.
+  units. A unit is the machine epsilon of the tokens' dtype times the sum of the
+  magnitudes of the terms or, for a `Layer`, whose terms the kit does not know,
+  times the largest magnitude of the array.
 
   Attributes:
     ulps: units for each rounding; 0 demands the oracle's bits.
