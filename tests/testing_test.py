@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import ep
-from testing_subjects import SUBJECTS
+from testing_subjects import ONE_HOT, PADDED, SUBJECTS
 
 
 def _all_cases():
@@ -24,3 +24,30 @@ def _all_cases():
 @pytest.mark.parametrize("case", list(_all_cases()))
 def test_conformance(case):
   case.check()
+
+
+def test_cases_are_named_and_what_is_not_declared_has_a_reason():
+  params = {case.id: case for case in ep.testing.cases(PADDED)}
+  assert "gradients-float32-to_one_expert" in params
+  assert "rows-bfloat16-with_unused_choices" in params
+  reasons = {
+    name: case.marks[0].kwargs["reason"]
+    for name, case in params.items()
+    if case.marks
+  }
+  assert reasons["overflow"] == "not declared: overflow="
+  assert reasons["killed_rank"].startswith("not declared: location=")
+  of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
+  assert of_layer["rows"][0].kwargs["reason"] == "only for a Transport"
+
+
+def test_an_unknown_rule_is_refused():
+  with pytest.raises(
+    ValueError, match="no rule row; the rules are sizes, rows"
+  ):
+    ep.testing.check(PADDED, ["row"])
+
+
+def test_a_report_without_cases_is_no_pass():
+  report = ep.testing.check(PADDED, ["overflow"])
+  assert not report.passed and not report.failures
