@@ -45,6 +45,7 @@ LAYERS = [
 TESTING = [
   {"_rank", "_report"},
   {"_rules"},
+  {"_bench"},
   {"_dense"},
   {"_round_trip"},
   {"_ranks", "_trial"},

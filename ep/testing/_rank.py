@@ -18,15 +18,8 @@ import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._rules import (
-  begin,
-  Bench,
-  error_of,
-  HIDDEN,
-  RULES,
-  TYPICAL,
-  Variant,
-)
+from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant
+from ep.testing._rules import error_of, RULES
 from ep.testing._subjects import Subject
 
 # What a process saw, for _ranks.py.
@@ -71,7 +64,7 @@ def _is_odd() -> bool:
 
 def _step(bench: Bench, variant: Variant) -> None:
   """Runs the subject, and no collective besides its own."""
-  trial, oracle, rng = begin(bench, variant)
+  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   jax.block_until_ready(trial.start(oracle, inputs))
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from ep.testing._rules import Bench, Rule, RULES, Variant
+from ep.testing._bench import Bench, Variant
+from ep.testing._rules import Rule, RULES
 from ep.testing._subjects import Subject
 
 

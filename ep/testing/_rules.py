@@ -15,96 +15,15 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 import numpy as np
 
 from ep.testing import _ranks
+from ep.testing._bench import Bench, TOKENS, TOP_K, TYPICAL, Variant
 from ep.testing._compare import compare
-from ep.testing._dense import LayerTrial
 from ep.testing._footprint import Footprint
-from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import draw, ROUTINGS
-from ep.testing._subjects import Layer, Setting, Subject, Transport
-from ep.testing._trial import Oracle, Trial
-
-TOKENS, HIDDEN, TOP_K = 5, 8, 3
-LOCAL_EXPERTS = 2  # of a rank, if there are several
-# It has unused choices, experts of any load, and tokens without any.
-TYPICAL = "with_unused_choices"
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-  """The sizes and the routing of a case.
-
-  Attributes:
-    dtype: of the tokens.
-    routing: a name in `ROUTINGS`.
-    ep_size: P; None stands for all devices.
-    alignment: of slabs.
-    capacity: C; None has room for every routing.
-    hidden: H.
-  """
-
-  dtype: str
-  routing: str = TYPICAL
-  ep_size: int | None = None
-  alignment: int = 1
-  capacity: int | None = None
-  hidden: int = HIDDEN
-
-  def __str__(self) -> str:
-    """Returns the words of a case's id."""
-    words = [self.dtype, self.routing]
-    if self.ep_size:
-      words.append(f"ep{self.ep_size}")
-    if self.alignment > 1:
-      words.append(f"alignment{self.alignment}")
-    return "-".join(words)
-
-  def setting(self) -> Setting:
-    """Returns the sizes with a mesh of this process's devices, or of all."""
-    size = self.ep_size or jax.device_count()
-    experts = LOCAL_EXPERTS * max(2, jax.device_count())
-    local = experts // size
-    worst = size * TOKENS * min(TOP_K, local) + local * (self.alignment - 1)
-    return Setting(
-      mesh=jax.make_mesh(
-        (size,),
-        ("ep",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:size],
-      ),
-      num_experts=experts,
-      top_k=TOP_K,
-      tokens=TOKENS,
-      hidden=self.hidden,
-      capacity=self.capacity or -(-worst // self.alignment) * self.alignment,
-      alignment=self.alignment,
-      dtype=np.dtype(jax.numpy.dtype(self.dtype)),
-    )
-
-
-class Bench:
-  """A subject, and what was built of it: one `Trial` for each setting."""
-
-  def __init__(self, subject: Subject):
-    self.subject = subject
-    self._trials: dict[Setting, Trial] = {}
-
-  def trial(self, setting: Setting) -> Trial:
-    """Builds the subject for a setting, unless it has been built already."""
-    if setting not in self._trials:
-      make: Callable[..., Trial]
-      make = LayerTrial if isinstance(self.subject, Layer) else RoundTrip
-      self._trials[setting] = make(self.subject, setting)
-    return self._trials[setting]
-
-  def limit(self, setting: Setting, numbers: str) -> float:
-    """Returns the limit of an error; sums of whole numbers have none."""
-    if numbers == "whole":
-      return 0
-    return self.subject.tolerance.limit(setting)
+from ep.testing._subjects import Subject, Transport
+from ep.testing._trial import Oracle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,18 +85,6 @@ def _rule(
   return add
 
 
-def begin(
-  bench: Bench, variant: Variant
-) -> tuple[Any, Any, np.random.Generator]:
-  """Returns a trial, the oracle of the routing, and a source of numbers."""
-  trial = bench.trial(variant.setting())
-  setting = trial.setting
-  rng = np.random.default_rng(list(variant.routing.encode()))
-  shape = setting.ep_size * setting.tokens, setting.top_k
-  idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
-  return trial, trial.oracle(idx.astype(np.int32)), rng
-
-
 def _observed(subject: Transport, oracle, received, inputs):
   """Returns the oracle, with rows in the order in which they came."""
   if subject.order == "any":
@@ -187,7 +94,7 @@ def _observed(subject: Transport, oracle, received, inputs):
 
 def _receive(bench: Bench, variant: Variant, numbers: str = "free"):
   """Returns what was received, what is expected, and the oracle."""
-  trial, oracle, rng = begin(bench, variant)
+  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, numbers)
   _, got = trial.forward(oracle, inputs)
   oracle = _observed(bench.subject, oracle, got, inputs)
@@ -267,7 +174,7 @@ def special_values(bench: Bench, variant: Variant) -> float:
 @_rule()
 def output(bench: Bench, variant: Variant) -> float:
   """Each token gets the sum of what its experts made of it."""
-  trial, oracle, rng = begin(bench, variant)
+  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   got, _ = trial.forward(oracle, inputs)
   limit = bench.limit(trial.setting, "normal")
@@ -282,7 +189,7 @@ def _most_aligned(transport: Transport) -> list[Variant]:
 @_rule(_most_aligned, of=Transport)
 def unread(bench: Bench, variant: Variant) -> float:
   """Rows that hold no token are never read: experts may make NaN of them."""
-  trial, oracle, rng = begin(bench, variant)
+  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   got, _ = trial.forward(oracle.poisoned(), inputs)
   limit = bench.limit(trial.setting, "normal")
@@ -311,13 +218,13 @@ def _check_pullback(bench, trial, oracle, rng) -> float:
 @_rule(needs=lambda subject: subject.gradients, declared_by="gradients=True")
 def gradients(bench: Bench, variant: Variant) -> float:
   """Reverse mode gives the gradients of tokens, weights and parameters."""
-  return _check_pullback(bench, *begin(bench, variant))
+  return _check_pullback(bench, *bench.begin(variant))
 
 
 @_rule(needs=lambda subject: subject.jvp, declared_by="jvp=True")
 def jvp(bench: Bench, variant: Variant) -> float:
   """Forward mode gives the derivative along tokens, weights and parameters."""
-  trial, oracle, rng = begin(bench, variant)
+  trial, oracle, rng = bench.begin(variant)
   numbers = oracle.numbers[0]
   inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
   got, _ = trial.pushforward(oracle, inputs, tangents)
@@ -341,7 +248,7 @@ def _too_small(transport: Transport) -> list[Variant]:
 )
 def overflow(bench: Bench, variant: Variant) -> float:
   """Too many rows for a rank are an error, or dropped with their gradients."""
-  trial, oracle, rng = begin(bench, variant)
+  trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   if bench.subject.overflow == "error":
     fitting = trial.oracle(np.full_like(oracle.route[0], -1))
@@ -405,7 +312,7 @@ GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 @_rule(_once)
 def soak(bench: Bench, variant: Variant) -> float:
   """Many steps of changing routings are all right, and use no more memory."""
-  trial, _, rng = begin(bench, variant)
+  trial, _, rng = bench.begin(variant)
   setting = trial.setting
   shape = setting.ep_size * setting.tokens, setting.top_k
   limit = bench.limit(setting, "normal")
