@@ -82,7 +82,6 @@ def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
 
 def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
   """Returns why a contender cannot take part here, or None if it can."""
-  platform = mesh.devices.flat[0].platform
   if name == NCCL_EP:
     return why_not("nccl", mesh) or nccl_ep.why_not()
   if name in EP:
@@ -92,8 +91,6 @@ def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
       BACKENDS[name].check_mesh(mesh, AXIS)
     except ValueError as error:
       return str(error)
-  if name == "ragged" and platform == "cpu":
-    return "XLA:CPU has no ragged-all-to-all"
   return None
 
 

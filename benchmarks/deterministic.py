@@ -10,23 +10,20 @@ one process, on every mesh of four ranks. Programs with and without
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from absl import app, flags
 import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import splits, timing
 import ep
 from ep import launch
 
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "runs that are timed", 1)
 _CONFIG = ep.MoEConfig(hidden=256, inner=512, num_experts=16, top_k=2)
 _TOKENS = 1024  # of a rank
-_AXES = ("dp", "ep")
 
 
 def main(argv) -> int:
@@ -34,39 +31,31 @@ def main(argv) -> int:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   if not launch.inside_launcher():
     return launch.launch(
-      [__file__, *sys.argv[1:]], num_processes=1, devices_per_process=4
+      [__file__, *sys.argv[1:]],
+      num_processes=1,
+      devices_per_process=splits.RANKS,
     )
   launch.initialize()
   print(f"jax {jax.__version__}, medians of {_ROUNDS.value}")
-  for shape in (4, 1), (2, 2), (1, 4):
-    mesh = jax.make_mesh(shape, _AXES, axis_types=(AxisType.Auto,) * 2)
-    with ep.ep_bootstrap(
-      mesh,
-      num_experts=_CONFIG.num_experts,
-      max_tokens_per_rank=_TOKENS,
-      hidden_dim=_CONFIG.hidden,
-      top_k=_CONFIG.top_k,
-      max_token_dtype=jnp.float32,
-    ) as group:
+  for shape in splits.SHAPES:
+    with splits.bootstrap(shape, _CONFIG, _TOKENS) as group:
       _measure(group)
   return 0
 
 
 def _measure(group: ep.EpGroup) -> None:
   """Prints the times and temporaries of both gradients on a mesh."""
-  mesh = group.mesh
   specs = ep.moe.partition_specs(_CONFIG)
   params = {
-    name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+    name: splits.put(group, np.asarray(x), specs[name])
     for name, x in ep.moe.init(jax.random.key(0), _CONFIG).items()
   }
-  x = jax.device_put(
-    jax.random.normal(jax.random.key(1), (4 * _TOKENS, _CONFIG.hidden)),
-    NamedSharding(mesh, PartitionSpec(_AXES)),
+  x = np.random.default_rng(1).normal(
+    size=(splits.RANKS * _TOKENS, _CONFIG.hidden)
   )
+  x = splits.put(group, x.astype(np.float32), PartitionSpec(group.token_axes))
   programs = {}
-  for kind in False, True:
-    config = dataclasses.replace(_CONFIG, deterministic=kind)
+  for kind, config in splits.both_kinds(_CONFIG).items():
     layer = config.layer(group)
 
     def loss(params, x, config=config, layer=layer):
@@ -79,18 +68,18 @@ def _measure(group: ep.EpGroup) -> None:
       kind: lambda run=run: jax.block_until_ready(run(params, x))
       for kind, run in programs.items()
     },
-    mesh,
+    group.mesh,
     rounds=_ROUNDS.value,
     warmup=2,
   )
-  plain, fixed = (np.median(seconds[kind]) for kind in (False, True))
+  plain, fixed = (np.median(seconds[kind]) for kind in programs)
   memory = [
     run.memory_analysis().temp_size_in_bytes / 1e6 for run in programs.values()
   ]
-  shape = " x ".join(str(mesh.shape[axis]) for axis in _AXES)
   print(
-    f"{shape}: {plain * 1e3:.0f} ms, deterministic {fixed * 1e3:.0f} ms,"
-    f" {fixed / plain:.2f} x; temporaries {memory[0]:.0f} -> {memory[1]:.0f} MB"
+    f"{splits.title(group)}: {plain * 1e3:.0f} ms, deterministic"
+    f" {fixed * 1e3:.0f} ms, {fixed / plain:.2f} x; temporaries"
+    f" {memory[0]:.0f} -> {memory[1]:.0f} MB"
   )
 
 

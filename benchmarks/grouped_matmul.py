@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures `ep.grouped_matmul` beside a dense matmul of the same rows.
 
+    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776
     taskset -c 0 bazel-bin/benchmarks/grouped_matmul
 
 The product and the gradients of rows and matrices, which take turns with those
 of one matrix for all rows, and of a batched einsum of equal slabs, which reads
-as many matrices.
+as many matrices. "Bytes" is the dense matmul and after it copies by NumPy, of
+each matrix into a cache twice, and from a cache into as many new arrays. It is
+a floor for a program that does not read and compute at the same time.
+
+Without these variables (docs/performance.md, "Fresh memory"), the results are
+new pages each time, and most of the time is the kernel's.
 """
+
+import functools
+import itertools
 
 from absl import app, flags
 import jax
@@ -49,6 +58,12 @@ def _measure(experts: int) -> None:
     slabs = rows.reshape(experts, -1, _INNER)
     return jnp.einsum("ecf,efg->ecg", slabs, matrices).reshape(ct.shape)
 
+  def copy(matrices):
+    cached = np.empty_like(matrices[0])
+    for matrix in itertools.chain(matrices, matrices):
+      np.copyto(cached, matrix)
+    return [cached.copy() for _ in matrices]
+
   def run(fn, *args):
     def both(rows, matrices, ct):
       out, vjp = jax.vjp(fn, rows, matrices)
@@ -60,6 +75,7 @@ def _measure(experts: int) -> None:
   seconds = timing.take_turns(
     {
       "dense": run(jnp.matmul, rows, matrices[0], ct),
+      "bytes": functools.partial(copy, np.asarray(matrices)),
       "einsum": run(einsum, rows, matrices, ct),
       "grouped": run(grouped, rows, matrices, ct),
     },
@@ -68,9 +84,12 @@ def _measure(experts: int) -> None:
     warmup=2,
     clock=_CLOCK.value,
   )
-  dense, *others = (np.median(x) for x in seconds.values())
-  ratios = zip(("einsum", "grouped"), others, strict=True)
-  text = ", ".join(f"{name} {time / dense:.2f} x" for name, time in ratios)
+  times = {name: np.median(x) for name, x in seconds.items()}
+  times["bytes"] += times["dense"]
+  dense = times.pop("dense")
+  text = ", ".join(
+    f"{name} {time / dense:.2f} x" for name, time in times.items()
+  )
   print(f"E = {experts}: dense {dense * 1e3:.1f} ms, {text}")
 
 

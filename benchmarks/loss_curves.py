@@ -12,8 +12,6 @@ runs are. Steps of layers with and without it take turns, for their cost.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import sys
 import zlib
 
@@ -21,10 +19,10 @@ from absl import app, flags
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 
-from benchmarks import report, timing
+from benchmarks import report, splits, timing
 from benchmarks.workload import AXIS
 import ep
 from ep import launch
@@ -35,9 +33,8 @@ _VIEW = flags.DEFINE_enum("view", "local", ["local", "global"], "of ep")
 _DTYPE = flags.DEFINE_enum(
   "dtype", "float32", ["float32", "bfloat16"], "of activations"
 )
-_LAYERS, _TOKENS, _RANKS = 2, 256, 4  # tokens of a rank
-_CONFIG = ep.MoEConfig(64, 128, 16, 2, shared_inner=32, deterministic=True)
-_MESHES = ((4, 1), (2, 2), (1, 4))
+_LAYERS, _TOKENS = 2, 256  # tokens of a rank
+_CONFIG = ep.MoEConfig(64, 128, 16, 2, shared_inner=32)
 _TURN = 10  # steps
 
 
@@ -49,27 +46,23 @@ def main(argv) -> int:
     return launch.launch(
       [__file__, *sys.argv[1:]],
       num_processes=processes,
-      devices_per_process=_RANKS // processes,
+      devices_per_process=splits.RANKS // processes,
     )
   launch.initialize()
-  configs = {
-    "plain": dataclasses.replace(_CONFIG, deterministic=False),
-    "deterministic": _CONFIG,
-  }
-  ranks = jax.make_mesh((_RANKS,), (AXIS,), axis_types=(AxisType.Auto,))
+  ranks = jax.make_mesh((splits.RANKS,), (AXIS,), axis_types=(AxisType.Auto,))
   first = {}
   is_same = True
-  for shape in _MESHES:
-    mesh = jax.make_mesh(shape, ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
-    with _bootstrap(mesh) as group:
-      runs = {name: _Run(group, config) for name, config in configs.items()}
+  for shape in splits.SHAPES:
+    with splits.bootstrap(shape, _CONFIG, _TOKENS) as group:
+      kinds = splits.both_kinds(_CONFIG)
+      runs = {name: _Run(group, config) for name, config in kinds.items()}
       times = timing.take_turns(
         runs, ranks, rounds=_STEPS.value // _TURN - 1, warmup=1, clock="cpu"
       )
     records = {name: {"seconds": s} for name, s in times.items()}
     ratio = report.ratio(records["deterministic"], records["plain"])
     if jax.process_index() == 0:
-      print(f"{shape[0]} x {shape[1]}: deterministic takes {ratio:.2f} x the")
+      print(f"{splits.title(group)}: deterministic takes {ratio:.2f} x the")
       print("  CPU time of a plain step; differs from the first mesh in")
     for name, run in runs.items():
       losses = np.array(run.losses)
@@ -82,46 +75,30 @@ def main(argv) -> int:
   return 0 if is_same else 1
 
 
-def _bootstrap(mesh):
-  return ep.ep_bootstrap(
-    mesh,
-    axis_name="ep",
-    num_experts=_CONFIG.num_experts,
-    max_tokens_per_rank=_TOKENS,
-    hidden_dim=_CONFIG.hidden,
-    top_k=_CONFIG.top_k,
-    max_token_dtype=jnp.float32,
-  )
-
-
 class _Run:
   """A training run, which goes on for some steps in each call."""
 
   def __init__(self, group, config):
     self.losses = []
-    mesh, tokens = group.mesh, PartitionSpec(group.token_axes)
+    self._group, self._random = group, np.random.default_rng(0)
     specs = ep.moe.partition_specs(config, "ep", lead=1)
-    self._place = functools.partial(_to_global, mesh)
-    self._tokens, self._random = tokens, np.random.default_rng(0)
-    self._step = _compile(group, config, specs, tokens)
+    self._tokens = PartitionSpec(group.token_axes)
+    self._step = _compile(group, config, specs, self._tokens)
     keys = jax.random.split(jax.random.key(0), _LAYERS)
     params = jax.vmap(lambda key: ep.moe.init(key, config))(keys)
-    params = jax.tree.map(np.asarray, params)
-    self._params = {n: self._place(p, specs[n]) for n, p in params.items()}
+    self._params = {
+      name: splits.put(group, np.asarray(p), specs[name])
+      for name, p in params.items()
+    }
 
   def __call__(self):
     losses = []
     for _ in range(_TURN):
-      x = self._random.normal(size=(_RANKS * _TOKENS, _CONFIG.hidden))
-      x = self._place(x.astype(np.float32), self._tokens)
+      x = self._random.normal(size=(splits.RANKS * _TOKENS, _CONFIG.hidden))
+      x = splits.put(self._group, x.astype(np.float32), self._tokens)
       loss, self._params = self._step(self._params, x)
       losses.append(loss.block_until_ready())
     self.losses += map(np.asarray, losses)
-
-
-def _to_global(mesh, array, spec):
-  sharding = NamedSharding(mesh, spec)
-  return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
 
 
 def _compile(group, config, specs, tokens):
@@ -147,7 +124,7 @@ def _compile(group, config, specs, tokens):
       return y + out, metrics.aux_loss
 
     y, balance = lax.scan(block, x, params)
-    size = _RANKS * _TOKENS * _CONFIG.hidden
+    size = splits.RANKS * _TOKENS * _CONFIG.hidden
     return distance(y, x[:, ::-1]) / size + 1e-2 * balance.mean()
 
   def step(params, x):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contender with XLA's ragged_all_to_all, which XLA:CPU does not have.
+"""A contender with `ep.lax.ragged_all_to_all`, which is JAX's but on CPUs.
 
 It sends one slice for each expert, directly into the expert's slab.
 """
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.padded import scale, sort_choices, starts, take, take_sum
 from benchmarks.workload import AXIS, Layout
+import ep
 
 
 class Ragged:
@@ -61,7 +62,7 @@ class Ragged:
     return self._to_slots(handle, tokens[token])
 
   def _to_slots(self, handle, rows):
-    return lax.ragged_all_to_all(
+    return ep.lax.ragged_all_to_all(
       rows,
       jnp.zeros((self._layout.capacity, *rows.shape[1:]), rows.dtype),
       handle["run_here"],
@@ -74,7 +75,7 @@ class Ragged:
   def _to_home(self, handle, rows):
     # The rows of unused choices are zero here and stay zero.
     size = handle["order"].shape
-    return lax.ragged_all_to_all(
+    return ep.lax.ragged_all_to_all(
       rows,
       jnp.zeros((*size, *rows.shape[1:]), rows.dtype),
       handle["slab_here"],

@@ -9,6 +9,7 @@ from ep._src import jax_version as _jax_version  # noqa: F401, fails first
 # isort: split
 
 from ep import debug as debug
+from ep import lax as lax
 from ep import moe as moe
 from ep import presets as presets
 from ep._src import public as _public

@@ -160,6 +160,13 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
   handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
   with pytest.raises(TypeError, match="resize: mesh cannot change.*hidden_dim"):
     ep.resize(old, mesh=mesh)
+  for sizes, words in [
+    (dict(hidden_dim=0), "hidden_dim = 0, but it must be positive"),
+    (dict(top_k=E + 1), "a layer of only defaults fails: .*top_k = 9"),
+    (dict(max_token_dtype=jnp.int8), "max_token_dtype = int8"),
+  ]:
+    with pytest.raises(ValueError, match=words):
+      ep.resize(old, **sizes)
   assert_same(program(*inputs), want)
 
   with ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H) as group:

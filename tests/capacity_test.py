@@ -9,7 +9,7 @@ import pytest
 
 from conftest import make_mesh
 import ep
-from ep._src import record_files
+from ep._src import record_files, reference
 from ep.testing._routings import draw
 from groups import BACKEND, E, has_no_limits, K, layer, T
 from oracle import make_oracle
@@ -28,21 +28,37 @@ def routings():
 
 def dropped(a_layer, capacity, topk_idx):
   """Returns how many choices each rank drops, by the oracle."""
-
-  def kept(rows):
-    sized = dataclasses.replace(
-      a_layer, recv_capacity_per_rank=rows, overflow="drop"
+  P, L = a_layer.ep_size, a_layer.num_local_experts
+  counts = []
+  for ids in topk_idx.reshape(-1, P, T, K):
+    assigned = reference.assign(
+      ids,
+      np.ones(ids.shape),
+      top_k=K,
+      num_experts=E,
+      capacity=capacity,
+      alignment=a_layer.alignment,
+      drop_by=a_layer.drop_by,
     )
-    return np.asarray(make_oracle(sized, topk_idx).sizes()[1]).sum(1)
-
-  return kept(None) - kept(capacity)
+    lost = ids[(ids >= 0) & (assigned < 0)]
+    counts.append(np.bincount(lost, minlength=E).reshape(P, L).sum(axis=1))
+  return np.concatenate(counts)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.05])
-@pytest.mark.parametrize("mesh, alignment", [("ep4", 1), ("dp2_ep2", 4)])
-def test_drops_are_those_of_the_contract(mesh, alignment, limit):
+@pytest.mark.parametrize(
+  "mesh, alignment, drop_by",
+  [
+    ("ep4", 1, "slot"),
+    ("ep4", 1, "weight"),
+    ("dp2_ep2", 4, "slot"),
+    ("dp2_ep2", 4, "fair"),
+    ("dp4_ep1", 3, "fair"),
+  ],
+)
+def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
   """They are exact, and no smaller capacity has as few as asked for."""
-  a_layer = layer(mesh, alignment=alignment)
+  a_layer = layer(mesh, alignment=alignment, overflow="drop", drop_by=drop_by)
   steps = routings()
   got = ep.suggest_capacity(a_layer, steps, drop_probability=limit)
   total = sum((idx >= 0).sum() for idx in steps)
@@ -122,6 +138,9 @@ def test_what_cannot_be_asked():
     (routings(), "0", TypeError, "drop_probability = '0'"),
     ([np.full((4, K), E)], 0, ValueError, "ids in 8..8"),
     ([np.zeros((3, K), int)], 0, ValueError, "R = 4 ranks"),
+    ([np.zeros((4, K + 1), int)], 0, ValueError, "has 3 columns; pass the"),
+    ([np.zeros((4, K - 1), int)], 0, ValueError, "has 3 columns; pass the"),
+    ([np.int32(3)], 0, ValueError, r"shape \(\), but the layer \"moe\""),
   ]:
     with pytest.raises(error, match=f"suggest_capacity: .*{words}"):
       ep.suggest_capacity(layer(), steps, drop_probability=limit)

@@ -5,7 +5,7 @@ Worlds are named processes x devices of each. A test file runs in any of them:
 
     python -m pytest tests/foo_test.py                                    # 1x4
     python -m ep.launch --num_processes=4 -m pytest tests/foo_test.py     # 4x1
-    ./bazelw test //tests:foo_test_1x4_cpu //tests:foo_test_4x1_cpu
+    ./bazelw test //tests:foo_test_1x4_cpu //tests:foo_test_2x2_cpu
 
 Every process runs every test, so a test is an SPMD program: it builds the same
 numpy arrays everywhere (from a fixed seed), and takes every branch that leads
@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   option("--fuzz_cases", 300, 60)
   option("--fuzz_first", 0, 0)
   option("--fuzz_seed", 0, 0)
-  option("--lifetimes", 1000, 300)
+  option("--lifetimes", 600, 160)
   option("--load_rounds", 4, 4)
   option("--soak_steps", 3000, 3000, 100)
 

@@ -101,3 +101,21 @@ def test_other_layers_give_other_bits():
     for layout in ("dp4_ep1", "ep4")
   )
   assert any((a != b).any() for a, b in zip(first, second, strict=True))
+
+
+def test_a_checkpoint_that_keeps_the_routing_exchanges_no_counts_again():
+  """How many rows a rank has of each other one belongs to the routing."""
+  policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
+  mesh_group = group("ep4")
+  layer = CONFIG.layer(mesh_group)
+  params = ep.moe.init(jax.random.key(0), CONFIG)
+
+  def exchanges(**options):
+    @functools.partial(jax.checkpoint, **options)
+    def loss(params, x):
+      return ep.moe.apply(layer, CONFIG, params, x)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((R * 2, H)))
+    return str(jaxpr).count("all_to_all[")
+
+  assert (exchanges(), exchanges(policy=policy)) == (2, 1)

@@ -24,6 +24,11 @@ _VARIANTS = {
     ),
 }
 
+def _cores(world):
+    """Returns how many cores the test asks for; processes wait for each other."""
+    processes = int(world.split("x")[0])
+    return (processes + 1) // 2
+
 def _on_cpu(worlds, xla):
     """Returns (world, variant) of each test for the CPU."""
     return [(world, "cpu") for world in worlds] + [(world, "xla") for world in xla]
@@ -35,7 +40,7 @@ def _on_gpu(worlds, gpu):
 
 def ep_test(
         name,
-        worlds = ["1x4", "4x1"],
+        worlds = ["1x4", "2x2"],
         gpu = True,
         xla = [],
         smoke = [],
@@ -53,10 +58,11 @@ def ep_test(
 
     Args:
       name: of the suite, and of the file: <name>.py.
-      worlds: "4x1" stands for 4 processes with 1 device each. A test of plain
-        Python, or of one device, names one world. The ops are tested as 4x1;
-        what is built of them is as 2x2, since each process compiles all
-        programs.
+      worlds: "2x2" stands for 2 processes with 2 devices each, in which ranks
+        exchange rows both within a process and between two. Tests of what
+        processes do with each other name "4x1"; each process compiles all
+        programs, so that takes twice as long. A test of plain Python, or of one
+        device, names one world.
       gpu: whether the test makes sense on GPUs, as 4x1. If all its worlds have
         one process it does not run there.
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
@@ -92,7 +98,7 @@ def ep_test(
                 "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
                 "JAX_PLATFORMS": on.platform,
             },
-            tags = on.tags + ["cpu:" + world.split("x")[0]] +
+            tags = on.tags + ["cpu:{}".format(_cores(world))] +
                    (["smoke"] if suffix in smoke else []),
             deps = deps + on.deps + ["//tests:harness"],
             **kwargs

@@ -141,7 +141,7 @@ def test_work_is_linear_in_the_rows_used():
 
   for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
     sizes = jnp.int32(sizes)
-    tiles._for_each_tile(0, sizes, 1024, 128, step, 0)
+    tiles._Tiles(0, sizes, 1024, 128).fold(step, 0)
   jax.effects_barrier()
   assert steps == [0, 0, 3]  # the slab of each tile
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One program can use any number of layers and groups."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -139,3 +141,20 @@ def test_configs_are_values():
   assert hash(a) == hash(b)
   assert a != layer(top_k=2, name="b")
   assert a != layer("dp2_ep2", top_k=2, name="a")
+
+
+@pytest.mark.parametrize("bad", [-1, 2.5, True, "5"])
+def test_a_capacity_is_for_a_number_of_tokens(bad):
+  with pytest.raises((TypeError, ValueError), match="capacity_for: num_tokens"):
+    layer().capacity_for(bad)
+
+
+def test_a_replaced_layer_inherits_its_policy_anew():
+  """The policy of the group is lost in no `dataclasses.replace`."""
+  fails = ep.EpLayerConfig(group(drop_by="fair"))
+  drops = dataclasses.replace(fails, overflow="drop")
+  assert (fails.drop_by, drops.drop_by) == ("slot", "fair")
+  assert dataclasses.replace(drops, overflow="error") == fails
+  stated = ep.EpLayerConfig(fails.group, drop_by="slot")
+  assert dataclasses.replace(stated, overflow="drop").drop_by == "slot"
+  assert drops.fingerprint == dataclasses.replace(drops).fingerprint

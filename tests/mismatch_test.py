@@ -79,15 +79,16 @@ def test_other_numbers_of_tokens_without_a_limit():
     expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
-def test_other_sizes_of_a_group_that_is_resized():
-  """The old group is closed, and its name is free."""
-  mesh = make_mesh({"ep": RANKS})
-  group = bootstrap(mesh, name="resized")
-  with pytest.raises(ValueError) as error:
-    ep.resize(group, max_tokens_per_rank=either(8, 9))
-  expect_words(error, "max_tokens_per_rank = ", "8 on", "9", "same arguments")
-  assert not group.connection.is_open
-  ep.ep_finalize(bootstrap(mesh, name="resized"))
+@pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
+def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
+  """They are refused on every rank, and the group works as before."""
+  error_type = (ValueError, RuntimeError)
+  with pytest.raises(error_type, match="^(resize|ep_bootstrap): ") as error:
+    ep.resize(group, max_tokens_per_rank=either(odd, others))
+  words = ["9", "same arguments"] if odd else ["0, but it must be positive"]
+  expect_words(error, "max_tokens_per_rank = ", *words)
+  case = Case(ep.EpLayerConfig(group))
+  case.check(round_trip, case.tokens(), case.weights())
 
 
 def test_other_numbers_of_tokens(group):

@@ -475,6 +475,14 @@ def test_a_config_that_cannot_be(change, message):
     dataclasses.replace(PLAIN, name="moe_3", **change)
 
 
+def test_candidates_that_no_choice_can_move_to():
+  """A group may have the capacity that a config leaves open."""
+  config = dataclasses.replace(PLAIN, num_candidates=E)
+  with pytest.raises(ValueError, match="num_candidates = 8, but .* no choice"):
+    config.layer(group("ep4", backend="xla"))
+  config.layer(group("ep4", recv_capacity_per_rank=R * T * K))
+
+
 def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():
   """Their outputs would be added, though they are those of other tokens."""
   config = dataclasses.replace(PLAIN, tp_axis="dp")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ep
-from ep import debug, launch, moe, presets, testing
+from ep import debug, launch, lax, moe, presets, testing
 
 
 def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
@@ -143,6 +143,14 @@ def inspection(handle: ep.EpHandle, compiled: jax.stages.Compiled) -> None:
   assert_type(text, str)
   with contextlib.suppress(*ep.EpError):
     handle.group_sizes.block_until_ready()
+
+
+def ragged(rows: jax.Array, slices: jax.Array) -> None:
+  with lax.install():
+    out = lax.ragged_all_to_all(
+      rows, rows, slices, slices, slices, slices, axis_name=("dp", "ep")
+    )
+  assert_type(out, jax.Array)
 
 
 def ranks() -> int:

@@ -3,7 +3,6 @@
 
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from conftest import assert_shards_equal, make_mesh, to_global
 import ep
 from ep._src import record_files
 from ep.testing._routings import draw
-from groups import bootstrap, E, group, H, K, layer, spec, T
+from groups import BACKEND, bootstrap, E, group, H, K, layer, spec, T
 
 R, STEPS = 4, 3
 
@@ -356,7 +355,7 @@ def test_a_record_does_not_fit_every_layer(tmp_path):
 
 
 def test_a_record_that_cannot_be_made(folder, tmp_path):
-  """It is refused before a program runs, or told when the context is left."""
+  """It is refused before a program runs."""
   for arguments, words in [
     (dict(layers="moe"), r"pass \['moe'\]"),
     (dict(calls_per_step=2.5), "calls_per_step = 2.5"),
@@ -380,11 +379,65 @@ def test_a_record_that_cannot_be_made(folder, tmp_path):
   with pytest.raises(ValueError, match="holds a record already"):
     with ep.record(folder):
       pass
-  lost = tmp_path / "lost"
-  with pytest.raises(RuntimeError, match="cannot write to .*lost"):
-    with ep.record(lost):
-      jax.block_until_ready(sizes(idx))
-      shutil.rmtree(lost)
+
+
+@pytest.mark.skipif(
+  jax.process_count() > 1 and BACKEND == "xla",
+  reason="XLA's collectives wait for a process that has failed",
+)
+def test_files_that_cannot_be_written(tmp_path):
+  """A program of that process says so, and all other ranks have an error.
+
+  Of several processes, the last one has the failure.
+  """
+  is_hit = jax.process_index() == jax.process_count() - 1
+  lost, idx = tmp_path / "lost", ids()
+  words = "cannot write to .*lost" if is_hit else "rank|process"
+  with pytest.raises(ep.EpError, match=words) as left:
+    with (
+      bootstrap(make_mesh({"ep": 4})) as a_group,
+      ep.record(lost, flush_s=0.01),
+    ):
+      a_layer = ep.EpLayerConfig(a_group)
+      program = jax.jit(lambda idx: ep.ep_prepare(a_layer, idx).group_sizes)
+      idx = put(a_layer, idx)
+      jax.block_until_ready(program(idx))
+      if is_hit:
+        lost.rename(tmp_path / "moved")
+      for _ in range(10_000):
+        jax.block_until_ready(program(idx))
+  if is_hit:  # what the context says follows what the program said
+    inside = left.value.__context__
+    assert isinstance(inside, ep.EpError)
+    assert "cannot write to" in str(inside)
+
+
+def test_nothing_was_recorded(tmp_path):
+  """A warning says which layers there were, at the line of the user."""
+  a_layer = layer()
+  idx = put(a_layer, ids())
+  compiled = jax.jit(lambda i: ep.ep_prepare(a_layer, i)).lower(idx).compile()
+  for layers, words in [
+    (["moe_3"], r"layers = \['moe_3'\], but the context has traced \['moe'\]"),
+    (None, "before is not traced anew"),
+  ]:
+    with pytest.warns(UserWarning, match=words) as warned:
+      with ep.record(tmp_path, layers=layers):
+        jax.block_until_ready(compiled(idx))
+        if layers:
+          jax.block_until_ready(ep.ep_prepare(a_layer, idx))
+    assert warned[0].filename == __file__
+    assert not [*tmp_path.iterdir()]
+
+
+def test_one_of_two_writers_has_the_folder(tmp_path):
+  """Also if they begin at a time, and whether or not it has written yet."""
+  first = record_files.Writer(tmp_path, 0)
+  for _ in range(2):
+    with pytest.raises(ValueError, match="holds a record already"):
+      record_files.Writer(tmp_path, 0)
+    first.write(calls([0]))
+  record_files.Writer(tmp_path, 1).write(calls([0]))
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")

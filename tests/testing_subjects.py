@@ -183,9 +183,8 @@ ONE_HOT = Layer(
   jvp=True,
 )
 
-# Those that run on the platform. RAGGED is one of CPUs once there is an
-# ep.lax.ragged_all_to_all.
+# Those that run on the platform.
 SUBJECTS = {
-  "cpu": [HOST, XLA, PADDED, ONE_HOT],
+  "cpu": [HOST, XLA, PADDED, RAGGED, ONE_HOT],
   "gpu": [NCCL, PADDED, RAGGED, ONE_HOT],
 }

@@ -226,7 +226,8 @@ def test_slabs_multiply_wide_matrices_and_do_not_round_their_gradients(
 def test_nothing_touches_whole_arrays():
   """XLA:CPU converts bfloat16 arrays that a loop slices, or copies its buffers.
 
-  It would do so for all rows, whatever their number is.
+  It would do so for all rows, whatever their number is. And sums that are added
+  in a loop would come from memory twice if all of them were zeroed before it.
   """
   sizes = jnp.int32([100, 200])
 
@@ -245,6 +246,8 @@ def test_nothing_touches_whole_arrays():
   assert f"u16[{C},{F}]" in text
   assert f"f32[{C}," not in text
   assert not re.findall(rf"= u16\[{C},{F}\]\S* copy\(.*", text)
+  assert f"f32[2,{F},{F}]" in text
+  assert not re.findall(rf"= f32\[2,{F},{F}\]\S* (?:copy|broadcast)\(.*", text)
 
 
 def test_work_follows_the_used_rows():

@@ -11,7 +11,6 @@ import logging
 import re
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,32 +87,6 @@ def test_no_tokens():
 # --- Ragged exchanges --------------------------------------------------------
 
 
-def ragged_all_to_all(
-  operand,
-  output,
-  input_offsets,
-  send_sizes,
-  output_offsets,
-  recv_sizes,
-  *,
-  axis_name,
-):
-  """Emulates `lax.ragged_all_to_all`, which the CPU does not have."""
-  me = lax.axis_index(axis_name)
-  operands = lax.all_gather(operand, axis_name)
-  starts, sizes, places = (
-    lax.all_gather(x, axis_name)[:, me]
-    for x in (input_offsets, send_sizes, output_offsets)
-  )
-  for s in range(len(operands)):
-    row = jnp.arange(len(output)) - places[s]
-    mine = (row >= 0) & (row < sizes[s])
-    mine = mine.reshape(-1, *[1] * (output.ndim - 1))
-    rows = operands[s].at[starts[s] + row].get(mode="clip")
-    output = jnp.where(mine, rows, output)
-  return jnp.where((sizes == recv_sizes).all(), output, 1)
-
-
 @pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2"])
 @pytest.mark.parametrize(
   "options", [dict(), dict(recv_capacity_per_rank=12, overflow="drop")]
@@ -124,10 +97,10 @@ def test_ragged(monkeypatch, mesh, options):
     "platform_dependent",
     lambda *args, default, **_: default(*args),
   )
-  monkeypatch.setattr(xla_exchange.lax, "ragged_all_to_all", ragged_all_to_all)
   # With this name, no other test has compiled a program for the layer.
   case = Case(layer(mesh, name="ragged", **options), "skewed", whole=True)
-  case.check(everything, *case.inputs())
+  with ep.lax.install():
+    case.check(everything, *case.inputs())
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda", "rocm"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import numbers
 import operator
@@ -15,8 +16,12 @@ import jax
 
 INT32_MAX = 2**31 - 1
 
-# The folder of this package, with a separator at the end.
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+# The folder of this package, with a separator at the end, and the module that
+# leaves its contexts.
+_NOT_OF_USERS = (
+  os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+  contextlib.__file__,
+)
 
 
 def check(condition: bool, what: str, message: str) -> None:
@@ -114,7 +119,7 @@ def cannot_pickle(what: str, cure: str) -> TypeError:
 def warn(message: str) -> None:
   """Warns at the line of the user that called the package."""
   for level in itertools.count(1):
-    if not sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
+    if not sys._getframe(level).f_code.co_filename.startswith(_NOT_OF_USERS):
       return warnings.warn(message, stacklevel=level + 1)
 
 

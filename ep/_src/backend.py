@@ -220,6 +220,10 @@ class Backend(abc.ABC):
     """Raises `CannotServe` if it cannot serve the mesh. Not collective."""
 
   @abc.abstractmethod
+  def check_sizes(self, group: GroupConfig) -> None:
+    """Raises `ValueError` if it needs a size that the group leaves open."""
+
+  @abc.abstractmethod
   def probe(self) -> str:
     """Returns the native software that it would use in this process, or "".
 

@@ -37,8 +37,6 @@ NATIVE = {"cpu": "host", "gpu": "nccl"}
 # Usual names of axes along which tokens are replicated.
 _MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
 
-_DTYPES = ("float32", "bfloat16", "float16")
-
 _logger = logging.getLogger("ep")
 
 
@@ -52,8 +50,8 @@ def _close_all() -> None:
     stack.callback(native.close_released)
 
 
-def _connect(group: GroupConfig) -> EpGroup:
-  """Connects a group by the backend that it names."""
+def _check(group: GroupConfig) -> Backend:
+  """Returns the backend that a group names, if it can serve such a group."""
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
@@ -63,7 +61,12 @@ def _connect(group: GroupConfig) -> EpGroup:
     raise ValueError(
       f"ep_bootstrap: a layer of only defaults fails: {e}"
     ) from e
-  connection = chosen.connect(group)
+  return chosen
+
+
+def _connect(group: GroupConfig) -> EpGroup:
+  """Connects a group by the backend that it names."""
+  connection = _check(group).connect(group)
   connected = EpGroup(**vars(connection.group), connection=connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
@@ -162,80 +165,35 @@ def ep_bootstrap(
     RuntimeError: the processes cannot be connected.
     FileNotFoundError: the native library is missing.
   """
-  what = "ep_bootstrap"
-  sizes = dict(
+  arguments.check(
+    backend is None or backend in BACKENDS,
+    "ep_bootstrap",
+    f"backend = {backend!r}, but there are only"
+    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
+  )
+  if data_axes is None:
+    data_axes = tuple(a for a in mesh.axis_names if a != axis_name)
+    _warn_of_model_axes(mesh, data_axes)
+  group = GroupConfig(
+    name=name or "",
+    mesh=mesh,
+    axis_name=axis_name,
+    data_axes=tuple(data_axes),
+    num_experts=num_experts,
     max_tokens_per_rank=max_tokens_per_rank,
     hidden_dim=hidden_dim,
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
-  )
-  given = {field: n for field, n in sizes.items() if n is not None}
-  given |= dict(num_experts=num_experts, max_num_sms=max_num_sms)
-  for field, value in given.items():
-    sizes[field] = arguments.integer(what, field, value)
-  alignment = arguments.alignment(what, alignment)
-  timeout_s = arguments.seconds(what, "timeout_s", timeout_s)
-  arguments.check(
-    axis_name in mesh.axis_names,
-    what,
-    f"axis_name = {axis_name!r}, but the mesh has the axes {mesh.axis_names};"
-    " name one of them.",
-  )
-  others = tuple(a for a in mesh.axis_names if a != axis_name)
-  if data_axes is None:
-    _warn_of_model_axes(mesh, others)
-  data_axes = others if data_axes is None else tuple(data_axes)
-  arguments.check(
-    set(data_axes) <= set(others) and len(set(data_axes)) == len(data_axes),
-    what,
-    f"data_axes = {data_axes}, but they must be distinct axes of the mesh"
-    f" other than {axis_name!r}: {others}.",
-  )
-  ep_size = mesh.shape[axis_name]
-  arguments.check(
-    sizes["num_experts"] >= 1 and sizes["num_experts"] % ep_size == 0,
-    what,
-    f"num_experts = {num_experts}, but it must be a positive multiple of the"
-    f" EP size {ep_size} (mesh axis {axis_name!r}).",
-  )
-  for field in ("max_tokens_per_rank", "hidden_dim"):
-    arguments.check(
-      field not in given or sizes[field] > 0,
-      what,
-      f"{field} = {sizes[field]}, but it must be positive.",
-    )
-  arguments.check(
-    sizes["max_num_sms"] >= 0,
-    what,
-    f"max_num_sms = {max_num_sms}, but it must be 0 (automatic) or a positive"
-    " number of streaming multiprocessors.",
-  )
-  dtype = jnp.dtype(max_token_dtype)
-  arguments.check(
-    dtype.name in _DTYPES,
-    what,
-    f"max_token_dtype = {dtype.name}, but it must be one of {_DTYPES}.",
-  )
-  arguments.check(
-    backend is None or backend in BACKENDS,
-    what,
-    f"backend = {backend!r}, but there are only"
-    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
-  )
-
-  group = GroupConfig(
-    name=membership.group_name(mesh, name),
-    mesh=mesh,
-    axis_name=axis_name,
-    data_axes=data_axes,
-    max_token_dtype=dtype,
+    alignment=alignment,
+    max_token_dtype=jnp.dtype(max_token_dtype),
     overflow=overflow,
     drop_by=drop_by,
     backend=backend or "xla",
+    max_num_sms=max_num_sms,
     timeout_s=timeout_s,
-    alignment=alignment,
-    **sizes,
   )
+  # Only what is right takes a serial number.
+  group = dataclasses.replace(group, name=membership.group_name(mesh, name))
   return _connect(group) if backend else _connect_by_platform(group)
 
 
@@ -284,9 +242,10 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
       group = ep.resize(group, max_tokens_per_rank=8192)
       layer = cfg.layer(group)  # and trace the programs again
 
-  Collective: every process of the mesh calls it, with the same sizes. It closes
-  the group as `ep_finalize` does, before the new one allocates anything, and
-  then calls `ep_bootstrap` with the arguments of the old one and these sizes.
+  Collective: every process of the mesh calls it, with the same sizes. The
+  processes first agree on them. Then it closes the group as `ep_finalize` does,
+  before the new one allocates anything, and does what `ep_bootstrap` does with
+  the arguments of the old one and these sizes.
 
   With "nccl" a larger step needs it, because buffers have the sizes of the
   group. With "host" and "xla" it does the same, so that a program for GPUs runs
@@ -305,9 +264,9 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   Arrays, such as parameters, do not belong to a group, and stay as they are.
 
   Args:
-    group: an open group; it is closed whether or not the new one can be made.
-      Where it is a context manager, so must be the new one: `with
-      ep.resize(group, ...) as larger:`.
+    group: an open group. It stays open if the sizes are refused, and is closed
+      if the new one fails later, as for lack of memory. Where it is a context
+      manager, so must be the new one: `with ep.resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
       `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
       stay as they are, except for `recv_capacity_per_rank`: it belongs to the
@@ -317,10 +276,9 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
     The new group.
 
   Raises:
-    ValueError, RuntimeError: as `ep_finalize` and `ep_bootstrap` do, such as on
-      all processes if their sizes differ.
-    TypeError: a keyword is none of the sizes, and the group stays open; or a
-      size is no integer.
+    ValueError, TypeError, RuntimeError: on all processes, if a size of one is
+      wrong or their sizes differ; or as `ep_finalize` and `ep_bootstrap` do.
+    TypeError: a keyword is none of the sizes.
   """
   if unknown := sizes.keys() - Sizes.__annotations__.keys():
     raise TypeError(
@@ -329,7 +287,14 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
       " group and bootstrap another one."
     )
   group.connection.check_open("resize")
-  ep_finalize(group)
   fields = dataclasses.fields(GroupConfig)
   old = {field.name: getattr(group, field.name) for field in fields}
-  return ep_bootstrap(**{**old, "recv_capacity_per_rank": None, **sizes})
+
+  def propose():
+    new = GroupConfig(**{**old, "recv_capacity_per_rank": None, **sizes})
+    _check(new).check_sizes(new)
+    return new
+
+  new = membership.agree("resize", group, propose)
+  ep_finalize(group)
+  return _connect(new)

@@ -113,16 +113,24 @@ def suggest_capacity(
       )
 
   It counts in NumPy, on this process alone: the drops are those of
-  `overflow="drop"`, for this layer's ranks, experts and alignment, whatever its
-  capacity. Another EP size than the one that was recorded may be asked about.
-  Choices that moved are recorded where they went, as `ep.record` says: record
-  without candidates, to see all that is wanted.
+  `overflow="drop"`, for this layer's ranks, experts, alignment and `drop_by`,
+  whatever its capacity. They are exact, with two exceptions:
+
+  * `drop_by="weight"` with an alignment counts as "slot", because weights are
+    not looked at. On each rank these two differ by less than `alignment` rows
+    for each of its experts. Without an alignment, all policies drop as many.
+  * candidates: choices that find no room do not move, but are dropped. Those
+    that moved are recorded where they went, as `ep.record` says: record without
+    candidates, to see all that is wanted.
+
+  Another EP size than the one that was recorded may be asked about.
 
   Args:
     layer: an `EpLayerConfig`.
     routings: a folder of `ep.record` or what `ep.replay` made of it, of which
       all complete steps of the layer's name count; or arrays [R * n, ..., K] of
-      the global view, with values, one for each step.
+      the global view, with values, one for each step. Of [R * n, ..., M] with
+      the layer's candidates, the first K columns count.
     drop_probability: the largest fraction of choices that may be dropped, from
       0 to before 1. With 0, the capacity fits every step that was given, and
       `overflow="error"` would not have failed.
@@ -148,8 +156,16 @@ def suggest_capacity(
   if isinstance(routings, Replay):
     routings = routings.routings(layer)
   group, unit = layer.group, layer.alignment
+  columns = {layer.top_k, layer.num_candidates or layer.top_k}
   steps, most_tokens = [], 1
   for topk_idx in routings:
+    arguments.check(
+      np.ndim(topk_idx) > 0 and np.shape(topk_idx)[-1] in columns,
+      op,
+      f"topk_idx has shape {np.shape(topk_idx)}, but the layer"
+      f' "{layer.name}" has {" or ".join(map(str, sorted(columns)))} columns;'
+      " pass the routing of a layer with its top_k.",
+    )
     choices = loads.choices(  # not of further candidates
       op, topk_idx[..., : layer.top_k], group.num_experts, group.num_token_ranks
     )
@@ -167,8 +183,8 @@ def suggest_capacity(
   least = min(layer.num_local_experts * unit, layer.worst_case(num_tokens))
   total = max(tokens.sum(), 1)
 
-  def dropped(capacity):
-    return loads.dropped(tokens, unit, capacity)  # [S, R]
+  def dropped(capacity):  # [S, R]
+    return loads.dropped(tokens, unit, capacity, layer.drop_by == "fair")
 
   # Drops never grow with the capacity, so bisection finds the least one.
   too_small, enough = least // unit - 1, max(demand.max(), least) // unit

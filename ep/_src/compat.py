@@ -19,6 +19,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src.interpreters import batching as _batching
+from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.lib.mlir.dialects import func as _func
 from jax.experimental import io_callback as io_callback
 from jax.extend.core import Literal
@@ -160,6 +161,35 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   return lower_unchecked
 
 
+# These primitives have a lowering of ours. They are a part of the key of JAX's
+# caches, or JAX would go on to use what it lowered before.
+_replaced = jax.make_user_context(default_value=frozenset())
+
+
+def lower_instead(
+  primitive: Primitive, rule: Callable[..., Any], platform: str
+) -> Callable[[], None]:
+  """Gives a primitive of JAX a lowering; returns what undoes that.
+
+  The first call counts, until that is undone.
+  """
+  replaced = _replaced.get_global()
+  if primitive in replaced:
+    return lambda: None
+  rules = mlir._platform_specific_lowerings[platform]
+  rule_before = rules.get(primitive)
+  mlir.register_lowering(primitive, rule, platform)
+  _replaced.set_global(replaced | {primitive})
+
+  def undo():
+    del rules[primitive]
+    if rule_before is not None:
+      rules[primitive] = rule_before
+    _replaced.set_global(replaced)
+
+  return undo
+
+
 def next_position(ctx: mlir.LoweringRuleContext) -> int:
   """Returns the next number of the module being lowered.
 
@@ -181,6 +211,14 @@ def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
   module = ctx.module_context
   exported = module.lowering_parameters.for_export
   return not exported and module.get_backend(optional=True) is not None
+
+
+def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
+  """Returns whether a `shard_map` does, in which JAX cannot call Python."""
+  context = ctx.module_context.axis_context
+  if not isinstance(context, mlir.SPMDAxisContext):
+    return False
+  return context.manual_axes != frozenset(context.mesh.axis_names)
 
 
 def run_once_in_remat(primitive: Primitive) -> None:
@@ -205,31 +243,28 @@ def run_once_in_remat(primitive: Primitive) -> None:
 
 
 def lower_to_python(
-  ctx: mlir.LoweringRuleContext, fn: Callable[..., None], *operands: Any
-) -> None:
-  """Lowers to a call of `fn` with a device's arrays, and to no results.
+  ctx: mlir.LoweringRuleContext, fn: Callable[..., Any], *operands: Any
+) -> Sequence[Any]:
+  """Lowers to a call of `fn` with a device's arrays, which returns others.
 
-  They are numpy arrays, which are valid until `fn` returns. Unlike in a
-  `jax.debug.callback`, nothing is put on a device on the way: that takes most
-  of the callback's time, and may wait for a thread which runs the callback.
-  Neither has the program an effect that JAX knows, for which it would launch it
-  from Python.
+  They are numpy arrays, and the arguments are valid until `fn` returns. What
+  uses a result waits for the call, and the program fails if it raises. Unlike
+  in a `jax.debug.callback`, nothing is put on a device on the way: that takes
+  most of the callback's time, and may wait for a thread which runs the
+  callback. Neither has the program an effect that JAX knows, for which it would
+  launch it from Python.
   """
-
-  def call(*args):
-    fn(*args)
-    return ()
-
-  mlir.emit_python_callback(
-    ctx.replace(avals_out=[]),
-    call,
+  results, *_ = mlir.emit_python_callback(
+    ctx,
+    fn,
     None,
     operands,
     ctx.avals_in,
-    [],
+    ctx.avals_out,
     has_side_effect=True,
     returns_token=False,
   )
+  return results
 
 
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:

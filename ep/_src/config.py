@@ -22,6 +22,14 @@ from ep._src.meshes import Mesh
 _OVERFLOW = ("error", "drop", "chunk")
 _DROP_BY = ("slot", "weight", "fair")
 _TAILS = ("zero", "unspecified")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_OPTIONAL_SIZES = (
+  "max_tokens_per_rank",
+  "hidden_dim",
+  "top_k",
+  "recv_capacity_per_rank",
+)
 
 # A field has this value until it is resolved; types are those of resolved ones.
 _INHERITED: Any = None
@@ -38,9 +46,21 @@ _OF_PROGRAMS = (
 )
 
 
+class _GroupPolicy(str):
+  """A policy that a layer has from its group.
+
+  `dataclasses.replace` hands it to a layer of perhaps another `overflow`, which
+  inherits anew.
+  """
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
-  """The arguments of `ep_bootstrap`, with defaults resolved."""
+  """The arguments of `ep_bootstrap`, with defaults resolved.
+
+  Raises:
+    ValueError, TypeError: an argument is wrong by itself or with the others.
+  """
 
   name: str
   mesh: Mesh
@@ -58,6 +78,60 @@ class GroupConfig:
   backend: str
   max_num_sms: int
   timeout_s: float
+
+  def __post_init__(self) -> None:
+    what = "ep_bootstrap"
+
+    def resolve(field: str, value: Any) -> None:
+      object.__setattr__(self, field, value)
+
+    given = [f for f in _OPTIONAL_SIZES if getattr(self, f) is not None]
+    for field in (*given, "num_experts", "max_num_sms"):
+      resolve(field, arguments.integer(what, field, getattr(self, field)))
+    resolve("alignment", arguments.alignment(what, self.alignment))
+    resolve("timeout_s", arguments.seconds(what, "timeout_s", self.timeout_s))
+    axis, names = self.axis_name, self.mesh.axis_names
+    arguments.check(
+      axis in names,
+      what,
+      f"axis_name = {axis!r}, but the mesh has the axes {names}; name one of"
+      " them.",
+    )
+    others = tuple(a for a in names if a != axis)
+    arguments.check(
+      set(self.data_axes) <= set(others)
+      and len(set(self.data_axes)) == len(self.data_axes),
+      what,
+      f"data_axes = {self.data_axes}, but they must be distinct axes of the"
+      f" mesh other than {axis!r}: {others}.",
+    )
+    arguments.check(
+      self.num_experts >= 1 and self.num_experts % self.ep_size == 0,
+      what,
+      f"num_experts = {self.num_experts}, but it must be a positive multiple of"
+      f" the EP size {self.ep_size} (mesh axis {axis!r}).",
+    )
+    for field in ("max_tokens_per_rank", "hidden_dim"):
+      value = getattr(self, field)
+      arguments.check(
+        value is None or value > 0,
+        what,
+        f"{field} = {value}, but it must be positive.",
+      )
+    arguments.check(
+      self.max_num_sms >= 0,
+      what,
+      f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
+      " positive number of streaming multiprocessors.",
+    )
+    resolve("max_token_dtype", jnp.dtype(self.max_token_dtype))
+    arguments.check(
+      self.max_token_dtype.name in _DTYPES,
+      what,
+      f"max_token_dtype = {self.max_token_dtype.name}, but it must be one of"
+      f" {_DTYPES}.",
+    )
+    _check_choices(what, self, overflow=_OVERFLOW, drop_by=_DROP_BY)
 
   @property
   def ep_size(self) -> int:
@@ -125,8 +199,9 @@ class LayerConfig:
     inherit("alignment", group.alignment)
     inherit("overflow", group.overflow)
     inherit("name", "moe")
-    inherits_policy = self.drop_by is None
-    inherit("drop_by", group.drop_by)
+    if self.drop_by is None or isinstance(self.drop_by, _GroupPolicy):
+      policy = group.drop_by if self.overflow == "drop" else "slot"
+      resolve("drop_by", _GroupPolicy(policy))
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
     arguments.check(
@@ -153,18 +228,9 @@ class LayerConfig:
       f" top_k..num_experts = {self.top_k}..{group.num_experts}; None is for no"
       " other candidates than the choices.",
     )
-    arguments.check(
-      self.overflow in _OVERFLOW,
-      what,
-      f"overflow = {self.overflow!r}, but it must be one of {_OVERFLOW}.",
+    _check_choices(
+      what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
     )
-    arguments.check(
-      self.drop_by in _DROP_BY,
-      what,
-      f"drop_by = {self.drop_by!r}, but it must be one of {_DROP_BY}.",
-    )
-    if inherits_policy and self.overflow != "drop":
-      resolve("drop_by", "slot")
     arguments.check(
       self.overflow == "drop" or self.drop_by == "slot",
       what,
@@ -177,11 +243,6 @@ class LayerConfig:
       what,
       f"num_candidates = {self.num_candidates}, but with overflow = 'chunk'"
       " each choice finds room, and none moves; pass num_candidates=None.",
-    )
-    arguments.check(
-      self.tail in _TAILS,
-      what,
-      f"tail = {self.tail!r}, but it must be one of {_TAILS}.",
     )
     # Without a limit, an op may have as little as one token.
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
@@ -222,7 +283,18 @@ class LayerConfig:
 
     If neither the layer nor the group has a capacity, nor the group a limit of
     tokens, these are the rows of the worst case, for one token at least.
+
+    Raises:
+      ValueError: `num_tokens` is negative.
+      TypeError: it is no integer.
     """
+    what = f'EpLayerConfig(name="{self.name}").capacity_for'
+    num_tokens = arguments.integer(what, "num_tokens", num_tokens)
+    arguments.check(
+      num_tokens >= 0,
+      what,
+      f"num_tokens = {num_tokens}, but a rank has 0 tokens or more.",
+    )
     if self.recv_capacity_per_rank is not None:
       return self.recv_capacity_per_rank
     return self.worst_case(max(num_tokens, 1))
@@ -275,6 +347,17 @@ class LayerConfig:
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
     return -(-rows // self.alignment) * self.alignment
+
+
+def _check_choices(what: str, values: Any, **choices: Any) -> None:
+  """Raises `ValueError` if an attribute is none of its choices."""
+  for field, allowed in choices.items():
+    value = getattr(values, field)
+    arguments.check(
+      value in allowed,
+      what,
+      f"{field} = {value!r}, but it must be one of {allowed}.",
+    )
 
 
 def _texts(cls: type, values: Any) -> dict[str, str]:

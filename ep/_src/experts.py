@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src import compat, used_rows
@@ -118,8 +119,7 @@ def exchange(
   addend = None if beside is None else beside()
   with jax.named_scope("experts"):
     early = row_weights if experts.weigh == "early" else None
-    sizes = handle.group_sizes
-    rows = _apply(experts, params, rows, early, sizes, segments)
+    rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
   out = ep_combine(handle, rows, weights=weights)
   return out if addend is None else out + addend
@@ -133,10 +133,20 @@ def _rows_by_source(handle, topk_idx):
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  return received.astype(jnp.int32).T
+  # It belongs to what `jax.checkpoint` keeps of the routing.
+  return checkpoint_name(received.astype(jnp.int32).T, "ep_routing")
 
 
-def _apply(experts, params, rows, weights, group_sizes, segments):
+def _holds_token(handle):
+  """Returns bool [C, 1], False for the rows that pad a slab."""
+  end = jnp.cumsum(handle.group_sizes)
+  start = end - handle.group_sizes
+  row = jnp.arange(handle.capacity)[:, None]
+  inside = (start <= row) & (row < start + handle.token_counts)
+  return inside.any(axis=1, keepdims=True)
+
+
+def _apply(experts, params, rows, weights, handle, segments):
   """Returns the experts' outputs, times `weights` unless these are None.
 
   Rows after the last slab are neither read nor written.
@@ -150,14 +160,16 @@ def _apply(experts, params, rows, weights, group_sizes, segments):
 
   def map_slabs(fn, arrays, names):
     return used_rows.map_slabs(
-      fn, group_sizes, arrays, matrices(names), segments=segments
+      fn, handle.group_sizes, arrays, matrices(names), segments=segments
     )
 
   names = ["up", "gate"] if "w_gate" in params else ["up"]
   blocks = map_slabs(_Enter(len(names)), [rows], names)
+  if is_padded := handle.layer.alignment > 1:
+    blocks.append(_holds_token(handle))
   if weights is not None:
     blocks.append(weights[:, None].astype(rows.dtype))
-  (out,) = map_slabs(_Leave(experts, len(names)), blocks, ["down"])
+  (out,) = map_slabs(_Leave(experts, len(names), is_padded), blocks, ["down"])
   return out
 
 
@@ -174,14 +186,25 @@ class _Enter:
 
 @dataclasses.dataclass(frozen=True)
 class _Leave:
-  """A function of blocks: products, perhaps weights, to outputs."""
+  """A function of blocks: products, perhaps weights, to outputs.
+
+  If slabs are padded, which rows hold tokens comes after the products. The
+  products of other rows are zeros that have no gradient, whatever the
+  derivative of an activation is there: it may be infinite, and its product with
+  the gradient of such a row, which is zero, a NaN.
+  """
 
   experts: Experts
   num_products: int
+  is_padded: bool
 
   def __call__(self, slabs, *operands):
     n = self.num_products
-    hidden, operands = self.experts.hidden(*operands[:n]), operands[n:]
+    products, operands = operands[:n], operands[n:]
+    if self.is_padded:
+      holds_token, *operands = operands
+      products = [jnp.where(holds_token, x, 0) for x in products]
+    hidden = self.experts.hidden(*products)
     weights = None
     if self.experts.weigh == "early":
       weights, *operands = operands

@@ -30,6 +30,9 @@ class HostBackend(Backend):
         f" {platform!r} devices; build the mesh from jax.devices('cpu')."
       )
 
+  def check_sizes(self, group: GroupConfig) -> None:
+    pass
+
   def probe(self) -> str:
     jax.local_devices(backend="cpu")
     return ffi.describe("host")

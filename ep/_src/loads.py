@@ -65,8 +65,40 @@ def slabs(tokens: np.ndarray, alignment: int) -> np.ndarray:
   return -(-tokens // alignment) * alignment
 
 
-def dropped(tokens: np.ndarray, alignment: int, capacity: int) -> np.ndarray:
-  """Returns how many of a rank's tokens [..., L] are past its capacity."""
-  rows = slabs(tokens, alignment)
-  room = capacity - (rows.cumsum(axis=-1) - rows)
-  return (tokens - room.clip(0, tokens)).sum(axis=-1)
+def dropped(
+  tokens: np.ndarray, alignment: int, capacity: int, is_fair: bool = False
+) -> np.ndarray:
+  """Returns how many of a rank's tokens [..., L] find no room in its capacity.
+
+  Experts get blocks of `alignment` rows, as many as they want, the first expert
+  first; or if `is_fair`, each expert in turn gets one.
+  """
+  wants = -(-tokens // alignment)
+  room = capacity // alignment
+  if is_fair:
+    quota = _shared_fairly(wants, room)
+  else:
+    quota = (room - _sum_before(wants)).clip(0, wants)
+  return (tokens - np.minimum(tokens, quota * alignment)).sum(axis=-1)
+
+
+def _shared_fairly(wants: np.ndarray, room: int) -> np.ndarray:
+  """Returns the blocks of each expert [..., L] if they are given out in turns.
+
+  All experts have as many turns that are complete. The blocks that are left go
+  to the first of those that want more.
+  """
+  turns = np.zeros((*wants.shape[:-1], 1), wants.dtype)
+  for bit in reversed(range(int(wants.max(initial=0)).bit_length())):
+    more = turns + (1 << bit)
+    fits = np.minimum(wants, more).sum(axis=-1, keepdims=True) <= room
+    turns = np.where(fits, more, turns)
+  quota = np.minimum(wants, turns)
+  left = room - quota.sum(axis=-1, keepdims=True)
+  wants_more = wants > quota
+  return quota + (wants_more & (_sum_before(wants_more) < left))
+
+
+def _sum_before(x: np.ndarray) -> np.ndarray:
+  """Returns, for each element, the sum of those before it in the last axis."""
+  return x.cumsum(axis=-1) - x

@@ -58,39 +58,69 @@ def join(
       it raises on one, if they disagree on the group or on the versions of what
       they run, if the name is taken, or if a process has died or is late.
   """
-  me = jax.process_index()
-  members = meshes.processes(group.mesh)
-  if me not in members:
-    raise ValueError(
-      f"ep_bootstrap: process {me} has no device in the mesh; call ep_bootstrap"
-      " only on the processes of the mesh."
-    )
-  client = compat.distributed_client()
-  if client is None and len(members) > 1:
-    raise RuntimeError(
-      "ep_bootstrap: the mesh spans several processes, but jax.distributed is"
-      " not initialized; call jax.distributed.initialize() first."
-    )
-  presence.announce()
-  try:
+
+  def propose():
     if backend.is_open(group.name):
       raise ValueError(
         f'ep_bootstrap: the name "{group.name}" belongs to a live group;'
         " finalize that one first, or choose another name."
       )
-    introduction = introduce()
+    return group, introduce()
+
+  return _meet("ep_bootstrap", group, propose)[1]
+
+
+def agree(
+  what: str, group: GroupConfig, propose: Callable[[], GroupConfig]
+) -> GroupConfig:
+  """Returns what `propose` returned, the same on all processes of `group`.
+
+  Collective over those processes, and changes nothing on any.
+
+  Raises:
+    ValueError, RuntimeError, or what `propose` raises: on all processes, like
+      `join`, with a message that begins with `what`.
+  """
+  return _meet(what, group, lambda: (propose(), {}))[0]
+
+
+def _meet(
+  what: str,
+  group: GroupConfig,
+  propose: Callable[[], tuple[GroupConfig, dict[str, Any]]],
+) -> tuple[GroupConfig, dict[int, dict[str, Any]]]:
+  """Returns the group that all propose, and what each says of itself.
+
+  The processes are those of the mesh of `group`, and wait as long as it says.
+  """
+  me = jax.process_index()
+  members = meshes.processes(group.mesh)
+  if me not in members:
+    raise ValueError(
+      f"{what}: process {me} has no device in the mesh; call {what} only on the"
+      " processes of the mesh."
+    )
+  client = compat.distributed_client()
+  if client is None and len(members) > 1:
+    raise RuntimeError(
+      f"{what}: the mesh spans several processes, but jax.distributed is"
+      " not initialized; call jax.distributed.initialize() first."
+    )
+  presence.announce()
+  try:
+    proposal, introduction = propose()
     if len(members) == 1:
-      return {me: introduction}
-    config = _config(group) | versions(group.backend) | compiler_settings()
+      return proposal, {me: introduction}
+    config = _config(proposal) | versions(group.backend) | compiler_settings()
     mine = dict(config=config, introduction=introduction)
   except Exception as e:
     if len(members) > 1:
       _publish(client, members, dict(error=str(e)))
     raise
   key = _publish(client, members, mine)
-  answers = {p: _receive(client, group, key, p, config) for p in members}
+  answers = {p: _receive(what, client, group, key, p, config) for p in members}
   _delete_last(client, members, key)
-  return {p: answer["introduction"] for p, answer in answers.items()}
+  return proposal, {p: a["introduction"] for p, a in answers.items()}
 
 
 def _config(group: GroupConfig) -> dict[str, str]:
@@ -122,7 +152,12 @@ def _delete_last(client, members: list[int], key: str) -> None:
 
 
 def _receive(
-  client, group: GroupConfig, key: str, process: int, config: dict[str, str]
+  what: str,
+  client,
+  group: GroupConfig,
+  key: str,
+  process: int,
+  config: dict[str, str],
 ) -> dict[str, Any]:
   """Returns the message of `process`, which must agree on `config`."""
   answer = None
@@ -136,24 +171,22 @@ def _receive(
     except jax.errors.JaxRuntimeError as e:
       if presence.died(process):
         raise RuntimeError(
-          f"ep_bootstrap: process {process} died; restart the job."
+          f"{what}: process {process} died; restart the job."
         ) from e
       if time.monotonic() >= deadline:
         raise RuntimeError(
-          f"ep_bootstrap: process {process} did not come within timeout_s ="
+          f"{what}: process {process} did not come within timeout_s ="
           f" {group.timeout_s} s; every process of the mesh must call"
-          " ep_bootstrap, with the same arguments and in the same order."
+          f" {what}, with the same arguments and in the same order."
         ) from e
   theirs = json.loads(answer)
   if "error" in theirs:
-    raise RuntimeError(
-      f"ep_bootstrap: process {process} failed: {theirs['error']}"
-    )
+    raise RuntimeError(f"{what}: process {process} failed: {theirs['error']}")
   for field, value in config.items():
     other = theirs["config"].get(field)
     if other != value:
       raise ValueError(
-        f"ep_bootstrap: {field} = {value} on process {jax.process_index()},"
+        f"{what}: {field} = {value} on process {jax.process_index()},"
         f" but {other} on process {process}; all processes must pass the same"
         " arguments, run the same versions, and compile with the same options."
       )

@@ -54,7 +54,7 @@ class MoEConfig:
     num_candidates: M >= K, the candidates of a token, as in `ep.route_topk`: a
       choice without room moves to one of the others. The weights of a token are
       those that the router gives to the experts that it gets. None for no
-      moves.
+      moves. It needs a `capacity_factor`, or a group with a capacity.
     tp_axis: a mesh axis over which inner sizes are split. It is none of the
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
@@ -188,7 +188,7 @@ class MoEConfig:
 
     Raises:
       ValueError: the group is for another number of experts or a smaller
-        hidden size.
+        hidden size, or no choice can move to one of `num_candidates`.
     """
     overflow = None if self.capacity_factor is None else self.overflow
     layer = EpLayerConfig(
@@ -211,6 +211,15 @@ class MoEConfig:
       what,
       f"hidden = {self.hidden}, but the group's rows have"
       f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
+    )
+    arguments.check(
+      self.num_candidates is None
+      or self.capacity_factor is not None
+      or group.recv_capacity_per_rank is not None,
+      what,
+      f"num_candidates = {self.num_candidates}, but capacity_factor = None"
+      " leaves room for any routing, and no choice moves; give a factor, such"
+      " as 1.25, or pass num_candidates=None.",
     )
     if group.max_tokens_per_rank is None:
       return layer

@@ -49,6 +49,21 @@ class NcclBackend(Backend):
         " CUDA_VISIBLE_DEVICES (docs/gpu.md)."
       )
 
+  def check_sizes(self, group: GroupConfig) -> None:
+    for name in ("max_tokens_per_rank", "hidden_dim"):
+      if getattr(group, name) is None:
+        raise ValueError(
+          f'ep_bootstrap: backend = "nccl" allocates its buffers now, and'
+          f" {name} is None; pass the largest of any op (ep.resize changes it),"
+          ' or backend="xla", which allocates nothing.'
+        )
+    if group.top_k is None and group.recv_capacity_per_rank is None:
+      raise ValueError(
+        'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
+        " group; pass the largest top_k of the layers, or"
+        " recv_capacity_per_rank."
+      )
+
   def probe(self) -> str:
     devices = jax.local_devices()
     if devices[0].platform != "gpu":
@@ -76,7 +91,7 @@ class NcclBackend(Backend):
     device = domains[domain, rank]
 
     def introduce():  # the others are told of a failure in here
-      _check_sizes(group)
+      self.check_sizes(group)
       ffi.library("nccl")
       libraries = nccl_files.prepare(device)
       if rank > 0:
@@ -135,22 +150,6 @@ def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
   """Returns [C, H] rows times [C] weights, multiplied in float32."""
   scaled = weights[:, None] * rows.astype(jnp.float32)
   return scaled.astype(rows.dtype)
-
-
-def _check_sizes(group: GroupConfig) -> None:
-  for name in ("max_tokens_per_rank", "hidden_dim"):
-    if getattr(group, name) is None:
-      raise ValueError(
-        f'ep_bootstrap: backend = "nccl" allocates its buffers now, and'
-        f" {name} is None; pass the largest of any op (ep.resize changes it),"
-        ' or backend="xla", which allocates nothing.'
-      )
-  if group.top_k is None and group.recv_capacity_per_rank is None:
-    raise ValueError(
-      'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
-      " group; pass the largest top_k of the layers, or"
-      " recv_capacity_per_rank."
-    )
 
 
 def _check_capability(device: jax.Device) -> None:

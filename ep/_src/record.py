@@ -7,6 +7,7 @@ import collections
 from collections.abc import Collection, Iterator, Mapping
 import contextlib
 import functools
+import math
 import os
 import pathlib
 import threading
@@ -58,7 +59,13 @@ def record(
   their arrays, which any tool that reads .npz files can load. A thread writes
   what came in the last seconds, so a process that is killed loses no more than
   those. Leaving the context waits for all arrays that are alive, and writes the
-  rest. So keep a result of the last step, or wait for it.
+  rest. So keep a result of the last step, or wait for it. If nothing came, it
+  warns.
+
+  If the thread cannot write, as on a full disk, the next programs of this
+  process fail with an `ep.EpError` that says so. Other processes see that as
+  they see any process that fails: they get an error when it has closed its
+  group or ended, or after `timeout_s`.
 
   It is a context of the thread that enters it. A program that is exported in it
   is refused, because it could not call this process.
@@ -76,7 +83,8 @@ def record(
 
   Raises:
     ValueError, TypeError: an argument does not fit, or the folder has a record.
-    RuntimeError: on leaving, if files could not be written.
+    RuntimeError: on leaving, if files could not be written. With
+      `ep.EpError`, a program in the context tells it sooner.
   """
   if path is None:
     with _recorder(None):
@@ -94,6 +102,7 @@ def record(
         array.block_until_ready()
   finally:
     recorder.close()
+  recorder.warn_if_empty()
 
 
 def wants_weights(layer: LayerConfig) -> bool:
@@ -115,14 +124,13 @@ def tap(
     return topk_idx
   recorder.check(layer)
   group = layer.group
-  rank = lax.axis_index(group.token_axes)
   copies = [a for a in group.mesh.shape if a not in group.token_axes]
-  if copies:  # hold the same tokens, and the first of them is enough
-    rank = jnp.where(lax.axis_index(tuple(copies)) == 0, rank, -1)
-  operands = [topk_idx, rank]
+  place = lax.axis_index((*group.token_axes, *copies))
+  operands = [topk_idx, place]
   if topk_weights is not None:
     operands.append(topk_weights.astype(jnp.float32))
-  return record_p.bind(*operands, recorder=recorder, layer=layer)[0]
+  (zero,) = record_p.bind(*operands, recorder=recorder, layer=layer)
+  return topk_idx + zero.astype(topk_idx.dtype)
 
 
 class _Recorder:
@@ -154,12 +162,18 @@ class _Recorder:
     self._writer = record_files.Writer(folder, jax.process_index())
     self.programs = ProgramNames("@record")
     self._num_ranks: dict[str, int] = {}
+    self._others: set[str] = set()  # names of layers that are not recorded
     # A deque may be appended to and read by two threads.
     self._added: collections.deque = collections.deque()
     self._counts: collections.Counter = collections.Counter()
+    self._lock = threading.Lock()
+    # The lock guards how often each device has run each site, how often any
+    # device has, and whether they go on.
+    self._runs: collections.Counter = collections.Counter()
+    self._most_runs: collections.Counter = collections.Counter()
     self._is_open = True
-    self._end = threading.Event()
     self._failure: Exception | None = None
+    self._end = threading.Event()
     self._thread = threading.Thread(
       target=self._write_until_end, name="ep.record", daemon=True
     )
@@ -177,48 +191,84 @@ class _Recorder:
     )
 
   def wants(self, layer: str) -> bool:
-    return self._layers is None or layer in self._layers
+    if self._layers is None or layer in self._layers:
+      return True
+    self._others.add(layer)
+    return False
 
-  def add(self, layer, site, topk_idx, rank, topk_weights=None):
-    """Adds a call of a rank, which is -1 for a copy that does not count."""
-    if self._is_open and rank >= 0:
+  def add(self, layer, num_copies, site, topk_idx, place, topk_weights=None):
+    """Adds a call of the device at a place of the mesh, and returns (0,).
+
+    Of `num_copies` devices that hold the same tokens, the first one's counts.
+
+    Raises:
+      RuntimeError: files cannot be written. All devices of the process fail in
+        the same run of a site, so that none waits for one that has failed.
+    """
+    place = int(place)
+    with self._lock:
+      run = self._runs[site, place]
+      if self._failure and run >= self._most_runs[site]:
+        raise self._error()
+      self._runs[site, place] = run + 1
+      self._most_runs[site] = max(self._most_runs[site], run + 1)
+    rank, copy = divmod(place, num_copies)
+    if self._is_open and not copy:
       if topk_weights is not None:
         topk_weights = np.array(topk_weights)
-      call = layer, site, int(rank), np.array(topk_idx), topk_weights
+      call = layer, site, run, rank, np.array(topk_idx), topk_weights
       self._added.append(call)
+    return _ZEROS
 
   def close(self):
     """Writes what was added, and records no more."""
     self._end.set()
     self._thread.join()
     self._is_open = False
+    self._writer.close()
     if self._failure:
-      raise RuntimeError(
-        f"ep.record: cannot write to {self._folder}: {self._failure}; what came"
-        " before is there."
-      ) from self._failure
+      raise self._error() from self._failure
+
+  def warn_if_empty(self):
+    """Warns if no program called this process."""
+    if self._runs:
+      return
+    why = (
+      "a program that jax.jit(f).lower(...).compile() made before is not traced"
+      " anew; compile it in the context"
+    )
+    if self._others:
+      why = (
+        f"layers = {sorted(self._layers)}, but the context has traced"
+        f" {sorted(self._others)}; name some of these"
+      )
+    arguments.warn(f"ep.record: nothing was recorded in {self._folder}: {why}.")
+
+  def _error(self):
+    return RuntimeError(
+      f"ep.record: cannot write to {self._folder}: {self._failure}; what came"
+      " before is there. Record to a folder with room, or do not record."
+    )
 
   def _write_until_end(self):
     try:
       while not self._end.wait(self._flush_s):
         self._flush()
       self._flush()
-    except Exception as e:  # `close` raises it in the thread of the user
-      self._failure = e
-      self._is_open = False
+    except Exception as e:  # `add` and `close` tell the user
+      with self._lock:
+        self._failure, self._is_open = e, False
 
   def _flush(self):
     added = [self._added.popleft() for _ in range(len(self._added))]
     self._writer.write([self._numbered(*call) for call in added])
 
-  def _numbered(self, layer, site, rank, topk_idx, topk_weights):
-    counts = self._counts
+  def _numbered(self, layer, site, run, rank, topk_idx, topk_weights):
     per_step = self._calls_per_step
     if isinstance(per_step, Mapping):
       per_step = per_step.get(layer.name, 1)
-    step, call = divmod(counts[layer.name, rank], per_step)
-    run = counts[site, rank]
-    counts.update([(layer.name, rank), (site, rank)])
+    step, call = divmod(self._counts[layer.name, rank], per_step)
+    self._counts[layer.name, rank] += 1
     return record_files.Call(
       layer=layer.name,
       num_ranks=layer.group.num_token_ranks,
@@ -233,9 +283,14 @@ class _Recorder:
     )
 
 
+# What a program adds to the ids, so that it waits for a call.
+_ZEROS = (np.zeros((), np.int32),)
+
 record_p = compat.Primitive("ep_record")
 record_p.multiple_results = True
-record_p.def_abstract_eval(lambda topk_idx, *_, **__: [topk_idx])
+record_p.def_abstract_eval(
+  lambda topk_idx, *_, **__: [compat.out_aval((), jnp.int32, topk_idx)]
+)
 batch_sequentially(record_p)
 compat.run_once_in_remat(record_p)
 
@@ -249,9 +304,10 @@ def _lower(ctx, *operands, recorder, layer):
     )
   site = f"{recorder.programs.name(ctx)}/{compat.next_position(ctx)}"
 
-  add = functools.partial(recorder.add, layer, site)
-  compat.lower_to_python(ctx, add, *operands)
-  return operands[:1]
+  shape = layer.group.mesh.shape
+  copies = math.prod(shape.values()) // layer.group.num_token_ranks
+  add = functools.partial(recorder.add, layer, copies, site)
+  return compat.lower_to_python(ctx, add, *operands)
 
 
 # It is not cacheable, since each op of a program has its own position in it.

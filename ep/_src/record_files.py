@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a record: NumPy archives (.npz) in one folder.
 
-A process writes files of its own, each under another name until it is complete.
-So a file that has its name is whole, whenever its process ends. With an entry n
-for each call of a rank, it holds
+A process writes files of its own, "<process>-<number>.npz", each with ".part"
+after its name until it is complete. So a file that has its name is whole,
+whenever its process ends. With an entry n for each call of a rank, it holds
 
     format                    FORMAT
     <layer>.topk_idx          int [N, ..., K], the ids of the rank's tokens
@@ -24,7 +24,6 @@ each rank. So ranks are matched by site and run, and rank 0 has the order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-import itertools
 import os
 import pathlib
 from typing import NamedTuple
@@ -61,6 +60,9 @@ class Call(NamedTuple):
 class Writer:
   """Writes the calls of a process. Not thread-safe.
 
+  Of all writers for a process and a folder, whenever they begin, only one may
+  write: the first, until the folder is removed.
+
   Raises:
     ValueError: the folder has files of the process.
   """
@@ -68,12 +70,28 @@ class Writer:
   def __init__(self, folder: pathlib.Path, process: int):
     folder.mkdir(parents=True, exist_ok=True)
     self._stem = folder / f"{process:05d}"
-    self._numbers = itertools.count()
-    if any(folder.glob(f"{self._stem.name}-*")):
-      raise ValueError(
-        f"ep.record: {folder} holds a record already; choose a new folder, or"
-        " remove that one."
-      )
+    self._num_files = 0
+    first = self._path(".part")
+    try:
+      first.touch(exist_ok=False)  # no two processes succeed
+      if not any(folder.glob(f"{self._stem.name}-*.npz")):
+        return
+      first.unlink()
+    except FileExistsError:
+      pass
+    raise ValueError(
+      f"ep.record: {folder} holds a record already; choose a new folder, or"
+      " remove that one."
+    )
+
+  def _path(self, suffix: str = "") -> pathlib.Path:
+    """Returns the path of the next file."""
+    return pathlib.Path(f"{self._stem}-{self._num_files:06d}.npz{suffix}")
+
+  def close(self) -> None:
+    """Leaves no trace in the folder if nothing was written."""
+    if not self._num_files:
+      self._path(".part").unlink(missing_ok=True)
 
   def write(self, calls: Iterable[Call]) -> None:
     """Writes a file, or more: in each, the calls of a layer are alike."""
@@ -91,10 +109,10 @@ class Writer:
       for layer, rows in layers.items():
         columns = _columns(rows)
         arrays |= {f"{layer}.{name}": array for name, array in columns.items()}
-      path = f"{self._stem}-{next(self._numbers):06d}.npz"
-      with open(path + ".part", "wb") as file:
+      with open(self._path(".part"), "wb") as file:
         np.savez(file, **arrays)
-      os.replace(path + ".part", path)
+      os.replace(self._path(".part"), self._path())
+      self._num_files += 1
 
 
 def _shapes(call: Call) -> dict[str, tuple[int, ...]]:

@@ -22,16 +22,13 @@ import jax.numpy as jnp
 
 from ep._src import compat, ffi
 
+_TAILS = {"zero": 0, "nan": jnp.nan}
+_FILLED_ROWS = 128  # at once
 
-def new(shape: tuple[int, ...], dtype, tail: str) -> jax.Array:
-  """Returns a buffer of rows of `dtype`, whose rows are zero, NaN or unwritten.
 
-  `tail` is "zero", "nan" or "unspecified", and all rows are of that kind.
-  """
-  if tail == "unspecified":
-    return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))
-  value = {"zero": 0, "nan": jnp.nan}[tail]
-  return _retyped(jnp.full(shape, value, dtype), _storage(dtype))
+def new(shape: tuple[int, ...], dtype) -> jax.Array:
+  """Returns a buffer of unwritten rows of `dtype`."""
+  return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))
 
 
 def write(
@@ -49,19 +46,30 @@ def write(
 
 
 def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
-  """Returns the rows of a buffer, of which `num_used` were written."""
-  if tail != "unspecified":
-    return _retyped(buffer, dtype)
-  return _retyped(buffer, dtype, num_used)
+  """Returns the rows of a buffer, of which the first `num_used` were written.
+
+  The others become zero or NaN, or stay unwritten if `tail` is "unspecified".
+  """
+  if tail == "unspecified":
+    return _retyped(buffer, dtype, num_used)
+  num_rows = buffer.shape[0]
+  height = min(_FILLED_ROWS, num_rows)
+  filling = jnp.full((height, *buffer.shape[1:]), _TAILS[tail], dtype)
+
+  def fill(i, buffer):
+    start = jnp.minimum(num_used + i * height, num_rows - height)
+    return write(buffer, filling, start, start + jnp.arange(height) >= num_used)
+
+  num_blocks = lax.div(num_rows - num_used + (height - 1), jnp.int32(height))
+  return _retyped(lax.fori_loop(0, num_blocks, fill, buffer), dtype)
 
 
 def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   """Returns the rows, with a tail of zeros, NaNs, or as it is."""
   if tail == "unspecified":
     return rows
-  value = {"zero": 0, "nan": jnp.nan}[tail]
   used = jnp.arange(rows.shape[0]) < num_used
-  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, value)
+  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, _TAILS[tail])
 
 
 class Reader:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
+import math
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ import jax.numpy as jnp
 
 from ep._src import ordered_sum, row_buffers
 
-_MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows; 64 and more were measured fastest
+_MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows
 _FIXED_HEIGHT = 64  # with segments
 
 
@@ -98,7 +99,7 @@ def apply(
   first = operands[list(is_matrix).index(False)]
   dtype, num_rows = first.dtype, first.shape[0]
   used = sizes.sum(dtype=jnp.int32)
-  height, is_sum = _height(num_rows, segments), [s is not None for s in sums]
+  height, num_segments = _height(num_rows, segments), segments.shape[1]
   sources = [
     x if m else row_buffers.Reader(x, used)
     for x, m in zip(operands, is_matrix, strict=True)
@@ -106,73 +107,70 @@ def apply(
   types = jax.eval_shape(
     functools.partial(fn, Block()), *block_types(operands, is_matrix, height)
   )
+  tiles = _Tiles(0, sizes, num_rows, height)
 
-  def values(tile, slab):
-    return fn(
+  # The keys are places in the list of results.
+  rows, totals = {}, {}
+  for i, (t, s) in enumerate(zip(types, sums, strict=True)):
+    if s is None:
+      rows[i] = row_buffers.new((num_rows, *t.shape[1:]), t.dtype)
+    else:
+      totals[i] = row_buffers.new((*sizes.shape, *t.shape), t.dtype)
+
+  def update(tile, outs, slab):
+    """Updates rows and sums with a tile's; of segments, these are parts."""
+    values = fn(
       tile,
       *(
         _rounded(_at(x, slab), dtype) if m else tile.read(x)
         for x, m in zip(sources, is_matrix, strict=True)
       ),
     )
+    return {
+      i: tile.write(out, values[i])
+      if i in rows
+      else _add_at(out, values[i], tile.slab)
+      for i, out in outs.items()
+    }
 
-  def zeros(length):
-    """Returns sums of nothing, of slabs or segments, and None for rows."""
-    return [
-      jnp.zeros((length, *t.shape), jnp.float32) if s else None
-      for t, s in zip(types, is_sum, strict=True)
-    ]
+  def update_tile(tile, outs):
+    return update(tile, outs, tile.slab)
 
-  def update(tile, outs, slab):
-    """Updates the results that are not None."""
-    new = zip(outs, values(tile, slab), is_sum, strict=True)
-    return [
-      out
-      if out is None
-      else out.at[tile.slab].add(
-        value, mode="promise_in_bounds", wrap_negative_indices=False
-      )
-      if s
-      else tile.write(out, value)
-      for out, value, s in new
-    ]
+  def update_slab(slab, outs):
+    # Sums are zeroed right before terms are added, while they are in a cache.
+    zeroed = {
+      i: _set_at(outs[i], jnp.zeros_like(types[i]), slab) for i in totals
+    }
+    return tiles.fold(update_tile, outs | zeroed, slab)
 
-  def add_slab(slab, totals):
-    parts = _for_each_tile(
-      _at(starts, slab),
-      _at(segments, slab),
-      num_rows,
-      height,
-      lambda tile, parts: update(tile, parts, slab),
-      zeros(segments.shape[1]),
-      aligned=True,
+  def sum_segments(slab, outs):
+    zeros = {
+      i: jnp.zeros((num_segments, *types[i].shape), types[i].dtype)
+      for i in outs
+    }
+    start, counts = _at(tiles.starts, slab), _at(segments, slab)
+    parts = _Tiles(start, counts, num_rows, height, aligned=True).fold(
+      lambda tile, parts: update(tile, parts, slab), zeros
     )
-    return jax.tree.map(
-      lambda t, p: _set_at(t, ordered_sum.tree_sum(p), slab), totals, parts
-    )
+    return {
+      i: _set_at(out, ordered_sum.tree_sum(parts[i]), slab)
+      for i, out in outs.items()
+    }
 
-  totals = zeros(sizes.shape[0])
-  outs = [
-    None if s else row_buffers.new((num_rows, *t.shape[1:]), t.dtype, tail)
-    for t, s in zip(types, is_sum, strict=True)
-  ]
-  if segments.shape[1] and any(is_sum):
-    starts = jnp.cumsum(sizes) - sizes
-    totals = lax.fori_loop(0, sizes.shape[0], add_slab, totals)
+  num_slabs = sizes.shape[0]
+  if not totals:
+    outs = tiles.fold(update_tile, rows)
+  elif not num_segments:
+    outs = lax.fori_loop(0, num_slabs, update_slab, rows | totals)
   else:
-    outs = _merged(outs, totals)
-  if not (segments.shape[1] and all(is_sum)):
-    outs = _for_each_tile(
-      0,
-      sizes,
-      num_rows,
-      height,
-      lambda tile, outs: update(tile, outs, tile.slab),
-      outs,
-    )
+    outs = lax.fori_loop(0, num_slabs, sum_segments, totals)
+    if rows:
+      outs |= tiles.fold(update_tile, rows)
   return [
-    row_buffers.finish(out, t.dtype, used, tail) if s is None else out.astype(s)
-    for out, t, s in zip(_merged(outs, totals), types, sums, strict=True)
+    row_buffers.finish(outs[i], t.dtype, used, tail)
+    if i in rows
+    else outs[i].astype(s)
+    for i, (t, s) in enumerate(zip(types, sums, strict=True))
   ]
 
 
@@ -186,11 +184,6 @@ def _rounded(matrix, dtype):
   if is_rounded:
     return matrix
   return lax.reduce_precision(matrix, info.nexp, info.nmant)
-
-
-def _merged(values, others):
-  """Returns the values, with those of `others` in the place of None."""
-  return [b if a is None else a for a, b in zip(values, others, strict=True)]
 
 
 def expand(sizes, segments, rows, matrices, tail):
@@ -279,40 +272,43 @@ def _padded(rows, height):
   return jnp.pad(rows, ((0, height - rows.shape[0]), (0, 0)))
 
 
-def _for_each_tile(
-  start: jax.Array | int,
-  sizes: jax.Array,
-  num_rows: int,
-  height: int,
-  step: Callable[[_Tile, Any], Any],
-  outs: Any,
-  aligned: bool = False,
-) -> Any:
-  """Folds `step(tile, outs)` over the tiles of slabs of `sizes` from `start`.
+class _Tiles:
+  """All tiles of slabs of `sizes`, which lie one after another from `start`.
 
-  Of all possible tiles there is one table, since that is cheaper than computing
-  each in its step. Its sums and those before it take the place of sorts and
-  gathers, because XLA compiles few operations sooner.
+  There is one table of them, since that is cheaper than computing each in its
+  step. Its sums and those before it take the place of sorts and gathers,
+  because XLA compiles few operations sooner.
   """
-  counts = jnp.stack([lax.div(sizes + (height - 1), jnp.int32(height)), sizes])
-  is_before = jnp.arange(sizes.shape[0]) < jnp.arange(sizes.shape[0])[:, None]
-  before = _sum_where(is_before, counts[:, None])
-  tiles, tiles_before = counts[0], before[0]
-  first = start + before[1]
-  index = jnp.arange(num_rows // height + sizes.shape[0], dtype=jnp.int32)
-  of_slab = index[:, None] - tiles_before
-  slab = jnp.arange(sizes.shape[0], dtype=jnp.int32)
-  table = _sum_where(
-    (0 <= of_slab) & (of_slab < tiles),
-    jnp.stack([slab, first - height * tiles_before, first + sizes])[:, None],
-  )
 
-  def fold(i, outs):
-    slab, first, end = _at(table, i, axis=1)
-    tile = _Tile(num_rows, height, aligned, slab, first + height * i, end)
-    return step(tile, outs)
+  def __init__(self, start, sizes, num_rows, height, aligned=False):
+    self._tile = functools.partial(_Tile, num_rows, height, aligned)
+    self._height = height
+    tiles = lax.div(sizes + (height - 1), jnp.int32(height))
+    self._counts = jnp.stack([tiles, sizes])
+    slab = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    self._before = _sum_where(slab < slab[:, None], self._counts[:, None])
+    tiles_before, rows_before = self._before
+    self.starts = start + rows_before
+    index = jnp.arange(num_rows // height + sizes.shape[0], dtype=jnp.int32)
+    of_slab = index[:, None] - tiles_before
+    first = self.starts - height * tiles_before
+    self._table = _sum_where(
+      (0 <= of_slab) & (of_slab < tiles),
+      jnp.stack([slab, first, self.starts + sizes])[:, None],
+    )
 
-  return lax.fori_loop(0, tiles.sum(dtype=jnp.int32), fold, outs)
+  def fold(self, step, outs, slab=None):
+    """Folds `step(tile, outs)` over all tiles, or over those of a slab."""
+
+    def fold(i, outs):
+      slab, first, end = _at(self._table, i, axis=1)
+      return step(self._tile(slab, first + self._height * i, end), outs)
+
+    if slab is None:
+      first, number = 0, self._counts[0].sum(dtype=jnp.int32)
+    else:
+      first, number = (_at(x[0], slab) for x in (self._before, self._counts))
+    return lax.fori_loop(first, first + number, fold, outs)
 
 
 def _sum_where(condition, values):
@@ -329,11 +325,25 @@ _set_at = functools.partial(
 )
 
 
+def _add_at(array, value, place):
+  """Returns the array with the value added at a place of its first axis."""
+  slab = lax.dynamic_slice_in_dim(array, place, 1, allow_negative_indices=False)
+  return lax.dynamic_update_slice_in_dim(
+    array, slab + value[None], place, 0, allow_negative_indices=False
+  )
+
+
 def _height(num_rows, segments):
-  """Returns a tile's height: the rows of an average slab, within limits."""
+  """Returns a height of which most slabs fill one tile, or a few.
+
+  If all slabs are equally likely for a row, few of them have more rows than the
+  average and two of its square roots, which are two standard deviations.
+  """
   num_slabs, num_segments = segments.shape
   if num_segments:
     return _FIXED_HEIGHT
-  average = max(num_rows // num_slabs, 1)
-  height = 1 << (average - 1).bit_length()
-  return min(max(height, _MIN_HEIGHT), _MAX_HEIGHT, num_rows)
+  average = num_rows // num_slabs
+  most = average + 2 * math.isqrt(average)
+  num_tiles = max(-(-most // _MAX_HEIGHT), 1)
+  height = -(-most // (8 * num_tiles)) * 8  # a multiple of 8, as of vectors
+  return min(max(height, _MIN_HEIGHT), num_rows)

@@ -255,16 +255,13 @@ def _apply_by_blocks(group_sizes, *arrays, fn, tail):
   def step(i, outs):
     start = jnp.minimum(i * height, num_rows - height)
     blocks = [read(start, height) for read in readers]
-    inside = None
-    if tail != "unspecified":
-      inside = start + jnp.arange(height) < num_used
     return [
-      row_buffers.write(out, rows, start, inside)
+      row_buffers.write(out, rows, start)
       for out, rows in zip(outs, fn(None, *blocks), strict=True)
     ]
 
   types = jax.eval_shape(functools.partial(fn, None), *arrays)
-  outs = [row_buffers.new(t.shape, t.dtype, tail) for t in types]
+  outs = [row_buffers.new(t.shape, t.dtype) for t in types]
   num_blocks = lax.div(num_used + (height - 1), jnp.int32(height))
   outs = lax.fori_loop(0, num_blocks, step, outs)
   return [

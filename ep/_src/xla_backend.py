@@ -30,6 +30,9 @@ class XlaBackend(Backend):
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     pass
 
+  def check_sizes(self, group: GroupConfig) -> None:
+    pass
+
   def probe(self) -> str:
     return ""
 

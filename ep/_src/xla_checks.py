@@ -7,14 +7,12 @@ goes on, with results that are NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import compat
+from ep._src.failing import fail_if
 from ep._src.xla_exchange import share
 from ep._src.xla_plan import Dims, int32, Slabs
 
@@ -44,7 +42,7 @@ def check_routing(
   configs: jax.Array,
   slabs: Slabs,
 ) -> jax.Array:
-  """Fails `ep_prepare` if a rank is at fault; see `_fail_if`.
+  """Fails `ep_prepare` if a rank is at fault; see `fail_if`.
 
   Args:
     dims: the sizes of the op.
@@ -88,7 +86,9 @@ def check_routing(
   failed = (faults[:, 0] > 0).any() | (configs != configs[0]).any()
   if layer.overflow == "error":
     failed |= (needed > dims.C).any()
-  return _fail_if(dims, failed, fail, faults, configs, needed)
+  return fail_if(
+    failed, fail, faults, configs, needed, can_raise=dims.can_raise
+  )
 
 
 def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
@@ -105,30 +105,7 @@ def check_finite(dims: Dims, out: jax.Array) -> jax.Array:
       f" {rank} is not finite"
     )
 
-  failed = _fail_if(dims, (all_first[:, 0] > 0).any(), fail, all_first)
-  return lax.optimization_barrier((out, failed))[0]
-
-
-def _fail_if(
-  dims: Dims,
-  failed: jax.Array,
-  fail: Callable[..., None],
-  *args: jax.Array,
-) -> jax.Array:
-  """Calls `fail` with `args` as numpy arrays, for it to raise, if `failed`.
-
-  Returns 0, or 1 where it failed and the program cannot call Python. `failed`
-  is alike on all ranks. Whatever the ranks exchange from here on must depend on
-  the result, so that none waits in an exchange for one that has failed.
-  """
-  if not dims.can_raise:
-    return int32(failed)
-  result = jax.ShapeDtypeStruct((), jnp.int32)
-  return lax.cond(
-    failed,
-    lambda *args: compat.io_callback(
-      lambda *args: fail(*map(np.asarray, args)), result, *args
-    ),
-    lambda *_: jnp.int32(0),
-    *args,
+  failed = fail_if(
+    (all_first[:, 0] > 0).any(), fail, all_first, can_raise=dims.can_raise
   )
+  return lax.optimization_barrier((out, failed))[0]
