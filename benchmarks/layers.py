@@ -34,6 +34,27 @@ def inner(dot, rows, w_gate, w_up):
   return jax.nn.silu(dot(rows, w_gate)) * dot(rows, w_up)
 
 
+def group_sizes(layout: Layout, topk_idx):
+  """Returns the rows that each expert of this rank receives: `[L]`."""
+  _, counts = sort_choices(topk_idx, layout.shape.num_experts)
+  return counts.sum(0).reshape(layout.ranks, -1)[lax.axis_index(AXIS)]
+
+
+def dispatch(exchange, handle, tokens, topk_weights):
+  """Calls dispatch of another contender, with its own derivative."""
+  return linear_call(
+    lambda handle, args: exchange.dispatch(handle, *args),
+    lambda handle, grads: exchange.dispatch_bwd(handle, *grads),
+    handle,
+    (tokens, topk_weights),
+  )
+
+
+def combine(exchange, handle, rows):
+  """Calls combine of another contender, with its own derivative."""
+  return linear_call(exchange.combine, exchange.combine_bwd, handle, rows)
+
+
 class Sorted:
   """Sorts rows by expert, by the ops of another contender, for `matmul`.
 
@@ -50,23 +71,11 @@ class Sorted:
 
   def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
     handle = self._exchange.prepare(topk_idx)
-    _, counts = sort_choices(topk_idx, self._layout.shape.num_experts)
-    by_rank = counts.sum(0).reshape(self._layout.ranks, -1)
-    sizes = by_rank[lax.axis_index(AXIS)]
+    sizes = group_sizes(self._layout, topk_idx)
     dot = functools.partial(self._matmul, group_sizes=sizes)
-    rows, weights = linear_call(
-      lambda handle, args: self._exchange.dispatch(handle, *args),
-      lambda handle, grads: self._exchange.dispatch_bwd(handle, *grads),
-      handle,
-      (tokens, topk_weights),
-    )
+    rows, weights = dispatch(self._exchange, handle, tokens, topk_weights)
     rows = dot(inner(dot, rows, w_gate, w_up), w_down)
-    return linear_call(
-      self._exchange.combine,
-      self._exchange.combine_bwd,
-      handle,
-      scale(rows, weights),
-    )
+    return combine(self._exchange, handle, scale(rows, weights))
 
 
 class Masked:

@@ -48,7 +48,7 @@ from ep._src.router_losses import (
 from ep._src.routing_map import topk_from_map as topk_from_map
 
 __version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
-__all__ = list(_public.names(globals()) + ["launch"])
+__all__ = list(_public.names(globals()) + ["launch", "testing"])
 
 
 def __dir__() -> list[str]:
@@ -57,10 +57,12 @@ def __dir__() -> list[str]:
 
 if _typing.TYPE_CHECKING:
   from ep import launch as launch
+  from ep import testing as testing
 else:
 
   def __getattr__(name: str) -> _typing.Any:
-    # Python would warn in `python -m ep.launch` if it were imported above.
-    if name == "launch":
-      return _importlib.import_module("ep.launch")
+    # Python would warn in `python -m ep.launch` if it were imported above, and
+    # ep.testing imports it.
+    if name in ("launch", "testing"):
+      return _importlib.import_module(f"ep.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,11 +18,11 @@ from cases import assert_same
 from conftest import to_global
 import ep
 from ep._src import reference
+from ep.testing._routings import draw
 from groups import E, failing, group, H, K, layer, ranks, spec
 from ops import LocalOps, Moved, Ops
 from oracle import Oracle
 import quick_compiler
-from routings import draw
 
 T = 12
 

@@ -10,9 +10,9 @@ import pytest
 from conftest import make_mesh
 import ep
 from ep._src import record_files, reference
+from ep.testing._routings import draw
 from groups import BACKEND, E, has_no_limits, K, layer, T
 from oracle import make_oracle
-from routings import draw
 
 STEPS = 6
 

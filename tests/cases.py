@@ -26,11 +26,12 @@ import numpy as np
 
 from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
-from groups import BACKEND, GPU, group, H, ranks, spec, T, within_limits
+from ep.testing import _numbers
+from ep.testing._routings import ROUTINGS
+from groups import BACKEND, E, GPU, group, H, ranks, spec, T, within_limits
 from ops import LocalOps, Moved, Ops
 from oracle import Differentiated, make_oracle
 import quick_compiler
-from routings import ROUTINGS
 
 
 class Case:
@@ -67,7 +68,7 @@ class Case:
     self._rng = np.random.default_rng(0)
     if isinstance(routing, str):
       n = math.prod(self._lead)
-      idx = ROUTINGS[routing](self._rng, (n, layer.top_k))
+      idx = ROUTINGS[routing](self._rng, (n, layer.top_k), E)
       routing = idx.reshape(*self._lead, -1).astype(np.int32)
     self.topk_idx = routing
 
@@ -144,44 +145,8 @@ class Case:
     return self._with_specials(numbers[..., None])[..., 0]
 
   def _with_specials(self, rows):
-    """Puts special values into half of the rows, if the case asks for them.
-
-    A quarter of the rows has only zeros and numbers close to the smallest
-    normal one, since the sums of the other special rows are mostly infinite or
-    NaN.
-    """
-    if not self._specials:
-      return rows
-    values = special_values(rows.dtype)
-    small = values[np.abs(values) < 1e-3]
-    kind = self._rng.integers(4, size=(*rows.shape[:-1], 1))
-    mixed = np.where(
-      self._rng.random(rows.shape) < 0.5,
-      self._rng.choice(values.view(f"u{values.itemsize}"), rows.shape),
-      _bits(rows),
-    )
-    smalls = self._rng.choice(small.view(mixed.dtype), rows.shape)
-    bits = np.where(kind == 0, smalls, np.where(kind == 1, mixed, _bits(rows)))
-    return bits.view(rows.dtype)
-
-
-def _bits(x):
-  return x.view(f"u{x.dtype.itemsize}")
-
-
-def special_values(dtype):
-  """Returns numbers of the dtype that hardware may treat in a special way."""
-  infinity, least_normal, one = (
-    int(np.array(x, dtype).view(f"u{dtype.itemsize}"))
-    for x in (np.inf, jnp.finfo(dtype).tiny, 1)
-  )
-  quiet = least_normal >> 1  # the first bit of the mantissa
-  magnitudes = [0, 1, 5, least_normal - 1, least_normal, least_normal + 1]
-  magnitudes += [2 * least_normal + 1, one, infinity - 1, infinity]
-  magnitudes += [infinity + 1, infinity + quiet - 1, infinity + quiet + 1]
-  sign = 1 << (8 * dtype.itemsize - 1)
-  bits = [x + s for s in (0, sign) for x in magnitudes]
-  return np.array(bits, f"u{dtype.itemsize}").view(dtype)
+    """Puts special values among the numbers, if the case asks for them."""
+    return _numbers.with_specials(self._rng, rows) if self._specials else rows
 
 
 def large_case(routing, mesh="ep4"):

@@ -11,9 +11,9 @@ import pytest
 
 from cases import assert_same, Case
 import ep
+from ep.testing._routings import ROUTINGS
 from groups import E, layer, ranks, spec
 from ops import Ops
-from routings import ROUTINGS
 
 
 def handle_of(ops):

@@ -42,29 +42,48 @@ LAYERS = [
   {"coordinator", "gpus", "jax_version", "keeper", "public", "reference"},
 ]
 
+# The same for the files of ep.testing.
+TESTING = [
+  {"_rank", "_report"},
+  {"_rules"},
+  {"_bench"},
+  {"_dense"},
+  {"_round_trip"},
+  {"_ranks", "_trial"},
+  {"_compare", "_subjects"},
+  {"_footprint", "_numbers", "_routings"},
+]
+
 
 @pytest.fixture(scope="module")
 def graph():
   return grimp.build_graph("ep", cache_dir=None)
 
 
-def test_every_module_is_in_one_layer(graph):
-  listed = [module for layer in LAYERS for module in layer]
-  found = {m.rpartition(".")[2] for m in graph.find_children(PACKAGE)}
+EVERY_PACKAGE = pytest.mark.parametrize(
+  "package, layers", [(PACKAGE, LAYERS), ("ep.testing", TESTING)]
+)
+
+
+@EVERY_PACKAGE
+def test_every_module_is_in_one_layer(graph, package, layers):
+  listed = [module for layer in layers for module in layer]
+  found = {m.rpartition(".")[2] for m in graph.find_children(package)}
   assert sorted(listed) == sorted(found)
 
 
-def test_no_import_runs_upward(graph):
-  layers = [grimp.Layer(*layer, independent=True) for layer in LAYERS]
+@EVERY_PACKAGE
+def test_no_import_runs_upward(graph, package, layers):
+  layers = [grimp.Layer(*layer, independent=True) for layer in layers]
   wrong = graph.find_illegal_dependencies_for_layers(
-    layers, containers={PACKAGE}
+    layers, containers={package}
   )
   assert not wrong, [f"{d.importer} imports {d.imported}" for d in wrong]
 
 
 def test_the_implementation_knows_no_public_module(graph):
-  for name in ("", ".debug", ".launch", ".lax", ".moe", ".presets"):
-    module = f"ep{name}"
+  public = "debug", "launch", "lax", "moe", "presets", "testing"
+  for module in ("ep", *(f"ep.{name}" for name in public)):
     importers = graph.find_modules_that_directly_import(module)
     assert not {m for m in importers if m.startswith(PACKAGE)}
 

@@ -16,7 +16,7 @@ from cases import assert_same, Case, expected, global_view
 from conftest import make_mesh
 import ep
 from ep import launch
-from footprint import Footprint
+from ep.testing._footprint import Footprint
 from groups import BACKEND, bootstrap
 from ops import round_trip
 

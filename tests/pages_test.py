@@ -264,7 +264,7 @@ def _public(module) -> set[str]:
 
 def test_the_reference_has_every_public_name():
   """It names the file of each, where the docstring is."""
-  modules = [ep, ep.moe, ep.presets, ep.launch, ep.lax, ep.debug]
+  modules = [ep, ep.moe, ep.presets, ep.launch, ep.lax, ep.debug, ep.testing]
   public = set().union(*map(_public, modules))
   public -= {module.__name__ for module in modules} | {"ep.launch.main"}
   listed = set()

@@ -4,8 +4,8 @@
 import jax.numpy as jnp
 import pytest
 
+from ep.testing._routings import ROUTINGS
 from groups import E, T
-from routings import ROUTINGS
 
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16]

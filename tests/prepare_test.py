@@ -11,9 +11,9 @@ import pytest
 from cases import assert_same, Case, expected
 from conftest import assert_shards_equal
 import ep
+from ep.testing._routings import ROUTINGS
 from groups import E, K, layer, MESHES, ranks, spec, T
 from ops import Ops, round_trip, sizes
-from routings import ROUTINGS
 
 
 @pytest.mark.parametrize("mesh", MESHES)

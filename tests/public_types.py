@@ -4,6 +4,7 @@
 //release:wheel_test does so, against the installed package. Nothing runs them.
 """
 
+from collections.abc import Callable
 import contextlib
 import pathlib
 from typing import assert_type
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ep
-from ep import debug, launch, lax, moe, presets
+from ep import debug, launch, lax, moe, presets, testing
 
 
 def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
@@ -157,3 +158,46 @@ def ranks() -> int:
     launch.initialize()
     return 0
   return launch.launch(["train.py"], num_processes=4, timeout_s=60.0)
+
+
+def conformance() -> None:
+  def build(
+    setting: testing.Setting,
+  ) -> tuple[Callable[..., testing.Received], Callable[..., jax.Array]]:
+    assert_type(setting.ep_size, int)
+    assert_type(setting.num_local_experts, int)
+
+    def dispatch(
+      tokens: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
+    ) -> testing.Received:
+      sizes = jnp.zeros(setting.num_local_experts, jnp.int32)
+      return testing.Received(tokens, topk_weights[:, 0], sizes, topk_idx)
+
+    return dispatch, lambda rows, state: rows
+
+  transport = testing.Transport(
+    name="mine",
+    build=build,
+    dtypes=("float32",),
+    tolerance=testing.Tolerance(1),
+    tail="zero",
+  )
+
+  def build_layer(
+    setting: testing.Setting,
+  ) -> tuple[Callable[..., jax.Array], jax.Array]:
+    return lambda params, tokens, topk_idx, weights: tokens, jnp.ones(8)
+
+  def expert(params: jax.Array, e: int, rows: jax.Array) -> jax.Array:
+    return params[e] * rows
+
+  layer = testing.Layer(name="mine", build=build_layer, expert=expert)
+  subjects: list[testing.Subject] = [transport, layer]
+  for subject in subjects:
+    report = testing.check(subject, ["output"])
+    assert_type(report, testing.Report)
+    assert_type(report.passed, bool)
+    assert_type(report.failures, dict[str, str])
+    assert_type(report.lines, tuple[testing.Line, ...])
+  case: testing.Case = testing.cases(transport)[0].values[0]
+  assert_type(case.check(), float)

@@ -19,8 +19,8 @@ from cases import jit_quickly
 from conftest import assert_shards_equal, make_mesh, to_global
 import ep
 from ep._src import record_files
+from ep.testing._routings import draw
 from groups import BACKEND, bootstrap, E, group, H, K, layer, spec, T
-from routings import draw
 
 R, STEPS = 4, 3
 
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 def ids(*lead, seed=0):
   n = int(np.prod(lead)) * R * T
-  drawn = draw(np.random.default_rng(seed), (n, K))
+  drawn = draw(np.random.default_rng(seed), (n, K), np.ones(E))
   return drawn.reshape(*lead, R * T, K)
 
 

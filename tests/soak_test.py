@@ -17,10 +17,10 @@ import numpy as np
 from cases import assert_same, Case, expected, run
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from footprint import Footprint
+from ep.testing._footprint import Footprint
+from ep.testing._routings import draw
 from groups import bootstrap
 from ops import block_and_back
-from routings import draw
 
 EXPERTS = 2  # of each rank
 TOKENS, TOP_K = 16, 3

@@ -40,10 +40,10 @@ _ELSEWHERE = {
 _CONTENTS = """
 Start: choices tutorial
 How to: howto/capacity howto/clusters howto/hangs howto/profile howto/replay \
-howto/without_accelerators
+howto/without_accelerators howto/test_a_transport
 The layer: moe router training sharp_bits
 Reference: reference/ep reference/moe reference/presets reference/launch \
-reference/lax reference/debug
+reference/lax reference/debug reference/testing
 Design: semantics architecture performance reliability gpu gpu_results \
 bazel
 The project: versions changelog contributing security

@@ -9,12 +9,13 @@ from typing import Any, get_type_hints
 def names(module: dict[str, Any]) -> list[str]:
   """Returns the public names of a module's globals, for its `__all__`.
 
-  Functions and classes from ep/_src among them become members of the module: in
-  `help`, in tracebacks, and when they are pickled.
+  Functions and classes from ep/_src and from the module's private files become
+  members of the module: in `help`, in tracebacks, and when they are pickled.
   """
+  private = "ep._src.", f"{module['__name__']}._"
   found = sorted(name for name in module if not name.startswith("_"))
   for value in map(module.__getitem__, found):
-    if getattr(value, "__module__", "").startswith("ep._src."):
+    if getattr(value, "__module__", "").startswith(private):
       if isinstance(value, type):
         # As text, they would be looked up in the public module.
         hints = get_type_hints(value)

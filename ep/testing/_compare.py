@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares what a subject computes with what the oracle expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ep.testing import _numbers
+
+
+class Expected(NamedTuple):
+  """An array of the oracle, and the unit of its errors.
+
+  Attributes:
+    value: in the dtype that the result must have.
+    unit: of a `Tolerance`, for each value or for all.
+    where: returns the words that name the value at an index.
+  """
+
+  value: np.ndarray
+  unit: np.ndarray | float
+  where: Callable[[tuple[int, ...]], str]
+
+
+def compare(
+  what: str,
+  got: np.ndarray,
+  expected: Expected,
+  *,
+  limit: float = 0,
+  only: np.ndarray | None = None,
+  nan_bits: bool = False,
+) -> float:
+  """Returns the largest error in units, or raises `AssertionError`.
+
+  Args:
+    what: names the array in the error.
+    limit: the most units that a value may be off; 0 demands its bits.
+    only: a mask of the values that count, along the leading axes.
+    nan_bits: whether NaNs must have the expected bits, too.
+  """
+  want = expected.value
+  if got.shape != want.shape or got.dtype != want.dtype:
+    raise AssertionError(
+      f"{what}: {got.dtype}{list(got.shape)}, but {want.dtype}"
+      f"{list(want.shape)} is expected."
+    )
+  with np.errstate(invalid="ignore", over="ignore"):
+    if limit == 0:
+      error = np.zeros(want.shape)
+      wrong = _numbers.bits(got) != _numbers.bits(want)
+      if jnp.issubdtype(got.dtype, jnp.floating) and not nan_bits:
+        wrong &= ~(np.isnan(got) & np.isnan(want))
+    else:
+      off = abs(got.astype(float) - want.astype(float))
+      error = off / np.maximum(expected.unit, np.finfo(float).tiny)
+      wrong = ~(error <= limit)  # NaN is wrong, too
+  if only is not None:
+    only = only.reshape(*only.shape, *[1] * (wrong.ndim - only.ndim))
+    wrong, error = wrong & only, np.where(only, error, 0)
+  if wrong.any():
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    values = f"{got[at]!s}, but the oracle has {want[at]!s}"
+    off_by = f", off by {error[at]:.3g} ulps of {limit:g}" if limit else ""
+    raise AssertionError(
+      f"{what}: {expected.where(at)} is {values}{off_by}; {wrong.sum()} of"
+      f" {wrong.size} values are wrong."
+    )
+  return float(error.max(initial=0))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws numbers that hardware may treat in a special way."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def with_specials(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
+  """Puts special values into half of the rows `[..., H]`.
+
+  A quarter of the rows has only zeros and numbers close to the smallest normal
+  one, since the sums of the other special rows are mostly infinite or NaN.
+  """
+  values = special_values(rows.dtype)
+  small = values[np.abs(values) < 1e-3]
+  kind = rng.integers(4, size=(*rows.shape[:-1], 1))
+  mixed = np.where(
+    rng.random(rows.shape) < 0.5,
+    rng.choice(bits(values), rows.shape),
+    bits(rows),
+  )
+  smalls = rng.choice(bits(small), rows.shape)
+  found = np.where(kind == 0, smalls, np.where(kind == 1, mixed, bits(rows)))
+  return found.view(rows.dtype)
+
+
+def special_values(dtype: np.dtype) -> np.ndarray:
+  """Returns zeros, denormals, infinities and NaNs of both signs and kinds."""
+  infinity, least_normal, one = (
+    int(bits(np.array(x, dtype))) for x in (np.inf, jnp.finfo(dtype).tiny, 1)
+  )
+  quiet = least_normal >> 1  # the first bit of the mantissa
+  magnitudes = [0, 1, 5, least_normal - 1, least_normal, least_normal + 1]
+  magnitudes += [2 * least_normal + 1, one, infinity - 1, infinity]
+  magnitudes += [infinity + 1, infinity + quiet - 1, infinity + quiet + 1]
+  sign = 1 << (8 * dtype.itemsize - 1)
+  patterns = [x + s for s in (0, sign) for x in magnitudes]
+  return np.array(patterns, f"u{dtype.itemsize}").view(dtype)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+  """Returns the same memory as unsigned integers of the size of an element."""
+  return x.view(f"u{x.dtype.itemsize}")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of the processes that _ranks.py starts: LOCATION TASK FOLDER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import importlib
+import operator
+import os
+import pathlib
+import signal
+import sys
+import traceback
+from typing import Any
+
+import jax
+
+from ep import launch
+from ep.testing import _ranks
+from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant
+from ep.testing._rules import error_of, RULES
+from ep.testing._subjects import Subject
+
+# What a process saw, for _ranks.py.
+Note = dict[str, Any]
+
+
+def processes(subject: Subject) -> Note:
+  """Checks one routing of each rule that one process can run, too."""
+  bench, worst = Bench(subject), 0.0
+  for rule in RULES.values():
+    if rule.starts_ranks or rule.left_out(subject):
+      continue
+    variants = list(rule.variants(subject))
+    chosen = [x for x in variants if x.routing == TYPICAL] or variants
+    for variant in chosen[:1]:
+      worst = max(worst, rule.check(bench, variant))
+  return dict(worst=worst)
+
+
+def disagreement(subject: Subject) -> Note:
+  """Takes a step, and another in which one process has another hidden size."""
+  variant = Variant(subject.dtypes[0])
+  _step(Bench(subject), variant)
+  other = dataclasses.replace(variant, hidden=HIDDEN * (1 + _is_odd()))
+  # All processes build the subject again.
+  return dict(error=error_of(lambda: _step(Bench(subject), other)))
+
+
+def killed_rank(subject: Subject) -> Note:
+  """Takes a step, kills one process, and takes another step."""
+  bench, variant = Bench(subject), Variant(subject.dtypes[0])
+  _step(bench, variant)
+  if _is_odd():
+    signal.raise_signal(signal.SIGKILL)
+  return dict(error=error_of(lambda: _step(bench, variant)))
+
+
+def _is_odd() -> bool:
+  """Returns whether this is the process that dies or disagrees."""
+  return jax.process_index() == _ranks.PROCESSES - 1
+
+
+def _step(bench: Bench, variant: Variant) -> None:
+  """Runs the subject, and no collective besides its own."""
+  trial, oracle, rng = bench.begin(variant)
+  inputs = oracle.inputs(rng, "normal")
+  jax.block_until_ready(trial.start(oracle, inputs))
+
+
+_TASKS: dict[str, Callable[[Subject], Note]] = {
+  "processes": processes,
+  "disagreement": disagreement,
+  "killed_rank": killed_rank,
+}
+
+
+def main(location: str, task: str, folder: str) -> None:
+  launch.initialize()
+  module, _, name = location.partition(":")
+  subject = operator.attrgetter(name)(importlib.import_module(module))
+  note: Note = dict(failure="")
+  try:
+    note |= _TASKS[task](subject)
+  except AssertionError as error:
+    note = dict(failure=str(error))
+  except Exception as error:  # of the subject, where it should not fail
+    traceback.print_exc()
+    note = dict(failure=f"{type(error).__name__}: {error}")
+  notes = pathlib.Path(folder)
+  _ranks.leave_note(notes, task, note)
+  _ranks.wait_for_notes(notes, task, subject.limit_s)
+  os._exit(0)  # an orderly exit would wait for a process that has died
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

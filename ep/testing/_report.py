@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the rules, as cases of pytest or as a function that returns a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import textwrap
+from typing import Any
+
+import jax
+
+from ep.testing._bench import Bench, Variant
+from ep.testing._rules import Rule, RULES
+from ep.testing._subjects import Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One case of a rule for a subject.
+
+  Attributes:
+    id: the rule, and what distinguishes its cases, as in
+      "gradients-float32-to_one_expert".
+  """
+
+  id: str
+  _rule: Rule
+  _bench: Bench
+  _variant: Variant
+
+  def check(self) -> float:
+    """Runs the case.
+
+    Returns:
+      The largest error, in units of a `Tolerance`; 0 if all bits are expected.
+
+    Raises:
+      AssertionError: the rule does not hold. The message names the rank, the
+        expert, the row and both values.
+    """
+    return self._rule.check(self._bench, self._variant)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """The line of a report for one rule.
+
+  Attributes:
+    rule: its name.
+    sentence: what it demands.
+    cases: how many were run.
+    worst: the largest error of them, in units of a `Tolerance`.
+    failures: what failed, by the id of the case.
+    left_out: why the rule was not run, or "".
+  """
+
+  rule: str
+  sentence: str
+  cases: int = 0
+  worst: float = 0.0
+  failures: dict[str, str] = dataclasses.field(default_factory=dict)
+  left_out: str = ""
+
+  @property
+  def result(self) -> str:
+    """Returns the words of the table."""
+    if self.left_out:
+      return self.left_out
+    if self.failures:
+      return f"FAILED in {len(self.failures)}"
+    return "passed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """The results of a subject. `str` makes a table of it."""
+
+  subject: str
+  lines: tuple[Line, ...]
+
+  @property
+  def passed(self) -> bool:
+    """Whether some rule was run, and none failed."""
+    return any(x.cases for x in self.lines) and not self.failures
+
+  @property
+  def failures(self) -> dict[str, str]:
+    """What failed, by the id of the case."""
+    return {k: v for line in self.lines for k, v in line.failures.items()}
+
+  def __str__(self) -> str:
+    lines = [f"{'rule':<16}{'cases':>6}{'ulps':>7}  result of {self.subject}"]
+    for line in self.lines:
+      worst = f"{line.worst:.2g}" if line.cases else ""
+      cases = line.cases or ""
+      lines.append(f"{line.rule:<16}{cases:>6}{worst:>7}  {line.result}")
+    for line in self.lines:
+      for id, failure in line.failures.items():
+        lines += ["", id, f"  {line.sentence}", textwrap.indent(failure, "  ")]
+    return "\n".join(lines)
+
+
+def _chosen(rules: Sequence[str] | None) -> list[Rule]:
+  unknown = set(rules or ()) - RULES.keys()
+  if unknown:
+    raise ValueError(
+      f"ep.testing: there is no rule {', '.join(sorted(unknown))}; the rules"
+      f" are {', '.join(RULES)}."
+    )
+  return [RULES[name] for name in (RULES if rules is None else rules)]
+
+
+def _plan(
+  subject: Subject, rules: Sequence[str] | None
+) -> Iterator[tuple[Rule, list[Case], str]]:
+  """Yields each rule with its cases, or with why there are none."""
+  bench = Bench(subject)
+  for rule in _chosen(rules):
+    why_not = rule.left_out(subject)
+    if why_not:
+      yield rule, [], why_not
+    elif rule.starts_ranks and jax.process_count() > 1:
+      yield rule, [], "not run: this process is one of several ranks"
+    else:
+      cases = []
+      for variant in rule.variants(subject):
+        words = [rule.name, *([] if rule.starts_ranks else [str(variant)])]
+        cases.append(Case("-".join(words), rule, bench, variant))
+      yield (
+        rule,
+        cases,
+        "" if cases else "not run: it needs several devices in one process",
+      )
+
+
+def cases(subject: Subject, rules: Sequence[str] | None = None) -> list[Any]:
+  """Returns the cases of a subject as parameters of pytest.
+
+      @pytest.mark.parametrize("case", ep.testing.cases(subject))
+      def test_transport(case):
+        case.check()
+
+  Their ids are like "gradients-float32-to_one_expert". A rule that is not run
+  is one parameter, which pytest skips with the reason. The devices of JAX are
+  looked up, so set `XLA_FLAGS` and join other ranks before.
+
+  Args:
+    subject: a `Transport` or a `Layer`.
+    rules: names of rules; None takes all.
+
+  Returns:
+    A `pytest.param` for each `Case`.
+
+  Raises:
+    ValueError: there is no such rule.
+    ModuleNotFoundError: pytest is not installed.
+  """
+  import pytest  # nothing else needs it
+
+  params = []
+  for rule, some, why_not in _plan(subject, rules):
+    params += [pytest.param(case, id=case.id) for case in some]
+    if why_not:
+      skipped = pytest.mark.skip(reason=why_not)
+      params.append(pytest.param(None, id=rule.name, marks=skipped))
+  return params
+
+
+def check(subject: Subject, rules: Sequence[str] | None = None) -> Report:
+  """Runs the cases of a subject, and returns their results.
+
+      report = ep.testing.check(subject)
+      print(report)
+      assert report.passed
+
+  Every process of a job has to call it. The rules that start ranks are run only
+  where this process is alone.
+
+  Args:
+    subject: a `Transport` or a `Layer`.
+    rules: names of rules; None takes all.
+
+  Raises:
+    ValueError: there is no such rule.
+  """
+  return Report(
+    subject.name,
+    tuple(_line(*planned) for planned in _plan(subject, rules)),
+  )
+
+
+def _line(rule: Rule, cases: Sequence[Case], why_not: str) -> Line:
+  worst, failures = 0.0, {}
+  for case in cases:
+    try:
+      worst = max(worst, case.check())
+    except AssertionError as error:
+      failures[case.id] = str(error)
+    except Exception as error:  # of the subject
+      failures[case.id] = f"{type(error).__name__}: {error}"
+  return Line(rule.name, rule.sentence, len(cases), worst, failures, why_not)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a transport: dispatch, experts that scale their rows, and combine.
+
+An expert multiplies its rows by 1 or 2 and by their weights. So the result is
+linear in the tokens and in the weights, and all of its derivatives are known in
+NumPy, by the ops of ep/_src/reference.py.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from ep._src import reference
+from ep.testing import _numbers
+from ep.testing._compare import Expected
+from ep.testing._subjects import Setting, Transport
+from ep.testing._trial import Oracle, Trial
+
+
+class Rows(NamedTuple):
+  """What all ranks received: `[P * C, H]`, `[P * C]` and `[P * L]`."""
+
+  rows: Any
+  weights: Any
+  group_sizes: Any
+
+
+class RoundTrip(Trial):
+  """A transport, built for one setting."""
+
+  def __init__(self, transport: Transport, setting: Setting):
+    dispatch, combine = transport.build(setting)
+
+    def of_rank(route, inputs):
+      topk_idx, factor = route
+      tokens, weights = inputs
+      rows, row_weights, group_sizes, state = dispatch(
+        tokens, topk_idx, weights
+      )
+      out = combine(_scaled(rows, factor * row_weights), state)
+      return out, Rows(rows, row_weights, group_sizes)
+
+    ranks = PartitionSpec("ep")
+    function = jax.shard_map(
+      of_rank,
+      mesh=setting.mesh,
+      in_specs=ranks,
+      out_specs=ranks,
+      check_vma=False,
+    )
+    super().__init__(setting, function)
+
+  def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
+    setting = self.setting
+    idx = topk_idx.reshape(setting.ep_size, setting.tokens, setting.top_k)
+    routing = reference.prepare(
+      idx,
+      num_experts=setting.num_experts,
+      capacity=setting.capacity,
+      alignment=setting.alignment,
+    )
+    return RoundTripOracle(setting, idx, routing)
+
+
+class RoundTripOracle(Oracle):
+  """The expected results, and the place of each row.
+
+  Attributes:
+    expert: `[P, C]`, the local expert of each row of a slab, and L in the tail.
+    source: `[P, C, 3]`, the rank, token and choice of each row, or -1.
+  """
+
+  numbers = ("whole", "normal")
+
+  def __init__(
+    self, setting: Setting, topk_idx: np.ndarray, routing: reference.Routing
+  ):
+    self._setting = setting
+    self._idx = topk_idx
+    self._routing = routing
+    slots = np.arange(setting.capacity)
+    ends = np.cumsum(routing.group_sizes, 1)
+    self.expert = (slots >= ends[..., None]).sum(1)
+    choices = np.argwhere(routing.kept)
+    self.source = np.full((*self.expert.shape, 3), -1)
+    self.source[routing.rank[routing.kept], routing.slot[routing.kept]] = (
+      choices
+    )
+    ids = np.arange(setting.ep_size)[:, None] * setting.num_local_experts
+    self._factor = (1 + (ids + self.expert) % 2).astype(np.float32)
+    self.route = topk_idx.reshape(-1, setting.top_k), self._factor.reshape(-1)
+
+  @property
+  def holds_token(self) -> np.ndarray:
+    """Which of all rows `[P * C]` are a token's."""
+    return self.source[..., 0].reshape(-1) >= 0
+
+  @property
+  def in_tail(self) -> np.ndarray:
+    """Which of all rows `[P * C]` are past the last slab of their rank."""
+    return self.expert.reshape(-1) == self._setting.num_local_experts
+
+  def poisoned(self) -> RoundTripOracle:
+    """Returns the same with experts that make NaN of rows without a token."""
+    other = RoundTripOracle(self._setting, self._idx, self._routing)
+    topk_idx, factor = self.route
+    nan = np.float32(np.nan)
+    other.route = topk_idx, np.where(self.holds_token, factor, nan)
+    return other
+
+  def observed(self, rows: np.ndarray, tokens: np.ndarray) -> RoundTripOracle:
+    """Returns the same with the rows of each slab in the order of `rows`."""
+    setting = self._setting
+    tokens = self._by_rank(tokens)
+    rows = rows.reshape(*self.expert.shape, -1)
+    rank, slot = (np.full_like(self._routing.rank, -1) for _ in range(2))
+    for p, j in np.ndindex(self._routing.token_counts.shape):
+      e = p * setting.num_local_experts + j
+      choices = collections.defaultdict(list)
+      for r, t, k in np.argwhere(self._idx == e):
+        choices[tokens[r, t].tobytes()].append((r, t, k))
+      start = int(self._routing.group_sizes[p, :j].sum())
+      for c in range(start, start + int(self._routing.token_counts[p, j])):
+        found = choices[rows[p, c].tobytes()]
+        if not found:
+          raise AssertionError(
+            f"rows: rank {p}, expert {e}, row {c} is {rows[p, c]}, which is no"
+            f" token that chose expert {e}, or one that is there already."
+          )
+        choice = found.pop()
+        rank[choice], slot[choice] = p, c
+    routing = self._routing._replace(rank=rank, slot=slot, kept=slot >= 0)
+    return RoundTripOracle(setting, self._idx, routing)
+
+  def inputs(
+    self, rng: np.random.Generator, numbers: str
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Draws tokens `[P * T, H]` and weights `[P * T, K]`.
+
+    Of "normal" numbers, a product with a weight is exact, so that only sums
+    round. "free" ones have weights with full mantissas, and "special" ones
+    have NaNs and the like among them.
+    """
+    setting, dtype = self._setting, self._setting.dtype
+    n = setting.ep_size * setting.tokens
+    shapes = (n, setting.hidden), (n, setting.top_k)
+    if numbers == "whole":
+      tokens, weights = (
+        rng.integers(1, 5, shapes[0]),
+        rng.integers(1, 3, shapes[1]),
+      )
+      return tokens.astype(dtype), weights.astype(np.float32)
+    tokens = rng.standard_normal(shapes[0]).astype(dtype)
+    if numbers == "normal":
+      return tokens, np.exp2(rng.integers(-2, 2, shapes[1])).astype(np.float32)
+    weights = rng.random(shapes[1], np.float32)
+    if numbers == "special":
+      tokens = _numbers.with_specials(rng, tokens)
+      weights = _numbers.with_specials(rng, weights)
+    return tokens, weights
+
+  def received(self, inputs: Any) -> Rows:
+    """Returns what all ranks receive, each as an `Expected`."""
+    rows, weights = self._dispatch(inputs)
+    sizes = self._routing.group_sizes
+    return Rows(
+      self._expected(rows, self._where_row),
+      self._expected(weights, self._where_row),
+      self._expected(sizes, self._where_expert),
+    )
+
+  def output(self, inputs: Any) -> Expected:
+    return self._sum(self._output, inputs)
+
+  def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
+    """Returns the cotangents of the tokens and, of whole numbers, the weights.
+
+    That of a weight is a sum over H, whose order the contract leaves open.
+    """
+    pulled = {
+      "tokens": self._sum(lambda *x: self._pullback(*x)[0], *inputs, g),
+    }
+    if (np.trunc(g.astype(float)) == g).all():
+      weights = self._pullback(*inputs, g)[1]
+      pulled["weights"] = self._expected(weights, self._where_choice)
+    return pulled
+
+  def pushforward(self, inputs: Any, tangents: Any) -> Expected:
+    return self._sum(self._pushforward, inputs, tangents)
+
+  def _output(self, inputs):
+    rows, weights = self._dispatch(inputs)
+    return self._combine(rows, weights)
+
+  def _pullback(self, tokens, weights, g):
+    rows, row_weights = self._dispatch((tokens, weights))
+    g_rows = reference.combine_bwd(
+      self._routing, self._by_rank(g), capacity=self._setting.capacity
+    )
+    g_row_weights = g_rows.astype(np.float32) * rows.astype(np.float32)
+    return reference.dispatch_bwd(
+      self._routing,
+      _scaled(g_rows, self._factor * row_weights),
+      g_row_weights.sum(-1) * self._factor,
+    )
+
+  def _pushforward(self, inputs, tangents):
+    rows, weights = self._dispatch(inputs)
+    d_rows, d_weights = self._dispatch(tangents)
+    scaled = _scaled(d_rows, self._factor * weights)
+    moved = _scaled(rows, self._factor * d_weights)
+    return reference.combine(self._routing, scaled + moved)
+
+  def _dispatch(self, inputs):
+    tokens, weights = map(self._by_rank, inputs)
+    capacity = self._setting.capacity
+    return reference.dispatch(self._routing, tokens, weights, capacity=capacity)
+
+  def _combine(self, rows, weights):
+    rows = _scaled(rows, self._factor * weights)
+    return reference.combine(self._routing, rows)
+
+  def _sum(self, fn, *args):
+    """Returns `fn(*args)` and, as magnitudes, that of absolute values."""
+    value, magnitude = fn(*args), fn(*jax.tree.map(np.abs, args))
+    return self._expected(value, self._where_token, magnitude)
+
+  def _expected(self, value, where, magnitude=0):
+    eps = float(jnp.finfo(self._setting.dtype).eps)
+    unit = eps * np.broadcast_to(magnitude, value.shape).astype(np.float64)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (value, unit)]
+    return Expected(*flat, where)
+
+  def _by_rank(self, x):
+    return x.reshape(self._setting.ep_size, -1, *x.shape[1:])
+
+  def _where_row(self, at):
+    rank, c = divmod(at[0], self._setting.capacity)
+    j = int(self.expert[rank, c])
+    if j == self._setting.num_local_experts:
+      return f"rank {rank}, row {c} in the tail{_column(at)}"
+    e = rank * self._setting.num_local_experts + j
+    source, token, _ = self.source[rank, c]
+    of = "padding" if source < 0 else f"token {token} of rank {source}"
+    return f"rank {rank}, expert {e}, row {c} ({of}){_column(at)}"
+
+  def _where_token(self, at):
+    return where_token(self._setting, self.route[0], at) + _column(at)
+
+  def _where_choice(self, at):
+    return f"{where_token(self._setting, self.route[0], at)}, choice {at[1]}"
+
+  def _where_expert(self, at):
+    rank = at[0] // self._setting.num_local_experts
+    return f"rank {rank}, expert {at[0]}"
+
+
+def where_token(
+  setting: Setting, topk_idx: np.ndarray, at: tuple[int, ...]
+) -> str:
+  """Returns the words that name a token of `[P * T, ...]`."""
+  rank, t = divmod(at[0], setting.tokens)
+  experts = ", ".join(map(str, topk_idx[at[0]]))
+  return f"rank {rank}, token {t} (of experts {experts})"
+
+
+def _column(at):
+  return f", column {at[1]}" if len(at) > 1 else ""
+
+
+def _scaled(rows, factor):
+  """Returns the rows times their factors, rounded once to their dtype."""
+  return (rows.astype(jnp.float32) * factor[..., None]).astype(rows.dtype)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws routings: `[N, K]` arrays of each token's distinct experts, or -1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def draw(
+  rng: np.random.Generator,
+  shape: tuple[int, int],
+  odds: Sequence[float] | np.ndarray,
+) -> np.ndarray:
+  """Draws distinct experts with these odds, by Gumbel's top-k trick."""
+  n, k = shape
+  odds = np.asarray(odds, float)
+  with np.errstate(divide="ignore"):
+    keys = np.log(odds) + rng.gumbel(size=(n, odds.size))
+  idx = keys.argsort(-1)[:, ::-1][:, :k]
+  return np.where(odds[idx] > 0, idx, -1).astype(np.int32)
+
+
+def _uniform(rng, shape, experts):
+  return draw(rng, shape, np.ones(experts))
+
+
+def _skewed(rng, shape, experts):
+  return draw(rng, shape, 2.0 ** -np.arange(experts))
+
+
+def _empty_experts(rng, shape, experts):
+  return draw(rng, shape, np.arange(experts) % 2)
+
+
+def _to_one_expert(rng, shape, experts):
+  return draw(rng, shape, np.arange(experts) == experts - 2)
+
+
+def _with_unused_choices(rng, shape, experts):
+  return np.where(rng.random(shape) < 0.4, -1, _uniform(rng, shape, experts))
+
+
+def _one_token(rng, shape, experts):
+  only = np.arange(shape[0])[:, None] == shape[0] // 2
+  return np.where(only, _uniform(rng, shape, experts), -1)
+
+
+def _idle_rank(rng, shape, experts):
+  """Leaves the second quarter of the tokens, all of one rank, unrouted."""
+  quarter = np.arange(shape[0])[:, None] * 4 // shape[0]
+  return np.where(quarter == 1, -1, _uniform(rng, shape, experts))
+
+
+def _idle(rng, shape, experts):
+  del rng, experts
+  return np.full(shape, -1, np.int32)
+
+
+# A routing is a function of a random generator, [N, K], and E.
+ROUTINGS: dict[
+  str, Callable[[np.random.Generator, tuple[int, int], int], np.ndarray]
+] = {
+  "uniform": _uniform,
+  "skewed": _skewed,
+  "empty_experts": _empty_experts,
+  "to_one_expert": _to_one_expert,
+  "with_unused_choices": _with_unused_choices,
+  "one_token": _one_token,
+  "idle_rank": _idle_rank,
+  "idle": _idle,
+}

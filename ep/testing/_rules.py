@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the rules, each of which states one thing that holds of a subject.
+
+A rule is a function of a subject and a `Variant`, the sizes and the routing of
+a case. It returns the largest error that it found, in units of a `Tolerance`,
+or raises an `AssertionError` that names the rank, the expert, the row and both
+values. Its docstring is what a report says of it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from ep.testing import _ranks
+from ep.testing._bench import Bench, TOKENS, TOP_K, TYPICAL, Variant
+from ep.testing._compare import compare
+from ep.testing._footprint import Footprint
+from ep.testing._routings import draw, ROUTINGS
+from ep.testing._subjects import Subject, Transport
+from ep.testing._trial import Oracle
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """One rule of the kit.
+
+  Attributes:
+    name: stands in ids and reports.
+    sentence: states what holds.
+    check: runs a case; see the top of this file.
+    variants: returns those of a subject.
+    left_out: returns why a subject is not held to it, or "".
+    starts_ranks: whether it starts processes.
+  """
+
+  name: str
+  sentence: str
+  check: Callable[[Bench, Variant], float]
+  variants: Callable[[Any], Iterable[Variant]]
+  left_out: Callable[[Any], str]
+  starts_ranks: bool
+
+
+RULES: dict[str, Rule] = {}
+
+
+def _everywhere(subject: Subject) -> list[Variant]:
+  """Returns every routing with one dtype, and every dtype with one routing."""
+  first, *others = subject.dtypes
+  variants = [Variant(first, routing) for routing in ROUTINGS]
+  return variants + [Variant(dtype) for dtype in others]
+
+
+def _once(subject: Subject) -> list[Variant]:
+  return [Variant(subject.dtypes[0])]
+
+
+def _rule(
+  variants: Callable[[Any], Iterable[Variant]] = _everywhere,
+  *,
+  of: type[Subject] = Subject,
+  needs: Callable[[Any], bool] = lambda subject: True,
+  declared_by: str = "",
+  starts_ranks: bool = False,
+):
+  """Adds a rule for subjects of a type that declare what it needs."""
+
+  def left_out(subject: Subject) -> str:
+    if not isinstance(subject, of):
+      return f"only for a {of.__name__}"
+    return "" if needs(subject) else f"not declared: {declared_by}"
+
+  def add(check):
+    RULES[check.__name__] = Rule(
+      check.__name__, check.__doc__, check, variants, left_out, starts_ranks
+    )
+    return check
+
+  return add
+
+
+def _observed(subject: Transport, oracle, received, inputs):
+  """Returns the oracle, with rows in the order in which they came."""
+  if subject.order == "any":
+    return oracle.observed(received.rows, inputs[0])
+  return oracle
+
+
+def _receive(bench: Bench, variant: Variant, numbers: str = "free"):
+  """Returns what was received, what is expected, and the oracle."""
+  trial, oracle, rng = bench.begin(variant)
+  inputs = oracle.inputs(rng, numbers)
+  _, got = trial.forward(oracle, inputs)
+  oracle = _observed(bench.subject, oracle, got, inputs)
+  return got, oracle.received(inputs), oracle
+
+
+@_rule(of=Transport)
+def sizes(bench: Bench, variant: Variant) -> float:
+  """Each slab has as many rows as its expert was chosen, and padding."""
+  got, want, _ = _receive(bench, variant)
+  return compare("group_sizes", got.group_sizes, want.group_sizes)
+
+
+@_rule(of=Transport)
+def rows(bench: Bench, variant: Variant) -> float:
+  """Each row is its token, bit for bit, in the order that is declared."""
+  got, want, oracle = _receive(bench, variant)
+  return compare("rows", got.rows, want.rows, only=oracle.holds_token)
+
+
+@_rule(of=Transport)
+def weights(bench: Bench, variant: Variant) -> float:
+  """Each row has the float32 weight of its choice, whatever the tokens are."""
+  got, want, oracle = _receive(bench, variant)
+  return compare("weights", got.weights, want.weights, only=oracle.holds_token)
+
+
+def _aligned(transport: Transport) -> list[Variant]:
+  return [
+    Variant(transport.dtypes[0], routing, alignment=alignment)
+    for alignment in transport.alignments
+    if alignment > 1
+    for routing in (TYPICAL, "skewed")
+  ]
+
+
+@_rule(
+  _aligned,
+  of=Transport,
+  needs=lambda transport: max(transport.alignments) > 1,
+  declared_by="alignments=",
+)
+def padding(bench: Bench, variant: Variant) -> float:
+  """Slabs are padded to the alignment, by rows and weights of zero."""
+  got, want, oracle = _receive(bench, variant)
+  compare("group_sizes", got.group_sizes, want.group_sizes)
+  only = ~oracle.holds_token & ~oracle.in_tail
+  compare("rows", got.rows, want.rows, only=only)
+  return compare("weights", got.weights, want.weights, only=only)
+
+
+@_rule(
+  of=Transport,
+  needs=lambda transport: transport.tail == "zero",
+  declared_by='tail="zero"',
+)
+def tail(bench: Bench, variant: Variant) -> float:
+  """Rows and weights past the last slab are zero."""
+  got, want, oracle = _receive(bench, variant)
+  compare("rows", got.rows, want.rows, only=oracle.in_tail)
+  return compare("weights", got.weights, want.weights, only=oracle.in_tail)
+
+
+@_rule(
+  of=Transport,
+  needs=lambda transport: transport.special_values,
+  declared_by="special_values=True",
+)
+def special_values(bench: Bench, variant: Variant) -> float:
+  """NaN payloads, infinities, denormal numbers and -0 keep their bits."""
+  got, want, oracle = _receive(bench, variant, "special")
+  moved = dict(only=oracle.holds_token, nan_bits=True)
+  compare("rows", got.rows, want.rows, **moved)
+  return compare("weights", got.weights, want.weights, **moved)
+
+
+@_rule()
+def output(bench: Bench, variant: Variant) -> float:
+  """Each token gets the sum of what its experts made of it."""
+  trial, oracle, rng = bench.begin(variant)
+  inputs = oracle.inputs(rng, "normal")
+  got, _ = trial.forward(oracle, inputs)
+  limit = bench.limit(trial.setting, "normal")
+  return compare("tokens", got, oracle.output(inputs), limit=limit)
+
+
+def _most_aligned(transport: Transport) -> list[Variant]:
+  dtype, alignment = transport.dtypes[0], max(transport.alignments)
+  return [Variant(dtype, name, alignment=alignment) for name in ROUTINGS]
+
+
+@_rule(_most_aligned, of=Transport)
+def unread(bench: Bench, variant: Variant) -> float:
+  """Rows that hold no token are never read: experts may make NaN of them."""
+  trial, oracle, rng = bench.begin(variant)
+  inputs = oracle.inputs(rng, "normal")
+  got, _ = trial.forward(oracle.poisoned(), inputs)
+  limit = bench.limit(trial.setting, "normal")
+  return compare("tokens", got, oracle.output(inputs), limit=limit)
+
+
+def _check_pullback(bench, trial, oracle, rng) -> float:
+  worst = 0.0
+  for numbers in oracle.numbers:
+    inputs = oracle.inputs(rng, numbers)
+    g = oracle.inputs(rng, numbers)[0]
+    limit = bench.limit(trial.setting, numbers)
+    grads, received = trial.pullback(oracle, inputs, g)
+    if received:
+      oracle = _observed(bench.subject, oracle, received, inputs)
+    tokens, weights, *params = grads
+    got = {"tokens": tokens, "weights": weights}
+    for path, leaf in jax.tree.leaves_with_path(params):
+      got["params" + jax.tree_util.keystr(path[1:])] = leaf
+    for name, want in oracle.pullback(inputs, g).items():
+      what = f"the gradient of {name}"
+      worst = max(worst, compare(what, got[name], want, limit=limit))
+  return worst
+
+
+@_rule(needs=lambda subject: subject.gradients, declared_by="gradients=True")
+def gradients(bench: Bench, variant: Variant) -> float:
+  """Reverse mode gives the gradients of tokens, weights and parameters."""
+  return _check_pullback(bench, *bench.begin(variant))
+
+
+@_rule(needs=lambda subject: subject.jvp, declared_by="jvp=True")
+def jvp(bench: Bench, variant: Variant) -> float:
+  """Forward mode gives the derivative along tokens, weights and parameters."""
+  trial, oracle, rng = bench.begin(variant)
+  numbers = oracle.numbers[0]
+  inputs, tangents = (oracle.inputs(rng, numbers) for _ in range(2))
+  got, _ = trial.pushforward(oracle, inputs, tangents)
+  limit = bench.limit(trial.setting, numbers)
+  want = oracle.pushforward(inputs, tangents)
+  return compare("the tangent of tokens", got, want, limit=limit)
+
+
+def _too_small(transport: Transport) -> list[Variant]:
+  return [
+    Variant(transport.dtypes[0], routing, capacity=TOKENS * TOP_K // 2)
+    for routing in ("uniform", "to_one_expert")
+  ]
+
+
+@_rule(
+  _too_small,
+  of=Transport,
+  needs=lambda transport: transport.overflow is not None,
+  declared_by="overflow=",
+)
+def overflow(bench: Bench, variant: Variant) -> float:
+  """Too many rows for a rank are an error, or dropped with their gradients."""
+  trial, oracle, rng = bench.begin(variant)
+  inputs = oracle.inputs(rng, "normal")
+  if bench.subject.overflow == "error":
+    fitting = trial.oracle(np.full_like(oracle.route[0], -1))
+    trial.forward(fitting, inputs)
+    if error_of(lambda: trial.forward(oracle, inputs)):
+      return 0.0
+    raise AssertionError(
+      f"overflow: no error came, though the routing {variant.routing!r} needs"
+      f" more rows on a rank than its capacity of {variant.capacity}."
+    )
+  got, received = trial.forward(oracle, inputs)
+  oracle = _observed(bench.subject, oracle, received, inputs)
+  want, only = oracle.received(inputs), oracle.holds_token
+  compare("group_sizes", received.group_sizes, want.group_sizes)
+  compare("rows", received.rows, want.rows, only=only)
+  compare("weights", received.weights, want.weights, only=only)
+  limit = bench.limit(trial.setting, "normal")
+  worst = compare("tokens", got, oracle.output(inputs), limit=limit)
+  if bench.subject.gradients:
+    worst = max(worst, _check_pullback(bench, trial, oracle, rng))
+  return worst
+
+
+def error_of(call: Callable[[], object]) -> str:
+  """Returns the error of a call, or "" if it succeeds."""
+  try:
+    call()
+  except Exception as error:
+    return f"{type(error).__name__}: {error}"
+  return ""
+
+
+def _fewer_ranks(subject: Subject) -> list[Variant]:
+  """Returns the EP sizes below that of all other rules.
+
+  Every process has to take part, so there are none for several processes.
+  """
+  devices = jax.device_count()
+  smaller = range(1, devices if jax.process_count() == 1 else 1)
+  return [
+    Variant(subject.dtypes[0], ep_size=size)
+    for size in smaller
+    if devices % size == 0
+  ]
+
+
+@_rule(_fewer_ranks)
+def ep_sizes(bench: Bench, variant: Variant) -> float:
+  """Fewer ranks with more experts each give what the oracle gives, too."""
+  if isinstance(bench.subject, Transport):
+    rows(bench, variant)
+  return output(bench, variant)
+
+
+SOAK_STEPS, IN_FLIGHT = 120, 4
+# What a process may grow by after the first third of the steps, in KiB. JAX may
+# need a worker thread for each step in flight.
+GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
+
+
+@_rule(_once)
+def soak(bench: Bench, variant: Variant) -> float:
+  """Many steps of changing routings are all right, and use no more memory."""
+  trial, _, rng = bench.begin(variant)
+  setting = trial.setting
+  shape = setting.ep_size * setting.tokens, setting.top_k
+  limit = bench.limit(setting, "normal")
+  pending: collections.deque[tuple[int, Oracle, Any, Any]] = collections.deque()
+  worst = 0.0
+
+  def finish(most: int) -> None:
+    nonlocal worst
+    while len(pending) > most:
+      step, oracle, inputs, running = pending.popleft()
+      got, _ = trial.finish(running)
+      what = f"tokens of step {step}"
+      want = oracle.output(inputs)
+      worst = max(worst, compare(what, got, want, limit=limit))
+
+  before = None
+  for step in range(SOAK_STEPS):
+    if step == SOAK_STEPS // 3:
+      finish(0)
+      before = Footprint.now()
+    odds = rng.choice([0, 1, 8], setting.num_experts)  # 0: gets no tokens
+    oracle = trial.oracle(draw(rng, shape, odds))
+    inputs = oracle.inputs(rng, "normal")
+    pending.append((step, oracle, inputs, trial.start(oracle, inputs)))
+    finish(IN_FLIGHT)
+  finish(0)
+  before.check_now(GROWTH)
+  return worst
+
+
+def _located(subject: Subject) -> bool:
+  return subject.location is not None
+
+
+@_rule(_once, needs=_located, declared_by="location=", starts_ranks=True)
+def processes(bench: Bench, variant: Variant) -> float:
+  """Two processes with two devices each compute what one with four does."""
+  notes = _ranks.run(bench.subject, "processes")
+  return max(note["worst"] for note in notes.values())
+
+
+@_rule(
+  _once,
+  needs=lambda subject: _located(subject) and subject.reports_disagreement,
+  declared_by="location= and reports_disagreement=True",
+  starts_ranks=True,
+)
+def disagreement(bench: Bench, variant: Variant) -> float:
+  """If a process has another hidden size, every process gets an error."""
+  for process, note in _ranks.run(bench.subject, "disagreement").items():
+    if not note["error"]:
+      raise AssertionError(
+        f"disagreement: process {process} got no error, though process"
+        f" {_ranks.PROCESSES - 1} has another hidden size."
+      )
+  return 0.0
+
+
+@_rule(
+  _once,
+  needs=lambda subject: _located(subject) and subject.reports_death,
+  declared_by="location= and reports_death=True",
+  starts_ranks=True,
+)
+def killed_rank(bench: Bench, variant: Variant) -> float:
+  """If a process is killed, an op of the others fails and does not hang."""
+  for process, note in _ranks.run(bench.subject, "killed_rank").items():
+    if not note["error"]:
+      raise AssertionError(
+        f"killed_rank: process {process} got a result, and no error, after"
+        f" process {_ranks.PROCESSES - 1} was killed."
+      )
+  return 0.0

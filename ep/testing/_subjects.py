@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defines the subjects of the kit, and what they declare of themselves.
+
+`T` tokens of a rank, `K` choices of a token, `E` experts, `P` ranks,
+`L = E / P` local experts (expert `e` lives on rank `e // L`), `C` receive
+capacity of a rank in rows, `H` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+  """How far a sum may be from the oracle's.
+
+  The contract adds up in float32, in ascending `k`, and rounds once. Code that
+  adds in another order, or in steps, rounds otherwise. The kit counts one
+  rounding for each of the `K` terms, for each of the `P` ranks that may hold a
+  partial sum, and for the result, so a value may be off by `ulps * (K + P + 1)`
+  units. A unit is the machine epsilon of the tokens' dtype times the sum of the
+  magnitudes of the terms or, for a `Layer`, whose terms the kit does not know,
+  times the largest magnitude of the array.
+
+  Attributes:
+    ulps: units for each rounding; 0 demands the oracle's bits.
+  """
+
+  ulps: float
+
+  def limit(self, setting: Setting) -> float:
+    """Returns how many units a value may be off; 0 demands its bits."""
+    return self.ulps * (setting.top_k + setting.ep_size + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """The sizes that a subject is built for, before it sees a routing.
+
+  Attributes:
+    mesh: one axis, "ep", with the P devices.
+    num_experts: E, a multiple of P.
+    top_k: K.
+    tokens: T.
+    hidden: H.
+    capacity: C, a multiple of the alignment. But for the rule `overflow` every
+      routing fits.
+    alignment: rows to a multiple of which each slab is padded.
+    dtype: of the tokens, and of the parameters of a layer.
+  """
+
+  mesh: jax.sharding.Mesh
+  num_experts: int
+  top_k: int
+  tokens: int
+  hidden: int
+  capacity: int
+  alignment: int
+  dtype: np.dtype[Any]
+
+  @property
+  def ep_size(self) -> int:
+    """P."""
+    return self.mesh.size
+
+  @property
+  def num_local_experts(self) -> int:
+    """L."""
+    return self.num_experts // self.ep_size
+
+
+class Received(NamedTuple):
+  """The result of a transport's dispatch on one rank.
+
+  Attributes:
+    rows: `[C, H]` in the dtype of the tokens. The slabs of the rank's experts
+      follow each other, in the order of the experts. A slab has a row for each
+      choice of its expert, and then the rows that pad it.
+    weights: float32 `[C]`, the weight of each row's choice.
+    group_sizes: int32 `[L]`, rows of each slab below C, padding included.
+    state: a pytree that `combine` needs.
+  """
+
+  rows: jax.Array
+  weights: jax.Array
+  group_sizes: jax.Array
+  state: Any
+
+
+# dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K]) -> Received
+Dispatch = Callable[[jax.Array, jax.Array, jax.Array], Received]
+# combine(rows [C, H], state) -> tokens [T, H]
+Combine = Callable[[jax.Array, Any], jax.Array]
+# apply(params, tokens [P * T, H], topk_idx [P * T, K], topk_weights [P * T, K])
+#   -> tokens [P * T, H]
+Apply = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+# expert(params, e, rows [n, H]) -> rows [n, H]
+Expert = Callable[[Any, int, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+  """What any subject declares; rules about the rest are not run.
+
+  Attributes:
+    name: stands in reports.
+    location: where ranks that the kit starts import the subject, as
+      "package.module:name"; None leaves out the rules that start ranks.
+    dtypes: of tokens. The first is tested with every routing.
+    tolerance: of sums. Rows that are moved have the bits of their tokens.
+    gradients: whether reverse mode works.
+    jvp: whether forward mode works.
+    reports_death: whether an op fails if a process has died.
+    reports_disagreement: whether an op, or building the subject, fails on every
+      process if one of them uses another hidden size.
+    limit_s: seconds within which such an error has to come.
+  """
+
+  name: str
+  location: str | None = None
+  dtypes: tuple[str, ...] = ("float32",)
+  tolerance: Tolerance = Tolerance(0)
+  gradients: bool = False
+  jvp: bool = False
+  reports_death: bool = False
+  reports_disagreement: bool = False
+  limit_s: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transport(Subject):
+  """A pair of dispatch and combine, and what it declares.
+
+  Attributes:
+    build: returns `(dispatch, combine)` for a setting. Both are functions of
+      one rank's arrays, inside `jax.shard_map` over the mesh of the setting:
+      `dispatch(tokens, topk_idx, topk_weights)` returns a `Received`, and
+      `combine(rows, state)` returns the sum of each token's rows, `[T, H]` in
+      their dtype. A choice of -1 is unused. The kit builds a setting once.
+    order: "source" if the rows of a slab ascend by source rank, then by source
+      token; "any" if their order is not specified.
+    tail: "zero" if the rows and weights past the last slab are zero.
+    alignments: those that `build` supports. Padding is zero.
+    overflow: "error" if an op fails when a rank needs more rows than C; "drop"
+      if the rows from C on are left out of each slab, hence the last experts
+      lose theirs, with zero as their part of sums and gradients; None if the
+      capacity always has to suffice.
+    special_values: whether the bits of NaNs, infinities, zeros of both signs
+      and denormal numbers arrive unchanged.
+  """
+
+  build: Callable[[Setting], tuple[Dispatch, Combine]]
+  order: Literal["source", "any"] = "source"
+  tail: Literal["zero", "unspecified"] = "unspecified"
+  alignments: tuple[int, ...] = (1,)
+  overflow: Literal["drop", "error"] | None = None
+  special_values: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Subject):
+  """A MoE layer with its parameters, and what it declares.
+
+  Attributes:
+    build: returns `(apply, params)` for a setting. `apply(params, tokens,
+      topk_idx, topk_weights)` is a function of global arrays, whose leading
+      axis is split over the mesh; it returns tokens. `params` is a pytree of
+      arrays, equal on every process.
+    expert: returns the rows that expert `e` makes of any rows `[n, H]`, as
+      `expert(params, e, rows)`. The kit calls it with float32 arrays on one
+      device. A token's result is the sum of these for its choices, each times
+      its weight.
+  """
+
+  build: Callable[[Setting], tuple[Apply, Any]]
+  expert: Expert
+  tolerance: Tolerance = Tolerance(4)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a subject in one setting: its function, and derivatives of it.
+
+The function takes `(route, inputs)` of global arrays, whose leading axis is
+split over the mesh, and returns `(tokens, received)`. A `Trial` compiles one
+program of it for each derivative. An `Oracle` computes the same for one
+routing, with NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from ep.testing._compare import Expected
+from ep.testing._subjects import Setting
+
+
+class Oracle(abc.ABC):
+  """The expected results for one routing of a setting.
+
+  Attributes:
+    numbers: kinds of inputs for which the derivatives are known. "whole" ones
+      are small whole numbers: all sums of them are exact in any order, so that
+      results have the expected bits whatever the tolerance.
+  """
+
+  numbers: ClassVar[tuple[str, ...]]
+  route: tuple[np.ndarray, ...]
+
+  @abc.abstractmethod
+  def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
+    """Draws inputs: tokens, weights of the choices, and perhaps parameters."""
+
+  @abc.abstractmethod
+  def output(self, inputs: Any) -> Expected:
+    """Returns the tokens that the function returns."""
+
+  @abc.abstractmethod
+  def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
+    """Returns the cotangents of the inputs by name, as far as specified."""
+
+  @abc.abstractmethod
+  def pushforward(self, inputs: Any, tangents: Any) -> Expected:
+    """Returns the tangent of the tokens that the function returns."""
+
+
+class Trial(abc.ABC):
+  """A subject, built for one setting."""
+
+  def __init__(
+    self, setting: Setting, function: Callable[[Any, Any], tuple[Any, Any]]
+  ):
+    self.setting = setting
+
+    def pullback(route, inputs, g):
+      _, vjp, received = jax.vjp(
+        lambda *x: function(route, x), *inputs, has_aux=True
+      )
+      return vjp(g), received
+
+    def pushforward(route, inputs, tangents):
+      _, tangent, received = jax.jvp(
+        lambda *x: function(route, x), inputs, tangents, has_aux=True
+      )
+      return tangent, received
+
+    self._function = jax.jit(function)
+    self._pullback = jax.jit(pullback)
+    self._pushforward = jax.jit(pushforward)
+    self._replicate = jax.jit(
+      _as_integers, out_shardings=NamedSharding(setting.mesh, PartitionSpec())
+    )
+
+  @abc.abstractmethod
+  def oracle(self, topk_idx: np.ndarray) -> Oracle:
+    """Returns the oracle for choices `[P * T, K]`."""
+
+  def forward(self, oracle: Oracle, inputs: Any) -> tuple[Any, Any]:
+    """Returns the tokens, and what was received."""
+    return self.finish(self.start(oracle, inputs))
+
+  def start(self, oracle: Oracle, inputs: Any) -> Any:
+    """Starts `forward`, and returns arrays that are still being computed."""
+    return self._function(*self._place(oracle.route, inputs))
+
+  def pullback(self, oracle: Oracle, inputs: Any, g: Any) -> tuple[Any, Any]:
+    """Returns the cotangents of the inputs, and what was received."""
+    route, inputs, (g,) = self._place(oracle.route, inputs, (g,))
+    return self.finish(self._pullback(route, inputs, g))
+
+  def pushforward(
+    self, oracle: Oracle, inputs: Any, tangents: Any
+  ) -> tuple[Any, Any]:
+    """Returns the tangent of the tokens, and what was received."""
+    args = self._place(oracle.route, inputs, tangents)
+    return self.finish(self._pushforward(*args))
+
+  def finish(self, arrays: Any) -> Any:
+    """Waits, and returns whole NumPy arrays on every process."""
+    if jax.process_count() == 1:
+      return jax.tree.map(np.asarray, arrays)
+    whole = self._replicate(arrays)
+    return jax.tree.map(
+      lambda bits, x: np.asarray(bits).view(x.dtype), whole, arrays
+    )
+
+  def _place(self, *groups: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Splits the first two arrays of each group over the ranks.
+
+    Parameters of a layer come after them, and are the same on every process.
+    """
+    spec = NamedSharding(self.setting.mesh, PartitionSpec("ep"))
+
+    def split(x):
+      return jax.make_array_from_callback(x.shape, spec, x.__getitem__)
+
+    return [(*map(split, x[:2]), *x[2:]) for x in groups]
+
+
+def _as_integers(arrays):
+  """Returns the bits of arrays, which a collective leaves as they are."""
+  return jax.tree.map(
+    lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"),
+    arrays,
+  )

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule of ep.testing catches a transport or a layer that breaks it.
+
+A broken subject is a right one with one fault. Some declare less, which makes
+them right again.
+"""
+
+import dataclasses
+import re
+import time
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep
+from ep.testing import Received, Tolerance, Transport
+from ep.testing._rules import RULES
+from testing_subjects import HOST, ONE_HOT
+
+# Each is a rule, a subject that breaks it, and what each failure says.
+BROKEN = []
+
+ROW = r"rank \d, expert \d, row \d+ \(token \d of rank \d\)"
+TOKEN = r"rank \d, token \d \(of experts -?\d, -?\d, -?\d\)"
+VALUES = r"is \S+, but the oracle has \S+; \d+ of \d+ values are wrong"
+
+
+def _breaks(rule, says, base=HOST, **declared):
+  """Adds a subject whose functions are those of `base`, altered by `alter`."""
+
+  def add(alter):
+    subject = dataclasses.replace(
+      base,
+      name=alter.__name__,
+      build=lambda setting: alter(setting, *base.build(setting)),
+      **({"dtypes": ("float32",)} | declared),
+    )
+    BROKEN.append((rule, subject, says))
+    return subject
+
+  return add
+
+
+def _then(dispatch, alter):
+  """Returns a dispatch that alters what another received."""
+  return lambda *args: alter(dispatch(*args))
+
+
+def _with_rows(dispatch, alter):
+  """Returns a dispatch that alters the rows that another received."""
+  return _then(dispatch, lambda x: x._replace(rows=alter(x.rows)))
+
+
+def _in_slabs(received):
+  """Returns whether each row `[C, 1]` comes before the tail."""
+  slots = jnp.arange(len(received.rows))[:, None]
+  return slots < received.group_sizes.sum()
+
+
+@_breaks("sizes", rf"^group_sizes: rank \d, expert \d {VALUES}")
+def numbers_experts_in_reverse(setting, dispatch, combine):
+  def renumbered(received):
+    return received._replace(group_sizes=received.group_sizes[::-1])
+
+  return _then(dispatch, renumbered), combine
+
+
+@_breaks("rows", rf"^rows: {ROW}, column 0 {VALUES}")
+def swaps_two_rows(setting, dispatch, combine):
+  return _with_rows(dispatch, lambda x: x.at[:2].set(x[1::-1])), combine
+
+
+@_breaks("rows", rf"^rows: {ROW}, column 0 {VALUES}")
+def takes_the_last_source_first(setting, dispatch, combine):
+  def order(group_sizes):
+    ends = jnp.cumsum(group_sizes)
+    slots = jnp.arange(setting.capacity)
+    j = (slots[:, None] >= ends).sum(1)
+    mirrored = 2 * ends[j] - group_sizes[j] - 1 - slots
+    return jnp.where(slots < ends[-1], mirrored, slots)
+
+  def other(*args):
+    rows, weights, group_sizes, state = dispatch(*args)
+    at = order(group_sizes)
+    return Received(rows[at], weights[at], group_sizes, (state, at))
+
+  return other, lambda rows, state: combine(rows[state[1]], state[0])
+
+
+@_breaks(
+  "rows",
+  r"rank \d, expert \d, row 1 (.|\n)* is no token that chose expert \d",
+  order="any",
+)
+def sends_a_token_twice(setting, dispatch, combine):
+  return _with_rows(dispatch, lambda x: x.at[1].set(x[0])), combine
+
+
+@_breaks(
+  "weights",
+  rf"^weights: {ROW} {VALUES}",
+  dtypes=("float32", "bfloat16"),
+)
+def rounds_weights_to_the_dtype_of_tokens(setting, dispatch, combine):
+  def rounded(received):
+    weights = received.weights.astype(setting.dtype).astype(jnp.float32)
+    return received._replace(weights=weights)
+
+  return _then(dispatch, rounded), combine
+
+
+@_breaks("padding", r"rows: rank \d, expert \d, row \d+ \(padding\), column 0")
+def pads_with_ones(setting, dispatch, combine):
+  def padded(received):
+    padding = _in_slabs(received) & ~received.rows.any(1, keepdims=True)
+    return received._replace(rows=jnp.where(padding, 1, received.rows))
+
+  return _then(dispatch, padded), combine
+
+
+@_breaks("tail", r"rows: rank 0, row \d+ in the tail, column 0 is 7.0, but")
+def writes_the_tail(setting, dispatch, combine):
+  def written(received):
+    rows = jnp.where(_in_slabs(received), received.rows, 7)
+    return received._replace(rows=rows)
+
+  return _then(dispatch, written), combine
+
+
+@_breaks("special_values", r"column \d is nan, but the oracle has nan")
+def makes_all_nans_alike(setting, dispatch, combine):
+  def alike(rows):
+    return jnp.where(jnp.isnan(rows), jnp.nan, rows)
+
+  return _with_rows(dispatch, alike), combine
+
+
+@_breaks(
+  "output",
+  rf"^tokens: {TOKEN}, column \d is .*, off by \S+ ulps of 8;",
+  tolerance=Tolerance(1),
+)
+def adds_up_in_bfloat16(setting, dispatch, combine):
+  def other(rows, state):
+    return combine(rows.astype(jnp.bfloat16).astype(rows.dtype), state)
+
+  return dispatch, other
+
+
+@_breaks("output", rf"^tokens: {TOKEN}, column \d {VALUES}")
+def adds_up_in_another_order(setting, dispatch, combine):
+  def other(rows, state):
+    even = jnp.arange(len(rows))[:, None] % 2 == 0
+    halves = jnp.where(even, rows, 0), jnp.where(even, 0, rows)
+    return combine(halves[0], state) + combine(halves[1], state)
+
+  return dispatch, other
+
+
+@_breaks("output", rf"^tokens: {TOKEN}, column 0 is", ONE_HOT)
+def forgets_the_weights(setting, apply, params):
+  def other(params, tokens, topk_idx, topk_weights):
+    return apply(params, tokens, topk_idx, jnp.ones_like(topk_weights))
+
+  return other, params
+
+
+@_breaks("unread", "tokens: rank 0, token 0 .* is nan, but the oracle has")
+def multiplies_the_tail_by_zero(setting, dispatch, combine):
+  return dispatch, lambda rows, state: combine(rows, state) + 0 * rows.sum(0)
+
+
+@_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d is 0.0,")
+def drops_the_gradient_of_weights(setting, dispatch, combine):
+  def fixed(received):
+    return received._replace(weights=lax.stop_gradient(received.weights))
+
+  return _then(dispatch, fixed), combine
+
+
+@_breaks("gradients", rf"^the gradient of tokens: {TOKEN}")
+def rounds_gradients_to_bfloat16(setting, dispatch, combine):
+  @jax.custom_vjp
+  def moved(rows):
+    return rows
+
+  moved.defvjp(
+    lambda rows: (rows, None),
+    lambda _, g: (g.astype(jnp.bfloat16).astype(g.dtype),),
+  )
+
+  return _with_rows(dispatch, moved), combine
+
+
+@_breaks(
+  "gradients",
+  r"^the gradient of params\['w_down'\]: index \(\d, 0, 0\) is 0.0",
+  ONE_HOT,
+)
+def drops_the_gradient_of_a_matrix(setting, apply, params):
+  def other(params, *args):
+    fixed = {"w_down": lax.stop_gradient(params["w_down"])}
+    return apply(params | fixed, *args)
+
+  return other, params
+
+
+@_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")
+def doubles_the_tangent(setting, dispatch, combine):
+  @jax.custom_jvp
+  def moved(rows):
+    return rows
+
+  moved.defjvp(lambda primals, tangents: (*primals, 2 * tangents[0]))
+
+  return _with_rows(dispatch, moved), combine
+
+
+@_breaks("jvp", "TypeError: can't apply forward-mode")
+def has_reverse_mode_only(setting, dispatch, combine):
+  @jax.custom_vjp
+  def moved(rows):
+    return rows
+
+  moved.defvjp(lambda rows: (rows, None), lambda _, g: (g,))
+
+  return _with_rows(dispatch, moved), combine
+
+
+@_breaks(
+  "overflow", "no error came, .* than its capacity of 7", overflow="error"
+)
+def ignores_the_overflow(setting, dispatch, combine):
+  return dispatch, combine
+
+
+@_breaks("overflow", "^NotImplementedError: dispatch", overflow="error")
+def always_fails(setting, dispatch, combine):
+  def failing(*args):
+    raise NotImplementedError("dispatch")
+
+  return failing, combine
+
+
+@_breaks("overflow", f"^tokens: {TOKEN}")
+def gives_dropped_choices_the_last_row(setting, dispatch, combine):
+  roomy = dataclasses.replace(setting, capacity=8 * setting.capacity)
+  dispatch, combine = HOST.build(roomy)
+
+  def other(*args):
+    rows, weights, group_sizes, state = dispatch(*args)
+    ends = jnp.cumsum(group_sizes).clip(max=setting.capacity)
+    cut = jnp.diff(ends, prepend=0)
+    return Received(
+      rows[: setting.capacity], weights[: setting.capacity], cut, state
+    )
+
+  def last_again(rows, state):
+    more = roomy.capacity - setting.capacity
+    return combine(jnp.pad(rows, ((0, more), (0, 0)), mode="edge"), state)
+
+  return other, last_again
+
+
+@_breaks("ep_sizes", f"^rows: {ROW}, column 0 is 0.0, but")
+def knows_two_experts_of_a_rank(setting, dispatch, combine):
+  def other(tokens, topk_idx, weights):
+    known = topk_idx % setting.num_local_experts < 2
+    return dispatch(tokens, jnp.where(known, topk_idx, -1), weights)
+
+  return other, combine
+
+
+def _called_with(fn, x):
+  """Returns what `fn` makes of the rank and of `x`, as NumPy arrays."""
+  return jax.pure_callback(fn, x, lax.axis_index("ep"), x)
+
+
+@_breaks("soak", "tokens of step 1: rank 0, token ")
+def remembers_the_first_routing(setting, dispatch, combine):
+  first = {}
+
+  def remember(rank, topk_idx):
+    return first.setdefault(int(rank), np.array(topk_idx))
+
+  def other(tokens, topk_idx, weights):
+    return dispatch(tokens, _called_with(remember, topk_idx), weights)
+
+  return other, combine
+
+
+@_breaks("soak", "heap grew: ")
+def keeps_memory_of_every_step(setting, dispatch, combine):
+  kept = []
+
+  def keep(rank, topk_idx):
+    kept.append(np.ones(1 << 16, np.uint8))
+    return np.array(topk_idx)
+
+  def other(tokens, topk_idx, weights):
+    return dispatch(tokens, _called_with(keep, topk_idx), weights)
+
+  return other, combine
+
+
+def _alone(setting):
+  """Builds a transport that does not exchange anything."""
+
+  def dispatch(tokens, topk_idx, topk_weights):
+    rows = jnp.zeros((setting.capacity, setting.hidden), tokens.dtype)
+    sizes = jnp.zeros(setting.num_local_experts, jnp.int32)
+    return Received(rows, rows[:, 0].astype(jnp.float32), sizes, tokens)
+
+  return dispatch, lambda rows, tokens: jnp.zeros_like(tokens)
+
+
+ALONE = Transport(
+  name="exchanges nothing",
+  location="testing_broken_test:ALONE",
+  build=_alone,
+  reports_disagreement=True,
+)
+BROKEN += [
+  ("processes", ALONE, "group_sizes: rank 0, expert 0 is 0, but the oracle"),
+  ("disagreement", ALONE, "process 0 got no error, though process 1 has"),
+]
+
+
+def _waiting(setting):
+  """Builds a transport that waits without end in its second step."""
+  steps = {}
+
+  def step(rank, topk_idx):
+    steps[int(rank)] = steps.get(int(rank), 0) + 1
+    time.sleep(600 * (steps[int(rank)] - 1))
+    return np.array(topk_idx)
+
+  dispatch, combine = _alone(setting)
+
+  def waiting(tokens, topk_idx, weights):
+    rows, *others, state = dispatch(tokens, topk_idx, weights)
+    waited = _called_with(step, topk_idx).sum()
+    return Received(rows + waited, *others, state)
+
+  return waiting, lambda rows, tokens: tokens + rows[: len(tokens)]
+
+
+WAITING = Transport(
+  name="waits without end",
+  location="testing_broken_test:WAITING",
+  build=_waiting,
+  reports_death=True,
+  limit_s=1,
+)
+BROKEN.append(
+  (
+    "killed_rank",
+    WAITING,
+    "process 0 neither finished nor failed within 1 s; its log ends in:",
+  )
+)
+
+
+@pytest.mark.parametrize(
+  "rule, subject, says",
+  BROKEN,
+  ids=[f"{rule}-{subject.name}" for rule, subject, _ in BROKEN],
+)
+def test_it_is_caught(rule, subject, says):
+  report = ep.testing.check(subject, [rule])
+  assert not report.passed
+  (line,) = report.lines
+  assert line.result == f"FAILED in {len(report.failures)}"
+  for failure in report.failures.values():
+    assert re.search(says, failure), failure
+    assert failure in str(report).replace("\n  ", "\n")
+
+
+def test_each_rule_catches_something():
+  assert {rule for rule, _, _ in BROKEN} == RULES.keys()
+
+
+@pytest.mark.parametrize(
+  "subject, declared",
+  [
+    (takes_the_last_source_first, dict(order="any")),
+    (adds_up_in_another_order, dict(tolerance=Tolerance(1))),
+  ],
+  ids=lambda x: getattr(x, "name", None),
+)
+def test_what_declares_less_is_right(subject, declared):
+  """Rows in any order, or sums in any order, follow all other rules."""
+  weaker = dataclasses.replace(
+    subject, location=None, alignments=(1,), **declared
+  )
+  report = ep.testing.check(weaker)
+  assert report.passed, report

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transports and a layer follow the rules of ep.testing.
+
+Where several processes run this file, the rules that start ranks do not run,
+and neither do subjects besides that of the platform's own backend.
+"""
+
+import jax
+import pytest
+
+import ep
+from testing_subjects import ONE_HOT, PADDED, SUBJECTS
+
+
+def _all_cases():
+  subjects = SUBJECTS[jax.default_backend()]
+  if jax.process_count() > 1:
+    subjects = subjects[:1]
+  for subject in subjects:
+    for case in ep.testing.cases(subject):
+      yield case._replace(id=f"{subject.name}-{case.id}".replace(" ", "_"))
+
+
+@pytest.mark.parametrize("case", list(_all_cases()))
+def test_conformance(case):
+  case.check()
+
+
+def test_cases_are_named_and_what_is_not_declared_has_a_reason():
+  params = {case.id: case for case in ep.testing.cases(PADDED)}
+  assert "gradients-float32-to_one_expert" in params
+  assert "rows-bfloat16-with_unused_choices" in params
+  reasons = {
+    name: case.marks[0].kwargs["reason"]
+    for name, case in params.items()
+    if case.marks
+  }
+  assert reasons["overflow"] == "not declared: overflow="
+  assert reasons["killed_rank"].startswith("not declared: location=")
+  of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
+  assert of_layer["rows"][0].kwargs["reason"] == "only for a Transport"
+
+
+def test_an_unknown_rule_is_refused():
+  with pytest.raises(
+    ValueError, match="no rule row; the rules are sizes, rows"
+  ):
+    ep.testing.check(PADDED, ["row"])
+
+
+def test_a_report_without_cases_is_no_pass():
+  report = ep.testing.check(PADDED, ["overflow"])
+  assert not report.passed and not report.failures
