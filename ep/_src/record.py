@@ -103,16 +103,19 @@ def wants_weights(layer: LayerConfig) -> bool:
 
 
 def tap(
-  layer: LayerConfig, topk_idx: jax.Array, topk_weights: jax.Array | None
-) -> jax.Array:
-  """Returns the ids of an `ep_prepare` that is traced now, in the local view.
+  layer: LayerConfig,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array | None,
+  leaves: list[jax.Array | None],
+) -> list[jax.Array | None]:
+  """Returns the leaves of a handle that is traced now, in the local view.
 
-  If they are used, they are recorded. So are the weights, which are None unless
-  `wants_weights`, and have no derivative.
+  If one is used, the ids of its choices are recorded. So are the weights, if
+  there are any and `wants_weights`; they have no derivative.
   """
   recorder = _recorder.value
   if recorder is None or not recorder.wants(layer.name):
-    return topk_idx
+    return leaves
   recorder.check(layer)
   group = layer.group
   rank = lax.axis_index(group.token_axes)
@@ -120,9 +123,12 @@ def tap(
   if copies:  # hold the same tokens, and the first of them is enough
     rank = jnp.where(lax.axis_index(tuple(copies)) == 0, rank, -1)
   operands = [topk_idx, rank]
-  if topk_weights is not None:
+  if recorder.weights and topk_weights is not None:
     operands.append(topk_weights.astype(jnp.float32))
-  return record_p.bind(*operands, recorder=recorder, layer=layer)[0]
+  recorded = record_p.bind(*operands, recorder=recorder, layer=layer)
+  leaves, tree = jax.tree.flatten(leaves)
+  together = compat.vary_together(*leaves, *recorded)
+  return tree.unflatten(lax.optimization_barrier(together)[: len(leaves)])
 
 
 class _Recorder:

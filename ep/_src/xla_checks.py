@@ -86,7 +86,7 @@ def check_routing(
     )
 
   failed = (faults[:, 0] > 0).any() | (configs != configs[0]).any()
-  if layer.overflow == "error":
+  if not dims.drop:
     failed |= (needed > dims.C).any()
   return _fail_if(dims, failed, fail, faults, configs, needed)
 
