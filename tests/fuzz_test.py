@@ -59,7 +59,7 @@ class Draw:
     slabs = int(rng.integers(local, max(local, worst // alignment) + 1))
     overflow = str(rng.choice(["error", "drop"]))
     policies = ["slot", "slot", "weight", "fair"]
-    moves = rng.random() < 0.3
+    moves = rng.random() < 0.5
     most = local * ep_size if moves else top_k
     return cls(
       mesh=mesh,
@@ -119,6 +119,8 @@ def test_fuzz(request, monkeypatch, backend, layer):
   wanted = range(first, first + option("fuzz_cases"))
   rng = np.random.default_rng([seed, layer])
   draw = Draw.of(rng)
+  if backend == "xla":  # It decides by the same code, and compiles it for long.
+    draw = dataclasses.replace(draw, drop_by="slot", candidates=draw.top_k)
   check_flags_of_one_rank(draw, backend, monkeypatch, rng)
   with draw.group(backend) as group:
     config = ep.EpLayerConfig(group, num_candidates=draw.candidates)
