@@ -199,7 +199,7 @@ def run(case):
     ("ep4", "fair", 8, 40, K, jnp.bfloat16),
     ("ep4", "slot", 8, 32, K + 2, np.float32),
     ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16),
-    ("dp2_ep2", "fair", 1, 30, K + 2, np.float32),
+    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32),
   ],
 )
 def test_policies(mesh, drop_by, alignment, rows, candidates, dtype):

@@ -28,18 +28,19 @@ from ep._src.config import LayerConfig
 
 
 class Assignment(NamedTuple):
-  """The candidates that the choices of a rank use.
+  """The experts and candidates that the choices of a rank use.
 
   Attributes:
+    chosen: int32 [T, K], the expert of each choice, for the op: -1 if it is
+      dropped or unused.
     candidate: int32 [T, K], the candidate of each choice, its own if it is
       dropped or unused.
-    is_dropped: bool [T, K]; the op must get -1 for these.
     dropped_counts: int32 [L], choices of the domain that are dropped, by the
       local expert that they chose first.
   """
 
+  chosen: jax.Array
   candidate: jax.Array
-  is_dropped: jax.Array
   dropped_counts: jax.Array
 
 
@@ -97,13 +98,15 @@ def assign(
   dropped = jnp.where(is_dropped, choices, E)
   dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
   candidate = jnp.where(assigned < 0, _iota(K), assigned)
+  chosen = jnp.take_along_axis(all_ids, candidate, axis=1)
+  chosen = jnp.where(is_dropped, -1, chosen)
   me = lax.axis_index(axis)
 
   def mine(x, size):
     return lax.dynamic_slice_in_dim(x, me * size, size)
 
   return Assignment(
-    mine(candidate, T), mine(is_dropped, T), mine(dropped_counts, L)
+    mine(chosen, T), mine(candidate, T), mine(dropped_counts, L)
   )
 
 

@@ -162,9 +162,10 @@ def _assigned_prepare(
   """Prepares the choices, and if rows are short, what is assigned to them.
 
   The first op keeps all choices, unless rows are short. Once it has succeeded,
-  all ranks have come, and their choices are valid: its backend has reported a
-  late rank and a wrong id before a collective of XLA's runs. If it has failed
-  and cannot end the program, the totals are -1, and nothing is assigned.
+  all ranks have come, and their choices are valid. So it is the op that reports
+  a late rank or a wrong id, and no collective of XLA's waits before. Where an
+  op fails without ending the program, its totals are -1, and nothing is
+  assigned after it.
 
   Returns:
     The results of `prepare_p`, and `candidate` [T, K].
@@ -175,9 +176,7 @@ def _assigned_prepare(
 
   def assigned():
     got = assignment.assign(params, ids, weights)
-    chosen = jnp.take_along_axis(ids, got.candidate, axis=1)
-    chosen = jnp.where(got.is_dropped, -1, chosen)
-    *sizes, total, _, largest, kept = prepare_p.bind(chosen, params=params)
+    *sizes, total, _, largest, kept = prepare_p.bind(got.chosen, params=params)
     failed = total < 0
     return [
       *sizes,

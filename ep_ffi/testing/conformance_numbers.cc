@@ -66,10 +66,10 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
   ExpectWorks(domain, Op::kDispatch, same, AnyType());
 }
 
-// This is what ep_prepare of Python does with a policy of drops, or with further
-// candidates. It prepares with drops, whatever the layer does on overflow. If
-// rows are short, it prepares again: the choices that get a row, some of them as
-// another expert, and for the layer.
+// This is what ep_prepare of Python does with a policy of drops, or with
+// further candidates. It prepares with drops, whatever the layer does on
+// overflow. If rows are short, it prepares again: the choices that get a row,
+// some of them as another expert, and for the layer.
 TEST_P(GatherConformance, WhatGetsARowIsPreparedAgain) {
   PlanDims layer = kDims;
   layer.capacity = 16;

@@ -55,7 +55,8 @@ Carver Carve(std::byte* mem, Routing* r) {
 }
 
 // Hashes the sizes that must be equal in an op and its handle. The overflow
-// policy need not be: the first of two prepares may drop for a layer that fails.
+// policy need not be: the first of two prepares may drop for a layer that
+// fails.
 uint64_t HashSizes(const Routing& r) {
   return Hash({r.num_experts, r.ep_size, r.num_choices, r.top_k, r.capacity,
                r.alignment});
