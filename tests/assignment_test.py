@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same
+from cases import assert_same, exchanges
 from conftest import to_global
 import ep
 from ep._src import reference
 from ep.testing._routings import draw
 from groups import E, failing, group, H, K, layer, ranks, spec
-from ops import LocalOps, Moved, Ops
-from oracle import Oracle
+from ops import LocalOps, Moved, Ops, round_trip
+from oracle import assigned, make_oracle
 import quick_compiler
 
 T = 12
@@ -46,6 +46,8 @@ def draw_candidates(rng, kind, shape):
     others[:, 0] = E - 2
     return others
   idx = draw(rng, shape, 2.0 ** -np.arange(E))
+  if kind == "half":  # a domain, of two
+    idx[: n // 2] = draw_candidates(rng, "even", shape)[: n // 2]
   if kind == "unused":
     idx[rng.random(shape) < 0.3] = -1
   return idx
@@ -75,6 +77,7 @@ ROUTINGS = [
   ("one_expert", "distinct"),
   ("one_expert", "special"),
   ("one_expert", "zeros"),
+  ("half", "distinct"),
   ("unused", "ties"),
   ("even", "distinct"),
   ("idle", "distinct"),
@@ -118,56 +121,24 @@ class Case:
     return to_global(array, self.layer.group.mesh, axes)
 
   def assigned(self, i):
-    """Returns the reference's assignment of routing i, by domain."""
-    return [
-      reference.assign(
-        ids,
-        weights,
-        top_k=self.layer.top_k,
-        num_experts=E,
-        capacity=self.layer.capacity,
-        alignment=self.layer.alignment,
-        drop_by=self.layer.drop_by,
-      )
-      for ids, weights in zip(*map(self._domains, self._of(i)), strict=True)
-    ]
+    """Returns the reference's assignment [N, K] of routing i."""
+    by_domain = assigned(self.layer, self.ids[i], self.weights[i])
+    return np.concatenate(by_domain).reshape(-1, self.layer.top_k)
 
   def candidate(self, i):
     """Returns the candidate [N, K] that each choice uses."""
-    assigned = np.concatenate(self.assigned(i))
-    assigned = assigned.reshape(-1, self.layer.top_k)
     own = np.arange(self.layer.top_k, dtype=np.int32)
-    return np.where(assigned < 0, own, assigned)
-
-  def oracle(self, i):
-    ids = self._domains(self._of(i)[0])
-    routings = [
-      reference.prepare_assigned(
-        x,
-        a,
-        num_experts=E,
-        capacity=self.layer.capacity,
-        alignment=self.layer.alignment,
-      )
-      for x, a in zip(ids, self.assigned(i), strict=True)
-    ]
-    lead = self.ids.shape[1:2]
-    return Oracle(tuple(routings), self.layer.capacity, lead)
+    given = self.assigned(i)
+    return np.where(given < 0, own, given)
 
   def expected(self):
     """Returns what `everything` returns, for each routing."""
     results = [self._expected(i) for i in range(len(self.ids))]
     return jax.tree.map(lambda *x: np.stack(x), *results)
 
-  def _of(self, i):
-    return self.ids[i], self.weights[i]
-
-  def _domains(self, x):
-    p = self.layer.ep_size
-    return x.reshape(ranks(self.layer) // p, p, -1, x.shape[-1])
-
   def _expected(self, i):
-    oracle, candidate = self.oracle(i), self.candidate(i)
+    oracle = make_oracle(self.layer, self.ids[i], self.weights[i])
+    candidate = self.candidate(i)
     weights = np.take_along_axis(self.weights[i], candidate, axis=1)
     with np.errstate(all="ignore"):
       recv = oracle.dispatch(self.tokens[i], weights)
@@ -228,7 +199,7 @@ def run(case):
     ("ep4", "fair", 8, 40, K, jnp.bfloat16),
     ("ep4", "slot", 8, 32, K + 2, np.float32),
     ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16),
-    ("dp2_ep2", "fair", 1, 30, K + 2, np.float32),
+    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32),
   ],
 )
 def test_policies(mesh, drop_by, alignment, rows, candidates, dtype):
@@ -249,9 +220,8 @@ def test_a_layer_with_candidates_is_that_of_what_they_became():
   case = Case(config, K + 1, routings=ROUTINGS[:1])
   ids, weights, tokens = (x[0] for x in case.arrays[:3])
   candidate = case.candidate(0)
-  assigned = np.concatenate(case.assigned(0)).reshape(candidate.shape)
   final = np.take_along_axis(ids, candidate, axis=1)
-  final = np.where(assigned < 0, -1, final).astype(np.int32)
+  final = np.where(case.assigned(0) < 0, -1, final).astype(np.int32)
   wide = ep.EpLayerConfig(config.group)
   rng = np.random.default_rng(1)
   matrices = dict(
@@ -358,6 +328,28 @@ def test_no_tokens(spilling):
   assert handle.candidate.shape == (0, K)
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_routing_of_a_checkpointed_block(spilling, is_saved):
+  """It is exchanged once, and once more if rows are short."""
+  case = Case(spilling, K + 1, routings=ROUTINGS[:1])
+  policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
+
+  def loss(tokens, ids, weights):
+    @functools.partial(jax.checkpoint, policy=policy if is_saved else None)
+    def block(tokens):
+      ops = Ops(ep.ep_prepare(spilling, ids, weights))
+      rows, gates = ops.dispatch(tokens, weights)
+      return ops.combine(jnp.sin(rows), gates)
+
+    return block(tokens).sum()
+
+  step = jax.value_and_grad(loss)
+  program = jax.jit(step, compiler_options=quick_compiler.QUICK)
+  args = (put(spilling, x[0]) for x in (case.tokens, case.ids, case.weights))
+  ops = exchanges(program.lower(*args).compile())
+  assert (ops.count("ep_prepare") == 2) == is_saved
+
+
 def test_a_capacity_for_any_routing_needs_no_exchange():
   wide = ep.EpLayerConfig(
     group("ep4", max_tokens_per_rank=T), overflow="drop", drop_by="fair"
@@ -402,13 +394,25 @@ def test_wrong_ids_are_reported_on_every_rank(spilling, changes, words):
 
 
 def test_moves_can_prevent_the_error_of_an_overflow():
-  """48 tokens choose expert 0, and each rank has 12 rows, or 11."""
+  """48 tokens choose expert 0, and each rank has 12 rows, or 11.
+
+  The handle serves all ops, whether choices moved or not.
+  """
   ids = np.tile(np.arange(E, dtype=np.int32), (4 * T, 1))
   options = dict(overflow="error", top_k=1, num_candidates=E)
   config = narrow_layer("ep4", 12, **options)
-  _, actual = global_program(config, sizes)(put(config, ids), None)
-  expected = np.repeat(np.arange(4, dtype=np.int32) * 2, T)[:, None]
-  assert_same(actual, expected)
+
+  def exchange(ops, _, tokens, weights):
+    return ops.handle.candidate, round_trip(ops, tokens, weights)
+
+  program = global_program(config, exchange)
+  tokens = np.ones((4 * T, H), np.float32)
+  arrays = None, *(put(config, x) for x in (tokens, tokens[:, :1]))
+  candidates = np.repeat(np.arange(4, dtype=np.int32) * 2, T)[:, None]
+  for moved in True, False:
+    choices = ids if moved else (ids + candidates) % E
+    expected = moved * candidates, tokens
+    assert_same(program(put(config, choices), *arrays), expected)
   full = narrow_layer("ep4", 11, **options, name="full")
   program = global_program(full, sizes)
   with failing(full.group) as error:

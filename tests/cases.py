@@ -47,6 +47,7 @@ class Case:
       in order and rounding.
     specials: whether to put zeros of both signs, denormals, infinities and NaNs
       of both kinds among the numbers.
+    routing_weights: weights for `ep_prepare`, in the shape of the routing.
   """
 
   def __init__(
@@ -58,6 +59,7 @@ class Case:
     hidden=H,
     whole=False,
     specials=False,
+    routing_weights=None,
   ):
     self.layer = layer
     self._hidden = hidden
@@ -71,10 +73,18 @@ class Case:
       idx = ROUTINGS[routing](self._rng, (n, layer.top_k), E)
       routing = idx.reshape(*self._lead, -1).astype(np.int32)
     self.topk_idx = routing
+    self._routing_weights = routing_weights
+
+  @property
+  def routing(self):
+    """Returns what `ep_prepare` gets."""
+    if self._routing_weights is None:
+      return (self.topk_idx,)
+    return self.topk_idx, self._routing_weights
 
   @functools.cached_property
   def oracle(self):
-    return make_oracle(self.layer, self.topk_idx)
+    return make_oracle(self.layer, *self.routing)
 
   def tokens(self, dtype=jnp.float32):
     """Draws tokens `[R * T, H]`."""
@@ -157,30 +167,37 @@ def large_case(routing, mesh="ep4"):
 
 
 def global_view(layer, fn):
-  def call(topk_idx, *arrays):
-    return fn(Ops(ep.ep_prepare(layer, topk_idx)), *arrays)
+  def call(routing, *arrays):
+    return fn(Ops(_prepare(layer, routing)), *arrays)
 
   return call
+
+
+def _prepare(layer, routing):
+  """Calls `ep_prepare` with the ids alone, or a tuple of its arguments."""
+  routing = routing if isinstance(routing, tuple) else (routing,)
+  return ep.ep_prepare(layer, *routing)
 
 
 def run_on(mesh, case, fn, *arrays):
   """Runs `fn` of the ops in a `shard_map` over `mesh`, not the group's."""
 
-  def call(topk_idx, *arrays):
-    return fn(Ops(ep.ep_prepare(case.layer, topk_idx)), *arrays)
-
   sharded = spec(case.layer)
   program = jax.jit(
-    jax.shard_map(call, mesh=mesh, in_specs=sharded, out_specs=sharded)
+    jax.shard_map(
+      global_view(case.layer, fn),
+      mesh=mesh,
+      in_specs=sharded,
+      out_specs=sharded,
+    )
   )
-  return program(
-    *(to_global(x, mesh, sharded) for x in (case.topk_idx, *arrays))
-  )
+  args = case.routing, *arrays
+  return program(*jax.tree.map(lambda x: to_global(x, mesh, sharded), args))
 
 
 def local_view(layer, fn, *, check_vma=True, out_specs=None):
-  def call(topk_idx, *arrays):
-    return fn(LocalOps(ep.ep_prepare(layer, topk_idx)), *arrays)
+  def call(routing, *arrays):
+    return fn(LocalOps(_prepare(layer, routing)), *arrays)
 
   return jax.shard_map(
     call,
@@ -230,7 +247,7 @@ def run(*claims, view=global_view, optimized=False):
 def _program_and_args(claims, view, optimized=False):
   parts = tuple((case.layer, fn) for case, fn, *_ in claims)
   args = [
-    [case.put(x) for x in (case.topk_idx, *arrays)]
+    jax.tree.map(case.put, [case.routing, *arrays])
     for case, _, *arrays in claims
   ]
   return _program(parts, view, optimized), args

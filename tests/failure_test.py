@@ -143,7 +143,15 @@ class Scenarios(Rank):
     if self.index == 3:
       self.wait_for("rank_*", 3)
     else:
-      self.note_error(lambda: self.prepare(group))
+      # Of its collectives, the native op is the first.
+      self.note_error(
+        lambda: self.prepare(
+          group,
+          overflow="drop",
+          drop_by="weight",
+          recv_capacity_per_rank=8,
+        )
+      )
 
   def no_bootstrap(self):
     if self.index == 3:
@@ -176,7 +184,8 @@ class Scenarios(Rank):
     from ops import sizes
 
     config = ep.EpLayerConfig(group, name="moe_3", **options)
-    return Case(config).run(sizes)
+    weights = Case(config).weights()
+    return Case(config, routing_weights=weights).run(sizes)
 
   def note_error(self, fn):
     """Notes how long `fn` and its results took to fail, and how they did."""

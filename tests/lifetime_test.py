@@ -22,9 +22,9 @@ from ops import round_trip
 
 LIFETIMES_OF_A_PROGRAM = 20
 
-# Limits on the growth in all lifetimes after the warm-up. JAX 0.12 fills caches of
-# 1.2 MiB in the first 30 programs, and no more after those. Threads of the last group
-# may still be exiting.
+# Limits on the growth in all lifetimes after the warm-up. JAX 0.12 fills caches
+# of 1.2 MiB in the first 30 programs, and no more after those. Threads of the
+# last group may still be exiting.
 MOST = Footprint(memory=4 << 10, heap=2 << 10, descriptors=0, threads=8)
 
 

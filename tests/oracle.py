@@ -94,17 +94,50 @@ class Oracle:
     )
 
 
-def make_oracle(layer, topk_idx):
-  domains = ranks(layer) // layer.ep_size
-  num_tokens = math.prod(topk_idx.shape[:-1]) // ranks(layer)
-  capacity = layer.capacity_for(num_tokens)
-  routings = [
-    reference.prepare(
-      x,
-      num_experts=layer.group.num_experts,
-      capacity=capacity,
-      alignment=layer.alignment,
+def make_oracle(layer, topk_idx, weights=None):
+  """Returns the oracle of a routing `[R * T, K]`, or `[R * T, M]`.
+
+  The weights have its shape, and order drops if `layer.drop_by` asks for them.
+  """
+  sizes = _sizes(layer, topk_idx)
+  ids = _of_domains(layer, topk_idx)
+  if layer.drop_by == "slot" and topk_idx.shape[-1] == layer.top_k:
+    routings = [reference.prepare(x, **sizes) for x in ids]
+  else:
+    routings = [
+      reference.prepare_assigned(x, candidates, **sizes)
+      for x, candidates in zip(
+        ids, assigned(layer, topk_idx, weights), strict=True
+      )
+    ]
+  return Oracle(tuple(routings), sizes["capacity"], topk_idx.shape[:-1])
+
+
+def assigned(layer, topk_idx, weights):
+  """Returns `reference.assign` of each domain: int32 `[P, T, K]`."""
+  ids = _of_domains(layer, topk_idx)
+  if weights is None:
+    weights = np.zeros(topk_idx.shape, np.float32)
+  return [
+    reference.assign(
+      *x,
+      top_k=layer.top_k,
+      drop_by=layer.drop_by,
+      **_sizes(layer, topk_idx),
     )
-    for x in topk_idx.reshape(domains, layer.ep_size, -1, layer.top_k)
+    for x in zip(ids, _of_domains(layer, weights), strict=True)
   ]
-  return Oracle(tuple(routings), capacity, topk_idx.shape[:-1])
+
+
+def _sizes(layer, topk_idx):
+  num_tokens = math.prod(topk_idx.shape[:-1]) // ranks(layer)
+  return dict(
+    num_experts=layer.group.num_experts,
+    capacity=layer.capacity_for(num_tokens),
+    alignment=layer.alignment,
+  )
+
+
+def _of_domains(layer, x):
+  p = layer.ep_size
+  return x.reshape(ranks(layer) // p, p, -1, x.shape[-1])

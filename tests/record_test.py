@@ -55,10 +55,15 @@ def test_each_call_is_recorded_once(view, folder):
   """Neither what was compiled before nor what is computed again matters.
 
   A block that is rematerialised in a scan makes a call in each iteration, in a
-  program that was traced without a record. Weights are recorded as float32,
-  though the layer has no other use for them in `ep_prepare`.
+  program that was traced without a record, and lacks rows in some of them.
+  Weights are recorded as float32, also where the layer has no other use for
+  them in `ep_prepare`.
   """
-  layers = {name: layer(name=name) for name in ("one", "scanned", "left_out")}
+  narrow = dict(overflow="drop", drop_by="weight", recv_capacity_per_rank=18)
+  layers = {
+    name: layer(name=name, **options)
+    for name, options in [("one", {}), ("scanned", narrow), ("left_out", {})]
+  }
   choices = {name: ids(STEPS, 2, seed=i) for i, name in enumerate(layers)}
 
   def exchange(name, x, idx):
@@ -156,6 +161,7 @@ def test_moves_and_drops_are_recorded(folder):
     )
   assert (candidate >= K).any() and not kept.all()
   record = replayed(folder)
+  assert record.steps("moe") == (0,)
   moved = np.take_along_axis(ids, candidate, 1)
   np.testing.assert_array_equal(record.topk_idx("moe", 0), moved)
   np.testing.assert_array_equal(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which choices get a row where not all can, before `ep_prepare`.
+"""Decides which choices get a row where not all can.
 
 A choice gets a row if its expert has room: a free row in the last block of its
 slab, or a block of `alignment` rows that its rank has not given away. Choices
@@ -9,10 +9,8 @@ choices are ordered, an expert keeps the first of its own, as many as fit into
 its blocks; so it is enough to know how many blocks each expert gets, its
 *quota*.
 
-All ranks of a domain know all choices of the domain and compute the same, so
-that the op is given choices that fit, whatever the backend. They share the
-choices only if those do not fit; what they share always is how many choices
-each expert has.
+All ranks of a domain share their choices, which are valid, and compute the
+same. So the op is then given choices that fit, whatever the backend.
 """
 
 from __future__ import annotations
@@ -25,86 +23,91 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import primitive
 from ep._src.backend import OpParams
 from ep._src.config import LayerConfig
 
 
-class Wanted(NamedTuple):
-  """Counts what the choices of a domain want, before any is dropped or moved.
-
-  Attributes:
-    total: int32 [1], rows that this rank would receive with an unlimited
-      capacity, padding included.
-    largest: int32 [1], the largest total of a rank of the domain.
-    dropped_counts: int32 [L], choices of each local expert that are dropped.
-  """
-
-  total: jax.Array
-  largest: jax.Array
-  dropped_counts: jax.Array
-
-
 class Assignment(NamedTuple):
-  """The choices of a rank, and which of them get no row.
+  """The experts and candidates that the choices of a rank use.
 
   Attributes:
-    chosen: int [T, K], the expert of each choice, after moves.
-    is_dropped: bool [T, K]; the op must get -1 for these. None if it decides.
-    candidate: int32 [T, K], the candidate that each choice uses, its own if it
-      is dropped or unused; None if there are no candidates but the choices.
-    wanted: None if it is what the op finds wanted.
+    chosen: int32 [T, K], the expert of each choice, for the op: -1 if it is
+      dropped or unused.
+    candidate: int32 [T, K], the candidate of each choice, its own if it is
+      dropped or unused.
+    dropped_counts: int32 [L], choices of the domain that are dropped, by the
+      local expert that they chose first.
   """
 
   chosen: jax.Array
-  is_dropped: jax.Array | None = None
-  candidate: jax.Array | None = None
-  wanted: Wanted | None = None
+  candidate: jax.Array
+  dropped_counts: jax.Array
+
+
+def may_be_needed(params: OpParams, num_candidates: int) -> bool:
+  """Returns whether a routing may have to be assigned.
+
+  It does not if the op itself decides what is dropped, by slot, or if any
+  routing of so many tokens fits the capacity.
+  """
+  layer, T = params.layer, params.num_tokens
+  decides = layer.drop_by != "slot" or num_candidates > layer.top_k
+  return decides and layer.worst_case(T) > params.capacity
+
+
+def with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
+  """Puts an id that is out of range after column K into column K - 1.
+
+  So the op, which gets the K choices, finds it.
+  """
+  K = layer.top_k
+  further = ids[:, K:]
+  is_wrong = (further < -1) | (further >= layer.group.num_experts)
+  first = jnp.argmax(is_wrong, axis=1)[:, None]
+  fault = jnp.take_along_axis(further, first, axis=1)[:, 0]
+  last = jnp.where(is_wrong.any(1), fault, ids[:, K - 1])
+  return ids.at[:, K - 1].set(last)
 
 
 def assign(
   params: OpParams, topk_idx: jax.Array, weights: jax.Array | None
 ) -> Assignment:
-  """Assigns the choices of a rank, in the local view.
-
-  Collective over the EP domain, unless any routing has room or the op itself
-  drops by slot. Where an id of any rank is out of range, or one is repeated in
-  a token's K choices, no choice is dropped or moved, and the op finds the
-  fault. It finds one of a further candidate in the place of the last choice. A
-  further candidate that repeats an earlier one is none.
+  """Assigns the choices of a rank. Collective over the EP domain.
 
   Args:
-    params: those of the op.
+    params: those of the op. If it does not drop, neither does this: the op gets
+      the choices without a row, and fails.
     topk_idx: int [T, M], candidates of each token, of which the first K are its
-      choices.
-    weights: float [T, M], which are not read if `drop_by` is "slot".
+      choices. All are in -1..E-1, and the choices of a token are distinct. A
+      further candidate that repeats an earlier one is none.
+    weights: float [T, M]; None if `drop_by` is "slot".
   """
-  layer, K = params.layer, params.layer.top_k
-  spills = topk_idx.shape[1] > K
-  if spills:
-    topk_idx = _with_faults(layer, _without_repeats(layer, topk_idx))
-  choices = topk_idx[:, :K]
-  own = jnp.broadcast_to(_iota(K), choices.shape) if spills else None
-  if not (spills or layer.drop_by != "slot") or _any_fits(params):
-    return Assignment(choices, candidate=own)
-  experts = layer.group.num_experts
-  is_valid = (topk_idx >= -1) & (topk_idx < experts)
-  ids = jnp.where(is_valid, topk_idx, experts).astype(jnp.int32)
-  by_slot = layer.drop_by == "slot"
-  order = ids[:, :0] if by_slot else _by_weight(weights)
-  candidate, is_dropped, *wanted = primitive.bind(_assign_p, params, ids, order)
+  layer, axis = params.layer, params.layer.group.axis_name
+  L, E = layer.num_local_experts, layer.group.num_experts
+  T, K = params.num_tokens, layer.top_k
+  ids = _without_repeats(layer, topk_idx.astype(jnp.int32))
+  # Without weights, the ids of an expert are all equal, and order nothing.
+  orders = [] if weights is None else [_by_weight(weights)]
+  shared = jnp.stack([ids, *orders], axis=2)
+  if layer.ep_size > 1:
+    shared = lax.all_gather(shared, axis, tiled=True)
+  all_ids, all_order = shared[..., 0], shared[..., -1]
+  choices = all_ids[:, :K]
+  assigned = _place(params, all_ids, all_order)
+  is_dropped = (choices >= 0) & (assigned < 0) & params.drop
+  dropped = jnp.where(is_dropped, choices, E)
+  dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
+  candidate = jnp.where(assigned < 0, _iota(K), assigned)
+  chosen = jnp.take_along_axis(all_ids, candidate, axis=1)
+  chosen = jnp.where(is_dropped, -1, chosen)
+  me = lax.axis_index(axis)
+
+  def mine(x, size):
+    return lax.dynamic_slice_in_dim(x, me * size, size)
+
   return Assignment(
-    jnp.take_along_axis(topk_idx, candidate, axis=1),
-    is_dropped,
-    candidate if spills else None,
-    Wanted(*wanted),
+    mine(chosen, T), mine(candidate, T), mine(dropped_counts, L)
   )
-
-
-def _any_fits(params: OpParams) -> bool:
-  """Returns whether any routing of so many tokens fits the capacity."""
-  T = params.num_tokens
-  return not T or params.layer.worst_case(T) <= params.capacity
 
 
 def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
@@ -113,17 +116,6 @@ def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
   is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
   repeats = ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
   return jnp.where(repeats & (_iota(M) >= layer.top_k), -1, ids)
-
-
-def _with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
-  """Puts an id that is out of range after column K into column K - 1."""
-  K = layer.top_k
-  further = ids[:, K:]
-  is_wrong = (further < -1) | (further >= layer.group.num_experts)
-  first = jnp.argmax(is_wrong, axis=1)[:, None]
-  fault = jnp.take_along_axis(further, first, axis=1)[:, 0]
-  last = jnp.where(is_wrong.any(1), fault, ids[:, K - 1])
-  return ids.at[:, K - 1].set(last)
 
 
 def _by_weight(weights: jax.Array) -> jax.Array:
@@ -140,76 +132,21 @@ def _by_weight(weights: jax.Array) -> jax.Array:
   return jnp.where(is_nan, largest, ~ascending)
 
 
-def _assign(params: OpParams, ids, order) -> list[jax.Array]:
-  layer, axis = params.layer, params.layer.group.axis_name
-  P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  T, K = ids.shape[0], layer.top_k
-
-  def share(x):
-    return lax.all_gather(x, axis) if P > 1 else x[None]
-
-  def count(experts):
-    """Returns [E] how often each id is in `experts`; others are left out."""
-    others = jnp.where(experts < 0, E, experts).reshape(-1)
-    return jnp.zeros(E, jnp.int32).at[others].add(1, mode="drop")
-
-  own = jnp.broadcast_to(_iota(K), (T, K))
-  no_drops = own, jnp.zeros((T, K), bool), jnp.zeros(L, jnp.int32)
-  me = lax.axis_index(axis)
-  counts = share(count(ids[:, :K])).sum(0, dtype=jnp.int32).reshape(P, L)
-  totals = _sum(_blocks(layer, counts))[:, 0] * layer.alignment
-
-  def place():
-    shared = share(jnp.concatenate([ids, order], axis=1))
-    all_ids, all_order = jnp.split(shared.reshape(P * T, -1), [ids.shape[1]], 1)
-    choices = all_ids[:, :K]
-    assigned = _place(params, all_ids, all_order)
-    is_dropped = (choices >= 0) & (assigned < 0)
-    if layer.overflow == "error":  # the op fails if one of them finds no room
-      is_dropped = jnp.zeros_like(is_dropped)
-    dropped = count(jnp.where(is_dropped, choices, -1)).reshape(P, L)[me]
-    assigned, is_dropped = (
-      lax.dynamic_slice_in_dim(x, me * T, T) for x in (assigned, is_dropped)
-    )
-    candidate = jnp.where(assigned < 0, own, assigned)
-    is_faulty = _has_fault(E, choices)
-    return tuple(
-      jnp.where(is_faulty, x, y)
-      for x, y in zip(no_drops, (candidate, is_dropped, dropped), strict=True)
-    )
-
-  candidate, is_dropped, dropped = lax.cond(
-    (totals > params.capacity).any(), place, lambda: no_drops
-  )
-  return [candidate, is_dropped, totals[me][None], totals.max()[None], dropped]
-
-
-def _has_fault(num_experts: int, choices: jax.Array) -> jax.Array:
-  """Returns whether one of [N, K] is out of range, or repeated in its row."""
-  K = choices.shape[1]
-  before = jnp.arange(K) < jnp.arange(K)[:, None]
-  repeats = (choices[:, :, None] == choices[:, None, :]) & before
-  repeats = repeats.any(2) & (choices >= 0)
-  return ((choices == num_experts) | repeats).any()
-
-
 def _place(params: OpParams, ids: jax.Array, order: jax.Array) -> jax.Array:
   """Returns int32 [N, K], the candidate that gets a row for each choice, or -1.
 
   Args:
     params: those of the op.
     ids: [N, M], candidates of all N tokens of a domain.
-    order: [N, M], what orders them; [N, 0] if `drop_by` is "slot".
+    order: [N, M], what orders those of one expert, before their places.
   """
   E, K = params.layer.group.num_experts, params.layer.top_k
-  if not order.size:
-    order = jnp.zeros_like(ids)
   choices = _iota(K)
   used = ids[:, :K] >= 0
 
   def offer(rows, experts, order):
     """Offers [n] candidates; returns the new [E] rows, and who gets one."""
-    experts = jnp.where((experts >= 0) & (experts < E), experts, E)
+    experts = jnp.where(experts < 0, E, experts)
     return _take_turns(params, rows, experts, order)
 
   rows, gets_one = offer(
@@ -345,19 +282,3 @@ def _sum(x: jax.Array) -> jax.Array:
 
 def _sum_before(x: jax.Array) -> jax.Array:
   return x.cumsum(1, dtype=jnp.int32) - x
-
-
-def _out_types(params: OpParams, ids, order):
-  del order
-  choices = ids.shape[0], params.layer.top_k
-  one = jax.ShapeDtypeStruct((1,), jnp.int32)
-  return [
-    jax.ShapeDtypeStruct(choices, jnp.int32),
-    jax.ShapeDtypeStruct(choices, jnp.bool_),
-    one,
-    one,
-    jax.ShapeDtypeStruct((params.layer.num_local_experts,), jnp.int32),
-  ]
-
-
-_assign_p = primitive.of_rank("ep_assign", _out_types, _assign)

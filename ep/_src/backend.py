@@ -58,6 +58,8 @@ class OpParams:
     connection: lowers the op.
     layer: the layer's values.
     num_tokens: T, tokens of this rank.
+    drop: what `ep_prepare` does if rows are short: it drops those past the
+      capacity, or fails. The ops on a handle do not depend on it.
     tail: what dispatch writes past the last slab: "zero", "unspecified" or, in
       checked mode, "nan".
     checked: whether the op was traced in checked mode.
@@ -66,6 +68,7 @@ class OpParams:
   connection: Connection = dataclasses.field(repr=False)
   layer: LayerConfig
   num_tokens: int
+  drop: bool
   tail: str
   checked: bool
 

@@ -111,12 +111,11 @@ class EpLayerConfig(LayerConfig):
       slots past the capacity, hence the last experts of a rank first; "weight"
       keeps the choices of the largest weights; "fair" gives the experts of a
       rank equal shares of its capacity, and an expert keeps its choices of the
-      largest weights. The last two need the weights in `ep_prepare`, and cost
-      an exchange of counts, and another of choices if some rank overflows.
-      These are collectives of XLA's, which have no `timeout_s`.
+      largest weights. The last two need the weights in `ep_prepare`, and if
+      some rank overflows, a collective of XLA's and a second exchange.
     num_candidates: M >= K, for `topk_idx` with M columns: a choice that finds
-      no room moves to one of the last M - K. It costs the same exchanges. None
-      is for no moves, which "chunk" demands.
+      no room moves to one of the last M - K. It costs the same. None is for no
+      moves, which "chunk" demands.
     tail: what dispatch writes past the last slab: "zero", or nothing
       ("unspecified": never read those rows).
     name: for messages and traces; default "moe".
@@ -166,6 +165,7 @@ class EpLayerConfig(LayerConfig):
       connection=self.group.connection,
       layer=_values(LayerConfig, self, group=group),
       num_tokens=num_tokens,
+      drop=self.overflow != "error",
       tail=checked.tail(self.tail),
       checked=checked.is_on(),
     )

@@ -107,7 +107,7 @@ class NativeConnection(backend.Connection):
           top_k=np.int64(layer.top_k),
           alignment=np.int64(layer.alignment),
           capacity=np.int64(params.capacity),
-          drop=layer.overflow != "error",
+          drop=params.drop,
           tail=np.int32(_TAILS[params.tail]),
           config=np.int64(layer.fingerprint),
           checked=params.checked,

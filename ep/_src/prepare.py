@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -131,38 +132,76 @@ def _prepare(
   params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> list[jax.Array | None]:
   """Returns the leaves of the handle, of which `candidate` may be None."""
-  idx, weights = (
-    None if x is None else x.reshape(params.num_tokens, x.shape[-1])
+  layer, K, M = params.layer, params.layer.top_k, topk_idx.shape[-1]
+  ids = topk_idx.reshape(params.num_tokens, M)
+  if M > K:
+    ids = assignment.with_faults(layer, ids)
+  if assignment.may_be_needed(params, M):
+    operands = [ids]
+    if layer.drop_by != "slot":
+      operands.append(topk_weights.reshape(ids.shape))
+    leaves = primitive.bind(assigned_prepare_p, params, *operands)
+  else:
+    leaves = primitive.bind(prepare_p, params, ids[:, :K])
+    leaves.append(_own_candidates(params))
+  *sizes, kept, candidate = leaves
+  kept, candidate = (
+    x.reshape(*topk_idx.shape[:-1], K) for x in (kept, candidate)
+  )
+  used = (
+    x if x is None or M == K else jnp.take_along_axis(x, candidate, axis=-1)
     for x in (topk_idx, topk_weights)
   )
-  got = assignment.assign(params, idx, weights)
+  leaves = [*sizes, kept, candidate if M > K else None]
+  return record.tap(layer, *used, leaves)
 
-  def unflat(x):
-    return None if x is None else x.reshape(*topk_idx.shape[:-1], x.shape[-1])
 
-  candidate = unflat(got.candidate)
-  if not record.wants_weights(params.layer):
-    topk_weights = None
-  elif topk_weights is not None and candidate is not None:
-    topk_weights = jnp.take_along_axis(topk_weights, candidate, axis=-1)
-  chosen = record.tap(params.layer, unflat(got.chosen), topk_weights)
-  chosen = chosen.reshape(got.chosen.shape)
-  if got.is_dropped is not None:
-    chosen = jnp.where(got.is_dropped, -1, chosen)
-  *sizes, total, dropped, largest, kept = primitive.bind(
-    prepare_p, params, chosen
+def _assigned_prepare(
+  params: OpParams, ids: jax.Array, weights: jax.Array | None = None
+) -> list[jax.Array]:
+  """Prepares the choices, and if rows are short, what is assigned to them.
+
+  The first op keeps all choices, unless rows are short. Once it has succeeded,
+  all ranks have come, and their choices are valid. So it is the op that reports
+  a late rank or a wrong id, and no collective of XLA's waits before. Where an
+  op fails without ending the program, its totals are -1, and nothing is
+  assigned after it.
+
+  Returns:
+    The results of `prepare_p`, and `candidate` [T, K].
+  """
+  choices = ids[:, : params.layer.top_k]
+  first = prepare_p.bind(choices, params=dataclasses.replace(params, drop=True))
+  *_, wanted_here, _, wanted, _ = first
+
+  def assigned():
+    got = assignment.assign(params, ids, weights)
+    *sizes, total, _, largest, kept = prepare_p.bind(got.chosen, params=params)
+    failed = total < 0
+    return [
+      *sizes,
+      jnp.where(failed, total, wanted_here),
+      got.dropped_counts,
+      jnp.where(failed, largest, wanted),
+      kept,
+      got.candidate,
+    ]
+
+  return lax.cond(
+    wanted[0] > params.capacity,
+    assigned,
+    lambda: [*first, _own_candidates(params)],
   )
-  if got.wanted is not None:  # the op has counted what is left of that
-    wanted = got.wanted
-    dropped += wanted.dropped_counts
-    total, largest = (
-      jnp.where(counted < 0, counted, before)  # -1 stands for a failure
-      for counted, before in [(total, wanted.total), (largest, wanted.largest)]
-    )
-  return [*sizes, total, dropped, largest, unflat(kept), candidate]
+
+
+def _own_candidates(params: OpParams) -> jax.Array:
+  """Returns the candidates [T, K] of choices of which none has moved."""
+  shape = params.num_tokens, params.layer.top_k
+  return lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def _out_types(params: OpParams, topk_idx):
+  del topk_idx
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
   per_rank = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -177,8 +216,20 @@ def _out_types(params: OpParams, topk_idx):
     per_rank,
     per_expert,
     per_rank,
-    jax.ShapeDtypeStruct(topk_idx.shape, jnp.bool_),
+    jax.ShapeDtypeStruct((params.num_tokens, layer.top_k), jnp.bool_),
+  ]
+
+
+def _assigned_out_types(params: OpParams, ids, weights=None):
+  del weights
+  candidate = params.num_tokens, params.layer.top_k
+  return [
+    *_out_types(params, ids),
+    jax.ShapeDtypeStruct(candidate, jnp.int32),
   ]
 
 
 prepare_p = primitive.op("ep_prepare", _out_types)
+assigned_prepare_p = primitive.of_rank(
+  "ep_assign", _assigned_out_types, _assigned_prepare
+)

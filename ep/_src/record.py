@@ -112,25 +112,33 @@ def wants_weights(layer: LayerConfig) -> bool:
 
 
 def tap(
-  layer: LayerConfig, topk_idx: jax.Array, topk_weights: jax.Array | None
-) -> jax.Array:
-  """Returns the ids of an `ep_prepare` that is traced now, in the local view.
+  layer: LayerConfig,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array | None,
+  leaves: list[jax.Array | None],
+) -> list[jax.Array | None]:
+  """Returns the leaves of a handle that is traced now, in the local view.
 
-  If they are used, they are recorded. So are the weights, which are None unless
-  `wants_weights`, and have no derivative.
+  If one is used, the ids of its choices are recorded. So are the weights, if
+  there are any and `wants_weights`; they have no derivative.
   """
   recorder = _recorder.value
   if recorder is None or not recorder.wants(layer.name):
-    return topk_idx
+    return leaves
   recorder.check(layer)
   group = layer.group
   copies = [a for a in group.mesh.shape if a not in group.token_axes]
   place = lax.axis_index((*group.token_axes, *copies))
   operands = [topk_idx, place]
-  if topk_weights is not None:
+  if recorder.weights and topk_weights is not None:
     operands.append(topk_weights.astype(jnp.float32))
   (zero,) = record_p.bind(*operands, recorder=recorder, layer=layer)
-  return topk_idx + zero.astype(topk_idx.dtype)
+  # The ops of the handle run after the call, since `mem` depends on it. A call
+  # whose handle is used for something else is kept by the barrier.
+  mem, *others = leaves
+  leaves, tree = jax.tree.flatten([mem + zero.astype(mem.dtype), *others])
+  together = compat.vary_together(*leaves, zero)
+  return tree.unflatten(lax.optimization_barrier(together)[:-1])
 
 
 class _Recorder:
@@ -283,7 +291,7 @@ class _Recorder:
     )
 
 
-# What a program adds to the ids, so that it waits for a call.
+# What a program adds to `mem`, so that it waits for a call.
 _ZEROS = (np.zeros((), np.int32),)
 
 record_p = compat.Primitive("ep_record")

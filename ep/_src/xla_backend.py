@@ -66,6 +66,7 @@ class XlaConnection(Connection):
     dims = Dims(
       params.layer,
       params.num_tokens,
+      drop=params.drop,
       can_raise=compat.can_call_python(ctx),
       nan_tail=params.tail == "nan",
     )

@@ -84,7 +84,7 @@ def check_routing(
     )
 
   failed = (faults[:, 0] > 0).any() | (configs != configs[0]).any()
-  if layer.overflow == "error":
+  if not dims.drop:
     failed |= (needed > dims.C).any()
   return fail_if(
     failed, fail, faults, configs, needed, can_raise=dims.can_raise

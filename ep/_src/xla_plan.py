@@ -30,12 +30,14 @@ class Dims:
   Attributes:
     layer: the layer's values.
     T: tokens of a rank.
+    drop: whether rows past the capacity are dropped; otherwise prepare fails.
     can_raise: whether the program can call Python, for it to raise.
     nan_tail: whether rows past the last slab are NaN; otherwise they are zero.
   """
 
   layer: LayerConfig
   T: int
+  drop: bool = True
   can_raise: bool = True
   nan_tail: bool = False
 
@@ -244,10 +246,8 @@ def _word_counts(dims: Dims) -> list[int]:
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
   """Returns words that differ for other layers, tokens, ranks and bodies."""
-  layer = dims.layer
-  sizes = dims.P, dims.E, dims.T, dims.K, dims.C
-  made_for = repr((sizes, layer.alignment, layer.overflow)).encode()
-  kind = np.int32(zlib.crc32(made_for) >> 1)
+  sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
+  kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
   # With odd factors the sum differs after any change of one word, and after
   # nearly any change of several.
   factors = jnp.arange(1, 2 * body.size, 2, dtype=jnp.int32)

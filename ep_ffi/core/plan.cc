@@ -15,7 +15,7 @@ constexpr uint64_t kMagic = 0x316e616c705f7065;  // "ep_plan1"
 
 struct PlanHeader {
   uint64_t magic;
-  uint64_t dims_hash;    // of the PlanDims it was made for
+  uint64_t dims_hash;    // of the PlanDims it was made for, but for `drop`
   uint64_t fingerprint;  // of the choices of all ranks
   int64_t rank;
   int64_t num_slots;
@@ -29,9 +29,11 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Hashes what a reader of a plan relies on. What was done about an overflow is
+// no part of it: the first of two prepares may drop for a layer that fails.
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
-               d.alignment, d.drop});
+               d.alignment});
 }
 
 // Returns a sum that changes with any one word, since odd factors have an

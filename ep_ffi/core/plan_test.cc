@@ -227,21 +227,29 @@ TEST(PlanTest, OpensOnlyForItsOwnSizes) {
   const Prepared prepared = Build(kSmall, 1, kSmallChoices);
   ASSERT_TRUE(Open(kSmall, 1, prepared.mem).ok());
   // A plan for any of these sizes has the same number of bytes.
-  PlanDims wrong[7];
+  PlanDims wrong[6];
   std::fill(std::begin(wrong), std::end(wrong), kSmall);
   wrong[0].num_experts = 8;
   wrong[1].ep_size = 4;
   wrong[2].num_tokens = 2, wrong[2].top_k = 3;
   wrong[3].capacity = 18, wrong[3].num_tokens = 2;
   wrong[4].alignment = 2;
-  wrong[5].drop = true;
-  wrong[6].num_tokens = 6, wrong[6].top_k = 1;
+  wrong[5].num_tokens = 6, wrong[5].top_k = 1;
   for (const PlanDims& dims : wrong) {
     ASSERT_EQ(PlanBytes(kSmall), PlanBytes(dims));
     const Status status = Open(dims, 1, prepared.mem);
     EXPECT_EQ(Code::kInvalidArgument, status.code());
     EXPECT_TRUE(Contains(status.message(), "ep_prepare")) << status.message();
   }
+}
+
+// A plan without drops is the same for both policies.
+TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
+  PlanDims dropping = kSmall;
+  dropping.drop = true;
+  const Prepared dropped = Build(dropping, 1, kSmallChoices);
+  EXPECT_TRUE(Open(kSmall, 1, dropped.mem).ok());
+  EXPECT_EQ(Build(kSmall, 1, kSmallChoices).mem, dropped.mem);
 }
 
 TEST(PlanTest, OpensOnlyOnTheRankThatMadeIt) {

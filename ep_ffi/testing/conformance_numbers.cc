@@ -66,6 +66,37 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
   ExpectWorks(domain, Op::kDispatch, same, AnyType());
 }
 
+// This is what ep_prepare of Python does with a policy of drops, or with
+// further candidates. It prepares with drops, whatever the layer does on
+// overflow. If rows are short, it prepares again: the choices that get a row,
+// some of them as another expert, and for the layer.
+TEST_P(GatherConformance, WhatGetsARowIsPreparedAgain) {
+  PlanDims layer = kDims;
+  layer.capacity = 16;
+  layer = GetParam().fit(layer);
+  PlanDims dropping = layer;
+  dropping.drop = true;
+  const Domain domain = MakeDomain({layer});
+  Choices few(layer.ep_size, std::vector<int64_t>(layer.num_choices(), -1));
+  for (int64_t rank = 0; rank < layer.ep_size; ++rank) few[rank][0] = rank;
+  Choices many = few, assigned = few;
+  for (int64_t rank = 0; rank < layer.ep_size; ++rank) {
+    for (int64_t i = 2; i < layer.num_choices(); i += 2) {
+      many[rank][i] = 0, many[rank][i + 1] = 1;
+      if (i < 6) assigned[rank][i] = i;
+    }
+  }
+  Routed first = Prepare(domain, dropping, few);
+  EXPECT_FALSE(first.layout.Overflows(layer));
+  first.dims = layer;
+  EXPECT_TRUE(Prepare(domain, dropping, many).layout.Overflows(layer));
+  const Routed second = Prepare(domain, layer, assigned);
+  for (Op op : kMoves) {
+    ExpectWorks(domain, op, first, AnyType());
+    ExpectWorks(domain, op, second, AnyType());
+  }
+}
+
 TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
   const RowType type = AnyType();
   const Domain domain = MakeDomain(kWorld);

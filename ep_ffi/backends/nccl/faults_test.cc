@@ -113,7 +113,7 @@ TEST_P(FaultsTest, ARankThatChecksAloneStaysInStep) {
 TEST_P(FaultsTest, AForeignHandleMakesNans) {
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
-  other.drop = true;
+  other.alignment = 4;
   Routed other_layer = PrepareRandom(domain, other);
   other_layer.dims = kDims;
   Routed other_rank = PrepareRandom(domain, kDims);

@@ -46,7 +46,7 @@ uint32_t Exponent(DType dtype) {
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
   return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
                static_cast<int64_t>(Hash(site.program)), site.position,
-               static_cast<int64_t>(sizes)});
+               static_cast<int64_t>(sizes), site.layer.drop});
 }
 
 }  // namespace

@@ -54,10 +54,12 @@ Carver Carve(std::byte* mem, Routing* r) {
   return carver;
 }
 
-// Hashes the sizes that must be equal in an op and its handle.
+// Hashes the sizes that must be equal in an op and its handle. The overflow
+// policy need not be: the first of two prepares may drop for a layer that
+// fails.
 uint64_t HashSizes(const Routing& r) {
   return Hash({r.num_experts, r.ep_size, r.num_choices, r.top_k, r.capacity,
-               r.alignment, r.drop});
+               r.alignment});
 }
 
 Routing Shape(const Sizes& sizes, const Layer& layer, int64_t num_tokens) {
