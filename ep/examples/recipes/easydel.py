@@ -9,8 +9,6 @@ well, so that a rank routes its own tokens only.
 from collections.abc import Callable
 
 import jax
-from jax import lax
-import jax.numpy as jnp
 
 import ep
 from ep.examples.recipes import experts
@@ -37,9 +35,9 @@ def sparse_moe_call(
   sum.
   """
   logits = gate_layer(hidden_state.reshape(-1, hidden_state.shape[-1]))
-  probs = jax.nn.softmax(logits.astype(jnp.float32))
-  probs = probs.reshape(*hidden_state.shape[:-1], -1)
-  weights, topk_idx = lax.top_k(probs, layer.top_k)
+  topk_idx, weights = ep.route_topk(
+    logits.reshape(*hidden_state.shape[:-1], -1), layer.top_k, normalize=False
+  )
   output, _ = experts.routed(
     layer,
     hidden_state,

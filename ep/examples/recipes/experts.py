@@ -17,7 +17,7 @@ import ep
 
 # The kernels of the gate [E, H, F], of the other factor [E, H, F], and of the
 # output [E, F, H]; and their biases [E, F], [E, F], [E, H].
-Three = tuple[jax.Array, jax.Array, jax.Array]
+Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def routed(
@@ -25,8 +25,8 @@ def routed(
   x: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  kernels: Three,
-  biases: Three | None = None,
+  kernels: Triple,
+  biases: Triple | None = None,
   *,
   activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
   tensor_axis: str | None = None,
@@ -65,8 +65,8 @@ def routed(
 def feed_forward(
   handle: ep.EpHandle,
   rows: jax.Array,
-  kernels: Three,
-  biases: Three | None = None,
+  kernels: Triple,
+  biases: Triple | None = None,
   activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
   *,
   row_weights: jax.Array | None = None,

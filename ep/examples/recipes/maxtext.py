@@ -8,7 +8,6 @@ are around the three grouped matmuls.
 """
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 import ep
@@ -37,9 +36,7 @@ def sparse_matmul(
   too, and over "tensor" along the inner size.
   """
   top_k, num_experts = layer.top_k, layer.group.num_experts
-  _, topk_idx = lax.top_k(gate_logits, top_k)
-  weighed = gate_logits if pre_bias_logits is None else pre_bias_logits
-  _, topk_weights = ep.route_topk(weighed, top_k, forced_idx=topk_idx)
+  topk_weights, topk_idx = get_topk(gate_logits, pre_bias_logits, top_k)
   output, _ = experts.routed(
     layer,
     inputs,
@@ -56,3 +53,19 @@ def sparse_matmul(
     jnp.zeros(num_experts), load, routed_bias_update_rate
   )
   return output, load_balance_loss_weight * lb_loss, bias_updates
+
+
+def get_topk(
+  gate_logits: jax.Array, pre_bias_logits: jax.Array | None, top_k: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the weights and the ids [B, S, K] of the experts of each token.
+
+  With `pre_bias_logits` they are those of DeepSeek-V3: `gate_logits` are scores
+  with a bias, which chooses, and the weights are of the scores without it.
+  """
+  # Outside of `shard_map`, XLA would gather the operand of `lax.top_k`.
+  topk_idx, topk_weights = ep.route_topk(gate_logits, top_k)
+  if pre_bias_logits is None:
+    return topk_weights, topk_idx
+  scores = jnp.take_along_axis(pre_bias_logits, topk_idx, axis=-1)
+  return scores / scores.sum(axis=-1, keepdims=True), topk_idx

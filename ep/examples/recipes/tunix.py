@@ -8,8 +8,6 @@ is.
 
 from flax import nnx
 import jax
-from jax import lax
-import jax.numpy as jnp
 
 import ep
 from ep.examples.recipes import experts
@@ -39,11 +37,7 @@ class MoELayer(nnx.Module):
     self.down_proj = param(hidden_dim, embed_dim)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    scores = jax.nn.softmax(self.router(x).astype(jnp.float32))
-    weights, topk_idx = lax.top_k(scores, self.layer.top_k)
-    weights /= weights.sum(axis=-1, keepdims=True)
+    topk = ep.route_topk(self.router(x), self.layer.top_k)
     kernels = self.gate_proj[...], self.up_proj[...], self.down_proj[...]
-    y, _ = experts.routed(
-      self.layer, x, topk_idx, weights, kernels, tensor_axis="tp"
-    )
+    y, _ = experts.routed(self.layer, x, *topk, kernels, tensor_axis="tp")
     return y
