@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 import ep
 
 # The kernels of the gate [E, H, F], of the other factor [E, H, F], and of the
-# output [E, F, H]; and their biases [E, F], [E, F], [E, H].
-Triple = tuple[jax.Array, jax.Array, jax.Array]
+# output [E, F, H]; and their biases [E, F], [E, F], [E, H], where None is none.
+Kernels = tuple[jax.Array, jax.Array, jax.Array]
+Biases = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
+NO_BIASES = None, None, None
 
 
 def routed(
@@ -25,8 +27,8 @@ def routed(
   x: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  kernels: Triple,
-  biases: Triple | None = None,
+  kernels: Kernels,
+  biases: Biases = NO_BIASES,
   *,
   activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
   tensor_axis: str | None = None,
@@ -65,28 +67,22 @@ def routed(
 def feed_forward(
   handle: ep.EpHandle,
   rows: jax.Array,
-  kernels: Triple,
-  biases: Triple | None = None,
+  kernels: Kernels,
+  biases: Biases = NO_BIASES,
   activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
   *,
-  row_weights: jax.Array | None = None,
   tensor_axis: str | None = None,
 ) -> jax.Array:
-  """Returns what a rank's experts make of the rows [C, H] that came to it.
-
-  `row_weights` [C] multiply the hidden activations, for a sum without weights.
-  """
+  """Returns what a rank's experts make of the rows [C, H] that came to it."""
   ids = row_experts(handle)
 
   def product(rows, i):
     return ep.grouped_matmul(rows, kernels[i], handle.group_sizes)
 
   def biased(rows, i):
-    return rows if biases is None else rows + biases[i][ids]
+    return rows if biases[i] is None else rows + biases[i][ids]
 
   hidden = activation(biased(product(rows, 0), 0)) * biased(product(rows, 1), 1)
-  if row_weights is not None:
-    hidden *= row_weights[:, None]
   out = product(hidden, 2)
   if tensor_axis is not None:
     out = lax.psum_scatter(out, tensor_axis, scatter_dimension=1, tiled=True)
