@@ -95,7 +95,7 @@ def check(expected, group, specs, model, gathers=False):
   meant = ["all-reduce", "reduce_scatter", "all_gather"]
   meant += ["all-gather", "reduce-scatter"] * gathers
   ep.assert_no_hidden_collectives(compiled, allow=meant)
-  (value, others), grads = compiled(args)
+  (value, others), grads = jax.block_until_ready(compiled(args))
   want_value, want_grads = expected["b0" in specs]
   np.testing.assert_allclose(value, want_value, rtol=1e-5)
   for name, grad in grads.items():
@@ -194,7 +194,8 @@ def test_marin(expected):
     valid = np.arange(B * S) % 4 > 0
     v = values()
     args = {n: to_global(v[n], layer.group.mesh, s) for n, s in specs.items()}
-    y, counts = jax.jit(model, static_argnums=1)(args, 0.5, valid)
+    run = jax.jit(model, static_argnums=1)
+    y, counts = jax.block_until_ready(run(args, 0.5, valid))
     logits = v["x"].reshape(-1, H) @ v["router"]
     owners = np.argsort(-logits)[:, :K] // (E // 2)
     rows = [

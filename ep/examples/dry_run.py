@@ -149,7 +149,7 @@ def rehearse() -> None:
     check_bits(mesh, cfg, backend)
     print(f"  {backend}: an exchange has the bits of the contract")
     compiled = compile_step(mesh, cfg, types, backend)
-    got = jax.device_get(compiled(*args))
+    got = jax.device_get(jax.block_until_ready(compiled(*args)))
     deviations = jax.tree.map(relative_deviation, got, wanted)
     largest = max(jax.tree.leaves(deviations))
     assert largest <= BOUND, deviations
@@ -186,7 +186,7 @@ def check_bits(mesh, cfg, backend) -> None:
       rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
       return ep.ep_combine(handle, rows, weights=row_weights), topk_weights
 
-    # A copy of y is read below, and the others come from domains of their own.
+    # Each tp rank has a copy, and its domain must end before the group does.
     results = jax.block_until_ready(exchange(x, logits))
   y, weights = jax.device_get(results)
   wanted = np.zeros_like(x)
