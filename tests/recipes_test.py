@@ -14,7 +14,7 @@ import pytest
 
 from conftest import make_mesh, TIMEOUT_S, to_global
 import ep
-from ep.examples import equinox_moe, flax_linen_moe, flax_nnx_moe
+from ep.examples.recipes import equinox_moe, flax_linen_moe, flax_nnx_moe
 
 _CONFIG = ep.MoEConfig(hidden=8, inner=16, num_experts=4, top_k=2)
 _STEPS = 3

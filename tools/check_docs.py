@@ -40,6 +40,9 @@ _FOREIGN = frozenset(
   MAX_SUPPORTED_TOKENS_PER_RANK NCCL_NVLS_ENABLE NCCL_SOCKET_IFNAME
 
   MeshResource dp_resource ep_resource fsdp_resource
+  RouteOutput get_all_to_all_params ragged_buffer_factor transform_bias
+  use_ring_of_experts _moe_mlp_ep_ring_local ShardingConfig act_btd
+  exp_weight_edf
 
   perf ep_dispatch_moe_3_
 

@@ -38,9 +38,10 @@ _ELSEWHERE = {
 }
 
 _CONTENTS = """
-Start: choices tutorial
-How to: howto/capacity howto/clusters howto/hangs howto/profile howto/replay \
-howto/without_accelerators howto/test_a_transport
+Start: howto/which_way choices tutorial
+How to: howto/capacity howto/clusters howto/hangs howto/other_frameworks \
+howto/profile howto/replay howto/without_accelerators \
+howto/test_a_transport
 The layer: moe router training sharp_bits
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/lax reference/debug reference/testing
