@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that use ep: python -m ep.examples.ep_moe, or train_moe_lm.
+"""Programs that use ep: python -m ep.examples.ep_moe, train_moe_lm or dry_run.
 
 They need the packages of the extra `examples`, which ep itself does not.
 """
