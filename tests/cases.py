@@ -229,7 +229,8 @@ def exchanges(compiled):
     row = r" all-gather\(|,\d+,\d+\]\S* all-to-all\("
     pattern = rf'(?:{row}).*op_name="[^"]*/(ep_\w+)\['
   else:
-    pattern = r'custom_call_target="(ep_\w+)"'
+    # Buffers of rows are made by calls as well, and are no exchanges.
+    pattern = r'custom_call_target="(ep_(?!unwritten|retyped)\w+)"'
   return sorted(re.findall(pattern, compiled.as_text()))
 
 

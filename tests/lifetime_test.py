@@ -172,6 +172,18 @@ def test_finalize_with_launches_in_flight(want):
         assert_same(output, want)
 
 
+def run_alone(tmp_path, program, num_processes):
+  """Runs a program in other processes, and returns the log of the first."""
+  log_dir = tmp_path / str(jax.process_index())
+  assert not launch.launch(
+    ["-c", program],
+    num_processes=num_processes,
+    timeout_s=60,
+    log_dir=log_dir,
+  )
+  return (log_dir / "rank_0.log").read_text()
+
+
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
   """JAX may wait for its peers at exit, which may wait for this process."""
   program = """
@@ -186,13 +198,36 @@ import atexit
 import jax
 atexit.register(lambda: print("group is open:", group.connection.is_open))
 import ep
-mesh = jax.make_mesh((1,), ("ep",))
-group = ep.ep_bootstrap(
-  mesh, num_experts=1, max_tokens_per_rank=1, hidden_dim=1, top_k=1)
+ep.launch.initialize()
+group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
 """
-  log_dir = tmp_path / str(jax.process_index())
-  assert not launch.launch(
-    ["-c", program], num_processes=1, timeout_s=60, log_dir=log_dir
-  )
-  log = (log_dir / "rank_0.log").read_text()
+  log = run_alone(tmp_path, program, 2)
   assert log == "group is open: False\nfinalizers\n"
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="it is about one process")
+def test_at_exit_the_programs_of_one_process_end(tmp_path):
+  """An op that failed would leave other devices waiting in the `psum`."""
+  program = """
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+import ep
+
+jax.config.update("jax_num_cpu_devices", 4)
+mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
+layer = ep.EpLayerConfig(ep.ep_bootstrap(mesh, num_experts=2, top_k=1))
+
+def steps(x):
+  def step(_, x):
+    handle = ep.ep_prepare(layer, jax.numpy.zeros((8, 1), int))
+    rows, weights = ep.ep_dispatch(handle, x, jax.numpy.ones((8, 1)))
+    return lax.pmean(ep.ep_combine(handle, rows, weights), "dp")
+  return lax.fori_loop(0, 500, step, x)
+
+shards = P(("dp", "ep"))
+program = jax.jit(jax.shard_map(
+  steps, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False))
+print(program(jax.numpy.ones((32, 8))).shape)
+"""
+  assert run_alone(tmp_path, program, 1) == "(32, 8)\n"

@@ -105,6 +105,15 @@ class Connection(abc.ABC):
     return self._is_open
 
   @property
+  def closes_at_exit(self) -> bool:
+    """Whether it closes when Python exits, so that no peer waits for it.
+
+    Where no other process takes part there is no such peer, and the programs
+    that still run then come to their end.
+    """
+    return True
+
+  @property
   def _is_forked(self) -> bool:
     return self._process != os.getpid()
 

@@ -46,7 +46,8 @@ _logger = logging.getLogger("ep")
 def _close_all() -> None:
   with contextlib.ExitStack() as stack:
     for connection in open_connections():
-      stack.callback(connection.close)
+      if connection.closes_at_exit:
+        stack.callback(connection.close)
     stack.callback(native.close_released)
 
 

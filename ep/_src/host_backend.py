@@ -74,7 +74,15 @@ class HostBackend(Backend):
         ],
         timeout_s=group.timeout_s,
       )
-    return native.NativeConnection(group)
+    return HostConnection(group)
+
+
+class HostConnection(native.NativeConnection):
+  """The ranks of a group in this process, and sockets to the other ones."""
+
+  @property
+  def closes_at_exit(self) -> bool:
+    return len(meshes.processes(self.group.mesh)) > 1
 
 
 def _listen() -> socket.socket:

@@ -119,7 +119,8 @@ class NativeConnection(backend.Connection):
 
   def _release(self) -> None:
     ffi.release_group(self.group.backend, self.group.name)
-    _released.add(self.group.backend)
+    if self.closes_at_exit:
+      _released.add(self.group.backend)
 
 
 def close_released() -> None:
