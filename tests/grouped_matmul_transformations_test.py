@@ -207,3 +207,15 @@ def test_eager_calls_compile_once():
   before = sum("backend_compile" in e for e in compiled)
   step()
   assert before and sum("backend_compile" in e for e in compiled) == before
+
+
+def test_arrays_that_xla_divides():
+  """Outside of `jax.shard_map`, a call with a side effect would be refused."""
+  mesh = make_mesh({"ranks": 2})
+  sharding = jax.NamedSharding(mesh, PartitionSpec("ranks"))
+  stacked = inputs(lead=(2,))
+  shards = [jax.device_put(x, sharding) for x in stacked]
+  close(
+    jit_quickly(jax.vmap(grad(gated)))(*shards),
+    jax.vmap(grad(dense))(*stacked),
+  )

@@ -158,3 +158,11 @@ def test_a_replaced_layer_inherits_its_policy_anew():
   stated = ep.EpLayerConfig(fails.group, drop_by="slot")
   assert dataclasses.replace(stated, overflow="drop").drop_by == "slot"
   assert drops.fingerprint == dataclasses.replace(drops).fingerprint
+
+
+def test_a_policy_that_is_copied_to_another_group_is_stated():
+  drops = ep.EpLayerConfig(group(drop_by="weight"), overflow="drop")
+  other = ep.EpLayerConfig(
+    group(drop_by="fair"), overflow="drop", drop_by=drops.drop_by
+  )
+  assert other.drop_by == "weight"

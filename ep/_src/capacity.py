@@ -158,19 +158,22 @@ def suggest_capacity(
   group, unit = layer.group, layer.alignment
   columns = {layer.top_k, layer.num_candidates or layer.top_k}
   steps, most_tokens = [], 1
-  for topk_idx in routings:
+  for topk_idx in map(np.asarray, routings):
     arguments.check(
-      np.ndim(topk_idx) > 0 and np.shape(topk_idx)[-1] in columns,
+      topk_idx.ndim > 0 and topk_idx.shape[-1] in columns,
       op,
-      f"topk_idx has shape {np.shape(topk_idx)}, but the layer"
+      f"topk_idx has shape {topk_idx.shape}, but the layer"
       f' "{layer.name}" has {" or ".join(map(str, sorted(columns)))} columns;'
       " pass the routing of a layer with its top_k.",
     )
     choices = loads.choices(  # not of further candidates
-      op, topk_idx[..., : layer.top_k], group.num_experts, group.num_token_ranks
+      f"{op}: step {len(steps)}",
+      topk_idx[..., : layer.top_k],
+      group.num_experts,
+      group.num_token_ranks,
     )
     steps.append(loads.received(choices, layer.ep_size))
-    all_tokens = math.prod(np.shape(topk_idx)[:-1])
+    all_tokens = math.prod(topk_idx.shape[:-1])
     most_tokens = max(most_tokens, all_tokens // group.num_token_ranks)
   arguments.check(
     len(steps) > 0, op, "there is no step; record one that is complete."

@@ -221,6 +221,14 @@ def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
   return context.manual_axes != frozenset(context.mesh.axis_names)
 
 
+def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+  """Returns whether XLA divides the operation among devices."""
+  context = ctx.module_context.axis_context
+  if isinstance(context, mlir.ShardingContext):
+    return context.num_devices > 1
+  return leaves_axes_automatic(ctx)
+
+
 def run_once_in_remat(primitive: Primitive) -> None:
   """Makes `jax.checkpoint` keep the results of a primitive with any policy.
 

@@ -50,8 +50,16 @@ class _GroupPolicy(str):
   """A policy that a layer has from its group.
 
   `dataclasses.replace` hands it to a layer of perhaps another `overflow`, which
-  inherits anew.
+  inherits anew. In another group it is a policy like any other.
   """
+
+  group_name: str
+
+  @classmethod
+  def of(cls, group: GroupConfig, overflow: str) -> _GroupPolicy:
+    self = cls(group.drop_by if overflow == "drop" else "slot")
+    self.group_name = group.name
+    return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,8 @@ class GroupConfig:
     given = [f for f in _OPTIONAL_SIZES if getattr(self, f) is not None]
     for field in (*given, "num_experts", "max_num_sms"):
       resolve(field, arguments.integer(what, field, getattr(self, field)))
+    if isinstance(self.drop_by, _GroupPolicy):
+      resolve("drop_by", str(self.drop_by))
     resolve("alignment", arguments.alignment(what, self.alignment))
     resolve("timeout_s", arguments.seconds(what, "timeout_s", self.timeout_s))
     axis, names = self.axis_name, self.mesh.axis_names
@@ -199,9 +209,11 @@ class LayerConfig:
     inherit("alignment", group.alignment)
     inherit("overflow", group.overflow)
     inherit("name", "moe")
-    if self.drop_by is None or isinstance(self.drop_by, _GroupPolicy):
-      policy = group.drop_by if self.overflow == "drop" else "slot"
-      resolve("drop_by", _GroupPolicy(policy))
+    if self.drop_by is None or (
+      isinstance(self.drop_by, _GroupPolicy)
+      and self.drop_by.group_name == group.name
+    ):
+      resolve("drop_by", _GroupPolicy.of(group, self.overflow))
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
     arguments.check(

@@ -90,8 +90,8 @@ def through_experts(
   without it, those of the candidates stay. `beside` computes an addend that
   does not depend on the exchange: it stands between dispatch and the experts,
   so that XLA may run it while rows are under way. The experts round alike for
-  the same `expected_rows`, whatever the capacity is; None is what a rank gets
-  of these tokens if all get as much.
+  the same `expected_rows`, unless the capacity is less than a tile of rows;
+  None is what a rank gets of these tokens if all get as much.
   """
   layer = dataclasses.replace(layer, tail="unspecified")
   handle = ep_prepare(layer, topk_idx, topk_weights)
@@ -160,11 +160,12 @@ def _rows_by_source(handle, topk_idx):
 
 def _holds_token(handle):
   """Returns bool [C, 1], False for the rows that pad a slab."""
-  end = jnp.cumsum(handle.group_sizes)
-  start = end - handle.group_sizes
-  row = jnp.arange(handle.capacity)[:, None]
-  inside = (start <= row) & (row < start + handle.token_counts)
-  return inside.any(axis=1, keepdims=True)
+  sizes, counts = handle.group_sizes, handle.token_counts
+  start = jnp.cumsum(sizes) - sizes
+  steps = jnp.zeros(handle.capacity, jnp.int32)
+  steps = steps.at[start].add(1, mode="drop")
+  steps = steps.at[start + counts].add(-1, mode="drop")
+  return jnp.cumsum(steps)[:, None] > 0
 
 
 def _apply(experts, params, rows, weights, handle, **options):

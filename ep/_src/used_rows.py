@@ -92,7 +92,7 @@ def map_slabs(
     segments: as in `grouped_matmuls`.
     expected_rows: how many rows the slabs have together as a rule; None is C.
       CPUs are fastest for so many. They round alike wherever it is the same,
-      whatever C is.
+      for any C that is at least as high as a tile (tiles.py).
   """
   tail = "unspecified"
   return _map(fn, group_sizes, segments, arrays, matrices, tail, expected_rows)
