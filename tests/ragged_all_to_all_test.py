@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 from jax import export, lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import ml_dtypes
 import numpy as np
@@ -340,6 +341,28 @@ def test_with_an_automatic_axis_no_bad_slice_is_sent():
   args = (to_global(x, mesh, P(INNER, None, OUTER)) for x in (operand, output))
   run = functools.partial(program, *args)
   check_no_bad_slice_is_sent(run, operand, output)
+
+
+def test_elements_may_be_sharded_over_an_explicit_axis():
+  """So are the result and the gradients, and JAX's op if it is replaced."""
+  mesh = make_mesh({INNER: 2, OUTER: 2}, (AxisType.Explicit,) * 2)
+  groups, rng = [range(2)], np.random.default_rng(0)
+  slices = draw(rng, groups)
+  operand, output, ct = (small(rng, 2, rows, 4) for rows in (N, M, M))
+
+  def run(operand, output, ct, slices):
+    value, vjp = jax.vjp(lambda *x: move(*x, slices), operand, output)
+    return value, move(operand, output, slices, lax.ragged_all_to_all), vjp(ct)
+
+  spec = P(INNER, None, OUTER)
+  args = [to_global(x, mesh, spec) for x in (operand, output, ct)]
+  args += [jax.tree.map(lambda x: to_global(x, mesh, P(INNER)), slices)]
+  with ep.lax.install():
+    actual = on_ranks(run, mesh, axis_names={INNER})(*args)
+  assert {x.sharding.spec for x in jax.tree.leaves(actual)} == {spec}
+  expected = moved(operand, output, slices, groups)
+  expected = expected, expected, moved_back(ct, operand, slices, groups)
+  jax.tree.map(assert_shards_equal, actual, expected)
 
 
 def test_install_is_for_code_of_others_and_can_be_undone():

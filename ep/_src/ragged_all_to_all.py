@@ -219,8 +219,8 @@ def _transpose(ct, operand, output, *slices, back, **axis):
   ct = compat.instantiate_zeros(ct)
 
   def zeros(x):
-    aval = x.aval if ad.is_undefined_primal(x) else x
-    return jnp.zeros(aval.shape, ct.dtype)
+    aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
+    return compat.instantiate_zeros(ad.Zero(aval))
 
   operand_ct = output_ct = None
   if ad.is_undefined_primal(operand):
