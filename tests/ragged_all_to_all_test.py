@@ -208,6 +208,16 @@ def test_transformations_and_axes(check_vma):
   jax.tree.map(assert_shards_equal, actual, expected)
 
 
+def test_many_slices_take_no_table_of_rows():
+  """Temporaries are below a byte for each pair of a slice and a row."""
+  mesh, count, rows = make_mesh({INNER: 4}), 256, 4096
+  operand, output = np.zeros((4, 1)), np.zeros((4, rows))
+  slices = Slices(*np.zeros((4, 4, count), int))
+  program = on_ranks(move, mesh).lower(*place(mesh, operand, output, slices))
+  temporaries = program.compile().memory_analysis().temp_size_in_bytes
+  assert temporaries < count * rows
+
+
 _DTYPES = [
   np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32,
   np.bool_, np.int8, np.uint16, np.int32, np.complex64,

@@ -321,14 +321,17 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   its first row comes to row here[k]. Of several slices for a row the last one
   counts, or the sum of all, from the last to the first.
   """
-  number = jnp.arange(size.size, dtype=jnp.int32)[:, None]
   at = jnp.arange(len(output), dtype=jnp.int32)
 
   def before(k):
     """Returns the last slice before k that comes to each row, or -1."""
-    place = at - here[:, None]
-    holds = (place >= 0) & (place < size[:, None]) & (number < k)
-    return jnp.where(holds, number, -1).max(0)
+
+    def step(i, last):
+      place = at - here[i]
+      holds = (place >= 0) & (place < size[i]) & (i < k)
+      return jnp.where(holds, i, last)
+
+    return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
 
   def of(k):
     # For all rows that no slice comes to, one is read.
