@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 from jax import export, lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import ml_dtypes
 import numpy as np
@@ -207,6 +208,34 @@ def test_transformations_and_axes(check_vma):
   jax.tree.map(assert_shards_equal, actual, expected)
 
 
+def test_no_examples_have_values_and_derivatives():
+  """A `vmap` over none of them returns empty arrays, as JAX's ops do."""
+  mesh = make_mesh({INNER: 4})
+  operand, output = (np.zeros((4, 0, rows, H), np.float32) for rows in (N, M))
+  slices = Slices(*np.zeros((4, 4, 0, 8), np.int32))
+
+  @jax.vmap
+  def run(operand, output, slices):
+    def fn(*args):
+      return move(*args, slices)
+
+    value, vjp = jax.vjp(fn, operand, output)
+    return value, *vjp(value)
+
+  actual = on_ranks(run, mesh)(*place(mesh, operand, output, slices))
+  jax.tree.map(assert_shards_equal, actual, (output, operand, output))
+
+
+def test_many_slices_take_no_table_of_rows():
+  """Temporaries are below a byte for each pair of a slice and a row."""
+  mesh, count, rows = make_mesh({INNER: 4}), 256, 4096
+  operand, output = np.zeros((4, 1)), np.zeros((4, rows))
+  slices = Slices(*np.zeros((4, 4, count), int))
+  program = on_ranks(move, mesh).lower(*place(mesh, operand, output, slices))
+  temporaries = program.compile().memory_analysis().temp_size_in_bytes
+  assert temporaries < count * rows
+
+
 _DTYPES = [
   np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32,
   np.bool_, np.int8, np.uint16, np.int32, np.complex64,
@@ -311,6 +340,32 @@ def test_a_bad_slice_fails_on_every_rank(op):
     assert_shards_equal(run(one_slice()), expected)
 
 
+def test_a_bad_slice_in_a_group_names_ranks_of_the_axis():
+  """Groups count their ranks, but errors have indices of the axis."""
+  mesh = make_mesh({INNER: 4})
+  slices = Slices(*np.zeros((4, 4, 2), np.int32))
+  groups = [(3, 0), (1, 2)]
+  slices.send_sizes[3, 1], slices.send_sizes[2, 0] = 5, 5
+
+  def run(*args):
+    return ep.lax.ragged_all_to_all(
+      *args[:2], *args[2], axis_name=INNER, axis_index_groups=groups
+    )
+
+  with pytest.raises(ep.EpError, match="rank (3 .* rank 0|2 .* rank 1), from"):
+    args = place(mesh, *two_arrays(), slices)
+    jax.block_until_ready(on_ranks(run, mesh)(*args))
+
+
+def test_keys_are_refused_where_the_op_of_jax_is_replaced():
+  mesh = make_mesh({INNER: 4})
+  keys = jax.random.split(jax.random.key(0), 4)[:, None]
+  args = keys, keys, jax.tree.map(jnp.asarray, one_slice())
+  with ep.lax.install(), pytest.raises(TypeError, match="jax.random.key_data"):
+    fn = functools.partial(move, op=lax.ragged_all_to_all)
+    on_ranks(fn, mesh).trace(*args).lower()
+
+
 def check_no_bad_slice_is_sent(run, operand, output):
   """Checks that `run` leaves `output`, and what is next to it, as it is."""
   expected = moved(operand, output, one_slice(), FOUR)
@@ -340,6 +395,28 @@ def test_with_an_automatic_axis_no_bad_slice_is_sent():
   args = (to_global(x, mesh, P(INNER, None, OUTER)) for x in (operand, output))
   run = functools.partial(program, *args)
   check_no_bad_slice_is_sent(run, operand, output)
+
+
+def test_elements_may_be_sharded_over_an_explicit_axis():
+  """So are the result and the gradients, and JAX's op if it is replaced."""
+  mesh = make_mesh({INNER: 2, OUTER: 2}, (AxisType.Explicit,) * 2)
+  groups, rng = [range(2)], np.random.default_rng(0)
+  slices = draw(rng, groups)
+  operand, output, ct = (small(rng, 2, rows, 4) for rows in (N, M, M))
+
+  def run(operand, output, ct, slices):
+    value, vjp = jax.vjp(lambda *x: move(*x, slices), operand, output)
+    return value, move(operand, output, slices, lax.ragged_all_to_all), vjp(ct)
+
+  spec = P(INNER, None, OUTER)
+  args = [to_global(x, mesh, spec) for x in (operand, output, ct)]
+  args += [jax.tree.map(lambda x: to_global(x, mesh, P(INNER)), slices)]
+  with ep.lax.install():
+    actual = on_ranks(run, mesh, axis_names={INNER})(*args)
+  assert {x.sharding.spec for x in jax.tree.leaves(actual)} == {spec}
+  expected = moved(operand, output, slices, groups)
+  expected = expected, expected, moved_back(ct, operand, slices, groups)
+  jax.tree.map(assert_shards_equal, actual, expected)
 
 
 def test_install_is_for_code_of_others_and_can_be_undone():
@@ -415,9 +492,9 @@ def test_what_does_not_fit_is_refused_when_it_is_traced():
   sound = dict(operand=np.zeros((N, H)), output=np.zeros((M, H)))
   sound |= dict.fromkeys(Slices._fields, np.zeros(4, int))
 
-  def trace(groups=None, **changes):
+  def trace(groups=None, axis_name=INNER, **changes):
     op = functools.partial(
-      ep.lax.ragged_all_to_all, axis_name=INNER, axis_index_groups=groups
+      ep.lax.ragged_all_to_all, axis_name=axis_name, axis_index_groups=groups
     )
     args = (sound | changes).values()
     specs = dict(in_specs=P(), out_specs=P(INNER))
@@ -434,6 +511,13 @@ def test_what_does_not_fit_is_refused_when_it_is_traced():
     trace(output=np.zeros((M, H), int))
   with pytest.raises(TypeError, match="recv_sizes is of float32"):
     trace(recv_sizes=np.zeros(4))
+  keys = dict.fromkeys(
+    ["operand", "output"], jax.random.split(jax.random.key(0))
+  )
+  with pytest.raises(TypeError, match="jax.random.key_data"):
+    trace(**keys)
+  with pytest.raises(ValueError, match="axis_name is empty"):
+    trace(axis_name=())
   for groups in ([[0, 1], [2]], [[0, 1], [1, 2]]):
     with pytest.raises(ValueError, match="axis_index_groups"):
       trace(groups)

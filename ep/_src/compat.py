@@ -143,19 +143,38 @@ def instantiate_zeros(tangent):
   return ad.instantiate_zeros(tangent)
 
 
+def _implicit(mesh):
+  """Returns an abstract mesh with its Explicit axes made Auto."""
+  auto = jax.sharding.AxisType.Auto
+  return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
+
+
+def _unchecked(aval):
+  """Returns an abstract value of which JAX knows no sharding by type."""
+  spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
+  return aval.update(
+    manual_axis_type=type(aval.mat)(),
+    sharding=aval.sharding.update(
+      mesh=_implicit(aval.sharding.mesh), spec=spec
+    ),
+  )
+
+
 def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a lowering to `fn` of one device's arrays.
 
   `fn` may call collectives: JAX lowers the body of a `shard_map` with its mesh
   axes in scope, so their names mean in `fn` what they mean there. Over which of
   them values vary was checked when the op was bound (`vary_together`), and is
-  neither known to `fn` nor checked again.
+  neither known to `fn` nor checked again. Explicit axes that are not manual are
+  automatic in `fn`.
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
   def lower_unchecked(ctx, *operands, **params):
-    avals = [a.update(manual_axis_type=type(a.mat)()) for a in ctx.avals_in]
-    with _config._check_vma(False):
+    avals = [_unchecked(a) for a in ctx.avals_in]
+    mesh = _implicit(jax.sharding.get_abstract_mesh())
+    with _config._check_vma(False), jax.sharding.use_abstract_mesh(mesh):
       return lower(ctx.replace(avals_in=avals), *operands, **params)
 
   return lower_unchecked

@@ -75,7 +75,7 @@ def ragged_all_to_all(
   and derivatives are unspecified.
 
   Args:
-    operand: [N, ...], the rows to send, of any dtype.
+    operand: [N, ...], the rows to send, of any dtype but those of PRNG keys.
     output: [M, ...], with the dtype and row shape of `operand`: the rows that
       the result has where none is received.
     input_offsets: integers [K], the row of `operand` where each slice starts.
@@ -108,6 +108,9 @@ def ragged_all_to_all(
     (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
   )
   names = axis_name if isinstance(axis_name, (list, tuple)) else [axis_name]
+  check(
+    len(names) > 0, _NAME, "axis_name is empty; name the axis of the ranks."
+  )
   groups = axis_index_groups
   if groups is not None:
     groups = tuple(map(tuple, groups))
@@ -150,6 +153,7 @@ def install() -> contextlib.ExitStack:
 
 
 def _check_rows(operand: jax.Array, output: jax.Array) -> None:
+  _check_dtype(operand.dtype)
   check(
     operand.ndim == output.ndim > 0 and operand.shape[1:] == output.shape[1:],
     _NAME,
@@ -160,6 +164,15 @@ def _check_rows(operand: jax.Array, output: jax.Array) -> None:
     raise TypeError(
       f"{_NAME}: operand is of {operand.dtype} and output of {output.dtype};"
       " cast one of them."
+    )
+
+
+def _check_dtype(dtype: jnp.dtype) -> None:
+  if jnp.issubdtype(dtype, jax.dtypes.extended):
+    raise TypeError(
+      f"{_NAME}: operand is of {dtype}, which it cannot send; for keys, send"
+      " jax.random.key_data(keys), and call jax.random.wrap_key_data on what"
+      " comes."
     )
 
 
@@ -219,8 +232,8 @@ def _transpose(ct, operand, output, *slices, back, **axis):
   ct = compat.instantiate_zeros(ct)
 
   def zeros(x):
-    aval = x.aval if ad.is_undefined_primal(x) else x
-    return jnp.zeros(aval.shape, ct.dtype)
+    aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
+    return compat.instantiate_zeros(ad.Zero(aval))
 
   operand_ct = output_ct = None
   if ad.is_undefined_primal(operand):
@@ -274,9 +287,9 @@ def _on_cpu(
 
   # [..., source, target, slice between them] each.
   every = gather(jnp.stack(list(map(_int32, slices)), -1))
-  ranks = every.shape[0]
+  ranks, *_, count, _ = every.shape
   every = jnp.moveaxis(every, 0, examples)
-  every = every.reshape(*every.shape[:-2], ranks, -1, 4)
+  every = every.reshape(*every.shape[:-2], ranks, count // ranks, 4)
   sources, sizes, targets, expected = (every[..., i] for i in range(4))
   expected = expected.swapaxes(-2, -3)
 
@@ -286,23 +299,22 @@ def _on_cpu(
   is_sound = (sources >= 0) & (targets >= 0) & (sizes >= 0)
   is_sound &= (sizes <= rows - sources) & (sizes <= room - targets)
   is_sound = (sizes == expected) & (is_sound | (sizes == 0))
+  members = np.asarray(axis_index_groups or [range(ranks)])
+  places = jnp.asarray(np.argsort(members, axis=None))
+  group, me = divmod(places[lax.axis_index(axis_name)], ranks)
   failed = fail_if(
     ~is_sound.all(),
     functools.partial(_fail, rows, room),
-    *(is_sound, sources, sizes, targets, expected),
+    *(jnp.asarray(members)[group], is_sound, sources, sizes, targets, expected),
     can_raise=can_raise,
   )
   if not rows or not room:
     return [output]
 
-  me = lax.axis_index(axis_name)
-  if axis_index_groups is not None:
-    me = jnp.asarray(np.argsort(np.concatenate(axis_index_groups)) % ranks)[me]
-
   def mine(x):
     """Returns what the rank gets, or gets back: [..., K], by the other rank."""
     x = lax.dynamic_index_in_dim(x, me, x.ndim - 3 + (not back), keepdims=False)
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], count)
 
   there, here = map(mine, (targets, sources) if back else (sources, targets))
   sizes = mine(jnp.where(is_sound, sizes, 0))
@@ -321,14 +333,17 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   its first row comes to row here[k]. Of several slices for a row the last one
   counts, or the sum of all, from the last to the first.
   """
-  number = jnp.arange(size.size, dtype=jnp.int32)[:, None]
   at = jnp.arange(len(output), dtype=jnp.int32)
 
   def before(k):
     """Returns the last slice before k that comes to each row, or -1."""
-    place = at - here[:, None]
-    holds = (place >= 0) & (place < size[:, None]) & (number < k)
-    return jnp.where(holds, number, -1).max(0)
+
+    def step(i, last):
+      place = at - here[i]
+      holds = (place >= 0) & (place < size[i]) & (i < k)
+      return jnp.where(holds, i, last)
+
+    return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
 
   def of(k):
     # For all rows that no slice comes to, one is read.
@@ -353,9 +368,9 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   return lax.while_loop(lambda state: (state[0] >= 0).any(), add, state)[1]
 
 
-def _fail(rows, room, is_sound, there, size, here, expected) -> None:
+def _fail(rows, room, members, is_sound, there, size, here, expected) -> None:
   at = tuple(np.argwhere(~is_sound)[0])
-  *_, source, target, _ = at
+  source, target = members[list(at[-3:-1])]
   raise ValueError(
     f"{_NAME}: rank {source} sends {size[at]} rows to rank {target}, from row"
     f" {there[at]} of operand to row {here[at]} of output, and rank {target}"
@@ -383,6 +398,7 @@ def _of_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _lower_on_cpu(ctx, *operands, back=False, **axis):
+  _check_dtype(ctx.avals_in[0].dtype)
   automatic = compat.leaves_axes_automatic(ctx)
   can_raise = compat.can_call_python(ctx) and not automatic
   fn = functools.partial(_on_cpu, back=back, can_raise=can_raise, **axis)
