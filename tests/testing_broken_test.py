@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import ep
-from ep.testing import Received, Tolerance, Transport
+from ep.testing import _rank, Received, Tolerance, Transport
 from ep.testing._rules import RULES
 from testing_subjects import HOST, ONE_HOT
 
@@ -330,12 +330,12 @@ BROKEN += [
 
 
 def _waiting(setting):
-  """Builds a transport that waits without end in its second step."""
+  """Builds a transport that waits without end in its third step."""
   steps = {}
 
   def step(rank, topk_idx):
     steps[int(rank)] = steps.get(int(rank), 0) + 1
-    time.sleep(600 * (steps[int(rank)] - 1))
+    time.sleep(600 * (steps[int(rank)] > 2))
     return np.array(topk_idx)
 
   dispatch, combine = _alone(setting)
@@ -362,6 +362,52 @@ BROKEN.append(
     "process 0 neither finished nor failed within 1 s; its log ends in:",
   )
 )
+
+
+def _second_build_fails():
+  builds = []
+
+  def build(setting):
+    builds.append(setting)
+    if len(builds) > 1:
+      raise RuntimeError("a second build")
+    return _alone(setting)
+
+  return dataclasses.replace(ALONE, build=build)
+
+
+def _second_step_fails():
+  def build(setting):
+    steps = []
+
+    def step(rank, topk_idx):
+      steps.append(rank)
+      if steps.count(rank) > 1:
+        raise RuntimeError("a second step")
+      return np.array(topk_idx)
+
+    dispatch, combine = _alone(setting)
+
+    def failing(tokens, topk_idx, weights):
+      topk_idx = _called_with(step, topk_idx)
+      return dispatch(tokens + topk_idx.sum(), topk_idx, weights)
+
+    return failing, lambda rows, tokens: tokens
+
+  return dataclasses.replace(ALONE, build=build)
+
+
+@pytest.mark.parametrize(
+  "task, make, says",
+  [
+    (_rank.disagreement, _second_build_fails, "a second build"),
+    (_rank.killed_rank, _second_step_fails, "a second step"),
+  ],
+)
+def test_an_error_without_a_cause_is_no_report(task, make, says):
+  """A subject whose second call always fails detects no death by that."""
+  with pytest.raises(Exception, match=says):
+    task(make())
 
 
 @pytest.mark.parametrize(

@@ -40,18 +40,24 @@ def processes(subject: Subject) -> Note:
 
 
 def disagreement(subject: Subject) -> Note:
-  """Takes a step, and another in which one process has another hidden size."""
+  """Takes a step in which one process has another hidden size.
+
+  Two builds of equal sizes come before it, so that an error that any second
+  build gets is not taken for the one of the disagreement.
+  """
   variant = Variant(subject.dtypes[0])
-  _step(Bench(subject), variant)
+  for _ in range(2):
+    _step(Bench(subject), variant)
   other = dataclasses.replace(variant, hidden=HIDDEN * (1 + _is_odd()))
   # All processes build the subject again.
   return dict(error=error_of(lambda: _step(Bench(subject), other)))
 
 
 def killed_rank(subject: Subject) -> Note:
-  """Takes a step, kills one process, and takes another step."""
+  """Takes two steps, kills one process, and takes another step."""
   bench, variant = Bench(subject), Variant(subject.dtypes[0])
-  _step(bench, variant)
+  for _ in range(2):
+    _step(bench, variant)
   if _is_odd():
     signal.raise_signal(signal.SIGKILL)
   return dict(error=error_of(lambda: _step(bench, variant)))
