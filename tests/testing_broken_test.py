@@ -173,6 +173,18 @@ def multiplies_the_tail_by_zero(setting, dispatch, combine):
   return dispatch, lambda rows, state: combine(rows, state) + 0 * rows.sum(0)
 
 
+@_breaks("interleaved", rf"^tokens: {TOKEN}, column \d is")
+def combines_by_the_last_dispatch(setting, dispatch, combine):
+  last = []
+
+  def other(*args):
+    received = dispatch(*args)
+    last[:] = [received.state]
+    return received
+
+  return other, lambda rows, state: combine(rows, *last)
+
+
 @_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d is 0.0,")
 def drops_the_gradient_of_weights(setting, dispatch, combine):
   def fixed(received):

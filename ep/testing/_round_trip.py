@@ -37,14 +37,19 @@ class RoundTrip(Trial):
   def __init__(self, transport: Transport, setting: Setting):
     dispatch, combine = transport.build(setting)
 
-    def of_rank(route, inputs):
-      topk_idx, factor = route
-      tokens, weights = inputs
-      rows, row_weights, group_sizes, state = dispatch(
-        tokens, topk_idx, weights
-      )
-      out = combine(_scaled(rows, factor * row_weights), state)
-      return out, Rows(rows, row_weights, group_sizes)
+    def of_rank(*calls):
+      # Every dispatch comes before the first combine.
+      received = [
+        dispatch(tokens, topk_idx, weights)
+        for (topk_idx, _), (tokens, weights) in calls
+      ]
+      return [
+        (
+          combine(_scaled(x.rows, factor * x.weights), x.state),
+          Rows(x.rows, x.weights, x.group_sizes),
+        )
+        for ((_, factor), _), x in zip(calls, received, strict=True)
+      ]
 
     ranks = PartitionSpec("ep")
     function = jax.shard_map(
@@ -54,7 +59,18 @@ class RoundTrip(Trial):
       out_specs=ranks,
       check_vma=False,
     )
-    super().__init__(setting, function)
+    self._interleaved = jax.jit(function)
+    super().__init__(setting, lambda *call: function(call)[0])
+
+  def interleaved(
+    self, *calls: tuple[RoundTripOracle, Any]
+  ) -> list[tuple[Any, Any]]:
+    """Returns what `forward` does for each oracle and its inputs.
+
+    One program runs all dispatches, and then all combines.
+    """
+    placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
+    return self.finish(self._interleaved(*placed))
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting

@@ -196,6 +196,21 @@ def unread(bench: Bench, variant: Variant) -> float:
   return compare("tokens", got, oracle.output(inputs), limit=limit)
 
 
+@_rule(_once, of=Transport)
+def interleaved(bench: Bench, variant: Variant) -> float:
+  """Two dispatches before their two combines, in one program, are right."""
+  trial, first, rng = bench.begin(variant)
+  second = bench.begin(dataclasses.replace(variant, routing="uniform"))[1]
+  calls = [(x, x.inputs(rng, "normal")) for x in (first, second)]
+  limit = bench.limit(trial.setting, "normal")
+  return max(
+    compare("tokens", got, oracle.output(inputs), limit=limit)
+    for (oracle, inputs), (got, _) in zip(
+      calls, trial.interleaved(*calls), strict=True
+    )
+  )
+
+
 def _check_pullback(bench, trial, oracle, rng) -> float:
   worst = 0.0
   for numbers in oracle.numbers:
