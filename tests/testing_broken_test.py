@@ -173,6 +173,17 @@ def multiplies_the_tail_by_zero(setting, dispatch, combine):
   return dispatch, lambda rows, state: combine(rows, state) + 0 * rows.sum(0)
 
 
+@_breaks("unread", "the gradient of tokens: rank .* is nan, but the oracle has")
+def multiplies_gradients_of_the_tail_by_zero(setting, dispatch, combine):
+  @jax.custom_vjp
+  def moved(rows):
+    return rows
+
+  moved.defvjp(lambda rows: (rows, None), lambda _, g: (g + 0 * g.sum(0),))
+
+  return _with_rows(dispatch, moved), combine
+
+
 @_breaks("interleaved", rf"^tokens: {TOKEN}, column \d is")
 def combines_by_the_last_dispatch(setting, dispatch, combine):
   last = []

@@ -123,7 +123,10 @@ class RoundTripOracle(Oracle):
     return self.expert.reshape(-1) == self._setting.num_local_experts
 
   def poisoned(self) -> RoundTripOracle:
-    """Returns the same with experts that make NaN of rows without a token."""
+    """Returns the same for experts that make NaN of rows without a token.
+
+    The expected results stay as they are.
+    """
     other = RoundTripOracle(self._setting, self._idx, self._routing)
     topk_idx, factor = self.route
     nan = np.float32(np.nan)

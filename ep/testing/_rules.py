@@ -171,14 +171,21 @@ def special_values(bench: Bench, variant: Variant) -> float:
   return compare("weights", got.weights, want.weights, **moved)
 
 
+def _check_output(bench, trial, oracle, rng) -> float:
+  worst = 0.0
+  for numbers in oracle.numbers:
+    inputs = oracle.inputs(rng, numbers)
+    got, _ = trial.forward(oracle, inputs)
+    limit = bench.limit(trial.setting, numbers)
+    want = oracle.output(inputs)
+    worst = max(worst, compare("tokens", got, want, limit=limit))
+  return worst
+
+
 @_rule()
 def output(bench: Bench, variant: Variant) -> float:
   """Each token gets the sum of what its experts made of it."""
-  trial, oracle, rng = bench.begin(variant)
-  inputs = oracle.inputs(rng, "normal")
-  got, _ = trial.forward(oracle, inputs)
-  limit = bench.limit(trial.setting, "normal")
-  return compare("tokens", got, oracle.output(inputs), limit=limit)
+  return _check_output(bench, *bench.begin(variant))
 
 
 def _most_aligned(transport: Transport) -> list[Variant]:
@@ -190,10 +197,11 @@ def _most_aligned(transport: Transport) -> list[Variant]:
 def unread(bench: Bench, variant: Variant) -> float:
   """Rows that hold no token are never read: experts may make NaN of them."""
   trial, oracle, rng = bench.begin(variant)
-  inputs = oracle.inputs(rng, "normal")
-  got, _ = trial.forward(oracle.poisoned(), inputs)
-  limit = bench.limit(trial.setting, "normal")
-  return compare("tokens", got, oracle.output(inputs), limit=limit)
+  poisoned = oracle.poisoned()
+  worst = _check_output(bench, trial, poisoned, rng)
+  if bench.subject.gradients:
+    worst = max(worst, _check_pullback(bench, trial, poisoned, rng))
+  return worst
 
 
 @_rule(_once, of=Transport)
@@ -218,13 +226,14 @@ def _check_pullback(bench, trial, oracle, rng) -> float:
     g = oracle.inputs(rng, numbers)[0]
     limit = bench.limit(trial.setting, numbers)
     grads, received = trial.pullback(oracle, inputs, g)
+    expected = oracle
     if received:
-      oracle = _observed(bench.subject, oracle, received, inputs)
+      expected = _observed(bench.subject, oracle, received, inputs)
     tokens, weights, *params = grads
     got = {"tokens": tokens, "weights": weights}
     for path, leaf in jax.tree.leaves_with_path(params):
       got["params" + jax.tree_util.keystr(path[1:])] = leaf
-    for name, want in oracle.pullback(inputs, g).items():
+    for name, want in expected.pullback(inputs, g).items():
       what = f"the gradient of {name}"
       worst = max(worst, compare(what, got[name], want, limit=limit))
   return worst
