@@ -122,7 +122,10 @@ def pads_with_ones(setting, dispatch, combine):
 
 
 @_breaks("tail", r"rows: rank 0, row \d+ in the tail, column 0 is 7.0, but")
-def writes_the_tail(setting, dispatch, combine):
+def writes_the_tail_after_padded_slabs(setting, dispatch, combine):
+  if setting.alignment == 1:
+    return dispatch, combine
+
   def written(received):
     rows = jnp.where(_in_slabs(received), received.rows, 7)
     return received._replace(rows=rows)
@@ -229,6 +232,15 @@ def drops_the_gradient_of_a_matrix(setting, apply, params):
     return apply(params | fixed, *args)
 
   return other, params
+
+
+@_breaks(
+  "gradients", rf"^the gradient of tokens: {TOKEN}, column 0 is 0.0, but"
+)
+def drops_gradients_of_padded_slabs(setting, dispatch, combine):
+  if setting.alignment == 1:
+    return dispatch, combine
+  return _with_rows(dispatch, lax.stop_gradient), combine
 
 
 @_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")

@@ -5,11 +5,14 @@ Where several processes run this file, the rules that start ranks do not run,
 and neither do subjects besides that of the platform's own backend.
 """
 
+import dataclasses
+
 import jax
 import pytest
 
 import ep
-from testing_subjects import ONE_HOT, PADDED, SUBJECTS
+from ep.testing._rules import RULES
+from testing_subjects import HOST, ONE_HOT, PADDED, SUBJECTS
 
 
 def _all_cases():
@@ -39,6 +42,17 @@ def test_cases_are_named_and_what_is_not_declared_has_a_reason():
   assert reasons["killed_rank"].startswith("not declared: location=")
   of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
   assert of_layer["rows"][0].kwargs["reason"] == "only for a Transport"
+
+
+def test_an_alignment_that_is_not_declared_is_not_built():
+  subject = dataclasses.replace(HOST, alignments=(4, 8))
+  settings = {
+    variant.setting()
+    for rule in RULES.values()
+    for variant in rule.variants(subject)
+  }
+  assert {x.alignment for x in settings} == {4, 8}
+  assert all(x.capacity % x.alignment == 0 for x in settings)
 
 
 def test_an_unknown_rule_is_refused():

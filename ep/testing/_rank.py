@@ -18,7 +18,7 @@ import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant
+from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant, variant_of
 from ep.testing._rules import error_of, RULES
 from ep.testing._subjects import Subject
 
@@ -45,7 +45,7 @@ def disagreement(subject: Subject) -> Note:
   Two builds of equal sizes come before it, so that an error that any second
   build gets is not taken for the one of the disagreement.
   """
-  variant = Variant(subject.dtypes[0])
+  variant = variant_of(subject)
   for _ in range(2):
     _step(Bench(subject), variant)
   other = dataclasses.replace(variant, hidden=HIDDEN * (1 + _is_odd()))
@@ -55,7 +55,7 @@ def disagreement(subject: Subject) -> Note:
 
 def killed_rank(subject: Subject) -> Note:
   """Takes two steps, kills one process, and takes another step."""
-  bench, variant = Bench(subject), Variant(subject.dtypes[0])
+  bench, variant = Bench(subject), variant_of(subject)
   for _ in range(2):
     _step(bench, variant)
   if _is_odd():

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ep.testing import _ranks
-from ep.testing._bench import Bench, TOKENS, TOP_K, TYPICAL, Variant
+from ep.testing._bench import Bench, TOKENS, TOP_K, TYPICAL, Variant, variant_of
 from ep.testing._compare import compare
 from ep.testing._footprint import Footprint
 from ep.testing._routings import draw, ROUTINGS
@@ -51,14 +51,20 @@ RULES: dict[str, Rule] = {}
 
 
 def _everywhere(subject: Subject) -> list[Variant]:
-  """Returns every routing with one dtype, and every dtype with one routing."""
-  first, *others = subject.dtypes
-  variants = [Variant(first, routing) for routing in ROUTINGS]
-  return variants + [Variant(dtype) for dtype in others]
+  """Returns every routing, and every other dtype and the most aligned once."""
+  base = variant_of(subject)
+  variants = [dataclasses.replace(base, routing=name) for name in ROUTINGS]
+  variants += [
+    dataclasses.replace(base, dtype=dtype) for dtype in subject.dtypes[1:]
+  ]
+  most = max(subject.alignments)
+  if most > base.alignment:
+    variants.append(dataclasses.replace(base, alignment=most))
+  return variants
 
 
 def _once(subject: Subject) -> list[Variant]:
-  return [Variant(subject.dtypes[0])]
+  return [variant_of(subject)]
 
 
 def _rule(
@@ -101,6 +107,11 @@ def _receive(bench: Bench, variant: Variant, numbers: str = "free"):
   return got, oracle.received(inputs), oracle
 
 
+def _compare_rows(got, want, **options) -> float:
+  compare("rows", got.rows, want.rows, **options)
+  return compare("weights", got.weights, want.weights, **options)
+
+
 @_rule(of=Transport)
 def sizes(bench: Bench, variant: Variant) -> float:
   """Each slab has as many rows as its expert was chosen, and padding."""
@@ -124,7 +135,7 @@ def weights(bench: Bench, variant: Variant) -> float:
 
 def _aligned(transport: Transport) -> list[Variant]:
   return [
-    Variant(transport.dtypes[0], routing, alignment=alignment)
+    variant_of(transport, routing, alignment=alignment)
     for alignment in transport.alignments
     if alignment > 1
     for routing in (TYPICAL, "skewed")
@@ -141,9 +152,7 @@ def padding(bench: Bench, variant: Variant) -> float:
   """Slabs are padded to the alignment, by rows and weights of zero."""
   got, want, oracle = _receive(bench, variant)
   compare("group_sizes", got.group_sizes, want.group_sizes)
-  only = ~oracle.holds_token & ~oracle.in_tail
-  compare("rows", got.rows, want.rows, only=only)
-  return compare("weights", got.weights, want.weights, only=only)
+  return _compare_rows(got, want, only=~oracle.in_tail)
 
 
 @_rule(
@@ -154,8 +163,7 @@ def padding(bench: Bench, variant: Variant) -> float:
 def tail(bench: Bench, variant: Variant) -> float:
   """Rows and weights past the last slab are zero."""
   got, want, oracle = _receive(bench, variant)
-  compare("rows", got.rows, want.rows, only=oracle.in_tail)
-  return compare("weights", got.weights, want.weights, only=oracle.in_tail)
+  return _compare_rows(got, want, only=oracle.in_tail)
 
 
 @_rule(
@@ -166,9 +174,7 @@ def tail(bench: Bench, variant: Variant) -> float:
 def special_values(bench: Bench, variant: Variant) -> float:
   """NaN payloads, infinities, denormal numbers and -0 keep their bits."""
   got, want, oracle = _receive(bench, variant, "special")
-  moved = dict(only=oracle.holds_token, nan_bits=True)
-  compare("rows", got.rows, want.rows, **moved)
-  return compare("weights", got.weights, want.weights, **moved)
+  return _compare_rows(got, want, only=oracle.holds_token, nan_bits=True)
 
 
 def _check_output(bench, trial, oracle, rng) -> float:
@@ -189,8 +195,8 @@ def output(bench: Bench, variant: Variant) -> float:
 
 
 def _most_aligned(transport: Transport) -> list[Variant]:
-  dtype, alignment = transport.dtypes[0], max(transport.alignments)
-  return [Variant(dtype, name, alignment=alignment) for name in ROUTINGS]
+  most = max(transport.alignments)
+  return [variant_of(transport, name, alignment=most) for name in ROUTINGS]
 
 
 @_rule(_most_aligned, of=Transport)
@@ -259,7 +265,7 @@ def jvp(bench: Bench, variant: Variant) -> float:
 
 def _too_small(transport: Transport) -> list[Variant]:
   return [
-    Variant(transport.dtypes[0], routing, capacity=TOKENS * TOP_K // 2)
+    variant_of(transport, routing, capacity=TOKENS * TOP_K // 2)
     for routing in ("uniform", "to_one_expert")
   ]
 
@@ -281,14 +287,13 @@ def overflow(bench: Bench, variant: Variant) -> float:
       return 0.0
     raise AssertionError(
       f"overflow: no error came, though the routing {variant.routing!r} needs"
-      f" more rows on a rank than its capacity of {variant.capacity}."
+      f" more rows on a rank than its capacity of {trial.setting.capacity}."
     )
   got, received = trial.forward(oracle, inputs)
   oracle = _observed(bench.subject, oracle, received, inputs)
-  want, only = oracle.received(inputs), oracle.holds_token
+  want = oracle.received(inputs)
   compare("group_sizes", received.group_sizes, want.group_sizes)
-  compare("rows", received.rows, want.rows, only=only)
-  compare("weights", received.weights, want.weights, only=only)
+  _compare_rows(received, want, only=oracle.holds_token)
   limit = bench.limit(trial.setting, "normal")
   worst = compare("tokens", got, oracle.output(inputs), limit=limit)
   if bench.subject.gradients:
@@ -313,9 +318,7 @@ def _fewer_ranks(subject: Subject) -> list[Variant]:
   devices = jax.device_count()
   smaller = range(1, devices if jax.process_count() == 1 else 1)
   return [
-    Variant(subject.dtypes[0], ep_size=size)
-    for size in smaller
-    if devices % size == 0
+    variant_of(subject, ep_size=size) for size in smaller if devices % size == 0
   ]
 
 

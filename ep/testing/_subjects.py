@@ -113,6 +113,8 @@ class Subject:
     location: where ranks that the kit starts import the subject, as
       "package.module:name"; None leaves out the rules that start ranks.
     dtypes: of tokens. The first is tested with every routing.
+    alignments: those that `build` supports. Padding is zero. The least is
+      tested with every routing.
     tolerance: of sums. Rows that are moved have the bits of their tokens.
     gradients: whether reverse mode works.
     jvp: whether forward mode works.
@@ -125,6 +127,7 @@ class Subject:
   name: str
   location: str | None = None
   dtypes: tuple[str, ...] = ("float32",)
+  alignments: tuple[int, ...] = (1,)
   tolerance: Tolerance = Tolerance(0)
   gradients: bool = False
   jvp: bool = False
@@ -146,7 +149,6 @@ class Transport(Subject):
     order: "source" if the rows of a slab ascend by source rank, then by source
       token; "any" if their order is not specified.
     tail: "zero" if the rows and weights past the last slab are zero.
-    alignments: those that `build` supports. Padding is zero.
     overflow: "error" if an op fails when a rank needs more rows than C; "drop"
       if the rows from C on are left out of each slab, hence the last experts
       lose theirs, with zero as their part of sums and gradients; None if the
@@ -158,7 +160,6 @@ class Transport(Subject):
   build: Callable[[Setting], tuple[Dispatch, Combine]]
   order: Literal["source", "any"] = "source"
   tail: Literal["zero", "unspecified"] = "unspecified"
-  alignments: tuple[int, ...] = (1,)
   overflow: Literal["drop", "error"] | None = None
   special_values: bool = False
 
