@@ -207,6 +207,23 @@ def drops_the_gradient_of_weights(setting, dispatch, combine):
   return _then(dispatch, fixed), combine
 
 
+@_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d is")
+def rounds_the_gradient_of_weights(setting, dispatch, combine):
+  @jax.custom_vjp
+  def moved(weights):
+    return weights
+
+  moved.defvjp(
+    lambda weights: (weights, None),
+    lambda _, g: (g.astype(jnp.float16).astype(g.dtype),),
+  )
+
+  def other(received):
+    return received._replace(weights=moved(received.weights))
+
+  return _then(dispatch, other), combine
+
+
 @_breaks("gradients", rf"^the gradient of tokens: {TOKEN}")
 def rounds_gradients_to_bfloat16(setting, dispatch, combine):
   @jax.custom_vjp
@@ -250,6 +267,21 @@ def doubles_the_tangent(setting, dispatch, combine):
     return rows
 
   moved.defjvp(lambda primals, tangents: (*primals, 2 * tangents[0]))
+
+  return _with_rows(dispatch, moved), combine
+
+
+@_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")
+def rounds_the_tangent(setting, dispatch, combine):
+  @jax.custom_jvp
+  def moved(rows):
+    return rows
+
+  def rounded(primals, tangents):
+    (tangent,) = tangents
+    return *primals, tangent.astype(jnp.bfloat16).astype(tangent.dtype)
+
+  moved.defjvp(rounded)
 
   return _with_rows(dispatch, moved), combine
 
@@ -300,13 +332,21 @@ def gives_dropped_choices_the_last_row(setting, dispatch, combine):
   return other, last_again
 
 
-@_breaks("ep_sizes", f"^rows: {ROW}, column 0 is 0.0, but")
-def knows_two_experts_of_a_rank(setting, dispatch, combine):
-  def other(tokens, topk_idx, weights):
-    known = topk_idx % setting.num_local_experts < 2
-    return dispatch(tokens, jnp.where(known, topk_idx, -1), weights)
+@_breaks("ep_sizes", rf"^group_sizes: rank \d, expert \d+ {VALUES}")
+def counts_two_experts_of_a_rank(setting, dispatch, combine):
+  known = setting.num_local_experts == 2
 
-  return other, combine
+  def counted(received):
+    return received._replace(group_sizes=received.group_sizes * known)
+
+  return _then(dispatch, counted), combine
+
+
+@_breaks("ep_sizes", rf"^the gradient of tokens: {TOKEN}, column 0 is 0.0, but")
+def drops_gradients_of_fewer_ranks(setting, dispatch, combine):
+  if setting.ep_size == 4:
+    return dispatch, combine
+  return _with_rows(dispatch, lax.stop_gradient), combine
 
 
 def _called_with(fn, x):

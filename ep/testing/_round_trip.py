@@ -198,17 +198,22 @@ class RoundTripOracle(Oracle):
     return self._sum(self._output, inputs)
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
-    """Returns the cotangents of the tokens and, of whole numbers, the weights.
+    """Returns the cotangents of the tokens and of the weights.
 
-    That of a weight is a sum over H, whose order the contract leaves open.
+    That of a weight is a float32 sum over H, whose order the contract leaves
+    open. It is exact for whole numbers.
     """
-    pulled = {
-      "tokens": self._sum(lambda *x: self._pullback(*x)[0], *inputs, g),
+    args = *inputs, g
+    weights = self._sum(
+      lambda *x: self._pullback(*x)[1], *args, where=self._where_choice
+    )
+    whole = (np.trunc(g.astype(float)) == g).all()
+    return {
+      "tokens": self._sum(lambda *x: self._pullback(*x)[0], *args),
+      "weights": weights._replace(
+        least_limit=0 if whole else self._setting.hidden
+      ),
     }
-    if (np.trunc(g.astype(float)) == g).all():
-      weights = self._pullback(*inputs, g)[1]
-      pulled["weights"] = self._expected(weights, self._where_choice)
-    return pulled
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
     return self._sum(self._pushforward, inputs, tangents)
@@ -245,13 +250,13 @@ class RoundTripOracle(Oracle):
     rows = _scaled(rows, self._factor * weights)
     return reference.combine(self._routing, rows)
 
-  def _sum(self, fn, *args):
+  def _sum(self, fn, *args, where=None):
     """Returns `fn(*args)` and, as magnitudes, that of absolute values."""
     value, magnitude = fn(*args), fn(*jax.tree.map(np.abs, args))
-    return self._expected(value, self._where_token, magnitude)
+    return self._expected(value, where or self._where_token, magnitude)
 
   def _expected(self, value, where, magnitude=0):
-    eps = float(jnp.finfo(self._setting.dtype).eps)
+    eps = float(jnp.finfo(value.dtype).eps) if np.any(magnitude) else 0.0
     unit = eps * np.broadcast_to(magnitude, value.shape).astype(np.float64)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (value, unit)]
     return Expected(*flat, where)
