@@ -11,6 +11,8 @@ import jax
 import pytest
 
 import ep
+from ep.testing import Tolerance
+from ep.testing._bench import Variant
 from ep.testing._rules import RULES
 from testing_subjects import HOST, ONE_HOT, PADDED, SUBJECTS
 
@@ -53,6 +55,32 @@ def test_an_alignment_that_is_not_declared_is_not_built():
   }
   assert {x.alignment for x in settings} == {4, 8}
   assert all(x.capacity % x.alignment == 0 for x in settings)
+
+
+@pytest.mark.parametrize(
+  "declared, says",
+  [
+    (dict(order="Source"), r"order='Source' .* one of \('source', 'any'\)"),
+    (dict(tail="zeros"), "tail='zeros' .* one of"),
+    (dict(overflow="raise"), "overflow='raise' .* one of"),
+    (dict(dtypes="float32"), r"write dtypes=\('float32',\)"),
+    (dict(dtypes=()), "dtypes=.* at least one element"),
+    (dict(alignments=()), "alignments=.* at least one element"),
+    (dict(alignments=(0,)), "whole numbers from 1 on"),
+    (dict(location="testing_subjects"), '"package.module:name"'),
+  ],
+  ids=str,
+)
+def test_an_unknown_declaration_is_refused(declared, says):
+  with pytest.raises(ValueError, match=says):
+    dataclasses.replace(HOST, **declared)
+
+
+def test_a_tolerance_that_accepts_anything_is_refused():
+  setting = Variant("bfloat16").setting()
+  with pytest.raises(ValueError, match="22% with bfloat16; declare fewer"):
+    Tolerance(4).limit(setting)
+  assert Tolerance(4).limit(Variant("float32").setting()) == 28
 
 
 def test_an_unknown_rule_is_refused():
