@@ -68,6 +68,16 @@ def numbers_experts_in_reverse(setting, dispatch, combine):
   return _then(dispatch, renumbered), combine
 
 
+@_breaks("sizes", r"rows float32\[\d+, 8\]; it has to return float32\[")
+def returns_fewer_rows(setting, dispatch, combine):
+  return _with_rows(dispatch, lambda rows: rows[1:]), combine
+
+
+@_breaks("sizes", "a tuple; it has to return an ep.testing.Received")
+def returns_a_tuple(setting, dispatch, combine):
+  return _then(dispatch, tuple), combine
+
+
 @_breaks("rows", rf"^rows: {ROW}, column 0 {VALUES}")
 def swaps_two_rows(setting, dispatch, combine):
   return _with_rows(dispatch, lambda x: x.at[:2].set(x[1::-1])), combine
@@ -398,7 +408,9 @@ ALONE = Transport(
   build=_alone,
   reports_disagreement=True,
 )
+NOWHERE = dataclasses.replace(ALONE, name="nowhere", location="nowhere:X")
 BROKEN += [
+  ("processes", NOWHERE, "^ModuleNotFoundError: No module named 'nowhere'"),
   ("processes", ALONE, "group_sizes: rank 0, expert 0 is 0, but the oracle"),
   ("disagreement", ALONE, "process 0 got no error, though process 1 has"),
 ]

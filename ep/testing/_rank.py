@@ -85,9 +85,11 @@ _TASKS: dict[str, Callable[[Subject], Note]] = {
 def main(location: str, task: str, folder: str) -> None:
   launch.initialize()
   module, _, name = location.partition(":")
-  subject = operator.attrgetter(name)(importlib.import_module(module))
   note: Note = dict(failure="")
+  wait_s = 0.0
   try:
+    subject = operator.attrgetter(name)(importlib.import_module(module))
+    wait_s = subject.limit_s
     note |= _TASKS[task](subject)
   except AssertionError as error:
     note = dict(failure=str(error))
@@ -96,7 +98,7 @@ def main(location: str, task: str, folder: str) -> None:
     note = dict(failure=f"{type(error).__name__}: {error}")
   notes = pathlib.Path(folder)
   _ranks.leave_note(notes, task, note)
-  _ranks.wait_for_notes(notes, task, subject.limit_s)
+  _ranks.wait_for_notes(notes, task, wait_s)
   os._exit(0)  # an orderly exit would wait for a process that has died
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ep._src import reference
 from ep.testing import _numbers
 from ep.testing._compare import Expected
-from ep.testing._subjects import Setting, Transport
+from ep.testing._subjects import Received, Setting, Transport
 from ep.testing._trial import Oracle, Trial
 
 
@@ -40,7 +40,7 @@ class RoundTrip(Trial):
     def of_rank(*calls):
       # Every dispatch comes before the first combine.
       received = [
-        dispatch(tokens, topk_idx, weights)
+        _checked(dispatch(tokens, topk_idx, weights), setting)
         for (topk_idx, _), (tokens, weights) in calls
       ]
       return [
@@ -283,6 +283,28 @@ class RoundTripOracle(Oracle):
   def _where_expert(self, at):
     rank = at[0] // self._setting.num_local_experts
     return f"rank {rank}, expert {at[0]}"
+
+
+def _checked(received: Any, setting: Setting) -> Received:
+  """Returns the result of a dispatch, if it has the fields of a `Received`."""
+  if not isinstance(received, Received):
+    raise AssertionError(
+      f"dispatch returned a {type(received).__name__}; it has to return an"
+      " ep.testing.Received."
+    )
+  shapes = dict(
+    rows=((setting.capacity, setting.hidden), setting.dtype),
+    weights=((setting.capacity,), np.dtype("float32")),
+    group_sizes=((setting.num_local_experts,), np.dtype("int32")),
+  )
+  for name, (shape, dtype) in shapes.items():
+    x = getattr(received, name)
+    if jnp.shape(x) != shape or jnp.result_type(x) != dtype:
+      raise AssertionError(
+        f"dispatch returned {name} {jnp.result_type(x)}{list(jnp.shape(x))}; it"
+        f" has to return {dtype}{list(shape)}."
+      )
+  return received
 
 
 def where_token(
