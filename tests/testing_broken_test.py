@@ -322,6 +322,11 @@ def always_fails(setting, dispatch, combine):
   return failing, combine
 
 
+@_breaks("overflow", f"^tokens: {TOKEN}, column 0 is 0.0, but")
+def loses_the_last_row_of_a_full_rank(setting, dispatch, combine):
+  return _with_rows(dispatch, lambda rows: rows.at[-1].set(0)), combine
+
+
 @_breaks("overflow", f"^tokens: {TOKEN}")
 def gives_dropped_choices_the_last_row(setting, dispatch, combine):
   roomy = dataclasses.replace(setting, capacity=8 * setting.capacity)

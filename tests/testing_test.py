@@ -6,6 +6,7 @@ and neither do subjects besides that of the platform's own backend.
 """
 
 import dataclasses
+import sys
 
 import jax
 import pytest
@@ -81,6 +82,12 @@ def test_a_tolerance_that_accepts_anything_is_refused():
   with pytest.raises(ValueError, match="22% with bfloat16; declare fewer"):
     Tolerance(4).limit(setting)
   assert Tolerance(4).limit(Variant("float32").setting()) == 28
+
+
+def test_cases_without_pytest_are_refused(monkeypatch):
+  monkeypatch.setitem(sys.modules, "pytest", None)
+  with pytest.raises(ModuleNotFoundError, match="call ep.testing.check"):
+    ep.testing.cases(PADDED)
 
 
 def test_an_unknown_rule_is_refused():

@@ -278,7 +278,7 @@ class RoundTripOracle(Oracle):
     return where_token(self._setting, self.route[0], at) + _column(at)
 
   def _where_choice(self, at):
-    return f"{where_token(self._setting, self.route[0], at)}, choice {at[1]}"
+    return where_choice(self._setting, self.route[0], at)
 
   def _where_expert(self, at):
     rank = at[0] // self._setting.num_local_experts
@@ -314,6 +314,13 @@ def where_token(
   rank, t = divmod(at[0], setting.tokens)
   experts = ", ".join(map(str, topk_idx[at[0]]))
   return f"rank {rank}, token {t} (of experts {experts})"
+
+
+def where_choice(
+  setting: Setting, topk_idx: np.ndarray, at: tuple[int, ...]
+) -> str:
+  """Returns the words that name a choice of `[P * T, K]`."""
+  return f"{where_token(setting, topk_idx, at)}, choice {at[1]}"
 
 
 def _column(at):
