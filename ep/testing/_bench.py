@@ -32,7 +32,8 @@ class Variant:
     routing: a name in `ROUTINGS`.
     ep_size: P; None stands for all devices.
     alignment: of slabs.
-    capacity: C; None has room for every routing.
+    capacity: C, before it is rounded up to a multiple of the alignment; None
+      has room for every routing.
     hidden: H.
   """
 
@@ -58,6 +59,7 @@ class Variant:
     experts = LOCAL_EXPERTS * max(2, jax.device_count())
     local = experts // size
     worst = size * TOKENS * min(TOP_K, local) + local * (self.alignment - 1)
+    slots = worst if self.capacity is None else self.capacity
     return Setting(
       mesh=jax.make_mesh(
         (size,),
@@ -69,10 +71,18 @@ class Variant:
       top_k=TOP_K,
       tokens=TOKENS,
       hidden=self.hidden,
-      capacity=self.capacity or -(-worst // self.alignment) * self.alignment,
+      capacity=-(-slots // self.alignment) * self.alignment,
       alignment=self.alignment,
       dtype=np.dtype(jax.numpy.dtype(self.dtype)),
     )
+
+
+def variant_of(
+  subject: Subject, routing: str = TYPICAL, **sizes: Any
+) -> Variant:
+  """Returns a variant with the first dtype and the least alignment."""
+  sizes = {"alignment": min(subject.alignments)} | sizes
+  return Variant(subject.dtypes[0], routing, **sizes)
 
 
 class Bench:

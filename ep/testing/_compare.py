@@ -19,11 +19,14 @@ class Expected(NamedTuple):
     value: in the dtype that the result must have.
     unit: of a `Tolerance`, for each value or for all.
     where: returns the words that name the value at an index.
+    least_limit: units that a value of any subject may be off, since the
+      contract leaves the order of a sum open.
   """
 
   value: np.ndarray
   unit: np.ndarray | float
   where: Callable[[tuple[int, ...]], str]
+  least_limit: float = 0
 
 
 def compare(
@@ -39,11 +42,12 @@ def compare(
 
   Args:
     what: names the array in the error.
-    limit: the most units that a value may be off; 0 demands its bits.
+    limit: the most units that a value may be off, unless `expected` has more;
+      0 demands its bits.
     only: a mask of the values that count, along the leading axes.
     nan_bits: whether NaNs must have the expected bits, too.
   """
-  want = expected.value
+  want, limit = expected.value, max(limit, expected.least_limit)
   if got.shape != want.shape or got.dtype != want.dtype:
     raise AssertionError(
       f"{what}: {got.dtype}{list(got.shape)}, but {want.dtype}"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep.testing._compare import Expected
-from ep.testing._round_trip import where_token
+from ep.testing._round_trip import where_choice, where_token
 from ep.testing._subjects import Layer, Setting
 from ep.testing._trial import Oracle, Trial
 
@@ -113,8 +113,7 @@ class DenseOracle(Oracle):
     return Expected(x.astype(dtype), eps * abs(x).max(initial=0), where)
 
   def _where_choice(self, at):
-    token = where_token(self._trial.setting, self.route[0], at)
-    return f"{token}, choice {at[1]}"
+    return where_choice(self._trial.setting, self.route[0], at)
 
 
 def _float32(tree):

@@ -18,7 +18,7 @@ import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant
+from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant, variant_of
 from ep.testing._rules import error_of, RULES
 from ep.testing._subjects import Subject
 
@@ -40,18 +40,24 @@ def processes(subject: Subject) -> Note:
 
 
 def disagreement(subject: Subject) -> Note:
-  """Takes a step, and another in which one process has another hidden size."""
-  variant = Variant(subject.dtypes[0])
-  _step(Bench(subject), variant)
+  """Takes a step in which one process has another hidden size.
+
+  Two builds of equal sizes come before it, so that an error that any second
+  build gets is not taken for the one of the disagreement.
+  """
+  variant = variant_of(subject)
+  for _ in range(2):
+    _step(Bench(subject), variant)
   other = dataclasses.replace(variant, hidden=HIDDEN * (1 + _is_odd()))
   # All processes build the subject again.
   return dict(error=error_of(lambda: _step(Bench(subject), other)))
 
 
 def killed_rank(subject: Subject) -> Note:
-  """Takes a step, kills one process, and takes another step."""
-  bench, variant = Bench(subject), Variant(subject.dtypes[0])
-  _step(bench, variant)
+  """Takes two steps, kills one process, and takes another step."""
+  bench, variant = Bench(subject), variant_of(subject)
+  for _ in range(2):
+    _step(bench, variant)
   if _is_odd():
     signal.raise_signal(signal.SIGKILL)
   return dict(error=error_of(lambda: _step(bench, variant)))
@@ -79,9 +85,11 @@ _TASKS: dict[str, Callable[[Subject], Note]] = {
 def main(location: str, task: str, folder: str) -> None:
   launch.initialize()
   module, _, name = location.partition(":")
-  subject = operator.attrgetter(name)(importlib.import_module(module))
   note: Note = dict(failure="")
+  wait_s = 0.0
   try:
+    subject = operator.attrgetter(name)(importlib.import_module(module))
+    wait_s = subject.limit_s
     note |= _TASKS[task](subject)
   except AssertionError as error:
     note = dict(failure=str(error))
@@ -90,7 +98,7 @@ def main(location: str, task: str, folder: str) -> None:
     note = dict(failure=f"{type(error).__name__}: {error}")
   notes = pathlib.Path(folder)
   _ranks.leave_note(notes, task, note)
-  _ranks.wait_for_notes(notes, task, subject.limit_s)
+  _ranks.wait_for_notes(notes, task, wait_s)
   os._exit(0)  # an orderly exit would wait for a process that has died
 
 

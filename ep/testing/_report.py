@@ -156,7 +156,14 @@ def cases(subject: Subject, rules: Sequence[str] | None = None) -> list[Any]:
     ValueError: there is no such rule.
     ModuleNotFoundError: pytest is not installed.
   """
-  import pytest  # nothing else needs it
+  try:
+    import pytest  # nothing else needs it
+  except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+      "ep.testing.cases returns parameters of pytest, which is not installed;"
+      " run `pip install pytest`, or call ep.testing.check, which does not need"
+      " it."
+    ) from error
 
   params = []
   for rule, some, why_not in _plan(subject, rules):

@@ -19,7 +19,7 @@ import numpy as np
 from ep._src import reference
 from ep.testing import _numbers
 from ep.testing._compare import Expected
-from ep.testing._subjects import Setting, Transport
+from ep.testing._subjects import Received, Setting, Transport
 from ep.testing._trial import Oracle, Trial
 
 
@@ -37,14 +37,19 @@ class RoundTrip(Trial):
   def __init__(self, transport: Transport, setting: Setting):
     dispatch, combine = transport.build(setting)
 
-    def of_rank(route, inputs):
-      topk_idx, factor = route
-      tokens, weights = inputs
-      rows, row_weights, group_sizes, state = dispatch(
-        tokens, topk_idx, weights
-      )
-      out = combine(_scaled(rows, factor * row_weights), state)
-      return out, Rows(rows, row_weights, group_sizes)
+    def of_rank(*calls):
+      # Every dispatch comes before the first combine.
+      received = [
+        _checked(dispatch(tokens, topk_idx, weights), setting)
+        for (topk_idx, _), (tokens, weights) in calls
+      ]
+      return [
+        (
+          combine(_scaled(x.rows, factor * x.weights), x.state),
+          Rows(x.rows, x.weights, x.group_sizes),
+        )
+        for ((_, factor), _), x in zip(calls, received, strict=True)
+      ]
 
     ranks = PartitionSpec("ep")
     function = jax.shard_map(
@@ -54,7 +59,18 @@ class RoundTrip(Trial):
       out_specs=ranks,
       check_vma=False,
     )
-    super().__init__(setting, function)
+    self._interleaved = jax.jit(function)
+    super().__init__(setting, lambda *call: function(call)[0])
+
+  def interleaved(
+    self, *calls: tuple[RoundTripOracle, Any]
+  ) -> list[tuple[Any, Any]]:
+    """Returns what `forward` does for each oracle and its inputs.
+
+    One program runs all dispatches, and then all combines.
+    """
+    placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
+    return self.finish(self._interleaved(*placed))
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting
@@ -107,7 +123,10 @@ class RoundTripOracle(Oracle):
     return self.expert.reshape(-1) == self._setting.num_local_experts
 
   def poisoned(self) -> RoundTripOracle:
-    """Returns the same with experts that make NaN of rows without a token."""
+    """Returns the same for experts that make NaN of rows without a token.
+
+    The expected results stay as they are.
+    """
     other = RoundTripOracle(self._setting, self._idx, self._routing)
     topk_idx, factor = self.route
     nan = np.float32(np.nan)
@@ -179,17 +198,22 @@ class RoundTripOracle(Oracle):
     return self._sum(self._output, inputs)
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
-    """Returns the cotangents of the tokens and, of whole numbers, the weights.
+    """Returns the cotangents of the tokens and of the weights.
 
-    That of a weight is a sum over H, whose order the contract leaves open.
+    That of a weight is a float32 sum over H, whose order the contract leaves
+    open. It is exact for whole numbers.
     """
-    pulled = {
-      "tokens": self._sum(lambda *x: self._pullback(*x)[0], *inputs, g),
+    args = *inputs, g
+    weights = self._sum(
+      lambda *x: self._pullback(*x)[1], *args, where=self._where_choice
+    )
+    whole = (np.trunc(g.astype(float)) == g).all()
+    return {
+      "tokens": self._sum(lambda *x: self._pullback(*x)[0], *args),
+      "weights": weights._replace(
+        least_limit=0 if whole else self._setting.hidden
+      ),
     }
-    if (np.trunc(g.astype(float)) == g).all():
-      weights = self._pullback(*inputs, g)[1]
-      pulled["weights"] = self._expected(weights, self._where_choice)
-    return pulled
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
     return self._sum(self._pushforward, inputs, tangents)
@@ -226,13 +250,13 @@ class RoundTripOracle(Oracle):
     rows = _scaled(rows, self._factor * weights)
     return reference.combine(self._routing, rows)
 
-  def _sum(self, fn, *args):
+  def _sum(self, fn, *args, where=None):
     """Returns `fn(*args)` and, as magnitudes, that of absolute values."""
     value, magnitude = fn(*args), fn(*jax.tree.map(np.abs, args))
-    return self._expected(value, self._where_token, magnitude)
+    return self._expected(value, where or self._where_token, magnitude)
 
   def _expected(self, value, where, magnitude=0):
-    eps = float(jnp.finfo(self._setting.dtype).eps)
+    eps = float(jnp.finfo(value.dtype).eps) if np.any(magnitude) else 0.0
     unit = eps * np.broadcast_to(magnitude, value.shape).astype(np.float64)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (value, unit)]
     return Expected(*flat, where)
@@ -254,11 +278,33 @@ class RoundTripOracle(Oracle):
     return where_token(self._setting, self.route[0], at) + _column(at)
 
   def _where_choice(self, at):
-    return f"{where_token(self._setting, self.route[0], at)}, choice {at[1]}"
+    return where_choice(self._setting, self.route[0], at)
 
   def _where_expert(self, at):
     rank = at[0] // self._setting.num_local_experts
     return f"rank {rank}, expert {at[0]}"
+
+
+def _checked(received: Any, setting: Setting) -> Received:
+  """Returns the result of a dispatch, if it has the fields of a `Received`."""
+  if not isinstance(received, Received):
+    raise AssertionError(
+      f"dispatch returned a {type(received).__name__}; it has to return an"
+      " ep.testing.Received."
+    )
+  shapes = dict(
+    rows=((setting.capacity, setting.hidden), setting.dtype),
+    weights=((setting.capacity,), np.dtype("float32")),
+    group_sizes=((setting.num_local_experts,), np.dtype("int32")),
+  )
+  for name, (shape, dtype) in shapes.items():
+    x = getattr(received, name)
+    if jnp.shape(x) != shape or jnp.result_type(x) != dtype:
+      raise AssertionError(
+        f"dispatch returned {name} {jnp.result_type(x)}{list(jnp.shape(x))}; it"
+        f" has to return {dtype}{list(shape)}."
+      )
+  return received
 
 
 def where_token(
@@ -268,6 +314,13 @@ def where_token(
   rank, t = divmod(at[0], setting.tokens)
   experts = ", ".join(map(str, topk_idx[at[0]]))
   return f"rank {rank}, token {t} (of experts {experts})"
+
+
+def where_choice(
+  setting: Setting, topk_idx: np.ndarray, at: tuple[int, ...]
+) -> str:
+  """Returns the words that name a choice of `[P * T, K]`."""
+  return f"{where_token(setting, topk_idx, at)}, choice {at[1]}"
 
 
 def _column(at):

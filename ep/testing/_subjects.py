@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -22,11 +22,13 @@ class Tolerance:
 
   The contract adds up in float32, in ascending `k`, and rounds once. Code that
   adds in another order, or in steps, rounds otherwise. The kit counts one
-  rounding for each of the `K` terms, for each of the `P` ranks that may hold a
-  partial sum, and for the result, so a value may be off by `ulps * (K + P + 1)`
-  units. A unit is the machine epsilon of the tokens' dtype times the sum of the
-  magnitudes of the terms or, for a `Layer`, whose terms the kit does not know,
-  times the largest magnitude of the array.
+  rounding for each of the `K` terms, for each of the ranks that may hold a
+  partial sum, at most `K` of the `P`, and for the result, so a value may be off
+  by `ulps * (K + min(P, K) + 1)` units. A unit is the machine epsilon of the
+  tokens' dtype times the sum of the magnitudes of the terms or, for a `Layer`,
+  whose terms the kit does not know, times the largest magnitude of the array. A
+  limit of a tenth of that or more would accept nearly anything, so it is
+  refused.
 
   Attributes:
     ulps: units for each rounding; 0 demands the oracle's bits.
@@ -35,8 +37,20 @@ class Tolerance:
   ulps: float
 
   def limit(self, setting: Setting) -> float:
-    """Returns how many units a value may be off; 0 demands its bits."""
-    return self.ulps * (setting.top_k + setting.ep_size + 1)
+    """Returns how many units a value may be off; 0 demands its bits.
+
+    Raises:
+      ValueError: they are too many for the dtype.
+    """
+    partial_sums = min(setting.top_k, setting.ep_size)
+    limit = self.ulps * (setting.top_k + partial_sums + 1)
+    relative = limit * float(jax.numpy.finfo(setting.dtype).eps)
+    if relative >= 0.1:
+      raise ValueError(
+        f"{self} accepts errors of {relative:.0%} with {setting.dtype}; declare"
+        " fewer ulps, or leave out that dtype."
+      )
+    return limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +116,9 @@ Combine = Callable[[jax.Array, Any], jax.Array]
 Apply = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 # expert(params, e, rows [n, H]) -> rows [n, H]
 Expert = Callable[[Any, int, jax.Array], jax.Array]
+Order = Literal["source", "any"]
+Tail = Literal["zero", "unspecified"]
+Overflow = Literal["drop", "error", None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +130,8 @@ class Subject:
     location: where ranks that the kit starts import the subject, as
       "package.module:name"; None leaves out the rules that start ranks.
     dtypes: of tokens. The first is tested with every routing.
+    alignments: those that `build` supports. Padding is zero. The least is
+      tested with every routing.
     tolerance: of sums. Rows that are moved have the bits of their tokens.
     gradients: whether reverse mode works.
     jvp: whether forward mode works.
@@ -125,12 +144,33 @@ class Subject:
   name: str
   location: str | None = None
   dtypes: tuple[str, ...] = ("float32",)
+  alignments: tuple[int, ...] = (1,)
   tolerance: Tolerance = Tolerance(0)
   gradients: bool = False
   jvp: bool = False
   reports_death: bool = False
   reports_disagreement: bool = False
   limit_s: float = 30.0
+
+  def __post_init__(self) -> None:
+    for field in ("dtypes", "alignments"):
+      value = getattr(self, field)
+      if not isinstance(value, tuple) or not value:
+        raise ValueError(
+          f"{field}={value!r} of {self.name!r} has to be a tuple with at least"
+          f" one element; write {field}=({value or '...'!r},)."
+        )
+    if min(self.alignments) < 1:
+      raise ValueError(
+        f"alignments={self.alignments!r} of {self.name!r} has to have whole"
+        " numbers from 1 on; 1 stands for slabs without padding."
+      )
+    module, _, name = (self.location or "module:name").partition(":")
+    if not module or not name:
+      raise ValueError(
+        f"location={self.location!r} of {self.name!r} does not name the subject"
+        ' in its module; write it as "package.module:name".'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +186,6 @@ class Transport(Subject):
     order: "source" if the rows of a slab ascend by source rank, then by source
       token; "any" if their order is not specified.
     tail: "zero" if the rows and weights past the last slab are zero.
-    alignments: those that `build` supports. Padding is zero.
     overflow: "error" if an op fails when a rank needs more rows than C; "drop"
       if the rows from C on are left out of each slab, hence the last experts
       lose theirs, with zero as their part of sums and gradients; None if the
@@ -156,11 +195,24 @@ class Transport(Subject):
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]
-  order: Literal["source", "any"] = "source"
-  tail: Literal["zero", "unspecified"] = "unspecified"
-  alignments: tuple[int, ...] = (1,)
-  overflow: Literal["drop", "error"] | None = None
+  order: Order = "source"
+  tail: Tail = "unspecified"
+  overflow: Overflow = None
   special_values: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    for field, kind in (
+      ("order", Order),
+      ("tail", Tail),
+      ("overflow", Overflow),
+    ):
+      value = getattr(self, field)
+      if value not in get_args(kind):
+        raise ValueError(
+          f"{field}={value!r} of {self.name!r} is unknown; declare one of"
+          f" {get_args(kind)}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,4 +232,4 @@ class Layer(Subject):
 
   build: Callable[[Setting], tuple[Apply, Any]]
   expert: Expert
-  tolerance: Tolerance = Tolerance(4)
+  tolerance: Tolerance = Tolerance(1)
