@@ -291,7 +291,7 @@ class _Recorder:
     )
 
 
-# What a program adds to `mem`, so that it waits for a call.
+# A program adds it to `mem`, so that it waits for a call.
 _ZEROS = (np.zeros((), np.int32),)
 
 record_p = compat.Primitive("ep_record")

@@ -22,7 +22,7 @@ from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant, variant_of
 from ep.testing._rules import error_of, RULES
 from ep.testing._subjects import Subject
 
-# What a process saw, for _ranks.py.
+# A note tells _ranks.py what a process saw.
 Note = dict[str, Any]
 
 

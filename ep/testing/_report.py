@@ -86,7 +86,7 @@ class Report:
 
   @property
   def failures(self) -> dict[str, str]:
-    """What failed, by the id of the case."""
+    """The errors, by the ids of the cases that failed."""
     return {k: v for line in self.lines for k, v in line.failures.items()}
 
   def __str__(self) -> str:

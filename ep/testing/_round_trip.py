@@ -24,7 +24,7 @@ from ep.testing._trial import Oracle, Trial
 
 
 class Rows(NamedTuple):
-  """What all ranks received: `[P * C, H]`, `[P * C]` and `[P * L]`."""
+  """Holds what all ranks received: `[P * C, H]`, `[P * C]` and `[P * L]`."""
 
   rows: Any
   weights: Any
@@ -114,12 +114,12 @@ class RoundTripOracle(Oracle):
 
   @property
   def holds_token(self) -> np.ndarray:
-    """Which of all rows `[P * C]` are a token's."""
+    """Tells which of all rows `[P * C]` are a token's."""
     return self.source[..., 0].reshape(-1) >= 0
 
   @property
   def in_tail(self) -> np.ndarray:
-    """Which of all rows `[P * C]` are past the last slab of their rank."""
+    """Tells which of all rows `[P * C]` are past the last slab of their rank."""
     return self.expert.reshape(-1) == self._setting.num_local_experts
 
   def poisoned(self) -> RoundTripOracle:

@@ -341,8 +341,8 @@ def ep_sizes(bench: Bench, variant: Variant) -> float:
 
 
 SOAK_STEPS, IN_FLIGHT = 120, 4
-# What a process may grow by after the first third of the steps, in KiB. JAX may
-# need a worker thread for each step in flight.
+# A process may grow by this after a third of the steps, in KiB. JAX may need a
+# worker thread for each step in flight.
 GROWTH = Footprint(memory=64 << 10, heap=4 << 10, descriptors=0, threads=64)
 
 

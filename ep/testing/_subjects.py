@@ -123,7 +123,7 @@ Overflow = Literal["drop", "error", None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """What any subject declares; rules about the rest are not run.
+  """Has what any subject declares; rules about the rest are not run.
 
   Attributes:
     name: stands in reports.
