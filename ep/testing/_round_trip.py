@@ -119,7 +119,7 @@ class RoundTripOracle(Oracle):
 
   @property
   def in_tail(self) -> np.ndarray:
-    """Tells which of all rows `[P * C]` are past the last slab of their rank."""
+    """Tells which of all rows `[P * C]` are past the last slab of a rank."""
     return self.expert.reshape(-1) == self._setting.num_local_experts
 
   def poisoned(self) -> RoundTripOracle:
