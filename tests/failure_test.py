@@ -143,7 +143,7 @@ class Scenarios(Rank):
     if self.index == 3:
       self.wait_for("rank_*", 3)
     else:
-      # Of its collectives, the native op is the first.
+      # The native op is the first of its collectives.
       self.note_error(
         lambda: self.prepare(
           group,

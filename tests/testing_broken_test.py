@@ -54,6 +54,17 @@ def _with_rows(dispatch, alter):
   return _then(dispatch, lambda x: x._replace(rows=alter(x.rows)))
 
 
+def _identity(backward):
+  """Returns a function that returns its argument, and has this backward pass."""
+
+  @jax.custom_vjp
+  def same(x):
+    return x
+
+  same.defvjp(lambda x: (x, None), lambda _, g: (backward(g),))
+  return same
+
+
 def _in_slabs(received):
   """Returns whether each row `[C, 1]` comes before the tail."""
   slots = jnp.arange(len(received.rows))[:, None]
@@ -188,12 +199,7 @@ def multiplies_the_tail_by_zero(setting, dispatch, combine):
 
 @_breaks("unread", "the gradient of tokens: rank .* is nan, but the oracle has")
 def multiplies_gradients_of_the_tail_by_zero(setting, dispatch, combine):
-  @jax.custom_vjp
-  def moved(rows):
-    return rows
-
-  moved.defvjp(lambda rows: (rows, None), lambda _, g: (g + 0 * g.sum(0),))
-
+  moved = _identity(lambda g: g + 0 * g.sum(0))
   return _with_rows(dispatch, moved), combine
 
 
@@ -219,14 +225,7 @@ def drops_the_gradient_of_weights(setting, dispatch, combine):
 
 @_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d is")
 def rounds_the_gradient_of_weights(setting, dispatch, combine):
-  @jax.custom_vjp
-  def moved(weights):
-    return weights
-
-  moved.defvjp(
-    lambda weights: (weights, None),
-    lambda _, g: (g.astype(jnp.float16).astype(g.dtype),),
-  )
+  moved = _identity(lambda g: g.astype(jnp.float16).astype(g.dtype))
 
   def other(received):
     return received._replace(weights=moved(received.weights))
@@ -236,15 +235,7 @@ def rounds_the_gradient_of_weights(setting, dispatch, combine):
 
 @_breaks("gradients", rf"^the gradient of tokens: {TOKEN}")
 def rounds_gradients_to_bfloat16(setting, dispatch, combine):
-  @jax.custom_vjp
-  def moved(rows):
-    return rows
-
-  moved.defvjp(
-    lambda rows: (rows, None),
-    lambda _, g: (g.astype(jnp.bfloat16).astype(g.dtype),),
-  )
-
+  moved = _identity(lambda g: g.astype(jnp.bfloat16).astype(g.dtype))
   return _with_rows(dispatch, moved), combine
 
 
@@ -298,13 +289,7 @@ def rounds_the_tangent(setting, dispatch, combine):
 
 @_breaks("jvp", "TypeError: can't apply forward-mode")
 def has_reverse_mode_only(setting, dispatch, combine):
-  @jax.custom_vjp
-  def moved(rows):
-    return rows
-
-  moved.defvjp(lambda rows: (rows, None), lambda _, g: (g,))
-
-  return _with_rows(dispatch, moved), combine
+  return _with_rows(dispatch, _identity(lambda g: g)), combine
 
 
 @_breaks(

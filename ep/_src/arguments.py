@@ -30,6 +30,17 @@ def check(condition: bool, what: str, message: str) -> None:
     raise ValueError(f"{what}: {message}")
 
 
+def check_choices(what: str, values: Any, **choices: Any) -> None:
+  """Raises `ValueError` if an attribute of `values` is none of its choices."""
+  for field, allowed in choices.items():
+    value = getattr(values, field)
+    check(
+      value in allowed,
+      what,
+      f"{field} = {value!r}, but it must be one of {allowed}.",
+    )
+
+
 def integer(what: str, name: str, value: Any) -> int:
   """Returns an argument that is an integer of any type as an `int`.
 

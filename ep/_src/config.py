@@ -141,7 +141,7 @@ class GroupConfig:
       f"max_token_dtype = {self.max_token_dtype.name}, but it must be one of"
       f" {_DTYPES}.",
     )
-    _check_choices(what, self, overflow=_OVERFLOW, drop_by=_DROP_BY)
+    arguments.check_choices(what, self, overflow=_OVERFLOW, drop_by=_DROP_BY)
 
   @property
   def ep_size(self) -> int:
@@ -240,7 +240,7 @@ class LayerConfig:
       f" top_k..num_experts = {self.top_k}..{group.num_experts}; None is for no"
       " other candidates than the choices.",
     )
-    _check_choices(
+    arguments.check_choices(
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
     )
     arguments.check(
@@ -359,17 +359,6 @@ class LayerConfig:
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
     return -(-rows // self.alignment) * self.alignment
-
-
-def _check_choices(what: str, values: Any, **choices: Any) -> None:
-  """Raises `ValueError` if an attribute is none of its choices."""
-  for field, allowed in choices.items():
-    value = getattr(values, field)
-    arguments.check(
-      value in allowed,
-      what,
-      f"{field} = {value!r}, but it must be one of {allowed}.",
-    )
 
 
 def _texts(cls: type, values: Any) -> dict[str, str]:

@@ -146,13 +146,7 @@ class MoEConfig:
       f"drop_by = {self.drop_by!r}, but capacity_factor = None leaves room for"
       " any routing; give a factor, such as 1.25.",
     )
-    for field, choices in _CHOICES.items():
-      value = getattr(self, field)
-      arguments.check(
-        value in choices,
-        what,
-        f"{field} = {value!r}, but it must be one of {choices}.",
-      )
+    arguments.check_choices(what, self, **_CHOICES)
     arguments.function(what, "activation", self.activation)
     if self.up_activation is not None:
       arguments.function(what, "up_activation", self.up_activation)

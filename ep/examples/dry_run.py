@@ -36,7 +36,7 @@ MODEL = dataclasses.replace(
 )
 # Primitives that are written in the step or in the layer: fsdp gathers matrices
 # and scatters their gradients, and the loss and other gradients are summed.
-# What XLA adds because shardings do not fit has none of these names.
+# A collective that XLA adds, because shardings do not fit, has no such name.
 MEANT = ("all_gather", "reduce_scatter", "psum_invariant", "reduce_sum")
 # A value may deviate by this share of its array's largest value.
 BOUND = 2e-5

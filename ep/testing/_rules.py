@@ -381,6 +381,14 @@ def soak(bench: Bench, variant: Variant) -> float:
   return worst
 
 
+def _all_fail(bench: Bench, task: str, what_happened: str) -> float:
+  """Checks that a task of _rank.py gives every process that is left an error."""
+  for process, note in _ranks.run(bench.subject, task).items():
+    if not note["error"]:
+      raise AssertionError(f"{task}: process {process} {what_happened}")
+  return 0.0
+
+
 def _located(subject: Subject) -> bool:
   return subject.location is not None
 
@@ -400,13 +408,12 @@ def processes(bench: Bench, variant: Variant) -> float:
 )
 def disagreement(bench: Bench, variant: Variant) -> float:
   """If a process has another hidden size, every process gets an error."""
-  for process, note in _ranks.run(bench.subject, "disagreement").items():
-    if not note["error"]:
-      raise AssertionError(
-        f"disagreement: process {process} got no error, though process"
-        f" {_ranks.PROCESSES - 1} has another hidden size."
-      )
-  return 0.0
+  return _all_fail(
+    bench,
+    "disagreement",
+    f"got no error, though process {_ranks.PROCESSES - 1} has another hidden"
+    " size.",
+  )
 
 
 @_rule(
@@ -417,10 +424,9 @@ def disagreement(bench: Bench, variant: Variant) -> float:
 )
 def killed_rank(bench: Bench, variant: Variant) -> float:
   """If a process is killed, an op of the others fails and does not hang."""
-  for process, note in _ranks.run(bench.subject, "killed_rank").items():
-    if not note["error"]:
-      raise AssertionError(
-        f"killed_rank: process {process} got a result, and no error, after"
-        f" process {_ranks.PROCESSES - 1} was killed."
-      )
-  return 0.0
+  return _all_fail(
+    bench,
+    "killed_rank",
+    f"got a result, and no error, after process {_ranks.PROCESSES - 1} was"
+    " killed.",
+  )
