@@ -55,7 +55,7 @@ def _with_rows(dispatch, alter):
 
 
 def _identity(backward):
-  """Returns a function that returns its argument, and has this backward pass."""
+  """Returns the identity, with another function as its backward pass."""
 
   @jax.custom_vjp
   def same(x):

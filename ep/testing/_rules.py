@@ -382,7 +382,7 @@ def soak(bench: Bench, variant: Variant) -> float:
 
 
 def _all_fail(bench: Bench, task: str, what_happened: str) -> float:
-  """Checks that a task of _rank.py gives every process that is left an error."""
+  """Checks that a task of _rank.py gives each process that is left an error."""
   for process, note in _ranks.run(bench.subject, task).items():
     if not note["error"]:
       raise AssertionError(f"{task}: process {process} {what_happened}")
