@@ -13,6 +13,8 @@ from typing import Any
 import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 INT32_MAX = 2**31 - 1
 
@@ -35,7 +37,7 @@ def check_choices(what: str, values: Any, **choices: Any) -> None:
   for field, allowed in choices.items():
     value = getattr(values, field)
     check(
-      value in allowed,
+      isinstance(value, str | None) and value in allowed,
       what,
       f"{field} = {value!r}, but it must be one of {allowed}.",
     )
@@ -101,6 +103,28 @@ def number(what: str, name: str, value: Any) -> float:
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise _wrong_type(what, name, value, "a number")
   return float(value)
+
+
+def string(what: str, name: str, value: Any) -> str:
+  """Returns an argument that is a string, or raises `TypeError`."""
+  if not isinstance(value, str):
+    raise _wrong_type(what, name, value, "a string")
+  return value
+
+
+def strings(what: str, name: str, value: Any) -> tuple[str, ...]:
+  """Returns an argument that is a tuple or list of strings as a tuple."""
+  if not isinstance(value, tuple | list):
+    raise _wrong_type(what, name, value, "a tuple of strings")
+  return tuple(string(what, f"an element of {name}", x) for x in value)
+
+
+def dtype(what: str, name: str, value: Any) -> np.dtype:
+  """Returns what names a dtype as that dtype, or raises `TypeError`."""
+  try:
+    return jnp.dtype(value)
+  except TypeError:
+    raise _wrong_type(what, name, value, "a dtype") from None
 
 
 def function(what: str, name: str, value: Any) -> None:

@@ -176,17 +176,17 @@ def ep_bootstrap(
     data_axes = tuple(a for a in mesh.axis_names if a != axis_name)
     _warn_of_model_axes(mesh, data_axes)
   group = GroupConfig(
-    name=name or "",
+    name="" if name is None else name,
     mesh=mesh,
     axis_name=axis_name,
-    data_axes=tuple(data_axes),
+    data_axes=data_axes,
     num_experts=num_experts,
     max_tokens_per_rank=max_tokens_per_rank,
     hidden_dim=hidden_dim,
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
-    max_token_dtype=jnp.dtype(max_token_dtype),
+    max_token_dtype=max_token_dtype,
     overflow=overflow,
     drop_by=drop_by,
     backend=backend or "xla",

@@ -100,6 +100,8 @@ class GroupConfig:
       resolve("drop_by", str(self.drop_by))
     resolve("alignment", arguments.alignment(what, self.alignment))
     resolve("timeout_s", arguments.seconds(what, "timeout_s", self.timeout_s))
+    arguments.string(what, "name", self.name)
+    resolve("data_axes", arguments.strings(what, "data_axes", self.data_axes))
     axis, names = self.axis_name, self.mesh.axis_names
     arguments.check(
       axis in names,
@@ -134,7 +136,8 @@ class GroupConfig:
       f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
       " positive number of streaming multiprocessors.",
     )
-    resolve("max_token_dtype", jnp.dtype(self.max_token_dtype))
+    dtype = arguments.dtype(what, "max_token_dtype", self.max_token_dtype)
+    resolve("max_token_dtype", dtype)
     arguments.check(
       self.max_token_dtype.name in _DTYPES,
       what,
@@ -216,6 +219,7 @@ class LayerConfig:
       resolve("drop_by", _GroupPolicy.of(group, self.overflow))
     inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
     what = f'EpLayerConfig(name="{self.name}")'
+    arguments.string(what, "name", self.name)
     arguments.check(
       self.top_k is not None,
       what,
