@@ -49,7 +49,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   handlers = [native / "handlers" / name for name in ("cpu.cc", "symbols.cc")]
   sources = [
     path
-    for folder in ("core", "backends/host")
+    for folder in ("core", "backends/host", "matmul")
     for path in sorted((native / folder).glob("*.cc"))
     if not path.name.endswith("_test.cc")
   ]

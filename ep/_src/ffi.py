@@ -24,7 +24,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # use; the library carries its own (//ep_ffi/handlers:interface). After a change
 # on that side, the error of every test has the digest to write here.
-INTERFACE = "bf4d3eef1e42"
+INTERFACE = "fea3ef447794"
 
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
@@ -112,7 +112,7 @@ def library(backend: str) -> ctypes.CDLL:
       platform=platform,
     )
   if backend == "host":
-    for name in ("ep_unwritten", "ep_retyped"):
+    for name in ("ep_unwritten", "ep_retyped", "ep_grouped_matmul"):
       handler = jax.ffi.pycapsule(getattr(lib, name))
       jax.ffi.register_ffi_target(name, handler, platform=platform)
   return lib

@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "ep_ffi/handlers/grouped_matmul.h"
 #include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
 #include "ep_ffi/handlers/row_buffers.h"
@@ -38,6 +39,37 @@ class ThreadPoolExecutor : public Executor {
   ffi::ThreadPool pool_;
 };
 
+ffi::Error RunGroupedMatmulOn(int32_t device, ffi::ThreadPool pool,
+                              ffi::AnyBuffer sizes, ffi::AnyBuffer segments,
+                              ffi::RemainingArgs operands,
+                              ffi::RemainingRets results, int64_t missing,
+                              int64_t tail) {
+  Handover& handover = Handover::OfDevice(device);
+  handover.FromXla();
+  ThreadPoolExecutor executor(pool);
+  Status status;
+  try {
+    status = RunGroupedMatmul(sizes, segments, operands, results, missing, tail,
+                              &executor);
+  } catch (const std::exception& e) {
+    status = Status(Code::kInternal, StrCat("grouped_matmul: ", e.what()));
+  }
+  handover.ToXla();
+  return ToError(status);
+}
+
+auto BindGroupedMatmul() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("missing")
+      .Attr<int64_t>("tail");
+}
+
 }  // namespace
 
 bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
@@ -51,3 +83,6 @@ bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
 }
 
 }  // namespace ep
+
+EP_DEFINE_HANDLER(ep_grouped_matmul, ep::RunGroupedMatmulOn,
+                  ep::BindGroupedMatmul());

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "ep_ffi/backends/host/denormals.h"
+#include "ep_ffi/core/denormals.h"
 
 namespace ep::host {
 namespace {

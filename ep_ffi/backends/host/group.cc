@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/movers.h"
-#include "ep_ffi/backends/host/pages.h"
 #include "ep_ffi/core/faults.h"
+#include "ep_ffi/core/pages.h"
 
 namespace ep::host {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ep_ffi/backends/host/pages.h"
 #include "ep_ffi/backends/host/row_math.h"
+#include "ep_ffi/core/pages.h"
 
 namespace ep::host {
 namespace {

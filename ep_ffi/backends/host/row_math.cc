@@ -2,7 +2,8 @@
 #include "ep_ffi/backends/host/row_math.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "ep_ffi/core/float_types.h"
 
 // Without these options, GCC does not vectorize a choice between floats, since
 // it may not compute both; and it jams the loop over terms, which then adds
@@ -26,72 +27,10 @@
 namespace ep::host {
 namespace {
 
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-uint32_t ToBits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-
-// The conversions have no branches, so that the compiler vectorizes them. They
-// round to nearest, ties to even; a NaN stays one.
-
-inline float ToFloat(float value) { return value; }
-inline float ToFloat(BFloat16 value) {
-  return FromBits(static_cast<uint32_t>(value.bits) << 16);
-}
-inline float ToFloat(Float16 value) {
-  constexpr uint32_t kBias = (127 - 15) << 23;  // between the exponents
-  const uint32_t sign = (value.bits & 0x8000u) << 16;
-  const int32_t magnitude = value.bits & 0x7fff;
-  const uint32_t normal = (magnitude << 13) + kBias;
-  const uint32_t subnormal = ToBits(static_cast<float>(magnitude) * 0x1p-24f);
-  const uint32_t not_finite = normal + kBias;
-  return FromBits(sign | (magnitude < 0x400    ? subnormal
-                          : magnitude < 0x7c00 ? normal
-                                               : not_finite));
-}
-
-inline void Round(float value, float* out) { *out = value; }
-inline void Round(float value, BFloat16* out) {
-  const uint32_t bits = ToBits(value);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x40;
-  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  out->bits = static_cast<uint16_t>(is_nan ? quiet_nan : rounded);
-}
-inline void Round(float value, Float16* out) {
-  constexpr uint32_t kBias = (127 - 15) << 23;
-  const uint32_t sign = (ToBits(value) >> 16) & 0x8000;
-  const uint32_t magnitude = ToBits(value) & 0x7fffffff;
-  const uint32_t rebiased = magnitude - kBias;
-  const uint32_t normal =
-      std::min((rebiased + 0xfff + ((rebiased >> 13) & 1)) >> 13, 0x7c00u);
-  // Near 1/2, float32 has the spacing of subnormal float16.
-  const uint32_t subnormal = ToBits(FromBits(magnitude) + 0.5f) - ToBits(0.5f);
-  out->bits =
-      static_cast<uint16_t>(sign | (magnitude < 0x38800000u    ? subnormal
-                                    : magnitude <= 0x7f800000u ? normal
-                                                               : 0x7e00u));
-}
-
 // Sums `kLanes` columns, from `begin` on.
 template <int kLanes, typename T>
-inline __attribute__((always_inline)) void SumLanes(const Term* terms,
-                                                    size_t num_terms,
-                                                    int64_t begin, T* out) {
+EP_ALWAYS_INLINE void SumLanes(const Term* terms, size_t num_terms,
+                               int64_t begin, T* out) {
   float sums[kLanes] = {};
   for (size_t i = 0; i < num_terms; ++i) {
     const T* row = reinterpret_cast<const T*>(terms[i].row) + begin;
@@ -103,9 +42,8 @@ inline __attribute__((always_inline)) void SumLanes(const Term* terms,
 }
 
 template <typename T>
-inline __attribute__((always_inline)) void SumColumns(const Term* terms,
-                                                      size_t num_terms,
-                                                      int64_t width, T* out) {
+EP_ALWAYS_INLINE void SumColumns(const Term* terms, size_t num_terms,
+                                 int64_t width, T* out) {
   constexpr int kLanes = 64;  // their sums stay in registers
   int64_t begin = 0;
   for (; begin + kLanes <= width; begin += kLanes) {

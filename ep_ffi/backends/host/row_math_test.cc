@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "ep_ffi/backends/host/denormals.h"
+#include "ep_ffi/core/denormals.h"
 #include "ep_ffi/testing/formats.h"
 #include "ep_ffi/testing/samples.h"
 

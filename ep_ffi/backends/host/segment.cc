@@ -7,7 +7,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#include "ep_ffi/backends/host/pages.h"
+#include "ep_ffi/core/pages.h"
 
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1
 #define F_SEAL_FUTURE_WRITE 0x0010

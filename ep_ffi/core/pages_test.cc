@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/backends/host/pages.h"
+#include "ep_ffi/core/pages.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 
-namespace ep::host {
+namespace ep {
 namespace {
 
 constexpr std::byte kOld{0x5c};
@@ -93,4 +93,4 @@ TEST(PagesTest, HugePagesChangeNoBytes) {
 }
 
 }  // namespace
-}  // namespace ep::host
+}  // namespace ep

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/backends/host/denormals.h"
+#include "ep_ffi/core/denormals.h"
 
 #include <gtest/gtest.h>
 
 #include <limits>
 
-namespace ep::host {
+namespace ep {
 namespace {
 
 // Returns whether this thread reads denormals as zero, and writes zero instead.
@@ -34,4 +34,4 @@ TEST(DenormalsTest, DenormalsAreZeroInTheScopeOnly) {
 }
 
 }  // namespace
-}  // namespace ep::host
+}  // namespace ep

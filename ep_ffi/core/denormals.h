@@ -4,8 +4,8 @@
 // threads read denormal numbers as zero, and write zero where a result would be
 // denormal; a thread of our own does not, unless its control register says so.
 
-#ifndef EP_FFI_BACKENDS_HOST_DENORMALS_H_
-#define EP_FFI_BACKENDS_HOST_DENORMALS_H_
+#ifndef EP_FFI_CORE_DENORMALS_H_
+#define EP_FFI_CORE_DENORMALS_H_
 
 #include <cstdint>
 
@@ -13,7 +13,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace ep::host {
+namespace ep {
 
 // Flushes denormals on this thread, as XLA:CPU does, while it lives.
 class ScopedFlushDenormals {
@@ -47,6 +47,6 @@ class ScopedFlushDenormals {
   const uint64_t saved_;
 };
 
-}  // namespace ep::host
+}  // namespace ep
 
-#endif  // EP_FFI_BACKENDS_HOST_DENORMALS_H_
+#endif  // EP_FFI_CORE_DENORMALS_H_

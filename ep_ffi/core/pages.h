@@ -5,13 +5,13 @@
 // XLA gives most ops fresh memory, which the kernel fills with zeros a page at
 // a time when it is first touched. That takes longer than our rows do.
 
-#ifndef EP_FFI_BACKENDS_HOST_PAGES_H_
-#define EP_FFI_BACKENDS_HOST_PAGES_H_
+#ifndef EP_FFI_CORE_PAGES_H_
+#define EP_FFI_CORE_PAGES_H_
 
 #include <cstddef>
 #include <cstdint>
 
-namespace ep::host {
+namespace ep {
 
 // Asks for huge pages where an array of this size is about to be written: one
 // fault in place of 512.
@@ -25,6 +25,6 @@ void WriteZeros(std::byte* data, int64_t bytes);
 // Returns how many bytes are resident of an array that begins with a page.
 int64_t ResidentBytes(std::byte* data, int64_t bytes);
 
-}  // namespace ep::host
+}  // namespace ep
 
-#endif  // EP_FFI_BACKENDS_HOST_PAGES_H_
+#endif  // EP_FFI_CORE_PAGES_H_

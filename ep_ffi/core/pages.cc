@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/backends/host/pages.h"
+#include "ep_ffi/core/pages.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-namespace ep::host {
+namespace ep {
 namespace {
 
 constexpr int64_t kHugePage = 2 << 20;  // of x86-64 and arm64
@@ -64,4 +64,4 @@ int64_t ResidentBytes(std::byte* data, int64_t bytes) {
                               [](unsigned char status) { return status & 1; });
 }
 
-}  // namespace ep::host
+}  // namespace ep

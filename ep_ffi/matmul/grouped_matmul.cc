@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/matmul/grouped_matmul.h"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "ep_ffi/core/pages.h"
+#include "ep_ffi/matmul/shared_work.h"
+
+namespace ep {
+namespace {
+
+// A block of b stays in a core's second cache while all rows are multiplied by
+// it, and so does a tile of the result.
+constexpr int64_t kBlockElements = 128 << 10;
+constexpr int64_t kTileElements = 16 << 10;
+// From this number of rows on, it pays to copy a matrix that is the right
+// operand into panels of consecutive memory.
+constexpr int64_t kRowsPerCopy = 128;
+// The depth that is multiplied at once. That of a matrix in place is so low
+// that its rows arrive in the order of their addresses.
+constexpr int64_t kDepthOfCopy = 512, kDepthInPlace = 32;
+// How far ahead a matrix is fetched that is the left operand.
+constexpr int64_t kAhead = 16 << 10;
+// Below this, to wake another thread takes longer than the work.
+constexpr int64_t kProductsPerHelper = 1 << 20;
+constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kTailRows = 1024;  // of an item
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+// A matrix in memory, with its elements next to each other on one axis.
+struct View {
+  std::byte* data;
+  DType dtype;
+  int64_t row, column;  // the distances of rows and of columns, in elements
+
+  View At(int64_t r, int64_t c) const {
+    return {data + (r * row + c * column) * ByteWidth(dtype), dtype, row,
+            column};
+  }
+  View Transposed() const { return {data, dtype, column, row}; }
+};
+
+// A product of a [rows, depth] and b [depth, columns].
+struct Term {
+  View a, b;
+  int64_t depth;
+};
+
+// A slab's result [rows, columns]: a sum of terms, as one chain or as a tree.
+struct SlabProduct {
+  View out;
+  int64_t rows, columns;
+  bool is_tree;
+  Fetch matrix;
+  std::vector<Term> terms;
+};
+
+// Some columns of a slab's product, or rows of the tail.
+struct Item {
+  int64_t slab, result, first, count;
+};
+
+// Memory that is aligned as cache lines are.
+class Scratch {
+ public:
+  float* Get(int64_t size) {
+    constexpr int64_t kLine = 64 / sizeof(float);
+    if (size_ < size + kLine) {
+      size_ = size + kLine;
+      data_.reset();
+      data_.reset(new float[size_]);
+    }
+    const auto address = reinterpret_cast<uintptr_t>(data_.get());
+    return data_.get() + -address / sizeof(float) % kLine;
+  }
+
+ private:
+  std::unique_ptr<float[]> data_;
+  int64_t size_ = 0;
+};
+
+// Computes items on one thread.
+class Worker {
+ public:
+  // Matrices are rounded to the type `through`.
+  Worker(const Kernels& kernels, DType through)
+      : kernels_(kernels), through_(through) {}
+
+  // Computes columns `first` to `first` + `count` - 1.
+  void Run(const SlabProduct& product, int64_t first, int64_t count);
+
+ private:
+  // Rows of consecutive numbers, `step` apart.
+  struct Runs {
+    const float* data;
+    int64_t step;
+  };
+  void SetA(const View& a, Product* product);
+  // Sets b to `count` columns in memory; or if `copy` is not null, to panels
+  // there.
+  void SetB(const View& b, int64_t count, float* copy, Product* product);
+  void Store(const Product& product, int64_t count, const View& out);
+
+  // Returns the rows in float32: those in memory, or converted ones.
+  Runs Decoded(const View& rows, int64_t num_rows, int64_t n, Scratch* scratch);
+  bool IsInPlace(const View& x) const {
+    return x.dtype == DType::kFloat32 && through_ == DType::kFloat32;
+  }
+
+  const Kernels& kernels_;
+  const DType through_;
+  Scratch a_, b_, tiles_, runs_;
+};
+
+void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
+  const int64_t columns = RoundUp(count, kernels_.lanes);
+  int64_t depth = 0;
+  for (const Term& term : product.terms) depth += term.depth;
+  const View& of_b = product.terms[0].b;  // the others are like it
+  const bool is_copied =
+      !IsInPlace(of_b) || of_b.column != 1 || count != columns ||
+      (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
+  float* copy = is_copied ? b_.Get(depth * columns) : nullptr;
+  std::vector<Product> parts;
+  for (const Term& term : product.terms) {
+    Product& p = parts.emplace_back();
+    p.depth = term.depth;
+    p.columns = p.out_row = columns;
+    p.fetch = product.matrix;
+    SetB(term.b.At(0, first), count, copy, &p);
+    if (is_copied) copy += term.depth * columns;
+  }
+  const int64_t tile_rows = std::min(
+      RoundUp(product.rows, kernels_.tile_rows),
+      std::max<int64_t>(1, kTileElements / columns / kernels_.tile_rows) *
+          kernels_.tile_rows);
+  const int64_t tile = tile_rows * columns;
+  int64_t num_tiles = 1;  // of a tree: one of each height
+  for (size_t n = parts.size(); product.is_tree && n > 1; n /= 2) ++num_tiles;
+  float* const tiles = tiles_.Get(num_tiles * tile);
+  for (int64_t r = 0; r < product.rows; r += tile_rows) {
+    const View out = product.out.At(r, first);
+    float* sum = tiles;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (product.is_tree && i > 0) sum += tile;
+      Product& p = parts[i];
+      p.rows = std::min(tile_rows, product.rows - r);
+      p.out = sum;
+      p.adds = !product.is_tree && i > 0;
+      p.result = out.data;
+      p.result_column = ByteWidth(out.dtype);
+      p.result_row = out.row * p.result_column;
+      SetA(product.terms[i].a.At(r, 0), &p);
+      kernels_.multiply(p);
+      // Sums of the same height are neighbours, and are added.
+      for (size_t n = i + 1; product.is_tree && n % 2 == 0; n /= 2) {
+        sum -= tile;
+        kernels_.add(sum + tile, tile, sum);
+      }
+    }
+    for (; sum != tiles; sum -= tile) kernels_.add(sum, tile, sum - tile);
+    Product& p = parts.back();
+    p.out = tiles;
+    Store(p, count, out);
+  }
+}
+
+Worker::Runs Worker::Decoded(const View& rows, int64_t num_rows, int64_t n,
+                             Scratch* scratch) {
+  if (IsInPlace(rows)) {
+    return {reinterpret_cast<const float*>(rows.data), rows.row};
+  }
+  float* decoded = scratch->Get(num_rows * n);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    kernels_.decode(rows.dtype, through_, rows.At(i, 0).data, n,
+                    decoded + i * n);
+  }
+  return {decoded, n};
+}
+
+void Worker::SetA(const View& a, Product* product) {
+  if (a.column == 1) {
+    const Runs runs = Decoded(a, product->rows, product->depth, &a_);
+    product->a = runs.data;
+    product->a_row = runs.step;
+    product->a_step = 1;
+  } else {
+    const Runs runs =
+        Decoded(a.Transposed(), product->depth, product->rows, &a_);
+    product->a = runs.data;
+    product->a_row = 1;
+    product->a_step = runs.step;
+  }
+}
+
+void Worker::SetB(const View& b, int64_t count, float* copy, Product* product) {
+  const int64_t width = kernels_.panel_width;
+  const int64_t depth = product->depth, columns = product->columns;
+  if (!copy) {
+    product->b = reinterpret_cast<const float*>(b.data);
+    product->b_step = b.row;
+    product->b_panel = width;
+    product->block = kDepthInPlace;
+    product->ahead = kDepthInPlace * b.row;
+    return;
+  }
+  product->b = copy;
+  product->b_step = 0;
+  product->b_panel = width * depth;
+  product->block = kDepthOfCopy;
+  product->ahead = kAhead;
+  if (product->fetch == Fetch::kB) product->fetch = Fetch::kResult;
+  for (int64_t k = 0; b.column == 1 && k < depth; ++k) {
+    const float* in = Decoded(b.At(k, 0), 1, count, &runs_).data;
+    for (int64_t c = 0; c < columns; c += width) {
+      const int64_t n = std::min(width, columns - c);
+      const int64_t used = std::min(n, count - c);
+      float* out = copy + c * depth + k * n;
+      std::fill_n(std::copy_n(in + c, used, out), n - used, 0.0f);
+    }
+  }
+  for (int64_t c = 0; b.column != 1 && c < columns; c += width) {
+    const int64_t n = std::min(width, columns - c);
+    const int64_t used = std::min(n, count - c);
+    const Runs runs = Decoded(b.At(0, c).Transposed(), used, depth, &runs_);
+    kernels_.transpose(runs.data, runs.step, used, depth, copy + c * depth, n);
+  }
+}
+
+// Stores that bypass the caches take longer if the result is fresh memory,
+// which is in a cache when the system has cleared it (128 MB: 131 ms against
+// 74), and are hardly faster otherwise.
+void Worker::Store(const Product& product, int64_t count, const View& out) {
+  const float* data = product.out;
+  int64_t step = product.out_row, num_runs = product.rows, n = count;
+  if (out.column != 1) {
+    step = RoundUp(product.rows, kernels_.lanes);
+    float* transposed = runs_.Get(count * step);
+    kernels_.transpose(data, product.out_row, product.rows, count, transposed,
+                       step);
+    data = transposed;
+    std::swap(num_runs, n);
+  }
+  const View runs = out.column == 1 ? out : out.Transposed();
+  for (int64_t i = 0; i < num_runs; ++i) {
+    kernels_.encode(out.dtype, data + i * step, n, runs.At(i, 0).data);
+  }
+}
+
+class Computation {
+ public:
+  Computation(const Kernels& kernels, const GroupedMatmulArgs& args)
+      : kernels_(kernels), args_(args) {}
+
+  Status Run(Executor* executor);
+
+ private:
+  Status FindSlabs();
+  void MakeItems(int64_t num_threads);
+  SlabProduct ProductOf(int64_t slab, int64_t result) const;
+  void FillTail(const Item& item) const;
+
+  View Rows() const { return {args_.rows, args_.row_type, args_.width, 1}; }
+  View Outs(int64_t i) const {
+    return {args_.pairs[i].outs, args_.row_type, args_.pairs[i].width, 1};
+  }
+  View Matrix(int64_t i, int64_t slab) const {
+    const GroupedMatmulArgs::Pair& pair = args_.pairs[i];
+    return View{pair.matrices, args_.matrix_type, pair.width, 1}.At(
+        slab * args_.width, 0);
+  }
+
+  const Kernels& kernels_;
+  const GroupedMatmulArgs& args_;
+  std::vector<int64_t> starts_;  // of slabs, and of the tail
+  std::vector<Item> items_;
+};
+
+Status Computation::Run(Executor* executor) {
+  EP_RETURN_IF_ERROR(FindSlabs());
+  int64_t num_products = 0;
+  for (const GroupedMatmulArgs::Pair& pair : args_.pairs) {
+    num_products += starts_.back() * args_.width * pair.width;
+    if (args_.missing == Missing::kMatrices) {
+      PreferHugePages(pair.matrices, args_.num_slabs * args_.width *
+                                         pair.width *
+                                         ByteWidth(args_.matrix_type));
+    }
+  }
+  const int64_t num_threads = std::min(executor ? executor->num_threads() : 1,
+                                       1 + num_products / kProductsPerHelper);
+  MakeItems(num_threads);
+  return RunShared(items_.size(), num_threads, executor, [this] {
+    auto worker = std::make_shared<Worker>(kernels_, args_.row_type);
+    return [this, worker](int64_t i) {
+      const Item& item = items_[i];
+      if (item.slab == args_.num_slabs) return FillTail(item);
+      worker->Run(ProductOf(item.slab, item.result), item.first, item.count);
+    };
+  });
+}
+
+Status Computation::FindSlabs() {
+  starts_.push_back(0);
+  for (int64_t j = 0; j < args_.num_slabs; ++j) {
+    const int64_t size = args_.sizes[j];
+    if (size < 0) {
+      return Status(Code::kInvalidArgument,
+                    StrCat("grouped_matmul: group_sizes[", j, "] is ", size,
+                           "; pass numbers of rows, which are not negative."));
+    }
+    const int32_t* segments = args_.segments + j * args_.num_segments;
+    int64_t rows = 0;
+    for (int64_t s = 0; s < args_.num_segments; ++s) {
+      rows += segments[s];
+      if (segments[s] < 0 || rows > size) {
+        return Status(Code::kInvalidArgument,
+                      StrCat("grouped_matmul: segments[", j, ", ", s, "] is ",
+                             segments[s], ", but slab ", j, " has ", size,
+                             " rows; pass segments that lie in their slab."));
+      }
+    }
+    starts_.push_back(starts_.back() + size);
+  }
+  if (starts_.back() > args_.num_rows) {
+    return Status(Code::kInvalidArgument,
+                  StrCat("grouped_matmul: the sum of group_sizes is ",
+                         starts_.back(), ", but there are ", args_.num_rows,
+                         " rows; pass sizes of slabs that lie in the rows."));
+  }
+  return Status();
+}
+
+// Cuts the results into blocks of columns: so few that the block of b stays in
+// a cache, and that all threads have work.
+void Computation::MakeItems(int64_t num_threads) {
+  const bool is_sum = args_.missing == Missing::kRows;
+  const int64_t num_results = is_sum ? 1 : args_.pairs.size();
+  const int64_t num_blocks =
+      num_threads == 1 ? 1
+                       : CeilDiv(num_threads * kItemsPerThread,
+                                 std::max<int64_t>(1, args_.num_slabs));
+  for (int64_t result = 0; result < num_results; ++result) {
+    for (int64_t slab = 0; slab < args_.num_slabs; ++slab) {
+      const SlabProduct product = ProductOf(slab, result);
+      if (product.rows == 0) continue;
+      int64_t depth = 1;
+      for (const Term& term : product.terms) depth += term.depth;
+      const int64_t most = std::max(
+          kernels_.panel_width, std::min({CeilDiv(product.columns, num_blocks),
+                                          CeilDiv(kBlockElements, depth),
+                                          kTileElements / kernels_.tile_rows}));
+      const int64_t count =
+          RoundUp(CeilDiv(product.columns,
+                          std::max<int64_t>(1, CeilDiv(product.columns, most))),
+                  kernels_.lanes);
+      for (int64_t c = 0; c < product.columns; c += count) {
+        items_.push_back(
+            {slab, result, c, std::min(count, product.columns - c)});
+      }
+    }
+    if (args_.missing == Missing::kMatrices ||
+        args_.tail == Tail::kUnspecified) {
+      continue;
+    }
+    for (int64_t r = starts_.back(); r < args_.num_rows; r += kTailRows) {
+      items_.push_back({args_.num_slabs, result, r,
+                        std::min(kTailRows, args_.num_rows - r)});
+    }
+  }
+}
+
+SlabProduct Computation::ProductOf(int64_t slab, int64_t result) const {
+  const int64_t start = starts_[slab], size = args_.sizes[slab];
+  SlabProduct product;
+  product.rows = args_.width;
+  product.columns = args_.pairs[result].width;
+  product.is_tree = false;
+  switch (args_.missing) {
+    case Missing::kOuts:
+      product.out = Outs(result).At(start, 0);
+      product.matrix = Fetch::kB;
+      product.rows = size;
+      product.terms = {
+          {Rows().At(start, 0), Matrix(result, slab), args_.width}};
+      break;
+    case Missing::kRows:
+      // The transposed product reads the matrices as they are.
+      product.out = Rows().At(start, 0).Transposed();
+      product.matrix = Fetch::kA;
+      product.columns = size;
+      for (size_t i = 0; i < args_.pairs.size(); ++i) {
+        product.terms.push_back({Matrix(i, slab),
+                                 Outs(i).At(start, 0).Transposed(),
+                                 args_.pairs[i].width});
+      }
+      break;
+    case Missing::kMatrices: {
+      product.out = Matrix(result, slab);
+      product.matrix = Fetch::kResult;
+      product.is_tree = true;
+      const bool is_whole = args_.num_segments == 0;
+      const int32_t* depths = is_whole
+                                  ? args_.sizes + slab
+                                  : args_.segments + slab * args_.num_segments;
+      int64_t row = start;
+      for (int64_t s = 0; s < (is_whole ? 1 : args_.num_segments); ++s) {
+        product.terms.push_back({Rows().At(row, 0).Transposed(),
+                                 Outs(result).At(row, 0), depths[s]});
+        row += depths[s];
+      }
+      break;
+    }
+  }
+  return product;
+}
+
+void Computation::FillTail(const Item& item) const {
+  const View out =
+      (args_.missing == Missing::kRows ? Rows() : Outs(item.result))
+          .At(item.first, 0);
+  if (args_.tail == Tail::kZero) {
+    return WriteZeros(out.data, item.count * out.row * ByteWidth(out.dtype));
+  }
+  const std::vector<float> row(out.row,
+                               std::numeric_limits<float>::quiet_NaN());
+  for (int64_t r = 0; r < item.count; ++r) {
+    kernels_.encode(out.dtype, row.data(), out.row, out.At(r, 0).data);
+  }
+}
+
+}  // namespace
+
+Status GroupedMatmul(const Kernels& kernels, const GroupedMatmulArgs& args,
+                     Executor* executor) {
+  return Computation(kernels, args).Run(executor);
+}
+
+}  // namespace ep

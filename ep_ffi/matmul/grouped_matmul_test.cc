@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/matmul/grouped_matmul.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/testing/formats.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep {
+namespace {
+
+using testing::Decode;
+using testing::Encode;
+using testing::Load;
+using testing::Random;
+using testing::Store;
+using testing::Uniform;
+
+constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr Missing kMissing[] = {Missing::kRows, Missing::kMatrices,
+                                Missing::kOuts};
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+class Threads : public Executor {
+ public:
+  ~Threads() override {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  void Schedule(std::function<void()> task) override {
+    threads_.emplace_back(std::move(task));
+  }
+  int64_t num_threads() const override { return 3; }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+// An array of a type, and NaN past its end, which nothing may read.
+class Array {
+ public:
+  Array(DType dtype, int64_t size)
+      : dtype_(dtype), size_(size), bytes_((size + 64) * ByteWidth(dtype)) {
+    for (int64_t i = 0; i < size + 64; ++i) Set(i, kNan);
+  }
+
+  std::byte* data() { return bytes_.data(); }
+  int64_t size() const { return size_; }
+  double Get(int64_t i) const { return Load(dtype_, bytes_.data(), i); }
+  void Set(int64_t i, double value) { Store(dtype_, value, data(), i); }
+  // Returns the bytes of `n` elements.
+  std::string Bits(int64_t first, int64_t n) const {
+    return {reinterpret_cast<const char*>(bytes_.data()) +
+                first * ByteWidth(dtype_),
+            static_cast<size_t>(n * ByteWidth(dtype_))};
+  }
+  // Returns whether what lies past the end is as it was.
+  bool KeepsItsEnd() const {
+    return Bits(size_, 64) == Array(dtype_, 0).Bits(0, 64);
+  }
+
+ private:
+  DType dtype_;
+  int64_t size_;
+  std::vector<std::byte> bytes_;
+};
+
+struct Case {
+  int64_t num_rows, width;
+  std::vector<int64_t> widths;
+  std::vector<int32_t> sizes;
+  std::vector<std::vector<int32_t>> segments = {};
+  DType row_type = DType::kFloat32;
+  DType matrix_type = DType::kFloat32;
+  Tail tail = Tail::kUnspecified;
+
+  int64_t used() const {
+    return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  }
+};
+
+// The three arguments, random ones, with NaN in rows that no slab has.
+struct Arrays {
+  Arrays(const Case& c, uint64_t seed)
+      : rows(c.row_type, c.num_rows * c.width) {
+    Random random(seed);
+    const auto fill = [&](Array& array, int64_t n) {
+      for (int64_t i = 0; i < n; ++i) {
+        array.Set(i, std::ldexp(Uniform(random, -(1 << 20), 1 << 20), -20));
+      }
+    };
+    fill(rows, c.used() * c.width);
+    for (int64_t width : c.widths) {
+      matrices.emplace_back(c.matrix_type, c.sizes.size() * c.width * width);
+      fill(matrices.back(), matrices.back().size());
+      outs.emplace_back(c.row_type, c.num_rows * width);
+      fill(outs.back(), c.used() * width);
+    }
+  }
+
+  std::vector<Array*> Of(Missing missing) {
+    std::vector<Array*> arrays;
+    if (missing == Missing::kRows) arrays.push_back(&rows);
+    for (Array& x : missing == Missing::kOuts ? outs : matrices) {
+      if (missing != Missing::kRows) arrays.push_back(&x);
+    }
+    return arrays;
+  }
+
+  Array rows;
+  std::vector<Array> matrices, outs;
+};
+
+Status Compute(const Kernels& kernels, const Case& c, Missing missing,
+               Arrays* arrays, Executor* executor = nullptr) {
+  std::vector<int32_t> segments;
+  for (const auto& s : c.segments) {
+    segments.insert(segments.end(), s.begin(), s.end());
+  }
+  GroupedMatmulArgs args;
+  args.missing = missing;
+  args.tail = c.tail;
+  args.sizes = c.sizes.data();
+  args.segments = segments.data();
+  args.num_slabs = c.sizes.size();
+  args.num_segments = c.segments.empty() ? 0 : c.segments[0].size();
+  args.num_rows = c.num_rows;
+  args.width = c.width;
+  args.row_type = c.row_type;
+  args.matrix_type = c.matrix_type;
+  args.rows = arrays->rows.data();
+  for (size_t i = 0; i < c.widths.size(); ++i) {
+    args.pairs.push_back(
+        {arrays->matrices[i].data(), arrays->outs[i].data(), c.widths[i]});
+  }
+  return GroupedMatmul(kernels, args, executor);
+}
+
+// A sum in double, and the sum of the sizes of its terms.
+struct Sum {
+  double value = 0, size = 0;
+  void Add(double x, double y) {
+    value += x * y;
+    size += std::abs(x * y);
+  }
+};
+
+// Calls `add(result, index, x, y)` for each product of the missing argument.
+template <typename AddTerm>
+void ForEachTerm(const Case& c, Missing missing, const Arrays& arrays,
+                 AddTerm add) {
+  int64_t start = 0;
+  for (size_t j = 0; j < c.sizes.size(); ++j) {
+    int64_t end = start + c.sizes[j];
+    if (missing == Missing::kMatrices && !c.segments.empty()) {
+      end = std::accumulate(c.segments[j].begin(), c.segments[j].end(), start);
+    }
+    for (size_t p = 0; p < c.widths.size(); ++p) {
+      for (int64_t r = start; r < end; ++r) {
+        for (int64_t f = 0; f < c.width; ++f) {
+          for (int64_t g = 0; g < c.widths[p]; ++g) {
+            const int64_t x = r * c.width + f, y = r * c.widths[p] + g;
+            const int64_t m = (j * c.width + f) * c.widths[p] + g;
+            const auto matrix = [&] {
+              double w = arrays.matrices[p].Get(m);
+              return c.row_type == DType::kFloat32
+                         ? w
+                         : Decode(c.row_type, Encode(c.row_type, w));
+            };
+            if (missing == Missing::kRows) {
+              add(0, x, arrays.outs[p].Get(y), matrix());
+            } else if (missing == Missing::kMatrices) {
+              add(p, m, arrays.rows.Get(x), arrays.outs[p].Get(y));
+            } else {
+              add(p, y, arrays.rows.Get(x), matrix());
+            }
+          }
+        }
+      }
+    }
+    start += c.sizes[j];
+  }
+}
+
+// Runs the case for each missing argument, and compares with plain loops.
+void Check(const Kernels& kernels, const Case& c) {
+  for (Missing missing : kMissing) {
+    Arrays arrays(c, 7);
+    std::vector<std::vector<Sum>> sums;
+    for (Array* x : arrays.Of(missing)) sums.emplace_back(x->size());
+    ForEachTerm(c, missing, arrays,
+                [&](size_t result, int64_t i, double x, double y) {
+                  sums[result][i].Add(x, y);
+                });
+    for (Array* x : arrays.Of(missing)) {
+      for (int64_t i = 0; i < x->size(); ++i) x->Set(i, 77);
+    }
+    ASSERT_TRUE(Compute(kernels, c, missing, &arrays).ok());
+    const DType type =
+        missing == Missing::kMatrices ? c.matrix_type : c.row_type;
+    for (size_t result = 0; result < sums.size(); ++result) {
+      const Array& out = *arrays.Of(missing)[result];
+      EXPECT_TRUE(out.KeepsItsEnd());
+      const int64_t width =
+          missing == Missing::kRows ? c.width : c.widths[result];
+      const int64_t used =
+          missing == Missing::kMatrices ? out.size() : c.used() * width;
+      for (int64_t i = 0; i < out.size(); ++i) {
+        const double got = out.Get(i);
+        if (i < used) {
+          const Sum& sum = sums[result][i];
+          const double error =
+              testing::UnitRoundoff(type) * std::abs(sum.value) +
+              1e-5 * sum.size;
+          ASSERT_LE(std::abs(got - sum.value), error)
+              << kernels.name << " missing " << static_cast<int>(missing)
+              << " result " << result << " at " << i << ": " << got << " for "
+              << sum.value;
+        } else if (c.tail == Tail::kNan) {
+          ASSERT_TRUE(std::isnan(got));
+        } else {
+          ASSERT_EQ(c.tail == Tail::kZero ? 0 : 77, got);
+        }
+      }
+    }
+  }
+}
+
+class GroupedMatmulTest : public ::testing::TestWithParam<const Kernels*> {
+ protected:
+  const Kernels& kernels_ = *GetParam();
+};
+
+INSTANTIATE_TEST_SUITE_P(AllKernels, GroupedMatmulTest,
+                         ::testing::ValuesIn(SupportedKernels()));
+
+TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
+  Check(kernels_, {40, 17, {33, 5}, {3, 0, 9, 20}, {}});
+  Check(kernels_, {150, 16, {48}, {1, 149}, {}});  // copies of b
+  Check(kernels_, {7, 600, {20}, {7}, {}});        // many steps
+  Check(kernels_, {3, 2, {1500}, {1, 1}, {}});     // many columns
+  Check(kernels_, {1200, 3, {2}, {1100}, {}});     // many rows
+  Check(kernels_, {0, 4, {3}, {0, 0}, {}});
+  Check(kernels_, {5, 0, {3}, {5}, {}});
+  Check(kernels_, {5, 3, {0}, {5}, {}});
+  Check(kernels_,
+        {5, 3, {2}, {}, {}, DType::kFloat32, DType::kFloat32, Tail::kZero});
+}
+
+TEST_P(GroupedMatmulTest, TakesAllPairsOfTypes) {
+  for (DType row_type : kTypes) {
+    for (DType matrix_type : kTypes) {
+      for (Tail tail : {Tail::kUnspecified, Tail::kZero, Tail::kNan}) {
+        Check(kernels_,
+              {30, 19, {21, 16}, {5, 18}, {}, row_type, matrix_type, tail});
+      }
+    }
+  }
+}
+
+TEST_P(GroupedMatmulTest, LeavesOutRowsAfterTheSegments) {
+  Check(kernels_,
+        {50, 9, {20}, {10, 0, 35}, {{3, 0, 5}, {0, 0, 0}, {5, 10, 20}}});
+  Check(kernels_, {50, 9, {20}, {10, 20}, {{10}, {4}}, DType::kBFloat16});
+}
+
+// Returns a step of a chain. Inputs are multiples of 2^-20 below 1, so a
+// product and its sum with `sum` are exact in double, and rounded once at the
+// end.
+float Chain(float sum, float x, float y, bool is_fused) {
+  if (is_fused) return static_cast<float>(double{x} * y + sum);
+  const float product = x * y;
+  return sum + product;
+}
+
+TEST_P(GroupedMatmulTest, AddsChainsInOrderAndSegmentsAsATree) {
+#if defined(__x86_64__)
+  const bool is_fused = std::string(kernels_.name) != "baseline";
+#else
+  const bool is_fused = true;
+#endif
+  for (int num_segments = 0; num_segments < 8; ++num_segments) {
+    Case c = {90, 11, {37}, {80}};
+    if (num_segments > 0) {
+      c.segments = {{}};
+      for (int s = 0; s < num_segments; ++s) c.segments[0].push_back(3 + s);
+    }
+    Arrays arrays(c, num_segments);
+    // The summands of the tree, by result.
+    const auto sum_of = [&](int64_t f, int64_t g) {
+      std::vector<float> sums;
+      int64_t r = 0;
+      for (int32_t rows :
+           num_segments ? c.segments[0] : std::vector<int32_t>{80}) {
+        float sum = 0;
+        for (int64_t end = r + rows; r < end; ++r) {
+          sum = Chain(sum, arrays.rows.Get(r * 11 + f),
+                      arrays.outs[0].Get(r * 37 + g), is_fused);
+        }
+        sums.push_back(sum);
+      }
+      while (sums.size() > 1) {
+        std::vector<float> next;
+        for (size_t i = 0; i + 1 < sums.size(); i += 2) {
+          next.push_back(sums[i] + sums[i + 1]);
+        }
+        if (sums.size() % 2) next.push_back(sums.back());
+        sums = next;
+      }
+      return sums[0];
+    };
+    ASSERT_TRUE(Compute(kernels_, c, Missing::kMatrices, &arrays).ok());
+    for (int64_t f = 0; f < 11; ++f) {
+      for (int64_t g = 0; g < 37; ++g) {
+        ASSERT_EQ(sum_of(f, g), arrays.matrices[0].Get(f * 37 + g));
+      }
+    }
+  }
+}
+
+TEST_P(GroupedMatmulTest, BitsDependOnARowAndItsMatrixAlone) {
+  for (DType row_type : kTypes) {
+    // The same rows and matrix, in a buffer of their own and in the middle of
+    // others.
+    const Case alone = {3, 70, {90, 40}, {3}, {}, row_type};
+    const Case among = {400, 70, {90, 40}, {20, 301, 5}, {}, row_type};
+    constexpr int64_t kRow = 20 + 237;
+    for (Missing missing : {Missing::kRows, Missing::kOuts}) {
+      Arrays few(alone, 1), many(among, 2);
+      const auto copy = [](Array& from, Array& to, int64_t at, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) to.Set(at + i, from.Get(i));
+      };
+      copy(few.rows, many.rows, kRow * 70, 3 * 70);
+      for (int i = 0; i < 2; ++i) {
+        const int64_t width = alone.widths[i];
+        copy(few.matrices[i], many.matrices[i], 70 * width, 70 * width);
+        copy(few.outs[i], many.outs[i], kRow * width, 3 * width);
+      }
+      ASSERT_TRUE(Compute(kernels_, alone, missing, &few).ok());
+      ASSERT_TRUE(Compute(kernels_, among, missing, &many).ok());
+      for (size_t i = 0; i < few.Of(missing).size(); ++i) {
+        const Array& x = *few.Of(missing)[i];
+        EXPECT_TRUE(x.Bits(0, x.size()) ==
+                    many.Of(missing)[i]->Bits(kRow * x.size() / 3, x.size()));
+      }
+    }
+  }
+}
+
+TEST_P(GroupedMatmulTest, BitsDoNotDependOnThreads) {
+  // It is so large that it pays to wake other threads.
+  Case c = {700, 64, {100, 48}, {300, 1, 260}, {{200, 99}, {0, 1}, {60, 77}}};
+  c.tail = Tail::kZero;
+  for (Missing missing : kMissing) {
+    Arrays one(c, 3), three(c, 3);
+    Threads threads;
+    ASSERT_TRUE(Compute(kernels_, c, missing, &one).ok());
+    ASSERT_TRUE(Compute(kernels_, c, missing, &three, &threads).ok());
+    for (size_t i = 0; i < one.Of(missing).size(); ++i) {
+      const Array& x = *one.Of(missing)[i];
+      EXPECT_TRUE(x.Bits(0, x.size()) ==
+                  three.Of(missing)[i]->Bits(0, x.size()));
+    }
+  }
+}
+
+TEST_P(GroupedMatmulTest, RefusesSizesThatDoNotFitBeforeItWrites) {
+  const auto message = [&](const Case& c) {
+    Arrays arrays({10, 3, {2}, {3, 3}}, 1), same({10, 3, {2}, {3, 3}}, 1);
+    const Status status = Compute(kernels_, c, Missing::kOuts, &arrays);
+    EXPECT_EQ(Code::kInvalidArgument, status.code());
+    EXPECT_EQ(same.outs[0].Bits(0, 20), arrays.outs[0].Bits(0, 20));
+    return status.message();
+  };
+  EXPECT_EQ(
+      "grouped_matmul: group_sizes[1] is -1; pass numbers of rows, which are "
+      "not negative.",
+      message({10, 3, {2}, {3, -1}}));
+  EXPECT_EQ(
+      "grouped_matmul: the sum of group_sizes is 11, but there are 10 rows; "
+      "pass sizes of slabs that lie in the rows.",
+      message({10, 3, {2}, {3, 8}}));
+  EXPECT_EQ(
+      "grouped_matmul: segments[1, 1] is 4, but slab 1 has 5 rows; pass "
+      "segments that lie in their slab.",
+      message({10, 3, {2}, {3, 5}, {{1, 1}, {2, 4}}}));
+  EXPECT_EQ(
+      "grouped_matmul: segments[0, 0] is -1, but slab 0 has 3 rows; pass "
+      "segments that lie in their slab.",
+      message({10, 3, {2}, {3, 5}, {{-1, 1}, {2, 3}}}));
+}
+
+}  // namespace
+}  // namespace ep

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/matmul/kernels.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ep_ffi/core/float_types.h"
+
+// The functions of kernels_inl.h have a target each, rather than a file with
+// options of its own: the linker keeps one copy of a function that several
+// files inline, and might keep the one that only a new processor can run.
+//
+// Only here a multiplication and an addition may become one operation, which
+// rounds once. The other options are those of backends/host/row_math.cc.
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#define EP_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define EP_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, IntVector{__VA_ARGS__})
+#pragma GCC optimize("O3", "no-trapping-math", "fp-contract=fast")
+#endif
+
+namespace ep {
+namespace {
+
+constexpr int64_t kVectors = 3;  // of a panel
+
+#if defined(__x86_64__)
+namespace avx512 {
+constexpr char kName[] = "AVX-512";
+constexpr int kLanes = 16, kRows = 8;
+#define EP_TARGET \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#include "ep_ffi/matmul/kernels_inl.h"
+#undef EP_TARGET
+}  // namespace avx512
+
+namespace avx2 {
+constexpr char kName[] = "AVX2";
+constexpr int kLanes = 8, kRows = 4;
+#define EP_TARGET __attribute__((target("avx2,fma")))
+#include "ep_ffi/matmul/kernels_inl.h"
+#undef EP_TARGET
+}  // namespace avx2
+#endif
+
+namespace baseline {
+constexpr char kName[] = "baseline";
+#if defined(__aarch64__)
+constexpr int kLanes = 4, kRows = 8;
+#else
+constexpr int kLanes = 4, kRows = 4;
+#endif
+#define EP_TARGET
+#include "ep_ffi/matmul/kernels_inl.h"
+#undef EP_TARGET
+}  // namespace baseline
+
+}  // namespace
+
+const std::vector<const Kernels*>& SupportedKernels() {
+  static const auto* const kernels = [] {
+    auto* found = new std::vector<const Kernels*>();
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_fma = __builtin_cpu_supports("fma");
+    if (has_fma && __builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      found->push_back(&avx512::kKernels);
+    }
+    if (has_fma && __builtin_cpu_supports("avx2")) {
+      found->push_back(&avx2::kKernels);
+    }
+#endif
+    found->push_back(&baseline::kKernels);
+    return found;
+  }();
+  return *kernels;
+}
+
+}  // namespace ep
