@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls and their derivatives equal a loop over the slabs."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def test_the_operations_beside_unused_nans(case, implementation):
     return (
       ops.expand(sizes, whole, rows, [matrices], "zero"),
       ops.contract(sizes, whole, [g], [matrices], "zero"),
-      ops.outer(sizes, whole, rows, [g]),
+      ops.outer(sizes, whole, rows, [g], jnp.float32),
     )
 
   (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
@@ -132,6 +134,35 @@ def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
     np.testing.assert_allclose(np.float64(a), b, 1.01 * half_ulp, 2e-5)
 
 
+@pytest.mark.parametrize("segments", [None, [[100, 50], [0, 17], [130, 0]]])
+def test_gradients_of_wide_matrices_are_not_rounded_to_the_dtype_of_rows(
+  segments,
+):
+  """Matrices are, before they are multiplied."""
+  sizes = SIZES["full"]
+  rows, _, g = _inputs(sizes, jnp.bfloat16)
+  _, matrices, _ = _inputs(sizes)
+  rows[297:300] = 0  # They follow the segments.
+  counts = None if segments is None else jnp.int32(segments)
+
+  def product(x, w):
+    return gm.grouped_matmuls(x, [w], jnp.int32(sizes), segments=counts)[0]
+
+  out, vjp = jax.jit(functools.partial(jax.vjp, product))(rows, matrices)
+  g_rows, g_matrices = vjp(jnp.asarray(g))
+  assert (out.dtype, g_rows.dtype) == (rows.dtype, rows.dtype)
+  rows, rounded, g = map(np.float64, (rows, matrices.astype(rows.dtype), g))
+  half_ulp = float(jnp.finfo(jnp.bfloat16).eps) / 2
+  expected = _matmul(rows, rounded, sizes)
+  np.testing.assert_allclose(np.float64(out), expected, 1.01 * half_ulp, 2e-5)
+  expected = _matmul(g, rounded.swapaxes(1, 2), sizes)
+  np.testing.assert_allclose(
+    np.float64(g_rows), expected, 1.01 * half_ulp, 2e-5
+  )
+  expected = _outer(rows, g, sizes)
+  np.testing.assert_allclose(g_matrices, expected, 1e-4, 1e-4)
+
+
 def test_work_is_linear_in_the_rows_used():
   steps = []
 
@@ -139,9 +170,8 @@ def test_work_is_linear_in_the_rows_used():
     jax.debug.callback(lambda slab: steps.append(int(slab)), tile.slab)
     return out
 
-  for sizes in ([256, 0, 0, 1], [0, 0, 0, 0]):
-    sizes = jnp.int32(sizes)
-    tiles._Tiles(0, sizes, 1024, 128).fold(step, 0)
+  for sizes in ([128, 0, 0, 1], [0, 0, 0, 0]):
+    tiles._Tiles(0, jnp.int32(sizes), 1024).fold(step, 0)
   jax.effects_barrier()
   assert steps == [0, 0, 3]  # the slab of each tile
 

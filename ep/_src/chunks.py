@@ -73,7 +73,7 @@ def through_experts(
   args = (dict(params), tokens, topk_weights), topk_idx, handle
   leaves, tree = jax.tree.flatten(args)
   args = jax.tree.unflatten(tree, compat.vary_together(*leaves))
-  chunks = _Chunks(layer, experts, num_tokens, -(-num_tokens // most))
+  chunks = _Chunks(layer, experts, -(-num_tokens // most))
   out = _either(functools.partial(_whole, experts), chunks)(*args)
   return (out if beside is None else out + beside()), handle
 
@@ -133,7 +133,6 @@ class _Chunks:
 
   layer: EpLayerConfig
   experts: Experts
-  num_tokens: int
   num_chunks: int
 
   def __call__(self, floats, topk_idx, handle):
@@ -185,7 +184,6 @@ class _Chunks:
         tokens,
         topk_idx,
         weights,
-        expected_rows=self.num_tokens * self.layer.top_k,
       )
     return out
 

@@ -12,12 +12,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src import compat, used_rows
+from ep._src import compat
 from ep._src.combine import ep_combine
 from ep._src.dispatch import ep_dispatch
 from ep._src.group import EpLayerConfig
+from ep._src.grouped_matmul import grouped_matmuls
 from ep._src.handle import EpHandle
 from ep._src.prepare import ep_prepare
+from ep._src.used_rows import map_used_rows
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -80,7 +82,6 @@ def through_experts(
   *,
   weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
   beside: Callable[[], jax.Array] | None = None,
-  expected_rows: int | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums what comes back. Local view.
 
@@ -89,9 +90,7 @@ def through_experts(
   `weigh_moved` returns the weights of the experts [..., K] that they have got;
   without it, those of the candidates stay. `beside` computes an addend that
   does not depend on the exchange: it stands between dispatch and the experts,
-  so that XLA may run it while rows are under way. The experts round alike for
-  the same `expected_rows`, unless the capacity is less than a tile of rows;
-  None is what a rank gets of these tokens if all get as much.
+  so that XLA may run it while rows are under way.
   """
   layer = dataclasses.replace(layer, tail="unspecified")
   handle = ep_prepare(layer, topk_idx, topk_weights)
@@ -107,7 +106,6 @@ def through_experts(
     topk_idx,
     topk_weights,
     beside,
-    expected_rows,
   )
   return out, handle
 
@@ -120,11 +118,8 @@ def exchange(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   beside: Callable[[], jax.Array] | None = None,
-  expected_rows: int | None = None,
 ) -> jax.Array:
   """Returns what `through_experts` does, for a routing that is prepared."""
-  if expected_rows is None:
-    expected_rows = topk_idx.size
   segments = None
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
@@ -132,15 +127,7 @@ def exchange(
   addend = None if beside is None else beside()
   with jax.named_scope("experts"):
     early = row_weights if experts.weigh == "early" else None
-    rows = _apply(
-      experts,
-      params,
-      rows,
-      early,
-      handle,
-      segments=segments,
-      expected_rows=expected_rows,
-    )
+    rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
   out = ep_combine(handle, rows, weights=weights)
   return out if addend is None else out + addend
@@ -168,79 +155,69 @@ def _holds_token(handle):
   return jnp.cumsum(steps)[:, None] > 0
 
 
-def _apply(experts, params, rows, weights, handle, **options):
+def _apply(experts, params, rows, weights, handle, segments):
   """Returns the experts' outputs, times `weights` unless these are None.
 
-  Rows after the last slab are neither read nor written. The options are those
-  of `map_slabs`.
+  Rows after the last slab are neither read nor written.
   """
-
-  def matrices(names):
-    parts = [params["w_" + n] for n in names]
-    if "b_" + names[0] in params:
-      parts += [params["b_" + n][:, None] for n in names]
-    return parts
-
-  def map_slabs(fn, arrays, names):
-    return used_rows.map_slabs(
-      fn, handle.group_sizes, arrays, matrices(names), **options
-    )
-
+  sizes = handle.group_sizes
   names = ["up", "gate"] if "w_gate" in params else ["up"]
-  blocks = map_slabs(_Enter(len(names)), [rows], names)
-  if is_padded := handle.layer.alignment > 1:
-    blocks.append(_holds_token(handle))
+  has_biases = "b_up" in params
+  is_padded = handle.layer.alignment > 1
   if weights is not None:
-    blocks.append(weights[:, None].astype(rows.dtype))
-  (out,) = map_slabs(_Leave(experts, len(names), is_padded), blocks, ["down"])
+    weights = weights[:, None].astype(rows.dtype)
+
+  def multiply(rows, *matrices):
+    return grouped_matmuls(rows, matrices, sizes, segments=segments)
+
+  def of_biases(weights, *names):
+    """Returns [C, F] for each of the biases: a row's weight times it."""
+    if weights is None:
+      weights = jnp.ones((handle.capacity, 1), rows.dtype)
+    return multiply(weights, *(params["b_" + n][:, None] for n in names))
+
+  # The hidden rows are as large as the products, and cheap to compute again.
+  @jax.checkpoint
+  def leave(products):
+    blocks = [*products]
+    if has_biases:
+      blocks += of_biases(None, *names)
+    if is_padded:
+      blocks.append(_holds_token(handle))
+    if weights is not None:
+      blocks.append(weights)
+    hidden = _Hidden(experts, len(names), has_biases, is_padded)
+    return multiply(map_used_rows(hidden, sizes, *blocks), params["w_down"])
+
+  (out,) = leave(multiply(rows, *(params["w_" + n] for n in names)))
+  if has_biases:
+    out = map_used_rows(jnp.add, sizes, out, *of_biases(weights, "down"))
   return out
 
 
 @dataclasses.dataclass(frozen=True)
-class _Enter:
-  """A function of blocks: tokens x to x @ w + b, for each of the products."""
+class _Hidden:
+  """A function of blocks: products, and what else there is, to hidden rows.
 
-  num_products: int
-
-  def __call__(self, slabs, x, *matrices):
-    n = self.num_products
-    return _affine(slabs, x, None, matrices[:n], matrices[n:])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leave:
-  """A function of blocks: products, perhaps weights, to outputs.
-
-  If slabs are padded, which rows hold tokens comes after the products. The
-  products of other rows are zeros that have no gradient, whatever the
-  derivative of an activation is there: it may be infinite, and its product with
-  the gradient of such a row, which is zero, a NaN.
+  What there may be is biases of the products, then which rows hold tokens, then
+  weights. The products of rows that pad slabs are zeros that have no gradient,
+  whatever the derivative of an activation is there: it may be infinite, and its
+  product with the gradient of such a row, which is zero, a NaN.
   """
 
   experts: Experts
   num_products: int
+  has_biases: bool
   is_padded: bool
 
-  def __call__(self, slabs, *operands):
+  def __call__(self, *operands):
     n = self.num_products
     products, operands = operands[:n], operands[n:]
+    if self.has_biases:
+      products = map(jnp.add, products, operands[:n])
+      operands = operands[n:]
     if self.is_padded:
       holds_token, *operands = operands
       products = [jnp.where(holds_token, x, 0) for x in products]
     hidden = self.experts.hidden(*products)
-    weights = None
-    if self.experts.weigh == "early":
-      weights, *operands = operands
-      hidden *= weights
-    return _affine(slabs, hidden, weights, operands[:1], operands[1:])
-
-
-def _affine(slabs, rows, weights, matrices, biases):
-  """Returns `rows @ w + weights * b` for each w and b, or without biases."""
-  outs = slabs.multiply(rows, matrices)
-  if not biases:
-    return outs
-  if weights is None:
-    weights = jnp.ones((rows.shape[0], 1), rows.dtype)
-  # Each row gets its slab's bias: the product of a weight with it.
-  return list(map(jnp.add, outs, slabs.multiply(weights, biases)))
+    return hidden * operands[0] if operands else hidden

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ep._src import files, gpus
+from ep._src import compat, files, gpus
 from ep._src.backend import OPS
 
 # For each backend: the platform in its library's name, and XLA's name of it.
@@ -131,6 +131,17 @@ def has_library(backend: str) -> bool:
   except (OSError, NativeError):
     return False
   return True
+
+
+def is_native(ctx: Any) -> bool:
+  """Returns whether a program for CPUs being lowered can call the library.
+
+  It can if it runs in this process, and XLA does not divide it among devices:
+  XLA divides no call that has a side effect, and gathers the operands of others
+  on each device.
+  """
+  is_here = compat.can_call_python(ctx) and has_library("host")
+  return is_here and not compat.is_partitioned(ctx)
 
 
 def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiplies each slab of rows by its own matrix: a JAX primitive.
 
-`lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. CPUs run
-the loops of tiles.py.
+`lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. On CPUs
+it costs rows x matrices, so the native library does it there
+(ep_ffi/matmul/); programs that cannot call the library run the loops of
+tiles.py.
 
 Its derivatives come from one form, which is linear in each of three arguments:
 rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
@@ -31,8 +33,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ep._src import checked, compat, ragged, tiles
+from ep._src import checked, compat, ffi, ragged, tiles
 from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
 
@@ -106,6 +109,9 @@ def grouped_matmuls(
   `tail="unspecified"` the rows after the last slab are not written, in results,
   gradients and tangents alike.
 
+  The matrices may have another dtype than the rows. They are multiplied in that
+  of the rows, and their gradients are rounded to their own.
+
   With `segments`, int32 [L, S], slab j begins with S segments of `segments[j]`
   rows, and what follows these is zero. Then, on CPUs, the bits of a row's
   result depend on that row and its matrix alone. Those of a matrix's gradient
@@ -115,13 +121,19 @@ def grouped_matmuls(
   if segments is None:
     segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
   operands = compat.vary_together(group_sizes, segments, rows, *matrices)
-  tail = checked.tail(tail)
-  return grouped_matmul_p.bind(*operands, missing=_OUTS, tail=tail)
+  matrix_dtype = jnp.result_type(*matrices)
+  return grouped_matmul_p.bind(
+    *operands[:3],
+    *(w.astype(matrix_dtype) for w in operands[3:]),
+    missing=_OUTS,
+    matrix_dtype=matrix_dtype,
+    tail=checked.tail(tail),
+  )
 
 
 grouped_matmul_p = compat.Primitive("ep_grouped_matmul")
 grouped_matmul_p.multiple_results = True
-compat.compile_eager(grouped_matmul_p, ["missing", "tail"])
+compat.compile_eager(grouped_matmul_p, ["missing", "matrix_dtype", "tail"])
 
 
 def _triple(operands, missing):
@@ -150,9 +162,10 @@ def _gradient(slabs, triple, missing, pairs, **params):
 
 
 @grouped_matmul_p.def_abstract_eval
-def _types(sizes, segments, *avals, missing, tail):
+def _types(sizes, segments, *avals, missing, matrix_dtype, tail):
   del segments, tail
   rows, matrices, outs = _triple(avals, missing)
+  dtype = matrix_dtype if missing == _MATRICES else (rows + outs)[0].dtype
   if missing == _ROWS:
     shapes = [(outs[0].shape[0], matrices[0].shape[1])]
   elif missing == _MATRICES:
@@ -160,7 +173,7 @@ def _types(sizes, segments, *avals, missing, tail):
     shapes = [(*slabs, y.shape[1]) for y in outs]
   else:
     shapes = [(rows[0].shape[0], w.shape[2]) for w in matrices]
-  return [compat.out_aval(s, avals[0].dtype, avals[0]) for s in shapes]
+  return [compat.out_aval(s, dtype, avals[0]) for s in shapes]
 
 
 def _present(values):
@@ -216,19 +229,36 @@ ad.primitive_transposes[grouped_matmul_p] = _transpose
 batch_sequentially(grouped_matmul_p)
 
 
-def _lowering(backend):
+def _lowering(implementation):
   """Returns a lowering to the three functions of `tiles` or `ragged`."""
 
-  def apply(sizes, segments, *operands, missing, tail):
+  def apply(sizes, segments, *operands, missing, matrix_dtype, tail):
     rows, matrices, outs = _triple(operands, missing)
     if missing == _ROWS:
-      return [backend.contract(sizes, segments, outs, matrices, tail)]
+      return [implementation.contract(sizes, segments, outs, matrices, tail)]
     if missing == _MATRICES:
-      return backend.outer(sizes, segments, *rows, outs)
-    return backend.expand(sizes, segments, *rows, matrices, tail)
+      return implementation.outer(sizes, segments, *rows, outs, matrix_dtype)
+    return implementation.expand(sizes, segments, *rows, matrices, tail)
 
   return compat.lower_local(apply)
 
 
+_lower_to_tiles = _lowering(tiles)
+_lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
+
+
+def _lower_on_cpu(ctx, *operands, missing, matrix_dtype, tail):
+  dtypes = {a.dtype for a in ctx.avals_in[2:]} | {matrix_dtype}
+  if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
+    params = {"missing": missing, "matrix_dtype": matrix_dtype, "tail": tail}
+    return _lower_to_tiles(ctx, *operands, **params)
+  return _lower_to_native(
+    ctx, *operands, missing=np.int64(missing), tail=np.int64(_TAILS.index(tail))
+  )
+
+
+_NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+_TAILS = "unspecified", "zero", "nan"  # ep_ffi/handlers/grouped_matmul.h
+
 compat.mlir.register_lowering(grouped_matmul_p, _lowering(ragged))
-compat.mlir.register_lowering(grouped_matmul_p, _lowering(tiles), "cpu")
+compat.mlir.register_lowering(grouped_matmul_p, _lower_on_cpu, "cpu")

@@ -34,7 +34,7 @@ def contract(sizes, segments, outs, matrices, tail):
   return cut(rows, sizes.sum(), tail)
 
 
-def outer(sizes, segments, rows, outs):
+def outer(sizes, segments, rows, outs, dtype):
   """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
   del segments
   dimensions = lax.RaggedDotDimensionNumbers(
@@ -50,12 +50,13 @@ def outer(sizes, segments, rows, outs):
       sizes,
       dimensions,
       preferred_element_type=jnp.float32,
-    ).astype(rows.dtype)
+    ).astype(dtype)
     for y in outs
   ]
 
 
 def _dot(sizes, rows, matrices):
+  matrices = matrices.astype(rows.dtype)
   return lax.ragged_dot(
     rows, matrices, sizes, preferred_element_type=jnp.float32
   )

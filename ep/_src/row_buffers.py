@@ -117,9 +117,7 @@ def _primitive(name, out_type, otherwise, **options):
   lower_natively = jax.ffi.ffi_lowering(name, **options)
 
   def lower(ctx, *operands, **params):
-    is_here = compat.can_call_python(ctx) and ffi.has_library("host")
-    # XLA divides no call that has a side effect.
-    if is_here and not compat.is_partitioned(ctx):
+    if ffi.is_native(ctx):
       return lower_natively(ctx, *operands)
     return lower_otherwise(ctx, *operands, **params)
 

@@ -1,180 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls on CPUs: a loop over tiles, in time linear in the rows.
+"""Grouped matmuls of XLA's own operations, for CPUs without the native library.
 
 XLA:CPU computes `lax.ragged_dot` as one masked matmul per matrix, at a cost of
-rows x matrices. Here a loop over blocks of rows takes its place:
+rows x matrices. Here a loop over tiles of rows takes its place:
 
-    block 0          block 1          block 2          block 3
     |---------------|---------------|---------------|---------------|
     |  slab 0                 |  slab 1     |  slab 2  |  unused ...
-    |---------------|---------|     |-------|     |----|
-    tile 0           tile 1    tile 2        tile 3
+    |---------------|---------------|
+                              |---------------|
+    tile 0           tile 1   tile 2        tile 3
 
-Each slab is cut into tiles of a block's height, the last of which reads past
-the slab's end and keeps only what is inside. The loop ends with the last tile
-of the last slab, so unused rows cost nothing and are never read.
+All tiles have the same height. Each slab begins with a tile, and the last tile
+of a slab reads past its end and keeps only what is inside. The loop ends with
+the last tile of the last slab, so unused rows cost nothing and are never read.
 
-No function transposes a matrix: the dot contracts the axis that it needs.
-
-With segments, the bits of a result depend on its slab's rows alone. A tile has
-a fixed height and starts where its slab or segment does, so a dot of the same
-shape has the same rows at the same places, wherever these lie in the buffer.
-And sums over rows are made of one sum per segment, which are added as a
-balanced tree: a sum of trees of half of the segments is the tree of all.
+The bits of a result depend on its slab's rows alone: a dot of the same shape
+has the same rows at the same places, wherever these lie in the buffer. Sums
+over rows are one for each segment of a slab, added as a balanced tree: a sum of
+trees of half of the segments is the tree of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import functools
-import math
-from typing import Any
 
-import jax
 from jax import lax
 import jax.numpy as jnp
 
 from ep._src import ordered_sum, row_buffers
 
-_MIN_HEIGHT, _MAX_HEIGHT = 16, 128  # rows
-_FIXED_HEIGHT = 64  # with segments
+_HEIGHT = 64  # rows of a tile
 
 
-class Block:
-  """Rows that lie in one slab, and so are multiplied by the same matrices.
+def expand(sizes, segments, rows, matrices, tail):
+  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  del segments
 
-  A function of blocks gets one as its first argument.
-  """
+  def fn(x, *matrices):
+    return [_dot(x, w, 1, 0) for w in matrices]
 
-  def multiply(
-    self, rows: jax.Array, matrices: Sequence[jax.Array]
-  ) -> list[jax.Array]:
-    """Returns rows [B, F] times each matrix [F, G]; see `grouped_matmuls`.
-
-    Rows outside the slab are zero in the product, so they add nothing to the
-    gradients of the matrices.
-    """
-    dtype, rows = rows.dtype, self.inside(rows.astype(jnp.float32))
-    return [self.inside(_dot(rows, w, 1, 0)).astype(dtype) for w in matrices]
-
-  def inside(self, rows: jax.Array) -> jax.Array:
-    """Returns the rows, with zeros for those outside the slab."""
-    return rows
-
-  def matrix_type(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """Returns the type in a block of the matrices [L, *shape] of `dtype`."""
-    del dtype
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+  widths = [w.shape[2] for w in matrices]
+  return _map_tiles(fn, sizes, [rows], matrices, widths, tail)
 
 
-def block_types(
-  operands: Sequence[Any], is_matrix: Sequence[bool], height: int
-) -> list[jax.ShapeDtypeStruct]:
-  """Returns the types of what a block of `height` rows has of operands."""
-  return [
-    Block().matrix_type(x.shape[1:], x.dtype)
-    if m
-    else jax.ShapeDtypeStruct((height, *x.shape[1:]), x.dtype)
-    for x, m in zip(operands, is_matrix, strict=True)
-  ]
+def contract(sizes, segments, outs, matrices, tail):
+  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  del segments
+  n = len(outs)
+
+  def fn(*operands):
+    pairs = zip(operands[:n], operands[n:], strict=True)
+    return [functools.reduce(jnp.add, (_dot(y, w, 1, 1) for y, w in pairs))]
+
+  widths = [matrices[0].shape[1]]
+  (rows,) = _map_tiles(fn, sizes, outs, matrices, widths, tail)
+  return rows
 
 
-def apply(
-  fn: Callable[..., Sequence[jax.Array]],
-  sizes: jax.Array,
-  segments: jax.Array,
-  operands: Sequence[jax.Array],
-  is_matrix: Sequence[bool],
-  sums: Sequence[Any],
-  tail: str,
-  expected_rows: int | None = None,
-) -> list[jax.Array]:
-  """Returns what `fn(block, *operands)` makes of all blocks, in one loop.
-
-  An operand is an array of rows [C, ...], or matrices [L, F, G]. A block has
-  its own matrix, rounded to the dtype of the first rows, in float32. A result
-  is made of the rows [B, ...] of each block; or if `sums` has a dtype for it,
-  it is the sum [L, F, G] of the float32 terms [F, G] of a slab's blocks. With
-  segments, rows and sums are made by a loop each. Tiles fit slabs that have
-  `expected_rows` together, or C rows if it is None.
-  """
-  first = operands[list(is_matrix).index(False)]
-  dtype, num_rows = first.dtype, first.shape[0]
+def outer(sizes, segments, rows, outs, dtype):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  if segments.shape[1] == 0:
+    segments = sizes[:, None]
   used = sizes.sum(dtype=jnp.int32)
-  height = _height(expected_rows or num_rows, num_rows, segments)
-  num_segments = segments.shape[1]
-  sources = [
-    x if m else row_buffers.Reader(x, used)
-    for x, m in zip(operands, is_matrix, strict=True)
-  ]
-  types = jax.eval_shape(
-    functools.partial(fn, Block()), *block_types(operands, is_matrix, height)
-  )
-  tiles = _Tiles(0, sizes, num_rows, height)
+  readers = [row_buffers.Reader(x, used) for x in (rows, *outs)]
+  starts = _before(sizes)
 
-  # The keys are places in the list of results.
-  rows, totals = {}, {}
-  for i, (t, s) in enumerate(zip(types, sums, strict=True)):
-    if s is None:
-      rows[i] = row_buffers.new((num_rows, *t.shape[1:]), t.dtype)
-    else:
-      totals[i] = row_buffers.new((*sizes.shape, *t.shape), t.dtype)
+  def sum_slab(slab, sums):
+    """Sets the sums of a slab, after those of each of its segments."""
 
-  def update(tile, outs, slab):
-    """Updates rows and sums with a tile's; of segments, these are parts."""
+    def add(tile, parts):
+      x, *ys = (tile.inside(_float32(tile.read(r))) for r in readers)
+      return [
+        _set_at(p, _at(p, tile.slab) + _dot(x, y, 0, 0), tile.slab)
+        for p, y in zip(parts, ys, strict=True)
+      ]
+
+    shape = segments.shape[1], rows.shape[1]
+    zeros = [jnp.zeros((*shape, y.shape[1]), jnp.float32) for y in outs]
+    counts = _at(segments, slab)
+    tiles = _Tiles(_at(starts, slab), counts, rows.shape[0])
+    parts = tiles.fold(add, zeros)
+    return [
+      _set_at(s, ordered_sum.tree_sum(p), slab)
+      for s, p in zip(sums, parts, strict=True)
+    ]
+
+  shape = *sizes.shape, rows.shape[1]
+  sums = [row_buffers.new((*shape, y.shape[1]), jnp.float32) for y in outs]
+  sums = lax.fori_loop(0, sizes.shape[0], sum_slab, sums)
+  return [s.astype(dtype) for s in sums]
+
+
+def _map_tiles(fn, sizes, rows, matrices, widths, tail):
+  """Returns what `fn` makes of the rows of each tile, and of its matrices.
+
+  `fn` gets float32 and returns rows of `widths`, which are rounded to the dtype
+  of `rows`.
+  """
+  num_rows, dtype = rows[0].shape[0], rows[0].dtype
+  used = sizes.sum(dtype=jnp.int32)
+  readers = [row_buffers.Reader(x, used) for x in rows]
+
+  def step(tile, outs):
     values = fn(
-      tile,
-      *(
-        _rounded(_at(x, slab), dtype) if m else tile.read(x)
-        for x, m in zip(sources, is_matrix, strict=True)
-      ),
+      *(_float32(tile.read(r)) for r in readers),
+      *(_rounded(_at(w, tile.slab), dtype) for w in matrices),
     )
-    return {
-      i: tile.write(out, values[i])
-      if i in rows
-      else _add_at(out, values[i], tile.slab)
-      for i, out in outs.items()
-    }
+    return [
+      tile.write(out, x.astype(dtype))
+      for out, x in zip(outs, values, strict=True)
+    ]
 
-  def update_tile(tile, outs):
-    return update(tile, outs, tile.slab)
+  outs = [row_buffers.new((num_rows, n), dtype) for n in widths]
+  outs = _Tiles(0, sizes, num_rows).fold(step, outs)
+  return [row_buffers.finish(out, dtype, used, tail) for out in outs]
 
-  def update_slab(slab, outs):
-    # Sums are zeroed right before terms are added, while they are in a cache.
-    zeroed = {
-      i: _set_at(outs[i], jnp.zeros_like(types[i]), slab) for i in totals
-    }
-    return tiles.fold(update_tile, outs | zeroed, slab)
 
-  def sum_segments(slab, outs):
-    zeros = {
-      i: jnp.zeros((num_segments, *types[i].shape), types[i].dtype)
-      for i in outs
-    }
-    start, counts = _at(tiles.starts, slab), _at(segments, slab)
-    parts = _Tiles(start, counts, num_rows, height, aligned=True).fold(
-      lambda tile, parts: update(tile, parts, slab), zeros
-    )
-    return {
-      i: _set_at(out, ordered_sum.tree_sum(parts[i]), slab)
-      for i, out in outs.items()
-    }
-
-  num_slabs = sizes.shape[0]
-  if not totals:
-    outs = tiles.fold(update_tile, rows)
-  elif not num_segments:
-    outs = lax.fori_loop(0, num_slabs, update_slab, rows | totals)
-  else:
-    outs = lax.fori_loop(0, num_slabs, sum_segments, totals)
-    if rows:
-      outs |= tiles.fold(update_tile, rows)
-  return [
-    row_buffers.finish(outs[i], t.dtype, used, tail)
-    if i in rows
-    else outs[i].astype(s)
-    for i, (t, s) in enumerate(zip(types, sums, strict=True))
-  ]
+def _float32(x):
+  return x.astype(jnp.float32)
 
 
 def _rounded(matrix, dtype):
@@ -182,140 +125,73 @@ def _rounded(matrix, dtype):
 
   XLA may leave out a conversion and its inverse, but not this.
   """
-  matrix, is_rounded = matrix.astype(jnp.float32), matrix.dtype == dtype
+  matrix, is_rounded = _float32(matrix), matrix.dtype == dtype
   info = jnp.finfo(dtype)
   if is_rounded:
     return matrix
   return lax.reduce_precision(matrix, info.nexp, info.nmant)
 
 
-def expand(sizes, segments, rows, matrices, tail):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
-
-  def fn(tile, x, *matrices):
-    return tile.multiply(x, matrices)
-
-  n = len(matrices)
-  kinds = [False] + [True] * n, [None] * n
-  return apply(fn, sizes, segments, [rows, *matrices], *kinds, tail)
-
-
-def contract(sizes, segments, outs, matrices, tail):
-  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
-  n = len(outs)
-
-  def fn(tile, *operands):
-    del tile
-    terms = (
-      _dot(y.astype(jnp.float32), w, 1, 1)
-      for y, w in zip(operands[:n], operands[n:], strict=True)
-    )
-    return [functools.reduce(jnp.add, terms).astype(operands[0].dtype)]
-
-  kinds = [False] * n + [True] * n, [None]
-  (rows,) = apply(fn, sizes, segments, [*outs, *matrices], *kinds, tail)
-  return rows
-
-
-def outer(sizes, segments, rows, outs):
-  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
-
-  def fn(tile, *blocks):
-    x, *ys = (tile.inside(b.astype(jnp.float32)) for b in blocks)
-    return [_dot(x, y, 0, 0) for y in ys]
-
-  n = len(outs)
-  kinds = [False] * (1 + n), [rows.dtype] * n
-  return apply(fn, sizes, segments, [rows, *outs], *kinds, "unspecified")
-
-
 def _dot(x, y, x_axis, y_axis):
   return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
 
 
-class _Tile(Block):
+class _Tile:
   """Consecutive rows of a buffer, those from `first` to `end` of `slab`."""
 
-  def __init__(self, num_rows, height, aligned, slab, first, end):
+  def __init__(self, num_rows, slab, first, end):
     self.slab = slab
-    self._height = height
-    self._aligned = aligned
-    self._stored = min(height, num_rows)
+    self._stored = min(_HEIGHT, num_rows)
     # The last tile of all starts early enough to end with the last row.
     self._start = jnp.minimum(first, num_rows - self._stored)
     self._early = first - self._start
-    row = (first if aligned else self._start) + jnp.arange(height)
-    self._inside = (first <= row) & (row < end)
+    self._num_inside = jnp.minimum(end - first, _HEIGHT)
 
   def read(self, rows):
-    """Returns the tile's rows, also those outside the slab.
-
-    If the tile is aligned, row `first` is at the top.
-    """
+    """Returns _HEIGHT rows from `first` on, also those outside the slab."""
     rows = rows(self._start, self._stored)
-    if not self._aligned:
-      return _padded(rows, self._height)
-    return lax.dynamic_slice_in_dim(
-      _padded(rows, self._stored + self._height),
-      self._early,
-      self._height,
-      allow_negative_indices=False,
-    )
+    rows = jnp.pad(rows, ((0, _HEIGHT), (0, 0)))
+    return _slice(rows, self._early, _HEIGHT)
 
   def inside(self, rows):
-    return jnp.where(self._inside[:, None], rows, 0)
+    """Returns the rows, with zeros for those outside the slab."""
+    return jnp.where((jnp.arange(_HEIGHT) < self._num_inside)[:, None], rows, 0)
 
   def write(self, buffer, rows):
-    """Returns the buffer with the rows inside a tile that is not aligned."""
-    n = self._stored
-    return row_buffers.write(buffer, rows[:n], self._start, self._inside[:n])
-
-
-def _padded(rows, height):
-  return jnp.pad(rows, ((0, height - rows.shape[0]), (0, 0)))
+    """Returns the buffer with the rows inside the slab."""
+    rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
+    rows = _slice(rows, self._stored - self._early, self._stored)
+    place = jnp.arange(self._stored) - self._early
+    inside = (0 <= place) & (place < self._num_inside)
+    return row_buffers.write(buffer, rows, self._start, inside)
 
 
 class _Tiles:
-  """All tiles of slabs of `sizes`, which lie one after another from `start`.
+  """All tiles of slabs of `sizes`, which lie one after another from `start`."""
 
-  There is one table of them, since that is cheaper than computing each in its
-  step. Its sums and those before it take the place of sorts and gathers,
-  because XLA compiles few operations sooner.
-  """
+  def __init__(self, start, sizes, num_rows):
+    self._num_rows = num_rows
+    self._counts = lax.div(sizes + (_HEIGHT - 1), jnp.int32(_HEIGHT))
+    self._tiles_before = _before(self._counts)
+    self._starts = start + _before(sizes)
+    self._ends = self._starts + sizes
 
-  def __init__(self, start, sizes, num_rows, height, aligned=False):
-    self._tile = functools.partial(_Tile, num_rows, height, aligned)
-    self._height = height
-    tiles = lax.div(sizes + (height - 1), jnp.int32(height))
-    self._counts = jnp.stack([tiles, sizes])
-    slab = jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    self._before = _sum_where(slab < slab[:, None], self._counts[:, None])
-    tiles_before, rows_before = self._before
-    self.starts = start + rows_before
-    index = jnp.arange(num_rows // height + sizes.shape[0], dtype=jnp.int32)
-    of_slab = index[:, None] - tiles_before
-    first = self.starts - height * tiles_before
-    self._table = _sum_where(
-      (0 <= of_slab) & (of_slab < tiles),
-      jnp.stack([slab, first, self.starts + sizes])[:, None],
-    )
-
-  def fold(self, step, outs, slab=None):
-    """Folds `step(tile, outs)` over all tiles, or over those of a slab."""
+  def fold(self, step, outs):
+    """Folds `step(tile, outs)` over all tiles."""
 
     def fold(i, outs):
-      slab, first, end = _at(self._table, i, axis=1)
-      return step(self._tile(slab, first + self._height * i, end), outs)
+      slab = (self._tiles_before <= i).sum(dtype=jnp.int32) - 1
+      in_slab = i - _at(self._tiles_before, slab)
+      first = _at(self._starts, slab) + _HEIGHT * in_slab
+      tile = _Tile(self._num_rows, slab, first, _at(self._ends, slab))
+      return step(tile, outs)
 
-    if slab is None:
-      first, number = 0, self._counts[0].sum(dtype=jnp.int32)
-    else:
-      first, number = (_at(x[0], slab) for x in (self._before, self._counts))
-    return lax.fori_loop(first, first + number, fold, outs)
+    return lax.fori_loop(0, self._counts.sum(dtype=jnp.int32), fold, outs)
 
 
-def _sum_where(condition, values):
-  return jnp.where(condition, values, 0).sum(axis=-1, dtype=jnp.int32)
+def _before(counts):
+  """Returns the sum of the counts before each."""
+  return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
 # JAX takes an index as one from the end if it is negative, unless told that
@@ -326,27 +202,6 @@ _at = functools.partial(
 _set_at = functools.partial(
   lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False
 )
-
-
-def _add_at(array, value, place):
-  """Returns the array with the value added at a place of its first axis."""
-  slab = lax.dynamic_slice_in_dim(array, place, 1, allow_negative_indices=False)
-  return lax.dynamic_update_slice_in_dim(
-    array, slab + value[None], place, 0, allow_negative_indices=False
-  )
-
-
-def _height(expected_rows, num_rows, segments):
-  """Returns a height of which most slabs fill one tile, or a few.
-
-  If all slabs are equally likely for a row, few of them have more rows than the
-  average and two of its square roots, which are two standard deviations.
-  """
-  num_slabs, num_segments = segments.shape
-  if num_segments:
-    return _FIXED_HEIGHT
-  average = expected_rows // num_slabs
-  most = average + 2 * math.isqrt(average)
-  num_tiles = max(-(-most // _MAX_HEIGHT), 1)
-  height = -(-most // (8 * num_tiles)) * 8  # a multiple of 8, as of vectors
-  return min(max(height, _MIN_HEIGHT), num_rows)
+_slice = functools.partial(
+  lax.dynamic_slice_in_dim, allow_negative_indices=False
+)
