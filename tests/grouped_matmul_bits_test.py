@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ep._src import ffi
 from ep._src import grouped_matmul as gm
 
 E, F, G, S = 3, 72, 136, 4
@@ -73,8 +74,12 @@ def _assert_same(actual, expected):
   )
 
 
+@pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_bits_do_not_depend_on_the_layout(dtype):
+def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
+  """Neither of the library's results nor of those that do without it."""
+  if not is_native:
+    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
   data = _data(dtype)
   every = list(range(S))
   rows, sums = _layer(data, [0, 1, 2], every, 1000)

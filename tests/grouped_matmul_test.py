@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ep._src import ffi, ragged, tiles
 from ep._src import grouped_matmul as gm
-from ep._src import ragged, tiles
 
 C, F, G = 300, 5, 7
 
@@ -53,11 +53,14 @@ def _inputs(sizes, dtype=jnp.float32):
   return rows, matrices, g
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", SIZES)
-def test_the_operations_beside_unused_nans(case, implementation):
+def test_the_operations_beside_unused_nans(case, implementation, dtype):
+  """Matrices and their gradients are float32."""
   sizes = SIZES[case]
-  rows, matrices, g = _inputs(sizes)
+  rows, _, g = _inputs(sizes, dtype)
+  _, matrices, _ = _inputs(sizes)
 
   @jax.jit
   def call(sizes, rows, matrices, g):
@@ -70,10 +73,38 @@ def test_the_operations_beside_unused_nans(case, implementation):
     )
 
   (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
-  np.testing.assert_allclose(out, _matmul(rows, matrices, sizes), 1e-5, 1e-5)
-  expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
-  np.testing.assert_allclose(back, expected, 1e-5, 1e-5)
+  assert (out.dtype, back.dtype, sums.dtype) == (dtype, dtype, jnp.float32)
+  rows, g, rounded = map(np.float64, (rows, g, matrices.astype(dtype)))
+  eps = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
+  for actual, expected in [
+    (out, _matmul(rows, rounded, sizes)),
+    (back, _matmul(g, rounded.swapaxes(1, 2), sizes)),
+  ]:
+    np.testing.assert_allclose(np.float64(actual), expected, 1.01 * eps, 2e-5)
   np.testing.assert_allclose(sums, _outer(rows, g, sizes), 1e-4, 1e-4)
+
+
+@pytest.fixture(params=["native", "tiles"])
+def implementation_on_cpu(request, monkeypatch):
+  """Makes programs use the library, or do without it."""
+  if request.param == "tiles":
+    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
+  return request.param
+
+
+def test_the_library_computes_products_and_gradients(implementation_on_cpu):
+  rows, matrices, g = _inputs(SIZES["full"])
+
+  def both(x, w, g):
+    fn = functools.partial(
+      gm.grouped_matmul, group_sizes=np.int32(SIZES["full"])
+    )
+    out, vjp = jax.vjp(fn, x, w)
+    return out, vjp(g)
+
+  text = jax.jit(both).lower(rows, matrices, g).as_text()
+  expected = {"native": 3, "tiles": 0}[implementation_on_cpu]
+  assert text.count("@ep_grouped_matmul(") == expected
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -114,14 +145,20 @@ def test_second_derivatives():
     np.testing.assert_allclose(a, b, 2e-4, 2e-4)
 
 
+@pytest.mark.usefixtures("implementation_on_cpu")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
   sizes = SIZES["full"]
   rows, matrices, g = _inputs(sizes, dtype)
-  out, vjp = jax.vjp(
-    lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), rows, matrices
-  )
-  results = out, *vjp(jnp.asarray(g))
+
+  @jax.jit
+  def both(x, w, g):
+    out, vjp = jax.vjp(
+      lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), x, w
+    )
+    return out, *vjp(g)
+
+  results = both(rows, matrices, g)
   rows, matrices, g = (np.float64(x) for x in (rows, matrices, g))
   expected = (
     _matmul(rows, matrices, sizes),
@@ -134,6 +171,7 @@ def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
     np.testing.assert_allclose(np.float64(a), b, 1.01 * half_ulp, 2e-5)
 
 
+@pytest.mark.usefixtures("implementation_on_cpu")
 @pytest.mark.parametrize("segments", [None, [[100, 50], [0, 17], [130, 0]]])
 def test_gradients_of_wide_matrices_are_not_rounded_to_the_dtype_of_rows(
   segments,
@@ -148,8 +186,12 @@ def test_gradients_of_wide_matrices_are_not_rounded_to_the_dtype_of_rows(
   def product(x, w):
     return gm.grouped_matmuls(x, [w], jnp.int32(sizes), segments=counts)[0]
 
-  out, vjp = jax.jit(functools.partial(jax.vjp, product))(rows, matrices)
-  g_rows, g_matrices = vjp(jnp.asarray(g))
+  @jax.jit
+  def both(x, w, g):
+    out, vjp = jax.vjp(product, x, w)
+    return out, *vjp(g)
+
+  out, g_rows, g_matrices = both(rows, matrices, g)
   assert (out.dtype, g_rows.dtype) == (rows.dtype, rows.dtype)
   rows, rounded, g = map(np.float64, (rows, matrices.astype(rows.dtype), g))
   half_ulp = float(jnp.finfo(jnp.bfloat16).eps) / 2

@@ -158,7 +158,7 @@ def _holds_token(handle):
 def _apply(experts, params, rows, weights, handle, segments):
   """Returns the experts' outputs, times `weights` unless these are None.
 
-  Rows after the last slab are neither read nor written.
+  Rows after the last used block (used_rows.py) are neither read nor written.
   """
   sizes = handle.group_sizes
   names = ["up", "gate"] if "w_gate" in params else ["up"]

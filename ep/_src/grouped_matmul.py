@@ -23,8 +23,8 @@ of T in that argument with the cotangent as the missing one. So derivatives of
 all orders, in both modes, are made of this primitive alone.
 
 Several matrices may share the rows, as those of gates and values do. Then W and
-Y are lists, and T is the sum over them: one loop reads the rows once, and the
-gradients of the rows are summed before they are rounded.
+Y are lists, and T is the sum over them: the gradients of the rows are summed
+before they are rounded.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def grouped_matmul(
   Raises:
     ValueError: if shapes or dtypes do not fit.
     TypeError: if `group_sizes` holds no integers.
+    JaxRuntimeError: when a program for CPUs runs, if a size is negative or
+      their sum is above C.
   """
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
   group_sizes = jnp.asarray(group_sizes)
@@ -105,7 +107,7 @@ def grouped_matmuls(
 ) -> list[jax.Array]:
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
-  It reads the rows once, and rounds the sum of their gradients once. With
+  It rounds the sum of the gradients of the rows once. With
   `tail="unspecified"` the rows after the last slab are not written, in results,
   gradients and tangents alike.
 
@@ -121,7 +123,8 @@ def grouped_matmuls(
   if segments is None:
     segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
   operands = compat.vary_together(group_sizes, segments, rows, *matrices)
-  matrix_dtype = jnp.result_type(*matrices)
+  with jax.numpy_dtype_promotion("standard"):
+    matrix_dtype = jnp.result_type(*matrices)
   return grouped_matmul_p.bind(
     *operands[:3],
     *(w.astype(matrix_dtype) for w in operands[3:]),
@@ -247,13 +250,13 @@ _lower_to_tiles = _lowering(tiles)
 _lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
 
 
-def _lower_on_cpu(ctx, *operands, missing, matrix_dtype, tail):
-  dtypes = {a.dtype for a in ctx.avals_in[2:]} | {matrix_dtype}
+def _lower_on_cpu(ctx, *operands, **params):
+  dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
   if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
-    params = {"missing": missing, "matrix_dtype": matrix_dtype, "tail": tail}
     return _lower_to_tiles(ctx, *operands, **params)
+  tail = _TAILS.index(params["tail"])
   return _lower_to_native(
-    ctx, *operands, missing=np.int64(missing), tail=np.int64(_TAILS.index(tail))
+    ctx, *operands, missing=np.int64(params["missing"]), tail=np.int64(tail)
   )
 
 

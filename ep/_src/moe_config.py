@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from ep._src import arguments, router
+from ep._src import arguments, router, used_rows
 from ep._src.experts import Activation, Experts
 from ep._src.group import EpGroup, EpLayerConfig
 
@@ -230,7 +230,8 @@ def with_capacity(
     slabs = max(math.ceil(even / layer.alignment), layer.num_local_experts)
     rows = min(slabs * layer.alignment, rows)
   if config.deterministic:
-    unit = math.lcm(128, layer.alignment)
+    # Blocks of rows then are alike, also the last one (used_rows.py).
+    unit = math.lcm(used_rows.HEIGHT, layer.alignment)
     rows = -(-rows // unit) * unit
   return dataclasses.replace(layer, recv_capacity_per_rank=rows)
 

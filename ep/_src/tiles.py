@@ -125,11 +125,10 @@ def _rounded(matrix, dtype):
 
   XLA may leave out a conversion and its inverse, but not this.
   """
-  matrix, is_rounded = _float32(matrix), matrix.dtype == dtype
+  if matrix.dtype == dtype:
+    return _float32(matrix)
   info = jnp.finfo(dtype)
-  if is_rounded:
-    return matrix
-  return lax.reduce_precision(matrix, info.nexp, info.nmant)
+  return lax.reduce_precision(_float32(matrix), info.nexp, info.nmant)
 
 
 def _dot(x, y, x_axis, y_axis):

@@ -27,9 +27,9 @@ from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
 from ep._src.row_buffers import cut
 
-# Rows of a block. More make no difference to time, but a block that is as high
-# as a small capacity would round otherwise there than in a larger one.
-_HEIGHT = 128
+# Rows of a block. More make no difference to time. An array of fewer is one block
+# and may round otherwise; a deterministic layer has none (moe_config.py).
+HEIGHT = 128
 
 
 def map_used_rows(
@@ -59,7 +59,8 @@ def map_used_rows(
     What `fn` returns, with C for B.
   """
   num_used = group_sizes.sum(dtype=jnp.int32)
-  traced, types = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+  traced, types = jax.make_jaxpr(fn, return_shape=True)(*blocks)
   if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
     outs = fn(*(cut(x, num_used) for x in arrays))
     return jax.tree.map(lambda x: cut(x, num_used), outs)
@@ -144,7 +145,7 @@ def _apply(num_used, *arrays, fn, tail):
 
 def _apply_by_blocks(num_used, *arrays, fn, tail):
   num_rows = arrays[0].shape[0]
-  height = min(_HEIGHT, num_rows)
+  height = min(HEIGHT, num_rows)
   readers = [row_buffers.Reader(x, num_used) for x in arrays]
 
   def step(i, outs):
