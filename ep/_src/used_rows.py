@@ -27,8 +27,8 @@ from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
 from ep._src.row_buffers import cut
 
-# Rows of a block. More make no difference to time. An array of fewer rows is one
-# block, which may round otherwise: a deterministic layer has none (moe_config.py).
+# Rows of a block. More make no difference to time. An array of fewer is a block
+# that may round otherwise; deterministic layers have none (moe_config.py).
 HEIGHT = 128
 
 
