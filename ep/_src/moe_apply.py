@@ -189,12 +189,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
   # small as the tokens.
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
-  # The gradients of deterministic layers are added before they are rounded.
-  experts = {
-    name: param if config.deterministic else param.astype(x.dtype)
-    for name, param in params.items()
-    if name.startswith(("w_", "b_"))
-  }
+  experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
   y, handle = chunks.through_experts(
     layer,
     config.experts,
