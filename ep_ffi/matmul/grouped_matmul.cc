@@ -121,9 +121,10 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
   const int64_t columns = RoundUp(count, kernels_.lanes);
   int64_t depth = 0;
   for (const Term& term : product.terms) depth += term.depth;
-  const View& of_b = product.terms[0].b;  // the others are like it
+  // b is transposed if a has the matrices.
   const bool is_copied =
-      !IsInPlace(of_b) || of_b.column != 1 || count != columns ||
+      !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
+      count != columns ||
       (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
   float* copy = is_copied ? b_.Get(depth * columns) : nullptr;
   std::vector<Product> parts;

@@ -247,10 +247,12 @@ INSTANTIATE_TEST_SUITE_P(AllKernels, GroupedMatmulTest,
 
 TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
   Check(kernels_, {40, 17, {33, 5}, {3, 0, 9, 20}, {}});
-  Check(kernels_, {150, 16, {48}, {1, 149}, {}});  // copies of b
-  Check(kernels_, {7, 600, {20}, {7}, {}});        // many steps
-  Check(kernels_, {3, 2, {1500}, {1, 1}, {}});     // many columns
-  Check(kernels_, {1200, 3, {2}, {1100}, {}});     // many rows
+  Check(kernels_, {150, 16, {48}, {1, 149}, {}});   // copies of b
+  Check(kernels_, {7, 600, {20}, {7}, {}});         // many steps
+  Check(kernels_, {3, 2, {1500}, {1, 1}, {}});      // many columns
+  Check(kernels_, {1200, 3, {2}, {1100}, {}});      // many rows
+  Check(kernels_, {40, 17, {1, 5}, {16, 16}, {}});  // a pair of one column
+  Check(kernels_, {40, 1, {16, 5}, {16, 16}, {}});
   Check(kernels_, {0, 4, {3}, {0, 0}, {}});
   Check(kernels_, {5, 0, {3}, {5}, {}});
   Check(kernels_, {5, 3, {0}, {5}, {}});
