@@ -293,8 +293,9 @@ Status Computation::Run(Executor* executor) {
                                          ByteWidth(args_.matrix_type));
     }
   }
-  const int64_t num_threads = std::min(executor ? executor->num_threads() : 1,
-                                       1 + num_products / kProductsPerHelper);
+  const int64_t num_threads =
+      std::clamp<int64_t>(executor ? executor->num_threads() : 1, 1,
+                          1 + num_products / kProductsPerHelper);
   MakeItems(num_threads);
   return RunShared(items_.size(), num_threads, executor, [this] {
     auto worker = std::make_shared<Worker>(kernels_, args_.row_type);

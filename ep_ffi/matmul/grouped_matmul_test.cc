@@ -33,17 +33,20 @@ constexpr Missing kMissing[] = {Missing::kRows, Missing::kMatrices,
                                 Missing::kOuts};
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
+// Starts a thread for each task, and says that it has `num_threads` of them.
 class Threads : public Executor {
  public:
+  explicit Threads(int64_t num_threads) : num_threads_(num_threads) {}
   ~Threads() override {
     for (std::thread& thread : threads_) thread.join();
   }
   void Schedule(std::function<void()> task) override {
     threads_.emplace_back(std::move(task));
   }
-  int64_t num_threads() const override { return 3; }
+  int64_t num_threads() const override { return num_threads_; }
 
  private:
+  const int64_t num_threads_;
   std::vector<std::thread> threads_;
 };
 
@@ -365,14 +368,17 @@ TEST_P(GroupedMatmulTest, BitsDoNotDependOnThreads) {
   Case c = {700, 64, {100, 48}, {300, 1, 260}, {{200, 99}, {0, 1}, {60, 77}}};
   c.tail = Tail::kZero;
   for (Missing missing : kMissing) {
-    Arrays one(c, 3), three(c, 3);
-    Threads threads;
+    Arrays one(c, 3);
     ASSERT_TRUE(Compute(kernels_, c, missing, &one).ok());
-    ASSERT_TRUE(Compute(kernels_, c, missing, &three, &threads).ok());
-    for (size_t i = 0; i < one.Of(missing).size(); ++i) {
-      const Array& x = *one.Of(missing)[i];
-      EXPECT_TRUE(x.Bits(0, x.size()) ==
-                  three.Of(missing)[i]->Bits(0, x.size()));
+    for (int64_t num_threads : {0, 3}) {
+      Arrays several(c, 3);
+      Threads threads(num_threads);
+      ASSERT_TRUE(Compute(kernels_, c, missing, &several, &threads).ok());
+      for (size_t i = 0; i < one.Of(missing).size(); ++i) {
+        const Array& x = *one.Of(missing)[i];
+        EXPECT_TRUE(x.Bits(0, x.size()) ==
+                    several.Of(missing)[i]->Bits(0, x.size()));
+      }
     }
   }
 }
