@@ -20,13 +20,13 @@ enum class Fetch { kA, kB, kResult };
 // A product a * b, and how it is computed. Distances count elements.
 //
 // The columns of b lie in panels of `Kernels::panel_width`; those of the last
-// one are a multiple of `Kernels::lanes`. `block` steps are done for all
-// elements before the next ones.
+// one are a multiple of `Kernels::lanes`. The product has `depth` steps of b
+// from step `first` on, which is step 0 of a.
 struct Product {
-  int64_t rows, depth, columns, block;
+  int64_t rows, first, depth, columns;
   const float* a;  // [rows, depth]
   int64_t a_row, a_step;
-  const float* b;           // [depth, columns]
+  const float* b;           // [first + depth or more, columns]
   int64_t b_step, b_panel;  // b_step 0: the steps of a panel are consecutive
   // [rows, columns], with rows up to the next multiple of `Kernels::tile_rows`,
   // of which the surplus ones mean nothing.
