@@ -128,9 +128,8 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
       !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
       count != columns ||
       (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
-  const bool is_fetched = product.matrix == Fetch::kA
-                              ? IsInPlace(product.terms[0].a)
-                              : !is_copied;
+  const bool is_fetched =
+      product.matrix == Fetch::kA ? IsInPlace(product.terms[0].a) : !is_copied;
   const int64_t most_depth = is_copied ? kDepthOfCopy : kDepthInPlace;
   float* copy = is_copied ? b_.Get(depth * columns) : nullptr;
   std::vector<Product> parts;

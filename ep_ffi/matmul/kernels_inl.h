@@ -10,9 +10,9 @@ typedef int IntVector __attribute__((vector_size(sizeof(int) * kLanes)));
 typedef float UnalignedVector __attribute__((
     vector_size(sizeof(float) * kLanes), aligned(alignof(float)), may_alias));
 
-// Computes kRows rows of n vectors of the result at `row` and `column`. The sums
-// stay in registers; if the loops were not unrolled, GCC would keep them in
-// memory, too.
+// Computes kRows rows of n vectors of the result at `row` and `column`. The
+// sums stay in registers; if the loops were not unrolled, GCC would keep them
+// in memory, too.
 template <int n, Fetch fetch>
 EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
                             const float* b) {
@@ -27,8 +27,7 @@ EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
   // The rows of a matrix lie one after another, so kRows elements of them for
   // each step are a whole tile in the end.
   constexpr int64_t kStepsOfLine = 64 / sizeof(float) / kRows;
-  const float* ahead =
-      p.ahead + (fetch == Fetch::kB ? b : p.a + row * p.a_row);
+  const float* ahead = p.ahead + (fetch == Fetch::kB ? b : p.a + row * p.a_row);
   if (fetch == Fetch::kResult) {
     const std::byte* result =
         p.result + row * p.result_row + column * p.result_column;
