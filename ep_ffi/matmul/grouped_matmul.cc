@@ -120,14 +120,22 @@ class Worker {
 };
 
 void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
+  // b is transposed if a has the matrices.
+  bool is_copied =
+      !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
+      (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
+  const int64_t surplus = count % kernels_.lanes;
+  if (!is_copied && surplus > 0) {
+    // Only the columns that fill no vector are copied.
+    if (surplus < count) {
+      Run(product, first, count - surplus);
+      return Run(product, first + count - surplus, surplus);
+    }
+    is_copied = true;
+  }
   const int64_t columns = RoundUp(count, kernels_.lanes);
   int64_t depth = 0;
   for (const Term& term : product.terms) depth += term.depth;
-  // b is transposed if a has the matrices.
-  const bool is_copied =
-      !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
-      count != columns ||
-      (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
   const bool is_fetched =
       product.matrix == Fetch::kA ? IsInPlace(product.terms[0].a) : !is_copied;
   const int64_t most_depth = is_copied ? kDepthOfCopy : kDepthInPlace;
