@@ -19,8 +19,9 @@ constexpr int64_t kTileElements = 16 << 10;
 // From this number of rows on, it pays to copy a matrix that is the right
 // operand into panels of consecutive memory.
 constexpr int64_t kRowsPerCopy = 128;
-// The depth that is multiplied at once. That of a matrix in place is so low
-// that its rows arrive in the order of their addresses.
+// The depth that is multiplied at once, and for which a is converted. That of a
+// matrix in place is so low that its rows arrive in the order of their
+// addresses.
 constexpr int64_t kDepthOfCopy = 512, kDepthInPlace = 32;
 // How far ahead a matrix is fetched that is the left operand.
 constexpr int64_t kAhead = 16 << 10;
@@ -101,9 +102,10 @@ class Worker {
     int64_t step;
   };
   void SetA(const View& a, Product* product);
-  // Sets b to `count` columns in memory; or if `copy` is not null, to panels
-  // there.
-  void SetB(const View& b, int64_t count, float* copy, Product* product);
+  // Sets b to [depth, count] elements in memory; or if `copy` is not null, to
+  // panels there.
+  void SetB(const View& b, int64_t depth, int64_t count, float* copy,
+            Product* product);
   void Store(const Product& product, int64_t count, const View& out);
 
   // Returns the rows in float32: those in memory, or converted ones.
@@ -118,21 +120,32 @@ class Worker {
 };
 
 void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
+  // b is transposed if a has the matrices.
+  bool is_copied =
+      !IsInPlace(product.terms[0].b) || product.matrix == Fetch::kA ||
+      (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
+  const int64_t surplus = count % kernels_.lanes;
+  if (!is_copied && surplus > 0) {
+    // Only the columns that fill no vector are copied.
+    if (surplus < count) {
+      Run(product, first, count - surplus);
+      return Run(product, first + count - surplus, surplus);
+    }
+    is_copied = true;
+  }
   const int64_t columns = RoundUp(count, kernels_.lanes);
   int64_t depth = 0;
   for (const Term& term : product.terms) depth += term.depth;
-  const View& of_b = product.terms[0].b;  // the others are like it
-  const bool is_copied =
-      !IsInPlace(of_b) || of_b.column != 1 || count != columns ||
-      (product.matrix == Fetch::kB && product.rows >= kRowsPerCopy);
+  const bool is_fetched =
+      product.matrix == Fetch::kA ? IsInPlace(product.terms[0].a) : !is_copied;
+  const int64_t most_depth = is_copied ? kDepthOfCopy : kDepthInPlace;
   float* copy = is_copied ? b_.Get(depth * columns) : nullptr;
   std::vector<Product> parts;
   for (const Term& term : product.terms) {
     Product& p = parts.emplace_back();
-    p.depth = term.depth;
     p.columns = p.out_row = columns;
-    p.fetch = product.matrix;
-    SetB(term.b.At(0, first), count, copy, &p);
+    p.fetch = is_fetched ? product.matrix : Fetch::kResult;
+    SetB(term.b.At(0, first), term.depth, count, copy, &p);
     if (is_copied) copy += term.depth * columns;
   }
   const int64_t tile_rows = std::min(
@@ -144,26 +157,35 @@ void Worker::Run(const SlabProduct& product, int64_t first, int64_t count) {
   for (size_t n = parts.size(); product.is_tree && n > 1; n /= 2) ++num_tiles;
   float* const tiles = tiles_.Get(num_tiles * tile);
   for (int64_t r = 0; r < product.rows; r += tile_rows) {
+    const int64_t rows = std::min(tile_rows, product.rows - r);
     const View out = product.out.At(r, first);
     float* sum = tiles;
     for (size_t i = 0; i < parts.size(); ++i) {
       if (product.is_tree && i > 0) sum += tile;
       Product& p = parts[i];
-      p.rows = std::min(tile_rows, product.rows - r);
+      p.rows = rows;
       p.out = sum;
-      p.adds = !product.is_tree && i > 0;
       p.result = out.data;
       p.result_column = ByteWidth(out.dtype);
       p.result_row = out.row * p.result_column;
-      SetA(product.terms[i].a.At(r, 0), &p);
-      kernels_.multiply(p);
+      // Without depth the result is zero.
+      const Term& term = product.terms[i];
+      for (p.first = 0; p.first == 0 || p.first < term.depth;
+           p.first += most_depth) {
+        p.depth = std::min(most_depth, term.depth - p.first);
+        p.adds = p.first > 0 || (i > 0 && !product.is_tree);
+        SetA(term.a.At(r, p.first), &p);
+        kernels_.multiply(p);
+      }
       // Sums of the same height are neighbours, and are added.
       for (size_t n = i + 1; product.is_tree && n % 2 == 0; n /= 2) {
         sum -= tile;
-        kernels_.add(sum + tile, tile, sum);
+        kernels_.add(sum + tile, rows * columns, sum);
       }
     }
-    for (; sum != tiles; sum -= tile) kernels_.add(sum, tile, sum - tile);
+    for (; sum != tiles; sum -= tile) {
+      kernels_.add(sum, rows * columns, sum - tile);
+    }
     Product& p = parts.back();
     p.out = tiles;
     Store(p, count, out);
@@ -189,6 +211,9 @@ void Worker::SetA(const View& a, Product* product) {
     product->a = runs.data;
     product->a_row = runs.step;
     product->a_step = 1;
+    if (product->fetch == Fetch::kA) {
+      product->ahead = kAhead + product->first * (kernels_.tile_rows - 1);
+    }
   } else {
     const Runs runs =
         Decoded(a.Transposed(), product->depth, product->rows, &a_);
@@ -198,23 +223,20 @@ void Worker::SetA(const View& a, Product* product) {
   }
 }
 
-void Worker::SetB(const View& b, int64_t count, float* copy, Product* product) {
+void Worker::SetB(const View& b, int64_t depth, int64_t count, float* copy,
+                  Product* product) {
   const int64_t width = kernels_.panel_width;
-  const int64_t depth = product->depth, columns = product->columns;
+  const int64_t columns = product->columns;
   if (!copy) {
     product->b = reinterpret_cast<const float*>(b.data);
     product->b_step = b.row;
     product->b_panel = width;
-    product->block = kDepthInPlace;
     product->ahead = kDepthInPlace * b.row;
     return;
   }
   product->b = copy;
   product->b_step = 0;
   product->b_panel = width * depth;
-  product->block = kDepthOfCopy;
-  product->ahead = kAhead;
-  if (product->fetch == Fetch::kB) product->fetch = Fetch::kResult;
   for (int64_t k = 0; b.column == 1 && k < depth; ++k) {
     const float* in = Decoded(b.At(k, 0), 1, count, &runs_).data;
     for (int64_t c = 0; c < columns; c += width) {
@@ -292,8 +314,9 @@ Status Computation::Run(Executor* executor) {
                                          ByteWidth(args_.matrix_type));
     }
   }
-  const int64_t num_threads = std::min(executor ? executor->num_threads() : 1,
-                                       1 + num_products / kProductsPerHelper);
+  const int64_t num_threads =
+      std::clamp<int64_t>(executor ? executor->num_threads() : 1, 1,
+                          1 + num_products / kProductsPerHelper);
   MakeItems(num_threads);
   return RunShared(items_.size(), num_threads, executor, [this] {
     auto worker = std::make_shared<Worker>(kernels_, args_.row_type);

@@ -19,9 +19,9 @@
 // starts from +0, adds products in float32 in order of the contracted index, of
 // one pair after another, and is rounded once to its own type. Multiply and add
 // are one operation where the processor has it. So a sum of zeros of any sign
-// is +0, and only one that underflows may be -0. And the bits of a row depend
-// on that row and its matrix alone; neither on the slab's other rows nor on
-// blocks and threads.
+// is +0, and only one that underflows may be -0. The bits of a row of X or Y
+// depend on that row and its matrices alone: neither on the slab's other rows
+// nor on blocks and threads.
 
 #ifndef EP_FFI_MATMUL_GROUPED_MATMUL_H_
 #define EP_FFI_MATMUL_GROUPED_MATMUL_H_
@@ -64,7 +64,8 @@ struct GroupedMatmulArgs {
 
 // Computes the missing argument. Rows past the last slab are never read, and
 // not written unless the tail says so. Fails before it writes if the sizes do
-// not fit; or if memory is short.
+// not fit. If a thread lacks memory for scratch arrays, it fails, and what it
+// has written means nothing.
 Status GroupedMatmul(const Kernels& kernels, const GroupedMatmulArgs& args,
                      Executor* executor);
 

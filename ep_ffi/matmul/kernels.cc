@@ -11,7 +11,8 @@
 // files inline, and might keep the one that only a new processor can run.
 //
 // Only here a multiplication and an addition may become one operation, which
-// rounds once. The other options are those of backends/host/row_math.cc.
+// rounds once. The other options are for GCC, which otherwise vectorizes no
+// choice between floats, since it may not compute both.
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #define EP_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)

@@ -13,29 +13,30 @@
 
 namespace ep {
 
-// What a kernel fetches into the second cache while it computes: the matrices,
-// of which each element is read from memory once, or written.
+// Names the array that a kernel fetches into the second cache while it
+// computes. It is that of the matrices, each element of which is read or
+// written once; or the result, if they are copied.
 enum class Fetch { kA, kB, kResult };
 
 // A product a * b, and how it is computed. Distances count elements.
 //
 // The columns of b lie in panels of `Kernels::panel_width`; those of the last
-// one are a multiple of `Kernels::lanes`. `block` steps are done for all
-// elements before the next ones.
+// one are a multiple of `Kernels::lanes`. The product has `depth` steps of b
+// from step `first` on, which is step 0 of a.
 struct Product {
-  int64_t rows, depth, columns, block;
+  int64_t rows, first, depth, columns;
   const float* a;  // [rows, depth]
   int64_t a_row, a_step;
-  const float* b;           // [depth, columns]
+  const float* b;           // [first + depth or more, columns]
   int64_t b_step, b_panel;  // b_step 0: the steps of a panel are consecutive
-  // [rows, columns], with rows up to the next multiple of `Kernels::tile_rows`,
-  // of which the surplus ones mean nothing.
+  // This is [rows, columns], with rows up to the next multiple of
+  // `Kernels::tile_rows`. The surplus ones mean nothing.
   float* out;
   int64_t out_row;
   bool adds;  // to what `out` has, rather than to zero
   Fetch fetch;
   int64_t ahead;  // from what is read of a or b to what is fetched
-  // Where `out` will be written in the end; its distances in bytes.
+  // This is where `out` will be written in the end. Its distances count bytes.
   const std::byte* result;
   int64_t result_row, result_column;
 };

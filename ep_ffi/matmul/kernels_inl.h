@@ -10,27 +10,24 @@ typedef int IntVector __attribute__((vector_size(sizeof(int) * kLanes)));
 typedef float UnalignedVector __attribute__((
     vector_size(sizeof(float) * kLanes), aligned(alignof(float)), may_alias));
 
-// Computes kRows rows of n vectors of the result at `row` and `column`, from
-// step `begin` of the depth to `end`. The sums stay in
-// registers; if the loops were not unrolled, GCC would keep them in memory,
-// too.
+// Computes kRows rows of n vectors of the result at `row` and `column`. The
+// sums stay in registers; if the loops were not unrolled, GCC would keep them
+// in memory, too.
 template <int n, Fetch fetch>
 EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
-                            const float* b, int64_t begin, int64_t end) {
+                            const float* b) {
   float* out = p.out + row * p.out_row + column;
   const int64_t b_step = p.b_step > 0 ? p.b_step : n * kLanes;
   const float* a[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    a[r] = p.a + std::min(row + r, p.rows - 1) * p.a_row + begin * p.a_step;
+    a[r] = p.a + std::min(row + r, p.rows - 1) * p.a_row;
   }
-  b += begin * b_step;
+  b += p.first * b_step;
   // The rows of a matrix lie one after another, so kRows elements of them for
   // each step are a whole tile in the end.
   constexpr int64_t kStepsOfLine = 64 / sizeof(float) / kRows;
-  const float* ahead = fetch == Fetch::kB
-                           ? b + p.ahead
-                           : p.a + row * p.a_row + begin * kRows + p.ahead;
+  const float* ahead = p.ahead + (fetch == Fetch::kB ? b : p.a + row * p.a_row);
   if (fetch == Fetch::kResult) {
     const std::byte* result =
         p.result + row * p.result_row + column * p.result_column;
@@ -43,18 +40,17 @@ EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
       }
     }
   }
-  const bool is_first = begin == 0 && !p.adds;
   Vector sums[kRows][n];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 3
     for (int v = 0; v < n; ++v) {
-      sums[r][v] = is_first ? Vector{}
-                            : *reinterpret_cast<const UnalignedVector*>(
-                                  out + r * p.out_row + v * kLanes);
+      sums[r][v] = p.adds ? *reinterpret_cast<const UnalignedVector*>(
+                                out + r * p.out_row + v * kLanes)
+                          : Vector{};
     }
   }
-  const int64_t stop = (end - begin) * p.a_step;
+  const int64_t stop = p.depth * p.a_step;
   for (int64_t k = 0; k < stop; k += p.a_step) {
     Vector columns[n];
 #pragma GCC unroll 3
@@ -84,32 +80,26 @@ EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
 }
 
 template <Fetch fetch>
-EP_TARGET void MultiplyBlocks(const Product& p) {
+EP_TARGET void MultiplyTiles(const Product& p) {
   constexpr int64_t kWidth = kLanes * kVectors;
-  // Without depth the result is zero.
-  for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += p.block) {
-    const int64_t end = std::min(begin + p.block, p.depth);
-    const float* b = p.b;
-    for (int64_t c = 0; c < p.columns; c += kWidth, b += p.b_panel) {
-      const int64_t vectors = std::min((p.columns - c) / kLanes, kVectors);
-      const auto multiply = vectors == 3   ? MultiplyTile<3, fetch>
-                            : vectors == 2 ? MultiplyTile<2, fetch>
-                                           : MultiplyTile<1, fetch>;
-      for (int64_t r = 0; r < p.rows; r += kRows) {
-        multiply(p, r, c, b, begin, end);
-      }
-    }
+  const float* b = p.b;
+  for (int64_t c = 0; c < p.columns; c += kWidth, b += p.b_panel) {
+    const int64_t vectors = std::min((p.columns - c) / kLanes, kVectors);
+    const auto multiply = vectors == 3   ? MultiplyTile<3, fetch>
+                          : vectors == 2 ? MultiplyTile<2, fetch>
+                                         : MultiplyTile<1, fetch>;
+    for (int64_t r = 0; r < p.rows; r += kRows) multiply(p, r, c, b);
   }
 }
 
 EP_TARGET void Multiply(const Product& p) {
   switch (p.fetch) {
     case Fetch::kA:
-      return MultiplyBlocks<Fetch::kA>(p);
+      return MultiplyTiles<Fetch::kA>(p);
     case Fetch::kB:
-      return MultiplyBlocks<Fetch::kB>(p);
+      return MultiplyTiles<Fetch::kB>(p);
     case Fetch::kResult:
-      return MultiplyBlocks<Fetch::kResult>(p);
+      return MultiplyTiles<Fetch::kResult>(p);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Items of work that a thread shares with those of a pool.
+// Lets the threads of a pool run a part of one thread's work.
 
 #ifndef EP_FFI_MATMUL_SHARED_WORK_H_
 #define EP_FFI_MATMUL_SHARED_WORK_H_
