@@ -199,10 +199,11 @@ def _apply(experts, params, rows, weights, handle, segments):
 class _Hidden:
   """A function of blocks: products, and what else there is, to hidden rows.
 
-  What there may be is biases of the products, then which rows hold tokens, then
-  weights. The products of rows that pad slabs are zeros that have no gradient,
-  whatever the derivative of an activation is there: it may be infinite, and its
-  product with the gradient of such a row, which is zero, a NaN.
+  After the products come their biases, which rows hold tokens, and weights, if
+  there are any. The products of rows that pad slabs are zeros that have no
+  gradient, whatever the derivative of an activation is there: it may be
+  infinite, and its product with the gradient of such a row, which is zero, a
+  NaN.
   """
 
   experts: Experts

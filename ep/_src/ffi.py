@@ -26,6 +26,9 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # on that side, the error of every test has the digest to write here.
 INTERFACE = "826d3aee5cc3"
 
+# These are the values of `Tail` in ep_ffi/core/backend.h.
+TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
+
 _VARIABLE = "EP_FFI_LIBRARY_PATH"
 _ERROR_BYTES = 4096
 _INVALID_ARGUMENT = 1  # ep_ffi/core/status.h

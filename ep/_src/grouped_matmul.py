@@ -254,14 +254,15 @@ def _lower_on_cpu(ctx, *operands, **params):
   dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
   if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
     return _lower_to_tiles(ctx, *operands, **params)
-  tail = _TAILS.index(params["tail"])
   return _lower_to_native(
-    ctx, *operands, missing=np.int64(params["missing"]), tail=np.int64(tail)
+    ctx,
+    *operands,
+    missing=np.int64(params["missing"]),
+    tail=np.int64(ffi.TAILS[params["tail"]]),
   )
 
 
 _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-_TAILS = "unspecified", "zero", "nan"  # ep_ffi/handlers/grouped_matmul.h
 
 compat.mlir.register_lowering(grouped_matmul_p, _lowering(ragged))
 compat.mlir.register_lowering(grouped_matmul_p, _lower_on_cpu, "cpu")

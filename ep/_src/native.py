@@ -20,9 +20,6 @@ from ep._src.config import GroupConfig
 from ep._src.meshes import Mesh
 from ep._src.program import ProgramNames
 
-# `Tail` of ep_ffi/core/backend.h.
-_TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
-
 # The abstract value of what `_place` returns.
 _PLACE = jax.core.ShapedArray((2,), jnp.int32)
 
@@ -108,7 +105,7 @@ class NativeConnection(backend.Connection):
           alignment=np.int64(layer.alignment),
           capacity=np.int64(params.capacity),
           drop=params.drop,
-          tail=np.int32(_TAILS[params.tail]),
+          tail=np.int32(ffi.TAILS[params.tail]),
           config=np.int64(layer.fingerprint),
           checked=params.checked,
         ),

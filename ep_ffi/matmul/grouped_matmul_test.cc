@@ -157,10 +157,13 @@ struct Sum {
   }
 };
 
-// Calls `add(result, index, x, y)` for each product of the missing argument.
-template <typename AddTerm>
-void ForEachTerm(const Case& c, Missing missing, const Arrays& arrays,
-                 AddTerm add) {
+// Returns the elements of the results of the missing argument. Each begins as
+// T(), and `add(&element, x, y)` is called for each of its products.
+template <typename T, typename AddTerm>
+std::vector<std::vector<T>> SumTerms(const Case& c, Missing missing,
+                                     Arrays& arrays, AddTerm add) {
+  std::vector<std::vector<T>> sums;
+  for (Array* x : arrays.Of(missing)) sums.emplace_back(x->size());
   int64_t start = 0;
   for (size_t j = 0; j < c.sizes.size(); ++j) {
     int64_t end = start + c.sizes[j];
@@ -180,11 +183,11 @@ void ForEachTerm(const Case& c, Missing missing, const Arrays& arrays,
                          : Decode(c.row_type, Encode(c.row_type, w));
             };
             if (missing == Missing::kRows) {
-              add(0, x, arrays.outs[p].Get(y), matrix());
+              add(&sums[0][x], arrays.outs[p].Get(y), matrix());
             } else if (missing == Missing::kMatrices) {
-              add(p, m, arrays.rows.Get(x), arrays.outs[p].Get(y));
+              add(&sums[p][m], arrays.rows.Get(x), arrays.outs[p].Get(y));
             } else {
-              add(p, y, arrays.rows.Get(x), matrix());
+              add(&sums[p][y], arrays.rows.Get(x), matrix());
             }
           }
         }
@@ -192,18 +195,16 @@ void ForEachTerm(const Case& c, Missing missing, const Arrays& arrays,
     }
     start += c.sizes[j];
   }
+  return sums;
 }
 
 // Runs the case for each missing argument, and compares with plain loops.
 void Check(const Kernels& kernels, const Case& c) {
   for (Missing missing : kMissing) {
     Arrays arrays(c, 7);
-    std::vector<std::vector<Sum>> sums;
-    for (Array* x : arrays.Of(missing)) sums.emplace_back(x->size());
-    ForEachTerm(c, missing, arrays,
-                [&](size_t result, int64_t i, double x, double y) {
-                  sums[result][i].Add(x, y);
-                });
+    const auto sums =
+        SumTerms<Sum>(c, missing, arrays,
+                      [](Sum* sum, double x, double y) { sum->Add(x, y); });
     for (Array* x : arrays.Of(missing)) {
       for (int64_t i = 0; i < x->size(); ++i) x->Set(i, 77);
     }
@@ -298,13 +299,10 @@ TEST_P(GroupedMatmulTest, AddsChainsInOrder) {
         Case{539, 9, {48, 7}, {530, 9}}}) {
     for (Missing missing : kMissing) {
       Arrays arrays(c, 5);
-      std::vector<std::vector<float>> sums;
-      for (Array* x : arrays.Of(missing)) sums.emplace_back(x->size());
-      ForEachTerm(c, missing, arrays,
-                  [&](size_t result, int64_t i, double x, double y) {
-                    float& sum = sums[result][i];
-                    sum = Chain(kernels_, sum, x, y);
-                  });
+      const auto sums = SumTerms<float>(c, missing, arrays,
+                                        [&](float* sum, double x, double y) {
+                                          *sum = Chain(kernels_, *sum, x, y);
+                                        });
       ASSERT_TRUE(Compute(kernels_, c, missing, &arrays).ok());
       for (size_t result = 0; result < sums.size(); ++result) {
         const Array& out = *arrays.Of(missing)[result];
