@@ -96,7 +96,7 @@ def initialize() -> None:
   # The module itself does not import JAX; see its docstring.
   import jax
 
-  from ep._src import compat, presence
+  from ep._src import compat, ending, presence
 
   if jax.distributed.is_initialized():
     return
@@ -117,9 +117,7 @@ def initialize() -> None:
 
   def report_and_exit(*exc_info):
     report(*exc_info)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    ending.exit_now()
 
   sys.excepthook = report_and_exit
 

@@ -171,11 +171,15 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
     (dict(top_k=E + 1), "a layer of only defaults fails: .*top_k = 9"),
     (dict(max_token_dtype=jnp.int8), "max_token_dtype = int8"),
   ]:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"^resize: {words}"):
       ep.resize(old, **sizes)
-  assert_same(program(*inputs), want)
 
-  with ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H) as group:
+  in_flight = [program(*inputs) for _ in range(3)]
+  with jax.set_mesh(mesh):
+    group = ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H)
+  with group:
+    for outputs in in_flight:
+      assert_same(outputs, want)
     kept = ("name", "mesh", "top_k", "overflow", "backend", "timeout_s")
     assert all(getattr(group, name) == getattr(old, name) for name in kept)
     case = Case(ep.EpLayerConfig(group), lead=(2 * T,), hidden=2 * H)

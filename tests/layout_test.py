@@ -25,7 +25,7 @@ LAYERS = [
   {"handle", "replay"},
   {"sharding"},
   {"group", "host_backend", "nccl_backend", "xla_backend"},
-  {"membership", "native", "xla_checks"},
+  {"ending", "membership", "native", "xla_checks"},
   {"versions", "xla_exchange"},
   {"used_rows"},
   {"grouped_matmul"},

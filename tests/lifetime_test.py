@@ -8,6 +8,7 @@ Tests that compile a program for each group make fewer groups.
 
 import contextlib
 import gc
+import time
 
 import jax
 import pytest
@@ -203,6 +204,62 @@ group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
 """
   log = run_alone(tmp_path, program, 2)
   assert log == "group is open: False\nfinalizers\n"
+
+
+# Rank 0 launches what rank 1, which ends later, does not.
+_LAUNCH_ALONE = """
+import sys, time
+import jax
+from jax.sharding import AxisType, PartitionSpec as P
+import numpy as np
+import ep
+
+ep.launch.initialize()
+mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,))
+group = ep.ep_bootstrap(mesh, num_experts=2, top_k=1, timeout_s={timeout_s})
+layer = ep.EpLayerConfig(group)
+
+def prepare(idx):
+  return ep.ep_prepare(layer, idx).mem
+
+def sum(idx):
+  return jax.lax.psum(idx, "ep")
+
+def run(f):
+  f = jax.shard_map(f, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"),
+                    check_vma=False)
+  jax.jit(f)(jax.make_array_from_callback(
+    (2 * 10**6, 1), jax.NamedSharding(mesh, P("ep")),
+    lambda _: np.zeros((10**6, 1), np.int32)))
+
+if jax.process_index() == 0:
+  run({run})
+  {end}
+else:
+  time.sleep(4)
+"""
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
+@pytest.mark.parametrize(
+  "run, timeout_s, end, rank, told",
+  [
+    ("prepare", 60, "pass", 1, "rank 0 (process 0) ran ep_prepare"),
+    ("sum", 2, "pass", 0, "At exit: ep: programs that this process has"),
+    ("sum", 60, "sys.excepthook = sys.__excepthook__; 1 / 0", 0, "by zero"),
+  ],
+)
+def test_at_exit_an_error_makes_the_code_1(
+  tmp_path, run, timeout_s, end, rank, told
+):
+  """It waits no longer than `timeout_s`, and not at all after an exception."""
+  program = _LAUNCH_ALONE.format(run=run, timeout_s=timeout_s, end=end)
+  start = time.monotonic()
+  code = launch.launch(
+    ["-c", program], num_processes=2, timeout_s=50, log_dir=tmp_path
+  )
+  assert code == 1 and time.monotonic() - start < 45
+  assert told in (tmp_path / f"rank_{rank}.log").read_text().splitlines()[-1]
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it is about one process")

@@ -106,12 +106,8 @@ class Connection(abc.ABC):
 
   @property
   def closes_at_exit(self) -> bool:
-    """Whether it closes when Python exits, so that no peer waits for it.
-
-    Where no other process takes part there is no such peer, and the programs
-    that still run then come to their end.
-    """
-    return True
+    """Whether it closes when Python exits, so that no peer waits for it."""
+    return False
 
   @property
   def _is_forked(self) -> bool:

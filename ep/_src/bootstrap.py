@@ -7,16 +7,18 @@ This is the only file that knows every backend.
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import logging
+import sys
 from typing import TypedDict, Unpack
 import weakref
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ep._src import arguments, membership, meshes, native, te_names
+from ep._src import arguments, ending, membership, meshes, native, te_names
 from ep._src.backend import Backend, CannotServe, open_connections
 from ep._src.config import GroupConfig, LayerConfig
 from ep._src.group import EpGroup
@@ -44,11 +46,22 @@ _logger = logging.getLogger("ep")
 # those may wait for peers that wait for this process.
 @atexit.register
 def _close_all() -> None:
-  with contextlib.ExitStack() as stack:
-    for connection in open_connections():
-      if connection.closes_at_exit:
+  """Closes the groups of several processes, after the programs that use them.
+
+  If the program failed, its peers are told of its end at once.
+  """
+  closing = [c for c in open_connections() if c.closes_at_exit]
+  try:
+    with contextlib.ExitStack() as stack:
+      for connection in closing:
         stack.callback(connection.close)
-    stack.callback(native.close_released)
+      stack.callback(native.close_released)
+      if not hasattr(sys, "last_value"):  # of an uncaught exception
+        groups = [connection.group for connection in closing]
+        ending.wait_for_programs("ep", groups + native.released())
+  except Exception as e:
+    print(f"At exit: {e}", file=sys.stderr)
+    ending.exit_now()  # Python would end with the code 0
 
 
 def _check(group: GroupConfig) -> Backend:
@@ -150,8 +163,8 @@ def ep_bootstrap(
       serve the mesh it picks "xla", and logs why to the logger "ep".
     max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
       lets it choose. No effect on CPU.
-    timeout_s: seconds until a rank that waits for its peers gives up, here and
-      in every op; `math.inf` for never.
+    timeout_s: seconds until a rank that waits for its peers gives up, here, in
+      every op and at exit; `math.inf` for never.
     name: the group's, unique among the live groups of the process and equal on
       all processes; it is part of the compiled program. Default: a serial
       number.
@@ -237,6 +250,17 @@ class Sizes(TypedDict, total=False):
   recv_capacity_per_rank: int | None
 
 
+@contextlib.contextmanager
+def _named_resize() -> Iterator[None]:
+  """Names `resize` in the errors of what it has in common with a bootstrap."""
+  try:
+    yield
+  except (ValueError, TypeError, RuntimeError) as e:
+    e.args = (str(e).replace("ep_bootstrap", "resize"),)
+    raise
+
+
+@_named_resize()
 def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   """Replaces a group by one of other sizes, on the same mesh.
 
@@ -244,9 +268,10 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
       layer = cfg.layer(group)  # and trace the programs again
 
   Collective: every process of the mesh calls it, with the same sizes. The
-  processes first agree on them. Then it closes the group as `ep_finalize` does,
-  before the new one allocates anything, and does what `ep_bootstrap` does with
-  the arguments of the old one and these sizes.
+  processes first wait for the programs that they have launched, and agree on
+  the sizes. Then it closes the group as `ep_finalize` does, before the new one
+  allocates anything, and does what `ep_bootstrap` does with the arguments of
+  the old one and these sizes.
 
   With "nccl" a larger step needs it, because buffers have the sizes of the
   group. With "host" and "xla" it does the same, so that a program for GPUs runs
@@ -278,7 +303,8 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
 
   Raises:
     ValueError, TypeError, RuntimeError: on all processes, if a size of one is
-      wrong or their sizes differ; or as `ep_finalize` and `ep_bootstrap` do.
+      wrong, their sizes differ, or a program does not end within `timeout_s`;
+      or as `ep_finalize` and `ep_bootstrap` do.
     TypeError: a keyword is none of the sizes.
   """
   if unknown := sizes.keys() - Sizes.__annotations__.keys():
@@ -292,6 +318,7 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   old = {field.name: getattr(group, field.name) for field in fields}
 
   def propose():
+    ending.wait_for_programs("resize", [group])
     new = GroupConfig(**{**old, "recv_capacity_per_rank": None, **sizes})
     _check(new).check_sizes(new)
     return new

@@ -322,7 +322,7 @@ class LayerConfig:
       most is None or num_tokens <= most,
       what,
       f"{num_tokens} tokens on a rank, but max_tokens_per_rank = {most}; raise"
-      " it in ep_bootstrap, or split the tokens.",
+      " it with ep.resize, or split the tokens.",
     )
     # See ValidateDims in ep_ffi/core/plan.cc.
     rows = (

@@ -133,8 +133,8 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
   if rows.dtype.itemsize > group.max_token_dtype.itemsize:
     raise TypeError(
       f"{op}: {name} is {rows.dtype}, but the group's max_token_dtype is"
-      f" {group.max_token_dtype}; convert the rows, or raise it in"
-      " ep_bootstrap."
+      f" {group.max_token_dtype}; convert the rows, or raise it"
+      " with ep.resize."
     )
   if rows.ndim < 2:
     raise ValueError(
@@ -145,7 +145,7 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
   if hidden < 1 or (most is not None and hidden > most):
     raise ValueError(
       f"{op}: {name} has hidden size {hidden}, but it must be positive and no"
-      f" more than the group's hidden_dim = {most}; raise that in ep_bootstrap."
+      f" more than the group's hidden_dim = {most}; raise it with ep.resize."
     )
 
 

@@ -80,10 +80,6 @@ class HostBackend(Backend):
 class HostConnection(native.NativeConnection):
   """The ranks of a group in this process, and sockets to the other ones."""
 
-  @property
-  def closes_at_exit(self) -> bool:
-    return len(meshes.processes(self.group.mesh)) > 1
-
 
 def _listen() -> socket.socket:
   """Listens at an abstract address with a random name; see handshake.h."""

@@ -23,8 +23,8 @@ from ep._src.program import ProgramNames
 # The abstract value of what `_place` returns.
 _PLACE = jax.core.ShapedArray((2,), jnp.int32)
 
-# The backends of which this process has released groups.
-_released: set[str] = set()
+# The last group of each backend that this process has released.
+_released: dict[str, GroupConfig] = {}
 os.register_at_fork(after_in_child=_released.clear)
 
 
@@ -37,6 +37,12 @@ class NativeConnection(backend.Connection):
   def __init__(self, group: GroupConfig):
     super().__init__(group)
     self._programs = ProgramNames(group.name)
+
+  @property
+  def closes_at_exit(self) -> bool:
+    # Without another process there is no such peer, and the programs that still
+    # run then come to their end.
+    return not self._is_forked and len(meshes.processes(self.group.mesh)) > 1
 
   def check(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
@@ -117,7 +123,12 @@ class NativeConnection(backend.Connection):
   def _release(self) -> None:
     ffi.release_group(self.group.backend, self.group.name)
     if self.closes_at_exit:
-      _released.add(self.group.backend)
+      _released[self.group.backend] = self.group
+
+
+def released() -> list[GroupConfig]:
+  """Returns one released group of each backend that has such groups."""
+  return list(_released.values())
 
 
 def close_released() -> None:
