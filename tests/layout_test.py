@@ -39,7 +39,7 @@ LAYERS = [
   {"batching", "failing", "loads", "record_files"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
-  {"coordinator", "gpus", "jax_version", "keeper", "public", "reference"},
+  {"coordinator", "gpus", "jax_version", "public", "reference"},
 ]
 
 # The same for the files of ep.testing.

@@ -8,6 +8,7 @@ id in the operating system.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -20,8 +21,11 @@ from ep._src import compat
 
 
 def announce() -> None:
-  """Publishes the identity of this process. Idempotent."""
+  """Publishes the identity of this process, if it has joined. Idempotent."""
   if client := compat.distributed_client():
+    if joined := os.environ.get("EP_LAUNCH_JOINED"):  # see ep/launch.py
+      with contextlib.suppress(OSError):  # that launcher has ended
+        pathlib.Path(joined).touch()
     key = _key(compat.distributed_process())
     client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 
