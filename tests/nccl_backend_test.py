@@ -4,6 +4,8 @@
 import base64
 import dataclasses
 import os
+import pathlib
+import platform
 import stat
 import sys
 import types
@@ -169,6 +171,7 @@ def test_rows_are_scaled_in_float32_and_rounded_once():
 # --- Files -------------------------------------------------------------------
 
 VARIABLES = [
+  "NCCL_EP_JIT_CACHE_DIR",
   "NCCL_EP_JIT_NVCC",
   "NCCL_EP_JIT_SOURCE_DIR",
   "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
@@ -189,7 +192,7 @@ def machine(monkeypatch, tmp_path):
   for variable in VARIABLES:
     monkeypatch.setenv(variable, "")
     monkeypatch.delenv(variable)
-  monkeypatch.setenv("NCCL_EP_JIT_CACHE_DIR", str(tmp_path / "jit"))
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   monkeypatch.setenv("PATH", str(tmp_path / "path"))
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   for module in ("nccl", "nccl.ep", "nvidia", "nvidia.nccl", "nvidia.cu13"):
@@ -238,6 +241,7 @@ def test_files_of_wheels_are_found(machine):
   assert nccl == str(machine / "nvidia/nccl/lib/libnccl.so.2")
   assert nccl_ep == str(machine / "nccl/ep/lib/cu13/libnccl_ep.so")
   assert {v: os.environ[v] for v in VARIABLES if v in os.environ} == {
+    "NCCL_EP_JIT_CACHE_DIR": str(kernels(machine)),
     "NCCL_EP_JIT_NVCC": str(nvcc),
     "NCCL_EP_JIT_SOURCE_DIR": str(machine / "nccl/ep/include/nccl_ep"),
     "NCCL_EP_JIT_BUILD_INCLUDE_DIR": str(machine / "nvidia/nccl/include"),
@@ -249,7 +253,7 @@ def test_variables_of_the_user_are_kept(machine, monkeypatch):
   wheels(machine)
   nvcc = program(machine / "my/bin/nvcc", "exit 0")
   write_nccl_header(machine / "mine")
-  mine = dict.fromkeys(VARIABLES[1:4], str(machine / "mine"))
+  mine = dict.fromkeys([VARIABLES[0], *VARIABLES[2:5]], str(machine / "mine"))
   mine["NCCL_EP_JIT_NVCC"] = str(nvcc)
   for variable, value in mine.items():
     monkeypatch.setenv(variable, value)
@@ -343,16 +347,73 @@ def test_missing_headers_are_named(machine, missing, words):
     assert word in str(error.value)
 
 
+# --- The cache of compiled kernels -------------------------------------------
+
+
+def kernels(machine):
+  """Returns the folder of kernels that a user has by default."""
+  return machine / "cache/ep/nccl_ep" / platform.node()
+
+
+def foreign(place):
+  """Returns a stand-in for `_owner`, for which another user owns `place`."""
+  return lambda path: os.geteuid() + (path == place)
+
+
+def refused(machine, *words):
+  """Checks that `prepare` refuses the folder of kernels, and tells a cure."""
+  nccl_files._prepare.cache_clear()
+  with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
+    prepare()
+  for word in [str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words]:
+    assert word in str(error.value)
+  return str(error.value)
+
+
 def test_a_cached_compile_failure_is_refused(machine):
   """NCCL EP ends the process when it finds the file of such a failure."""
   wheels(machine)
-  (machine / "jit/good").mkdir(parents=True)
+  good, bad = kernels(machine) / "good", kernels(machine) / "bad"
+  good.mkdir(parents=True)
   prepare()
-  nccl_files._prepare.cache_clear()
-  (machine / "jit/bad").mkdir()
-  (machine / "jit/bad/compile.failed").touch()
-  with pytest.raises(RuntimeError) as error:
-    prepare()
-  for word in [str(machine / "jit/bad"), "Delete", "NCCL_EP_JIT_CACHE_DIR"]:
-    assert word in str(error.value)
-  assert str(machine / "jit/good") not in str(error.value)
+  bad.mkdir()
+  (bad / "compile.failed").touch()
+  assert str(good) not in refused(machine, str(bad), "Delete")
+
+
+def test_only_the_user_has_access_to_the_kernels(machine):
+  wheels(machine)
+  prepare()
+  assert stat.S_IMODE(kernels(machine).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_kernels_that_others_can_replace_are_refused(machine, mode):
+  wheels(machine)
+  prepare()
+  kernels(machine).chmod(mode)
+  refused(machine, "chmod go-w", oct(mode)[2:])
+
+
+def test_kernels_of_another_user_are_refused(machine, monkeypatch):
+  wheels(machine)
+  prepare()
+  monkeypatch.setattr(nccl_files, "_owner", foreign(kernels(machine)))
+  refused(machine, f"{kernels(machine)} belongs to another user")
+
+
+@pytest.mark.parametrize("name", ["cache", kernels(pathlib.Path())])
+def test_a_link_to_kernels_must_be_the_users(machine, monkeypatch, name):
+  wheels(machine)
+  (machine / name).parent.mkdir(parents=True, exist_ok=True)
+  (machine / "mine").mkdir(mode=0o700)
+  (machine / name).symlink_to(machine / "mine")
+  prepare()
+  monkeypatch.setattr(nccl_files, "_owner", foreign(machine / name))
+  refused(machine, f"{machine / name} belongs to another user")
+
+
+def test_a_machine_without_a_folder_for_kernels_is_refused(machine):
+  wheels(machine)
+  (machine / "cache").touch()
+  refused(machine, "Not a directory")

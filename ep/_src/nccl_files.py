@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import functools
 import os
 import pathlib
+import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 
@@ -33,7 +35,6 @@ _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _PROBE_TIMEOUT_S = 120
 
 _CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
-_DEFAULT_CACHE = "/tmp/nccl_ep/jit"
 
 
 def prepare(device: jax.Device) -> tuple[str, str]:
@@ -197,11 +198,30 @@ def _flags(variable: str) -> Sequence[str]:
 
 
 def _check_cache() -> None:
-  """Raises `RuntimeError` if NCCL EP remembers that a kernel did not compile.
+  """Makes the folder of compiled kernels, which NCCL EP loads and runs.
 
-  It would not compile it again.
+  By default each host has its own, because NCCL EP's locks and temporary names
+  are those of one host, and home folders may be shared.
+
+  Raises:
+    RuntimeError: it cannot be made; another user can write to it; or NCCL EP
+      remembers in it that a kernel did not compile, and would not try again.
   """
-  cache = pathlib.Path(os.environ.get(_CACHE_VARIABLE) or _DEFAULT_CACHE)
+  try:
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    cache = pathlib.Path(
+      os.environ.get(_CACHE_VARIABLE)
+      or pathlib.Path(home, "ep", "nccl_ep", platform.node())
+    ).absolute()
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=cache).close()
+  except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home
+    raise RuntimeError(
+      "ep_bootstrap: NCCL EP has no folder to write the kernels to that it"
+      f" compiles: {e}; set {_CACHE_VARIABLE} to one. See docs/gpu.md."
+    ) from e
+  os.environ[_CACHE_VARIABLE] = str(cache)
+  _check_private(cache)
   failures = sorted(cache.glob("*/compile.failed"))
   if failures:
     folders = ", ".join(str(failure.parent) for failure in failures)
@@ -211,3 +231,24 @@ def _check_cache() -> None:
       f" what it remembers: {folders}. Or set {_CACHE_VARIABLE} to another"
       " folder. See docs/gpu.md."
     )
+
+
+def _check_private(cache: pathlib.Path) -> None:
+  """Raises `RuntimeError` if another user, but root, can replace kernels."""
+  what = f"ep_bootstrap: NCCL EP loads and runs the kernels in {cache}, but"
+  cure = f"set {_CACHE_VARIABLE} to a folder of your own. See docs/gpu.md."
+  folder = cache.resolve()
+  links = [path for path in (cache, *cache.parents) if path.is_symlink()]
+  for path in (*links, folder):
+    if _owner(path) not in {0, os.geteuid()}:
+      raise RuntimeError(f"{what} {path} belongs to another user; {cure}")
+  mode = stat.S_IMODE(folder.stat().st_mode)
+  if mode & (stat.S_IWGRP | stat.S_IWOTH):
+    raise RuntimeError(
+      f"{what} its mode {mode:o} lets other users write to it; delete it, or,"
+      f" if all in it is yours, chmod go-w it; or {cure}"
+    )
+
+
+def _owner(path: pathlib.Path) -> int:
+  return path.lstat().st_uid
