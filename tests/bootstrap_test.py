@@ -76,6 +76,7 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(timeout_s=math.nan), ["timeout_s", "nan"]),
     (dict(timeout_s="60"), ["timeout_s", "'60'", "str"]),
     (dict(timeout_s=None), ["timeout_s", "None"]),
+    (dict(exit_after_s=0), ["exit_after_s", "0"]),
     (dict(max_num_sms=-1), ["max_num_sms", "-1"]),
     (dict(max_num_sms=2.0), ["max_num_sms", "2.0", "float", "integer"]),
     (dict(num_experts=8.0), ["num_experts", "8.0", "float", "integer"]),
@@ -180,7 +181,7 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
   with group:
     for outputs in in_flight:
       assert_same(outputs, want)
-    kept = ("name", "mesh", "top_k", "overflow", "backend", "timeout_s")
+    kept = ("name", "mesh", "top_k", "overflow", "backend", "exit_after_s")
     assert all(getattr(group, name) == getattr(old, name) for name in kept)
     case = Case(ep.EpLayerConfig(group), lead=(2 * T,), hidden=2 * H)
     assert case.layer.capacity == 4 * 2 * T * (E // 4)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ep._src import ffi
-from worlds import Rank, run_world
+from worlds import Rank, RANKS, run_world
 
 # With backend="xla" a rank learns of these failures from bootstrap, from XLA's
 # collectives, or never.
@@ -21,6 +21,7 @@ only_native = pytest.mark.skipif(
 )
 
 TIMEOUT_S = 4.0  # This is timeout_s where a test waits for it.
+EXIT_S = 3.0  # This is exit_after_s where a test waits for it.
 LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 
 
@@ -124,6 +125,46 @@ def test_no_library_on_one_rank(tmp_path):
     assert "nowhere.so" in message
 
 
+@only_native
+@pytest.mark.parametrize(
+  "mesh, processes, stuck",
+  [
+    ("dp2_ep2", 4, {2, 3}),
+    ("dp2_ep2", 2, {1}),
+    ("ep2_dp2", 2, {0, 1}),  # Each process has a rank that fails, too.
+    ("dp2_ep2", 1, {0}),
+  ],
+)
+def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, mesh, processes, stuck):
+  """Python raises nothing there, but the process ends, and says why."""
+  notes = run_world(
+    __file__,
+    tmp_path,
+    "psum",
+    mesh,
+    processes=processes,
+    devices=RANKS // processes,
+  )
+  assert notes.keys() == {*range(processes)} - stuck
+  failure = 'ep_prepare(layer "moe_3"): rank 0 needs 10 receive rows'
+  for note in notes.values():
+    assert failure in note
+  launcher = capfd.readouterr().out
+  for process in stuck:
+    assert f"rank {process} failed with exit code 70" in launcher
+    log = (tmp_path / f"logs/rank_{process}.log").read_text()
+    at_once, last = log.split("ep_ffi: ")[1:]
+    assert at_once.startswith(failure)
+    for word in [f"process {process} ends", "exit_after_s = 3 s", failure]:
+      assert word in last
+
+
+@only_native
+def test_a_process_that_goes_on_after_a_failure_does_not_end(tmp_path):
+  notes = run_world(__file__, tmp_path, "goes_on", processes=2, devices=2)
+  assert notes == {0: "went on", 1: "went on"}
+
+
 # --- The program of a rank ---------------------------------------------------
 
 
@@ -178,6 +219,77 @@ class Scenarios(Rank):
       os.environ["EP_FFI_LIBRARY_PATH"] = "nowhere.so"
     self.note_error(lambda: self.bootstrap(timeout_s=LONG_S))
 
+  def psum(self, axes):
+    """Domain 0 fails after domain 1 has run its only op."""
+    import jax
+    from jax import lax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+    import numpy as np
+
+    from conftest import make_mesh
+    import ep
+    from groups import bootstrap, MESHES
+
+    mesh = make_mesh(MESHES[axes])
+    group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
+    layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
+
+    def before(domain):
+      if domain == 0:
+        self.wait_for("past_*", 2)
+      return np.asarray(domain)
+
+    def after(domain, rank, rows):
+      if domain == 1:
+        self.note(f"past_{rank}")
+      return np.asarray(rows)
+
+    def step():
+      scalar = jax.ShapeDtypeStruct((), np.int32)
+      domain, rank = lax.axis_index("dp"), lax.axis_index("ep")
+      domain = jax.pure_callback(before, scalar, domain)
+      # In domain 0 all tokens go to expert 0, and in domain 1 to none.
+      handle = ep.ep_prepare(layer, jnp.full((5, 1), -domain))
+      rows = handle.total_recv_tokens.sum()
+      rows = jax.pure_callback(after, scalar, domain, rank, rows)
+      return lax.psum(rows, ("dp", "ep"))
+
+    specs = dict(in_specs=(), out_specs=PartitionSpec())
+    self.note_error(jax.jit(jax.shard_map(step, mesh=mesh, **specs)))
+    ep.ep_finalize(group)
+    logs = self.notes.glob("logs/rank_*.log")
+    others = [log for log in logs if log.stem != f"rank_{self.index}"]
+    self.wait_until(
+      lambda: any("exit_after_s" in log.read_text() for log in others)
+    )
+    os._exit(0)
+
+  def goes_on(self):
+    import jax
+    import numpy as np
+
+    from conftest import to_global
+    import ep
+    from groups import spec
+
+    group = self.bootstrap(top_k=1, exit_after_s=EXIT_S)
+    layer = ep.EpLayerConfig(group, recv_capacity_per_rank=8)
+    program = jax.jit(lambda idx: ep.ep_prepare(layer, idx).total_recv_tokens)
+
+    def run(expert):
+      idx = np.full((20, 1), expert, np.int32)
+      idx = to_global(idx, group.mesh, spec(layer))
+      jax.block_until_ready(program(idx))
+
+    run(-1)
+    with pytest.raises(ep.EpError, match="20 receive rows"):
+      run(0)
+    run(-1)
+    time.sleep(2 * EXIT_S)
+    run(-1)
+    self.note(f"rank_{self.index}", "went on")
+
   def prepare(self, group, **options):
     from cases import Case
     import ep
@@ -201,9 +313,9 @@ class Scenarios(Rank):
       raise AssertionError("no error came")
 
 
-def main(notes, scenario):
+def main(notes, scenario, *args):
   rank = Scenarios(notes)
-  getattr(rank, scenario)()
+  getattr(rank, scenario)(*args)
   rank.leave(int(os.environ["JAX_NUM_PROCESSES"]))
 
 

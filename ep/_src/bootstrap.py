@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import logging
+import math
 import sys
 from typing import TypedDict, Unpack
 import weakref
@@ -120,6 +121,7 @@ def ep_bootstrap(
   backend: str | None = None,
   max_num_sms: int = 0,
   timeout_s: float = 300.0,
+  exit_after_s: float = math.inf,
   name: str | None = None,
 ) -> EpGroup:
   """Builds the EP domains of a mesh and connects their ranks.
@@ -165,6 +167,12 @@ def ep_bootstrap(
       lets it choose. No effect on CPU.
     timeout_s: seconds until a rank that waits for its peers gives up, here, in
       every op and at exit; `math.inf` for never.
+    exit_after_s: seconds after the failure of an op, on whatever rank, until a
+      process of "host" ends with exit code 70 and a message that has the
+      failure; `math.inf` for never. It does not end if it has closed the group
+      by then, or run another op of it on each of its devices. Without this, a
+      device that waits for a failed rank in a collective of XLA may wait for
+      ever, and its process raises nothing. No effect with other backends.
     name: the group's, unique among the live groups of the process and equal on
       all processes; it is part of the compiled program. Default: a serial
       number.
@@ -175,7 +183,7 @@ def ep_bootstrap(
   Raises:
     ValueError: an argument is out of range, differs between processes, or the
       name is taken.
-    TypeError: a size is no integer, or `timeout_s` no number.
+    TypeError: a size is no integer, or a time no number.
     RuntimeError: the processes cannot be connected.
     FileNotFoundError: the native library is missing.
   """
@@ -205,6 +213,7 @@ def ep_bootstrap(
     backend=backend or "xla",
     max_num_sms=max_num_sms,
     timeout_s=timeout_s,
+    exit_after_s=exit_after_s,
   )
   # Only what is right takes a serial number.
   group = dataclasses.replace(group, name=membership.group_name(mesh, name))

@@ -86,6 +86,7 @@ class GroupConfig:
   backend: str
   max_num_sms: int
   timeout_s: float
+  exit_after_s: float
 
   def __post_init__(self) -> None:
     what = "ep_bootstrap"
@@ -99,7 +100,8 @@ class GroupConfig:
     if isinstance(self.drop_by, _GroupPolicy):
       resolve("drop_by", str(self.drop_by))
     resolve("alignment", arguments.alignment(what, self.alignment))
-    resolve("timeout_s", arguments.seconds(what, "timeout_s", self.timeout_s))
+    for field in ("timeout_s", "exit_after_s"):
+      resolve(field, arguments.seconds(what, field, getattr(self, field)))
     arguments.string(what, "name", self.name)
     resolve("data_axes", arguments.strings(what, "data_axes", self.data_axes))
     axis, names = self.axis_name, self.mesh.axis_names

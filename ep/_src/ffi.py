@@ -24,7 +24,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # This is a digest of the C++ functions and attributes that ffi.py and native.py
 # use; the library carries its own (//ep_ffi/handlers:interface). After a change
 # on that side, the error of every test has the digest to write here.
-INTERFACE = "826d3aee5cc3"
+INTERFACE = "549bee2ba2e1"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -204,6 +204,7 @@ class _HostGroup(ctypes.Structure):
     ("config", ctypes.c_char_p),
     ("num_experts", ctypes.c_int64),
     ("timeout_s", ctypes.c_double),
+    ("exit_after_s", ctypes.c_double),
     ("processes", ctypes.POINTER(_HostProcess)),
     ("ranks", ctypes.POINTER(_HostRank)),
     ("num_processes", ctypes.c_int32),

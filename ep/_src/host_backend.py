@@ -73,6 +73,7 @@ class HostBackend(Backend):
           for process, answer in answers.items()
         ],
         timeout_s=group.timeout_s,
+        exit_after_s=group.exit_after_s,
       )
     return HostConnection(group)
 

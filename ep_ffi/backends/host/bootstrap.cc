@@ -31,6 +31,7 @@ struct EpHostGroup {
   const char* config;  // see `Registry::Add`
   int64_t num_experts;
   double timeout_s;
+  double exit_after_s;
   const EpHostProcess* processes;
   const EpHostRank* ranks;  // domain-major
   int32_t num_processes;
@@ -50,6 +51,7 @@ HostGroup::Options ToOptions(const EpHostGroup& group) {
   options.name = group.name;
   options.num_experts = group.num_experts;
   options.timeout_s = group.timeout_s;
+  options.exit_after_s = group.exit_after_s;
   options.listener = group.listener;
   Topology& topology = options.topology;
   topology.process = group.process;

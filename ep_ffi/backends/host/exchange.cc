@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -11,6 +12,11 @@
 #include "ep_ffi/backends/host/clock.h"
 
 namespace ep::host {
+namespace {
+
+constexpr int kExitCode = 70;  // of a process that ends itself
+
+}  // namespace
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),
@@ -156,6 +162,7 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
     return FailedOnRank(part.op.Name(), topology().RankName(key.domain, rank),
                         why_not);
   }
+  waiting_.erase(key.domain * topology().ep_size + rank);
   *complete = pending_.Add(key, rank, std::move(part));
   return Status();
 }
@@ -287,10 +294,19 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
     if (!outcomes_.FailRun(run_id, status)) return;
     failed = pending_.Take(
         [&](const Exchange& e) { return e.key.run_id == run_id; });
+    if (waiting_.empty()) {
+      failure_ = status;
+      exit_at_ = Now() + options_.exit_after_s;
+      for (size_t i = 0; i < topology().members.size(); ++i) {
+        if (topology().members[i].process == topology().process) {
+          waiting_.insert(static_cast<int32_t>(i));
+        }
+      }
+    }
   }
-  if (topology().num_domains() > 1) {
-    // Ranks of a domain that has done its part may wait for those that fail
-    // in a collective of XLA, which ends the process before it raises this.
+  if (topology().members.size() > 1) {
+    // Ranks that have done their part may wait for those that fail in a
+    // collective of XLA, and then never raise this.
     std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
   }
   if (options_.on_run_failed) {
@@ -346,6 +362,11 @@ void Exchanges::OnTick() {
   std::vector<std::pair<Key, Status>> late;
   {
     MutexLock lock(mutex_);
+    if (!waiting_.empty() && Now() > exit_at_ && outcomes_.OfGroup().ok()) {
+      const Status status = Stuck(topology(), failure_, options_.exit_after_s);
+      std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
+      std::_Exit(kExitCode);
+    }
     for (const Exchange* e : pending_.FindLate(Now())) {
       late.emplace_back(e->key,
                         Late(topology(), *e, last_posts_, options_.timeout_s));

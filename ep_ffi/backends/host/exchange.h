@@ -33,8 +33,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -63,6 +65,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     std::string group_name;
     double timeout_s;
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
+    double exit_after_s =
+        std::numeric_limits<double>::infinity();  // see OnTick
   };
 
   static std::shared_ptr<Exchanges> Create(Options options,
@@ -150,6 +154,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
       EP_EXCLUDES(mutex_);
+  // Fails what is late. Ends the process if a run has failed, `exit_after_s` is
+  // over, and the process has neither closed the group nor run another op on
+  // each of its devices: one may wait for a failed rank in a collective of XLA.
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;
@@ -160,6 +167,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Outcomes outcomes_ EP_GUARDED_BY(mutex_);
   LastPosts last_posts_ EP_GUARDED_BY(mutex_);
   Launches launches_ EP_GUARDED_BY(mutex_);
+  // A failure, the time when the process may end because of it, and the local
+  // members of the topology that have run no other op since.
+  Status failure_ EP_GUARDED_BY(mutex_);
+  double exit_at_ EP_GUARDED_BY(mutex_) = 0;
+  std::set<int32_t> waiting_ EP_GUARDED_BY(mutex_);
   // Actions that wait, by site id, until the op has run here.
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,6 +42,8 @@ class HostGroup : public Group {
     int listener;      // as for Handshake
     // Called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
+    // As for `Exchanges`.
+    double exit_after_s = std::numeric_limits<double>::infinity();
   };
 
   // Collective over the processes of the topology.

@@ -95,6 +95,20 @@ Status Missed(const Topology& topology, const LastPosts& last_posts,
   return Status();
 }
 
+Status Stuck(const Topology& topology, const Status& failure,
+             double exit_after_s) {
+  return Status(
+      failure.code(),
+      StrCat(
+          topology.ProcessName(topology.process),
+          " ends: exit_after_s = ", exit_after_s,
+          " s ago an op failed, and the process has neither closed the group "
+          "nor run another op on each of its devices, so that one may wait "
+          "for a failed rank in a collective of XLA; restart the job. This "
+          "was the failure: ",
+          failure.message()));
+}
+
 Status Left(const Topology& topology, int32_t process, bool is_orderly,
             const std::string& group_name) {
   std::string ranks;

@@ -37,6 +37,10 @@ Status Late(const Topology& topology, const Exchange& exchange,
 Status Missed(const Topology& topology, const LastPosts& last_posts,
               const Launches& launches);
 
+// This process ends, because it may wait for ranks that have failed.
+Status Stuck(const Topology& topology, const Status& failure,
+             double exit_after_s);
+
 // A process has closed the group (`is_orderly`), or died.
 Status Left(const Topology& topology, int32_t process, bool is_orderly,
             const std::string& group_name);
