@@ -103,7 +103,8 @@ def dense(config, params, x, bias=None, mask=None):
   out = ffn(x, "...h,ehf->...ef", "...ef,efh->...eh", "w_")
   y = jnp.einsum("...eh,...e->...h", out, weights)
   if config.shared_inner:
-    y += ffn(x, "...h,hs->...s", "...s,sh->...h", "shared_")
+    shared = ffn(x, "...h,hs->...s", "...s,sh->...h", "shared_")
+    y += keep[..., None] * shared
   load = chosen.reshape(-1, config.num_experts).sum(axis=0)
   count = keep.sum()
 
@@ -166,12 +167,17 @@ def local_view(mesh_group, config):
   """Returns `apply` to parameters and tokens, as of one rank, of whole ones."""
   ranks = PartitionSpec(mesh_group.token_axes)
   specs = ep.moe.partition_specs(config, mesh_group.axis_name)
-  return jax.shard_map(
-    functools.partial(ep.moe.apply, config.layer(mesh_group), config),
-    mesh=mesh_group.mesh,
-    in_specs=(specs, ranks),
-    out_specs=(ranks, PartitionSpec()),
-  )
+  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+
+  def call(params, x, mask=None):
+    return jax.shard_map(
+      lambda params, x, mask: apply(params, x, mask=mask),
+      mesh=mesh_group.mesh,
+      in_specs=(specs, ranks, ranks),
+      out_specs=(ranks, PartitionSpec()),
+    )(params, x, mask)
+
+  return call
 
 
 def expected_of(config, params, x, bias=None, mask=None):
@@ -232,14 +238,59 @@ def test_bfloat16_in_both_views():
   assert_shards_close(y, expected, 4 * eps, 4 * eps * np.abs(expected).max())
 
 
-def test_masked_tokens_visit_no_expert_and_do_not_count():
-  config, mesh_group = PLAIN, group("dp2_ep2")
+@pytest.mark.parametrize(
+  "config, view",
+  [
+    pytest.param(PLAIN, "global", id="plain"),
+    pytest.param(
+      dataclasses.replace(SHARED, router_bias=True, deterministic=True),
+      "local",
+      id="shared_deterministic",
+    ),
+    pytest.param(
+      dataclasses.replace(
+        BIASED, shared_inner=S, capacity_factor=1.6, overflow="chunk"
+      ),
+      "global",
+      id="biases_chunk",
+    ),
+  ],
+)
+def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
+  """What stands in them reaches nothing, neither a NaN nor an infinity."""
+  mesh_group = group("dp2_ep2")
   params, x = make_params(config), tokens(R * T)
   mask = np.random.default_rng(3).random(R * T) < 0.6
-  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  junk = np.where(mask[:, None], x, np.resize([np.nan, np.inf, 3e38], x.shape))
+  if view == "global":
+    apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  else:
+    apply = local_view(mesh_group, config)
   fn = with_grads(lambda params, x, mask: apply(params, x, mask=mask))
-  got = jax.jit(fn)(*put(mesh_group, config, params, x, mask))
-  assert_close(got, expected_of(config, params, x, mask=mask))
+  args = put(mesh_group, config, params, junk.astype(x.dtype), mask)
+  assert_close(
+    jax.jit(fn)(*args),
+    expected_of(config, params, x * mask[:, None], mask=mask),
+  )
+
+
+def test_the_tangent_of_a_masked_token_is_zero():
+  config = dataclasses.replace(SHARED, jitter=0.1)
+  mesh_group = group("ep4")
+  apply = functools.partial(
+    ep.moe.apply, config.layer(mesh_group), config, key=jax.random.key(0)
+  )
+  mask = np.arange(R * T) % 3 > 0
+  junk = np.where(mask[:, None], tokens(R * T), np.nan).astype(np.float32)
+  params, junk, mask = put(mesh_group, config, make_params(config), junk, mask)
+
+  @jax.jit
+  def tangents(params, x, mask):
+    return jax.jvp(lambda *a: apply(*a, mask=mask), (params, x), (params, x))
+
+  for leaf in jax.tree.leaves(tangents(params, junk, mask)):
+    if leaf.dtype == jnp.float32:
+      assert all(np.isfinite(s.data).all() for s in leaf.addressable_shards)
 
 
 def test_gradients_of_each_example_are_its_own():

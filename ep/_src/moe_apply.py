@@ -74,8 +74,9 @@ def apply(
     x: [..., H], float32, bfloat16 or float16.
     bias: float32 [E] or None, added to the scores for the choice of experts;
       see `update_bias`. It gets no gradient.
-    mask: bool [...] or None. Tokens where it is False visit no routed expert
-      and do not count in the metrics.
+    mask: bool [...] or None. Tokens where it is False visit no expert, not
+      even the shared one, and do not count in the metrics: y is 0 there, and
+      what x holds, even NaN, reaches no value and no gradient.
     forced_idx: int32 [..., K] or None, the experts to visit in the place of
       those with the highest scores, as in `ep.route_topk`.
     key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
@@ -156,6 +157,11 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
   if layer.group.max_tokens_per_rank is None:
     layer = with_capacity(layer, config, math.prod(x.shape[:-1]))
   params = _local_params(layer, config, params)
+
+  def present(rows):
+    return rows if mask is None else jnp.where(mask[..., None], rows, 0)
+
+  x = present(x)
   with jax.named_scope("route"):
     logits = jnp.matmul(
       x.astype(jnp.float32),
@@ -198,7 +204,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
     topk_idx,
     topk_weights,
     weigh_moved=lambda used_idx: route(forced_idx=used_idx)[1],
-    beside=(lambda: _shared(config, params, x_inner))
+    beside=(lambda: present(_shared(config, params, x_inner)))
     if config.shared_inner
     else None,
   )
