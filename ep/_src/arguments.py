@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import numbers
 import operator
 import os
@@ -98,11 +99,68 @@ def alignment(what: str, value: Any) -> int:
   return max(rows, 1)
 
 
+def capacity_factor(what: str, value: Any) -> float:
+  """Returns a capacity over that of an even load.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no number.
+    ValueError: it is not positive, or not finite.
+  """
+  factor = number(what, "capacity_factor", value)
+  check(
+    factor > 0,
+    what,
+    f"capacity_factor = {factor}, but it must be positive: 1.25 leaves room for"
+    " a quarter more rows than an even load, None for any routing.",
+  )
+  return factor
+
+
+def flag(what: str, name: str, value: Any) -> bool:
+  """Returns an argument that is a bool, or raises `TypeError`."""
+  if not isinstance(value, bool | np.bool_):
+    raise _wrong_type(what, name, value, "True or False")
+  return bool(value)
+
+
+def flags(what: str, **values: Any) -> None:
+  """Raises `TypeError` unless all of the arguments are bools."""
+  for name, value in values.items():
+    flag(what, name, value)
+
+
 def number(what: str, name: str, value: Any) -> float:
-  """Returns an argument that is a real number, or raises `TypeError`."""
+  """Returns an argument that is a finite real number.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no number.
+    ValueError: it is NaN or infinite.
+  """
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise _wrong_type(what, name, value, "a number")
+  check(
+    math.isfinite(value),
+    what,
+    f"{name} = {value}, but it must be a finite number.",
+  )
   return float(value)
+
+
+def label(what: str, value: Any) -> str:
+  """Returns a name for messages, records and traces.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no string.
+    ValueError: it has characters that do not print, such as NUL.
+  """
+  name = string(what, "name", value)
+  check(
+    name.isprintable(),
+    what,
+    f"name = {name!r}, but it must have no characters that cannot be printed:"
+    " messages and records would lose them.",
+  )
+  return name
 
 
 def string(what: str, name: str, value: Any) -> str:

@@ -81,8 +81,7 @@ def ep_combine(
         f" point {list(lead)} is expected: the recv_topk_weights of"
         " ep_dispatch, one for each slot."
       )
-    operands[1:1] = [handle.group_sizes]
-    operands.append(weights.astype(jnp.float32))
+    operands += [weights.astype(jnp.float32), handle.group_sizes]
 
   return sharding.call(
     group,
@@ -96,10 +95,18 @@ def ep_combine(
 
 
 def _combine(
-  params: OpParams, token_shape: tuple[int, ...], *operands: jax.Array
+  params: OpParams,
+  token_shape: tuple[int, ...],
+  mem: jax.Array,
+  expert_out: jax.Array,
+  weights: jax.Array | None = None,
+  group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-  which = combine_p if len(operands) == 2 else weighted_combine_p
-  (out,) = primitive.bind(which, params, *operands)
+  if weights is None:
+    (out,) = primitive.bind(combine_p, params, mem, expert_out)
+  else:
+    operands = mem, group_sizes, expert_out, weights
+    (out,) = primitive.bind(weighted_combine_p, params, *operands)
   return out.reshape(*token_shape, out.shape[-1])
 
 

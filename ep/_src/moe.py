@@ -123,6 +123,7 @@ def moe_layer(
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
   arguments.function(op, "activation", activation)
+  arguments.flags(op, return_handle=return_handle, pad=pad)
   params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
   if w_gate is not None:
     params["w_gate"] = jnp.asarray(w_gate)
@@ -156,8 +157,10 @@ def moe_layer(
   return out
 
 
-def _of_rank(layer, experts, *args):
-  out, handle = chunks.through_experts(layer, experts, *args)
+def _of_rank(layer, experts, params, tokens, topk_idx, topk_weights):
+  out, handle = chunks.through_experts(
+    layer, experts, params, tokens, topk_idx, topk_weights
+  )
   return out, handle.leaves
 
 

@@ -115,7 +115,7 @@ def apply(
       f"x has shape {x.shape}, but balance = 'sequence' needs [..., S, H] here:"
       " the tokens of a sequence lie along the last axis but one.",
     )
-    if padding.axes:
+    if padding.count is not None:
       mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
       x, mask = padding.add(x, 0), padding.add(mask, False)
       if forced_idx is not None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ep._src import sharding
 from ep._src.group import EpGroup
@@ -31,13 +30,11 @@ class Padding:
 
   Attributes:
     lead: the leading axes of the tokens.
-    axes: the mesh axes over which tokens are split, if any are added.
-    count: how many are added to the flattened leading axes.
+    count: how many are added to the flattened leading axes, or None.
   """
 
   lead: tuple[int, ...]
-  axes: tuple[str, ...] = ()
-  count: int = 0
+  count: int | None = None
 
   @classmethod
   def of(cls, group: EpGroup, op: str, lead: Sequence[int]) -> Padding:
@@ -45,38 +42,32 @@ class Padding:
     lead, ranks = tuple(lead), group.num_token_ranks
     if sharding.is_local_view(group, op) or (lead and lead[0] % ranks == 0):
       return cls(lead)
-    return cls(lead, group.token_axes, -math.prod(lead) % ranks)
+    return cls(lead, -math.prod(lead) % ranks)
 
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
     """Returns [*lead, ...] as [tokens, ...], with `value` where they are added.
 
-    The result is split over the ranks as tokens are.
+    The result is not split over the ranks; `sharding.call` splits it.
     """
-    if not self.axes:
+    if self.count is None:
       return array
     rest = array.shape[len(self.lead) :]
-    array = _resharded(array).reshape(math.prod(self.lead), *rest)
+    array = _whole(array).reshape(math.prod(self.lead), *rest)
     widths = [(0, self.count), *[(0, 0)] * len(rest)]
-    array = jnp.pad(array, widths, constant_values=value)
-    return _resharded(array, self.axes)
+    return jnp.pad(array, widths, constant_values=value)
 
   def remove(self, array: jax.Array) -> jax.Array:
     """Returns [tokens, ...] as [*lead, ...], without those that were added.
 
     The result is not split over the ranks, because it cannot be.
     """
-    if not self.axes:
+    if self.count is None:
       return array
-    array = _resharded(array)[: math.prod(self.lead)]
+    array = _whole(array)[: math.prod(self.lead)]
     return array.reshape(*self.lead, *array.shape[1:])
 
 
-def _resharded(array: jax.Array, *axes: Any) -> jax.Array:
-  """Returns the array with another sharding, if its type has one.
-
-  On Auto axes XLA chooses it.
-  """
+def _whole(array: jax.Array) -> jax.Array:
+  """Returns the array with a type that splits it over no Explicit axis."""
   mesh = jax.typeof(array).sharding.mesh
-  if AxisType.Explicit not in mesh.axis_types:
-    return array
-  return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*axes)))
+  return sharding.resharded(mesh, PartitionSpec(), array)

@@ -21,7 +21,7 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ep._src import arguments, checked, compat
 from ep._src.config import GroupConfig
@@ -98,9 +98,9 @@ def local_lead(
     raise ValueError(
       f"{op}: {name} has shape {tuple(shape)}, whose first axis cannot be"
       f" split over {ranks} ranks; outside shard_map that axis is global, and"
-      f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pad it"
-      " with tokens whose ids are -1, as moe_layer and ep.moe.apply do with"
-      " pad=True. Under jax.vmap the first axis is that of the examples."
+      f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pass"
+      " pad=True to moe_layer or ep.moe.apply; to an op, add tokens whose ids"
+      " are -1. Under jax.vmap the first axis is that of the examples."
     )
   return (lead[0] // ranks, *lead[1:])
 
@@ -128,7 +128,7 @@ def call(
     group: the group whose ranks run it.
     op: what runs, for messages.
     local_fn: a function of a module, since a closure is new in each call. It
-      works on the arrays of a rank.
+      works on the arrays of a rank. Messages have the names of its parameters.
     static: its first arguments.
     args: its other arguments, which are pytrees of arrays.
     in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
@@ -141,7 +141,8 @@ def call(
   is_local = is_local_view(group, op)
   mesh = None if is_local else compat.context_mesh() or group.mesh
   if mesh is not None:
-    _warn_if_moved(group, op, args, in_kinds)
+    names = local_fn.__code__.co_varnames[len(static) :]
+    _check_places(group, op, names, args, in_kinds)
   kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
   make = group.connection.cached if keep else _call
   program = make(
@@ -188,14 +189,38 @@ def _program(
       args = jax.tree.map(_drop_rank_axis, in_kinds, args)
       return jax.tree.map(_add_rank_axis, out_kinds, local_fn(*static, *args))
 
-    fn = jax.shard_map(
+    in_specs = _specs(group, in_kinds)
+    mapped = jax.shard_map(
       of_ranks,
       mesh=mesh,
-      in_specs=_specs(group, in_kinds),
+      in_specs=in_specs,
       out_specs=_specs(group, out_kinds),
     )
+
+    def fn(*args):
+      place = functools.partial(resharded, mesh)
+      return mapped(*jax.tree.map(place, in_specs, args))
+
   fn.__name__ = name
   return jax.jit(fn, inline=inline)
+
+
+def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
+  """Returns arrays whose type says `spec`, as far as it is of Explicit axes.
+
+  XLA places them along Auto axes as the program demands. An array that is there
+  already does not move, and gradients get the sharding of the given array.
+  """
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  if AxisType.Explicit not in types.values():
+    return arrays
+
+  def explicit(axes):
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return tuple(a for a in axes if types[a] == AxisType.Explicit)
+
+  spec = PartitionSpec(*map(explicit, spec))
+  return jax.sharding.reshard(arrays, NamedSharding(mesh, spec))
 
 
 def _specs(group: GroupConfig, kinds: Any) -> Any:
@@ -224,32 +249,41 @@ def _add_rank_axis(kind, arrays):
   return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
 
 
-def _warn_if_moved(
-  group: EpGroup, op: str, args: Sequence[Any], kinds: Sequence[Any]
+def _check_places(
+  group: EpGroup,
+  op: str,
+  names: Sequence[str],
+  args: Sequence[Any],
+  kinds: Sequence[Any],
 ) -> None:
-  """Warns of arrays that JAX moves between devices before the op.
+  """Refuses arrays on other devices, and warns of arrays that JAX moves.
 
   It looks only at arrays with values: the sharding that XLA chooses for a
-  tracer on Auto axes is not known yet, and on Explicit axes JAX itself refuses
-  a tracer that does not fit. A fully replicated array is not moved, but sliced.
+  tracer is not known yet. A fully replicated array is not moved, but sliced.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
     return
   specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
-  for x, spec in zip(*map(jax.tree.leaves, (args, specs)), strict=True):
+  leaves = jax.tree.leaves_with_path(tuple(args))
+  for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
       continue
-    if not x.committed or x.is_fully_replicated:
+    wanted = NamedSharding(mesh, spec)
+    if not x.committed or x.sharding.is_equivalent_to(wanted, x.ndim):
       continue
-    if len(x.sharding.device_set) < mesh.size:
-      continue
-    wanted = jax.sharding.NamedSharding(mesh, spec)
-    if not x.sharding.is_equivalent_to(wanted, x.ndim):
+    first, *below = path
+    name = below[-1].key if below else names[first.idx]
+    what = f"{op}: {name} of shape {x.shape} has the sharding {x.sharding}"
+    if x.sharding.device_set != wanted.device_set:
+      raise ValueError(
+        f"{what}, whose devices are not those of the group's mesh; the op needs"
+        f" {wanted}. Put the array there with jax.device_put."
+      )
+    if not x.is_fully_replicated:
       arguments.warn(
-        f"{op}: an array of shape {x.shape} has the sharding {x.sharding}, but"
-        f" the op needs {wanted}; JAX moves it in every call. Make the array"
-        " with that sharding (jax.device_put, out_shardings of jax.jit). A"
-        " jitted program is searched for such moves by"
+        f"{what}, but the op needs {wanted}; JAX moves it in every call. Make"
+        " the array with that sharding (jax.device_put, out_shardings of"
+        " jax.jit). A jitted program is searched for such moves by"
         " ep.assert_no_hidden_collectives."
       )
