@@ -289,3 +289,21 @@ def test_what_chunks_cannot_do(change, message):
     else:
       small = dataclasses.replace(chunked, **change)
       ep.moe_layer(small, tokens, case.topk_idx, weights, **matrices)
+
+
+def test_forward_mode_is_refused_in_a_sentence():
+  """JAX would say that it cannot differentiate a `custom_vjp`."""
+  case = Case(make_layers("ep4")[0], whole=True)
+  tokens, weights, matrices = put(case, *make_arrays(case))
+  idx = case.put(case.topk_idx)
+
+  def fn(tokens):
+    return moe_layer(case.layer, tokens, idx, weights, **matrices)
+
+  message = 'overflow="chunk" .layer "moe".: the layer has reverse mode alone'
+  for call in (fn, jax.jit(fn)):
+    with pytest.raises(TypeError, match=message):
+      jax.jvp(call, (tokens,), (tokens,))
+  _, linear = jax.linearize(jax.jit(fn), tokens)
+  with pytest.raises(TypeError, match=message):
+    linear(tokens)

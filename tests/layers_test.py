@@ -13,7 +13,7 @@ from cases import Case, check
 from conftest import make_mesh
 import ep
 from groups import bootstrap, E, group, has_no_limits, K, layer, ranks, T
-from ops import everything, round_trip
+from ops import everything, round_trip, sizes
 
 
 def claim(config, routing="skewed"):
@@ -103,6 +103,46 @@ def test_without_a_limit_the_default_capacity_follows_the_tokens():
   case = Case(config, lead=(7,))
   handle = case.run(lambda ops: ops.handle)
   assert handle.capacity == ep.describe(handle).capacity == 40
+
+
+@has_no_limits
+def test_a_capacity_factor_is_of_the_even_load():
+  """There is room for a slab of each expert, and no more than is needed."""
+  unlimited = group("dp2_ep2", max_tokens_per_rank=None)
+  config = ep.EpLayerConfig(unlimited, capacity_factor=1.25, alignment=4)
+  assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up
+  assert config.capacity_for(1) == 16  # a slab for each of 4 experts
+  assert dataclasses.replace(config, capacity_factor=9.0).capacity_for(8) == 60
+  rounded = dataclasses.replace(config, capacity_multiple=24)
+  assert rounded.capacity_for(8) == 48
+  stated = dataclasses.replace(config, recv_capacity_per_rank=20)
+  assert stated.capacity_for(8) == stated.capacity == 20
+  limited = ep.EpLayerConfig(group("dp2_ep2"), capacity_factor=1.0)
+  assert limited.capacity == limited.capacity_for(1) == T * K
+  drop = dataclasses.replace(config, overflow="drop")
+  Case(drop, "skewed", lead=(8,)).check(sizes)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(capacity_factor=0.0), "capacity_factor = 0.0, but it must be pos"),
+    (dict(capacity_multiple=0), "capacity_multiple = 0, but"),
+    (dict(name="a\nb"), "'a.*nb', but it must have no characters"),
+  ],
+)
+def test_layers_that_cannot_be(options, message):
+  with pytest.raises(ValueError, match=message):
+    layer(**options)
+
+
+def test_what_a_layer_and_its_group_print():
+  config = layer("dp2_ep2", alignment=4, name="moe_3")
+  shown = repr(config)
+  assert shown.startswith("EpLayerConfig(name='moe_3', group='ep")
+  assert f"top_k={K}, alignment=4, recv_capacity_per_rank=" in shown
+  assert "overflow" not in shown and "Mesh" not in shown
+  assert f"num_experts={E}, max_tokens_per_rank={T}" in repr(config.group)
 
 
 @has_no_limits

@@ -36,7 +36,7 @@ LAYERS = [
   {"config", "router_losses", "routing_map"},
   {"files", "meshes", "ordered_sum", "presence", "program", "router"},
   {"ragged_all_to_all"},
-  {"batching", "failing", "loads", "record_files"},
+  {"batching", "failing", "loads", "record_files", "reverse_mode"},
   {"arguments", "checked", "compat", "errors", "te_names"},
   # These stand alone: programs of the launcher, the oracle, a check on import.
   {"coordinator", "gpus", "jax_version", "public", "reference"},

@@ -19,6 +19,7 @@ import pytest
 from cases import GPU, jit_quickly
 from conftest import (
   assert_shards_close,
+  assert_shards_equal,
   make_mesh,
   to_global,
 )
@@ -386,7 +387,7 @@ def test_a_tight_capacity_drops_and_tells(limit):
   config = dataclasses.replace(PLAIN, capacity_factor=1.0)
   layer, params, x = config.layer(mesh_group), make_params(PLAIN), tokens(R * T)
   assert layer.overflow == "drop"
-  assert limit is None or layer.capacity == T * K
+  assert layer.capacity_for(T) == T * K
   assert PLAIN.layer(mesh_group).overflow == "error"
   params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
   apply = functools.partial(ep.moe.apply, layer, config)
@@ -396,7 +397,11 @@ def test_a_tight_capacity_drops_and_tells(limit):
   np.testing.assert_array_equal(np.asarray(metrics.load), load)
   rows = load.reshape(4, -1).sum(axis=1)
   assert int(metrics.max_rank_rows) == rows.max() > T * K
-  assert int(metrics.dropped) == np.maximum(rows - T * K, 0).sum()
+  dropped = np.maximum(rows - T * K, 0).astype(np.int32)
+  assert int(metrics.dropped) == dropped.sum()
+  handle = ep.ep_prepare(layer, choices.astype(np.int32))
+  assert handle.capacity == T * K
+  assert_shards_equal(handle.dropped_counts.sum(axis=1), dropped)
 
 
 def test_a_choice_without_room_moves_and_its_weight_follows():
@@ -500,6 +505,11 @@ def test_tensor_parallel_experts_give_the_dense_layer():
     )
 
 
+def test_a_bias_of_other_experts_than_the_load():
+  with pytest.raises(ValueError, match=r"bias has shape \(3,\), but load \(4,"):
+    ep.moe.update_bias(jnp.zeros(3), jnp.zeros(4))
+
+
 def test_the_bias_rises_for_experts_below_the_mean_load():
   load = jnp.array([[4.0, 2.0, 0.0], [1.0, 1.0, 1.0]])
   bias = ep.moe.update_bias(jnp.zeros((2, 3)), load, rate=0.5)
@@ -519,11 +529,15 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
     (dict(drop_by="fair"), "drop_by = 'fair', but capacity_factor = None"),
     (dict(drop_by="first"), "drop_by = 'first'"),
     (dict(num_candidates=E + 1), "num_candidates = 9, but"),
+    (dict(scale=np.nan), "scale = nan, but it must be a finite number"),
+    (dict(jitter=np.nan), "jitter = nan"),
+    (dict(capacity_factor=np.inf), "capacity_factor = inf"),
+    (dict(name="moe\0"), r"name = 'moe\\x00'"),
   ],
 )
 def test_a_config_that_cannot_be(change, message):
   with pytest.raises(ValueError, match=message):
-    dataclasses.replace(PLAIN, name="moe_3", **change)
+    dataclasses.replace(PLAIN, **{"name": "moe_3", **change})
 
 
 def test_candidates_that_no_choice_can_move_to():
@@ -547,6 +561,25 @@ def test_a_copy_of_a_config_is_the_config():
   assert copy.deepcopy([BIASED])[0] is BIASED
 
 
+@pytest.mark.parametrize(
+  "change",
+  [
+    *[{f.name: "no"} for f in dataclasses.fields(PLAIN) if f.type == "bool"],
+    dict(biases=np.array([1, 0])),
+    dict(deterministic=1),
+    dict(scale="2"),
+    dict(jitter=True),
+    dict(num_groups="1"),
+    dict(tp_axis=1),
+    dict(capacity_factor="1.25"),
+  ],
+)
+def test_a_field_of_another_type(change):
+  (name,) = change
+  with pytest.raises(TypeError, match=f"MoEConfig.*: {name} = .* is expected"):
+    dataclasses.replace(PLAIN, **change)
+
+
 def test_an_activation_is_a_function():
   with pytest.raises(TypeError, match="'gelu' is a str.*jax.nn.gelu"):
     dataclasses.replace(PLAIN, activation="gelu")
@@ -559,6 +592,10 @@ def test_an_activation_is_a_function():
     (dict(params={}), r"params holds \[\], but the config has"),
     (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
     (dict(config=dataclasses.replace(PLAIN, top_k=1)), "top_k = 3, but the"),
+    (
+      dict(config=dataclasses.replace(PLAIN, capacity_factor=1.0)),
+      "the layer has capacity_factor = None, but the config 1.0",
+    ),
     (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
     (
       dict(config=dataclasses.replace(PLAIN, tp_axis="ep")),

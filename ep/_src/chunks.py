@@ -29,7 +29,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src import arguments, compat
+from ep._src import arguments, compat, reverse_mode
 from ep._src import experts as one_exchange
 from ep._src.experts import Experts
 from ep._src.group import EpLayerConfig
@@ -54,7 +54,10 @@ def through_experts(
   The handle is that of all tokens, whether they were sent in chunks or not.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
-  if layer.overflow != "chunk" or num_tokens <= (most := _chunk_tokens(layer)):
+  # All chunks have the capacity of the whole, whose factor is of all tokens.
+  capacity = layer.capacity_for(num_tokens)
+  most = _chunk_tokens(layer, capacity)
+  if layer.overflow != "chunk" or num_tokens <= most:
     return one_exchange.through_experts(
       layer,
       experts,
@@ -65,7 +68,7 @@ def through_experts(
       beside=beside,
       **options,
     )
-  _check(layer, experts, most)
+  _check(layer, experts, capacity, most)
   layer = dataclasses.replace(layer, tail="unspecified")
   handle = ep_prepare(layer, topk_idx, topk_weights)
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
@@ -73,30 +76,40 @@ def through_experts(
   args = (dict(params), tokens, topk_weights), topk_idx, handle
   leaves, tree = jax.tree.flatten(args)
   args = jax.tree.unflatten(tree, compat.vary_together(*leaves))
-  chunks = _Chunks(layer, experts, -(-num_tokens // most))
-  out = _either(functools.partial(_whole, experts), chunks)(*args)
+  floats, *routing = args
+  floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
+  of_chunk = dataclasses.replace(layer, recv_capacity_per_rank=capacity)
+  chunks = _Chunks(of_chunk, experts, -(-num_tokens // most))
+  run = _either(functools.partial(_whole, experts), chunks)
+  out = run(floats, *routing)
   return (out if beside is None else out + beside()), handle
 
 
-def _chunk_tokens(layer):
+_FORWARD = (
+  'overflow="chunk" (layer "{}"): the layer has reverse mode alone (jax.grad,'
+  " jax.vjp), because its backward pass computes each chunk again; for forward"
+  " mode (jax.jvp, jax.linearize) give it a capacity for any routing"
+  " (capacity_factor=None, recv_capacity_per_rank=None)."
+)
+
+
+def _chunk_tokens(layer, capacity):
   """Returns the most tokens of a rank of which any routing fits.
 
   It is not negative: a capacity has a slab of the alignment for each expert.
   """
   local = layer.num_local_experts
-  if layer.recv_capacity_per_rank is None:
-    return math.inf
-  rows = layer.recv_capacity_per_rank - local * (layer.alignment - 1)
+  rows = capacity - local * (layer.alignment - 1)
   return rows // (layer.ep_size * min(layer.top_k, local))
 
 
-def _check(layer, experts, chunk_tokens):
+def _check(layer, experts, capacity, chunk_tokens):
   what = f'overflow="chunk" (layer "{layer.name}")'
   arguments.check(
     chunk_tokens > 0,
     what,
-    f"recv_capacity_per_rank = {layer.recv_capacity_per_rank}, but a chunk of"
-    f" one token of each rank may need {layer.worst_case(1)} rows; raise"
+    f"the capacity is {capacity} rows, but a chunk of one token of each rank"
+    f" may need {layer.worst_case(1)} (recv_capacity_per_rank); raise"
     " the capacity to that at least, and the larger it is, the fewer chunks.",
   )
   arguments.check(

@@ -102,7 +102,8 @@ class GroupConfig:
     resolve("alignment", arguments.alignment(what, self.alignment))
     for field in ("timeout_s", "exit_after_s"):
       resolve(field, arguments.seconds(what, field, getattr(self, field)))
-    arguments.string(what, "name", self.name)
+    arguments.label(what, self.name)
+    arguments.string(what, "axis_name", self.axis_name)
     resolve("data_axes", arguments.strings(what, "data_axes", self.data_axes))
     axis, names = self.axis_name, self.mesh.axis_names
     arguments.check(
@@ -168,6 +169,18 @@ class GroupConfig:
     """R: ranks that hold distinct tokens."""
     return math.prod(self.mesh.shape[a] for a in self.token_axes)
 
+  def __repr__(self) -> str:
+    given = {f: getattr(self, f) for f in _OPTIONAL_SIZES}
+    return _short(
+      self,
+      name=self.name,
+      mesh=dict(self.mesh.shape),
+      axis_name=self.axis_name,
+      num_experts=self.num_experts,
+      **{name: value for name, value in given.items() if value is not None},
+      backend=self.backend,
+    )
+
   @property
   def config(self) -> str:
     """Describes what programs of the group rely on, for messages.
@@ -194,6 +207,8 @@ class LayerConfig:
   top_k: int = _INHERITED
   alignment: int = _INHERITED
   recv_capacity_per_rank: int | None = None
+  capacity_factor: float | None = None
+  capacity_multiple: int = 1
   overflow: str = _INHERITED
   drop_by: str = _INHERITED
   num_candidates: int | None = None
@@ -219,16 +234,22 @@ class LayerConfig:
       and self.drop_by.group_name == group.name
     ):
       resolve("drop_by", _GroupPolicy.of(group, self.overflow))
-    inherit("recv_capacity_per_rank", group.recv_capacity_per_rank)
+    arguments.label("EpLayerConfig", self.name)
     what = f'EpLayerConfig(name="{self.name}")'
-    arguments.string(what, "name", self.name)
     arguments.check(
       self.top_k is not None,
       what,
       "neither the layer nor its group has a top_k; give the layer one, the"
       " choices of a token.",
     )
-    for field in ("top_k", "num_candidates", "recv_capacity_per_rank"):
+    if self.capacity_factor is not None:
+      arguments.capacity_factor(what, self.capacity_factor)
+    for field in (
+      "top_k",
+      "num_candidates",
+      "recv_capacity_per_rank",
+      "capacity_multiple",
+    ):
       if (value := getattr(self, field)) is not None:
         resolve(field, arguments.integer(what, field, value))
     resolve("alignment", arguments.alignment(what, self.alignment))
@@ -266,19 +287,39 @@ class LayerConfig:
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
     self.check_tokens(what, most)
     worst_case = self.worst_case(most)
-    if group.max_tokens_per_rank is not None:
-      inherit("recv_capacity_per_rank", worst_case)
+    arguments.check(
+      self.capacity_multiple > 0,
+      what,
+      f"capacity_multiple = {self.capacity_multiple}, but it must be a positive"
+      " number of rows.",
+    )
+    if group.max_tokens_per_rank is not None or (
+      self.capacity_factor is None and group.recv_capacity_per_rank is not None
+    ):
+      inherit("recv_capacity_per_rank", self._rows(most))
     # A rank needs a slab for each local expert, unless fewer rows can arrive.
     least = min(group.num_local_experts * self.alignment, worst_case)
-    rows = self.recv_capacity_per_rank
+    rows = self.capacity_for(most)
     arguments.check(
-      rows is None or (rows >= least and rows % self.alignment == 0),
+      rows >= least and rows % self.alignment == 0,
       what,
       f"recv_capacity_per_rank = {rows}, but it must be a multiple of"
       f" alignment = {self.alignment} and at least {least}, an aligned slab for"
       f" each of the {group.num_local_experts} local experts; raise it, or pass"
       " None for the worst case.",
     )
+
+  def __repr__(self) -> str:
+    """Names the group, and leaves out what the layer has from it."""
+    others = dataclasses.fields(LayerConfig)[1:-1]
+    defaults = {f.name: getattr(self.group, f.name, f.default) for f in others}
+    values = {name: getattr(self, name) for name in defaults}
+    shown = {
+      name: value
+      for name, value in values.items()
+      if name == "top_k" or value != defaults[name]
+    }
+    return _short(self, name=self.name, group=self.group.name, **shown)
 
   @property
   def capacity(self) -> int:
@@ -299,8 +340,8 @@ class LayerConfig:
   def capacity_for(self, num_tokens: int) -> int:
     """Returns C: rows that a rank can receive if T = `num_tokens`.
 
-    If neither the layer nor the group has a capacity, nor the group a limit of
-    tokens, these are the rows of the worst case, for one token at least.
+    It is the same for all T if the layer has a capacity, or the group a limit
+    of tokens. If not, it is the capacity of one token at least.
 
     Raises:
       ValueError: `num_tokens` is negative.
@@ -315,7 +356,21 @@ class LayerConfig:
     )
     if self.recv_capacity_per_rank is not None:
       return self.recv_capacity_per_rank
-    return self.worst_case(max(num_tokens, 1))
+    return self._rows(max(num_tokens, 1))
+
+  def _rows(self, num_tokens: int) -> int:
+    """Returns the capacity for T > 0 if the layer states none."""
+    rows = self.group.recv_capacity_per_rank
+    if rows is None:
+      rows = self.worst_case(num_tokens)
+    if self.capacity_factor is not None:
+      even = self.capacity_factor * num_tokens * self.top_k
+      slabs = max(math.ceil(even / self.alignment), self.num_local_experts)
+      rows = min(slabs, rows // self.alignment) * self.alignment
+    if self.capacity_multiple > 1:
+      unit = math.lcm(self.capacity_multiple, self.alignment)
+      rows = -(-rows // unit) * unit
+    return rows
 
   def check_tokens(self, what: str, num_tokens: int) -> None:
     """Raises `ValueError` if an op on so many tokens of a rank is too large."""
@@ -365,6 +420,12 @@ class LayerConfig:
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
     return -(-rows // self.alignment) * self.alignment
+
+
+def _short(values: Any, **shown: Any) -> str:
+  """Returns what `repr` of a group or layer prints."""
+  fields = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+  return f"{type(values).__name__}({fields})"
 
 
 def _texts(cls: type, values: Any) -> dict[str, str]:

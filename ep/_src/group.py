@@ -14,7 +14,7 @@ from ep._src.config import GroupConfig, LayerConfig
 _Config = TypeVar("_Config", GroupConfig, LayerConfig)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EpGroup(GroupConfig):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
@@ -24,7 +24,7 @@ class EpGroup(GroupConfig):
   The attributes are the arguments of `ep_bootstrap`, with defaults resolved.
   """
 
-  connection: Connection = dataclasses.field(repr=False)
+  connection: Connection
 
   def check(self) -> None:
     """Raises what the device has found wrong and no op has reported.
@@ -88,7 +88,7 @@ class EpGroup(GroupConfig):
 
 
 @te_names.explain
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EpLayerConfig(LayerConfig):
   """The static configuration of one MoE layer. Frozen and hashable.
 
@@ -103,6 +103,12 @@ class EpLayerConfig(LayerConfig):
       `P * T * min(K, L)` rows for `T = group.max_tokens_per_rank`, plus
       `L * (alignment - 1)`, rounded up to the alignment. If the group has no
       such limit, T are the tokens of each op; see `capacity_for`.
+    capacity_factor: f, with which C is `f * T * K` rows in the place of the
+      worst case: at least a slab for each local expert, and at most what the
+      group allows or any routing needs. A `recv_capacity_per_rank` of the layer
+      takes its place.
+    capacity_multiple: rows to a multiple of which a C that the layer does not
+      state is rounded up.
     overflow: what to do when a rank would receive more: "error" fails on every
       rank, "drop" drops the choices that find no room, and with "chunk"
       `moe_layer` and `ep.moe.apply` send the tokens of such a step in chunks,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 import functools
-import math
 
 import jax
 from jax import lax
@@ -24,7 +23,7 @@ from ep._src import (
   sharding,
 )
 from ep._src.group import check_layer, EpLayerConfig
-from ep._src.moe_config import MoEConfig, with_capacity
+from ep._src.moe_config import MoEConfig
 from ep._src.moe_metrics import Metrics
 from ep._src.padding import Padding
 
@@ -96,6 +95,7 @@ def apply(
   check_layer("ep.moe.apply", layer)
   group = layer.group
   op = f'ep.moe.apply(layer "{layer.name}")'
+  arguments.flag(op, "pad", pad)
   x, bias, mask, forced_idx = jax.tree.map(
     jnp.asarray, (x, bias, mask, forced_idx), is_leaf=_is_list
   )
@@ -154,8 +154,6 @@ def _apart(arrays):
 
 
 def _layer(layer, config, x, mask, forced_idx, params, bias, key):
-  if layer.group.max_tokens_per_rank is None:
-    layer = with_capacity(layer, config, math.prod(x.shape[:-1]))
   params = _local_params(layer, config, params)
 
   def present(rows):
@@ -351,6 +349,7 @@ def _check(op, layer, config, params, is_local):
   for name, got, expected in [
     ("num_experts", group.num_experts, config.num_experts),
     ("top_k", layer.top_k, config.top_k),
+    ("capacity_factor", layer.capacity_factor, config.capacity_factor),
   ]:
     arguments.check(
       got == expected,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
@@ -14,6 +13,7 @@ from ep._src.experts import Activation, Experts
 from ep._src.group import EpGroup, EpLayerConfig
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k")
+_FLAGS = ("gated", "biases", "router_bias", "normalize", "deterministic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class MoEConfig:
 
   Raises:
     ValueError: a value is out of range.
-    TypeError: a size is no integer, or a function none.
+    TypeError: a size is no integer, a flag no bool, or a function none.
   """
 
   hidden: int
@@ -100,7 +100,14 @@ class MoEConfig:
   name: str = "moe"
 
   def __post_init__(self) -> None:
+    arguments.label("MoEConfig", self.name)
     what = f'MoEConfig(name="{self.name}")'
+    for field in _FLAGS:
+      value = arguments.flag(what, field, getattr(self, field))
+      object.__setattr__(self, field, value)
+    for field in ("tp_axis", "fsdp_axis"):
+      if getattr(self, field) is not None:
+        arguments.string(what, field, getattr(self, field))
     for field in (*_POSITIVE, "shared_inner"):
       value = arguments.integer(what, field, getattr(self, field))
       object.__setattr__(self, field, value)
@@ -117,13 +124,7 @@ class MoEConfig:
       f" {self.num_experts}.",
     )
     if self.capacity_factor is not None:
-      factor = arguments.number(what, "capacity_factor", self.capacity_factor)
-      arguments.check(
-        0 < factor < math.inf,
-        what,
-        f"capacity_factor = {factor}, but it must be positive: 1.25 leaves room"
-        " for a quarter more rows than an even load, None for any routing.",
-      )
+      arguments.capacity_factor(what, self.capacity_factor)
     arguments.number(what, "scale", self.scale)
     router.check_choice(
       what,
@@ -132,7 +133,7 @@ class MoEConfig:
       self.num_groups,
       self.top_groups,
       self.group_best,
-      arguments.number(what, "jitter", self.jitter),
+      self.jitter,
     )
     if self.num_candidates is not None:
       allowed = self.num_experts // self.num_groups * self.top_groups
@@ -175,19 +176,21 @@ class MoEConfig:
   def layer(self, group: EpGroup) -> EpLayerConfig:
     """Binds the layer to a group, and its capacity to the group's sizes.
 
-    With a `capacity_factor` f, a rank can receive `f * T * K` rows for
-    `T = group.max_tokens_per_rank`, at least a slab for each of its experts and
-    at most what any routing can need, and drops the others. If the group has no
-    such limit, T are the tokens of each call of `ep.moe.apply`.
+    `ep.EpLayerConfig` says what a `capacity_factor` means there. If the group
+    has no `max_tokens_per_rank`, the capacity follows the tokens of each call.
 
     Raises:
       ValueError: the group is for another number of experts or a smaller
         hidden size, or no choice can move to one of `num_candidates`.
     """
     overflow = None if self.capacity_factor is None else self.overflow
+    # Blocks of rows then are alike, also the last one (used_rows.py).
+    multiple = used_rows.HEIGHT if self.deterministic else 1
     layer = EpLayerConfig(
       group,
       top_k=self.top_k,
+      capacity_factor=self.capacity_factor,
+      capacity_multiple=multiple,
       overflow=overflow,
       drop_by=self.drop_by,
       num_candidates=self.num_candidates,
@@ -215,25 +218,7 @@ class MoEConfig:
       " leaves room for any routing, and no choice moves; give a factor, such"
       " as 1.25, or pass num_candidates=None.",
     )
-    if group.max_tokens_per_rank is None:
-      return layer
-    return with_capacity(layer, self, group.max_tokens_per_rank)
-
-
-def with_capacity(
-  layer: EpLayerConfig, config: MoEConfig, num_tokens: int
-) -> EpLayerConfig:
-  """Returns a layer of the config with the capacity for T = `num_tokens`."""
-  rows = layer.capacity_for(num_tokens)
-  if config.capacity_factor is not None:
-    even = config.capacity_factor * num_tokens * layer.top_k
-    slabs = max(math.ceil(even / layer.alignment), layer.num_local_experts)
-    rows = min(slabs * layer.alignment, rows)
-  if config.deterministic:
-    # Blocks of rows then are alike, also the last one (used_rows.py).
-    unit = math.lcm(used_rows.HEIGHT, layer.alignment)
-    rows = -(-rows // unit) * unit
-  return dataclasses.replace(layer, recv_capacity_per_rank=rows)
+    return layer
 
 
 _CHOICES = {

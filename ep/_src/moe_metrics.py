@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ep._src import arguments
+
 
 class Metrics(NamedTuple):
   """Numbers of one layer and step, of all ranks' tokens and alike on each.
@@ -46,6 +48,15 @@ def update_bias(
     bias: [..., E], what `ep.moe.apply` got as `bias`; zeros at first.
     load: [..., E], the `Metrics.load` of that step. Axes in front are layers.
     rate: how far an entry moves, in units of a score.
+
+  Raises:
+    ValueError: the shapes differ.
   """
+  arguments.check(
+    jnp.shape(bias) == jnp.shape(load),
+    "ep.moe.update_bias",
+    f"bias has shape {jnp.shape(bias)}, but load {jnp.shape(load)}; pass the"
+    " bias and the Metrics.load of the same layers.",
+  )
   mean = load.mean(axis=-1, keepdims=True)
   return bias + rate * jnp.sign(mean - load).astype(bias.dtype)

@@ -106,7 +106,7 @@ def route_topk(
   Raises:
     ValueError: for a `top_k`, `num_candidates`, `score`, group, jitter or shape
       that cannot be.
-    TypeError: an integer is expected, and is none.
+    TypeError: an integer, a number or a bool is expected, and is none.
   """
   op = "route_topk"
   num_experts = logits.shape[-1]
@@ -118,6 +118,9 @@ def route_topk(
     f"experts; choose between 1 and {num_experts}.",
   )
   check_score(op, score)
+  arguments.flag(op, "normalize", normalize)
+  if not isinstance(scale, jax.Array):  # as one that is learned
+    scale = arguments.number(op, "scale", scale)
   if selection_bias is not None:
     arguments.check(
       selection_bias.shape == (num_experts,),
@@ -125,9 +128,6 @@ def route_topk(
       f"selection_bias has shape {selection_bias.shape}; it must hold one "
       f"number per expert, shape {(num_experts,)}.",
     )
-  num_groups = arguments.integer(op, "num_groups", num_groups)
-  top_groups = arguments.integer(op, "top_groups", top_groups)
-  group_best = arguments.integer(op, "group_best", group_best)
   check_choice(
     op, num_experts, top_k, num_groups, top_groups, group_best, jitter
   )
@@ -219,9 +219,12 @@ def check_choice(
   group_best: int,
   jitter: float,
 ) -> None:
-  """Raises `ValueError` unless K experts can be chosen in this way."""
+  """Raises unless K experts can be chosen in this way."""
+  arguments.integer(op, "num_groups", num_groups)
+  arguments.integer(op, "top_groups", top_groups)
+  arguments.integer(op, "group_best", group_best)
   arguments.check(
-    0 <= jitter < 1,
+    0 <= arguments.number(op, "jitter", jitter) < 1,
     op,
     f"jitter = {jitter}; it must be at least 0 and less than 1, such as 0.01.",
   )
