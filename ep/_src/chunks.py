@@ -108,9 +108,9 @@ def _check(layer, experts, capacity, chunk_tokens):
   arguments.check(
     chunk_tokens > 0,
     what,
-    f"the capacity is {capacity} rows, but a chunk of one token of each rank"
-    f" may need {layer.worst_case(1)} (recv_capacity_per_rank); raise"
-    " the capacity to that at least, and the larger it is, the fewer chunks.",
+    f"recv_capacity_per_rank = {capacity}, but a chunk of one token of each"
+    f" rank may need {layer.worst_case(1)} rows; raise the capacity to that at"
+    " least, and the larger it is, the fewer chunks.",
   )
   arguments.check(
     not experts.deterministic,
