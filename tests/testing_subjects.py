@@ -199,7 +199,7 @@ ONE_HOT = Layer(
   build=_one_hot,
   expert=_swiglu,
   # A product that sums over more rounds more often than the tolerance counts.
-  supports=lambda setting: setting.hidden <= 128,
+  supports=lambda setting: setting.hidden <= 32,
   dtypes=("float32", "bfloat16"),
   gradients=True,
   second_order=True,

@@ -170,7 +170,7 @@ class Draw:
     for _ in range(_TRIES):
       variant = self._any(kind, dtype, alignment, ep_size, too_small)
       setting = variant.setting()
-      if subject.supports(setting):
+      if subject.supports is None or subject.supports(setting):
         try:
           subject.tolerance.limit(setting)
           return [variant]

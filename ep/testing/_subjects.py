@@ -134,7 +134,7 @@ _LITERALS = {
 }
 _TYPES: dict[str, tuple[Any, str]] = {
   "str": (str, "a string"),
-  "str | None": (str | None, "a string or None"),
+  "str | None": (str, "a string or None"),
   "bool": (bool, "True or False"),
   "float": (numbers.Real, "a number"),
   "Tolerance": (Tolerance, "an ep.testing.Tolerance"),
@@ -154,8 +154,8 @@ class Subject:
     dtypes: of tokens.
     alignments: those that `build` supports. Padding is zero.
     tolerance: of sums. Rows that are moved have the bits of their tokens.
-    supports: returns whether `build` supports the sizes of a `Setting`. The
-      kit draws sizes until it finds supported ones.
+    supports: returns whether `build` supports the sizes of a `Setting`; None
+      stands for all. The kit draws sizes until it finds supported ones.
     repeatable: whether the same inputs give the same tokens and gradients each
       time, bit for bit. Rows may come in another order, with `order="any"`.
     gradients: whether reverse mode works.
@@ -172,7 +172,7 @@ class Subject:
   dtypes: tuple[str, ...] = ("float32",)
   alignments: tuple[int, ...] = (1,)
   tolerance: Tolerance = Tolerance(0)
-  supports: Callable[[Setting], bool] = lambda setting: True
+  supports: Callable[[Setting], bool] | None = None
   repeatable: bool = True
   gradients: bool = False
   second_order: bool = False
@@ -186,6 +186,8 @@ class Subject:
       value = getattr(self, field.name)
       given = f"{field.name}={value!r} of {self.name!r}"
       annotation = str(field.type).partition("[")[0]
+      if value is None and str(field.type).endswith("| None"):
+        continue
       if annotation in _LITERALS and value not in _LITERALS[annotation]:
         raise ValueError(
           f"{given} is unknown; declare one of {_LITERALS[annotation]}."
