@@ -84,6 +84,7 @@ def test_global_arrays():
   [
     (SIZES, IDS[:3], ValueError, "R = 2"),
     (SIZES, IDS + 2, ValueError, "1..5.*-1..3"),
+    (SIZES, IDS / 2, TypeError, "float64.*integers"),
     (None, IDS, TypeError, "NoneType"),
   ],
 )

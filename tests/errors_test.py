@@ -129,11 +129,11 @@ def test_combine_refuses(rows, weights, words):
   )
 
 
-def moe(config, n=N, array=np.asarray, **options):
+def moe(config, n=N, array=np.asarray, topk_idx=None, **options):
   return ep.moe_layer(
     config,
     array(zeros(n, H)),
-    array(ids(n, K)),
+    array(ids(n, K)) if topk_idx is None else topk_idx,
     array(zeros(n, K)),
     w_up=array(zeros(E, H, 2)),
     w_down=array(zeros(E, 2, H)),
@@ -358,6 +358,59 @@ def test_an_int64_id_does_not_wrap(value):
   with jax.enable_x64(True):
     case = with_id(value, (2 * T + 3, 1), np.int64)
     case.check_error(["rank 2", f"topk_idx[3, 1] = {value}", "-1..7"], sizes)
+
+
+def exchanged(offsets):
+  def move():
+    rows, zero = zeros(3, H), ids(4) * 0
+    return ep.lax.ragged_all_to_all(
+      rows, rows, offsets, zero, zero, zero, axis_name="ep"
+    )
+
+  specs = dict(in_specs=(), out_specs=PartitionSpec("ep"))
+  return jax.shard_map(move, mesh=group().mesh, **specs)()
+
+
+def applied(ids):
+  config = ep.MoEConfig(H, 2, E, K)
+  params = ep.moe.init(jax.random.key(0), config)
+  return ep.moe.apply(
+    config.layer(group()), config, params, zeros(N, H), forced_idx=ids
+  )
+
+
+@pytest.mark.parametrize(
+  "shape, call",
+  [
+    ((N, K), lambda ids: ep.ep_prepare(layer(), ids)),
+    ((N, K), lambda ids: ep.route_topk(zeros(N, E), K, forced_idx=ids)),
+    ((N, K), lambda ids: ep.load_balancing_loss(zeros(N, E), ids)),
+    ((N, K), lambda ids: moe(layer(), topk_idx=ids)),
+    ((N, K), applied),
+    ((2,), lambda n: ep.grouped_matmul(zeros(3, 4), zeros(2, 4, 5), n)),
+    ((4,), exchanged),
+  ],
+)
+def test_no_integer_of_numpy_or_python_wraps(shape, call):
+  """JAX would keep the low 32 bits of each, or the bits of a uint32 as -1."""
+  jax.eval_shape(lambda: call(np.zeros(shape, np.int64)))
+  for wide in [2**32 + 2, -(2**33) + 1, np.uint32(2**32 - 1), np.uint64(2**63)]:
+    array = np.full(shape, wide)
+    for form in array, array.tolist():
+      assert_refused(lambda form=form: call(form), f" holds {wide}", "2^31")
+
+
+@pytest.mark.parametrize("value", [2**32 + 3, -(2**40) + 3, 2**32 - 1])
+def test_no_integer_of_a_program_wraps(value):
+  """What is refused when it runs is no valid id, and no valid size."""
+  with jax.enable_x64(True):
+    wide = jnp.int64(value)
+    route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, forced_idx=i)[0])
+    idx = route(wide.reshape(1, 1))
+    assert idx.dtype == jnp.int32 and not -1 <= idx[0, 0] < E
+    multiply = jax.jit(ep.grouped_matmul)
+    with pytest.raises(ep.EpError, match="group_sizes"):
+      jax.block_until_ready(multiply(zeros(4, 2), zeros(1, 2, 3), wide[None]))
 
 
 def test_an_expert_twice_in_a_token():

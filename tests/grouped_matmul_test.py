@@ -261,6 +261,8 @@ def test_no_rows():
     jnp.ones((0, 4)), jnp.ones((2, 4, 3)), np.array([0, 0])
   )
   assert out.shape == (0, 3)
+  with pytest.raises(ValueError, match="there are no rows; pass zeros"):
+    gm.grouped_matmul(jnp.ones((0, 4)), jnp.ones((1, 4, 3)), np.array([1]))
 
 
 def test_without_jit():

@@ -509,7 +509,7 @@ def test_what_does_not_fit_is_refused_when_it_is_traced():
     trace(**dict.fromkeys(Slices._fields, np.zeros(6, int)))
   with pytest.raises(TypeError, match="output of int32"):
     trace(output=np.zeros((M, H), int))
-  with pytest.raises(TypeError, match="recv_sizes is of float32"):
+  with pytest.raises(TypeError, match="recv_sizes is float32"):
     trace(recv_sizes=np.zeros(4))
   keys = dict.fromkeys(
     ["operand", "output"], jax.random.split(jax.random.key(0))

@@ -65,6 +65,54 @@ def integer(what: str, name: str, value: Any) -> int:
   return result
 
 
+def array(what: str, name: str, value: Any) -> jax.Array:
+  """Returns an argument as `jnp.asarray` does, but no integer is cut to 32 bits.
+
+  The integers of NumPy and Python have 64 bits, of which JAX drops half unless
+  jax_enable_x64 is set.
+
+  Raises, with a message that begins with `what`:
+    ValueError: such an integer does not fit into 32 bits.
+  """
+  for part in jax.tree.leaves(value):
+    if isinstance(part, jax.Array) or not _is_integral(part):
+      continue
+    for x in map(int, [np.min(part, initial=0), np.max(part, initial=0)]):
+      check(
+        -INT32_MAX <= x <= INT32_MAX,
+        what,
+        f"{name} holds {x}, but tokens, rows and experts are counted in 32"
+        " bits; pass numbers below 2^31.",
+      )
+  return jnp.asarray(value)
+
+
+def integers(what: str, name: str, value: Any) -> jax.Array:
+  """Returns an argument that is an array of integers as int32.
+
+  A value that is known only when the program runs, and does not fit, becomes
+  the nearest that does. Neither is a valid id or number of rows.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it holds no integers.
+    ValueError: as in `array`.
+  """
+  x = array(what, name, value)
+  if not jnp.issubdtype(x.dtype, jnp.integer):
+    raise TypeError(
+      f"{what}: {name} is {x.dtype}, but integers are expected; convert it."
+    )
+  return int32(x)
+
+
+def int32(x: jax.Array) -> jax.Array:
+  """Returns integers of any type as the nearest int32."""
+  has, room = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+  return x.clip(max(has.min, room.min), min(has.max, room.max)).astype(
+    jnp.int32
+  )
+
+
 def seconds(what: str, name: str, value: Any) -> float:
   """Returns an argument that is a positive time, perhaps infinite.
 
@@ -214,6 +262,10 @@ def warn(message: str) -> None:
   for level in itertools.count(1):
     if not sys._getframe(level).f_code.co_filename.startswith(_NOT_OF_USERS):
       return warnings.warn(message, stacklevel=level + 1)
+
+
+def _is_integral(value: Any) -> bool:
+  return isinstance(value, int) or np.asarray(value).dtype.kind in "iu"
 
 
 def _wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:

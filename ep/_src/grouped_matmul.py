@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import checked, compat, ffi, ragged, tiles
+from ep._src import arguments, checked, compat, ffi, ragged, tiles
 from ep._src.batching import batch_sequentially
 from ep._src.compat import ad
 
@@ -64,13 +64,15 @@ def grouped_matmul(
     `[C, G]`, of the dtype of `rows`.
 
   Raises:
-    ValueError: if shapes or dtypes do not fit.
+    ValueError: if shapes or dtypes do not fit, or a size of NumPy or Python
+      does not fit into 32 bits.
     TypeError: if `group_sizes` holds no integers.
-    JaxRuntimeError: when a program for CPUs runs, if a size is negative or
-      their sum is above C.
+    JaxRuntimeError: when a program for CPUs runs that calls the native library
+      (an exported one does not), if C > 0 and a size is negative or their sum
+      is above C. With C = 0, a call outside of programs raises `ValueError`.
   """
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
-  group_sizes = jnp.asarray(group_sizes)
+  group_sizes = arguments.integers("grouped_matmul", "group_sizes", group_sizes)
   shapes = f"rows {rows.shape}, matrices {matrices.shape}, group_sizes " + (
     f"{group_sizes.shape}"
   )
@@ -85,14 +87,13 @@ def grouped_matmul(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
       "convert one with .astype, so that it is clear which precision is meant."
     )
-  if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-    raise TypeError(
-      f"grouped_matmul: group_sizes is {group_sizes.dtype}, but numbers of rows"
-      " are integers; convert it."
-    )
   if 0 in (rows.shape[0], group_sizes.shape[0]):
+    arguments.check(
+      isinstance(group_sizes, jax.core.Tracer) or not group_sizes.any(),
+      "grouped_matmul",
+      f"group_sizes is {group_sizes}, but there are no rows; pass zeros.",
+    )
     return jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
-  group_sizes = group_sizes.astype(jnp.int32)
   (out,) = grouped_matmuls(rows, [matrices], group_sizes, tail="zero")
   return out
 

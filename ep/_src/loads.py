@@ -16,7 +16,7 @@ def choices(
   """Returns [R, E], how often each rank's tokens choose each expert.
 
   Raises, with a message that begins with `what`:
-    TypeError: `topk_idx` is being traced.
+    TypeError: `topk_idx` is being traced, or holds no integers.
     ValueError: its shape or an id does not fit, or other processes hold a part
       of it.
   """
@@ -32,6 +32,11 @@ def choices(
       "topk_idx, tiled=True)."
     )
   idx = np.asarray(topk_idx)
+  if idx.dtype.kind not in "iu":
+    raise TypeError(
+      f"{what}: topk_idx is {idx.dtype}, but expert ids are integers; convert"
+      " them."
+    )
   if idx.ndim < 2 or len(idx) % num_ranks:
     raise ValueError(
       f"{what}: topk_idx has shape {idx.shape}, but [R * n, ..., K] with R ="
@@ -45,7 +50,7 @@ def choices(
   return np.stack(
     [
       np.bincount(own[own >= 0], minlength=num_experts)
-      for own in idx.reshape(num_ranks, -1)
+      for own in idx.astype(np.int64).reshape(num_ranks, -1)
     ]
   )
 

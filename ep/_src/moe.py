@@ -127,7 +127,8 @@ def moe_layer(
   params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
   if w_gate is not None:
     params["w_gate"] = jnp.asarray(w_gate)
-  routed = tuple(map(jnp.asarray, (tokens, topk_idx, topk_weights)))
+  topk_idx = arguments.array(op, "topk_idx", topk_idx)
+  routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
   _check_matrices(layer, op, routed[0], params)
 
   experts = Experts(activation)

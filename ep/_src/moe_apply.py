@@ -96,9 +96,9 @@ def apply(
   group = layer.group
   op = f'ep.moe.apply(layer "{layer.name}")'
   arguments.flag(op, "pad", pad)
-  x, bias, mask, forced_idx = jax.tree.map(
-    jnp.asarray, (x, bias, mask, forced_idx), is_leaf=_is_list
-  )
+  x, bias, mask = jax.tree.map(jnp.asarray, (x, bias, mask), is_leaf=_is_list)
+  if forced_idx is not None:
+    forced_idx = arguments.array(op, "forced_idx", forced_idx)
   is_local = sharding.is_local_view(group, op)
   _check(op, layer, config, params, is_local)
   _check_tokens(op, config, x, bias, mask, forced_idx)

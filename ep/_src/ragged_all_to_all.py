@@ -22,8 +22,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import compat
-from ep._src.arguments import check, INT32_MAX
+from ep._src import arguments, compat
+from ep._src.arguments import check
 from ep._src.compat import ad
 from ep._src.failing import fail_if
 
@@ -103,10 +103,16 @@ def ragged_all_to_all(
       where `jax.shard_map` leaves an axis automatic. On other platforms such
       slices do what JAX's op does with them.
   """
-  operand, output, *slices = map(
-    jnp.asarray,
-    (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes),
-  )
+  operand, output = map(jnp.asarray, (operand, output))
+  slices = [
+    arguments.integers(_NAME, name, x)
+    for name, x in dict(
+      input_offsets=input_offsets,
+      send_sizes=send_sizes,
+      output_offsets=output_offsets,
+      recv_sizes=recv_sizes,
+    ).items()
+  ]
   names = axis_name if isinstance(axis_name, (list, tuple)) else [axis_name]
   check(
     len(names) > 0, _NAME, "axis_name is empty; name the axis of the ranks."
@@ -180,10 +186,6 @@ def _check_slices(slices: Sequence[jax.Array], ranks: int) -> None:
   names = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
   size = slices[0].size
   for name, x in zip(names, slices, strict=True):
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-      raise TypeError(
-        f"{_NAME}: {name} is of {x.dtype}, but integers are expected."
-      )
     check(
       x.shape == (size,) and size > 0 and size % ranks == 0,
       _NAME,
@@ -286,7 +288,7 @@ def _on_cpu(
   examples = slices[0].ndim - 1  # axes of them
 
   # [..., source, target, slice between them] each.
-  every = gather(jnp.stack(list(map(_int32, slices)), -1))
+  every = gather(jnp.stack(list(map(arguments.int32, slices)), -1))
   ranks, *_, count, _ = every.shape
   every = jnp.moveaxis(every, 0, examples)
   every = every.reshape(*every.shape[:-2], ranks, count // ranks, 4)
@@ -377,12 +379,6 @@ def _fail(rows, room, members, is_sound, there, size, here, expected) -> None:
     f" expects {expected[at]}; operand has {rows} rows and output {room}. A"
     " slice must lie in both, and send_sizes and recv_sizes must agree."
   )
-
-
-def _int32(x: jax.Array) -> jax.Array:
-  """Returns integers as int32; any that is too large or negative stays so."""
-  info = jnp.iinfo(x.dtype)
-  return x.clip(max(info.min, -1), min(info.max, INT32_MAX)).astype(jnp.int32)
 
 
 # Floats are moved as whole numbers: XLA:CPU changes bits of NaNs and denormals

@@ -273,17 +273,14 @@ def check_candidates(
 
 
 def _checked_choice(op, forced_idx, shape):
-  if not jnp.issubdtype(forced_idx.dtype, jnp.integer):
-    raise TypeError(
-      f"{op}: forced_idx is {forced_idx.dtype}; expert ids are integers."
-    )
+  forced_idx = arguments.integers(op, "forced_idx", forced_idx)
   arguments.check(
     forced_idx.shape == shape,
     op,
     f"forced_idx has shape {forced_idx.shape}; it must hold top_k ids for each "
     f"token, shape {shape}.",
   )
-  return forced_idx.astype(jnp.int32)
+  return forced_idx
 
 
 @jax.custom_jvp

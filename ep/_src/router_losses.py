@@ -38,7 +38,7 @@ def load_balancing_loss(
 
   Args:
     logits: `[..., E]`.
-    topk_idx: `[..., K]`, -1 where a choice is unused.
+    topk_idx: integers `[..., K]`, -1 where a choice is unused.
     score: that of `route_topk`. The "sigmoid" scores of a token are divided by
       their sum.
     mask: `[...]` bool; tokens where it is False count for nothing and get no
@@ -79,7 +79,7 @@ def sequence_balancing_loss(
   Args:
     logits: `[..., S, E]`, of sequences of S tokens. In `jax.shard_map` a rank
       holds whole sequences.
-    topk_idx: `[..., S, K]`, -1 where a choice is unused.
+    topk_idx: integers `[..., S, K]`, -1 where a choice is unused.
     score: as in `load_balancing_loss`.
     mask: `[..., S]` bool, as in `load_balancing_loss`. A sequence without any
       token does not count.
@@ -168,6 +168,7 @@ def _per_token(op, logits, topk_idx, score, mask):
   that do not count. All are float32, so that one all-reduce sums them.
   """
   router.check_score(op, score)
+  topk_idx = arguments.integers(op, "topk_idx", topk_idx)
   arguments.check(
     topk_idx.shape[:-1] == logits.shape[:-1],
     op,
