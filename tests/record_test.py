@@ -346,6 +346,65 @@ def test_what_is_no_record_is_an_error(tmp_path):
     ep.replay(tmp_path)
 
 
+@pytest.mark.parametrize(
+  "column, change, words",
+  [
+    ("topk_idx", lambda x: x.astype(float), "moe.topk_idx is float64"),
+    ("topk_idx", lambda x: x[:-1], r"\[3, 2, 3\], which .* for 4 calls"),
+    ("topk_idx", lambda x: x[:, 0, 0], r"is int64 \[4\], which"),
+    ("topk_idx", lambda x: x + 2**32, "has ids in .*, but valid ids are -1..7"),
+    ("topk_idx", lambda x: x + E, "but valid ids are -1..7"),
+    ("step", lambda x: x + 2**30, "not there of ranks"),
+    ("step", lambda x: x + 2**40, "its columns are not those"),
+    ("num_ranks", lambda _: np.int32(2**31 - 1), r"of ranks \[2, 3, 4, "),
+    ("calls_per_step", lambda _: np.int32(2**31 - 1), None),
+    ("run", lambda x: x + 2**62, None),
+  ],
+)
+def test_contents_that_were_changed(column, change, words, tmp_path):
+  """They cost no more memory than a record, and nothing is made up."""
+  few = (call._replace(topk_idx=call.topk_idx % E) for call in calls([0, 1]))
+  record_files.Writer(tmp_path, 0).write(few)
+  (path,) = tmp_path.iterdir()
+  arrays = dict(np.load(path))
+  column = f"moe.{column}"
+  np.savez(path, **arrays | {column: change(arrays[column])})
+
+  def replayed():
+    return ep.replay(tmp_path).forced_idx(layer(), 1)
+
+  if words is None:
+    assert_shards_equal(
+      replayed(), arrays["moe.topk_idx"][2:].reshape(4, K).astype(np.int32)
+    )
+  else:
+    with pytest.raises(ValueError, match=f"(?i)replay.*{words}"):
+      replayed()
+
+
+def test_ranks_of_other_shapes(tmp_path):
+  other = np.zeros((1, K), int)
+  both = [*calls([0], [0]), *calls([0], [1], topk_idx=other)]
+  record_files.Writer(tmp_path, 0).write(both)
+  with pytest.raises(ValueError, match="ranks differ in shape in step 0"):
+    ep.replay(tmp_path).topk_idx("moe", 0)
+
+
+def test_a_replay_is_asked_and_shown(tmp_path):
+  record_files.Writer(tmp_path, 0).write([*calls([0, 1]), *calls([2], [0])])
+  record = ep.replay(tmp_path)
+  assert repr(record) == (
+    f"<ep.Replay of {tmp_path}, with these complete steps: {{'moe': 2}}>"
+  )
+  for args, words in [
+    (("moe", 0.0), "step = 0.0 is a float"),
+    (("moe", 0, "0"), "call = '0' is a str"),
+    ((3, 0), "layer is a int"),
+  ]:
+    with pytest.raises(TypeError, match=words):
+      record.topk_idx(*args)
+
+
 def test_a_record_does_not_fit_every_layer(tmp_path):
   record_files.Writer(tmp_path, 0).write([*calls([0])])
   record = ep.replay(tmp_path)
@@ -377,6 +436,11 @@ def test_a_record_that_cannot_be_made(folder, tmp_path):
   def sizes(idx):
     return ep.ep_prepare(a_layer, idx).group_sizes
 
+  (tmp_path / "file").touch()
+  for path in tmp_path / "file", tmp_path / "file/folder", "/proc/routing":
+    with pytest.raises(ValueError, match="cannot make the folder .*; choose"):
+      with ep.record(path):
+        pass
   with ep.record(folder):
     with pytest.raises(ValueError, match="that is exported cannot be recorded"):
       export.export(jax.jit(sizes))(idx)

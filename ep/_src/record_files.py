@@ -68,10 +68,16 @@ class Writer:
   """
 
   def __init__(self, folder: pathlib.Path, process: int):
-    folder.mkdir(parents=True, exist_ok=True)
     self._stem = folder / f"{process:05d}"
     self._num_files = 0
     first = self._path(".part")
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+      raise ValueError(
+        f"ep.record: cannot make the folder {folder}: {e.strerror}; choose one"
+        " where this process can write."
+      ) from e
     try:
       first.touch(exist_ok=False)  # no two processes succeed
       if not any(folder.glob(f"{self._stem.name}-*.npz")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import functools
+import itertools
 import os
 import pathlib
 
@@ -15,7 +16,7 @@ import numpy as np
 from ep._src import arguments, record_files
 from ep._src.group import check_layer, EpLayerConfig
 
-_MOST_STEPS = 1 << 28  # a table of more would not fit into memory
+_MOST_NAMED = 16  # ranks in an error
 _CACHED = 64  # arrays of files; each process writes one for a layer at a time
 
 
@@ -62,6 +63,10 @@ class Replay:
     }
     self._rows = functools.lru_cache(_CACHED)(self._read_rows)
 
+  def __repr__(self) -> str:
+    steps = {layer: len(self.steps(layer)) for layer in self.layers}
+    return f"<ep.Replay of {self._folder}, with these complete steps: {steps}>"
+
   def steps(self, layer: str | EpLayerConfig) -> tuple[int, ...]:
     """Returns the steps of which all calls of all ranks are there.
 
@@ -99,7 +104,9 @@ class Replay:
       says when.
 
     Raises:
-      ValueError: the call was not recorded, or not by all ranks.
+      ValueError: the call was not recorded, or not by all ranks, or a file has
+        been changed.
+      TypeError: an argument has another type.
     """
     return self._column("topk_idx", layer, step, call)
 
@@ -144,12 +151,12 @@ class Replay:
       the EP axis of the group's mesh.
 
     Raises:
-      ValueError: as in `topk_idx`; another top_k was recorded, or the group's
-        ranks do not divide the first axis.
+      ValueError: as in `topk_idx`; another top_k was recorded, an id that the
+        group has not, or the group's ranks do not divide the first axis.
       TypeError: `layer` is no `EpLayerConfig`.
     """
     check_layer("Replay.forced_idx", layer)
-    idx = self.topk_idx(layer, step, call).astype(np.int32)
+    idx = self.topk_idx(layer, step, call)
     group, op = layer.group, f'Replay.forced_idx(layer "{layer.name}")'
     arguments.check(
       idx.shape[-1] == layer.top_k,
@@ -164,6 +171,14 @@ class Replay:
       f" {group.num_token_ranks} ranks; take Replay.topk_idx, and pad it with"
       " ids of -1.",
     )
+    most = group.num_experts - 1
+    arguments.check(
+      idx.size == 0 or -1 <= idx.min() <= idx.max() <= most,
+      op,
+      f"the record has ids in {idx.min(initial=0)}..{idx.max(initial=0)}, but"
+      f" valid ids are -1..{most}; replay it in a group of as many experts.",
+    )
+    idx = idx.astype(np.int32)
     sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
     return jax.make_array_from_callback(idx.shape, sharding, idx.__getitem__)
 
@@ -173,9 +188,14 @@ class Replay:
     calls = self._of(layer)
     rows = calls.find(step, call)
     name = f"{_name(layer)}.{column}"
-    return np.concatenate(
-      [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
+    parts = [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
+    shapes = {part.shape for part in parts}
+    arguments.check(
+      len(shapes) == 1,
+      f"ep.replay: {self._folder}: {name}",
+      f"ranks differ in shape in step {step}: {sorted(shapes)}; record again.",
     )
+    return np.concatenate(parts)
 
   def _of(self, layer: str | EpLayerConfig) -> _Calls:
     name = _name(layer)
@@ -188,21 +208,36 @@ class Replay:
 
   def _read_rows(self, file: int, name: str) -> np.ndarray:
     path = self._files[file]
-    column = record_files.read(path, name.__eq__).get(name)
+    rank = name.rpartition(".")[0] + ".rank"
+    columns = record_files.read(path, (name, rank).__contains__)
+    column = columns.get(name)
     if column is None:
       raise ValueError(
         f"ep.replay: {path} has no {name}; for weights, pass weights=True to"
         " ep.record, and topk_weights to ep_prepare."
       )
+    dtypes = (np.int32, np.int64) if name.endswith("_idx") else (np.float32,)
+    arguments.check(
+      column.dtype in dtypes
+      and column.ndim > 2
+      and len(column) == len(columns[rank]),
+      f"ep.replay: {path}",
+      f"{name} is {column.dtype} {list(column.shape)}, which ep.record does not"
+      f" write for {len(columns[rank])} calls; remove the file, and the steps"
+      " that it holds are missing.",
+    )
     return column
 
 
 class _Calls:
-  """Finds the calls of one layer, by a table of calls and ranks."""
+  """Finds the calls of one layer, in a list by call and rank.
+
+  Its size is that of the record, whatever numbers the files hold.
+  """
 
   def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
     self._what = what
-    self.file, self.row, rank, step, call, run, site = (
+    file, row, rank, step, call, run, site = (
       np.concatenate([part[name] for part in parts])
       for name in ("file", "row", *record_files.COLUMNS, "site")
     )
@@ -216,17 +251,19 @@ class _Calls:
     ((self._num_ranks, self.per_step),) = sizes
     # A call of any rank has the number that rank 0 gave to its site and run.
     _, site = np.unique(site, return_inverse=True)
-    key, by_key = np.unique(site * (run.max() + 1) + run, return_inverse=True)
+    _, key = np.unique([site, run], axis=1, return_inverse=True)
+    key = key.reshape(-1)  # NumPy 2.0 has another shape
     numbers = np.full(len(key), -1)
     first = rank == 0
-    numbers[by_key[first]] = (step * self.per_step + call)[first]
-    number = numbers[by_key]
-    rows = np.flatnonzero(number >= 0)
-    calls = -(-(number.max() + 1) // self.per_step) * self.per_step
-    self._table = np.full((calls, self._num_ranks), -1)
-    self._table[number[rows], rank[rows]] = rows
+    numbers[key[first]] = (step * self.per_step + call)[first]
+    number = numbers[key]
+    order = np.lexsort((rank, number))
+    order = order[number[order] >= 0]
+    self._number, self._rank = number[order], rank[order]
+    self.file, self.row = file[order], row[order]
+    is_again = (np.diff(self._number) == 0) & (np.diff(self._rank) == 0)
     arguments.check(
-      np.count_nonzero(self._table >= 0) == len(rows),
+      not is_again.any(),
       what,
       "files have a call of a rank twice; they are of several records. Record"
       " to a new folder.",
@@ -234,32 +271,36 @@ class _Calls:
 
   def steps(self) -> tuple[int, ...]:
     """Returns the steps of which everything is there."""
-    there = (self._table >= 0).reshape(-1, self.per_step * self._num_ranks)
-    return tuple(np.flatnonzero(there.all(axis=1)).tolist())
+    steps, counts = np.unique(self._number // self.per_step, return_counts=True)
+    return tuple(steps[counts == self.per_step * self._num_ranks].tolist())
 
-  def find(self, step: int, call: int) -> np.ndarray:
+  def find(self, step: int, call: int) -> range:
     """Returns the places of a call in `file` and `row`, by rank."""
+    step = arguments.integer(self._what, "step", step)
+    call = arguments.integer(self._what, "call", call)
     arguments.check(
       0 <= call < self.per_step,
       self._what,
       f"call = {call}, but a step has calls 0..{self.per_step - 1}.",
     )
-    number = step * self.per_step + call
-    steps = len(self._table) // self.per_step
+    steps = self._number.max(initial=-1) // self.per_step + 1
     arguments.check(
-      0 <= number < len(self._table),
+      0 <= step < steps,
       self._what,
       f"step = {step}, but {steps} steps were recorded, from 0 on.",
     )
-    rows = self._table[number]
+    number = step * self.per_step + call
+    begin, end = np.searchsorted(self._number, [number, number + 1]).tolist()
+    there = set(self._rank[begin:end].tolist())
+    missing = (r for r in range(self._num_ranks) if r not in there)
+    missing = [*itertools.islice(missing, _MOST_NAMED)]
     arguments.check(
-      bool((rows >= 0).all()),
+      not missing,
       self._what,
-      f"step {step} is not there of ranks"
-      f" {np.flatnonzero(rows < 0).tolist()}; Replay.steps has those that are"
-      " complete.",
+      f"step {step} is not there of ranks {missing}; Replay.steps has those"
+      " that are complete.",
     )
-    return rows
+    return range(begin, end)
 
 
 def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
@@ -297,7 +338,7 @@ def _is_sound(columns: dict[str, np.ndarray]) -> bool:
     len(site) > 0
     and (columns["rank"] < num_ranks).all()
     and (columns["call"] < per_step).all()
-    and (columns["step"] < _MOST_STEPS).all()
+    and (columns["step"] <= arguments.INT32_MAX).all()
   )
 
 
@@ -306,4 +347,7 @@ def _is_small(name: str) -> bool:
 
 
 def _name(layer: str | EpLayerConfig) -> str:
-  return layer if isinstance(layer, str) else layer.name
+  if isinstance(layer, str):
+    return layer
+  check_layer("ep.replay", layer)
+  return layer.name
