@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from conftest import make_mesh
+import dry_run
 import ep
-from ep.examples import dry_run
 import programs
 import quick_compiler
 

@@ -209,8 +209,8 @@ def test_readers_see_what_a_block_is(page):
 # stand. The first pattern that matches counts.
 _COMMANDS = {
   r"python -m ep": "wheel_test runs it",
-  r"python -m ep\.examples\.dry_run": "dry_run_test runs it",
-  r"python -m ep\.examples\.\w+": "wheel_test runs it, with small sizes",
+  r"python examples/dry_run\.py": "dry_run_test runs it",
+  r"python examples/\w+\.py": "wheel_test runs it, with small sizes",
   r".*JAX_PLATFORMS=cuda .*|.*gpu_first_contact.*": "it needs GPUs",
   r"\./bazelw run //examples:.*": (
     "example_test and train_run_test start the programs without Bazel, which"

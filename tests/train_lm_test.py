@@ -20,7 +20,7 @@ import pytest
 
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from ep.examples.lm import (
+from lm import (
   data,
   loop,
   metrics,
@@ -30,7 +30,7 @@ from ep.examples.lm import (
   sample,
   train,
 )
-from ep.examples.lm.checkpoint import Checkpoints
+from lm.checkpoint import Checkpoints
 
 _MODEL = model.ModelConfig(
   layers=2,

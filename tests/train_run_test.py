@@ -13,7 +13,7 @@ from absl.testing import flagsaver
 import numpy as np
 import pytest
 
-from ep.examples import train_moe_lm
+import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
 _TINY = (

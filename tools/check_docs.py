@@ -40,9 +40,12 @@ _FOREIGN = frozenset(
   MAX_SUPPORTED_TOKENS_PER_RANK NCCL_NVLS_ENABLE NCCL_SOCKET_IFNAME
 
   MeshResource dp_resource ep_resource fsdp_resource
-  RouteOutput get_all_to_all_params ragged_buffer_factor transform_bias
-  use_ring_of_experts _moe_mlp_ep_ring_local ShardingConfig act_btd
-  exp_weight_edf
+  RouteOutput get_all_to_all_params ragged_buffer_factor selected_experts
+  transform_bias use_ring_of_experts
+  MoeDispatchCounts moe_mlp receiver_dropped sender_dropped token_valid
+  w_up_gate _sparse_moe_call select_hook MoELayer act_btd
+  fused_a2a fused_combine fused_dispatch hybrid_ep_combine hybrid_ep_dispatch
+  num_permuted_tokens pad_multiple tokens_per_expert
 
   perf ep_dispatch_moe_3_
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import ep
-from ep.examples.text import VOCABULARY
+from text import VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
-from ep.examples.lm.processes import agree, first_does, Stop
-from ep.examples.lm.train import State
+from lm.processes import agree, first_does, Stop
+from lm.train import State
 
 _KEEP = 2
 _STATE, _DESCRIPTION = "state", "description.json"

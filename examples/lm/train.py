@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import ep
-from ep.examples.lm import data, model
+from lm import data, model
 
 
 @dataclasses.dataclass(frozen=True)

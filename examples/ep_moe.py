@@ -10,10 +10,7 @@ Then they print how many tokens each rank sent and received, how long that took,
 and whether all results equal those of a dense model.
 """
 
-import contextlib
 import hashlib
-import os
-import pathlib
 import statistics
 import sys
 import time
@@ -24,9 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+import dense_reference
 import ep
 from ep import launch
-from ep.examples import dense_reference, mesh_flags, model, text
+import model
+import ranks
+import text
 
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
@@ -39,17 +39,13 @@ _DTYPE = flags.DEFINE_enum(
   "dtype", "float32", ["float32", "bfloat16", "float16"], "of the parameters"
 )
 _ITERS = flags.DEFINE_integer("iters", 10, "runs of each op to be timed", 1)
-_BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
 _CHECK = flags.DEFINE_bool("check", True, "compare with a dense reference")
-_TEXT = flags.DEFINE_string(
-  "text", None, "file or folder; default: Python's standard library"
-)
 
 # A value may deviate by at most this share of its array's largest value.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
-flags.adopt_module_key_flags(mesh_flags)
-flags.set_default(mesh_flags.NUM_EXPERTS, 16)
+flags.adopt_module_key_flags(ranks)
+flags.set_default(ranks.NUM_EXPERTS, 16)
 
 
 def main(argv) -> int:
@@ -59,23 +55,19 @@ def main(argv) -> int:
   if launch.inside_launcher():
     return run_ranks()
   read_text()  # here an error is reported once, not by every rank
-  return mesh_flags.launch_ranks(__file__, ranks_per_gpu=_RANKS_PER_GPU.value)
+  return ranks.launch_ranks(__file__, ranks_per_gpu=_RANKS_PER_GPU.value)
 
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
-  # This sets the number of XLA's threads on CPU. XLA may split the sum of a
-  # matmul by it, so it must not depend on the number of processes.
-  os.environ["NPROC"] = str(mesh_flags.num_ranks())
-  launch.initialize()
+  ranks.initialize(threads=ranks.num_ranks())
   # GPUs would multiply float32 as TF32, which would hide deviations.
   jax.config.update("jax_default_matmul_precision", "highest")
   tokens = read_text()
   inputs, targets = tokens[:-1], tokens[1:]
   dtype = jnp.dtype(_DTYPE.value)
-  params = model.init(mesh_flags.NUM_EXPERTS.value, _HIDDEN.value, dtype)
-  with native_output_hidden():
-    results, traffic = run_step(params, inputs, targets)
+  params = model.init(ranks.NUM_EXPERTS.value, _HIDDEN.value, dtype)
+  results, traffic = run_step(params, inputs, targets)
   if jax.process_index() != 0:
     return 0
   print_traffic(traffic)
@@ -83,7 +75,7 @@ def run_ranks() -> int:
     print_results(results)
     return 0
   expected = dense_reference.loss_output_and_grads(
-    params, inputs, targets, mesh_flags.TOP_K.value
+    params, inputs, targets, ranks.TOP_K.value
   )
   deviations = relative_deviations(results, name_results(*expected))
   print_results(results, deviations)
@@ -92,7 +84,7 @@ def run_ranks() -> int:
 
 def run_step(params, inputs, targets):
   """Returns the results of a training step, by name, and its ranks' traffic."""
-  mesh = mesh_flags.make_mesh()
+  mesh = ranks.make_mesh()
   params = {
     name: shard(param, mesh, model.SHARDING[name])
     for name, param in params.items()
@@ -100,12 +92,12 @@ def run_step(params, inputs, targets):
   inputs, targets = (shard(x, mesh, model.TOKENS) for x in (inputs, targets))
   with ep.ep_bootstrap(
     mesh,
-    num_experts=mesh_flags.NUM_EXPERTS.value,
+    num_experts=ranks.NUM_EXPERTS.value,
     max_tokens_per_rank=_TOKENS_PER_RANK.value,
     hidden_dim=_HIDDEN.value,
-    top_k=mesh_flags.TOP_K.value,
+    top_k=ranks.TOP_K.value,
     max_token_dtype=params["w_up"].dtype,
-    backend=_BACKEND.value,
+    backend=ranks.BACKEND.value,
   ) as group:
     layer = ep.EpLayerConfig(group)
     step = model.make_step(mesh, layer)
@@ -113,36 +105,19 @@ def run_step(params, inputs, targets):
     return name_results(*results), measure(mesh, layer, params, inputs)
 
 
-@contextlib.contextmanager
-def native_output_hidden():
-  """Suppresses what XLA's transport between processes prints on stdout."""
-  sys.stdout.flush()
-  stdout = os.dup(1)
-  with open(os.devnull, "wb") as nowhere:
-    os.dup2(nowhere.fileno(), 1)
-  try:
-    yield
-  finally:
-    os.dup2(stdout, 1)
-    os.close(stdout)
-
-
 def read_text() -> np.ndarray:
   """Returns one byte more than all ranks' tokens: each predicts the next."""
-  # `bazel run` changes the folder; this variable holds the user's.
-  here = os.environ.get("BUILD_WORKING_DIRECTORY", "")
-  path = pathlib.Path(here, _TEXT.value or text.standard_library())
-  count = mesh_flags.num_ranks() * _TOKENS_PER_RANK.value + 1
+  count = ranks.num_ranks() * _TOKENS_PER_RANK.value + 1
   try:
-    return text.read(path, count)
+    return text.read(ranks.text_path(), count, count)
   except (OSError, ValueError) as error:
     sys.exit(f"ep_moe: --text: {error}")
 
 
 def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:
   """Makes a global array; each process has it whole and places its part."""
-  return jax.make_array_from_callback(
-    array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+  return jax.make_array_from_process_local_data(
+    NamedSharding(mesh, spec), array, array.shape
   )
 
 
@@ -218,11 +193,11 @@ def digest(array: np.ndarray) -> str:
 
 
 def print_traffic(traffic: dict[str, np.ndarray]) -> None:
-  dp, size = mesh_flags.DP.value, mesh_flags.EP.value
+  dp, size = ranks.DP.value, ranks.EP.value
   print(
     f"{dp} x {size} (dp, ep) mesh, processes: {jax.process_count()}, "
     f"{_TOKENS_PER_RANK.value} tokens on each rank\n"
-    f"{mesh_flags.NUM_EXPERTS.value} experts, top {mesh_flags.TOP_K.value}, "
+    f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}, "
     f"hidden size {_HIDDEN.value}, {_DTYPE.value}\n"
   )
   print("(dp, ep)   sent  received  dropped  max/mean   dispatch    combine")

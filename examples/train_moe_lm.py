@@ -7,12 +7,10 @@
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
 launcher that has started them. With --out the run leaves metrics and
 checkpoints in a folder, and the same command continues it when it was stopped.
-docs/training.md has the details; ep/examples/lm has the parts.
+docs/training.md has the details; the folder lm has the parts.
 """
 
 import dataclasses
-import os
-import pathlib
 import signal
 import sys
 
@@ -22,16 +20,14 @@ import numpy as np
 
 import ep
 from ep import launch
-from ep.examples import mesh_flags
-from ep.examples import text as texts
-from ep.examples.lm import data, loop, model, outputs, plot, sample, train
-from ep.examples.lm.checkpoint import Checkpoints
-from ep.examples.lm.metrics import History, Progress
-from ep.examples.lm.processes import agree, first_does, Stop
+from lm import data, loop, model, outputs, plot, sample, train
+from lm.checkpoint import Checkpoints
+from lm.metrics import History, Progress
+from lm.processes import agree, first_does, Stop
+import ranks
+import text as texts
 
 FLAGS = flags.FLAGS
-
-_BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
 
 _LAYERS = flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
@@ -60,9 +56,6 @@ _BIAS_RATE = flags.DEFINE_float(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "of parameters, data and samples", 0)
 
-_TEXT = flags.DEFINE_string(
-  "text", None, "file or folder; default: Python's standard library"
-)
 _TEXT_BYTES = flags.DEFINE_integer(
   "text_bytes", 8_000_000, "of a longer text only these are read", 1
 )
@@ -78,46 +71,31 @@ _PROMPTS = flags.DEFINE_multi_string(
 _SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 200, "0 for no samples", 0)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "of samples", 0.0)
 
-
-flags.adopt_module_key_flags(mesh_flags)
-
-
-@flags.multi_flags_validator(
-  ["dp", "ep", "shards"],
-  message="shards must be a multiple of dp * ep: all ranks work on as many",
+flags.adopt_module_key_flags(ranks)
+ranks.require(
+  "dp ep shards",
+  "shards must be a multiple of dp * ep: all ranks work on as many",
+  lambda dp, ep, shards: shards % (dp * ep) == 0,
 )
-def _ranks_divide_shards(values) -> bool:
-  return values["shards"] % (values["dp"] * values["ep"]) == 0
-
-
-@flags.multi_flags_validator(
-  ["shards", "batch"],
-  message="batch must be a multiple of shards, which all hold as many windows,"
-  " and at least twice shards: XLA rounds a shard of one window otherwise",
+ranks.require(
+  "shards batch",
+  "batch must be a multiple of shards, which all hold as many windows, and at"
+  " least twice shards: XLA rounds a shard of one window otherwise",
+  lambda shards, batch: batch % shards == 0 and batch > shards,
 )
-def _shards_divide_batch(values) -> bool:
-  windows, rest = divmod(values["batch"], values["shards"])
-  return rest == 0 and windows > 1
-
-
-@flags.multi_flags_validator(
-  ["hidden", "heads"],
-  message="hidden must be a multiple of 2 * heads: dimensions rotate in pairs",
+ranks.require(
+  "hidden heads",
+  "hidden must be a multiple of 2 * heads: dimensions rotate in pairs",
+  lambda hidden, heads: hidden % (2 * heads) == 0,
 )
-def _heads_divide_hidden(values) -> bool:
-  return values["hidden"] % (2 * values["heads"]) == 0
-
-
-@flags.multi_flags_validator(
-  ["steps", "warmup"], message="warmup must be shorter than steps"
+ranks.require(
+  "steps warmup",
+  "warmup must be shorter than steps",
+  lambda steps, warmup: warmup < steps,
 )
-def _warmup_ends(values) -> bool:
-  return values["warmup"] < values["steps"]
-
-
-@flags.validator("prompt", message="a prompt has at least one byte")
-def _prompts_are_not_empty(prompts) -> bool:
-  return all(prompts)
+ranks.require(
+  "prompt", "a prompt has at least one byte", lambda prompts: all(prompts)
+)
 
 
 def main(argv) -> int:
@@ -132,19 +110,15 @@ def main(argv) -> int:
     check_outputs()
   except (OSError, ValueError) as error:
     return fail(error)
-  return mesh_flags.launch_ranks(__file__)
+  return ranks.launch_ranks(__file__)
 
 
 def run_ranks() -> int:
   """Runs the ranks of this process; returns the exit code."""
-  silence_native_code()
   silence_failed_writes()
   # Ctrl-C ends a rank at once and without a traceback; a run resumes after it.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
-  # This sets the number of XLA's threads on CPU. XLA may split the sum of a
-  # matmul by it, so it must not depend on the ranks or the machine.
-  os.environ["NPROC"] = str(_SHARDS.value)
-  launch.initialize()
+  ranks.initialize(threads=_SHARDS.value)
   try:
     run()
   except Stop as stop:
@@ -155,13 +129,6 @@ def run_ranks() -> int:
 def fail(error: Exception) -> int:
   print(f"train_moe_lm: {error}", flush=True)
   return 1
-
-
-def silence_native_code() -> None:
-  """Leaves stdout to Python; XLA's transport between processes prints there."""
-  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-  with open(os.devnull, "wb") as nowhere:
-    os.dup2(nowhere.fileno(), 1)
 
 
 def silence_failed_writes() -> None:
@@ -184,20 +151,20 @@ def run() -> None:
   first_does(check_outputs)
   unigram = data.unigram_entropy(text)
   model_config, train_config = configs()
-  mesh = mesh_flags.make_mesh()
+  mesh = ranks.make_mesh()
   with ep.ep_bootstrap(
     mesh,
-    num_experts=mesh_flags.NUM_EXPERTS.value,
+    num_experts=ranks.NUM_EXPERTS.value,
     max_tokens_per_rank=windows.tokens // _SHARDS.value,
     hidden_dim=_HIDDEN.value,
-    top_k=mesh_flags.TOP_K.value,
-    backend=_BACKEND.value,
+    top_k=ranks.TOP_K.value,
+    backend=ranks.BACKEND.value,
   ) as group:
     layer = model_config.moe.layer(group)
     state = checkpoints = metrics_path = None
     if _OUT.value:
       checkpoints = Checkpoints(
-        here(_OUT.value) / "checkpoints",
+        ranks.here(_OUT.value) / "checkpoints",
         dataclasses.asdict(model_config)
         | dataclasses.asdict(train_config)
         | {"text": data.digest(text)}
@@ -206,7 +173,7 @@ def run() -> None:
       state = checkpoints.restore(
         train.abstract(mesh, model_config, train_config)
       )
-      metrics_path = here(_OUT.value) / "metrics.jsonl"
+      metrics_path = ranks.here(_OUT.value) / "metrics.jsonl"
     if state is None:
       state = train.init(mesh, _SEED.value, model_config, train_config)
     done = int(state.step)
@@ -226,7 +193,9 @@ def run() -> None:
       )
     write_samples(state, model_config, layer)
     if _PLOT.value:
-      first_does(lambda: plot.plot(history.records, here(_PLOT.value), unigram))
+      first_does(
+        lambda: plot.plot(history.records, ranks.here(_PLOT.value), unigram)
+      )
 
 
 def introduce(text, unigram, state) -> None:
@@ -235,16 +204,16 @@ def introduce(text, unigram, state) -> None:
     return
   count = sum(x.size for x in jax.tree.leaves(state.params))
   print(
-    f"{mesh_flags.DP.value} x {mesh_flags.EP.value} (dp, ep) mesh, processes: "
+    f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
     f"{jax.process_count()}\n"
     f"{count / 1e6:.1f} million parameters, {_LAYERS.value} layers of "
-    f"{mesh_flags.NUM_EXPERTS.value} experts, top {mesh_flags.TOP_K.value}\n"
+    f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}\n"
     f"{text.size / 1e6:.1f} million bytes of text, whose unigram entropy is "
     f"{unigram:.3f} nats"
   )
-  if mesh_flags.num_ranks().bit_count() > 1:
+  if ranks.num_ranks().bit_count() > 1:
     print(
-      f"{mesh_flags.num_ranks()} ranks are not a power of two, so the last bits"
+      f"{ranks.num_ranks()} ranks are not a power of two, so the last bits"
       " of this run are not those of other meshes (docs/training.md)"
     )
   if state.step:
@@ -271,23 +240,17 @@ def write_samples(state, model_config, layer) -> None:
 
 def read_text() -> tuple[np.ndarray, data.Windows]:
   """Returns the text and the batches of it."""
-  path = here(_TEXT.value or texts.standard_library())
-  text = texts.read_at_most(path, _TEXT_BYTES.value)
+  text = texts.read(ranks.text_path(), _TEXT_BYTES.value)
   return text, data.Windows(text, _BATCH.value, _LENGTH.value, _SEED.value)
 
 
 def check_outputs() -> None:
   """Raises OSError or ValueError if what is asked for cannot be written."""
   if _OUT.value:
-    outputs.check_folder("--out", here(_OUT.value))
+    outputs.check_folder("--out", ranks.here(_OUT.value))
   if _PLOT.value:
-    plot.check(here(_PLOT.value))
-    outputs.check_file("--plot", here(_PLOT.value))
-
-
-def here(path: str | os.PathLike) -> pathlib.Path:
-  """Returns a path of the user's, whose folder `bazel run` changes."""
-  return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)
+    plot.check(ranks.here(_PLOT.value))
+    outputs.check_file("--plot", ranks.here(_PLOT.value))
 
 
 def configs() -> tuple[model.ModelConfig, train.TrainConfig]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step for 64 devices, planned and tested without one of them.
 
-    python -m ep.examples.dry_run
+    python examples/dry_run.py
 
 First it plans the step of a published layer on an abstract mesh of 64 devices:
 the shapes, the bytes of a device, and the program for a TPU. Then it runs the

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A picture of a run: loss, load of experts, routers' entropy, drops.
 
-python -m ep.examples.lm.plot METRICS.jsonl PICTURE.png
+python examples/lm/plot.py METRICS.jsonl PICTURE.png
 """
 
 from collections.abc import Mapping, Sequence

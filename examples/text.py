@@ -16,22 +16,7 @@ def standard_library() -> pathlib.Path:
   return pathlib.Path(sysconfig.get_path("stdlib"))
 
 
-def read(path: pathlib.Path, count: int) -> np.ndarray:
-  """Returns the first `count` bytes of a text, as `read_at_most` does.
-
-  Raises:
-    ValueError: if there is less text than that.
-  """
-  text = read_at_most(path, count)
-  if text.size < count:
-    raise ValueError(
-      f"{path} holds {text.size} bytes of text, but {count} are wanted; name"
-      " another file or folder, or ask for fewer tokens."
-    )
-  return text
-
-
-def read_at_most(path: pathlib.Path, limit: int) -> np.ndarray:
+def read(path: pathlib.Path, limit: int, least: int = 0) -> np.ndarray:
   """Returns the first bytes of a file, or of a folder's files in name order.
 
   Files that hold a zero byte are no text and are left out.
@@ -39,12 +24,13 @@ def read_at_most(path: pathlib.Path, limit: int) -> np.ndarray:
   Args:
     path: a file or folder.
     limit: the number of bytes, if there are as many.
+    least: the number of bytes that are needed.
 
   Returns:
     int32 `[N]`, from 0 to 255.
 
   Raises:
-    ValueError: if there is no such file.
+    ValueError: there is no such file, or less text than is needed.
   """
   text = bytearray()
   for file in _files(path):
@@ -53,6 +39,11 @@ def read_at_most(path: pathlib.Path, limit: int) -> np.ndarray:
       text += content
     if len(text) >= limit:
       break
+  if len(text) < least:
+    raise ValueError(
+      f"{path} holds {len(text)} bytes of text, but {least} are wanted; name"
+      " another file or folder, or ask for fewer tokens."
+    )
   return np.frombuffer(text, np.uint8)[:limit].astype(np.int32)
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import tqdm
 
-from ep.examples.lm.train import Report
+from lm.train import Report
 
 
 def record(step: int, report: Report) -> dict[str, Any]:

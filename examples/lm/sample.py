@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import ep
-from ep.examples.lm import data, model
+from lm import data, model
 
 
 def generate(

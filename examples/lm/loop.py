@@ -7,11 +7,11 @@ import math
 import jax
 import numpy as np
 
-from ep.examples.lm import metrics
-from ep.examples.lm.checkpoint import Checkpoints
-from ep.examples.lm.data import Windows
-from ep.examples.lm.processes import agree, Stop
-from ep.examples.lm.train import Report, State
+from lm import metrics
+from lm.checkpoint import Checkpoints
+from lm.data import Windows
+from lm.processes import agree, Stop
+from lm.train import Report, State
 
 
 def run(

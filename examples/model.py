@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
 import ep
-from ep.examples.text import VOCABULARY
+from text import VOCABULARY
 
 RANKS = ("dp", "ep")  # the mesh axes
 TOKENS = PartitionSpec(RANKS)
