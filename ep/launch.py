@@ -12,7 +12,7 @@ a few environment variables, so a cluster's own launcher can replace this one:
     JAX_NUM_PROCESSES         how many ranks there are
     JAX_PROCESS_ID            which of them this process is
 
-The service is a process of the launcher's (ep/_src/coordinator.py), so that it
+The service is a process of the launcher's (ep/_src/launch/coordinator.py), so that it
 survives the death of any rank. JAX makes rank 0 start one too; nothing connects
 to it.
 
@@ -47,7 +47,9 @@ from typing import TextIO
 
 import jax
 
-from ep._src import arguments, compat, ending, gpus, presence
+from ep._src.base import arguments, compat
+from ep._src.group import ending, liveness
+from ep._src.native import gpus
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_src/coordinator.py")
 # Becomes a rank, which the kernel kills if the launcher dies.
@@ -119,7 +121,7 @@ def initialize() -> None:
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
-  presence.announce()  # a death before ep_bootstrap is noticed, too
+  liveness.announce()  # a death before ep_bootstrap is noticed, too
   report = sys.excepthook
 
   def report_and_exit(*exc_info):

@@ -56,7 +56,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   sources += [*handlers, native / "older_runtimes.cc"]
   # Package and library are of one tree, so their interfaces agree.
   (digest,) = re.findall(
-    r'^INTERFACE = "(\w+)"$', (root / "ep/_src/ffi.py").read_text(), re.M
+    r'^INTERFACE = "(\w+)"$', (root / "ep/_src/native/ffi.py").read_text(), re.M
   )
   header = library.parent / "ep_ffi/handlers/interface.h"
   header.parent.mkdir(parents=True)

@@ -17,7 +17,7 @@ import pytest
 from cases import assert_same, exchanges
 from conftest import to_global
 import ep
-from ep._src import reference
+from ep._src.ops import reference
 from ep.testing._routings import draw
 from groups import E, failing, group, H, K, layer, ranks, spec
 from ops import LocalOps, Moved, Ops, round_trip

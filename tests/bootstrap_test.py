@@ -18,7 +18,7 @@ import pytest
 from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh
 import ep
-from ep._src import ffi
+from ep._src.native import ffi
 import groups
 from groups import (
   BACKEND,

@@ -9,7 +9,8 @@ import pytest
 
 from conftest import make_mesh
 import ep
-from ep._src import record_files, reference
+from ep._src.ops import reference
+from ep._src.records import files
 from ep.testing._routings import draw
 from groups import BACKEND, E, has_no_limits, K, layer, T
 from oracle import make_oracle
@@ -81,8 +82,8 @@ def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
 def test_a_recorded_folder_and_its_table(tmp_path):
   """Every complete step of the layer's name counts, whatever ranks had it."""
   steps, a_layer = routings(), layer(name="moe_3")
-  record_files.Writer(tmp_path, 0).write(
-    record_files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
+  files.Writer(tmp_path, 0).write(
+    files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
     for step, idx in enumerate(steps)
     for rank, half in enumerate(np.split(idx, 2))
   )

@@ -144,7 +144,7 @@ def test_jax_debug_nans_finds_a_nan_of_the_data(mode, view):
 
 @pytest.mark.parametrize("value, expected", [("1", True), ("0", False)])
 def test_the_environment_turns_it_on(value, expected):
-  program = "from ep._src import checked; print(checked.is_on())"
+  program = "from ep._src.base import checked; print(checked.is_on())"
   env = {**os.environ, "EP_CHECKED": value, "JAX_PLATFORMS": "cpu"}
   env["PYTHONPATH"] = os.pathsep.join(sys.path)
   for name in ("JAX_COORDINATOR_ADDRESS", "TEST_UNDECLARED_OUTPUTS_DIR"):

@@ -18,7 +18,7 @@ from cases import Case
 from conftest import assert_shards_equal
 from death_test import Death, LONG_S, OPS, SHORT_S
 import ep
-from ep._src import ffi
+from ep._src.native import ffi
 from groups import bootstrap
 from worlds import Rank, RANKS
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ep._src import ffi
+from ep._src.native import ffi
 from worlds import Rank, RANKS, run_world
 
 # With backend="xla" a rank learns of these failures from bootstrap, from XLA's

@@ -15,7 +15,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from ep._src import bootstrap as bootstrap_module
+from ep._src.group import bootstrap as bootstrap_module
 from groups import BACKEND, bootstrap
 from ops import round_trip
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src import ffi
-from ep._src import grouped_matmul as gm
+from ep._src.matmul import grouped_matmul as gm
+from ep._src.native import ffi
 
 E, F, G, S = 3, 72, 136, 4
 COUNTS = np.array([[70, 3, 0, 129], [0, 0, 0, 0], [1, 64, 100, 17]])

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src import ffi, ragged, tiles
-from ep._src import grouped_matmul as gm
+from ep._src.matmul import by_ragged_dot, by_tiles
+from ep._src.matmul import grouped_matmul as gm
+from ep._src.native import ffi
 
 C, F, G = 300, 5, 7
 
@@ -25,7 +26,7 @@ SIZES = {
   "many": [3] * 100,
 }
 
-IMPLEMENTATIONS = {"tiles": tiles, "ragged": ragged}
+IMPLEMENTATIONS = {"tiles": by_tiles, "ragged": by_ragged_dot}
 
 
 def _slabs(sizes):
@@ -213,7 +214,7 @@ def test_work_is_linear_in_the_rows_used():
     return out
 
   for sizes in ([128, 0, 0, 1], [0, 0, 0, 0]):
-    tiles._Tiles(0, jnp.int32(sizes), 1024).fold(step, 0)
+    by_tiles._Tiles(0, jnp.int32(sizes), 1024).fold(step, 0)
   jax.effects_barrier()
   assert steps == [0, 0, 3]  # the slab of each tile
 

@@ -16,7 +16,7 @@ import pytest
 
 from cases import jit_quickly
 from conftest import make_mesh
-from ep._src import grouped_matmul as gm
+from ep._src.matmul import grouped_matmul as gm
 
 C, F, G, K = 11, 4, 6, 5
 SIZES = jnp.int32([3, 0, 6])

@@ -12,8 +12,9 @@ import pytest
 from cases import Case, exchanges, global_view, local_view, lower
 from conftest import make_mesh, to_global
 import ep
-from ep._src import collectives_check, nccl_backend
-from ep._src.backend import OPS
+from ep._src.backends.nccl import backend
+from ep._src.base.backend import OPS
+from ep._src.ops import hidden_collectives
 from groups import BACKEND, layer, not_with_xla
 from ops import everything, round_trip, sizes
 
@@ -107,7 +108,7 @@ def test_gpus_run_every_op_on_the_collective_stream(monkeypatch):
   """Each op is alone in a function that is called on the collective stream."""
   case = Case(layer("dp2_ep2"))
   connection = case.layer.group.connection
-  monkeypatch.setattr(connection, "__class__", nccl_backend.NcclConnection)
+  monkeypatch.setattr(connection, "__class__", backend.NcclConnection)
   program = lower((case, everything, *case.inputs()), platforms=("cuda",))
   text = program.as_text()
   inside = re.findall(
@@ -211,7 +212,7 @@ metadata={op_name="jit(f)/x" source_file="f.py" source_line=7}
 
 
 def test_other_spellings():
-  found = collectives_check.collectives(OTHER_SPELLINGS)
+  found = hidden_collectives.collectives(OTHER_SPELLINGS)
   assert [(c.opcode, c.name, c.source) for c in found] == [
     ("all-gather", "a.1", "f.py:7"),
     ("ragged-all-to-all", "c", ""),

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from ep import launch
-from ep._src import gpus
+from ep._src.native import gpus
 
 # Bazel runs this file as the only rank of a launcher, which sets these.
 _VARIABLES_OF_A_RANK = [
@@ -587,7 +587,7 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path):
 def test_the_library_may_be_loaded_before_jax_has_devices():
   """JAX then makes its devices, which it could not do afterwards."""
   program = """
-from ep._src import ffi
+from ep._src.native import ffi
 ffi.library("host")
 import jax
 print(jax.devices()[0].platform)

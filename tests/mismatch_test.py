@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
-from ep._src import membership, versions
+from ep._src.group import agreement, versions
 from groups import bootstrap, not_with_xla
 from ops import dispatch, round_trip, sizes
 
@@ -255,7 +255,7 @@ def test_other_options_of_jax(monkeypatch):
 def test_other_versions(monkeypatch, name):
   if ODD:
     theirs = versions.versions("host") | {name: "another"}
-    monkeypatch.setattr(membership, "versions", lambda _: theirs)
+    monkeypatch.setattr(agreement, "versions", lambda _: theirs)
   with pytest.raises(ValueError) as error:
     bootstrap(make_mesh({"ep": RANKS}))
   expect_words(error, f"{name} = ", "another", "same versions")

@@ -24,7 +24,7 @@ from conftest import (
   to_global,
 )
 import ep
-from ep._src import reference
+from ep._src.ops import reference
 from groups import bootstrap, E, group, H, has_no_limits, K, T
 import quick_compiler
 

@@ -15,9 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src import backend, ffi, files, membership, nccl_backend, nccl_files
-from ep._src.config import GroupConfig
-from ep._src.nccl_backend import NcclBackend
+from ep._src.backends.nccl import backend as nccl_backend
+from ep._src.backends.nccl import installation
+from ep._src.backends.nccl.backend import NcclBackend
+from ep._src.base import backend
+from ep._src.base.config import GroupConfig
+from ep._src.group import agreement
+from ep._src.native import ffi, shipped_files
 from nccl_testing import gpu
 
 
@@ -86,9 +90,9 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   made = {}
   monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: me)
   monkeypatch.setattr(
-    nccl_files, "prepare", lambda device: ("a", str(device.process_index))
+    installation, "prepare", lambda device: ("a", str(device.process_index))
   )
-  monkeypatch.setattr(membership, "join", join)
+  monkeypatch.setattr(agreement, "join", join)
   monkeypatch.setattr(ffi, "library", lambda backend: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
   monkeypatch.setattr(
@@ -150,7 +154,7 @@ def test_the_library_fits_the_plugin_of_jax(
     folder.mkdir()
     (folder / "libep_ffi_cuda.so").touch()
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
-  monkeypatch.setattr(files, "in_runfiles", lambda path: None)
+  monkeypatch.setattr(shipped_files, "in_runfiles", lambda path: None)
   monkeypatch.delenv("EP_FFI_LIBRARY_PATH", raising=False)
   if " " in found:
     with pytest.raises(FileNotFoundError, match=found):
@@ -198,14 +202,14 @@ def machine(monkeypatch, tmp_path):
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   for module in ("nccl", "nccl.ep", "nvidia", "nvidia.nccl", "nvidia.cu13"):
     monkeypatch.delitem(sys.modules, module, raising=False)
-  monkeypatch.setattr(nccl_files.files, "in_runfiles", lambda path: None)
-  nccl_files._prepare.cache_clear()
+  monkeypatch.setattr(installation.files, "in_runfiles", lambda path: None)
+  installation._prepare.cache_clear()
   yield tmp_path
-  nccl_files._prepare.cache_clear()
+  installation._prepare.cache_clear()
 
 
 def prepare(**what):
-  return nccl_files.prepare(gpu(0, **what))
+  return installation.prepare(gpu(0, **what))
 
 
 def program(path, script):
@@ -264,15 +268,15 @@ def test_variables_of_the_user_are_kept(machine, monkeypatch):
 
 def test_compilers_are_looked_for_in_order(machine, monkeypatch):
   in_path = program(machine / "path/nvcc", "exit 0")
-  assert nccl_files.find_nvcc(13) == in_path
+  assert installation.find_nvcc(13) == in_path
   in_wheel = wheels(machine)
-  assert nccl_files.find_nvcc(13) == in_wheel
-  assert nccl_files.find_nvcc(12) == in_path
+  assert installation.find_nvcc(13) == in_wheel
+  assert installation.find_nvcc(12) == in_path
   at_home = program(machine / "cuda/bin/nvcc", "exit 0")
   monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
-  assert nccl_files.find_nvcc(13) == at_home
+  assert installation.find_nvcc(13) == at_home
   monkeypatch.setenv("NVCC", str(in_path))
-  assert nccl_files.find_nvcc(13) == in_path
+  assert installation.find_nvcc(13) == in_path
 
 
 def test_a_machine_without_a_compiler_is_refused(machine):
@@ -363,7 +367,7 @@ def foreign(place):
 
 def refused(machine, *words):
   """Checks that `prepare` refuses the folder of kernels, and tells a cure."""
-  nccl_files._prepare.cache_clear()
+  installation._prepare.cache_clear()
   with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
     prepare()
   for word in [str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words]:
@@ -399,7 +403,7 @@ def test_kernels_that_others_can_replace_are_refused(machine, mode):
 def test_kernels_of_another_user_are_refused(machine, monkeypatch):
   wheels(machine)
   prepare()
-  monkeypatch.setattr(nccl_files, "_owner", foreign(kernels(machine)))
+  monkeypatch.setattr(installation, "_owner", foreign(kernels(machine)))
   refused(machine, f"{kernels(machine)} belongs to another user")
 
 
@@ -410,7 +414,7 @@ def test_a_link_to_kernels_must_be_the_users(machine, monkeypatch, name):
   (machine / "mine").mkdir(mode=0o700)
   (machine / name).symlink_to(machine / "mine")
   prepare()
-  monkeypatch.setattr(nccl_files, "_owner", foreign(machine / name))
+  monkeypatch.setattr(installation, "_owner", foreign(machine / name))
   refused(machine, f"{machine / name} belongs to another user")
 
 

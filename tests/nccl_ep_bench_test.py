@@ -13,7 +13,7 @@ from benchmarks import workload as workload_lib
 from benchmarks.ops import OPS
 from benchmarks.oracle import WrongResult
 from conftest import make_mesh
-from ep._src import ffi
+from ep._src.native import ffi
 from nccl_testing import load_fake_nccl, rank_threads
 
 SHAPE = workload_lib.Shape(tokens=6, hidden=16, top_k=3, num_experts=8)

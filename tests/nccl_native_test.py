@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ep._src import ffi
+from ep._src.native import ffi
 from nccl_testing import load_fake_nccl, rank_threads
 
 SIZES = dict(
@@ -95,7 +95,7 @@ def in_a_new_process(program, *args):
     [
       sys.executable,
       "-c",
-      f"import ctypes, sys\nfrom ep._src import ffi\n{program}",
+      f"import ctypes, sys\nfrom ep._src.native import ffi\n{program}",
     ]
     + [str(arg) for arg in args],
     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -18,7 +18,7 @@ import pytest
 from cases import jit_quickly
 from conftest import assert_shards_equal, make_mesh, to_global
 import ep
-from ep._src import record_files
+from ep._src.records import files
 from ep.testing._routings import draw
 from groups import BACKEND, bootstrap, E, group, H, K, layer, spec, T
 
@@ -242,7 +242,7 @@ def calls(steps, ranks=(0, 1), **changes):
   """Yields calls of two ranks, whose ids tell step and rank."""
   for step in steps:
     for rank in ranks:
-      yield record_files.Call(
+      yield files.Call(
         **dict(
           layer="moe",
           num_ranks=2,
@@ -267,7 +267,7 @@ def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
     for add in [dict(a=100, b=200)[site]]
     for call in calls([0], [rank])
   ]
-  record_files.Writer(tmp_path, 0).write(rows)
+  files.Writer(tmp_path, 0).write(rows)
   record = ep.replay(tmp_path)
   assert record.topk_idx("moe", 0)[:, 0].tolist() == [100, 100, 101, 101]
   assert record.topk_idx("moe", 1)[:, 0].tolist() == [200, 200, 201, 201]
@@ -276,7 +276,7 @@ def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
 def test_steps_may_differ_in_their_tokens(tmp_path):
   """So may calls that have weights, and others that have none."""
   other, weights = np.full((1, K), 7), np.ones((2, K), np.float32)
-  record_files.Writer(tmp_path, 0).write(
+  files.Writer(tmp_path, 0).write(
     [
       *calls([0]),
       *calls([1], topk_idx=other),
@@ -295,7 +295,7 @@ def test_what_is_no_record_is_an_error(tmp_path):
   with pytest.raises(ValueError, match="holds no record"):
     ep.replay(tmp_path)
   for process, ranks in (0, [0]), (1, [1]):
-    writer = record_files.Writer(tmp_path, process)
+    writer = files.Writer(tmp_path, process)
     writer.write(calls([0, 1], ranks))
     writer.write(calls([2], ranks))
   first, last = tmp_path / "00000-000000.npz", tmp_path / "00001-000001.npz"
@@ -338,10 +338,10 @@ def test_what_is_no_record_is_an_error(tmp_path):
       record.topk_idx("moe", step, call)
   with pytest.raises(ValueError, match=r"no layer 'other', but \['moe'\]"):
     record.steps("other")
-  record_files.Writer(tmp_path, 2).write(calls([0], [1]))
+  files.Writer(tmp_path, 2).write(calls([0], [1]))
   with pytest.raises(ValueError, match="a call of a rank twice"):
     ep.replay(tmp_path)
-  record_files.Writer(tmp_path, 3).write(calls([0], num_ranks=3))
+  files.Writer(tmp_path, 3).write(calls([0], num_ranks=3))
   with pytest.raises(ValueError, match=r"\[\(2, 1\), \(3, 1\)\]; they are of"):
     ep.replay(tmp_path)
 
@@ -364,7 +364,7 @@ def test_what_is_no_record_is_an_error(tmp_path):
 def test_contents_that_were_changed(column, change, words, tmp_path):
   """They cost no more memory than a record, and nothing is made up."""
   few = (call._replace(topk_idx=call.topk_idx % E) for call in calls([0, 1]))
-  record_files.Writer(tmp_path, 0).write(few)
+  files.Writer(tmp_path, 0).write(few)
   (path,) = tmp_path.iterdir()
   arrays = dict(np.load(path))
   column = f"moe.{column}"
@@ -385,13 +385,13 @@ def test_contents_that_were_changed(column, change, words, tmp_path):
 def test_ranks_of_other_shapes(tmp_path):
   other = np.zeros((1, K), int)
   both = [*calls([0], [0]), *calls([0], [1], topk_idx=other)]
-  record_files.Writer(tmp_path, 0).write(both)
+  files.Writer(tmp_path, 0).write(both)
   with pytest.raises(ValueError, match="ranks differ in shape in step 0"):
     ep.replay(tmp_path).topk_idx("moe", 0)
 
 
 def test_a_replay_is_asked_and_shown(tmp_path):
-  record_files.Writer(tmp_path, 0).write([*calls([0, 1]), *calls([2], [0])])
+  files.Writer(tmp_path, 0).write([*calls([0, 1]), *calls([2], [0])])
   record = ep.replay(tmp_path)
   assert repr(record) == (
     f"<ep.Replay of {tmp_path}, with these complete steps: {{'moe': 2}}>"
@@ -406,13 +406,11 @@ def test_a_replay_is_asked_and_shown(tmp_path):
 
 
 def test_a_record_does_not_fit_every_layer(tmp_path):
-  record_files.Writer(tmp_path, 0).write([*calls([0])])
+  files.Writer(tmp_path, 0).write([*calls([0])])
   record = ep.replay(tmp_path)
   with pytest.raises(ValueError, match="has 3 choices .* top_k = 2"):
     record.forced_idx(layer(top_k=2), 0)
-  record_files.Writer(tmp_path, 1).write(
-    calls([1], topk_idx=np.zeros((1, K), int))
-  )
+  files.Writer(tmp_path, 1).write(calls([1], topk_idx=np.zeros((1, K), int)))
   with pytest.raises(ValueError, match="cannot be split over 4 ranks"):
     ep.replay(tmp_path).forced_idx(layer(), 1)
   with pytest.raises(TypeError, match="layer is a str"):
@@ -502,12 +500,12 @@ def test_nothing_was_recorded(tmp_path):
 
 def test_one_of_two_writers_has_the_folder(tmp_path):
   """Also if they begin at a time, and whether or not it has written yet."""
-  first = record_files.Writer(tmp_path, 0)
+  first = files.Writer(tmp_path, 0)
   for _ in range(2):
     with pytest.raises(ValueError, match="holds a record already"):
-      record_files.Writer(tmp_path, 0)
+      files.Writer(tmp_path, 0)
     first.write(calls([0]))
-  record_files.Writer(tmp_path, 1).write(calls([0]))
+  files.Writer(tmp_path, 1).write(calls([0]))
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")

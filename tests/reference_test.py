@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ep._src import reference
+from ep._src.ops import reference
 
 P, T, K, E, H = 3, 5, 3, 12, 7
 L = E // P

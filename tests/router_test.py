@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cases import jit_quickly
-from ep._src import router
+from ep._src.moe import router
 from router_cases import E, K, logits_of
 
 

@@ -22,7 +22,7 @@ from cases import assert_same, Case, exchanges, expected, jit_quickly
 from conftest import make_mesh, to_global
 import ep
 from ep import launch
-from ep._src.backend import OPS
+from ep._src.base.backend import OPS
 from groups import bootstrap, E, H, layer, not_with_xla, spec
 from ops import block, block_and_back, Ops, round_trip, sizes
 

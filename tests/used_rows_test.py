@@ -14,9 +14,9 @@ import pytest
 
 from cases import jit_quickly
 import ep
-from ep._src import grouped_matmul as gm
-from ep._src import used_rows
-from ep._src.used_rows import map_used_rows
+from ep._src.matmul import grouped_matmul as gm
+from ep._src.matmul import row_map
+from ep._src.matmul.row_map import map_used_rows
 
 C, USED, F = 600, 300, 4  # some blocks and a part of one
 
@@ -219,7 +219,7 @@ def test_work_follows_the_used_rows():
     return x
 
   call = jax.jit(
-    lambda n, x: used_rows._apply_by_blocks(
+    lambda n, x: row_map._apply_by_blocks(
       n, x, fn=lambda x: [fn(x)], tail="zero"
     )
   )

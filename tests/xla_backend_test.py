@@ -18,9 +18,11 @@ import pytest
 from cases import assert_same, Case, check, run
 from conftest import assert_shards_equal, make_mesh
 import ep
-from ep._src import bootstrap as bootstrap_module
-from ep._src import ffi, host_backend, xla_exchange
-from ep._src.backend import CannotServe
+from ep._src.backends import host
+from ep._src.backends.xla import exchanges
+from ep._src.base.backend import CannotServe
+from ep._src.group import bootstrap as bootstrap_module
+from ep._src.native import ffi
 from groups import bootstrap, group, K
 from ops import combine, dispatch, everything, Ops, round_trip
 
@@ -93,7 +95,7 @@ def test_no_tokens():
 )
 def test_ragged(monkeypatch, mesh, options):
   monkeypatch.setattr(
-    xla_exchange.lax,
+    exchanges.lax,
     "platform_dependent",
     lambda *args, default, **_: default(*args),
   )
@@ -231,7 +233,7 @@ def test_a_mesh_that_the_native_backend_cannot_serve(monkeypatch, caplog):
   def refuse(_, mesh, axis_name):
     raise CannotServe(f"needs another axis than {axis_name!r}")
 
-  monkeypatch.setattr(host_backend.HostBackend, "check_mesh", refuse)
+  monkeypatch.setattr(host.HostBackend, "check_mesh", refuse)
   assert_selects_xla(caplog, "needs another axis than 'ep'")
   with pytest.raises(ValueError, match="another axis"):
     bootstrap(make_mesh({"ep": 4}), backend="host")
@@ -246,9 +248,7 @@ def test_processes_of_several_hosts(monkeypatch, caplog):
   """Processes compare their hosts when they join, and then select xla."""
   if jax.process_count() == 1:
     pytest.skip("needs several processes")
-  monkeypatch.setattr(
-    host_backend, "_host", lambda: f"host{jax.process_index() // 2}"
-  )
+  monkeypatch.setattr(host, "_host", lambda: f"host{jax.process_index() // 2}")
   assert_selects_xla(caplog, "different hosts")
   with pytest.raises(ValueError, match="different hosts"):
     bootstrap(make_mesh({"ep": 4}), backend="host")

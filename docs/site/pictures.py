@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from ep._src import reference
+from ep._src.ops import reference
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 

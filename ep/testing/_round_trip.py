@@ -3,7 +3,7 @@
 
 An expert multiplies its rows by 1 or 2 and by their weights. So the result is
 linear in the tokens and in the weights, and all of its derivatives are known in
-NumPy, by the ops of ep/_src/reference.py.
+NumPy, by the ops of ep/_src/ops/reference.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from ep._src import reference
+from ep._src.ops import reference
 from ep.testing import _numbers
 from ep.testing._compare import Expected
 from ep.testing._subjects import Received, Setting, Transport

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// These handlers are for ep/_src/row_buffers.py: XLA:CPU has no such
+// These handlers are for ep/_src/matmul/unwritten_rows.py: XLA:CPU has no such
 // operations. They belong to no group.
 
 #ifndef EP_FFI_HANDLERS_ROW_BUFFERS_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The symbols that ep/_src/ffi.py registers. They are the same on every
+// The symbols that ep/_src/native/ffi.py registers. They are the same on every
 // platform.
 
 #include "ep_ffi/core/export.h"
@@ -31,5 +31,5 @@ EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd, ep::BindCombineBwd());
 EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
 EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }
 
-// ep/_src/ffi.py compares it before it calls anything else.
+// ep/_src/native/ffi.py compares it before it calls anything else.
 EP_EXPORT const char* ep_interface() { return EP_INTERFACE; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C function that creates a host group, called from ep/_src/ffi.py.
+// The C function that creates a host group, called from ep/_src/native/ffi.py.
 
 #include <cstdint>
 #include <memory>
@@ -11,7 +11,7 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// These structs are declared once more in ep/_src/ffi.py. For what the fields
+// These structs are declared once more in ep/_src/native/ffi.py. For what the fields
 // mean, see `Topology` and `HostGroup::Options`.
 extern "C" {
 

@@ -3,7 +3,7 @@
 // How the processes of a group connect: every pair gets a socket.
 //
 // Each process binds a socket to an abstract address with a random name, and
-// listens, before it tells the others the name (ep/_src/host_backend.py). So
+// listens, before it tells the others the name (ep/_src/backends/host.py). So
 // nobody can take the name first, and the address vanishes with the socket. A
 // process connects to those below it and accepts those above it. Connecting
 // fails at once if a process is known to have died.

@@ -14,7 +14,7 @@
 
 namespace ep::host {
 
-// Listens at an address with a new name, as ep/_src/host_backend.py does.
+// Listens at an address with a new name, as ep/_src/backends/host.py does.
 struct Listener {
   Listener();
 
