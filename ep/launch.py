@@ -51,7 +51,7 @@ from ep._src.base import arguments, compat
 from ep._src.group import ending, liveness
 from ep._src.native import gpus
 
-_COORDINATOR = str(pathlib.Path(__file__).parent / "_src/coordinator.py")
+_COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
 # Becomes a rank, which the kernel kills if the launcher dies.
 _BECOME = """
 import ctypes, os, signal, sys

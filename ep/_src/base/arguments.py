@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 import os
+import pathlib
 import sys
 from typing import Any
 import warnings
@@ -19,10 +20,10 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 
-# The folder of this package, with a separator at the end, and the module that
+# The folder of the package ep, with a separator at the end, and the module that
 # leaves its contexts.
 _NOT_OF_USERS = (
-  os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+  os.path.join(pathlib.Path(__file__).parents[2], ""),
   contextlib.__file__,
 )
 

@@ -26,7 +26,7 @@ def versions(backend: str) -> dict[str, str]:
 
   Our own files have no version number: digests stand for it.
   """
-  package = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+  package = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
   found = {
     "the version of jax": jax.__version__,
     "the version of jaxlib": jaxlib.__version__,
