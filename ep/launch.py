@@ -12,9 +12,9 @@ a few environment variables, so a cluster's own launcher can replace this one:
     JAX_NUM_PROCESSES         how many ranks there are
     JAX_PROCESS_ID            which of them this process is
 
-The service is a process of the launcher's (ep/_src/launch/coordinator.py), so that it
-survives the death of any rank. JAX makes rank 0 start one too; nothing connects
-to it.
+The service is a process of the launcher's (ep/_src/launch/coordinator.py), so
+that it survives the death of any rank. JAX makes rank 0 start one too; nothing
+connects to it.
 
 Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
 job, Cloud TPU) `initialize` needs no variables.

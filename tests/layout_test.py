@@ -61,7 +61,9 @@ def test_only_bootstrap_knows_the_backends(graph):
 
 
 def test_no_imports_form_a_circle(graph):
-  imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
+  imports = {
+    m: graph.find_modules_directly_imported_by(m) for m in graph.modules
+  }
   graphlib.TopologicalSorter(imports).prepare()
 
 

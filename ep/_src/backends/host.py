@@ -8,14 +8,14 @@ import errno
 import os
 import secrets
 import socket
+from typing import Any
 
 import jax
 
-from ep._src.base import meshes
-from ep._src.base.backend import Backend, CannotServe, Connection
+from ep._src.base import meshes, process_ids
+from ep._src.base.backend import Backend, CannotServe, Connection, Join
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
-from ep._src.group import agreement, liveness
 from ep._src.native import connection, ffi
 
 
@@ -39,17 +39,22 @@ class HostBackend(Backend):
     jax.local_devices(backend="cpu")
     return ffi.describe("host")
 
-  def connect(self, group: GroupConfig) -> Connection:
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
     with contextlib.ExitStack() as stack:
 
       def introduce():  # a failure in here is told to the other processes
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(_listen())
-        return dict(host=_host(), address=listener.getsockname()[1:].decode())
+        return dict(
+          host=f"{process_ids.boot_id()}/{os.geteuid()}",
+          address=listener.getsockname()[1:].decode(),
+          pid=os.getpid(),
+          namespace=process_ids.namespace(),
+        )
 
       listener = None
-      answers = agreement.join(group, introduce)
+      answers = join(group, introduce)
       me = jax.process_index()
       for process, answer in answers.items():
         if answer["host"] != answers[me]["host"]:
@@ -71,7 +76,7 @@ class HostBackend(Backend):
         ],
         process=members.index(me),
         processes=[
-          (answer["address"], process, liveness.pid(process))
+          (answer["address"], process, _pid(answer))
           for process, answer in answers.items()
         ],
         timeout_s=group.timeout_s,
@@ -104,6 +109,7 @@ def _listen() -> socket.socket:
     ) from e
 
 
-def _host() -> str:
-  """Returns what identifies this boot of this machine, and the user."""
-  return f"{liveness.boot_id()}/{os.geteuid()}"
+def _pid(answer: dict[str, Any]) -> int:
+  """Returns the system's id of a process; 0 if it has no meaning here."""
+  is_known = answer["namespace"] == process_ids.namespace()
+  return answer["pid"] if is_known else 0

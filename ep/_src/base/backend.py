@@ -220,6 +220,13 @@ class Connection(abc.ABC):
     """Ends it when the programs that use it have died."""
 
 
+# Returns, for each process of the group's mesh, what the function returned
+# there. Collective; see `join` in group/agreement.py.
+Join = Callable[
+  [GroupConfig, Callable[[], dict[str, Any]]], dict[int, dict[str, Any]]
+]
+
+
 class Backend(abc.ABC):
   """A way to run the ops. It has no state."""
 
@@ -241,11 +248,13 @@ class Backend(abc.ABC):
     """
 
   @abc.abstractmethod
-  def connect(self, group: GroupConfig) -> Connection:
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
     """Connects the ranks of a group, which `check_mesh` has accepted.
 
     Collective over the processes of the mesh. The caller closes the result,
-    whose `group` may have defaults resolved that `group` leaves open.
+    whose `group` may have defaults resolved that `group` leaves open. `join`
+    must be called once: it checks that all processes agree on the group, and
+    lets them introduce themselves to each other.
 
     Raises:
       CannotServe: on every process, if it cannot serve the processes.

@@ -27,7 +27,7 @@ from ep._src.base.backend import Backend, CannotServe, open_connections
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.group import agreement, ending
 from ep._src.group.group import EpGroup
-from ep._src.native import connection as native
+from ep._src.native.connection import close_released, released
 
 BACKENDS: dict[str, Backend] = {
   "host": HostBackend(),
@@ -58,10 +58,10 @@ def _close_all() -> None:
     with contextlib.ExitStack() as stack:
       for connection in closing:
         stack.callback(connection.close)
-      stack.callback(native.close_released)
+      stack.callback(close_released)
       if not hasattr(sys, "last_value"):  # of an uncaught exception
         groups = [connection.group for connection in closing]
-        ending.wait_for_programs("ep", groups + native.released())
+        ending.wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
     ending.exit_now()  # Python would end with the code 0
@@ -83,7 +83,7 @@ def _check(group: GroupConfig) -> Backend:
 
 def _connect(group: GroupConfig) -> EpGroup:
   """Connects a group by the backend that it names."""
-  connection = _check(group).connect(group)
+  connection = _check(group).connect(group, agreement.join)
   connected = EpGroup(**vars(connection.group), connection=connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected

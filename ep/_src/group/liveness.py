@@ -9,7 +9,6 @@ id in the operating system.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -17,7 +16,7 @@ from typing import Any
 
 import jax
 
-from ep._src.base import compat
+from ep._src.base import compat, process_ids
 
 
 def announce() -> None:
@@ -30,11 +29,6 @@ def announce() -> None:
     client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 
 
-def pid(process: int) -> int:
-  """Returns the system's id of a process; 0 if it is not visible from here."""
-  return _published(process).get("pid", 0)
-
-
 def died(process: int) -> bool:
   """Returns whether a process is known to have died."""
   identity = _published(process)
@@ -45,30 +39,12 @@ def _key(process: int) -> str:
   return f"ep/process/{process}"
 
 
-def boot_id() -> str:
-  """Returns the id of this boot of the machine. Only Linux has one.
-
-  Raises:
-    OSError: this is another system.
-  """
-  return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@functools.cache
-def _namespace() -> str | None:
-  """Returns what identifies the namespace of process ids, or None."""
-  try:
-    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
-  except OSError:
-    return None
-
-
 def _identity() -> dict[str, Any]:
   """Returns the identity of this process; empty if the namespace is unknown."""
-  if _namespace() is None:
+  if process_ids.namespace() is None:
     return {}
   pid = os.getpid()
-  return dict(namespace=_namespace(), pid=pid, start=_start(pid))
+  return dict(namespace=process_ids.namespace(), pid=pid, start=_start(pid))
 
 
 def _published(process: int) -> dict[str, Any]:
@@ -81,7 +57,7 @@ def _published(process: int) -> dict[str, Any]:
     theirs = json.loads(client.key_value_try_get(_key(process)))
   except (AttributeError, jax.errors.JaxRuntimeError):  # no client; no key
     return {}
-  return theirs if theirs.get("namespace") == _namespace() else {}
+  return theirs if theirs.get("namespace") == process_ids.namespace() else {}
 
 
 def _start(pid: int) -> int | None:

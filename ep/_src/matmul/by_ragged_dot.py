@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on GPUs and TPUs: `lax.ragged_dot`.
 
-The functions are those of by_tiles.py. XLA does not promise that `ragged_dot` does
-not read the unused rows, so these are zero where they could reach a sum. Nor
-does it promise an order of sums, so segments have no effect.
+The functions are those of by_tiles.py. XLA does not promise that `ragged_dot`
+does not read the unused rows, so these are zero where they could reach a sum.
+Nor does it promise an order of sums, so segments have no effect.
 """
 
 from __future__ import annotations

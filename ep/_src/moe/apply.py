@@ -40,8 +40,8 @@ def apply(
 
       y = sum_k w_k expert[e_k](x) + shared(x)
 
-  where `Experts` in ep/_src/moe/experts.py has the formula of an expert, and the
-  shared expert, if there is one, has the same without biases. Tokens and
+  where `Experts` in ep/_src/moe/experts.py has the formula of an expert, and
+  the shared expert, if there is one, has the same without biases. Tokens and
   matrices are multiplied in the dtype of `x`, whatever that of the parameters;
   logits, scores and metrics are float32.
 

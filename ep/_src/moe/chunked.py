@@ -35,7 +35,7 @@ from ep._src.moe import experts as one_exchange
 from ep._src.moe.experts import Experts
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
-from ep._src.records.record import record
+from ep._src.ops.taps import tapping
 
 
 def through_experts(
@@ -189,7 +189,7 @@ class _Chunks:
     )
 
   def _of_chunk(self, params, tokens, weights, topk_idx):
-    with record(None):  # all tokens have been recorded
+    with tapping(None):  # all tokens have been seen
       out, _ = one_exchange.through_experts(
         self.layer,
         self.experts,

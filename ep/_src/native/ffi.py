@@ -22,9 +22,10 @@ from ep._src.native import gpus, shipped_files
 # For each backend: the platform in its library's name, and XLA's name of it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
-# This is a digest of the C++ functions and attributes that ffi.py and connection.py
-# use; the library carries its own (//ep_ffi/handlers:interface). After a change
-# on that side, the error of every test has the digest to write here.
+# This is a digest of the C++ functions and attributes that ffi.py and
+# connection.py use; the library carries its own (//ep_ffi/handlers:interface).
+# After a change on that side, the error of every test has the digest to write
+# here.
 INTERFACE = "549bee2ba2e1"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from ep._src.base import arguments, primitive, te_names
 from ep._src.base.backend import OpParams
 from ep._src.group.group import check_layer, EpLayerConfig
-from ep._src.ops import drop_policy, views
+from ep._src.ops import drop_policy, taps, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
-from ep._src.records import record
 
 
 @te_names.explain
@@ -92,7 +91,8 @@ def ep_prepare(
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
   is_ordered = layer.drop_by != "slot"  # by the weights
-  if not (is_ordered or record.wants_weights(layer)):
+  tap = taps.current(layer)
+  if not (is_ordered or (tap is not None and tap.weights)):
     topk_weights = None
   elif topk_weights is not None:
     topk_weights = _checked_weights(op, topk_idx, topk_weights)
@@ -155,7 +155,8 @@ def _prepare(
     for x in (topk_idx, topk_weights)
   )
   leaves = [*sizes, kept, candidate if M > K else None]
-  return record.tap(layer, *used, leaves)
+  tap = taps.current(layer)
+  return leaves if tap is None else tap(layer, *used, leaves)
 
 
 def _assigned_prepare(

@@ -19,13 +19,10 @@ import numpy as np
 
 from ep._src.base import arguments, compat
 from ep._src.base.batching import batch_sequentially
-from ep._src.base.config import LayerConfig
 from ep._src.base.errors import EpError
 from ep._src.native.program_names import ProgramNames
+from ep._src.ops.taps import tapping
 from ep._src.records import files
-
-# Its value is a part of the key of `jax.jit`'s caches.
-_recorder = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -88,14 +85,14 @@ def record(
       `ep.EpError`, a program in the context tells it sooner.
   """
   if path is None:
-    with _recorder(None):
+    with tapping(None):
       yield
     return
   recorder = _Recorder(
     pathlib.Path(path).absolute(), layers, weights, calls_per_step, flush_s
   )
   try:
-    with _recorder(recorder):
+    with tapping(recorder):
       yield
     for array in jax.live_arrays():
       # The failure of a program is told to those who use its results.
@@ -104,42 +101,6 @@ def record(
   finally:
     recorder.close()
   recorder.warn_if_empty()
-
-
-def wants_weights(layer: LayerConfig) -> bool:
-  """Returns whether `tap` records the weights of a layer that is traced now."""
-  recorder = _recorder.value
-  return bool(recorder and recorder.weights and recorder.wants(layer.name))
-
-
-def tap(
-  layer: LayerConfig,
-  topk_idx: jax.Array,
-  topk_weights: jax.Array | None,
-  leaves: list[jax.Array | None],
-) -> list[jax.Array | None]:
-  """Returns the leaves of a handle that is traced now, in the local view.
-
-  If one is used, the ids of its choices are recorded. So are the weights, if
-  there are any and `wants_weights`; they have no derivative.
-  """
-  recorder = _recorder.value
-  if recorder is None or not recorder.wants(layer.name):
-    return leaves
-  recorder.check(layer)
-  group = layer.group
-  copies = [a for a in group.mesh.shape if a not in group.token_axes]
-  place = lax.axis_index((*group.token_axes, *copies))
-  operands = [topk_idx, place]
-  if recorder.weights and topk_weights is not None:
-    operands.append(topk_weights.astype(jnp.float32))
-  (zero,) = record_p.bind(*operands, recorder=recorder, layer=layer)
-  # The ops of the handle run after the call, since `mem` depends on it. A call
-  # whose handle is used for something else is kept by the barrier.
-  mem, *others = leaves
-  leaves, tree = jax.tree.flatten([mem + zero.astype(mem.dtype), *others])
-  together = compat.vary_together(*leaves, zero)
-  return tree.unflatten(lax.optimization_barrier(together)[:-1])
 
 
 class _Recorder:
@@ -188,7 +149,28 @@ class _Recorder:
     )
     self._thread.start()
 
-  def check(self, layer: LayerConfig) -> None:
+  def __call__(self, layer, topk_idx, topk_weights, leaves):
+    """Returns the leaves of a handle that is traced now, in the local view.
+
+    If one is used, the ids of its choices are recorded. So are the weights, if
+    they are wanted and there are any; they have no derivative.
+    """
+    self._check(layer)
+    group = layer.group
+    copies = [a for a in group.mesh.shape if a not in group.token_axes]
+    place = lax.axis_index((*group.token_axes, *copies))
+    operands = [topk_idx, place]
+    if self.weights and topk_weights is not None:
+      operands.append(topk_weights.astype(jnp.float32))
+    (zero,) = record_p.bind(*operands, recorder=self, layer=layer)
+    # The ops of the handle run after the call, since `mem` depends on it. A
+    # call whose handle is used for something else is kept by the barrier.
+    mem, *others = leaves
+    leaves, tree = jax.tree.flatten([mem + zero.astype(mem.dtype), *others])
+    together = compat.vary_together(*leaves, zero)
+    return tree.unflatten(lax.optimization_barrier(together)[:-1])
+
+  def _check(self, layer):
     """Raises `ValueError` if another group has a layer of this name."""
     ranks = layer.group.num_token_ranks
     known = self._num_ranks.setdefault(layer.name, ranks)

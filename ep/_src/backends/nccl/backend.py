@@ -15,10 +15,15 @@ import numpy as np
 
 from ep._src.backends.nccl import installation
 from ep._src.base import compat, meshes
-from ep._src.base.backend import Backend, CannotServe, Connection, OpParams
+from ep._src.base.backend import (
+  Backend,
+  CannotServe,
+  Connection,
+  Join,
+  OpParams,
+)
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
-from ep._src.group import agreement
 from ep._src.native import connection, ffi
 
 _MIN_COMPUTE_CAPABILITY = 9.0
@@ -85,7 +90,7 @@ class NcclBackend(Backend):
     libraries = installation.prepare(devices[0])
     return ", ".join(filter(None, [ffi.describe("nccl"), *libraries]))
 
-  def connect(self, group: GroupConfig) -> Connection:
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
     me = jax.process_index()
     domains = meshes.domains(group.mesh, group.axis_name)
     (domain, rank), *_ = np.argwhere(
@@ -101,7 +106,7 @@ class NcclBackend(Backend):
         return {}
       return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
 
-    answers = agreement.join(group, introduce)
+    answers = join(group, introduce)
     capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]

@@ -20,10 +20,15 @@ import numpy as np
 from ep._src.backends.xla import checks, exchanges, plans
 from ep._src.backends.xla.plans import Dims
 from ep._src.base import compat
-from ep._src.base.backend import Backend, Connection, GroupMemory, OpParams
+from ep._src.base.backend import (
+  Backend,
+  Connection,
+  GroupMemory,
+  Join,
+  OpParams,
+)
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
-from ep._src.group import agreement
 
 
 class XlaBackend(Backend):
@@ -38,8 +43,8 @@ class XlaBackend(Backend):
   def probe(self) -> str:
     return ""
 
-  def connect(self, group: GroupConfig) -> Connection:
-    agreement.join(group, dict)  # checks that all processes agree
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
+    join(group, dict)  # checks that all processes agree
     return XlaConnection(group)
 
 
