@@ -20,7 +20,6 @@ from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.base import backend
 from ep._src.base.config import GroupConfig
-from ep._src.group import agreement
 from ep._src.native import ffi, shipped_files
 from nccl_testing import gpu
 
@@ -92,14 +91,13 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   monkeypatch.setattr(
     installation, "prepare", lambda device: ("a", str(device.process_index))
   )
-  monkeypatch.setattr(agreement, "join", join)
   monkeypatch.setattr(ffi, "library", lambda backend: None)
   monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)
   )
   monkeypatch.setattr(backend, "_open", {})
-  connection = NcclBackend().connect(group)
+  connection = NcclBackend().connect(group, join)
   for unknown, message in [
     (
       dict(top_k=None, recv_capacity_per_rank=None),
@@ -109,7 +107,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
     (dict(hidden_dim=None), "hidden_dim is None.*ep.resize"),
   ]:  # `join` tells the others
     with pytest.raises(ValueError, match=message):
-      NcclBackend().connect(dataclasses.replace(group, **unknown))
+      NcclBackend().connect(dataclasses.replace(group, **unknown), join)
   # All layers of the group have one capacity, by default the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
@@ -202,7 +200,9 @@ def machine(monkeypatch, tmp_path):
   monkeypatch.setattr(sys, "path", [str(tmp_path)])
   for module in ("nccl", "nccl.ep", "nvidia", "nvidia.nccl", "nvidia.cu13"):
     monkeypatch.delitem(sys.modules, module, raising=False)
-  monkeypatch.setattr(installation.files, "in_runfiles", lambda path: None)
+  monkeypatch.setattr(
+    installation.shipped_files, "in_runfiles", lambda path: None
+  )
   installation._prepare.cache_clear()
   yield tmp_path
   installation._prepare.cache_clear()
