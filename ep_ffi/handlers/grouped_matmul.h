@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// ep_grouped_matmul is the primitive of ep/_src/matmul/grouped_matmul.py. It belongs
-// to no group. `missing` tells which of the rows X [C, F], the matrices W [L,
-// F, G] and the outs Y [C, G] of each pair it computes from the others, in this
-// order with those of all pairs one after another:
+// ep_grouped_matmul is the primitive of ep/_src/matmul/grouped_matmul.py. It
+// belongs to no group. `missing` tells which of the rows X [C, F], the matrices
+// W [L, F, G] and the outs Y [C, G] of each pair it computes from the others,
+// in this order with those of all pairs one after another:
 //
 //   (sizes s32[L], segments s32[L, S], operands...) -> missing...
 

@@ -51,7 +51,8 @@ struct GroupedMatmulArgs {
   const int32_t* sizes;  // [L]
   // [L, S]: a slab begins with S segments of so many rows, and what follows
   // them is zero. Each is summed into matrices on its own, and the sums are
-  // added as the tree of ep/_src/matmul/ordered_sum.py. With S = 0 the slab is one.
+  // added as the tree of ep/_src/matmul/ordered_sum.py. With S = 0 the slab is
+  // one.
   const int32_t* segments;
   int64_t num_slabs, num_segments;
   int64_t num_rows;  // C

@@ -22,7 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, compat
+from ep._src.base import arguments, compat, primitive
 from ep._src.base.arguments import check
 from ep._src.base.compat import ad
 from ep._src.base.fail_if import fail_if
@@ -208,30 +208,26 @@ def _group_size(ranks: int, groups: Sequence[Sequence[int]] | None) -> int:
   return sizes.pop()
 
 
-# The operands may have leading axes of examples, which a `vmap` adds.
-_op_p = compat.Primitive(_NAME)
-
-
 def _bind(*operands: jax.Array, axis_name, **params) -> jax.Array:
   operands = compat.vary_together(*operands, axes=axis_name)
-  return _op_p.bind(*operands, axis_name=axis_name, **params)
+  (result,) = _op_p.bind(*operands, axis_name=axis_name, **params)
+  return result
 
 
-@_op_p.def_abstract_eval
-def _type(operand, output, *slices, **params):
-  return output.update(weak_type=False)
+def _types(operand, output, *slices, **params):
+  return [output.update(weak_type=False)]
 
 
 def _jvp(primals, tangents, **params):
   operand_dot, output_dot = map(compat.instantiate_zeros, tangents[:2])
   return (
-    _bind(*primals, **params),
-    _bind(operand_dot, output_dot, *primals[2:], **params),
+    [_bind(*primals, **params)],
+    [_bind(operand_dot, output_dot, *primals[2:], **params)],
   )
 
 
-def _transpose(ct, operand, output, *slices, back, **axis):
-  ct = compat.instantiate_zeros(ct)
+def _transpose(cts, operand, output, *slices, back, **axis):
+  (ct,) = map(compat.instantiate_zeros, cts)
 
   def zeros(x):
     aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
@@ -251,12 +247,12 @@ def _batch(axis, operands, dims, *, axis_name, **params):
       f'{_NAME}: "{axis.name}" is the axis of a jax.vmap; use jax.shard_map.'
     )
   if all(d is None for d in dims):
-    return _bind(*operands, axis_name=axis_name, **params), None
+    return [_bind(*operands, axis_name=axis_name, **params)], [None]
   operands = (
     compat.batching.bdim_at_front(x, d, axis.size)
     for x, d in zip(operands, dims, strict=True)
   )
-  return _bind(*operands, axis_name=axis_name, **params), 0
+  return [_bind(*operands, axis_name=axis_name, **params)], [0]
 
 
 def _on_others(operand, output, *slices, back, **axis):
@@ -401,8 +397,10 @@ def _lower_on_cpu(ctx, *operands, back=False, **axis):
   return compat.lower_local(jax.named_scope(_NAME)(fn))(ctx, *operands)
 
 
+# The operands may have leading axes of examples, which a `vmap` adds.
+_op_p = primitive.new(
+  _NAME, _types, compat.lower_local(_on_others), on_cpu=_lower_on_cpu
+)
 ad.primitive_jvps[_op_p] = _jvp
 ad.primitive_transposes[_op_p] = _transpose
 compat.batching.fancy_primitive_batchers[_op_p] = _batch
-compat.mlir.register_lowering(_op_p, compat.lower_local(_on_others))
-compat.mlir.register_lowering(_op_p, _lower_on_cpu, "cpu")

@@ -35,8 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, checked, compat
-from ep._src.base.batching import batch_sequentially
+from ep._src.base import arguments, checked, compat, primitive
 from ep._src.base.compat import ad
 from ep._src.matmul import by_ragged_dot, by_tiles
 from ep._src.native import ffi
@@ -137,11 +136,6 @@ def grouped_matmuls(
   )
 
 
-grouped_matmul_p = compat.Primitive("ep_grouped_matmul")
-grouped_matmul_p.multiple_results = True
-compat.compile_eager(grouped_matmul_p, ["missing", "matrix_dtype", "tail"])
-
-
 def _triple(operands, missing):
   """Returns the lists [X], Ws, Ys of operands; the missing one is empty."""
   num_first = len(operands) // 2 if missing == _ROWS else 1
@@ -167,7 +161,6 @@ def _gradient(slabs, triple, missing, pairs, **params):
   return zip(places[missing], outs, strict=True)
 
 
-@grouped_matmul_p.def_abstract_eval
 def _types(sizes, segments, *avals, missing, matrix_dtype, tail):
   del segments, tail
   rows, matrices, outs = _triple(avals, missing)
@@ -230,11 +223,6 @@ def _transpose(cts, *slabs_and_operands, missing, **params):
   ]
 
 
-ad.primitive_jvps[grouped_matmul_p] = _jvp
-ad.primitive_transposes[grouped_matmul_p] = _transpose
-batch_sequentially(grouped_matmul_p)
-
-
 def _lowering(implementation):
   """Returns a lowering to the three functions of `tiles` or `ragged`."""
 
@@ -267,5 +255,13 @@ def _lower_on_cpu(ctx, *operands, **params):
 
 _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
-compat.mlir.register_lowering(grouped_matmul_p, _lowering(by_ragged_dot))
-compat.mlir.register_lowering(grouped_matmul_p, _lower_on_cpu, "cpu")
+
+grouped_matmul_p = primitive.new(
+  "ep_grouped_matmul",
+  _types,
+  _lowering(by_ragged_dot),
+  on_cpu=_lower_on_cpu,
+  static=["missing", "matrix_dtype", "tail"],
+)
+ad.primitive_jvps[grouped_matmul_p] = _jvp
+ad.primitive_transposes[grouped_matmul_p] = _transpose

@@ -21,7 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat
+from ep._src.base import compat, primitive
 
 _Tree = TypeVar("_Tree")
 
@@ -43,7 +43,7 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   def psum(x):
     is_manual = compat.manual_axes().issuperset(names)
     if is_manual and not compat.checks_vma():
-      return _unchecked_psum_p.bind(x, axes=names)
+      return _unchecked_psum_p.bind(x, axes=names)[0]
     (x,) = compat.vary_together(x, axes=names)
     return tree_sum(all_gather(x, names))
 
@@ -79,38 +79,43 @@ def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   """
   if not compat.checks_vma() or not axis_name:
     return x
-  return _replicated_p.bind(x, axes=tuple(axis_name))
+  return _replicated_p.bind(x, axes=tuple(axis_name))[0]
+
+
+def _sum(x, *, axes):
+  return [tree_sum(lax.all_gather(x, axes))]
 
 
 # The sum where JAX does not know over which axes values vary. Like `lax.psum`
-# there, it is its own transpose. That of `lax.all_gather` would scatter a sum:
-# the transport decides in which order it adds, and Gloo's slows what follows it
-# (docs/sharp_bits.md).
-_unchecked_psum_p = compat.Primitive("ep_ordered_psum")
-compat.compile_eager(_unchecked_psum_p, ["axes"])
+# there, it is its own transpose. The transpose of `lax.all_gather` would
+# scatter a sum: the transport decides in which order it adds, and Gloo's slows
+# what follows it (docs/sharp_bits.md).
+_unchecked_psum_p = primitive.new(
+  "ep_ordered_psum",
+  lambda x, *, axes: [x],
+  compat.lower_local(_sum),
+  static=["axes"],
+)
 compat.ad.deflinear2(
   _unchecked_psum_p,
-  lambda ct, x, *, axes: [_unchecked_psum_p.bind(ct, axes=axes)],
+  lambda cts, x, *, axes: _unchecked_psum_p.bind(
+    *map(compat.instantiate_zeros, cts), axes=axes
+  ),
 )
-compat.batching.defvectorized(_unchecked_psum_p)
-_unchecked_psum_p.def_abstract_eval(lambda x, *, axes: x)
-compat.mlir.register_lowering(
-  _unchecked_psum_p,
-  compat.lower_local(lambda x, *, axes: [tree_sum(lax.all_gather(x, axes))]),
-)
-
 
 # The identity, but its result varies over the axes. It is linear, and its
 # transpose is an `ordered_psum`.
-_replicated_p = compat.Primitive("ep_replicated")
-compat.compile_eager(_replicated_p, ["axes"])
-compat.ad.deflinear2(
-  _replicated_p, lambda ct, x, *, axes: [ordered_psum(ct, axes)]
+_replicated_p = primitive.new(
+  "ep_replicated",
+  lambda x, *, axes: [compat.varying_aval(x, axes)],
+  lambda ctx, x, *, axes: [x],
+  static=["axes"],
 )
-compat.batching.defvectorized(_replicated_p)
-compat.mlir.register_lowering(_replicated_p, lambda ctx, x, *, axes: [x])
-
-
-@_replicated_p.def_abstract_eval
-def _type(x, *, axes):
-  return compat.varying_aval(x, axes)
+compat.ad.deflinear2(
+  _replicated_p,
+  lambda cts, x, *, axes: [
+    ordered_psum(ct, axes) for ct in map(compat.instantiate_zeros, cts)
+  ],
+)
+for _p in (_unchecked_psum_p, _replicated_p):
+  primitive.batch_elementwise(_p)

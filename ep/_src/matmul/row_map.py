@@ -22,8 +22,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import checked, compat
-from ep._src.base.batching import batch_sequentially
+from ep._src.base import checked, compat, primitive
 from ep._src.base.compat import ad
 from ep._src.matmul import unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
@@ -167,13 +166,6 @@ def _apply_by_blocks(num_used, *arrays, fn, tail):
   ]
 
 
-_map_p = compat.Primitive("ep_map_used_rows")
-_map_p.multiple_results = True
-compat.compile_eager(_map_p, ["fn", "tail"])
-batch_sequentially(_map_p)
-
-
-@_map_p.def_abstract_eval
 def _types(num_used, *arrays, fn, tail):
   del num_used, tail
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
@@ -215,9 +207,12 @@ def _transpose(cts, num_used, *arrays, fn, tail):
   return [None, *grads]
 
 
+_map_p = primitive.new(
+  "ep_map_used_rows",
+  _types,
+  compat.lower_local(_apply),
+  on_cpu=compat.lower_local(_apply_by_blocks),
+  static=["fn", "tail"],
+)
 ad.primitive_jvps[_map_p] = _jvp
 ad.primitive_transposes[_map_p] = _transpose
-compat.mlir.register_lowering(_map_p, compat.lower_local(_apply))
-compat.mlir.register_lowering(
-  _map_p, compat.lower_local(_apply_by_blocks), "cpu"
-)

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat
+from ep._src.base import compat, primitive
 from ep._src.native import ffi
 
 _TAILS = {"zero": 0, "nan": jnp.nan}
@@ -29,7 +29,7 @@ _FILLED_ROWS = 128  # at once
 
 def new(shape: tuple[int, ...], dtype) -> jax.Array:
   """Returns a buffer of unwritten rows of `dtype`."""
-  return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))
+  return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
 
 
 def write(
@@ -97,7 +97,7 @@ def _retyped(array, dtype, num_used=None):
     return array
   if num_used is None:
     return lax.bitcast_convert_type(array, dtype)
-  return _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))
+  return _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))[0]
 
 
 def _storage(dtype):
@@ -109,12 +109,12 @@ def _storage(dtype):
 def _primitive(name, out_type, otherwise, **options):
   """Makes a primitive that the library's `name` or `otherwise` computes.
 
-  It is for the lowerings of other primitives, so it has no other rules. The
+  It is for the lowerings of other primitives, so it has no derivatives. The
   options are those of the library's custom call.
   """
-  primitive = compat.Primitive(name)
-  primitive.def_abstract_eval(out_type)
-  lower_otherwise = compat.mlir.lower_fun(otherwise, multiple_results=False)
+  lower_otherwise = compat.lower_local(
+    lambda *operands, **params: [otherwise(*operands, **params)]
+  )
   lower_natively = jax.ffi.ffi_lowering(name, **options)
 
   def lower(ctx, *operands, **params):
@@ -122,8 +122,12 @@ def _primitive(name, out_type, otherwise, **options):
       return lower_natively(ctx, *operands)
     return lower_otherwise(ctx, *operands, **params)
 
-  compat.mlir.register_lowering(primitive, lower, "cpu")
-  return primitive
+  return primitive.new(
+    name,
+    lambda *operands, **params: [out_type(*operands, **params)],
+    lower_otherwise,
+    on_cpu=lower,
+  )
 
 
 _unwritten_p = _primitive(

@@ -8,11 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import compat, primitive, te_names
+from ep._src.base import compat, te_names
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
 from ep._src.matmul.row_map import map_used_rows
-from ep._src.ops import views
+from ep._src.ops import primitives, views
 from ep._src.ops.dispatch import check_rows
 from ep._src.ops.handle import check_handle, EpHandle
 
@@ -104,10 +104,10 @@ def _combine(
   group_sizes: jax.Array | None = None,
 ) -> jax.Array:
   if weights is None:
-    (out,) = primitive.bind(combine_p, params, mem, expert_out)
+    (out,) = primitives.bind(combine_p, params, mem, expert_out)
   else:
     operands = mem, group_sizes, expert_out, weights
-    (out,) = primitive.bind(weighted_combine_p, params, *operands)
+    (out,) = primitives.bind(weighted_combine_p, params, *operands)
   return out.reshape(*token_shape, out.shape[-1])
 
 
@@ -125,10 +125,10 @@ def _combine_bwd_types(params: OpParams, mem, tokens):
 
 # Combine is the transpose of the copy of rows in dispatch (see dispatch.py),
 # so its own transpose is that copy: grad_slots[slot(t, k)] = grad_out[t].
-combine_p = primitive.op("ep_combine", _combine_types)
-combine_bwd_p = primitive.op("ep_combine_bwd", _combine_bwd_types)
-primitive.linear_op(combine_p, transposed=combine_bwd_p)
-primitive.linear_op(combine_bwd_p, transposed=combine_p)
+combine_p = primitives.op("ep_combine", _combine_types)
+combine_bwd_p = primitives.op("ep_combine_bwd", _combine_bwd_types)
+primitives.linear_op(combine_p, transposed=combine_bwd_p)
+primitives.linear_op(combine_bwd_p, transposed=combine_p)
 
 # With weights, out[t] = sum_k w[slot] x[slot]: bilinear in x and w. Its tangent
 #
@@ -141,7 +141,7 @@ primitive.linear_op(combine_bwd_p, transposed=combine_p)
 #
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
 # The sizes of slabs are an operand, so that gradients touch no unused slots.
-_weighted_p = primitive.op(
+_weighted_p = primitives.op(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )
 
@@ -151,7 +151,7 @@ def _weighted(mem, group_sizes, x, w, *, params):
   return _weighted_p.bind(mem, x, w, params=params)
 
 
-weighted_combine_p = primitive.composite("ep_weighted_combine_used", _weighted)
+weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
 
 
 def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
@@ -159,7 +159,7 @@ def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
 
-weighted_tangent_p = primitive.composite(
+weighted_tangent_p = primitives.composite(
   "ep_weighted_combine_tangent", _tangent
 )
 
@@ -182,7 +182,7 @@ def _tangent_jvp(primals, tangents, *, params):
 
 def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
   del dx, dw
-  (g,) = primitive.bind(
+  (g,) = primitives.bind(
     combine_bwd_p, params, mem, *map(compat.instantiate_zeros, cts)
   )
   grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import primitive, te_names
+from ep._src.base import te_names
 from ep._src.base.backend import OpParams
 from ep._src.base.config import GroupConfig
-from ep._src.ops import views
+from ep._src.ops import primitives, views
 from ep._src.ops.handle import check_handle, EpHandle
 
 
@@ -115,7 +115,7 @@ def _dispatch(
 ) -> list[jax.Array]:
   if candidate is not None:
     weights = jnp.take_along_axis(weights, candidate, axis=-1)
-  return primitive.bind(
+  return primitives.bind(
     dispatch_p,
     params,
     mem,
@@ -176,7 +176,7 @@ def _dispatch_bwd_types(params: OpParams, mem, slots, slot_weights):
 #   grad_w[t, k]   = grad_recv_w[slot(t, k)]
 #
 # which is what ep_dispatch_bwd computes, and its transpose is dispatch again.
-dispatch_p = primitive.op("ep_dispatch", _dispatch_types)
-dispatch_bwd_p = primitive.op("ep_dispatch_bwd", _dispatch_bwd_types)
-primitive.linear_op(dispatch_p, transposed=dispatch_bwd_p)
-primitive.linear_op(dispatch_bwd_p, transposed=dispatch_p)
+dispatch_p = primitives.op("ep_dispatch", _dispatch_types)
+dispatch_bwd_p = primitives.op("ep_dispatch_bwd", _dispatch_bwd_types)
+primitives.linear_op(dispatch_p, transposed=dispatch_bwd_p)
+primitives.linear_op(dispatch_bwd_p, transposed=dispatch_p)

@@ -11,10 +11,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src.base import arguments, primitive, te_names
+from ep._src.base import arguments, te_names
 from ep._src.base.backend import OpParams
 from ep._src.group.group import check_layer, EpLayerConfig
-from ep._src.ops import drop_policy, taps, views
+from ep._src.ops import drop_policy, primitives, taps, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
 
 
@@ -142,9 +142,9 @@ def _prepare(
     operands = [ids]
     if layer.drop_by != "slot":
       operands.append(topk_weights.reshape(ids.shape))
-    leaves = primitive.bind(assigned_prepare_p, params, *operands)
+    leaves = primitives.bind(assigned_prepare_p, params, *operands)
   else:
-    leaves = primitive.bind(prepare_p, params, ids[:, :K])
+    leaves = primitives.bind(prepare_p, params, ids[:, :K])
     leaves.append(_own_candidates(params))
   *sizes, kept, candidate = leaves
   kept, candidate = (
@@ -232,7 +232,7 @@ def _assigned_out_types(params: OpParams, ids, weights=None):
   ]
 
 
-prepare_p = primitive.op("ep_prepare", _out_types)
-assigned_prepare_p = primitive.of_rank(
+prepare_p = primitives.op("ep_prepare", _out_types)
+assigned_prepare_p = primitives.of_rank(
   "ep_assign", _assigned_out_types, _assigned_prepare
 )

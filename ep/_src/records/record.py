@@ -17,8 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, compat
-from ep._src.base.batching import batch_sequentially
+from ep._src.base import arguments, compat, primitive
 from ep._src.base.errors import EpError
 from ep._src.native.program_names import ProgramNames
 from ep._src.ops.taps import tapping
@@ -277,13 +276,9 @@ class _Recorder:
 # A program adds it to `mem`, so that it waits for a call.
 _ZEROS = (np.zeros((), np.int32),)
 
-record_p = compat.Primitive("ep_record")
-record_p.multiple_results = True
-record_p.def_abstract_eval(
-  lambda topk_idx, *_, **__: [compat.out_aval((), jnp.int32, topk_idx)]
-)
-batch_sequentially(record_p)
-compat.run_once_in_remat(record_p)
+
+def _types(topk_idx, *_, **__):
+  return [compat.out_aval((), jnp.int32, topk_idx)]
 
 
 def _lower(ctx, *operands, recorder, layer):
@@ -302,4 +297,5 @@ def _lower(ctx, *operands, recorder, layer):
 
 
 # It is not cacheable, since each op of a program has its own position in it.
-compat.mlir.register_lowering(record_p, _lower, cacheable=False)
+record_p = primitive.new("ep_record", _types, _lower, cacheable=False)
+compat.run_once_in_remat(record_p)

@@ -11,8 +11,8 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// These structs are declared once more in ep/_src/native/ffi.py. For what the fields
-// mean, see `Topology` and `HostGroup::Options`.
+// These structs are declared once more in ep/_src/native/ffi.py. For what the
+// fields mean, see `Topology` and `HostGroup::Options`.
 extern "C" {
 
 struct EpHostProcess {
