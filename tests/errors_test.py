@@ -7,7 +7,6 @@ group goes on working.
 """
 
 import dataclasses
-import inspect
 import time
 
 import jax
@@ -247,53 +246,6 @@ def test_tokens_wider_than_the_group_allows():
 )
 def test_arguments_that_were_mixed_up(call, words):
   assert_refused(call, *words)
-
-
-@pytest.mark.parametrize(
-  "call, words",
-  [
-    (lambda: ep.ep_bootstrap(world_size=4, rank=0), ["ep_bootstrap", "mesh"]),
-    (
-      lambda: bootstrap(None, drop_on_overflow=True),
-      ["ep_bootstrap", "drop_on_overflow", '`overflow`, which is "error"'],
-    ),
-    (
-      lambda: layer(dispatch_output_per_expert_alignment=16),
-      ["EpLayerConfig", "`alignment`"],
-    ),
-    (lambda: ep.ep_prepare(cfg=1, topk_idx=2), ["ep_prepare", "`layer`"]),
-    (lambda: ep.ep_dispatch(topk_idx=2, tokens=3), ["ep_dispatch", "`handle`"]),
-    (
-      lambda: ep.ep_dispatch(1, 2, 3, recv_capacity_per_rank=4),
-      ["ep_dispatch", "recv_capacity_per_rank", "EpLayerConfig"],
-    ),
-    (
-      lambda: ep.ep_combine(1, 2, num_local_tokens=5),
-      ["ep_combine", "num_local_tokens", "`handle`"],
-    ),
-    (lambda: ep.ep_combine(1, 2, out_sharding=5), ["out_sharding", "sharded"]),
-  ],
-)
-def test_arguments_of_transformer_engine(call, words):
-  """The error names what takes the place of such an argument here."""
-  with pytest.raises(TypeError) as error:
-    call()
-  for word in ["TransformerEngine", *words]:
-    assert word in str(error.value)
-
-
-def test_public_functions_keep_their_signatures():
-  for public, argument in [
-    (ep.ep_bootstrap, "hidden_dim"),
-    (ep.EpLayerConfig, "alignment"),
-    (ep.ep_prepare, "topk_idx"),
-    (ep.ep_dispatch, "tokens"),
-    (ep.ep_combine, "expert_out"),
-  ]:
-    assert argument in inspect.signature(public).parameters
-    assert public.__doc__
-  with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-    ep.ep_prepare(layer(), ids(N, K), nonsense=1)
 
 
 def in_shard_map(axes, manual=None):

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from ep._src.backends.host import HostBackend
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.backends.xla.backend import XlaBackend
-from ep._src.base import arguments, meshes, te_names
+from ep._src.base import arguments, meshes
 from ep._src.base.backend import Backend, CannotServe, open_connections
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.group import agreement, ending
@@ -105,7 +105,6 @@ def _connect_by_platform(group: GroupConfig) -> EpGroup:
   return _connect(group)
 
 
-@te_names.explain
 def ep_bootstrap(
   mesh: meshes.Mesh,
   *,

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from typing import Any, NoReturn, TypeVar
 
-from ep._src.base import arguments, checked, te_names
+from ep._src.base import arguments, checked
 from ep._src.base.backend import Connection, GroupMemory, OpParams
 from ep._src.base.config import GroupConfig, LayerConfig
 
@@ -87,7 +87,6 @@ class EpGroup(GroupConfig):
       self.connection.close()
 
 
-@te_names.explain
 @dataclasses.dataclass(frozen=True, repr=False)
 class EpLayerConfig(LayerConfig):
   """The static configuration of one MoE layer. Frozen and hashable.

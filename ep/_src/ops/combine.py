@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import compat, te_names
+from ep._src.base import compat
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
 from ep._src.matmul.row_map import map_used_rows
@@ -17,7 +17,6 @@ from ep._src.ops.dispatch import check_rows
 from ep._src.ops.handle import check_handle, EpHandle
 
 
-@te_names.explain
 def ep_combine(
   handle: EpHandle,
   expert_out: jax.Array,

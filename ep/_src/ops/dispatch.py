@@ -6,14 +6,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import te_names
 from ep._src.base.backend import OpParams
 from ep._src.base.config import GroupConfig
 from ep._src.ops import primitives, views
 from ep._src.ops.handle import check_handle, EpHandle
 
 
-@te_names.explain
 def ep_dispatch(
   handle: EpHandle, tokens: jax.Array, topk_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -11,14 +11,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src.base import arguments, te_names
+from ep._src.base import arguments
 from ep._src.base.backend import OpParams
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, taps, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
 
 
-@te_names.explain
 def ep_prepare(
   layer: EpLayerConfig,
   topk_idx: jax.Array,
