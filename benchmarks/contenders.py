@@ -12,8 +12,9 @@ one rank inside `jax.shard_map` over the axis "ep":
   exact: whether sums must have the bits of the oracle
 
 The shapes are those of `Workload.inputs`, and the meaning is that of
-ep/_src/ops/reference.py. The hand-written contenders define their derivatives as
-gathers, because JAX would turn the derivative of a gather into a scatter-add.
+ep/_src/ops/reference.py. The hand-written contenders define their derivatives
+as gathers, because JAX would turn the derivative of a gather into a
+scatter-add.
 
 Those of whole layers are in layers.py; ep takes part in both.
 """
