@@ -2,7 +2,7 @@
 """Starts the ranks of a program on this host, and joins them from inside.
 
     python -m ep.launch --num_processes=4 train.py --steps=10
-    python -m ep.launch --num_processes=4 -m pytest tests/dispatch_test.py
+    python -m ep.launch --num_processes=4 -m pytest tests/ops/dispatch_test.py
 
 `launch` is the same as a function, and `initialize`, which the program calls
 before anything else touches JAX, makes each process one rank. The two agree by

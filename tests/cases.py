@@ -29,7 +29,7 @@ import ep
 from ep.testing import _numbers
 from ep.testing._routings import ROUTINGS
 from groups import BACKEND, E, GPU, group, H, ranks, spec, T, within_limits
-from ops import LocalOps, Moved, Ops
+from op_functions import LocalOps, Moved, Ops
 from oracle import Differentiated, make_oracle
 import quick_compiler
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ep._src.ops import reference
 from groups import ranks
-from ops import Sizes
+from op_functions import Sizes
 
 
 class Differentiated(Exception):

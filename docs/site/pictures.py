@@ -3,7 +3,7 @@
 
 The layout is that of the worked example in docs/semantics.md, placed by the
 reference. The load is that of the routing in docs/howto/capacity.md. The plots
-show tables of docs/performance.md. tests/pages_test.py requires that
+show tables of docs/performance.md. tests/repository/pages_test.py requires that
 docs/images has what this program draws.
 """
 
