@@ -9,6 +9,7 @@ end.
 
 import os
 import pathlib
+import sys
 import time
 
 from ep import launch
@@ -26,7 +27,11 @@ def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
     devices_per_process=devices,
     timeout_s=60,
     grace_s=40,
-    env={"TMPDIR": str(temporary), **(env or {})},
+    env={
+      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+      "TMPDIR": str(temporary),
+      **(env or {}),
+    },
     log_dir=notes / "logs",
   )
   assert not list(temporary.iterdir())

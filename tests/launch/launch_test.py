@@ -477,7 +477,7 @@ def test_ranks_of_tests_load_no_plugin_of_the_host(tmp_path):
   (tmp_path / "host_plugin.py").write_text("raise ImportError('loaded')")
   (tmp_path / "one_test.py").write_text("def test_one(): pass")
   path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-  runner = pathlib.Path(__file__).parent / "run_ranks.py"
+  runner = pathlib.Path(__file__).parents[1] / "run_ranks.py"
   process = _python(
     [runner, "--world=1x1", "--timeout=60", str(tmp_path / "one_test.py")],
     {"PYTHONPATH": path},

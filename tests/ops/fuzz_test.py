@@ -12,7 +12,6 @@ arrays. Every other case has special values among its numbers.
 import dataclasses
 import os
 
-import fork_test
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
@@ -22,6 +21,7 @@ import pytest
 from cases import assert_same, Case, expected, run_on
 from conftest import make_mesh
 import ep
+import forks
 from groups import bootstrap, failing, MESHES, ranks
 from op_functions import everything, round_trip, sizes
 
@@ -125,7 +125,7 @@ def test_fuzz(request, monkeypatch, backend, layer):
   with draw.group(backend) as group:
     config = ep.EpLayerConfig(group, num_candidates=draw.candidates)
     if rng.random() < 0.3:  # Data loaders fork, too.
-      fork_test.run_child(fork_test.run_exit_handlers)
+      forks.run_child(forks.run_exit_handlers)
     for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
       if index not in wanted:
         continue
