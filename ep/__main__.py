@@ -22,6 +22,7 @@ _DISTRIBUTION = "jax-ep"
 
 
 def main() -> int:
+  """Prints the report, and returns the exit code."""
   folder = pathlib.Path(__file__).parent
   for other in other_distributions():
     print(

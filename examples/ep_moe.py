@@ -204,7 +204,7 @@ def print_traffic(traffic: dict[str, np.ndarray]) -> None:
   for rank, row in enumerate(zip(*traffic.values(), strict=True)):
     sent, received, dropped, imbalance, dispatch, combine = row
     print(
-      f"{str(divmod(rank, size)):8} {sent:6} {received:9} {dropped:8} "
+      f"{divmod(rank, size)!s:8} {sent:6} {received:9} {dropped:8} "
       f"{imbalance:9.2f} {dispatch * 1e3:7.2f} ms {combine * 1e3:7.2f} ms"
     )
   print("max/mean: tokens of a rank's busiest expert, relative to its mean\n")

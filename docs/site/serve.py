@@ -5,6 +5,7 @@
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 
@@ -20,10 +21,8 @@ def main() -> None:
   address = ("127.0.0.1", args.port)
   with http.server.ThreadingHTTPServer(address, handler) as server:
     print(f"http://127.0.0.1:{server.server_port}/", flush=True)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
       server.serve_forever()
-    except KeyboardInterrupt:
-      pass
 
 
 if __name__ == "__main__":

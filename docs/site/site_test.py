@@ -60,9 +60,12 @@ def faults(folder: pathlib.Path):
       )
       if not (folder / target).is_file():
         yield f"{name}: {link} leads nowhere"
-      elif parts.fragment and target in pages:
-        if urllib.parse.unquote(parts.fragment) not in pages[target].anchors:
-          yield f"{name}: {link} leads nowhere in {target}"
+      elif (
+        parts.fragment
+        and target in pages
+        and urllib.parse.unquote(parts.fragment) not in pages[target].anchors
+      ):
+        yield f"{name}: {link} leads nowhere in {target}"
   for picture in folder.rglob("*.svg"):
     ElementTree.parse(picture)  # a browser shows nothing of a broken one
   if not {"index.html", "tutorial.html", "reference/ep.html"} <= pages.keys():

@@ -145,7 +145,7 @@ def test_results_are_those_of_a_capacity_for_any_routing(mesh, view, alignment):
     actual, expected = (program(*arrays) for program in programs)
     assert_same(actual, expected)
   assert not branches[0].any() and branches[2].all()
-  assert branches[1].any() and not branches[1].all() or mesh == "ep4"
+  assert (branches[1].any() and not branches[1].all()) or mesh == "ep4"
 
 
 def needs_chunks(case):

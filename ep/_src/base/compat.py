@@ -369,9 +369,9 @@ def cluster_process_count() -> int | None:
   for cluster in _clusters.ClusterEnv._cluster_types:
     if cluster.opt_in_only_method:
       continue
-    if cluster is _clusters.K8sCluster:
-      if "JOB_COMPLETION_INDEX" not in os.environ:
-        continue
+    is_pod = cluster is _clusters.K8sCluster
+    if is_pod and "JOB_COMPLETION_INDEX" not in os.environ:
+      continue
     if cluster.is_env_present():
       return cluster.get_process_count()
   return None

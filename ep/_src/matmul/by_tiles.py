@@ -161,7 +161,7 @@ class _Tile:
     rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
     rows = _slice(rows, self._stored - self._early, self._stored)
     place = jnp.arange(self._stored) - self._early
-    inside = (0 <= place) & (place < self._num_inside)
+    inside = (place >= 0) & (place < self._num_inside)
     return unwritten_rows.write(buffer, rows, self._start, inside)
 
 

@@ -70,9 +70,9 @@ def topk_from_map(
     f"top_k = {top_k}, but maps of shape {routing_map.shape} have {num_experts}"
     f" experts; choose between 1 and {num_experts}.",
   )
-  if not isinstance(routing_map, jax.core.Tracer):
-    if routing_map.is_fully_addressable:
-      _check_rows(op, np.asarray(routing_map), top_k)
+  is_traced = isinstance(routing_map, jax.core.Tracer)
+  if not is_traced and routing_map.is_fully_addressable:
+    _check_rows(op, np.asarray(routing_map), top_k)
   # Of equal logits, the router chooses those of the lowest ids.
   experts, _ = router.route_topk(routing_map.astype(jnp.float32), top_k)
   used = jnp.take_along_axis(routing_map, experts, axis=-1)
