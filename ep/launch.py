@@ -528,6 +528,7 @@ def _int_from_env(name: str) -> int | None:
 
 
 def main() -> int:
+  """Launches what the arguments of the command line name."""
   parser = argparse.ArgumentParser(
     prog="python -m ep.launch",
     description="Starts the ranks of a Python program on this host.",

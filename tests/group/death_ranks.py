@@ -251,9 +251,10 @@ class FaultyRank(Rank):
 
 def descriptors():
   """Returns how many sockets, pidfds and mappings of ours there are."""
+  unix = pathlib.Path("/proc/net/unix")
   sockets = {
     fields[6]
-    for fields in map(str.split, pathlib.Path("/proc/net/unix").open())
+    for fields in map(str.split, unix.read_text().splitlines())
     if fields[4] == "0005"  # SOCK_SEQPACKET
   }
   held = 0

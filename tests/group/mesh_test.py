@@ -64,7 +64,7 @@ def test_another_order_of_the_axes_is_accepted(group):
 @not_with_xla("any order of the devices will do")
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_mesh_in_context_is_compared_when_traced(group, name):
-  case, *arrays = case_of(group)
+  case, *_arrays = case_of(group)
   mesh = OTHERS[name]
   with jax.set_mesh(mesh), pytest.raises(ValueError, match="mesh") as error:
     jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(

@@ -105,7 +105,7 @@ def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
 
 
 def test_values_are_those_without_segments():
-  rows, cts, matrices = _data(np.float64)
+  rows, cts, _matrices = _data(np.float64)
   _, sums = _layer(_data(np.float32), [0, 1, 2], list(range(S)), 400)
   for e in range(E):
     x, g = np.concatenate(rows[e]), np.concatenate(cts[e])

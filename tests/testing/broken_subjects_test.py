@@ -556,7 +556,7 @@ def _waiting(setting):
     time.sleep(600 * (steps[int(rank)] > 2))
     return np.array(topk_idx)
 
-  dispatch, combine = _alone(setting)
+  dispatch, _combine = _alone(setting)
 
   def waiting(tokens, topk_idx, weights):
     rows, *others, state = dispatch(tokens, topk_idx, weights)
@@ -604,7 +604,7 @@ def _second_step_fails():
         raise RuntimeError("a second step")
       return np.array(topk_idx)
 
-    dispatch, combine = _alone(setting)
+    dispatch, _combine = _alone(setting)
 
     def failing(tokens, topk_idx, weights):
       topk_idx = _called_with(step, topk_idx)
