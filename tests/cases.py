@@ -226,8 +226,9 @@ def lower(*claims, view=global_view, platforms=None):
 def exchanges(compiled):
   """Returns the sorted names of our exchanges in a compiled program."""
   if BACKEND == "xla":  # finds collectives of counts, or of rows [P, n, H]
-    row = r" all-gather\(|,\d+,\d+\]\S* all-to-all\("
-    pattern = rf'(?:{row}).*op_name="[^"]*/(ep_\w+)\['
+    counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare)'
+    rows = r',\d+,\d+\]\S* all-to-all\(.*op_name="[^"]*/(?=ep_)'
+    pattern = rf"(?:{counts}|{rows})(\w+)\["
   else:
     # Buffers of rows are made by calls as well, and are no exchanges.
     pattern = r'custom_call_target="(ep_(?!unwritten|retyped)\w+)"'

@@ -7,6 +7,7 @@ group goes on working.
 """
 
 import dataclasses
+import itertools
 import time
 
 import jax
@@ -485,31 +486,61 @@ def of_two_routings(handle, other):
   return dataclasses.replace(handle, mem=mem)
 
 
-@not_with_xla("the result is NaN instead, see xla_backend_test.py")
-@pytest.mark.parametrize("op", [dispatch, combine])
+def dispatch_bwd(ops, *cotangents):
+  zero = zeros(N, H), zeros(N, K)
+  return jax.vjp(ops.dispatch, *map(jnp.asarray, zero))[1](cotangents)
+
+
+def combine_bwd(ops, cotangent):
+  zero = jnp.zeros((4, ops.handle.capacity, H))
+  return jax.vjp(ops.combine, zero)[1](cotangent)
+
+
+def one_bit_flipped(handle, other):
+  del other
+  mem = handle.mem.at[0, handle.mem.shape[1] // 2].apply(lambda x: x ^ 128)
+  return dataclasses.replace(handle, mem=mem)
+
+
+def zeroed(handle, other):
+  del other
+  return dataclasses.replace(handle, mem=jnp.zeros_like(handle.mem))
+
+
+CORRUPTIONS = [
+  of_another_layer,
+  of_another_group,
+  of_another_rank,
+  cut_short,
+  garbage,
+  garbage_after_the_header,
+  zeroed,
+  one_bit_flipped,
+  two_routes_swapped,
+  of_two_routings,
+]
+
+
 @pytest.mark.parametrize(
-  "corrupt",
+  "op, corrupt",
   [
-    of_another_layer,
-    of_another_group,
-    of_another_rank,
-    cut_short,
-    garbage,
-    garbage_after_the_header,
-    two_routes_swapped,
-    of_two_routings,
+    *itertools.product([dispatch, combine], CORRUPTIONS),
+    (dispatch_bwd, one_bit_flipped),
+    (combine_bwd, one_bit_flipped),
   ],
 )
 def test_a_handle_that_was_not_prepared(corrupt, op):
   """The bytes of a handle are checked before they are used as addresses."""
-  trusted = garbage_after_the_header, two_routes_swapped, of_two_routings
-  if GPU and corrupt in trusted:
+  checked = CORRUPTIONS[:5]
+  if GPU and corrupt not in checked:
     pytest.skip("NCCL EP trusts its part of a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(lambda ops: ops.handle) for x in (case, other)]
   inputs = {
     dispatch: (case.tokens(), case.weights()),
     combine: (case.rows(),),
+    dispatch_bwd: (case.rows(), case.row_weights()),
+    combine_bwd: (case.tokens(),),
   }[op]
 
   @jax.jit

@@ -67,7 +67,7 @@ def integer(what: str, name: str, value: Any) -> int:
 
 
 def array(what: str, name: str, value: Any) -> jax.Array:
-  """Returns `jnp.asarray` of an argument, but cuts no integer to 32 bits.
+  """Returns an argument as `jnp.asarray` does, but cuts no integer to 32 bits.
 
   The integers of NumPy and Python have 64 bits, of which JAX drops half unless
   jax_enable_x64 is set.

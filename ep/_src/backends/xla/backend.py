@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla import checks, exchanges, plans
-from ep._src.backends.xla.plans import Dims
+from ep._src.backends.xla.plans import Dims, Plan
 from ep._src.base import compat
 from ep._src.base.backend import (
   Backend,
@@ -81,6 +81,8 @@ class XlaConnection(Connection):
     def fn(*operands):
       if not dims.T:  # nothing is sent, and nothing can be wrong
         return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
+      if op != "ep_prepare":
+        operands = *_open(dims, op, operands[0]), *operands[1:]
       outs = _OPS[op](dims, *operands)
       if op == "ep_combine" and params.checked:
         return [checks.check_finite(dims, *outs)]
@@ -99,12 +101,16 @@ class XlaConnection(Connection):
 def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   choices = plans.sort_choices(dims, idx)
   config = jnp.full(1, dims.layer.fingerprint % 2**31, jnp.int32)
-  faults, configs, counts = exchanges.share(
-    dims, checks.find_fault(dims, idx), config, choices.counts
+  faults, configs, counts, digests = exchanges.share(
+    dims,
+    checks.find_fault(dims, idx),
+    config,
+    choices.counts,
+    plans.digest(plans.int32(idx).reshape(-1))[None],
   )
   slabs = plans.make_slabs(dims, counts)
   failed = checks.check_routing(dims, idx.dtype, faults, configs[:, 0], slabs)
-  plan = plans.make_plan(dims, choices, counts, slabs)
+  plan = plans.make_plan(dims, choices, counts, slabs, digests[:, 0])
   mem = plans.pack(dims, plan) + failed
   group_sizes = slabs.end.clip(max=dims.C) - slabs.offset.clip(max=dims.C)
   token_counts = slabs.tokens.clip(max=(dims.C - slabs.offset).clip(0))
@@ -123,8 +129,14 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   ]
 
 
-def _dispatch(dims: Dims, mem, tokens, weights) -> list[jax.Array]:
+def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
+  """Returns the plan of a handle, and whether it is one of this rank's."""
+  checks.check_mem(dims, op, mem)
   plan, is_sound = plans.unpack(dims, mem)
+  return plan, checks.check_plan(dims, op, plan.routing, is_sound)
+
+
+def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
   side = exchanges.to_slots(dims, plan)
   exchange = functools.partial(exchanges.exchange, dims, side)
   return [
@@ -133,15 +145,13 @@ def _dispatch(dims: Dims, mem, tokens, weights) -> list[jax.Array]:
   ]
 
 
-def _combine_bwd(dims: Dims, mem, tokens) -> list[jax.Array]:
-  plan, is_sound = plans.unpack(dims, mem)
+def _combine_bwd(dims: Dims, plan, is_sound, tokens) -> list[jax.Array]:
   side = exchanges.to_slots(dims, plan)
   order = plan.order // dims.K
   return [exchanges.exchange(dims, side, tokens, order, is_sound)]
 
 
-def _combine(dims: Dims, mem, rows, weights=None) -> list[jax.Array]:
-  plan, is_sound = plans.unpack(dims, mem)
+def _combine(dims: Dims, plan, is_sound, rows, weights=None) -> list[jax.Array]:
   side = exchanges.to_choices(plan)
   exchange = functools.partial(exchanges.exchange, dims, side)
   terms = exchange(rows, plan.slots, is_sound)
@@ -157,11 +167,13 @@ def _combine(dims: Dims, mem, rows, weights=None) -> list[jax.Array]:
   return [_flush(out, sign=0).astype(rows.dtype)]
 
 
-def _dispatch_bwd(dims: Dims, mem, rows, weights) -> list[jax.Array]:
-  plan, is_sound = plans.unpack(dims, mem)
+def _dispatch_bwd(dims: Dims, plan, is_sound, rows, weights) -> list[jax.Array]:
   side = exchanges.to_choices(plan)
   weights = exchanges.exchange(dims, side, weights, plan.slots, is_sound)
-  return [*_combine(dims, mem, rows), weights.reshape(dims.T, dims.K)]
+  return [
+    *_combine(dims, plan, is_sound, rows),
+    weights.reshape(dims.T, dims.K),
+  ]
 
 
 def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:

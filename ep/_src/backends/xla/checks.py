@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla.exchanges import share
-from ep._src.backends.xla.plans import Dims, int32, Slabs
+from ep._src.backends.xla.plans import Dims, int32, mem_bytes, Slabs
 from ep._src.base.fail_if import fail_if
 
 
@@ -56,13 +56,8 @@ def check_routing(
   needed = slabs.end[:, -1]
 
   def fail(faults, configs, needed):
-    other = int(np.argmax(configs != configs[0]))
-    if other:
-      raise ValueError(
-        f"{op}: the ranks disagree on a hash of the configuration:"
-        f" {configs[0]} on rank 0, {configs[other]} on rank {other}; every rank"
-        " must run the same program on the same layer"
-      )
+    if (configs != configs[0]).any():
+      raise _disagreement(op, "a hash of the configuration", configs)
     for rank, (kind, choice, *words) in enumerate(faults):
       token, k = divmod(int(choice), dims.K)
       expert = np.array(words, np.int32).view(dtype)[0]
@@ -88,6 +83,60 @@ def check_routing(
     failed |= (needed > dims.C).any()
   return fail_if(
     failed, fail, faults, configs, needed, can_raise=dims.can_raise
+  )
+
+
+def check_mem(dims: Dims, op: str, mem: jax.Array) -> None:
+  """Raises `ValueError` if `mem` cannot be the packed plan of a rank."""
+  size = mem_bytes(dims)
+  if (mem.shape, mem.dtype) != ((size,), jnp.uint8):
+    raise ValueError(
+      f'{op}(layer "{dims.layer.name}"): handle.mem is {mem.dtype}'
+      f" {list(mem.shape)}, but this layer's routing state is uint8 [{size}];"
+      " pass the handle that ep_prepare returned for this layer and these"
+      " tokens."
+    )
+
+
+def check_plan(
+  dims: Dims, op: str, routing: jax.Array, is_sound: jax.Array
+) -> jax.Array:
+  """Returns `is_sound`; on CPUs, fails unless all ranks have sound plans.
+
+  These must be of one routing. Elsewhere a program would wait for its host in
+  every op, so that results are NaN instead.
+  """
+  what = f'{op}(layer "{dims.layer.name}")'
+
+  def fail(shared):
+    unsound, routing = shared.T
+    if unsound.any():
+      raise ValueError(
+        f"{what}, rank {np.argmax(unsound)}: handle.mem is not the routing"
+        " state that ep_prepare returned on this rank for this layer; pass that"
+        " handle unchanged"
+      )
+    raise _disagreement(what, "the routing of the handle", routing)
+
+  def check(routing, is_sound):
+    shared = jnp.concatenate([int32(~is_sound)[None], routing])
+    (shared,) = share(dims, shared)
+    failed = (shared[:, 0] > 0).any() | (shared[:, 1] != shared[0, 1]).any()
+    return is_sound & (fail_if(failed, fail, shared, can_raise=True) == 0)
+
+  if not dims.can_raise:
+    return is_sound
+  return lax.platform_dependent(
+    routing, is_sound, cpu=check, default=lambda _, is_sound: is_sound
+  )
+
+
+def _disagreement(what: str, value: str, of_ranks: np.ndarray) -> ValueError:
+  other = int(np.argmax(of_ranks != of_ranks[0]))
+  return ValueError(
+    f"{what}: the ranks disagree on {value}: {of_ranks[0]} on rank 0,"
+    f" {of_ranks[other]} on rank {other}; every rank must run the same program"
+    " on the same layer and handle"
   )
 
 

@@ -117,6 +117,7 @@ class Plan(NamedTuple):
   remote_from: jax.Array  # [P] `from_start` of this rank on each other
   remote_to: jax.Array  # [P] `to_start` of this rank on each other
   used: jax.Array  # [1] slots before the tail
+  routing: jax.Array  # [1] a digest of all choices, alike on all ranks
 
 
 class _Runs(NamedTuple):
@@ -148,9 +149,16 @@ def make_slabs(dims: Dims, counts: jax.Array) -> Slabs:
 
 
 def make_plan(
-  dims: Dims, choices: Choices, counts: jax.Array, slabs: Slabs
+  dims: Dims,
+  choices: Choices,
+  counts: jax.Array,
+  slabs: Slabs,
+  digests: jax.Array,
 ) -> Plan:
-  """Returns the plan of this rank; `counts` as in `make_slabs`."""
+  """Returns the plan of this rank.
+
+  `counts` is as in `make_slabs`, and `digests` [P] has one of each rank's ids.
+  """
   P, L = dims.P, dims.L
   me = lax.axis_index(dims.axis)
   streams = counts.reshape(P, P, L)  # [source, destination, expert there]
@@ -176,6 +184,7 @@ def make_plan(
     remote_from=from_start[me],
     remote_to=to_start[:, me],
     used=slabs.end[me, -1:].clip(max=dims.C),
+    routing=digest(digests)[None],
   )
 
 
@@ -241,17 +250,24 @@ def mem_bytes(dims: Dims) -> int:
 def _word_counts(dims: Dims) -> list[int]:
   """Returns the lengths of the stamp and of each array of a plan."""
   choices, slots, ranks = dims.T * dims.K, dims.C, dims.P
-  return [3, *[choices] * 2, *[slots] * 2, *[ranks] * 6, 1]
+  return [3, *[choices] * 2, *[slots] * 2, *[ranks] * 6, 1, 1]
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
   """Returns words that differ for other layers, tokens, ranks and bodies."""
   sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
   kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
-  # With odd factors the sum differs after any change of one word, and after
-  # nearly any change of several.
-  factors = jnp.arange(1, 2 * body.size, 2, dtype=jnp.int32)
-  return jnp.stack([kind, lax.axis_index(dims.axis), _sum(body * factors)])
+  return jnp.stack([kind, lax.axis_index(dims.axis), digest(body)])
+
+
+def digest(words: jax.Array) -> jax.Array:
+  """Returns a sum of int32 words that differs for nearly all other words.
+
+  Any change of one word changes it, for factors are odd. High bits are added
+  to low ones, since those of two words may cancel each other in a sum.
+  """
+  factors = jnp.arange(1, 2 * words.size, 2, dtype=jnp.int32)
+  return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
 
 
 def int32(x: jax.Array) -> jax.Array:
