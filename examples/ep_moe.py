@@ -213,6 +213,7 @@ def print_traffic(traffic: dict[str, np.ndarray]) -> None:
 def print_results(
   results: dict[str, np.ndarray], deviations: dict[str, float] | None = None
 ) -> None:
+  print("digests: equal in every world, but not on every kind of processor\n")
   print(f"{'':16} {'digest':16}" + ("  deviation" if deviations else ""))
   for name, array in results.items():
     end = f"  {deviations[name]:9.1e}" if deviations else ""

@@ -6,7 +6,8 @@
 
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
 launcher that has started them. With --out the run leaves metrics and
-checkpoints in a folder, and the same command continues it when it was stopped.
+checkpoints in a folder. The same command continues it when it was stopped, and
+a larger --steps when it has ended.
 docs/training.md has the details; the folder lm has the parts.
 """
 
@@ -37,7 +38,7 @@ _SCORE = flags.DEFINE_enum(
   "score", "softmax", ["softmax", "sigmoid"], "what the router scores with"
 )
 
-_STEPS = flags.DEFINE_integer("steps", 600, "training steps", 1)
+_STEPS = flags.DEFINE_integer("steps", 600, "where a run ends", 1)
 _BATCH = flags.DEFINE_integer("batch", 16, "windows of text in a step", 1)
 _SHARDS = flags.DEFINE_integer(
   "shards", 4, "parts of a batch; a rank works on one of them at a time", 1
@@ -45,6 +46,9 @@ _SHARDS = flags.DEFINE_integer(
 _LENGTH = flags.DEFINE_integer("length", 128, "bytes of a window", 1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "at its peak", 0.0)
 _WARMUP = flags.DEFINE_integer("warmup", 50, "steps up to that peak", 0)
+_DECAY_STEPS = flags.DEFINE_integer(
+  "decay_steps", 600, "steps after which the rate is a tenth, and stays", 1
+)
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "of AdamW", 0.0)
 _CLIP = flags.DEFINE_float("clip", 1.0, "largest norm of the gradient", 0.0)
 _AUX_LOSS = flags.DEFINE_float(
@@ -89,9 +93,9 @@ ranks.require(
   lambda hidden, heads: hidden % (2 * heads) == 0,
 )
 ranks.require(
-  "steps warmup",
-  "warmup must be shorter than steps",
-  lambda steps, warmup: warmup < steps,
+  "warmup decay_steps",
+  "warmup must be shorter than decay_steps",
+  lambda warmup, decay_steps: warmup < decay_steps,
 )
 ranks.require(
   "prompt", "a prompt has at least one byte", lambda prompts: all(prompts)
@@ -202,6 +206,12 @@ def introduce(text, unigram, state) -> None:
   """Prints what is about to run."""
   if jax.process_index():
     return
+  steps, decay = _STEPS.value, _DECAY_STEPS.value
+  then = (
+    f", and constant to step {steps}"
+    if steps > decay
+    else ", which this run does not reach" * (steps < decay)
+  )
   count = sum(x.size for x in jax.tree.leaves(state.params))
   print(
     f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
@@ -209,15 +219,18 @@ def introduce(text, unigram, state) -> None:
     f"{count / 1e6:.1f} million parameters, {_LAYERS.value} layers of "
     f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}\n"
     f"{text.size / 1e6:.1f} million bytes of text, whose unigram entropy is "
-    f"{unigram:.3f} nats"
+    f"{unigram:.3f} nats\n"
+    f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value}, "
+    f"{configs()[1].last_rate:g} after step {decay} (--decay_steps){then}"
   )
   if ranks.num_ranks().bit_count() > 1:
     print(
       f"{ranks.num_ranks()} ranks are not a power of two, so the last bits"
       " of this run are not those of other meshes (docs/training.md)"
     )
-  if state.step:
-    print(f"resuming after step {state.step}")
+  if done := int(state.step):
+    more = "; a larger --steps adds steps" * (done >= steps)
+    print(f"resuming after step {done}{more}")
 
 
 def write_samples(state, model_config, layer) -> None:

@@ -2,6 +2,7 @@
 """Checkpoints: a run that was killed goes on as if it had not been."""
 
 from collections.abc import Callable, Mapping
+import hashlib
 import json
 import pathlib
 import shutil
@@ -15,7 +16,7 @@ from lm.processes import agree, first_does, Stop
 from lm.train import State
 
 _KEEP = 2
-_STATE, _DESCRIPTION = "state", "description.json"
+_STATE, _DESCRIPTION, _SUMS = "state", "description.json", "SHA256SUMS"
 _UNFINISHED = ".unfinished"
 _CURES = {
   "written": "make room, and start the same command again. It continues after"
@@ -31,7 +32,9 @@ class Checkpoints:
   A checkpoint is the folder `<steps done>`. It is written under another name
   and renamed when it is complete, so a process may be killed at any time. It
   can be restored on any mesh: each process writes its shards, and reads those
-  that it needs.
+  that it needs. The sums of its files show whether one was damaged since:
+  damaged JSON makes orbax-checkpoint raise errors of any kind, and damaged
+  numbers would train on.
 
   orbax-checkpoint writes the arrays. What surrounds that is done here, since in
   `ocp.CheckpointManager` a process whose disk is full leaves the others waiting
@@ -67,6 +70,7 @@ class Checkpoints:
     def finish():
       self._handler.finalize(arrays)
       (unfinished / _DESCRIPTION).write_text(json.dumps(self._description))
+      (unfinished / _SUMS).write_text("\n".join(sorted(_sums(unfinished))))
       unfinished.rename(whole)
       for step in self._steps()[:-_KEEP]:
         shutil.rmtree(self._folder / str(step))
@@ -91,6 +95,12 @@ class Checkpoints:
       return None
     checkpoint = self._folder / str(steps[-1])
 
+    def check_files():
+      text = (checkpoint / _SUMS).read_text(errors="replace")
+      if wrong := _sums(checkpoint) ^ set(text.splitlines()):
+        first = min(line.partition("  ")[2] for line in wrong)
+        raise ValueError(f"{first!r} is missing or not as {_SUMS} has it")
+
     def read_description():
       return json.loads((checkpoint / _DESCRIPTION).read_text())
 
@@ -99,6 +109,7 @@ class Checkpoints:
         epath.Path(checkpoint / _STATE), args=ocp.args.StandardRestore(like)
       )
 
+    first_does(lambda: _explain("read", checkpoint, check_files))
     saved = agree(lambda: _explain("read", checkpoint, read_description))
     self._compare(steps[-1], saved)
     return agree(lambda: _explain("read", checkpoint, read_arrays))
@@ -136,6 +147,17 @@ class Checkpoints:
         f" disk has {free / 1e6:.1f} MB left; make room, and start the same"
         " command again."
       )
+
+
+def _sums(folder: pathlib.Path) -> set[str]:
+  """Returns a line for each file, which `sha256sum --check` reads."""
+  lines = set()
+  for path in folder.rglob("*"):
+    if path.is_file() and path.name != _SUMS:
+      with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+      lines.add(f"{digest}  {path.relative_to(folder)}")
+  return lines
 
 
 def _explain(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of a run: one JSON object a step, and a line on the terminal."""
 
+import contextlib
 import json
 import pathlib
 import sys
-from typing import Any
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -13,20 +14,22 @@ import tqdm
 from lm.train import Report
 
 
-def record(step: int, report: Report) -> dict[str, Any]:
-  """Returns a step's numbers as plain values, by name.
+class Record(TypedDict):
+  """A step's numbers as plain values; a list has a value for each layer."""
 
-  step           steps done
-  loss           cross-entropy, in nats per byte
-  learning_rate  of this step
-  grad_norm      of all gradients, before they are clipped
-  imbalance      the busiest expert's load over the mean, of each layer
-  dropped        choices that found no room, of each layer
-  entropy        of the router's odds in nats, the mean over tokens, of
-                 each layer
-  aux_loss       the balancing loss, of each layer: 1 if balanced
-  load           [layers][experts], choices that fell on each expert
-  """
+  step: int  # steps done
+  loss: float  # cross-entropy, in nats per byte
+  learning_rate: float  # of this step
+  grad_norm: float  # of all gradients, before they are clipped
+  imbalance: list[float]  # the busiest expert's load over the mean
+  dropped: list[int]  # choices that found no room
+  entropy: list[float]  # of the router's odds in nats, the mean over tokens
+  aux_loss: list[float]  # the balancing loss: 1 if balanced
+  load: list[list[int]]  # choices that fell on each expert
+
+
+def record(step: int, report: Report) -> Record:
+  """Returns the record of a step."""
   sums = report.sums
   load = np.asarray(sums.load)
   return {
@@ -50,25 +53,40 @@ class History:
   others again. Records hold no times, so a run's file is the same however often
   it was resumed. If the file was lost before, it has the steps since then, each
   once.
+
+  Raises:
+    ValueError: a line of the file is no record.
   """
 
   def __init__(self, path: pathlib.Path | None = None, steps_done: int = 0):
-    self.records: list[dict[str, Any]] = []
+    self.records: list[Record] = []
     self._file = None
     if path is not None:
       self._file = path.open("a+b")
       self._file.seek(0)
       kept = 0
       for line in self._file:
-        # A process may have been killed in the middle of the last line.
-        each = json.loads(line) if line.endswith(b"\n") else None
-        if each is None or each["step"] > steps_done:
+        if not line.endswith(b"\n"):
+          break  # a process was killed in the middle of it
+        each = self._parse(line, path)
+        if each["step"] > steps_done:
           break
         self.records.append(each)
         kept += len(line)
       self._file.truncate(kept)
 
-  def append(self, new: dict[str, Any]) -> None:
+  def _parse(self, line: bytes, path: pathlib.Path) -> Record:
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+      each = json.loads(line)
+      if each.keys() == Record.__annotations__.keys() and each["step"] > 0:
+        return each
+    raise ValueError(
+      f"{path}: line {len(self.records) + 1} is no record of a step; move the"
+      " file away, and start the same command again. It leaves a file of the"
+      " steps that it makes."
+    )
+
+  def append(self, new: Record) -> None:
     """Adds a record; raises `OSError` if its line cannot be written."""
     self.records.append(new)
     if self._file:
@@ -96,10 +114,10 @@ class Progress:
       bar_format="{percentage:3.0f}% {desc}  {rate_fmt}  {elapsed}<{remaining}",
       mininterval=1.0,
       file=sys.stdout,
-      disable=jax.process_index() != 0,
+      disable=jax.process_index() != 0 or first >= steps,
     )
 
-  def show(self, new: dict[str, Any]) -> None:
+  def show(self, new: Record) -> None:
     self._bar.set_description_str(
       f"step {new['step']}/{self._steps}"
       f"  loss {new['loss']:.3f} (unigram {self._unigram:.3f})"

@@ -26,8 +26,8 @@ class TrainConfig:
   bias rises for idle experts and falls for busy ones (DeepSeek-V3).
   """
 
-  steps: int
-  warmup: int  # steps
+  warmup: int  # steps up to the peak of the learning rate
+  decay_steps: int  # after which the learning rate is a tenth of the peak
   learning_rate: float  # at the peak
   weight_decay: float
   clip: float  # the largest norm of the gradient
@@ -36,13 +36,22 @@ class TrainConfig:
   bias_rate: float
 
   def schedule(self) -> optax.Schedule:
+    """Returns the learning rate as a function of the steps done.
+
+    It does not depend on where a run ends, so a run can be continued for any
+    number of steps.
+    """
     return optax.warmup_cosine_decay_schedule(
       init_value=0.0,
       peak_value=self.learning_rate,
       warmup_steps=self.warmup,
-      decay_steps=self.steps,
-      end_value=0.1 * self.learning_rate,
+      decay_steps=self.decay_steps,
+      end_value=self.last_rate,
     )
+
+  @property
+  def last_rate(self) -> float:
+    return 0.1 * self.learning_rate
 
   def optimizer(self) -> optax.GradientTransformation:
     return optax.adamw(

@@ -4,7 +4,9 @@
 //tests/examples:train_run_test starts the whole program.
 """
 
+import contextlib
 import functools
+import json
 import logging
 import pathlib
 import resource
@@ -42,7 +44,7 @@ _MODEL = model.ModelConfig(
   score="sigmoid",
 )
 _TRAIN = train.TrainConfig(
-  steps=8,
+  decay_steps=6,
   warmup=2,
   learning_rate=1e-2,
   weight_decay=0.1,
@@ -170,8 +172,51 @@ def test_a_checkpoint_of_another_run_is_refused(program, folder):
     with pytest.raises(processes.Stop, match=message):
       Checkpoints(folder, theirs).restore(program.like)
   processes.first_does((folder / "0" / "description.json").unlink)
-  with pytest.raises(processes.Stop, match="cannot be read .*No such file"):
+  with pytest.raises(processes.Stop, match="'description.json' is missing or"):
     Checkpoints(folder, ours).restore(program.like)
+
+
+@contextlib.contextmanager
+def _damaged(file, damage):
+  """Replaces the contents of a file for a while, on the first process."""
+  whole = []
+
+  def replace():
+    whole.append(file.read_bytes())
+    file.write_bytes(damage(*whole))
+
+  processes.first_does(replace)
+  yield
+  processes.first_does(lambda: file.write_bytes(*whole))
+
+
+def test_a_damaged_checkpoint_stops_all_processes(program, folder):
+  """Whatever happened to a file, the sentence names it and has a cure."""
+  rng = np.random.default_rng(0)
+  others = b"[]", b"{}", b"null", b"7", b'{"a": {}}', b""
+
+  def flip(whole):
+    at = rng.integers(len(whole))
+    return (
+      whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :]
+    )
+
+  def cut(whole):
+    return whole[: rng.integers(len(whole))]
+
+  def other(whole):
+    return others[rng.integers(len(others))]
+
+  checkpoints = Checkpoints(folder, {"a": 0.1})
+  checkpoints.save(program.state())
+  for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for damage in (flip, flip, flip, cut, other):
+      with _damaged(file, damage), pytest.raises(processes.Stop) as stop:
+        checkpoints.restore(program.like)
+      assert file.name in str(stop.value), damage
+      assert str(stop.value).endswith("or give another folder.")
+  restored = checkpoints.restore(program.like)
+  np.testing.assert_equal(_shards(restored), _shards(program.state()))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(folder):
@@ -205,6 +250,15 @@ def test_a_write_that_fails_stops_all_processes(program, folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     logging.disable(logging.NOTSET)
   assert checkpoints.restore(program.like) is None
+
+
+def test_the_learning_rate_is_a_function_of_the_step_alone(program):
+  """Beyond the schedule it stays, so any number of steps can be added."""
+  _, records = program.run(program.state(), 8)
+  rates = [each["learning_rate"] for each in records]
+  assert rates[0] == 0 and max(rates) == rates[2] == np.float32(1e-2)
+  np.testing.assert_allclose(rates[6:], 1e-3, rtol=1e-6)
+  assert rates[5] > rates[6] == rates[7]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(program):
@@ -282,29 +336,46 @@ def test_unigram_entropy_is_that_of_the_frequencies():
   assert np.isclose(data.unigram_entropy(text), 1.5 * np.log(2))
 
 
+def _record(step, loss=1.0):
+  return dict.fromkeys(metrics.Record.__annotations__, loss) | {"step": step}
+
+
 def test_history_keeps_the_lines_before_a_resume(tmp_path):
   path = tmp_path / "metrics.jsonl"
   first = metrics.History(path)
   for step in range(1, 6):
-    first.append({"step": step})
+    first.append(_record(step))
   with path.open("a") as file:
     file.write('{"ste')  # a process was killed here
   resumed = metrics.History(path, steps_done=3)
-  resumed.append({"step": 4, "new": True})
-  assert path.read_text() == (
-    '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "new": true}\n'
-  )
-  assert [each["step"] for each in resumed.records] == [1, 2, 3, 4]
+  resumed.append(_record(4, loss=2.0))
+  wanted = [_record(1), _record(2), _record(3), _record(4, loss=2.0)]
+  assert resumed.records == wanted
+  assert list(map(json.loads, path.read_text().splitlines())) == wanted
+
+
+@pytest.mark.parametrize(
+  "line", [b"[]", b"{}", b"7", b"\xff", b'{"step": 1', b'{"step": "1"}']
+)
+def test_a_damaged_line_of_a_history_is_named(tmp_path, line):
+  path = tmp_path / "metrics.jsonl"
+  metrics.History(path).append(_record(1))
+  with path.open("ab") as file:
+    file.write(line + b"\n")
+  with pytest.raises(ValueError, match="jsonl: line 2 is no .* move the file"):
+    metrics.History(path, steps_done=3)
 
 
 def test_history_of_a_run_whose_file_was_lost(tmp_path):
   """It has no step twice, whatever the number of its lines is."""
   path = tmp_path / "metrics.jsonl"
-  path.write_text('{"step": 31}\n{"step": 32}\n{"step": 33}\n')
+  before = metrics.History(path)
+  for step in (31, 32, 33):
+    before.append(_record(step))
   resumed = metrics.History(path, steps_done=32)
-  resumed.append({"step": 33})
+  resumed.append(_record(33))
   assert [each["step"] for each in resumed.records] == [31, 32, 33]
-  assert path.read_text().count("33") == 1
+  assert len(path.read_text().splitlines()) == 3
 
 
 def test_a_picture_shows_a_run(program, tmp_path):

@@ -17,7 +17,7 @@ import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
 _TINY = (
-  f"--steps={_STEPS} --save_every={_SAVE_EVERY} --warmup=5 --batch=8"
+  f"--save_every={_SAVE_EVERY} --warmup=5 --batch=8"
   " --length=16 --layers=1 --hidden=16 --heads=2 --inner=16 --num_experts=4"
   " --num_processes=1 --sample_bytes=8 --prompt=a"
 ).split()
@@ -38,14 +38,14 @@ def _start(out, *more):
 
 
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
-  """It makes the steps after its checkpoint again, and with the same bits."""
+  """It makes the steps after its checkpoint again, and more if asked."""
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
 
   def lines():
     return path.read_bytes().splitlines() if path.exists() else []
 
-  process = _start(out)
+  process = _start(out, f"--steps={_STEPS}")
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
@@ -54,13 +54,14 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   before = lines()
   assert len(before) < _STEPS
 
-  process = _start(out, "--dp=1", "--num_processes=2")
+  longer = _STEPS + 10
+  process = _start(out, "--dp=1", "--num_processes=2", f"--steps={longer}")
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "1 x 2 (dp, ep) mesh, processes: 2" in output
   assert "resuming after step " in output
   assert "--- a" in output
-  assert len(lines()) == _STEPS
+  assert len(lines()) == longer
   complete = before[:-1]  # the kill may have cut the last line
   assert lines()[: len(complete)] == complete
 
@@ -81,7 +82,7 @@ def parse(monkeypatch):
     ("--num_experts=5", "num_experts must be a multiple of ep"),
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=18", "hidden must be a multiple of 2 * heads"),
-    ("--warmup=100", "warmup must be shorter than steps"),
+    ("--warmup=600", "warmup must be shorter than decay_steps"),
     ("--prompt=", "a prompt has at least one byte"),
   ],
 )
@@ -91,15 +92,30 @@ def test_bad_flags_are_refused(parse, flag, message):
   assert message in str(info.value)
 
 
+def test_any_number_of_steps_is_a_run(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  with flagsaver.flagsaver():
+    train_moe_lm.FLAGS(["train_moe_lm", "--steps=1"])
+
+
 @pytest.mark.parametrize(
-  "mesh, differs", [("--dp=3 --ep=1", True), ("--dp=2 --ep=2", False)]
+  "given, done, lines, message",
+  [
+    ("", 0, 4, "0.003 after step 5, 0.0003 after step 600 (--decay_steps)\n"),
+    ("--steps=20", 0, 4, "(--decay_steps), which this run does not reach\n"),
+    ("--steps=700", 0, 4, "(--decay_steps), and constant to step 700\n"),
+    ("--dp=3 --ep=1", 0, 5, "3 ranks are not a power of two"),
+    ("", 100, 5, "resuming after step 100\n"),
+    ("", 600, 5, "resuming after step 600; a larger --steps adds steps\n"),
+  ],
 )
-def test_a_mesh_with_other_bits_says_so(parse, capsys, mesh, differs):
-  parse(*mesh.split(), "--shards=12", "--batch=24")
-  state = types.SimpleNamespace(params={}, step=0)
+def test_a_run_says_what_it_is(parse, capsys, given, done, lines, message):
+  parse(*given.split(), "--shards=12", "--batch=24")
+  state = types.SimpleNamespace(params={}, step=done)
   train_moe_lm.introduce(np.zeros(9), 3.0, state)
   output = capsys.readouterr().out
-  assert ("3 ranks are not a power of two" in output) == differs
+  assert message in output
+  assert output.count("\n") == lines, output
 
 
 @pytest.mark.parametrize(
