@@ -99,10 +99,10 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
     )
     grads = {
       # An expert has received the tokens of its own EP domain already.
-      name: _sum_over("dp" if SHARDING[name] == EXPERTS else RANKS, grad)
+      name: ep.ordered_psum(grad, "dp" if SHARDING[name] == EXPERTS else RANKS)
       for name, grad in grads.items()
     }
-    return _sum_over(RANKS, loss), output, grads
+    return ep.ordered_psum(loss, RANKS), output, grads
 
   return jax.jit(
     jax.shard_map(
@@ -110,16 +110,6 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       mesh=mesh,
       in_specs=(SHARDING, TOKENS, TOKENS),
       out_specs=(REPLICATED, TOKENS, SHARDING),
-      check_vma=False,  # it cannot infer that _sum_over's results are equal
+      check_vma=False,  # so a gradient is that of a rank's own tokens
     )
   )
-
-
-def _sum_over(axes, x: jax.Array) -> jax.Array:
-  """Returns the sum of the ranks' arrays, on each rank with the same bits.
-
-  The transport of `lax.psum` decides in which order it adds, so one process and
-  four may differ. That rarely matters in training, but it changes digests.
-  """
-  first, *others = lax.all_gather(x, axes).astype(jnp.float32)
-  return sum(others, start=first).astype(x.dtype)

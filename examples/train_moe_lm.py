@@ -260,10 +260,10 @@ def read_text() -> tuple[np.ndarray, data.Windows]:
 def check_outputs() -> None:
   """Raises OSError or ValueError if what is asked for cannot be written."""
   if _OUT.value:
-    outputs.check_folder("--out", ranks.here(_OUT.value))
+    outputs.check("--out", ranks.here(_OUT.value), "folder")
   if _PLOT.value:
     plot.check(ranks.here(_PLOT.value))
-    outputs.check_file("--plot", ranks.here(_PLOT.value))
+    outputs.check("--plot", ranks.here(_PLOT.value), "file")
 
 
 def configs() -> tuple[model.ModelConfig, train.TrainConfig]:

@@ -44,6 +44,8 @@ _FOREIGN = frozenset(
   transform_bias use_ring_of_experts
   MoeDispatchCounts moe_mlp receiver_dropped sender_dropped token_valid
   w_up_gate _sparse_moe_call select_hook MoELayer act_btd
+  apply_topk_weights_early aux_loss_coeff expert_bias gate_kernel group_topk
+  scaling_factor total_recv_tokens use_pre_softmax wi_0 wi_0_bias wi_1 _MoEBlock
   fused_a2a fused_combine fused_dispatch hybrid_ep_combine hybrid_ep_dispatch
   num_permuted_tokens pad_multiple tokens_per_expert
 

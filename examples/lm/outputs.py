@@ -5,34 +5,22 @@ import pathlib
 import tempfile
 
 
-def check_folder(flag: str, path: pathlib.Path) -> None:
-  """Creates a folder if it is missing.
+def check(flag: str, path: pathlib.Path, kind: str) -> None:
+  """Creates a "folder" if it is missing; leaves a "file" as it is.
 
   Raises:
-    OSError: it cannot be created, or no file in it; the sentence names the
-      flag.
-  """
-  try:
-    path.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path).close()
-  except OSError as error:
-    raise OSError(
-      f"{flag}={path}: {error.strerror}; name a folder that can be written."
-    ) from error
-
-
-def check_file(flag: str, path: pathlib.Path) -> None:
-  """Leaves a file as it is.
-
-  Raises:
-    OSError: the file cannot be written; the sentence names the flag.
+    OSError: it cannot be written; the sentence names the flag.
   """
   exists = path.exists()
   try:
-    path.open("ab").close()
+    if kind == "folder":
+      path.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=path).close()
+    else:
+      path.open("ab").close()
   except OSError as error:
     raise OSError(
-      f"{flag}={path}: {error.strerror}; name a file that can be written."
+      f"{flag}={path}: {error.strerror}; name a {kind} that can be written."
     ) from error
-  if not exists:
+  if kind == "file" and not exists:
     path.unlink()

@@ -287,25 +287,3 @@ def test_transformer_engine_ops(expected, layer):
 
   (total,) = _check(expected, layer.group, _SPECS, model)
   assert total.shape == (4, 1) and total.sum() == B * S * K
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_transformer_engine_block(expected, layer, early):
-  block = transformer_engine.MoEBlock(
-    layer.group,
-    num_experts=E,
-    num_experts_per_tok=K,
-    intermediate_size=F,
-    aux_loss_coeff=0.5,
-    apply_topk_weights_early=early,
-    use_ffn_bias=True,
-  )
-  names = "wi_0 wi_1 wo wi_0_bias wi_1_bias wo_bias".split()
-
-  def model(v, kernels, biases):
-    params = dict(zip(names, (*kernels, *biases), strict=True))
-    params |= {"gate_kernel": v["router"]}
-    return block.apply({"params": params}, v["x"])
-
-  aux_loss, rows = _check(expected, layer.group, _SPECS, model)
-  assert 0.5 <= aux_loss <= 0.5 * E and B * S * K // 4 <= rows <= B * S * K
