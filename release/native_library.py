@@ -22,6 +22,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NAME = "libep_ffi_cpu.so"
+_HOST = ("", "engine", "movers", "transport")
+_FOLDERS = ("core", "matmul", *(f"backends/host/{part}" for part in _HOST))
 
 
 class NativeLibrary(BuildHookInterface):
@@ -49,7 +51,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   handlers = [native / "handlers" / name for name in ("cpu.cc", "symbols.cc")]
   sources = [
     path
-    for folder in ("core", "backends/host", "matmul")
+    for folder in _FOLDERS
     for path in sorted((native / folder).glob("*.cc"))
     if not path.name.endswith("_test.cc")
   ]
@@ -84,7 +86,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     objects = list(pool.map(compile, sources))
   subprocess.run(
-    [*compiler, "-shared", *objects, "-o", library, "-pthread", "-lrt"]
+    [*compiler, "-shared", *objects, "-o", library, "-pthread"]
     + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]
     + ["-s"],
     check=True,

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/movers.h"
+#include "ep_ffi/backends/host/movers/movers.h"
 #include "ep_ffi/core/faults.h"
 #include "ep_ffi/core/pages.h"
 

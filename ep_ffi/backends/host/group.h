@@ -20,9 +20,9 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/exchange.h"
-#include "ep_ffi/backends/host/segment.h"
+#include "ep_ffi/backends/host/engine/exchange.h"
 #include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"

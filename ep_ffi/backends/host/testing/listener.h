@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/transport/fd.h"
 
 namespace ep::host {
 
