@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any, NoReturn, TypeVar
 
 from ep._src.base import arguments, checked
@@ -160,15 +161,19 @@ class EpLayerConfig(LayerConfig):
     """Returns an equal layer that does not keep the group open."""
     return dataclasses.replace(self, group=dataclasses.replace(self.group))
 
+  @functools.cached_property
+  def _config(self) -> LayerConfig:
+    """The values of layer and group, which do not keep the group open."""
+    return _values(LayerConfig, self, group=_values(GroupConfig, self.group))
+
   def op_params(self, num_tokens: int) -> OpParams:
     """Returns the parameters of an op that is traced now.
 
     They do not refer to the group, and so do not keep it open.
     """
-    group = _values(GroupConfig, self.group)
     return OpParams(
       connection=self.group.connection,
-      layer=_values(LayerConfig, self, group=group),
+      layer=self._config,
       num_tokens=num_tokens,
       drop=self.overflow != "error",
       tail=checked.tail(self.tail),

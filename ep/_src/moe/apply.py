@@ -92,18 +92,18 @@ def apply(
   x, bias, mask = jax.tree.map(jnp.asarray, (x, bias, mask), is_leaf=_is_list)
   if forced_idx is not None:
     forced_idx = arguments.array(op, "forced_idx", forced_idx)
-  is_local = views.is_local_view(group, op)
-  _check(op, layer, config, params, is_local)
+  view = views.View.of(group, op)
+  _check(op, layer, config, params, view.is_local)
   _check_tokens(op, config, x, bias, mask, forced_idx)
 
   keep = not config.experts.is_traced()
 
-  def view(tokens, others):
+  def run(tokens, others):
     x, mask, forced_idx = tokens
-    padding = Padding.of(group, op, x.shape[:-1]) if pad else Padding(())
+    padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
     view_config = config
     arguments.check(
-      config.balance == "batch" or x.ndim > 2 or is_local,
+      config.balance == "batch" or x.ndim > 2 or view.is_local,
       op,
       f"x has shape {x.shape}, but balance = 'sequence' needs [..., S, H] here:"
       " the tokens of a sequence lie along the last axis but one.",
@@ -114,11 +114,9 @@ def apply(
       if forced_idx is not None:
         forced_idx = padding.add(forced_idx, -1)
       view_config = dataclasses.replace(config, balance="batch")
-    views.local_lead(group, op, "x", x.shape)
+    view.lead("x", x.shape)
     specs = parameters.partition_specs(config, group.axis_name)
-    y, metrics = views.call(
-      group,
-      op,
+    y, metrics = view.call(
       _apply,
       [layer, view_config],
       [x, mask, forced_idx, *others],
@@ -129,7 +127,7 @@ def apply(
     return padding.remove(y), metrics
 
   tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
-  return batching.examples(view, tokens, others)
+  return batching.examples(run, tokens, others)
 
 
 def _apply(layer, config, x, mask, forced_idx, params, bias, key):

@@ -131,19 +131,18 @@ def moe_layer(
     params["w_gate"] = jnp.asarray(w_gate)
   topk_idx = arguments.array(op, "topk_idx", topk_idx)
   routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
-  _check_matrices(layer, op, routed[0], params)
+  view = views.View.of(group, op)
+  _check_matrices(view, routed[0], params)
 
   experts = Experts(activation)
   keep = not experts.is_traced()
 
-  def view(routed, params):
+  def run(routed, params):
     lead = _check_lead(op, routed)
-    padding = Padding.of(group, op, lead) if pad else Padding(lead)
+    padding = Padding.of(view, lead) if pad else Padding(lead)
     routed = [*map(padding.add, routed, [0, -1, 0])]
-    token_shape = views.local_lead(group, op, "tokens", routed[0].shape)
-    out, leaves = views.call(
-      group,
-      op,
+    token_shape = view.lead("tokens", routed[0].shape)
+    out, leaves = view.call(
       _of_rank,
       [layer, experts],
       [params, *routed],
@@ -155,8 +154,8 @@ def moe_layer(
     return padding.remove(out), handle
 
   if return_handle:
-    return view(routed, params)
-  out, _ = batching.examples(lambda *args: (view(*args)[0], ()), routed, params)
+    return run(routed, params)
+  out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, params)
   return out
 
 
@@ -185,19 +184,19 @@ def _check_lead(op, routed):
   return shapes.pop()
 
 
-def _check_matrices(layer, op, tokens, params):
-  is_local = views.is_local_view(layer.group, op)
-  experts = layer.num_local_experts if is_local else layer.group.num_experts
+def _check_matrices(view, tokens, params):
+  op, group = view.op, view.group
+  experts = group.num_local_experts if view.is_local else group.num_experts
   hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]
   for name, matrices in params.items():
     shape = (experts, hidden, inner)
     if name == "w_down":
       shape = (experts, inner, hidden)
     if matrices.shape != shape:
-      view = "a rank's own experts" if is_local else "all experts"
+      which = "a rank's own experts" if view.is_local else "all experts"
       raise ValueError(
         f"{op}: {name} has shape {matrices.shape}, but {shape} is expected:"
-        f" a matrix for each of {view}, for tokens of hidden size {hidden} and"
+        f" a matrix for each of {which}, for tokens of hidden size {hidden} and"
         f" w_up of inner size {inner}."
       )
     if matrices.dtype != tokens.dtype:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ep._src.group.group import EpGroup
 from ep._src.ops import views
 
 
@@ -37,17 +36,17 @@ class Padding:
   count: int | None = None
 
   @classmethod
-  def of(cls, group: EpGroup, op: str, lead: Sequence[int]) -> Padding:
-    """Returns the least padding in the current view."""
-    lead, ranks = tuple(lead), group.num_token_ranks
-    if views.is_local_view(group, op) or (lead and lead[0] % ranks == 0):
+  def of(cls, view: views.View, lead: Sequence[int]) -> Padding:
+    """Returns the least padding in a view."""
+    lead, ranks = tuple(lead), view.group.num_token_ranks
+    if view.is_local or (lead and lead[0] % ranks == 0):
       return cls(lead)
     return cls(lead, -math.prod(lead) % ranks)
 
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
     """Returns [*lead, ...] as [tokens, ...], with `value` where they are added.
 
-    The result is not split over the ranks; `sharding.call` splits it.
+    The result is not split over the ranks; `View.call` splits it.
     """
     if self.count is None:
       return array

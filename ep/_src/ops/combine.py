@@ -15,6 +15,7 @@ from ep._src.matmul.row_map import map_used_rows
 from ep._src.ops import primitives, views
 from ep._src.ops.dispatch import check_rows
 from ep._src.ops.handle import check_handle, EpHandle
+from ep._src.ops.views import View
 
 
 def ep_combine(
@@ -63,8 +64,9 @@ def ep_combine(
   check_handle("ep_combine", handle)
   layer, group, params = handle.layer, handle.layer.group, handle.params
   op = f'ep_combine(layer "{layer.name}")'
-  is_local = views.is_local_view(group, op)
-  lead = (() if is_local else (group.num_token_ranks,)) + (handle.capacity,)
+  view = View.of(group, op)
+  ranks = () if view.is_local else (group.num_token_ranks,)
+  lead = (*ranks, handle.capacity)
   expert_out = jnp.asarray(expert_out)
   check_rows(op, "expert_out", expert_out, group)
   if expert_out.shape[:-1] != lead:
@@ -83,9 +85,7 @@ def ep_combine(
       )
     operands += [weights.astype(jnp.float32), handle.group_sizes]
 
-  return views.call(
-    group,
-    op,
+  return view.call(
     _combine,
     [params, handle.token_shape],
     operands,

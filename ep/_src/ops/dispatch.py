@@ -10,6 +10,7 @@ from ep._src.base.backend import OpParams
 from ep._src.base.config import GroupConfig
 from ep._src.ops import primitives, views
 from ep._src.ops.handle import check_handle, EpHandle
+from ep._src.ops.views import View
 
 
 def ep_dispatch(
@@ -72,9 +73,10 @@ def ep_dispatch(
   layer, group, params = handle.layer, handle.layer.group, handle.params
   op = f'ep_dispatch(layer "{layer.name}")'
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
+  view = View.of(group, op)
   check_rows(op, "tokens", tokens, group)
   for name, x in dict(tokens=tokens, topk_weights=topk_weights).items():
-    lead = views.local_lead(group, op, name, x.shape)
+    lead = view.lead(name, x.shape)
     if lead != handle.token_shape:
       raise ValueError(
         f"{op}: {name} has shape {x.shape}, i.e. leading dims {lead} on a rank,"
@@ -96,9 +98,7 @@ def ep_dispatch(
       " point; convert them."
     )
 
-  recv_tokens, recv_topk_weights = views.call(
-    group,
-    op,
+  recv_tokens, recv_topk_weights = view.call(
     _dispatch,
     [params],
     [handle.mem, tokens, topk_weights.astype(jnp.float32), candidate],

@@ -12,7 +12,7 @@ from ep._src.base.backend import OpParams
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import views
 
-# The kind of each leaf of a handle, for `sharding.call`.
+# The kind of each leaf of a handle, for `View.call`.
 LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS] * 2
 
 
@@ -76,7 +76,7 @@ class EpHandle:
   @property
   def capacity(self) -> int:
     """C: rows that a rank can receive, those of `recv_tokens`."""
-    return self.params.capacity
+    return self.layer.capacity_for(math.prod(self.token_shape))
 
   @property
   def params(self) -> OpParams:

@@ -16,6 +16,7 @@ from ep._src.base.backend import OpParams
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, taps, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
+from ep._src.ops.views import View
 
 
 def ep_prepare(
@@ -86,7 +87,8 @@ def ep_prepare(
       f" [..., {layer.top_k}] with at least one axis of tokens is"
       f" expected{or_more}."
     )
-  token_shape = views.local_lead(layer.group, op, "topk_idx", topk_idx.shape)
+  view = View.of(layer.group, op)
+  token_shape = view.lead("topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
   is_ordered = layer.drop_by != "slot"  # by the weights
@@ -101,9 +103,7 @@ def ep_prepare(
       " weights, but topk_weights is None; pass the weights of topk_idx."
     )
 
-  leaves = views.call(
-    layer.group,
-    op,
+  leaves = view.call(
     _prepare,
     [params],
     [topk_idx, topk_weights],

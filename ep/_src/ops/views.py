@@ -17,6 +17,7 @@ Any other sharding is written as a `PartitionSpec`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -34,32 +35,123 @@ EXPERTS = "experts"
 REPLICATED = "replicated"
 
 
-def is_local_view(group: EpGroup, op: str) -> bool:
-  """Returns whether the EP axis is manual here.
+@dataclasses.dataclass(frozen=True)
+class View:
+  """The view in which an op is called.
 
-  Raises:
-    ValueError: the mesh in context does not fit the group.
-    RuntimeError: the group cannot be used; see `Connection.check_open`.
+  Attributes:
+    group: the group whose ranks run the op.
+    op: its name, for messages.
+    mesh: the mesh of the global view; None in the local one.
   """
-  group.connection.check_open(op)
-  mesh = compat.context_mesh()
-  if mesh is None:
-    return False
-  _check_mesh(group, op, mesh)
-  if group.axis_name not in compat.manual_axes():
-    return False
-  automatic = [
-    a
-    for a in mesh.axis_names
-    if a not in compat.manual_axes() and mesh.shape[a] > 1
-  ]
-  if automatic:
-    raise ValueError(
-      f"{op}: the mesh axes {automatic} are not manual here; an exchange works"
-      " on the arrays of one device. Make all axes manual in jax.shard_map, or"
-      " call the op outside of it."
+
+  group: EpGroup
+  op: str
+  mesh: Mesh | None
+
+  @classmethod
+  def of(cls, group: EpGroup, op: str) -> View:
+    """Returns the view here, which is local if the EP axis is manual.
+
+    Raises:
+      ValueError: the mesh in context does not fit the group.
+      RuntimeError: the group cannot be used; see `Connection.check_open`.
+    """
+    group.connection.check_open(op)
+    mesh = compat.context_mesh()
+    if mesh is not None:
+      _check_mesh(group, op, mesh)
+    manual = compat.manual_axes()
+    if mesh is None or group.axis_name not in manual:
+      return cls(group, op, mesh or group.mesh)
+    automatic = [
+      a for a in mesh.axis_names if a not in manual and mesh.shape[a] > 1
+    ]
+    if automatic:
+      raise ValueError(
+        f"{op}: the mesh axes {automatic} are not manual here; an exchange"
+        " works on the arrays of one device. Make all axes manual in"
+        " jax.shard_map, or call the op outside of it."
+      )
+    return cls(group, op, None)
+
+  @property
+  def is_local(self) -> bool:
+    """Whether arrays are those of one rank."""
+    return self.mesh is None
+
+  def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the leading dims of a rank's part of a token array.
+
+    `shape` is the array's in this view, [..., last]; the last dim is dropped.
+
+    Raises:
+      ValueError: the first axis cannot be split over the ranks.
+    """
+    lead = tuple(shape[:-1])
+    if self.is_local:
+      return lead
+    ranks = self.group.num_token_ranks
+    if not lead or lead[0] % ranks:
+      raise ValueError(
+        f"{self.op}: {name} has shape {tuple(shape)}, whose first axis cannot"
+        f" be split over {ranks} ranks; outside shard_map that axis is global,"
+        f" and must be a multiple of {ranks} (mesh axes"
+        f" {self.group.token_axes}). Pass pad=True to moe_layer or"
+        " ep.moe.apply; to an op, add tokens whose ids are -1. Under jax.vmap"
+        " the first axis is that of the examples."
+      )
+    return (lead[0] // ranks, *lead[1:])
+
+  def call(
+    self,
+    local_fn: Callable[..., Any],
+    static: Sequence[Hashable],
+    args: Sequence[Any],
+    in_kinds: Sequence[Any],
+    out_kinds: Any,
+    *,
+    keep: bool = True,
+  ) -> Any:
+    """Returns `local_fn(*static, *args)`, run in this view.
+
+    Calls that differ only in `args` share a jitted program, so that outside of
+    `jax.jit` only the first one compiles. Inside, the program is inlined: each
+    of its ops gets a position of its own. The group's connection keeps the
+    program, which must not keep the group open in turn. So a layer in `static`
+    is replaced by an equal one.
+
+    Args:
+      local_fn: a function of a module, since a closure is new in each call. It
+        works on the arrays of a rank. Messages name its parameters.
+      static: its first arguments.
+      args: its other arguments, which are pytrees of arrays.
+      in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
+        `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
+        below them.
+      out_kinds: the same for the result.
+      keep: whether to keep the program, which must be False if `static` refers
+        to values that are traced now.
+    """
+    group, op = self.group, self.op
+    if self.mesh is not None:
+      names = local_fn.__code__.co_varnames[len(static) :]
+      _check_places(group, op, names, args, in_kinds)
+    kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
+    make = group.connection.cached if keep else _call
+    program = make(
+      _program,
+      op.partition("(")[0],
+      local_fn,
+      tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
+      group.connection.group,
+      self.mesh,
+      tuple(kinds),
+      tree,
+      compat.in_a_program(),
+      checked.tail("unspecified"),
     )
-  return True
+    return program(*args)
 
 
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
@@ -77,87 +169,6 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
     )
   if devices := compat.concrete_context_mesh():
     group.connection.check_places(op, devices)
-
-
-def local_lead(
-  group: EpGroup, op: str, name: str, shape: Sequence[int]
-) -> tuple[int, ...]:
-  """Returns the leading dims of a rank's part of a token array.
-
-  `shape` is the array's in the current view, [..., last]; the last dim is
-  dropped.
-
-  Raises:
-    ValueError: the first axis cannot be split over the ranks.
-  """
-  lead = tuple(shape[:-1])
-  if is_local_view(group, op):
-    return lead
-  ranks = group.num_token_ranks
-  if not lead or lead[0] % ranks:
-    raise ValueError(
-      f"{op}: {name} has shape {tuple(shape)}, whose first axis cannot be"
-      f" split over {ranks} ranks; outside shard_map that axis is global, and"
-      f" must be a multiple of {ranks} (mesh axes {group.token_axes}). Pass"
-      " pad=True to moe_layer or ep.moe.apply; to an op, add tokens whose ids"
-      " are -1. Under jax.vmap the first axis is that of the examples."
-    )
-  return (lead[0] // ranks, *lead[1:])
-
-
-def call(
-  group: EpGroup,
-  op: str,
-  local_fn: Callable[..., Any],
-  static: Sequence[Hashable],
-  args: Sequence[Any],
-  in_kinds: Sequence[Any],
-  out_kinds: Any,
-  *,
-  keep: bool = True,
-) -> Any:
-  """Returns `local_fn(*static, *args)`, run in the current view.
-
-  Calls that differ only in `args` share a jitted program, so that outside of
-  `jax.jit` only the first one compiles. Inside, the program is inlined: each
-  of its ops gets a position of its own. The group's connection keeps the
-  program, which must not keep the group open in turn. So a layer in `static` is
-  replaced by an equal one.
-
-  Args:
-    group: the group whose ranks run it.
-    op: what runs, for messages.
-    local_fn: a function of a module, since a closure is new in each call. It
-      works on the arrays of a rank. Messages have the names of its parameters.
-    static: its first arguments.
-    args: its other arguments, which are pytrees of arrays.
-    in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
-      `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
-      below them.
-    out_kinds: the same for the result.
-    keep: whether to keep the program, which must be False if `static` refers to
-      values that are traced now.
-  """
-  is_local = is_local_view(group, op)
-  mesh = None if is_local else compat.context_mesh() or group.mesh
-  if mesh is not None:
-    names = local_fn.__code__.co_varnames[len(static) :]
-    _check_places(group, op, names, args, in_kinds)
-  kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
-  make = group.connection.cached if keep else _call
-  program = make(
-    _program,
-    op.partition("(")[0],
-    local_fn,
-    tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
-    group.connection.group,
-    mesh,
-    tuple(kinds),
-    tree,
-    compat.in_a_program(),
-    checked.tail("unspecified"),
-  )
-  return program(*args)
 
 
 def _call(fn, *args):
