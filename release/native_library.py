@@ -22,8 +22,15 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NAME = "libep_ffi_cpu.so"
-_HOST = ("", "engine", "movers", "transport")
-_FOLDERS = ("core", "matmul", *(f"backends/host/{part}" for part in _HOST))
+_FOLDERS = (
+  "core",
+  "handlers",
+  "matmul",
+  "backends/host",
+  "backends/host/engine",
+  "backends/host/movers",
+  "backends/host/transport",
+)
 
 
 class NativeLibrary(BuildHookInterface):
@@ -48,14 +55,13 @@ class NativeLibrary(BuildHookInterface):
 def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   """Compiles the sources of //ep_ffi:libep_ffi_cpu.so with its options."""
   native = root / "ep_ffi"
-  handlers = [native / "handlers" / name for name in ("cpu.cc", "symbols.cc")]
   sources = [
     path
     for folder in _FOLDERS
     for path in sorted((native / folder).glob("*.cc"))
-    if not path.name.endswith("_test.cc")
+    if not path.name.endswith("_test.cc") and path.name != "cuda.cc"
   ]
-  sources += [*handlers, native / "older_runtimes.cc"]
+  sources.append(native / "older_runtimes.cc")
   # Package and library are of one tree, so their interfaces agree.
   (digest,) = re.findall(
     r'^INTERFACE = "(\w+)"$', (root / "ep/_src/native/ffi.py").read_text(), re.M

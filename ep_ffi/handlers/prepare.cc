@@ -4,18 +4,16 @@
 // token_counts [L], total_recv_tokens [1], dropped_counts [L],
 // max_recv_tokens [1], kept [T, K]
 
-#ifndef EP_FFI_HANDLERS_PREPARE_H_
-#define EP_FFI_HANDLERS_PREPARE_H_
-
 #include <cstdint>
 #include <utility>
 
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
+namespace {
 
-inline Status DecodeChoices(const ffi::AnyBuffer& topk_idx, const Layer& layer,
-                            PrepareArgs* out) {
+Status DecodeChoices(const ffi::AnyBuffer& topk_idx, const Layer& layer,
+                     PrepareArgs* out) {
   const bool is_int64 = topk_idx.element_type() == ffi::DataType::S64;
   if ((!is_int64 && topk_idx.element_type() != ffi::DataType::S32) ||
       topk_idx.dimensions().size() != 2 || Dim(topk_idx, 1) != layer.top_k) {
@@ -28,20 +26,19 @@ inline Status DecodeChoices(const ffi::AnyBuffer& topk_idx, const Layer& layer,
   return Status();
 }
 
-inline Status DecodeCounts(const char* name, const ffi::AnyBuffer& buffer,
-                           int64_t count, int32_t** out) {
+Status DecodeCounts(const char* name, const ffi::AnyBuffer& buffer,
+                    int64_t count, int32_t** out) {
   return DecodeArray(name, buffer, ffi::DataType::S32, count, out);
 }
 
-inline ffi::Future Prepare(OpCall context, ffi::Dictionary,
-                           ffi::AnyBuffer topk_idx, ffi::AnyBuffer place,
-                           ffi::Result<ffi::AnyBuffer> mem,
-                           ffi::Result<ffi::AnyBuffer> group_sizes,
-                           ffi::Result<ffi::AnyBuffer> token_counts,
-                           ffi::Result<ffi::AnyBuffer> total,
-                           ffi::Result<ffi::AnyBuffer> dropped_counts,
-                           ffi::Result<ffi::AnyBuffer> max,
-                           ffi::Result<ffi::AnyBuffer> kept) {
+ffi::Future Prepare(OpCall context, ffi::Dictionary, ffi::AnyBuffer topk_idx,
+                    ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> mem,
+                    ffi::Result<ffi::AnyBuffer> group_sizes,
+                    ffi::Result<ffi::AnyBuffer> token_counts,
+                    ffi::Result<ffi::AnyBuffer> total,
+                    ffi::Result<ffi::AnyBuffer> dropped_counts,
+                    ffi::Result<ffi::AnyBuffer> max,
+                    ffi::Result<ffi::AnyBuffer> kept) {
   return Submit(Op::kPrepare, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
     const int64_t num_local = group.num_experts() / group.ep_size();
@@ -69,21 +66,7 @@ inline ffi::Future Prepare(OpCall context, ffi::Dictionary,
   });
 }
 
-inline auto BindPrepare() {
-  return ffi::Ffi::Bind()
-      .Ctx<OpCall>()
-      .Attrs()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>();
-}
-
+}  // namespace
 }  // namespace ep
 
-#endif  // EP_FFI_HANDLERS_PREPARE_H_
+EP_DEFINE_HANDLER(ep_prepare, ep::Prepare);

@@ -3,25 +3,27 @@
 // ep_grouped_matmul is the primitive of ep/_src/matmul/grouped_matmul.py. It
 // belongs to no group. `missing` tells which of the rows X [C, F], the matrices
 // W [L, F, G] and the outs Y [C, G] of each pair it computes from the others,
-// in this order with those of all pairs one after another:
+// in this order with the operands of all pairs one after another:
 //
 //   (sizes s32[L], segments s32[L, S], operands...) -> missing...
 
-#ifndef EP_FFI_HANDLERS_GROUPED_MATMUL_H_
-#define EP_FFI_HANDLERS_GROUPED_MATMUL_H_
+#include "ep_ffi/matmul/grouped_matmul.h"
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <vector>
 
+#include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
-#include "ep_ffi/matmul/grouped_matmul.h"
+#include "ep_ffi/handlers/thread_pool.h"
 
 namespace ep {
+namespace {
 
-// Decodes the rows, matrices and outs in `buffers`, those of all pairs.
-inline Status DecodeGroupedMatmul(const std::vector<ffi::AnyBuffer>& buffers,
-                                  GroupedMatmulArgs* args) {
+// Decodes `buffers`: the rows, then the matrices and the outs of all pairs.
+Status DecodeGroupedMatmul(const std::vector<ffi::AnyBuffer>& buffers,
+                           GroupedMatmulArgs* args) {
   const size_t num_pairs = buffers.size() / 2;
   if (num_pairs == 0 || buffers.size() != 2 * num_pairs + 1) {
     return Mismatch("number of operands");
@@ -54,11 +56,10 @@ inline Status DecodeGroupedMatmul(const std::vector<ffi::AnyBuffer>& buffers,
   return Status();
 }
 
-inline Status RunGroupedMatmul(const ffi::AnyBuffer& sizes,
-                               const ffi::AnyBuffer& segments,
-                               ffi::RemainingArgs operands,
-                               ffi::RemainingRets results, int64_t missing,
-                               int64_t tail, Executor* executor) {
+Status GroupedMatmulOn(const ffi::AnyBuffer& sizes,
+                       const ffi::AnyBuffer& segments,
+                       ffi::RemainingArgs operands, ffi::RemainingRets results,
+                       int64_t missing, int64_t tail, Executor* executor) {
   GroupedMatmulArgs args;
   if (missing < 0 || missing > 2 || tail < 0 || tail > 2) {
     return Mismatch("missing or tail");
@@ -93,6 +94,39 @@ inline Status RunGroupedMatmul(const ffi::AnyBuffer& sizes,
   return GroupedMatmul(*SupportedKernels()[0], args, executor);
 }
 
+ffi::Error RunGroupedMatmul(int32_t device, ffi::ThreadPool pool,
+                            ffi::AnyBuffer sizes, ffi::AnyBuffer segments,
+                            ffi::RemainingArgs operands,
+                            ffi::RemainingRets results, int64_t missing,
+                            int64_t tail) {
+  Handover& handover = Handover::OfDevice(device);
+  handover.FromXla();
+  ThreadPoolExecutor executor(pool);
+  Status status;
+  try {
+    status = GroupedMatmulOn(sizes, segments, operands, results, missing, tail,
+                             &executor);
+  } catch (const std::exception& e) {
+    status = Status(Code::kInternal, StrCat("grouped_matmul: ", e.what()));
+  }
+  handover.ToXla();
+  return ToError(status);
+}
+
+auto BindGroupedMatmul() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("missing")
+      .Attr<int64_t>("tail");
+}
+
+}  // namespace
 }  // namespace ep
 
-#endif  // EP_FFI_HANDLERS_GROUPED_MATMUL_H_
+EP_DEFINE_HANDLER(ep_grouped_matmul, ep::RunGroupedMatmul,
+                  ep::BindGroupedMatmul());

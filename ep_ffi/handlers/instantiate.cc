@@ -3,9 +3,6 @@
 // The handler that runs once per op of a compiled program. It finds the op's
 // group and keeps it alive as long as the executable.
 
-#ifndef EP_FFI_HANDLERS_INSTANTIATE_H_
-#define EP_FFI_HANDLERS_INSTANTIATE_H_
-
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -29,8 +26,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ep::Layer,  //
                                       StructMember<bool>("checked"));
 
 namespace ep {
+namespace {
 
-inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
+ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
     std::string_view group, std::string_view group_config,
     std::string_view program, int64_t position, Layer layer,
     std::string_view layer_name) {
@@ -61,7 +59,7 @@ inline ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
   return state;
 }
 
-inline auto BindInstantiate() {
+auto BindInstantiate() {
   return ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>()
       .Attr<std::string_view>("group")
       .Attr<std::string_view>("group_config")
@@ -71,6 +69,14 @@ inline auto BindInstantiate() {
       .Attr<std::string_view>("layer_name");
 }
 
+}  // namespace
 }  // namespace ep
 
-#endif  // EP_FFI_HANDLERS_INSTANTIATE_H_
+EP_DEFINE_HANDLER(ep_instantiate, ep::Instantiate, ep::BindInstantiate());
+
+ep::ffi::TypeId ep::OpState::id = {};
+const ep::ffi::TypeInfo ep::OpState::info =
+    ep::ffi::MakeTypeInfo<ep::OpState>();
+
+EP_EXPORT void* ep_op_state_type_id() { return &ep::OpState::id; }
+EP_EXPORT const void* ep_op_state_type_info() { return &ep::OpState::info; }

@@ -5,19 +5,17 @@
 // ep_dispatch_bwd: (mem, slots [C, H], slot_weights [C]) ->
 //                  tokens [T, H], topk_weights [T, K]
 
-#ifndef EP_FFI_HANDLERS_DISPATCH_H_
-#define EP_FFI_HANDLERS_DISPATCH_H_
-
 #include <utility>
 
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
+namespace {
 
-inline ffi::Future Dispatch(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
-                            ffi::AnyBuffer tokens, ffi::AnyBuffer topk_weights,
-                            ffi::Result<ffi::AnyBuffer> slots,
-                            ffi::Result<ffi::AnyBuffer> slot_weights) {
+ffi::Future Dispatch(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
+                     ffi::AnyBuffer tokens, ffi::AnyBuffer topk_weights,
+                     ffi::Result<ffi::AnyBuffer> slots,
+                     ffi::Result<ffi::AnyBuffer> slot_weights) {
   return Submit(Op::kDispatch, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
     ScatterArgs args;
@@ -39,11 +37,10 @@ inline ffi::Future Dispatch(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
   });
 }
 
-inline ffi::Future DispatchBwd(OpCall context, ffi::Dictionary,
-                               ffi::AnyBuffer mem, ffi::AnyBuffer slots,
-                               ffi::AnyBuffer slot_weights,
-                               ffi::Result<ffi::AnyBuffer> tokens,
-                               ffi::Result<ffi::AnyBuffer> topk_weights) {
+ffi::Future DispatchBwd(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
+                        ffi::AnyBuffer slots, ffi::AnyBuffer slot_weights,
+                        ffi::Result<ffi::AnyBuffer> tokens,
+                        ffi::Result<ffi::AnyBuffer> topk_weights) {
   return Submit(Op::kDispatchBwd, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
     GatherArgs args;
@@ -65,19 +62,8 @@ inline ffi::Future DispatchBwd(OpCall context, ffi::Dictionary,
   });
 }
 
-// Both directions take the routing, rows and their weights, and return rows
-// and their weights.
-inline auto BindDispatch() {
-  return ffi::Ffi::Bind()
-      .Ctx<OpCall>()
-      .Attrs()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>();
-}
-
+}  // namespace
 }  // namespace ep
 
-#endif  // EP_FFI_HANDLERS_DISPATCH_H_
+EP_DEFINE_HANDLER(ep_dispatch, ep::Dispatch);
+EP_DEFINE_HANDLER(ep_dispatch_bwd, ep::DispatchBwd);

@@ -3,19 +3,16 @@
 // ep_combine: (mem, slots [C, H] [, slot_weights [C]]) -> tokens [T, H]
 // ep_combine_bwd: (mem, tokens [T, H]) -> slots [C, H]
 
-#ifndef EP_FFI_HANDLERS_COMBINE_H_
-#define EP_FFI_HANDLERS_COMBINE_H_
-
 #include <utility>
 
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
+namespace {
 
-inline ffi::Future Combine(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
-                           ffi::AnyBuffer slots,
-                           ffi::RemainingArgs optional_weights,
-                           ffi::Result<ffi::AnyBuffer> tokens) {
+ffi::Future Combine(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
+                    ffi::AnyBuffer slots, ffi::RemainingArgs optional_weights,
+                    ffi::Result<ffi::AnyBuffer> tokens) {
   return Submit(Op::kCombine, context, [&](Group& group, Call call) {
     const Layer& layer = call.site->layer;
     GatherArgs args;
@@ -39,7 +36,7 @@ inline ffi::Future Combine(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
   });
 }
 
-inline auto BindCombine() {
+auto BindCombine() {
   return ffi::Ffi::Bind()
       .Ctx<OpCall>()
       .Attrs()
@@ -49,9 +46,9 @@ inline auto BindCombine() {
       .Ret<ffi::AnyBuffer>();
 }
 
-inline ffi::Future CombineBwd(OpCall context, ffi::Dictionary,
-                              ffi::AnyBuffer mem, ffi::AnyBuffer tokens,
-                              ffi::Result<ffi::AnyBuffer> slots) {
+ffi::Future CombineBwd(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
+                       ffi::AnyBuffer tokens,
+                       ffi::Result<ffi::AnyBuffer> slots) {
   return Submit(Op::kCombineBwd, context, [&](Group& group, Call call) {
     ScatterArgs args;
     args.topk_weights = nullptr;
@@ -68,15 +65,8 @@ inline ffi::Future CombineBwd(OpCall context, ffi::Dictionary,
   });
 }
 
-inline auto BindCombineBwd() {
-  return ffi::Ffi::Bind()
-      .Ctx<OpCall>()
-      .Attrs()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>();
-}
-
+}  // namespace
 }  // namespace ep
 
-#endif  // EP_FFI_HANDLERS_COMBINE_H_
+EP_DEFINE_HANDLER(ep_combine, ep::Combine, ep::BindCombine());
+EP_DEFINE_HANDLER(ep_combine_bwd, ep::CombineBwd);

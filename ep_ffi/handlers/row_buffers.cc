@@ -3,28 +3,23 @@
 // These handlers are for ep/_src/matmul/unwritten_rows.py: XLA:CPU has no such
 // operations. They belong to no group.
 
-#ifndef EP_FFI_HANDLERS_ROW_BUFFERS_H_
-#define EP_FFI_HANDLERS_ROW_BUFFERS_H_
-
 #include <cstdint>
 #include <cstring>
 
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {
+namespace {
 
 // Leaves the result as it is in fresh memory, so that pages that no row reaches
 // are never touched.
-inline ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
+ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
 }
 
-inline auto BindUnwritten() { return ffi::Ffi::Bind().Ret<ffi::AnyBuffer>(); }
-
 // Copies the first `count` rows under another type of the same size.
-inline ffi::Error Retyped(ffi::AnyBuffer rows,
-                          ffi::BufferR0<ffi::DataType::S32> count,
-                          ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error Retyped(ffi::AnyBuffer rows, ffi::BufferR0<ffi::DataType::S32> count,
+                   ffi::Result<ffi::AnyBuffer> out) {
   const auto shape = rows.dimensions();
   const int64_t num_rows = shape.size() == 0 ? 0 : shape[0];
   const int64_t n = count.typed_data()[0];
@@ -40,13 +35,8 @@ inline ffi::Error Retyped(ffi::AnyBuffer rows,
   return ffi::Error::Success();
 }
 
-inline auto BindRetyped() {
-  return ffi::Ffi::Bind()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::BufferR0<ffi::DataType::S32>>()
-      .Ret<ffi::AnyBuffer>();
-}
-
+}  // namespace
 }  // namespace ep
 
-#endif  // EP_FFI_HANDLERS_ROW_BUFFERS_H_
+EP_DEFINE_HANDLER(ep_unwritten, ep::Unwritten);
+EP_DEFINE_HANDLER(ep_retyped, ep::Retyped);
