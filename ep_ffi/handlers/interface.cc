@@ -4,5 +4,5 @@
 
 #include "ep_ffi/core/export.h"
 
-// ep/_src/ffi.py compares it before it calls anything else.
+// ep/_src/native/ffi.py compares it before it calls anything else.
 EP_EXPORT const char* ep_interface() { return EP_INTERFACE; }

@@ -23,9 +23,10 @@
 #include "ep_ffi/handlers/handover.h"
 #include "xla/ffi/api/ffi.h"
 
-// Defines a C function that ep/_src/ffi.py registers as a handler. XLA's macro
-// has no place for its visibility, so a declaration comes first. A binding is
-// needed only where XLA cannot tell it from the types of the parameters.
+// Defines a C function that ep/_src/native/ffi.py registers as a handler. XLA's
+// macro has no place for its visibility, so a declaration comes first. A
+// binding is needed only where XLA cannot tell it from the types of the
+// parameters.
 //
 // No handler has XLA's trait that allows to record it into a command buffer,
 // not even the movers, which only enqueue on a GPU. XLA may record an op that
