@@ -3,7 +3,7 @@
 
 Run it as tools/format.sh [--check] [--only=NAME]. It prints one line for each
 formatter, and fails if one of them fails. Two checks that change nothing or
-little run with the formatters: license-line and docs.
+little run with the formatters: license-line and links.
 """
 
 import argparse
@@ -31,9 +31,9 @@ def formatters(buildifier: pathlib.Path) -> dict[str, Formatter]:
       fix=[],
       check=["--check"],
     ),
-    "docs": Formatter(
+    "links": Formatter(
       files=("*.md",),
-      command=[sys.executable, "tools/check_docs.py"],
+      command=[sys.executable, "tools/check_links.py"],
       fix=[],
       check=[],
     ),
