@@ -12,8 +12,9 @@ one rank inside `jax.shard_map` over the axis "ep":
   exact: whether sums must have the bits of the oracle
 
 The shapes are those of `Workload.inputs`, and the meaning is that of
-ep/_src/reference.py. The hand-written contenders define their derivatives as
-gathers, because JAX would turn the derivative of a gather into a scatter-add.
+ep/_src/ops/reference.py. The hand-written contenders define their derivatives
+as gathers, because JAX would turn the derivative of a gather into a
+scatter-add.
 
 Those of whole layers are in layers.py; ep takes part in both.
 """
@@ -34,7 +35,7 @@ from benchmarks.padded import PaddedGather, PaddedScatter
 from benchmarks.ragged import Ragged
 from benchmarks.workload import AXIS, Layout
 import ep
-from ep._src.bootstrap import BACKENDS
+from ep._src.group.bootstrap import BACKENDS
 
 HAND_WRITTEN = "padded_scatter"  # the code that most people would write
 # These two are no such classes: other modules run them.

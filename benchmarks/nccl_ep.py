@@ -24,7 +24,8 @@ from jax.sharding import NamedSharding
 import numpy as np
 
 from benchmarks.workload import Layout, SPEC, Workload
-from ep._src import ffi, files, nccl_files
+from ep._src.backends.nccl import installation
+from ep._src.native import ffi, shipped_files
 
 _LIBRARY = "libnccl_ep_bench.so"
 _TIMEOUT_S = 300.0
@@ -47,7 +48,7 @@ CALLS = {
 
 def find_library() -> pathlib.Path | None:
   """Returns the library in the Bazel runfiles, or the one beside ep's own."""
-  if path := files.in_runfiles(f"jax_ep/benchmarks/{_LIBRARY}"):
+  if path := shipped_files.in_runfiles(f"jax_ep/benchmarks/{_LIBRARY}"):
     return path
   try:
     path = ffi.find_library("nccl").with_name(_LIBRARY)
@@ -74,7 +75,7 @@ def connect(
   me = jax.process_index()
   devices = list(mesh.devices.flat)
   (rank,) = (i for i, d in enumerate(devices) if d.process_index == me)
-  libraries = nccl_files.prepare(devices[rank])
+  libraries = installation.prepare(devices[rank])
   unique_id = ffi.new_nccl_id(*libraries) if me == 0 else bytes(128)
   unique_id = multihost_utils.broadcast_one_to_all(
     np.frombuffer(unique_id, np.uint8)

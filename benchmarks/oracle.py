@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the result of every op, by the routing of ep/_src/reference.py.
+"""Checks the result of every op, by the routing of ep/_src/ops/reference.py.
 
 The reference works on whole arrays, and those of a benchmark are large. So this
 file applies its routing to the rows of one rank at a time.
@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.dense import DenseLayer
 from benchmarks.workload import Workload
-from ep._src import reference
+from ep._src.ops import reference
 
 # A value of a whole layer may deviate by at most this share of the largest of
 # its array.

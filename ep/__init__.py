@@ -4,7 +4,7 @@
 import importlib as _importlib
 import typing as _typing
 
-from ep._src import jax_version as _jax_version  # noqa: F401, fails first
+from ep._src.base import jax_version as _jax_version  # noqa: F401, fails first
 
 # isort: split
 
@@ -12,40 +12,40 @@ from ep import debug as debug
 from ep import lax as lax
 from ep import moe as moe
 from ep import presets as presets
-from ep._src import public as _public
-from ep._src.bootstrap import ep_bootstrap as ep_bootstrap
-from ep._src.bootstrap import ep_finalize as ep_finalize
-from ep._src.bootstrap import resize as resize
-from ep._src.capacity import CapacitySuggestion as CapacitySuggestion
-from ep._src.capacity import suggest_capacity as suggest_capacity
-from ep._src.checked import checked as checked
-from ep._src.collectives_check import (
-  assert_no_hidden_collectives as assert_no_hidden_collectives,
-)
-from ep._src.combine import ep_combine as ep_combine
-from ep._src.describe import describe as describe
-from ep._src.describe import RoutingSummary as RoutingSummary
-from ep._src.dispatch import ep_dispatch as ep_dispatch
-from ep._src.errors import EpError as EpError
-from ep._src.group import EpGroup as EpGroup
-from ep._src.group import EpLayerConfig as EpLayerConfig
-from ep._src.grouped_matmul import grouped_matmul as grouped_matmul
-from ep._src.handle import EpHandle as EpHandle
-from ep._src.moe import moe_layer as moe_layer
-from ep._src.moe_config import MoEConfig as MoEConfig
-from ep._src.ordered_sum import ordered_psum as ordered_psum
-from ep._src.prepare import ep_prepare as ep_prepare
-from ep._src.record import record as record
-from ep._src.replay import Replay as Replay
-from ep._src.replay import replay as replay
-from ep._src.router import route_topk as route_topk
-from ep._src.router_losses import load_balancing_loss as load_balancing_loss
-from ep._src.router_losses import router_entropy as router_entropy
-from ep._src.router_losses import router_z_loss as router_z_loss
-from ep._src.router_losses import (
+from ep._src.base import public as _public
+from ep._src.base.checked import checked as checked
+from ep._src.base.errors import EpError as EpError
+from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap
+from ep._src.group.bootstrap import ep_finalize as ep_finalize
+from ep._src.group.bootstrap import resize as resize
+from ep._src.group.group import EpGroup as EpGroup
+from ep._src.group.group import EpLayerConfig as EpLayerConfig
+from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
+from ep._src.matmul.ordered_sum import ordered_psum as ordered_psum
+from ep._src.moe.config import MoEConfig as MoEConfig
+from ep._src.moe.layer import moe_layer as moe_layer
+from ep._src.moe.losses import load_balancing_loss as load_balancing_loss
+from ep._src.moe.losses import router_entropy as router_entropy
+from ep._src.moe.losses import router_z_loss as router_z_loss
+from ep._src.moe.losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
-from ep._src.routing_map import topk_from_map as topk_from_map
+from ep._src.moe.router import route_topk as route_topk
+from ep._src.moe.routing_map import topk_from_map as topk_from_map
+from ep._src.ops.combine import ep_combine as ep_combine
+from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
+from ep._src.ops.handle import EpHandle as EpHandle
+from ep._src.ops.hidden_collectives import (
+  assert_no_hidden_collectives as assert_no_hidden_collectives,
+)
+from ep._src.ops.prepare import ep_prepare as ep_prepare
+from ep._src.records.capacity import CapacitySuggestion as CapacitySuggestion
+from ep._src.records.capacity import suggest_capacity as suggest_capacity
+from ep._src.records.describe import describe as describe
+from ep._src.records.describe import RoutingSummary as RoutingSummary
+from ep._src.records.record import record as record
+from ep._src.records.replay import Replay as Replay
+from ep._src.records.replay import replay as replay
 
 __version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
 __all__ = list(_public.names(globals()) + ["launch", "testing"])

@@ -14,14 +14,15 @@ import jaxlib
 import numpy as np
 
 import ep
-from ep._src import gpus
-from ep._src.backend import CannotServe
-from ep._src.bootstrap import BACKENDS, NATIVE
+from ep._src.base.backend import CannotServe
+from ep._src.group.bootstrap import BACKENDS, NATIVE
+from ep._src.native import gpus
 
 _DISTRIBUTION = "jax-ep"
 
 
 def main() -> int:
+  """Prints the report, and returns the exit code."""
   folder = pathlib.Path(__file__).parent
   for other in other_distributions():
     print(

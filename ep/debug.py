@@ -12,8 +12,8 @@ import warnings
 import jax
 import numpy as np
 
-from ep._src import loads
-from ep._src.group import EpLayerConfig
+from ep._src.group.group import EpLayerConfig
+from ep._src.records import expert_loads
 
 _COLUMNS, _LINES, _BAR = 64, 32, 56  # characters of a picture in text
 _SHADES = " .:-=+*#%@"
@@ -89,11 +89,11 @@ def plot_routing(
   sizes = _sizes(layer_or_sizes, num_tokens)
   if isinstance(layer_or_sizes, EpLayerConfig):
     topk_idx = topk_idx[..., : layer_or_sizes.top_k]  # no further candidates
-  choices = loads.choices(
+  choices = expert_loads.choices(
     "plot_routing", topk_idx, sizes.num_experts, sizes.num_ranks
   )
-  tokens = loads.received(choices, sizes.ep_size)
-  rows = loads.slabs(tokens, sizes.alignment).sum(axis=1)
+  tokens = expert_loads.received(choices, sizes.ep_size)
+  rows = expert_loads.slabs(tokens, sizes.alignment).sum(axis=1)
   text = _as_text(sizes, choices, rows)
   if path is not None:
     try:

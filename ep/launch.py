@@ -2,7 +2,7 @@
 """Starts the ranks of a program on this host, and joins them from inside.
 
     python -m ep.launch --num_processes=4 train.py --steps=10
-    python -m ep.launch --num_processes=4 -m pytest tests/dispatch_test.py
+    python -m ep.launch --num_processes=4 -m pytest tests/ops/dispatch_test.py
 
 `launch` is the same as a function, and `initialize`, which the program calls
 before anything else touches JAX, makes each process one rank. The two agree by
@@ -12,15 +12,18 @@ a few environment variables, so a cluster's own launcher can replace this one:
     JAX_NUM_PROCESSES         how many ranks there are
     JAX_PROCESS_ID            which of them this process is
 
-The service is a process of the launcher's (ep/_src/coordinator.py), so that it
-survives the death of any rank. JAX makes rank 0 start one too; nothing connects
-to it.
+The service is a process of the launcher's (ep/_src/launch/coordinator.py), so
+that it survives the death of any rank. JAX makes rank 0 start one too; nothing
+connects to it.
 
 Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
 job, Cloud TPU) `initialize` needs no variables.
 
-Only `initialize` touches JAX: a process that launches must not hold the devices
-of its ranks.
+A rank that has joined makes the file that EP_LAUNCH_JOINED names, if there is
+such a variable: so this launcher can tell which ranks ran alone.
+
+Only `initialize` touches JAX's devices: a process that launches must not hold
+those of its ranks.
 """
 
 from __future__ import annotations
@@ -42,11 +45,22 @@ import threading
 import time
 from typing import TextIO
 
-from ep._src import arguments, gpus
+import jax
 
-_PROGRAMS = pathlib.Path(__file__).parent / "_src"
-_COORDINATOR = str(_PROGRAMS / "coordinator.py")
-_KEEPER = str(_PROGRAMS / "keeper.py")
+from ep._src.base import arguments, compat
+from ep._src.group import ending, liveness
+from ep._src.native import gpus
+
+_COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
+# Becomes a rank, which the kernel kills if the launcher dies.
+_BECOME = """
+import ctypes, os, signal, sys
+launcher, *argv = sys.argv[1:]
+if sys.platform == "linux":
+  ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(launcher):  # it has not died before
+  os.execv(sys.executable, [sys.executable, *argv])
+"""
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
 _TAIL_LINES = 40
@@ -93,11 +107,6 @@ def initialize() -> None:
     RuntimeError: the process is one of several, but does not know where the
       others are.
   """
-  # The module itself does not import JAX; see its docstring.
-  import jax
-
-  from ep._src import compat, presence
-
   if jax.distributed.is_initialized():
     return
   gpus.check_plugin()
@@ -112,14 +121,12 @@ def initialize() -> None:
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
-  presence.announce()  # a death before ep_bootstrap is noticed, too
+  liveness.announce()  # a death before ep_bootstrap is noticed, too
   report = sys.excepthook
 
   def report_and_exit(*exc_info):
     report(*exc_info)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    ending.exit_now()
 
   sys.excepthook = report_and_exit
 
@@ -161,17 +168,19 @@ def launch(
 
   Rank r writes stdout and stderr to `rank_<r>.log`; rank 0's is also copied to
   this process's stdout as it grows. If a rank fails, the others get `grace_s`
-  to report what they saw, then are made to dump their stacks and end. The last
-  lines of each log are printed, and the first failure decides the result. If
-  stdout is closed meanwhile (`| head`), the job goes on, and what is left to
-  say goes to stderr.
+  to report what they saw, then are made to dump their stacks and end. The first
+  failure decides the result; the last lines of its log are printed, then a line
+  for each of the others. If stdout is closed meanwhile (`| head`), the job goes
+  on, and what is left to say goes to stderr.
+
+  If ranks end that have not called `initialize`, a line on stderr says so: each
+  of them sees its own devices only, and takes itself for the whole job.
 
   SIGINT and SIGTERM are passed on to the ranks, which get `grace_s` to end.
 
-  On Linux no rank outlives this call, nor does any process that it started, in
-  whatever session or as whatever daemon, even if the launcher dies by SIGKILL.
-  Exceptions: processes that run as another user, and those of a rank whose
-  keeper (the parent of the rank) is killed by SIGKILL itself.
+  On Linux no rank outlives this call, even if the launcher dies by SIGKILL.
+  When a rank ends, so does every process of its process group, which are those
+  that it started and that have not left the group.
 
   Args:
     argv: what follows `python` on a command line: ["train.py", "--steps=10"] or
@@ -192,11 +201,11 @@ def launch(
   Returns:
     0 if every rank succeeded. Otherwise the exit code of the first that did
     not, 128 + n if it died of signal n; 128 + n if this process was asked to
-    end by signal n; 124 on timeout.
+    end by signal n; 124 on timeout; 1 if only some of the ranks joined.
 
   Raises:
-    ValueError: there are fewer GPUs than the ranks need, or a number is not
-      positive.
+    ValueError: there are fewer GPUs than the ranks need, a number is not
+      positive, or no log can be written.
     TypeError: a number is of a wrong type.
   """
   counts = dict(
@@ -218,8 +227,16 @@ def launch(
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
   logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
-  logs.mkdir(parents=True, exist_ok=True)
   with contextlib.ExitStack() as stack:
+    try:
+      logs.mkdir(parents=True, exist_ok=True)
+      folder = tempfile.TemporaryDirectory(prefix="joined_", dir=logs)
+    except OSError as e:
+      raise ValueError(
+        f"ep.launch: log_dir = {str(logs)!r}, but no file can be written there"
+        f" ({e.strerror}); pass another folder."
+      ) from e
+    joined = pathlib.Path(stack.enter_context(folder))
     port = stack.enter_context(_reserved_port())
     signals = stack.enter_context(_caught_signals())
 
@@ -233,7 +250,15 @@ def launch(
         f"rank_{index}",
         argv,
         _rank_env(
-          index, num_processes, devices_per_process, port, common | own[index]
+          index,
+          num_processes,
+          devices_per_process,
+          port,
+          {
+            **common,
+            **own[index],
+            "EP_LAUNCH_JOINED": str(joined / str(index)),
+          },
         ),
       )
       for index in range(num_processes)
@@ -243,6 +268,10 @@ def launch(
       program = [_COORDINATOR, f"127.0.0.1:{port}", str(num_processes)]
       others = [start("coordinator", program, _python_env(os.environ))]
     code = _watch(ranks, others, signals, timeout_s, grace_s)
+    if num_processes > 1 and not signals:
+      alone = {str(r) for r in range(num_processes)} - set(os.listdir(joined))
+      _report_alone(sorted(alone, key=int), num_processes)
+      code = code or int(0 < len(alone) < num_processes)
   if code == 0 and not keep_logs:
     shutil.rmtree(logs)
   return code
@@ -260,10 +289,10 @@ class _Process:
   ):
     self.name = name
     self.log = log
-    self.code: int | None = None  # None while it runs
+    self.code: int | None = None  # None while it runs, -n after signal n
     with log.open("wb") as stdout:
-      self._keeper = subprocess.Popen(
-        [sys.executable, "-IS", _KEEPER, str(os.getpid()), *argv],
+      self._process = subprocess.Popen(
+        [sys.executable, "-ISc", _BECOME, str(os.getpid()), *argv],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,
@@ -272,20 +301,35 @@ class _Process:
       )
 
   def running(self) -> bool:
-    """Returns whether it runs; sets `code` once it does not."""
-    code = self._keeper.poll()
-    if code is not None:
-      self.code = 128 - code if code < 0 else code
-    return code is None
+    """Returns whether it runs; when it has ended, sets `code`.
+
+    Then its process group ends, too.
+    """
+    if self.code is None and self._process.poll() is not None:
+      self.code = self._process.returncode
+      with contextlib.suppress(OSError):  # there is none, or another user's
+        os.killpg(self._process.pid, signal.SIGKILL)
+    return self.code is None
 
   def send_signal(self, signum: int) -> None:
-    self._keeper.send_signal(signum)
+    self._process.send_signal(signum)
 
   def kill(self) -> None:
-    """Ends it, if it runs, and every process that it started."""
-    self._keeper.send_signal(signal.SIGHUP)
-    self._keeper.wait()
+    """Ends it and its process group, if it runs."""
+    self._process.kill()
+    self._process.wait()
     self.running()
+
+  def last_lines(self, count: int) -> list[str]:
+    return self.log.read_text(errors="replace").splitlines()[-count:]
+
+  @property
+  def end(self) -> str:
+    """How it ended."""
+    if self.code is None or self.code >= 0:
+      return f"failed with exit code {self.code}"
+    why = "; out of memory?" if self.code == -signal.SIGKILL else ""
+    return f"was killed by signal {-self.code}{why}"
 
 
 def _watch(
@@ -300,30 +344,33 @@ def _watch(
   If one of the `others` ends, that is a failure, whatever its exit code.
   """
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
+  ended: list[_Process] = []
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
       """Waits until all ranks have ended, a point in time, or a condition."""
-      while any([rank.running() for rank in ranks]):
+      while True:
+        running = [p for p in (*ranks, *others) if p not in ended]
+        news = [p for p in running if not p.running()]
+        # A rank that is killed takes others along, some of them at once.
+        ended.extend(sorted(news, key=lambda p: (p.code or 0) >= 0))
         terminal.copy()
-        if time.monotonic() > limit or condition():
+        if {*ranks} <= {*ended} or time.monotonic() > limit or condition():
           break
         time.sleep(_POLL_S)
-      terminal.copy()
 
     def failures() -> list[_Process]:
-      ended = [process for process in others if not process.running()]
-      return [rank for rank in ranks if rank.code] + ended
+      return [p for p in ended if p.code or p in others]
 
     wait(timeout_at, lambda: signals or failures())
-    failed = failures()
-    if failed and not signals:
+    if failures() and not signals:
       wait(min(timeout_at, _in(grace_s)), lambda: signals)
     if signals:
       for rank in ranks:
         rank.send_signal(signals[0])
       wait(_in(grace_s))
-    stuck = [rank for rank in ranks if rank.running()]
+    failed = failures()
+    stuck = [rank for rank in ranks if rank not in ended]
     for rank in stuck:
       rank.send_signal(signal.SIGABRT)  # its faulthandler dumps the stacks
     wait(_in(_KILL_AFTER_S))
@@ -331,14 +378,17 @@ def _watch(
   if signals:
     _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
     return 128 + signals[0]
-  why = "after another's failure" if failed else "at the timeout"
-  for rank in stuck:
-    _report(rank, f"was still running {why}")
-  for process in failures():
-    if process not in stuck:
-      _report(process, f"failed with exit code {process.code}")
   if failed:
-    return failed[0].code or 1
+    first, *rest = failed
+    _report(first, first.end)
+    for process in rest:
+      _say_of(process, ": ".join([process.end, *process.last_lines(1)]))
+    for rank in stuck:
+      _say_of(rank, "was still running after another's failure")
+    code = first.code or 1  # a coordinator never ends
+    return 128 - code if code < 0 else code
+  for rank in stuck:
+    _report(rank, "was still running at the timeout")
   return _TIMED_OUT if stuck else 0
 
 
@@ -347,11 +397,28 @@ def _in(seconds: float) -> float:
 
 
 def _report(process: _Process, what: str) -> None:
+  """Says what became of a process, and shows the end of its log."""
+  _say_of(process, what)
+  if process.name != "rank_0":  # whose log is on the terminal already
+    lines = process.last_lines(_TAIL_LINES)
+    _say("".join(f"  | {line}\n" for line in lines))
+
+
+def _say_of(process: _Process, what: str) -> None:
   name = process.name.replace("_", " ")
   _say(f"ep.launch: {name} {what}; its log is {process.log}\n")
-  if name != "rank 0":  # rank 0's log is on the terminal already
-    lines = process.log.read_text(errors="replace").splitlines()
-    _say("".join(f"  | {line}\n" for line in lines[-_TAIL_LINES:]))
+
+
+def _report_alone(ranks: Sequence[str], num_processes: int) -> None:
+  """Says on stderr which ranks have not joined, if there are any."""
+  if ranks:
+    _write(
+      sys.stderr,
+      f"ep.launch: of {num_processes} ranks, these have not joined the others:"
+      f" {', '.join(ranks)}. Such a rank sees its own devices only, and takes"
+      " itself for the whole job. Call ep.launch.initialize() before anything"
+      " else touches JAX.\n",
+    )
 
 
 def _say(text: str) -> None:
@@ -461,6 +528,7 @@ def _int_from_env(name: str) -> int | None:
 
 
 def main() -> int:
+  """Launches what the arguments of the command line name."""
   parser = argparse.ArgumentParser(
     prog="python -m ep.launch",
     description="Starts the ranks of a Python program on this host.",

@@ -16,7 +16,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from ep._src.moe_config import MoEConfig
+from ep._src.moe.config import MoEConfig
 
 __all__ = [
   "BY_NAME",

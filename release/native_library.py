@@ -22,6 +22,15 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NAME = "libep_ffi_cpu.so"
+_FOLDERS = (
+  "core",
+  "handlers",
+  "matmul",
+  "backends/host",
+  "backends/host/engine",
+  "backends/host/movers",
+  "backends/host/transport",
+)
 
 
 class NativeLibrary(BuildHookInterface):
@@ -46,17 +55,16 @@ class NativeLibrary(BuildHookInterface):
 def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   """Compiles the sources of //ep_ffi:libep_ffi_cpu.so with its options."""
   native = root / "ep_ffi"
-  handlers = [native / "handlers" / name for name in ("cpu.cc", "symbols.cc")]
   sources = [
     path
-    for folder in ("core", "backends/host", "matmul")
+    for folder in _FOLDERS
     for path in sorted((native / folder).glob("*.cc"))
-    if not path.name.endswith("_test.cc")
+    if not path.name.endswith("_test.cc") and path.name != "cuda.cc"
   ]
-  sources += [*handlers, native / "older_runtimes.cc"]
+  sources.append(native / "older_runtimes.cc")
   # Package and library are of one tree, so their interfaces agree.
   (digest,) = re.findall(
-    r'^INTERFACE = "(\w+)"$', (root / "ep/_src/ffi.py").read_text(), re.M
+    r'^INTERFACE = "(\w+)"$', (root / "ep/_src/native/ffi.py").read_text(), re.M
   )
   header = library.parent / "ep_ffi/handlers/interface.h"
   header.parent.mkdir(parents=True)
@@ -84,7 +92,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     objects = list(pool.map(compile, sources))
   subprocess.run(
-    [*compiler, "-shared", *objects, "-o", library, "-pthread", "-lrt"]
+    [*compiler, "-shared", *objects, "-o", library, "-pthread"]
     + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]
     + ["-s"],
     check=True,

@@ -22,7 +22,9 @@ def main() -> None:
   folder, *headers = map(pathlib.Path, sys.argv[1:])
   (sdist,) = folder.resolve().glob("*.tar.gz")
   with tarfile.open(sdist) as archive:
-    (project,) = [n for n in archive.getnames() if n.endswith("pyproject.toml")]
+    names = archive.getnames()
+    (project,) = [n for n in names if n.endswith("pyproject.toml")]
+    assert project.replace("pyproject.toml", "examples/lm/train.py") in names
     required = tomllib.load(archive.extractfile(project))["build-system"]
   with tempfile.TemporaryDirectory() as scratch:
     environment = Environment(pathlib.Path(scratch).resolve())

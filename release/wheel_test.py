@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel works in a virtual environment, without the checkout.
 
-Usage: wheel_test.py FOLDER README TEST SUPPORT...
+Usage: wheel_test.py FOLDER README EXAMPLE TEST SUPPORT...
 
 The FOLDER has the wheel. The environment has the packages that Bazel has
 fetched for //ep and its examples, among which pip finds what the wheel
-requires. TEST, which is a test file, and the files that it imports are copied.
+requires. The folder of the EXAMPLE, and TEST, which is a test file, and the
+files that it imports are copied.
 """
 
 import pathlib
@@ -28,12 +29,13 @@ _TRAINING = (
 
 def main() -> None:
   paths = [pathlib.Path(name).resolve() for name in sys.argv[1:]]
-  folder, readme, test, *support = paths
+  folder, readme, example, test, *support = paths
   (wheel,) = folder.glob("*.whl")
   with tempfile.TemporaryDirectory() as scratch:
     environment = Environment(pathlib.Path(scratch).resolve())
     for file in (test, *support):
       shutil.copy(file, environment.work)
+    examples = shutil.copytree(example.parent, environment.work / "examples")
     run, python = environment.run, environment.python
     environment.install(f"{wheel}[examples]")
 
@@ -53,10 +55,12 @@ def main() -> None:
     promised = code.splitlines()[-1].partition("  # ")[2]
     assert run(python, "twenty.py", XLA_FLAGS=four) == promised + "\n"
 
-    for module, flags in [("ep_moe", _EXAMPLE), ("train_moe_lm", _TRAINING)]:
-      command = f"python -m ep.examples.{module}"
+    for program, flags in [("ep_moe", _EXAMPLE), ("train_moe_lm", _TRAINING)]:
+      command = f"python examples/{program}.py"
       assert f"\n{command}\n" in readme.read_text()
       run(python, *command.split()[1:], *flags, XLA_FLAGS=_QUICK)
+    for recipe in sorted(examples.glob("recipes/*.py")):  # the extra suffices
+      run(python, recipe)
     run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test.name)
     environment.run_tool(
       *("mypy", "--strict", "--python-executable", python, "--cache-dir="),

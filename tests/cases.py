@@ -29,7 +29,7 @@ import ep
 from ep.testing import _numbers
 from ep.testing._routings import ROUTINGS
 from groups import BACKEND, E, GPU, group, H, ranks, spec, T, within_limits
-from ops import LocalOps, Moved, Ops
+from op_functions import LocalOps, Moved, Ops
 from oracle import Differentiated, make_oracle
 import quick_compiler
 
@@ -226,8 +226,9 @@ def lower(*claims, view=global_view, platforms=None):
 def exchanges(compiled):
   """Returns the sorted names of our exchanges in a compiled program."""
   if BACKEND == "xla":  # finds collectives of counts, or of rows [P, n, H]
-    row = r" all-gather\(|,\d+,\d+\]\S* all-to-all\("
-    pattern = rf'(?:{row}).*op_name="[^"]*/(ep_\w+)\['
+    counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare)'
+    rows = r',\d+,\d+\]\S* all-to-all\(.*op_name="[^"]*/(?=ep_)'
+    pattern = rf"(?:{counts}|{rows})(\w+)\["
   else:
     # Buffers of rows are made by calls as well, and are no exchanges.
     pattern = r'custom_call_target="(ep_(?!unwritten|retyped)\w+)"'

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src import reference
+from ep._src.ops import reference
 from groups import ranks
-from ops import Sizes
+from op_functions import Sizes
 
 
 class Differentiated(Exception):

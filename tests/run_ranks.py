@@ -19,7 +19,7 @@ _PACKAGE = importlib.util.find_spec("ep")
 sys.modules["ep"] = importlib.util.module_from_spec(_PACKAGE)
 
 from ep import launch  # noqa: E402
-from ep._src import files  # noqa: E402
+from ep._src.native import shipped_files  # noqa: E402
 
 # Variables for a native library that was built with a sanitizer.
 _SANITIZER_OPTIONS = {
@@ -44,7 +44,7 @@ def sanitizer_environment() -> dict[str, str]:
   intercepts, and Python is not linked with it, so it is preloaded. The C++
   library is preloaded too, because ASan looks up `__cxa_throw` only once.
   """
-  library = os.environ.get("EP_FFI_LIBRARY_PATH") or files.in_runfiles(
+  library = os.environ.get("EP_FFI_LIBRARY_PATH") or shipped_files.in_runfiles(
     "jax_ep/ep_ffi/libep_ffi_cpu.so"
   )
   if not library:

@@ -9,6 +9,7 @@ end.
 
 import os
 import pathlib
+import sys
 import time
 
 from ep import launch
@@ -16,16 +17,21 @@ from ep import launch
 RANKS = 4
 
 
-def run_world(program, notes, *args, processes=RANKS, env=None):
-  """Runs `program` as every rank, and returns their last notes by rank."""
+def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
+  """Runs `program` as every process, and returns their last notes by number."""
   temporary = notes / "tmp"
   temporary.mkdir()
   launch.launch(
     [program, notes, *args],
     num_processes=processes,
+    devices_per_process=devices,
     timeout_s=60,
     grace_s=40,
-    env={"TMPDIR": str(temporary), **(env or {})},
+    env={
+      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+      "TMPDIR": str(temporary),
+      **(env or {}),
+    },
     log_dir=notes / "logs",
   )
   assert not list(temporary.iterdir())

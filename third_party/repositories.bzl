@@ -2,7 +2,6 @@
 """Declares every repository of this module, for Bzlmod and WORKSPACE alike."""
 
 load("//third_party/cuda:version.bzl", "cuda_version")
-load(":npm.bzl", "npm_archive")
 load(":pip.bzl", "pip_archive", "pip_packages")
 load(":python.bzl", "python_toolchain")
 
@@ -107,10 +106,4 @@ def ep_repositories():
     pip_packages(
         name = "ep_tools_pypi",
         lock = "//third_party/tools:requirements_lock.txt",
-    )
-    npm_archive(
-        name = "ep_buildifier",
-        build_file = Label("//third_party/tools:buildifier.BUILD"),
-        package = "@bazel/buildifier@8.2.1",
-        sha256 = "b96ea9b13003036c801f52bee6f9b0314738f8432e5cb9d814c89f59292604ee",
     )

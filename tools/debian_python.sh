@@ -6,7 +6,7 @@
 #
 #   tools/debian_python.sh PREFIX && PREFIX/bin/python3.14 --version
 #   PATH=PREFIX/bin:$PATH ./bazelw test \
-#     --repo_env=HERMETIC_PYTHON_VERSION=3.14 //tests:dispatch_test
+#     --repo_env=HERMETIC_PYTHON_VERSION=3.14 //tests/ops:dispatch_test
 #
 # PREFIX appears only when it is complete: the script builds PREFIX.partial,
 # whose files contain PREFIX's paths, and renames it at the end.

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 
-# Formats every file that git tracks or would add. With --check it changes
-# nothing and says which files need it. The formatters are pinned in
-# third_party/tools, and Bazel installs them.
+# Runs the hooks of .pre-commit-config.yaml on every file that git tracks. They
+# format files, and it fails if one of them had to.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
-exec ./bazelw run --noshow_progress --ui_event_filters=-info //tools:format -- "$@"
+
+readonly version=4.7.0
+readonly venv=${XDG_CACHE_HOME:-$HOME/.cache}/jax_ep/pre-commit-$version
+if [[ ! -x $venv/bin/pre-commit ]]; then
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet "pre-commit==$version"
+fi
+exec "$venv/bin/pre-commit" run --all-files

@@ -23,7 +23,8 @@ import numpy as np
 
 import ep
 from ep import launch
-from ep._src import ffi, nccl_files
+from ep._src.backends.nccl import installation
+from ep._src.native import ffi
 
 _TOKENS, _HIDDEN, _TOP_K, _EXPERTS = 16, 64, 2, 8
 _TIMEOUT_S = 40.0
@@ -40,7 +41,7 @@ def libraries() -> None:
       subprocess.run([path, *option], check=False)
   print("/dev/shm has", shutil.disk_usage("/dev/shm").free, "bytes free")
   (device, *_) = _gpus()
-  nccl, nccl_ep = nccl_files.prepare(device)
+  nccl, nccl_ep = installation.prepare(device)
   for path, function in (
     (nccl or "libnccl.so.2", "ncclGetVersion"),
     (nccl_ep or "libnccl_ep.so", "ncclEpGetVersion"),
@@ -56,7 +57,7 @@ def compiler() -> None:
   """Times the compilation of what all kernels of NCCL EP include."""
   (device, *_) = _gpus()
   start = time.monotonic()
-  nccl_files.prepare(device)
+  installation.prepare(device)
   print(f"compiled in {time.monotonic() - start:.1f} s")
 
 

@@ -62,8 +62,8 @@ bench() {
     --tail=unspecified "${@:2}"
 }
 MOVES=--ops=dispatch,combine,dispatch_bwd,combine_bwd
-OPS_TESTS="tests/dispatch_test.py tests/combine_test.py \
-  tests/derivatives_test.py tests/overflow_test.py"
+OPS_TESTS="tests/ops/dispatch_test.py tests/ops/combine_test.py \
+  tests/ops/derivatives_test.py tests/ops/overflow_test.py"
 
 : >"$OUT/summary.txt"
 step 1 60 libraries $(ask libraries)
@@ -79,13 +79,13 @@ step 5 90 nccl_ep_float32 $(bench 2 --contenders=nccl_ep --dtypes=float32 \
 export XLA_FLAGS="$QUIET --xla_gpu_enable_command_buffer="
 [[ $PLATFORM == cuda ]] || export XLA_FLAGS=$QUIET
 step 6 240 ops_4 $(ranks 4 -m pytest -q -x $OPS_TESTS)
-step 6 60 faults_4 $(ranks 4 -m pytest -q tests/errors_test.py)
+step 6 60 faults_4 $(ranks 4 -m pytest -q tests/ops/errors_test.py)
 export XLA_FLAGS="$QUIET --xla_gpu_graph_min_graph_size=1"
 [[ $PLATFORM == cuda ]] || export XLA_FLAGS=$QUIET
 step 7 120 command_buffers_cold env "NCCL_EP_JIT_CACHE_DIR=$OUT/cold" \
-  $(ranks 4 -m pytest -q tests/dispatch_test.py)
+  $(ranks 4 -m pytest -q tests/ops/dispatch_test.py)
 step 7 60 command_buffers_warm env "NCCL_EP_JIT_CACHE_DIR=$OUT/cold" \
-  $(ranks 4 -m pytest -q tests/dispatch_test.py)
+  $(ranks 4 -m pytest -q tests/ops/dispatch_test.py)
 export XLA_FLAGS="$QUIET --xla_dump_to=$OUT/dump --xla_dump_hlo_as_text"
 step 8 60 streams $(ask_ranks 2 streams)
 step 8 10 streams_dump grep -rl --include='*thunk*' ep_dispatch "$OUT/dump"

@@ -2,7 +2,7 @@
 """Draws the picture of the layout: ./bazelw run //docs:pictures.
 
 It shows the worked example of docs/semantics.md, placed by the reference.
-tests/pages_test.py requires that docs/images has what this program draws.
+tests/repository/pages_test.py requires that docs/images has what it draws.
 """
 
 import os
@@ -10,7 +10,7 @@ import pathlib
 
 import numpy as np
 
-from ep._src import reference
+from ep._src.ops import reference
 
 # Okabe and Ito's colors, which people with any color vision can tell apart.
 _BLUE, _ORANGE, _GREEN, _PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"

@@ -5,7 +5,7 @@ report = ep.testing.check(ep.testing.Transport(name="mine", build=build))
 print(report)
 """
 
-from ep._src import public as _public
+from ep._src.base import public as _public
 from ep.testing._report import Case as Case
 from ep.testing._report import cases as cases
 from ep.testing._report import check as check

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what a case needs: the subject in a setting, and an oracle."""
+"""Draws the sizes of cases, and builds the subject and an oracle for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from ep.testing._dense import LayerTrial
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
-from ep.testing._subjects import Layer, Setting, Subject
-from ep.testing._trial import Trial
-
-TOKENS, HIDDEN, TOP_K = 5, 8, 3
-LOCAL_EXPERTS = 2  # of a rank, if there are several
-# It has unused choices, experts of any load, and tokens without any.
-TYPICAL = "with_unused_choices"
+from ep.testing._subjects import Layer, Setting, Subject, Transport
+from ep.testing._trial import Oracle, Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,61 +25,187 @@ class Variant:
   """The sizes and the routing of a case.
 
   Attributes:
-    dtype: of the tokens.
+    seed: of all that is drawn.
     routing: a name in `ROUTINGS`.
-    ep_size: P; None stands for all devices.
+    dtype: of the tokens.
     alignment: of slabs.
-    capacity: C, before it is rounded up to a multiple of the alignment; None
-      has room for every routing.
+    tokens: T.
+    top_k: K.
     hidden: H.
+    experts: E.
+    spare: rows of the capacity that no routing needs.
+    ep_size: P; None stands for all devices.
+    capacity: C; None has room for every routing.
   """
 
+  seed: int
+  routing: str
   dtype: str
-  routing: str = TYPICAL
+  alignment: int
+  tokens: int
+  top_k: int
+  hidden: int
+  experts: int
+  spare: int
   ep_size: int | None = None
-  alignment: int = 1
   capacity: int | None = None
-  hidden: int = HIDDEN
 
   def __str__(self) -> str:
     """Returns the words of a case's id."""
-    words = [self.dtype, self.routing]
-    if self.ep_size:
-      words.append(f"ep{self.ep_size}")
-    if self.alignment > 1:
-      words.append(f"alignment{self.alignment}")
-    return "-".join(words)
+    sizes = f"T{self.tokens}-K{self.top_k}-H{self.hidden}-E{self.experts}"
+    ranks = f"-P{self.ep_size}" if self.ep_size else ""
+    return f"{self.dtype}-{self.routing}-{sizes}-A{self.alignment}{ranks}"
 
   def setting(self) -> Setting:
     """Returns the sizes with a mesh of this process's devices, or of all."""
     size = self.ep_size or jax.device_count()
-    experts = LOCAL_EXPERTS * max(2, jax.device_count())
-    local = experts // size
-    worst = size * TOKENS * min(TOP_K, local) + local * (self.alignment - 1)
-    slots = worst if self.capacity is None else self.capacity
+    local = self.experts // size
+    most = size * self.tokens * min(self.top_k, local) + self.spare
+    blocks = -(-(most + local * (self.alignment - 1)) // self.alignment)
     return Setting(
-      mesh=jax.make_mesh(
-        (size,),
-        ("ep",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:size],
-      ),
-      num_experts=experts,
-      top_k=TOP_K,
-      tokens=TOKENS,
+      mesh=_mesh(size),
+      num_experts=self.experts,
+      top_k=self.top_k,
+      tokens=self.tokens,
       hidden=self.hidden,
-      capacity=-(-slots // self.alignment) * self.alignment,
+      capacity=self.capacity or blocks * self.alignment,
       alignment=self.alignment,
       dtype=np.dtype(jax.numpy.dtype(self.dtype)),
     )
 
 
-def variant_of(
-  subject: Subject, routing: str = TYPICAL, **sizes: Any
-) -> Variant:
-  """Returns a variant with the first dtype and the least alignment."""
-  sizes = {"alignment": min(subject.alignments)} | sizes
-  return Variant(subject.dtypes[0], routing, **sizes)
+@functools.cache
+def _mesh(size: int) -> Mesh:
+  types, devices = (AxisType.Auto,), jax.devices()[:size]
+  return jax.make_mesh((size,), ("ep",), axis_types=types, devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """The least and the greatest sizes of a kind of cases.
+
+  Attributes:
+    tokens: T.
+    top_k: K.
+    hidden: H.
+    experts: E, before it is rounded up to a multiple of the devices.
+    routing: one that the kind always has, besides drawn ones, or "".
+    all_tokens: of all ranks, at least.
+    of: the subjects that have such cases.
+  """
+
+  tokens: tuple[int, int]
+  top_k: tuple[int, int]
+  hidden: tuple[int, int]
+  experts: tuple[int, int]
+  routing: str = ""
+  all_tokens: int = 0
+  of: type[Subject] = Subject
+
+
+# The usual routing has unused choices, experts of any load, and tokens without
+# any. Each size is 1 or small in some kind, and beyond 256 in another, but only
+# one at a time, so that a case stays short. Two kinds are too large for the
+# oracle of a layer, which applies each expert to each token.
+USUAL = Kind((2, 40), (3, 6), (2, 300), (4, 20), "with_unused_choices")
+_MANY_TOKENS = Kind((257, 400), (1, 1), (3, 60), (2, 8))
+_WIDE = Kind((1, 1), (2, 4), (257, 1000), (2, 12))
+_MANY_EXPERTS = Kind((2, 20), (5, 16), (2, 40), (257, 320), of=Transport)
+# One expert gets more rows than 16 bits can count.
+_LONG_SLABS = Kind(
+  (1, 1), (1, 2), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64, Transport
+)
+_KINDS = USUAL, _MANY_TOKENS, _WIDE, _MANY_EXPERTS, _LONG_SLABS
+_TRIES = 1000  # to draw sizes that a subject supports
+
+
+class Draw:
+  """Draws variants for a subject. Equal seeds give equal variants."""
+
+  def __init__(self, subject: Subject, seed: int):
+    self._subject, self._seed = subject, seed
+    self._rng = np.random.default_rng(seed)
+    # None comes again before each of them has come.
+    self._dtypes, self._alignments = map(
+      self._shuffled, (subject.dtypes, subject.alignments)
+    )
+
+  def _shuffled(self, names: Iterable[Any]) -> Iterator[Any]:
+    return itertools.cycle(self._rng.permutation(list(names)).tolist())
+
+  def every_kind(self) -> list[Variant]:
+    """Returns every kind, routing, dtype and alignment at least once."""
+    subject = self._subject
+    kinds = [kind for kind in _KINDS if isinstance(subject, kind.of)]
+    count = max(len(x) for x in (kinds, subject.dtypes, subject.alignments))
+    others = [*ROUTINGS.keys() - {kind.routing for kind in kinds}]
+    routings, share = self._shuffled(sorted(others)), -(-len(others) // count)
+    return [
+      dataclasses.replace(base, routing=routing)
+      for kind in itertools.islice(itertools.cycle(kinds), count)
+      for base in self.one(kind)
+      for routing in (kind.routing, *itertools.islice(routings, share))
+      if routing
+    ]
+
+  def one(
+    self,
+    kind: Kind = USUAL,
+    *,
+    too_small: bool = False,
+    ep_size: int | None = None,
+  ) -> list[Variant]:
+    """Returns a variant of a kind, or none if no sizes are supported.
+
+    Args:
+      too_small: whether a rank lacks room if all choices are of several tokens,
+        or all tokens choose one expert.
+      ep_size: P.
+
+    Raises:
+      ValueError: the tolerance accepts too much with any of the sizes.
+    """
+    subject, refusal = self._subject, None
+    dtype, alignment = next(self._dtypes), next(self._alignments)
+    for _ in range(_TRIES):
+      variant = self._any(kind, dtype, alignment, ep_size, too_small)
+      setting = variant.setting()
+      if subject.supports is None or subject.supports(setting):
+        try:
+          subject.tolerance.limit(setting)
+          return [variant]
+        except ValueError as error:
+          refusal = error
+    if refusal:
+      raise refusal
+    return []
+
+  def _any(self, kind, dtype, alignment, ep_size, too_small) -> Variant:
+    def between(low: int, high: int) -> int:
+      """Draws a number, each power of two being as likely as another."""
+      return int(low * ((high + 1) / low) ** self._rng.random())
+
+    devices, capacity = jax.device_count(), None
+    tokens = max(between(*kind.tokens), -(-kind.all_tokens // devices))
+    experts = max(2, -(-between(*kind.experts) // devices) * devices)
+    top_k = min(between(*kind.top_k), experts)
+    if too_small:
+      tokens += alignment
+      blocks = -(-tokens * min(top_k, ep_size or devices) // alignment)
+      capacity = alignment * int(self._rng.integers(1, blocks))
+    return Variant(
+      self._seed,
+      USUAL.routing,
+      dtype,
+      alignment,
+      tokens,
+      top_k,
+      between(*kind.hidden),
+      experts,
+      int(self._rng.integers(9)),
+      ep_size,
+      capacity,
+    )
 
 
 class Bench:
@@ -91,6 +214,7 @@ class Bench:
   def __init__(self, subject: Subject):
     self.subject = subject
     self._trials: dict[Setting, Trial] = {}
+    self._oracles: dict[Variant, Oracle] = {}
 
   def trial(self, setting: Setting) -> Trial:
     """Builds the subject for a setting, unless it has been built already."""
@@ -109,8 +233,10 @@ class Bench:
   def begin(self, variant: Variant) -> tuple[Any, Any, np.random.Generator]:
     """Returns a trial, the oracle of the routing, and a source of numbers."""
     trial = self.trial(variant.setting())
-    setting = trial.setting
-    rng = np.random.default_rng(list(variant.routing.encode()))
-    shape = setting.ep_size * setting.tokens, setting.top_k
-    idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
-    return trial, trial.oracle(idx.astype(np.int32)), rng
+    seeds = [variant.seed, *variant.routing.encode()]
+    if variant not in self._oracles:
+      setting, rng = trial.setting, np.random.default_rng(seeds)
+      shape = setting.ep_size * setting.tokens, setting.top_k
+      idx = ROUTINGS[variant.routing](rng, shape, setting.num_experts)
+      self._oracles[variant] = trial.oracle(idx.astype(np.int32))
+    return trial, self._oracles[variant], np.random.default_rng([*seeds, 1])

@@ -17,16 +17,18 @@ class Expected(NamedTuple):
 
   Attributes:
     value: in the dtype that the result must have.
-    unit: of a `Tolerance`, for each value or for all.
+    unit: returns the unit of a `Tolerance`, for each value or for all.
     where: returns the words that name the value at an index.
     least_limit: units that a value of any subject may be off, since the
       contract leaves the order of a sum open.
+    source: of the value, for a message.
   """
 
   value: np.ndarray
-  unit: np.ndarray | float
+  unit: Callable[[], np.ndarray | float]
   where: Callable[[tuple[int, ...]], str]
   least_limit: float = 0
+  source: str = "the oracle"
 
 
 def compare(
@@ -54,21 +56,21 @@ def compare(
       f"{list(want.shape)} is expected."
     )
   with np.errstate(invalid="ignore", over="ignore"):
-    if limit == 0:
-      error = np.zeros(want.shape)
-      wrong = _numbers.bits(got) != _numbers.bits(want)
-      if jnp.issubdtype(got.dtype, jnp.floating) and not nan_bits:
-        wrong &= ~(np.isnan(got) & np.isnan(want))
-    else:
+    same = _numbers.bits(got) == _numbers.bits(want)
+    if jnp.issubdtype(got.dtype, jnp.floating) and not nan_bits:
+      same |= np.isnan(got) & np.isnan(want)
+    error = np.where(same, 0, np.inf)
+    if limit and not same.all():
       off = abs(got.astype(float) - want.astype(float))
-      error = off / np.maximum(expected.unit, np.finfo(float).tiny)
-      wrong = ~(error <= limit)  # NaN is wrong, too
+      unit = np.maximum(expected.unit(), np.finfo(float).tiny)
+      error = np.where(same, 0, off / unit)
+    wrong = ~(error <= limit)  # NaN is wrong, too
   if only is not None:
     only = only.reshape(*only.shape, *[1] * (wrong.ndim - only.ndim))
     wrong, error = wrong & only, np.where(only, error, 0)
   if wrong.any():
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    values = f"{got[at]!s}, but the oracle has {want[at]!s}"
+    values = f"{got[at]!s}, but {expected.source} has {want[at]!s}"
     off_by = f", off by {error[at]:.3g} ulps of {limit:g}" if limit else ""
     raise AssertionError(
       f"{what}: {expected.where(at)} is {values}{off_by}; {wrong.sum()} of"

@@ -42,9 +42,14 @@ class LayerTrial(Trial):
     def dense_pushforward(topk_idx, inputs, tangents):
       return jax.jvp(functools.partial(dense, topk_idx), inputs, tangents)[1]
 
+    def dense_second_pullback(topk_idx, inputs, g, cotangents):
+      pullback = functools.partial(dense_pullback, topk_idx)
+      return jax.vjp(pullback, inputs, g)[1](cotangents)
+
     self.dense = jax.jit(dense)
     self.dense_pullback = jax.jit(dense_pullback)
     self.dense_pushforward = jax.jit(dense_pushforward)
+    self.dense_second_pullback = jax.jit(dense_second_pullback)
     super().__init__(setting, function)
 
   def oracle(self, topk_idx: np.ndarray) -> DenseOracle:
@@ -75,9 +80,13 @@ class DenseOracle(Oracle):
     return self._tokens(out)
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
-    tokens, weights, params = _precisely(
+    grads = _precisely(
       self._trial.dense_pullback, *self.route, _float32(inputs), _float32(g)
     )
+    return self._like_inputs(grads, inputs)
+
+  def _like_inputs(self, grads, inputs):
+    tokens, weights, params = grads
     expected = {
       "tokens": self._tokens(tokens),
       "weights": self._expected(
@@ -99,6 +108,16 @@ class DenseOracle(Oracle):
       _precisely(self._trial.dense_pushforward, *self.route, *arrays)
     )
 
+  def second_pullback(
+    self, inputs: Any, g: np.ndarray, cotangents: Any
+  ) -> dict[str, Expected]:
+    grads, g_g = _precisely(
+      self._trial.dense_second_pullback,
+      *self.route,
+      *map(_float32, (inputs, g, cotangents)),
+    )
+    return self._like_inputs(grads, inputs) | {"g": self._tokens(g_g)}
+
   def _tokens(self, x):
     setting = self._trial.setting
     return self._expected(
@@ -110,7 +129,8 @@ class DenseOracle(Oracle):
   def _expected(self, x, dtype, where):
     x = np.asarray(x)
     eps = float(jnp.finfo(self._trial.setting.dtype).eps)
-    return Expected(x.astype(dtype), eps * abs(x).max(initial=0), where)
+    unit = eps * abs(x).max(initial=0)
+    return Expected(x.astype(dtype), lambda: unit, where)
 
   def _where_choice(self, at):
     return where_choice(self._trial.setting, self.route[0], at)

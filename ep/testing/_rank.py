@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of the processes that _ranks.py starts: LOCATION TASK FOLDER."""
+"""The program of the processes that _ranks.py starts.
+
+Its arguments are LOCATION TASK FOLDER SEED.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._bench import Bench, HIDDEN, TYPICAL, Variant, variant_of
+from ep.testing._bench import Bench, Draw, USUAL, Variant
 from ep.testing._rules import error_of, RULES
 from ep.testing._subjects import Subject
 
@@ -26,41 +29,45 @@ from ep.testing._subjects import Subject
 Note = dict[str, Any]
 
 
-def processes(subject: Subject) -> Note:
+def processes(subject: Subject, seed: int) -> Note:
   """Checks one routing of each rule that one process can run, too."""
   bench, worst = Bench(subject), 0.0
   for rule in RULES.values():
     if rule.starts_ranks or rule.left_out(subject):
       continue
-    variants = list(rule.variants(subject))
-    chosen = [x for x in variants if x.routing == TYPICAL] or variants
+    variants = list(rule.variants(subject, seed))
+    chosen = [x for x in variants if x.routing == USUAL.routing] or variants
     for variant in chosen[:1]:
       worst = max(worst, rule.check(bench, variant))
   return dict(worst=worst)
 
 
-def disagreement(subject: Subject) -> Note:
+def disagreement(subject: Subject, seed: int) -> Note:
   """Takes a step in which one process has another hidden size.
 
   Two builds of equal sizes come before it, so that an error that any second
   build gets is not taken for the one of the disagreement.
   """
-  variant = variant_of(subject)
+  variant = _usual(subject, seed)
   for _ in range(2):
     _step(Bench(subject), variant)
-  other = dataclasses.replace(variant, hidden=HIDDEN * (1 + _is_odd()))
+  other = dataclasses.replace(variant, hidden=variant.hidden * (1 + _is_odd()))
   # All processes build the subject again.
   return dict(error=error_of(lambda: _step(Bench(subject), other)))
 
 
-def killed_rank(subject: Subject) -> Note:
+def killed_rank(subject: Subject, seed: int) -> Note:
   """Takes two steps, kills one process, and takes another step."""
-  bench, variant = Bench(subject), variant_of(subject)
+  bench, variant = Bench(subject), _usual(subject, seed)
   for _ in range(2):
     _step(bench, variant)
   if _is_odd():
     signal.raise_signal(signal.SIGKILL)
   return dict(error=error_of(lambda: _step(bench, variant)))
+
+
+def _usual(subject: Subject, seed: int) -> Variant:
+  return Draw(subject, seed).every_kind()[0]
 
 
 def _is_odd() -> bool:
@@ -75,14 +82,14 @@ def _step(bench: Bench, variant: Variant) -> None:
   jax.block_until_ready(trial.start(oracle, inputs))
 
 
-_TASKS: dict[str, Callable[[Subject], Note]] = {
+_TASKS: dict[str, Callable[[Subject, int], Note]] = {
   "processes": processes,
   "disagreement": disagreement,
   "killed_rank": killed_rank,
 }
 
 
-def main(location: str, task: str, folder: str) -> None:
+def main(location: str, task: str, folder: str, seed: str) -> None:
   launch.initialize()
   module, _, name = location.partition(":")
   note: Note = dict(failure="")
@@ -90,7 +97,7 @@ def main(location: str, task: str, folder: str) -> None:
   try:
     subject = operator.attrgetter(name)(importlib.import_module(module))
     wait_s = subject.limit_s
-    note |= _TASKS[task](subject)
+    note |= _TASKS[task](subject, int(seed))
   except AssertionError as error:
     note = dict(failure=str(error))
   except Exception as error:  # of the subject, where it should not fail

@@ -27,7 +27,7 @@ _LINES = 15  # of a log, for a process without a note
 _POLL_S = 0.02
 
 
-def run(subject: Subject, task: str) -> dict[int, Any]:
+def run(subject: Subject, task: str, seed: int) -> dict[int, Any]:
   """Runs a task of _rank.py in every process, and returns their notes.
 
   The last process of "killed_rank" leaves none.
@@ -42,7 +42,7 @@ def run(subject: Subject, task: str) -> dict[int, Any]:
     logs = folder / "logs"
     with contextlib.redirect_stdout(io.StringIO()):
       launch.launch(
-        ["-m", "ep.testing._rank", subject.location, task, name],
+        ["-m", "ep.testing._rank", subject.location, task, name, str(seed)],
         num_processes=PROCESSES,
         devices_per_process=DEVICES,
         timeout_s=_START_S + subject.limit_s,

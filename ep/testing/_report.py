@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 import dataclasses
 import textwrap
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 
 from ep.testing._bench import Bench, Variant
 from ep.testing._rules import Rule, RULES
-from ep.testing._subjects import Subject
+from ep.testing._subjects import Layer, Subject, Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,11 @@ class Case:
       AssertionError: the rule does not hold. The message names the rank, the
         expert, the row and both values.
     """
-    return self._rule.check(self._bench, self._variant)
+    try:
+      return self._rule.check(self._bench, self._variant)
+    except Exception as error:
+      error.add_note(f"Repeat this with seed={self._variant.seed}.")
+      raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Report:
   """The results of a subject. `str` makes a table of it."""
 
   subject: str
+  seed: int
   lines: tuple[Line, ...]
 
   @property
@@ -90,7 +95,10 @@ class Report:
     return {k: v for line in self.lines for k, v in line.failures.items()}
 
   def __str__(self) -> str:
-    lines = [f"{'rule':<16}{'cases':>6}{'ulps':>7}  result of {self.subject}"]
+    lines = [
+      f"{'rule':<16}{'cases':>6}{'ulps':>7}  result of {self.subject},"
+      f" seed={self.seed}"
+    ]
     for line in self.lines:
       worst = f"{line.worst:.2g}" if line.cases else ""
       cases = line.cases or ""
@@ -101,7 +109,7 @@ class Report:
     return "\n".join(lines)
 
 
-def _chosen(rules: Sequence[str] | None) -> list[Rule]:
+def _chosen(rules: Collection[str] | None) -> list[Rule]:
   unknown = set(rules or ()) - RULES.keys()
   if unknown:
     raise ValueError(
@@ -112,9 +120,23 @@ def _chosen(rules: Sequence[str] | None) -> list[Rule]:
 
 
 def _plan(
-  subject: Subject, rules: Sequence[str] | None
+  subject: Subject, rules: Collection[str] | None, seed: int
 ) -> Iterator[tuple[Rule, list[Case], str]]:
   """Yields each rule with its cases, or with why there are none."""
+  if not isinstance(subject, Transport | Layer):
+    raise TypeError(
+      f"ep.testing: subject={subject!r} has to be an ep.testing.Transport or an"
+      " ep.testing.Layer."
+    )
+  if isinstance(rules, str) or not isinstance(rules, Collection | None):
+    raise TypeError(
+      f"ep.testing: rules={rules!r} has to be a list of names, as in"
+      ' rules=["output"], or None.'
+    )
+  if not isinstance(seed, int) or seed < 0:
+    raise TypeError(
+      f"ep.testing: seed={seed!r} has to be a whole number from 0 on."
+    )
   bench = Bench(subject)
   for rule in _chosen(rules):
     why_not = rule.left_out(subject)
@@ -124,7 +146,7 @@ def _plan(
       yield rule, [], "not run: this process is one of several ranks"
     else:
       cases = []
-      for variant in rule.variants(subject):
+      for variant in rule.variants(subject, seed):
         words = [rule.name, *([] if rule.starts_ranks else [str(variant)])]
         cases.append(Case("-".join(words), rule, bench, variant))
       yield (
@@ -134,26 +156,31 @@ def _plan(
       )
 
 
-def cases(subject: Subject, rules: Sequence[str] | None = None) -> list[Any]:
+def cases(
+  subject: Subject, rules: Collection[str] | None = None, *, seed: int = 0
+) -> list[Any]:
   """Returns the cases of a subject as parameters of pytest.
 
       @pytest.mark.parametrize("case", ep.testing.cases(subject))
       def test_transport(case):
         case.check()
 
-  Their ids are like "gradients-float32-to_one_expert". A rule that is not run
-  is one parameter, which pytest skips with the reason. The devices of JAX are
-  looked up, so set `XLA_FLAGS` and join other ranks before.
+  Their ids have the rule, the dtype, the routing and the sizes. A rule that is
+  not run is one parameter, which pytest skips with the reason. The devices of
+  JAX are looked up, so set `XLA_FLAGS` and join other ranks before.
 
   Args:
     subject: a `Transport` or a `Layer`.
     rules: names of rules; None takes all.
+    seed: of the sizes, routings and numbers that are drawn. Every process of a
+      job has to give the same one.
 
   Returns:
     A `pytest.param` for each `Case`.
 
   Raises:
-    ValueError: there is no such rule.
+    TypeError: an argument has another type.
+    ValueError: there is no such rule, or the tolerance is too large.
     ModuleNotFoundError: pytest is not installed.
   """
   try:
@@ -166,7 +193,7 @@ def cases(subject: Subject, rules: Sequence[str] | None = None) -> list[Any]:
     ) from error
 
   params = []
-  for rule, some, why_not in _plan(subject, rules):
+  for rule, some, why_not in _plan(subject, rules, seed):
     params += [pytest.param(case, id=case.id) for case in some]
     if why_not:
       skipped = pytest.mark.skip(reason=why_not)
@@ -174,7 +201,9 @@ def cases(subject: Subject, rules: Sequence[str] | None = None) -> list[Any]:
   return params
 
 
-def check(subject: Subject, rules: Sequence[str] | None = None) -> Report:
+def check(
+  subject: Subject, rules: Collection[str] | None = None, *, seed: int = 0
+) -> Report:
   """Runs the cases of a subject, and returns their results.
 
       report = ep.testing.check(subject)
@@ -187,13 +216,17 @@ def check(subject: Subject, rules: Sequence[str] | None = None) -> Report:
   Args:
     subject: a `Transport` or a `Layer`.
     rules: names of rules; None takes all.
+    seed: of the sizes, routings and numbers that are drawn. Every process of a
+      job has to give the same one.
 
   Raises:
-    ValueError: there is no such rule.
+    TypeError: an argument has another type.
+    ValueError: there is no such rule, or the tolerance is too large.
   """
   return Report(
-    subject.name,
-    tuple(_line(*planned) for planned in _plan(subject, rules)),
+    getattr(subject, "name", ""),
+    seed,
+    tuple(_line(*planned) for planned in _plan(subject, rules, seed)),
   )
 
 

@@ -3,12 +3,13 @@
 
 An expert multiplies its rows by 1 or 2 and by their weights. So the result is
 linear in the tokens and in the weights, and all of its derivatives are known in
-NumPy, by the ops of ep/_src/reference.py.
+NumPy, by the ops of ep/_src/ops/reference.py.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from ep._src import reference
+from ep._src.ops import reference
 from ep.testing import _numbers
 from ep.testing._compare import Expected
 from ep.testing._subjects import Received, Setting, Transport
@@ -37,7 +38,7 @@ class RoundTrip(Trial):
   def __init__(self, transport: Transport, setting: Setting):
     dispatch, combine = transport.build(setting)
 
-    def of_rank(*calls):
+    def of_rank(*calls, scales=(1,)):
       # Every dispatch comes before the first combine.
       received = [
         _checked(dispatch(tokens, topk_idx, weights), setting)
@@ -45,21 +46,24 @@ class RoundTrip(Trial):
       ]
       return [
         (
-          combine(_scaled(x.rows, factor * x.weights), x.state),
+          combine(_scaled(x.rows, scale * factor * x.weights), x.state),
           Rows(x.rows, x.weights, x.group_sizes),
         )
+        for scale in scales
         for ((_, factor), _), x in zip(calls, received, strict=True)
       ]
 
     ranks = PartitionSpec("ep")
-    function = jax.shard_map(
-      of_rank,
+    on_ranks = functools.partial(
+      jax.shard_map,
       mesh=setting.mesh,
       in_specs=ranks,
       out_specs=ranks,
       check_vma=False,
     )
-    self._interleaved = jax.jit(function)
+    again = functools.partial(of_rank, scales=(1, -1))
+    self._interleaved = jax.jit(on_ranks(again))
+    function = on_ranks(of_rank)
     super().__init__(setting, lambda *call: function(call)[0])
 
   def interleaved(
@@ -67,7 +71,8 @@ class RoundTrip(Trial):
   ) -> list[tuple[Any, Any]]:
     """Returns what `forward` does for each oracle and its inputs.
 
-    One program runs all dispatches, and then all combines.
+    One program runs all dispatches, then all combines, and then all of them
+    again with negative rows.
     """
     placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
     return self.finish(self._interleaved(*placed))
@@ -164,7 +169,8 @@ class RoundTripOracle(Oracle):
 
     Of "normal" numbers, a product with a weight is exact, so that only sums
     round. "free" ones have weights with full mantissas, and "special" ones
-    have NaNs and the like among them.
+    have NaNs and the like among them. "special tokens" have small weights, so
+    that no finite sum overflows.
     """
     setting, dtype = self._setting, self._setting.dtype
     n = setting.ep_size * setting.tokens
@@ -176,8 +182,11 @@ class RoundTripOracle(Oracle):
       )
       return tokens.astype(dtype), weights.astype(np.float32)
     tokens = rng.standard_normal(shapes[0]).astype(dtype)
+    powers = np.exp2(rng.integers(-2, 2, shapes[1])).astype(np.float32)
     if numbers == "normal":
-      return tokens, np.exp2(rng.integers(-2, 2, shapes[1])).astype(np.float32)
+      return tokens, powers
+    if numbers == "special tokens":
+      return _numbers.with_specials(rng, tokens), powers / 32
     weights = rng.random(shapes[1], np.float32)
     if numbers == "special":
       tokens = _numbers.with_specials(rng, tokens)
@@ -189,13 +198,13 @@ class RoundTripOracle(Oracle):
     rows, weights = self._dispatch(inputs)
     sizes = self._routing.group_sizes
     return Rows(
-      self._expected(rows, self._where_row),
-      self._expected(weights, self._where_row),
-      self._expected(sizes, self._where_expert),
+      self._exactly(rows, self._where_row),
+      self._exactly(weights, self._where_row),
+      self._exactly(sizes, self._where_expert),
     )
 
   def output(self, inputs: Any) -> Expected:
-    return self._sum(self._output, inputs)
+    return self._sums(self._output, inputs)[0]
 
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
     """Returns the cotangents of the tokens and of the weights.
@@ -203,24 +212,33 @@ class RoundTripOracle(Oracle):
     That of a weight is a float32 sum over H, whose order the contract leaves
     open. It is exact for whole numbers.
     """
-    args = *inputs, g
-    weights = self._sum(
-      lambda *x: self._pullback(*x)[1], *args, where=self._where_choice
-    )
+    tokens, weights = self._sums(self._pullback, *inputs, g)
     whole = (np.trunc(g.astype(float)) == g).all()
     return {
-      "tokens": self._sum(lambda *x: self._pullback(*x)[0], *args),
+      "tokens": tokens,
       "weights": weights._replace(
-        least_limit=0 if whole else self._setting.hidden
+        where=self._where_choice,
+        least_limit=0 if whole else self._setting.hidden,
       ),
     }
 
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
-    return self._sum(self._pushforward, inputs, tangents)
+    return self._sums(self._pushforward, inputs, tangents)[0]
+
+  def second_pullback(
+    self, inputs: Any, g: np.ndarray, cotangents: Any
+  ) -> dict[str, Expected]:
+    # The output is linear in the tokens and in the weights.
+    (tokens, weights), (d_tokens, d_weights) = inputs, cotangents
+    return {
+      "tokens": self.pullback((tokens, d_weights), g)["tokens"],
+      "weights": self.pullback((d_tokens, weights), g)["weights"],
+      "g": self.pushforward(inputs, cotangents),
+    }
 
   def _output(self, inputs):
     rows, weights = self._dispatch(inputs)
-    return self._combine(rows, weights)
+    return [reference.combine(self._routing, self._expert(rows, weights))]
 
   def _pullback(self, tokens, weights, g):
     rows, row_weights = self._dispatch((tokens, weights))
@@ -230,36 +248,39 @@ class RoundTripOracle(Oracle):
     g_row_weights = g_rows.astype(np.float32) * rows.astype(np.float32)
     return reference.dispatch_bwd(
       self._routing,
-      _scaled(g_rows, self._factor * row_weights),
+      self._expert(g_rows, row_weights),
       g_row_weights.sum(-1) * self._factor,
     )
 
   def _pushforward(self, inputs, tangents):
     rows, weights = self._dispatch(inputs)
     d_rows, d_weights = self._dispatch(tangents)
-    scaled = _scaled(d_rows, self._factor * weights)
-    moved = _scaled(rows, self._factor * d_weights)
-    return reference.combine(self._routing, scaled + moved)
+    d_rows = self._expert(d_rows, weights) + self._expert(rows, d_weights)
+    return [reference.combine(self._routing, d_rows)]
 
   def _dispatch(self, inputs):
     tokens, weights = map(self._by_rank, inputs)
     capacity = self._setting.capacity
     return reference.dispatch(self._routing, tokens, weights, capacity=capacity)
 
-  def _combine(self, rows, weights):
-    rows = _scaled(rows, self._factor * weights)
-    return reference.combine(self._routing, rows)
+  def _expert(self, rows, weights):
+    return _scaled(rows, self._factor * weights)
 
-  def _sum(self, fn, *args, where=None):
-    """Returns `fn(*args)` and, as magnitudes, that of absolute values."""
-    value, magnitude = fn(*args), fn(*jax.tree.map(np.abs, args))
-    return self._expected(value, where or self._where_token, magnitude)
+  def _sums(self, fn, *args):
+    """Returns `fn(*args)`; the same of absolute values gives the units."""
+    magnitudes = functools.cache(lambda: fn(*jax.tree.map(np.abs, args)))
 
-  def _expected(self, value, where, magnitude=0):
-    eps = float(jnp.finfo(value.dtype).eps) if np.any(magnitude) else 0.0
-    unit = eps * np.broadcast_to(magnitude, value.shape).astype(np.float64)
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (value, unit)]
-    return Expected(*flat, where)
+    def unit(i):
+      magnitude = _flat(magnitudes()[i])
+      return float(jnp.finfo(magnitude.dtype).eps) * magnitude.astype(float)
+
+    return [
+      Expected(_flat(x), functools.partial(unit, i), self._where_token)
+      for i, x in enumerate(fn(*args))
+    ]
+
+  def _exactly(self, value, where):
+    return Expected(_flat(value), lambda: 0.0, where)
 
   def _by_rank(self, x):
     return x.reshape(self._setting.ep_size, -1, *x.shape[1:])
@@ -321,6 +342,11 @@ def where_choice(
 ) -> str:
   """Returns the words that name a choice of `[P * T, K]`."""
   return f"{where_token(setting, topk_idx, at)}, choice {at[1]}"
+
+
+def _flat(x):
+  """Returns the arrays of all ranks as one."""
+  return x.reshape(-1, *x.shape[2:])
 
 
 def _column(at):

@@ -42,6 +42,12 @@ def _with_unused_choices(rng, shape, experts):
   return np.where(rng.random(shape) < 0.4, -1, _uniform(rng, shape, experts))
 
 
+def _balanced(rng, shape, experts):
+  """Gives all experts equally many rows, if that is possible."""
+  first = rng.integers(experts)
+  return (first + np.arange(shape[0] * shape[1]).reshape(shape)) % experts
+
+
 def _one_token(rng, shape, experts):
   only = np.arange(shape[0])[:, None] == shape[0] // 2
   return np.where(only, _uniform(rng, shape, experts), -1)
@@ -63,6 +69,7 @@ ROUTINGS: dict[
   str, Callable[[np.random.Generator, tuple[int, int], int], np.ndarray]
 ] = {
   "uniform": _uniform,
+  "balanced": _balanced,
   "skewed": _skewed,
   "empty_experts": _empty_experts,
   "to_one_expert": _to_one_expert,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable
 import dataclasses
+import itertools
 import sys
 from typing import Any
 
@@ -19,10 +20,10 @@ import jax
 import numpy as np
 
 from ep.testing import _ranks
-from ep.testing._bench import Bench, TOKENS, TOP_K, TYPICAL, Variant, variant_of
-from ep.testing._compare import compare
+from ep.testing._bench import Bench, Draw, Variant
+from ep.testing._compare import compare, Expected
 from ep.testing._footprint import Footprint
-from ep.testing._routings import draw, ROUTINGS
+from ep.testing._routings import draw
 from ep.testing._subjects import Subject, Transport
 from ep.testing._trial import Oracle
 
@@ -35,7 +36,7 @@ class Rule:
     name: stands in ids and reports.
     sentence: states what holds.
     check: runs a case; see the top of this file.
-    variants: returns those of a subject.
+    variants: returns those of a subject for a seed.
     left_out: returns why a subject is not held to it, or "".
     starts_ranks: whether it starts processes.
   """
@@ -43,7 +44,7 @@ class Rule:
   name: str
   sentence: str
   check: Callable[[Bench, Variant], float]
-  variants: Callable[[Any], Iterable[Variant]]
+  variants: Callable[[Any, int], Iterable[Variant]]
   left_out: Callable[[Any], str]
   starts_ranks: bool
 
@@ -51,25 +52,26 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def _everywhere(subject: Subject) -> list[Variant]:
-  """Returns every routing, and every other dtype and the most aligned once."""
-  base = variant_of(subject)
-  variants = [dataclasses.replace(base, routing=name) for name in ROUTINGS]
-  variants += [
-    dataclasses.replace(base, dtype=dtype) for dtype in subject.dtypes[1:]
-  ]
-  most = max(subject.alignments)
-  if most > base.alignment:
-    variants.append(dataclasses.replace(base, alignment=most))
-  return variants
+def _everywhere(subject: Subject, seed: int) -> list[Variant]:
+  return Draw(subject, seed).every_kind()
 
 
-def _once(subject: Subject) -> list[Variant]:
-  return [variant_of(subject)]
+def _each_alignment(subject: Subject, seed: int) -> list[Variant]:
+  """Returns the variant with the fewest numbers for each alignment."""
+
+  def numbers(variant: Variant) -> int:
+    return variant.tokens * variant.hidden * variant.top_k
+
+  variants = sorted(_everywhere(subject, seed), key=numbers, reverse=True)
+  return [*{x.alignment: x for x in variants}.values()]
+
+
+def _once(subject: Subject, seed: int) -> list[Variant]:
+  return _everywhere(subject, seed)[:1]
 
 
 def _rule(
-  variants: Callable[[Any], Iterable[Variant]] = _everywhere,
+  variants: Callable[[Any, int], Iterable[Variant]] = _everywhere,
   *,
   of: type[Subject] = Subject,
   needs: Callable[[Any], bool] = lambda subject: True,
@@ -134,13 +136,8 @@ def weights(bench: Bench, variant: Variant) -> float:
   return compare("weights", got.weights, want.weights, only=oracle.holds_token)
 
 
-def _aligned(transport: Transport) -> list[Variant]:
-  return [
-    variant_of(transport, routing, alignment=alignment)
-    for alignment in transport.alignments
-    if alignment > 1
-    for routing in (TYPICAL, "skewed")
-  ]
+def _aligned(transport: Transport, seed: int) -> list[Variant]:
+  return [x for x in _everywhere(transport, seed) if x.alignment > 1]
 
 
 @_rule(
@@ -173,14 +170,21 @@ def tail(bench: Bench, variant: Variant) -> float:
   declared_by="special_values=True",
 )
 def special_values(bench: Bench, variant: Variant) -> float:
-  """NaN payloads, infinities, denormal numbers and -0 keep their bits."""
+  """NaNs, infinities, denormal numbers and -0 are moved and added up right."""
   got, want, oracle = _receive(bench, variant, "special")
-  return _compare_rows(got, want, only=oracle.holds_token, nan_bits=True)
+  _compare_rows(got, want, only=oracle.holds_token, nan_bits=True)
+  begun, numbers = bench.begin(variant), ["special tokens"]
+  with np.errstate(all="ignore"):
+    worst = _check_output(bench, *begun, numbers)
+    if bench.subject.gradients:
+      names = ["tokens"]
+      worst = max(worst, _check_pullback(bench, *begun, numbers, names))
+  return worst
 
 
-def _check_output(bench, trial, oracle, rng) -> float:
+def _check_output(bench, trial, oracle, rng, kinds=()) -> float:
   worst = 0.0
-  for numbers in oracle.numbers:
+  for numbers in kinds or oracle.numbers:
     inputs = oracle.inputs(rng, numbers)
     got, _ = trial.forward(oracle, inputs)
     limit = bench.limit(trial.setting, numbers)
@@ -195,12 +199,7 @@ def output(bench: Bench, variant: Variant) -> float:
   return _check_output(bench, *bench.begin(variant))
 
 
-def _most_aligned(transport: Transport) -> list[Variant]:
-  most = max(transport.alignments)
-  return [variant_of(transport, name, alignment=most) for name in ROUTINGS]
-
-
-@_rule(_most_aligned, of=Transport)
+@_rule(of=Transport)
 def unread(bench: Bench, variant: Variant) -> float:
   """Rows that hold no token are never read: experts may make NaN of them."""
   trial, oracle, rng = bench.begin(variant)
@@ -211,24 +210,40 @@ def unread(bench: Bench, variant: Variant) -> float:
   return worst
 
 
-@_rule(_once, of=Transport)
+@_rule(_each_alignment, of=Transport)
 def interleaved(bench: Bench, variant: Variant) -> float:
-  """Two dispatches before their two combines, in one program, are right."""
+  """Two dispatches, their combines, and these again, in one program, work."""
   trial, first, rng = bench.begin(variant)
   second = bench.begin(dataclasses.replace(variant, routing="uniform"))[1]
   calls = [(x, x.inputs(rng, "normal")) for x in (first, second)]
   limit = bench.limit(trial.setting, "normal")
+  expected = [oracle.output(inputs) for oracle, inputs in calls]
+  expected += [x._replace(value=0 - x.value) for x in expected]
   return max(
-    compare("tokens", got, oracle.output(inputs), limit=limit)
-    for (oracle, inputs), (got, _) in zip(
-      calls, trial.interleaved(*calls), strict=True
-    )
+    compare("tokens", got, want, limit=limit)
+    for want, (got, _) in zip(expected, trial.interleaved(*calls), strict=True)
   )
 
 
-def _check_pullback(bench, trial, oracle, rng) -> float:
+def _by_name(grads: Any) -> dict[str, Any]:
+  """Returns the gradients of inputs by the names that an oracle gives them."""
+  tokens, weights, *params = grads
+  named = {"tokens": tokens, "weights": weights}
+  for path, leaf in jax.tree.leaves_with_path(params):
+    named["params" + jax.tree_util.keystr(path[1:])] = leaf
+  return named
+
+
+def _compare_gradients(got, expected, **options) -> float:
+  return max(
+    compare(f"the gradient of {name}", got[name], want, **options)
+    for name, want in expected.items()
+  )
+
+
+def _check_pullback(bench, trial, oracle, rng, kinds=(), names=None) -> float:
   worst = 0.0
-  for numbers in oracle.numbers:
+  for numbers in kinds or oracle.numbers:
     inputs = oracle.inputs(rng, numbers)
     g = oracle.inputs(rng, numbers)[0]
     limit = bench.limit(trial.setting, numbers)
@@ -236,13 +251,10 @@ def _check_pullback(bench, trial, oracle, rng) -> float:
     expected = oracle
     if received:
       expected = _observed(bench.subject, oracle, received, inputs)
-    tokens, weights, *params = grads
-    got = {"tokens": tokens, "weights": weights}
-    for path, leaf in jax.tree.leaves_with_path(params):
-      got["params" + jax.tree_util.keystr(path[1:])] = leaf
-    for name, want in expected.pullback(inputs, g).items():
-      what = f"the gradient of {name}"
-      worst = max(worst, compare(what, got[name], want, limit=limit))
+    want = expected.pullback(inputs, g)
+    want = {name: want[name] for name in names or want}
+    error = _compare_gradients(_by_name(grads), want, limit=limit)
+    worst = max(worst, error)
   return worst
 
 
@@ -252,7 +264,9 @@ def gradients(bench: Bench, variant: Variant) -> float:
   return _check_pullback(bench, *bench.begin(variant))
 
 
-@_rule(needs=lambda subject: subject.jvp, declared_by="jvp=True")
+@_rule(
+  _each_alignment, needs=lambda subject: subject.jvp, declared_by="jvp=True"
+)
 def jvp(bench: Bench, variant: Variant) -> float:
   """Forward mode gives the derivative along tokens, weights and parameters."""
   trial, oracle, rng = bench.begin(variant)
@@ -267,9 +281,54 @@ def jvp(bench: Bench, variant: Variant) -> float:
   return worst
 
 
-def _too_small(transport: Transport) -> list[Variant]:
+@_rule(
+  _each_alignment,
+  needs=lambda subject: subject.second_order,
+  declared_by="second_order=True",
+)
+def second_order(bench: Bench, variant: Variant) -> float:
+  """Reverse mode gives the gradients of what reverse mode gives."""
+  trial, oracle, rng = bench.begin(variant)
+  worst = 0.0
+  for numbers in oracle.numbers:
+    inputs, cotangents = (oracle.inputs(rng, numbers) for _ in range(2))
+    g = oracle.inputs(rng, numbers)[0]
+    grads, g_g = trial.second_pullback(oracle, inputs, g, cotangents)
+    want = oracle.second_pullback(inputs, g, cotangents)
+    limit = bench.limit(trial.setting, numbers)
+    got = _by_name(grads) | {"g": g_g}
+    worst = max(worst, _compare_gradients(got, want, limit=limit))
+  return worst
+
+
+@_rule(needs=lambda subject: subject.repeatable, declared_by="repeatable=True")
+def repeatable(bench: Bench, variant: Variant) -> float:
+  """The same inputs give the same bits each time, whatever the tolerance."""
+  trial, oracle, rng = bench.begin(variant)
+  inputs = oracle.inputs(rng, "normal")
+  g = oracle.inputs(rng, "normal")[0]
+
+  def call() -> dict[str, Any]:
+    got = {"output": trial.forward(oracle, inputs)[0]}
+    if bench.subject.gradients:
+      got |= _by_name(trial.pullback(oracle, inputs, g)[0])
+    return got
+
+  first = {
+    name: Expected(
+      value, lambda: 0.0, lambda at: f"index {at}", source="the first call"
+    )
+    for name, value in call().items()
+  }
+  return max(_compare_gradients(call(), first) for _ in range(3))
+
+
+def _too_small(transport: Transport, seed: int) -> list[Variant]:
+  draw = Draw(transport, seed)
   return [
-    variant_of(transport, routing, capacity=TOKENS * TOP_K // 2)
+    dataclasses.replace(variant, routing=routing)
+    for _ in transport.alignments
+    for variant in draw.one(too_small=True)
     for routing in ("uniform", "to_one_expert")
   ]
 
@@ -316,15 +375,19 @@ def error_of(call: Callable[[], object]) -> str:
   return ""
 
 
-def _fewer_ranks(subject: Subject) -> list[Variant]:
+def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
   """Returns the EP sizes below that of all other rules.
 
   Every process has to take part, so there are none for several processes.
   """
-  devices = jax.device_count()
+  devices, draw = jax.device_count(), Draw(subject, seed)
   smaller = range(1, devices if jax.process_count() == 1 else 1)
+  sizes = [size for size in smaller if devices % size == 0]
+  count = max(len(sizes), len(subject.alignments)) if sizes else 0
   return [
-    variant_of(subject, ep_size=size) for size in smaller if devices % size == 0
+    variant
+    for size in itertools.islice(itertools.cycle(sizes), count)
+    for variant in draw.one(ep_size=size)
   ]
 
 
@@ -381,9 +444,11 @@ def soak(bench: Bench, variant: Variant) -> float:
   return worst
 
 
-def _all_fail(bench: Bench, task: str, what_happened: str) -> float:
+def _all_fail(
+  bench: Bench, variant: Variant, task: str, what_happened: str
+) -> float:
   """Checks that a task of _rank.py gives each process that is left an error."""
-  for process, note in _ranks.run(bench.subject, task).items():
+  for process, note in _ranks.run(bench.subject, task, variant.seed).items():
     if not note["error"]:
       raise AssertionError(f"{task}: process {process} {what_happened}")
   return 0.0
@@ -396,7 +461,7 @@ def _located(subject: Subject) -> bool:
 @_rule(_once, needs=_located, declared_by="location=", starts_ranks=True)
 def processes(bench: Bench, variant: Variant) -> float:
   """Two processes with two devices each compute what one with four does."""
-  notes = _ranks.run(bench.subject, "processes")
+  notes = _ranks.run(bench.subject, "processes", variant.seed)
   return max(note["worst"] for note in notes.values())
 
 
@@ -410,6 +475,7 @@ def disagreement(bench: Bench, variant: Variant) -> float:
   """If a process has another hidden size, every process gets an error."""
   return _all_fail(
     bench,
+    variant,
     "disagreement",
     f"got no error, though process {_ranks.PROCESSES - 1} has another hidden"
     " size.",
@@ -426,6 +492,7 @@ def killed_rank(bench: Bench, variant: Variant) -> float:
   """If a process is killed, an op of the others fails and does not hang."""
   return _all_fail(
     bench,
+    variant,
     "killed_rank",
     f"got a result, and no error, after process {_ranks.PROCESSES - 1} was"
     " killed.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import numbers
 from typing import Any, get_args, Literal, NamedTuple
 
 import jax
@@ -35,6 +36,12 @@ class Tolerance:
   """
 
   ulps: float
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.ulps, numbers.Real) or not self.ulps >= 0:
+      raise TypeError(
+        f"ulps={self.ulps!r} of a Tolerance has to be a number from 0 on."
+      )
 
   def limit(self, setting: Setting) -> float:
     """Returns how many units a value may be off; 0 demands its bits.
@@ -120,6 +127,21 @@ Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
 
+# What a field may be, by its annotation, and the words for an error.
+_LITERALS = {
+  name: get_args(kind)
+  for name, kind in dict(Order=Order, Tail=Tail, Overflow=Overflow).items()
+}
+_TYPES: dict[str, tuple[Any, str]] = {
+  "str": (str, "a string"),
+  "str | None": (str, "a string or None"),
+  "bool": (bool, "True or False"),
+  "float": (numbers.Real, "a number"),
+  "Tolerance": (Tolerance, "an ep.testing.Tolerance"),
+  "Callable": (Callable, "a function"),
+  "Expert": (Callable, "a function"),
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -129,11 +151,15 @@ class Subject:
     name: stands in reports.
     location: where ranks that the kit starts import the subject, as
       "package.module:name"; None leaves out the rules that start ranks.
-    dtypes: of tokens. The first is tested with every routing.
-    alignments: those that `build` supports. Padding is zero. The least is
-      tested with every routing.
+    dtypes: of tokens.
+    alignments: those that `build` supports. Padding is zero.
     tolerance: of sums. Rows that are moved have the bits of their tokens.
+    supports: returns whether `build` supports the sizes of a `Setting`; None
+      stands for all. The kit draws sizes until it finds supported ones.
+    repeatable: whether the same inputs give the same tokens and gradients each
+      time, bit for bit. Rows may come in another order, with `order="any"`.
     gradients: whether reverse mode works.
+    second_order: whether reverse mode works for the gradients, too.
     jvp: whether forward mode works.
     reports_death: whether an op fails if a process has died.
     reports_disagreement: whether an op, or building the subject, fails on every
@@ -146,25 +172,47 @@ class Subject:
   dtypes: tuple[str, ...] = ("float32",)
   alignments: tuple[int, ...] = (1,)
   tolerance: Tolerance = Tolerance(0)
+  supports: Callable[[Setting], bool] | None = None
+  repeatable: bool = True
   gradients: bool = False
+  second_order: bool = False
   jvp: bool = False
   reports_death: bool = False
   reports_disagreement: bool = False
   limit_s: float = 30.0
 
   def __post_init__(self) -> None:
-    for field in ("dtypes", "alignments"):
-      value = getattr(self, field)
-      if not isinstance(value, tuple) or not value:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      given = f"{field.name}={value!r} of {self.name!r}"
+      annotation = str(field.type).partition("[")[0]
+      if value is None and str(field.type).endswith("| None"):
+        continue
+      if annotation in _LITERALS and value not in _LITERALS[annotation]:
         raise ValueError(
-          f"{field}={value!r} of {self.name!r} has to be a tuple with at least"
-          f" one element; write {field}=({value or '...'!r},)."
+          f"{given} is unknown; declare one of {_LITERALS[annotation]}."
         )
-    if min(self.alignments) < 1:
+      kind, words = _TYPES.get(annotation, (object, ""))
+      if not isinstance(value, kind):
+        raise TypeError(f"{given} has to be {words}.")
+      if annotation == "tuple" and not (isinstance(value, tuple) and value):
+        raise ValueError(
+          f"{given} has to be a tuple with at least one element; write"
+          f" {field.name}=({value or '...'!r},)."
+        )
+    if not all(isinstance(x, int) and x > 0 for x in self.alignments):
       raise ValueError(
         f"alignments={self.alignments!r} of {self.name!r} has to have whole"
         " numbers from 1 on; 1 stands for slabs without padding."
       )
+    for dtype in self.dtypes:
+      if not hasattr(jax.numpy, str(dtype)) or not jax.numpy.issubdtype(
+        dtype, jax.numpy.floating
+      ):
+        raise ValueError(
+          f"dtypes={self.dtypes!r} of {self.name!r} has {dtype!r}, which is no"
+          ' name of a floating-point dtype; write names such as "bfloat16".'
+        )
     module, _, name = (self.location or "module:name").partition(":")
     if not module or not name:
       raise ValueError(
@@ -191,7 +239,8 @@ class Transport(Subject):
       lose theirs, with zero as their part of sums and gradients; None if the
       capacity always has to suffice.
     special_values: whether the bits of NaNs, infinities, zeros of both signs
-      and denormal numbers arrive unchanged.
+      and denormal numbers arrive unchanged, and sums treat them as the contract
+      says: a zero is +0, and denormal float32 numbers are zeros.
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]
@@ -199,20 +248,6 @@ class Transport(Subject):
   tail: Tail = "unspecified"
   overflow: Overflow = None
   special_values: bool = False
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    for field, kind in (
-      ("order", Order),
-      ("tail", Tail),
-      ("overflow", Overflow),
-    ):
-      value = getattr(self, field)
-      if value not in get_args(kind):
-        raise ValueError(
-          f"{field}={value!r} of {self.name!r} is unknown; declare one of"
-          f" {get_args(kind)}."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

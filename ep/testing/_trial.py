@@ -50,6 +50,12 @@ class Oracle(abc.ABC):
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
     """Returns the tangent of the tokens that the function returns."""
 
+  @abc.abstractmethod
+  def second_pullback(
+    self, inputs: Any, g: np.ndarray, cotangents: Any
+  ) -> dict[str, Expected]:
+    """Returns the cotangents of what a pullback takes: of inputs and of `g`."""
+
 
 class Trial(abc.ABC):
   """A subject, built for one setting."""
@@ -71,9 +77,14 @@ class Trial(abc.ABC):
       )
       return tangent, received
 
+    def second_pullback(route, inputs, g, cotangents):
+      _, vjp = jax.vjp(lambda *x: pullback(route, *x)[0], inputs, g)
+      return vjp(cotangents)
+
     self._function = jax.jit(function)
     self._pullback = jax.jit(pullback)
     self._pushforward = jax.jit(pushforward)
+    self._second_pullback = jax.jit(second_pullback)
     self._replicate = jax.jit(
       _as_integers, out_shardings=NamedSharding(setting.mesh, PartitionSpec())
     )
@@ -101,6 +112,15 @@ class Trial(abc.ABC):
     """Returns the tangent of the tokens, and what was received."""
     args = self._place(oracle.route, inputs, tangents)
     return self.finish(self._pushforward(*args))
+
+  def second_pullback(
+    self, oracle: Oracle, inputs: Any, g: Any, cotangents: Any
+  ) -> tuple[Any, Any]:
+    """Returns the cotangents of the inputs and of `g` in their gradients."""
+    route, inputs, (g,), cotangents = self._place(
+      oracle.route, inputs, (g,), cotangents
+    )
+    return self.finish(self._second_pullback(route, inputs, g, cotangents))
 
   def finish(self, arrays: Any) -> Any:
     """Waits, and returns whole NumPy arrays on every process."""

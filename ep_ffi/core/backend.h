@@ -66,7 +66,7 @@ struct Layer {
   bool drop;  // overflow policy
   Tail tail;
   int64_t config = 0;     // hash of all of it, and of the group's
-  bool checked = false;   // see ep/_src/checked.py
+  bool checked = false;   // see ep/_src/base/checked.py
   std::string name = {};  // for messages
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions of every backend, called from ep/_src/ffi.py.
+// The C functions of every backend, called from ep/_src/native/ffi.py.
 
 #include <cstdint>
 #include <memory>

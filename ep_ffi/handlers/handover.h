@@ -29,7 +29,7 @@ namespace ep {
 // of the same object. Thread-safe.
 class Handover {
  public:
-  // The ops of a device: XLA starts an op when those that it depends on are
+  // The ops of a device: XLA starts an op when the ops that it depends on are
   // done. Only a backend orders ops of different devices.
   static Handover& OfDevice(size_t device) {
     static Handover devices[64];

@@ -6,20 +6,14 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <limits>
 #include <vector>
 
+#include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/conformance.h"
 
 namespace ep::testing {
 namespace {
-
-double Now() {
-  return std::chrono::duration<double>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 TEST_P(OrderConformance, AFailureEndsItsRunAndNoOther) {
   const Domain domain = MakeDomain(kWorld);

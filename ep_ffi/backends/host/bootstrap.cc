@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C function that creates a host group, called from ep/_src/ffi.py.
+// The C function that creates a host group, called from ep/_src/native/ffi.py.
 
 #include <cstdint>
 #include <memory>
@@ -11,8 +11,8 @@
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
 
-// These structs are declared once more in ep/_src/ffi.py. For what the fields
-// mean, see `Topology` and `HostGroup::Options`.
+// These structs are declared once more in ep/_src/native/ffi.py. For what the
+// fields mean, see `Topology` and `HostGroup::Options`.
 extern "C" {
 
 struct EpHostProcess {
@@ -31,6 +31,7 @@ struct EpHostGroup {
   const char* config;  // see `Registry::Add`
   int64_t num_experts;
   double timeout_s;
+  double exit_after_s;
   const EpHostProcess* processes;
   const EpHostRank* ranks;  // domain-major
   int32_t num_processes;
@@ -50,6 +51,7 @@ HostGroup::Options ToOptions(const EpHostGroup& group) {
   options.name = group.name;
   options.num_experts = group.num_experts;
   options.timeout_s = group.timeout_s;
+  options.exit_after_s = group.exit_after_s;
   options.listener = group.listener;
   Topology& topology = options.topology;
   topology.process = group.process;

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/movers.h"
+#include "ep_ffi/backends/host/movers/movers.h"
 #include "ep_ffi/core/faults.h"
 #include "ep_ffi/core/pages.h"
 
@@ -64,9 +64,10 @@ Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
   EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
                                     options.timeout_s, tick_s, &peers));
   const std::weak_ptr<SegmentPool> segments = peers->segments();
-  auto exchanges = Exchanges::Create(
-      {options.name, options.timeout_s, options.on_run_failed},
-      std::move(peers));
+  auto exchanges =
+      Exchanges::Create({options.name, options.timeout_s, options.on_run_failed,
+                         options.exit_after_s},
+                        std::move(peers));
   out->reset(new HostGroup(std::move(options), segments, std::move(exchanges)));
   return Status();
 }

@@ -15,13 +15,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/exchange.h"
-#include "ep_ffi/backends/host/segment.h"
+#include "ep_ffi/backends/host/engine/exchange.h"
 #include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"
@@ -41,6 +42,8 @@ class HostGroup : public Group {
     int listener;      // as for Handshake
     // Called once for each run that fails in this group.
     std::function<void(int64_t run_id, const Status&)> on_run_failed;
+    // As for `Exchanges`.
+    double exit_after_s = std::numeric_limits<double>::infinity();
   };
 
   // Collective over the processes of the topology.

@@ -20,9 +20,9 @@
 #include <thread>
 #include <vector>
 
-#include "ep_ffi/backends/host/fd.h"
-#include "ep_ffi/backends/host/segment.h"
-#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/backends/host/transport/fd.h"
+#include "ep_ffi/backends/host/transport/segment.h"
+#include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/testing/samples.h"
 

@@ -24,10 +24,10 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/peers.h"
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/testing/processes.h"
-#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/backends/host/transport/peers.h"
+#include "ep_ffi/backends/host/transport/wire.h"
 
 namespace ep::host {
 namespace {

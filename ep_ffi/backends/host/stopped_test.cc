@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/testing/processes.h"
+#include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/samples.h"
 
 namespace ep::host {

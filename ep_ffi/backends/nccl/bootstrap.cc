@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions that create an nccl group. ep/_src/ffi.py calls them. For the
-// paths `nccl` and `nccl_ep` see Libraries::Load.
+// The C functions that create an nccl group. ep/_src/native/ffi.py calls them.
+// For the paths `nccl` and `nccl_ep` see Libraries::Load.
 
 #include <cstdint>
 #include <cstring>

@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "ep_ffi/core/clock.h"
 #include "ep_ffi/core/faults.h"
 
 namespace ep::nccl {
@@ -22,12 +23,11 @@ void Reports::Add(const std::string& op, int64_t top_k) {
 bool Reports::TakeOldest(Status* out) {
   const Prepare oldest = std::move(prepares_.front());
   prepares_.pop_front();
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::chrono::duration<double>(timeout_s_);
+  const double deadline = Now() + timeout_s_;
   Outcome outcome;
   while (
       !device_->TakeReport(oldest.ticket % kWindow, oldest.ticket, &outcome)) {
-    if (std::chrono::steady_clock::now() > deadline) {
+    if (Now() > deadline) {
       *out = Status(
           Code::kDeadlineExceeded,
           StrCat(oldest.op, " did not run within timeout_s = ", timeout_s_,

@@ -13,7 +13,7 @@
 
 #include "ep_ffi/backends/host/fuzz/conversation.h"
 #include "ep_ffi/backends/host/fuzz/sample.h"
-#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/backends/host/transport/wire.h"
 
 namespace ep::host {
 namespace {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/backends/host/transport/wire.h"
 
 namespace ep::host {
 

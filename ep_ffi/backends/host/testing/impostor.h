@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {

@@ -7,7 +7,7 @@
 
 #include <random>
 
-#include "ep_ffi/backends/host/wire.h"
+#include "ep_ffi/backends/host/transport/wire.h"
 
 namespace ep::host {
 namespace {

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/fd.h"
 #include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/backends/host/transport/fd.h"
 
 namespace ep::host {
 
-// Listens at an address with a new name, as ep/_src/host_backend.py does.
+// Listens at an address with a new name, as ep/_src/backends/host.py does.
 struct Listener {
   Listener();
 

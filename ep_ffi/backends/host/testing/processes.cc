@@ -21,10 +21,10 @@
 #include <numeric>
 #include <utility>
 
-#include "ep_ffi/backends/host/clock.h"
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/backends/host/process_watch.h"
 #include "ep_ffi/backends/host/testing/listener.h"
+#include "ep_ffi/backends/host/transport/process_watch.h"
+#include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/samples.h"
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="host": serves CPU devices of one host, over shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+from typing import Any
+
+import jax
+
+from ep._src.base import meshes, process_ids
+from ep._src.base.backend import Backend, CannotServe, Connection, Join
+from ep._src.base.config import GroupConfig
+from ep._src.base.meshes import Mesh
+from ep._src.native import connection, ffi
+
+
+class HostBackend(Backend):
+  """Serves CPU devices of processes that share memory."""
+
+  def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
+    del axis_name
+    connection.check_devices("host", mesh)
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu":
+      raise CannotServe(
+        f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
+        f" {platform!r} devices; build the mesh from jax.devices('cpu')."
+      )
+
+  def check_sizes(self, group: GroupConfig) -> None:
+    pass
+
+  def probe(self) -> str:
+    jax.local_devices(backend="cpu")
+    return ffi.describe("host")
+
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
+    with contextlib.ExitStack() as stack:
+
+      def introduce():  # a failure in here is told to the other processes
+        ffi.library("host")
+        nonlocal listener
+        listener = stack.enter_context(_listen())
+        return dict(
+          host=f"{process_ids.boot_id()}/{os.geteuid()}",
+          address=listener.getsockname()[1:].decode(),
+          pid=os.getpid(),
+          namespace=process_ids.namespace(),
+        )
+
+      listener = None
+      answers = join(group, introduce)
+      me = jax.process_index()
+      for process, answer in answers.items():
+        if answer["host"] != answers[me]["host"]:
+          raise CannotServe(
+            f"ep_bootstrap: processes {me} and {process} run on different hosts"
+            ' or as different users, but backend="host" shares memory; run all'
+            " processes of a mesh on one host, as one user."
+          )
+      members = list(answers)
+      ffi.create_host_group(
+        name=group.name,
+        config=group.config,
+        listener=listener.fileno(),
+        num_experts=group.num_experts,
+        ep_size=group.ep_size,
+        ranks=[
+          (members.index(d.process_index), d.id)
+          for d in meshes.domains(group.mesh, group.axis_name).flat
+        ],
+        process=members.index(me),
+        processes=[
+          (answer["address"], process, _pid(answer))
+          for process, answer in answers.items()
+        ],
+        timeout_s=group.timeout_s,
+        exit_after_s=group.exit_after_s,
+      )
+    return HostConnection(group)
+
+
+class HostConnection(connection.NativeConnection):
+  """The ranks of a group in this process, and sockets to the other ones."""
+
+
+def _listen() -> socket.socket:
+  """Listens at an abstract address with a random name; see handshake.h."""
+  try:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    while True:
+      try:
+        listener.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
+        break
+      except OSError as e:
+        if e.errno != errno.EADDRINUSE:
+          raise
+    listener.listen(socket.SOMAXCONN)
+    return listener
+  except OSError as e:
+    raise RuntimeError(
+      f"ep_bootstrap: cannot listen for other processes: {e.strerror}; if there"
+      " are too many open files, raise the limit (ulimit -n)."
+    ) from e
+
+
+def _pid(answer: dict[str, Any]) -> int:
+  """Returns the system's id of a process; 0 if it has no meaning here."""
+  is_known = answer["namespace"] == process_ids.namespace()
+  return answer["pid"] if is_known else 0

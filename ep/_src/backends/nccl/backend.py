@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="nccl": serves NVIDIA GPUs from Hopper on, through NCCL EP."""
+
+from __future__ import annotations
+
+import base64
+import collections
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.backends.nccl import installation
+from ep._src.base import compat, meshes
+from ep._src.base.backend import (
+  Backend,
+  CannotServe,
+  Connection,
+  Join,
+  OpParams,
+)
+from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.base.meshes import Mesh
+from ep._src.native import connection, ffi
+
+_MIN_COMPUTE_CAPABILITY = 9.0
+
+
+class NcclBackend(Backend):
+  """Serves GPUs, one for each process, that NCCL EP supports."""
+
+  def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
+    connection.check_devices("nccl", mesh)
+    what = 'ep_bootstrap: backend = "nccl" '
+    for device in mesh.devices.flat:
+      if device.platform != "gpu":
+        raise CannotServe(
+          f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
+          " devices; use backend=None, which picks by platform."
+        )
+      _check_capability(device)
+    if mesh.shape[axis_name] < 2:
+      raise CannotServe(
+        f"{what}needs at least two ranks in a domain, but mesh axis"
+        f" {axis_name!r} has one; give the axis more devices."
+      )
+    counts = collections.Counter(d.process_index for d in mesh.devices.flat)
+    process, count = counts.most_common(1)[0]
+    if count > 1:
+      raise CannotServe(
+        f"{what}needs one process per GPU, but process {process} has {count}"
+        " GPUs of the mesh; start a process for each and give it one with"
+        " jax.distributed.initialize(local_device_ids=...) or"
+        " CUDA_VISIBLE_DEVICES (docs/gpu.md)."
+      )
+
+  def check_sizes(self, group: GroupConfig) -> None:
+    for name in ("max_tokens_per_rank", "hidden_dim"):
+      if getattr(group, name) is None:
+        raise ValueError(
+          f'ep_bootstrap: backend = "nccl" allocates its buffers now, and'
+          f" {name} is None; pass the largest of any op (ep.resize changes it),"
+          ' or backend="xla", which allocates nothing.'
+        )
+    if group.top_k is None and group.recv_capacity_per_rank is None:
+      raise ValueError(
+        'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
+        " group; pass the largest top_k of the layers, or"
+        " recv_capacity_per_rank."
+      )
+
+  def probe(self) -> str:
+    devices = jax.local_devices()
+    if devices[0].platform != "gpu":
+      try:
+        library = f"Its library is there, {ffi.find_library('nccl')}."
+      except FileNotFoundError:
+        library = (
+          "With a driver for them, install the wheel of jax-ep-cuda13, or"
+          " jax-ep-cuda12."
+        )
+      raise CannotServe(
+        f"it needs NVIDIA GPUs, and JAX has none here. {library}"
+      )
+    for device in devices:
+      _check_capability(device)
+    libraries = installation.prepare(devices[0])
+    return ", ".join(filter(None, [ffi.describe("nccl"), *libraries]))
+
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
+    me = jax.process_index()
+    domains = meshes.domains(group.mesh, group.axis_name)
+    (domain, rank), *_ = np.argwhere(
+      np.vectorize(lambda d: d.process_index == me)(domains)
+    )
+    device = domains[domain, rank]
+
+    def introduce():  # the others are told of a failure in here
+      self.check_sizes(group)
+      ffi.library("nccl")
+      libraries = installation.prepare(device)
+      if rank > 0:
+        return {}
+      return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
+
+    answers = join(group, introduce)
+    capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
+    group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
+    founder = answers[domains[domain, 0].process_index]
+    nccl, nccl_ep = installation.prepare(device)
+    ffi.create_nccl_group(
+      name=group.name,
+      config=group.config,
+      rank=rank,
+      domain=domain,
+      device=device.local_hardware_id,
+      num_experts=group.num_experts,
+      ep_size=group.ep_size,
+      max_tokens=group.max_tokens_per_rank,
+      capacity=capacity,
+      max_row_bytes=group.hidden_dim * group.max_token_dtype.itemsize,
+      max_num_sms=group.max_num_sms,
+      timeout_s=group.timeout_s,
+      unique_id=base64.b64decode(founder["id"]),
+      nccl=nccl,
+      nccl_ep=nccl_ep,
+    )
+    return NcclConnection(group)
+
+
+class NcclConnection(connection.NativeConnection):
+  """A group of NCCL EP."""
+
+  def lower(
+    self,
+    op: str,
+    ctx: compat.mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
+  ) -> Any:
+    if op == "ep_combine" and len(operands) == 3:
+      # NCCL EP's combine has no weights: the rows are scaled before it.
+      mem, rows, weights = operands
+      scale = compat.lower_local(lambda *x: [_scaled(*x)])
+      rows = scale(ctx.replace(avals_in=ctx.avals_in[1:]), rows, weights)
+      ctx = ctx.replace(avals_in=ctx.avals_in[:2])
+      operands = mem, *rows
+    return super().lower(op, ctx, *operands, params=params)
+
+  def _lowering(self, op: str) -> Callable[..., Any]:
+    return compat.on_collective_stream(super()._lowering(op))
+
+
+def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns [C, H] rows times [C] weights, multiplied in float32."""
+  scaled = weights[:, None] * rows.astype(jnp.float32)
+  return scaled.astype(rows.dtype)
+
+
+def _check_capability(device: jax.Device) -> None:
+  # Other vendors have a name here, like "gfx942".
+  capability = getattr(device, "compute_capability", "none")
+  if _version(capability) < _MIN_COMPUTE_CAPABILITY:
+    raise CannotServe(
+      'ep_bootstrap: backend = "nccl" needs compute capability'
+      f" {_MIN_COMPUTE_CAPABILITY} (Hopper) or newer, but {device}"
+      f" ({device.device_kind}) has {capability}."
+    )
+
+
+def _version(capability: str) -> float:
+  """Returns a compute capability as a number; 0 if it is none."""
+  try:
+    return float(capability)
+  except ValueError:
+    return 0.0

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
+
+NCCL EP compiles its kernels when they are first launched. It takes compiler and
+headers from environment variables; those that are not set are set here, to the
+files of the Bazel runfiles or of the installed wheels. If it cannot compile a
+kernel then, it ends the process; so everything that it will use is tried here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+
+import jax
+
+from ep._src.native import shipped_files
+
+# NCCL EP 0.2.0 was built with headers of this NCCL_VERSION_CODE. Its kernels
+# must be compiled with the same: see ep_ffi/backends/nccl/libraries.cc.
+_NCCL_VERSION = 23007
+
+# Each of NCCL EP's kernels includes this header, and has these flags.
+_PROBE = '#include "device/ht_ep.cuh"\n'
+_OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
+_PROBE_TIMEOUT_S = 120
+
+_CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
+
+
+def prepare(device: jax.Device) -> tuple[str, str]:
+  """Sets NCCL EP up for the CUDA version of a device's client.
+
+  Returns:
+    Paths of libnccl and libnccl_ep, or "" for the system's.
+
+  Raises:
+    RuntimeError: NCCL EP could not compile its kernels.
+  """
+  return _prepare(device.client.platform_version, device.compute_capability)
+
+
+@functools.cache
+def _prepare(platform_version: str, capability: str) -> tuple[str, str]:
+  found = re.search(r"cuda (\d+)", platform_version)
+  cuda = int(found[1]) // 1000 if found else 13
+  nvcc = find_nvcc(cuda)
+  os.environ["NCCL_EP_JIT_NVCC"] = str(nvcc)
+  sources = _default(
+    "NCCL_EP_JIT_SOURCE_DIR",
+    _find(f"ep_nccl{cuda}/include/nccl_ep", ("nccl.ep", "include/nccl_ep")),
+    "NCCL EP's headers",
+    "nccl-extensions==0.1.0",
+  )
+  nccl = _default(
+    "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
+    _find(f"ep_nccl{cuda}/include", ("nvidia.nccl", "include")),
+    "NCCL's headers",
+    f"nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}",
+  )
+  toolkit = _default(
+    "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+    nvcc.parents[1] / "include",
+    "CUDA's headers",
+    "nvidia-cuda-runtime",
+  )
+  _check_nccl_headers(nccl, cuda)
+  _check_compiler(
+    nvcc,
+    capability,
+    # These are the folders of NCCL EP's own command, in its order.
+    *(sources.parent, sources, sources / "device"),
+    *(nccl, nccl / "nccl_device", toolkit, toolkit / "cccl"),
+  )
+  _check_cache()
+  libraries = (
+    _find(
+      f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
+    ),
+    _find(
+      f"ep_nccl{cuda}/lib/cu{cuda}/libnccl_ep.so",
+      ("nccl.ep", f"lib/cu{cuda}/libnccl_ep.so"),
+    ),
+  )
+  return tuple(str(path or "") for path in libraries)
+
+
+def find_nvcc(cuda: int) -> pathlib.Path:
+  """Returns the nvcc for NCCL EP: the user's, else ours, else that in PATH."""
+  for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
+    if name := os.environ.get(variable):
+      if path := shutil.which(name):
+        return pathlib.Path(path)
+      raise RuntimeError(
+        f"ep_bootstrap: {variable} = {name} is no program; set it to an nvcc of"
+        " CUDA 12 or newer, or unset it for the one that came with ep, or"
+        " PATH's. See docs/gpu.md."
+      )
+  for variable in ("CUDA_HOME", "CUDA_PATH"):
+    nvcc = pathlib.Path(os.environ.get(variable, ""), "bin/nvcc")
+    if os.environ.get(variable) and nvcc.exists():
+      return nvcc
+  ours = _find(f"ep_cuda{cuda}/bin/nvcc", (f"nvidia.cu{cuda}", "bin/nvcc"))
+  if path := ours or shutil.which("nvcc"):
+    return pathlib.Path(path)
+  raise RuntimeError(
+    "ep_bootstrap: NCCL EP compiles kernels when they first run, but there is"
+    " no nvcc; install nvidia-cuda-nvcc (CUDA 13) or a CUDA toolkit, and set"
+    " NCCL_EP_JIT_NVCC or CUDA_HOME to it. See docs/gpu.md."
+  )
+
+
+def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
+  return shipped_files.in_runfiles(runfile) or shipped_files.in_package(
+    *packaged
+  )
+
+
+def _default(
+  variable: str, ours: pathlib.Path | None, what: str, package: str
+) -> pathlib.Path:
+  """Returns the folder that a variable names; sets it to `ours` if unset."""
+  folder = pathlib.Path(os.environ.get(variable) or ours or "")
+  if not (folder.name and folder.exists()):
+    raise RuntimeError(
+      f"ep_bootstrap: NCCL EP compiles kernels with {what}, but they were not"
+      f" found{f' in {folder}' if folder.name else ''}; install {package}, or"
+      f" set {variable} to their folder. See docs/gpu.md."
+    )
+  os.environ[variable] = str(folder)
+  return folder
+
+
+def _text(version: int) -> str:
+  return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _check_nccl_headers(folder: pathlib.Path, cuda: int) -> None:
+  header = folder / "nccl.h"
+  text = header.read_text() if header.exists() else ""
+  found = re.search(r"#define NCCL_VERSION_CODE (\d+)", text)
+  if found and int(found[1]) == _NCCL_VERSION:
+    return
+  raise RuntimeError(
+    "ep_bootstrap: NCCL EP must compile its kernels with the headers of NCCL"
+    f" {_text(_NCCL_VERSION)}, but {header} is"
+    f" {f'of NCCL {_text(int(found[1]))}' if found else 'not one of them'};"
+    f" install nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}, or set"
+    " NCCL_EP_JIT_BUILD_INCLUDE_DIR to their folder. See docs/gpu.md."
+  )
+
+
+def _check_compiler(
+  nvcc: pathlib.Path, capability: str, *includes: pathlib.Path
+) -> None:
+  """Raises `RuntimeError` if the header of all kernels does not compile.
+
+  The compiler, headers or a host compiler may be missing, or too old for one
+  another or for the GPU.
+  """
+  arch = _flags("NVCC_ARCH_FLAGS") or [
+    f"-arch=sm_{capability.replace('.', '')}"
+  ]
+  options = [*_OPTIONS, *arch, *(f"-I{folder}" for folder in includes)]
+  options += _flags("NVCC_EXTRA_FLAGS")
+  with tempfile.TemporaryDirectory() as folder:
+    pathlib.Path(folder, "probe.cu").write_text(_PROBE)
+    try:
+      subprocess.run(
+        [nvcc, "--cubin", "probe.cu", "-o", "probe.cubin", *options],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=_PROBE_TIMEOUT_S,
+      )
+    except (OSError, subprocess.SubprocessError) as e:
+      output = (getattr(e, "stdout", None) or b"").decode(errors="replace")
+      raise RuntimeError(
+        "ep_bootstrap: NCCL EP compiles kernels when they first run, but"
+        f" {nvcc} cannot compile what they include: {e} {output} Set"
+        " NCCL_EP_JIT_NVCC to an nvcc of CUDA 12 or newer that works, and"
+        " install a C++ compiler and the headers that are missing"
+        " (nvidia-cuda-cccl, nvidia-cuda-runtime, nvidia-cuda-crt). See"
+        " docs/gpu.md."
+      ) from e
+
+
+def _flags(variable: str) -> Sequence[str]:
+  return shlex.split(os.environ.get(variable, ""))
+
+
+def _check_cache() -> None:
+  """Makes the folder of compiled kernels, which NCCL EP loads and runs.
+
+  By default each host has its own, because NCCL EP's locks and temporary names
+  are those of one host, and home folders may be shared.
+
+  Raises:
+    RuntimeError: it cannot be made; another user can write to it; or NCCL EP
+      remembers in it that a kernel did not compile, and would not try again.
+  """
+  try:
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    cache = pathlib.Path(
+      os.environ.get(_CACHE_VARIABLE)
+      or pathlib.Path(home, "ep", "nccl_ep", platform.node())
+    ).absolute()
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=cache).close()
+  except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home
+    raise RuntimeError(
+      "ep_bootstrap: NCCL EP has no folder to write the kernels to that it"
+      f" compiles: {e}; set {_CACHE_VARIABLE} to one. See docs/gpu.md."
+    ) from e
+  os.environ[_CACHE_VARIABLE] = str(cache)
+  _check_private(cache)
+  failures = sorted(cache.glob("*/compile.failed"))
+  if failures:
+    folders = ", ".join(str(failure.parent) for failure in failures)
+    raise RuntimeError(
+      "ep_bootstrap: NCCL EP has failed to compile kernels before. It does not"
+      " try again, though the compiler works now, but ends the process. Delete"
+      f" what it remembers: {folders}. Or set {_CACHE_VARIABLE} to another"
+      " folder. See docs/gpu.md."
+    )
+
+
+def _check_private(cache: pathlib.Path) -> None:
+  """Raises `RuntimeError` if another user, but root, can replace kernels."""
+  what = f"ep_bootstrap: NCCL EP loads and runs the kernels in {cache}, but"
+  cure = f"set {_CACHE_VARIABLE} to a folder of your own. See docs/gpu.md."
+  folder = cache.resolve()
+  links = [path for path in (cache, *cache.parents) if path.is_symlink()]
+  for path in (*links, folder):
+    if _owner(path) not in {0, os.geteuid()}:
+      raise RuntimeError(f"{what} {path} belongs to another user; {cure}")
+  mode = stat.S_IMODE(folder.stat().st_mode)
+  if mode & (stat.S_IWGRP | stat.S_IWOTH):
+    raise RuntimeError(
+      f"{what} its mode {mode:o} lets other users write to it; delete it, or,"
+      f" if all in it is yours, chmod go-w it; or {cure}"
+    )
+
+
+def _owner(path: pathlib.Path) -> int:
+  return path.lstat().st_uid

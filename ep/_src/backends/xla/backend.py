@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="xla": `lax` collectives and gathers alone, on whatever XLA runs on.
+
+An op is a function of one rank's arrays, and its primitive is lowered to it.
+`ep_prepare` shares how many tokens of each rank chose each expert, from which
+every rank computes its plan (xla/plans.py). Dispatch sends rows along the plan,
+combine sends them back (xla/exchanges.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.backends.xla import checks, exchanges, plans
+from ep._src.backends.xla.plans import Dims, Plan
+from ep._src.base import compat
+from ep._src.base.backend import (
+  Backend,
+  Connection,
+  GroupMemory,
+  Join,
+  OpParams,
+)
+from ep._src.base.config import GroupConfig
+from ep._src.base.meshes import Mesh
+
+
+class XlaBackend(Backend):
+  """Serves any mesh."""
+
+  def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
+    pass
+
+  def check_sizes(self, group: GroupConfig) -> None:
+    pass
+
+  def probe(self) -> str:
+    return ""
+
+  def connect(self, group: GroupConfig, join: Join) -> Connection:
+    join(group, dict)  # checks that all processes agree
+    return XlaConnection(group)
+
+
+class XlaConnection(Connection):
+  """Lowers ops to XLA's collectives. It holds nothing that must be closed."""
+
+  def check(self) -> None:
+    pass  # ops report their own failures
+
+  def memory(self) -> GroupMemory:
+    return GroupMemory(reserved=0, resident=0)
+
+  def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
+    pass  # a rank is known by its place, on whatever device
+
+  def mem_bytes(self, params: OpParams) -> int:
+    return plans.mem_bytes(Dims(params.layer, params.num_tokens))
+
+  def lower(
+    self,
+    op: str,
+    ctx: compat.mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
+  ) -> Any:
+    dims = Dims(
+      params.layer,
+      params.num_tokens,
+      drop=params.drop,
+      can_raise=compat.can_call_python(ctx),
+      nan_tail=params.tail == "nan",
+    )
+
+    def fn(*operands):
+      if not dims.T:  # nothing is sent, and nothing can be wrong
+        return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
+      if op != "ep_prepare":
+        operands = *_open(dims, op, operands[0]), *operands[1:]
+      outs = _OPS[op](dims, *operands)
+      if op == "ep_combine" and params.checked:
+        return [checks.check_finite(dims, *outs)]
+      return outs
+
+    scope = jax.named_scope(f"{op}[{params.layer.name}]")
+    return compat.lower_local(scope(fn))(ctx, *operands)
+
+  def _close(self) -> None:
+    pass
+
+  def _release(self) -> None:
+    pass
+
+
+def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
+  choices = plans.sort_choices(dims, idx)
+  config = jnp.full(1, dims.layer.fingerprint % 2**31, jnp.int32)
+  faults, configs, counts, digests = exchanges.share(
+    dims,
+    checks.find_fault(dims, idx),
+    config,
+    choices.counts,
+    plans.digest(plans.int32(idx).reshape(-1))[None],
+  )
+  slabs = plans.make_slabs(dims, counts)
+  failed = checks.check_routing(dims, idx.dtype, faults, configs[:, 0], slabs)
+  plan = plans.make_plan(dims, choices, counts, slabs, digests[:, 0])
+  mem = plans.pack(dims, plan) + failed
+  group_sizes = slabs.end.clip(max=dims.C) - slabs.offset.clip(max=dims.C)
+  token_counts = slabs.tokens.clip(max=(dims.C - slabs.offset).clip(0))
+  dropped_counts = slabs.tokens - token_counts
+  total = slabs.end[:, -1:]
+  kept = plan.code.reshape(idx.shape) < dims.no_code
+  me = lax.axis_index(dims.axis)
+  return [
+    lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
+    jnp.where(failed, 0, group_sizes[me]),
+    jnp.where(failed, 0, token_counts[me]),
+    jnp.where(failed, -1, total[me]),
+    jnp.where(failed, 0, dropped_counts[me]),
+    jnp.where(failed, -1, total.max(0)),
+    jnp.where(failed, False, kept),
+  ]
+
+
+def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
+  """Returns the plan of a handle, and whether it is one of this rank's."""
+  checks.check_mem(dims, op, mem)
+  plan, is_sound = plans.unpack(dims, mem)
+  return plan, checks.check_plan(dims, op, plan.routing, is_sound)
+
+
+def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
+  side = exchanges.to_slots(dims, plan)
+  exchange = functools.partial(exchanges.exchange, dims, side)
+  return [
+    exchange(tokens, plan.order // dims.K, is_sound),
+    exchange(weights.reshape(-1), plan.order, is_sound),
+  ]
+
+
+def _combine_bwd(dims: Dims, plan, is_sound, tokens) -> list[jax.Array]:
+  side = exchanges.to_slots(dims, plan)
+  order = plan.order // dims.K
+  return [exchanges.exchange(dims, side, tokens, order, is_sound)]
+
+
+def _combine(dims: Dims, plan, is_sound, rows, weights=None) -> list[jax.Array]:
+  side = exchanges.to_choices(plan)
+  exchange = functools.partial(exchanges.exchange, dims, side)
+  terms = exchange(rows, plan.slots, is_sound)
+  terms = _flush(terms.astype(jnp.float32))
+  if weights is not None:
+    weights = _flush(exchange(weights, plan.slots, is_sound))
+    # XLA contracts no product and sum into one where bits are masked between.
+    terms = _flush(terms * weights[:, None])
+  terms = terms.reshape(dims.T, dims.K, -1)
+  out = terms[:, 0]
+  for k in range(1, dims.K):
+    out = _flush(out + terms[:, k])
+  return [_flush(out, sign=0).astype(rows.dtype)]
+
+
+def _dispatch_bwd(dims: Dims, plan, is_sound, rows, weights) -> list[jax.Array]:
+  side = exchanges.to_choices(plan)
+  weights = exchanges.exchange(dims, side, weights, plan.slots, is_sound)
+  return [
+    *_combine(dims, plan, is_sound, rows),
+    weights.reshape(dims.T, dims.K),
+  ]
+
+
+def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
+  """Returns float32 `x` with each denormal, and zero, as a zero of its sign.
+
+  With `sign=0` all these are +0. The bits are changed as whole numbers, because
+  XLA takes `0 + x` for `x`, and platforms differ in what they flush.
+  """
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  is_small = bits & np.uint32(0x7F800000) == 0
+  bits = jnp.where(is_small, bits & np.uint32(sign), bits)
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+_OPS = {
+  "ep_prepare": _prepare,
+  "ep_dispatch": _dispatch,
+  "ep_combine": _combine,
+  "ep_dispatch_bwd": _dispatch_bwd,
+  "ep_combine_bwd": _combine_bwd,
+}

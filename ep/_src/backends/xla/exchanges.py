@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="xla": moves rows between the ranks of a domain, along a plan.
+
+Rows travel as whole numbers, so that no platform flushes a denormal or changes
+a NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.backends.xla.plans import Dims, Plan
+
+
+class Side(NamedTuple):
+  """The streams that a rank sends and receives, and the rows that it wants."""
+
+  start: jax.Array  # [P] where the stream to each rank starts
+  size: jax.Array  # [P] rows of that stream
+  remote_start: jax.Array  # [P] where that rank puts it
+  recv_start: jax.Array  # [P] where this rank puts the stream from each
+  recv_size: jax.Array  # [P] rows of that stream
+  codes: jax.Array  # [n] codes of the wanted rows
+  is_nan: jax.Array  # [n] or []: whether rows that are not sent are NaN
+
+
+def to_slots(dims: Dims, plan: Plan) -> Side:
+  """Returns the side of a rank that sends tokens and wants slots."""
+  return Side(
+    plan.to_start,
+    plan.to_size,
+    plan.remote_from,
+    plan.from_start,
+    plan.from_size,
+    plan.source,
+    dims.nan_tail & (jnp.arange(dims.C) >= plan.used),
+  )
+
+
+def to_choices(plan: Plan) -> Side:
+  """Returns the side of a rank that sends slots and wants choices."""
+  return Side(
+    plan.from_start,
+    plan.from_size,
+    plan.remote_to,
+    plan.to_start,
+    plan.to_size,
+    plan.code,
+    jnp.bool_(False),
+  )
+
+
+def exchange(
+  dims: Dims,
+  side: Side,
+  rows: jax.Array,
+  sequence: jax.Array,
+  is_sound: jax.Array,
+) -> jax.Array:
+  """Sends `rows[sequence]`, stream by stream, and returns the wanted rows.
+
+  On a rank where `is_sound` is False, i.e. whose plan is not its own, every row
+  that is sent or returned is NaN. Any index is kept in range, whatever the plan
+  says.
+  """
+  bits = lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
+  nan = jnp.array(jnp.iinfo(bits.dtype).max, bits.dtype)
+  B, codes = dims.B, side.codes
+
+  def take(x, index):
+    return x.at[index].get(mode="fill", fill_value=0)
+
+  def padded(bits):
+    """Sends one bucket of B rows to each rank."""
+    at = side.start[:, None] + jnp.arange(B, dtype=jnp.int32)
+    sent = jnp.where(is_sound, take(bits, take(sequence, at)), nan)
+    if dims.P > 1:
+      sent = lax.all_to_all(sent, dims.axis, 0, 0)
+    received = sent.reshape(dims.no_code, *sent.shape[2:])
+    return received.at[codes].get(mode="clip")
+
+  def ragged(bits):
+    """Sends each stream in its own length."""
+    sent = jnp.where(is_sound, take(bits, sequence), nan)
+    room = codes.size
+    start = side.start.clip(0, len(sent))
+    remote_start = side.remote_start.clip(0, room)
+    size = side.size.clip(0)
+    size = jnp.minimum(
+      size, jnp.minimum(len(sent) - start, room - remote_start)
+    )
+    # Rows that no rank writes are never read, so any value will do. XLA would
+    # build a constant once, outside of a loop, and copy it in each turn.
+    unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (room, *sent.shape[1:]))
+    received = lax.ragged_all_to_all(
+      sent,
+      unwritten,
+      start,
+      size,
+      remote_start,
+      side.recv_size.clip(0, room),
+      axis_name=dims.axis,
+    )
+    recv_start = side.recv_start.at[codes // B].get(mode="clip")
+    return received.at[recv_start + codes % B].get(mode="clip")
+
+  if dims.P == 1:
+    out = padded(bits)
+  else:
+    out = lax.platform_dependent(bits, cpu=padded, default=ragged)
+
+  # In bfloat16 this selects between two variables, for with a constant XLA:CPU
+  # loses bits. In the last element, denormals are flushed and NaNs quietened by
+  #
+  #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
+  #
+  # for a traced bool s and uint16 [7] x: a cast of a choice with a constant is
+  # to LLVM a choice of casts, and if a bfloat16 is not only loaded and stored,
+  # but one of two in a register, its code for x86 goes by way of float32.
+  is_row = is_sound & (codes < dims.no_code)
+  filler = jnp.where(side.is_nan | ~is_sound, nan, jnp.zeros_like(nan))
+  is_row, filler = (
+    x.reshape(*x.shape, *[1] * (out.ndim - x.ndim)) for x in (is_row, filler)
+  )
+  return lax.bitcast_convert_type(jnp.where(is_row, out, filler), rows.dtype)
+
+
+def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
+  """Returns vectors of all ranks, as [P, n], in one collective."""
+  mine = jnp.concatenate(arrays)[None]
+  if dims.P > 1:
+    mine = lax.all_gather(mine, dims.axis, tiled=True)
+  return jnp.split(mine, np.cumsum([a.size for a in arrays])[:-1], axis=1)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what users pass, and names the argument that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import numbers
+import operator
+import os
+import pathlib
+import sys
+from typing import Any
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INT32_MAX = 2**31 - 1
+
+# The folder of the package ep, with a separator at the end, and the module that
+# leaves its contexts.
+_NOT_OF_USERS = (
+  os.path.join(pathlib.Path(__file__).parents[2], ""),
+  contextlib.__file__,
+)
+
+
+def check(condition: bool, what: str, message: str) -> None:
+  """Raises `ValueError` with a message that begins with `what`, or returns."""
+  if not condition:
+    raise ValueError(f"{what}: {message}")
+
+
+def check_choices(what: str, values: Any, **choices: Any) -> None:
+  """Raises `ValueError` if an attribute of `values` is none of its choices."""
+  for field, allowed in choices.items():
+    value = getattr(values, field)
+    check(
+      isinstance(value, str | None) and value in allowed,
+      what,
+      f"{field} = {value!r}, but it must be one of {allowed}.",
+    )
+
+
+def integer(what: str, name: str, value: Any) -> int:
+  """Returns an argument that is an integer of any type as an `int`.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no integer; neither is a bool.
+    ValueError: it does not fit into 32 bits.
+  """
+  try:
+    if isinstance(value, bool):
+      raise TypeError
+    result = operator.index(value)
+  except TypeError:
+    raise _wrong_type(what, name, value, "an integer") from None
+  if abs(result) > INT32_MAX:
+    raise ValueError(
+      f"{what}: {name} = {result}, but it must be less than 2^31: tokens, rows"
+      " and experts are counted in 32 bits."
+    )
+  return result
+
+
+def array(what: str, name: str, value: Any) -> jax.Array:
+  """Returns an argument as `jnp.asarray` does, but cuts no integer to 32 bits.
+
+  The integers of NumPy and Python have 64 bits, of which JAX drops half unless
+  jax_enable_x64 is set.
+
+  Raises, with a message that begins with `what`:
+    ValueError: such an integer does not fit into 32 bits.
+  """
+  for part in jax.tree.leaves(value):
+    if isinstance(part, jax.Array) or not _is_integral(part):
+      continue
+    for x in map(int, [np.min(part, initial=0), np.max(part, initial=0)]):
+      check(
+        -INT32_MAX <= x <= INT32_MAX,
+        what,
+        f"{name} holds {x}, but tokens, rows and experts are counted in 32"
+        " bits; pass numbers below 2^31.",
+      )
+  return jnp.asarray(value)
+
+
+def integers(what: str, name: str, value: Any) -> jax.Array:
+  """Returns an argument that is an array of integers as int32.
+
+  A value that is known only when the program runs, and does not fit, becomes
+  the nearest that does. Neither is a valid id or number of rows.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it holds no integers.
+    ValueError: as in `array`.
+  """
+  x = array(what, name, value)
+  if not jnp.issubdtype(x.dtype, jnp.integer):
+    raise TypeError(
+      f"{what}: {name} is {x.dtype}, but integers are expected; convert it."
+    )
+  return int32(x)
+
+
+def int32(x: jax.Array) -> jax.Array:
+  """Returns integers of any type as the nearest int32."""
+  has, room = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+  return x.clip(max(has.min, room.min), min(has.max, room.max)).astype(
+    jnp.int32
+  )
+
+
+def seconds(what: str, name: str, value: Any) -> float:
+  """Returns an argument that is a positive time, perhaps infinite.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no number.
+    ValueError: it is not positive, or NaN.
+  """
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise _wrong_type(what, name, value, "a number of seconds")
+  if not value > 0:  # as NaN is not
+    raise ValueError(
+      f"{what}: {name} = {value}, but it must be a positive number of seconds;"
+      " math.inf waits without limit."
+    )
+  return float(value)
+
+
+def alignment(what: str, value: Any) -> int:
+  """Returns an alignment in rows; 0 means none, as in TransformerEngine.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no integer.
+    ValueError: it is negative.
+  """
+  rows = integer(what, "alignment", value)
+  check(
+    rows >= 0,
+    what,
+    f"alignment = {rows}, but it must be a number of rows; 1, like 0, aligns"
+    " nothing.",
+  )
+  return max(rows, 1)
+
+
+def capacity_factor(what: str, value: Any) -> float:
+  """Returns a capacity over that of an even load.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no number.
+    ValueError: it is not positive, or not finite.
+  """
+  factor = number(what, "capacity_factor", value)
+  check(
+    factor > 0,
+    what,
+    f"capacity_factor = {factor}, but it must be positive: 1.25 leaves room for"
+    " a quarter more rows than an even load, None for any routing.",
+  )
+  return factor
+
+
+def flag(what: str, name: str, value: Any) -> bool:
+  """Returns an argument that is a bool, or raises `TypeError`."""
+  if not isinstance(value, bool | np.bool_):
+    raise _wrong_type(what, name, value, "True or False")
+  return bool(value)
+
+
+def flags(what: str, **values: Any) -> None:
+  """Raises `TypeError` unless all of the arguments are bools."""
+  for name, value in values.items():
+    flag(what, name, value)
+
+
+def number(what: str, name: str, value: Any) -> float:
+  """Returns an argument that is a finite real number.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no number.
+    ValueError: it is NaN or infinite.
+  """
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise _wrong_type(what, name, value, "a number")
+  check(
+    math.isfinite(value),
+    what,
+    f"{name} = {value}, but it must be a finite number.",
+  )
+  return float(value)
+
+
+def label(what: str, value: Any) -> str:
+  """Returns a name for messages, records and traces.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no string.
+    ValueError: it has characters that do not print, such as NUL.
+  """
+  name = string(what, "name", value)
+  check(
+    name.isprintable(),
+    what,
+    f"name = {name!r}, but it must have no characters that cannot be printed:"
+    " messages and records would lose them.",
+  )
+  return name
+
+
+def string(what: str, name: str, value: Any) -> str:
+  """Returns an argument that is a string, or raises `TypeError`."""
+  if not isinstance(value, str):
+    raise _wrong_type(what, name, value, "a string")
+  return value
+
+
+def strings(what: str, name: str, value: Any) -> tuple[str, ...]:
+  """Returns an argument that is a tuple or list of strings as a tuple."""
+  if not isinstance(value, tuple | list):
+    raise _wrong_type(what, name, value, "a tuple of strings")
+  return tuple(string(what, f"an element of {name}", x) for x in value)
+
+
+def dtype(what: str, name: str, value: Any) -> np.dtype:
+  """Returns what names a dtype as that dtype, or raises `TypeError`."""
+  try:
+    return jnp.dtype(value)
+  except TypeError:
+    raise _wrong_type(what, name, value, "a dtype") from None
+
+
+def function(what: str, name: str, value: Any) -> None:
+  """Raises `TypeError` unless an argument is a function that has a hash."""
+  if not callable(value):
+    expected = "a function of an array"
+    if isinstance(value, str) and hasattr(jax.nn, value):
+      expected += f", like jax.nn.{value},"
+    raise _wrong_type(what, name, value, expected)
+  try:
+    hash(value)
+  except TypeError:
+    raise TypeError(
+      f"{what}: {name} is a {type(value).__name__} without a hash, but programs"
+      " are kept by their functions; pass a function."
+    ) from None
+
+
+def cannot_pickle(what: str, cure: str) -> TypeError:
+  """Returns the error of pickling what belongs to this process."""
+  return TypeError(
+    f"{what} cannot be pickled, nor sent to another process: it belongs to the"
+    f" connections of this one; {cure}."
+  )
+
+
+def warn(message: str) -> None:
+  """Warns at the line of the user that called the package."""
+  for level in itertools.count(1):
+    if not sys._getframe(level).f_code.co_filename.startswith(_NOT_OF_USERS):
+      return warnings.warn(message, stacklevel=level + 1)
+
+
+def _is_integral(value: Any) -> bool:
+  return isinstance(value, int) or np.asarray(value).dtype.kind in "iu"
+
+
+def _wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:
+  return TypeError(
+    f"{what}: {name} = {value!r} is a {type(value).__name__}, but {expected} is"
+    " expected."
+  )

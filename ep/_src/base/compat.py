@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wraps everything that JAX does not promise to keep.
+
+Nothing else in the package imports `jax._src`, `jax.interpreters`,
+`jax.experimental` or `jax.extend`. Written for jax 0.10.2 and newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import os
+from typing import Any
+
+import jax
+from jax._src import clusters as _clusters
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import distributed as _distributed
+from jax._src import mesh as _mesh
+from jax._src.interpreters import batching as _batching
+from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
+from jax._src.lib.mlir.dialects import func as _func
+from jax.experimental import io_callback as io_callback
+from jax.extend.core import Literal
+from jax.extend.core import Primitive as Primitive
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+from jax.interpreters import partial_eval
+
+
+def manual_axes() -> frozenset[str]:
+  """Returns the mesh axes that are manual here, inside `jax.shard_map`."""
+  return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def context_mesh():
+  """Returns the mesh of `jax.set_mesh` or an enclosing `shard_map`, or None."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return None if mesh.empty else mesh
+
+
+def is_on_one_device() -> bool:
+  """Returns whether arrays here are those of one device, as in `shard_map`."""
+  mesh = context_mesh()
+  return mesh is not None and manual_axes() == frozenset(mesh.axis_names)
+
+
+def in_a_program() -> bool:
+  """Returns whether what is called here becomes a part of a larger program."""
+  return _core.unsafe_am_i_under_a_jit()
+
+
+def compiler_options() -> dict[str, str]:
+  """Returns the options of JAX that change what XLA makes of a program."""
+  words = "optimization", "fitting", "effort", "remat_pass", "shardy"
+  return {
+    name: str(value)
+    for name, value in jax.config.values.items()
+    if any(word in name for word in words)
+  }
+
+
+def concrete_context_mesh():
+  """Returns the mesh of devices of `jax.set_mesh`, or None."""
+  mesh = _mesh.get_concrete_mesh()
+  return None if mesh.empty else mesh
+
+
+def _varying(x) -> frozenset[str]:
+  return jax.typeof(x).mat.varying
+
+
+def vary_together(*xs, axes: Iterable[str] = ()):
+  """Casts values to vary over the union of their mesh axes and `axes`.
+
+  Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
+  of a loop before and after a step, must vary over the same mesh axes. The
+  transpose of the cast is the sum over those axes.
+  """
+  if not checks_vma():
+    return xs
+  axes = frozenset(axes).union(*map(_varying, xs))
+
+  def cast(x):
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return tuple(map(cast, xs))
+
+
+def is_batched(tree: Any) -> bool:
+  """Returns whether a leaf is an example of a `vmap` that sees it next.
+
+  It is not if a derivative is taken inside of the `vmap`: `vmap(grad(f))`.
+  """
+  current = _core.trace_ctx.trace
+  return any(
+    isinstance(x, _batching.BatchTracer) and x._trace is current
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def checks_vma() -> bool:
+  """Returns whether JAX knows here over which mesh axes values vary."""
+  return _config._check_vma.value
+
+
+def out_aval(shape, dtype, like) -> Any:
+  """Returns the abstract value of an output that varies as `like` does."""
+  spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+  return like.update(
+    shape=shape,
+    dtype=dtype,
+    weak_type=False,
+    sharding=like.sharding.update(spec=spec),
+  )
+
+
+def varying_aval(aval, axes: Iterable[str]) -> Any:
+  """Returns an abstract value that varies over `axes` as well."""
+  varying = aval.mat.varying.union(axes)
+  return aval.update(manual_axis_type=aval.mat.update(varying=varying))
+
+
+def compile_eager(primitive: Primitive, static: Sequence[str]) -> None:
+  """Makes eager calls of a primitive compile once for each kind of operands.
+
+  `static` names its parameters. `jax.disable_jit` has no effect on it.
+  """
+  program = jax.jit(primitive.bind, static_argnames=static)
+
+  def run(*operands, **params):
+    with jax.disable_jit(False):
+      return program(*operands, **params)
+
+  primitive.def_impl(run)
+
+
+def instantiate_zeros(tangent):
+  """Returns a tangent or cotangent, perhaps a symbolic zero, as an array."""
+  return ad.instantiate_zeros(tangent)
+
+
+def _implicit(mesh):
+  """Returns an abstract mesh with its Explicit axes made Auto."""
+  auto = jax.sharding.AxisType.Auto
+  return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
+
+
+def _unchecked(aval):
+  """Returns an abstract value of which JAX knows no sharding by type."""
+  spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
+  return aval.update(
+    manual_axis_type=type(aval.mat)(),
+    sharding=aval.sharding.update(
+      mesh=_implicit(aval.sharding.mesh), spec=spec
+    ),
+  )
+
+
+def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a lowering to `fn` of one device's arrays.
+
+  `fn` may call collectives: JAX lowers the body of a `shard_map` with its mesh
+  axes in scope, so their names mean in `fn` what they mean there. Over which of
+  them values vary was checked when the op was bound (`vary_together`), and is
+  neither known to `fn` nor checked again. Explicit axes that are not manual are
+  automatic in `fn`.
+  """
+  lower = mlir.lower_fun(fn, multiple_results=True)
+
+  def lower_unchecked(ctx, *operands, **params):
+    avals = [_unchecked(a) for a in ctx.avals_in]
+    mesh = _implicit(jax.sharding.get_abstract_mesh())
+    with _config._check_vma(False), jax.sharding.use_abstract_mesh(mesh):
+      return lower(ctx.replace(avals_in=avals), *operands, **params)
+
+  return lower_unchecked
+
+
+# These primitives have a lowering of ours. They are a part of the key of JAX's
+# caches, or JAX would go on to use what it lowered before.
+_replaced = jax.make_user_context(default_value=frozenset())
+
+
+def lower_instead(
+  primitive: Primitive, rule: Callable[..., Any], platform: str
+) -> Callable[[], None]:
+  """Gives a primitive of JAX a lowering; returns what undoes that.
+
+  The first call counts, until that is undone.
+  """
+  replaced = _replaced.get_global()
+  if primitive in replaced:
+    return lambda: None
+  rules = mlir._platform_specific_lowerings[platform]
+  rule_before = rules.get(primitive)
+  mlir.register_lowering(primitive, rule, platform)
+  _replaced.set_global(replaced | {primitive})
+
+  def undo():
+    del rules[primitive]
+    if rule_before is not None:
+      rules[primitive] = rule_before
+    _replaced.set_global(replaced)
+
+  return undo
+
+
+def next_position(ctx: mlir.LoweringRuleContext) -> int:
+  """Returns the next number of the module being lowered.
+
+  It is equal on every process.
+  """
+  return ctx.module_context.new_channel()
+
+
+def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
+  """Returns a context that names its instructions, for XLA and for profilers.
+
+  XLA puts "_" for characters that cannot be in a name, and appends a number.
+  """
+  return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
+
+
+def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
+  """Returns whether the program being lowered will run in this process."""
+  module = ctx.module_context
+  exported = module.lowering_parameters.for_export
+  return not exported and module.get_backend(optional=True) is not None
+
+
+def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
+  """Returns whether a `shard_map` does, in which JAX cannot call Python."""
+  context = ctx.module_context.axis_context
+  if not isinstance(context, mlir.SPMDAxisContext):
+    return False
+  return context.manual_axes != frozenset(context.mesh.axis_names)
+
+
+def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+  """Returns whether XLA divides the operation among devices."""
+  context = ctx.module_context.axis_context
+  if isinstance(context, mlir.ShardingContext):
+    return context.num_devices > 1
+  return leaves_axes_automatic(ctx)
+
+
+def run_once_in_remat(primitive: Primitive) -> None:
+  """Makes `jax.checkpoint` keep the results of a primitive with any policy.
+
+  So it does not run the primitive again in the backward pass.
+  """
+
+  def rule(saveable, unknown, instantiated, eqn):
+    del saveable
+    outs = len(eqn.outvars)
+    if not any(unknown):
+      return eqn, None, [False] * outs, [False] * outs, []
+    residuals = [
+      x
+      for x, there in zip(eqn.invars, instantiated, strict=True)
+      if not there and not isinstance(x, Literal)
+    ]
+    return None, eqn, [True] * outs, [True] * outs, residuals
+
+  partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def lower_to_python(
+  ctx: mlir.LoweringRuleContext, fn: Callable[..., Any], *operands: Any
+) -> Sequence[Any]:
+  """Lowers to a call of `fn` with a device's arrays, which returns others.
+
+  They are numpy arrays, and the arguments are valid until `fn` returns. What
+  uses a result waits for the call, and the program fails if it raises. Unlike
+  in a `jax.debug.callback`, nothing is put on a device on the way: that takes
+  most of the callback's time, and may wait for a thread which runs the
+  callback. Neither has the program an effect that JAX knows, for which it would
+  launch it from Python.
+  """
+  results, *_ = mlir.emit_python_callback(
+    ctx,
+    fn,
+    None,
+    operands,
+    ctx.avals_in,
+    ctx.avals_out,
+    has_side_effect=True,
+    returns_token=False,
+  )
+  return results
+
+
+def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a lowering to a call of a function that holds what `lower` makes.
+
+  XLA:GPU runs the call on the stream of its own collectives, in one order with
+  them: two communicators that overlap may wait for each other without end.
+  TransformerEngine and `jax.experimental.compute_on("gpu_stream:collective")`
+  do the same; XLA knows the name since JAX 0.10.1 (openxla/xla#39604).
+  """
+
+  def lower_call(ctx, *operands, **params):
+    module, ir = ctx.module_context, mlir.ir
+    outs = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
+    function = _func.FuncOp(
+      "ep_op",
+      ir.FunctionType.get([o.type for o in operands], outs),
+      visibility="private",
+      ip=ir.InsertionPoint.at_block_begin(module.module.body),
+    )
+    module.symbol_table.insert(function)
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+      _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
+    call = _func.CallOp(function, list(operands))
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+      {
+        "_xla_stream_annotation": ir.StringAttr.get("collective"),
+        "inlineable": ir.StringAttr.get("false"),
+      }
+    )
+    return call.results
+
+  return lower_call
+
+
+def module_name(ctx: mlir.LoweringRuleContext) -> str:
+  """Returns the name of the module being lowered, like "jit_step"."""
+  name = ctx.module_context.module.operation.attributes["sym_name"]
+  return mlir.ir.StringAttr(name).value
+
+
+def module_note(
+  ctx: mlir.LoweringRuleContext, key: str, make: Callable[[], str]
+) -> str:
+  """Returns the module's attribute "ep.<key>", which `make` makes once.
+
+  It lives as long as the module. So would `ModuleContext.keepalives`, but a
+  module that has any cannot be exported.
+  """
+  attributes = ctx.module_context.module.operation.attributes
+  name = f"ep.{key}"
+  if name not in attributes:
+    attributes[name] = mlir.ir.StringAttr.get(make())
+  return mlir.ir.StringAttr(attributes[name]).value
+
+
+def distributed_client():
+  """Returns the key-value service of `jax.distributed`, or None."""
+  return _distributed.global_state.client
+
+
+def distributed_process() -> int:
+  """Returns `jax.process_index()`, without initializing the devices."""
+  return _distributed.global_state.process_id
+
+
+def cluster_process_count() -> int | None:
+  """Returns the number of processes of the cluster that JAX detects, or None.
+
+  It is the cluster that `jax.distributed.initialize` asks for arguments which
+  it does not get, except that a pod of Kubernetes counts only in an indexed
+  job: any other pod has no number, and JAX fails in it.
+  """
+  for cluster in _clusters.ClusterEnv._cluster_types:
+    if cluster.opt_in_only_method:
+      continue
+    is_pod = cluster is _clusters.K8sCluster
+    if is_pod and "JOB_COMPLETION_INDEX" not in os.environ:
+      continue
+    if cluster.is_env_present():
+      return cluster.get_process_count()
+  return None

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that describe a group and a layer, without any connection.
+
+`EpGroup` and `EpLayerConfig` (group.py), which users hold, extend them.
+Backends and the parameters of ops use only what is here: JAX's caches keep
+parameters longer than the functions that they belong to, and must not keep a
+group open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ep._src.base import arguments
+from ep._src.base.meshes import Mesh
+
+_OVERFLOW = ("error", "drop", "chunk")
+_DROP_BY = ("slot", "weight", "fair")
+_TAILS = ("zero", "unspecified")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_OPTIONAL_SIZES = (
+  "max_tokens_per_rank",
+  "hidden_dim",
+  "top_k",
+  "recv_capacity_per_rank",
+)
+
+# A field has this value until it is resolved; types are those of resolved ones.
+_INHERITED: Any = None
+
+# The fields of a group that a compiled program relies on, besides the shape of
+# its mesh. The others travel with each op or do not change what it computes.
+_OF_PROGRAMS = (
+  "axis_name",
+  "data_axes",
+  "num_experts",
+  "max_tokens_per_rank",
+  "hidden_dim",
+  "max_token_dtype",
+)
+
+
+class _GroupPolicy(str):
+  """A policy that a layer has from its group.
+
+  `dataclasses.replace` hands it to a layer of perhaps another `overflow`, which
+  inherits anew. In another group it is a policy like any other.
+  """
+
+  group_name: str
+
+  @classmethod
+  def of(cls, group: GroupConfig, overflow: str) -> _GroupPolicy:
+    self = cls(group.drop_by if overflow == "drop" else "slot")
+    self.group_name = group.name
+    return self
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig:
+  """The arguments of `ep_bootstrap`, with defaults resolved.
+
+  Raises:
+    ValueError, TypeError: an argument is wrong by itself or with the others.
+  """
+
+  name: str
+  mesh: Mesh
+  axis_name: str
+  data_axes: tuple[str, ...]
+  num_experts: int
+  max_tokens_per_rank: int | None
+  hidden_dim: int | None
+  top_k: int | None
+  recv_capacity_per_rank: int | None
+  alignment: int
+  max_token_dtype: jnp.dtype
+  overflow: str
+  drop_by: str
+  backend: str
+  max_num_sms: int
+  timeout_s: float
+  exit_after_s: float
+
+  def __post_init__(self) -> None:
+    what = "ep_bootstrap"
+
+    def resolve(field: str, value: Any) -> None:
+      object.__setattr__(self, field, value)
+
+    given = [f for f in _OPTIONAL_SIZES if getattr(self, f) is not None]
+    for field in (*given, "num_experts", "max_num_sms"):
+      resolve(field, arguments.integer(what, field, getattr(self, field)))
+    if isinstance(self.drop_by, _GroupPolicy):
+      resolve("drop_by", str(self.drop_by))
+    resolve("alignment", arguments.alignment(what, self.alignment))
+    for field in ("timeout_s", "exit_after_s"):
+      resolve(field, arguments.seconds(what, field, getattr(self, field)))
+    arguments.label(what, self.name)
+    arguments.string(what, "axis_name", self.axis_name)
+    resolve("data_axes", arguments.strings(what, "data_axes", self.data_axes))
+    axis, names = self.axis_name, self.mesh.axis_names
+    arguments.check(
+      axis in names,
+      what,
+      f"axis_name = {axis!r}, but the mesh has the axes {names}; name one of"
+      " them.",
+    )
+    others = tuple(a for a in names if a != axis)
+    arguments.check(
+      set(self.data_axes) <= set(others)
+      and len(set(self.data_axes)) == len(self.data_axes),
+      what,
+      f"data_axes = {self.data_axes}, but they must be distinct axes of the"
+      f" mesh other than {axis!r}: {others}.",
+    )
+    arguments.check(
+      self.num_experts >= 1 and self.num_experts % self.ep_size == 0,
+      what,
+      f"num_experts = {self.num_experts}, but it must be a positive multiple of"
+      f" the EP size {self.ep_size} (mesh axis {axis!r}).",
+    )
+    for field in ("max_tokens_per_rank", "hidden_dim"):
+      value = getattr(self, field)
+      arguments.check(
+        value is None or value > 0,
+        what,
+        f"{field} = {value}, but it must be positive.",
+      )
+    arguments.check(
+      self.max_num_sms >= 0,
+      what,
+      f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
+      " positive number of streaming multiprocessors.",
+    )
+    dtype = arguments.dtype(what, "max_token_dtype", self.max_token_dtype)
+    resolve("max_token_dtype", dtype)
+    arguments.check(
+      self.max_token_dtype.name in _DTYPES,
+      what,
+      f"max_token_dtype = {self.max_token_dtype.name}, but it must be one of"
+      f" {_DTYPES}.",
+    )
+    arguments.check_choices(what, self, overflow=_OVERFLOW, drop_by=_DROP_BY)
+
+  @property
+  def ep_size(self) -> int:
+    """P: ranks of an EP domain."""
+    return self.mesh.shape[self.axis_name]
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: experts of a rank."""
+    return self.num_experts // self.ep_size
+
+  @property
+  def token_axes(self) -> tuple[str, ...]:
+    """The mesh axes that shard tokens: the data axes, then the EP axis."""
+    return (*self.data_axes, self.axis_name)
+
+  @property
+  def num_token_ranks(self) -> int:
+    """R: ranks that hold distinct tokens."""
+    return math.prod(self.mesh.shape[a] for a in self.token_axes)
+
+  def __repr__(self) -> str:
+    given = {f: getattr(self, f) for f in _OPTIONAL_SIZES}
+    return _short(
+      self,
+      name=self.name,
+      mesh=dict(self.mesh.shape),
+      axis_name=self.axis_name,
+      num_experts=self.num_experts,
+      **{name: value for name, value in given.items() if value is not None},
+      backend=self.backend,
+    )
+
+  @property
+  def config(self) -> str:
+    """Describes what programs of the group rely on, for messages.
+
+    A program that was exported names its group, and is refused by a live group
+    of that name for which this differs.
+    """
+    mesh = ", ".join(f"{a} = {n}" for a, n in self.mesh.shape.items())
+    texts = self.texts()
+    return ", ".join(
+      [f"mesh ({mesh})", *(f"{name} = {texts[name]}" for name in _OF_PROGRAMS)]
+    )
+
+  def texts(self) -> dict[str, str]:
+    """Returns each field as text; equal on all processes of the mesh."""
+    return _texts(GroupConfig, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+  """The static configuration of one MoE layer; see `EpLayerConfig`."""
+
+  group: GroupConfig
+  top_k: int = _INHERITED
+  alignment: int = _INHERITED
+  recv_capacity_per_rank: int | None = None
+  capacity_factor: float | None = None
+  capacity_multiple: int = 1
+  overflow: str = _INHERITED
+  drop_by: str = _INHERITED
+  num_candidates: int | None = None
+  tail: str = "zero"
+  name: str = _INHERITED
+
+  def __post_init__(self) -> None:
+    group = self.group
+
+    def resolve(field: str, value: Any) -> None:
+      object.__setattr__(self, field, value)
+
+    def inherit(field: str, default: Any) -> None:
+      if getattr(self, field) is None:
+        resolve(field, default)
+
+    inherit("top_k", group.top_k)
+    inherit("alignment", group.alignment)
+    inherit("overflow", group.overflow)
+    inherit("name", "moe")
+    if self.drop_by is None or (
+      isinstance(self.drop_by, _GroupPolicy)
+      and self.drop_by.group_name == group.name
+    ):
+      resolve("drop_by", _GroupPolicy.of(group, self.overflow))
+    arguments.label("EpLayerConfig", self.name)
+    what = f'EpLayerConfig(name="{self.name}")'
+    arguments.check(
+      self.top_k is not None,
+      what,
+      "neither the layer nor its group has a top_k; give the layer one, the"
+      " choices of a token.",
+    )
+    if self.capacity_factor is not None:
+      arguments.capacity_factor(what, self.capacity_factor)
+    for field in (
+      "top_k",
+      "num_candidates",
+      "recv_capacity_per_rank",
+      "capacity_multiple",
+    ):
+      if (value := getattr(self, field)) is not None:
+        resolve(field, arguments.integer(what, field, value))
+    resolve("alignment", arguments.alignment(what, self.alignment))
+    arguments.check(
+      1 <= self.top_k <= group.num_experts,
+      what,
+      f"top_k = {self.top_k}, but it must be in 1..num_experts ="
+      f" {group.num_experts}.",
+    )
+    arguments.check(
+      self.num_candidates is None
+      or self.top_k <= self.num_candidates <= group.num_experts,
+      what,
+      f"num_candidates = {self.num_candidates}, but it must be in"
+      f" top_k..num_experts = {self.top_k}..{group.num_experts}; None is for no"
+      " other candidates than the choices.",
+    )
+    arguments.check_choices(
+      what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
+    )
+    arguments.check(
+      self.overflow == "drop" or self.drop_by == "slot",
+      what,
+      f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
+      f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
+      ' drop_by="slot".',
+    )
+    arguments.check(
+      self.overflow != "chunk" or self.num_candidates is None,
+      what,
+      f"num_candidates = {self.num_candidates}, but with overflow = 'chunk'"
+      " each choice finds room, and none moves; pass num_candidates=None.",
+    )
+    # Without a limit, an op may have as little as one token.
+    most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
+    self.check_tokens(what, most)
+    worst_case = self.worst_case(most)
+    arguments.check(
+      self.capacity_multiple > 0,
+      what,
+      f"capacity_multiple = {self.capacity_multiple}, but it must be a positive"
+      " number of rows.",
+    )
+    if group.max_tokens_per_rank is not None or (
+      self.capacity_factor is None and group.recv_capacity_per_rank is not None
+    ):
+      inherit("recv_capacity_per_rank", self._rows(most))
+    # A rank needs a slab for each local expert, unless fewer rows can arrive.
+    least = min(group.num_local_experts * self.alignment, worst_case)
+    rows = self.capacity_for(most)
+    arguments.check(
+      rows >= least and rows % self.alignment == 0,
+      what,
+      f"recv_capacity_per_rank = {rows}, but it must be a multiple of"
+      f" alignment = {self.alignment} and at least {least}, an aligned slab for"
+      f" each of the {group.num_local_experts} local experts; raise it, or pass"
+      " None for the worst case.",
+    )
+
+  def __repr__(self) -> str:
+    """Names the group, and leaves out what the layer has from it."""
+    others = dataclasses.fields(LayerConfig)[1:-1]
+    defaults = {f.name: getattr(self.group, f.name, f.default) for f in others}
+    values = {name: getattr(self, name) for name in defaults}
+    shown = {
+      name: value
+      for name, value in values.items()
+      if name == "top_k" or value != defaults[name]
+    }
+    return _short(self, name=self.name, group=self.group.name, **shown)
+
+  @property
+  def capacity(self) -> int:
+    """C: rows that a rank can receive in an op, if all ops have the same.
+
+    Raises:
+      ValueError: it follows the tokens of each op; see `capacity_for`.
+    """
+    arguments.check(
+      self.recv_capacity_per_rank is not None,
+      f'EpLayerConfig(name="{self.name}")',
+      "the capacity follows the tokens of each op, because neither the layer"
+      " has a recv_capacity_per_rank nor its group a max_tokens_per_rank; take"
+      " that of an op, handle.capacity or layer.capacity_for(num_tokens).",
+    )
+    return self.capacity_for(0)
+
+  def capacity_for(self, num_tokens: int) -> int:
+    """Returns C: rows that a rank can receive if T = `num_tokens`.
+
+    It is the same for all T if the layer has a capacity, or the group a limit
+    of tokens. If not, it is the capacity of one token at least.
+
+    Raises:
+      ValueError: `num_tokens` is negative.
+      TypeError: it is no integer.
+    """
+    what = f'EpLayerConfig(name="{self.name}").capacity_for'
+    num_tokens = arguments.integer(what, "num_tokens", num_tokens)
+    arguments.check(
+      num_tokens >= 0,
+      what,
+      f"num_tokens = {num_tokens}, but a rank has 0 tokens or more.",
+    )
+    if self.recv_capacity_per_rank is not None:
+      return self.recv_capacity_per_rank
+    return self._rows(max(num_tokens, 1))
+
+  def _rows(self, num_tokens: int) -> int:
+    """Returns the capacity for T > 0 if the layer states none."""
+    rows = self.group.recv_capacity_per_rank
+    if rows is None:
+      rows = self.worst_case(num_tokens)
+    if self.capacity_factor is not None:
+      even = self.capacity_factor * num_tokens * self.top_k
+      slabs = max(math.ceil(even / self.alignment), self.num_local_experts)
+      rows = min(slabs, rows // self.alignment) * self.alignment
+    if self.capacity_multiple > 1:
+      unit = math.lcm(self.capacity_multiple, self.alignment)
+      rows = -(-rows // unit) * unit
+    return rows
+
+  def check_tokens(self, what: str, num_tokens: int) -> None:
+    """Raises `ValueError` if an op on so many tokens of a rank is too large."""
+    most = self.group.max_tokens_per_rank
+    arguments.check(
+      most is None or num_tokens <= most,
+      what,
+      f"{num_tokens} tokens on a rank, but max_tokens_per_rank = {most}; raise"
+      " it with ep.resize, or split the tokens.",
+    )
+    # See ValidateDims in ep_ffi/core/plan.cc.
+    rows = (
+      self.ep_size * num_tokens * self.top_k
+      + self.num_local_experts * self.alignment
+    )
+    arguments.check(
+      rows <= arguments.INT32_MAX,
+      what,
+      f"an exchange may have {rows} rows (ep_size = {self.ep_size} times"
+      f" {num_tokens} tokens of a rank times top_k = {self.top_k}, and an"
+      f" alignment = {self.alignment} for each of the"
+      f" {self.num_local_experts} local experts), but they are counted in 32"
+      " bits; lower one of these, and split the tokens into several ops.",
+    )
+
+  @property
+  def ep_size(self) -> int:
+    """P: ranks of an EP domain."""
+    return self.group.ep_size
+
+  @property
+  def num_local_experts(self) -> int:
+    """L: experts of a rank."""
+    return self.group.num_local_experts
+
+  @property
+  def fingerprint(self) -> int:
+    """A hash, of 63 bits, of layer and group: equal on all processes."""
+    texts = self.group.texts() | _texts(LayerConfig, self)
+    del texts["group"]
+    digest = hashlib.sha256(repr(texts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+  def worst_case(self, num_tokens: int) -> int:
+    """Returns the rows that any routing of T = `num_tokens` fits into."""
+    local = self.num_local_experts
+    tokens = self.ep_size * num_tokens
+    rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
+    return -(-rows // self.alignment) * self.alignment
+
+
+def _short(values: Any, **shown: Any) -> str:
+  """Returns what `repr` of a group or layer prints."""
+  fields = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+  return f"{type(values).__name__}({fields})"
+
+
+def _texts(cls: type, values: Any) -> dict[str, str]:
+  fields = dataclasses.fields(cls)
+  return {field.name: str(getattr(values, field.name)) for field in fields}

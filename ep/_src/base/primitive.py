@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes JAX primitives. Derivatives are added by the files that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep._src.base import compat
+
+
+def new(
+  name: str,
+  types: Callable[..., Sequence[Any]],
+  lower: Callable[..., Any],
+  *,
+  on_cpu: Callable[..., Any] | None = None,
+  static: Sequence[str] = (),
+  cacheable: bool = True,
+) -> compat.Primitive:
+  """Makes a primitive of several results.
+
+  `vmap` applies it to one example after another, unless the caller gives it
+  another rule.
+
+  Args:
+    name: of the primitive, in programs.
+    types: returns the abstract values of the results, from those of the
+      operands and the parameters.
+    lower: the lowering.
+    on_cpu: the lowering for CPUs, if that is another.
+    static: the names of the parameters, if eager calls are to compile once for
+      each kind of operands.
+    cacheable: whether JAX may lower equal calls in a program once. It must not
+      if each call has a position of its own.
+  """
+  primitive = compat.Primitive(name)
+  primitive.multiple_results = True
+  primitive.def_abstract_eval(types)
+  compat.mlir.register_lowering(primitive, lower, cacheable=cacheable)
+  if on_cpu is not None:
+    compat.mlir.register_lowering(primitive, on_cpu, "cpu", cacheable=cacheable)
+  if static:
+    compat.compile_eager(primitive, static)
+
+  def batch(args, dims, **params):
+    is_batched = [d is not None for d in dims]
+    batched = [
+      jnp.moveaxis(x, d, 0)
+      for x, d in zip(args, dims, strict=True)
+      if d is not None
+    ]
+
+    def one(examples):
+      examples = iter(examples)
+      operands = [
+        next(examples) if b else x
+        for x, b in zip(args, is_batched, strict=True)
+      ]
+      return primitive.bind(*operands, **params)
+
+    outs = jax.lax.map(one, batched)
+    return outs, [0] * len(outs)
+
+  compat.batching.primitive_batchers[primitive] = batch
+  return primitive
+
+
+def batch_elementwise(primitive: compat.Primitive) -> None:
+  """Makes `vmap` apply a primitive of one operand to all examples at once."""
+
+  def batch(args, dims, **params):
+    return primitive.bind(*args, **params), dims
+
+  compat.batching.primitive_batchers[primitive] = batch

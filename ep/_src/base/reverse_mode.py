@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses forward mode in our words, where there is only reverse mode.
+
+Reverse mode linearizes a function and then transposes what it got. So a linear
+op may refuse to run and still have a transpose, which only reverse mode takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import jax
+
+from ep._src.base import compat
+
+
+def only(message: str, arrays: Any) -> Any:
+  """Returns the arrays, whose tangents raise `TypeError` if they are computed.
+
+  So no op that depends on them has forward mode.
+  """
+  return jax.tree.map(functools.partial(_same, message), arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _same(message, x):
+  del message
+  return x
+
+
+@_same.defjvp
+def _same_jvp(message, primals, tangents):
+  return *primals, _tangent_p.bind(*tangents, message=message)
+
+
+def _refuse(*_: Any, message: str) -> NoReturn:
+  raise TypeError(message)
+
+
+def _batch(args, dims, *, message):
+  return _tangent_p.bind(*args, message=message), *dims
+
+
+_tangent_p = compat.Primitive("ep_tangent")
+_tangent_p.def_abstract_eval(lambda x, message: x)
+_tangent_p.def_impl(_refuse)
+compat.mlir.register_lowering(_tangent_p, _refuse)
+compat.ad.deflinear2(_tangent_p, lambda ct, *_, message: [ct])
+compat.batching.primitive_batchers[_tangent_p] = _batch

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_bootstrap and ep_finalize: how a group begins and ends.
+
+This is the only file that knows every backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import logging
+import math
+import sys
+from typing import TypedDict, Unpack
+import weakref
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ep._src.backends.host import HostBackend
+from ep._src.backends.nccl.backend import NcclBackend
+from ep._src.backends.xla.backend import XlaBackend
+from ep._src.base import arguments, meshes
+from ep._src.base.backend import Backend, CannotServe, open_connections
+from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.group import agreement, ending
+from ep._src.group.group import EpGroup
+from ep._src.native.connection import close_released, released
+
+BACKENDS: dict[str, Backend] = {
+  "host": HostBackend(),
+  "nccl": NcclBackend(),
+  "xla": XlaBackend(),
+}
+
+# If the user names no backend, that of `jax.Device.platform` is tried before
+# "xla".
+NATIVE = {"cpu": "host", "gpu": "nccl"}
+
+# Usual names of axes along which tokens are replicated.
+_MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
+
+_logger = logging.getLogger("ep")
+
+
+# Python calls this before JAX's own handlers, since JAX was imported earlier:
+# those may wait for peers that wait for this process.
+@atexit.register
+def _close_all() -> None:
+  """Closes the groups of several processes, after the programs that use them.
+
+  If the program failed, its peers are told of its end at once.
+  """
+  closing = [c for c in open_connections() if c.closes_at_exit]
+  try:
+    with contextlib.ExitStack() as stack:
+      for connection in closing:
+        stack.callback(connection.close)
+      stack.callback(close_released)
+      if not hasattr(sys, "last_value"):  # of an uncaught exception
+        groups = [connection.group for connection in closing]
+        ending.wait_for_programs("ep", groups + released())
+  except Exception as e:
+    print(f"At exit: {e}", file=sys.stderr)
+    ending.exit_now()  # Python would end with the code 0
+
+
+def _check(group: GroupConfig) -> Backend:
+  """Returns the backend that a group names, if it can serve such a group."""
+  chosen = BACKENDS[group.backend]
+  chosen.check_mesh(group.mesh, group.axis_name)
+  try:
+    # The least layer stands for all if the group has no default.
+    LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
+  except ValueError as e:
+    raise ValueError(
+      f"ep_bootstrap: a layer of only defaults fails: {e}"
+    ) from e
+  return chosen
+
+
+def _connect(group: GroupConfig) -> EpGroup:
+  """Connects a group by the backend that it names."""
+  connection = _check(group).connect(group, agreement.join)
+  connected = EpGroup(**vars(connection.group), connection=connection)
+  weakref.finalize(connected, connection.release).atexit = False
+  return connected
+
+
+def _connect_by_platform(group: GroupConfig) -> EpGroup:
+  """Connects a group by the platform's native backend, or else as it is."""
+  if not meshes.has_devices(group.mesh):
+    return _connect(group)
+  platform = group.mesh.devices.flat[0].platform
+  try:
+    if platform not in NATIVE:
+      raise CannotServe(
+        f"there is no native backend for platform {platform!r}."
+      )
+    return _connect(dataclasses.replace(group, backend=NATIVE[platform]))
+  except CannotServe as why:
+    _logger.warning('group "%s" uses backend = "xla": %s', group.name, why)
+  return _connect(group)
+
+
+def ep_bootstrap(
+  mesh: meshes.Mesh,
+  *,
+  axis_name: str = "ep",
+  data_axes: tuple[str, ...] | None = None,
+  num_experts: int,
+  max_tokens_per_rank: int | None = None,
+  hidden_dim: int | None = None,
+  top_k: int | None = None,
+  recv_capacity_per_rank: int | None = None,
+  alignment: int = 1,
+  max_token_dtype: DTypeLike = jnp.float32,
+  overflow: str = "error",
+  drop_by: str = "slot",
+  backend: str | None = None,
+  max_num_sms: int = 0,
+  timeout_s: float = 300.0,
+  exit_after_s: float = math.inf,
+  name: str | None = None,
+) -> EpGroup:
+  """Builds the EP domains of a mesh and connects their ranks.
+
+  Collective: every process that has devices in the mesh calls it, with the
+  same arguments and in the same order among other bootstraps. A domain is the
+  set of ranks that differ only in their coordinate along `axis_name`.
+
+  Args:
+    mesh: a mesh of devices, with the axis `axis_name`. With an `AbstractMesh`
+      the group connects nothing and serves whatever needs no devices:
+      `jax.eval_shape`, lowering and `jax.export` for any platform; its backend
+      is "xla". Several processes need not agree on it.
+    axis_name: the EP axis; its size is P.
+    data_axes: the other axes that shard tokens; default: all of them, with a
+      warning if the name of one (like "tp") says that it shards a model. Along
+      the remaining ones tokens are replicated, and each coordinate exchanges
+      its copy in a domain of its own.
+    num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
+    max_tokens_per_rank: the largest number of tokens T of a rank in one op, or
+      None for no limit. "nccl" allocates buffers for it, and needs a number.
+    hidden_dim: the largest hidden size H, or None for no limit; likewise.
+    top_k: the default K of a layer; None if each layer states its own.
+    recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
+      the worst case of `max_tokens_per_rank`, or else of the tokens of each op,
+      so that nothing overflows. With "nccl" all layers of a group have the
+      same: this one, or the worst case of `top_k` and `alignment`, so that one
+      of this and `top_k` must be given.
+    alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
+      none.
+    max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
+      Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
+      are half as large (docs/gpu.md). Elsewhere a wider one costs nothing.
+    overflow: the default policy of a layer: "error", "drop" or "chunk"; see
+      `EpLayerConfig`.
+    drop_by: which rows a layer drops by default, "slot", "weight" or "fair";
+      see `EpLayerConfig`.
+    backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
+      on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
+      native code). None picks "host" or "nccl" by platform; where that cannot
+      serve the mesh it picks "xla", and logs why to the logger "ep".
+    max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
+      lets it choose. No effect on CPU.
+    timeout_s: seconds until a rank that waits for its peers gives up, here, in
+      every op and at exit; `math.inf` for never.
+    exit_after_s: seconds after the failure of an op, on whatever rank, until a
+      process of "host" ends with exit code 70 and a message that has the
+      failure; `math.inf` for never. It does not end if it has closed the group
+      by then, or run another op of it on each of its devices. Without this, a
+      device that waits for a failed rank in a collective of XLA may wait for
+      ever, and its process raises nothing. No effect with other backends.
+    name: the group's, unique among the live groups of the process and equal on
+      all processes; it is part of the compiled program. Default: a serial
+      number.
+
+  Returns:
+    The group. Close it with `ep_finalize`, or use it as a context manager.
+
+  Raises:
+    ValueError: an argument is out of range, differs between processes, or the
+      name is taken.
+    TypeError: a size is no integer, or a time no number.
+    RuntimeError: the processes cannot be connected.
+    FileNotFoundError: the native library is missing.
+  """
+  arguments.check(
+    backend is None or backend in BACKENDS,
+    "ep_bootstrap",
+    f"backend = {backend!r}, but there are only"
+    f" {', '.join(map(repr, BACKENDS))}; None picks by platform.",
+  )
+  if data_axes is None:
+    data_axes = tuple(a for a in mesh.axis_names if a != axis_name)
+    _warn_of_model_axes(mesh, data_axes)
+  group = GroupConfig(
+    name="" if name is None else name,
+    mesh=mesh,
+    axis_name=axis_name,
+    data_axes=data_axes,
+    num_experts=num_experts,
+    max_tokens_per_rank=max_tokens_per_rank,
+    hidden_dim=hidden_dim,
+    top_k=top_k,
+    recv_capacity_per_rank=recv_capacity_per_rank,
+    alignment=alignment,
+    max_token_dtype=max_token_dtype,
+    overflow=overflow,
+    drop_by=drop_by,
+    backend=backend or "xla",
+    max_num_sms=max_num_sms,
+    timeout_s=timeout_s,
+    exit_after_s=exit_after_s,
+  )
+  # Only what is right takes a serial number.
+  group = dataclasses.replace(group, name=agreement.group_name(mesh, name))
+  return _connect(group) if backend else _connect_by_platform(group)
+
+
+def _warn_of_model_axes(mesh: meshes.Mesh, axes: tuple[str, ...]) -> None:
+  """Warns if one of the axes that shard tokens has the name of another kind."""
+  of_model = [a for a in axes if a in _MODEL_AXES and mesh.shape[a] > 1]
+  if of_model:
+    rest = tuple(a for a in axes if a not in of_model)
+    arguments.warn(
+      f"ep_bootstrap: the mesh axes {of_model} shard tokens, as all axes do by"
+      f" default. If tokens are replicated along them, pass data_axes={rest};"
+      f" if not, data_axes={axes}, and there is no warning."
+    )
+
+
+def ep_finalize(group: EpGroup) -> None:
+  """Closes a group: later ops on it fail, on every rank. Idempotent.
+
+  In a forked child of the process that bootstrapped the group it does nothing.
+
+  Wait for the results of the last op first. Compiled programs that use the
+  group may live on, and keep nothing of it but its name; there is no need to
+  clear JAX's caches.
+
+  Raises:
+    ValueError, RuntimeError: an op has failed and none has reported it (see
+      `EpGroup.check`), or a peer has run ops that this process has not. The
+      group is closed all the same.
+  """
+  group.connection.finalize()
+
+
+class Sizes(TypedDict, total=False):
+  """The arguments of `ep_bootstrap` that `resize` can change."""
+
+  max_tokens_per_rank: int | None
+  hidden_dim: int | None
+  max_token_dtype: DTypeLike
+  top_k: int | None
+  recv_capacity_per_rank: int | None
+
+
+@contextlib.contextmanager
+def _named_resize() -> Iterator[None]:
+  """Names `resize` in the errors of what it has in common with a bootstrap."""
+  try:
+    yield
+  except (ValueError, TypeError, RuntimeError) as e:
+    e.args = (str(e).replace("ep_bootstrap", "resize"),)
+    raise
+
+
+@_named_resize()
+def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
+  """Replaces a group by one of other sizes, on the same mesh.
+
+      group = ep.resize(group, max_tokens_per_rank=8192)
+      layer = cfg.layer(group)  # and trace the programs again
+
+  Collective: every process of the mesh calls it, with the same sizes. The
+  processes first wait for the programs that they have launched, and agree on
+  the sizes. Then it closes the group as `ep_finalize` does, before the new one
+  allocates anything, and does what `ep_bootstrap` does with the arguments of
+  the old one and these sizes.
+
+  With "nccl" a larger step needs it, because buffers have the sizes of the
+  group. With "host" and "xla" it does the same, so that a program for GPUs runs
+  on CPUs, but nothing there needs it: without `max_tokens_per_rank` and
+  `hidden_dim` a group has no limit that could grow.
+
+  The new group has the name of the old one, and nothing else of the old one
+  works with it:
+
+  * layers must be made again, from the new group. Those of the old one, and
+    their handles, refuse to be traced;
+  * a program that was compiled for the old group fails, as it does after
+    `ep_finalize`: call `jax.jit` on functions that use the new layers. With
+    "xla" it still runs, because it is made of XLA's collectives alone.
+
+  Arrays, such as parameters, do not belong to a group, and stay as they are.
+
+  Args:
+    group: an open group. It stays open if the sizes are refused, and is closed
+      if the new one fails later, as for lack of memory. Where it is a context
+      manager, so must be the new one: `with ep.resize(group, ...) as larger:`.
+    **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
+      `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
+      stay as they are, except for `recv_capacity_per_rank`: it belongs to the
+      other sizes, so give it again unless it is the worst case.
+
+  Returns:
+    The new group.
+
+  Raises:
+    ValueError, TypeError, RuntimeError: on all processes, if a size of one is
+      wrong, their sizes differ, or a program does not end within `timeout_s`;
+      or as `ep_finalize` and `ep_bootstrap` do.
+    TypeError: a keyword is none of the sizes.
+  """
+  if unknown := sizes.keys() - Sizes.__annotations__.keys():
+    raise TypeError(
+      f"resize: {min(unknown)} cannot change; the sizes are"
+      f" {', '.join(Sizes.__annotations__)}. For anything else, finalize the"
+      " group and bootstrap another one."
+    )
+  group.connection.check_open("resize")
+  fields = dataclasses.fields(GroupConfig)
+  old = {field.name: getattr(group, field.name) for field in fields}
+
+  def propose():
+    ending.wait_for_programs("resize", [group])
+    new = GroupConfig(**{**old, "recv_capacity_per_rank": None, **sizes})
+    _check(new).check_sizes(new)
+    return new
+
+  new = agreement.agree("resize", group, propose)
+  ep_finalize(group)
+  return _connect(new)

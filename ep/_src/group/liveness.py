@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells which processes of the job have died, as far as this host can see.
+
+JAX takes minutes to notice a death, and a socket notices only one that follows
+its connection. So each process publishes, in JAX's key-value store, its process
+id in the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from ep._src.base import compat, process_ids
+
+
+def announce() -> None:
+  """Publishes the identity of this process, if it has joined. Idempotent."""
+  if client := compat.distributed_client():
+    if joined := os.environ.get("EP_LAUNCH_JOINED"):  # see ep/launch.py
+      with contextlib.suppress(OSError):  # that launcher has ended
+        pathlib.Path(joined).touch()
+    key = _key(compat.distributed_process())
+    client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
+
+
+def died(process: int) -> bool:
+  """Returns whether a process is known to have died."""
+  identity = _published(process)
+  return bool(identity) and _start(identity["pid"]) != identity["start"]
+
+
+def _key(process: int) -> str:
+  return f"ep/process/{process}"
+
+
+def _identity() -> dict[str, Any]:
+  """Returns the identity of this process; empty if the namespace is unknown."""
+  if process_ids.namespace() is None:
+    return {}
+  pid = os.getpid()
+  return dict(namespace=process_ids.namespace(), pid=pid, start=_start(pid))
+
+
+def _published(process: int) -> dict[str, Any]:
+  """Returns the identity that a process has published.
+
+  It is empty if there is none, or if its id has no meaning in this namespace.
+  """
+  client = compat.distributed_client()
+  try:
+    theirs = json.loads(client.key_value_try_get(_key(process)))
+  except (AttributeError, jax.errors.JaxRuntimeError):  # no client; no key
+    return {}
+  return theirs if theirs.get("namespace") == process_ids.namespace() else {}
+
+
+def _start(pid: int) -> int | None:
+  """Returns when a process started; None if it has ended.
+
+  An id alone does not identify a process, since the system uses ids again.
+  """
+  try:
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except OSError:
+    return None
+  # These are the fields 3, 4, ... of proc(5).
+  state, *fields = stat.rpartition(")")[2].split()
+  return None if state in "ZX" else int(fields[18])

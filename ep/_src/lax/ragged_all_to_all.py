@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lax.ragged_all_to_all` that CPUs have, too.
+
+The op is linear in `operand` and `output`, for the same slices. Its transpose
+in `operand` moves each slice back, and a row that was sent several times gets
+the sum of what comes back: it is the op with `back=True`. The map from `output`
+to the result keeps the rows that no slice is moved to, and is its own
+transpose.
+
+XLA:CPU has no such collective. There each rank gathers the operands of all
+ranks, and takes its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import contextlib
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import arguments, compat, primitive
+from ep._src.base.arguments import check
+from ep._src.base.compat import ad
+from ep._src.base.fail_if import fail_if
+
+_NAME = "ragged_all_to_all"
+
+
+def ragged_all_to_all(
+  operand: jax.Array,
+  output: jax.Array,
+  input_offsets: jax.Array,
+  send_sizes: jax.Array,
+  output_offsets: jax.Array,
+  recv_sizes: jax.Array,
+  *,
+  axis_name: str | Sequence[str],
+  axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> jax.Array:
+  """Sends slices of rows to other ranks, as `jax.lax.ragged_all_to_all` does.
+
+  Each of the P ranks has K slices, S = K / P for each rank, in their order:
+
+      for i in range(K):   # on the rank that sends
+        rows = operand[input_offsets[i]:][:send_sizes[i]]
+        SEND(rows, output_offsets[i], to=i // S)
+
+      for i in range(K):   # on the rank that receives
+        rows, offset = RECEIVE(source=i // S)    # recv_sizes[i] rows
+        output[offset:][:recv_sizes[i]] = rows
+
+  For example, with P = 2:
+
+      on rank 0                     on rank 1
+        operand = [1, 2, 2]           operand = [3, 4, 0]
+        output = [0, 0, 0, 0]         output = [0, 0, 0, 0]
+        input_offsets = [0, 1]        input_offsets = [0, 1]
+        send_sizes = [1, 2]           send_sizes = [1, 1]
+        output_offsets = [0, 0]       output_offsets = [1, 2]
+        recv_sizes = [1, 1]           recv_sizes = [2, 1]
+        result = [1, 3, 0, 0]         result = [2, 2, 4, 0]
+
+  On platforms other than the CPU it becomes JAX's op. On CPUs each rank needs
+  memory for the operands of all. It needs no group of `ep`, but the axes of an
+  enclosing `jax.shard_map`.
+
+  It has derivatives in both modes, of any order, by `operand` and `output`. A
+  row of `operand` may be in several slices: on CPUs, its gradient is the sum of
+  theirs. (On other platforms that is left to JAX's op, which only overwrites.)
+  Where slices overlap in `output`, CPUs keep the last one, in the order above,
+  and derivatives are unspecified.
+
+  Args:
+    operand: [N, ...], the rows to send, of any dtype but those of PRNG keys.
+    output: [M, ...], with the dtype and row shape of `operand`: the rows that
+      the result has where none is received.
+    input_offsets: integers [K], the row of `operand` where each slice starts.
+    send_sizes: integers [K], how many rows are in each slice.
+    output_offsets: integers [K], the row of the *receiver's* `output` where
+      each slice starts.
+    recv_sizes: integers [K], the rows in each slice that comes:
+      `lax.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)`.
+    axis_name: the axis, or axes, of the ranks.
+    axis_index_groups: lists of as many axis indices each, which hold every
+      index once. A group exchanges rows within itself; its ranks are counted
+      in the order of the list.
+
+  Returns:
+    [M, ...]: `output` with the rows that were received.
+
+  Raises:
+    ValueError: shapes or groups do not fit; the axis cannot be divided.
+    TypeError: dtypes do not fit.
+    NotImplementedError: it is the axis of a `vmap`.
+    jax.errors.JaxRuntimeError: on CPUs, when the program runs, on all ranks of
+      the axis (or group): a slice that has rows leaves `operand` or `output`,
+      or both sides do not give it the same size. Two kinds of programs cannot
+      raise, and do not send such a slice: those from `jax.export`, and those
+      where `jax.shard_map` leaves an axis automatic. On other platforms such
+      slices do what JAX's op does with them.
+  """
+  operand, output = map(jnp.asarray, (operand, output))
+  slices = [
+    arguments.integers(_NAME, name, x)
+    for name, x in dict(
+      input_offsets=input_offsets,
+      send_sizes=send_sizes,
+      output_offsets=output_offsets,
+      recv_sizes=recv_sizes,
+    ).items()
+  ]
+  names = axis_name if isinstance(axis_name, (list, tuple)) else [axis_name]
+  check(
+    len(names) > 0, _NAME, "axis_name is empty; name the axis of the ranks."
+  )
+  groups = axis_index_groups
+  if groups is not None:
+    groups = tuple(map(tuple, groups))
+  _check_rows(operand, output)
+  _check_slices(slices, _group_size(lax.axis_size(tuple(names)), groups))
+  return _bind(
+    operand,
+    output,
+    *slices,
+    axis_name=tuple(names),
+    axis_index_groups=groups,
+    back=False,
+  )
+
+
+def install() -> contextlib.ExitStack:
+  """Lets `jax.lax.ragged_all_to_all` run on CPUs, in code that calls it.
+
+      ep.lax.install()            # for the rest of the process, or
+
+      with ep.lax.install():      # for a while
+        train_step(state, batch)
+
+  On CPUs, JAX's op then runs as `ep.lax.ragged_all_to_all` does. Its rules,
+  such as those for derivatives, stay JAX's, and other platforms are left as
+  they are. It is for this process alone: call it in all of them, in the same
+  place. Where it is installed already, neither the call nor the end of its
+  context changes anything.
+
+  Returns:
+    A context; its end, or its `close()`, restores what was there before. What
+    was compiled ahead of time goes on to work. A jitted function is traced
+    anew, when it is called before, in and after the context.
+  """
+  stack = contextlib.ExitStack()
+  stack.callback(
+    compat.lower_instead(compat.ragged_all_to_all_p, _lower_on_cpu, "cpu")
+  )
+  return stack
+
+
+def _check_rows(operand: jax.Array, output: jax.Array) -> None:
+  _check_dtype(operand.dtype)
+  check(
+    operand.ndim == output.ndim > 0 and operand.shape[1:] == output.shape[1:],
+    _NAME,
+    f"operand is {list(operand.shape)} and output {list(output.shape)}, but"
+    " they must be [N, ...] and [M, ...] with rows of one shape.",
+  )
+  if operand.dtype != output.dtype:
+    raise TypeError(
+      f"{_NAME}: operand is of {operand.dtype} and output of {output.dtype};"
+      " cast one of them."
+    )
+
+
+def _check_dtype(dtype: jnp.dtype) -> None:
+  if jnp.issubdtype(dtype, jax.dtypes.extended):
+    raise TypeError(
+      f"{_NAME}: operand is of {dtype}, which it cannot send; for keys, send"
+      " jax.random.key_data(keys), and call jax.random.wrap_key_data on what"
+      " comes."
+    )
+
+
+def _check_slices(slices: Sequence[jax.Array], ranks: int) -> None:
+  names = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
+  size = slices[0].size
+  for name, x in zip(names, slices, strict=True):
+    check(
+      x.shape == (size,) and size > 0 and size % ranks == 0,
+      _NAME,
+      f"{name} is {list(x.shape)}, but input_offsets, send_sizes,"
+      f" output_offsets and recv_sizes must all be [K], and K a multiple of the"
+      f" {ranks} ranks.",
+    )
+
+
+def _group_size(ranks: int, groups: Sequence[Sequence[int]] | None) -> int:
+  if groups is None:
+    return ranks
+  sizes = {len(group) for group in groups}
+  check(
+    len(sizes) == 1 and sorted(sum(groups, ())) == list(range(ranks)),
+    _NAME,
+    f"axis_index_groups = {groups}, but they must be of one size, and hold each"
+    f" index of the axis, 0..{ranks - 1}, once.",
+  )
+  return sizes.pop()
+
+
+def _bind(*operands: jax.Array, axis_name, **params) -> jax.Array:
+  operands = compat.vary_together(*operands, axes=axis_name)
+  (result,) = _op_p.bind(*operands, axis_name=axis_name, **params)
+  return result
+
+
+def _types(operand, output, *slices, **params):
+  return [output.update(weak_type=False)]
+
+
+def _jvp(primals, tangents, **params):
+  operand_dot, output_dot = map(compat.instantiate_zeros, tangents[:2])
+  return (
+    [_bind(*primals, **params)],
+    [_bind(operand_dot, output_dot, *primals[2:], **params)],
+  )
+
+
+def _transpose(cts, operand, output, *slices, back, **axis):
+  (ct,) = map(compat.instantiate_zeros, cts)
+
+  def zeros(x):
+    aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
+    return compat.instantiate_zeros(ad.Zero(aval))
+
+  operand_ct = output_ct = None
+  if ad.is_undefined_primal(operand):
+    operand_ct = _bind(ct, zeros(operand), *slices, back=not back, **axis)
+  if ad.is_undefined_primal(output):
+    output_ct = _bind(zeros(operand), ct, *slices, back=back, **axis)
+  return [operand_ct, output_ct, *[None] * len(slices)]
+
+
+def _batch(axis, operands, dims, *, axis_name, **params):
+  if axis.name in axis_name:
+    raise NotImplementedError(
+      f'{_NAME}: "{axis.name}" is the axis of a jax.vmap; use jax.shard_map.'
+    )
+  if all(d is None for d in dims):
+    return [_bind(*operands, axis_name=axis_name, **params)], [None]
+  operands = (
+    compat.batching.bdim_at_front(x, d, axis.size)
+    for x, d in zip(operands, dims, strict=True)
+  )
+  return [_bind(*operands, axis_name=axis_name, **params)], [0]
+
+
+def _on_others(operand, output, *slices, back, **axis):
+  """Returns JAX's op, which cannot add."""
+
+  def move(operand, output, sources, sizes, targets, expected):
+    if back:
+      here, there = (
+        lax.all_to_all(x, **axis, split_axis=0, concat_axis=0, tiled=True)
+        for x in (sources, targets)
+      )
+      slices = there, expected, here, sizes
+    else:
+      slices = sources, sizes, targets, expected
+    return lax.ragged_all_to_all(operand, output, *slices, **axis)
+
+  for _ in range(slices[0].ndim - 1):
+    move = jax.vmap(move)
+  return [move(operand, output, *slices)]
+
+
+def _on_cpu(
+  operand, output, *slices, axis_name, axis_index_groups, back, can_raise
+):
+  """Gathers slices and operands of all ranks, and takes this rank's rows."""
+  gather = functools.partial(
+    lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups
+  )
+  examples = slices[0].ndim - 1  # axes of them
+
+  # [..., source, target, slice between them] each.
+  every = gather(jnp.stack(list(map(arguments.int32, slices)), -1))
+  ranks, *_, count, _ = every.shape
+  every = jnp.moveaxis(every, 0, examples)
+  every = every.reshape(*every.shape[:-2], ranks, count // ranks, 4)
+  sources, sizes, targets, expected = (every[..., i] for i in range(4))
+  expected = expected.swapaxes(-2, -3)
+
+  rows, room = operand.shape[examples], output.shape[examples]
+  if back:
+    rows, room = room, rows
+  is_sound = (sources >= 0) & (targets >= 0) & (sizes >= 0)
+  is_sound &= (sizes <= rows - sources) & (sizes <= room - targets)
+  is_sound = (sizes == expected) & (is_sound | (sizes == 0))
+  members = np.asarray(axis_index_groups or [range(ranks)])
+  places = jnp.asarray(np.argsort(members, axis=None))
+  group, me = divmod(places[lax.axis_index(axis_name)], ranks)
+  failed = fail_if(
+    ~is_sound.all(),
+    functools.partial(_fail, rows, room),
+    *(jnp.asarray(members)[group], is_sound, sources, sizes, targets, expected),
+    can_raise=can_raise,
+  )
+  if not rows or not room:
+    return [output]
+
+  def mine(x):
+    """Returns what the rank gets, or gets back: [..., K], by the other rank."""
+    x = lax.dynamic_index_in_dim(x, me, x.ndim - 3 + (not back), keepdims=False)
+    return x.reshape(*x.shape[:-2], count)
+
+  there, here = map(mine, (targets, sources) if back else (sources, targets))
+  sizes = mine(jnp.where(is_sound, sizes, 0))
+  operand, _ = lax.optimization_barrier((operand, failed))
+  take = functools.partial(_take, dtype=operand.dtype, adds=back)
+  for _ in range(examples):
+    take = jax.vmap(take, in_axes=(1, 0, 0, 0, 0))
+  result = take(gather(_to_bits(operand)), _to_bits(output), there, sizes, here)
+  return [_of_bits(result, output.dtype)]
+
+
+def _take(rows, output, there, size, here, *, dtype, adds):
+  """Puts rows of all ranks, [P, N, ...], into `output`. All are bits.
+
+  Slice k, of K, is size[k] rows of rank k // (K / P), from row there[k] on, and
+  its first row comes to row here[k]. Of several slices for a row the last one
+  counts, or the sum of all, from the last to the first.
+  """
+  at = jnp.arange(len(output), dtype=jnp.int32)
+
+  def before(k):
+    """Returns the last slice before k that comes to each row, or -1."""
+
+    def step(i, last):
+      place = at - here[i]
+      holds = (place >= 0) & (place < size[i]) & (i < k)
+      return jnp.where(holds, i, last)
+
+    return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
+
+  def of(k):
+    # For all rows that no slice comes to, one is read.
+    row = jnp.where(k >= 0, there[k] + at - here[k], 0)
+    return rows.at[k.clip(0) // (size.size // len(rows)), row].get(mode="clip")
+
+  def put(k, x, otherwise):
+    comes = (k >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(comes, x, otherwise)
+
+  last = before(size.size)
+  result = put(last, of(last), output)
+  if not adds:
+    return result
+
+  def add(state):
+    k, total = state
+    x = _of_bits(total, dtype) + _of_bits(of(k), dtype)
+    return before(k), put(k, _to_bits(x), total)
+
+  state = before(last), result
+  return lax.while_loop(lambda state: (state[0] >= 0).any(), add, state)[1]
+
+
+def _fail(rows, room, members, is_sound, there, size, here, expected) -> None:
+  at = tuple(np.argwhere(~is_sound)[0])
+  source, target = members[list(at[-3:-1])]
+  raise ValueError(
+    f"{_NAME}: rank {source} sends {size[at]} rows to rank {target}, from row"
+    f" {there[at]} of operand to row {here[at]} of output, and rank {target}"
+    f" expects {expected[at]}; operand has {rows} rows and output {room}. A"
+    " slice must lie in both, and send_sizes and recv_sizes must agree."
+  )
+
+
+# Floats are moved as whole numbers: XLA:CPU changes bits of NaNs and denormals
+# where it chooses between a bfloat16 and a constant (see xla/exchanges.py).
+def _to_bits(x: jax.Array) -> jax.Array:
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    return x
+  return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+
+
+def _of_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _lower_on_cpu(ctx, *operands, back=False, **axis):
+  _check_dtype(ctx.avals_in[0].dtype)
+  automatic = compat.leaves_axes_automatic(ctx)
+  can_raise = compat.can_call_python(ctx) and not automatic
+  fn = functools.partial(_on_cpu, back=back, can_raise=can_raise, **axis)
+  return compat.lower_local(jax.named_scope(_NAME)(fn))(ctx, *operands)
+
+
+# The operands may have leading axes of examples, which a `vmap` adds.
+_op_p = primitive.new(
+  _NAME, _types, compat.lower_local(_on_others), on_cpu=_lower_on_cpu
+)
+ad.primitive_jvps[_op_p] = _jvp
+ad.primitive_transposes[_op_p] = _transpose
+compat.batching.fancy_primitive_batchers[_op_p] = _batch

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls on GPUs and TPUs: `lax.ragged_dot`.
+
+The functions are those of by_tiles.py. XLA does not promise that `ragged_dot`
+does not read the unused rows, so these are zero where they could reach a sum.
+Nor does it promise an order of sums, so segments have no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.matmul.unwritten_rows import cut
+
+
+def expand(sizes, segments, rows, matrices, tail):
+  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  del segments
+  dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
+  return [cut(out, sizes.sum(), tail) for out in dots]
+
+
+def contract(sizes, segments, outs, matrices, tail):
+  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  del segments
+  terms = [
+    _dot(sizes, y, w.swapaxes(1, 2))
+    for y, w in zip(outs, matrices, strict=True)
+  ]
+  rows = functools.reduce(jnp.add, terms).astype(outs[0].dtype)
+  return cut(rows, sizes.sum(), tail)
+
+
+def outer(sizes, segments, rows, outs, dtype):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  del segments
+  dimensions = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+  )
+  rows = cut(rows, sizes.sum(), "zero")
+  return [
+    lax.ragged_dot_general(
+      rows,
+      cut(y, sizes.sum(), "zero"),
+      sizes,
+      dimensions,
+      preferred_element_type=jnp.float32,
+    ).astype(dtype)
+    for y in outs
+  ]
+
+
+def _dot(sizes, rows, matrices):
+  matrices = matrices.astype(rows.dtype)
+  return lax.ragged_dot(
+    rows, matrices, sizes, preferred_element_type=jnp.float32
+  )

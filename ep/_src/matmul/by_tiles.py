@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls of XLA's own operations, for CPUs without the native library.
+
+XLA:CPU computes `lax.ragged_dot` as one masked matmul per matrix, at a cost of
+rows x matrices. Here a loop over tiles of rows takes its place:
+
+    |---------------|---------------|---------------|---------------|
+    |  slab 0                 |  slab 1     |  slab 2  |  unused ...
+    |---------------|---------------|
+                              |---------------|
+    tile 0           tile 1   tile 2        tile 3
+
+All tiles have the same height. Each slab begins with a tile, and the last tile
+of a slab reads past its end and keeps only what is inside. The loop ends with
+the last tile of the last slab, so unused rows cost nothing and are never read.
+
+The bits of a result depend on its slab's rows alone: a dot of the same shape
+has the same rows at the same places, wherever these lie in the buffer. Sums
+over rows are one for each segment of a slab, added as a balanced tree: a sum of
+trees of half of the segments is the tree of all.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.matmul import ordered_sum, unwritten_rows
+
+_HEIGHT = 64  # rows of a tile
+
+
+def expand(sizes, segments, rows, matrices, tail):
+  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  del segments
+
+  def fn(x, *matrices):
+    return [_dot(x, w, 1, 0) for w in matrices]
+
+  widths = [w.shape[2] for w in matrices]
+  return _map_tiles(fn, sizes, [rows], matrices, widths, tail)
+
+
+def contract(sizes, segments, outs, matrices, tail):
+  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  del segments
+  n = len(outs)
+
+  def fn(*operands):
+    pairs = zip(operands[:n], operands[n:], strict=True)
+    return [functools.reduce(jnp.add, (_dot(y, w, 1, 1) for y, w in pairs))]
+
+  widths = [matrices[0].shape[1]]
+  (rows,) = _map_tiles(fn, sizes, outs, matrices, widths, tail)
+  return rows
+
+
+def outer(sizes, segments, rows, outs, dtype):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  if segments.shape[1] == 0:
+    segments = sizes[:, None]
+  used = sizes.sum(dtype=jnp.int32)
+  readers = [unwritten_rows.Reader(x, used) for x in (rows, *outs)]
+  starts = _before(sizes)
+
+  def sum_slab(slab, sums):
+    """Sets the sums of a slab, after those of each of its segments."""
+
+    def add(tile, parts):
+      x, *ys = (tile.inside(_float32(tile.read(r))) for r in readers)
+      return [
+        _set_at(p, _at(p, tile.slab) + _dot(x, y, 0, 0), tile.slab)
+        for p, y in zip(parts, ys, strict=True)
+      ]
+
+    shape = segments.shape[1], rows.shape[1]
+    zeros = [jnp.zeros((*shape, y.shape[1]), jnp.float32) for y in outs]
+    counts = _at(segments, slab)
+    tiles = _Tiles(_at(starts, slab), counts, rows.shape[0])
+    parts = tiles.fold(add, zeros)
+    return [
+      _set_at(s, ordered_sum.tree_sum(p), slab)
+      for s, p in zip(sums, parts, strict=True)
+    ]
+
+  shape = *sizes.shape, rows.shape[1]
+  sums = [unwritten_rows.new((*shape, y.shape[1]), jnp.float32) for y in outs]
+  sums = lax.fori_loop(0, sizes.shape[0], sum_slab, sums)
+  return [s.astype(dtype) for s in sums]
+
+
+def _map_tiles(fn, sizes, rows, matrices, widths, tail):
+  """Returns what `fn` makes of the rows of each tile, and of its matrices.
+
+  `fn` gets float32 and returns rows of `widths`, which are rounded to the dtype
+  of `rows`.
+  """
+  num_rows, dtype = rows[0].shape[0], rows[0].dtype
+  used = sizes.sum(dtype=jnp.int32)
+  readers = [unwritten_rows.Reader(x, used) for x in rows]
+
+  def step(tile, outs):
+    values = fn(
+      *(_float32(tile.read(r)) for r in readers),
+      *(_rounded(_at(w, tile.slab), dtype) for w in matrices),
+    )
+    return [
+      tile.write(out, x.astype(dtype))
+      for out, x in zip(outs, values, strict=True)
+    ]
+
+  outs = [unwritten_rows.new((num_rows, n), dtype) for n in widths]
+  outs = _Tiles(0, sizes, num_rows).fold(step, outs)
+  return [unwritten_rows.finish(out, dtype, used, tail) for out in outs]
+
+
+def _float32(x):
+  return x.astype(jnp.float32)
+
+
+def _rounded(matrix, dtype):
+  """Returns a matrix in float32, rounded to `dtype` if its own is another.
+
+  XLA may leave out a conversion and its inverse, but not this.
+  """
+  if matrix.dtype == dtype:
+    return _float32(matrix)
+  info = jnp.finfo(dtype)
+  return lax.reduce_precision(_float32(matrix), info.nexp, info.nmant)
+
+
+def _dot(x, y, x_axis, y_axis):
+  return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
+
+
+class _Tile:
+  """Consecutive rows of a buffer, those from `first` to `end` of `slab`."""
+
+  def __init__(self, num_rows, slab, first, end):
+    self.slab = slab
+    self._stored = min(_HEIGHT, num_rows)
+    # The last tile of all starts early enough to end with the last row.
+    self._start = jnp.minimum(first, num_rows - self._stored)
+    self._early = first - self._start
+    self._num_inside = jnp.minimum(end - first, _HEIGHT)
+
+  def read(self, rows):
+    """Returns _HEIGHT rows from `first` on, also those outside the slab."""
+    rows = rows(self._start, self._stored)
+    rows = jnp.pad(rows, ((0, _HEIGHT), (0, 0)))
+    return _slice(rows, self._early, _HEIGHT)
+
+  def inside(self, rows):
+    """Returns the rows, with zeros for those outside the slab."""
+    return jnp.where((jnp.arange(_HEIGHT) < self._num_inside)[:, None], rows, 0)
+
+  def write(self, buffer, rows):
+    """Returns the buffer with the rows inside the slab."""
+    rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
+    rows = _slice(rows, self._stored - self._early, self._stored)
+    place = jnp.arange(self._stored) - self._early
+    inside = (place >= 0) & (place < self._num_inside)
+    return unwritten_rows.write(buffer, rows, self._start, inside)
+
+
+class _Tiles:
+  """All tiles of slabs of `sizes`, which lie one after another from `start`."""
+
+  def __init__(self, start, sizes, num_rows):
+    self._num_rows = num_rows
+    self._counts = lax.div(sizes + (_HEIGHT - 1), jnp.int32(_HEIGHT))
+    self._tiles_before = _before(self._counts)
+    self._starts = start + _before(sizes)
+    self._ends = self._starts + sizes
+
+  def fold(self, step, outs):
+    """Folds `step(tile, outs)` over all tiles."""
+
+    def fold(i, outs):
+      slab = (self._tiles_before <= i).sum(dtype=jnp.int32) - 1
+      in_slab = i - _at(self._tiles_before, slab)
+      first = _at(self._starts, slab) + _HEIGHT * in_slab
+      tile = _Tile(self._num_rows, slab, first, _at(self._ends, slab))
+      return step(tile, outs)
+
+    return lax.fori_loop(0, self._counts.sum(dtype=jnp.int32), fold, outs)
+
+
+def _before(counts):
+  """Returns the sum of the counts before each."""
+  return jnp.cumsum(counts, dtype=jnp.int32) - counts
+
+
+# JAX takes an index as one from the end if it is negative, unless told that
+# none is.
+_at = functools.partial(
+  lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+)
+_set_at = functools.partial(
+  lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False
+)
+_slice = functools.partial(
+  lax.dynamic_slice_in_dim, allow_negative_indices=False
+)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiplies each slab of rows by its own matrix: a JAX primitive.
+
+`lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. On CPUs
+it costs rows x matrices, so the native library does it there
+(ep_ffi/matmul/); programs that cannot call the library run the loops of
+by_tiles.py.
+
+Its derivatives come from one form, which is linear in each of three arguments:
+rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
+
+    T(X, W, Y) = sum over slabs j of <X_j W_j, Y_j>
+
+The gradient of T in one of them is a function of the other two:
+
+    Y: expand(X, W) = X W      X: contract(Y, W) = Y W^T
+    W: outer(X, Y) = X^T Y     (slab by slab)
+
+The primitive is this gradient, and `missing` says in which argument. It is
+bilinear. Its tangent is the primitive of each argument's tangent with the other
+argument. Its transpose in one argument, applied to a cotangent, is the gradient
+of T in that argument with the cotangent as the missing one. So derivatives of
+all orders, in both modes, are made of this primitive alone.
+
+Several matrices may share the rows, as those of gates and values do. Then W and
+Y are lists, and T is the sum over them: the gradients of the rows are summed
+before they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import arguments, checked, compat, primitive
+from ep._src.base.compat import ad
+from ep._src.matmul import by_ragged_dot, by_tiles
+from ep._src.native import ffi
+
+# The arguments of T, by their places in a triple of lists [X], Ws, Ys.
+_ROWS, _MATRICES, _OUTS = range(3)
+
+
+def grouped_matmul(
+  rows: jax.Array, matrices: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+  """Returns `rows[r] @ matrices[j]` for every row r of slab j.
+
+  Slab j is the `group_sizes[j]` rows after those of slabs 0 to j - 1. Rows
+  after the last slab are never read, whatever they hold, NaN included: their
+  results and gradients are zero.
+
+  Products are summed in float32 and rounded once to the dtype of `rows`.
+  Differentiable in `rows` and `matrices`, in both modes, to any order.
+
+  Args:
+    rows: `[C, F]`.
+    matrices: `[L, F, G]`, of the dtype of `rows`.
+    group_sizes: int32 `[L]`, not negative, of a sum up to C.
+
+  Returns:
+    `[C, G]`, of the dtype of `rows`.
+
+  Raises:
+    ValueError: if shapes or dtypes do not fit, or a size of NumPy or Python
+      does not fit into 32 bits.
+    TypeError: if `group_sizes` holds no integers.
+    JaxRuntimeError: when a program for CPUs runs that calls the native library
+      (an exported one does not), if C > 0 and a size is negative or their sum
+      is above C. With C = 0, a call outside of programs raises `ValueError`.
+  """
+  rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
+  group_sizes = arguments.integers("grouped_matmul", "group_sizes", group_sizes)
+  shapes = f"rows {rows.shape}, matrices {matrices.shape}, group_sizes " + (
+    f"{group_sizes.shape}"
+  )
+  if (rows.ndim, matrices.ndim, group_sizes.ndim) != (2, 3, 1) or (
+    matrices.shape[:2] != (*group_sizes.shape, rows.shape[1])
+  ):
+    raise ValueError(
+      f"grouped_matmul: got {shapes}; expected [C, F], [L, F, G] and [L]."
+    )
+  if rows.dtype != matrices.dtype:
+    raise ValueError(
+      f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
+      "convert one with .astype, so that it is clear which precision is meant."
+    )
+  if 0 in (rows.shape[0], group_sizes.shape[0]):
+    arguments.check(
+      isinstance(group_sizes, jax.core.Tracer) or not group_sizes.any(),
+      "grouped_matmul",
+      f"group_sizes is {group_sizes}, but there are no rows; pass zeros.",
+    )
+    return jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
+  (out,) = grouped_matmuls(rows, [matrices], group_sizes, tail="zero")
+  return out
+
+
+def grouped_matmuls(
+  rows: jax.Array,
+  matrices: Sequence[jax.Array],
+  group_sizes: jax.Array,
+  *,
+  segments: jax.Array | None = None,
+  tail: str = "unspecified",
+) -> list[jax.Array]:
+  """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
+
+  It rounds the sum of the gradients of the rows once. With
+  `tail="unspecified"` the rows after the last slab are not written, in results,
+  gradients and tangents alike.
+
+  The matrices may have another dtype than the rows. They are multiplied in that
+  of the rows, and their gradients are rounded to their own.
+
+  With `segments`, int32 [L, S], slab j begins with S segments of `segments[j]`
+  rows, and what follows these is zero. Then, on CPUs, the bits of a row's
+  result depend on that row and its matrix alone. Those of a matrix's gradient
+  depend on the rows of each segment: the sums of each are added as a balanced
+  binary tree, in order.
+  """
+  if segments is None:
+    segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
+  operands = compat.vary_together(group_sizes, segments, rows, *matrices)
+  with jax.numpy_dtype_promotion("standard"):
+    matrix_dtype = jnp.result_type(*matrices)
+  return grouped_matmul_p.bind(
+    *operands[:3],
+    *(w.astype(matrix_dtype) for w in operands[3:]),
+    missing=_OUTS,
+    matrix_dtype=matrix_dtype,
+    tail=checked.tail(tail),
+  )
+
+
+def _triple(operands, missing):
+  """Returns the lists [X], Ws, Ys of operands; the missing one is empty."""
+  num_first = len(operands) // 2 if missing == _ROWS else 1
+  triple = [list(operands[:num_first]), list(operands[num_first:])]
+  triple.insert(missing, [])
+  return triple
+
+
+def _gradient(slabs, triple, missing, pairs, **params):
+  """Applies the primitive to a triple, with only some pairs of W and Y.
+
+  Returns the results with the places that they have in the list of the missing
+  argument.
+  """
+  places = {_ROWS: [0], _MATRICES: pairs, _OUTS: pairs}
+  operands = [
+    triple[argument][place]
+    for argument in places
+    if argument != missing
+    for place in places[argument]
+  ]
+  outs = grouped_matmul_p.bind(*slabs, *operands, missing=missing, **params)
+  return zip(places[missing], outs, strict=True)
+
+
+def _types(sizes, segments, *avals, missing, matrix_dtype, tail):
+  del segments, tail
+  rows, matrices, outs = _triple(avals, missing)
+  dtype = matrix_dtype if missing == _MATRICES else (rows + outs)[0].dtype
+  if missing == _ROWS:
+    shapes = [(outs[0].shape[0], matrices[0].shape[1])]
+  elif missing == _MATRICES:
+    slabs = *sizes.shape, rows[0].shape[1]
+    shapes = [(*slabs, y.shape[1]) for y in outs]
+  else:
+    shapes = [(rows[0].shape[0], w.shape[2]) for w in matrices]
+  return [compat.out_aval(s, dtype, avals[0]) for s in shapes]
+
+
+def _present(values):
+  """Returns the places of values that are not symbolic zeros."""
+  return [i for i, x in enumerate(values) if type(x) is not ad.Zero]
+
+
+def _jvp(primals, tangents, *, missing, **params):
+  slabs, operands = primals[:2], primals[2:]
+  outs = grouped_matmul_p.bind(*slabs, *operands, missing=missing, **params)
+  out_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+  triple = _triple(operands, missing)
+  num_pairs = max(map(len, triple))
+  for argument, ts in enumerate(_triple(tangents[2:], missing)):
+    present = _present(ts)
+    if not present:
+      continue
+    replaced = [ts if i == argument else x for i, x in enumerate(triple)]
+    pairs = range(num_pairs) if argument == _ROWS else present
+    # In forward mode this adds all rows, unused ones included. A sum over the
+    # used ones would be one more loop for the transpose, which needs no sum.
+    for place, term in _gradient(slabs, replaced, missing, pairs, **params):
+      out_tangents[place] = ad.add_tangents(out_tangents[place], term)
+  return outs, out_tangents
+
+
+def _transpose(cts, *slabs_and_operands, missing, **params):
+  slabs, operands = slabs_and_operands[:2], slabs_and_operands[2:]
+  triple = _triple(operands, missing)
+  is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
+  (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
+  pairs = range(max(map(len, triple)))
+  present = _present(cts)
+  if missing == _ROWS and not present:
+    pairs = []
+  if missing != _ROWS:
+    pairs = [i for i in pairs if i in present]
+  if argument != _ROWS:
+    pairs = [i for i in pairs if is_wanted[argument][i]]
+  grads = {}
+  if pairs:
+    filled = [cts if i == missing else xs for i, xs in enumerate(triple)]
+    grads = dict(_gradient(slabs, filled, argument, pairs, **params))
+  return [None, None] + [
+    grads.get(place) if i == argument else None
+    for i, xs in enumerate(triple)
+    for place in range(len(xs))
+  ]
+
+
+def _lowering(implementation):
+  """Returns a lowering to the three functions of `tiles` or `ragged`."""
+
+  def apply(sizes, segments, *operands, missing, matrix_dtype, tail):
+    rows, matrices, outs = _triple(operands, missing)
+    if missing == _ROWS:
+      return [implementation.contract(sizes, segments, outs, matrices, tail)]
+    if missing == _MATRICES:
+      return implementation.outer(sizes, segments, *rows, outs, matrix_dtype)
+    return implementation.expand(sizes, segments, *rows, matrices, tail)
+
+  return compat.lower_local(apply)
+
+
+_lower_to_tiles = _lowering(by_tiles)
+_lower_to_native = jax.ffi.ffi_lowering("ep_grouped_matmul")
+
+
+def _lower_on_cpu(ctx, *operands, **params):
+  dtypes = {a.dtype for a in (*ctx.avals_in[2:], *ctx.avals_out)}
+  if not ffi.is_native(ctx) or not dtypes <= _NATIVE_DTYPES:
+    return _lower_to_tiles(ctx, *operands, **params)
+  return _lower_to_native(
+    ctx,
+    *operands,
+    missing=np.int64(params["missing"]),
+    tail=np.int64(ffi.TAILS[params["tail"]]),
+  )
+
+
+_NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+grouped_matmul_p = primitive.new(
+  "ep_grouped_matmul",
+  _types,
+  _lowering(by_ragged_dot),
+  on_cpu=_lower_on_cpu,
+  static=["missing", "matrix_dtype", "tail"],
+)
+ad.primitive_jvps[grouped_matmul_p] = _jvp
+ad.primitive_transposes[grouped_matmul_p] = _transpose

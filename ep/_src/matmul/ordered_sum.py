@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over ranks in an order that is fixed.
+
+The transport of `lax.psum` decides in which order it adds, and adding in
+another order rounds otherwise. Here neighbours are added first, then sums of
+neighbours:
+
+    ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))
+
+so the bits depend neither on the transport nor, if the sizes of the mesh axes
+are powers of two, on how ranks are split into axes: the sum over ("dp", "ep")
+is the sum over "dp" of the sums over "ep".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import compat, primitive
+
+_Tree = TypeVar("_Tree")
+
+
+def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
+  """Returns the sum of all ranks' arrays, with the same bits on each.
+
+  It gathers the arrays, so it needs memory for all of them and takes longer
+  than `lax.psum`, whose value it has but for rounding.
+
+  Args:
+    x: an array or a pytree of arrays; each rank of `axis_name` has its own.
+    axis_name: axes of the enclosing `jax.shard_map`; with none, x is returned.
+  """
+  if not axis_name:
+    return x
+  names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+  def psum(x):
+    is_manual = compat.manual_axes().issuperset(names)
+    if is_manual and not compat.checks_vma():
+      return _unchecked_psum_p.bind(x, axes=names)[0]
+    (x,) = compat.vary_together(x, axes=names)
+    return tree_sum(all_gather(x, names))
+
+  return jax.tree.map(psum, x)
+
+
+def all_gather(
+  x: jax.Array, axis_name: str | Sequence[str], **options: Any
+) -> jax.Array:
+  """Returns `lax.all_gather`, known to be alike on all ranks.
+
+  Its transpose takes a rank's part of a cotangent that is alike on all ranks;
+  that of `lax.all_gather` adds up the ranks' cotangents.
+  """
+  to = "invarying" if compat.checks_vma() else "varying"
+  return lax.all_gather(x, axis_name, to=to, **options)
+
+
+def tree_sum(parts: jax.Array) -> jax.Array:
+  """Returns the sum of parts [N, ...] over the first axis, in that order."""
+  while parts.shape[0] > 1:
+    last = parts[parts.shape[0] // 2 * 2 :]
+    parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])
+  return parts[0]
+
+
+def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
+  """Returns x, of which all ranks have a copy, with an ordered gradient.
+
+  The gradient is the `ordered_psum` of those of the copies. In a `shard_map`
+  with `check_vma=False` a gradient is that of a rank's own copy, which the
+  caller sums; it is left so.
+  """
+  if not compat.checks_vma() or not axis_name:
+    return x
+  return _replicated_p.bind(x, axes=tuple(axis_name))[0]
+
+
+def _sum(x, *, axes):
+  return [tree_sum(lax.all_gather(x, axes))]
+
+
+# The sum where JAX does not know over which axes values vary. Like `lax.psum`
+# there, it is its own transpose. The transpose of `lax.all_gather` would
+# scatter a sum: the transport decides in which order it adds, and Gloo's slows
+# what follows it (docs/sharp_bits.md).
+_unchecked_psum_p = primitive.new(
+  "ep_ordered_psum",
+  lambda x, *, axes: [x],
+  compat.lower_local(_sum),
+  static=["axes"],
+)
+compat.ad.deflinear2(
+  _unchecked_psum_p,
+  lambda cts, x, *, axes: _unchecked_psum_p.bind(
+    *map(compat.instantiate_zeros, cts), axes=axes
+  ),
+)
+
+# The identity, but its result varies over the axes. It is linear, and its
+# transpose is an `ordered_psum`.
+_replicated_p = primitive.new(
+  "ep_replicated",
+  lambda x, *, axes: [compat.varying_aval(x, axes)],
+  lambda ctx, x, *, axes: [x],
+  static=["axes"],
+)
+compat.ad.deflinear2(
+  _replicated_p,
+  lambda cts, x, *, axes: [
+    ordered_psum(ct, axes) for ct in map(compat.instantiate_zeros, cts)
+  ],
+)
+for _p in (_unchecked_psum_p, _replicated_p):
+  primitive.batch_elementwise(_p)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies a function to the used rows of arrays, not to all of their capacity.
+
+A rank's receive buffer is as large as the worst routing needs, and the rows
+that came are usually few of it. An activation of whole arrays would read and
+write all of that memory. On CPUs `map_used_rows` goes over blocks of rows and
+ends with the last used one, and so do its derivatives.
+
+It is one primitive, which has a function of blocks as its parameter. Its
+tangent is the same primitive with the tangent function, and its transpose the
+same one with the transposed function, so derivatives of all orders, in both
+modes, exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import checked, compat, primitive
+from ep._src.base.compat import ad
+from ep._src.matmul import unwritten_rows
+from ep._src.matmul.unwritten_rows import cut
+
+# Rows of a block. More make no difference to time. An array of fewer is a block
+# that may round otherwise; deterministic layers have none (config.py).
+HEIGHT = 128
+
+
+def map_used_rows(
+  fn: Callable[..., Any],
+  group_sizes: jax.Array,
+  *arrays: jax.Array,
+  tail: str = "unspecified",
+) -> Any:
+  """Returns `fn(*arrays)`, where `fn` treats each row by itself.
+
+  Differentiable in the arrays, in both modes, to any order, with the same
+  property: rows after the last slab affect no other, whatever they hold, NaN
+  included. With `tail="unspecified"` those after the last used block are not
+  read or written, and what is in the others means nothing.
+
+  Args:
+    fn: a function of blocks [B, ...] of rows of each array, for any B, to one
+      array [B, ...] or a sequence of them. If `fn` is a new function object in
+      each call, an eager call compiles each time. If it closes over traced
+      values, it is applied to the whole arrays instead, at the cost of that.
+    group_sizes: int32 [L], rows of slabs, of a sum up to C.
+    *arrays: [C, ...].
+    tail: what results, tangents and gradients hold after the last slab:
+      "zero" or "unspecified".
+
+  Returns:
+    What `fn` returns, with C for B.
+  """
+  num_used = group_sizes.sum(dtype=jnp.int32)
+  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+  traced, types = jax.make_jaxpr(fn, return_shape=True)(*blocks)
+  if any(isinstance(c, jax.core.Tracer) for c in traced.consts):
+    outs = fn(*(cut(x, num_used) for x in arrays))
+    return jax.tree.map(lambda x: cut(x, num_used), outs)
+  num_used, *arrays = compat.vary_together(num_used, *arrays)
+  outs = _map_p.bind(num_used, *arrays, fn=_Flat(fn), tail=checked.tail(tail))
+  return jax.tree.unflatten(jax.tree.structure(types), outs)
+
+
+# The functions that are parameters are values, which are equal if their parts
+# are, because JAX's caches compare them.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+  """The function that returns the leaves of what `fn` returns."""
+
+  fn: Callable[..., Any]
+
+  def __call__(self, *blocks):
+    return jax.tree.leaves(self.fn(*blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangent:
+  """A function of blocks, and of tangents of the `moving` ones."""
+
+  fn: Callable[..., Any]
+  moving: tuple[int, ...]
+
+  def __call__(self, *blocks_and_tangents):
+    split = len(blocks_and_tangents) - len(self.moving)
+    blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
+
+    def of_moving(*values):
+      return self.fn(*_replaced(blocks, self.moving, values))
+
+    values = tuple(blocks[i] for i in self.moving)
+    return jax.jvp(of_moving, values, tangents)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transposed:
+  """A function of the other operands, and of the `present` cotangents.
+
+  `fn` is linear in the operands `linear`, which have rows of `types`.
+  """
+
+  fn: Callable[..., Any]
+  linear: tuple[int, ...]
+  types: tuple[tuple[tuple[int, ...], Any], ...]
+  present: tuple[int, ...]
+
+  def __call__(self, *others_and_cts):
+    split = len(others_and_cts) - len(self.present)
+    others, cts = others_and_cts[:split], others_and_cts[split:]
+
+    def of_linear(*values):
+      blocks = list(others)
+      for i, value in zip(self.linear, values, strict=True):
+        blocks.insert(i, value)
+      outs = self.fn(*blocks)
+      return [outs[i] for i in self.present]
+
+    height = cts[0].shape[0]
+    blocks = [
+      jax.ShapeDtypeStruct((height, *shape), dtype)
+      for shape, dtype in self.types
+    ]
+    return list(jax.linear_transpose(of_linear, *blocks)(list(cts)))
+
+
+def _replaced(values, places, new):
+  values = list(values)
+  for i, value in zip(places, new, strict=True):
+    values[i] = value
+  return values
+
+
+def _apply(num_used, *arrays, fn, tail):
+  return [cut(out, num_used, tail) for out in fn(*arrays)]
+
+
+def _apply_by_blocks(num_used, *arrays, fn, tail):
+  num_rows = arrays[0].shape[0]
+  height = min(HEIGHT, num_rows)
+  readers = [unwritten_rows.Reader(x, num_used) for x in arrays]
+
+  def step(i, outs):
+    start = jnp.minimum(i * height, num_rows - height)
+    blocks = [read(start, height) for read in readers]
+    return [
+      unwritten_rows.write(out, rows, start)
+      for out, rows in zip(outs, fn(*blocks), strict=True)
+    ]
+
+  types = jax.eval_shape(fn, *arrays)
+  outs = [unwritten_rows.new(t.shape, t.dtype) for t in types]
+  num_blocks = lax.div(num_used + (height - 1), jnp.int32(height))
+  outs = lax.fori_loop(0, num_blocks, step, outs)
+  return [
+    unwritten_rows.finish(out, t.dtype, num_used, tail)
+    for out, t in zip(outs, types, strict=True)
+  ]
+
+
+def _types(num_used, *arrays, fn, tail):
+  del num_used, tail
+  blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+  return [
+    compat.out_aval(t.shape, t.dtype, arrays[0])
+    for t in jax.eval_shape(fn, *blocks)
+  ]
+
+
+def _jvp(primals, tangents, *, fn, tail):
+  outs = _map_p.bind(*primals, fn=fn, tail=tail)
+  tangents = tangents[1:]
+  moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+  out_tangents = _map_p.bind(
+    *primals,
+    *(tangents[i] for i in moving),
+    fn=_Tangent(fn, moving),
+    tail=tail,
+  )
+  return outs, out_tangents
+
+
+def _transpose(cts, num_used, *arrays, fn, tail):
+  linear = tuple(i for i, x in enumerate(arrays) if ad.is_undefined_primal(x))
+  present = tuple(i for i, ct in enumerate(cts) if type(ct) is not ad.Zero)
+  grads = [None] * len(arrays)
+  if present:
+    avals = [arrays[i].aval for i in linear]
+    outs = _map_p.bind(
+      num_used,
+      *(x for x in arrays if not ad.is_undefined_primal(x)),
+      *(cts[i] for i in present),
+      fn=_Transposed(
+        fn, linear, tuple((a.shape[1:], a.dtype) for a in avals), present
+      ),
+      tail=tail,
+    )
+    grads = _replaced(grads, linear, outs)
+  return [None, *grads]
+
+
+_map_p = primitive.new(
+  "ep_map_used_rows",
+  _types,
+  compat.lower_local(_apply),
+  on_cpu=compat.lower_local(_apply_by_blocks),
+  static=["fn", "tail"],
+)
+ad.primitive_jvps[_map_p] = _jvp
+ad.primitive_transposes[_map_p] = _transpose

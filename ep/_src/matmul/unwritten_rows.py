@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of rows that a loop on XLA:CPU fills, block by block.
+
+XLA:CPU lacks two operations, for which it offers only slower ones:
+
+  * an array that nobody writes. It fills one with zeros, so that each of its
+    pages takes time and memory, also those that no row ever reaches.
+  * slices of an array of 16-bit floats. It would convert the whole array to
+    float32, before a loop that reads it and in each step of one that writes it.
+    So loops read and write the bits of such rows as whole numbers, which are
+    copied before and after; XLA copies all of them, not only the used ones.
+
+The native library has both. A program without the library, or for another
+process, takes XLA's way.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import compat, primitive
+from ep._src.native import ffi
+
+_TAILS = {"zero": 0, "nan": jnp.nan}
+_FILLED_ROWS = 128  # at once
+
+
+def new(shape: tuple[int, ...], dtype) -> jax.Array:
+  """Returns a buffer of unwritten rows of `dtype`."""
+  return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
+
+
+def write(
+  buffer: jax.Array, rows: jax.Array, start: jax.Array, inside=None
+) -> jax.Array:
+  """Returns the buffer with `rows` at `start`, or only those `inside`."""
+  rows = _retyped(rows, buffer.dtype)
+  if inside is not None:
+    before = _slice(buffer, start, rows.shape[0])
+    inside = inside.reshape(-1, *[1] * (rows.ndim - 1))
+    rows = jnp.where(inside, rows, before)
+  return lax.dynamic_update_slice_in_dim(
+    buffer, rows, start, 0, allow_negative_indices=False
+  )
+
+
+def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
+  """Returns the rows of a buffer, of which the first `num_used` were written.
+
+  The others become zero or NaN, or stay unwritten if `tail` is "unspecified".
+  """
+  if tail == "unspecified":
+    return _retyped(buffer, dtype, num_used)
+  num_rows = buffer.shape[0]
+  height = min(_FILLED_ROWS, num_rows)
+  filling = jnp.full((height, *buffer.shape[1:]), _TAILS[tail], dtype)
+
+  def fill(i, buffer):
+    start = jnp.minimum(num_used + i * height, num_rows - height)
+    return write(buffer, filling, start, start + jnp.arange(height) >= num_used)
+
+  num_blocks = lax.div(num_rows - num_used + (height - 1), jnp.int32(height))
+  return _retyped(lax.fori_loop(0, num_blocks, fill, buffer), dtype)
+
+
+def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
+  """Returns the rows, with a tail of zeros, NaNs, or as it is."""
+  if tail == "unspecified":
+    return rows
+  used = jnp.arange(rows.shape[0]) < num_used
+  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, _TAILS[tail])
+
+
+class Reader:
+  """Reads blocks of the first `num_used` rows of an array, as a function."""
+
+  def __init__(self, rows: jax.Array, num_used: jax.Array):
+    self._dtype = rows.dtype
+    self._buffer = _retyped(rows, _storage(rows.dtype), num_used)
+
+  def __call__(self, start: jax.Array, height: int) -> jax.Array:
+    rows = _slice(self._buffer, start, height)
+    return _retyped(rows, self._dtype)
+
+
+def _slice(array, start, height):
+  return lax.dynamic_slice_in_dim(
+    array, start, height, allow_negative_indices=False
+  )
+
+
+def _retyped(array, dtype, num_used=None):
+  """Returns the same bits of all rows, or at least of the used ones."""
+  if array.dtype == dtype:
+    return array
+  if num_used is None:
+    return lax.bitcast_convert_type(array, dtype)
+  return _retyped_p.bind(array, num_used, dtype=jnp.dtype(dtype))[0]
+
+
+def _storage(dtype):
+  dtype = jnp.dtype(dtype)
+  is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(f"uint{8 * dtype.itemsize}") if is_short else dtype
+
+
+def _primitive(name, out_type, otherwise, **options):
+  """Makes a primitive that the library's `name` or `otherwise` computes.
+
+  It is for the lowerings of other primitives, so it has no derivatives. The
+  options are those of the library's custom call.
+  """
+  lower_otherwise = compat.lower_local(
+    lambda *operands, **params: [otherwise(*operands, **params)]
+  )
+  lower_natively = jax.ffi.ffi_lowering(name, **options)
+
+  def lower(ctx, *operands, **params):
+    if ffi.is_native(ctx):
+      return lower_natively(ctx, *operands)
+    return lower_otherwise(ctx, *operands, **params)
+
+  return primitive.new(
+    name,
+    lambda *operands, **params: [out_type(*operands, **params)],
+    lower_otherwise,
+    on_cpu=lower,
+  )
+
+
+_unwritten_p = _primitive(
+  "ep_unwritten",
+  lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
+  lambda *, shape, dtype: jnp.zeros(shape, dtype),
+  # Otherwise XLA would make it before a scan of layers, and copy it in each.
+  has_side_effect=True,
+)
+_retyped_p = _primitive(
+  "ep_retyped",
+  lambda buffer, num_used, *, dtype: buffer.update(dtype=dtype),
+  lambda buffer, num_used, *, dtype: lax.bitcast_convert_type(buffer, dtype),
+)

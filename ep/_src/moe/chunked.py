@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""overflow="chunk": tokens go through the experts in parts if they do not fit.
+
+Any routing of T' tokens of each rank fits into a capacity of C rows if
+
+    P * T' * min(K, L) + L * (alignment - 1) <= C
+
+If C has room for any routing of all tokens, there is nothing to decide. Else a
+step that fits is one exchange, and another is a loop over as few chunks of
+tokens as this bound allows. All ranks of a domain take the same branch: they
+know the rows of the busiest rank from `ep_prepare`. Ranks of other domains may
+take the other branch, so nothing here may be a collective over other axes.
+
+The derivative is written by hand, because that of `lax.cond` would return a
+copy of the matrices, which the backward pass reads, from the forward one. The
+branch with one exchange keeps what JAX does, except what is an argument anyway.
+The other one keeps nothing, and computes each chunk again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import arguments, compat, reverse_mode
+from ep._src.group.group import EpLayerConfig
+from ep._src.moe import experts as one_exchange
+from ep._src.moe.experts import Experts
+from ep._src.ops.handle import EpHandle
+from ep._src.ops.prepare import ep_prepare
+from ep._src.ops.taps import tapping
+
+
+def through_experts(
+  layer: EpLayerConfig,
+  experts: Experts,
+  params: Mapping[str, jax.Array],
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  beside: Callable[[], jax.Array] | None = None,
+  **options: Any,
+) -> tuple[jax.Array, EpHandle]:
+  """Does what experts.py does, in chunks if the layer says so. Local view.
+
+  The handle is that of all tokens, whether they were sent in chunks or not.
+  """
+  num_tokens = math.prod(topk_idx.shape[:-1])
+  # All chunks have the capacity of the whole, whose factor is of all tokens.
+  capacity = layer.capacity_for(num_tokens)
+  most = _chunk_tokens(layer, capacity)
+  if layer.overflow != "chunk" or num_tokens <= most:
+    return one_exchange.through_experts(
+      layer,
+      experts,
+      params,
+      tokens,
+      topk_idx,
+      topk_weights,
+      beside=beside,
+      **options,
+    )
+  _check(layer, experts, capacity, most)
+  layer = dataclasses.replace(layer, tail="unspecified")
+  handle = ep_prepare(layer, topk_idx, topk_weights)
+  # A cast to vary over more mesh axes is a sum over them in the backward pass,
+  # in which all ranks take part. So it is done here, and in no branch.
+  args = (dict(params), tokens, topk_weights), topk_idx, handle
+  leaves, tree = jax.tree.flatten(args)
+  args = jax.tree.unflatten(tree, compat.vary_together(*leaves))
+  floats, *routing = args
+  floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
+  of_chunk = dataclasses.replace(layer, recv_capacity_per_rank=capacity)
+  chunks = _Chunks(of_chunk, experts, -(-num_tokens // most))
+  run = _either(functools.partial(_whole, experts), chunks)
+  out = run(floats, *routing)
+  return (out if beside is None else out + beside()), handle
+
+
+_FORWARD = (
+  'overflow="chunk" (layer "{}"): the layer has reverse mode alone (jax.grad,'
+  " jax.vjp), because its backward pass computes each chunk again; for forward"
+  " mode (jax.jvp, jax.linearize) give it a capacity for any routing"
+  " (capacity_factor=None, recv_capacity_per_rank=None)."
+)
+
+
+def _chunk_tokens(layer, capacity):
+  """Returns the most tokens of a rank of which any routing fits.
+
+  It is not negative: a capacity has a slab of the alignment for each expert.
+  """
+  local = layer.num_local_experts
+  rows = capacity - local * (layer.alignment - 1)
+  return rows // (layer.ep_size * min(layer.top_k, local))
+
+
+def _check(layer, experts, capacity, chunk_tokens):
+  what = f'overflow="chunk" (layer "{layer.name}")'
+  arguments.check(
+    chunk_tokens > 0,
+    what,
+    f"recv_capacity_per_rank = {capacity}, but a chunk of one token of each"
+    f" rank may need {layer.worst_case(1)} rows; raise the capacity to that at"
+    " least, and the larger it is, the fewer chunks.",
+  )
+  arguments.check(
+    not experts.deterministic,
+    what,
+    "deterministic = True promises the same bits for every split of the ranks"
+    " into mesh axes, but sums over chunks depend on it; give the layer a"
+    " capacity for any routing (capacity_factor=None).",
+  )
+  arguments.check(
+    not experts.is_traced(),
+    what,
+    "an activation closes over values that are traced, which get no gradient"
+    " here; give the layer a capacity for any routing"
+    " (recv_capacity_per_rank=None).",
+  )
+
+
+def _whole(experts, floats, topk_idx, handle):
+  """Returns the output of one exchange."""
+  params, tokens, weights = floats
+  return one_exchange.exchange(
+    handle, experts, params, tokens, topk_idx, weights
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+  """Computes what `_whole` does, and its gradients, chunk by chunk.
+
+  Chunk i has the i-th part of each rank's tokens, in order. Tokens that choose
+  no expert are added to the last one.
+  """
+
+  layer: EpLayerConfig
+  experts: Experts
+  num_chunks: int
+
+  def __call__(self, floats, topk_idx, handle):
+    del handle
+    params, tokens, weights = floats
+
+    def step(_, chunk):
+      return None, self._of_chunk(params, *chunk)
+
+    chunks = self._split(tokens), self._split(weights), self._ids(topk_idx)
+    _, out = lax.scan(step, None, chunks)
+    return self._join(out, tokens.shape)
+
+  def gradients(self, floats, topk_idx, handle, ct):
+    """Returns the gradients of the floats.
+
+    Those of parameters are sums in float32 over the chunks, in order.
+    """
+    del handle
+    params, tokens, weights = floats
+
+    def step(sums, chunk):
+      tokens, weights, ids, ct = chunk
+
+      def of_floats(*floats):
+        return self._of_chunk(*floats, ids)
+
+      _, vjp = jax.vjp(of_floats, params, tokens, weights)
+      terms, *grads = vjp(ct)
+      return jax.tree.map(jnp.add, sums, terms), grads
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    leaves, tree = jax.tree.flatten(zeros)
+    zeros = tree.unflatten(compat.vary_together(*leaves, ct)[:-1])
+    parts = map(self._split, (tokens, weights))
+    chunks = *parts, self._ids(topk_idx), self._split(ct)
+    sums, grads = lax.scan(step, zeros, chunks)
+    return (
+      jax.tree.map(lambda g, p: g.astype(p.dtype), sums, params),
+      *map(self._join, grads, (tokens.shape, weights.shape)),
+    )
+
+  def _of_chunk(self, params, tokens, weights, topk_idx):
+    with tapping(None):  # all tokens have been seen
+      out, _ = one_exchange.through_experts(
+        self.layer,
+        self.experts,
+        params,
+        tokens,
+        topk_idx,
+        weights,
+      )
+    return out
+
+  def _ids(self, topk_idx):
+    return self._split(topk_idx, fill=-1)
+
+  def _split(self, x, fill=0):
+    """Returns [num_chunks, tokens of a chunk, n] of x [..., n]."""
+    x = x.reshape(-1, x.shape[-1])
+    missing = -len(x) % self.num_chunks
+    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+    return x.reshape(self.num_chunks, -1, x.shape[-1])
+
+  def _join(self, chunks, shape):
+    """Returns the array of that shape that was split."""
+    rows = chunks.reshape(-1, shape[-1])
+    return rows[: math.prod(shape[:-1])].reshape(shape)
+
+
+def _either(
+  whole: Callable[..., jax.Array], chunks: _Chunks
+) -> Callable[..., jax.Array]:
+  """Returns a function like both, which is `whole` if all rows fit."""
+
+  @jax.custom_vjp
+  def run(floats, topk_idx, handle):
+    return lax.cond(_fits(handle), whole, chunks, floats, topk_idx, handle)
+
+  saved = _Saved()
+
+  def run_and_save(floats, *routing):
+    def whole_and_saved(floats, *routing):
+      out, vjp = jax.vjp(lambda floats: whole(floats, *routing), floats)
+      return together(out, saved.drop(vjp, (floats, routing)))
+
+    def chunks_and_nothing(floats, *routing):
+      nothing = [jnp.zeros(x.shape, x.dtype) for x in kept]
+      return together(chunks(floats, *routing), nothing)
+
+    def together(out, kept):
+      return compat.vary_together(out, *kept)
+
+    _, *kept = jax.eval_shape(whole_and_saved, floats, *routing)
+    handle = routing[-1]
+    out, *kept = lax.cond(
+      _fits(handle), whole_and_saved, chunks_and_nothing, floats, *routing
+    )
+    return out, (floats, routing, kept)
+
+  def gradients(residuals, ct):
+    floats, routing, kept = residuals
+
+    def of_whole(floats, routing, kept, ct):
+      (grads,) = saved.restore(kept, (floats, routing))(ct)
+      return grads
+
+    def of_chunks(floats, routing, kept, ct):
+      del kept
+      return chunks.gradients(floats, *routing, ct)
+
+    handle = routing[-1]
+    grads = lax.cond(
+      _fits(handle), of_whole, of_chunks, floats, routing, kept, ct
+    )
+    return grads, None, None
+
+  run.defvjp(run_and_save, gradients)
+  return run
+
+
+def _fits(handle):
+  return handle.max_recv_tokens[0] <= handle.capacity
+
+
+class _Saved:
+  """Takes arguments out of what a derivative has saved, and puts them back."""
+
+  def drop(self, vjp: Any, args: Any) -> list[jax.Array]:
+    """Returns the arrays in `vjp` that are none of the arguments."""
+    places = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
+    leaves, self._tree = jax.tree.flatten(vjp)
+    self._places = [places.get(id(x)) for x in leaves]
+    pairs = zip(leaves, self._places, strict=True)
+    return [x for x, place in pairs if place is None]
+
+  def restore(self, kept: list[jax.Array], args: Any) -> Any:
+    """Returns the `vjp`, given what `drop` returned and equal arguments."""
+    args, kept = jax.tree.leaves(args), iter(kept)
+    return self._tree.unflatten(
+      next(kept) if place is None else args[place] for place in self._places
+    )

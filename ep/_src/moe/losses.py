@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses and a metric of a router's logits: balance, size and entropy.
+
+Each is a mean over tokens, or over sequences. All take a `mask`, and give the
+whole batch's value on every rank when they are told the axes of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import arguments
+from ep._src.moe import router
+
+_Axes = str | Sequence[str]
+_Psum = Callable[[Any, _Axes], Any]
+
+
+def load_balancing_loss(
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  *,
+  score: router.Score = "softmax",
+  mask: jax.Array | None = None,
+  axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
+) -> jax.Array:
+  """Returns how unevenly a batch loads the experts: 1 if evenly, up to E.
+
+  `E * sum_e f_e P_e`, where `f_e` is the fraction of all choices that fell on
+  expert e, and `P_e` the mean of its score over all tokens; the gradient
+  reaches `logits` through P (Fedus et al., "Switch Transformers", arXiv
+  2101.03961, equations 4 to 6, with f over K choices instead of one).
+
+  Args:
+    logits: `[..., E]`.
+    topk_idx: integers `[..., K]`, -1 where a choice is unused.
+    score: that of `route_topk`. The "sigmoid" scores of a token are divided by
+      their sum.
+    mask: `[...]` bool; tokens where it is False count for nothing and get no
+      gradient. If there is no other, the loss is 0.
+    axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
+      The loss is then that of the whole batch, the same on every rank; without
+      it, each rank's own. With `check_vma=True`, the default, its gradient is
+      that of the whole batch, too.
+    psum: what adds over these axes; `ep.ordered_psum` does it in a fixed order.
+
+  Returns:
+    A float32 scalar.
+
+  Raises:
+    ValueError: for a `score` or shape that cannot be.
+  """
+  parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
+  lead = tuple(range(logits.ndim - 1))
+  sums = [x.sum(lead) for x in parts]
+  return _imbalance(*(psum(sums, axis_name) if axis_name else sums))
+
+
+def sequence_balancing_loss(
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  *,
+  score: router.Score = "softmax",
+  mask: jax.Array | None = None,
+  axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
+) -> jax.Array:
+  """Returns the mean over sequences of each one's `load_balancing_loss`.
+
+  It keeps single sequences from loading few experts, which a batch may hide
+  (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20 without the factor alpha;
+  its scores are "sigmoid").
+
+  Args:
+    logits: `[..., S, E]`, of sequences of S tokens. In `jax.shard_map` a rank
+      holds whole sequences.
+    topk_idx: integers `[..., S, K]`, -1 where a choice is unused.
+    score: as in `load_balancing_loss`.
+    mask: `[..., S]` bool, as in `load_balancing_loss`. A sequence without any
+      token does not count.
+    axis_name: the axes that sequences are sharded over, as in
+      `load_balancing_loss`.
+    psum: as in `load_balancing_loss`.
+
+  Returns:
+    A float32 scalar.
+
+  Raises:
+    ValueError: for a `score` or shape that cannot be.
+  """
+  op = "sequence_balancing_loss"
+  arguments.check(
+    logits.ndim >= 2,
+    op,
+    f"logits have shape {logits.shape}; the last two axes must be the tokens "
+    "of a sequence and the experts.",
+  )
+  parts = _per_token(op, logits, topk_idx, score, mask)
+  choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
+  return _mean(_imbalance(choices, scores, tokens), tokens > 0, axis_name, psum)
+
+
+def router_z_loss(
+  logits: jax.Array,
+  *,
+  mask: jax.Array | None = None,
+  axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
+) -> jax.Array:
+  """Returns the mean over tokens of `logsumexp(logits)**2`.
+
+  As a loss it keeps logits small (Zoph et al., "ST-MoE", arXiv 2202.08906,
+  equation 5).
+
+  Args:
+    logits: `[..., E]`.
+    mask, axis_name, psum: as in `load_balancing_loss`.
+
+  Returns:
+    A float32 scalar.
+
+  Raises:
+    ValueError: the mask has another shape than the tokens.
+  """
+  logits = router.masked_float32("router_z_loss", logits, mask)
+  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, axis_name, psum)
+
+
+def router_entropy(
+  logits: jax.Array,
+  *,
+  mask: jax.Array | None = None,
+  axis_name: _Axes = (),
+  psum: _Psum = lax.psum,
+) -> jax.Array:
+  """Returns the mean over tokens of the entropy of their softmax scores.
+
+  It is in nats: from 0, where each token has one expert, to log(E), where its
+  scores are equal.
+
+  Args:
+    logits: `[..., E]`; -inf bars an expert.
+    mask, axis_name, psum: as in `load_balancing_loss`.
+
+  Returns:
+    A float32 scalar.
+
+  Raises:
+    ValueError: the mask has another shape than the tokens.
+  """
+  logits = router.masked_float32("router_entropy", logits, mask)
+  logs = jax.nn.log_softmax(logits)
+  scores = jnp.exp(logs)
+  terms = scores * jnp.where(scores > 0, logs, 0.0)
+  return _mean(-terms.sum(axis=-1), mask, axis_name, psum)
+
+
+def _per_token(op, logits, topk_idx, score, mask):
+  """Returns what the balancing losses sum over tokens.
+
+  These are the choices of each expert `[..., E]`, the scores that sum to 1
+  `[..., E]`, and the number of tokens `[...]`, which is 1; or zeros for tokens
+  that do not count. All are float32, so that one all-reduce sums them.
+  """
+  router.check_score(op, score)
+  topk_idx = arguments.integers(op, "topk_idx", topk_idx)
+  arguments.check(
+    topk_idx.shape[:-1] == logits.shape[:-1],
+    op,
+    f"topk_idx has shape {topk_idx.shape}, but logits {logits.shape}; they "
+    "must have the same tokens.",
+  )
+  logits = router.masked_float32(op, logits, mask)
+  # A softmax of log scores divides them by their sum, and cannot underflow.
+  logs = logits if score == "softmax" else jax.nn.log_sigmoid(logits)
+  choices = jax.nn.one_hot(topk_idx, logits.shape[-1]).sum(axis=-2)
+  scores = jnp.exp(jax.nn.log_softmax(logs))  # as in route_topk
+  counts = _counts(logits[..., 0], mask)
+  return choices * counts[..., None], scores * counts[..., None], counts
+
+
+def _imbalance(choices, scores, tokens):
+  """Returns `E * sum_e f_e P_e` of sums over tokens; 0 if there is no token."""
+  f = choices / jnp.maximum(choices.sum(axis=-1, keepdims=True), 1.0)
+  p = scores / jnp.maximum(tokens, 1.0)[..., None]
+  return scores.shape[-1] * (f * p).sum(axis=-1)
+
+
+def _mean(values, mask, axis_name, psum):
+  """Returns the mean of finite values where `mask` is True; 0 without any.
+
+  It is the sum of what each rank contributes, without a division after it. If
+  all ranks have as many tokens, and that number is a power of two, the sum of
+  several such means, each divided by their number, has the bits of one mean.
+  """
+  count = values.size if mask is None else mask.sum(dtype=jnp.float32)
+  if axis_name:
+    count = lax.psum(count, axis_name)
+  share = (values * _counts(values, mask)).sum() / jnp.maximum(count, 1.0)
+  return psum(share, axis_name) if axis_name else share
+
+
+def _counts(values, mask):
+  """Returns float32 1 for each value that counts, and 0 for the others."""
+  return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of a MoE layer: shapes, first values, shardings."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from ep._src.moe.config import MoEConfig
+
+
+def init(
+  key: jax.Array, config: MoEConfig, dtype: DTypeLike = jnp.float32
+) -> dict[str, jax.Array]:
+  """Returns new parameters of a MoE layer, as one flat dictionary.
+
+      router       [H, E]      float32      w_gate w_up  [E, H, F]
+      router_bias  [E]         float32      w_down       [E, F, H]
+      shared_gate shared_up  [H, S]         b_gate b_up  [E, F]
+      shared_down            [S, H]         b_down       [E, H]
+
+  It holds only those that `config` asks for. Biases are zero. Matrices are
+  normal, of a variance of 1 / (rows of the matrix), as in LeCun's
+  initialization. The router is float32, so that rounding changes no choice.
+
+  Under `jax.jit` with `out_shardings` made of `partition_specs`, each device
+  makes only its own part. `jax.vmap` over keys makes stacked layers.
+
+  Args:
+    key: a key of `jax.random`.
+    config: the layer's.
+    dtype: of all but the router.
+  """
+  params = {}
+  for i, (name, (shape, _)) in enumerate(_parameters(config).items()):
+    kind = jnp.float32 if name.startswith("router") else dtype
+    if name.startswith(("b_", "router_bias")):
+      params[name] = jnp.zeros(shape, kind)
+      continue
+    draw = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
+    params[name] = (draw / math.sqrt(shape[-2])).astype(kind)
+  return params
+
+
+def partition_specs(
+  config: MoEConfig, axis_name: str = "ep", *, lead: int = 0
+) -> dict[str, PartitionSpec]:
+  """Returns how each parameter of `init` is sharded, by name.
+
+  Experts are split over the EP axis. With `config.tp_axis`, inner sizes are
+  split over that axis, and with `config.fsdp_axis`, hidden sizes of matrices
+  over that one. The router is whole on every device.
+
+  Args:
+    config: the layer's.
+    axis_name: the EP axis.
+    lead: axes in front of each array that are not split, such as 1 for layers
+      that are stacked for `lax.scan`.
+  """
+  axes = {
+    "experts": axis_name,
+    "inner": config.tp_axis,
+    "hidden": config.fsdp_axis,
+  }
+  return {
+    name: PartitionSpec(*[None] * lead, *map(axes.get, dims))
+    for name, (_, dims) in _parameters(config).items()
+  }
+
+
+def shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
+  """Returns the whole shape of each parameter."""
+  return {name: shape for name, (shape, _) in _parameters(config).items()}
+
+
+def _parameters(config):
+  """Returns the shape of each parameter and what each dim is split like."""
+  e, h, f = config.num_experts, config.hidden, config.inner
+  s = config.shared_inner
+  up, down = ("hidden", "inner"), ("inner", "hidden")
+  ups = ("gate", "up") if config.gated else ("up",)
+  params = {"router": ((h, e), (None, None))}
+  if config.router_bias:
+    params["router_bias"] = ((e,), (None,))
+  for name in ups:
+    params[f"w_{name}"] = ((e, h, f), ("experts", *up))
+  params["w_down"] = ((e, f, h), ("experts", *down))
+  if config.biases:
+    for name in ups:
+      params[f"b_{name}"] = ((e, f), ("experts", "inner"))
+    params["b_down"] = ((e, h), ("experts", None))
+  if s:
+    for name in ups:
+      params[f"shared_{name}"] = ((h, s), up)
+    params["shared_down"] = ((s, h), down)
+  return params

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers, which turn logits into the experts and weights of each token.
+
+Nothing here communicates, and a compiled program shards it as it shards the
+logits. Any function that returns ids and weights of these shapes can take the
+place of `route_topk`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import arguments, compat
+
+Score = Literal["softmax", "sigmoid"]
+
+
+def route_topk(
+  logits: jax.Array,
+  top_k: int,
+  *,
+  num_candidates: int | None = None,
+  score: Score = "softmax",
+  normalize: bool = True,
+  scale: float = 1.0,
+  selection_bias: jax.Array | None = None,
+  mask: jax.Array | None = None,
+  num_groups: int = 1,
+  top_groups: int = 1,
+  group_best: int = 2,
+  forced_idx: jax.Array | None = None,
+  jitter: float = 0.0,
+  key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Chooses `top_k` experts for each token, and the weights to sum them with.
+
+  The scores of a token are `score(logits)`. Its experts are those of the
+  highest score, best first; of equals, the lowest id first. Their weights are
+  their scores, divided by their sum if `normalize`, times `scale`. In the
+  literature's terms:
+
+      Mixtral (softmax over the chosen logits)   the defaults
+      Switch Transformer, OLMoE                  normalize=False
+      DeepSeek-V3                                score="sigmoid", scale=2.5,
+                                                 selection_bias=bias,
+                                                 num_groups=8, top_groups=4
+
+  docs/router.md has more models, and the names that other libraries give to
+  these arguments.
+
+  Everything is computed in float32, and without the overflow or division by
+  zero that scores themselves could meet. Weights are differentiable in
+  `logits`; the choice has no gradient. The choice is that of `lax.top_k` in
+  every case, NaNs included: one of positive sign comes before all numbers, one
+  of negative sign after them. The ids of a token are distinct even then, and
+  its weights are NaN.
+
+  Args:
+    logits: `[..., E]`, any float dtype.
+    top_k: K, from 1 to E.
+    num_candidates: M, from K to E: returns the best M experts in the place of
+      the best K, for `ep_prepare` to move a choice to one of the others where
+      its own expert has no room. The weights are those of `top_k` alone, so
+      with `normalize` the first K sum to `scale`, and the others have the same
+      divisor; docs/router.md has how a token's weights sum to `scale` after a
+      move. None is K. It has no effect with `forced_idx`.
+    score: "softmax" over all experts, or each expert's own "sigmoid".
+    normalize: whether the weights of a token sum to `scale`.
+    scale: factor on all weights.
+    selection_bias: `[E]`, added to the scores for the choice, not for the
+      weights, so it gets no gradient. Raising it for idle experts and lowering
+      it for busy ones between steps balances load without a loss term (Wang et
+      al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+      arXiv 2408.15664).
+    mask: `[...]` bool; a token where it is False, such as one that pads a
+      sequence, gets ids -1 and weights 0 and is sent nowhere. Its logits get no
+      gradient, and may be NaN.
+    num_groups: G; group g holds the experts from `g * E / G` to before
+      `(g + 1) * E / G`. G divides E.
+    top_groups: the groups that a token may choose experts of, from 1 to G. It
+      takes those of the highest score; of equals, the lowest first.
+    group_best: a group's score is the sum of this many of its best scores, with
+      `selection_bias` added: 2 in DeepSeek-V3 (arXiv 2412.19437), 1 in
+      DeepSeek-V2 (arXiv 2405.04434). It has no effect if `top_groups` is G.
+    forced_idx: int `[..., K]`, the choice itself, for replaying a routing, for
+      tests and for generated loads. The arguments that concern only the choice
+      have no effect then. An entry of -1 is unused: its weight is 0, and the
+      others are normalized without it. Ids are checked by `ep_prepare`.
+    jitter: with j > 0, each logit is first multiplied by a number of its own,
+      uniform in [1 - j, 1 + j), so that tokens explore (the noise of Fedus et
+      al., "Switch Transformers", arXiv 2101.03961, and Zoph et al., "ST-MoE",
+      arXiv 2202.08906, whose implementations multiply the input of the router
+      by it instead). At least 0 and less than 1; 0 means none.
+    key: `jax.random.key`, for `jitter`. In `jax.shard_map`, fold the rank in,
+      or all ranks draw the same numbers.
+
+  Returns:
+    `topk_idx` int32 `[..., K]`, distinct within a token, and `topk_weights`
+    float32 `[..., K]`; `[..., M]` with `num_candidates`.
+
+  Raises:
+    ValueError: for a `top_k`, `num_candidates`, `score`, group, jitter or shape
+      that cannot be.
+    TypeError: an integer, a number or a bool is expected, and is none.
+  """
+  op = "route_topk"
+  num_experts = logits.shape[-1]
+  top_k = arguments.integer(op, "top_k", top_k)
+  arguments.check(
+    1 <= top_k <= num_experts,
+    op,
+    f"top_k = {top_k}, but logits of shape {logits.shape} hold {num_experts} "
+    f"experts; choose between 1 and {num_experts}.",
+  )
+  check_score(op, score)
+  arguments.flag(op, "normalize", normalize)
+  if not isinstance(scale, jax.Array):  # as one that is learned
+    scale = arguments.number(op, "scale", scale)
+  if selection_bias is not None:
+    arguments.check(
+      selection_bias.shape == (num_experts,),
+      op,
+      f"selection_bias has shape {selection_bias.shape}; it must hold one "
+      f"number per expert, shape {(num_experts,)}.",
+    )
+  check_choice(
+    op, num_experts, top_k, num_groups, top_groups, group_best, jitter
+  )
+  num_chosen = top_k
+  if num_candidates is not None and forced_idx is None:
+    num_chosen = check_candidates(
+      op, num_candidates, top_k, num_experts // num_groups * top_groups
+    )
+  logits = masked_float32(op, logits, mask)
+  if jitter:
+    arguments.check(
+      key is not None,
+      op,
+      f"jitter = {jitter} needs random numbers; pass key=jax.random.key(...), "
+      "another one in each step and layer.",
+    )
+    logits *= jax.random.uniform(
+      key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
+    )
+  log_scores = _LOG_SCORES[score](logits)
+  if forced_idx is None:
+    order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
+    # Logits order as their scores do, but do not saturate.
+    if selection_bias is not None:
+      bias = lax.stop_gradient(selection_bias).astype(jnp.float32)
+      order = scores = scores + bias
+    allowed = None
+    if top_groups < num_groups:
+      allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
+    topk_idx = _best(order, num_chosen, allowed)
+  else:
+    topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
+  if mask is not None:
+    topk_idx = jnp.where(mask[..., None], topk_idx, -1)
+  chosen = _chosen(log_scores, topk_idx)
+
+  # XLA:CPU may turn the division of `jax.nn.softmax` into a product, in one
+  # program and not in another. A difference of logarithms rounds alike in both.
+  def weigh(chosen):
+    if normalize:
+      best = slice(0, top_k)  # the others are further candidates
+      chosen -= lax.stop_gradient(chosen[..., best].max(-1, keepdims=True))
+      chosen -= jnp.log(jnp.exp(chosen[..., best]).sum(-1, keepdims=True))
+    return jnp.exp(chosen) * scale
+
+  if mask is None and forced_idx is None:
+    return topk_idx, weigh(chosen)
+  # An unused choice takes no part in a sum. It is finite, since a token without
+  # any choice must not divide by zero.
+  used = topk_idx >= 0
+  weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
+  return topk_idx, jnp.where(used, weights, 0.0)
+
+
+def check_score(op: str, score: str) -> None:
+  """Raises `ValueError` unless `score` is the name of a score."""
+  arguments.check(
+    score in _LOG_SCORES,
+    op,
+    f"score = {score!r}; it must be one of {[*_LOG_SCORES]}.",
+  )
+
+
+def masked_float32(
+  op: str, logits: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+  """Returns float32 logits that are 0 for the tokens that `mask` leaves out.
+
+  So nothing that stands there, not even a NaN, reaches a value or a gradient.
+  """
+  logits = logits.astype(jnp.float32)
+  if mask is None:
+    return logits
+  arguments.check(
+    mask.shape == logits.shape[:-1],
+    op,
+    f"mask has shape {mask.shape}; it must hold one bool per token, shape "
+    f"{logits.shape[:-1]}.",
+  )
+  return jnp.where(mask[..., None], logits, 0.0)
+
+
+def check_choice(
+  op: str,
+  num_experts: int,
+  top_k: int,
+  num_groups: int,
+  top_groups: int,
+  group_best: int,
+  jitter: float,
+) -> None:
+  """Raises unless K experts can be chosen in this way."""
+  arguments.integer(op, "num_groups", num_groups)
+  arguments.integer(op, "top_groups", top_groups)
+  arguments.integer(op, "group_best", group_best)
+  arguments.check(
+    0 <= arguments.number(op, "jitter", jitter) < 1,
+    op,
+    f"jitter = {jitter}; it must be at least 0 and less than 1, such as 0.01.",
+  )
+  arguments.check(
+    num_groups >= 1 and num_experts % num_groups == 0,
+    op,
+    f"num_groups = {num_groups} does not divide {num_experts} experts into "
+    "groups of equal size; choose a divisor.",
+  )
+  arguments.check(
+    1 <= top_groups <= num_groups,
+    op,
+    f"top_groups = {top_groups}; choose between 1 and num_groups = "
+    f"{num_groups}.",
+  )
+  size = num_experts // num_groups
+  arguments.check(
+    top_k <= top_groups * size,
+    op,
+    f"top_k = {top_k}, but top_groups = {top_groups} groups of {size} experts "
+    f"hold only {top_groups * size}; raise top_groups or lower num_groups.",
+  )
+  arguments.check(
+    top_groups == num_groups or 1 <= group_best <= size,
+    op,
+    f"group_best = {group_best}, but groups have {size} experts; choose "
+    f"between 1 and {size}.",
+  )
+
+
+def check_candidates(
+  op: str, num_candidates: int, top_k: int, allowed: int
+) -> int:
+  """Returns M as an `int`; raises unless a token can have so many candidates.
+
+  `allowed` experts are those of the groups that it may choose of.
+  """
+  num_candidates = arguments.integer(op, "num_candidates", num_candidates)
+  arguments.check(
+    top_k <= num_candidates <= allowed,
+    op,
+    f"num_candidates = {num_candidates}, but a token has top_k = {top_k}"
+    f" choices and may choose of {allowed} experts; choose between these.",
+  )
+  return num_candidates
+
+
+def _checked_choice(op, forced_idx, shape):
+  forced_idx = arguments.integers(op, "forced_idx", forced_idx)
+  arguments.check(
+    forced_idx.shape == shape,
+    op,
+    f"forced_idx has shape {forced_idx.shape}; it must hold top_k ids for each "
+    f"token, shape {shape}.",
+  )
+  return forced_idx
+
+
+@jax.custom_jvp
+def _chosen(values, places):
+  """Returns the values [..., K] at distinct places of [..., E].
+
+  Its derivative is a sum with one term or none that is not zero. The transpose
+  of the sum is one again, where that of a gather would be a scatter, which
+  XLA:CPU computes by a loop over all places.
+  """
+  return jnp.take_along_axis(values, places, axis=-1)
+
+
+@_chosen.defjvp
+def _chosen_jvp(primals, tangents):
+  return _chosen(*primals), _sum_of_chosen(tangents[0], primals[1])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # keeps only places
+def _sum_of_chosen(values, places):
+  is_chosen = places[..., None] == jnp.arange(values.shape[-1])
+  return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
+
+
+def _of_best_groups(scores, num_groups, top_groups, group_best):
+  """Returns bool `[..., E]`: whether an expert's group is among the best."""
+  lead, num_experts = scores.shape[:-1], scores.shape[-1]
+  groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
+  best = jnp.take_along_axis(groups, _best(groups, group_best), axis=-1)
+  chosen = _best(best.sum(axis=-1), top_groups)
+  is_chosen = (chosen[..., None] == jnp.arange(num_groups)).any(axis=-2)
+  return jnp.repeat(is_chosen, num_experts // num_groups, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _best(values, k, allowed=None):
+  """Returns the places `[..., k]` of the best float32 values `[..., n]`.
+
+  They are those of `lax.top_k`, in its order. But XLA gathers the operand of
+  `lax.top_k` on every device, while it shards reductions and elementwise
+  functions like their operands; so where arrays may be sharded, these are k
+  passes of argmax.
+
+  Args:
+    values: float32 `[..., n]`.
+    k: at most the number of allowed places.
+    allowed: bool `[..., n]`, or None for all.
+  """
+  if allowed is None and compat.is_on_one_device():
+    return lax.top_k(values, k)[1]
+  # As whole numbers, floats have the order of `lax.top_k`: -NaN, numbers with
+  # -0 before +0, NaN. The least number is left free, for places that cannot be
+  # chosen, or were. (So two negative NaNs of the largest payloads are equal.)
+  least = jnp.iinfo(jnp.int32).min
+  bits = lax.bitcast_convert_type(values, jnp.int32)
+  keys = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+  keys = jnp.maximum(keys, least + 1)
+  if allowed is not None:
+    keys = jnp.where(allowed, keys, least)
+  places = []
+  for _ in range(k):
+    place = jnp.argmax(keys, axis=-1, keepdims=True).astype(jnp.int32)
+    keys = jnp.where(jnp.arange(keys.shape[-1]) == place, least, keys)
+    places.append(place)
+  return jnp.concatenate(places, axis=-1)
+
+
+_LOG_SCORES = {
+  "softmax": jax.nn.log_softmax,
+  "sigmoid": jax.nn.log_sigmoid,
+}

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection of the backends that call a native library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import functools
+import os
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import backend, compat, meshes
+from ep._src.base.backend import GroupMemory, OpParams
+from ep._src.base.config import GroupConfig
+from ep._src.base.meshes import Mesh
+from ep._src.native import ffi
+from ep._src.native.program_names import ProgramNames
+
+# The abstract value of what `_place` returns.
+_PLACE = jax.core.ShapedArray((2,), jnp.int32)
+
+# The last group of each backend that this process has released.
+_released: dict[str, GroupConfig] = {}
+os.register_at_fork(after_in_child=_released.clear)
+
+
+class NativeConnection(backend.Connection):
+  """A group of a native library, which knows it by its name.
+
+  The library has created it already.
+  """
+
+  def __init__(self, group: GroupConfig):
+    super().__init__(group)
+    self._programs = ProgramNames(group.name)
+
+  @property
+  def closes_at_exit(self) -> bool:
+    # Without another process there is no such peer, and the programs that still
+    # run then come to their end.
+    return not self._is_forked and len(meshes.processes(self.group.mesh)) > 1
+
+  def check(self) -> None:
+    ffi.check_group(self.group.backend, self.group.name)
+
+  def memory(self) -> GroupMemory:
+    return GroupMemory(*ffi.group_memory(self.group.backend, self.group.name))
+
+  def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
+    here, there = meshes.places(mesh), meshes.places(self.group.mesh)
+    for device, place in here.items():
+      if there.get(device) != place:
+        raise ValueError(
+          f"{op}: the mesh in context has {device} at {dict(place)}, but the"
+          f' group "{self.group.name}" was bootstrapped on a mesh that has it'
+          f" at {dict(there.get(device, ()))}; run the program on the mesh that"
+          " was given to ep_bootstrap."
+        )
+
+  def mem_bytes(self, params: OpParams) -> int:
+    layer = params.layer
+    return ffi.mem_bytes(
+      self.group.backend,
+      self.group.name,
+      params.num_tokens,
+      layer.top_k,
+      layer.alignment,
+      params.capacity,
+    )
+
+  def lower(
+    self,
+    op: str,
+    ctx: compat.mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
+  ) -> Any:
+    if op == "ep_prepare":
+      place = compat.lower_local(lambda *_: [_place(params.layer.group)])
+      operands += tuple(place(ctx, *operands))
+      ctx = ctx.replace(avals_in=[*ctx.avals_in, _PLACE])
+    return self._lowering(op)(ctx, *operands, params=params)
+
+  def _lowering(self, op: str) -> Callable[..., Any]:
+    """Returns the lowering to a call of the FFI target `op`, and no more."""
+    return functools.partial(self._lower_call, op)
+
+  def _lower_call(
+    self,
+    op: str,
+    ctx: compat.mlir.LoweringRuleContext,
+    *operands: Any,
+    params: OpParams,
+  ) -> Any:
+    layer = params.layer
+    with compat.named_instruction(f"{op}[{layer.name}]"):
+      return jax.ffi.ffi_lowering(op)(
+        ctx,
+        *operands,
+        group=layer.group.name,
+        group_config=layer.group.config,
+        program=self._programs.name(ctx),
+        position=np.int64(compat.next_position(ctx)),
+        layer_name=layer.name,
+        layer=dict(
+          top_k=np.int64(layer.top_k),
+          alignment=np.int64(layer.alignment),
+          capacity=np.int64(params.capacity),
+          drop=params.drop,
+          tail=np.int32(ffi.TAILS[params.tail]),
+          config=np.int64(layer.fingerprint),
+          checked=params.checked,
+        ),
+      )
+
+  def _close(self) -> None:
+    ffi.close_group(self.group.backend, self.group.name)
+
+  def _release(self) -> None:
+    ffi.release_group(self.group.backend, self.group.name)
+    if self.closes_at_exit:
+      _released[self.group.backend] = self.group
+
+
+def released() -> list[GroupConfig]:
+  """Returns one released group of each backend that has such groups."""
+  return list(_released.values())
+
+
+def close_released() -> None:
+  """Closes the groups that were released and that programs still use."""
+  with contextlib.ExitStack() as stack:
+    for name in _released:
+      stack.callback(ffi.close_released, name)
+
+
+def check_devices(name: str, mesh: Mesh) -> None:
+  """Raises `ValueError` unless the mesh has devices, as `name` needs."""
+  if not meshes.has_devices(mesh):
+    raise ValueError(
+      f"ep_bootstrap: backend = {name!r} needs a mesh of devices; on an"
+      ' AbstractMesh, pass "xla" or None.'
+    )
+
+
+def _place(group: GroupConfig) -> jax.Array:
+  """Returns where this rank is in the mesh of the program, for `PrepareArgs`.
+
+  The native group knows a rank by its device, so it can tell a program whose
+  mesh has the devices in another order.
+  """
+
+  def index(axes):
+    at = jnp.int32(0)
+    for axis in axes:
+      if (size := group.mesh.shape[axis]) > 1:
+        at = at * size + lax.axis_index(axis)
+    return at
+
+  others = [a for a in group.mesh.axis_names if a != group.axis_name]
+  return jnp.stack([index([*others, group.axis_name]), index(group.data_axes)])

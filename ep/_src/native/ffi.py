@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the native libraries, registers their handlers, calls their functions.
+
+There is one library for each native backend. It is loaded when the first group
+of that backend is built, not when the package is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from ep._src.base import compat
+from ep._src.base.backend import OPS
+from ep._src.native import gpus, shipped_files
+
+# For each backend: the platform in its library's name, and XLA's name of it.
+PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
+
+# This is a digest of the C++ functions and attributes that ffi.py and
+# connection.py use; the library carries its own (//ep_ffi/handlers:interface).
+# After a change on that side, the error of every test has the digest to write
+# here.
+INTERFACE = "30b8c1969837"
+
+# These are the values of `Tail` in ep_ffi/core/backend.h.
+TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
+
+_VARIABLE = "EP_FFI_LIBRARY_PATH"
+_ERROR_BYTES = 4096
+_INVALID_ARGUMENT = 1  # ep_ffi/core/status.h
+_UNIQUE_ID_BYTES = 128  # the size of an ncclUniqueId
+
+
+class NativeError(RuntimeError):
+  """A failure in a native library; the message says why and what to do."""
+
+
+def find_library(backend: str) -> pathlib.Path:
+  """Returns the path of a backend's library.
+
+  Raises:
+    FileNotFoundError: there is none; the message names all places.
+  """
+  name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
+  packages, distributions = _packages(backend)
+  if override := os.environ.get(_VARIABLE):  # a user who sets it wants no other
+    path = pathlib.Path(override)
+    if path.is_dir():
+      path /= name
+    places: dict[str, pathlib.Path | None] = {f"${_VARIABLE}": path}
+  else:
+    places = {
+      f"${_VARIABLE}": None,
+      "the Bazel runfiles": shipped_files.in_runfiles(f"jax_ep/ep_ffi/{name}"),
+    }
+    for package in packages:
+      places[f"the package {package}"] = shipped_files.in_package(package, name)
+  for path in places.values():
+    if path and path.name == name and path.exists():
+      return path
+  tried = "; ".join(f"{k} ({v or 'not there'})" for k, v in places.items())
+  raise FileNotFoundError(
+    f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
+    " the library or its folder, else from the Bazel runfiles, else from the"
+    f" package: install a wheel of {distributions}; or build //ep_ffi:{name}"
+    f' and set ${_VARIABLE}; or do without: ep_bootstrap(backend="xla") needs'
+    " no native code."
+  )
+
+
+def _packages(backend: str) -> tuple[list[str], str]:
+  """Returns the packages that may hold a library, and what pip installs."""
+  if backend == "host":
+    return ["ep"], "jax-ep"
+  fitting = gpus.cuda_plugins()
+  versions = fitting or ["13", "12"]
+  distributions = " or ".join(f"jax-ep-cuda{v}" for v in versions)
+  if fitting:
+    distributions += ", which fits the CUDA plugin of JAX that is installed"
+  return ["ep", *(f"jax_ep_cuda{v}" for v in versions)], distributions
+
+
+@functools.cache
+def library(backend: str) -> ctypes.CDLL:
+  """Loads a backend's library and registers its ops for its platform."""
+  path = find_library(backend)
+  # JAX makes its clients here. When it makes one, it hands over to XLA what was
+  # registered before: first the handlers, which XLA refuses as long as it does
+  # not know the type of their state, and JAX fails to make the client.
+  jax.local_devices()
+  lib = ctypes.CDLL(str(path))
+  _check_interface(lib, path)
+  _, platform = PLATFORMS[backend]
+  lib.ep_op_state_type_id.restype = ctypes.c_void_p
+  lib.ep_op_state_type_info.restype = ctypes.c_void_p
+  jax.ffi.register_ffi_type(
+    "ep_op_state",
+    {
+      "type_id": jax.ffi.pycapsule(lib.ep_op_state_type_id()),
+      "type_info": jax.ffi.pycapsule(lib.ep_op_state_type_info()),
+    },
+    platform=platform,
+  )
+  for op in OPS:
+    jax.ffi.register_ffi_target(
+      op,
+      {
+        "instantiate": jax.ffi.pycapsule(lib.ep_instantiate),
+        "execute": jax.ffi.pycapsule(getattr(lib, op)),
+      },
+      platform=platform,
+    )
+  if backend == "host":
+    for name in ("ep_unwritten", "ep_retyped", "ep_grouped_matmul"):
+      handler = jax.ffi.pycapsule(getattr(lib, name))
+      jax.ffi.register_ffi_target(name, handler, platform=platform)
+  return lib
+
+
+def describe(backend: str) -> str:
+  """Loads a backend's library; returns its path and its interface."""
+  library(backend)
+  return f"{find_library(backend)} (interface {INTERFACE})"
+
+
+def has_library(backend: str) -> bool:
+  """Returns whether a backend's library can be loaded; loads it if so."""
+  try:
+    library(backend)
+  except (OSError, NativeError):
+    return False
+  return True
+
+
+def is_native(ctx: Any) -> bool:
+  """Returns whether a program for CPUs being lowered can call the library.
+
+  It can if it runs in this process, and XLA does not divide it among devices:
+  XLA divides no call that has a side effect, and gathers the operands of others
+  on each device.
+  """
+  is_here = compat.can_call_python(ctx) and has_library("host")
+  return is_here and not compat.is_partitioned(ctx)
+
+
+def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
+  """Raises if the library is not of the version that this package calls."""
+  found = "none (it is from before libraries had one)"
+  if hasattr(lib, "ep_interface"):
+    lib.ep_interface.restype = ctypes.c_char_p
+    found = lib.ep_interface().decode()
+  if found != INTERFACE:
+    raise NativeError(
+      f"ep_bootstrap: {path} is of another version than this ep package, which"
+      f" calls the interface {INTERFACE}; that of the library is {found}. Build"
+      f" //ep_ffi:{path.name} from the same sources as the package, or set"
+      f" ${_VARIABLE} to the library that came with it."
+    )
+
+
+def call(lib: ctypes.CDLL, function: str, *args: Any) -> None:
+  """Calls a C function that can fail; see ep_ffi/core/export.h."""
+  error = ctypes.create_string_buffer(_ERROR_BYTES)
+  code = getattr(lib, function)(*args, error, ctypes.c_int64(_ERROR_BYTES))
+  if code:
+    kind = ValueError if code == _INVALID_ARGUMENT else NativeError
+    raise kind(error.value.decode())
+
+
+def _call(backend: str, function: str, *args: Any) -> None:
+  call(library(backend), function, *args)
+
+
+def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
+  """Calls like `_call`; errors begin with `op`, a function of the user."""
+  lib = library(backend)
+  try:
+    call(lib, function, *args)
+  except (ValueError, NativeError) as e:
+    raise type(e)(f"{op}: {e}") from e
+
+
+class _HostProcess(ctypes.Structure):
+  _fields_ = [
+    ("address", ctypes.c_char_p),
+    ("id", ctypes.c_int32),
+    ("pid", ctypes.c_int32),
+  ]
+
+
+class _HostRank(ctypes.Structure):
+  _fields_ = [("process", ctypes.c_int32), ("device", ctypes.c_int32)]
+
+
+class _HostGroup(ctypes.Structure):
+  """`EpHostGroup` of ep_ffi/backends/host/bootstrap.cc."""
+
+  _fields_ = [
+    ("name", ctypes.c_char_p),
+    ("config", ctypes.c_char_p),
+    ("num_experts", ctypes.c_int64),
+    ("timeout_s", ctypes.c_double),
+    ("exit_after_s", ctypes.c_double),
+    ("processes", ctypes.POINTER(_HostProcess)),
+    ("ranks", ctypes.POINTER(_HostRank)),
+    ("num_processes", ctypes.c_int32),
+    ("num_ranks", ctypes.c_int32),
+    ("ep_size", ctypes.c_int32),
+    ("process", ctypes.c_int32),
+    ("listener", ctypes.c_int32),
+  ]
+
+
+def create_host_group(
+  name: str,
+  config: str,
+  processes: list[tuple[str, int, int]],
+  ranks: list[tuple[int, int]],
+  **fields: float,
+) -> None:
+  """Creates the native group `name`; the `fields` are those of `_HostGroup`.
+
+  `processes` lists (address, JAX's id, the system's id). `ranks` lists (index
+  in `processes`, device id), domain-major. On CPU XLA tells a handler the id
+  that JAX knows, not an ordinal in the process.
+  """
+  encoded = [(address.encode(), id, pid) for address, id, pid in processes]
+  group = _HostGroup(
+    name=name.encode(),
+    config=config.encode(),
+    processes=(_HostProcess * len(processes))(*encoded),
+    ranks=(_HostRank * len(ranks))(*ranks),
+    num_processes=len(processes),
+    num_ranks=len(ranks),
+    **fields,
+  )
+  _call_for("ep_bootstrap", "host", "ep_host_group_create", ctypes.byref(group))
+
+
+def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
+  """Returns a new id of an EP domain.
+
+  `nccl` and `nccl_ep` are the libraries to load if the process has loaded none
+  yet; "" loads the system's.
+  """
+  unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+  _call_for(
+    "ep_bootstrap",
+    "nccl",
+    "ep_nccl_unique_id",
+    nccl.encode(),
+    nccl_ep.encode(),
+    unique_id,
+    ctypes.c_int64(_UNIQUE_ID_BYTES),
+  )
+  return unique_id.raw
+
+
+def create_nccl_group(
+  name: str,
+  config: str,
+  rank: int,
+  domain: int,
+  device: int,
+  num_experts: int,
+  ep_size: int,
+  max_tokens: int,
+  capacity: int,
+  max_row_bytes: int,
+  max_num_sms: int,
+  timeout_s: float,
+  unique_id: bytes,
+  nccl: str,
+  nccl_ep: str,
+) -> None:
+  """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
+
+  `device` is the GPU's ordinal in this process, `rank` its place in the
+  `domain` whose ranks share `unique_id`; `nccl` and `nccl_ep` as for
+  `new_nccl_id`.
+  """
+  sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
+  _call_for(
+    "ep_bootstrap",
+    "nccl",
+    "ep_nccl_group_create",
+    name.encode(),
+    config.encode(),
+    ctypes.c_int32(rank),
+    ctypes.c_int32(domain),
+    ctypes.c_int32(device),
+    *map(ctypes.c_int64, sizes),
+    ctypes.c_double(timeout_s),
+    unique_id,
+    ctypes.c_int64(len(unique_id)),
+    nccl.encode(),
+    nccl_ep.encode(),
+  )
+
+
+def mem_bytes(
+  backend: str,
+  name: str,
+  num_tokens: int,
+  top_k: int,
+  alignment: int,
+  capacity: int,
+) -> int:
+  """Returns the bytes of `EpHandle.mem` in the group `name`."""
+  sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
+  out = ctypes.c_int64()
+  _call(backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out))
+  return out.value
+
+
+def group_memory(backend: str, name: str) -> tuple[int, int]:
+  """Returns the bytes that a group has reserved, and of those the resident.
+
+  See `HostMemory` of ep_ffi/core/backend.h.
+  """
+  reserved, resident = ctypes.c_int64(), ctypes.c_int64()
+  out = ctypes.byref(reserved), ctypes.byref(resident)
+  _call(backend, "ep_group_memory", name.encode(), *out)
+  return reserved.value, resident.value
+
+
+def check_group(backend: str, name: str) -> None:
+  """Waits for the device; raises a failure that no op has reported."""
+  _call(backend, "ep_group_check", name.encode())
+
+
+def close_group(backend: str, name: str) -> None:
+  """Closes a group; raises if a peer is left waiting."""
+  _call_for("ep_finalize", backend, "ep_group_close", name.encode())
+
+
+def release_group(backend: str, name: str) -> None:
+  """Makes a group close when the programs that use it have died."""
+  _call(backend, "ep_group_release", name.encode())
+
+
+def close_released(backend: str) -> None:
+  """Closes the groups that were released and that programs still use."""
+  _call(backend, "ep_group_close_released")

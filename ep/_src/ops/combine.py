@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_combine: returns expert outputs to their tokens and sums them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ep._src.base import compat
+from ep._src.base.backend import OpParams
+from ep._src.base.compat import ad
+from ep._src.matmul.row_map import map_used_rows
+from ep._src.ops import primitives, views
+from ep._src.ops.dispatch import check_rows
+from ep._src.ops.handle import check_handle, EpHandle
+from ep._src.ops.views import View
+
+
+def ep_combine(
+  handle: EpHandle,
+  expert_out: jax.Array,
+  weights: jax.Array | None = None,
+) -> jax.Array:
+  """Sums, for each token, the rows that its experts made of it.
+
+  Collective over the EP domain; brings back what `ep_dispatch` sent. With
+  `slot(t, k)` as there:
+
+      # RECEIVE, on each rank
+      for t in range(T):
+        sum = 0.0                                            # float32
+        for k in range(K):                                   # ascending
+          expert = topk_idx[t, k]
+          if expert != -1 and slot(t, k) < C:
+            row = expert_out[expert // L][slot(t, k)]        # as float32
+            sum += row                                       # or
+            sum += weights[expert // L][slot(t, k)] * row    # with weights
+        out[t] = sum                                         # rounded once
+
+  So the result does not depend on how many ranks share the experts. Rows that
+  no choice points to (padding, tail) are never read.
+
+  The derivative sends `grad_out[t]` to the slots of token t, times their
+  weights if given; no sum is involved. See docs/semantics.md.
+
+  Args:
+    handle: from `ep_prepare`.
+    expert_out: float32, bfloat16 or float16 [C, H] ([R, C, H] in the global
+      view), rows as `ep_dispatch` laid them out.
+    weights: optional float [C] ([R, C]), usually the `recv_topk_weights` of
+      `ep_dispatch`: fuses the multiplication by them, in float32. (With
+      backend="nccl" the rows are scaled first, and rounded once more.)
+
+  Returns:
+    [..., H] of the dtype of `expert_out`, leading dims as in `topk_idx`.
+
+  Raises:
+    ValueError, TypeError: shape or dtype does not fit the handle or the group.
+    ep.EpError: when the program runs, on every rank: a peer is
+      gone, late, or runs another program.
+  """
+  check_handle("ep_combine", handle)
+  layer, group, params = handle.layer, handle.layer.group, handle.params
+  op = f'ep_combine(layer "{layer.name}")'
+  view = View.of(group, op)
+  ranks = () if view.is_local else (group.num_token_ranks,)
+  lead = (*ranks, handle.capacity)
+  expert_out = jnp.asarray(expert_out)
+  check_rows(op, "expert_out", expert_out, group)
+  if expert_out.shape[:-1] != lead:
+    raise ValueError(
+      f"{op}: expert_out has shape {expert_out.shape}, but"
+      f" {[*lead, 'H']} is expected, a row for each slot of ep_dispatch."
+    )
+  operands = [handle.mem, expert_out]
+  if weights is not None:
+    weights = jnp.asarray(weights)
+    if weights.shape != lead or not jnp.issubdtype(weights.dtype, jnp.floating):
+      raise ValueError(
+        f"{op}: weights is {weights.dtype}{list(weights.shape)}, but floating"
+        f" point {list(lead)} is expected: the recv_topk_weights of"
+        " ep_dispatch, one for each slot."
+      )
+    operands += [weights.astype(jnp.float32), handle.group_sizes]
+
+  return view.call(
+    _combine,
+    [params, handle.token_shape],
+    operands,
+    [views.RANK] * len(operands),
+    views.TOKENS,
+  )
+
+
+def _combine(
+  params: OpParams,
+  token_shape: tuple[int, ...],
+  mem: jax.Array,
+  expert_out: jax.Array,
+  weights: jax.Array | None = None,
+  group_sizes: jax.Array | None = None,
+) -> jax.Array:
+  if weights is None:
+    (out,) = primitives.bind(combine_p, params, mem, expert_out)
+  else:
+    operands = mem, group_sizes, expert_out, weights
+    (out,) = primitives.bind(weighted_combine_p, params, *operands)
+  return out.reshape(*token_shape, out.shape[-1])
+
+
+def _combine_types(params: OpParams, mem, slots, *weights):
+  del mem, weights
+  shape = (params.num_tokens, slots.shape[1])
+  return [jax.ShapeDtypeStruct(shape, slots.dtype)]
+
+
+def _combine_bwd_types(params: OpParams, mem, tokens):
+  del mem
+  shape = (params.capacity, tokens.shape[1])
+  return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
+
+
+# Combine is the transpose of the copy of rows in dispatch (see dispatch.py),
+# so its own transpose is that copy: grad_slots[slot(t, k)] = grad_out[t].
+combine_p = primitives.op("ep_combine", _combine_types)
+combine_bwd_p = primitives.op("ep_combine_bwd", _combine_bwd_types)
+primitives.linear_op(combine_p, transposed=combine_bwd_p)
+primitives.linear_op(combine_bwd_p, transposed=combine_p)
+
+# With weights, out[t] = sum_k w[slot] x[slot]: bilinear in x and w. Its tangent
+#
+#   T(x, w; dx, dw) = combine(dx, w) + combine(x, dw)
+#
+# is one linear op of (dx, dw), so that one exchange serves its transpose: for a
+# cotangent g and its copy to the slots, G[slot(t, k)] = g[t],
+#
+#   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
+#
+# T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
+# The sizes of slabs are an operand, so that gradients touch no unused slots.
+_weighted_p = primitives.op(
+  "ep_weighted_combine", _combine_types, target="ep_combine"
+)
+
+
+def _weighted(mem, group_sizes, x, w, *, params):
+  del group_sizes
+  return _weighted_p.bind(mem, x, w, params=params)
+
+
+weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
+
+
+def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
+  combine = functools.partial(_weighted_p.bind, mem, params=params)
+  return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
+
+
+weighted_tangent_p = primitives.composite(
+  "ep_weighted_combine_tangent", _tangent
+)
+
+
+def _weighted_jvp(primals, tangents, *, params):
+  tangents = map(compat.instantiate_zeros, tangents[2:])
+  return (
+    weighted_combine_p.bind(*primals, params=params),
+    weighted_tangent_p.bind(*primals, *tangents, params=params),
+  )
+
+
+def _tangent_jvp(primals, tangents, *, params):
+  *slots, x, w, dx, dw = primals
+  tx, tw, tdx, tdw = map(compat.instantiate_zeros, tangents[2:])
+  tangent = functools.partial(weighted_tangent_p.bind, *slots, params=params)
+  terms = zip(tangent(x, w, tdx, tdw), tangent(dx, dw, tx, tw), strict=True)
+  return tangent(x, w, dx, dw), [a + b for a, b in terms]
+
+
+def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
+  del dx, dw
+  (g,) = primitives.bind(
+    combine_bwd_p, params, mem, *map(compat.instantiate_zeros, cts)
+  )
+  grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)
+  return [None, None, None, None, *grads]
+
+
+def _gradients(x, w, g):
+  """Returns grad_x [B, H] and grad_w [B] of a block of slots."""
+  g32 = g.astype(jnp.float32)
+  grad_x = (w[:, None] * g32).astype(g.dtype)
+  return grad_x, jnp.sum(x.astype(jnp.float32) * g32, axis=1)
+
+
+ad.primitive_jvps[weighted_combine_p] = _weighted_jvp
+ad.primitive_jvps[weighted_tangent_p] = _tangent_jvp
+ad.primitive_transposes[weighted_tangent_p] = _tangent_transpose

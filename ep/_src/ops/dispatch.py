@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_dispatch: sends every token to the ranks of its experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ep._src.base.backend import OpParams
+from ep._src.base.config import GroupConfig
+from ep._src.ops import primitives, views
+from ep._src.ops.handle import check_handle, EpHandle
+from ep._src.ops.views import View
+
+
+def ep_dispatch(
+  handle: EpHandle, tokens: jax.Array, topk_weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Sends each token to the ranks that own its experts, grouped by expert.
+
+  Collective over the EP domain. Received rows are laid out for a grouped
+  matmul: `lax.ragged_dot(recv_tokens, w, handle.group_sizes)`.
+
+  In pseudocode, with `slot(t, k)` the place that `ep_prepare` gave to the k-th
+  choice of token t on the rank of its expert:
+
+      # SEND, on each rank
+      for t in range(T):
+        for k in range(K):
+          expert = topk_idx[t, k]
+          if expert != -1 and slot(t, k) < C:
+            rank = expert // L
+            recv_tokens[rank][slot(t, k)] = tokens[t]
+            recv_topk_weights[rank][slot(t, k)] = topk_weights[t, k]
+
+      # RECEIVE, on each rank: rows that no rank sent
+      recv_tokens[pads of slabs] = 0           # and weights
+      recv_tokens[sum(group_sizes):] = 0       # or unspecified; see `tail`
+
+  For example two ranks, four experts (L = 2), two choices, alignment 2:
+
+      # rank 0: topk_idx = [[0, 2],        rank 1: topk_idx = [[0, 1],
+      #                     [0, 3]]                            [2, -1]]
+      # rank 0: tokens   = [a, b]          rank 1: tokens   = [c, d]
+
+      # rank 0 receives, in slabs of experts 0 and 1:
+      #   recv_tokens = [a, b, c, 0 | c, 0]    group_sizes = [4, 2]
+      # rank 1 receives, in slabs of experts 2 and 3:
+      #   recv_tokens = [a, d | b, 0]          group_sizes = [2, 2]
+
+  The derivative sums, for each token, the cotangents of its slots, in float32
+  and ascending k; the cotangent of a weight is that of its slot. See
+  docs/semantics.md. The routing is not exchanged again.
+
+  Args:
+    handle: from `ep_prepare`, for these tokens.
+    tokens: float32, bfloat16 or float16 [..., H], no wider than the group's
+      `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`.
+    topk_weights: float [..., K]; converted to float32. If the topk_idx of
+      the handle has M > K candidates, also [..., M], a weight of each: a choice
+      uses that of the candidate that it has got.
+
+  Returns:
+    recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).
+    recv_topk_weights: float32 [C] ([R, C]).
+
+  Raises:
+    ValueError, TypeError: shape or dtype does not fit the handle or the group.
+    ep.EpError: when the program runs, on every rank: a peer is
+      gone, late, or runs another program.
+  """
+  check_handle("ep_dispatch", handle)
+  layer, group, params = handle.layer, handle.layer.group, handle.params
+  op = f'ep_dispatch(layer "{layer.name}")'
+  tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
+  view = View.of(group, op)
+  check_rows(op, "tokens", tokens, group)
+  for name, x in dict(tokens=tokens, topk_weights=topk_weights).items():
+    lead = view.lead(name, x.shape)
+    if lead != handle.token_shape:
+      raise ValueError(
+        f"{op}: {name} has shape {x.shape}, i.e. leading dims {lead} on a rank,"
+        f" but the handle was prepared for {handle.token_shape}; pass the"
+        " tokens that its topk_idx routes."
+      )
+  candidate = handle.candidate
+  if topk_weights.shape[-1] == layer.top_k:
+    candidate = None
+  elif candidate is None or topk_weights.shape[-1] != layer.num_candidates:
+    raise ValueError(
+      f"{op}: topk_weights has shape {topk_weights.shape}, but [..., top_k] ="
+      f" [..., {layer.top_k}] is expected, or a weight of each candidate in the"
+      " topk_idx of the handle."
+    )
+  if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+    raise TypeError(
+      f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
+      " point; convert them."
+    )
+
+  recv_tokens, recv_topk_weights = view.call(
+    _dispatch,
+    [params],
+    [handle.mem, tokens, topk_weights.astype(jnp.float32), candidate],
+    [views.RANK] + [views.TOKENS] * 3,
+    views.RANK,
+  )
+  return recv_tokens, recv_topk_weights
+
+
+def _dispatch(
+  params: OpParams, mem, tokens, weights, candidate
+) -> list[jax.Array]:
+  if candidate is not None:
+    weights = jnp.take_along_axis(weights, candidate, axis=-1)
+  return primitives.bind(
+    dispatch_p,
+    params,
+    mem,
+    tokens.reshape(params.num_tokens, tokens.shape[-1]),
+    weights.reshape(params.num_tokens, params.layer.top_k),
+  )
+
+
+def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
+  """Raises unless `rows` [..., H] have a dtype and size the group allows."""
+  if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    raise TypeError(
+      f"{op}: {name} is {rows.dtype}, but rows are float32, bfloat16 or"
+      " float16; convert them."
+    )
+  if rows.dtype.itemsize > group.max_token_dtype.itemsize:
+    raise TypeError(
+      f"{op}: {name} is {rows.dtype}, but the group's max_token_dtype is"
+      f" {group.max_token_dtype}; convert the rows, or raise it"
+      " with ep.resize."
+    )
+  if rows.ndim < 2:
+    raise ValueError(
+      f"{op}: {name} has shape {rows.shape}, but at least one axis of rows and"
+      " the hidden axis are expected."
+    )
+  hidden, most = rows.shape[-1], group.hidden_dim
+  if hidden < 1 or (most is not None and hidden > most):
+    raise ValueError(
+      f"{op}: {name} has hidden size {hidden}, but it must be positive and no"
+      f" more than the group's hidden_dim = {most}; raise it with ep.resize."
+    )
+
+
+def _dispatch_types(params: OpParams, mem, tokens, topk_weights):
+  del mem, topk_weights
+  capacity = params.capacity
+  return [
+    jax.ShapeDtypeStruct((capacity, tokens.shape[1]), tokens.dtype),
+    jax.ShapeDtypeStruct((capacity,), jnp.float32),
+  ]
+
+
+def _dispatch_bwd_types(params: OpParams, mem, slots, slot_weights):
+  del mem, slot_weights
+  choices = (params.num_tokens, params.layer.top_k)
+  return [
+    jax.ShapeDtypeStruct((params.num_tokens, slots.shape[1]), slots.dtype),
+    jax.ShapeDtypeStruct(choices, jnp.float32),
+  ]
+
+
+# Dispatch copies: recv[slot(t, k)] = tokens[t], recv_w[slot(t, k)] = w[t, k].
+# As a matrix on rows it has a one at (slot(t, k), t) for each kept choice, and
+# on weights it is a partial permutation. Transposed:
+#
+#   grad_tokens[t] = sum_k grad_recv[slot(t, k)]
+#   grad_w[t, k]   = grad_recv_w[slot(t, k)]
+#
+# which is what ep_dispatch_bwd computes, and its transpose is dispatch again.
+dispatch_p = primitives.op("ep_dispatch", _dispatch_types)
+dispatch_bwd_p = primitives.op("ep_dispatch_bwd", _dispatch_bwd_types)
+primitives.linear_op(dispatch_p, transposed=dispatch_bwd_p)
+primitives.linear_op(dispatch_bwd_p, transposed=dispatch_p)

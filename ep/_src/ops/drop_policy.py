@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which choices get a row where not all can.
+
+A choice gets a row if its expert has room: a free row in the last block of its
+slab, or a block of `alignment` rows that its rank has not given away. Choices
+are taken one after the other, and `drop_by` is the order; `reference.assign`
+is that loop. Here nothing is sequential, because blocks are alike. However
+choices are ordered, an expert keeps the first of its own, as many as fit into
+its blocks; so it is enough to know how many blocks each expert gets, its
+*quota*.
+
+All ranks of a domain share their choices, which are valid, and compute the
+same. So the op is then given choices that fit, whatever the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base.backend import OpParams
+from ep._src.base.config import LayerConfig
+
+
+class Assignment(NamedTuple):
+  """The experts and candidates that the choices of a rank use.
+
+  Attributes:
+    chosen: int32 [T, K], the expert of each choice, for the op: -1 if it is
+      dropped or unused.
+    candidate: int32 [T, K], the candidate of each choice, its own if it is
+      dropped or unused.
+    dropped_counts: int32 [L], choices of the domain that are dropped, by the
+      local expert that they chose first.
+  """
+
+  chosen: jax.Array
+  candidate: jax.Array
+  dropped_counts: jax.Array
+
+
+def may_be_needed(params: OpParams, num_candidates: int) -> bool:
+  """Returns whether a routing may have to be assigned.
+
+  It does not if the op itself decides what is dropped, by slot, or if any
+  routing of so many tokens fits the capacity.
+  """
+  layer, T = params.layer, params.num_tokens
+  decides = layer.drop_by != "slot" or num_candidates > layer.top_k
+  return decides and layer.worst_case(T) > params.capacity
+
+
+def with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
+  """Puts an id that is out of range after column K into column K - 1.
+
+  So the op, which gets the K choices, finds it.
+  """
+  K = layer.top_k
+  further = ids[:, K:]
+  is_wrong = (further < -1) | (further >= layer.group.num_experts)
+  first = jnp.argmax(is_wrong, axis=1)[:, None]
+  fault = jnp.take_along_axis(further, first, axis=1)[:, 0]
+  last = jnp.where(is_wrong.any(1), fault, ids[:, K - 1])
+  return ids.at[:, K - 1].set(last)
+
+
+def assign(
+  params: OpParams, topk_idx: jax.Array, weights: jax.Array | None
+) -> Assignment:
+  """Assigns the choices of a rank. Collective over the EP domain.
+
+  Args:
+    params: those of the op. If it does not drop, neither does this: the op gets
+      the choices without a row, and fails.
+    topk_idx: int [T, M], candidates of each token, of which the first K are its
+      choices. All are in -1..E-1, and the choices of a token are distinct. A
+      further candidate that repeats an earlier one is none.
+    weights: float [T, M]; None if `drop_by` is "slot".
+  """
+  layer, axis = params.layer, params.layer.group.axis_name
+  L, E = layer.num_local_experts, layer.group.num_experts
+  T, K = params.num_tokens, layer.top_k
+  ids = _without_repeats(layer, topk_idx.astype(jnp.int32))
+  # Without weights, the ids of an expert are all equal, and order nothing.
+  orders = [] if weights is None else [_by_weight(weights)]
+  shared = jnp.stack([ids, *orders], axis=2)
+  if layer.ep_size > 1:
+    shared = lax.all_gather(shared, axis, tiled=True)
+  all_ids, all_order = shared[..., 0], shared[..., -1]
+  choices = all_ids[:, :K]
+  assigned = _place(params, all_ids, all_order)
+  is_dropped = (choices >= 0) & (assigned < 0) & params.drop
+  dropped = jnp.where(is_dropped, choices, E)
+  dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
+  candidate = jnp.where(assigned < 0, _iota(K), assigned)
+  chosen = jnp.take_along_axis(all_ids, candidate, axis=1)
+  chosen = jnp.where(is_dropped, -1, chosen)
+  me = lax.axis_index(axis)
+
+  def mine(x, size):
+    return lax.dynamic_slice_in_dim(x, me * size, size)
+
+  return Assignment(
+    mine(chosen, T), mine(candidate, T), mine(dropped_counts, L)
+  )
+
+
+def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
+  """Puts -1 for each further candidate that an earlier one is equal to."""
+  M = ids.shape[1]
+  is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
+  repeats = ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
+  return jnp.where(repeats & (_iota(M) >= layer.top_k), -1, ids)
+
+
+def _by_weight(weights: jax.Array) -> jax.Array:
+  """Returns int32 numbers that ascend as weights descend; NaNs are last.
+
+  Zeros of both signs are equal. Whole numbers compare alike on all platforms.
+  """
+  weights = weights.astype(jnp.float32)
+  largest = np.int32(np.iinfo(np.int32).max)
+  bits = lax.bitcast_convert_type(weights, jnp.int32)
+  is_nan = (bits & largest) > np.float32(np.inf).view(np.int32)
+  bits = jnp.where(bits & largest == 0, 0, bits)
+  ascending = jnp.where(bits < 0, bits ^ largest, bits)
+  return jnp.where(is_nan, largest, ~ascending)
+
+
+def _place(params: OpParams, ids: jax.Array, order: jax.Array) -> jax.Array:
+  """Returns int32 [N, K], the candidate that gets a row for each choice, or -1.
+
+  Args:
+    params: those of the op.
+    ids: [N, M], candidates of all N tokens of a domain.
+    order: [N, M], what orders those of one expert, before their places.
+  """
+  E, K = params.layer.group.num_experts, params.layer.top_k
+  choices = _iota(K)
+  used = ids[:, :K] >= 0
+
+  def offer(rows, experts, order):
+    """Offers [n] candidates; returns the new [E] rows, and who gets one."""
+    experts = jnp.where(experts < 0, E, experts)
+    return _take_turns(params, rows, experts, order)
+
+  rows, gets_one = offer(
+    jnp.zeros(E, jnp.int32), ids[:, :K].reshape(-1), order[:, :K].reshape(-1)
+  )
+  assigned = jnp.where(gets_one.reshape(used.shape), choices, -1)
+
+  def spill(state, candidates):
+    rows, assigned = state
+    m, experts, order = candidates
+    waits = used & (assigned < 0)
+    first = choices == jnp.argmax(waits, axis=1)[:, None]
+    experts = jnp.where(waits.any(1), experts, E)
+    rows, gets_one = offer(rows, experts, order)
+    assigned = jnp.where(waits & first & gets_one[:, None], m, assigned)
+    return (rows, assigned), None
+
+  if ids.shape[1] > K:
+    further = _iota(ids.shape[1])[K:]
+    candidates = further, ids[:, K:].T, order[:, K:].T
+    (_, assigned), _ = lax.scan(spill, (rows, assigned), candidates)
+  return assigned
+
+
+class _Offers(NamedTuple):
+  """[n] candidates by expert, then in the order in which the expert takes them.
+
+  Those that are not offered have the expert E.
+  """
+
+  expert: jax.Array
+  order: jax.Array  # what orders candidates, before their index
+  index: jax.Array
+  row: jax.Array  # its row in the slab, if all of the expert get one
+
+
+def _take_turns(params, rows, experts, order):
+  """Gives out rows to candidates [n], where `rows` [E] are given away already.
+
+  Returns the new rows, and bool [n] who gets one.
+  """
+  layer = params.layer
+  P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
+  index = _iota(experts.size)
+  expert, order, index = lax.sort((experts, order, index), num_keys=3)
+  start = jnp.searchsorted(expert, _iota(E + 1)).astype(jnp.int32)
+  wanted = rows + jnp.diff(start)
+  row = jnp.append(rows, 0)[expert] + _iota(index.size) - start[expert]
+  has = _blocks(layer, rows).reshape(P, L)
+  wants = _blocks(layer, wanted).reshape(P, L)
+  offers = _Offers(expert, order, index, row)
+  quota = _QUOTAS[layer.drop_by](params, has, wants, offers).reshape(E)
+  room = jnp.append(quota * layer.alignment, 0)[expert]
+  gets_one = jnp.zeros(index.shape, bool).at[index].set(row < room)
+  return jnp.minimum(wanted, quota * layer.alignment), gets_one
+
+
+def _quota_by_slot(params, has, wants, offers):
+  """Gives blocks to the first experts of a rank, as many as they want."""
+  del offers
+  more = wants - has
+  free = _capacity(params) - _sum(has)
+  return has + (free - _sum_before(more)).clip(0, more)
+
+
+def _quota_fairly(params, has, wants, offers):
+  """Gives one block to each expert in turn, as long as it wants one.
+
+  That fills all experts up to a level, but for those that have more or want
+  less, and the rest, less than one block for each, goes to the first of those
+  that stand at the level and want more.
+  """
+  del offers
+  capacity = _capacity(params)
+
+  def filled(level):
+    return jnp.maximum(has, jnp.minimum(wants, level))
+
+  def raise_level(i, level):
+    """Adds a bit, from the highest to the lowest, if the blocks suffice."""
+    higher = level + (1 << (30 - i))
+    fits = _sum(filled(higher)) <= capacity
+    return jnp.where(fits, higher, level)
+
+  level = jnp.zeros((len(has), 1), jnp.int32)
+  level = lax.fori_loop(0, 31, raise_level, level)
+  quota = filled(level)
+  wants_more = (quota == level) & (wants > quota)
+  rest = capacity - _sum(quota)
+  return quota + (wants_more & (_sum_before(wants_more) < rest))
+
+
+def _quota_by_weight(params, has, wants, offers):
+  """Gives blocks in the order of the choices that would open them."""
+  del wants
+  layer = params.layer
+  P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
+  opens = (offers.row % layer.alignment == 0) & (offers.expert < E)
+  rank = jnp.where(opens, offers.expert // L, P)
+  rank, _, _, expert = lax.sort(
+    (rank, offers.order, offers.index, offers.expert), num_keys=3
+  )
+  start = jnp.searchsorted(rank, _iota(P + 1)).astype(jnp.int32)
+  turn = _iota(rank.size) - start[rank]
+  free = jnp.append(_capacity(params) - _sum(has)[:, 0], 0)
+  expert = jnp.where(turn < free[rank], expert, E)
+  return has.reshape(E).at[expert].add(1, mode="drop")
+
+
+_QUOTAS: dict[str, Callable[..., jax.Array]] = {
+  "slot": _quota_by_slot,
+  "weight": _quota_by_weight,
+  "fair": _quota_fairly,
+}
+
+
+def _capacity(params: OpParams) -> int:
+  """Returns the blocks of a rank."""
+  return params.capacity // params.layer.alignment
+
+
+def _blocks(layer: LayerConfig, rows: jax.Array) -> jax.Array:
+  return -(-rows // layer.alignment)
+
+
+def _iota(n: int) -> jax.Array:
+  return jnp.arange(n, dtype=jnp.int32)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+  return x.sum(1, keepdims=True, dtype=jnp.int32)
+
+
+def _sum_before(x: jax.Array) -> jax.Array:
+  return x.cumsum(1, dtype=jnp.int32) - x

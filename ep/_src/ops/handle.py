@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EpHandle: the routing of one step, as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from ep._src.base.backend import OpParams
+from ep._src.group.group import EpLayerConfig
+from ep._src.ops import views
+
+# The kind of each leaf of a handle, for `View.call`.
+LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS] * 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EpHandle:
+  """The routing that `ep_prepare` returns and the other ops need.
+
+  It is plain arrays and static data, so it crosses jit boundaries, `scan`,
+  `jax.checkpoint`, donation and serialisation. Shapes are those of the local
+  view; in the global view each leaf but `kept` has a leading axis of R ranks.
+
+  A refused routing that does not end the program (on GPUs, and in a program
+  that was exported with backend "xla") has sizes and counts of 0, totals of -1,
+  and keeps no choice.
+
+  Attributes:
+    mem: uint8 [M], the routing in the backend's own form.
+    group_sizes: int32 [L], rows of each local expert's slab inside the
+      capacity, padding included; what `lax.ragged_dot` takes.
+    token_counts: int32 [L], rows of each slab that hold a token, without the
+      padding. TransformerEngine's array of this name includes the padding: code
+      that comes from there needs `group_sizes`, or looks for slabs in the wrong
+      places.
+    total_recv_tokens: int32 [1], rows that this rank would receive with an
+      unlimited capacity, padding included. Those past the capacity are dropped.
+    dropped_counts: int32 [L], tokens that chose each local expert and were
+      dropped; unless choices move, it was chosen `token_counts +
+      dropped_counts` times.
+    max_recv_tokens: int32 [1], the largest `total_recv_tokens` of the ranks of
+      the EP domain. It is equal on all of them, so that a program can take the
+      same branch on all.
+    kept: bool [*token_shape, K], whether each choice has a row: False if it is
+      unused (-1) or was dropped. In the global view it has the leading axes and
+      the sharding of `topk_idx`.
+    candidate: int32 [*token_shape, K], which of the M candidates in `topk_idx`
+      each choice uses: its own, k, unless it has moved. None if `topk_idx` has
+      K columns. In the global view it is sharded like `topk_idx`.
+    layer: static; the configuration that it was prepared with.
+    token_shape: static; leading dims of this rank's tokens, whose product is T.
+  """
+
+  mem: jax.Array
+  group_sizes: jax.Array
+  token_counts: jax.Array
+  total_recv_tokens: jax.Array
+  dropped_counts: jax.Array
+  max_recv_tokens: jax.Array
+  kept: jax.Array
+  candidate: jax.Array | None = None
+  _: dataclasses.KW_ONLY
+  layer: EpLayerConfig = dataclasses.field(metadata=dict(static=True))
+  token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+
+  @property
+  def leaves(self) -> list[jax.Array | None]:
+    """The arrays, which have `LEAF_KINDS`."""
+    fields = dataclasses.fields(self)
+    return [getattr(self, field.name) for field in fields if not field.kw_only]
+
+  @property
+  def capacity(self) -> int:
+    """C: rows that a rank can receive, those of `recv_tokens`."""
+    return self.layer.capacity_for(math.prod(self.token_shape))
+
+  @property
+  def params(self) -> OpParams:
+    """The parameters of the ops on this handle."""
+    return self.layer.op_params(math.prod(self.token_shape))
+
+
+def check_handle(op: str, handle: EpHandle) -> None:
+  """Raises `TypeError` unless `handle` is an EpHandle."""
+  if not isinstance(handle, EpHandle):
+    raise TypeError(
+      f"{op}: handle is a {type(handle).__name__}, but an EpHandle is expected;"
+      " pass what ep_prepare returned."
+    )

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_prepare: exchanges the routing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from ep._src.base import arguments
+from ep._src.base.backend import OpParams
+from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.ops import drop_policy, primitives, taps, views
+from ep._src.ops.handle import EpHandle, LEAF_KINDS
+from ep._src.ops.views import View
+
+
+def ep_prepare(
+  layer: EpLayerConfig,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array | None = None,
+) -> EpHandle:
+  """Exchanges the routing of a step between the ranks of an EP domain.
+
+  Collective. The handle that it returns serves any number of dispatches and
+  combines of the same tokens, and their derivatives.
+
+  The counts of the domain determine where each row goes. If `count[j]` tokens
+  of all ranks chose local expert `j` of a rank, that expert's slab starts at
+
+      offset[j] = sum(roundup(count[i], alignment) for i < j)
+
+  and holds its tokens by ascending source rank, then ascending token.
+
+  Where not all choices can have a row, `layer.overflow` and `layer.drop_by` say
+  which have one. With M > K candidates in `topk_idx`, a choice that finds no
+  room moves to a further candidate of its token that has some. The rules are in
+  "Drops and moves" of docs/semantics.md.
+
+  The handle's arrays are named "ep_routing" for `jax.checkpoint`, so that a
+  block which prepares its own handle need not exchange the routing again in the
+  backward pass:
+
+      policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
+      block = jax.checkpoint(block, policy=policy)
+
+  Args:
+    layer: the layer's configuration.
+    topk_idx: int32 or int64 [..., K], the experts of each token, distinct
+      within a token; -1 is an unused choice. Outside `jax.shard_map` the first
+      axis is global, sharded over the data axes and the EP axis. With [..., M],
+      M = `layer.num_candidates`, the first K are the choices, and the others
+      are candidates for those that find no room, the best first.
+    topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
+      if `layer.drop_by` is "weight" or "fair"; otherwise only an `ep.record`
+      of weights reads them. The handle has no derivative.
+
+  Returns:
+    The handle; see `EpHandle` for its shapes.
+
+  Raises:
+    ValueError, TypeError: shape or dtype does not fit the layer or the group.
+    ep.EpError: when the program runs, on every rank: an id out
+      of range or repeated in a token, more rows than the capacity with
+      `overflow="error"`, or a peer that is gone, late, or runs another program.
+      With "chunk", which is for layers, the op drops rows like "drop".
+  """
+  check_layer("ep_prepare", layer)
+  op = f'ep_prepare(layer "{layer.name}")'
+  topk_idx = arguments.array(op, "topk_idx", topk_idx)
+  if topk_idx.dtype not in (jnp.int32, jnp.int64):
+    raise TypeError(
+      f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"
+      " convert them."
+    )
+  columns = layer.top_k, layer.num_candidates
+  if topk_idx.ndim < 2 or topk_idx.shape[-1] not in columns:
+    or_more = (
+      f", or num_candidates = {columns[1]} columns" if columns[1] else ""
+    )
+    raise ValueError(
+      f"{op}: topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
+      f" [..., {layer.top_k}] with at least one axis of tokens is"
+      f" expected{or_more}."
+    )
+  view = View.of(layer.group, op)
+  token_shape = view.lead("topk_idx", topk_idx.shape)
+  params = layer.op_params(math.prod(token_shape))
+  layer.check_tokens(op, params.num_tokens)
+  is_ordered = layer.drop_by != "slot"  # by the weights
+  tap = taps.current(layer)
+  if not (is_ordered or (tap is not None and tap.weights)):
+    topk_weights = None
+  elif topk_weights is not None:
+    topk_weights = _checked_weights(op, topk_idx, topk_weights)
+  elif is_ordered:
+    raise ValueError(
+      f'{op}: drop_by = "{layer.drop_by}" keeps the choices of the largest'
+      " weights, but topk_weights is None; pass the weights of topk_idx."
+    )
+
+  leaves = view.call(
+    _prepare,
+    [params],
+    [topk_idx, topk_weights],
+    [views.TOKENS] * 2,
+    LEAF_KINDS,
+  )
+  leaves = jax.tree.map(lambda x: checkpoint_name(x, "ep_routing"), leaves)
+  return EpHandle(*leaves, layer=layer, token_shape=token_shape)
+
+
+def _checked_weights(op, topk_idx, topk_weights):
+  topk_weights = lax.stop_gradient(jnp.asarray(topk_weights))
+  if topk_weights.shape != topk_idx.shape:
+    raise ValueError(
+      f"{op}: topk_weights has shape {topk_weights.shape}, but topk_idx"
+      f" {topk_idx.shape}; pass a weight for each id."
+    )
+  if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+    raise TypeError(
+      f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
+      " point; convert them."
+    )
+  return topk_weights
+
+
+def _prepare(
+  params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> list[jax.Array | None]:
+  """Returns the leaves of the handle, of which `candidate` may be None."""
+  layer, K, M = params.layer, params.layer.top_k, topk_idx.shape[-1]
+  ids = topk_idx.reshape(params.num_tokens, M)
+  if M > K:
+    ids = drop_policy.with_faults(layer, ids)
+  if drop_policy.may_be_needed(params, M):
+    operands = [ids]
+    if layer.drop_by != "slot":
+      operands.append(topk_weights.reshape(ids.shape))
+    leaves = primitives.bind(assigned_prepare_p, params, *operands)
+  else:
+    leaves = primitives.bind(prepare_p, params, ids[:, :K])
+    leaves.append(_own_candidates(params))
+  *sizes, kept, candidate = leaves
+  kept, candidate = (
+    x.reshape(*topk_idx.shape[:-1], K) for x in (kept, candidate)
+  )
+  used = (
+    x if x is None or M == K else jnp.take_along_axis(x, candidate, axis=-1)
+    for x in (topk_idx, topk_weights)
+  )
+  leaves = [*sizes, kept, candidate if M > K else None]
+  tap = taps.current(layer)
+  return leaves if tap is None else tap(layer, *used, leaves)
+
+
+def _assigned_prepare(
+  params: OpParams, ids: jax.Array, weights: jax.Array | None = None
+) -> list[jax.Array]:
+  """Prepares the choices, and if rows are short, what is assigned to them.
+
+  The first op keeps all choices, unless rows are short. Once it has succeeded,
+  all ranks have come, and their choices are valid. So it is the op that reports
+  a late rank or a wrong id, and no collective of XLA's waits before. Where an
+  op fails without ending the program, its totals are -1, and nothing is
+  assigned after it.
+
+  Returns:
+    The results of `prepare_p`, and `candidate` [T, K].
+  """
+  choices = ids[:, : params.layer.top_k]
+  first = prepare_p.bind(choices, params=dataclasses.replace(params, drop=True))
+  *_, wanted_here, _, wanted, _ = first
+
+  def assigned():
+    got = drop_policy.assign(params, ids, weights)
+    *sizes, total, _, largest, kept = prepare_p.bind(got.chosen, params=params)
+    failed = total < 0
+    return [
+      *sizes,
+      jnp.where(failed, total, wanted_here),
+      got.dropped_counts,
+      jnp.where(failed, largest, wanted),
+      kept,
+      got.candidate,
+    ]
+
+  return lax.cond(
+    wanted[0] > params.capacity,
+    assigned,
+    lambda: [*first, _own_candidates(params)],
+  )
+
+
+def _own_candidates(params: OpParams) -> jax.Array:
+  """Returns the candidates [T, K] of choices of which none has moved."""
+  shape = params.num_tokens, params.layer.top_k
+  return lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def _out_types(params: OpParams, topk_idx):
+  del topk_idx
+  layer = params.layer
+  per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
+  per_rank = jax.ShapeDtypeStruct((1,), jnp.int32)
+  try:
+    mem_bytes = params.connection.mem_bytes(params)
+  except ValueError as e:
+    raise ValueError(f'ep_prepare(layer "{layer.name}"): {e}') from e
+  return [
+    jax.ShapeDtypeStruct((mem_bytes,), jnp.uint8),
+    per_expert,
+    per_expert,
+    per_rank,
+    per_expert,
+    per_rank,
+    jax.ShapeDtypeStruct((params.num_tokens, layer.top_k), jnp.bool_),
+  ]
+
+
+def _assigned_out_types(params: OpParams, ids, weights=None):
+  del weights
+  candidate = params.num_tokens, params.layer.top_k
+  return [
+    *_out_types(params, ids),
+    jax.ShapeDtypeStruct(candidate, jnp.int32),
+  ]
+
+
+prepare_p = primitives.op("ep_prepare", _out_types)
+assigned_prepare_p = primitives.of_rank(
+  "ep_assign", _assigned_out_types, _assigned_prepare
+)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two views of an op: the global one is `shard_map` around the local one.
+
+Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
+its rank. Outside, it works on global arrays, and only this file maps one to the
+other. Four kinds of arrays occur, sharded along their first axis or not at all:
+
+  token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
+  rank arrays     [R, ...] over (*data_axes, ep): one entry per rank; the local
+                  view drops the axis
+  expert arrays   [E, ...] over ep, and alike on all else: [L, ...] locally
+  replicated      alike on all ranks
+
+Any other sharding is written as a `PartitionSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ep._src.base import arguments, checked, compat
+from ep._src.base.config import GroupConfig
+from ep._src.base.meshes import has_devices, Mesh
+from ep._src.group.group import EpGroup, EpLayerConfig
+
+TOKENS = "tokens"
+RANK = "rank"
+EXPERTS = "experts"
+REPLICATED = "replicated"
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+  """The view in which an op is called.
+
+  Attributes:
+    group: the group whose ranks run the op.
+    op: its name, for messages.
+    mesh: the mesh of the global view; None in the local one.
+  """
+
+  group: EpGroup
+  op: str
+  mesh: Mesh | None
+
+  @classmethod
+  def of(cls, group: EpGroup, op: str) -> View:
+    """Returns the view here, which is local if the EP axis is manual.
+
+    Raises:
+      ValueError: the mesh in context does not fit the group.
+      RuntimeError: the group cannot be used; see `Connection.check_open`.
+    """
+    group.connection.check_open(op)
+    mesh = compat.context_mesh()
+    if mesh is not None:
+      _check_mesh(group, op, mesh)
+    manual = compat.manual_axes()
+    if mesh is None or group.axis_name not in manual:
+      return cls(group, op, mesh or group.mesh)
+    automatic = [
+      a for a in mesh.axis_names if a not in manual and mesh.shape[a] > 1
+    ]
+    if automatic:
+      raise ValueError(
+        f"{op}: the mesh axes {automatic} are not manual here; an exchange"
+        " works on the arrays of one device. Make all axes manual in"
+        " jax.shard_map, or call the op outside of it."
+      )
+    return cls(group, op, None)
+
+  @property
+  def is_local(self) -> bool:
+    """Whether arrays are those of one rank."""
+    return self.mesh is None
+
+  def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the leading dims of a rank's part of a token array.
+
+    `shape` is the array's in this view, [..., last]; the last dim is dropped.
+
+    Raises:
+      ValueError: the first axis cannot be split over the ranks.
+    """
+    lead = tuple(shape[:-1])
+    if self.is_local:
+      return lead
+    ranks = self.group.num_token_ranks
+    if not lead or lead[0] % ranks:
+      raise ValueError(
+        f"{self.op}: {name} has shape {tuple(shape)}, whose first axis cannot"
+        f" be split over {ranks} ranks; outside shard_map that axis is global,"
+        f" and must be a multiple of {ranks} (mesh axes"
+        f" {self.group.token_axes}). Pass pad=True to moe_layer or"
+        " ep.moe.apply; to an op, add tokens whose ids are -1. Under jax.vmap"
+        " the first axis is that of the examples."
+      )
+    return (lead[0] // ranks, *lead[1:])
+
+  def call(
+    self,
+    local_fn: Callable[..., Any],
+    static: Sequence[Hashable],
+    args: Sequence[Any],
+    in_kinds: Sequence[Any],
+    out_kinds: Any,
+    *,
+    keep: bool = True,
+  ) -> Any:
+    """Returns `local_fn(*static, *args)`, run in this view.
+
+    Calls that differ only in `args` share a jitted program, so that outside of
+    `jax.jit` only the first one compiles. Inside, the program is inlined: each
+    of its ops gets a position of its own. The group's connection keeps the
+    program, which must not keep the group open in turn. So a layer in `static`
+    is replaced by an equal one.
+
+    Args:
+      local_fn: a function of a module, since a closure is new in each call. It
+        works on the arrays of a rank. Messages name its parameters.
+      static: its first arguments.
+      args: its other arguments, which are pytrees of arrays.
+      in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
+        `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
+        below them.
+      out_kinds: the same for the result.
+      keep: whether to keep the program, which must be False if `static` refers
+        to values that are traced now.
+    """
+    group, op = self.group, self.op
+    if self.mesh is not None:
+      names = local_fn.__code__.co_varnames[len(static) :]
+      _check_places(group, op, names, args, in_kinds)
+    kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
+    make = group.connection.cached if keep else _call
+    program = make(
+      _program,
+      op.partition("(")[0],
+      local_fn,
+      tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
+      group.connection.group,
+      self.mesh,
+      tuple(kinds),
+      tree,
+      compat.in_a_program(),
+      checked.tail("unspecified"),
+    )
+    return program(*args)
+
+
+def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
+  """Raises unless the program's mesh puts each device where the group does.
+
+  Without `jax.set_mesh` this is unknown while tracing, since the mesh of a
+  `shard_map` has no devices then. If places matter to the backend, ep_prepare
+  compares them when it runs.
+  """
+  if dict(mesh.shape) != dict(group.mesh.shape):
+    raise ValueError(
+      f"{op}: the mesh in context is {dict(mesh.shape)}, but the group"
+      f' "{group.name}" was bootstrapped on {dict(group.mesh.shape)}; run the'
+      " program on the mesh that was given to ep_bootstrap."
+    )
+  if devices := compat.concrete_context_mesh():
+    group.connection.check_places(op, devices)
+
+
+def _call(fn, *args):
+  return fn(*args)
+
+
+def _program(
+  name: str,
+  local_fn: Callable[..., Any],
+  static: tuple[Hashable, ...],
+  group: GroupConfig,
+  mesh: Mesh | None,
+  kinds: tuple[Any, ...],
+  tree: Any,
+  inline: bool,
+  tail: str,
+) -> Callable[..., Any]:
+  """Returns the jitted program of a call; without a mesh, that of a rank.
+
+  JAX's caches do not depend on the tail of ops that are traced now, but this
+  program does.
+  """
+  del tail
+  fn = functools.partial(local_fn, *static)
+  if mesh is not None:
+    in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
+
+    def of_ranks(*args):
+      args = jax.tree.map(_drop_rank_axis, in_kinds, args)
+      return jax.tree.map(_add_rank_axis, out_kinds, local_fn(*static, *args))
+
+    in_specs = _specs(group, in_kinds)
+    mapped = jax.shard_map(
+      of_ranks,
+      mesh=mesh,
+      in_specs=in_specs,
+      out_specs=_specs(group, out_kinds),
+    )
+
+    def fn(*args):
+      place = functools.partial(resharded, mesh)
+      return mapped(*jax.tree.map(place, in_specs, args))
+
+  fn.__name__ = name
+  return jax.jit(fn, inline=inline)
+
+
+def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
+  """Returns arrays whose type says `spec`, as far as it is of Explicit axes.
+
+  XLA places them along Auto axes as the program demands. An array that is there
+  already does not move, and gradients get the sharding of the given array.
+  """
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  if AxisType.Explicit not in types.values():
+    return arrays
+
+  def explicit(axes):
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return tuple(a for a in axes if types[a] == AxisType.Explicit)
+
+  spec = PartitionSpec(*map(explicit, spec))
+  return jax.sharding.reshard(arrays, NamedSharding(mesh, spec))
+
+
+def _specs(group: GroupConfig, kinds: Any) -> Any:
+  """Returns the `PartitionSpec`s of a pytree of kinds."""
+  axes = {
+    TOKENS: group.token_axes,
+    RANK: group.token_axes,
+    EXPERTS: group.axis_name,
+  }
+
+  def spec(kind):
+    if isinstance(kind, PartitionSpec):
+      return kind
+    return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])
+
+  return jax.tree.map(spec, kinds)
+
+
+def _drop_rank_axis(kind, arrays):
+  if kind != RANK:
+    return arrays
+  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
+
+
+def _add_rank_axis(kind, arrays):
+  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
+
+
+def _check_places(
+  group: EpGroup,
+  op: str,
+  names: Sequence[str],
+  args: Sequence[Any],
+  kinds: Sequence[Any],
+) -> None:
+  """Refuses arrays on other devices, and warns of arrays that JAX moves.
+
+  It looks only at arrays with values: the sharding that XLA chooses for a
+  tracer is not known yet. A fully replicated array is not moved, but sliced.
+  """
+  mesh = compat.concrete_context_mesh() or group.mesh
+  if not has_devices(mesh):
+    return
+  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
+  leaves = jax.tree.leaves_with_path(tuple(args))
+  for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+      continue
+    wanted = NamedSharding(mesh, spec)
+    if not x.committed or x.sharding.is_equivalent_to(wanted, x.ndim):
+      continue
+    first, *below = path
+    name = below[-1].key if below else names[first.idx]
+    what = f"{op}: {name} of shape {x.shape} has the sharding {x.sharding}"
+    if x.sharding.device_set != wanted.device_set:
+      raise ValueError(
+        f"{what}, whose devices are not those of the group's mesh; the op needs"
+        f" {wanted}. Put the array there with jax.device_put."
+      )
+    if not x.is_fully_replicated:
+      arguments.warn(
+        f"{what}, but the op needs {wanted}; JAX moves it in every call. Make"
+        " the array with that sharding (jax.device_put, out_shardings of"
+        " jax.jit). A jitted program is searched for such moves by"
+        " ep.assert_no_hidden_collectives."
+      )

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""suggest_capacity: what each capacity would have cost a recorded routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+import math
+import os
+
+import jax
+import numpy as np
+
+from ep._src.base import arguments
+from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.records import expert_loads
+from ep._src.records.replay import Replay, replay
+
+# The candidates of every table, as factors of the rows of a balanced step.
+_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CapacitySuggestion:
+  """Capacities and their drops. Made by `suggest_capacity`; `str` is a table.
+
+  All arrays are numpy's. A step here is one routing.
+
+  Attributes:
+    layer: the layer that was asked about.
+    drop_probability: as it was asked for.
+    capacity: the suggested C in rows, for `recv_capacity_per_rank`.
+    candidates: int64 [N], ascending capacities in rows; `capacity` is one.
+    balanced: T * K, the rows that each rank receives if all receive as many. T
+      is the group's `max_tokens_per_rank` or, if it has none, the most tokens
+      of a rank in a step.
+    bytes: int64 [N], of the received rows and their weights on a rank; None if
+      the group has no `hidden_dim`.
+    dropped_choices: float64 [N], the fraction of all choices that are dropped.
+    dropped_steps: float64 [N], the fraction of steps in which a rank drops any.
+    demand: int64 [S, R], rows that each rank wants in a step, padding included.
+  """
+
+  layer: EpLayerConfig
+  drop_probability: float
+  capacity: int
+  candidates: np.ndarray
+  balanced: int
+  bytes: np.ndarray | None
+  dropped_choices: np.ndarray
+  dropped_steps: np.ndarray
+  demand: np.ndarray
+
+  def __str__(self) -> str:
+    columns = [
+      (9, "capacity", self.candidates),
+      (7, "factor", [f"{c / self.balanced:.2f}" for c in self.candidates]),
+      (12, "bytes", self.bytes),
+      (16, "choices dropped", [f"{x:.4%}" for x in self.dropped_choices]),
+      (16, "steps with drops", [f"{x:.2%}" for x in self.dropped_steps]),
+    ]
+    cells = [
+      [f"{value:>{width}}" for value in (head, *values)]
+      for width, head, values in columns
+      if values is not None
+    ]
+    lines = [" ".join(row) for row in zip(*cells, strict=True)]
+    suggested = 1 + self.candidates.tolist().index(self.capacity)
+    lines[suggested] += "  <- suggested"
+    title = (
+      f'layer "{self.layer.name}": {len(self.demand)} steps, in which a rank'
+      f" wants {self.demand.mean():.1f} rows, and {self.demand.max()} at most"
+    )
+    return "\n".join([title, *lines])
+
+  def plot(self, path: str | os.PathLike[str]) -> None:
+    """Draws the drops by capacity, and how many rows ranks want, as a PNG.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+      from matplotlib.figure import Figure
+    except ModuleNotFoundError as e:
+      raise ModuleNotFoundError(
+        "CapacitySuggestion.plot: matplotlib is not installed; install it, or"
+        " print the suggestion, which is a table."
+      ) from e
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    drops, wanted = figure.subplots(2, sharex=True)
+    drops.plot(self.candidates, self.dropped_choices, "o-", label="choices")
+    drops.plot(self.candidates, self.dropped_steps, "s-", label="steps")
+    drops.set(ylabel="fraction with drops", title=self.layer.name)
+    wanted.hist(self.demand.ravel(), bins=50)
+    wanted.set(xlabel="rows of a rank", ylabel="ranks and steps")
+    for axes in drops, wanted:
+      axes.axvline(self.capacity, color="red", label=f"C = {self.capacity}")
+    drops.legend()
+    figure.savefig(path, format="png")
+
+
+def suggest_capacity(
+  layer: EpLayerConfig,
+  routings: str | os.PathLike[str] | Replay | Iterable[jax.Array | np.ndarray],
+  *,
+  drop_probability: float = 0.0,
+) -> CapacitySuggestion:
+  """Returns what capacities would have cost the steps that were recorded.
+
+      suggestion = ep.suggest_capacity(layer, "routing", drop_probability=1e-3)
+      print(suggestion)                                    # a table
+      layer = dataclasses.replace(
+        layer, recv_capacity_per_rank=suggestion.capacity, overflow="drop"
+      )
+
+  It counts in NumPy, on this process alone: the drops are those of
+  `overflow="drop"`, for this layer's ranks, experts, alignment and `drop_by`,
+  whatever its capacity. They are exact, with two exceptions:
+
+  * `drop_by="weight"` with an alignment counts as "slot", because weights are
+    not looked at. On each rank these two differ by less than `alignment` rows
+    for each of its experts. Without an alignment, all policies drop as many.
+  * candidates: choices that find no room do not move, but are dropped. Those
+    that moved are recorded where they went, as `ep.record` says: record without
+    candidates, to see all that is wanted.
+
+  Another EP size than the one that was recorded may be asked about.
+
+  Args:
+    layer: an `EpLayerConfig`.
+    routings: a folder of `ep.record` or what `ep.replay` made of it, of which
+      all complete steps of the layer's name count; or arrays [R * n, ..., K] of
+      the global view, with values, one for each step. Of [R * n, ..., M] with
+      the layer's candidates, the first K columns count.
+    drop_probability: the largest fraction of choices that may be dropped, from
+      0 to before 1. With 0, the capacity fits every step that was given, and
+      `overflow="error"` would not have failed.
+
+  Returns:
+    A `CapacitySuggestion`, whose `capacity` is the least multiple of the
+    alignment that the layer accepts and that drops no more.
+
+  Raises:
+    ValueError: there is no step, or a shape, an id or a number does not fit.
+    TypeError: an argument has another type, or an array is being traced.
+  """
+  op = "suggest_capacity"
+  check_layer(op, layer)
+  limit = arguments.number(op, "drop_probability", drop_probability)
+  arguments.check(
+    0 <= limit < 1,
+    op,
+    f"drop_probability = {limit}, but it must be at least 0 and less than 1.",
+  )
+  if isinstance(routings, (str, os.PathLike)):
+    routings = replay(routings)
+  if isinstance(routings, Replay):
+    routings = routings.routings(layer)
+  group, unit = layer.group, layer.alignment
+  columns = {layer.top_k, layer.num_candidates or layer.top_k}
+  steps, most_tokens = [], 1
+  for topk_idx in map(np.asarray, routings):
+    arguments.check(
+      topk_idx.ndim > 0 and topk_idx.shape[-1] in columns,
+      op,
+      f"topk_idx has shape {topk_idx.shape}, but the layer"
+      f' "{layer.name}" has {" or ".join(map(str, sorted(columns)))} columns;'
+      " pass the routing of a layer with its top_k.",
+    )
+    choices = expert_loads.choices(  # not of further candidates
+      f"{op}: step {len(steps)}",
+      topk_idx[..., : layer.top_k],
+      group.num_experts,
+      group.num_token_ranks,
+    )
+    steps.append(expert_loads.received(choices, layer.ep_size))
+    all_tokens = math.prod(topk_idx.shape[:-1])
+    most_tokens = max(most_tokens, all_tokens // group.num_token_ranks)
+  arguments.check(
+    len(steps) > 0, op, "there is no step; record one that is complete."
+  )
+  tokens = np.stack(steps)  # [S, R, L]
+  demand = expert_loads.slabs(tokens, unit).sum(axis=2)
+  # All that the group may have, or else all that came.
+  num_tokens = group.max_tokens_per_rank or most_tokens
+  balanced = num_tokens * layer.top_k
+  least = min(layer.num_local_experts * unit, layer.worst_case(num_tokens))
+  total = max(tokens.sum(), 1)
+
+  def dropped(capacity):  # [S, R]
+    return expert_loads.dropped(tokens, unit, capacity, layer.drop_by == "fair")
+
+  # Drops never grow with the capacity, so bisection finds the least one.
+  too_small, enough = least // unit - 1, max(demand.max(), least) // unit
+  while enough - too_small > 1:
+    middle = (enough + too_small) // 2
+    if dropped(middle * unit).sum() <= limit * total:
+      enough = middle
+    else:
+      too_small = middle
+  found = int(enough) * unit
+  rounded = [-(-int(f * balanced) // unit) * unit for f in _FACTORS]
+  most = max(int(demand.max()), least)
+  candidates = {c for c in rounded if least <= c <= most} | {found, most}
+  candidates = np.array(sorted(candidates), np.int64)
+  drops = np.stack([dropped(c) for c in candidates])  # [N, S, R]
+  num_bytes = None
+  if group.hidden_dim is not None:
+    row_bytes = group.hidden_dim * group.max_token_dtype.itemsize + 4
+    num_bytes = candidates * row_bytes
+  return CapacitySuggestion(
+    layer=layer,
+    drop_probability=limit,
+    capacity=found,
+    candidates=candidates,
+    balanced=balanced,
+    bytes=num_bytes,
+    dropped_choices=drops.sum(axis=(1, 2)) / total,
+    dropped_steps=drops.any(axis=2).mean(axis=1),
+    demand=demand,
+  )

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""describe: turns a handle into numbers that people can read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from ep._src.group.group import EpLayerConfig
+from ep._src.ops.handle import check_handle, EpHandle
+
+_MAX_EXPERT_LINES = 64  # beyond that the table has one line for each rank
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoutingSummary:
+  """The routing of a step as N ranks see it. Made by `describe`.
+
+  All arrays are numpy's. `str` makes a table of it.
+
+  Attributes:
+    layer: the handle's layer.
+    ranks: int32 [N], which of the R ranks these are, in the order of the token
+      axes; None for a handle of the local view, which does not know its rank.
+    capacity: C, rows that a rank could receive.
+    token_counts: int32 [N, L], tokens that each local expert receives.
+    group_sizes: int32 [N, L], rows of its slab inside the capacity, padding
+      included.
+    total_recv_tokens: int32 [N], rows wanted: padding and dropped ones too.
+    dropped_counts: int32 [N, L], tokens of each local expert that were dropped.
+  """
+
+  layer: EpLayerConfig
+  ranks: np.ndarray | None
+  capacity: int
+  token_counts: np.ndarray
+  group_sizes: np.ndarray
+  total_recv_tokens: np.ndarray
+  dropped_counts: np.ndarray
+
+  @property
+  def slab_offsets(self) -> np.ndarray:
+    """int32 [N, L]: the first row of each slab, at most the capacity."""
+    return self.group_sizes.cumsum(1, dtype=np.int32) - self.group_sizes
+
+  @property
+  def experts(self) -> np.ndarray:
+    """int32 [N, L]: expert ids; those of rank 0 if `ranks` is None."""
+    local = self.layer.num_local_experts
+    ranks = np.zeros(1, np.int32) if self.ranks is None else self.ranks
+    first = ranks % self.layer.ep_size * local
+    return (first[:, None] + np.arange(local)).astype(np.int32)
+
+  @property
+  def dropped(self) -> np.ndarray:
+    """int32 [N]: tokens of all the rank's experts that were dropped."""
+    return self.dropped_counts.sum(1, dtype=np.int32)
+
+  @property
+  def imbalance(self) -> np.ndarray:
+    """float64 [N]: tokens of a rank's busiest expert over the mean of its own.
+
+    It is 1 if the rank's experts have equal loads or none, and L at worst.
+    """
+    return _imbalance(self.token_counts)
+
+  @property
+  def rank_imbalance(self) -> float | None:
+    """Rows wanted by the busiest rank over the mean of its EP domain.
+
+    It is 1 if all ranks have equal loads, and P at worst; the largest of
+    several domains. None unless the summary has all R ranks: it lacks those of
+    other processes.
+    """
+    if (
+      self.ranks is None or len(self.ranks) != self.layer.group.num_token_ranks
+    ):
+      return None
+    domains = self.total_recv_tokens.reshape(-1, self.layer.ep_size)
+    return float(_imbalance(domains).max())
+
+  def __str__(self) -> str:
+    layer = self.layer
+    lines = [
+      f'layer "{layer.name}": {layer.group.num_experts} experts,'
+      f" {layer.num_local_experts} on each rank, top_k {layer.top_k},"
+      f" capacity {self.capacity} rows, alignment {layer.alignment}"
+    ]
+    if layer.group.backend == "nccl":
+      lines.append(_buffers(layer))
+    if self.rank_imbalance is not None:
+      lines.append(
+        f"rows of the busiest rank / mean: {self.rank_imbalance:.2f}"
+      )
+    row = "{:>5} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9}".format
+    lines.append(
+      row("rank", "expert", "offset", "rows", "tokens", "dropped", "imbalance")
+    )
+    every_expert = self.group_sizes.size <= _MAX_EXPERT_LINES
+    for i, total in enumerate(self.total_recv_tokens):
+      rank = "-" if self.ranks is None else self.ranks[i]
+      tokens = self.token_counts[i].sum()
+      imbalance = f"{self.imbalance[i]:.2f}"
+      lines.append(
+        row(rank, "all", 0, total, tokens, self.dropped[i], imbalance)
+      )
+      experts = zip(
+        self.experts[i],
+        self.slab_offsets[i],
+        self.group_sizes[i],
+        self.token_counts[i],
+        self.dropped_counts[i],
+        strict=True,
+      )
+      for numbers in experts if every_expert else ():
+        lines.append(row("", *numbers, "").rstrip())
+    return "\n".join(lines)
+
+
+def describe(handle: EpHandle) -> RoutingSummary:
+  """Returns the slabs, loads and drops of a step's routing.
+
+      handle = jax.jit(functools.partial(ep.ep_prepare, layer))(topk_idx)
+      plan = ep.describe(handle)
+      print(plan)                             # a table
+      assert plan.dropped.sum() == 0
+
+  Waits for the handle and copies its counts to the host, where this process
+  can see them; not collective. Inside a compiled program, for a rank at a time:
+
+      jax.debug.callback(lambda h: print(ep.describe(h)), handle)
+
+  Args:
+    handle: from `ep_prepare`, of one step, with values. Of the global view: the
+      ranks whose devices belong to this process are described, N <= R; of the
+      local view: its rank, N = 1.
+
+  Returns:
+    A `RoutingSummary`.
+
+  Raises:
+    TypeError: `handle` is not a handle, or is being traced and has no values.
+    ValueError: its arrays are not those of one step.
+  """
+  check_handle("describe", handle)
+  layer = handle.layer
+  what = f'describe(layer "{layer.name}")'
+  counts = (
+    handle.token_counts,
+    handle.group_sizes,
+    handle.dropped_counts,
+    handle.total_recv_tokens,
+  )
+  if any(isinstance(x, jax.core.Tracer) for x in counts):
+    raise TypeError(
+      f"{what}: the handle is being traced and has no values yet; return it"
+      " from the compiled program and describe it there, or print it from"
+      " inside with jax.debug.callback(lambda h: print(ep.describe(h)),"
+      " handle)."
+    )
+  ranks, local = layer.group.num_token_ranks, layer.num_local_experts
+  shape = handle.group_sizes.shape
+  if shape == (local,):
+    here = None
+    counts = [np.asarray(x)[None] for x in counts]
+  elif shape == (ranks, local):
+    (here, *_), counts = zip(*map(_addressable_rows, counts), strict=True)
+  else:
+    raise ValueError(
+      f"{what}: group_sizes has shape {shape}, but [L] = [{local}] of a rank or"
+      f" [R, L] = [{ranks}, {local}] is expected; of stacked handles, take one:"
+      " jax.tree.map(lambda x: x[i], handles)."
+    )
+  token_counts, group_sizes, dropped_counts, totals = counts
+  return RoutingSummary(
+    layer,
+    here,
+    handle.capacity,
+    token_counts,
+    group_sizes,
+    totals[:, 0],
+    dropped_counts,
+  )
+
+
+def _buffers(layer: EpLayerConfig) -> str:
+  """Says what rows of buffers NCCL EP keeps; see GroupBytes in limits.cc."""
+  group = layer.group
+  tokens = -(-group.max_tokens_per_rank // 4) * 4
+  rows = 2 * group.ep_size * tokens + layer.capacity
+  width, dtype = group.hidden_dim, group.max_token_dtype
+  mib = rows * width * dtype.itemsize / 2**20
+  half = " (half with bfloat16)" if dtype.itemsize == 4 else ""
+  return f"nccl keeps {rows} rows of {width} {dtype}: {mib:.0f} MiB{half}"
+
+
+def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the indices and values of the rows that this process holds."""
+  if not isinstance(array, jax.Array) or array.is_fully_addressable:
+    array = np.asarray(array)
+    return np.arange(len(array), dtype=np.int32), array
+  rows = {}
+  for shard in array.addressable_shards:
+    first = shard.index[0].start or 0
+    rows.update(enumerate(np.asarray(shard.data), start=first))
+  which = sorted(rows)
+  return np.array(which, np.int32), np.stack([rows[i] for i in which])
+
+
+def _imbalance(loads: np.ndarray) -> np.ndarray:
+  """Returns the largest over the mean, along the last axis; 1 if all are 0."""
+  mean = loads.mean(-1)
+  return np.where(mean > 0, loads.max(-1) / np.where(mean > 0, mean, 1), 1.0)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""replay: reads the routing that `record` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import functools
+import itertools
+import os
+import pathlib
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from ep._src.base import arguments
+from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.records import files
+
+_MOST_NAMED = 16  # ranks in an error
+_CACHED = 64  # arrays of files; each process writes one for a layer at a time
+
+
+def replay(path: str | os.PathLike[str]) -> Replay:
+  """Returns the routing that `ep.record` wrote to a folder.
+
+  It needs no devices, and may be read where it was not written: by another
+  number of processes, and for another number of ranks.
+
+  Raises:
+    ValueError: there is no record, or a file is truncated, damaged or foreign.
+  """
+  return Replay(pathlib.Path(path).absolute())
+
+
+class Replay:
+  """The routing of recorded steps. Made by `replay`.
+
+  Attributes:
+    layers: the names of the layers, sorted.
+  """
+
+  layers: tuple[str, ...]
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    self._folder = folder
+    self._files = sorted(folder.glob("*.npz"))
+    arguments.check(
+      len(self._files) > 0,
+      "ep.replay",
+      f"{folder} holds no record; pass the folder that ep.record wrote to, once"
+      " it has left its context or flushed.",
+    )
+    parts: dict[str, list[dict[str, np.ndarray]]] = {}
+    for number, path in enumerate(self._files):
+      for layer, part in _index(path).items():
+        part["file"] = np.full(len(part["rank"]), number)
+        part["row"] = np.arange(len(part["rank"]))
+        parts.setdefault(layer, []).append(part)
+    self.layers = tuple(sorted(parts))
+    self._calls = {
+      layer: _Calls(f"ep.replay: {folder}: layer {layer!r}", parts[layer])
+      for layer in self.layers
+    }
+    self._rows = functools.lru_cache(_CACHED)(self._read_rows)
+
+  def __repr__(self) -> str:
+    steps = {layer: len(self.steps(layer)) for layer in self.layers}
+    return f"<ep.Replay of {self._folder}, with these complete steps: {steps}>"
+
+  def steps(self, layer: str | EpLayerConfig) -> tuple[int, ...]:
+    """Returns the steps of which all calls of all ranks are there.
+
+    The last steps of a process that was killed may not be.
+
+    Raises:
+      ValueError: the layer was not recorded.
+    """
+    return self._of(layer).steps()
+
+  def routings(self, layer: str | EpLayerConfig) -> Iterator[np.ndarray]:
+    """Yields `topk_idx` of each call of all complete steps, in order.
+
+    Raises:
+      ValueError: the layer was not recorded.
+    """
+    calls = self._of(layer)
+    for step in calls.steps():
+      for call in range(calls.per_step):
+        yield self.topk_idx(layer, step, call)
+
+  def topk_idx(
+    self, layer: str | EpLayerConfig, step: int, call: int = 0
+  ) -> np.ndarray:
+    """Returns the ids of all tokens, in the order of the global view.
+
+    Args:
+      layer: its name, or a layer of that name.
+      step: one of `steps(layer)`.
+      call: which call of the step, below `calls_per_step` of `record`.
+
+    Returns:
+      int32 or int64 [R * n, ..., K], of R ranks with [n, ..., K] each: what
+      `ep_prepare` got, or where it moved choices; `ep.record`
+      says when.
+
+    Raises:
+      ValueError: the call was not recorded, or not by all ranks, or a file has
+        been changed.
+      TypeError: an argument has another type.
+    """
+    return self._column("topk_idx", layer, step, call)
+
+  def topk_weights(
+    self, layer: str | EpLayerConfig, step: int, call: int = 0
+  ) -> np.ndarray:
+    """Returns the weights of the choices in `topk_idx`, as float32.
+
+    A choice that was dropped has the id and the weight that it came with.
+
+    Args:
+      layer: its name, or a layer of that name.
+      step: one of `steps(layer)`.
+      call: which call of the step.
+
+    Raises:
+      ValueError: as in `topk_idx`, or the weights were not recorded.
+    """
+    return self._column("topk_weights", layer, step, call)
+
+  def forced_idx(
+    self, layer: EpLayerConfig, step: int, call: int = 0
+  ) -> jax.Array:
+    """Returns `topk_idx` as a global array for the ranks of a layer's group.
+
+    It is what `route_topk` and `ep.moe.apply` take as `forced_idx`: ids come
+    from the record, and weights from the logits of now.
+
+        forced_idx = ep.replay("routing").forced_idx(layer, step)
+        y, metrics = ep.moe.apply(layer, cfg, params, x, forced_idx=forced_idx)
+
+    The group may have another number of ranks than the one that was recorded,
+    on other processes, all of which can read the files.
+
+    Args:
+      layer: a layer whose name was recorded.
+      step: one of `steps(layer)`.
+      call: which call of the step.
+
+    Returns:
+      int32 [R * n, ..., K], sharded along the first axis over the data axes and
+      the EP axis of the group's mesh.
+
+    Raises:
+      ValueError: as in `topk_idx`; another top_k was recorded, an id that the
+        group has not, or the group's ranks do not divide the first axis.
+      TypeError: `layer` is no `EpLayerConfig`.
+    """
+    check_layer("Replay.forced_idx", layer)
+    idx = self.topk_idx(layer, step, call)
+    group, op = layer.group, f'Replay.forced_idx(layer "{layer.name}")'
+    arguments.check(
+      idx.shape[-1] == layer.top_k,
+      op,
+      f"the record has {idx.shape[-1]} choices of each token, but top_k ="
+      f" {layer.top_k}; replay it with the layer's top_k.",
+    )
+    arguments.check(
+      len(idx) % group.num_token_ranks == 0,
+      op,
+      f"the record has shape {idx.shape}, whose first axis cannot be split over"
+      f" {group.num_token_ranks} ranks; take Replay.topk_idx, and pad it with"
+      " ids of -1.",
+    )
+    most = group.num_experts - 1
+    arguments.check(
+      idx.size == 0 or -1 <= idx.min() <= idx.max() <= most,
+      op,
+      f"the record has ids in {idx.min(initial=0)}..{idx.max(initial=0)}, but"
+      f" valid ids are -1..{most}; replay it in a group of as many experts.",
+    )
+    idx = idx.astype(np.int32)
+    sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
+    return jax.make_array_from_callback(idx.shape, sharding, idx.__getitem__)
+
+  def _column(
+    self, column: str, layer: str | EpLayerConfig, step: int, call: int
+  ) -> np.ndarray:
+    calls = self._of(layer)
+    rows = calls.find(step, call)
+    name = f"{_name(layer)}.{column}"
+    parts = [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
+    shapes = {part.shape for part in parts}
+    arguments.check(
+      len(shapes) == 1,
+      f"ep.replay: {self._folder}: {name}",
+      f"ranks differ in shape in step {step}: {sorted(shapes)}; record again.",
+    )
+    return np.concatenate(parts)
+
+  def _of(self, layer: str | EpLayerConfig) -> _Calls:
+    name = _name(layer)
+    arguments.check(
+      name in self._calls,
+      "ep.replay",
+      f"{self._folder} has no layer {name!r}, but {[*self.layers]}.",
+    )
+    return self._calls[name]
+
+  def _read_rows(self, file: int, name: str) -> np.ndarray:
+    path = self._files[file]
+    rank = name.rpartition(".")[0] + ".rank"
+    columns = files.read(path, (name, rank).__contains__)
+    column = columns.get(name)
+    if column is None:
+      raise ValueError(
+        f"ep.replay: {path} has no {name}; for weights, pass weights=True to"
+        " ep.record, and topk_weights to ep_prepare."
+      )
+    dtypes = (np.int32, np.int64) if name.endswith("_idx") else (np.float32,)
+    arguments.check(
+      column.dtype in dtypes
+      and column.ndim > 2
+      and len(column) == len(columns[rank]),
+      f"ep.replay: {path}",
+      f"{name} is {column.dtype} {list(column.shape)}, which ep.record does not"
+      f" write for {len(columns[rank])} calls; remove the file, and the steps"
+      " that it holds are missing.",
+    )
+    return column
+
+
+class _Calls:
+  """Finds the calls of one layer, in a list by call and rank.
+
+  Its size is that of the record, whatever numbers the files hold.
+  """
+
+  def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
+    self._what = what
+    file, row, rank, step, call, run, site = (
+      np.concatenate([part[name] for part in parts])
+      for name in ("file", "row", *files.COLUMNS, "site")
+    )
+    sizes = {(int(p["num_ranks"]), int(p["calls_per_step"])) for p in parts}
+    arguments.check(
+      len(sizes) == 1,
+      what,
+      f"files differ in (num_ranks, calls_per_step): {sorted(sizes)}; they are"
+      " of several records. Record to a new folder.",
+    )
+    ((self._num_ranks, self.per_step),) = sizes
+    # A call of any rank has the number that rank 0 gave to its site and run.
+    _, site = np.unique(site, return_inverse=True)
+    _, key = np.unique([site, run], axis=1, return_inverse=True)
+    key = key.reshape(-1)  # NumPy 2.0 has another shape
+    numbers = np.full(len(key), -1)
+    first = rank == 0
+    numbers[key[first]] = (step * self.per_step + call)[first]
+    number = numbers[key]
+    order = np.lexsort((rank, number))
+    order = order[number[order] >= 0]
+    self._number, self._rank = number[order], rank[order]
+    self.file, self.row = file[order], row[order]
+    is_again = (np.diff(self._number) == 0) & (np.diff(self._rank) == 0)
+    arguments.check(
+      not is_again.any(),
+      what,
+      "files have a call of a rank twice; they are of several records. Record"
+      " to a new folder.",
+    )
+
+  def steps(self) -> tuple[int, ...]:
+    """Returns the steps of which everything is there."""
+    steps, counts = np.unique(self._number // self.per_step, return_counts=True)
+    return tuple(steps[counts == self.per_step * self._num_ranks].tolist())
+
+  def find(self, step: int, call: int) -> range:
+    """Returns the places of a call in `file` and `row`, by rank."""
+    step = arguments.integer(self._what, "step", step)
+    call = arguments.integer(self._what, "call", call)
+    arguments.check(
+      0 <= call < self.per_step,
+      self._what,
+      f"call = {call}, but a step has calls 0..{self.per_step - 1}.",
+    )
+    steps = self._number.max(initial=-1) // self.per_step + 1
+    arguments.check(
+      0 <= step < steps,
+      self._what,
+      f"step = {step}, but {steps} steps were recorded, from 0 on.",
+    )
+    number = step * self.per_step + call
+    begin, end = np.searchsorted(self._number, [number, number + 1]).tolist()
+    there = set(self._rank[begin:end].tolist())
+    missing = (r for r in range(self._num_ranks) if r not in there)
+    missing = [*itertools.islice(missing, _MOST_NAMED)]
+    arguments.check(
+      not missing,
+      self._what,
+      f"step {step} is not there of ranks {missing}; Replay.steps has those"
+      " that are complete.",
+    )
+    return range(begin, end)
+
+
+def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+  """Returns all columns of a file but ids and weights, by layer."""
+  layers: dict[str, dict[str, np.ndarray]] = {}
+  for name, column in files.read(path, _is_small).items():
+    layer, _, column_name = name.rpartition(".")
+    layers.setdefault(layer, {})[column_name] = column
+  for layer, columns in layers.items():
+    arguments.check(
+      _is_sound(columns),
+      f"ep.replay: {path}: layer {layer!r}",
+      "its columns are not those that ep.record writes; remove the file, and"
+      " the steps that it holds are missing.",
+    )
+  return layers
+
+
+def _is_sound(columns: dict[str, np.ndarray]) -> bool:
+  """Returns whether all columns are there, of one length and in range."""
+  of_calls = [columns.get(name) for name in (*files.COLUMNS, "site")]
+  scalars = [columns.get(name) for name in ("num_ranks", "calls_per_step")]
+  if any(x is None or x.ndim != 1 for x in of_calls):
+    return False
+  if any(x is None or x.ndim or x.dtype != np.int32 for x in scalars):
+    return False
+  *numbers, site = of_calls
+  if any(
+    x.dtype != dtype or len(x) != len(site) or (x < 0).any()
+    for x, dtype in zip(numbers, files.COLUMNS.values(), strict=True)
+  ):
+    return False
+  num_ranks, per_step = scalars
+  return bool(
+    len(site) > 0
+    and (columns["rank"] < num_ranks).all()
+    and (columns["call"] < per_step).all()
+    and (columns["step"] <= arguments.INT32_MAX).all()
+  )
+
+
+def _is_small(name: str) -> bool:
+  return not name.endswith(("format", ".topk_idx", ".topk_weights"))
+
+
+def _name(layer: str | EpLayerConfig) -> str:
+  if isinstance(layer, str):
+    return layer
+  check_layer("ep.replay", layer)
+  return layer.name

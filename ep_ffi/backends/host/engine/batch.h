@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The work of a complete exchange: the chunks of all its local ranks, shared by
+// the threads that help.
+
+#ifndef EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_
+#define EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "ep_ffi/backends/host/engine/contribution.h"
+#include "ep_ffi/backends/host/engine/pending.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+
+// `Work` may be called from any number of threads at once. Each chunk is run by
+// one of them: `next_` hands it out, and `num_unfinished_` tells which thread
+// ended the last one. The lock keeps the first failure.
+class Batch {
+ public:
+  explicit Batch(ExchangePtr exchange);
+
+  // Returns how many of `num_threads` threads make the work shorter, at least
+  // one.
+  int64_t NumUsefulThreads(int64_t num_threads) const;
+
+  // Runs chunks until none is left. Returns true to one caller, after all
+  // chunks have ended; only that caller may use the
+  // functions below.
+  bool Work();
+
+  Exchange& exchange() { return *exchange_; }
+  // Returns the first failure, which names the op.
+  Status status();
+
+ private:
+  struct Share {
+    const Contribution* contribution;
+    int64_t first_chunk;
+  };
+  Status RunChunk(int64_t chunk) const;
+
+  const ExchangePtr exchange_;
+  AllArrays arrays_;
+  std::vector<Share> shares_;  // of the local ranks
+  int64_t num_chunks_ = 0;
+  int64_t num_bytes_ = 0;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> num_unfinished_{0};
+
+  Mutex mutex_;
+  Status status_ EP_GUARDED_BY(mutex_);
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_ENGINE_BATCH_H_

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/host/engine/exchange.h"
+
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "ep_ffi/backends/host/engine/batch.h"
+#include "ep_ffi/core/clock.h"
+
+namespace ep::host {
+namespace {
+
+constexpr int kExitCode = 70;  // of a process that ends itself
+
+}  // namespace
+
+Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
+    : options_(std::move(options)),
+      pending_(peers->topology().ep_size, options_.timeout_s),
+      last_posts_(peers->topology().members.size()),
+      peers_(std::move(peers)) {
+  for (int32_t d = 0; d < topology().num_domains(); ++d) {
+    peers_of_domain_.push_back(topology().Peers(d));
+  }
+}
+
+std::shared_ptr<Exchanges> Exchanges::Create(Options options,
+                                             std::unique_ptr<Peers> peers) {
+  std::shared_ptr<Exchanges> self(
+      new Exchanges(std::move(options), std::move(peers)));
+  // The progress thread ends before `self` is destroyed.
+  Exchanges* e = self.get();
+  e->peers_->Start(
+      {[e](int32_t process, const Message& m, const std::string& names,
+           const Mapping* memory, const Status& mapped) {
+         e->OnPost(process, m, names, memory, mapped);
+       },
+       [e](const Message& m, const std::string& text) {
+         const Status status(static_cast<Code>(m.code), text);
+         e->WithRunId(m.launch, [e, status](int64_t run_id) {
+           e->FailRunHere(run_id, status);
+         });
+       },
+       [e](int32_t process, bool is_orderly, const std::string& its_reason) {
+         e->OnLeave(process, is_orderly, its_reason);
+       },
+       [e] { e->OnTick(); }});
+  return self;
+}
+
+// ---- A post
+
+void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
+                     Contribution contribution) {
+  const Key key = {domain, call.site->id, call.run_id};
+  Part part;
+  part.is_posted = true;
+  part.op = NameOp(call);
+  Note(domain, rank, part.op);
+  const Status announced = Announce(key, part.op, rank, contribution);
+  if (!announced.ok()) return FailCall(call, announced);
+
+  part.contribution = std::move(contribution);
+  part.done = call.done;
+  ExchangePtr complete;
+  const Status added = Add(key, rank, std::move(part), &complete);
+  if (!added.ok()) return CompleteWithError(call, added);
+  if (complete) Run(std::move(complete), call.executor, rank);
+}
+
+Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
+                           const Contribution& contribution) {
+  const std::vector<int32_t>& readers = peers_of_domain_[key.domain];
+  if (readers.empty()) return Status();
+  {
+    MutexLock lock(mutex_);
+    EP_RETURN_IF_ERROR(outcomes_.OfGroup());  // nothing follows a bye
+  }
+  const Signature& signature = contribution.signature;
+  Segment* segment;
+  EP_RETURN_IF_ERROR(
+      peers_->Acquire(signature.staged_bytes(), readers.size(), &segment));
+  StageArrays(contribution, segment->memory.data());
+
+  Message message = {};
+  message.domain = key.domain;
+  message.launch = op.launch;
+  message.position = op.position;
+  message.rank = rank;
+  message.segment = segment->id;
+  message.signature = signature;
+  peers_->SendPost(readers, message, JoinNames(op.layer, op.program));
+  return Status();
+}
+
+void Exchanges::OnPost(int32_t process, const Message& m,
+                       const std::string& names, const Mapping* memory,
+                       const Status& mapped) {
+  Part part;
+  part.is_posted = true;
+  part.op.op = static_cast<Op>(m.signature[Signature::kOp]);
+  part.op.launch = m.launch;
+  part.op.position = m.position;
+  SplitNames(names, &part.op.layer, &part.op.program);
+  part.process = process;
+  part.segment = m.segment;
+  const Signature& signature = m.signature;
+  const bool is_valid =
+      m.domain >= 0 && m.domain < topology().num_domains() &&
+      topology().has_local_rank(m.domain) && m.rank >= 0 &&
+      m.rank < topology().ep_size &&
+      topology().member(m.domain, m.rank).process == process && memory &&
+      signature.FitsIn(memory->bytes());
+  if (!is_valid) {
+    const std::string me = topology().ProcessName(topology().process);
+    const Status status = memory || mapped.ok()
+                              ? InvalidPost(topology(), process)
+                              : FailedOnRank(part.op.FullName(), me, mapped);
+    return WithRunId(m.launch, [this, m, status](int64_t run_id) {
+      FailRunEverywhere(m.launch.site_id, run_id, status);
+    });
+  }
+  part.contribution.signature = signature;
+  part.contribution.arrays = StagedArrays(signature, memory->data());
+  Note(m.domain, m.rank, part.op);
+  WithRunId(m.launch, [this, m, part](int64_t run_id) {
+    const Key key = {m.domain, m.launch.site_id, run_id};
+    ExchangePtr complete;
+    if (!Add(key, m.rank, part, &complete).ok()) {
+      return peers_->SendRelease(part.process, part.segment);
+    }
+    if (!complete) return;
+    // The worker owns this object, because the calls that it completes may end
+    // the last other owner. The progress thread must not be left with the last
+    // reference: the destructor joins it. If the destructor has begun, it waits
+    // for this function, which then does the work itself.
+    std::shared_ptr<Exchanges> self = weak_from_this().lock();
+    if (!self) return Run(std::move(complete), /*executor=*/nullptr, kNoRank);
+    workers_.Run([self = std::move(self), complete = std::move(complete)] {
+      self->Run(complete, /*executor=*/nullptr, complete->FirstLocalRank());
+    });
+  });
+}
+
+void Exchanges::Note(int32_t domain, int32_t rank, const PostedOp& op) {
+  MutexLock lock(mutex_);
+  if (topology().is_local(domain, rank)) launches_.Reach(op.launch);
+  last_posts_[domain * topology().ep_size + rank] = op;
+}
+
+Status Exchanges::Add(const Key& key, int32_t rank, Part part,
+                      ExchangePtr* complete) {
+  MutexLock lock(mutex_);
+  EP_RETURN_IF_ERROR(outcomes_.OfRun(key.run_id));
+  const Status why_not =
+      WhyNotComplete(pending_.Find(key, rank), key.domain, rank);
+  if (!why_not.ok()) {
+    return FailedOnRank(part.op.Name(), topology().RankName(key.domain, rank),
+                        why_not);
+  }
+  waiting_.erase(key.domain * topology().ep_size + rank);
+  *complete = pending_.Add(key, rank, std::move(part));
+  return Status();
+}
+
+Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
+                                 int32_t rank) const {
+  // What a peer has posted can be completed without it, but nothing new can be
+  // begun in a group that lost one.
+  EP_RETURN_IF_ERROR(exchange ? outcomes_.OfGroup()
+                              : outcomes_.OfNewExchange());
+  for (int32_t r = 0; r < topology().ep_size; ++r) {
+    if (r == rank || (exchange && exchange->parts[r].is_posted)) continue;
+    EP_RETURN_IF_ERROR(
+        outcomes_.OfProcess(topology().member(domain, r).process));
+  }
+  return Status();
+}
+
+// ---- A complete exchange
+
+void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
+  const Status compared = Disagreement(topology(), *exchange);
+  if (!compared.ok()) {
+    FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
+    return Finish(*exchange, compared, own);
+  }
+  const auto batch = std::make_shared<Batch>(std::move(exchange));
+  // `self` keeps this object for the executor's threads. It is null if the
+  // destructor waits for this thread; there is no executor then.
+  const auto work = [this, self = weak_from_this().lock(), batch](int32_t own) {
+    if (!batch->Work()) return;
+    const Status status = batch->status();
+    if (!status.ok()) {
+      const Key& key = batch->exchange().key;
+      FailRunEverywhere(key.site_id, key.run_id, status);
+    }
+    Finish(batch->exchange(), status, own);
+  };
+  const int64_t num_threads = executor ? executor->num_threads() : 1;
+  for (int64_t i = 1; i < batch->NumUsefulThreads(num_threads); ++i) {
+    executor->Schedule([work] { work(kNoRank); });
+  }
+  work(own);
+}
+
+void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
+  if (!status.ok() && exchange.FirstLocalRank() != kNoRank) {
+    MutexLock lock(mutex_);
+    outcomes_.ReportError();
+  }
+  for (size_t r = 0; r < exchange.parts.size(); ++r) {
+    Part& part = exchange.parts[r];
+    if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
+    // `done` is moved because it may own this object, which must not be
+    // destroyed on the progress thread.
+    if (part.done && static_cast<int32_t>(r) != own) {
+      workers_.Run([done = std::move(part.done), status] { done(status); });
+    }
+  }
+  if (own != kNoRank) std::exchange(exchange.parts[own].done, nullptr)(status);
+}
+
+// ---- The names of launches
+
+PostedOp Exchanges::NameOp(const Call& call) {
+  const Site& site = *call.site;
+  return {call.op,         NameLaunch(site.id, call.run_id),
+          site.position,   site.layer.checked,
+          site.layer.name, site.program};
+}
+
+Launch Exchanges::NameLaunch(uint64_t site_id, int64_t run_id) {
+  std::vector<std::function<void()>> deferred;
+  Launch launch;
+  {
+    MutexLock lock(mutex_);
+    launch = launches_.Name(site_id, run_id);
+    auto node = deferred_.extract(site_id);
+    if (!node.empty()) deferred = std::move(node.mapped());
+  }
+  for (const auto& act : deferred) act();
+  return launch;
+}
+
+void Exchanges::WithRunId(const Launch& launch,
+                          std::function<void(int64_t)> act) {
+  std::optional<int64_t> run_id;
+  {
+    MutexLock lock(mutex_);
+    run_id = launches_.RunId(launch);
+    if (!run_id) {
+      deferred_[launch.site_id].push_back(
+          [this, launch, act] { WithRunId(launch, act); });
+    }
+  }
+  if (run_id) act(*run_id);
+}
+
+// ---- Failures
+
+void Exchanges::FailCall(const Call& call, const Status& reason) {
+  const int32_t index = topology().FindDevice(call.device);
+  CompleteWithError(call,
+                    FailedOnRank(NameOp(call).Name(),
+                                 index < 0 ? StrCat("device ", call.device)
+                                           : topology().MemberName(index),
+                                 reason));
+}
+
+void Exchanges::CompleteWithError(const Call& call, const Status& status) {
+  FailRunEverywhere(call.site->id, call.run_id, status);
+  {
+    MutexLock lock(mutex_);
+    outcomes_.ReportError();
+  }
+  call.done(status);
+}
+
+void Exchanges::FailRunEverywhere(uint64_t site_id, int64_t run_id,
+                                  const Status& status) {
+  peers_->SendFail(NameLaunch(site_id, run_id), status);
+  FailRunHere(run_id, status);
+}
+
+void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
+  std::vector<ExchangePtr> failed;
+  {
+    MutexLock lock(mutex_);
+    if (!outcomes_.FailRun(run_id, status)) return;
+    failed = pending_.Take(
+        [&](const Exchange& e) { return e.key.run_id == run_id; });
+    if (waiting_.empty()) {
+      failure_ = status;
+      exit_at_ = Now() + options_.exit_after_s;
+      for (size_t i = 0; i < topology().members.size(); ++i) {
+        if (topology().members[i].process == topology().process) {
+          waiting_.insert(static_cast<int32_t>(i));
+        }
+      }
+    }
+  }
+  if (topology().members.size() > 1) {
+    // Ranks that have done their part may wait for those that fail in a
+    // collective of XLA, and then never raise this.
+    std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
+  }
+  if (options_.on_run_failed) {
+    // A worker does this, because it may drop the last reference to another
+    // group, or to this one.
+    workers_.Run([notify = options_.on_run_failed, run_id, status] {
+      notify(run_id, status);
+    });
+  }
+  for (const ExchangePtr& e : failed) Finish(*e, status);
+}
+
+template <typename Match>
+void Exchanges::FailPending(const Status& reason, Match match) {
+  std::vector<ExchangePtr> failed;
+  {
+    MutexLock lock(mutex_);
+    failed = pending_.Take(match);
+  }
+  for (const ExchangePtr& e : failed) {
+    const int32_t rank = e->FirstLocalRank();
+    if (rank == kNoRank) {  // no call of this process waits
+      Finish(*e, reason);
+      continue;
+    }
+    const Key& key = e->key;
+    const Status status = FailedOnRank(
+        e->OpName(), topology().RankName(key.domain, rank), reason);
+    FailRunEverywhere(key.site_id, key.run_id, status);
+    Finish(*e, status);
+  }
+}
+
+void Exchanges::OnLeave(int32_t process, bool is_orderly,
+                        const std::string& its_reason) {
+  Status reason = Left(topology(), process, is_orderly, options_.group_name);
+  {
+    MutexLock lock(mutex_);
+    reason = outcomes_.Leave(process, is_orderly, reason, its_reason);
+  }
+  FailPending(reason, [&](const Exchange& e) {
+    for (int32_t r = 0; r < topology().ep_size; ++r) {
+      if (!e.parts[r].is_posted &&
+          topology().member(e.key.domain, r).process == process) {
+        return true;
+      }
+    }
+    return false;
+  });
+}
+
+void Exchanges::OnTick() {
+  std::vector<std::pair<Key, Status>> late;
+  {
+    MutexLock lock(mutex_);
+    if (!waiting_.empty() && Now() > exit_at_ && outcomes_.OfGroup().ok()) {
+      const Status status = Stuck(topology(), failure_, options_.exit_after_s);
+      std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
+      std::_Exit(kExitCode);
+    }
+    for (const Exchange* e : pending_.FindLate(Now())) {
+      late.emplace_back(e->key,
+                        Late(topology(), *e, last_posts_, options_.timeout_s));
+    }
+  }
+  for (const auto& [key, status] : late) {
+    FailRunEverywhere(key.site_id, key.run_id, status);
+  }
+}
+
+Status Exchanges::Close() {
+  const Status status = Closed(options_.group_name);
+  Status missed;
+  std::string reason;
+  {
+    MutexLock lock(mutex_);
+    if (outcomes_.OfGroup().ok() && !outcomes_.is_error_reported()) {
+      missed = Missed(topology(), last_posts_, launches_);
+    }
+    outcomes_.Close(status);
+    reason = outcomes_.LeavingReason();
+  }
+  peers_->SendBye(reason);  // before the failures that follow from it
+  FailPending(status, [](const Exchange&) { return true; });
+  return missed;
+}
+
+}  // namespace ep::host

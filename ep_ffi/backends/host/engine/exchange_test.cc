@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// One process of a group, while the test sends the messages of its peers: in
+// orders that are rare in practice, and with posts that no peer of ours would
+// send.
+
+#include "ep_ffi/backends/host/engine/exchange.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/backends/host/testing/listener.h"
+
+namespace ep::host {
+namespace {
+
+constexpr int32_t kRanks = 4;  // one per process; rank 0 is real
+constexpr int64_t kInts = 2;   // that each rank posts
+
+class ExchangeTest : public ::testing::Test {
+ protected:
+  explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
+    const Listeners listeners(kRanks);
+    std::vector<std::thread> threads;
+    for (int32_t p = 0; p < kRanks; ++p) {
+      Topology topology = listeners.TopologyOf(p);
+      topology.ep_size = kRanks;
+      for (int32_t r = 0; r < kRanks; ++r) {
+        topology.members.push_back({/*process=*/r, /*device=*/r});
+      }
+      threads.emplace_back([this, p, topology, &listeners] {
+        const Status status =
+            Peers::Connect(topology, listeners.socket(p), /*timeout_s=*/30,
+                           /*tick_s=*/0.05, &peers_[p]);
+        EXPECT_TRUE(status.ok()) << status.message();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    exchanges_ =
+        Exchanges::Create({"group", timeout_s,
+                           [last = failed_run_](int64_t run_id, const Status&) {
+                             *last = run_id;
+                           }},
+                          std::move(peers_[0]));
+  }
+
+  // Posts {value, value} as rank `rank`. `forge` may change the message.
+  void PeerPosts(
+      int32_t rank, int64_t run_id, int32_t value,
+      const std::function<void(Message*)>& forge = [](Message*) {}) {
+    Segment* segment;
+    ASSERT_TRUE(peers_[rank]->Acquire(kInts * sizeof(value), 1, &segment).ok());
+    for (int i = 0; i < kInts; ++i) {
+      std::memcpy(segment->memory.data() + i * sizeof(value), &value,
+                  sizeof(value));
+    }
+    Message message = {};
+    message.rank = rank;
+    message.launch.run_id = run_id;
+    message.segment = segment->id;
+    message.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
+    message.signature[Signature::kFirstBytes] = kInts * sizeof(value);
+    forge(&message);
+    peers_[rank]->SendPost({0}, message, "");
+  }
+
+  void PeerCloses(int32_t rank) {
+    peers_[rank]->SendBye("");
+    WaitUntilGone("finalized");
+  }
+
+  void PeerDies(int32_t rank) {
+    peers_[rank].reset();
+    WaitUntilGone("died");
+  }
+
+  // Posts {1, 1} as rank 0. The result is the sum of the ints of all ranks.
+  struct Result {
+    Status status;
+    int32_t sum = 0;
+  };
+  std::future<Result> Post(int64_t run_id) {
+    struct State {
+      Site site = {};
+      int32_t ints[kInts] = {1, 1};
+      int32_t sum = 0;
+      std::promise<Result> result;
+    };
+    auto state = std::make_shared<State>();
+    Contribution c;
+    c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
+    c.signature[Signature::kFirstBytes] = sizeof(state->ints);
+    c.arrays.rows.rows = reinterpret_cast<const std::byte*>(state->ints);
+    c.num_chunks = 1;
+    c.run = [state](const AllArrays& ranks, int64_t) {
+      for (const RankRows& rank : ranks.rows) {
+        int32_t ints[kInts];
+        std::memcpy(ints, rank.rows, sizeof(ints));
+        for (int32_t i : ints) state->sum += i;
+      }
+      return Status();
+    };
+    const Call call = {Op::kDispatch,
+                       &state->site,
+                       run_id,
+                       /*device=*/0,
+                       /*executor=*/nullptr,
+                       /*stream=*/nullptr,
+                       [state](Status status) {
+                         state->result.set_value({status, state->sum});
+                       }};
+    exchanges_->Post(call, /*domain=*/0, /*rank=*/0, std::move(c));
+    return state->result.get_future();
+  }
+
+  static Result Get(std::future<Result> future) {
+    if (future.wait_for(std::chrono::seconds(20)) ==
+        std::future_status::ready) {
+      return future.get();
+    }
+    return {Status(Code::kInternal, "the op did not complete"), 0};
+  }
+
+  static void ExpectSum(int32_t expected, std::future<Result> future) {
+    const Result result = Get(std::move(future));
+    EXPECT_TRUE(result.status.ok()) << result.status.message();
+    EXPECT_EQ(expected, result.sum);
+  }
+
+  static void ExpectError(Code code, const std::string& word,
+                          std::future<Result> future) {
+    const Status status = Get(std::move(future)).status;
+    EXPECT_EQ(code, status.code()) << status.message();
+    EXPECT_NE(std::string::npos, status.message().find(word))
+        << status.message();
+  }
+
+ private:
+  // Tries new runs until one fails because a peer is gone.
+  void WaitUntilGone(const std::string& how) {
+    for (int i = 0; i < 1000; ++i) {
+      std::future<Result> probe = Post(--last_probe_);
+      if (probe.wait_for(std::chrono::milliseconds(10)) ==
+          std::future_status::ready) {
+        return ExpectError(Code::kUnavailable, how, std::move(probe));
+      }
+    }
+    ADD_FAILURE() << "no peer " << how;
+  }
+
+ protected:
+  // The run that failed last. A thread may write it when the test is over.
+  std::shared_ptr<std::atomic<int64_t>> failed_run_ =
+      std::make_shared<std::atomic<int64_t>>(0);
+  std::vector<std::unique_ptr<Peers>> peers_;  // 1.. are the test's
+  std::shared_ptr<Exchanges> exchanges_;
+
+ private:
+  int64_t last_probe_ = 0;
+};
+
+TEST_F(ExchangeTest, EveryRankReadsEveryPost) {
+  PeerPosts(2, 7, 100);
+  std::future<Result> mine = Post(7);
+  PeerPosts(1, 7, 10);
+  PeerPosts(3, 7, 1000);
+  ExpectSum(2222, std::move(mine));
+}
+
+TEST_F(ExchangeTest, PostsOfALaterIterationWait) {
+  PeerPosts(1, 7, 10);
+  PeerPosts(1, 7, 20);
+  PeerPosts(2, 7, 100);
+  PeerPosts(3, 7, 1000);
+  PeerPosts(3, 7, 2000);
+  ExpectSum(2222, Post(7));
+  PeerPosts(2, 7, 200);
+  ExpectSum(4442, Post(7));
+}
+
+TEST_F(ExchangeTest, APeerMayCloseOnceItHasPosted) {
+  PeerPosts(1, 7, 10);
+  PeerCloses(1);
+  PeerPosts(2, 7, 100);
+  PeerPosts(3, 7, 1000);
+  ExpectSum(2222, Post(7));
+}
+
+TEST_F(ExchangeTest, APeerMayCloseWhileItsPeersStillCome) {
+  std::future<Result> mine = Post(7);
+  PeerPosts(1, 7, 10);
+  PeerCloses(1);
+  PeerPosts(2, 7, 100);
+  PeerCloses(2);
+  PeerPosts(3, 7, 1000);
+  ExpectSum(2222, std::move(mine));
+}
+
+TEST_F(ExchangeTest, WhatADeadPeerHasPostedCounts) {
+  std::future<Result> mine = Post(7);
+  PeerPosts(1, 7, 10);
+  PeerDies(1);
+  PeerPosts(2, 7, 100);
+  PeerPosts(3, 7, 1000);
+  ExpectSum(2222, std::move(mine));
+}
+
+TEST_F(ExchangeTest, AnOpThatLacksADeadPeerFails) {
+  std::future<Result> mine = Post(7);
+  PeerPosts(2, 7, 100);
+  PeerDies(1);
+  ExpectError(Code::kUnavailable, "rank 1 (process 1) died", std::move(mine));
+  ExpectError(Code::kUnavailable, "rank 1 (process 1) died", Post(8));
+}
+
+TEST_F(ExchangeTest, AFailureOfAPeerFailsTheRunHere) {
+  std::future<Result> mine = Post(7);
+  std::future<Result> other = Post(8);
+  peers_[3]->SendFail({/*site_id=*/0, /*run_id=*/7, 0},
+                      Status(Code::kInvalidArgument, "bad ids"));
+  ExpectError(Code::kInvalidArgument, "bad ids", std::move(mine));
+  ExpectError(Code::kInvalidArgument, "bad ids", Post(7));
+  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 8, 10);
+  ExpectSum(62, std::move(other));
+}
+
+TEST_F(ExchangeTest, PostsThatMakeNoSenseFailTheirRun) {
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  const std::function<void(Message*)> forgeries[] = {
+      [](Message* m) { m->domain = -1; },
+      [](Message* m) { m->domain = 1; },
+      [](Message* m) { m->rank = -1; },
+      [](Message* m) { m->rank = 0; },  // another process's
+      [](Message* m) { m->rank = kRanks; },
+      [](Message* m) { m->segment = 12345; },
+      [](Message* m) { m->signature[Signature::kFirstBytes] = -8; },
+      [](Message* m) { m->signature[Signature::kFirstBytes] = 1 << 30; },
+      [](Message* m) { m->signature[Signature::kFirstBytes] = kHuge; },
+      [](Message* m) { m->signature[Signature::kSecondBytes] = -8; },
+      [](Message* m) { m->signature[Signature::kSecondBytes] = 1 << 30; },
+      [](Message* m) { m->signature[Signature::kSecondBytes] = kHuge; },
+  };
+  int64_t run_id = 100;
+  for (const auto& forge : forgeries) {
+    SCOPED_TRACE(run_id);
+    std::future<Result> mine = Post(++run_id);
+    PeerPosts(1, run_id, 10, forge);
+    ExpectError(Code::kInternal, "process 1", std::move(mine));
+  }
+  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  ExpectSum(62, Post(7));
+}
+
+// The fingerprints of a program may differ between processes, far apart.
+TEST_F(ExchangeTest, LaunchesMeetByNumberWhereRunIdsDiffer) {
+  constexpr int64_t kElsewhere = int64_t{1} << 40;
+  for (int64_t number : {0, 1, 2}) {
+    for (int32_t rank : {1, 2, 3}) {
+      PeerPosts(rank, kElsewhere + number, 10 + number,
+                [&](Message* m) { m->launch.number = number; });
+    }
+  }
+  for (int64_t number : {0, 2, 1}) ExpectSum(62 + 6 * number, Post(7 + number));
+}
+
+class LateTest : public ExchangeTest {
+ protected:
+  LateTest() : ExchangeTest(/*timeout_s=*/1.5) {}
+};
+
+TEST_F(LateTest, AMissingRankIsNamedWithItsLastOp) {
+  for (int32_t rank : {1, 3}) PeerPosts(rank, 7, 10);
+  ExpectError(Code::kDeadlineExceeded,
+              "rank 1 (process 1), rank 3 (process 3) waited timeout_s = 1.5 s "
+              "for rank 2 (process 2) that has run no op yet",
+              Post(7));
+  for (int32_t rank : {2, 3}) PeerPosts(rank, 8, 10);
+  ExpectError(Code::kDeadlineExceeded,
+              "rank 1 (process 1) whose last op was ep_dispatch(layer \"\")",
+              Post(8));
+}
+
+TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
+  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  ExpectSum(62, Post(7));
+  PeerPosts(1, 12, 10, [](Message* m) { m->launch.number = 5; });
+  peers_[1]->SendFail({0, 12, 5}, Status(Code::kInternal, "late"));
+  while (*failed_run_ != 12) usleep(1000);
+  const Status closed = exchanges_->Close();
+  EXPECT_EQ(Code::kFailedPrecondition, closed.code());
+  EXPECT_NE(std::string::npos,
+            closed.message().find("rank 1 (process 1) ran ep_dispatch"))
+      << closed.message();
+}
+
+TEST_F(ExchangeTest, ClosingDoesNotRepeatWhatAnOpHasReported) {
+  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  ExpectSum(62, Post(7));
+  PeerPosts(1, 8, 10, [](Message* m) { m->launch.site_id = 77; });
+  peers_[1]->SendFail({0, 8, 1}, Status(Code::kInternal, "reported"));
+  ExpectError(Code::kInternal, "reported", Post(8));
+  const Status closed = exchanges_->Close();
+  EXPECT_TRUE(closed.ok()) << closed.message();
+}
+
+// In particular, a rank may read as many bytes of its peers as it posts itself.
+TEST_F(ExchangeTest, APostOfAnotherShapeFailsItsRun) {
+  for (int field = 0; field < Signature::kNumFields; ++field) {
+    SCOPED_TRACE(field);
+    std::future<Result> mine = Post(field);
+    PeerPosts(1, field, 10);
+    PeerPosts(2, field, 10,
+              [&](Message* m) { m->signature.values[field] = 4; });
+    PeerPosts(3, field, 10);
+    ExpectError(Code::kFailedPrecondition, "disagree", std::move(mine));
+  }
+}
+
+}  // namespace
+}  // namespace ep::host

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/host/engine/workers.h"
+
+#include <cstddef>
+#include <deque>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "ep_ffi/core/mutex.h"
+
+namespace ep::host {
+
+// The threads share it, and outlive the object whose state it is.
+struct Workers::State {
+  Mutex mutex;
+  CondVar changed;
+  std::deque<std::function<void()>> tasks EP_GUARDED_BY(mutex);
+  size_t num_idle EP_GUARDED_BY(mutex) = 0;
+  bool is_stopped EP_GUARDED_BY(mutex) = false;
+};
+
+Workers::Workers() : state_(std::make_shared<State>()) {}
+
+Workers::~Workers() {
+  MutexLock lock(state_->mutex);
+  state_->is_stopped = true;
+  state_->changed.NotifyAll();
+}
+
+void Workers::Run(std::function<void()> task) {
+  {
+    MutexLock lock(state_->mutex);
+    state_->tasks.push_back(std::move(task));
+    if (state_->tasks.size() <= state_->num_idle) {
+      state_->changed.NotifyOne();
+      return;
+    }
+  }
+  try {
+    std::thread(Loop, state_, /*keeps_waiting=*/true).detach();
+  } catch (const std::system_error&) {
+    Loop(state_, /*keeps_waiting=*/false);  // there is no other thread
+  }
+}
+
+void Workers::Loop(std::shared_ptr<State> state, bool keeps_waiting) {
+  MutexLock lock(state->mutex);
+  while (true) {
+    while (!state->tasks.empty()) {
+      std::function<void()> task = std::move(state->tasks.front());
+      state->tasks.pop_front();
+      state->mutex.Unlock();
+      task();
+      task = nullptr;  // its destructors, too, run without the lock
+      state->mutex.Lock();
+    }
+    if (state->is_stopped || !keeps_waiting) return;
+    ++state->num_idle;
+    while (!state->is_stopped && state->tasks.empty()) {
+      state->changed.Wait(state->mutex);
+    }
+    --state->num_idle;
+  }
+}
+
+}  // namespace ep::host

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The movers without an engine around them: chunks, and corrupt plans. The
+// conformance suite tests what they compute, see group_test.cc.
+
+#include "ep_ffi/backends/host/movers/movers.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/testing/oracle.h"
+#include "ep_ffi/testing/samples.h"
+
+namespace ep::host {
+namespace {
+
+using testing::Choices;
+using testing::Layout;
+using testing::LayOut;
+using testing::Random;
+using testing::RandomChoices;
+using testing::RandomData;
+using testing::RankData;
+using testing::RowType;
+using testing::Uniform;
+
+// Memory between two pages that may not be touched, so that the first byte
+// out of bounds is a crash. It ends where the upper page begins.
+class Fenced {
+ public:
+  explicit Fenced(size_t bytes) {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    size_ = (bytes + page - 1) / page * page + 2 * page;
+    base_ = static_cast<std::byte*>(
+        mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(base_ + page, size_ - 2 * page, PROT_READ | PROT_WRITE);
+    data_ = base_ + size_ - page - bytes;
+  }
+  Fenced(const void* source, size_t bytes) : Fenced(bytes) {
+    if (bytes > 0) std::memcpy(data_, source, bytes);
+  }
+  Fenced(Fenced&& other) noexcept
+      : base_(std::exchange(other.base_, nullptr)),
+        data_(other.data_),
+        size_(other.size_) {}
+  ~Fenced() {
+    if (base_) munmap(base_, size_);
+  }
+
+  std::byte* bytes() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+
+ private:
+  std::byte* base_;
+  std::byte* data_;
+  size_t size_;
+};
+
+// The arrays that the ranks let each other read, copied between fences.
+class Sources {
+ public:
+  explicit Sources(const std::vector<RankData>& data) {
+    for (const RankData& d : data) {
+      rows_.emplace_back(d.rows.data(), d.rows.size());
+      weights_.emplace_back(d.weights.data(), d.weights.size() * sizeof(float));
+      ranks_.push_back({rows_.back().bytes(), weights_.back().floats()});
+    }
+  }
+  const std::vector<RankRows>& ranks() const { return ranks_; }
+
+ private:
+  std::vector<Fenced> rows_, weights_;
+  std::vector<RankRows> ranks_;
+};
+
+// A plan of rank 0, and the data of all ranks on both sides of it.
+struct Exchange {
+  Exchange(Random& random, const PlanDims& dims, const RowType& type)
+      : dims(dims), type(type), mem(PlanBytes(dims)) {
+    const Choices topk_idx = RandomChoices(random, dims);
+    layout = LayOut(dims, topk_idx);
+    std::vector<SortedChoices> sorted(dims.ep_size);
+    std::vector<ChoicesView> views;
+    for (int64_t r = 0; r < dims.ep_size; ++r) {
+      EXPECT_TRUE(SortChoices(dims, topk_idx[r].data(), &sorted[r]).ok());
+      views.push_back({sorted[r].starts.data(), sorted[r].order.data()});
+      tokens.push_back(
+          RandomData(random, type, dims.num_tokens, dims.num_choices()));
+      slots.push_back(RandomData(random, type, dims.capacity, dims.capacity));
+    }
+    const int64_t num_local = dims.num_local_experts();
+    std::vector<int32_t> sizes(num_local), counts(num_local),
+        dropped(num_local);
+    int32_t total, largest;
+    std::vector<uint8_t> kept(dims.num_choices());
+    EXPECT_TRUE(BuildPlan(dims, 0, 0, views,
+                          {mem.data(), sizes.data(), counts.data(), &total,
+                           dropped.data(), &largest, kept.data()})
+                    .ok());
+  }
+
+  Status Open(const std::byte* plan_mem, Plan* plan) const {
+    return Plan::Open(dims, 0, plan_mem, mem.size(), plan);
+  }
+
+  PlanDims dims;
+  RowType type;
+  Layout layout;
+  std::vector<std::byte> mem;
+  std::vector<RankData> tokens, slots;  // by rank
+};
+
+template <typename Mover>
+Status RunAllChunks(const Mover& mover, const Sources& sources) {
+  for (int64_t chunk = mover.num_chunks() - 1; chunk >= 0; --chunk) {
+    Status status = mover.RunChunk(sources.ranks(), chunk);
+    if (!status.ok()) return status;
+  }
+  return Status();
+}
+
+// Runs a mover on rank 0 by the plan in `mem`, into fenced outputs.
+Status RunScatter(const Exchange& e, const std::byte* mem,
+                  const Sources& tokens, RankData* out) {
+  const Fenced rows(e.dims.capacity * e.type.bytes());
+  const Fenced weights(e.dims.capacity * sizeof(float));
+  Scatter mover = {e.dims, {}, Tail::kZero, {}};
+  Status opened = e.Open(mem, &mover.plan);
+  if (!opened.ok()) return opened;
+  mover.args.slots = {rows.bytes(), e.dims.capacity, e.type.width,
+                      e.type.dtype};
+  mover.args.slot_weights = weights.floats();
+  Status status = RunAllChunks(mover, tokens);
+  out->rows.assign(rows.bytes(),
+                   rows.bytes() + e.dims.capacity * e.type.bytes());
+  out->weights.assign(weights.floats(), weights.floats() + e.dims.capacity);
+  return status;
+}
+
+Status RunGather(const Exchange& e, const std::byte* mem, const Sources& slots,
+                 RankData* out) {
+  const Fenced rows(e.dims.num_tokens * e.type.bytes());
+  const Fenced weights(e.dims.num_choices() * sizeof(float));
+  GatherSum mover = {e.dims, {}, {}};
+  Status opened = e.Open(mem, &mover.plan);
+  if (!opened.ok()) return opened;
+  mover.args.tokens = {rows.bytes(), e.dims.num_tokens, e.type.width,
+                       e.type.dtype};
+  mover.args.topk_weights = weights.floats();
+  Status status = RunAllChunks(mover, slots);
+  out->rows.assign(rows.bytes(),
+                   rows.bytes() + e.dims.num_tokens * e.type.bytes());
+  out->weights.assign(weights.floats(),
+                      weights.floats() + e.dims.num_choices());
+  return status;
+}
+
+constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
+                            /*num_tokens=*/50, /*top_k=*/2,
+                            /*capacity=*/200,  /*alignment=*/4,
+                            /*drop=*/true};
+
+// The rows are smaller than a chunk, do not divide it, or are larger than it.
+TEST(MoversTest, ChunksCoverEveryRowOnce) {
+  Random random(7);
+  for (int64_t width : {1, 3000, 100000}) {
+    PlanDims dims = kDims;
+    if (width > 3000) dims.num_tokens = 5, dims.capacity = 30;
+    const Exchange e(random, dims, {width, DType::kFloat32});
+    RankData out;
+    ASSERT_TRUE(RunScatter(e, e.mem.data(), Sources(e.tokens), &out).ok());
+    EXPECT_EQ("", Difference(e.type,
+                             Apply(Op::kDispatch, e.dims, e.layout, e.type,
+                                   e.tokens)[0],
+                             out));
+    ASSERT_TRUE(RunGather(e, e.mem.data(), Sources(e.slots), &out).ok());
+    EXPECT_EQ("", Difference(e.type,
+                             Apply(Op::kDispatchBwd, e.dims, e.layout, e.type,
+                                   e.slots)[0],
+                             out));
+  }
+}
+
+// Flipped bits move rows or are an error; they never lead out of bounds.
+TEST(MoversTest, CorruptPlansStayInBounds) {
+  Random random(8);
+  const Exchange e(random, kDims, {3, DType::kBFloat16});
+  const Sources tokens(e.tokens), slots(e.slots);
+  int errors = 0;
+  for (int i = 0; i < 5000; ++i) {
+    const Fenced mem(e.mem.data(), e.mem.size());
+    for (int64_t flips = Uniform(random, 1, 4); flips > 0; --flips) {
+      mem.bytes()[Uniform(random, 0, e.mem.size() - 1)] ^=
+          std::byte(1 << Uniform(random, 0, 7));
+    }
+    SealPlan(e.dims, mem.bytes());
+    RankData out;
+    for (const Status& status : {RunScatter(e, mem.bytes(), tokens, &out),
+                                 RunGather(e, mem.bytes(), slots, &out)}) {
+      if (status.ok()) continue;
+      ++errors;
+      EXPECT_EQ(Code::kInvalidArgument, status.code());
+      EXPECT_NE(std::string::npos, status.message().find("handle.mem"));
+    }
+  }
+  EXPECT_GT(errors, 500);
+}
+
+TEST(MoversTest, ACorruptRouteIsNamed) {
+  Random random(9);
+  const Exchange e(random, kDims, {3, DType::kBFloat16});
+  for (const Route& bad : {Route{3, 0}, Route{-2, 0}, Route{0, -1},
+                           Route{0, 200}, Route{INT32_MAX, INT32_MIN}}) {
+    // These are the first send route, and the first recv route.
+    const size_t header = 64;
+    for (size_t at : {header, header + 100 * sizeof(Route)}) {
+      std::vector<std::byte> mem = e.mem;
+      std::memcpy(&mem[at], &bad, sizeof(bad));
+      SealPlan(e.dims, mem.data());
+      RankData out;
+      const Status status =
+          at == header ? RunGather(e, mem.data(), Sources(e.slots), &out)
+                       : RunScatter(e, mem.data(), Sources(e.tokens), &out);
+      EXPECT_EQ(Code::kInvalidArgument, status.code());
+      EXPECT_NE(std::string::npos,
+                status.message().find(
+                    StrCat("row ", bad.index, " of rank ", bad.rank)))
+          << status.message();
+    }
+  }
+}
+
+TEST(MoversTest, NoTokensAreNoWork) {
+  Random random(10);
+  PlanDims dims = kDims;
+  dims.num_tokens = 0;
+  const Exchange e(random, dims, {3, DType::kFloat16});
+  RankData out;
+  EXPECT_TRUE(RunGather(e, e.mem.data(), Sources(e.slots), &out).ok());
+  ASSERT_TRUE(RunScatter(e, e.mem.data(), Sources(e.tokens), &out).ok());
+  EXPECT_EQ(std::vector<std::byte>(out.rows.size()), out.rows);
+  EXPECT_EQ(std::vector<float>(dims.capacity), out.weights);
+}
+
+}  // namespace
+}  // namespace ep::host

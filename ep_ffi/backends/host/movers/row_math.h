@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Sums of rows: products and sums are taken in float32, in order, and rounded
+// once to the rows' type. An empty sum is +0, and so is a sum of -0.
+
+#ifndef EP_FFI_BACKENDS_HOST_MOVERS_ROW_MATH_H_
+#define EP_FFI_BACKENDS_HOST_MOVERS_ROW_MATH_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ep_ffi/core/backend.h"
+
+namespace ep::host {
+
+struct Term {
+  const std::byte* row;
+  float scale;
+};
+
+// Returns the index of the first element that is infinite or NaN, or -1.
+int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width);
+
+// Writes the sum of the rows, each times its scale.
+void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,
+             std::byte* out);
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_MOVERS_ROW_MATH_H_

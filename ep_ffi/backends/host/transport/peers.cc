@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/host/transport/peers.h"
+
+#include <errno.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <utility>
+
+#include "ep_ffi/backends/host/transport/handshake.h"
+#include "ep_ffi/core/clock.h"
+#include "ep_ffi/core/mutex.h"
+
+namespace ep::host {
+namespace {
+
+// Say what has woken the progress thread: the number of a process is for its
+// socket, with this bit for its end, and the last value is for the destructor.
+constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
+constexpr uint64_t kStop = ~uint64_t{0};
+
+}  // namespace
+
+// The connection to one peer. Its lock guards the messages to send: a message
+// is only sent if none is queued before it.
+struct Peers::Link {
+  struct Outgoing {
+    std::string bytes;
+    std::shared_ptr<const Fd> fd;  // null if there is none to send
+  };
+
+  Link(int32_t process, Fd socket)
+      : process(process), socket(std::move(socket)) {}
+
+  const int32_t process;
+  const Fd socket;
+
+  Mutex mutex;
+  std::deque<Outgoing> queue EP_GUARDED_BY(mutex);
+
+  // Used by the progress thread only.
+  bool has_left = false;
+  std::map<uint64_t, Mapping> segments;  // those that could be mapped
+  Status mapped;                         // why the last of the others could not
+
+  // Returns false if the socket is full. Returns true also when the peer has
+  // left, which the progress thread reports.
+  bool TrySend(const Outgoing& out) EP_REQUIRES(mutex) {
+    iovec iov = {const_cast<char*>(out.bytes.data()), out.bytes.size()};
+    msghdr header = {};
+    header.msg_iov = &iov;
+    header.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    if (out.fd) {
+      header.msg_control = control;
+      header.msg_controllen = sizeof(control);
+      cmsghdr* c = CMSG_FIRSTHDR(&header);
+      c->cmsg_level = SOL_SOCKET;
+      c->cmsg_type = SCM_RIGHTS;
+      c->cmsg_len = CMSG_LEN(sizeof(int));
+      const int fd = out.fd->get();
+      std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
+    }
+    ssize_t sent;
+    do {
+      sent = sendmsg(socket.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL);
+    } while (sent < 0 && errno == EINTR);
+    // The last error means that processes of this user have sent too many
+    // descriptors that are still to be received.
+    return sent >= 0 ||
+           (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS);
+  }
+
+  // Sends what the socket takes. Returns true when the queue is empty.
+  bool Flush() EP_REQUIRES(mutex) {
+    while (!queue.empty() && TrySend(queue.front())) queue.pop_front();
+    return queue.empty();
+  }
+};
+
+Peers::Peers(Topology topology, double tick_s)
+    : topology_(std::move(topology)),
+      tick_s_(tick_s),
+      segments_(std::make_shared<SegmentPool>()),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  for (int32_t p = 0; p < topology_.num_processes(); ++p) {
+    watches_.emplace_back(p == topology_.process ? 0
+                                                 : topology_.processes[p].pid);
+  }
+}
+
+Status Peers::Connect(Topology topology, int listener, double timeout_s,
+                      double tick_s, std::unique_ptr<Peers>* out) {
+  std::unique_ptr<Peers> peers(new Peers(std::move(topology), tick_s));
+  if (peers->epoll_.get() < 0 || peers->stop_.get() < 0) {
+    return SystemError("cannot create the event queue of a group");
+  }
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  event.data.u64 = kStop;
+  epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->stop_.get(), &event);
+
+  Handshake handshake(peers->topology_, listener, timeout_s, peers->watches_);
+  const Status connected = handshake.Connect();
+  for (Fd& socket : handshake.TakeSockets()) {
+    const int32_t process = peers->links_.size();
+    peers->links_.push_back(
+        socket.get() < 0 ? nullptr
+                         : std::make_unique<Link>(process, std::move(socket)));
+  }
+  if (!connected.ok()) {
+    peers->SendBye(connected.message());
+    return connected;
+  }
+  for (auto& link : peers->links_) {
+    if (!link) continue;
+    event.data.u64 = link->process;
+    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, link->socket.get(), &event);
+    event.data.u64 |= kProcessEnd;
+    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD,
+              peers->watches_[link->process].fd(), &event);
+  }
+  *out = std::move(peers);
+  return Status();
+}
+
+void Peers::Start(Handlers handlers) {
+  handlers_ = std::move(handlers);
+  progress_ = std::thread([this] { Progress(); });
+}
+
+Peers::~Peers() {
+  if (progress_.joinable()) {
+    const uint64_t one = 1;
+    (void)!write(stop_.get(), &one, sizeof(one));
+    progress_.join();
+  }
+}
+
+Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
+  Fd new_fd;
+  EP_RETURN_IF_ERROR(segments_->Acquire(bytes, num_readers, out, &new_fd));
+  if (new_fd.get() >= 0) {
+    // The links share it: a copy for each could run into the limit of files.
+    const auto fd = std::make_shared<const Fd>(std::move(new_fd));
+    Message message = {};
+    message.type = Message::kSegment;
+    message.segment = (*out)->id;
+    for (auto& link : links_) {
+      if (link) Send(*link, message, "", fd);
+    }
+  }
+  return Status();
+}
+
+void Peers::SendPost(const std::vector<int32_t>& processes, Message message,
+                     const std::string& names) {
+  message.type = Message::kPost;
+  for (int32_t p : processes) Send(*links_[p], message, names);
+}
+
+void Peers::SendRelease(int32_t process, uint64_t segment) {
+  Message message = {};
+  message.type = Message::kRelease;
+  message.segment = segment;
+  Send(*links_[process], message, "");
+}
+
+void Peers::SendFail(const Launch& launch, const Status& status) {
+  Message message = {};
+  message.type = Message::kFail;
+  message.launch = launch;
+  message.code = static_cast<int32_t>(status.code());
+  for (auto& link : links_) {
+    if (link) Send(*link, message, status.message());
+  }
+}
+
+void Peers::SendBye(const std::string& reason) {
+  Message message = {};
+  message.type = Message::kBye;
+  for (auto& link : links_) {
+    if (link) Send(*link, message, reason);
+  }
+  const double deadline = Now() + 1;
+  for (auto& link : links_) {
+    const auto is_flushed = [&link] {
+      MutexLock lock(link->mutex);
+      return link->Flush();
+    };
+    while (link && Now() < deadline && !is_flushed()) usleep(1000);
+  }
+}
+
+void Peers::Send(Link& link, const Message& message, const std::string& text,
+                 std::shared_ptr<const Fd> fd) {
+  Link::Outgoing out = {Encode(message, text), std::move(fd)};
+  MutexLock lock(link.mutex);
+  if (link.queue.empty() && link.TrySend(out)) return;
+  link.queue.push_back(std::move(out));
+  epoll_event event = {};
+  event.events = EPOLLIN | EPOLLOUT;
+  event.data.u64 = link.process;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
+}
+
+void Peers::Progress() {
+  const int tick_ms = std::max(1, static_cast<int>(tick_s_ * 1e3));
+  double next_tick = Now() + tick_s_;
+  epoll_event events[16];
+  while (true) {
+    // What has arrived is handled before a tick, which may come late because
+    // this process was stopped.
+    const bool is_due = Now() >= next_tick;
+    const int n = epoll_wait(epoll_.get(), events, 16, is_due ? 0 : tick_ms);
+    for (int i = 0; i < n; ++i) {
+      const uint64_t source = events[i].data.u64;
+      if (source == kStop) return;
+      Link& link = *links_[source & ~kProcessEnd];
+      if (events[i].events & EPOLLOUT) {
+        MutexLock lock(link.mutex);
+        if (link.Flush()) {
+          epoll_event event = {};
+          event.events = EPOLLIN;
+          event.data.u64 = source;
+          epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
+        }
+      }
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);
+      // All that it had sent is received now.
+      if (source & kProcessEnd) Drop(link, /*is_orderly=*/false, "");
+    }
+    if (is_due) {
+      handlers_.on_tick();
+      next_tick = Now() + tick_s_;
+    }
+  }
+}
+
+void Peers::Receive(Link& link) {
+  while (!link.has_left) {
+    char bytes[kMaxMessage];
+    iovec iov = {bytes, sizeof(bytes)};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+    msghdr header = {};
+    header.msg_iov = &iov;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    // CMSG_SPACE is too much: a second descriptor would fit into its padding,
+    // and stay open.
+    header.msg_controllen = CMSG_LEN(sizeof(int));
+    const ssize_t size =
+        recvmsg(link.socket.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (size < 0 && errno == EAGAIN) return;
+    // A peer that leaves with our messages unread resets the connection, which
+    // is reported once, before the messages that it had sent itself.
+    if (size < 0 && (errno == EINTR || errno == ECONNRESET)) continue;
+    Fd fd;
+    cmsghdr* c = size >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
+    if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS) {
+      int received;
+      std::memcpy(&received, CMSG_DATA(c), sizeof(received));
+      fd = Fd(received);
+    }
+    Message message;
+    std::string text;
+    // This is the end of the file, or an error.
+    if (size <= 0) return Drop(link, /*is_orderly=*/false, "");
+    if (!Decode(bytes, size, &message, &text)) {
+      // No peer of ours sends this. It shall not wait for an answer.
+      shutdown(link.socket.get(), SHUT_RDWR);
+      return Drop(link, /*is_orderly=*/false, "");
+    }
+    // There was room for the descriptor, so that it was cut off because this
+    // process may open no more.
+    Status received;
+    if (fd.get() < 0 && (header.msg_flags & MSG_CTRUNC)) {
+      errno = EMFILE;
+      received = SystemError("cannot receive a peer's shared memory");
+    }
+    Handle(link, message, text, fd, received);
+  }
+}
+
+void Peers::Handle(Link& link, const Message& message, const std::string& text,
+                   const Fd& fd, const Status& received) {
+  switch (message.type) {
+    case Message::kSegment: {
+      Mapping memory;
+      Status mapped = received.ok() ? Mapping::OpenPeer(fd, &memory) : received;
+      if (mapped.ok()) {
+        link.segments.emplace(message.segment, std::move(memory));
+      } else {
+        link.mapped = std::move(mapped);  // a post in it will fail
+      }
+      return;
+    }
+    case Message::kPost: {
+      auto found = link.segments.find(message.segment);
+      return handlers_.on_post(
+          link.process, message, text,
+          found == link.segments.end() ? nullptr : &found->second, link.mapped);
+    }
+    case Message::kRelease:
+      segments_->Release(message.segment);
+      return;
+    case Message::kFail:
+      return handlers_.on_fail(message, text);
+    case Message::kBye:
+      return Drop(link, /*is_orderly=*/true, text);
+  }
+}
+
+void Peers::Drop(Link& link, bool is_orderly, const std::string& its_reason) {
+  if (std::exchange(link.has_left, true)) return;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, watches_[link.process].fd(), nullptr);
+  handlers_.on_leave(link.process, is_orderly, its_reason);
+}
+
+}  // namespace ep::host

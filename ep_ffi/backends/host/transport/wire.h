@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The messages that processes of a group send on their sockets (peers.h says
+// when they are sent, handshake.h how processes connect).
+//
+// A message is bytes from another process, and its values may be any. `Decode`
+// checks its form; whether the values make sense in a group is checked where
+// they are used (exchange.cc).
+
+#ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
+#define EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
+
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "ep_ffi/backends/host/transport/signature.h"
+
+namespace ep::host {
+
+// A launch as its process names it; see engine/launches.h.
+struct Launch {
+  uint64_t site_id;  // see Site::id
+  int64_t run_id;
+  int64_t number;
+};
+
+//   kSegment  a new segment of the sender; carries its descriptor
+//   kPost     a rank of the sender has posted its rows in a segment
+//   kRelease  the sender has read a segment of the receiver
+//   kFail     a run failed on the sender; it fails on the receiver too
+//   kBye      the sender closes its group, perhaps for a reason; no message
+//             of it follows
+//
+// The fixed part of a message; `text_bytes` of text follow.
+struct Message {
+  enum Type : uint32_t { kSegment, kPost, kRelease, kFail, kBye };
+
+  Type type;
+  uint32_t text_bytes;
+  int32_t code;          // kFail
+  int32_t domain, rank;  // kPost
+  Launch launch;         // kPost, kFail: as the sender names it
+  int64_t position;      // kPost: of the op, for messages
+  uint64_t segment;      // kSegment, kPost, kRelease: of its owner
+  Signature signature;   // kPost
+};
+
+inline constexpr size_t kMaxText = 4096;  // of a message
+inline constexpr size_t kMaxMessage = sizeof(Message) + kMaxText;
+
+// Returns the bytes of a message. A text that is too long is cut.
+std::string Encode(Message message, const std::string& text);
+
+// The text of kPost: the names of the op's layer and program. They are joined
+// by a zero byte, which ends the first one.
+std::string JoinNames(const std::string& layer, const std::string& program);
+void SplitNames(const std::string& text, std::string* layer,
+                std::string* program);
+
+// Reads a message. Returns false unless `Encode` could have made these bytes,
+// the type is known, and the code of a kFail is an error.
+bool Decode(const char* bytes, size_t size, Message* message,
+            std::string* text);
+
+// The first message both ways on a new connection: the number of the sender in
+// the group.
+struct Hello {
+  int32_t process;
+};
+
+// Writes the abstract address of a name, and returns its size. A name that is
+// too long is cut.
+socklen_t AddressOf(const std::string& name, sockaddr_un* address);
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/host/transport/wire.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+namespace {
+
+Message Failure() {
+  Message message = {};
+  message.type = Message::kFail;
+  message.code = static_cast<int32_t>(Code::kInternal);
+  message.launch = {/*site_id=*/1, /*run_id=*/2, /*number=*/3};
+  return message;
+}
+
+bool Decodes(const std::string& bytes) {
+  Message message;
+  std::string text;
+  return Decode(bytes.data(), bytes.size(), &message, &text);
+}
+
+TEST(WireTest, AMessageIsReadAsItWasWritten) {
+  const std::string bytes = Encode(Failure(), "why");
+  Message message;
+  std::string text;
+  ASSERT_TRUE(Decode(bytes.data(), bytes.size(), &message, &text));
+  EXPECT_EQ(Message::kFail, message.type);
+  EXPECT_EQ(2, message.launch.run_id);
+  EXPECT_EQ("why", text);
+}
+
+TEST(WireTest, ALongTextIsCut) {
+  const std::string bytes = Encode(Failure(), std::string(100000, 'x'));
+  EXPECT_EQ(kMaxMessage, bytes.size());
+  EXPECT_TRUE(Decodes(bytes));
+}
+
+TEST(WireTest, NamesAreReadAsTheyWereWritten) {
+  std::string layer, program;
+  SplitNames(JoinNames("moe_3", "jit_step"), &layer, &program);
+  EXPECT_EQ("moe_3", layer);
+  EXPECT_EQ("jit_step", program);
+  SplitNames("a layer whose name was c", &layer, &program);
+  EXPECT_EQ("a layer whose name was c", layer);
+  EXPECT_EQ("", program);
+}
+
+TEST(WireTest, BytesTooFewOrTooManyAreRefused) {
+  const std::string bytes = Encode(Failure(), "why");
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_FALSE(Decodes(bytes.substr(0, size))) << size;
+  }
+  EXPECT_FALSE(Decodes(bytes + "y"));
+}
+
+TEST(WireTest, AnUnknownTypeIsRefused) {
+  Message message = Failure();
+  for (uint32_t type : {uint32_t{Message::kBye} + 1, ~uint32_t{0}}) {
+    message.type = static_cast<Message::Type>(type);
+    EXPECT_FALSE(Decodes(Encode(message, "")));
+  }
+}
+
+TEST(WireTest, AFailureWithoutAnErrorIsRefused) {
+  Message message = Failure();
+  for (int32_t code : {-1, 0, 7, 256}) {
+    message.code = code;
+    EXPECT_FALSE(Decodes(Encode(message, ""))) << code;
+  }
+}
+
+}  // namespace
+}  // namespace ep::host

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/handlers/op_call.h"
+
+#include <exception>
+#include <utility>
+
+std::optional<ep::OpCall> xla::ffi::CtxDecoding<ep::OpCall>::Decode(
+    const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+    DiagnosticEngine& diagnostic) {
+  auto state = CtxDecoding<State<ep::OpState>>::Decode(api, ctx, diagnostic);
+  auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, diagnostic);
+  if (!state || !device) return std::nullopt;
+  ep::OpCall call;
+  call.state = *state;
+  call.device = *device;
+  if (!ep::DecodePlatform(api, ctx, diagnostic, &call)) return std::nullopt;
+  return call;
+}
+
+namespace ep {
+namespace {
+
+ffi::ErrorCode ToErrorCode(Code code) {
+  switch (code) {
+    case Code::kInvalidArgument:
+      return ffi::ErrorCode::kInvalidArgument;
+    case Code::kFailedPrecondition:
+      return ffi::ErrorCode::kFailedPrecondition;
+    case Code::kResourceExhausted:
+      return ffi::ErrorCode::kResourceExhausted;
+    case Code::kDeadlineExceeded:
+      return ffi::ErrorCode::kDeadlineExceeded;
+    case Code::kUnavailable:
+      return ffi::ErrorCode::kUnavailable;
+    case Code::kInternal:
+      return ffi::ErrorCode::kInternal;
+    case Code::kOk:
+      break;
+  }
+  return ffi::ErrorCode::kUnknown;
+}
+
+}  // namespace
+
+ffi::Error ToError(const Status& status) {
+  return status.ok() ? ffi::Error::Success()
+                     : ffi::Error(ToErrorCode(status.code()), status.message());
+}
+
+ffi::Future Submit(
+    Op op, const OpCall& context,
+    const std::function<Status(Group& group, Call call)>& start) {
+  Handover& handover = Handover::OfDevice(context.device);
+  Handover::OfNewStates().FromXla();
+  handover.FromXla();
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  auto done = [promise, &handover](Status status) mutable {
+    Handover::OfUsedStates().ToXla();
+    handover.ToXla();
+    if (status.ok()) return promise.SetAvailable();
+    promise.SetError(ToError(status));
+  };
+  Call call = {op,
+               &context.state->site,
+               context.run_id,
+               context.device,
+               context.executor.get(),
+               context.stream,
+               done};
+  Status started;
+  try {
+    started = start(*context.state->group, std::move(call));
+  } catch (const std::exception& e) {
+    started = Status(Code::kInternal, StrCat(OpName(op), ": ", e.what()));
+  }
+  if (!started.ok()) done(started);
+  Handover::OfUsedStates().ToXla();
+  handover.ToXla();
+  return future;
+}
+
+Status Mismatch(const std::string& what) {
+  return Status(Code::kInvalidArgument,
+                StrCat(what,
+                       " does not match this version of libep_ffi; use "
+                       "the library that came with the ep package"));
+}
+
+int64_t Dim(const ffi::AnyBuffer& buffer, size_t i) {
+  return i < buffer.dimensions().size() ? buffer.dimensions()[i] : -1;
+}
+
+std::optional<DType> ToDType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return DType::kFloat32;
+    case ffi::DataType::BF16:
+      return DType::kBFloat16;
+    case ffi::DataType::F16:
+      return DType::kFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+Status DecodeMem(const ffi::AnyBuffer& buffer, Mem* out) {
+  if (buffer.element_type() != ffi::DataType::U8) return Mismatch("mem");
+  *out = {static_cast<const std::byte*>(buffer.untyped_data()),
+          static_cast<int64_t>(buffer.element_count())};
+  return Status();
+}
+
+}  // namespace ep

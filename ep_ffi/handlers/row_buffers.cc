@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// These handlers are for ep/_src/matmul/unwritten_rows.py: XLA:CPU has no such
+// operations. They belong to no group.
+
+#include <cstdint>
+#include <cstring>
+
+#include "ep_ffi/handlers/op_call.h"
+
+namespace ep {
+namespace {
+
+// Leaves the result as it is in fresh memory, so that pages that no row reaches
+// are never touched.
+ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
+  return ffi::Error::Success();
+}
+
+// Copies the first `count` rows under another type of the same size.
+ffi::Error Retyped(ffi::AnyBuffer rows, ffi::BufferR0<ffi::DataType::S32> count,
+                   ffi::Result<ffi::AnyBuffer> out) {
+  const auto shape = rows.dimensions();
+  const int64_t num_rows = shape.size() == 0 ? 0 : shape[0];
+  const int64_t n = count.typed_data()[0];
+  if (rows.size_bytes() != out->size_bytes() || n < 0 || n > num_rows) {
+    return ffi::Error::InvalidArgument(
+        "grouped_matmul: the number of used rows is negative or exceeds the"
+        " capacity; it is the sum of group_sizes.");
+  }
+  if (n > 0) {
+    std::memcpy(out->untyped_data(), rows.untyped_data(),
+                rows.size_bytes() / num_rows * n);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace ep
+
+EP_DEFINE_HANDLER(ep_unwritten, ep::Unwritten);
+EP_DEFINE_HANDLER(ep_retyped, ep::Retyped);

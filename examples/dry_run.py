@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step for 64 devices, planned and tested without one of them.
+
+    python examples/dry_run.py
+
+First it plans the step of a published layer on an abstract mesh of 64 devices:
+the shapes, the bytes of a device, and the program for a TPU. Then it runs the
+same step, of the layer scaled down, on 8 virtual devices of the CPU. It
+compares the results with a dense model, those of the exchange with the numeric
+contract, bit for bit, the collectives with those that are meant, and the bytes
+that a device holds with its shards.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+import ep
+
+AXES = ("dp", "fsdp", "ep", "tp")
+CLUSTER = (2, 4, 4, 2)
+LAPTOP = (1, 2, 2, 2)
+TOKENS = P(("dp", "fsdp", "ep"))
+
+MODEL = dataclasses.replace(
+  ep.presets.QWEN3_30B_A3B,
+  capacity_factor=1.25,
+  overflow="chunk",  # no token is lost, so that a dense model is comparable
+  fsdp_axis="fsdp",
+  tp_axis="tp",
+)
+# Primitives that are written in the step or in the layer: fsdp gathers matrices
+# and scatters their gradients, and the loss and other gradients are summed.
+# A collective that XLA adds, because shardings do not fit, has no such name.
+MEANT = ("all_gather", "reduce_scatter", "psum_invariant", "reduce_sum")
+# A value may deviate by this share of its array's largest value.
+BOUND = 2e-5
+
+
+def make_step(layer, cfg):
+  """Returns `step(state, batch) -> state, loss`: SGD with momentum."""
+
+  def loss_fn(params, x, target):
+    y, metrics = ep.moe.apply(layer, cfg, params, x)
+    error = jnp.mean(jnp.square((x + y - target).astype(jnp.float32)))
+    return error + 1e-2 * metrics.aux_loss
+
+  def step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], *batch)
+    return descend(state, grads), loss
+
+  return step
+
+
+def descend(state, grads):
+  """Returns the parameters and the momentum after a step."""
+  momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+  params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum)
+  return {"params": params, "momentum": momentum}
+
+
+def inputs(mesh, cfg, lead, dtype):
+  """Returns the types of a state and a batch, with their shardings."""
+
+  def put(x, spec):
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  params = jax.eval_shape(lambda key: ep.moe.init(key, cfg), jax.random.key(0))
+  specs = ep.moe.partition_specs(cfg, "ep")
+  params = {name: put(x, specs[name]) for name, x in params.items()}
+  tokens = put(jax.ShapeDtypeStruct((*lead, cfg.hidden), dtype), TOKENS)
+  return {"params": params, "momentum": params}, (tokens, tokens)
+
+
+def bootstrap(mesh, cfg, num_tokens=None, backend=None):
+  """Returns the group of a mesh; a rank has at most `num_tokens`."""
+  return ep.ep_bootstrap(
+    mesh,
+    axis_name="ep",
+    data_axes=("dp", "fsdp"),
+    num_experts=cfg.num_experts,
+    top_k=cfg.top_k,
+    max_tokens_per_rank=num_tokens,
+    backend=backend,
+  )
+
+
+def bytes_of_device(types) -> int:
+  """Returns the bytes of a device's shards."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(types)
+  )
+
+
+def plan() -> None:
+  """Prints what the step will be on 64 devices. No device takes part."""
+  mesh = AbstractMesh(CLUSTER, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  state, batch = inputs(mesh, MODEL, (64, 4096), jnp.bfloat16)
+  tokens = math.prod(batch[0].sharding.shard_shape(batch[0].shape)[:-1])
+  with bootstrap(mesh, MODEL, tokens) as group:
+    layer = MODEL.layer(group)
+    step = make_step(layer, MODEL)
+    new_state, loss = jax.eval_shape(step, state, batch)
+    for old, new in zip(*map(jax.tree.leaves, (state, new_state)), strict=True):
+      assert (old.shape, old.dtype) == (new.shape, new.dtype)
+    assert loss.shape == ()
+    program = (
+      jax.jit(step).trace(state, batch).lower(lowering_platforms=("tpu",))
+    )
+  exchanges = program.as_text().count("@ragged_all_to_all")
+  print(f"{mesh.size} devices, {dict(mesh.shape)}")
+  for name, x in state["params"].items():
+    shard = x.sharding.shard_shape(x.shape)
+    print(f"  {name:8}{x.shape!s:18} of which a device has {shard}")
+  rows = layer.recv_capacity_per_rank
+  print(
+    f"  tokens of a device {tokens}, rows that it can receive {rows}\n"
+    f"  parameters and momentum {bytes_of_device(state) / 2**20:.0f} MiB of a"
+    f" device, rows {rows * MODEL.hidden * 2 / 2**20:.0f} MiB\n"
+    f"  lowered for TPUs, with {exchanges} ragged all-to-alls"
+  )
+
+
+def compile_step(mesh, cfg, types, backend=None):
+  """Returns the step for arrays of these types, which keeps its group open."""
+  shardings = jax.tree.map(lambda x: x.sharding, types)
+  layer = cfg.layer(bootstrap(mesh, cfg, backend=backend))
+  step = jax.jit(make_step(layer, cfg), out_shardings=(shardings[0], None))
+  return step.lower(*types).compile()
+
+
+def rehearse() -> None:
+  """Runs the step on 8 virtual devices, and compares the results."""
+  mesh = jax.make_mesh(LAPTOP, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  print(f"{mesh.size} virtual devices, {dict(mesh.shape)}")
+  cfg = ep.presets.scaled(MODEL, 64)
+  types = inputs(mesh, cfg, (8, 16), jnp.float32)
+  values = initial_values(cfg, types[1][0].shape)
+  args = jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), values, types)
+  wanted = jax.jit(dense_step, static_argnums=0)(cfg, *values)
+  for backend in ("host", "xla"):  # TPUs and the plan above have the second
+    check_bits(mesh, cfg, backend)
+    print(f"  {backend}: an exchange has the bits of the contract")
+    compiled = compile_step(mesh, cfg, types, backend)
+    got = jax.device_get(jax.block_until_ready(compiled(*args)))
+    deviations = jax.tree.map(relative_deviation, got, wanted)
+    largest = max(jax.tree.leaves(deviations))
+    assert largest <= BOUND, deviations
+    print(
+      f"  {backend}: loss and state are the dense model's, within {BOUND:g}"
+    )
+    ep.assert_no_hidden_collectives(compiled, allow=MEANT)
+    print(f"  {backend}: no collective but those that are meant")
+    memory, held = compiled.memory_analysis(), bytes_of_device(types)
+    assert memory.argument_size_in_bytes == held, memory
+    print(f"  {backend}: a device holds its shards, {held} bytes, and no more")
+    print(
+      f"  {backend}: deviation {largest:.1e}; while the step runs, XLA takes"
+      f" {memory.temp_size_in_bytes / 2**20:.1f} MiB of a device"
+    )
+
+
+def check_bits(mesh, cfg, backend) -> None:
+  """Raises unless an exchange returns the very bits of its contract.
+
+  What XLA computes, as the experts, may round differently in every program, so
+  that there are no experts here.
+  """
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((8 * 16, cfg.hidden), np.float32)
+  logits = rng.standard_normal((8 * 16, cfg.num_experts), np.float32)
+  with bootstrap(mesh, cfg, backend=backend) as group:
+    layer = ep.EpLayerConfig(group)
+
+    @jax.jit
+    def exchange(x, logits):
+      topk_idx, topk_weights = ep.route_topk(logits, cfg.top_k)
+      handle = ep.ep_prepare(layer, topk_idx)
+      rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
+      return ep.ep_combine(handle, rows, weights=row_weights), topk_weights
+
+    # Each tp rank has a copy, and its domain must end before the group does.
+    results = jax.block_until_ready(exchange(x, logits))
+  y, weights = jax.device_get(results)
+  wanted = np.zeros_like(x)
+  for k in range(cfg.top_k):  # in this order, each product and sum rounded
+    wanted += weights[:, k, None] * x
+  np.testing.assert_array_equal(y, wanted)
+
+
+def initial_values(cfg, shape):
+  """Returns a state and a batch, whole."""
+  params = ep.moe.init(jax.random.key(0), cfg)
+  x, target = jax.random.normal(jax.random.key(1), (2, *shape))
+  momentum = jax.tree.map(jnp.zeros_like, params)
+  return {"params": params, "momentum": momentum}, (x, target)
+
+
+def dense_step(cfg, state, batch):
+  """Computes the step with every expert for every token, without ep."""
+
+  def loss_fn(params, x, target):
+    logits = jnp.matmul(x, params["router"], precision="highest")
+    scores = jax.nn.softmax(logits)
+    least = jnp.sort(scores)[..., -cfg.top_k, None]
+    chosen = scores >= least
+    shares = jnp.where(chosen, scores, 0.0)
+    shares /= shares.sum(axis=-1, keepdims=True)
+    gate = jnp.einsum("bsh,ehf->bsef", x, params["w_gate"])
+    up = jnp.einsum("bsh,ehf->bsef", x, params["w_up"])
+    out = jnp.einsum(
+      "bsef,efh,bse->bsh", jax.nn.silu(gate) * up, params["w_down"], shares
+    )
+    load = chosen.mean((0, 1)) / cfg.top_k
+    aux_loss = cfg.num_experts * jnp.sum(load * scores.mean((0, 1)))
+    return jnp.mean((x + out - target) ** 2) + 1e-2 * aux_loss
+
+  loss, grads = jax.value_and_grad(loss_fn)(state["params"], *batch)
+  return descend(state, grads), loss
+
+
+def relative_deviation(got, wanted) -> float:
+  """Returns the largest deviation over the largest value."""
+  got, wanted = np.float64(got), np.float64(wanted)
+  return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
+
+
+def main() -> None:
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", math.prod(LAPTOP))
+  plan()
+  rehearse()
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism end to end: a MoE model's forward and backward pass.
+
+    bazel run //examples:ep_moe -- --num_experts=32 --top_k=4
+
+starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
+launcher that has started them. The ranks embed the bytes of a text, route,
+dispatch, run their experts, combine, and compute the gradients of the loss.
+Then they print how many tokens each rank sent and received, how long that took,
+and whether all results equal those of a dense model.
+"""
+
+import hashlib
+import statistics
+import sys
+import time
+
+from absl import app, flags, logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+import dense_reference
+import ep
+from ep import launch
+import model
+import ranks
+import text
+
+_RANKS_PER_GPU = flags.DEFINE_integer(
+  "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
+)
+_HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
+_TOKENS_PER_RANK = flags.DEFINE_integer(
+  "tokens_per_rank", 512, "bytes of text that each rank works on", 1
+)
+_DTYPE = flags.DEFINE_enum(
+  "dtype", "float32", ["float32", "bfloat16", "float16"], "of the parameters"
+)
+_ITERS = flags.DEFINE_integer("iters", 10, "runs of each op to be timed", 1)
+_CHECK = flags.DEFINE_bool("check", True, "compare with a dense reference")
+
+# A value may deviate by at most this share of its array's largest value.
+BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
+
+flags.adopt_module_key_flags(ranks)
+flags.set_default(ranks.NUM_EXPERTS, 16)
+
+
+def main(argv) -> int:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)
+  if launch.inside_launcher():
+    return run_ranks()
+  read_text()  # here an error is reported once, not by every rank
+  return ranks.launch_ranks(__file__, ranks_per_gpu=_RANKS_PER_GPU.value)
+
+
+def run_ranks() -> int:
+  """Runs the ranks of this process; returns the exit code. Rank 0 reports."""
+  ranks.initialize(threads=ranks.num_ranks())
+  # GPUs would multiply float32 as TF32, which would hide deviations.
+  jax.config.update("jax_default_matmul_precision", "highest")
+  tokens = read_text()
+  inputs, targets = tokens[:-1], tokens[1:]
+  dtype = jnp.dtype(_DTYPE.value)
+  params = model.init(ranks.NUM_EXPERTS.value, _HIDDEN.value, dtype)
+  results, traffic = run_step(params, inputs, targets)
+  if jax.process_index() != 0:
+    return 0
+  print_traffic(traffic)
+  if not _CHECK.value:
+    print_results(results)
+    return 0
+  expected = dense_reference.loss_output_and_grads(
+    params, inputs, targets, ranks.TOP_K.value
+  )
+  deviations = relative_deviations(results, name_results(*expected))
+  print_results(results, deviations)
+  return verdict(deviations, BOUNDS[_DTYPE.value])
+
+
+def run_step(params, inputs, targets):
+  """Returns the results of a training step, by name, and its ranks' traffic."""
+  mesh = ranks.make_mesh()
+  params = {
+    name: shard(param, mesh, model.SHARDING[name])
+    for name, param in params.items()
+  }
+  inputs, targets = (shard(x, mesh, model.TOKENS) for x in (inputs, targets))
+  with ep.ep_bootstrap(
+    mesh,
+    num_experts=ranks.NUM_EXPERTS.value,
+    max_tokens_per_rank=_TOKENS_PER_RANK.value,
+    hidden_dim=_HIDDEN.value,
+    top_k=ranks.TOP_K.value,
+    max_token_dtype=params["w_up"].dtype,
+    backend=ranks.BACKEND.value,
+  ) as group:
+    layer = ep.EpLayerConfig(group)
+    step = model.make_step(mesh, layer)
+    results = fetch(mesh, step(params, inputs, targets))
+    return name_results(*results), measure(mesh, layer, params, inputs)
+
+
+def read_text() -> np.ndarray:
+  """Returns one byte more than all ranks' tokens: each predicts the next."""
+  count = ranks.num_ranks() * _TOKENS_PER_RANK.value + 1
+  try:
+    return text.read(ranks.text_path(), count, count)
+  except (OSError, ValueError) as error:
+    sys.exit(f"ep_moe: --text: {error}")
+
+
+def shard(array: np.ndarray, mesh, spec: PartitionSpec) -> jax.Array:
+  """Makes a global array; each process has it whole and places its part."""
+  return jax.make_array_from_process_local_data(
+    NamedSharding(mesh, spec), array, array.shape
+  )
+
+
+def fetch(mesh, tree):
+  """Returns global arrays as whole numpy arrays, on every process."""
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.tree.map(
+    np.asarray, jax.jit(lambda x: x, out_shardings=replicated)(tree)
+  )
+
+
+def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
+  """Returns each rank's traffic and times of dispatch and combine: `[R]`."""
+  tokens, topk_idx, topk_weights = jax.jit(
+    lambda params, inputs: model.embed_and_route(params, layer, inputs)
+  )(params, inputs)
+  handle = jax.jit(lambda idx: ep.ep_prepare(layer, idx))(topk_idx)
+  dispatch, combine = jax.jit(ep.ep_dispatch), jax.jit(ep.ep_combine)
+  rows, row_weights = dispatch(handle, tokens, topk_weights)
+  times = [
+    median_time(dispatch, handle, tokens, topk_weights),
+    median_time(combine, handle, rows, row_weights),
+  ]
+  times = jax.make_array_from_callback(
+    (mesh.size, 2),
+    NamedSharding(mesh, model.TOKENS),
+    lambda _: np.array([times], np.float32),  # for each rank of this process
+  )
+  topk_idx, times, handle = fetch(mesh, (topk_idx, times, handle))
+  loads = handle.token_counts
+  return {
+    "sent": (topk_idx >= 0).reshape(mesh.size, -1).sum(axis=1),
+    "received": loads.sum(axis=1),
+    "dropped": handle.dropped_counts.sum(axis=1),
+    "imbalance": loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9),
+    "dispatch": times[:, 0],
+    "combine": times[:, 1],
+  }
+
+
+def median_time(fn, *args) -> float:
+  """Returns the median of the seconds that `fn` takes once compiled."""
+  times = []
+  for _ in range(_ITERS.value + 1):
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    times.append(time.perf_counter() - start)
+  return statistics.median(times[1:])
+
+
+def name_results(loss, output, grads) -> dict[str, np.ndarray]:
+  return {
+    "loss": loss,
+    "output": output,
+    **{f"grad of {name}": grad for name, grad in grads.items()},
+  }
+
+
+def relative_deviations(actual, expected) -> dict[str, float]:
+  """Returns each array's largest deviation over its largest expected value."""
+
+  def deviation(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    largest = np.max(np.abs(want))
+    # With top_k = 1 the gradient of the router is zero except for rounding.
+    return float(np.max(np.abs(got - want)) / max(largest, 1e-8))
+
+  return {name: deviation(actual[name], expected[name]) for name in expected}
+
+
+def digest(array: np.ndarray) -> str:
+  return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+
+
+def print_traffic(traffic: dict[str, np.ndarray]) -> None:
+  dp, size = ranks.DP.value, ranks.EP.value
+  print(
+    f"{dp} x {size} (dp, ep) mesh, processes: {jax.process_count()}, "
+    f"{_TOKENS_PER_RANK.value} tokens on each rank\n"
+    f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}, "
+    f"hidden size {_HIDDEN.value}, {_DTYPE.value}\n"
+  )
+  print("(dp, ep)   sent  received  dropped  max/mean   dispatch    combine")
+  for rank, row in enumerate(zip(*traffic.values(), strict=True)):
+    sent, received, dropped, imbalance, dispatch, combine = row
+    print(
+      f"{divmod(rank, size)!s:8} {sent:6} {received:9} {dropped:8} "
+      f"{imbalance:9.2f} {dispatch * 1e3:7.2f} ms {combine * 1e3:7.2f} ms"
+    )
+  print("max/mean: tokens of a rank's busiest expert, relative to its mean\n")
+
+
+def print_results(
+  results: dict[str, np.ndarray], deviations: dict[str, float] | None = None
+) -> None:
+  print("digests: equal in every world, but not on every kind of processor\n")
+  print(f"{'':16} {'digest':16}" + ("  deviation" if deviations else ""))
+  for name, array in results.items():
+    end = f"  {deviations[name]:9.1e}" if deviations else ""
+    shown = f"{array:<16.6f}" if name == "loss" else digest(array)
+    print(f"{name:16} {shown}{end}")
+
+
+def verdict(deviations: dict[str, float], bound: float) -> int:
+  """Returns 0 if every deviation is within the bound (NaN is not), else 1."""
+  failed = [name for name, d in deviations.items() if not d <= bound]
+  if failed:
+    print(
+      f"\nFAILED: {', '.join(failed)}: a value deviates from the dense model's"
+      f" by more than {bound:g} of the largest."
+    )
+    return 1
+  print(
+    f"\nOK: no value deviates from the dense model's by more than {bound:g} of"
+    " the largest."
+  )
+  return 0
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop over steps: it records each, saves some, and stops at a NaN."""
+
+from collections.abc import Callable
+import math
+
+import jax
+import numpy as np
+
+from lm import metrics
+from lm.checkpoint import Checkpoints
+from lm.data import Windows
+from lm.processes import agree, Stop
+from lm.train import Report, State
+
+
+def run(
+  step: Callable[[State, np.ndarray], tuple[State, Report]],
+  state: State,
+  windows: Windows,
+  *,
+  steps: int,
+  save_every: int,
+  history: metrics.History,
+  progress: metrics.Progress,
+  checkpoints: Checkpoints | None,
+) -> State:
+  """Returns the state after `steps` steps in all.
+
+  Waits for each step, because its numbers are recorded and decide whether the
+  next is taken.
+
+  Raises:
+    Stop: a loss is not finite, or a file cannot be written.
+  """
+  for done in range(int(state.step) + 1, steps + 1):
+    state, report = step(state, windows[done - 1])
+    new = metrics.record(done, jax.device_get(report))
+    if not math.isfinite(new["loss"] + new["grad_norm"]):
+      raise Stop(
+        f"step {done}: the loss is {new['loss']} and the norm of its gradient"
+        f" {new['grad_norm']}; start again with a lower --learning_rate or a"
+        " longer --warmup."
+      )
+    agree(lambda new=new: history.append(new))
+    progress.show(new)
+    if checkpoints and (done % save_every == 0 or done == steps):
+      checkpoints.save(state)
+  return state

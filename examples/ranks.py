@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs share: the flags of a (dp, ep) mesh, and its ranks.
+
+The flags are checked against each other when they are parsed.
+"""
+
+from collections.abc import Callable
+import os
+import pathlib
+import sys
+
+from absl import flags
+import jax
+from jax.sharding import AxisType, Mesh
+
+from ep import launch
+import text
+
+AXES = "dp", "ep"  # of the mesh
+
+DP = flags.DEFINE_integer("dp", 2, "data-parallel size of the mesh", 1)
+EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
+NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
+)
+NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "experts of a layer", 1)
+TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
+BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
+_TEXT = flags.DEFINE_string(
+  "text", None, "file or folder; default: Python's standard library"
+)
+
+
+def require(names: str, message: str, holds: Callable[..., bool]) -> None:
+  """Refuses flags, whose names stand in a text, unless their values hold."""
+  flags.register_multi_flags_validator(
+    names.split(), lambda values: holds(*values.values()), message
+  )
+
+
+require(
+  "dp ep num_processes",
+  "num_processes must divide dp * ep: all hold as many ranks",
+  lambda dp, ep, processes: dp * ep % processes == 0,
+)
+require(
+  "num_experts ep",
+  "num_experts must be a multiple of ep",
+  lambda experts, ep: experts % ep == 0,
+)
+require(
+  "num_experts top_k",
+  "top_k must not exceed num_experts",
+  lambda experts, top_k: top_k <= experts,
+)
+
+
+def num_ranks() -> int:
+  return DP.value * EP.value
+
+
+def make_mesh() -> Mesh:
+  """Returns the mesh, whose axes are named like their flags."""
+  return jax.make_mesh(
+    (DP.value, EP.value), AXES, axis_types=(AxisType.Auto,) * 2
+  )
+
+
+def launch_ranks(program: str, **options) -> int:
+  """Runs a program's ranks, with the flags of this process.
+
+  Args:
+    program: its file.
+    **options: of `launch.launch`.
+
+  Returns:
+    The exit code.
+  """
+  return launch.launch(
+    [program, *sys.argv[1:]],
+    num_processes=NUM_PROCESSES.value,
+    devices_per_process=num_ranks() // NUM_PROCESSES.value,
+    **options,
+  )
+
+
+def initialize(threads: int) -> None:
+  """Joins this process to the others.
+
+  Args:
+    threads: of XLA on CPU, which may split the sum of a matmul by their number;
+      so it must not depend on the number of processes, nor on the machine.
+  """
+  os.environ["NPROC"] = str(threads)
+  # XLA's transport between processes prints on stdout, which is Python's alone.
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  with open(os.devnull, "wb") as nowhere:
+    os.dup2(nowhere.fileno(), 1)
+  launch.initialize()
+
+
+def text_path() -> pathlib.Path:
+  return here(_TEXT.value or text.standard_library())
+
+
+def here(path: str | os.PathLike) -> pathlib.Path:
+  """Returns a path of the user's, whose folder `bazel run` changes."""
+  return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", ""), path)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MaxText's `RoutedMoE.sparse_matmul` on ep.
+
+Between the router and the sum of outputs, theirs are `permute`, a
+`ragged_all_to_all`, `local_permute`, three `gmm`, the permutation back, a
+second `ragged_all_to_all` and `unpermute`. Here `ep_dispatch` and `ep_combine`
+are around the three grouped matmuls.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import ep
+
+
+def sparse_matmul(
+  layer: ep.EpLayerConfig,
+  inputs: jax.Array,
+  gate_logits: jax.Array,
+  pre_bias_logits: jax.Array | None,
+  w0_kernel: jax.Array,
+  w1_kernel: jax.Array,
+  wo_kernel: jax.Array,
+  w0_bias: jax.Array | None,
+  w1_bias: jax.Array | None,
+  wo_bias: jax.Array | None,
+  *,
+  load_balance_loss_weight: float = 0.01,
+  routed_bias_update_rate: float = 0.001,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns output [B, S, H], lb_loss, and bias_updates [E].
+
+  `inputs` are [B, S, H], sharded over the axes "data", "fsdp" and "expert" of
+  the batch, and `gate_logits` [B, S, E]. Kernels may be sharded over "fsdp",
+  too, and over "tensor" along the inner size. The output is split over
+  "tensor" along H: each of its ranks returns a part of each row only.
+  """
+  group, top_k = layer.group, layer.top_k
+  topk_weights, topk_idx = get_topk(gate_logits, pre_bias_logits, top_k)
+  tokens, inner = P(group.token_axes), P("expert", None, "tensor")
+  row = P("expert", "tensor")
+  # "fsdp" is in no spec of a kernel, so that XLA gathers the kernels where
+  # `shard_map` begins.
+  output = jax.shard_map(
+    lambda *args: _of_rank(layer, *args),
+    mesh=group.mesh,
+    in_specs=(tokens, tokens, tokens, (inner, inner, row), row),
+    out_specs=P(group.token_axes, None, "tensor"),
+    check_vma=False,
+  )(
+    inputs,
+    topk_idx,
+    topk_weights,
+    (w0_kernel, w1_kernel, wo_kernel),
+    (w0_bias, w1_bias, wo_bias),
+  )
+  # Their loss counts the choices of a token, and not the shares of choices.
+  lb_loss = top_k * ep.sequence_balancing_loss(gate_logits, topk_idx)
+  load = jnp.bincount(topk_idx.ravel(), length=group.num_experts)
+  bias_updates = ep.moe.update_bias(
+    jnp.zeros(group.num_experts), load, routed_bias_update_rate
+  )
+  return output, load_balance_loss_weight * lb_loss, bias_updates
+
+
+def _of_rank(layer, inputs, topk_idx, topk_weights, kernels, biases):
+  """Returns what the experts make of the tokens of a rank."""
+  handle = ep.ep_prepare(layer, topk_idx, topk_weights)
+  rows, row_weights = ep.ep_dispatch(handle, inputs, topk_weights)
+  ids = row_experts(handle)
+
+  def product(rows, i):
+    return ep.grouped_matmul(rows, kernels[i], handle.group_sizes)
+
+  def biased(rows, i):
+    return rows if biases[i] is None else rows + biases[i][ids]
+
+  gate = jax.nn.silu(biased(product(rows, 0), 0))
+  out = product(gate * biased(product(rows, 1), 1), 2)
+  out = lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
+  return ep.ep_combine(handle, biased(out, 2), weights=row_weights)
+
+
+def row_experts(handle: ep.EpHandle) -> jax.Array:
+  """Returns int32 [C]: which of its rank's experts each row is for.
+
+  Rows of padding have the expert of their slab, and those after the last slab
+  the last one. What a bias makes of these rows is never read.
+  """
+  return jnp.repeat(
+    jnp.arange(handle.layer.num_local_experts, dtype=jnp.int32),
+    handle.group_sizes,
+    total_repeat_length=handle.capacity,
+  )
+
+
+def get_topk(
+  gate_logits: jax.Array, pre_bias_logits: jax.Array | None, top_k: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the weights and the ids [B, S, K] of the experts of each token.
+
+  With `pre_bias_logits` they are those of DeepSeek-V3: `gate_logits` are scores
+  with a bias, which chooses, and the weights are of the scores without it.
+  """
+  # Outside of `shard_map`, XLA would gather the operand of `lax.top_k`.
+  topk_idx, topk_weights = ep.route_topk(gate_logits, top_k)
+  if pre_bias_logits is None:
+    return topk_weights, topk_idx
+  scores = jnp.take_along_axis(pre_bias_logits, topk_idx, axis=-1)
+  return scores / scores.sum(axis=-1, keepdims=True), topk_idx

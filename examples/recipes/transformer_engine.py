@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TransformerEngine's `ep_dispatch` and `ep_combine` on ep.
+
+Code that was written for its ops runs on these.
+"""
+
+import dataclasses
+
+import jax
+
+import ep
+
+
+def ep_dispatch(
+  cfg: ep.EpLayerConfig,
+  topk_idx: jax.Array,
+  tokens: jax.Array,
+  topk_weights: jax.Array,
+  recv_capacity_per_rank: int,
+) -> tuple[jax.Array, jax.Array, ep.EpHandle, jax.Array, jax.Array]:
+  """Returns the five results of theirs, in the global view.
+
+  They are recv_tokens [R, C, H], recv_topk_weights [R, C], the handle in the
+  place of their handle_mem, token_counts [R, L] with padding, total_recv_tokens
+  [R, 1].
+  """
+  layer = dataclasses.replace(
+    cfg, recv_capacity_per_rank=recv_capacity_per_rank
+  )
+  handle = ep.ep_prepare(layer, topk_idx, topk_weights)
+  rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
+  return rows, row_weights, handle, handle.group_sizes, handle.total_recv_tokens
+
+
+def ep_combine(
+  cfg: ep.EpLayerConfig,
+  handle_mem: ep.EpHandle,
+  token_counts: jax.Array,
+  expert_out: jax.Array,
+  num_local_tokens: int | tuple[int, ...],
+) -> jax.Array:
+  """Returns the sums of the rows [R, C, H], which were weighted before.
+
+  The handle knows what the other three arguments say.
+  """
+  del cfg, token_counts, num_local_tokens
+  return ep.ep_combine(handle_mem, expert_out)

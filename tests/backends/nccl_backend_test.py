@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python side of the nccl backend works, as far as that needs no GPU."""
+
+import base64
+import dataclasses
+import os
+import pathlib
+import platform
+import stat
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep._src.backends.nccl import backend as nccl_backend
+from ep._src.backends.nccl import installation
+from ep._src.backends.nccl.backend import NcclBackend
+from ep._src.base import backend
+from ep._src.base.config import GroupConfig
+from ep._src.native import ffi, shipped_files
+from nccl_testing import gpu
+
+
+def mesh(devices, **axes):
+  axes = axes or {"ep": len(devices)}
+  return types.SimpleNamespace(
+    devices=np.array(devices).reshape(tuple(axes.values())),
+    axis_names=tuple(axes),
+    shape=axes,
+  )
+
+
+@pytest.mark.parametrize(
+  "refused, words",
+  [
+    (mesh([gpu(0, platform="tpu"), gpu(1)]), ["'tpu'"]),
+    (mesh([gpu(0), gpu(1, compute_capability="8.0")]), ["Hopper", "8.0"]),
+    (mesh([gpu(0), gpu(1, compute_capability="gfx942")]), ["Hopper", "gfx942"]),
+    (mesh([gpu(0), gpu(1)], dp=2, ep=1), ["two ranks", "'ep'"]),
+    (mesh([gpu(0), gpu(0)]), ["one process per GPU", "process 0 has 2"]),
+  ],
+)
+def test_a_mesh_that_nccl_cannot_serve_is_refused(refused, words):
+  with pytest.raises(ValueError) as error:
+    NcclBackend().check_mesh(refused, "ep")
+  for word in ["ep_bootstrap", "nccl", *words]:
+    assert word in str(error.value)
+
+
+def test_a_mesh_with_a_gpu_for_each_process_is_accepted():
+  NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
+
+
+@pytest.mark.parametrize("me", range(4))
+@pytest.mark.parametrize("capacity", [64, None])
+def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
+  """Rank 0 of a domain makes its id, and only this domain uses it."""
+  group = GroupConfig(
+    name="ep0",
+    mesh=mesh([gpu(p) for p in range(4)], ep=2, dp=2),
+    axis_name="ep",
+    data_axes=("dp",),
+    num_experts=8,
+    max_tokens_per_rank=16,
+    hidden_dim=32,
+    top_k=2,
+    recv_capacity_per_rank=capacity,
+    alignment=1,
+    max_token_dtype=jnp.dtype(jnp.bfloat16),
+    overflow="error",
+    drop_by="slot",
+    backend="nccl",
+    max_num_sms=0,
+    timeout_s=1.0,
+    exit_after_s=1.0,
+  )
+  said = {}
+
+  def join(_, introduce):
+    for process in range(4):
+      said[process] = dict(id=base64.b64encode(bytes([process])).decode())
+    mine = introduce()
+    assert mine == ({"id": "bWluZQ=="} if me in (0, 1) else {})
+    return said
+
+  made = {}
+  monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: me)
+  monkeypatch.setattr(
+    installation, "prepare", lambda device: ("a", str(device.process_index))
+  )
+  monkeypatch.setattr(ffi, "library", lambda backend: None)
+  monkeypatch.setattr(ffi, "new_nccl_id", lambda *libraries: b"mine")
+  monkeypatch.setattr(
+    ffi, "create_nccl_group", lambda **what: made.update(what)
+  )
+  monkeypatch.setattr(backend, "_open", {})
+  connection = NcclBackend().connect(group, join)
+  for unknown, message in [
+    (
+      dict(top_k=None, recv_capacity_per_rank=None),
+      "largest top_k of the layers",
+    ),
+    (dict(max_tokens_per_rank=None), 'max_tokens_per_rank is None.*"xla"'),
+    (dict(hidden_dim=None), "hidden_dim is None.*ep.resize"),
+  ]:  # `join` tells the others
+    with pytest.raises(ValueError, match=message):
+      NcclBackend().connect(dataclasses.replace(group, **unknown), join)
+  # All layers of the group have one capacity, by default the worst case's.
+  resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
+  assert connection.group == resolved
+  assert made == dict(
+    name="ep0",
+    config=group.config,
+    rank=me // 2,
+    domain=me % 2,
+    device=0,
+    num_experts=8,
+    ep_size=2,
+    max_tokens=16,
+    capacity=64,
+    max_row_bytes=64,
+    max_num_sms=0,
+    timeout_s=1.0,
+    unique_id=bytes([me % 2]),
+    nccl="a",
+    nccl_ep=str(me),
+  )
+
+
+@pytest.mark.parametrize(
+  "plugins, wheels, found",
+  [
+    (["12"], ["12", "13"], "jax_ep_cuda12"),
+    (["13"], ["12", "13"], "jax_ep_cuda13"),
+    (["12", "13"], ["12"], "jax_ep_cuda12"),
+    ([], ["12"], "jax_ep_cuda12"),
+    (["12"], ["13"], "a wheel of jax-ep-cuda12, which fits the CUDA plugin"),
+  ],
+)
+def test_the_library_fits_the_plugin_of_jax(
+  tmp_path, monkeypatch, plugins, wheels, found
+):
+  """Wheels for both versions of CUDA may be installed, and one plugin."""
+  for version in plugins:
+    (tmp_path / f"jax_cuda{version}_plugin").mkdir()
+    monkeypatch.delitem(sys.modules, f"jax_cuda{version}_plugin", False)
+  for version in wheels:
+    folder = tmp_path / f"jax_ep_cuda{version}"
+    folder.mkdir()
+    (folder / "libep_ffi_cuda.so").touch()
+  monkeypatch.setattr(sys, "path", [str(tmp_path)])
+  monkeypatch.setattr(shipped_files, "in_runfiles", lambda path: None)
+  monkeypatch.delenv("EP_FFI_LIBRARY_PATH", raising=False)
+  if " " in found:
+    with pytest.raises(FileNotFoundError, match=found):
+      ffi.find_library("nccl")
+  else:
+    assert ffi.find_library("nccl").parent == tmp_path / found
+
+
+def test_rows_are_scaled_in_float32_and_rounded_once():
+  """NCCL EP's combine takes no weights, so the backend scales the rows."""
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(40, 8)).astype(jnp.bfloat16)
+  weights = rng.normal(size=40).astype(np.float32)
+  expected = weights[:, None] * rows.astype(np.float32)
+  actual = jax.jit(nccl_backend._scaled)(rows, weights)
+  np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
+
+
+# --- Files -------------------------------------------------------------------
+
+VARIABLES = [
+  "NCCL_EP_JIT_CACHE_DIR",
+  "NCCL_EP_JIT_NVCC",
+  "NCCL_EP_JIT_SOURCE_DIR",
+  "NCCL_EP_JIT_BUILD_INCLUDE_DIR",
+  "NCCL_EP_JIT_CUDA_INCLUDE_DIR",
+  "NVCC",
+  "NVCC_ARCH_FLAGS",
+  "NVCC_EXTRA_FLAGS",
+  "CUDA_HOME",
+  "CUDA_PATH",
+]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+  """Makes a machine without any files except those in the returned folder."""
+  # Also a variable that is not set now must be restored, since `prepare` sets
+  # some. Only setenv remembers it.
+  for variable in VARIABLES:
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  monkeypatch.setenv("PATH", str(tmp_path / "path"))
+  monkeypatch.setattr(sys, "path", [str(tmp_path)])
+  for module in ("nccl", "nccl.ep", "nvidia", "nvidia.nccl", "nvidia.cu13"):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+  monkeypatch.setattr(
+    installation.shipped_files, "in_runfiles", lambda path: None
+  )
+  installation._prepare.cache_clear()
+  yield tmp_path
+  installation._prepare.cache_clear()
+
+
+def prepare(**what):
+  return installation.prepare(gpu(0, **what))
+
+
+def program(path, script):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(f"#!/bin/sh\n{script}\n")
+  path.chmod(path.stat().st_mode | stat.S_IXUSR)
+  return path
+
+
+def write_nccl_header(folder, version=23007):
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "nccl.h").write_text(f"#define NCCL_VERSION_CODE {version}\n")
+
+
+def wheels(machine, script="exit 0"):
+  """Installs NCCL, NCCL EP and a compiler for CUDA 13; returns the compiler."""
+  for file in [
+    "nvidia/nccl/lib/libnccl.so.2",
+    "nccl/ep/lib/cu12/libnccl_ep.so",
+    "nccl/ep/lib/cu13/libnccl_ep.so",
+    "nccl/ep/include/nccl_ep/common.hpp",
+    "nvidia/cu13/include/cuda_runtime.h",
+  ]:
+    path = machine / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  write_nccl_header(machine / "nvidia/nccl/include")
+  return program(machine / "nvidia/cu13/bin/nvcc", script)
+
+
+def test_files_of_wheels_are_found(machine):
+  nvcc = wheels(machine)
+  nccl, nccl_ep = prepare()
+  assert nccl == str(machine / "nvidia/nccl/lib/libnccl.so.2")
+  assert nccl_ep == str(machine / "nccl/ep/lib/cu13/libnccl_ep.so")
+  assert {v: os.environ[v] for v in VARIABLES if v in os.environ} == {
+    "NCCL_EP_JIT_CACHE_DIR": str(kernels(machine)),
+    "NCCL_EP_JIT_NVCC": str(nvcc),
+    "NCCL_EP_JIT_SOURCE_DIR": str(machine / "nccl/ep/include/nccl_ep"),
+    "NCCL_EP_JIT_BUILD_INCLUDE_DIR": str(machine / "nvidia/nccl/include"),
+    "NCCL_EP_JIT_CUDA_INCLUDE_DIR": str(machine / "nvidia/cu13/include"),
+  }
+
+
+def test_variables_of_the_user_are_kept(machine, monkeypatch):
+  wheels(machine)
+  nvcc = program(machine / "my/bin/nvcc", "exit 0")
+  write_nccl_header(machine / "mine")
+  mine = dict.fromkeys([VARIABLES[0], *VARIABLES[2:5]], str(machine / "mine"))
+  mine["NCCL_EP_JIT_NVCC"] = str(nvcc)
+  for variable, value in mine.items():
+    monkeypatch.setenv(variable, value)
+  prepare()
+  assert {v: os.environ[v] for v in mine} == mine
+
+
+def test_compilers_are_looked_for_in_order(machine, monkeypatch):
+  in_path = program(machine / "path/nvcc", "exit 0")
+  assert installation.find_nvcc(13) == in_path
+  in_wheel = wheels(machine)
+  assert installation.find_nvcc(13) == in_wheel
+  assert installation.find_nvcc(12) == in_path
+  at_home = program(machine / "cuda/bin/nvcc", "exit 0")
+  monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+  assert installation.find_nvcc(13) == at_home
+  monkeypatch.setenv("NVCC", str(in_path))
+  assert installation.find_nvcc(13) == in_path
+
+
+def test_a_machine_without_a_compiler_is_refused(machine):
+  with pytest.raises(RuntimeError, match="nvidia-cuda-nvcc") as error:
+    prepare(cuda=12090)
+  assert "CUDA_HOME" in str(error.value)
+
+
+@pytest.mark.parametrize("variable", ["NCCL_EP_JIT_NVCC", "NVCC"])
+def test_a_missing_compiler_is_named(machine, monkeypatch, variable):
+  wheels(machine)
+  monkeypatch.setenv(variable, "my-nvcc")
+  with pytest.raises(RuntimeError, match=f"{variable} = my-nvcc is no program"):
+    prepare()
+
+
+def test_the_compiler_is_called_as_nccl_ep_calls_it(machine, monkeypatch):
+  wheels(machine, 'printf "%s\\n" "$@" >"$OUT"; /bin/cat probe.cu >>"$OUT"')
+  monkeypatch.setenv("OUT", str(machine / "said"))
+  monkeypatch.setenv("NVCC_EXTRA_FLAGS", "-ccbin 'g++ 12'")
+  prepare(compute_capability="10.3")
+  sources = machine / "nccl/ep/include/nccl_ep"
+  nccl = machine / "nvidia/nccl/include"
+  toolkit = machine / "nvidia/cu13/include"
+  assert (machine / "said").read_text().splitlines() == [
+    *("--cubin", "probe.cu", "-o", "probe.cubin"),
+    *("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr"),
+    "-arch=sm_103",
+    *(f"-I{sources.parent}", f"-I{sources}", f"-I{sources}/device"),
+    *(f"-I{nccl}", f"-I{nccl}/nccl_device"),
+    *(f"-I{toolkit}", f"-I{toolkit}/cccl"),
+    *("-ccbin", "g++ 12"),
+    '#include "device/ht_ep.cuh"',
+  ]
+
+
+def test_a_compiler_that_fails_is_refused(machine):
+  nvcc = wheels(machine, "echo no host compiler; exit 1")
+  with pytest.raises(RuntimeError) as error:
+    prepare()
+  for word in [str(nvcc), "no host compiler", "NCCL_EP_JIT_NVCC", "cccl"]:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "version, words", [(23203, "2.32.3"), (23006, "2.30.6")]
+)
+def test_headers_of_another_nccl_are_refused(machine, version, words):
+  """NCCL EP's kernels would read their arguments at wrong addresses."""
+  wheels(machine)
+  write_nccl_header(machine / "nvidia/nccl/include", version)
+  with pytest.raises(RuntimeError) as error:
+    prepare()
+  for word in [words, "nvidia-nccl-cu13==2.30.7", "BUILD_INCLUDE_DIR"]:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "missing, words",
+  [
+    ("nccl/ep/include", ["NCCL EP's headers", "nccl-extensions", "SOURCE_DIR"]),
+    ("nvidia/nccl/include", ["NCCL's headers", "nvidia-nccl-cu13==2.30.7"]),
+    ("nvidia/nccl/include/nccl.h", ["nccl.h", "nvidia-nccl-cu13==2.30.7"]),
+    ("nvidia/cu13/include", ["CUDA's headers", "nvidia-cuda-runtime"]),
+  ],
+)
+def test_missing_headers_are_named(machine, missing, words):
+  wheels(machine)
+  (machine / missing).rename(machine / "elsewhere")
+  with pytest.raises(RuntimeError) as error:
+    prepare()
+  for word in words:
+    assert word in str(error.value)
+
+
+# --- The cache of compiled kernels -------------------------------------------
+
+
+def kernels(machine):
+  """Returns the folder of kernels that a user has by default."""
+  return machine / "cache/ep/nccl_ep" / platform.node()
+
+
+def foreign(place):
+  """Returns a stand-in for `_owner`, for which another user owns `place`."""
+  return lambda path: os.geteuid() + (path == place)
+
+
+def refused(machine, *words):
+  """Checks that `prepare` refuses the folder of kernels, and tells a cure."""
+  installation._prepare.cache_clear()
+  with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
+    prepare()
+  for word in [str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words]:
+    assert word in str(error.value)
+  return str(error.value)
+
+
+def test_a_cached_compile_failure_is_refused(machine):
+  """NCCL EP ends the process when it finds the file of such a failure."""
+  wheels(machine)
+  good, bad = kernels(machine) / "good", kernels(machine) / "bad"
+  good.mkdir(parents=True)
+  prepare()
+  bad.mkdir()
+  (bad / "compile.failed").touch()
+  assert str(good) not in refused(machine, str(bad), "Delete")
+
+
+def test_only_the_user_has_access_to_the_kernels(machine):
+  wheels(machine)
+  prepare()
+  assert stat.S_IMODE(kernels(machine).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_kernels_that_others_can_replace_are_refused(machine, mode):
+  wheels(machine)
+  prepare()
+  kernels(machine).chmod(mode)
+  refused(machine, "chmod go-w", oct(mode)[2:])
+
+
+def test_kernels_of_another_user_are_refused(machine, monkeypatch):
+  wheels(machine)
+  prepare()
+  monkeypatch.setattr(installation, "_owner", foreign(kernels(machine)))
+  refused(machine, f"{kernels(machine)} belongs to another user")
+
+
+@pytest.mark.parametrize("name", ["cache", kernels(pathlib.Path())])
+def test_a_link_to_kernels_must_be_the_users(machine, monkeypatch, name):
+  wheels(machine)
+  (machine / name).parent.mkdir(parents=True, exist_ok=True)
+  (machine / "mine").mkdir(mode=0o700)
+  (machine / name).symlink_to(machine / "mine")
+  prepare()
+  monkeypatch.setattr(installation, "_owner", foreign(machine / name))
+  refused(machine, f"{machine / name} belongs to another user")
+
+
+def test_a_machine_without_a_folder_for_kernels_is_refused(machine):
+  wheels(machine)
+  (machine / "cache").touch()
+  refused(machine, "Not a directory")

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python calls the functions of libep_ffi_cuda, over a fake of NCCL."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from ep._src.native import ffi
+from nccl_testing import load_fake_nccl, rank_threads
+
+SIZES = dict(
+  num_experts=8,
+  ep_size=2,
+  max_tokens=16,
+  capacity=64,
+  max_row_bytes=256,
+  max_num_sms=0,
+  timeout_s=20.0,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake():
+  load_fake_nccl()
+
+
+def connect(names, **sizes):
+  """Creates the group of each rank, by names that differ from rank to rank."""
+  unique_id = ffi.new_nccl_id("", "")
+
+  def create(rank):
+    ffi.create_nccl_group(
+      name=names[rank],
+      config="",
+      rank=rank,
+      domain=0,
+      device=rank,
+      unique_id=unique_id,
+      nccl="",
+      nccl_ep="",
+      **SIZES | sizes,
+    )
+
+  with rank_threads(len(names)) as on_ranks:
+    on_ranks(create)
+
+
+def close(names):
+  with rank_threads(len(names)) as on_ranks:
+    on_ranks(lambda rank: ffi.close_group("nccl", names[rank]))
+
+
+def test_ids_differ():
+  assert ffi.new_nccl_id("", "") != ffi.new_nccl_id("", "")
+
+
+def test_a_group_can_be_created_used_and_closed():
+  names = ["rank0", "rank1"]
+  connect(names)
+  try:
+    for name in names:
+      ffi.check_group("nccl", name)
+      few, many = (
+        ffi.mem_bytes("nccl", name, num_tokens, 2, 1, 64)
+        for num_tokens in (8, 16)
+      )
+      assert 0 < few < many
+  finally:
+    close(names)
+  with pytest.raises(ffi.NativeError, match='"rank0"'):
+    ffi.check_group("nccl", "rank0")
+
+
+def test_a_group_takes_the_place_of_a_smaller_one():
+  """As `ep.resize` does it, with the same names."""
+  names = ["rank0", "rank1"]
+  for sizes in dict(), dict(max_tokens=32, capacity=128, max_row_bytes=512):
+    connect(names, **sizes)
+    try:
+      sizes = SIZES | sizes
+      most, capacity = sizes["max_tokens"], sizes["capacity"]
+      assert ffi.mem_bytes("nccl", "rank0", most, 2, 1, capacity) > 0
+      with pytest.raises(ValueError, match=f"{most + 1} tokens"):
+        ffi.mem_bytes("nccl", "rank0", most + 1, 2, 1, capacity)
+    finally:
+      close(names)
+
+
+def in_a_new_process(program, *args):
+  """Returns what `program` prints in a new process that has imported ffi."""
+  return subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      f"import ctypes, sys\nfrom ep._src.native import ffi\n{program}",
+    ]
+    + [str(arg) for arg in args],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout
+
+
+def test_two_nccls_are_refused(tmp_path):
+  files = [tmp_path / folder / "libnccl.so.2" for folder in ("a", "b")]
+  for file in files:
+    file.parent.mkdir()
+    shutil.copy(os.environ["FAKE_NCCL"], file)
+  message = in_a_new_process(
+    """
+for file in sys.argv[1:]:
+  ctypes.CDLL(file, ctypes.RTLD_GLOBAL)
+try:
+  ffi.new_nccl_id("", "")
+except ffi.NativeError as e:
+  print(e)
+""",
+    *files,
+  )
+  for word in ["2 NCCLs", *map(str, files)]:
+    assert word in message
+
+
+def test_a_missing_library_is_named():
+  """The message names CUDA's driver, or the NCCL that was asked for."""
+  message = in_a_new_process(
+    """
+try:
+  ffi.new_nccl_id("/nowhere/libnccl.so.2", "/nowhere/libnccl_ep.so")
+except ffi.NativeError as e:
+  print(e)
+"""
+  )
+  assert "cannot load" in message
+  assert "docs/gpu.md" in message
+
+
+def test_sizes_are_passed_in_order():
+  """The message about a wrong size has the name of that size."""
+  for sizes, word in [
+    (dict(num_experts=6), "num_experts = 6"),
+    (dict(ep_size=1), "ep_size = 1"),
+    (dict(max_tokens=100), "max_tokens_per_rank, rounded up to 100"),
+    (dict(capacity=15), "recv_capacity_per_rank = 15"),
+    (dict(max_row_bytes=8), "8 bytes"),
+    (dict(max_num_sms=17), "max_num_sms = 17"),
+  ]:
+    with pytest.raises(ValueError, match=word):
+      connect(["refused"], **sizes)
+
+
+def test_the_shape_of_a_layer_is_passed_in_order():
+  names = ["layer0", "layer1"]
+  connect(names)
+  for shape, word in [
+    ((17, 2, 1, 64), "17 tokens"),
+    ((16, 33, 1, 64), "top_k = 33"),
+    ((16, 2, 3, 64), "alignment = 3"),
+    ((16, 2, 1, 32), "recv_capacity_per_rank = 32"),
+  ]:
+    with pytest.raises(ValueError, match=word):
+      ffi.mem_bytes("nccl", "layer0", *shape)
+  close(names)

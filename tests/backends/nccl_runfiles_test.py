@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A build for CUDA contains the files of NCCL EP, and nvcc with CUDA 13."""
+
+import os
+import pathlib
+
+import pytest
+
+from ep._src.backends.nccl import installation
+from ep._src.native import shipped_files
+from nccl_testing import gpu
+
+(CUDA,) = (
+  v for v in (12, 13) if shipped_files.in_runfiles(f"ep_nccl{v}/include")
+)
+# There is no package with nvcc for CUDA 12.
+HAS_NVCC = CUDA >= 13
+
+HOPPER = gpu(cuda=CUDA * 1000)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+  """Simulates a machine with a C++ compiler and only the files of the build."""
+  for variable in list(os.environ):
+    if variable.startswith(("NCCL_EP_", "CUDA_", "NVCC")):
+      monkeypatch.delenv(variable)
+  monkeypatch.setenv("NCCL_EP_JIT_CACHE_DIR", str(tmp_path))
+  monkeypatch.setattr(installation.files, "in_package", lambda *_: None)
+  monkeypatch.setattr(
+    installation.shutil, "which", lambda name: name if "/" in name else None
+  )
+  installation._prepare.cache_clear()
+
+
+@pytest.mark.skipif(HAS_NVCC, reason="this build has nvcc")
+def test_a_build_without_nvcc_raises():
+  with pytest.raises(RuntimeError, match="no nvcc"):
+    installation.prepare(HOPPER)
+
+
+@pytest.mark.skipif(not HAS_NVCC, reason="this build has no nvcc")
+def test_nvcc_compiles_the_sources_of_nccl_ep(monkeypatch, tmp_path):
+  """`prepare` compiles a source, so it fails if nvcc cannot compile it."""
+  libraries = installation.prepare(HOPPER)
+  assert [pathlib.Path(path).name for path in libraries] == [
+    "libnccl.so.2",
+    "libnccl_ep.so",
+  ]
+  installation._prepare.cache_clear()
+  monkeypatch.setenv("NCCL_EP_JIT_SOURCE_DIR", str(tmp_path))
+  with pytest.raises(RuntimeError, match="ht_ep.cuh"):
+    installation.prepare(HOPPER)

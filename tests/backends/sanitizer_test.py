@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sanitizer finds no error in the ops.
+
+Other tests check the results; this file runs the native code. It has few and
+small cases, because everything is slow under a sanitizer.
+"""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, expected, large_case
+import ep
+from groups import layer
+from op_functions import dispatch, everything, Ops, round_trip
+
+
+@pytest.fixture(name="case")
+def small_case():
+  return Case(layer("ep2", top_k=2, alignment=4), "skewed", whole=True)
+
+
+def test_this_process_has_the_runtime():
+  """The sanitizer's runtime is loaded; without it this file checks nothing."""
+  assert "san.so" in os.environ["LD_PRELOAD"]
+
+
+def test_every_op(case):
+  case.check(everything, *case.inputs())
+
+
+def test_threads_share_large_rows():
+  case = large_case("uniform", "ep2")
+  case.check(round_trip, case.tokens(), case.weights())
+
+
+def test_launches_in_flight(case):
+  inputs = case.tokens(), case.weights()
+  outs = [case.run(round_trip, *inputs) for _ in range(16)]
+  for out in outs:
+    assert_same(out, expected(case, round_trip, *inputs))
+
+
+def test_a_handle_with_flipped_bits(case):
+  """A flipped bit moves rows within their buffers, or is an error."""
+  handle = case.run(lambda ops: ops.handle)
+  mem = np.asarray(handle.mem)
+  use = jax.jit(
+    lambda mem, *x: dispatch(Ops(dataclasses.replace(handle, mem=mem)), *x)
+  )
+  inputs = [case.put(x) for x in (case.tokens(), case.weights())]
+  rng = np.random.default_rng(0)
+  failed = 0
+  for _ in range(50):
+    flipped = mem.copy()
+    flat = flipped.reshape(-1)
+    flat[rng.integers(flat.size)] ^= 1 << rng.integers(8)
+    try:
+      jax.block_until_ready(use(case.put(flipped), *inputs))
+    except ep.EpError:
+      failed += 1
+  assert 0 < failed < 50
+  assert_same(
+    use(case.put(mem), *inputs),
+    expected(case, dispatch, *map(np.asarray, inputs)),
+  )

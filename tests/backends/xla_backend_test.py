@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="xla" keeps the promises that are particular to it.
+
+The tests of the ops run on it with
+
+    EP_TEST_BACKEND=xla python -m pytest tests/ops/dispatch_test.py
+"""
+
+import dataclasses
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, check, run
+from conftest import assert_shards_equal, make_mesh
+import ep
+from ep._src.backends import host
+from ep._src.backends.xla import exchanges
+from ep._src.base import compat
+from ep._src.base.backend import CannotServe
+from ep._src.group import bootstrap as bootstrap_module
+from ep._src.native import ffi
+from groups import bootstrap, group, K
+from op_functions import combine, dispatch, everything, Ops, round_trip
+
+
+def layer(mesh="ep4", backend="xla", **options):
+  return ep.EpLayerConfig(group(mesh, backend=backend), **options)
+
+
+def test_needs_no_native_library(monkeypatch):
+  """A group works if loading the library would fail."""
+
+  def refuse(backend):
+    raise AssertionError(f"loads the library of {backend}")
+
+  monkeypatch.setattr(ffi, "library", refuse)
+  with bootstrap(make_mesh({"ep": 4}), backend="xla") as group:
+    case = Case(ep.EpLayerConfig(group))
+    case.check(round_trip, case.tokens(), case.weights())
+    group.check()
+
+
+# --- The same bits -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+def test_the_bits_of_the_host_backend(mesh, dtype):
+  """Both backends give the same bits in one optimized program."""
+  options = dict(alignment=4, recv_capacity_per_rank=2 * 8 * 4, overflow="drop")
+  cases = [
+    Case(layer(mesh, backend, **options), "skewed")
+    for backend in ("xla", "host")
+  ]
+  inputs = cases[0].inputs(dtype)
+  claims = [(case, everything, *inputs) for case in cases]
+  actual, expected = run(*claims, optimized=True)
+  jax.tree.map(assert_shards_same, actual, expected)
+
+
+def assert_shards_same(actual, expected):
+  for a, b in zip(
+    actual.addressable_shards, expected.addressable_shards, strict=True
+  ):
+    whole = np.broadcast_to(np.asarray(b.data), b.data.shape)
+    assert_shards_equal(a.data, whole)
+
+
+def test_no_tokens():
+  """Arrays may have no elements, although XLA cannot gather from those.
+
+  A rank can still receive the rows of one token.
+  """
+  ids = np.zeros((0, K), np.int32)
+  groups = [
+    group(backend=backend, max_tokens_per_rank=None)
+    for backend in ("xla", "host")
+  ]
+  cases = [Case(ep.EpLayerConfig(g), ids, lead=(0,)) for g in groups]
+  inputs = cases[0].inputs()
+  actual, expected = run(*((case, everything, *inputs) for case in cases))
+  jax.tree.map(assert_shards_same, actual, expected)
+
+
+# --- Ragged exchanges --------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2"])
+@pytest.mark.parametrize(
+  "options", [dict(), dict(recv_capacity_per_rank=12, overflow="drop")]
+)
+def test_ragged(monkeypatch, mesh, options):
+  monkeypatch.setattr(
+    exchanges.lax,
+    "platform_dependent",
+    lambda *args, default, **_: default(*args),
+  )
+  # With this name, no other test has compiled a program for the layer.
+  case = Case(layer(mesh, name="ragged", **options), "skewed", whole=True)
+  with ep.lax.install():
+    case.check(everything, *case.inputs())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda", "rocm"])
+def test_ragged_where_the_platform_has_it(platform):
+  case = Case(layer())
+  inputs = case.tokens(), case.weights()
+
+  @jax.jit
+  def program(handle, *inputs):
+    return round_trip(Ops(handle), *inputs)
+
+  traced = program.trace(
+    case.run(lambda ops: ops.handle), *map(case.put, inputs)
+  )
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  ragged, padded = "@ragged_all_to_all", "stablehlo.all_to_all"
+  assert (ragged in text) == (platform != "cpu")
+  assert (padded in text) == (platform == "cpu")
+  # Each exchange writes to a buffer that is made from its rows. XLA would move
+  # a constant buffer out of a loop, and copy it in each iteration.
+  for call in re.finditer(rf"{ragged}\((%\w+), (%\w+),", text):
+    sent, made = call.groups()
+    while made != sent:
+      definition = re.findall(rf"{made} = (.*?) :", text[: call.start()])[-1]
+      operands = re.findall(r"%\w+", definition)
+      assert len(operands) == 1, definition
+      (made,) = operands
+
+
+# --- Handles that were not prepared ------------------------------------------
+
+
+def of_another_layer(handle):
+  """Returns the handle for another layer with the same array shapes."""
+  capacity = handle.layer.capacity
+  config = layer(alignment=2, recv_capacity_per_rank=capacity)
+  return dataclasses.replace(handle, layer=config)
+
+
+def of_another_rank(handle):
+  return dataclasses.replace(handle, mem=jnp.roll(handle.mem, 1, axis=0))
+
+
+def garbage(handle):
+  return dataclasses.replace(handle, mem=jnp.full_like(handle.mem, 7))
+
+
+def garbage_after_the_header(handle):
+  return dataclasses.replace(handle, mem=handle.mem.at[:, 64:].set(0x7F))
+
+
+def two_choices_swapped(handle):
+  """Swaps two choices; each stays in range, and their sum is the same."""
+  choices = jnp.roll(handle.mem[:, 12:20], 4, axis=1)
+  return dataclasses.replace(handle, mem=handle.mem.at[:, 12:20].set(choices))
+
+
+@pytest.fixture
+def cannot_raise(monkeypatch):
+  """Makes programs like those that are exported, or for GPUs."""
+  monkeypatch.setattr(compat, "can_call_python", lambda ctx: False)
+
+
+FORGERIES = [
+  of_another_layer,
+  of_another_rank,
+  garbage,
+  garbage_after_the_header,
+  two_choices_swapped,
+]
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+def test_a_handle_that_was_not_prepared(forge, cannot_raise):
+  """No access is out of bounds, and all results are NaN."""
+
+  def forged(ops, tokens, weights, rows):
+    ops = Ops(forge(ops.handle))
+    return dispatch(ops, tokens, weights), combine(ops, rows)
+
+  case = Case(layer(alignment=4))
+  inputs = case.tokens(), case.weights(), case.rows()
+  for leaf in jax.tree.leaves(case.run(forged, *inputs)):
+    for shard in leaf.addressable_shards:
+      assert np.isnan(np.asarray(shard.data)).all()
+
+
+def test_a_rank_with_such_a_handle_sends_nan(cannot_raise):
+  """Other ranks receive NaN from that rank only."""
+
+  def forged(ops, tokens, weights):
+    handle = ops.handle
+    first = jnp.arange(handle.mem.shape[0])[:, None] == 0
+    mem = handle.mem.at[:, 64:].set(0x7F)
+    mem = jnp.where(first, mem, handle.mem)
+    return dispatch(Ops(dataclasses.replace(handle, mem=mem)), tokens, weights)
+
+  case = Case(layer(), "skewed")
+  tokens, weights = case.tokens(), case.weights()
+  actual = case.run(forged, tokens, weights)
+  tokens[: len(tokens) // 4] = np.nan
+  weights[: len(weights) // 4] = np.nan
+  expected = [np.array(x) for x in case.oracle.dispatch(tokens, weights)]
+  for x in expected:
+    x[0] = np.nan
+  assert_same(actual, tuple(expected))
+
+
+# --- Which backend None selects ----------------------------------------------
+
+
+def assert_selects_xla(caplog, *words):
+  """Checks that `backend=None` selects xla, and logs the reason in one line."""
+  mesh = make_mesh({"ep": 4})
+  with (
+    caplog.at_level(logging.INFO, "ep"),
+    bootstrap(mesh, backend=None) as group,
+  ):
+    assert group.backend == "xla"
+    case = Case(ep.EpLayerConfig(group))
+    case.check(round_trip, case.tokens(), case.weights())
+  (record,) = [r for r in caplog.records if r.name == "ep"]
+  for word in ["xla", group.name, *words]:
+    assert word in record.getMessage()
+
+
+def test_none_is_native_where_it_can_be(caplog):
+  with bootstrap(make_mesh({"ep": 4}), backend=None) as group:
+    assert group.backend == "host"
+  assert not [r for r in caplog.records if r.name == "ep"]
+
+
+def test_a_mesh_that_the_native_backend_cannot_serve(monkeypatch, caplog):
+  def refuse(_, mesh, axis_name):
+    raise CannotServe(f"needs another axis than {axis_name!r}")
+
+  monkeypatch.setattr(host.HostBackend, "check_mesh", refuse)
+  assert_selects_xla(caplog, "needs another axis than 'ep'")
+  with pytest.raises(ValueError, match="another axis"):
+    bootstrap(make_mesh({"ep": 4}), backend="host")
+
+
+def test_a_platform_without_a_native_backend(monkeypatch, caplog):
+  monkeypatch.delitem(bootstrap_module.NATIVE, "cpu")
+  assert_selects_xla(caplog, "no native backend", "'cpu'")
+
+
+def test_processes_of_several_hosts(monkeypatch, caplog):
+  """Processes compare their hosts when they join, and then select xla."""
+  if jax.process_count() == 1:
+    pytest.skip("needs several processes")
+  monkeypatch.setattr(host, "_host", lambda: f"host{jax.process_index() // 2}")
+  assert_selects_xla(caplog, "different hosts")
+  with pytest.raises(ValueError, match="different hosts"):
+    bootstrap(make_mesh({"ep": 4}), backend="host")
+
+
+def test_a_name_is_taken_by_a_group_of_either_backend():
+  mesh = make_mesh({"ep": 4})
+  for first, second in ("xla", "host"), ("host", "xla"):
+    with bootstrap(mesh, backend=first, name="both"):
+      with pytest.raises(ValueError, match="both"):
+        bootstrap(mesh, backend=second, name="both")
+
+
+def test_groups_of_both_backends_in_one_program():
+  cases = [Case(layer(backend=b), whole=True) for b in ("xla", "host")] * 2
+  check(*((case, everything, *case.inputs()) for case in cases))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE example gives the same bits in every world and detects deviations."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+from ep import launch
+import ep_moe
+import model
+import programs
+import text
+
+
+def _run(*flags):
+  """Returns the output of the example, which succeeds."""
+  code, output = programs.run(ep_moe.__file__, *flags)
+  assert code == 0, output
+  return output
+
+
+def _digests(output):
+  return re.findall(r"^(output|grad of \w+) +([0-9a-f]{16})", output, re.M)
+
+
+def test_worlds_agree_bit_for_bit_and_with_the_dense_model(tmp_path, capfd):
+  four = _run("--num_processes=4")
+  assert "OK: no value deviates" in four
+  names = ["output", *(f"grad of {name}" for name in model.SHARDING)]
+  assert sorted(name for name, _ in _digests(four)) == sorted(names)
+
+  one = _run("--num_processes=1")
+  assert _digests(one) == _digests(four)
+  assert _table(one) == _table(four)
+
+  capfd.readouterr()
+  code = launch.launch(
+    [ep_moe.__file__, "--nocheck"],
+    num_processes=2,
+    devices_per_process=2,
+    log_dir=tmp_path,
+  )
+  joined = capfd.readouterr().out
+  assert code == 0, joined
+  assert _digests(joined) == _digests(four)
+  assert "OK" not in joined
+
+
+def _table(output):
+  """Returns each rank's sent, received and dropped tokens, and imbalance."""
+  rows = re.findall(r"^(\(\d, \d\).*?) +\S+ ms +\S+ ms$", output, re.M)
+  assert len(rows) == 4, output
+  sent = [int(row.split()[2]) for row in rows]
+  received = [int(row.split()[3]) for row in rows]
+  assert sent == [512 * 2] * 4
+  for domain in (slice(0, 2), slice(2, 4)):
+    assert sum(received[domain]) == sum(sent[domain])
+  return rows
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    (["--num_processes=3"], "must divide dp * ep"),
+    (["--num_experts=15"], "multiple of ep"),
+    (["--top_k=17"], "must not exceed num_experts"),
+    (["--text=/does/not/exist"], "ep_moe: --text: "),
+    ([f"--text={os.devnull}"], "holds 0 bytes of text, but 2049 are wanted"),
+    (["stray"], "unexpected arguments"),
+  ],
+)
+def test_bad_flags_are_explained_once(monkeypatch, capfd, flags, message):
+  output = programs.refusal(ep_moe.main, flags, monkeypatch, capfd)
+  assert output.count(message) == 1, output
+
+
+def test_the_check_detects_a_wrong_value():
+  rng = np.random.default_rng(0)
+  expected = {"a": rng.normal(size=(4, 5)), "b": np.float32(2.0)}
+  right = {"a": expected["a"] * (1 + 1e-7), "b": np.float32(2.0)}
+  deviations = ep_moe.relative_deviations(right, expected)
+  assert ep_moe.verdict(deviations, 1e-6) == 0
+  for wrong_value in (1e-3, np.nan, np.inf):
+    wrong = {"a": right["a"].copy(), "b": right["b"]}
+    wrong["a"][2, 3] += wrong_value
+    deviations = ep_moe.relative_deviations(wrong, expected)
+    assert ep_moe.verdict(deviations, 1e-6) == 1
+
+
+def test_the_check_does_not_compare_rounding_with_rounding():
+  deviations = ep_moe.relative_deviations(
+    {"grad": np.zeros(3)}, {"grad": np.full(3, 1e-18)}
+  )
+  assert ep_moe.verdict(deviations, 1e-6) == 0
+
+
+def test_the_verdict_names_what_deviates(capsys):
+  assert ep_moe.verdict({"loss": 0.0, "output": 0.5}, 0.1) == 1
+  assert "FAILED: output: " in capsys.readouterr().out
+
+
+def test_digests_depend_on_every_bit():
+  array = np.zeros(3, np.float32)
+  other = np.array([0, 0, -0.0], np.float32)
+  assert ep_moe.digest(array) != ep_moe.digest(other)
+
+
+def test_text_is_read_in_order_of_name_and_without_binaries(tmp_path):
+  (tmp_path / "b").mkdir()
+  (tmp_path / "b" / "x").write_bytes(b"efg")
+  (tmp_path / "a").write_bytes(b"abcd")
+  (tmp_path / "binary").write_bytes(b"\0z")
+  read = text.read(tmp_path, 6)
+  assert read.dtype == np.int32 and bytes(read.astype(np.uint8)) == b"abcdef"
+  assert text.read(tmp_path / "a", 2).tolist() == [97, 98]
+  with pytest.raises(ValueError, match="holds 7 bytes of text, but 8"):
+    text.read(tmp_path, 8, least=8)
+  assert text.read(text.standard_library(), 5000).size == 5000

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the training example: steps, checkpoints, samples, metrics.
+
+//tests/examples:train_run_test starts the whole program.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import pathlib
+import resource
+import types
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from conftest import make_mesh, TIMEOUT_S
+import ep
+from lm import (
+  data,
+  loop,
+  metrics,
+  model,
+  plot,
+  processes,
+  sample,
+  train,
+)
+from lm.checkpoint import Checkpoints
+
+_MODEL = model.ModelConfig(
+  layers=2,
+  hidden=16,
+  heads=2,
+  inner=16,
+  num_experts=4,
+  top_k=2,
+  score="sigmoid",
+)
+_TRAIN = train.TrainConfig(
+  decay_steps=6,
+  warmup=2,
+  learning_rate=1e-2,
+  weight_decay=0.1,
+  clip=1.0,
+  aux_loss=1e-2,
+  z_loss=1e-3,
+  bias_rate=1e-3,
+)
+# A shard of 24 tokens: means of it round, unlike those of 2^n tokens.
+_BATCH, _LENGTH, _SHARDS = 12, 8, 4
+_TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
+  np.int32
+)
+_SILENT = types.SimpleNamespace(show=lambda record: None)
+
+
+class _Program:
+  """A tiny model on a mesh, with its step."""
+
+  def __init__(self, mesh, group):
+    self.layer = _MODEL.moe.layer(group)
+    self.windows = data.Windows(_TEXT, _BATCH, _LENGTH, seed=0)
+    self.step = train.Step(self.layer, _MODEL, _TRAIN, _SHARDS)
+    self.like = train.abstract(mesh, _MODEL, _TRAIN)
+
+  def state(self):
+    """Returns the first state; a step takes the memory of its own copy."""
+    return jax.tree.map(jnp.copy, self._first_state)
+
+  @functools.cached_property
+  def _first_state(self):
+    return train.init(self.layer.group.mesh, 0, _MODEL, _TRAIN)
+
+  def run(self, state, steps, checkpoints=None):
+    """Returns the state after `steps` steps in all, and the new records."""
+    history = metrics.History()
+    state = loop.run(
+      self.step,
+      state,
+      self.windows,
+      steps=steps,
+      save_every=100,
+      history=history,
+      progress=_SILENT,
+      checkpoints=checkpoints,
+    )
+    return state, history.records
+
+
+def _group(mesh):
+  return ep.ep_bootstrap(
+    mesh,
+    num_experts=_MODEL.num_experts,
+    max_tokens_per_rank=_BATCH * _LENGTH // _SHARDS,
+    hidden_dim=_MODEL.hidden,
+    top_k=_MODEL.top_k,
+    max_token_dtype=jnp.float32,
+    timeout_s=TIMEOUT_S,
+  )
+
+
+@pytest.fixture(scope="module")
+def program():
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  with _group(mesh) as group:
+    yield _Program(mesh, group)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """Returns a folder that all processes share."""
+  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
+  name = multihost_utils.broadcast_one_to_all(name)
+  return pathlib.Path(bytes(name).decode().rstrip())
+
+
+def _shards(state):
+  return [
+    np.asarray(shard.data)
+    for x in jax.tree.leaves(state)
+    for shard in x.addressable_shards
+  ]
+
+
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
+  unbroken, records = program.run(program.state(), 6)
+  assert records[-1]["loss"] < records[0]["loss"]
+  assert np.abs(unbroken.bias.addressable_data(0)).max() > 0
+
+  first, before = program.run(
+    program.state(), 4, Checkpoints(folder, {"a": 0.1})
+  )
+  state = Checkpoints(folder, {"a": 0.1}).restore(program.like)
+  np.testing.assert_equal(_shards(state), _shards(first))
+  state, after = program.run(state, 6)
+  np.testing.assert_equal(_shards(state), _shards(unbroken))
+  assert before + after == records
+
+
+def test_a_run_has_the_same_bits_on_any_number_of_ranks(program, folder):
+  """It moves from mesh to mesh, and leaves the records of one mesh."""
+  if jax.process_count() > 1:
+    pytest.skip("processes would have no device of a smaller mesh")
+  unbroken, records = program.run(program.state(), 8)
+  _, moving = program.run(program.state(), 2, Checkpoints(folder, {}))
+  for steps, sizes in [(5, (4, 1)), (8, (1, 1))]:
+    mesh = make_mesh(dict(zip(data.RANKS, sizes, strict=True)))
+    with _group(mesh) as group:
+      other = _Program(mesh, group)
+      checkpoints = Checkpoints(folder, {})
+      state = checkpoints.restore(other.like)
+      state, new = other.run(state, steps, checkpoints)
+      moving += new
+  assert moving == records
+  jax.tree.map(np.testing.assert_array_equal, state, unbroken)
+
+
+def test_a_checkpoint_of_another_run_is_refused(program, folder):
+  ours = {"hidden": 16, "seed": 0}
+  Checkpoints(folder, ours).save(program.state())
+  for theirs, message in [
+    ({"hidden": 32, "seed": 0}, "step 0 is of another run, with hidden = 16,"),
+    (ours | {"more": 1}, "with more = None, here 1"),
+  ]:
+    with pytest.raises(processes.Stop, match=message):
+      Checkpoints(folder, theirs).restore(program.like)
+  processes.first_does((folder / "0" / "description.json").unlink)
+  with pytest.raises(processes.Stop, match="'description.json' is missing or"):
+    Checkpoints(folder, ours).restore(program.like)
+
+
+@contextlib.contextmanager
+def _damaged(file, damage):
+  """Replaces the contents of a file for a while, on the first process."""
+  whole = []
+
+  def replace():
+    whole.append(file.read_bytes())
+    file.write_bytes(damage(*whole))
+
+  processes.first_does(replace)
+  yield
+  processes.first_does(lambda: file.write_bytes(*whole))
+
+
+def test_a_damaged_checkpoint_stops_all_processes(program, folder):
+  """Whatever happened to a file, the sentence names it and has a cure."""
+  rng = np.random.default_rng(0)
+  others = b"[]", b"{}", b"null", b"7", b'{"a": {}}', b""
+
+  def flip(whole):
+    at = rng.integers(len(whole))
+    return (
+      whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :]
+    )
+
+  def cut(whole):
+    return whole[: rng.integers(len(whole))]
+
+  def other(whole):
+    return others[rng.integers(len(others))]
+
+  checkpoints = Checkpoints(folder, {"a": 0.1})
+  checkpoints.save(program.state())
+  for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for damage in (flip, flip, flip, cut, other):
+      with _damaged(file, damage), pytest.raises(processes.Stop) as stop:
+        checkpoints.restore(program.like)
+      assert file.name in str(stop.value), damage
+      assert str(stop.value).endswith("or give another folder.")
+  restored = checkpoints.restore(program.like)
+  np.testing.assert_equal(_shards(restored), _shards(program.state()))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(folder):
+  (folder / "file").write_text("")
+  with pytest.raises(processes.Stop, match="Not a directory"):
+    Checkpoints(folder / "file" / "run", {})
+
+
+def test_a_disk_without_room_stops_the_run(program, folder, monkeypatch):
+  checkpoints = Checkpoints(folder, {})
+  monkeypatch.setattr(
+    "shutil.disk_usage", lambda _: types.SimpleNamespace(free=1 << 10)
+  )
+  with pytest.raises(processes.Stop, match="but the disk has 0.0 MB left"):
+    checkpoints.save(program.state())
+
+
+# orbax abandons the other writes, each of which then finds no event loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_write_that_fails_stops_all_processes(program, folder):
+  """The others would wait for the process that cannot write."""
+  checkpoints = Checkpoints(folder, {})
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  logging.disable()  # orbax logs what it raises
+  if jax.process_index() == 0:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+  try:
+    with pytest.raises(processes.Stop, match="cannot be written .*too large"):
+      checkpoints.save(program.state())
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    logging.disable(logging.NOTSET)
+  assert checkpoints.restore(program.like) is None
+
+
+def test_the_learning_rate_is_a_function_of_the_step_alone(program):
+  """Beyond the schedule it stays, so any number of steps can be added."""
+  _, records = program.run(program.state(), 8)
+  rates = [each["learning_rate"] for each in records]
+  assert rates[0] == 0 and max(rates) == rates[2] == np.float32(1e-2)
+  np.testing.assert_allclose(rates[6:], 1e-3, rtol=1e-6)
+  assert rates[5] > rates[6] == rates[7]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(program):
+  state = program.state()
+  norm = jax.tree.map(lambda x: x * np.nan, state.params["norm"])
+  state = state._replace(params=state.params | {"norm": norm})
+  with pytest.raises(processes.Stop, match="step 1: the loss is nan"):
+    program.run(state, 6)
+
+
+def test_processes_stop_together():
+  def fail_on_the_last():
+    if jax.process_index() == jax.process_count() - 1:
+      raise OSError("the disk is full: é")
+    return 7
+
+  with pytest.raises(processes.Stop, match="^the disk is full: é$"):
+    processes.agree(fail_on_the_last)
+  assert processes.agree(lambda: 7) == 7
+
+
+def test_samples_follow_the_model(program):
+  """Greedy bytes are those that the model without a cache finds likeliest."""
+  params, bias = program.state().params, program.state().bias
+  write = functools.partial(
+    sample.generate,
+    params,
+    _MODEL,
+    program.layer,
+    bias=bias,
+    count=4,
+    temperature=0.0,
+    seed=0,
+  )
+  prompts = [b"im", b"d", b"return", b"x = ", b"def ", b"#"]
+  samples = write(prompts)
+  assert [len(s) for s in samples] == [len(p) + 4 for p in prompts]
+  assert all(s.startswith(p) for s, p in zip(samples, prompts, strict=True))
+  assert write(prompts[2:3]) == samples[2:3]
+
+  length = max(map(len, samples))
+  rows = np.zeros((8, length), np.int32)
+  for row, text in zip(rows, samples, strict=False):
+    row[: len(text)] = np.frombuffer(text, np.uint8)
+  mesh = program.layer.group.mesh
+
+  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+  def likeliest(params, bias, tokens):
+    logits, _, _ = model.apply(params, _MODEL, program.layer, tokens, bias=bias)
+    return logits.argmax(axis=-1)
+
+  best = np.asarray(likeliest(params, bias, data.place(rows, mesh)))
+  for text, prompt, row in zip(samples, prompts, best, strict=False):
+    wrote = list(text[len(prompt) :])
+    assert wrote == row[len(prompt) - 1 : len(text) - 1].tolist()
+
+
+def test_batches_are_windows_of_the_text():
+  text = np.arange(50)
+  windows = data.Windows(text, batch=4, length=8, seed=1)
+  batch = windows[3]
+  assert batch.shape == (4, 9)
+  assert (np.diff(batch, axis=1) == 1).all()
+  np.testing.assert_array_equal(batch, windows[3])
+  assert not np.array_equal(batch, windows[4])
+  other = data.Windows(text, batch=4, length=8, seed=2)
+  assert not np.array_equal(batch, other[3])
+  data.Windows(text[:9], batch=4, length=8, seed=1)[0]
+  with pytest.raises(ValueError, match="has 8 bytes, but a window takes 9"):
+    data.Windows(text[:8], batch=4, length=8, seed=1)
+
+
+def test_unigram_entropy_is_that_of_the_frequencies():
+  text = np.array([65, 65, 66, 67])
+  assert np.isclose(data.unigram_entropy(text), 1.5 * np.log(2))
+
+
+def _record(step, loss=1.0):
+  return dict.fromkeys(metrics.Record.__annotations__, loss) | {"step": step}
+
+
+def test_history_keeps_the_lines_before_a_resume(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  first = metrics.History(path)
+  for step in range(1, 6):
+    first.append(_record(step))
+  with path.open("a") as file:
+    file.write('{"ste')  # a process was killed here
+  resumed = metrics.History(path, steps_done=3)
+  resumed.append(_record(4, loss=2.0))
+  wanted = [_record(1), _record(2), _record(3), _record(4, loss=2.0)]
+  assert resumed.records == wanted
+  assert list(map(json.loads, path.read_text().splitlines())) == wanted
+
+
+@pytest.mark.parametrize(
+  "line", [b"[]", b"{}", b"7", b"\xff", b'{"step": 1', b'{"step": "1"}']
+)
+def test_a_damaged_line_of_a_history_is_named(tmp_path, line):
+  path = tmp_path / "metrics.jsonl"
+  metrics.History(path).append(_record(1))
+  with path.open("ab") as file:
+    file.write(line + b"\n")
+  with pytest.raises(ValueError, match="jsonl: line 2 is no .* move the file"):
+    metrics.History(path, steps_done=3)
+
+
+def test_history_of_a_run_whose_file_was_lost(tmp_path):
+  """It has no step twice, whatever the number of its lines is."""
+  path = tmp_path / "metrics.jsonl"
+  before = metrics.History(path)
+  for step in (31, 32, 33):
+    before.append(_record(step))
+  resumed = metrics.History(path, steps_done=32)
+  resumed.append(_record(33))
+  assert [each["step"] for each in resumed.records] == [31, 32, 33]
+  assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_picture_shows_a_run(program, tmp_path):
+  _, records = program.run(program.state(), 2)
+  plot.plot(records, tmp_path / "run.png", unigram=3.0)
+  assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training example as a user starts it: killed, resumed, misused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+from absl import flags
+from absl.testing import flagsaver
+import numpy as np
+import pytest
+
+import train_moe_lm
+
+_STEPS, _SAVE_EVERY = 100, 30
+_TINY = (
+  f"--save_every={_SAVE_EVERY} --warmup=5 --batch=8"
+  " --length=16 --layers=1 --hidden=16 --heads=2 --inner=16 --num_experts=4"
+  " --num_processes=1 --sample_bytes=8 --prompt=a"
+).split()
+
+
+def _start(out, *more):
+  env = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+  }
+  env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
+  return subprocess.Popen(
+    [sys.executable, train_moe_lm.__file__, *_TINY, f"--out={out}", *more],
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+  )
+
+
+def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
+  """It makes the steps after its checkpoint again, and more if asked."""
+  out = tmp_path / "run"
+  path = out / "metrics.jsonl"
+
+  def lines():
+    return path.read_bytes().splitlines() if path.exists() else []
+
+  process = _start(out, f"--steps={_STEPS}")
+  while len(lines()) < _SAVE_EVERY + 20:
+    assert process.poll() is None, process.stdout.read().decode()
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  before = lines()
+  assert len(before) < _STEPS
+
+  longer = _STEPS + 10
+  process = _start(out, "--dp=1", "--num_processes=2", f"--steps={longer}")
+  output = process.communicate()[0].decode(errors="replace")
+  assert process.returncode == 0, output
+  assert "1 x 2 (dp, ep) mesh, processes: 2" in output
+  assert "resuming after step " in output
+  assert "--- a" in output
+  assert len(lines()) == longer
+  complete = before[:-1]  # the kill may have cut the last line
+  assert lines()[: len(complete)] == complete
+
+
+@pytest.fixture
+def parse(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  with flagsaver.flagsaver():
+    yield lambda *given: train_moe_lm.FLAGS(["train_moe_lm", *_TINY, *given])
+
+
+@pytest.mark.parametrize(
+  "flag, message",
+  [
+    ("--num_processes=3", "num_processes must divide dp * ep"),
+    ("--shards=6", "shards must be a multiple of dp * ep"),
+    ("--batch=6", "batch must be a multiple of shards"),
+    ("--num_experts=5", "num_experts must be a multiple of ep"),
+    ("--top_k=5", "top_k must not exceed num_experts"),
+    ("--hidden=18", "hidden must be a multiple of 2 * heads"),
+    ("--warmup=600", "warmup must be shorter than decay_steps"),
+    ("--prompt=", "a prompt has at least one byte"),
+  ],
+)
+def test_bad_flags_are_refused(parse, flag, message):
+  with pytest.raises(flags.IllegalFlagValueError) as info:
+    parse(flag)
+  assert message in str(info.value)
+
+
+def test_any_number_of_steps_is_a_run(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  with flagsaver.flagsaver():
+    train_moe_lm.FLAGS(["train_moe_lm", "--steps=1"])
+
+
+@pytest.mark.parametrize(
+  "given, done, lines, message",
+  [
+    ("", 0, 4, "0.003 after step 5, 0.0003 after step 600 (--decay_steps)\n"),
+    ("--steps=20", 0, 4, "(--decay_steps), which this run does not reach\n"),
+    ("--steps=700", 0, 4, "(--decay_steps), and constant to step 700\n"),
+    ("--dp=3 --ep=1", 0, 5, "3 ranks are not a power of two"),
+    ("", 100, 5, "resuming after step 100\n"),
+    ("", 600, 5, "resuming after step 600; a larger --steps adds steps\n"),
+  ],
+)
+def test_a_run_says_what_it_is(parse, capsys, given, done, lines, message):
+  parse(*given.split(), "--shards=12", "--batch=24")
+  state = types.SimpleNamespace(params={}, step=done)
+  train_moe_lm.introduce(np.zeros(9), 3.0, state)
+  output = capsys.readouterr().out
+  assert message in output
+  assert output.count("\n") == lines, output
+
+
+@pytest.mark.parametrize(
+  "flag, message",
+  [
+    ("--text=/does/not/exist", "does not exist; name a file or folder"),
+    ("--text=/dev/null", "the text has 0 bytes, but a window takes 17"),
+    ("--out=/dev/null", "--out=/dev/null: File exists; name a folder"),
+    ("--plot=/dev/null/a.png", "Not a directory; name a file that can be"),
+    ("--plot=/dev/null", "/dev/null: a picture's name must end with one of"),
+  ],
+)
+def test_a_path_that_is_of_no_use_is_explained_once(
+  parse, capfd, flag, message
+):
+  parse(flag)
+  assert train_moe_lm.main(["train_moe_lm"]) == 1
+  output = "".join(capfd.readouterr())
+  assert output.startswith("train_moe_lm: ") and output.count("\n") == 1
+  assert message in output

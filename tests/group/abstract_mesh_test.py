@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of an `AbstractMesh` plans programs for machines elsewhere."""
+
+import jax
+from jax import export
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, expected
+from conftest import make_mesh
+import ep
+from groups import bootstrap, E, H, K, T
+from op_functions import Ops, round_trip, Sizes
+
+RANKS = 64
+# jax.export guarantees no custom call by itself, not even XLA's own.
+RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
+
+
+@pytest.fixture(name="layer", params=["ep64", "dp8_ep8"])
+def layer_of_a_cluster(request):
+  shape, axes = {
+    "ep64": ((RANKS,), ("ep",)),
+    "dp8_ep8": ((8, 8), ("dp", "ep")),
+  }[request.param]
+  with bootstrap(
+    AbstractMesh(shape, axes), num_experts=RANKS, backend=None
+  ) as group:
+    yield ep.EpLayerConfig(group)
+
+
+def inputs(layer):
+  """Returns shapes of tokens, ids and weights, in the global view."""
+  group = layer.group
+  sharding = NamedSharding(group.mesh, PartitionSpec(group.token_axes))
+  return [
+    jax.ShapeDtypeStruct(
+      (group.num_token_ranks * T, width), dtype, sharding=sharding
+    )
+    for width, dtype in ((H, jnp.float32), (K, jnp.int32), (K, jnp.float32))
+  ]
+
+
+def loss(layer):
+  def fn(tokens, topk_idx, weights):
+    ops = Ops(ep.ep_prepare(layer, topk_idx))
+    return jnp.sum(round_trip(ops, tokens, weights))
+
+  return fn
+
+
+def test_shapes_of_every_op(layer):
+  def ops(tokens, topk_idx, weights):
+    handle = ep.ep_prepare(layer, topk_idx)
+    recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
+    out = ep.ep_combine(handle, recv, weights=recv_weights)
+    return handle.group_sizes, recv, recv_weights, out
+
+  C = layer.capacity
+  shapes = jax.eval_shape(ops, *inputs(layer))
+  assert [(x.shape, x.dtype) for x in shapes] == [
+    ((RANKS, layer.num_local_experts), jnp.int32),
+    ((RANKS, C, H), jnp.float32),
+    ((RANKS, C), jnp.float32),
+    ((RANKS * T, H), jnp.float32),
+  ]
+
+
+def test_shapes_of_gradients_inside_shard_map(layer):
+  spec = PartitionSpec(layer.group.token_axes)
+  grad = jax.shard_map(
+    jax.grad(loss(layer), argnums=(0, 2)),
+    mesh=layer.group.mesh,
+    in_specs=spec,
+    out_specs=spec,
+  )
+  tokens, _, weights = args = inputs(layer)
+  out = jax.eval_shape(grad, *args)
+  assert [x.shape for x in out] == [tokens.shape, weights.shape]
+
+
+def test_shapes_of_a_moe_layer(layer):
+  w_up = jax.ShapeDtypeStruct((RANKS, H, 16), jnp.float32)
+  w_down = jax.ShapeDtypeStruct((RANKS, 16, H), jnp.float32)
+
+  def value(w_up, w_down, *x):
+    return jnp.sum(ep.moe_layer(layer, *x, w_up=w_up, w_down=w_down))
+
+  grads = jax.eval_shape(
+    jax.grad(value, argnums=(0, 1)), w_up, w_down, *inputs(layer)
+  )
+  assert [x.shape for x in grads] == [w_up.shape, w_down.shape]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_export_for_machines_elsewhere(layer, platform):
+  exported = export.export(
+    jax.jit(jax.grad(loss(layer))),
+    platforms=[platform],
+    disabled_checks=[RAGGED],
+  )(*inputs(layer))
+  assert exported.nr_devices == RANKS
+  text = exported.mlir_module()
+  assert ("@ragged_all_to_all" in text) == (platform != "cpu")
+
+
+def exported_for(axes):
+  """Exports a program of `round_trip` from shapes alone."""
+  mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+  with bootstrap(mesh, name="plan", backend=None) as group:
+    layer = ep.EpLayerConfig(group)
+
+    def program(topk_idx, *x):
+      handle = ep.ep_prepare(layer, topk_idx)
+      return round_trip(Ops(handle), *x), Ops(handle).sizes()
+
+    tokens, ids, weights = inputs(layer)
+    return export.export(jax.jit(program))(ids, tokens, weights)
+
+
+@pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}])
+def test_what_was_exported_runs(axes):
+  exported = exported_for(axes)
+  with bootstrap(make_mesh(axes), backend="xla") as group:
+    case = Case(ep.EpLayerConfig(group), "skewed", whole=True)
+    tokens, weights = case.tokens(), case.weights()
+    args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+    want = expected(case, round_trip, tokens, weights), case.oracle.sizes()
+    assert_same(jax.jit(exported.call)(*args), want)
+
+    # An exported program cannot call Python to raise an error, so all ranks of
+    # the domain return these values.
+    refused = np.nan, Sizes(0, 0, -1, 0, -1, False)
+    wrong = case.topk_idx.copy()
+    wrong[0, 0] = E
+    args[0] = case.put(wrong)
+    want = jax.tree.map(np.array, want)
+    for array, value in zip(
+      *map(jax.tree.leaves, (want, refused)), strict=True
+    ):
+      array[: len(array) // axes.get("dp", 1)] = value
+    assert_same(jax.jit(exported.call)(*args), want)
+
+
+def test_native_backends_need_devices():
+  with pytest.raises(ValueError, match="AbstractMesh"):
+    bootstrap(AbstractMesh((4,), ("ep",)), backend="host")

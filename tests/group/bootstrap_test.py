@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_bootstrap and EpLayerConfig check arguments; ep_finalize ends a group."""
+
+import copy
+import dataclasses
+import math
+from multiprocessing.reduction import ForkingPickler
+import os
+import secrets
+import socket
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, check, expected, global_view
+from conftest import make_mesh
+import ep
+from ep._src.native import ffi
+import groups
+from groups import (
+  BACKEND,
+  bootstrap,
+  E,
+  GPU,
+  H,
+  has_no_limits,
+  K,
+  layer,
+  MESHES,
+  T,
+)
+from op_functions import everything, Ops, round_trip
+
+OTHER_BACKEND = "host" if GPU else "nccl"
+
+
+@pytest.mark.parametrize(
+  "options, words",
+  [
+    (dict(axis_name="expert"), ["axis_name", "'expert'", "dp", "ep"]),
+    (dict(data_axes=("tp",)), ["data_axes", "tp", "dp"]),
+    (dict(data_axes=("ep",)), ["data_axes", "ep"]),
+    (dict(data_axes=("dp", "dp")), ["data_axes"]),
+    (dict(data_axes="dp"), ["data_axes", "'dp'", "str", "tuple"]),
+    (dict(data_axes=5), ["data_axes", "5", "int", "tuple"]),
+    (dict(name=5), ["name", "5", "int", "string"]),
+    (dict(num_experts=E + 1), ["num_experts", "9", "2"]),
+    (dict(num_experts=0), ["num_experts", "0"]),
+    (dict(top_k=E + 1), ["top_k", "9", "8"]),
+    (dict(top_k=0), ["top_k", "0"]),
+    (dict(max_tokens_per_rank=0), ["max_tokens_per_rank", "0"]),
+    (dict(hidden_dim=0), ["hidden_dim", "0"]),
+    (dict(alignment=-1), ["alignment", "-1", "0"]),
+    (
+      dict(recv_capacity_per_rank=15, alignment=4),
+      ["recv_capacity_per_rank", "15", "16"],
+    ),
+    (
+      dict(recv_capacity_per_rank=18, alignment=4),
+      ["recv_capacity_per_rank", "18", "multiple", "4"],
+    ),
+    (dict(recv_capacity_per_rank=0), ["recv_capacity_per_rank", "0"]),
+    (dict(max_token_dtype=jnp.int32), ["max_token_dtype", "int32"]),
+    (dict(max_token_dtype=jnp.float64), ["max_token_dtype", "float64"]),
+    (dict(max_token_dtype="float"), ["max_token_dtype", "float64"]),
+    (dict(max_token_dtype="half precision"), ["max_token_dtype", "'half"]),
+    (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
+    (dict(overflow=np.arange(2)), ["overflow", "[0, 1]", "error", "drop"]),
+    (dict(backend="gloo"), ["backend", "gloo", "host"]),
+    (dict(backend=OTHER_BACKEND), ["backend", OTHER_BACKEND, "cpu"]),
+    (dict(timeout_s=0), ["timeout_s", "0"]),
+    (dict(timeout_s=-1.5), ["timeout_s", "-1.5"]),
+    (dict(timeout_s=math.nan), ["timeout_s", "nan"]),
+    (dict(timeout_s="60"), ["timeout_s", "'60'", "str"]),
+    (dict(timeout_s=None), ["timeout_s", "None"]),
+    (dict(exit_after_s=0), ["exit_after_s", "0"]),
+    (dict(max_num_sms=-1), ["max_num_sms", "-1"]),
+    (dict(max_num_sms=2.0), ["max_num_sms", "2.0", "float", "integer"]),
+    (dict(num_experts=8.0), ["num_experts", "8.0", "float", "integer"]),
+    (dict(max_tokens_per_rank=2.5), ["max_tokens_per_rank", "2.5", "float"]),
+    (dict(hidden_dim="64"), ["hidden_dim", "'64'", "str", "integer"]),
+    (dict(top_k=True), ["top_k", "True", "bool", "integer"]),
+    (dict(top_k="2"), ["top_k", "'2'", "integer"]),
+    (dict(alignment=np.float32(2)), ["alignment", "float32", "integer"]),
+    (dict(recv_capacity_per_rank=[8]), ["recv_capacity_per_rank", "[8]"]),
+    (dict(num_experts=2**31), ["num_experts", "2147483648", "2^31"]),
+    (
+      dict(max_tokens_per_rank=2**29, top_k=2),
+      ["536870912 tokens", "top_k = 2", "2147483652 rows"],
+    ),
+    (dict(alignment=2**29), ["alignment = 536870912", "4 local", "32 bits"]),
+  ],
+  ids=str,
+)
+def test_refuses(options, words):
+  """The message says what was expected and what was given."""
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  with pytest.raises((ValueError, TypeError)) as error:
+    bootstrap(mesh, **options)
+  for word in ["ep_bootstrap", *words]:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "options, words",
+  [
+    (dict(top_k=E + 1), ["top_k", "9", "8"]),
+    (dict(top_k=0), ["top_k", "0"]),
+    (dict(alignment=-1), ["alignment", "-1"]),
+    (dict(alignment=4, recv_capacity_per_rank=4), ["capacity", "4", "8"]),
+    (dict(alignment=4, recv_capacity_per_rank=10), ["capacity", "10", "4"]),
+    (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
+    (dict(tail="nan"), ["tail", "nan", "zero", "unspecified"]),
+    (dict(top_k=2.0), ["top_k", "2.0", "float", "integer"]),
+    (dict(alignment=False), ["alignment", "False", "bool", "integer"]),
+    (dict(recv_capacity_per_rank="8"), ["recv_capacity_per_rank", "str"]),
+    (dict(recv_capacity_per_rank=2**31), ["recv_capacity_per_rank", "2^31"]),
+    (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
+  ],
+  ids=str,
+)
+def test_a_layer_refuses(options, words):
+  with pytest.raises((ValueError, TypeError)) as error:
+    layer(name="moe_3", **options)
+  for word in ["EpLayerConfig", "moe_3", *words]:
+    assert word in str(error.value)
+
+
+def test_top_k_may_be_left_to_the_layers():
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, top_k=None) as group:
+    assert group.top_k is None
+    for top_k in 1, K:
+      case = Case(ep.EpLayerConfig(group, top_k=top_k))
+      case.check(round_trip, case.tokens(), case.weights())
+    with pytest.raises(ValueError, match="group has a top_k; give the layer"):
+      ep.EpLayerConfig(group, name="moe_3")
+
+
+@has_no_limits
+def test_a_group_needs_no_sizes():
+  """Its ops take any number of tokens, any hidden size and any dtype."""
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  with ep.ep_bootstrap(mesh, num_experts=E, backend=BACKEND) as group:
+    claims = []
+    for lead, top_k, dtype in ((1,), 1, jnp.bfloat16), ((2, 9), K, jnp.float32):
+      config = ep.EpLayerConfig(group, top_k=top_k, alignment=4)
+      case = Case(config, "skewed", lead=lead, hidden=H + top_k)
+      claims.append((case, everything, *case.inputs(dtype)))
+    check(*claims)
+
+
+def test_a_group_of_other_sizes_takes_the_place_of_one():
+  """Layers, handles and compiled programs of the old one fail."""
+  mesh = make_mesh({"ep": 4})
+  old = bootstrap(mesh, name="grows", recv_capacity_per_rank=32)
+  case = Case(ep.EpLayerConfig(old))
+  arrays = case.tokens(), case.weights()
+  want = expected(case, round_trip, *arrays)
+  inputs = [case.put(x) for x in (case.topk_idx, *arrays)]
+  program = (
+    jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
+  )
+  handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
+  with pytest.raises(TypeError, match="resize: mesh cannot change.*hidden_dim"):
+    ep.resize(old, mesh=mesh)
+  for sizes, words in [
+    (dict(hidden_dim=0), "hidden_dim = 0, but it must be positive"),
+    (dict(top_k=E + 1), "a layer of only defaults fails: .*top_k = 9"),
+    (dict(max_token_dtype=jnp.int8), "max_token_dtype = int8"),
+  ]:
+    with pytest.raises(ValueError, match=f"^resize: {words}"):
+      ep.resize(old, **sizes)
+
+  in_flight = [program(*inputs) for _ in range(3)]
+  with jax.set_mesh(mesh):
+    group = ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H)
+  with group:
+    for outputs in in_flight:
+      assert_same(outputs, want)
+    kept = ("name", "mesh", "top_k", "overflow", "backend", "exit_after_s")
+    assert all(getattr(group, name) == getattr(old, name) for name in kept)
+    case = Case(ep.EpLayerConfig(group), lead=(2 * T,), hidden=2 * H)
+    assert case.layer.capacity == 4 * 2 * T * (E // 4)
+    case.check(round_trip, case.tokens(), case.weights())
+    with pytest.raises(RuntimeError, match='"grows" was finalized'):
+      ep.ep_prepare(ep.EpLayerConfig(old), inputs[0])
+    with pytest.raises(RuntimeError, match='"grows" was finalized'):
+      ep.ep_dispatch(handle, *inputs[1:])
+    with pytest.raises(RuntimeError, match='resize: .*"grows" was finalized'):
+      ep.resize(old, top_k=1)
+    if BACKEND == "xla":  # it is made of XLA's collectives alone
+      assert_same(program(*inputs), want)
+    else:
+      with pytest.raises(ep.EpError, match="was finalized"):
+        jax.block_until_ready(program(*inputs))
+
+
+def test_an_alignment_of_zero_is_none():
+  """It is TransformerEngine's default."""
+  with bootstrap(make_mesh({"ep": 4}), alignment=0) as group:
+    assert group.alignment == 1
+    config = ep.EpLayerConfig(group, alignment=0)
+    assert config == ep.EpLayerConfig(group)
+    case = Case(config)
+    case.check(round_trip, case.tokens(), case.weights())
+  assert layer(alignment=0) == layer(alignment=1)
+
+
+@pytest.mark.parametrize("data_axes", [None, (), ("tp",)])
+def test_a_model_axis_that_shards_tokens_by_default(data_axes, recwarn):
+  """A warning says so, at the line of the caller, unless it was meant."""
+  with bootstrap(make_mesh({"ep": 2, "tp": 2}), data_axes=data_axes) as group:
+    assert group.data_axes == (("tp",) if data_axes is None else data_axes)
+  found = [w for w in recwarn if "data_axes" in str(w.message)]
+  assert len(found) == (data_axes is None)
+  for warning in found:
+    assert warning.filename == groups.__file__
+    for word in ["['tp']", "data_axes=()", "data_axes=('tp',)"]:
+      assert word in str(warning.message)
+
+
+def test_other_axes_shard_tokens_without_a_warning(recwarn):
+  for axes in {"dp": 2, "ep": 2}, {"fsdp": 4, "ep": 1}, {"ep": 4, "tp": 1}:
+    ep.ep_finalize(bootstrap(make_mesh(axes)))
+  assert not [w for w in recwarn if "data_axes" in str(w.message)]
+
+
+def test_integers_of_numpy_are_integers():
+  sizes = dict(num_experts=E, max_tokens_per_rank=5, hidden_dim=8, top_k=K)
+  sizes |= dict(recv_capacity_per_rank=64, alignment=2, max_num_sms=0)
+  as_numpy = {name: np.int16(size) for name, size in sizes.items()}
+  with bootstrap(make_mesh({"ep": 4}), **as_numpy) as group:
+    config = ep.EpLayerConfig(
+      group,
+      top_k=np.uint8(2),
+      alignment=np.int64(4),
+      recv_capacity_per_rank=np.array(32),
+    )
+    assert all(type(getattr(group, name)) is int for name in sizes)
+    assert all(getattr(group, name) == size for name, size in sizes.items())
+    own = (config.top_k, config.alignment, config.capacity)
+    assert own == (2, 4, 32)
+    assert all(type(size) is int for size in own)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
+def test_a_timeout_without_end(timeout_s):
+  """A rank may come late, so the deadline must not lie in the past."""
+  with bootstrap(make_mesh({"ep": 4}), timeout_s=timeout_s) as group:
+    case = Case(ep.EpLayerConfig(group))
+    if jax.process_index() == 0:
+      time.sleep(1.5)
+    case.check(round_trip, case.tokens(), case.weights())
+
+
+def test_a_library_that_is_not_there(monkeypatch, tmp_path):
+  """The error names the places searched, and what works without a library."""
+  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
+  with pytest.raises(FileNotFoundError) as error:
+    ffi.find_library("host")
+  for word in [str(tmp_path), "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
+    assert word in str(error.value)
+
+
+def test_a_refused_bootstrap_frees_its_name():
+  mesh = make_mesh({"ep": 4})
+  with pytest.raises(ValueError, match="overflow"):
+    bootstrap(mesh, name="reused", overflow="wrap")
+  ep.ep_finalize(bootstrap(mesh, name="reused"))
+
+
+def test_a_live_name_is_taken():
+  mesh = make_mesh({"ep": 4})
+  with (
+    bootstrap(mesh, name="taken"),
+    pytest.raises(ValueError, match="taken"),
+  ):
+    bootstrap(mesh, name="taken")
+
+
+def test_a_finalized_name_is_free():
+  for _ in range(2):
+    with bootstrap(make_mesh({"ep": 4}), name="again") as group:
+      case = Case(ep.EpLayerConfig(group))
+      case.check(round_trip, case.tokens(), case.weights())
+
+
+def test_a_refused_name_does_not_harm_its_group():
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, name="owner") as group:
+    with pytest.raises(ValueError, match="owner"):
+      bootstrap(mesh, name="owner")
+    case = Case(ep.EpLayerConfig(group))
+    case.check(round_trip, case.tokens(), case.weights())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_group_says_what_it_is(mesh):
+  axes = MESHES[mesh]
+  with bootstrap(make_mesh(axes)) as group:
+    assert group.axis_name == "ep"
+    assert group.data_axes == tuple(axis for axis in axes if axis != "ep")
+    assert group.ep_size == axes["ep"]
+    assert group.num_experts == E
+    assert group.num_local_experts == E // axes["ep"]
+    assert group.top_k == K
+    assert group.backend == (BACKEND or ("nccl" if GPU else "host"))
+    hash(group)
+
+
+def test_a_copy_of_a_group_is_the_group():
+  """No copy can outlive a group, or name its programs as the group does."""
+  config = layer()
+  for value in config, config.group:
+    assert copy.copy(value) is value
+    assert copy.deepcopy([value])[0] is value
+
+
+def test_a_copy_of_a_handle_has_its_layer():
+  case = Case(layer())
+  handle = ep.ep_prepare(case.layer, case.put(case.topk_idx))
+  for other in copy.copy(handle), copy.deepcopy(handle):
+    assert other.layer is case.layer
+    assert_same(Ops(other).sizes(), case.oracle.sizes())
+
+
+def test_what_belongs_to_a_process_is_not_pickled():
+  """The error says what to pickle."""
+  case = Case(layer(name="moe_3"))
+  handle = jax.tree.map(
+    lambda x: x.addressable_data(0),
+    ep.ep_prepare(case.layer, case.put(case.topk_idx)),
+  )
+  for value, words in [
+    (case.layer.group, ["group", case.layer.group.name, "ep_bootstrap"]),
+    (case.layer, ["layer", '"moe_3"', "EpLayerConfig"]),
+    (handle, ['"moe_3"', "handle", "jax.tree.leaves", "EpHandle"]),
+  ]:
+    with pytest.raises(TypeError) as error:
+      ForkingPickler.dumps(value)
+    for word in words:
+      assert word in str(error.value)
+
+
+def test_groups_are_named_apart():
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh) as a, bootstrap(mesh) as b:
+    assert a.name != b.name
+
+
+def test_finalize_twice_does_nothing():
+  group = bootstrap(make_mesh({"ep": 4}))
+  ep.ep_finalize(group)
+  ep.ep_finalize(group)
+
+
+@pytest.mark.skipif(
+  GPU or BACKEND == "xla", reason="only host listens on sockets of its own"
+)
+def test_an_address_that_is_taken_is_not_used(monkeypatch):
+  name = f"test-{os.getpid()}"
+  names = iter([name, name, f"{name}-free"])
+  monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
+  with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+    taken.bind(f"\0ep_ffi-{name}")
+    with bootstrap(make_mesh({"ep": 4})) as group:
+      assert not list(names)
+      case = Case(ep.EpLayerConfig(group))
+      case.check(round_trip, case.tokens(), case.weights())
+
+
+def test_many_groups_one_after_another():
+  for _ in range(20):
+    ep.ep_finalize(bootstrap(make_mesh({"ep": 4})))
+
+
+def test_a_group_of_other_sizes_is_what_its_ops_see():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    other = dataclasses.replace(group, num_experts=2 * E)
+    params = ep.EpLayerConfig(other).op_params(num_tokens=1)
+    assert params.layer.group.num_experts == 2 * E

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges that run at the same time do not mix or wait for each other.
+
+XLA:CPU runs the ready ops of a program in any order. The order differs between
+ranks, and programs overlap. If ops were matched by their order of arrival, or
+if a handler waited, each of these programs would hang or return the rows of
+another.
+"""
+
+import concurrent.futures
+import functools
+import os
+import threading
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, check, expected, run
+import ep
+from groups import BACKEND, layer
+from op_functions import block, block_and_back, Ops, round_trip
+
+ROUTINGS = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
+
+
+one_order_of_launches = pytest.mark.skipif(
+  BACKEND == "xla" and jax.process_count() > 1,
+  reason="xla: JAX asks for one order of launches on all processes",
+)
+
+
+def claim(routing="uniform", fn=block_and_back, scale=1, **options):
+  """Returns a claim about `fn`, as `cases.check` takes it."""
+  case = Case(layer(**options), routing, whole=True)
+  tokens = case.tokens() * np.float32(scale)
+  return case, fn, tokens, case.weights(), case.tokens()
+
+
+def test_independent_branches():
+  """Sixteen blocks run forward and backward, with no order between them."""
+  check(*(claim(ROUTINGS[i % 4], scale=1 + i) for i in range(16)))
+
+
+def test_independent_branches_of_different_layers():
+  check(
+    *(
+      claim(ROUTINGS[i], block, top_k=1 + i % 3, alignment=1 + i, name=f"{i}")
+      for i in range(4)
+    )
+  )
+
+
+def test_many_layers_of_two_groups(request):
+  """64 layers of each group run a block each, with no order between them."""
+  claims = [
+    claim(ROUTINGS[i % 4], block, 1 + i % 8, mesh=mesh, name=f"{i}")
+    for i in range(64)
+    for mesh in ("ep4", "dp2_ep2")
+  ]
+  want = [expected(*claim) for claim in claims]
+  for _ in range(request.config.getoption("load_rounds")):
+    assert_same(run(*claims), want)
+
+
+def test_independent_branches_on_one_handle():
+  def fan_out(ops, tokens, weights, _):
+    return [round_trip(ops, tokens * i, weights) for i in range(1, 9)]
+
+  check(claim("skewed", fan_out))
+
+
+def test_launches_in_flight():
+  """All programs are launched before the test waits for a result."""
+  claims = [claim(ROUTINGS[i % 4], block, 1 + i) for i in range(16)]
+  check_after(claims, [run(c) for c in claims])
+
+
+def check_after(claims, outs):
+  for claim, (out,) in zip(claims, outs, strict=True):
+    assert_same(out, expected(*claim))
+
+
+def test_two_programs_in_flight():
+  claims = [
+    claim(ROUTINGS[i % 4], (block, block_and_back)[i % 2], 1 + i)
+    for i in range(16)
+  ]
+  check_after(claims, [run(c) for c in claims])
+
+
+@one_order_of_launches
+def test_two_threads():
+  """Two threads launch a program each, with no order between the threads."""
+  parts = [claim("uniform", block), claim("skewed", block_and_back)]
+  for part in parts:
+    jax.block_until_ready(run(part))  # Compiles it before the threads start.
+  outs = [[], []]
+
+  def worker(part, out):
+    for _ in range(8):
+      out.append(run(part))
+
+  threads = [
+    threading.Thread(target=worker, args=x)
+    for x in zip(parts, outs, strict=True)
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  for part, results in zip(parts, outs, strict=True):
+    check_after([part] * 8, results)
+
+
+@one_order_of_launches
+def test_many_threads(request):
+  """Each thread launches its own program, four times before it waits.
+
+  In one process the threads also compile at the same time. Several processes
+  must compile in one order, but they launch in any order. Their programs are
+  small, because JAX runs a small program on the thread that launches it. A
+  larger one would hold a thread of JAX's pool, which has one per core, and the
+  processes could fill their pools with different programs.
+  """
+  several = jax.process_count() > 1
+  fns = (block,) if several else (block, block_and_back)
+  claims = [claim(ROUTINGS[i % 4], fns[i % len(fns)], 1 + i) for i in range(8)]
+  parts = [
+    (case, functools.partial(fn), *arrays) for case, fn, *arrays in claims
+  ]
+  if several:
+    for part in parts:
+      jax.block_until_ready(run(part))
+
+  def worker(part, want):
+    for _ in range(request.config.getoption("load_rounds")):
+      for (out,) in [run(part) for _ in range(4)]:
+        assert_same(out, want)
+
+  want = [expected(*claim) for claim in claims]
+  with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+    list(pool.map(worker, parts, want))
+
+
+def test_one_rank_runs_programs_of_its_own():
+  """The ranks may launch other programs a different number of times."""
+  device = jax.devices()[1]
+  extra = jax.jit(lambda x: x * 2)
+  for _ in range(4):
+    if device.process_index == jax.process_index():
+      extra(jax.device_put(jnp.ones(3), device))
+    check(claim("skewed", block))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
+def test_one_inner_function_twice_in_one_program(wrap):
+  """A program calls one jitted block twice, on other tokens and experts.
+
+  JAX may lower the block once and call it twice. Then one op of the module is
+  two exchanges when the program runs, in either order.
+  """
+  cases = [Case(layer(), routing, whole=True) for routing in ROUTINGS[:2]]
+  inputs = [(case.topk_idx, case.tokens(), case.weights()) for case in cases]
+  experts = np.arange(1, 3, dtype=np.float32)
+
+  @wrap
+  def inner(topk_idx, tokens, weights, expert):
+    handle = ep.ep_prepare(cases[0].layer, topk_idx)
+    recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
+    return ep.ep_combine(handle, recv * expert, recv_weights)
+
+  @jax.jit
+  def outer(inputs):
+    def outs(inputs):
+      return [
+        inner(*x, expert) for x, expert in zip(inputs, experts, strict=True)
+      ]
+
+    differentiable = [x[1:] for x in inputs]
+    ids = [x[0] for x in inputs]
+
+    def outs_of(differentiable):
+      return outs([(i, *x) for i, x in zip(ids, differentiable, strict=True)])
+
+    values, vjp = jax.vjp(outs_of, differentiable)
+    (grads,) = vjp([x[1] for x in inputs])
+    return list(zip(values, grads, strict=True))
+
+  placed = [
+    tuple(case.put(x) for x in arrays)
+    for case, arrays in zip(cases, inputs, strict=True)
+  ]
+
+  def scaled_and_back(oracle, tokens, weights, expert):
+    def f(tokens, weights):
+      recv, recv_weights = oracle.dispatch(tokens, weights)
+      return oracle.combine(recv * expert, recv_weights)
+
+    out, vjp = jax.vjp(f, tokens, weights)
+    return out, vjp(tokens)
+
+  want = [
+    expected(case, scaled_and_back, *arrays[1:], expert)
+    for case, arrays, expert in zip(cases, inputs, experts, strict=True)
+  ]
+  for _ in range(8):
+    assert_same(outer(placed), want)
+
+
+def test_branches_and_loops_that_depend_on_data():
+  """All ranks take the same branch, but know which only when they run."""
+
+  def decided(ops, steps, tokens, weights):
+    def once(x):
+      return ops.combine(ops.dispatch(x, weights)[0])
+
+    x = lax.cond(steps > 2, once, lambda x: x, tokens)
+    return lax.fori_loop(0, steps, lambda _, x: once(x), x)
+
+  case = Case(layer(), "skewed", whole=True)
+  inputs = case.tokens(), case.weights()
+
+  @jax.jit
+  def program(steps, topk_idx, *inputs):
+    return decided(Ops(ep.ep_prepare(case.layer, topk_idx)), steps, *inputs)
+
+  for steps in (0, 3):
+    actual = program(steps, *map(case.put, (case.topk_idx, *inputs)))
+    assert_same(actual, expected(case, decided, steps, *inputs))
+
+
+def test_steps_leak_no_descriptors():
+  part = claim("skewed", block_and_back)
+  check(part)
+  before = os.listdir("/proc/self/fd")
+  for _ in range(100):
+    jax.block_until_ready(run(part))
+  assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def test_two_loops_in_parallel():
+  """Each op runs several times in a program, and two loops overlap."""
+
+  def loop(ops, tokens, weights, _):
+    def step(_, tokens):
+      recv, _ = ops.dispatch(tokens, weights)
+      return ops.combine(recv)
+
+    return lax.fori_loop(0, 4, step, tokens)
+
+  check(claim("uniform", loop), claim("skewed", loop))

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that never comes, or differs, is an error; so is a missing library.
+
+death_test has ranks that die.
+"""
+
+import os
+import sys
+import time
+
+import pytest
+
+from ep._src.native import ffi
+from worlds import Rank, RANKS, run_world
+
+# With backend="xla" a rank learns of these failures from bootstrap, from XLA's
+# collectives, or never.
+only_native = pytest.mark.skipif(
+  os.environ.get("EP_TEST_BACKEND") == "xla",
+  reason="xla: peers are not watched, and there is no native library",
+)
+
+TIMEOUT_S = 4.0  # This is timeout_s where a test waits for it.
+EXIT_S = 3.0  # This is exit_after_s where a test waits for it.
+LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
+
+
+@only_native
+def test_a_rank_that_never_comes(tmp_path):
+  """The others fail when the time is up, and their errors name the rank."""
+  notes = run_world(__file__, tmp_path, "absent")
+  assert notes.keys() == {0, 1, 2}
+  for note in notes.values():
+    seconds, message = note.split(" s: ", 1)
+    assert TIMEOUT_S <= float(seconds) < 3 * TIMEOUT_S
+    for word in ["ep_prepare", '"moe_3"', "rank 3", "timeout_s"]:
+      assert word in message
+
+
+def test_a_rank_that_does_not_bootstrap(tmp_path):
+  notes = run_world(__file__, tmp_path, "no_bootstrap")
+  assert notes.keys() == {0, 1, 2}
+  for note in notes.values():
+    for word in ["ep_bootstrap", "process 3", "timeout_s"]:
+      assert word in note
+
+
+def test_ranks_that_bootstrap_differently(tmp_path):
+  notes = run_world(__file__, tmp_path, "other_config")
+  assert notes.keys() == {0, 1, 2, 3}
+  for note in notes.values():
+    for word in ["ep_bootstrap", "hidden_dim", "7", "8"]:
+      assert word in note
+
+
+@only_native
+def test_ranks_that_run_different_layers(tmp_path):
+  notes = run_world(__file__, tmp_path, "other_layer")
+  assert notes.keys() == {0, 1, 2, 3}
+  for note in notes.values():
+    for word in ["ep_prepare", '"moe_3"']:
+      assert word in note
+
+
+@only_native
+def test_no_library(tmp_path):
+  """The message names the three places where it is looked for."""
+  (note,) = run_world(
+    __file__,
+    tmp_path,
+    "no_library",
+    processes=1,
+    env={"EP_FFI_LIBRARY_PATH": str(tmp_path / "nowhere.so")},
+  ).values()
+  for word in [
+    "EP_FFI_LIBRARY_PATH",
+    "nowhere.so",
+    "runfiles",
+    "package",
+    "libep_ffi",
+  ]:
+    assert word in note
+
+
+@only_native
+@pytest.mark.parametrize(
+  "old, new",
+  [
+    (ffi.INTERFACE.encode(), b"0123456789ab"),
+    (b"ep_interface\0", b"ep_interfere\0"),  # The library has no such function.
+  ],
+  ids=["stale", "older"],
+)
+def test_a_library_of_another_version(tmp_path, old, new):
+  """The library is not called; the message names both and says what to do."""
+  native = ffi.find_library("host").read_bytes()
+  assert old in native
+  library = tmp_path / "libep_ffi_cpu.so"
+  library.write_bytes(native.replace(old, new))
+  (note,) = run_world(
+    __file__,
+    tmp_path,
+    "no_library",
+    processes=1,
+    env={"EP_FFI_LIBRARY_PATH": str(library)},
+  ).values()
+  for word in [
+    str(library),
+    "0123456789ab" if new.isalnum() else "none",
+    ffi.INTERFACE,
+    "EP_FFI_LIBRARY_PATH",
+    "//ep_ffi:libep_ffi_cpu.so",
+  ]:
+    assert word in note
+
+
+@only_native
+def test_no_library_on_one_rank(tmp_path):
+  """The error reaches the other ranks, and they do not wait for that rank."""
+  notes = run_world(__file__, tmp_path, "no_library_on_one")
+  assert notes.keys() == {0, 1, 2, 3}
+  for note in notes.values():
+    seconds, message = note.split(" s: ", 1)
+    assert float(seconds) < LONG_S / 10
+    assert "nowhere.so" in message
+
+
+@only_native
+@pytest.mark.parametrize(
+  "mesh, processes, stuck",
+  [
+    ("dp2_ep2", 4, {2, 3}),
+    ("dp2_ep2", 2, {1}),
+    ("ep2_dp2", 2, {0, 1}),  # Each process has a rank that fails, too.
+    ("dp2_ep2", 1, {0}),
+  ],
+)
+def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, mesh, processes, stuck):
+  """Python raises nothing there, but the process ends, and says why."""
+  notes = run_world(
+    __file__,
+    tmp_path,
+    "psum",
+    mesh,
+    processes=processes,
+    devices=RANKS // processes,
+  )
+  assert notes.keys() == {*range(processes)} - stuck
+  failure = 'ep_prepare(layer "moe_3"): rank 0 needs 10 receive rows'
+  for note in notes.values():
+    assert failure in note
+  launcher = capfd.readouterr().out
+  for process in stuck:
+    assert f"rank {process} failed with exit code 70" in launcher
+    log = (tmp_path / f"logs/rank_{process}.log").read_text()
+    at_once, last = log.split("ep_ffi: ")[1:]
+    assert at_once.startswith(failure)
+    for word in [f"process {process} ends", "exit_after_s = 3 s", failure]:
+      assert word in last
+
+
+@only_native
+def test_a_process_that_goes_on_after_a_failure_does_not_end(tmp_path):
+  notes = run_world(__file__, tmp_path, "goes_on", processes=2, devices=2)
+  assert notes == {0: "went on", 1: "went on"}
+
+
+# --- The program of a rank ---------------------------------------------------
+
+
+class Scenarios(Rank):
+  """A rank that has a method for each scenario."""
+
+  def bootstrap(self, **options):
+    import jax
+
+    from conftest import make_mesh
+    from groups import bootstrap
+
+    return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
+
+  def absent(self):
+    group = self.bootstrap(timeout_s=TIMEOUT_S)
+    if self.index == 3:
+      self.wait_for("rank_*", 3)
+    else:
+      # The native op is the first of its collectives.
+      self.note_error(
+        lambda: self.prepare(
+          group,
+          overflow="drop",
+          drop_by="weight",
+          recv_capacity_per_rank=8,
+        )
+      )
+
+  def no_bootstrap(self):
+    if self.index == 3:
+      self.wait_for("rank_*", 3)
+    else:
+      self.note_error(lambda: self.bootstrap(timeout_s=TIMEOUT_S))
+
+  def other_config(self):
+    hidden_dim = 8 if self.index == 3 else 7
+    self.note_error(
+      lambda: self.bootstrap(timeout_s=TIMEOUT_S, hidden_dim=hidden_dim)
+    )
+
+  def other_layer(self):
+    group = self.bootstrap(timeout_s=TIMEOUT_S)
+    alignment = 4 if self.index == 3 else 1
+    self.note_error(lambda: self.prepare(group, alignment=alignment))
+
+  def no_library(self):
+    self.note_error(self.bootstrap)
+
+  def no_library_on_one(self):
+    if self.index == 3:
+      os.environ["EP_FFI_LIBRARY_PATH"] = "nowhere.so"
+    self.note_error(lambda: self.bootstrap(timeout_s=LONG_S))
+
+  def psum(self, axes):
+    """Domain 0 fails after domain 1 has run its only op."""
+    import jax
+    from jax import lax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+    import numpy as np
+
+    from conftest import make_mesh
+    import ep
+    from groups import bootstrap, MESHES
+
+    mesh = make_mesh(MESHES[axes])
+    group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
+    layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
+
+    def before(domain):
+      if domain == 0:
+        self.wait_for("past_*", 2)
+      return np.asarray(domain)
+
+    def after(domain, rank, rows):
+      if domain == 1:
+        self.note(f"past_{rank}")
+      return np.asarray(rows)
+
+    def step():
+      scalar = jax.ShapeDtypeStruct((), np.int32)
+      domain, rank = lax.axis_index("dp"), lax.axis_index("ep")
+      domain = jax.pure_callback(before, scalar, domain)
+      # In domain 0 all tokens go to expert 0, and in domain 1 to none.
+      handle = ep.ep_prepare(layer, jnp.full((5, 1), -domain))
+      rows = handle.total_recv_tokens.sum()
+      rows = jax.pure_callback(after, scalar, domain, rank, rows)
+      return lax.psum(rows, ("dp", "ep"))
+
+    specs = dict(in_specs=(), out_specs=PartitionSpec())
+    self.note_error(jax.jit(jax.shard_map(step, mesh=mesh, **specs)))
+    ep.ep_finalize(group)
+    logs = self.notes.glob("logs/rank_*.log")
+    others = [log for log in logs if log.stem != f"rank_{self.index}"]
+    self.wait_until(
+      lambda: any("exit_after_s" in log.read_text() for log in others)
+    )
+    os._exit(0)
+
+  def goes_on(self):
+    import jax
+    import numpy as np
+
+    from conftest import to_global
+    import ep
+    from groups import spec
+
+    group = self.bootstrap(top_k=1, exit_after_s=EXIT_S)
+    layer = ep.EpLayerConfig(group, recv_capacity_per_rank=8)
+    program = jax.jit(lambda idx: ep.ep_prepare(layer, idx).total_recv_tokens)
+
+    def run(expert):
+      idx = np.full((20, 1), expert, np.int32)
+      idx = to_global(idx, group.mesh, spec(layer))
+      jax.block_until_ready(program(idx))
+
+    run(-1)
+    with pytest.raises(ep.EpError, match="20 receive rows"):
+      run(0)
+    run(-1)
+    time.sleep(2 * EXIT_S)
+    run(-1)
+    self.note(f"rank_{self.index}", "went on")
+
+  def prepare(self, group, **options):
+    from cases import Case
+    import ep
+    from op_functions import sizes
+
+    config = ep.EpLayerConfig(group, name="moe_3", **options)
+    weights = Case(config).weights()
+    return Case(config, routing_weights=weights).run(sizes)
+
+  def note_error(self, fn):
+    """Notes how long `fn` and its results took to fail, and how they did."""
+    import jax
+
+    start = time.monotonic()
+    try:
+      jax.block_until_ready(fn())
+    except (RuntimeError, ValueError, OSError) as error:
+      seconds = time.monotonic() - start
+      self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
+    else:
+      raise AssertionError("no error came")
+
+
+def main(notes, scenario, *args):
+  rank = Scenarios(notes)
+  getattr(rank, scenario)(*args)
+  rank.leave(int(os.environ["JAX_NUM_PROCESSES"]))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank may fork children, and their end does not affect its group.
+
+Such a child may load data, for example. It must not call JAX, which warns that
+it has no threads in the child.
+"""
+
+import gc
+import multiprocessing
+import os
+
+import pytest
+
+from cases import Case
+from conftest import make_mesh, TIMEOUT_S
+import ep
+from forks import run_child, run_exit_handlers
+from groups import BACKEND, bootstrap
+from op_functions import round_trip
+
+pytestmark = [
+  pytest.mark.skipif(
+    BACKEND == "xla", reason="xla: a group holds nothing of the system"
+  ),
+  pytest.mark.filterwarnings("ignore:os.fork"),
+]
+
+
+def drop(group):
+  """Drops every reference of the group that a child can drop."""
+  vars(group).clear()
+  gc.collect()
+
+
+def expect_refused(group):
+  """Checks that each use of the group is refused, with the owner's id."""
+  owner = f"the id {os.getppid()}, of which this one is a forked child"
+  for use in (group.memory, group.check, lambda: Case(a_layer(group)).run(ids)):
+    with pytest.raises(RuntimeError, match=owner):
+      use()
+  ep.ep_finalize(group)
+
+
+def a_layer(group):
+  return ep.EpLayerConfig(group)
+
+
+def ids(layer, topk_idx):
+  return ep.ep_prepare(layer, topk_idx)
+
+
+def test_the_parent_goes_on():
+  """The parent's results stay exact, and all ranks can finalize the group."""
+  group = bootstrap(make_mesh({"ep": 4}), timeout_s=TIMEOUT_S)
+  case = Case(a_layer(group))
+
+  def step():
+    case.check(round_trip, case.tokens(), case.weights())
+
+  step()
+  for child in (
+    run_exit_handlers,
+    lambda: expect_refused(group),
+    lambda: drop(group),
+  ):
+    run_child(child)
+    step()
+  loader = multiprocessing.get_context("fork").Process(
+    target=ep.ep_finalize, args=(group,)
+  )
+  loader.start()
+  loader.join()
+  assert loader.exitcode == 0
+  step()
+  ep.ep_finalize(group)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that are made and finalized leave no resources in use.
+
+    python -m pytest tests/group/lifetime_test.py --lifetimes=10000
+
+Tests that compile a program for each group make fewer groups.
+"""
+
+import contextlib
+import gc
+import time
+
+import jax
+import pytest
+
+from cases import assert_same, Case, expected, global_view
+from conftest import make_mesh
+import ep
+from ep import launch
+from ep.testing._footprint import Footprint
+from groups import BACKEND, bootstrap
+from op_functions import round_trip
+
+LIFETIMES_OF_A_PROGRAM = 20
+
+# Limits on the growth in all lifetimes after the warm-up. JAX 0.12 fills caches
+# of 1.2 MiB in the first 30 programs, and no more after those. Threads of the
+# last group may still be exiting.
+MOST = Footprint(memory=4 << 10, heap=2 << 10, descriptors=0, threads=8)
+
+
+@pytest.fixture(name="lifetimes")
+def number_of_lifetimes(request):
+  return request.config.getoption("lifetimes")
+
+
+def check_lifetimes(times, use, capsys):
+  """Makes one group after another, and checks the growth after a warm-up."""
+  mesh = make_mesh({"ep": 4})
+
+  def once():
+    with bootstrap(mesh) as group:
+      use(group)
+
+  for _ in range(max(2, times // 10)):
+    once()
+  before = Footprint.now()
+  for _ in range(times):
+    once()
+  growth = before.check_now(MOST)
+  with capsys.disabled():
+    if jax.process_index() == 0:
+      print(f"\n{times} groups: {growth}")
+
+
+def test_groups(lifetimes, capsys):
+  check_lifetimes(lifetimes, lambda group: None, capsys)
+
+
+def a_case(group):
+  return Case(ep.EpLayerConfig(group), "skewed", whole=True)
+
+
+def run_program(group, want):
+  case = a_case(group)
+  program = jax.jit(global_view(case.layer, round_trip))
+  inputs = case.topk_idx, case.tokens(), case.weights()
+  assert_same(program(*map(case.put, inputs)), want)
+
+
+@pytest.fixture(name="want")
+def result_of_run_program():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    case = a_case(group)
+    return expected(case, round_trip, case.tokens(), case.weights())
+
+
+def test_groups_with_a_program(lifetimes, want, capsys):
+  """`jax.clear_caches` releases all that JAX keeps of a program."""
+
+  def use(group):
+    run_program(group, want)
+    jax.clear_caches()
+
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+
+
+def test_a_program_is_released_with_its_function(lifetimes, want, capsys):
+  """Its group is released too, even if JAX's caches keep parts of it."""
+  check_lifetimes(
+    lifetimes // LIFETIMES_OF_A_PROGRAM,
+    lambda group: run_program(group, want),
+    capsys,
+  )
+
+
+def test_groups_without_finalize(lifetimes, want, capsys):
+  """A group closes when no reference and no program of it is left."""
+  mesh = make_mesh({"ep": 4})
+
+  def use(group):
+    del group
+    run_program(bootstrap(mesh), want)
+
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+
+
+def compile_program(group):
+  """Returns a compiled program that outlives its function, and its inputs."""
+  case = a_case(group)
+  inputs = case.topk_idx, case.tokens(), case.weights()
+  inputs = list(map(case.put, inputs))
+  program = jax.jit(global_view(case.layer, round_trip))
+  return program.lower(*inputs).compile(), inputs
+
+
+only_native = pytest.mark.skipif(
+  BACKEND == "xla", reason="xla: a group holds no resources"
+)
+
+
+@only_native
+def test_resources_that_programs_keep(want):
+  """A program keeps its group open unless the group is finalized."""
+  mesh = make_mesh({"ep": 4})
+  most = Footprint(memory=32 << 10, heap=32 << 10, descriptors=0, threads=8)
+  with bootstrap(mesh) as group:
+    compile_program(group)[0]
+  before = Footprint.now()
+  kept = []
+  for _ in range(5):
+    with bootstrap(mesh) as group:
+      program, inputs = compile_program(group)
+      assert_same(program(*inputs), want)
+      kept.append(program)
+  before.check_now(most)
+  with pytest.raises((RuntimeError, ValueError), match="was finalized"):
+    jax.block_until_ready(program(*inputs))
+
+  for _ in range(5):
+    del group  # the last reference
+    group = bootstrap(mesh)
+    program, inputs = compile_program(group)
+    kept.append(program)
+  del group
+  gc.collect()
+  for program in kept[5:]:
+    assert_same(program(*inputs), want)
+  del kept, program
+  before.check_now(most)
+
+
+@only_native
+def test_finalize_with_launches_in_flight(want):
+  """Each launch gives the right result, or fails because of ep_finalize."""
+  mesh = make_mesh({"ep": 4})
+  for launches in range(1, 11):
+    group = bootstrap(mesh)
+    program, inputs = compile_program(group)
+    assert_same(program(*inputs), want)
+    outputs = []
+    for _ in range(launches):
+      with contextlib.suppress(ValueError, RuntimeError):  # of another rank
+        outputs.append(program(*inputs))
+    with contextlib.suppress(ValueError, RuntimeError):  # others ran more ops
+      ep.ep_finalize(group)
+    for output in outputs:
+      try:
+        jax.block_until_ready(output)
+      except (ValueError, RuntimeError) as e:
+        assert "finalized" in str(e)
+      else:
+        assert_same(output, want)
+
+
+def run_alone(tmp_path, program, num_processes):
+  """Runs a program in other processes, and returns the log of the first."""
+  log_dir = tmp_path / str(jax.process_index())
+  assert not launch.launch(
+    ["-c", program],
+    num_processes=num_processes,
+    timeout_s=60,
+    log_dir=log_dir,
+  )
+  return (log_dir / "rank_0.log").read_text()
+
+
+def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
+  """JAX may wait for its peers at exit, which may wait for this process."""
+  program = """
+import weakref
+
+class Thing:
+  pass
+
+thing = Thing()
+weakref.finalize(thing, print, "finalizers")  # from now on, these come last
+import atexit
+import jax
+atexit.register(lambda: print("group is open:", group.connection.is_open))
+import ep
+ep.launch.initialize()
+group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
+"""
+  log = run_alone(tmp_path, program, 2)
+  assert log == "group is open: False\nfinalizers\n"
+
+
+# Rank 0 launches what rank 1, which ends later, does not.
+_LAUNCH_ALONE = """
+import sys, time
+import jax
+from jax.sharding import AxisType, PartitionSpec as P
+import numpy as np
+import ep
+
+ep.launch.initialize()
+mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,))
+group = ep.ep_bootstrap(mesh, num_experts=2, top_k=1, timeout_s={timeout_s})
+layer = ep.EpLayerConfig(group)
+
+def prepare(idx):
+  return ep.ep_prepare(layer, idx).mem
+
+def sum(idx):
+  return jax.lax.psum(idx, "ep")
+
+def run(f):
+  f = jax.shard_map(f, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"),
+                    check_vma=False)
+  jax.jit(f)(jax.make_array_from_callback(
+    (2 * 10**6, 1), jax.NamedSharding(mesh, P("ep")),
+    lambda _: np.zeros((10**6, 1), np.int32)))
+
+if jax.process_index() == 0:
+  run({run})
+  {end}
+else:
+  time.sleep(4)
+"""
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
+@pytest.mark.parametrize(
+  "run, timeout_s, end, rank, told",
+  [
+    ("prepare", 60, "pass", 1, "rank 0 (process 0) ran ep_prepare"),
+    ("sum", 2, "pass", 0, "At exit: ep: programs that this process has"),
+    ("sum", 60, "sys.excepthook = sys.__excepthook__; 1 / 0", 0, "by zero"),
+  ],
+)
+def test_at_exit_an_error_makes_the_code_1(
+  tmp_path, run, timeout_s, end, rank, told
+):
+  """It waits no longer than `timeout_s`, and not at all after an exception."""
+  program = _LAUNCH_ALONE.format(run=run, timeout_s=timeout_s, end=end)
+  start = time.monotonic()
+  code = launch.launch(
+    ["-c", program], num_processes=2, timeout_s=50, log_dir=tmp_path
+  )
+  assert code == 1 and time.monotonic() - start < 45
+  assert told in (tmp_path / f"rank_{rank}.log").read_text().splitlines()[-1]
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="it is about one process")
+def test_at_exit_the_programs_of_one_process_end(tmp_path):
+  """An op that failed would leave other devices waiting in the `psum`."""
+  program = """
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+import ep
+
+jax.config.update("jax_num_cpu_devices", 4)
+mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
+layer = ep.EpLayerConfig(ep.ep_bootstrap(mesh, num_experts=2, top_k=1))
+
+def steps(x):
+  def step(_, x):
+    handle = ep.ep_prepare(layer, jax.numpy.zeros((8, 1), int))
+    rows, weights = ep.ep_dispatch(handle, x, jax.numpy.ones((8, 1)))
+    return lax.pmean(ep.ep_combine(handle, rows, weights), "dp")
+  return lax.fori_loop(0, 500, step, x)
+
+shards = P(("dp", "ep"))
+program = jax.jit(jax.shard_map(
+  steps, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False))
+print(program(jax.numpy.ones((32, 8))).shape)
+"""
+  assert run_alone(tmp_path, program, 1) == "(32, 8)\n"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program on another mesh than its group's is exact or fails on all ranks."""
+
+import jax
+from jax.sharding import AxisType, Mesh
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, expected, run_on
+from conftest import make_mesh, to_global
+import ep
+from groups import bootstrap, failing, not_with_xla, spec
+from op_functions import round_trip
+
+AXES = {"dp": 2, "ep": 2}
+
+
+@pytest.fixture
+def group():
+  group = bootstrap(make_mesh(AXES), name="mesh_test")
+  yield group
+  ep.ep_finalize(group)
+
+
+def mesh_of(order, names):
+  """Returns a 2 x 2 mesh of the group's devices in the given order."""
+  devices = np.array(jax.devices()[:4])[np.array(order)]
+  return Mesh(devices.reshape(2, 2), names, axis_types=(AxisType.Auto,) * 2)
+
+
+def case_of(group):
+  case = Case(ep.EpLayerConfig(group, name="moe_3"), whole=True)
+  return case, case.tokens(), case.weights()
+
+
+OTHERS = {
+  "devices": mesh_of([0, 2, 1, 3], ("dp", "ep")),
+  "reversed": mesh_of([3, 2, 1, 0], ("dp", "ep")),
+  "domains_mixed": mesh_of([0, 3, 2, 1], ("dp", "ep")),
+  "axes": mesh_of([0, 1, 2, 3], ("ep", "dp")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_orders_of_the_devices_are_refused(group, name):
+  case, *arrays = case_of(group)
+  if group.backend == "xla":  # It needs no more than the index of a rank.
+    actual = run_on(OTHERS[name], case, round_trip, *arrays)
+    return assert_same(actual, expected(case, round_trip, *arrays))
+  with failing(group) as error:
+    jax.block_until_ready(run_on(OTHERS[name], case, round_trip, *arrays))
+  for word in ["ep_prepare", "moe_3", "mesh", "ep_bootstrap"]:
+    assert word in str(error.value)
+
+
+def test_another_order_of_the_axes_is_accepted(group):
+  """A mesh may order its axes differently if each device keeps its index."""
+  case, *arrays = case_of(group)
+  mesh = mesh_of([0, 2, 1, 3], ("ep", "dp"))
+  actual = run_on(mesh, case, round_trip, *arrays)
+  assert_same(actual, expected(case, round_trip, *arrays))
+
+
+@not_with_xla("any order of the devices will do")
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_mesh_in_context_is_compared_when_traced(group, name):
+  case, *_arrays = case_of(group)
+  mesh = OTHERS[name]
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match="mesh") as error:
+    jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)(
+      to_global(case.topk_idx, mesh, spec(case.layer))
+    )
+  for word in ["ep_prepare", "moe_3", "ep_bootstrap"]:
+    assert word in str(error.value)
+
+
+@pytest.mark.skipif(
+  jax.process_count() == 1, reason="one process has one order of devices"
+)
+def test_processes_with_different_orders_do_not_bootstrap():
+  odd = jax.process_index() == jax.process_count() - 1
+  mesh = mesh_of([0, 1, 3, 2] if odd else [0, 1, 2, 3], ("dp", "ep"))
+  with pytest.raises(ValueError, match="mesh = ") as error:
+    bootstrap(mesh)
+  assert "ep_bootstrap" in str(error.value)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""If the programs of the ranks differ, every rank reports what differs.
+
+The last process differs from all others, which run the same program.
+"""
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import pytest
+
+from cases import Case
+from conftest import make_mesh
+import ep
+from ep._src.group import agreement, versions
+from groups import bootstrap, not_with_xla
+from op_functions import dispatch, round_trip, sizes
+
+pytestmark = [
+  not_with_xla("XLA's collectives do not compare programs"),
+  pytest.mark.skipif(
+    jax.process_count() == 1, reason="one process runs one program"
+  ),
+]
+
+RANKS = jax.process_count()
+ODD = jax.process_index() == RANKS - 1
+SHORT_TIMEOUT_S = 3.0  # for groups in which some rank never joins an op
+
+
+def either(odd, others):
+  return odd if ODD else others
+
+
+@pytest.fixture
+def group():
+  """Makes a group for a test after which ep_finalize reports no error."""
+  with bootstrap(make_mesh({"ep": RANKS})) as group:
+    yield group
+
+
+def expect_words(error, *words):
+  message = str(error.value)
+  for word in words:
+    assert word in message, message
+
+
+def expect_disagreement(group, fn, *words):
+  """Checks that `fn` fails on every rank, and not by a timeout."""
+  with pytest.raises(ep.EpError) as error:
+    jax.block_until_ready(fn())
+  expect_words(error, "the ranks disagree on ", *words)
+  # The group still works.
+  case = Case(ep.EpLayerConfig(group))
+  case.check(round_trip, case.tokens(), case.weights())
+
+
+@pytest.mark.parametrize(
+  "option, odd, others, words",
+  [
+    ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on rank {RANKS - 1}"]),
+    ("alignment", 2, 1, ["capacity: ", " on rank 0"]),
+    ("recv_capacity_per_rank", 40, 44, ["capacity: 44 on rank 0", "40 on "]),
+    ("overflow", "drop", "error", ["overflow: error on rank 0", "drop on "]),
+    ("tail", "unspecified", "zero", ["tail: zero on rank 0", "unspecified on"]),
+    ("name", "moe_4", "moe_3", ['(layer "moe_3")', '(layer "moe_4")']),
+  ],
+)
+def test_other_layers(group, option, odd, others, words):
+  config = ep.EpLayerConfig(group, **{option: either(odd, others)})
+  case = Case(config)
+  expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
+def test_other_numbers_of_tokens_without_a_limit():
+  with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=None) as group:
+    case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
+    words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
+    expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
+@pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
+def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
+  """They are refused on every rank, and the group works as before."""
+  error_type = (ValueError, RuntimeError)
+  with pytest.raises(error_type, match="^resize: ") as error:
+    ep.resize(group, max_tokens_per_rank=either(odd, others))
+  words = ["9", "same arguments"] if odd else ["0, but it must be positive"]
+  expect_words(error, "max_tokens_per_rank = ", *words)
+  case = Case(ep.EpLayerConfig(group))
+  case.check(round_trip, case.tokens(), case.weights())
+
+
+def test_other_numbers_of_tokens(group):
+  case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
+  words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
+  expect_disagreement(group, lambda: case.run(sizes), *words)
+
+
+def test_other_hidden_sizes(group):
+  case = Case(ep.EpLayerConfig(group), hidden=either(6, 7))
+  arrays = case.tokens(), case.weights()
+  words = ["hidden size: 7 on rank 0", f"6 on rank {RANKS - 1}"]
+  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
+
+
+def test_other_dtypes(group):
+  case = Case(ep.EpLayerConfig(group))
+  arrays = case.tokens(either(jnp.bfloat16, jnp.float32)), case.weights()
+  words = ["dtype: float32 on rank 0", f"bfloat16 on rank {RANKS - 1}"]
+  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
+
+
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_a_handle_of_another_routing(group, equal_counts):
+  """A rank that uses the handle of the step before is detected."""
+  layer = ep.EpLayerConfig(group)
+  cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
+  if equal_counts:  # two tokens of each rank change places
+    choices = cases[0].topk_idx.reshape(RANKS, -1, layer.top_k)
+    swapped = choices[:, [1, 0, *range(2, choices.shape[1])]]
+    cases[1] = Case(layer, swapped.reshape(cases[0].topk_idx.shape))
+  old, new = (
+    jax.block_until_ready(ep.ep_prepare(layer, case.put(case.topk_idx)))
+    for case in cases
+  )
+  arrays = map(cases[0].put, (cases[0].tokens(), cases[0].weights()))
+  words = ["the routing", "on rank 0", f"on rank {RANKS - 1}"]
+  expect_disagreement(
+    group, lambda: ep.ep_dispatch(either(old, new), *arrays), *words
+  )
+
+
+def short_timeout_group():
+  return bootstrap(make_mesh({"ep": RANKS}), timeout_s=SHORT_TIMEOUT_S)
+
+
+def expect_timeout(fn, *words):
+  with pytest.raises(ep.EpError) as error:
+    jax.block_until_ready(fn())
+  expect_words(error, f"waited timeout_s = {SHORT_TIMEOUT_S:g} s for ", *words)
+  # No rank may close the group first, or others would report that instead.
+  multihost_utils.sync_global_devices("timeout")
+
+
+def test_ops_in_another_order():
+  """Independent ops that two programs order differently are reported."""
+  group = short_timeout_group()
+
+  def branches(ops, tokens, weights, rows):
+    if ODD:
+      out = ops.combine(rows)
+      return ops.dispatch(tokens, weights), out
+    recv = ops.dispatch(tokens, weights)
+    return recv, ops.combine(rows)
+
+  case = Case(ep.EpLayerConfig(group))
+  arrays = case.tokens(), case.weights(), case.rows()
+  expect_timeout(lambda: case.run(branches, *arrays), "op 3", "op 4")
+  ep.ep_finalize(group)
+
+
+def test_one_call_fewer():
+  group = short_timeout_group()
+  case = Case(ep.EpLayerConfig(group, name="moe_3"))
+  step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
+  topk_idx = case.put(case.topk_idx)
+  for _ in range(2):
+    jax.block_until_ready(step(topk_idx))
+  if ODD:
+    multihost_utils.sync_global_devices("timeout")
+    with pytest.raises(RuntimeError) as error:
+      ep.ep_finalize(group)
+    expect_words(
+      error, "ep_finalize", "rank 0", '(layer "moe_3"), step 2 of', "equally"
+    )
+  else:
+    expect_timeout(
+      lambda: step(topk_idx),
+      '(layer "moe_3"), step 2 of',
+      f"rank {RANKS - 1} (process {RANKS - 1}) whose last op was",
+      '(layer "moe_3"), step 1 of',
+    )
+    ep.ep_finalize(group)
+
+
+def test_other_programs():
+  group = short_timeout_group()
+  case = Case(ep.EpLayerConfig(group))
+
+  def train(x):
+    return ep.ep_prepare(case.layer, x).group_sizes
+
+  def evaluate(x):
+    return ep.ep_prepare(case.layer, x).token_counts
+
+  expect_timeout(
+    lambda: jax.jit(either(evaluate, train))(case.put(case.topk_idx)),
+    "jit_train",
+    "jit_evaluate",
+  )
+  ep.ep_finalize(group)
+
+
+def test_another_number_of_compilations():
+  """A program that one process alone compiles again is reported."""
+  group = short_timeout_group()
+  case = Case(ep.EpLayerConfig(group, name="moe_3"))
+  step = jax.jit(lambda x: ep.ep_prepare(case.layer, x).group_sizes)
+  topk_idx = case.put(case.topk_idx)
+  if ODD:
+    options = {"xla_backend_optimization_level": 0}
+    step.lower(topk_idx).compile(compiler_options=options)
+  expect_timeout(
+    lambda: step(topk_idx), "another copy", "compile it alike", "moe_3"
+  )
+  ep.ep_finalize(group)
+
+
+@pytest.mark.parametrize(
+  "odd, others",
+  [
+    ("--xla_a=1 --xla_b=2", "--xla_a=1"),
+    ("--xla_a=2 --xla_a=1", "--xla_a=2"),
+    ("", "--xla_a=1"),
+  ],
+)
+def test_other_flags_of_xla(monkeypatch, odd, others):
+  count = f"--xla_force_host_platform_device_count={1 + ODD}"
+  # Scripts that append to the variable may put a space before the first flag.
+  monkeypatch.setenv("XLA_FLAGS", f" {count} {either(odd, others)}")
+  with pytest.raises(ValueError) as error:
+    bootstrap(make_mesh({"ep": RANKS}))
+  expect_words(error, "XLA_FLAGS = ", "--xla_a=1", "same options")
+  assert "device_count" not in str(error.value)
+
+
+def test_other_options_of_jax(monkeypatch):
+  with jax.default_matmul_precision("highest"):
+    monkeypatch.setenv("XLA_FLAGS", either("--xla_dump_to=/x", ""))
+    ep.ep_finalize(bootstrap(make_mesh({"ep": RANKS})))
+  level = jax.config.jax_optimization_level
+  jax.config.update("jax_optimization_level", either("O1", level))
+  try:
+    with pytest.raises(ValueError) as error:
+      bootstrap(make_mesh({"ep": RANKS}))
+  finally:
+    jax.config.update("jax_optimization_level", level)
+  expect_words(error, "jax_optimization_level = ", "O1", "same options")
+
+
+@pytest.mark.parametrize(
+  "name", ["the version of jax", "the digest of the ep package"]
+)
+def test_other_versions(monkeypatch, name):
+  if ODD:
+    theirs = versions.versions("host") | {name: "another"}
+    monkeypatch.setattr(agreement, "versions", lambda _: theirs)
+  with pytest.raises(ValueError) as error:
+    bootstrap(make_mesh({"ep": RANKS}))
+  expect_words(error, f"{name} = ", "another", "same versions")

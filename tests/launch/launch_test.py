@@ -1,0 +1,660 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher starts, monitors and ends ranks as its docstring says."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ep import launch
+from ep._src.native import gpus
+
+# Bazel runs this file as the only rank of a launcher, which sets these.
+_VARIABLES_OF_A_RANK = [
+  "JAX_COORDINATOR_ADDRESS",
+  "JAX_COORDINATOR_BIND_ADDRESS",
+  "JAX_NUM_PROCESSES",
+  "JAX_PROCESS_ID",
+  "XLA_FLAGS",
+]
+
+
+@pytest.fixture(autouse=True)
+def environment_without_a_launcher(monkeypatch):
+  for name in _VARIABLES_OF_A_RANK:
+    monkeypatch.delenv(name, raising=False)
+
+
+_STUCK = "import time; time.sleep(600)"
+
+
+def _launch(code, *args, **kwargs):
+  """Runs Python code on two ranks, with short time limits."""
+  options = dict(num_processes=2, timeout_s=50.0, grace_s=0.5)
+  return launch.launch(
+    ["-c", textwrap.dedent(code), *args], **(options | kwargs)
+  )
+
+
+def _python(argv, env=None, **options):
+  """Starts a Python process with the import path of this one."""
+  path = os.pathsep.join(filter(None, sys.path))
+  return subprocess.Popen(
+    [sys.executable, *argv],
+    env={**os.environ, "PYTHONPATH": path, **(env or {})},
+    **options,
+  )
+
+
+def _launcher(log_dir, *args, **options):
+  """Starts `python -m ep.launch` with two ranks."""
+  flags = ["--num_processes=2", f"--log_dir={log_dir}"]
+  return _python(["-m", "ep.launch", *flags, *args], **options)
+
+
+def _wait_until(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline, "the condition did not become true"
+    time.sleep(0.02)
+
+
+def _is_running(pid):
+  """Returns whether a process exists and is not a zombie."""
+  with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return state.split()[0] != "Z"
+  return False
+
+
+def test_ranks_have_their_variables_and_logs_are_kept(tmp_path, capsys):
+  code = """
+    import os, sys
+    print(os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"])
+    print(sys.argv[1:], os.environ["EXTRA"], file=sys.stderr)
+  """
+  result = _launch(
+    code, "a b", num_processes=3, log_dir=tmp_path, env={"EXTRA": "é"}
+  )
+  assert result == 0
+  logs = [(tmp_path / f"rank_{r}.log").read_text() for r in range(3)]
+  assert logs == [f"{r} 3\n['a b'] é\n" for r in range(3)]
+  assert capsys.readouterr().out == logs[0]
+
+
+def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
+  monkeypatch.setenv(
+    "XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=4 --b=2"
+  )
+  code = "import os; print(os.environ['XLA_FLAGS'].split())"
+  assert _launch(code, log_dir=tmp_path, devices_per_process=3) == 0
+  flags = ["--a=1", "--b=2", "--xla_force_host_platform_device_count=3"]
+  assert (tmp_path / "rank_1.log").read_text() == f"{flags}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc and /proc")
+@pytest.mark.parametrize("by_default", [True, False])
+def test_ranks_keep_freed_memory(tmp_path, monkeypatch, by_default):
+  """Ranks keep it unless the user has set malloc's variables."""
+  if not by_default:
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+  code = """
+    import ctypes, resource
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    size = 64 << 20
+    def faults_of_use():
+      before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+      data = libc.malloc(size)
+      ctypes.memset(data, 1, size)
+      libc.free(data)
+      return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    faults_of_use()
+    print(faults_of_use() < 100)
+  """
+  assert _launch(code, log_dir=tmp_path) == 0
+  assert (tmp_path / "rank_1.log").read_text() == f"{by_default}\n"
+
+
+_SHOW_GPU = """
+  import os
+  for name in ["CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE",
+               "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_MAX_CTAS"]:
+    print(os.environ.get(name))
+"""
+
+
+@pytest.mark.parametrize(
+  "ranks_per_gpu, expected",
+  [
+    (1, [["2", None, None, None], ["GPU-7", None, None, None]]),
+    (2, [["2", "1", "0.375", None]] * 2),
+    (4, [["2", "1", "0.188", "4"]] * 2),
+  ],
+)
+def test_each_rank_has_its_gpu(tmp_path, monkeypatch, ranks_per_gpu, expected):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
+  monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+  options = dict(ranks_per_gpu=ranks_per_gpu, log_dir=tmp_path)
+  assert _launch(_SHOW_GPU, **options) == 0
+  logs = [(tmp_path / f"rank_{r}.log").read_text().split() for r in range(2)]
+  assert logs == [[str(value) for value in rank] for rank in expected]
+
+
+def test_ranks_that_share_a_gpu_keep_the_users_variables(monkeypatch):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  monkeypatch.setenv("NCCL_MAX_CTAS", "7")
+  for variables in gpus.rank_variables(8, 8):
+    assert "NCCL_MAX_CTAS" not in variables
+
+
+def test_too_few_gpus_are_not_shared_by_default(monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  with pytest.raises(ValueError, match="2 GPUs.*1 are.*--ranks_per_gpu=2"):
+    _launch("")
+
+
+@pytest.mark.parametrize(
+  "provide",
+  [
+    None,
+    "jax_plugins/xla_cuda13/__init__.py",
+    "cuda-1.dist-info/entry_points.txt",
+  ],
+)
+def test_a_missing_plugin_is_named(tmp_path, monkeypatch, provide):
+  """JAX finds a plugin by its module or its entry point; either suffices."""
+  if provide:
+    (tmp_path / provide).parent.mkdir(parents=True)
+    (tmp_path / provide).write_text("[jax_plugins]\ncuda = cuda\n")
+  # No other plugin package can be found on this path.
+  monkeypatch.setattr(sys, "path", [str(tmp_path)])
+  monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  gpus.check_plugin()
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+  if provide:
+    return gpus.check_plugin()
+  with pytest.raises(RuntimeError, match=r"CUDA plugin .*jax_gpu.*cuda13"):
+    gpus.check_plugin()
+
+
+def test_ranks_without_a_plugin_say_so(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+  code = """
+    import importlib.metadata, sys
+    sys.modules["jax_plugins"] = None
+    importlib.metadata.entry_points = lambda group: ()
+    from ep import launch
+    launch.initialize()
+  """
+  assert _launch(code, log_dir=tmp_path) == 1
+  assert "has no CUDA plugin" in (tmp_path / "rank_0.log").read_text()
+
+
+def test_gpus_are_counted(monkeypatch, tmp_path):
+  smi = tmp_path / "nvidia-smi"
+  smi.write_text("#!/bin/sh\necho GPU 0: H200\necho GPU 1: H200\n")
+  smi.chmod(0o700)
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+  assert gpus.visible() == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+  "end, code, told",
+  [
+    ("sys.exit(7)", 7, "failed with exit code 7"),
+    ("os.kill(os.getpid(), 9)", 128 + 9, "was killed by signal 9; out of mem"),
+  ],
+)
+def test_one_failure_ends_all(tmp_path, capsys, end, code, told):
+  program = f"""
+    import os, sys, time
+    print("hello from", os.environ["JAX_PROCESS_ID"])
+    if os.environ["JAX_PROCESS_ID"] == "1":
+      {end}
+    time.sleep(600)
+  """
+  assert _launch(program, log_dir=tmp_path) == code
+  out = capsys.readouterr().out
+  assert f"rank 1 {told}" in out
+  assert "  | hello from 1" in out
+  assert "rank 0 was still running after another's failure" in out
+  assert "most recent call first" in (tmp_path / "rank_0.log").read_text()
+
+
+def test_survivors_may_report_within_the_grace(tmp_path, capsys):
+  program = """
+    import os, sys, time
+    rank = int(os.environ["JAX_PROCESS_ID"])
+    time.sleep(0.5 * rank)
+    sys.exit(f"error seen by {rank}" if rank else 5)
+  """
+  assert _launch(program, log_dir=tmp_path, grace_s=20.0) == 5
+  first, *others = capsys.readouterr().out.splitlines()
+  assert "rank 0 failed with exit code 5; its log is" in first
+  assert len(others) == 1
+  assert "rank 1 failed with exit code 1: error seen by 1; its l" in others[0]
+
+
+@pytest.mark.parametrize("way", ["os.kill(os.getpid(), 9)", "sys.exit(9)"])
+def test_the_culprit_is_reported_first(tmp_path, capsys, way):
+  """A killed rank is it, even if others end at the same time."""
+  program = f"""
+    import os, pathlib, sys, time
+    rank = int(os.environ["JAX_PROCESS_ID"])
+    died = pathlib.Path({str(tmp_path / "died")!r})
+    if rank == 2:
+      died.touch()
+      {way}
+    while not died.exists():
+      time.sleep(0.001)
+    time.sleep(0.0 if "kill" in {way!r} else 0.5)
+    print("line", 1)
+    sys.exit(f"rank {{rank}} lost rank 2")
+  """
+  code = _launch(program, num_processes=3, log_dir=tmp_path, grace_s=20.0)
+  assert code == (128 + 9 if "kill" in way else 9)
+  out = capsys.readouterr().out.splitlines()
+  first, *others = [line for line in out if line.startswith("ep.launch: ")]
+  assert first.startswith("ep.launch: rank 2 ")
+  for rank, line in zip(range(2), sorted(others), strict=True):
+    assert f"rank {rank} failed with exit code 1: rank {rank} lost" in line
+  assert "  | line 1" not in out
+
+
+@pytest.mark.parametrize(
+  "joins, code", [([0, 1], 0), ([], 0), ([1], 1)], ids=str
+)
+def test_ranks_that_run_alone_are_named(capsys, joins, code):
+  """Some without the others are a failure: all together would be no job."""
+  program = f"""
+    import os, sys
+    if os.environ["JAX_PROCESS_ID"] in {str(joins)!r}:
+      open(os.environ["EP_LAUNCH_JOINED"], "w").close()
+  """
+  assert _launch(program) == code
+  errors = capsys.readouterr().err
+  alone = ", ".join(str(rank) for rank in range(2) if rank not in joins)
+  assert alone in errors
+  assert ("Call ep.launch.initialize() before" in errors) == bool(alone)
+
+
+def test_timeout_ends_all_and_logs_their_stacks(tmp_path, capsys):
+  program = f"def am_stuck():\n  {_STUCK}\nam_stuck()"
+  assert _launch(program, log_dir=tmp_path, timeout_s=1.0) == 124
+  assert "rank 1 was still running at the timeout" in capsys.readouterr().out
+  for rank in range(2):
+    assert "in am_stuck" in (tmp_path / f"rank_{rank}.log").read_text()
+
+
+def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch):
+  monkeypatch.setattr(launch, "_KILL_AFTER_S", 0.2)
+  program = f"""
+    import faulthandler, signal
+    faulthandler.disable()
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)
+    {_STUCK}
+  """
+  assert _launch(program, timeout_s=1.0) == 124
+
+
+def test_temporary_logs_are_removed_unless_something_failed(
+  tmp_path, monkeypatch
+):
+  monkeypatch.delenv("TEST_UNDECLARED_OUTPUTS_DIR", raising=False)
+  monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+  assert _launch("") == 0
+  assert not list(tmp_path.iterdir())
+  assert _launch("raise SystemExit(1)") == 1
+  assert len(list(tmp_path.glob("*/rank_*.log"))) == 2
+
+
+def test_bazel_keeps_the_logs_of_every_launch(tmp_path, monkeypatch):
+  monkeypatch.setenv("TEST_UNDECLARED_OUTPUTS_DIR", str(tmp_path))
+  for _ in range(2):
+    assert _launch("") == 0
+  assert len(list(tmp_path.glob("*/rank_*.log"))) == 4
+
+
+def test_a_child_of_a_rank_does_not_outlive_it(tmp_path):
+  program = f"""
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", {_STUCK!r}])
+    print(child.pid)
+  """
+  assert _launch(program, log_dir=tmp_path) == 0
+  for rank in range(2):
+    pid = int((tmp_path / f"rank_{rank}.log").read_text())
+    _wait_until(lambda pid=pid: not _is_running(pid))
+
+
+def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
+  """JAX's own handler of SIGTERM, which ignores it, is not installed."""
+  program = """
+import time, jax
+from ep import launch
+launch.initialize()
+print(jax.device_count())
+time.sleep(600)
+"""
+  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  begin = time.monotonic()
+  launcher.send_signal(signal.SIGTERM)
+  assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
+  assert time.monotonic() - begin < 5  # The grace is 10 s.
+  assert [log.read_text() for log in logs] == ["2\n", "2\n"]
+
+
+def test_the_job_continues_when_stdout_is_closed(tmp_path):
+  """The job continues in a pipe to `head`, and reports errors to stderr."""
+  program = """
+import os, sys, time
+print("first")
+time.sleep(0.5)
+for i in range(20_000):
+  print(i)
+time.sleep(0.5)
+open(os.environ["DONE"] + os.environ["JAX_PROCESS_ID"], "w").close()
+if os.environ["JAX_PROCESS_ID"] == "1":
+  sys.exit(3)
+"""
+  launcher = _launcher(
+    tmp_path,
+    str(_script(tmp_path, program)),
+    env={"DONE": str(tmp_path / "done_")},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert launcher.stdout.readline() == b"first\n"
+  launcher.stdout.close()
+  stderr = launcher.stderr.read().decode()
+  assert launcher.wait(timeout=20) == 3
+  assert all((tmp_path / f"done_{rank}").exists() for rank in range(2))
+  assert (tmp_path / "rank_0.log").read_text().endswith("\n19999\n")
+  assert stderr.startswith("ep.launch: rank 1 failed with exit code 3")
+  assert "  | 19999\n" in stderr
+
+
+def test_output_that_the_terminal_cannot_encode(tmp_path):
+  """Such characters are escaped, and all other output is kept."""
+  program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
+  launcher = _launcher(
+    tmp_path,
+    str(_script(tmp_path, program)),
+    env={"PYTHONIOENCODING": "ascii"},
+    stdout=subprocess.PIPE,
+  )
+  assert launcher.communicate()[0] == b"a caf\\xe9\nand more\n"
+
+
+@pytest.mark.parametrize(
+  "options, error, words",
+  [
+    (dict(num_processes=0), ValueError, ["num_processes = 0", "positive"]),
+    (dict(num_processes=-1), ValueError, ["num_processes = -1", "positive"]),
+    (dict(num_processes="2"), TypeError, ["num_processes = '2'", "integer"]),
+    (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
+    (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
+    (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
+    (dict(log_dir="/proc/nope"), ValueError, ["log_dir = '/proc/n", "another"]),
+  ],
+  ids=str,
+)
+def test_launch_refuses(options, error, words):
+  with pytest.raises(error) as info:
+    _launch("", **options)
+  for word in ["ep.launch", *words]:
+    assert word in str(info.value)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_launcher(tmp_path, signum):
+  program = f"""
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+print(os.getpid())
+{_STUCK}
+"""
+  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+  pids = [int(log.read_text()) for log in logs]
+  assert all(_is_running(pid) for pid in pids)
+  launcher.send_signal(signum)
+  expected = -signum if signum == signal.SIGKILL else 128 + signum
+  assert launcher.wait(timeout=20) == expected
+  _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+  told = signum == signal.SIGTERM
+  assert all(("told to end" in log.read_text()) == told for log in logs)
+
+
+def _script(folder, text):
+  path = folder / "script.py"
+  path.write_text(text)
+  return path
+
+
+def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
+  script = _script(tmp_path, "import sys; print(sys.argv[1:])")
+  monkeypatch.setattr(launch.sys, "path", [str(tmp_path), *sys.path])
+  for program in ([str(script)], ["-m", "script"]):
+    argv = ["launch", "--num_processes=1", *program, "--num_processes=9", "-m"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert launch.main() == 0
+    assert capsys.readouterr().out == "['--num_processes=9', '-m']\n"
+  monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=1"])
+  with pytest.raises(SystemExit):
+    launch.main()
+  assert "name a program" in capsys.readouterr().err
+  monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=0", "a.py"])
+  with pytest.raises(SystemExit) as exit:
+    launch.main()
+  assert exit.value.code == 2
+  assert "num_processes = 0, but it must be" in capsys.readouterr().err
+
+
+def test_ranks_of_tests_load_no_plugin_of_the_host(tmp_path):
+  info = tmp_path / "host_plugin-1.dist-info"
+  info.mkdir()
+  (info / "METADATA").write_text("Name: host_plugin\nVersion: 1\n")
+  (info / "entry_points.txt").write_text("[pytest11]\nhost = host_plugin\n")
+  (tmp_path / "host_plugin.py").write_text("raise ImportError('loaded')")
+  (tmp_path / "one_test.py").write_text("def test_one(): pass")
+  path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+  runner = pathlib.Path(__file__).parents[1] / "run_ranks.py"
+  process = _python(
+    [runner, "--world=1x1", "--timeout=60", str(tmp_path / "one_test.py")],
+    {"PYTHONPATH": path},
+    stdout=subprocess.PIPE,
+  )
+  assert "1 passed" in process.communicate()[0].decode()
+  assert process.returncode == 0
+
+
+def test_a_reserved_port_is_not_reserved_twice():
+  with launch._reserved_port() as one, launch._reserved_port() as two:
+    assert one != two
+
+
+def test_ranks_join_jax_and_an_exception_does_not_wait_for_the_others(
+  tmp_path, capsys
+):
+  program = """
+    from ep import launch
+    launch.initialize()
+    launch.initialize()
+    import jax, time
+    jax.config.update("jax_platforms", "cpu")  # there are no devices yet
+    assert not jax._src.xla_bridge.backends_are_initialized()
+    print(jax.process_index(), jax.local_device_count(), jax.device_count())
+    if jax.process_index() == 1:
+      raise ValueError("as planned")
+    time.sleep(600)
+  """
+  code = _launch(program, devices_per_process=2, log_dir=tmp_path)
+  assert code == 1
+  for rank in range(2):
+    assert f"{rank} 2 4\n" in (tmp_path / f"rank_{rank}.log").read_text()
+  assert "ValueError: as planned" in (tmp_path / "rank_1.log").read_text()
+  assert capsys.readouterr().err == ""
+
+
+def test_ranks_survive_the_death_of_rank_0_and_end_without_it(tmp_path):
+  program = """
+    import jax, os, signal, time
+    from ep import launch
+    launch.initialize()
+    print(jax.device_count())
+    if jax.process_index() == 0:
+      os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2)
+    print("alive")
+  """
+  code = _launch(program, num_processes=3, log_dir=tmp_path, grace_s=20.0)
+  assert code == 128 + signal.SIGKILL
+  for rank in range(1, 3):
+    assert (tmp_path / f"rank_{rank}.log").read_text() == "3\nalive\n"
+
+
+def test_without_a_coordinator_no_rank_waits_for_it(
+  tmp_path, monkeypatch, capsys
+):
+  broken = _script(tmp_path, "raise SystemExit('no jaxlib here')")
+  monkeypatch.setattr(launch, "_COORDINATOR", str(broken))
+  assert _launch(_STUCK, log_dir=tmp_path) == 1
+  out = capsys.readouterr().out
+  assert "coordinator failed with exit code 1" in out
+  assert "  | no jaxlib here" in out
+
+
+def test_ep_has_the_launcher_and_initializes_no_devices(tmp_path):
+  """Importing ep.launch, or running it as a module, gives no warning."""
+  program = """
+from ep import launch
+import ep
+assert ep.launch is launch and not hasattr(ep, "lunch")
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+  process = _python(["-W", "error", "-c", program], stdout=subprocess.PIPE)
+  assert process.communicate()[0] == b"False\n"
+  script = _script(tmp_path, "import ep; ep.launch.initialize(); print('in')")
+  process = _python(
+    ["-W", "error", "-m", "ep.launch", "--num_processes=1", str(script)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert process.communicate() == (b"in\n", b"")
+
+
+def test_an_old_jax_is_refused_with_the_cure(tmp_path):
+  (tmp_path / "jax.py").write_text(
+    "__version__ = '0.9.2'; __version_info__ = (0, 9, 2)"
+  )
+  path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+  sentence = (
+    "ep needs jax 0.10.2 or newer, but jax 0.9.2 is installed;"
+    ' run: pip install --upgrade "jax>=0.10.2"'
+  )
+  for argv, lines in [
+    (["-c", "import ep"], None),  # an ImportError
+    (["-m", "ep"], 1),
+    (["-m", "ep.launch", "--help"], 1),
+  ]:
+    process = _python(argv, {"PYTHONPATH": path}, stderr=subprocess.PIPE)
+    errors = process.communicate()[1].decode().splitlines()
+    assert process.returncode == 1
+    assert f"ImportError: {sentence}" in errors[-1]
+    assert lines in (None, len(errors)), errors
+
+
+def test_the_library_may_be_loaded_before_jax_has_devices():
+  """JAX then makes its devices, which it could not do afterwards."""
+  program = """
+from ep._src.native import ffi
+ffi.library("host")
+import jax
+print(jax.devices()[0].platform)
+"""
+  process = _python(["-c", program], stdout=subprocess.PIPE)
+  assert process.communicate()[0] == b"cpu\n"
+
+
+def _slurm(rank, job):
+  """Returns what srun sets for each of two tasks on one host."""
+  return {
+    "SLURM_JOB_ID": str(job),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": str(rank),
+    "SLURM_LOCALID": str(rank),
+  }
+
+
+def _job_of_a_free_port():
+  """Returns a job number for which JAX derives a port that is free."""
+  first = 2**16 - 2**12
+  for job in range(os.getpid() % 2**12, 2**13):
+    with socket.socket() as probe, contextlib.suppress(OSError):
+      probe.bind(("", first + job % 2**12))
+      return job
+  raise AssertionError("no port is free")
+
+
+def test_initialize_joins_the_tasks_of_slurm():
+  text = """
+import ep, jax
+ep.launch.initialize()
+ep.launch.initialize()
+print(jax.process_index(), jax.process_count(), jax.device_count())
+"""
+  job = _job_of_a_free_port()
+  tasks = [
+    _python(["-c", text], _slurm(rank, job), stdout=subprocess.PIPE)
+    for rank in range(2)
+  ]
+  outputs = [task.communicate(timeout=60)[0].decode() for task in tasks]
+  assert outputs == ["0 2 2\n", "1 2 2\n"]
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"],
+)
+def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
+  monkeypatch.setenv(name, "4")
+  with pytest.raises(
+    RuntimeError, match=f"{name} = 4.*JAX_COORDINATOR_ADDRESS"
+  ):
+    launch.initialize()
+
+
+def test_initialize_does_nothing_alone(monkeypatch):
+  hook = sys.excepthook
+  launch.initialize()
+  monkeypatch.setenv("WORLD_SIZE", "1")
+  launch.initialize()
+  for name, value in (_slurm(0, 1) | {"SLURM_NTASKS": "1"}).items():
+    monkeypatch.setenv(name, value)
+  launch.initialize()
+  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+  monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+  launch.initialize()
+  assert sys.excepthook is hook

@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep.lax.ragged_all_to_all moves the rows that its specification says."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import export, lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import ml_dtypes
+import numpy as np
+import pytest
+
+from conftest import assert_shards_equal, make_mesh, to_global
+import ep
+
+N, M, H = 13, 17, 3  # rows of operand and of output, and elements of a row
+OUTER, INNER = "outer", "inner"  # axes
+FOUR = [range(4)]  # one group of ranks
+
+
+class Slices(NamedTuple):
+  """Integers [P, K]: those of each rank."""
+
+  input_offsets: np.ndarray
+  send_sizes: np.ndarray
+  output_offsets: np.ndarray
+  recv_sizes: np.ndarray
+
+
+def moves(slices, groups):
+  """Yields source and target of each slice: a rank and its rows."""
+  for group in groups:
+    each = slices.send_sizes.shape[1] // len(group)
+    for source in group:
+      for i, target in enumerate(np.repeat(group, each)):
+        there, size, here, _ = (x[source, i] for x in slices)
+        yield (
+          (source, slice(there, there + size)),
+          (target, slice(here, here + size)),
+        )
+
+
+def moved(operand, output, slices, groups):
+  """Returns what all ranks get, for arrays [P, N, ...] and [P, M, ...]."""
+  result = output.copy()
+  for source, target in moves(slices, groups):
+    result[target] = operand[source]
+  return result
+
+
+def moved_back(ct, operand, slices, groups):
+  """Returns the cotangents of operand and output."""
+  operand_ct, output_ct = np.full_like(operand, -0.0), ct.copy()
+  is_sent = np.zeros(operand.shape[:2], bool)
+  for source, target in moves(slices, groups):
+    operand_ct[source] += ct[target]
+    is_sent[source] = True
+    output_ct[target] = 0
+  return np.where(is_sent[..., None], operand_ct, 0), output_ct
+
+
+def draw(rng, groups, each=2, kind="any"):
+  """Returns slices that do not overlap where they go, `each` for a rank."""
+  count = len(groups[0]) * each
+  shape = sum(map(len, groups)), count
+  slices = Slices(*(np.zeros(shape, np.int32) for _ in Slices._fields))
+  for group in groups:
+    for position, target in enumerate(group):
+      # Cut the rows of the target at random; every other piece is a gap.
+      cuts = np.sort(rng.integers(0, M + 1, size=2 * count))
+      if kind == "full":
+        cuts = np.repeat(np.linspace(0, M, count + 1).astype(int), 2)[1:-1]
+      for k, (start, end) in enumerate(rng.permutation(cuts.reshape(-1, 2))):
+        at = group[k // each], position * each + k % each
+        size = 0 if kind == "empty" else min(end - start, N)
+        slices.input_offsets[at] = rng.integers(0, N - size + 1)
+        slices.send_sizes[at] = slices.recv_sizes[target, k] = size
+        slices.output_offsets[at] = start
+  return slices
+
+
+def small(rng, *shape):
+  """Returns floats whose sums are exact, and some zeros with a sign."""
+  x = rng.integers(-9, 10, size=shape).astype(np.float32)
+  return np.where(x == 0, -0.0, x).astype(np.float32)
+
+
+def on_ranks(fn, mesh, **options):
+  """Returns a jitted program of `fn` of a rank's arrays, given [P, ...]."""
+
+  def of_rank(*args):
+    outs = fn(*jax.tree.map(lambda x: x[0], args))
+    return jax.tree.map(lambda x: x[None], outs)
+
+  spec = P(tuple(options.get("axis_names", mesh.axis_names)))
+  options |= dict(mesh=mesh, in_specs=spec, out_specs=spec)
+  return jax.jit(jax.shard_map(of_rank, **options))
+
+
+def place(mesh, *args):
+  """Returns arrays [P, ...] as global ones."""
+  spec = P(mesh.axis_names)
+  return jax.tree.map(lambda x: to_global(x, mesh, spec), args)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_values_and_derivatives_are_exact(ranks):
+  """Value, tangents, cotangents and second derivatives, of random slices."""
+  mesh, groups = make_mesh({INNER: ranks}), [range(ranks)]
+
+  def run(operand, output, slices, tangents, ct, weight):
+    def move(operand, output):
+      return ep.lax.ragged_all_to_all(operand, output, *slices, axis_name=INNER)
+
+    def grad(operand, output):
+      def loss(*args):
+        return (weight * move(*args) ** 2).sum() / 2
+
+      return jax.grad(loss, (0, 1))(operand, output)
+
+    value, tangent = jax.jvp(move, (operand, output), tangents)
+    _, vjp = jax.vjp(move, operand, output)
+    _, second = jax.jvp(grad, (operand, output), tangents)
+    return value, tangent, vjp(ct), second
+
+  program = on_ranks(run, mesh, check_vma=ranks % 2 == 0)
+  rng = np.random.default_rng(ranks)
+  for kind in ["any"] * 8 + ["empty", "full"]:
+    slices = draw(rng, groups, kind=kind)
+    operand, output, *tangents, ct, weight = (
+      small(rng, ranks, rows, H) for rows in (N, M, N, M, M, M)
+    )
+    tangent = moved(*tangents, slices, groups)
+    second = moved_back(weight * tangent, operand, slices, groups)
+    args = operand, output, slices, tuple(tangents), ct, weight
+    actual = program(*place(mesh, *args))
+    # Zeros of products may have either sign.
+    expected = moved(operand, output, slices, groups), tangent
+    expected += (moved_back(ct, operand, slices, groups),)
+    jax.tree.map(assert_shards_equal, actual[:3], expected)
+    jax.tree.map(
+      lambda x, y: assert_shards_equal(x + 0, y + 0), actual[3], second
+    )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_transformations_and_axes(check_vma):
+  """Loops, examples, groups and several axes move the same rows."""
+  mesh = make_mesh({OUTER: 2, INNER: 2})
+  rng = np.random.default_rng(0)
+  operand, output, ct = (small(rng, 4, rows, H) for rows in (N, M, M))
+  pairs, groups = [(0, 1), (2, 3)], [(3, 0), (1, 2)]
+  examples = [
+    [draw(rng, ranks) for _ in "123"] for ranks in (FOUR, pairs, groups)
+  ]
+
+  def run(operand, output, ct, *slices):
+    both = dict(axis_name=(OUTER, INNER))
+    by_both, by_inner, by_group = slices
+
+    def move(slices, operand=operand, **axis):
+      return ep.lax.ragged_all_to_all(operand, output, *slices, **axis)
+
+    def grad(slices, **axis):
+      def fn(operand, output):
+        return ep.lax.ragged_all_to_all(operand, output, *slices, **axis)
+
+      return jax.vjp(fn, operand, output)[1](ct)
+
+    def step(count, slices):
+      return count + 1, move(slices, **both)
+
+    def of_examples(fn, slices, **axis):
+      return jax.vmap(functools.partial(fn, **axis))(slices)
+
+    first = jax.tree.map(lambda x: x[0], by_both)
+    move_rows = functools.partial(move, first, **both)
+    grouped = dict(both, axis_index_groups=groups)
+    return dict(
+      scan=lax.scan(step, 0, by_both)[1],
+      rows=jax.vmap(move_rows, 1, 1)(jnp.stack([operand, -operand], 1)),
+      both=of_examples(move, by_both, **both),
+      both_grad=of_examples(grad, by_both, **both),
+      inner=of_examples(move, by_inner, axis_name=INNER),
+      inner_grad=of_examples(grad, by_inner, axis_name=INNER),
+      grouped=of_examples(move, by_group, **grouped),
+      grouped_grad=of_examples(grad, by_group, **grouped),
+    )
+
+  stack = functools.partial(jax.tree.map, lambda *x: np.stack(x, 1))
+  args = place(mesh, operand, output, ct, *(stack(*x) for x in examples))
+  actual = on_ranks(run, mesh, check_vma=check_vma)(*args)
+
+  expected = {}
+  for name, ranks, draws in zip(
+    ["both", "inner", "grouped"], [FOUR, pairs, groups], examples, strict=True
+  ):
+    values = [moved(operand, output, x, ranks) for x in draws]
+    grads = [moved_back(ct, operand, x, ranks) for x in draws]
+    expected |= {name: stack(*values), f"{name}_grad": stack(*grads)}
+  expected["scan"] = expected["both"]
+  expected["rows"] = np.stack(
+    [moved(x, output, examples[0][0], FOUR) for x in (operand, -operand)], 2
+  )
+  jax.tree.map(assert_shards_equal, actual, expected)
+
+
+def test_no_examples_have_values_and_derivatives():
+  """A `vmap` over none of them returns empty arrays, as JAX's ops do."""
+  mesh = make_mesh({INNER: 4})
+  operand, output = (np.zeros((4, 0, rows, H), np.float32) for rows in (N, M))
+  slices = Slices(*np.zeros((4, 4, 0, 8), np.int32))
+
+  @jax.vmap
+  def run(operand, output, slices):
+    def fn(*args):
+      return move(*args, slices)
+
+    value, vjp = jax.vjp(fn, operand, output)
+    return value, *vjp(value)
+
+  actual = on_ranks(run, mesh)(*place(mesh, operand, output, slices))
+  jax.tree.map(assert_shards_equal, actual, (output, operand, output))
+
+
+def test_many_slices_take_no_table_of_rows():
+  """Temporaries are below a byte for each pair of a slice and a row."""
+  mesh, count, rows = make_mesh({INNER: 4}), 256, 4096
+  operand, output = np.zeros((4, 1)), np.zeros((4, rows))
+  slices = Slices(*np.zeros((4, 4, count), int))
+  program = on_ranks(move, mesh).lower(*place(mesh, operand, output, slices))
+  temporaries = program.compile().memory_analysis().temp_size_in_bytes
+  assert temporaries < count * rows
+
+
+_DTYPES = [
+  np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32,
+  np.bool_, np.int8, np.uint16, np.int32, np.complex64,
+]  # fmt: skip
+
+
+def test_any_dtype_keeps_its_bits():
+  """Denormals and payloads of NaNs arrive, in rows of any shape.
+
+  Constants beside them are kept, and offsets may be of any integers.
+  """
+  mesh = make_mesh({INNER: 4})
+  rng = np.random.default_rng(0)
+  slices = draw(rng, FOUR, each=1)
+  typed = [
+    x.astype(t)
+    for x, t in zip(
+      slices, (np.int8, np.uint32, np.uint8, np.int32), strict=True
+    )
+  ]
+
+  def bits(dtype, rows, *trailing):
+    size = np.dtype(dtype).itemsize
+    words = rng.integers(0, 256, (4, rows, *trailing, size), np.uint8)
+    if dtype == np.bool_:
+      words &= 1
+    return words.view(dtype)[..., 0]
+
+  operands = [bits(dtype, N, H) for dtype in _DTYPES]
+  operands += [bits(np.float32, N), bits(np.float16, N, 2, H)]
+
+  def run(operands, typed):
+    return [
+      ep.lax.ragged_all_to_all(
+        x, jnp.ones((M, *x.shape[1:]), x.dtype), *typed, axis_name=INNER
+      )
+      for x in operands
+    ]
+
+  actual = on_ranks(run, mesh)(*place(mesh, operands, typed))
+  for got, x in zip(actual, operands, strict=True):
+    ones = np.ones((4, M, *x.shape[2:]), x.dtype)
+    expected = moved(x, ones, slices, FOUR)
+    assert_shards_equal(got, expected, nan_bits=True)
+
+
+# Each changes a sound slice of four rows, from rank 1 to rank 2.
+_BAD = {
+  "input_offsets": [-1, N - 3, 2**31 - 1, -(2**31)],
+  "send_sizes": [-1, 3, 5, 2**31 - 1, -(2**31)],
+  "output_offsets": [-1, M - 3, 2**31 - 1, -(2**31)],
+  "recv_sizes": [-1, 3, 5, 2**31 - 1],
+}
+
+
+def one_slice(**changes):
+  """Returns slices of which one has rows."""
+  slices = Slices(*np.zeros((4, 4, 4), np.int32))
+  slices.send_sizes[1, 2] = slices.recv_sizes[2, 1] = 4
+  slices.input_offsets[1, 2], slices.output_offsets[1, 2] = 3, 2
+  for name, value in changes.items():
+    getattr(slices, name)[(2, 1) if name == "recv_sizes" else (1, 2)] = value
+  return slices
+
+
+def move(operand, output, slices, op=ep.lax.ragged_all_to_all):
+  return op(operand, output, *slices, axis_name=INNER)
+
+
+def two_arrays():
+  rng = np.random.default_rng(0)
+  return small(rng, 4, N, H), small(rng, 4, M, H)
+
+
+@pytest.mark.parametrize("op", ["ep", "jax"])
+def test_a_bad_slice_fails_on_every_rank(op):
+  """The error has the numbers, and the next launch works."""
+  mesh = make_mesh({INNER: 4})
+  operand, output = two_arrays()
+  with ep.lax.install():
+    op = {"ep": ep.lax, "jax": lax}[op].ragged_all_to_all
+    program = on_ranks(functools.partial(move, op=op), mesh)
+
+    def run(slices):
+      out = program(*place(mesh, operand, output, slices))
+      return jax.block_until_ready(out)
+
+    for change in (
+      dict(input_offsets=N - 3),
+      dict(output_offsets=-1),
+      dict(recv_sizes=5),
+    ):
+      with pytest.raises(
+        ep.EpError, match="rank 1 sends 4 rows to rank 2, from"
+      ):
+        run(one_slice(**change))
+    # A slice without rows may be anywhere.
+    nowhere = dict(input_offsets=-1, output_offsets=2**31 - 1)
+    empty = one_slice(**nowhere, send_sizes=0, recv_sizes=0)
+    assert_shards_equal(run(empty), output)
+    expected = moved(operand, output, one_slice(), FOUR)
+    assert_shards_equal(run(one_slice()), expected)
+
+
+def test_a_bad_slice_in_a_group_names_ranks_of_the_axis():
+  """Groups count their ranks, but errors have indices of the axis."""
+  mesh = make_mesh({INNER: 4})
+  slices = Slices(*np.zeros((4, 4, 2), np.int32))
+  groups = [(3, 0), (1, 2)]
+  slices.send_sizes[3, 1], slices.send_sizes[2, 0] = 5, 5
+
+  def run(*args):
+    return ep.lax.ragged_all_to_all(
+      *args[:2], *args[2], axis_name=INNER, axis_index_groups=groups
+    )
+
+  with pytest.raises(ep.EpError, match="rank (3 .* rank 0|2 .* rank 1), from"):
+    args = place(mesh, *two_arrays(), slices)
+    jax.block_until_ready(on_ranks(run, mesh)(*args))
+
+
+def test_keys_are_refused_where_the_op_of_jax_is_replaced():
+  mesh = make_mesh({INNER: 4})
+  keys = jax.random.split(jax.random.key(0), 4)[:, None]
+  args = keys, keys, jax.tree.map(jnp.asarray, one_slice())
+  with ep.lax.install(), pytest.raises(TypeError, match="jax.random.key_data"):
+    fn = functools.partial(move, op=lax.ragged_all_to_all)
+    on_ranks(fn, mesh).trace(*args).lower()
+
+
+def check_no_bad_slice_is_sent(run, operand, output):
+  """Checks that `run` leaves `output`, and what is next to it, as it is."""
+  expected = moved(operand, output, one_slice(), FOUR)
+  assert_shards_equal(run(one_slice()), expected)
+  for name, values in _BAD.items():
+    for value in values:
+      assert_shards_equal(run(one_slice(**{name: value})), output)
+
+
+def test_an_exported_program_sends_no_bad_slice():
+  """JAX runs it in one process."""
+  mesh = make_mesh({INNER: 4})
+  args = place(mesh, *two_arrays(), one_slice())
+  exported = export.export(on_ranks(move, mesh))(*args)
+  if jax.process_count() == 1:
+    check_no_bad_slice_is_sent(
+      lambda slices: exported.call(*args[:2], *place(mesh, slices)),
+      *two_arrays(),
+    )
+
+
+def test_with_an_automatic_axis_no_bad_slice_is_sent():
+  """Elements of rows may be sharded over that axis."""
+  mesh = make_mesh({INNER: 4, OUTER: 2})
+  program = on_ranks(move, mesh, axis_names={INNER})
+  operand, output = (np.tile(x, 2) for x in two_arrays())
+  args = (to_global(x, mesh, P(INNER, None, OUTER)) for x in (operand, output))
+  run = functools.partial(program, *args)
+  check_no_bad_slice_is_sent(run, operand, output)
+
+
+def test_elements_may_be_sharded_over_an_explicit_axis():
+  """So are the result and the gradients, and JAX's op if it is replaced."""
+  mesh = make_mesh({INNER: 2, OUTER: 2}, (AxisType.Explicit,) * 2)
+  groups, rng = [range(2)], np.random.default_rng(0)
+  slices = draw(rng, groups)
+  operand, output, ct = (small(rng, 2, rows, 4) for rows in (N, M, M))
+
+  def run(operand, output, ct, slices):
+    value, vjp = jax.vjp(lambda *x: move(*x, slices), operand, output)
+    return value, move(operand, output, slices, lax.ragged_all_to_all), vjp(ct)
+
+  spec = P(INNER, None, OUTER)
+  args = [to_global(x, mesh, spec) for x in (operand, output, ct)]
+  args += [jax.tree.map(lambda x: to_global(x, mesh, P(INNER)), slices)]
+  with ep.lax.install():
+    actual = on_ranks(run, mesh, axis_names={INNER})(*args)
+  assert {x.sharding.spec for x in jax.tree.leaves(actual)} == {spec}
+  expected = moved(operand, output, slices, groups)
+  expected = expected, expected, moved_back(ct, operand, slices, groups)
+  jax.tree.map(assert_shards_equal, actual, expected)
+
+
+def test_install_is_for_code_of_others_and_can_be_undone():
+  """JAX's op runs, with its derivatives, and then does not any more."""
+  mesh = make_mesh({INNER: 4})
+  operand, output = two_arrays()
+  slices = one_slice()
+  args = place(mesh, operand, output, slices)
+
+  @functools.partial(on_ranks, mesh=mesh)
+  def run(operand, output, slices):
+    def fn(operand):
+      return move(operand, output, slices, lax.ragged_all_to_all)
+
+    value, vjp = jax.vjp(fn, operand)
+    return value, vjp(output)[0]
+
+  def fails():
+    with pytest.raises(ep.EpError, match="(?i)ragged.all.to.all"):
+      jax.block_until_ready(run(*args))
+
+  fails()
+  with ep.lax.install():
+    with ep.lax.install():
+      pass
+    outs = run(*args)
+    compiled = run.lower(*args).compile()
+  fails()
+  expected = (
+    moved(operand, output, slices, FOUR),
+    moved_back(output, operand, slices, FOUR)[0],
+  )
+  jax.tree.map(assert_shards_equal, outs, expected)
+  jax.tree.map(assert_shards_equal, compiled(*args), expected)
+
+
+@pytest.mark.parametrize("fn", [move, jax.vmap(move)], ids=["one", "vmap"])
+def test_on_other_platforms_it_is_the_op_of_jax(fn):
+  """The program for a TPU has that collective alone, also for examples."""
+  mesh = make_mesh({INNER: 4})
+  args = *two_arrays(), one_slice()
+  if fn is not move:
+    args = jax.tree.map(lambda x: np.stack([x, x], 1), args)
+  traced = on_ranks(fn, mesh).trace(*place(mesh, *args))
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
+  assert text.count("@ragged_all_to_all(") == 1
+  assert "all_gather" not in text and "callback" not in text
+
+
+def test_it_runs_outside_of_jit():
+  mesh = make_mesh({INNER: 4})
+  operand, output = two_arrays()
+  args = place(mesh, operand, output, one_slice())
+  eager = on_ranks(move, mesh).__wrapped__
+  expected = moved(operand, output, one_slice(), FOUR)
+  assert_shards_equal(eager(*args), expected)
+
+
+def test_offsets_of_64_bits_do_not_wrap():
+  mesh = make_mesh({INNER: 4})
+  operand, output = two_arrays()
+  with jax.enable_x64(True):
+    slices = [x.astype(np.int64) for x in one_slice()]
+    slices[0][1, 2] += 2**32
+    with pytest.raises(ep.EpError, match="from row 2147483647 of operand"):
+      args = place(mesh, operand, output, slices)
+      jax.block_until_ready(on_ranks(move, mesh)(*args))
+
+
+def test_what_does_not_fit_is_refused_when_it_is_traced():
+  """Each error names the argument."""
+  mesh = make_mesh({INNER: 4})
+  sound = dict(operand=np.zeros((N, H)), output=np.zeros((M, H)))
+  sound |= dict.fromkeys(Slices._fields, np.zeros(4, int))
+
+  def trace(groups=None, axis_name=INNER, **changes):
+    op = functools.partial(
+      ep.lax.ragged_all_to_all, axis_name=axis_name, axis_index_groups=groups
+    )
+    args = (sound | changes).values()
+    specs = dict(in_specs=P(), out_specs=P(INNER))
+    jax.eval_shape(jax.shard_map(op, mesh=mesh, **specs), *args)
+
+  trace()
+  with pytest.raises(ValueError, match="rows of one shape"):
+    trace(output=np.zeros((M, H + 1)))
+  with pytest.raises(ValueError, match=r"send_sizes is \[8\]"):
+    trace(send_sizes=np.zeros(8, int))
+  with pytest.raises(ValueError, match="multiple of the 4 ranks"):
+    trace(**dict.fromkeys(Slices._fields, np.zeros(6, int)))
+  with pytest.raises(TypeError, match="output of int32"):
+    trace(output=np.zeros((M, H), int))
+  with pytest.raises(TypeError, match="recv_sizes is float32"):
+    trace(recv_sizes=np.zeros(4))
+  keys = dict.fromkeys(
+    ["operand", "output"], jax.random.split(jax.random.key(0))
+  )
+  with pytest.raises(TypeError, match="jax.random.key_data"):
+    trace(**keys)
+  with pytest.raises(ValueError, match="axis_name is empty"):
+    trace(axis_name=())
+  for groups in ([[0, 1], [2]], [[0, 1], [1, 2]]):
+    with pytest.raises(ValueError, match="axis_index_groups"):
+      trace(groups)
+  with pytest.raises(NotImplementedError, match="use jax.shard_map"):
+    op = functools.partial(ep.lax.ragged_all_to_all, axis_name="v")
+    rows, ints = np.zeros((4, N)), np.zeros((4, 4), int)
+    jax.vmap(op, axis_name="v")(rows, rows, ints, ints, ints, ints)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls and their derivatives equal a loop over the slabs."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep._src.matmul import by_ragged_dot, by_tiles
+from ep._src.matmul import grouped_matmul as gm
+from ep._src.native import ffi
+
+C, F, G = 300, 5, 7
+
+# Sizes of slabs: within a tile, whole tiles, across tiles, empty, and C in all.
+SIZES = {
+  "one": [41],
+  "empty": [0, 33, 0, 0, 64, 0],
+  "none": [0, 0, 0],
+  "tiny": [1, 2, 3, 1, 1, 2],
+  "tiles": [128, 0, 128],
+  "full": [150, 17, 133],
+  "many": [3] * 100,
+}
+
+IMPLEMENTATIONS = {"tiles": by_tiles, "ragged": by_ragged_dot}
+
+
+def _slabs(sizes):
+  ends = np.cumsum(sizes)
+  return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _matmul(rows, matrices, sizes):
+  out = np.zeros((rows.shape[0], matrices.shape[2]))
+  for matrix, slab in zip(matrices, _slabs(sizes), strict=True):
+    out[slab] = rows[slab] @ matrix
+  return out
+
+
+def _outer(left, right, sizes):
+  return np.stack([left[slab].T @ right[slab] for slab in _slabs(sizes)])
+
+
+def _inputs(sizes, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  shapes = (C, F), (len(sizes), F, G), (C, G)
+  rows, matrices, g = (np.asarray(rng.normal(size=s), dtype) for s in shapes)
+  used = np.arange(C)[:, None] < sum(sizes)
+  rows, g = (np.where(used, x, np.array(np.nan, dtype)) for x in (rows, g))
+  return rows, matrices, g
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", SIZES)
+def test_the_operations_beside_unused_nans(case, implementation, dtype):
+  """Matrices and their gradients are float32."""
+  sizes = SIZES[case]
+  rows, _, g = _inputs(sizes, dtype)
+  _, matrices, _ = _inputs(sizes)
+
+  @jax.jit
+  def call(sizes, rows, matrices, g):
+    ops = IMPLEMENTATIONS[implementation]
+    whole = jnp.zeros((*sizes.shape, 0), jnp.int32)
+    return (
+      ops.expand(sizes, whole, rows, [matrices], "zero"),
+      ops.contract(sizes, whole, [g], [matrices], "zero"),
+      ops.outer(sizes, whole, rows, [g], jnp.float32),
+    )
+
+  (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
+  assert (out.dtype, back.dtype, sums.dtype) == (dtype, dtype, jnp.float32)
+  rows, g, rounded = map(np.float64, (rows, g, matrices.astype(dtype)))
+  eps = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
+  for actual, expected in [
+    (out, _matmul(rows, rounded, sizes)),
+    (back, _matmul(g, rounded.swapaxes(1, 2), sizes)),
+  ]:
+    np.testing.assert_allclose(np.float64(actual), expected, 1.01 * eps, 2e-5)
+  np.testing.assert_allclose(sums, _outer(rows, g, sizes), 1e-4, 1e-4)
+
+
+@pytest.fixture(params=["native", "tiles"])
+def implementation_on_cpu(request, monkeypatch):
+  """Makes programs use the library, or do without it."""
+  if request.param == "tiles":
+    monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
+  return request.param
+
+
+def test_the_library_computes_products_and_gradients(implementation_on_cpu):
+  rows, matrices, g = _inputs(SIZES["full"])
+
+  def both(x, w, g):
+    fn = functools.partial(
+      gm.grouped_matmul, group_sizes=np.int32(SIZES["full"])
+    )
+    out, vjp = jax.vjp(fn, x, w)
+    return out, vjp(g)
+
+  text = jax.jit(both).lower(rows, matrices, g).as_text()
+  expected = {"native": 3, "tiles": 0}[implementation_on_cpu]
+  assert text.count("@ep_grouped_matmul(") == expected
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_gradients_beside_unused_nans(case):
+  sizes = SIZES[case]
+  rows, matrices, g = _inputs(sizes)
+  _, vjp = jax.vjp(
+    lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), rows, matrices
+  )
+  g_rows, g_matrices = jax.jit(vjp)(jnp.asarray(g))
+  expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
+  np.testing.assert_allclose(g_rows, expected, 1e-5, 1e-5)
+  np.testing.assert_allclose(g_matrices, _outer(rows, g, sizes), 1e-4, 1e-4)
+
+
+def test_second_derivatives():
+  sizes = SIZES["full"]
+  rows, matrices, g = _inputs(sizes)
+  experts = np.repeat(np.arange(len(sizes)), sizes)
+
+  def curvature(matmul):
+    def loss(x, w):
+      return jnp.sum(jnp.tanh(matmul(x, w)) * g)
+
+    def slope(x, w):
+      gx, gw = jax.grad(loss, (0, 1))(x, w)
+      return jnp.sum(jnp.sin(gx)) + jnp.sum(jnp.sin(gw))
+
+    return jax.jit(jax.grad(slope, (0, 1)))(rows, matrices)
+
+  got = curvature(lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)))
+  expected = curvature(
+    lambda x, w: jnp.einsum(
+      "cf,cfg->cg", x, w[experts], precision=lax.Precision.HIGHEST
+    )
+  )
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_allclose(a, b, 2e-4, 2e-4)
+
+
+@pytest.mark.usefixtures("implementation_on_cpu")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
+  sizes = SIZES["full"]
+  rows, matrices, g = _inputs(sizes, dtype)
+
+  @jax.jit
+  def both(x, w, g):
+    out, vjp = jax.vjp(
+      lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), x, w
+    )
+    return out, *vjp(g)
+
+  results = both(rows, matrices, g)
+  rows, matrices, g = (np.float64(x) for x in (rows, matrices, g))
+  expected = (
+    _matmul(rows, matrices, sizes),
+    _matmul(g, matrices.swapaxes(1, 2), sizes),
+    _outer(rows, g, sizes),
+  )
+  half_ulp = float(jnp.finfo(dtype).eps) / 2
+  for a, b in zip(results, expected, strict=True):
+    assert a.dtype == dtype
+    np.testing.assert_allclose(np.float64(a), b, 1.01 * half_ulp, 2e-5)
+
+
+@pytest.mark.usefixtures("implementation_on_cpu")
+@pytest.mark.parametrize("segments", [None, [[100, 50], [0, 17], [130, 0]]])
+def test_gradients_of_wide_matrices_are_not_rounded_to_the_dtype_of_rows(
+  segments,
+):
+  """Matrices are, before they are multiplied."""
+  sizes = SIZES["full"]
+  rows, _, g = _inputs(sizes, jnp.bfloat16)
+  _, matrices, _ = _inputs(sizes)
+  rows[297:300] = 0  # They follow the segments.
+  counts = None if segments is None else jnp.int32(segments)
+
+  def product(x, w):
+    return gm.grouped_matmuls(x, [w], jnp.int32(sizes), segments=counts)[0]
+
+  @jax.jit
+  def both(x, w, g):
+    out, vjp = jax.vjp(product, x, w)
+    return out, *vjp(g)
+
+  out, g_rows, g_matrices = both(rows, matrices, g)
+  assert (out.dtype, g_rows.dtype) == (rows.dtype, rows.dtype)
+  rows, rounded, g = map(np.float64, (rows, matrices.astype(rows.dtype), g))
+  half_ulp = float(jnp.finfo(jnp.bfloat16).eps) / 2
+  expected = _matmul(rows, rounded, sizes)
+  np.testing.assert_allclose(np.float64(out), expected, 1.01 * half_ulp, 2e-5)
+  expected = _matmul(g, rounded.swapaxes(1, 2), sizes)
+  np.testing.assert_allclose(
+    np.float64(g_rows), expected, 1.01 * half_ulp, 2e-5
+  )
+  expected = _outer(rows, g, sizes)
+  np.testing.assert_allclose(g_matrices, expected, 1e-4, 1e-4)
+
+
+def test_work_is_linear_in_the_rows_used():
+  steps = []
+
+  def step(tile, out):
+    jax.debug.callback(lambda slab: steps.append(int(slab)), tile.slab)
+    return out
+
+  for sizes in ([128, 0, 0, 1], [0, 0, 0, 0]):
+    by_tiles._Tiles(0, jnp.int32(sizes), 1024).fold(step, 0)
+  jax.effects_barrier()
+  assert steps == [0, 0, 3]  # the slab of each tile
+
+
+def test_fewer_rows_than_a_block():
+  rows, matrices = jnp.ones((3, F)), jnp.ones((2, F, G))
+  out = gm.grouped_matmul(rows, matrices, jnp.int32([1, 1]))
+  np.testing.assert_array_equal(out, [[F] * G, [F] * G, [0] * G])
+
+
+@pytest.mark.parametrize(
+  "shapes",
+  [
+    [(3, 5), (2, 4, 7), (2,)],
+    [(3, 5), (2, 5, 7), (3,)],
+    [(3, 5), (5, 7), (2,)],
+    [(1, 3, 5), (2, 5, 7), (2,)],
+  ],
+)
+def test_shapes_that_do_not_fit(shapes):
+  rows, matrices, sizes = map(jnp.zeros, shapes)
+  with pytest.raises(ValueError, match=r"expected \[C, F\], \[L, F, G\]"):
+    gm.grouped_matmul(rows, matrices, sizes)
+
+
+def test_dtypes_that_differ():
+  rows, matrices = jnp.zeros((3, 5), jnp.bfloat16), jnp.zeros((1, 5, 7))
+  with pytest.raises(ValueError, match="convert one"):
+    gm.grouped_matmul(rows, matrices, jnp.int32([3]))
+
+
+def test_bfloat16_with_wide_integers():
+  """jax_enable_x64 changes neither the dtype of sums of sizes nor results."""
+  rows = jnp.ones((6, 4), jnp.bfloat16)
+  matrices = jnp.ones((2, 4, 3), jnp.bfloat16)
+  sizes = np.array([2, 3])
+  expected = np.asarray(gm.grouped_matmul(rows, matrices, sizes), np.float32)
+  with jax.enable_x64(True):
+    got = jax.jit(gm.grouped_matmul)(rows, matrices, sizes)
+  np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
+
+
+def test_no_rows():
+  out = gm.grouped_matmul(
+    jnp.ones((0, 4)), jnp.ones((2, 4, 3)), np.array([0, 0])
+  )
+  assert out.shape == (0, 3)
+  with pytest.raises(ValueError, match="there are no rows; pass zeros"):
+    gm.grouped_matmul(jnp.ones((0, 4)), jnp.ones((1, 4, 3)), np.array([1]))
+
+
+def test_without_jit():
+  with jax.disable_jit():
+    out = gm.grouped_matmul(
+      jnp.ones((2, 4)), jnp.ones((1, 4, 3)), np.array([2])
+    )
+  np.testing.assert_array_equal(out, np.full((2, 3), 4))
+
+
+def test_sizes_are_integers():
+  with pytest.raises(TypeError, match="group_sizes is float32"):
+    gm.grouped_matmul(jnp.ones((2, 4)), jnp.ones((1, 4, 3)), jnp.ones(1))

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function of the used rows has the values and derivatives of the plain one.
+
+The tail of each input is NaN, and must reach nothing else.
+"""
+
+import re
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import jit_quickly
+import ep
+from ep._src.matmul import grouped_matmul as gm
+from ep._src.matmul import row_map
+from ep._src.matmul.row_map import map_used_rows
+
+C, USED, F = 600, 300, 4  # some blocks and a part of one
+
+
+def act(gates, values, weights):
+  return jax.nn.silu(gates) * values * weights[:, None], jnp.tanh(gates)
+
+
+def inputs(dtype=jnp.float32, lead=()):
+  rng = np.random.default_rng(0)
+  shapes = (C, F), (C, F), (C,)
+  arrays = [rng.normal(size=(*lead, *s)).astype(dtype) for s in shapes]
+  for x in arrays:
+    x[(slice(None),) * len(lead) + (slice(USED, None),)] = np.nan
+  return tuple(map(jnp.asarray, arrays))
+
+
+def mapped(*args):
+  return map_used_rows(act, jnp.int32([USED]), *args)
+
+
+def used(tree):
+  return jax.tree.map(
+    lambda x: x[..., :USED, :] if x.ndim > 1 else x[:USED], tree
+  )
+
+
+def close(actual, expected, tolerance=1e-5):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      np.float32(a), np.float32(b), tolerance, tolerance
+    ),
+    used(actual),
+    used(expected),
+  )
+
+
+def grad(fn):
+  def loss(*args):
+    return sum(jnp.sum(jnp.sin(y)) for y in used(fn(*args)))
+
+  return jax.grad(loss, (0, 1, 2))
+
+
+def forward(fn):
+  return lambda *args: jax.jvp(fn, args, args)[1]
+
+
+@pytest.mark.parametrize(
+  "derivative",
+  [
+    lambda fn: fn,
+    grad,
+    forward,
+    lambda fn: grad(grad(fn)),
+    lambda fn: forward(grad(fn)),
+    lambda fn: grad(forward(fn)),
+    lambda fn: forward(forward(fn)),
+    lambda fn: jax.checkpoint(grad(fn)),
+  ],
+)
+def test_derivatives_beside_unused_nans(derivative):
+  got = jit_quickly(derivative(mapped))(*inputs())
+  close(got, jit_quickly(derivative(act))(*inputs()))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype):
+  args = inputs(dtype)
+  eps = float(jnp.finfo(dtype).eps)
+  close(jit_quickly(mapped)(*args), jit_quickly(act)(*args), 2 * eps)
+
+
+@pytest.mark.parametrize("tail", ["zero", "nan"])
+def test_the_tail_is_what_was_asked_for(tail):
+  def call(*args):
+    asked = "zero" if tail == "zero" else "unspecified"
+    return map_used_rows(act, jnp.int32([USED]), *args, tail=asked)
+
+  with ep.checked(tail == "nan"):
+    outs = jit_quickly(lambda *args: call(*args))(*inputs())
+  value = 0 if tail == "zero" else np.nan
+  for out in outs:
+    np.testing.assert_array_equal(out[USED:], np.full((C - USED, F), value))
+
+
+def test_vmap():
+  args = inputs(lead=(2,))
+  counts = jnp.int32([[USED], [USED]])
+  got = jit_quickly(jax.vmap(lambda n, *args: map_used_rows(act, n, *args)[0]))(
+    counts, *args
+  )
+  expected = jax.vmap(lambda *args: act(*args)[0])(*args)
+  close(got, expected)
+
+
+def test_eager_calls_compile_once():
+  events = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: events.append(event)
+  )
+
+  def count():
+    jax.tree.leaves(jax.vjp(mapped, *inputs())[1](mapped(*inputs())))
+    return sum("backend_compile" in e for e in events)
+
+  assert 0 < count() == count()
+
+
+def test_a_function_of_a_traced_value():
+  """A learned slope of an activation gets its gradient from used rows alone."""
+  x = inputs()[0]
+
+  def loss(map_rows):
+    def of(slope, x):
+      out = map_rows(lambda x: jnp.tanh(slope * x), x)
+      return jnp.sum(jnp.cos(out[:USED]))
+
+    return jit_quickly(jax.grad(of, (0, 1)))(1.5, x)
+
+  got = loss(lambda fn, x: map_used_rows(fn, jnp.int32([USED]), x))
+  expected = loss(lambda fn, x: fn(x[:USED]))
+  np.testing.assert_allclose(got[0], expected[0], 1e-5)
+  close(got[1], expected[1])
+
+
+@pytest.mark.parametrize("count", [0, 1, 128, C])
+def test_any_number_of_rows(count):
+  x = jnp.ones((C, F))
+  got = jit_quickly(lambda n, x: map_used_rows(jnp.sqrt, n, x, tail="zero"))(
+    jnp.int32([count]), x
+  )
+  np.testing.assert_array_equal(got, (np.arange(C)[:, None] < count) * x)
+
+
+def test_no_nan_of_an_unwritten_tail_reaches_a_gradient():
+  """In checked mode the tails of all intermediate arrays are NaN."""
+  sizes = jnp.int32([100, 0, 200])
+  rng = np.random.default_rng(1)
+  w = [
+    jnp.float32(rng.normal(size=s)) for s in [(3, F, 5), (3, F, 5), (3, 5, F)]
+  ]
+
+  def experts(x, w_gate, w_up, w_down):
+    hidden = gm.grouped_matmuls(x, [w_gate, w_up], sizes)
+    hidden = map_used_rows(lambda g, u: jnp.sin(g) * u, sizes, *hidden)
+    (out,) = gm.grouped_matmuls(hidden, [w_down], sizes)
+    return out
+
+  def dense(x, *w):
+    slab = np.repeat(np.arange(3), sizes)
+    gates, values = (jnp.einsum("cf,cfg->cg", x[:USED], m[slab]) for m in w[:2])
+    return jnp.einsum("cf,cfg->cg", jnp.sin(gates) * values, w[2][slab])
+
+  def both(fn):
+    def loss(*args):
+      return jnp.sum(jnp.tanh(fn(*args)[:USED]))
+
+    return jit_quickly(jax.grad(loss, (0, 1, 2, 3)))(inputs()[0], *w)
+
+  with ep.checked():
+    (gx, *gw), (ex, *ew) = both(experts), both(dense)
+  np.testing.assert_allclose(gx[:USED], ex[:USED], 1e-4, 1e-4)
+  for a, b in zip(gw, ew, strict=True):
+    np.testing.assert_allclose(a, b, 1e-3, 1e-3)
+
+
+def test_nothing_touches_whole_arrays():
+  """XLA:CPU converts bfloat16 arrays that a loop slices, or copies its buffers.
+
+  It would do so for all rows, whatever their number is. The gradients of
+  matrices are written in their dtype.
+  """
+  sizes = jnp.int32([100, 200])
+
+  def experts(x, w):
+    (y,) = gm.grouped_matmuls(x, [w], sizes)
+    return map_used_rows(jnp.sin, sizes, y)
+
+  def step(x, w):
+    y, vjp = jax.vjp(experts, x, w)
+    return vjp(y)
+
+  args = jnp.zeros((C, F), jnp.bfloat16), jnp.zeros((3, 2, F, F), jnp.bfloat16)
+  scanned = jax.jit(lambda x, w: lax.scan(step, x, w))
+  program = scanned.lower(*args).compile()
+  text = program.as_text()
+  assert f"u16[{C},{F}]" in text
+  assert f"f32[{C}," not in text
+  assert not re.findall(rf"= u16\[{C},{F}\]\S* copy\(.*", text)
+  call = 'custom_call_target="ep_grouped_matmul"'
+  assert re.search(rf"= \(?bf16\[2,{F},{F}\].* custom-call\(.*{call}", text)
+
+
+def test_work_follows_the_used_rows():
+  starts = []
+
+  def fn(x):
+    jax.debug.callback(lambda _: starts.append(1), x[0, 0])
+    return x
+
+  call = jax.jit(
+    lambda n, x: row_map._apply_by_blocks(
+      n, x, fn=lambda x: [fn(x)], tail="zero"
+    )
+  )
+  for count in (0, 129):
+    jax.block_until_ready(call(jnp.int32(count), jnp.ones((2048, 1))))
+  jax.effects_barrier()
+  assert len(starts) == 2

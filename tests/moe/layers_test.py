@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One program can use any number of layers and groups."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import numpy as np
+import pytest
+
+from cases import Case, check
+from conftest import make_mesh
+import ep
+from groups import bootstrap, E, group, has_no_limits, K, layer, ranks, T
+from op_functions import everything, round_trip, sizes
+
+
+def claim(config, routing="skewed"):
+  case = Case(config, routing, whole=True)
+  return case, everything, *case.inputs()
+
+
+def test_two_layers_do_not_alias():
+  check(
+    claim(layer(top_k=2, alignment=4, name="one")),
+    claim(layer(top_k=3, alignment=1, name="two")),
+  )
+
+
+def test_two_uses_of_one_layer_do_not_alias():
+  check(claim(layer(), "uniform"), claim(layer(), "skewed"))
+
+
+def test_two_groups_do_not_alias():
+  options = [
+    dict(top_k=K, alignment=4),
+    dict(top_k=1, alignment=8, num_experts=2 * E, hidden_dim=32),
+  ]
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, **options[0]) as a, bootstrap(mesh, **options[1]) as b:
+    check(claim(ep.EpLayerConfig(a)), claim(ep.EpLayerConfig(b)))
+
+
+def test_groups_over_different_axes_of_one_mesh():
+  mesh = make_mesh({"x": 2, "y": 2})
+  with (
+    bootstrap(mesh, axis_name="x") as x,
+    bootstrap(mesh, axis_name="y") as y,
+  ):
+    check(claim(ep.EpLayerConfig(x)), claim(ep.EpLayerConfig(y)))
+
+
+def test_groups_over_halves_of_the_devices():
+  """Each process takes part in the groups that have a device of its own."""
+  groups = []
+  for devices in jax.devices()[:2], jax.devices()[2:]:
+    mesh = Mesh(devices, ("ep",))
+    if jax.process_index() in {d.process_index for d in devices}:
+      groups.append(bootstrap(mesh))
+  for half in groups * 2:
+    check(claim(ep.EpLayerConfig(half)))
+  for half in groups:
+    ep.ep_finalize(half)
+
+
+def test_a_layer_inherits_what_it_leaves_out():
+  with bootstrap(
+    make_mesh({"ep": 4}),
+    top_k=2,
+    alignment=4,
+    overflow="drop",
+    recv_capacity_per_rank=16,
+  ) as group:
+    config = ep.EpLayerConfig(group)
+    assert (config.top_k, config.alignment) == (2, 4)
+    assert (config.overflow, config.capacity) == ("drop", 16)
+    check(claim(config, "to_one_expert"))
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 128])
+@pytest.mark.parametrize("top_k", [1, 2, K])
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
+  config = layer(mesh, top_k=top_k, alignment=alignment)
+  local = E // config.ep_size
+  rows = config.ep_size * T * min(top_k, local) + local * (alignment - 1)
+  assert config.capacity == -(-rows // alignment) * alignment
+
+
+@has_no_limits
+def test_without_a_limit_the_default_capacity_follows_the_tokens():
+  config = ep.EpLayerConfig(
+    group("dp2_ep2", max_tokens_per_rank=None), top_k=2, alignment=4
+  )
+  assert config.recv_capacity_per_rank is None
+  for num_tokens in (1, 7):
+    rows = 2 * num_tokens * 2 + 4 * 3  # P * T * K + L * (alignment - 1)
+    assert config.capacity_for(num_tokens) == -(-rows // 4) * 4
+  assert config.capacity_for(0) == config.capacity_for(1)
+  with pytest.raises(ValueError, match="follows the tokens.*capacity_for"):
+    _ = config.capacity
+  case = Case(config, lead=(7,))
+  handle = case.run(lambda ops: ops.handle)
+  assert handle.capacity == ep.describe(handle).capacity == 40
+
+
+@has_no_limits
+def test_a_capacity_factor_is_of_the_even_load():
+  """There is room for a slab of each expert, and no more than is needed."""
+  unlimited = group("dp2_ep2", max_tokens_per_rank=None)
+  config = ep.EpLayerConfig(unlimited, capacity_factor=1.25, alignment=4)
+  assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up
+  assert config.capacity_for(1) == 16  # a slab for each of 4 experts
+  assert dataclasses.replace(config, capacity_factor=9.0).capacity_for(8) == 60
+  rounded = dataclasses.replace(config, capacity_multiple=24)
+  assert rounded.capacity_for(8) == 48
+  stated = dataclasses.replace(config, recv_capacity_per_rank=20)
+  assert stated.capacity_for(8) == stated.capacity == 20
+  limited = ep.EpLayerConfig(group("dp2_ep2"), capacity_factor=1.0)
+  assert limited.capacity == limited.capacity_for(1) == T * K
+  drop = dataclasses.replace(config, overflow="drop")
+  Case(drop, "skewed", lead=(8,)).check(sizes)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(capacity_factor=0.0), "capacity_factor = 0.0, but it must be pos"),
+    (dict(capacity_multiple=0), "capacity_multiple = 0, but"),
+    (dict(name="a\nb"), "'a.*nb', but it must have no characters"),
+  ],
+)
+def test_layers_that_cannot_be(options, message):
+  with pytest.raises(ValueError, match=message):
+    layer(**options)
+
+
+def test_what_a_layer_and_its_group_print():
+  config = layer("dp2_ep2", alignment=4, name="moe_3")
+  shown = repr(config)
+  assert shown.startswith("EpLayerConfig(name='moe_3', group='ep")
+  assert f"top_k={K}, alignment=4, recv_capacity_per_rank=" in shown
+  assert "overflow" not in shown and "Mesh" not in shown
+  assert f"num_experts={E}, max_tokens_per_rank={T}" in repr(config.group)
+
+
+@has_no_limits
+def test_without_a_limit_an_explicit_capacity_stays():
+  unlimited = group("dp2_ep2", max_tokens_per_rank=None)
+  config = ep.EpLayerConfig(
+    unlimited, recv_capacity_per_rank=24, overflow="drop"
+  )
+  assert config.capacity == config.capacity_for(99) == 24
+  check(claim(config))
+  with pytest.raises(ValueError, match="at least 2, an aligned slab"):
+    ep.EpLayerConfig(unlimited, top_k=1, recv_capacity_per_rank=1)
+
+
+@has_no_limits
+def test_without_a_limit_tokens_are_counted_in_32_bits():
+  config = ep.EpLayerConfig(group(max_tokens_per_rank=None), name="moe_3")
+  ids = jax.ShapeDtypeStruct((2**31 - 4, K), jnp.int32)
+  with pytest.raises(ValueError, match=r'"moe_3".*tokens of a rank.*32 bits'):
+    jax.eval_shape(lambda x: ep.ep_prepare(config, x), ids)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_the_default_capacity_suffices_for_the_worst_case(alignment):
+  """The last rank can receive every token of every rank."""
+  config = layer(top_k=2, alignment=alignment)
+  n = ranks(config) * T
+  to_last = np.tile(np.array([E - 1, E - 2], np.int32), (n, 1))
+  case = Case(config, to_last)
+  case.check(round_trip, case.tokens(), case.weights())
+
+
+def test_configs_are_values():
+  a, b = layer(top_k=2, name="a"), layer(top_k=2, name="a")
+  assert a == b
+  assert hash(a) == hash(b)
+  assert a != layer(top_k=2, name="b")
+  assert a != layer("dp2_ep2", top_k=2, name="a")
+
+
+@pytest.mark.parametrize("bad", [-1, 2.5, True, "5"])
+def test_a_capacity_is_for_a_number_of_tokens(bad):
+  with pytest.raises((TypeError, ValueError), match="capacity_for: num_tokens"):
+    layer().capacity_for(bad)
+
+
+def test_a_replaced_layer_inherits_its_policy_anew():
+  """The policy of the group is lost in no `dataclasses.replace`."""
+  fails = ep.EpLayerConfig(group(drop_by="fair"))
+  drops = dataclasses.replace(fails, overflow="drop")
+  assert (fails.drop_by, drops.drop_by) == ("slot", "fair")
+  assert dataclasses.replace(drops, overflow="error") == fails
+  stated = ep.EpLayerConfig(fails.group, drop_by="slot")
+  assert dataclasses.replace(stated, overflow="drop").drop_by == "slot"
+  assert drops.fingerprint == dataclasses.replace(drops).fingerprint
+
+
+def test_a_policy_that_is_copied_to_another_group_is_stated():
+  drops = ep.EpLayerConfig(group(drop_by="weight"), overflow="drop")
+  other = ep.EpLayerConfig(
+    group(drop_by="fair"), overflow="drop", drop_by=drops.drop_by
+  )
+  assert other.drop_by == "weight"

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""route_topk agrees with its formulas in NumPy; see router_ranks_test."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import jit_quickly
+from ep._src.moe import router
+from router_cases import E, K, logits_of
+
+
+def _route(logits, *args, **options):
+  """Calls `route_topk` in one compiled program."""
+  route = functools.partial(router.route_topk, **options)
+  return jit_quickly(lambda x: route(x, *args))(logits)
+
+
+def _scores(logits, score):
+  x = np.asarray(logits, np.float64)
+  if score == "sigmoid":
+    return 1 / (1 + np.exp(-x))
+  e = np.exp(x - x.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_ids_and_weights_are_those_of_the_formula(
+  score, normalize, biased, dtype
+):
+  logits = logits_of(2, 5, dtype=dtype)
+  bias = jnp.linspace(0.5, -0.5, E) if biased else None
+  idx, weights = _route(
+    logits,
+    K,
+    score=score,
+    normalize=normalize,
+    scale=2.5,
+    selection_bias=bias,
+  )
+  scores = _scores(logits, score)
+  order = scores if bias is None else scores + np.asarray(bias)
+  expected = np.argsort(-order, axis=-1, kind="stable")[..., :K]
+  chosen = np.take_along_axis(scores, expected, -1)
+  if normalize:
+    chosen /= chosen.sum(-1, keepdims=True)
+  assert idx.dtype == jnp.int32 and weights.dtype == jnp.float32
+  np.testing.assert_array_equal(idx, expected)
+  np.testing.assert_allclose(weights, chosen * 2.5, rtol=1e-5)
+  if biased:  # checks that the bias is large enough to matter
+    unbiased = np.argsort(-scores, axis=-1, kind="stable")[..., :K]
+    assert (unbiased != expected).any()
+
+
+def test_equal_scores_are_ordered_by_id():
+  logits = jnp.array([[0.0] * E, [0, 1, 0, 1, 0, 1, 1, 0]])
+  idx, _ = _route(logits, K)
+  np.testing.assert_array_equal(idx, [[0, 1, 2], [1, 3, 5]])
+
+
+def test_large_logits_neither_tie_nor_overflow():
+  logits = jnp.array([[1e4, 2e4, 3e4, -1e4, -2e4, -3e4, 0, 0]])
+  for score in ("softmax", "sigmoid"):
+    idx, weights = _route(logits, K, score=score)
+    np.testing.assert_array_equal(idx, [[2, 1, 0]])
+    assert np.isfinite(weights).all()
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
+  underflowing = jnp.where(jnp.arange(E) == 0, 0.0, -1e4)[None]
+  bias = jnp.where(jnp.arange(E) == 0, -2.0, 0.0)
+  _, weights = _route(underflowing, 2, selection_bias=bias)
+  np.testing.assert_allclose(weights, [[0.5, 0.5]])
+
+
+def test_masked_tokens_choose_no_expert():
+  logits = logits_of(4)
+  mask = jnp.array([True, False, True, False])
+  idx, weights = _route(logits, K, mask=mask)
+  all_idx, all_weights = _route(logits, K)
+  np.testing.assert_array_equal(idx, np.where(mask[:, None], all_idx, -1))
+  np.testing.assert_array_equal(
+    weights, np.where(mask[:, None], all_weights, 0)
+  )
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
+  # Differences are in float64; the steps are too small to change the choice.
+  logits = np.asarray(logits_of(3), np.float64)
+  cotangent = np.random.default_rng(1).normal(size=(3, K))
+  bias = jnp.linspace(0.5, -0.5, E)
+
+  def loss(x, bias):
+    _, weights = router.route_topk(
+      x, K, score=score, normalize=normalize, selection_bias=bias
+    )
+    return jnp.sum(weights * cotangent)
+
+  def formula(x):
+    scores = _scores(x, score)
+    order = np.argsort(-(scores + np.asarray(bias)), -1, kind="stable")
+    chosen = np.take_along_axis(scores, order[..., :K], -1)
+    if normalize:
+      chosen = chosen / chosen.sum(-1, keepdims=True)
+    return np.sum(chosen * cotangent)
+
+  got, got_bias = jit_quickly(jax.grad(loss, (0, 1)))(np.float32(logits), bias)
+  step, expected = 1e-6, np.zeros_like(logits)
+  for at in np.ndindex(logits.shape):
+    up, down = logits.copy(), logits.copy()
+    up[at] += step
+    down[at] -= step
+    expected[at] = (formula(up) - formula(down)) / (2 * step)
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+  np.testing.assert_array_equal(got_bias, np.zeros(E))
+
+
+def _choose_in_groups(order, groups, top_groups, best, k):
+  """Chooses for one token, expert by expert, as the papers say it."""
+  size = len(order) // groups
+  members = [range(g * size, (g + 1) * size) for g in range(groups)]
+  value = [
+    sum(sorted((order[e] for e in m), reverse=True)[:best]) for m in members
+  ]
+  kept = sorted(range(groups), key=lambda g: (-value[g], g))[:top_groups]
+  allowed = [e for g in kept for e in members[g]]
+  return sorted(allowed, key=lambda e: (-order[e], e))[:k]
+
+
+@pytest.mark.parametrize(
+  "score, best, biased", [("sigmoid", 2, True), ("softmax", 1, False)]
+)
+def test_experts_are_those_of_the_best_groups(score, best, biased):
+  logits = logits_of(40)
+  bias = jnp.linspace(0.5, -0.5, E) if biased else None
+  idx, weights = _route(
+    logits,
+    K,
+    score=score,
+    selection_bias=bias,
+    num_groups=4,
+    top_groups=2,
+    group_best=best,
+  )
+  scores = _scores(logits, score)
+  order = scores + np.asarray(bias) if biased else scores
+  expected = np.array([_choose_in_groups(t, 4, 2, best, K) for t in order])
+  np.testing.assert_array_equal(idx, expected)
+  chosen = np.take_along_axis(scores, expected, -1)
+  chosen /= chosen.sum(-1, keepdims=True)
+  np.testing.assert_allclose(weights, chosen, rtol=1e-5)
+  free = np.argsort(-order, axis=-1, kind="stable")[..., :K]
+  assert (free != expected).any()  # the limit must matter
+  other = [_choose_in_groups(t, 4, 2, 3 - best, K) for t in order]
+  assert (other != expected).any()  # and so must group_best
+
+
+def test_equal_groups_are_ordered_by_id_and_others_are_barred():
+  """No expert of another group is chosen, even if all others have -inf."""
+  low = -jnp.inf
+  logits = jnp.array([[0.0] * 8, [low, low, 0, low, 1, 1, low, low]])
+  idx, _ = _route(logits, 4, num_groups=4, top_groups=2)
+  np.testing.assert_array_equal(idx, [[0, 1, 2, 3], [4, 5, 2, 3]])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
+  """Unused entries have weight 0, and the others are normalized alone."""
+  logits = logits_of(4)
+  forced = np.array([[7, 0, 3], [5, -1, 2], [-1, -1, 6], [-1, -1, -1]])
+
+  def route(x):
+    return router.route_topk(
+      x, K, normalize=normalize, scale=2.5, forced_idx=forced
+    )
+
+  def route_and_pull_back(x):
+    (idx, weights), vjp = jax.vjp(route, x)
+    return idx, weights, *vjp((np.zeros(idx.shape, jax.dtypes.float0), weights))
+
+  idx, weights, gradient = jit_quickly(route_and_pull_back)(logits)
+  expected = np.take_along_axis(_scores(logits, "softmax"), forced, -1)
+  expected *= forced >= 0
+  if normalize:
+    expected /= np.maximum(expected.sum(-1, keepdims=True), 1e-30)
+  assert idx.dtype == jnp.int32
+  np.testing.assert_array_equal(idx, forced)
+  np.testing.assert_allclose(weights, expected * 2.5, rtol=1e-5)
+  assert np.isfinite(gradient).all()
+  np.testing.assert_array_equal(gradient[3], np.zeros(E))
+
+
+def test_a_replayed_choice_has_the_weights_it_had():
+  logits, bias = logits_of(6), jnp.linspace(0.5, -0.5, E)
+  idx, weights = _route(logits, K, selection_bias=bias)
+  again = _route(logits, K, forced_idx=idx)
+  np.testing.assert_array_equal(again[0], idx)
+  np.testing.assert_array_equal(again[1], weights)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_further_candidates_come_after_the_choices(normalize):
+  """Choices are as without candidates, and all weights have their divisor."""
+  logits, mask = logits_of(4, 3), np.arange(12).reshape(4, 3) % 5 > 0
+  options = dict(normalize=normalize, scale=2.5, mask=mask)
+  idx, weights = _route(logits, K, num_candidates=E, **options)
+  plain_idx, plain_weights = _route(logits, K, **options)
+  np.testing.assert_array_equal(idx[..., :K], plain_idx)
+  np.testing.assert_allclose(weights[..., :K], plain_weights, rtol=1e-6)
+  scores = _scores(logits, "softmax")
+  order = np.argsort(-scores, axis=-1, kind="stable")
+  np.testing.assert_array_equal(idx, np.where(mask[..., None], order, -1))
+  scores = np.take_along_axis(scores, order, -1)
+  if normalize:
+    scores = scores / scores[..., :K].sum(-1, keepdims=True)
+  expected = np.where(mask[..., None], 2.5 * scores, 0)
+  np.testing.assert_allclose(weights, expected, rtol=1e-5)
+  forced, _ = _route(logits, K, num_candidates=E, forced_idx=plain_idx)
+  np.testing.assert_array_equal(forced, plain_idx)
+
+
+def test_jitter_multiplies_each_logit_by_a_number_of_its_own():
+  logits, key = jnp.ones((64, E)), jax.random.key(0)
+  idx = jnp.tile(jnp.arange(E), (64, 1))
+  _, weights = _route(
+    logits,
+    E,
+    score="sigmoid",
+    normalize=False,
+    jitter=0.25,
+    key=key,
+    forced_idx=idx,
+  )
+  noise = np.log(weights) - np.log1p(-np.asarray(weights))
+  assert 0.75 <= noise.min() < 0.76 and 1.24 < noise.max() <= 1.25001
+  assert len(np.unique(noise)) > 400
+  plain = _route(logits, K, key=key)
+  np.testing.assert_array_equal(plain[1], _route(logits, K)[1])
+
+
+def test_masked_tokens_may_hold_nan():
+  logits = logits_of(2)
+  logits[1] = np.nan
+  mask = jnp.array([True, False])
+  gradient = jit_quickly(
+    jax.grad(lambda x: router.route_topk(x, K, mask=mask)[1][:, 0].sum())
+  )(logits)
+  assert np.isfinite(gradient).all() and np.asarray(gradient[0]).any()
+
+
+def test_the_choice_is_that_of_lax_top_k():
+  """Ties, signed zeros, denormals, infinities and NaNs are ordered as there."""
+  rng = np.random.default_rng(0)
+  special = np.array(
+    [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000]
+    + [0, 0x80000000, 1, 0x80000001, 0x3F800000, 0xBF800000],
+    np.uint32,
+  ).view(np.float32)
+  cases = [
+    rng.normal(size=(64, 33)).astype(np.float32),
+    rng.integers(-2, 3, size=(64, 33)).astype(np.float32),
+    rng.choice(special, size=(256, 12)),
+    rng.integers(2**32, size=(64, 33), dtype=np.uint32).view(np.float32),
+    np.full((1, 12), 0xFFFFFFFF, np.uint32).view(np.float32),
+  ]
+  for values in cases:
+    k = values.shape[-1]
+    np.testing.assert_array_equal(
+      jit_quickly(functools.partial(router._best, k=k))(values),
+      jax.lax.top_k(values, k)[1],
+    )
+
+
+def test_ids_are_distinct_whatever_the_logits_are():
+  logits = jnp.full((1, E), jnp.nan)
+  for score in ("softmax", "sigmoid"):
+    idx, weights = _route(logits, K, score=score, num_groups=4, top_groups=2)
+    assert len(set(np.asarray(idx[0]))) == K
+    assert np.isnan(weights).all()
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(top_k=0), "choose between 1 and 8"),
+    (dict(top_k=9), "choose between 1 and 8"),
+    (dict(top_k=2.0), "route_topk: top_k = 2.0 is a float"),
+    (dict(top_k=True), "route_topk: top_k = True is a bool"),
+    (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid'\]"),
+    (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
+    (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
+    (dict(top_k=2, num_groups=3), "num_groups = 3 does not divide 8"),
+    (dict(top_k=2, num_groups=0), "num_groups = 0 does not divide 8"),
+    (dict(top_k=2, num_groups=4, top_groups=5), "between 1 and num_groups = 4"),
+    (
+      dict(top_k=5, num_groups=4, top_groups=2),
+      "groups of 2 experts hold only",
+    ),
+    (dict(top_k=1, num_groups=8), "group_best = 2, but groups have 1 experts"),
+    (dict(top_k=2, num_candidates=1), "num_candidates = 1, but a token has"),
+    (dict(top_k=2, num_candidates=9), "and may choose of 8 experts"),
+    (dict(top_k=2, jitter=0.1), r"pass key=jax.random.key\("),
+    (dict(top_k=2, jitter=1.0), "at least 0 and less than 1"),
+    (dict(top_k=2, forced_idx=jnp.zeros((3, 2))), "forced_idx is float32"),
+    (dict(top_k=2, forced_idx=jnp.zeros((3, 1), int)), r"shape \(3, 2\)"),
+  ],
+)
+def test_bad_arguments_are_named(options, message):
+  with pytest.raises((ValueError, TypeError), match=message):
+    router.route_topk(logits_of(3), **options)

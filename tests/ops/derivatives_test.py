@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives of derivatives, in both modes, equal the oracle's.
+
+The function is a polynomial of whole numbers, which float32 evaluates exactly,
+so the results have the same bits whatever the order in which JAX adds up.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from cases import Case
+from groups import layer
+from op_functions import Ops, round_trip
+
+
+@pytest.fixture(name="case")
+def small_case():
+  return Case(layer(top_k=2), "with_unused_choices", whole=True)
+
+
+def block(ops, tokens, weights):
+  """Returns a polynomial of degree 2 in the tokens and in the weights."""
+  recv, recv_weights = ops.dispatch(tokens, weights)
+  rows = recv * recv * recv_weights[..., None]
+  return ops.combine(rows, recv_weights)
+
+
+def pullback(ops, tokens, weights, g):
+  return jax.vjp(lambda *x: block(ops, *x), tokens, weights)[1](g)
+
+
+def pushforward(ops, tokens, weights, *tangents):
+  return jax.jvp(lambda *x: block(ops, *x), (tokens, weights), tangents)
+
+
+def reverse(ops, tokens, weights, g):
+  return pullback(ops, tokens, weights, g)
+
+
+def forward(ops, tokens, weights, g):
+  return pushforward(ops, tokens, weights, g, weights)
+
+
+def linearized(ops, tokens, weights, g):
+  out, f = jax.linearize(lambda *x: block(ops, *x), tokens, weights)
+  return out, f(g, weights), f(tokens, weights)
+
+
+def transposed(ops, tokens, weights, g):
+  _, f = jax.linearize(lambda *x: block(ops, *x), tokens, weights)
+  return jax.linear_transpose(f, tokens, weights)(g)
+
+
+def reverse_over_reverse(ops, tokens, weights, g):
+  _, vjp = jax.vjp(lambda *x: pullback(ops, *x), tokens, weights, g)
+  return vjp((tokens, weights))
+
+
+def forward_over_reverse(ops, tokens, weights, g):
+  primals = tokens, weights, g
+  return jax.jvp(lambda *x: pullback(ops, *x), primals, primals)
+
+
+def reverse_over_forward(ops, tokens, weights, g):
+  primals = tokens, weights, g
+  _, vjp = jax.vjp(lambda *x: forward(ops, *x), *primals)
+  return vjp((g, tokens))
+
+
+def forward_over_forward(ops, tokens, weights, g):
+  primals = tokens, weights, g
+  return jax.jvp(lambda *x: forward(ops, *x), primals, primals)
+
+
+@pytest.mark.parametrize(
+  "derivative",
+  [
+    reverse,
+    forward,
+    linearized,
+    transposed,
+    reverse_over_reverse,
+    forward_over_reverse,
+    reverse_over_forward,
+    forward_over_forward,
+  ],
+)
+def test_derivative(case, derivative):
+  small_weights = np.ceil(4 * case.weights())
+  case.check(derivative, case.tokens(), small_weights, case.tokens())
+
+
+def test_a_gradient_of_one_output_alone(case):
+  """Dispatch has a gradient if its rows or its weights alone are used."""
+
+  def of_rows(ops, tokens, weights, g):
+    return jax.vjp(lambda x: ops.dispatch(x, weights)[0], tokens)[1](g)
+
+  def of_weights(ops, tokens, weights, g):
+    return jax.vjp(lambda w: ops.dispatch(tokens, w)[1], weights)[1](g)
+
+  case.check(of_rows, case.tokens(), case.weights(), case.rows())
+  case.check(of_weights, case.tokens(), case.weights(), case.row_weights())
+
+
+def test_the_handle_has_no_gradient(case):
+  """The gradient of a handle is float0, as that of all integers in JAX."""
+
+  def through_handle(ops, tokens, weights, g):
+    def out(handle, tokens):
+      return round_trip(Ops(handle), tokens, weights)
+
+    g_handle, _ = jax.vjp(out, ops.handle, tokens)[1](g)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(g_handle)}
+    assert dtypes == {jax.dtypes.float0}
+    return ()
+
+  case.run(through_handle, case.tokens(), case.weights(), case.tokens())

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op equals the oracle bit for bit, for random layers and routings.
+
+    python -m pytest tests/ops/fuzz_test.py --fuzz_cases=3000 --fuzz_seed=7
+
+A failure prints the command that repeats it alone. Case i of a seed does not
+depend on the other cases that run. There is one layer for `ROUTINGS` cases,
+because each layer needs a compiled program; each case has its own routing and
+arrays. Every other case has special values among its numbers.
+"""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, expected, run_on
+from conftest import make_mesh
+import ep
+import forks
+from groups import bootstrap, failing, MESHES, ranks
+from op_functions import everything, round_trip, sizes
+
+BACKENDS = ("host", "xla")
+ROUTINGS = 20  # Cases of a layer.
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """Random sizes and options of a layer and its tokens."""
+
+  mesh: str
+  num_experts: int
+  top_k: int
+  tokens: int
+  hidden: int
+  alignment: int
+  capacity: int | None
+  overflow: str
+  drop_by: str
+  candidates: int
+  dtype: jnp.dtype
+
+  @classmethod
+  def of(cls, rng):
+    mesh = str(rng.choice(list(MESHES)))
+    ep_size = MESHES[mesh]["ep"]
+    local = int(rng.integers(1, 6))
+    top_k = int(rng.integers(1, min(local * ep_size, 6) + 1))
+    tokens = int(rng.integers(1, 10))
+    alignment = int(rng.choice([1, 2, 3, 4, 8]))
+    worst = ep_size * tokens * min(top_k, local) + local * (alignment - 1)
+    slabs = int(rng.integers(local, max(local, worst // alignment) + 1))
+    overflow = str(rng.choice(["error", "drop"]))
+    policies = ["slot", "slot", "weight", "fair"]
+    moves = rng.random() < 0.5
+    most = local * ep_size if moves else top_k
+    return cls(
+      mesh=mesh,
+      num_experts=local * ep_size,
+      top_k=top_k,
+      tokens=tokens,
+      hidden=int(rng.integers(1, 20)),
+      alignment=alignment,
+      capacity=None if rng.random() < 0.4 else slabs * alignment,
+      overflow=overflow,
+      drop_by=str(rng.choice(policies)) if overflow == "drop" else "slot",
+      candidates=int(rng.integers(top_k, most + 1)),
+      dtype=DTYPES[rng.integers(len(DTYPES))],
+    )
+
+  def group(self, backend):
+    return bootstrap(
+      make_mesh(MESHES[self.mesh]),
+      num_experts=self.num_experts,
+      max_tokens_per_rank=self.tokens,
+      hidden_dim=self.hidden,
+      top_k=self.top_k,
+      alignment=self.alignment,
+      recv_capacity_per_rank=self.capacity,
+      overflow=self.overflow,
+      drop_by=self.drop_by,
+      backend=backend,
+    )
+
+  def routing(self, rng, ranks):
+    """Draws `[ranks * T, M]`, some of it unused, some experts frequent."""
+    shape = (ranks * self.tokens, self.num_experts)
+    demand = rng.choice([0, 1, 4]) * rng.permutation(self.num_experts)
+    idx = (rng.gumbel(size=shape) + demand).argsort(-1)[:, -self.candidates :]
+    used = rng.random(idx.shape) < rng.choice([0, 0.3, 0.9, 1])
+    return np.where(used, idx, -1).astype(np.int32)
+
+  def weights(self, rng, routing):
+    """Draws weights, some of them equal, or None if they order nothing."""
+    if self.drop_by == "slot":
+      return None
+    return rng.integers(-9, 9, routing.shape).astype(np.float32)
+
+
+def pytest_generate_tests(metafunc):
+  option = metafunc.config.getoption
+  first, count = option("fuzz_first"), option("fuzz_cases")
+  layers = range(first // ROUTINGS, -(-(first + count) // ROUTINGS))
+  metafunc.parametrize("layer", layers)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fuzz(request, monkeypatch, backend, layer):
+  option = request.config.getoption
+  seed, first = option("fuzz_seed"), option("fuzz_first")
+  wanted = range(first, first + option("fuzz_cases"))
+  rng = np.random.default_rng([seed, layer])
+  draw = Draw.of(rng)
+  if backend == "xla":  # It decides by the same code, and compiles it for long.
+    draw = dataclasses.replace(draw, drop_by="slot", candidates=draw.top_k)
+  check_flags_of_one_rank(draw, backend, monkeypatch, rng)
+  with draw.group(backend) as group:
+    config = ep.EpLayerConfig(group, num_candidates=draw.candidates)
+    if rng.random() < 0.3:  # Data loaders fork, too.
+      forks.run_child(forks.run_exit_handlers)
+    for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
+      if index not in wanted:
+        continue
+      rng = np.random.default_rng([seed, layer, index])
+      routing = draw.routing(rng, group.num_token_ranks)
+      case = Case(
+        config,
+        routing,
+        lead=(draw.tokens,),
+        hidden=draw.hidden,
+        specials=index % 2 == 1,
+        routing_weights=draw.weights(rng, routing),
+      )
+      try:
+        check(case, draw)
+        if index % ROUTINGS == 0:
+          check_on_another_mesh(case, draw, rng)
+      except BaseException:
+        print(f"\n{draw} on {backend}; {reproducer(seed, index)}")
+        raise
+
+
+def check(case, draw):
+  """Checks the results of every op, or the error if rows do not fit."""
+  is_used = case.topk_idx[:, : draw.top_k] >= 0
+  is_lost = is_used & ~case.oracle.sizes().kept
+  domains = ranks(case.layer) // case.layer.ep_size
+  too_few = is_lost.reshape(domains, -1).any(-1)
+  if draw.overflow == "drop" or not too_few.any():
+    return case.check(everything, *case.inputs(draw.dtype))
+  # Ranks of other domains may have finished before.
+  for rank, error in case.errors(sizes).items():
+    if error or too_few[rank // case.layer.ep_size]:
+      assert f"recv_capacity_per_rank = {case.layer.capacity}" in error
+
+
+def check_flags_of_one_rank(draw, backend, monkeypatch, rng):
+  """Checks that bootstrap refuses a rank with an XLA flag of its own."""
+  odd = rng.integers(jax.process_count())
+  if jax.process_count() == 1:
+    return
+  with monkeypatch.context() as patch:
+    if jax.process_index() == odd:
+      flags = os.environ.get("XLA_FLAGS", "")
+      patch.setenv(
+        "XLA_FLAGS", f"{flags} --xla_llvm_disable_expensive_passes=1"
+      )
+    with pytest.raises(ValueError, match="XLA_FLAGS"):
+      draw.group(backend)
+
+
+def check_on_another_mesh(case, draw, rng):
+  """Checks that axes or devices in another order work or are refused."""
+  old = case.layer.group.mesh
+  if draw.overflow == "error" and draw.capacity:
+    return  # Either the capacity or the mesh may cause an error.
+  axes = rng.permutation(len(old.axis_names))
+  devices = old.devices.transpose(axes)
+  if rng.random() < 0.5:
+    devices = rng.permutation(devices.reshape(-1)).reshape(devices.shape)
+  mesh = Mesh(
+    devices,
+    [old.axis_names[i] for i in axes],
+    axis_types=(AxisType.Auto,) * len(axes),
+  )
+  in_place = np.array_equal(devices.transpose(np.argsort(axes)), old.devices)
+  arrays = case.tokens(draw.dtype), case.weights()
+  if in_place or case.layer.group.backend == "xla":
+    actual = run_on(mesh, case, round_trip, *arrays)
+    assert_same(actual, expected(case, round_trip, *arrays))
+  else:
+    with failing(case.layer.group) as error:
+      jax.block_until_ready(run_on(mesh, case, round_trip, *arrays))
+    assert "the mesh of the program" in str(error.value)
+
+
+def reproducer(seed, index):
+  """Returns the command that repeats this case."""
+  launcher = (
+    f"-m ep.launch --num_processes={os.environ['JAX_NUM_PROCESSES']} "
+    if "JAX_NUM_PROCESSES" in os.environ
+    else ""
+  )
+  return (
+    f"repeat it with: python {launcher}-m pytest tests/ops/fuzz_test.py"
+    f" --fuzz_seed={seed} --fuzz_first={index} --fuzz_cases=1"
+  )

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled program holds our exchanges, and no other collective."""
+
+import functools
+import re
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import Case, exchanges, global_view, local_view, lower
+from conftest import make_mesh, to_global
+import ep
+from ep._src.backends.nccl import backend
+from ep._src.base.backend import OPS
+from ep._src.ops import hidden_collectives
+from groups import BACKEND, layer, not_with_xla
+from op_functions import everything, round_trip, sizes
+
+# The collectives that backend="xla" uses for the exchanges of each op. Besides,
+# an op compares the handles of all ranks in an all-gather, and XLA makes one of
+# those for the same handle.
+STOCK = dict(
+  ep_prepare=["all-gather"],
+  ep_dispatch=["all-to-all"] * 2,
+  ep_combine=["all-to-all"] * 2,  # weighted
+  ep_dispatch_bwd=["all-to-all"] * 2,
+  ep_combine_bwd=["all-to-all"],
+)
+
+
+def assert_exchanges(program, case, *ops):
+  """Checks that a program has the exchanges of these ops and nothing else."""
+  ep.assert_no_hidden_collectives(program)
+  if BACKEND != "xla":
+    assert exchanges(program) == sorted(ops)
+    return
+  hlo = program.as_text()
+  found = re.findall(
+    r" (all-[a-z-]+?)(?:-start)?\(.* replica_groups=.*"
+    r'op_name="[^"]*\b(ep_\w+)',
+    hlo,
+  )
+  # XLA removes an exchange of a rank with itself.
+  ops = ops if case.layer.ep_size > 1 else []
+  exchanges_of_ops = [(c, op) for op in ops for c in STOCK[op]]
+  comparisons = [x for x in found if x not in exchanges_of_ops]
+  assert sorted(found) == sorted(exchanges_of_ops + comparisons)
+  assert [c for c, _ in comparisons] == ["all-gather"] * bool(ops)
+  assert_along_the_ep_axis(hlo, case)
+
+
+def assert_along_the_ep_axis(hlo, case):
+  mesh = case.layer.group.mesh
+  places = np.arange(mesh.size).reshape(mesh.devices.shape)
+  axis = mesh.axis_names.index(case.layer.group.axis_name)
+  domains = np.moveaxis(places, axis, -1).reshape(-1, case.layer.ep_size)
+  found = set(re.findall(r"replica_groups=\{(\S+)\},", hlo))
+  assert found <= {str(domains.tolist())[1:-1].translate(_TO_HLO)}
+
+
+_TO_HLO = str.maketrans("[]", "{}", " ")
+
+
+def compiled(case, fn, *arrays, **view):
+  return lower((case, fn, *arrays), **view).compile()
+
+
+def forward_and_back(ops, tokens, weights, g):
+  out, vjp = jax.vjp(lambda *x: round_trip(ops, *x), tokens, weights)
+  return out, vjp(g)
+
+
+EVERY_MESH = pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "dp4_ep1"])
+EVERY_TYPE = pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
+
+
+@EVERY_MESH
+@EVERY_TYPE
+@BOTH_VIEWS
+def test_forward(mesh, axis_type, view):
+  case = Case(layer(mesh, axis_type))
+  program = compiled(case, round_trip, case.tokens(), case.weights(), view=view)
+  assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
+
+
+@EVERY_MESH
+@EVERY_TYPE
+@BOTH_VIEWS
+def test_backward(mesh, axis_type, view):
+  """The routing is exchanged once for forward and backward."""
+  case = Case(layer(mesh, axis_type))
+  inputs = case.tokens(), case.weights(), case.tokens()
+  program = compiled(case, forward_and_back, *inputs, view=view)
+  assert_exchanges(program, case, *OPS)
+
+
+@BOTH_VIEWS
+def test_every_op(view):
+  case = Case(layer("dp2_ep2"))
+  program = compiled(case, everything, *case.inputs(), view=view)
+  ep.assert_no_hidden_collectives(program)
+  if BACKEND == "xla":
+    assert_along_the_ep_axis(program.as_text(), case)
+
+
+@not_with_xla("it calls no FFI targets")
+def test_gpus_run_every_op_on_the_collective_stream(monkeypatch):
+  """Each op is alone in a function that is called on the collective stream."""
+  case = Case(layer("dp2_ep2"))
+  connection = case.layer.group.connection
+  monkeypatch.setattr(connection, "__class__", backend.NcclConnection)
+  program = lower((case, everything, *case.inputs()), platforms=("cuda",))
+  text = program.as_text()
+  inside = re.findall(
+    r"func private @(\w+)\(.*\n +%\S+ = stablehlo.custom_call @(ep_\w+)", text
+  )
+  calls = re.findall(
+    r"call @(\w+)\(.*_xla_stream_annotation = \"collective\", "
+    r"inlineable = \"false\"",
+    text,
+  )
+  assert {op for _, op in inside} == set(OPS)
+  assert len(inside) == text.count("@ep_") - text.count("@ep_op") > 0
+  assert sorted(name for name, _ in inside) == sorted(calls)
+  # NCCL EP's combine takes no weights: the rows are scaled before it.
+  for operands in re.findall(r"custom_call @ep_combine\((.*?)\)", text):
+    assert operands.count("%") == 2
+
+
+def test_int64_ids_and_float16_weights():
+  with jax.enable_x64(True):
+    case = Case(layer("dp2_ep2"))
+    case = Case(case.layer, case.topk_idx.astype(np.int64))
+    program = compiled(
+      case, round_trip, case.tokens(), case.weights(np.float16)
+    )
+  assert_exchanges(program, case, "ep_prepare", "ep_dispatch", "ep_combine")
+
+
+def other_collectives(*, out_shardings=None):
+  """Compiles an all-reduce, and an all-gather if `out_shardings` needs it."""
+  mesh = make_mesh({"x": 4})
+  x = to_global(np.ones((4, 4), np.float32), mesh, PartitionSpec("x"))
+
+  def fn(x):
+    with jax.named_scope("grad_sync"):
+      total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "x"),
+        mesh=mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec(),
+      )(x)
+    return x, total
+
+  shardings = NamedSharding(mesh, out_shardings), None
+  return jax.jit(fn, out_shardings=shardings).lower(x).compile()
+
+
+def assert_hidden(program, *words, allow=()):
+  with pytest.raises(AssertionError, match="besides the exchanges") as error:
+    ep.assert_no_hidden_collectives(program, allow=allow)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_other_collectives_are_named():
+  """The error has the path and line of each, or says that XLA inserted it."""
+  program = other_collectives(out_shardings=PartitionSpec())
+  where = "grad_sync", "hlo_test.py:"
+  assert_hidden(program, "all-reduce", "all-gather", "partitioner", *where)
+  assert_hidden(program.as_text(), "all-gather", *where)
+  assert_hidden(program, "all-gather", allow=["all-reduce"])
+  assert_hidden(program, "all-reduce", *where, allow=["all-gather"])
+  ep.assert_no_hidden_collectives(program, allow=["all-gather", "grad_sync"])
+
+
+def test_collectives_can_be_allowed():
+  program = other_collectives(out_shardings=PartitionSpec("x"))
+  assert_hidden(program, "all-reduce")
+  for allow in ["all-reduce"], ["grad_sync"]:
+    ep.assert_no_hidden_collectives(program, allow=allow)
+
+
+def test_collectives_in_the_scope_of_an_op_belong_to_it():
+  mesh = make_mesh({"x": 4})
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=PartitionSpec("x"),
+    out_specs=PartitionSpec("x"),
+  )
+  def fn(x):
+    with jax.named_scope("ep_dispatch"):
+      return jax.lax.all_to_all(x, "x", 1, 1, tiled=True)
+
+  x = to_global(np.ones((4, 4), np.float32), mesh, PartitionSpec("x"))
+  ep.assert_no_hidden_collectives(fn.lower(x).compile())
+
+
+# XLA prints collectives like this for GPUs and TPUs, and older versions did on
+# every platform.
+OTHER_SPELLINGS = """HloModule jit_f
+  %a.1 = (f32[4]{0:T(8,128)}, f32[16]{0:T(8,128)}) all-gather-start(%p), \
+metadata={op_name="jit(f)/x" source_file="f.py" source_line=7}
+  %b = f32[16]{0} all-gather-done(%a.1)
+  ROOT %c = (f32[2]{0}, /*index=1*/f32[2]{0}) ragged-all-to-all(%b)
+  %d = (f32[], u32[], token[]) send(%b, %t), channel_id=3, is_host_transfer=true
+  %e = f32[4]{0} custom-call(%b), custom_call_target="all-reduce("
+"""
+
+
+def test_other_spellings():
+  found = hidden_collectives.collectives(OTHER_SPELLINGS)
+  assert [(c.opcode, c.name, c.source) for c in found] == [
+    ("all-gather", "a.1", "f.py:7"),
+    ("ragged-all-to-all", "c", ""),
+  ]
+
+
+def test_programs_that_are_not_compiled():
+  """A program that is not compiled is refused: XLA adds collectives later."""
+  lowered = lower((Case(layer()), sizes))
+  for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
+    with pytest.raises(TypeError, match="compile()"):
+      ep.assert_no_hidden_collectives(program)

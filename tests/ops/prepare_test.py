@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep_prepare tells where choices go and how many, and declares its shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, expected
+from conftest import assert_shards_equal
+import ep
+from ep.testing._routings import ROUTINGS
+from groups import E, K, layer, MESHES, ranks, spec, T
+from op_functions import Ops, round_trip, sizes
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_counts(mesh, alignment, routing):
+  Case(layer(mesh, alignment=alignment), routing).check(sizes)
+
+
+def test_counts_add_up():
+  """The counts are those of np.bincount; no oracle is involved."""
+  case = Case(layer(), "with_unused_choices")
+  got = case.run(sizes)
+  everywhere = np.bincount(case.topk_idx[case.topk_idx >= 0], minlength=E)
+  of_ranks = everywhere.reshape(got.token_counts.shape)
+  rows = of_ranks.sum(axis=1, keepdims=True)
+  for actual, want in [
+    (got.token_counts, of_ranks),
+    (got.total_recv_tokens, rows),
+    (got.max_recv_tokens, np.full_like(rows, rows.max())),
+    (got.dropped_counts, np.zeros_like(of_ranks)),
+    (got.kept, case.topk_idx >= 0),
+  ]:
+    assert_shards_equal(actual, want.astype(actual.dtype))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_shapes_are_known_without_running(mesh):
+  config = layer(mesh)
+  case = Case(config)
+  handle = jax.eval_shape(
+    lambda idx: ep.ep_prepare(config, idx), case.put(case.topk_idx)
+  )
+  r, l = ranks(config), config.num_local_experts
+  assert handle.mem.dtype == jnp.uint8
+  assert handle.mem.shape[0] == r
+  for leaf, width in [
+    (handle.group_sizes, l),
+    (handle.token_counts, l),
+    (handle.total_recv_tokens, 1),
+    (handle.dropped_counts, l),
+    (handle.max_recv_tokens, 1),
+  ]:
+    assert (leaf.shape, leaf.dtype) == ((r, width), jnp.int32)
+  kept = handle.kept
+  assert (kept.shape, kept.dtype) == (case.topk_idx.shape, jnp.bool_)
+
+
+def test_kept_has_the_axes_and_the_sharding_of_the_choices():
+  config = layer("dp2_ep2", overflow="drop", recv_capacity_per_rank=4)
+  case = Case(config, "to_one_expert", lead=(2, 2))
+  topk_idx = case.put(case.topk_idx)
+  handle = ep.ep_prepare(config, topk_idx)
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+  assert handle.kept.sharding.is_equivalent_to(topk_idx.sharding, topk_idx.ndim)
+
+
+def test_a_step_without_tokens():
+  no_tokens = np.zeros((0, K), np.int32)
+  Case(layer(), no_tokens, lead=(0,)).check(sizes)
+
+
+def test_ranks_can_branch_on_the_largest_load():
+  """All ranks take the same branch, so both may have exchanges."""
+  busy, idle = Case(layer(), "to_one_expert"), Case(layer(), "idle")
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=busy.layer.group.mesh,
+    in_specs=spec(busy.layer),
+    out_specs=spec(busy.layer),
+  )
+  def program(topk_idx, tokens, weights):
+    handle = ep.ep_prepare(busy.layer, topk_idx)
+
+    def rest(tokens):
+      return jnp.zeros_like(tokens)
+
+    def work(tokens):
+      return ep.ep_combine(handle, *ep.ep_dispatch(handle, tokens, weights))
+
+    return jax.lax.cond(handle.max_recv_tokens[0] > T, work, rest, tokens)
+
+  for case in busy, idle:
+    inputs = case.tokens(), case.weights()
+    out = program(*map(case.put, (case.topk_idx, *inputs)))
+    assert_same(out, expected(case, round_trip, *inputs))
+
+
+def test_int64_ids_are_those_of_int32():
+  case = Case(layer(), "with_unused_choices")
+  with jax.enable_x64(True):
+    wide = Case(case.layer, case.topk_idx.astype(np.int64))
+    assert wide.put(wide.topk_idx).dtype == jnp.int64
+    actual = wide.run(sizes)
+  assert_same(actual, case.oracle.sizes())

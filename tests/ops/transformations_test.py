@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's transformations work on functions that exchange tokens.
+
+Other files test some subjects more closely: derivatives_test has derivatives of
+derivatives, handle_test has the places where a handle can be used, and
+views_test has the views and the types of mesh axes. In each test here, one rank
+has no tokens to send.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+from jax import export, lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, exchanges, expected, jit_quickly
+from conftest import make_mesh, to_global
+import ep
+from ep import launch
+from ep._src.base.backend import OPS
+from groups import bootstrap, E, H, layer, not_with_xla, spec
+from op_functions import block, block_and_back, Ops, round_trip, sizes
+
+LAYERS = 3
+SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
+
+BOTH_VIEWS = pytest.mark.parametrize("view", ["global", "local"])
+EVERY_TYPE = pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+
+
+@pytest.fixture(name="case")
+def case_with_an_idle_rank():
+  return Case(layer(top_k=2), "idle_rank", whole=True)
+
+
+def inputs(case):
+  """Returns tokens and weights whose products are exact in float32."""
+  return case.tokens(), np.ceil(4 * case.weights())
+
+
+def in_view(view, config, fn, *, in_specs=None, out_specs=None):
+  """Returns `fn` itself, or a `shard_map` of it for the local view."""
+  if view == "global":
+    return fn
+  return jax.shard_map(
+    fn,
+    mesh=config.group.mesh,
+    in_specs=in_specs or spec(config),
+    out_specs=out_specs or spec(config),
+  )
+
+
+def prepared(config, topk_idx):
+  return Ops(ep.ep_prepare(config, topk_idx))
+
+
+def shifted(topk_idx, step):
+  """Returns another routing for each step; unused choices stay unused."""
+  return jnp.where(topk_idx < 0, -1, (topk_idx + step) % E)
+
+
+def with_grads(fn, primals, g):
+  out, vjp = jax.vjp(fn, *primals)
+  return out, vjp(g)
+
+
+# --- Derivatives of a scalar -------------------------------------------------
+
+
+def test_value_and_grad(case):
+  def loss(ops, tokens, weights):
+    def value(*x):
+      return jnp.sum(jnp.square(round_trip(ops, *x)))
+
+    return jax.value_and_grad(value, argnums=(0, 1))(tokens, weights)
+
+  case.check(loss, *inputs(case))
+
+
+def test_hessian(case):
+  """Forward over reverse mode works, with a `vmap` over directions in each."""
+
+  def hessian(ops, tokens, weights):
+    def loss(scales):
+      recv, recv_weights = ops.dispatch(tokens, weights * scales[0])
+      return jnp.sum(ops.combine(recv * scales[1], recv_weights) ** 2)
+
+    return jax.hessian(loss)(jnp.ones(2))
+
+  case.check(hessian, *inputs(case))
+
+
+# --- Layers: scan, checkpoint ------------------------------------------------
+
+
+def residual_block(ops, x, weights, scale):
+  recv, recv_weights = ops.dispatch(x, weights)
+  return x + ops.combine(scale * recv, recv_weights)
+
+
+@jit_quickly
+def oracle_of_layers(oracles, g, *primals):
+  def network(x, weights, scales):
+    for step, ops in enumerate(oracles):
+      x = residual_block(ops, x, weights, scales[step])
+    return x
+
+  return with_grads(network, primals, g)
+
+
+def routings(case, count):
+  """Returns `count` cases with different routings."""
+  ids = [shifted(case.topk_idx, i) for i in range(count)]
+  return [Case(case.layer, np.asarray(x, np.int32)) for x in ids]
+
+
+def check_layers(case, network, view):
+  """Checks `network(config)` and its gradients against `oracle_of_layers`.
+
+  Returns the compiled program, which computes both.
+  """
+  config = case.layer
+  by_rank, alike = spec(config), PartitionSpec()
+  in_specs = by_rank, by_rank, by_rank, alike
+  network = in_view(view, config, network(config), in_specs=in_specs)
+
+  def program(topk_idx, g, *primals):
+    return with_grads(lambda *x: network(topk_idx, *x), primals, g)
+
+  primals = *inputs(case), np.arange(1, LAYERS + 1, dtype=np.float32)
+  g = case.tokens()
+  args = [case.put(x) for x in (case.topk_idx, g, *primals[:2])]
+  args.append(to_global(primals[2], config.group.mesh))
+  compiled = jax.jit(program).lower(*args).compile()
+  oracles = [c.oracle for c in routings(case, LAYERS)]
+  assert_same(compiled(*args), oracle_of_layers(oracles, g, *primals))
+  return compiled
+
+
+def stacked_handles(config):
+  """Returns a network that prepares handles in one loop for another."""
+
+  def network(topk_idx, tokens, weights, scales):
+    def prepare(carry, step):
+      return carry, ep.ep_prepare(config, shifted(topk_idx, step))
+
+    def use(x, handle_and_scale):
+      handle, scale = handle_and_scale
+      return residual_block(Ops(handle), x, weights, scale), None
+
+    _, handles = lax.scan(prepare, None, jnp.arange(LAYERS))
+    return lax.scan(use, tokens, (handles, scales))[0]
+
+  return network
+
+
+def checkpointed_layers(policy, config):
+  """Returns a network of rematerialised layers that prepare their handles."""
+
+  @functools.partial(jax.checkpoint, policy=policy)
+  def layer(x, topk_idx, weights, scale):
+    return residual_block(prepared(config, topk_idx), x, weights, scale)
+
+  def network(topk_idx, tokens, weights, scales):
+    def body(x, step_and_scale):
+      step, scale = step_and_scale
+      return layer(x, shifted(topk_idx, step), weights, scale), None
+
+    return lax.scan(body, tokens, (jnp.arange(LAYERS), scales))[0]
+
+  return network
+
+
+@BOTH_VIEWS
+@EVERY_TYPE
+def test_scan_over_layers_with_stacked_handles(axis_type, view):
+  config = layer("dp2_ep2", axis_type, top_k=2)
+  case = Case(config, "idle_rank", whole=True)
+  program = check_layers(case, stacked_handles, view)
+  assert exchanges(program).count("ep_prepare") == 1
+
+
+@BOTH_VIEWS
+@EVERY_TYPE
+@pytest.mark.parametrize(
+  "policy, prepares",
+  [(None, 2), (SAVE_ROUTING, 1)],
+  ids=["nothing_saved", "routing_saved"],
+)
+def test_checkpointed_layers(policy, prepares, axis_type, view):
+  """Rematerialisation exchanges the routing again, unless it is saved."""
+  config = layer("dp2_ep2", axis_type, top_k=2)
+  case = Case(config, "idle_rank", whole=True)
+  network = functools.partial(checkpointed_layers, policy)
+  program = check_layers(case, network, view)
+  assert exchanges(program).count("ep_prepare") == prepares
+  assert exchanges(program).count("ep_dispatch") == 2
+
+
+@pytest.mark.parametrize("policy, prepares", [(None, 2), (SAVE_ROUTING, 1)])
+def test_the_routing_of_a_checkpointed_moe_layer(case, policy, prepares):
+  def loss(w, topk_idx, tokens, weights):
+    w_up, w_down = w, w.swapaxes(1, 2)
+    layer = jax.checkpoint(
+      lambda *x: ep.moe_layer(case.layer, *x, w_up=w_up, w_down=w_down),
+      policy=policy,
+    )
+    return jnp.sum(layer(tokens, topk_idx, weights) ** 2)
+
+  mesh = case.layer.group.mesh
+  w = to_global(np.ones((E, H, 4), np.float32), mesh, PartitionSpec("ep"))
+  args = map(case.put, (case.topk_idx, *inputs(case)))
+  program = jax.jit(jax.grad(loss)).lower(w, *args).compile()
+  assert exchanges(program).count("ep_prepare") == prepares
+
+
+# --- Control flow, and eager execution ---------------------------------------
+
+
+def test_branches_that_all_ranks_take(case):
+  """Both branches may hold exchanges if all ranks take the same branch."""
+
+  @jax.jit
+  def program(which, topk_idx, tokens, weights):
+    ops = prepared(case.layer, topk_idx)
+    return lax.cond(
+      which,
+      lambda x: round_trip(ops, x, weights),
+      lambda x: round_trip(ops, 2 * x, weights),
+      tokens,
+    )
+
+  tokens, weights = inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  once = expected(case, round_trip, tokens, weights)
+  for which in True, False:
+    assert_same(program(which, *args), once if which else 2 * once)
+
+
+def test_a_loop_of_unknown_length(case):
+  @jax.jit
+  def program(steps, topk_idx, tokens, weights):
+    def step(i, x):
+      return round_trip(prepared(case.layer, shifted(topk_idx, i)), x, weights)
+
+    return lax.fori_loop(0, steps, step, tokens)
+
+  tokens, weights = inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  assert_same(program(0, *args), tokens)
+  assert_same(program(1, *args), expected(case, round_trip, tokens, weights))
+
+
+def test_without_jit(case):
+  tokens, weights = inputs(case)
+  ops = prepared(case.layer, case.put(case.topk_idx))
+  assert_same(ops.sizes(), sizes(case.oracle))
+  out = round_trip(ops, case.put(tokens), case.put(weights))
+  assert_same(out, expected(case, round_trip, tokens, weights))
+
+
+# --- vmap --------------------------------------------------------------------
+
+
+def check_batch(case, view, transform):
+  """Checks `transform(f)` of a batch against `block_and_back` by example."""
+  config = case.layer
+  by_rank = PartitionSpec(None, *spec(config))
+  cases = routings(case, 3)
+  tokens, weights = inputs(case)
+  batch = [
+    (c.topk_idx, tokens + i, weights + i, case.tokens())
+    for i, c in enumerate(cases)
+  ]
+
+  def example(topk_idx, tokens, weights):
+    return block(prepared(config, topk_idx), tokens, weights)
+
+  specs = dict(in_specs=by_rank, out_specs=by_rank)
+  program = in_view(view, config, transform(example), **specs)
+  mesh = config.group.mesh
+  arrays = [np.stack(x) for x in zip(*batch, strict=True)]
+  actual = jax.jit(program)(*(to_global(x, mesh, by_rank) for x in arrays))
+  examples = [
+    jit_quickly(block_and_back)(c.oracle, *x)
+    for c, (_, *x) in zip(cases, batch, strict=True)
+  ]
+  assert_same(actual, jax.tree.map(lambda *x: np.stack(x), *examples))
+
+
+@BOTH_VIEWS
+def test_vmap_of_grad(case, view):
+  def transform(f):
+    return jax.vmap(
+      lambda idx, x, w, g: with_grads(lambda *x: f(idx, *x), (x, w), g)
+    )
+
+  check_batch(case, view, transform)
+
+
+@BOTH_VIEWS
+def test_grad_of_vmap(case, view):
+  def transform(f):
+    return lambda idx, x, w, g: with_grads(
+      lambda *x: jax.vmap(f)(idx, *x), (x, w), g
+    )
+
+  check_batch(case, view, transform)
+
+
+# --- Donation, ahead of time, shapes -----------------------------------------
+
+
+def test_donated_tokens_and_handle(case):
+  """A step can donate the state of a loop, and the next reuses its buffers."""
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(handle, tokens, weights):
+    return handle, round_trip(Ops(handle), tokens, weights)
+
+  tokens, weights = inputs(case)
+  handle = case.run(lambda ops: ops.handle)
+  x = case.put(tokens)
+  for _ in range(3):
+    given = handle, x
+    handle, x = step(*given, case.put(weights))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    tokens = expected(case, round_trip, tokens, weights)
+    assert_same(x, tokens)
+
+
+def program_of(config):
+  def round_trip_again(topk_idx, *x):
+    return round_trip(prepared(config, topk_idx), *x)
+
+  return jax.jit(round_trip_again)
+
+
+def avals(case, *arrays):
+  sharding = NamedSharding(case.layer.group.mesh, spec(case.layer))
+  return [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays
+  ]
+
+
+def test_ahead_of_time(case):
+  """A program compiles from shapes alone; two compiled copies may alternate."""
+  arrays = case.topk_idx, *inputs(case)
+  lowered = program_of(case.layer).lower(*avals(case, *arrays))
+  programs = [lowered.compile() for _ in range(2)]
+  args = [case.put(x) for x in arrays]
+  outs = [program(*args) for _ in range(4) for program in programs]
+  for out in outs:
+    assert_same(out, expected(case, round_trip, *arrays[1:]))
+
+
+def test_shapes_alone_run_nothing(case):
+  """One process alone traces; an op that ran would wait for the others."""
+  if jax.process_index() > 0:
+    return
+  tokens, weights = inputs(case)
+  grad = jax.grad(
+    lambda x, idx, w: jnp.sum(round_trip(prepared(case.layer, idx), x, w))
+  )
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype)
+    for x in (tokens, case.topk_idx, weights)
+  ]
+  out = jax.eval_shape(grad, *shapes)
+  assert (out.shape, out.dtype) == (tokens.shape, tokens.dtype)
+
+
+# --- jax.export --------------------------------------------------------------
+
+EXPORTED = dict(name="exported", top_k=2)
+DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
+
+
+def exported_case(group):
+  return Case(ep.EpLayerConfig(group), "idle_rank", whole=True)
+
+
+def export_program(case):
+  arrays = case.topk_idx, *inputs(case)
+  make = export.export(program_of(case.layer), disabled_checks=DISABLED_CHECKS)
+  return make(*avals(case, *arrays))
+
+
+def check_call(case, fn):
+  """Checks that `fn`, an exported program, gives the results of `case`."""
+  tokens, weights = inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  assert_same(fn(*args), expected(case, round_trip, tokens, weights))
+
+
+@not_with_xla("it has no targets of ours")
+def test_export_asks_for_our_targets(case):
+  """JAX refuses to serialise a custom call that is not known to be stable."""
+  arrays = case.topk_idx, *inputs(case)
+  with pytest.raises(ValueError, match="(?s)compatibility.*@ep_prepare"):
+    export.export(program_of(case.layer))(*avals(case, *arrays))
+
+
+def test_exported():
+  """An exported program uses the open group with the name of its group."""
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, **EXPORTED) as group:
+    exported = export_program(exported_case(group))
+  with bootstrap(mesh, **EXPORTED) as group:
+    case = exported_case(group)
+    check_call(case, jax.jit(exported.call))
+    check_call(case, exported.call)
+    twice = jax.jit(lambda *x: exported.call(*x) / 2 + exported.call(*x) / 2)
+    check_call(case, twice)
+
+
+@not_with_xla("its programs need no group to run")
+def test_exported_for_a_group_of_other_sizes():
+  mesh = make_mesh({"ep": 4})
+  with bootstrap(mesh, **EXPORTED) as group:
+    case = exported_case(group)
+    exported = export_program(case)
+  args = [case.put(x) for x in (case.topk_idx, *inputs(case))]
+  other = dict(EXPORTED, num_experts=2 * group.num_experts)
+  with bootstrap(mesh, **other), pytest.raises(ep.EpError) as error:
+    jax.jit(exported.call)(*args)
+  for word in ['group "exported"', "num_experts = 8", "num_experts = 16"]:
+    assert word in str(error.value)
+
+
+def test_exported_in_a_file(tmp_path):
+  """Another program can load it: this file, run as a process with 4 devices."""
+  pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
+  with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
+    case = exported_case(group)
+    saved = export_program(case).serialize(vjp_order=1)
+    loaded = export.deserialize(saved)
+    check_call(case, jax.jit(loaded.call))
+
+    def grads(fn):
+      return jax.jit(
+        jax.grad(lambda x, idx, w: jnp.sum(jnp.square(fn(idx, x, w))))
+      )
+
+    tokens, weights = inputs(case)
+    args = [case.put(x) for x in (tokens, case.topk_idx, weights)]
+    actual, want = (
+      [np.asarray(shard.data) for shard in grads(fn)(*args).addressable_shards]
+      for fn in (loaded.call, program_of(case.layer))
+    )
+    np.testing.assert_array_equal(actual, want)
+  if jax.process_index() == 0:
+    path = tmp_path / "program"
+    path.write_bytes(saved)
+    argv = [__file__, path]
+    code = launch.launch(argv, num_processes=1, devices_per_process=4)
+    assert code == 0
+
+
+def main(path):
+  with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
+    exported = export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
+    check_call(exported_case(group), jax.jit(exported.call))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops give the same results inside and outside of shard_map."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from cases import assert_same, Case, expected, global_view, local_view
+from conftest import make_mesh, to_global
+import ep
+from groups import bootstrap, K, layer, spec
+from op_functions import everything, Ops, round_trip
+
+VIEWS = {
+  "global": global_view,
+  "local": local_view,
+  "local_without_vma": functools.partial(local_view, check_vma=False),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("mesh", ["ep4", "dp2_ep2", "ep2_dp2"])
+def test_views_agree(mesh, view):
+  case = Case(layer(mesh), "with_unused_choices", whole=True)
+  case.check(everything, *case.inputs(), view=view)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_explicit_meshes(view):
+  case = Case(
+    layer("dp2_ep2", AxisType.Explicit), "with_unused_choices", whole=True
+  )
+  case.check(everything, *case.inputs(), view=view)
+
+
+def test_explicit_types_of_results_are_those_of_the_global_view():
+  config = layer("dp2_ep2", AxisType.Explicit)
+  case = Case(config)
+  inputs = [case.put(x) for x in (case.topk_idx, *case.inputs())]
+  out = jax.eval_shape(global_view(config, everything), *inputs)
+  for leaf in jax.tree.leaves(out):
+    assert leaf.sharding.spec[0] == spec(config)[0]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_results_are_split_over_the_ranks(axis_type):
+  """Every result is split over the ranks; nothing is replicated."""
+  config = layer("dp2_ep2", axis_type)
+  case = Case(config)
+  expected = NamedSharding(config.group.mesh, spec(config))
+  for leaf in jax.tree.leaves(case.run(everything, *case.inputs())):
+    assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+
+
+def test_resharding_an_array_gives_a_warning(recwarn):
+  """The warning names the array's sharding, and the one it should have."""
+  config = layer("dp2_ep2")
+  case = Case(config, whole=True)
+  mesh = config.group.mesh
+  ep.ep_prepare(config, case.put(case.topk_idx))
+  assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
+  moved = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
+  with pytest.warns(UserWarning) as warnings:
+    handle = ep.ep_prepare(config, moved)
+  (warning,) = warnings
+  assert warning.filename == __file__  # the line of the caller, not of ep
+  message = str(warning.message)
+  for word in ["ep_prepare", "('ep', 'dp')", "('dp', 'ep')", "every call"]:
+    assert word in message
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+
+
+def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
+  """There is no warning if each rank already has its part of the array."""
+  config = layer("dp2_ep2")
+  case = Case(config, whole=True)
+  mesh = config.group.mesh
+  everywhere = to_global(case.topk_idx, mesh, PartitionSpec())
+  handle = ep.ep_prepare(config, everywhere)
+  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+  planned = ep.EpLayerConfig(bootstrap(mesh.abstract_mesh, backend="xla"))
+  with jax.set_mesh(mesh):
+    ep.ep_prepare(planned, case.put(case.topk_idx))
+  assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_arguments_that_all_ranks_share(view):
+  """Arguments may be constants, whose type in `shard_map` is not varying."""
+
+  def with_constants(ops, tokens):
+    ones = jnp.ones((*tokens.shape[:-1], K))
+    recv, recv_weights = ops.dispatch(jnp.ones(tokens.shape), ones)
+    return ops.combine(recv, recv_weights), ops.combine(jnp.ones_like(recv))
+
+  case = Case(layer(), "with_unused_choices", whole=True)
+  case.check(with_constants, case.tokens(), view=view)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_vmap(view):
+  """The examples of a batch can share a routing."""
+
+  def batched(ops, tokens, weights):
+    scales = jnp.arange(1.0, 4.0)
+    return jax.vmap(lambda x: round_trip(ops, tokens * x, weights))(scales)
+
+  case = Case(layer(), "skewed", whole=True)
+  tokens, weights = case.tokens(), case.weights()
+  spec_of_batch = PartitionSpec(None, *spec(case.layer))
+  if view is not global_view:
+    view = functools.partial(view, out_specs=spec_of_batch)
+  examples = [
+    expected(case, round_trip, tokens * np.float32(x), weights)
+    for x in (1, 2, 3)
+  ]
+  assert_same(case.run(batched, tokens, weights, view=view), np.stack(examples))
+
+
+@pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_an_orthogonal_axis_holds_copies(axes, view):
+  with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
+    case = Case(ep.EpLayerConfig(group), "skewed", whole=True)
+    case.check(everything, *case.inputs(), view=view)
+
+
+@pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
+def test_an_orthogonal_axis_makes_domains_that_do_not_mix(axes):
+  """Each `tp` rank can have its own tokens and its own routing."""
+  with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
+    config = ep.EpLayerConfig(group)
+    cases = [Case(config, routing) for routing in ("uniform", "skewed")]
+    inputs = [
+      (case.topk_idx, (1 + i) * case.tokens(), case.weights())
+      for i, case in enumerate(cases)
+    ]
+
+    @jax.jit
+    @functools.partial(
+      jax.shard_map,
+      mesh=group.mesh,
+      in_specs=PartitionSpec("tp", "ep"),
+      out_specs=PartitionSpec("tp", "ep"),
+    )
+    def local(*args):
+      topk_idx, tokens, weights = (x[0] for x in args)
+      handle = ep.ep_prepare(config, topk_idx)
+      recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
+      return ep.ep_combine(handle, recv, recv_weights)[None]
+
+    actual = local(
+      *(
+        to_global(np.stack(x), group.mesh, PartitionSpec("tp", "ep"))
+        for x in zip(*inputs, strict=True)
+      )
+    )
+    expected = np.stack(
+      [
+        case.oracle.combine(*case.oracle.dispatch(*arrays))
+        for case, (_, *arrays) in zip(cases, inputs, strict=True)
+      ]
+    )
+    assert_same(actual, expected)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples of the pages hold in every world, with the arrays that they show."""
+
+import ast
+import functools
+import pathlib
+import re
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from conftest import assert_shards_equal, make_mesh, to_global
+import ep
+from ep import launch
+from groups import bootstrap
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _section(path, title):
+  """Returns the text below a title of level two."""
+  text = (_ROOT / path).read_text()
+  return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def _example(path, title):
+  """Returns the Python block of a section."""
+  return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
+
+
+def test_the_twenty_lines(capsys):
+  """They run in every world, and print what their last comment says."""
+  code = _example("README.md", "Twenty lines")
+  promised = code.splitlines()[-1].partition("  # ")[2]
+  names = {}
+  exec(compile(code, "README.md", "exec"), names)
+  assert capsys.readouterr().out == promised + "\n"
+  for grad in names["grads"]:
+    for shard in grad.addressable_shards:
+      values = np.asarray(shard.data)
+      assert np.isfinite(values).all() and values.any()
+  ep.ep_finalize(names["group"])
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
+@pytest.mark.parametrize("processes, devices", [(1, 4), (4, 1), (2, 2)])
+def test_the_twenty_lines_under_the_launcher(tmp_path, processes, devices):
+  """They end well although they wait for no result, or drop all of them."""
+  lines = _example("README.md", "Twenty lines")
+  imports, code = re.split(r"(?=^mesh = )", lines, flags=re.M)
+  in_function = "def main():\n" + textwrap.indent(code, "  ") + "main()\n"
+  for text in {code, in_function if processes > 1 else code}:
+    program = f"{imports}ep.launch.initialize()\n{text}"
+    assert not launch.launch(
+      ["-c", program],
+      num_processes=processes,
+      devices_per_process=devices,
+      timeout_s=100,
+      log_dir=tmp_path,
+    )
+    promised = lines.splitlines()[-1].partition("  # ")[2]
+    for log in tmp_path.glob("rank_*.log"):
+      said = [x for x in log.read_text().splitlines() if "[Gloo]" not in x]
+      assert said == [promised]
+
+
+def test_the_backward_ops_by_themselves():
+  """They are each other's forward ops, and bring every weight home."""
+  code = _example("docs/architecture.md", "Linear primitives, not `custom_vjp`")
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  rng = np.random.default_rng(0)
+  # Each token has two choices that differ.
+  idx = (rng.integers(8, size=(20, 1)) + [[0, 3]]) % 8
+  topk_idx, topk_weights, tokens, grad_out = (
+    to_global(array, mesh, jax.P(("dp", "ep")))
+    for array in (
+      idx.astype(np.int32),
+      rng.normal(size=(20, 2)).astype(np.float32),
+      rng.normal(size=(20, 4)).astype(np.float32),
+      rng.normal(size=(20, 4)).astype(np.float32),
+    )
+  )
+
+  @jax.jit
+  def run(topk_idx, topk_weights, tokens, grad_out):
+    handle = ep.ep_prepare(layer, topk_idx)
+    rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
+    names = dict(locals(), ep=ep, functools=functools, jax=jax)
+    exec(compile(code, "architecture.md", "exec"), names)
+    grad_rows, _ = ep.ep_dispatch(handle, grad_out, topk_weights)
+    return [
+      (names["grad_rows"], grad_rows),
+      (names["grad_tokens"], ep.ep_combine(handle, grad_rows)),
+      (names["grad_weights"], topk_weights),
+    ]
+
+  with bootstrap(mesh, top_k=2) as group:
+    layer = ep.EpLayerConfig(group)
+    results = run(topk_idx, topk_weights, tokens, grad_out)
+    for actual, expected in results:
+      for got, want in zip(
+        actual.addressable_shards, expected.addressable_shards, strict=True
+      ):
+        np.testing.assert_array_equal(got.data, want.data)
+
+
+def _value(cell):
+  try:
+    return ast.literal_eval(cell)
+  except (SyntaxError, ValueError):
+    return cell
+
+
+def _tables(text):
+  """Yields each table's columns by name."""
+  for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+    head, _, *rows = [
+      [cell.strip().strip("`") for cell in line.strip("|\n").split("|")]
+      for line in table.splitlines()
+    ]
+    columns = zip(*(map(_value, row) for row in rows), strict=True)
+    yield dict(zip(head, columns, strict=True))
+
+
+def test_the_worked_example():
+  """Two domains, alike, compute every array that the text shows."""
+  text = _section("docs/semantics.md", "A worked example")
+  given, slots, results = _tables(text)
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  capacity = int(re.search(r"capacity\s(\d+)", text)[1])
+
+  def of_all(array, dtype=np.float32):
+    """Returns the array of both domains, given that of one."""
+    array = np.asarray(array, dtype)
+    return np.concatenate([array, array])
+
+  def as_slots(column, default=0.0):
+    """Returns a column as slots [P, C, ...], with the default in the tail."""
+    out = np.full((2, capacity, *np.shape(slots[column][0])), default)
+    for rank, slot, value in zip(
+      slots["rank"], slots["slot"], slots[column], strict=True
+    ):
+      out[rank, slot] = value
+    return of_all(out)
+
+  def count(name, dropping=False):
+    """Returns the text's `name`: of both ranks, or of rank 0 with drops."""
+    found = [
+      ast.literal_eval(value)
+      for value in re.findall(rf"{name} (\[.*?\])", text)
+    ]
+    return found[2] if dropping else found[:2]
+
+  slots["factor"] = [e + 1 if e != "padding" else 1 for e in slots["expert"]]
+  tokens, weights, cotangents, factor, idx = (
+    to_global(array, mesh, jax.P(("dp", "ep")))
+    for array in (
+      of_all(given["token"]),
+      of_all(given["topk_weights"]),
+      of_all(results["G"]),
+      as_slots("factor", 1.0)[..., None],
+      of_all(given["topk_idx"], np.int32),
+    )
+  )
+  sizes = dict(num_experts=4, max_tokens_per_rank=2, hidden_dim=2, top_k=2)
+  with bootstrap(mesh, alignment=2, **sizes) as group:
+    layer = ep.EpLayerConfig(group)
+    assert layer.capacity == capacity
+
+    @jax.jit
+    def run(tokens, weights, cotangents, factor, idx):
+      handle = ep.ep_prepare(layer, idx)
+
+      def dispatch(tokens, weights):
+        return ep.ep_dispatch(handle, tokens, weights)
+
+      def combine(outputs, weights):
+        return ep.ep_combine(handle, outputs, weights)
+
+      (rows, row_weights), undo = jax.vjp(dispatch, tokens, weights)
+      outputs = rows * factor
+      out, unsum = jax.vjp(combine, outputs, row_weights)
+      grad_outputs, grad_row_weights = unsum(cotangents)
+      grad_tokens, grad_weights = undo(
+        (grad_outputs * factor, grad_row_weights)
+      )
+      return {
+        "recv_tokens": rows,
+        "weight": row_weights,
+        "its output": outputs,
+        "grad_expert_out": grad_outputs,
+        "grad_weights": grad_row_weights,
+        "combine(Z)": ep.ep_combine(handle, outputs),
+        "combine(Z, weights)": out,
+        "grad_tokens": grad_tokens,
+        "grad_topk_weights": grad_weights,
+        "group_sizes": handle.group_sizes,
+        "token_counts": handle.token_counts,
+        "dropped_counts": handle.dropped_counts,
+        "total_recv_tokens": handle.total_recv_tokens,
+        "max_recv_tokens": handle.max_recv_tokens,
+      }
+
+    for name, actual in run(tokens, weights, cotangents, factor, idx).items():
+      if name in slots:
+        expected = as_slots(name)
+      elif name in results:
+        expected = of_all(results[name])
+      else:
+        expected = of_all(count(name), np.int32)
+      assert_shards_equal(actual, expected)
+
+    layer = ep.EpLayerConfig(
+      group, recv_capacity_per_rank=4, overflow="drop", name="dropping"
+    )
+    handle = jax.jit(lambda idx: ep.ep_prepare(layer, idx))(idx)
+    for name in (
+      "group_sizes",
+      "token_counts",
+      "dropped_counts",
+      "total_recv_tokens",
+      "max_recv_tokens",
+    ):
+      for shard in getattr(handle, name).addressable_shards:
+        if shard.index[0].start % 2 == 0:  # rank 0 of a domain
+          np.testing.assert_array_equal(shard.data[0], count(name, True))
+    kept = [[True, True], [True, True], [True, False], [True, False]]
+    assert_shards_equal(handle.kept, of_all(kept, bool))

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python blocks of the pages run as they stand there.
+
+A page is one program: its blocks share their names, from top to bottom. What a
+block prints stands in a block of text right after it, or in its comments. Two
+marks, which readers see, leave code out: a block whose first line says "# Not
+run", and a paragraph of a block with "# don't". All code must parse, and each
+name of ep in it must exist.
+"""
+
+import ast
+import contextlib
+import operator
+import pathlib
+import re
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from docs.site import pictures
+import ep
+import ep.launch
+from tools import check_links
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_PAGES = sorted(
+  str(path.relative_to(_ROOT))
+  for path in [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")]
+)
+# Readers must see what a block is; MyST has further kinds.
+_FENCED = re.compile(
+  r"^```(.*?)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.M | re.S
+)
+_LANGUAGES = {"python", "sh", "starlark", "text", "yaml"}
+
+
+class Block(NamedTuple):
+  line: int
+  language: str
+  code: str
+  output: str | None  # the block of text right after it
+
+
+def _blocks(page: str) -> list[Block]:
+  text = (_ROOT / page).read_text()
+  return [
+    Block(text.count("\n", 0, match.start(2)), *match.groups())
+    for match in _FENCED.finditer(text)
+  ]
+
+
+def _python(page: str) -> list[Block]:
+  return [block for block in _blocks(page) if block.language == "python"]
+
+
+def _what_runs(code: str) -> str:
+  """Returns the code without what is marked, on the same lines."""
+  if code.startswith("# Not run"):
+    return ""
+  paragraphs = re.split(r"(\n\n+)", code)
+  return "".join(
+    "\n" * part.count("\n") if "# don't" in part else part
+    for part in paragraphs
+  )
+
+
+# What fragments assume: a group, a layer, and a step of training.
+_GIVEN = """
+import copy, functools, pickle
+import jax
+from jax import export, lax, numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+import ep
+
+mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
+specs = dict(in_specs=P(("dp", "ep")), out_specs=P(("dp", "ep")))
+sizes = dict(num_experts=8, top_k=2)
+model = dict(hidden=32, inner=32, **sizes)
+top_k, cfg = 2, ep.MoEConfig(**model)
+group = ep.ep_bootstrap(mesh, **sizes)
+layer = ep.EpLayerConfig(group)
+x = tokens = grad_out = state = jax.random.normal(jax.random.key(0), (64, 32))
+args, data, xs = (x, x), [x], x.reshape(4, 16, 32)
+logits = jax.random.normal(jax.random.key(1), (64, 8))
+topk_idx, topk_weights = ep.route_topk(logits, top_k)
+handle = ep.ep_prepare(layer, topk_idx)
+rows, row_weights = ep.ep_dispatch(handle, x, topk_weights)
+params = ep.moe.init(jax.random.key(2), cfg)
+matrices = dict(w_up=jnp.ones((8, 32, 16)), w_down=jnp.ones((8, 16, 32)))
+w, w_up = row_weights, matrices["w_up"][:4]  # a rank's
+f = eval_step = lambda x: x
+grouped_matmul = jax.vmap(ep.grouped_matmul, (0, None, 0))  # over ranks
+block = lambda x: ep.moe_layer(layer, x, topk_idx, topk_weights, **matrices)
+step = jax.jit(lambda state, batch: state + block(batch))
+"""
+# These pages have fragments, each of which stands for itself; the others state
+# whatever they use.
+_FRAGMENTS = {"docs/architecture.md", "docs/router.md", "docs/sharp_bits.md"}
+_LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
+
+@pytest.mark.parametrize("page", [p for p in _PAGES if _python(p)])
+def test_the_code_of_a_page(page, capsys, tmp_path, monkeypatch):
+  """It runs, and prints what the page says."""
+  monkeypatch.chdir(tmp_path)
+  for name in _LAUNCHED:  # readers start a page's program by itself
+    monkeypatch.delenv(name, raising=False)
+  names = {"__name__": "page"}
+  groups = set()
+  for block in _python(page):
+    code = _what_runs(block.code)
+    if page in _FRAGMENTS:
+      exec(_GIVEN, names)
+    capsys.readouterr()
+    exec(compile("\n" * block.line + code, page, "exec"), names)
+    printed = capsys.readouterr().out
+    if block.output:
+      assert printed == block.output
+    elif page not in _FRAGMENTS:
+      assert all(f"  # {line}\n" in code for line in printed.splitlines())
+    groups |= {v for v in names.values() if isinstance(v, ep.EpGroup)}
+    # Where a program waits in a collective of XLA for one whose group was
+    # closed, XLA ends the process after a while.
+    with contextlib.suppress(*ep.EpError):
+      jax.block_until_ready(jax.live_arrays())
+  for group in groups:
+    ep.ep_finalize(group)
+
+
+@pytest.mark.parametrize("page", _PAGES)
+def test_readers_see_what_a_block_is(page):
+  """Each block has a language; Python parses, and its names of ep exist."""
+  for block in _blocks(page):
+    where = f"{page}:{block.line}"
+    assert block.language in _LANGUAGES, where
+    if block.language == "python":
+      for node in ast.walk(ast.parse(block.code)):
+        name = isinstance(node, ast.Attribute) and ast.unparse(node)
+        if name and re.fullmatch(r"ep(\.\w+)+", name):
+          assert operator.attrgetter(name[3:])(ep), where
+
+
+def _public(module) -> set[str]:
+  """Returns the public names that a module defines."""
+  own = getattr(module, "__all__", None) or [
+    name
+    for name, value in vars(module).items()
+    if not name.startswith("_")
+    and (name.isupper() or getattr(value, "__module__", "") == module.__name__)
+  ]
+  return {f"{module.__name__}.{name}" for name in own}
+
+
+def test_the_reference_has_every_public_name():
+  modules = [ep, ep.moe, ep.presets, ep.launch, ep.lax, ep.debug, ep.testing]
+  public = set().union(*map(_public, modules))
+  public -= {module.__name__ for module in modules} | {"ep.launch.main"}
+  pages = "".join(p.read_text() for p in _ROOT.glob("docs/reference/*.md"))
+  listed = set(re.findall(r"^\* `(.*)`$", pages, re.M))
+  assert public <= listed
+  for name in listed:
+    assert operator.attrgetter(name[3:])(ep) is not None
+
+
+def test_the_picture_is_what_its_command_draws():
+  drawn = (_ROOT / "docs/images/layout.svg").read_text()
+  assert drawn == str(pictures.layout()), "run ./bazelw run //docs:pictures"
+
+
+@pytest.mark.parametrize(
+  "link, leads",
+  [
+    ("b.md", True),
+    ("b.md#there", True),
+    ("../ep", True),
+    ("https://example.com", True),
+    ("c.md", False),
+    ("../ep/c.py#there", False),
+  ],
+)
+def test_a_link_leads_to_a_tracked_file(link, leads):
+  page = f"`[code](x)` and [text]({link})\n```sh\n[code](y)\n```\n"
+  found = check_links.faults("docs/a.md", page, {"docs/b.md", "ep/a.py"})
+  assert found == ([] if leads else [f"docs/a.md: {link} leads nowhere"])

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a release agree with each other and with the module."""
+
+import ast
+import base64
+import hashlib
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+import yaml
+
+from docs.site import links
+from tools import release
+
+_ROOT = pathlib.Path(__file__).absolute().parents[2]
+_CHANGELOG = """\
+# Changelog
+
+## [Unreleased]
+
+## [1.1.0] - 2026-02-03
+
+### Added
+
+- Rows.
+
+## [1.0.0] - 2026-01-02
+
+First.
+
+[1.1.0]: https://example.com
+"""
+
+
+def test_the_notes_of_a_version_are_its_section():
+  assert release.find_notes(_CHANGELOG, "1.1.0") == "### Added\n\n- Rows.\n"
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.1", "Unreleased"])
+def test_a_version_without_notes_is_refused(version):
+  with pytest.raises(ValueError, match=f"nothing about {version}; write"):
+    release.find_notes(_CHANGELOG, version)
+
+
+def test_a_version_without_a_date_is_refused():
+  changelog = _CHANGELOG.replace("2026-02-03", "unreleased")
+  with pytest.raises(ValueError, match="not say when 1.1.0 is released; write"):
+    release.find_notes(changelog, "1.1.0")
+  assert release.find_notes(changelog, "1.0.0").startswith("First.")
+
+
+def test_files_with_other_versions_are_refused(tmp_path):
+  for file in release._VERSIONS:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    shutil.copy(_ROOT / file, tmp_path / file)
+  version = release.find_version(tmp_path)
+  assert version == release.find_version()
+  (tmp_path / "CITATION.cff").write_text("version: 9.9.9\n")
+  with pytest.raises(ValueError, match="CITATION.cff says 9.9.9; write one"):
+    release.find_version(tmp_path)
+
+
+def test_a_registry_gets_no_module_without_maintainers(tmp_path):
+  template = tmp_path / ".bcr" / "metadata.template.json"
+  template.parent.mkdir()
+  template.write_text('{"maintainers": [{"name": "Ada", "github": "ada"}]}')
+  assert release.find_maintainers(tmp_path) == ["Ada"]
+  template.write_text('{"maintainers": []}')
+  with pytest.raises(ValueError, match="no maintainers, whom a registry"):
+    release.find_maintainers(tmp_path)
+
+
+def test_the_version_of_the_module_has_notes():
+  """Its section, or that of what is unreleased, becomes the notes."""
+  version = release.find_version()
+  changelog = (_ROOT / "CHANGELOG.md").read_text()
+  changelog = changelog.replace("[Unreleased]", f"[{version}] - 2026-01-02")
+  notes = release.find_notes(changelog, version)
+  assert "### Added" in notes
+  assert "\n## " not in notes
+
+
+def test_the_entry_of_a_registry_is_of_this_module(tmp_path):
+  archive = tmp_path / "archive"
+  archive.write_bytes(b"sources")
+  release.write_entry(tmp_path, "someone/something", archive)
+
+  version = release.find_version()
+  module = tmp_path / "modules" / "jax_ep"
+  metadata = json.loads((module / "metadata.json").read_text())
+  assert metadata["versions"] == [version]
+  assert metadata["repository"] == ["github:someone/something"]
+  source = json.loads((module / version / "source.json").read_text())
+  algorithm, _, digest = source["integrity"].partition("-")
+  assert algorithm == "sha256"
+  assert base64.b64decode(digest) == hashlib.sha256(b"sources").digest()
+  assert source["strip_prefix"] == f"jax_ep-{version}"
+  assert source["url"] == (
+    "https://github.com/someone/something/releases/download/"
+    f"v{version}/jax_ep-{version}-source.tar.gz"
+  )
+  assert "{" not in "".join([*metadata["repository"], *source.values()])
+  declared = (module / version / "MODULE.bazel").read_text()
+  assert declared == (_ROOT / "MODULE.bazel").read_text()
+
+
+def test_the_registry_tests_a_module_that_uses_this_one():
+  presubmit = yaml.safe_load((_ROOT / ".bcr" / "presubmit.yml").read_text())
+  module = presubmit["bcr_test_module"]
+  folder = _ROOT / module["module_path"]
+  calls = [
+    {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    for call in ast.walk(ast.parse((folder / "MODULE.bazel").read_text()))
+    if isinstance(call, ast.Call)
+  ]
+  # The registry leaves the test module as it is, so that must find the sources.
+  override = {"module_name": "jax_ep", "path": "../../.."}
+  assert override in calls
+  assert (folder / override["path"]).resolve() == _ROOT.resolve()
+  for task in module["tasks"].values():
+    for placeholder in "platform", "bazel":
+      assert task[placeholder] == f"${{{{ {placeholder} }}}}"
+      assert module["matrix"][placeholder]
+
+
+def test_the_page_of_an_index_links_to_the_sources():
+  """Its links to files are absolute, or texts, and its code is untouched."""
+  readme = (_ROOT / "README.md").read_text()
+  url = "https://example.com/ep/blob/v1"
+  linked = links.make_absolute(readme, "README.md", url)
+  assert (
+    "![Tokens" in linked
+    and f"({url}/docs/images/layout.svg?raw=true)" in linked
+  )
+  assert f"[Tutorial]({url}/docs/tutorial.md)" in linked
+  assert f"[`ep.launch`]({url}/README.md#without-bazel)" in linked
+  assert (
+    linked.replace(f"{url}/", "")
+    .replace("?raw=true", "")
+    .replace("(README.md#", "(#")
+    == readme
+  )
+  text = links.make_absolute(readme, "README.md", "")
+  assert "\nTutorial · Which backend" in text and "layout.svg" not in text
+  relative = re.compile(r"\]\((?!https:)")
+  assert relative.search(readme)
+  assert not relative.search(linked) and not relative.search(text)

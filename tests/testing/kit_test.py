@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transports and a layer follow the rules of ep.testing.
+
+Where several processes run this file, the rules that start ranks do not run,
+and neither do subjects besides that of the platform's own backend.
+"""
+
+import dataclasses
+import sys
+
+import jax
+import pytest
+from testing_subjects import HOST, ONE_HOT, PADDED, SUBJECTS
+
+import ep
+from ep.testing import Tolerance
+from ep.testing._bench import Draw
+from ep.testing._routings import ROUTINGS
+from ep.testing._rules import RULES
+
+
+def _all_cases():
+  subjects = SUBJECTS[jax.default_backend()]
+  if jax.process_count() > 1:
+    subjects = subjects[:1]
+  for subject in subjects:
+    for case in ep.testing.cases(subject):
+      yield case._replace(id=f"{subject.name}-{case.id}".replace(" ", "_"))
+
+
+@pytest.mark.parametrize("case", list(_all_cases()))
+def test_conformance(case):
+  case.check()
+
+
+def test_cases_are_named_and_what_is_not_declared_has_a_reason():
+  params = {case.id: case for case in ep.testing.cases(PADDED)}
+  assert any(id.startswith("gradients-float32-to_one_expert-") for id in params)
+  assert any(id.startswith("rows-bfloat16-") for id in params)
+  reasons = {
+    name: case.marks[0].kwargs["reason"]
+    for name, case in params.items()
+    if case.marks
+  }
+  assert reasons["overflow"] == "not declared: overflow="
+  assert reasons["killed_rank"].startswith("not declared: location=")
+  of_layer = {case.id: case.marks for case in ep.testing.cases(ONE_HOT)}
+  assert of_layer["rows"][0].kwargs["reason"] == "only for a Transport"
+
+
+def test_an_alignment_that_is_not_declared_is_not_built():
+  subject = dataclasses.replace(HOST, alignments=(4, 8))
+  settings = {
+    variant.setting()
+    for rule in RULES.values()
+    for variant in rule.variants(subject, 0)
+  }
+  assert {x.alignment for x in settings} == {4, 8}
+  assert all(x.capacity % x.alignment == 0 for x in settings)
+
+
+@pytest.mark.parametrize(
+  "declared, says",
+  [
+    (dict(order="Source"), r"order='Source' .* one of \('source', 'any'\)"),
+    (dict(tail="zeros"), "tail='zeros' .* one of"),
+    (dict(overflow="raise"), "overflow='raise' .* one of"),
+    (dict(dtypes="float32"), r"write dtypes=\('float32',\)"),
+    (dict(dtypes=()), "dtypes=.* at least one element"),
+    (dict(alignments=()), "alignments=.* at least one element"),
+    (dict(alignments=(0,)), "whole numbers from 1 on"),
+    (dict(location="testing_subjects"), '"package.module:name"'),
+    (dict(dtypes=("int32",)), "'int32', which is no name of a floating-point"),
+    (dict(tolerance=None), "tolerance=None .* an ep.testing.Tolerance"),
+    (dict(gradients=1), "gradients=1 .* True or False"),
+    (dict(build=None), "build=None .* a function"),
+    (dict(limit_s="1"), "limit_s='1' .* a number"),
+  ],
+  ids=str,
+)
+def test_an_unknown_declaration_is_refused(declared, says):
+  with pytest.raises((TypeError, ValueError), match=says):
+    dataclasses.replace(HOST, **declared)
+
+
+@pytest.mark.parametrize(
+  "arguments, says",
+  [
+    (dict(subject=None), "subject=None has to be an ep.testing.Transport or"),
+    (dict(rules="rows"), "rules='rows' has to be a list of names"),
+    (dict(rules=["row"]), "no rule row; the rules are sizes, rows"),
+    (dict(seed=None), "seed=None has to be a whole number"),
+  ],
+  ids=str,
+)
+@pytest.mark.parametrize("function", [ep.testing.check, ep.testing.cases])
+def test_wrong_arguments_are_refused(function, arguments, says):
+  with pytest.raises((TypeError, ValueError), match=says):
+    function(**dict(subject=PADDED) | arguments)
+
+
+@pytest.mark.parametrize("ulps", [None, -1, float("nan")])
+def test_a_tolerance_is_a_number(ulps):
+  with pytest.raises(TypeError, match="has to be a number from 0 on"):
+    Tolerance(ulps)
+
+
+def test_a_tolerance_that_accepts_anything_is_refused():
+  (variant,) = Draw(HOST, 0).one()
+  setting = dataclasses.replace(
+    variant.setting(), top_k=3, dtype=jax.numpy.dtype("bfloat16")
+  )
+  rounded = 3 + min(3, setting.ep_size) + 1
+  with pytest.raises(ValueError, match=r"\d\d% with bfloat16; declare fewer"):
+    Tolerance(4).limit(setting)
+  setting = dataclasses.replace(setting, dtype=jax.numpy.dtype("float32"))
+  assert Tolerance(4).limit(setting) == 4 * rounded
+  with pytest.raises(ValueError, match="declare fewer"):
+    ep.testing.check(
+      dataclasses.replace(PADDED, tolerance=Tolerance(4)), ["output"]
+    )
+
+
+def test_the_drawn_sizes_cover_what_is_declared():
+  for seed in range(20):
+    variants = Draw(HOST, seed).every_kind()
+    assert {x.routing for x in variants} == ROUTINGS.keys()
+    assert {x.alignment for x in variants} == set(HOST.alignments)
+    assert {x.dtype for x in variants} == set(HOST.dtypes)
+    for size in ("tokens", "hidden", "experts"):
+      assert max(getattr(x, size) for x in variants) > 256
+    assert min(x.top_k for x in variants) == 1 < 3 <= variants[0].top_k
+    assert variants == Draw(HOST, seed).every_kind()
+
+
+def test_cases_without_pytest_are_refused(monkeypatch):
+  monkeypatch.setitem(sys.modules, "pytest", None)
+  with pytest.raises(ModuleNotFoundError, match="call ep.testing.check"):
+    ep.testing.cases(PADDED)
+
+
+def test_a_report_without_cases_is_no_pass():
+  report = ep.testing.check(PADDED, ["overflow"])
+  assert not report.passed and not report.failures

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subjects that this repository holds to the rules of `ep.testing`."""
+
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from benchmarks import layers
+from benchmarks.padded import PaddedScatter
+from benchmarks.ragged import Ragged
+from benchmarks.workload import Layout, Shape
+import ep
+from ep.testing import Layer, Received, Tolerance, Transport
+
+TIMEOUT_S = 20.0
+DTYPES = ("float32", "bfloat16", "float16")
+INNER = 4  # of an expert of a layer
+
+
+def _ep(setting, *, overflow="drop", **options):
+  """Builds the ops of ep."""
+  group = ep.ep_bootstrap(
+    setting.mesh,
+    num_experts=setting.num_experts,
+    top_k=setting.top_k,
+    recv_capacity_per_rank=setting.capacity,
+    alignment=setting.alignment,
+    max_token_dtype=setting.dtype,
+    overflow=overflow,
+    timeout_s=TIMEOUT_S,
+    **options,
+  )
+  layer = ep.EpLayerConfig(group)
+
+  def dispatch(tokens, topk_idx, topk_weights):
+    handle = ep.ep_prepare(layer, topk_idx)
+    rows, weights = ep.ep_dispatch(handle, tokens, topk_weights)
+    return Received(rows, weights, handle.group_sizes, handle)
+
+  return dispatch, lambda rows, handle: ep.ep_combine(handle, rows)
+
+
+def _has_aligned_slabs(setting):
+  """Returns whether ep accepts the capacity."""
+  return setting.capacity >= setting.alignment * setting.num_local_experts
+
+
+HOST = Transport(
+  name="ep, backend host",
+  location="testing_subjects:HOST",
+  build=functools.partial(_ep, backend="host"),
+  supports=_has_aligned_slabs,
+  dtypes=DTYPES,
+  gradients=True,
+  second_order=True,
+  jvp=True,
+  reports_death=True,
+  reports_disagreement=True,
+  tail="zero",
+  alignments=(1, 4, 16),
+  overflow="drop",
+  special_values=True,
+)
+
+# XLA's collectives wait for a process that died or disagrees as they please.
+XLA = Transport(
+  name="ep, backend xla",
+  build=functools.partial(_ep, backend="xla", overflow="error"),
+  supports=_has_aligned_slabs,
+  dtypes=("float32", "bfloat16"),
+  gradients=True,
+  second_order=True,
+  jvp=True,
+  tail="zero",
+  alignments=(1, 4, 16),
+  overflow="error",
+  special_values=True,
+)
+
+
+def _nccl(setting):
+  """Builds the ops with the sizes for which nccl allocates its buffers."""
+  sizes = dict(max_tokens_per_rank=setting.tokens, hidden_dim=setting.hidden)
+  return _ep(setting, backend="nccl", **sizes)
+
+
+# An overflow and ranks that disagree are reported by a later op.
+# These are the limits in docs/gpu.md that a drawn size may exceed.
+NCCL = Transport(
+  name="ep, backend nccl",
+  supports=lambda setting: (
+    _has_aligned_slabs(setting)
+    and setting.hidden % 8 == 0
+    and setting.num_experts % 4 == 0
+    and setting.tokens <= 8192
+    and setting.capacity >= -(-setting.tokens // 4) * 4
+  ),
+  build=_nccl,
+  dtypes=DTYPES,
+  tolerance=Tolerance(1),
+  gradients=True,
+  second_order=True,
+  jvp=True,
+  tail="zero",
+  alignments=(1, 4, 16),
+  overflow="drop",
+)
+
+
+def _layout(setting):
+  """Returns the layout of a contender with room for every routing."""
+  shape = Shape(
+    setting.tokens, setting.hidden, setting.top_k, setting.num_experts, INNER
+  )
+  return Layout(
+    shape,
+    ranks=setting.ep_size,
+    capacity=setting.capacity,
+    pair_rows=setting.capacity // setting.ep_size,
+    expert_rows=setting.tokens,
+    zero_tail=True,
+  )
+
+
+def _contender(make, setting):
+  """Builds hand-written ops of the benchmarks."""
+  layout = _layout(setting)
+  exchange = make(layout)
+
+  def dispatch(tokens, topk_idx, topk_weights):
+    handle = exchange.prepare(topk_idx)
+    moved = layers.dispatch(exchange, handle, tokens, topk_weights)
+    return Received(*moved, layers.group_sizes(layout, topk_idx), handle)
+
+  def combine(rows, handle):
+    return layers.combine(exchange, handle, rows)
+
+  return dispatch, combine
+
+
+PADDED = Transport(
+  name="sort + padded all_to_all",
+  build=functools.partial(_contender, PaddedScatter),
+  dtypes=("float32", "bfloat16"),
+  tolerance=Tolerance(1),
+  gradients=True,
+  second_order=True,
+  jvp=True,
+  tail="zero",
+)
+
+RAGGED = Transport(
+  name="ragged_all_to_all with permutes",
+  build=functools.partial(_contender, Ragged),
+  tolerance=Tolerance(1),
+  gradients=True,
+  second_order=True,
+  jvp=True,
+  tail="zero",
+)
+
+
+def _one_hot(setting):
+  """Builds the layer of the benchmarks, and its parameters."""
+  moe = layers.OneHot(_layout(setting)).moe
+  ranks = PartitionSpec("ep")
+
+  def apply(params, tokens, topk_idx, topk_weights):
+    return jax.shard_map(
+      lambda params, *args: moe(*args, **params),
+      mesh=setting.mesh,
+      in_specs=ranks,
+      out_specs=ranks,
+    )(params, topk_idx, tokens, topk_weights)
+
+  rng = np.random.default_rng(0)
+  experts, hidden = setting.num_experts, setting.hidden
+  shapes = dict(
+    w_gate=(experts, hidden, INNER),
+    w_up=(experts, hidden, INNER),
+    w_down=(experts, INNER, hidden),
+  )
+  return apply, {
+    name: rng.standard_normal(shape).astype(setting.dtype)
+    for name, shape in shapes.items()
+  }
+
+
+def _swiglu(params, e, rows):
+  gate, up = rows @ params["w_gate"][e], rows @ params["w_up"][e]
+  return (jax.nn.silu(gate) * up) @ params["w_down"][e]
+
+
+ONE_HOT = Layer(
+  name="GShard's one-hot layer",
+  build=_one_hot,
+  expert=_swiglu,
+  # A product that sums over more rounds more often than the tolerance counts.
+  supports=lambda setting: setting.hidden <= 32,
+  dtypes=("float32", "bfloat16"),
+  gradients=True,
+  second_order=True,
+  jvp=True,
+)
+
+# Those that run on the platform. XLA's scatter adds in any order on GPUs.
+_BENCHMARKS = [PADDED, RAGGED, ONE_HOT]
+SUBJECTS = {
+  "cpu": [HOST, XLA, *_BENCHMARKS],
+  "gpu": [
+    NCCL,
+    *(dataclasses.replace(x, repeatable=False) for x in _BENCHMARKS),
+  ],
+}
