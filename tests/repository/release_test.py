@@ -74,10 +74,11 @@ def test_a_registry_gets_no_module_without_maintainers(tmp_path):
 
 
 def test_the_version_of_the_module_has_notes():
-  """Its section has a date, or none yet, and becomes the notes."""
+  """Its section, or that of what is unreleased, becomes the notes."""
+  version = release.find_version()
   changelog = (_ROOT / "CHANGELOG.md").read_text()
-  changelog = changelog.replace("] - unreleased", "] - 2026-01-02")
-  notes = release.find_notes(changelog, release.find_version())
+  changelog = changelog.replace("[Unreleased]", f"[{version}] - 2026-01-02")
+  notes = release.find_notes(changelog, version)
   assert "### Added" in notes
   assert "\n## " not in notes
 
