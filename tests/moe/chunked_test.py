@@ -295,15 +295,24 @@ def test_forward_mode_is_refused_in_a_sentence():
   """JAX would say that it cannot differentiate a `custom_vjp`."""
   case = Case(make_layers("ep4")[0], whole=True)
   tokens, weights, matrices = put(case, *make_arrays(case))
-  idx = case.put(case.topk_idx)
+  args = tokens, case.put(case.topk_idx), weights, matrices
 
-  def fn(tokens):
-    return moe_layer(case.layer, tokens, idx, weights, **matrices)
+  def of_tokens(idx, weights, matrices):
+    return lambda x: moe_layer(case.layer, x, idx, weights, **matrices)
 
-  message = 'overflow="chunk" .layer "moe".: the layer has reverse mode alone'
-  for call in (fn, jax.jit(fn)):
-    with pytest.raises(TypeError, match=message):
-      jax.jvp(call, (tokens,), (tokens,))
-  _, linear = jax.linearize(jax.jit(fn), tokens)
-  with pytest.raises(TypeError, match=message):
-    linear(tokens)
+  def jvp(tokens, *others):
+    return jax.jvp(of_tokens(*others), (tokens,), (tokens,))
+
+  def linearize(tokens, *others):
+    _, linear = jax.linearize(of_tokens(*others), tokens)
+    return linear(tokens)
+
+  calls = [jax.jit(jvp), jax.jit(linearize)]
+  if jax.process_count() == 1:  # of several, none closes over global arrays
+    calls += [jvp, linearize]
+  for call in calls:
+    with pytest.raises(
+      TypeError,
+      match='overflow="chunk" .layer "moe".: the layer has reverse mode alone',
+    ):
+      call(*args)

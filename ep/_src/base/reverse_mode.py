@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ep._src.base import compat
+from ep._src.base import compat, primitive
 
 
 def only(message: str, arrays: Any) -> Any:
@@ -31,20 +31,16 @@ def _same(message, x):
 
 @_same.defjvp
 def _same_jvp(message, primals, tangents):
-  return *primals, _tangent_p.bind(*tangents, message=message)
+  (tangent,) = _tangent_p.bind(*tangents, message=message)
+  return *primals, tangent
 
 
 def _refuse(*_: Any, message: str) -> NoReturn:
   raise TypeError(message)
 
 
-def _batch(args, dims, *, message):
-  return _tangent_p.bind(*args, message=message), *dims
-
-
-_tangent_p = compat.Primitive("ep_tangent")
-_tangent_p.def_abstract_eval(lambda x, message: x)
+# The identity of a tangent. It is linear, and has a transpose but no value.
+_tangent_p = primitive.new("ep_tangent", lambda x, message: [x], _refuse)
 _tangent_p.def_impl(_refuse)
-compat.mlir.register_lowering(_tangent_p, _refuse)
-compat.ad.deflinear2(_tangent_p, lambda ct, *_, message: [ct])
-compat.batching.primitive_batchers[_tangent_p] = _batch
+compat.ad.deflinear2(_tangent_p, lambda cts, *_, message: cts)
+primitive.batch_elementwise(_tangent_p)
