@@ -97,7 +97,7 @@ class Checkpoints:
 
     def check_files():
       text = (checkpoint / _SUMS).read_text(errors="replace")
-      if wrong := _sums(checkpoint) ^ set(text.splitlines()):
+      if wrong := _sums(checkpoint) ^ set(text.split("\n")):
         first = min(line.partition("  ")[2] for line in wrong)
         raise ValueError(f"{first!r} is missing or not as {_SUMS} has it")
 
