@@ -26,7 +26,7 @@ def machine(monkeypatch, tmp_path):
     if variable.startswith(("NCCL_EP_", "CUDA_", "NVCC")):
       monkeypatch.delenv(variable)
   monkeypatch.setenv("NCCL_EP_JIT_CACHE_DIR", str(tmp_path))
-  monkeypatch.setattr(installation.files, "in_package", lambda *_: None)
+  monkeypatch.setattr(installation.shipped_files, "in_package", lambda *_: None)
   monkeypatch.setattr(
     installation.shutil, "which", lambda name: name if "/" in name else None
   )
