@@ -238,6 +238,14 @@ def test_dropped_choices_add_nothing_and_have_no_gradient():
   _check(_with_grads(moe), _with_grads(expected), case, *arrays)
 
 
+def test_matrices_are_passed_by_name():
+  case = Case(layer("ep4"))
+  routed = case.tokens(), case.topk_idx, case.weights()
+  for matrices in [(), (case.tokens(), case.tokens())]:
+    with pytest.raises(TypeError, match=r'"moe"\): .*by name: w_up=\.\.\.'):
+      ep.moe_layer(case.layer, *routed, *matrices)
+
+
 @pytest.mark.parametrize(
   "change, error, message",
   [

@@ -50,9 +50,9 @@ def moe_layer(
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  *,
-  w_up: jax.Array,
-  w_down: jax.Array,
+  *positional: jax.Array,
+  w_up: jax.Array | None = None,
+  w_down: jax.Array | None = None,
   w_gate: jax.Array | None = None,
   activation: Activation = jax.nn.silu,
   return_handle: bool = False,
@@ -124,6 +124,11 @@ def moe_layer(
   check_layer("moe_layer", layer)
   group = layer.group
   op = f'moe_layer(layer "{layer.name}")'
+  if positional or w_up is None or w_down is None:
+    raise TypeError(
+      f"{op}: matrices are passed by name: w_up=..., w_down=..., and w_gate=..."
+      " for experts with gates."
+    )
   arguments.function(op, "activation", activation)
   arguments.flags(op, return_handle=return_handle, pad=pad)
   params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
