@@ -26,7 +26,7 @@ def test_the_program_prints_what_its_page_says(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", quick_compiler.FLAGS)  # of no device count
   code, output = programs.run(dry_run.__file__)
   assert code == 0, output
-  shown = re.search(r"^64 devices, .*?(?=```)", _PAGE.read_text(), re.M | re.S)
+  shown = re.search(r"^64 devices, {.*?(?=```)", _PAGE.read_text(), re.M | re.S)
   assert _lines(output) == _lines(shown[0])
 
 

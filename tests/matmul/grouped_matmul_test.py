@@ -236,6 +236,7 @@ def test_fewer_rows_than_a_block():
 )
 def test_shapes_that_do_not_fit(shapes):
   rows, matrices, sizes = map(jnp.zeros, shapes)
+  sizes = sizes.astype(jnp.int32)
   with pytest.raises(ValueError, match=r"expected \[C, F\], \[L, F, G\]"):
     gm.grouped_matmul(rows, matrices, sizes)
 
