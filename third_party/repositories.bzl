@@ -62,12 +62,6 @@ def ep_repositories():
         },
     )
     pip_archive(
-        name = "ep_clang_tidy",
-        build_file = Label("//third_party/cc:clang_tidy.BUILD"),
-        lock = "//third_party/cc:requirements_lock.txt",
-        packages = {"clang-tidy": "clang_tidy/data"},
-    )
-    pip_archive(
         name = "ep_zig",
         build_file = Label("//third_party/cc:zig.BUILD"),
         lock = "//third_party/cc:requirements_lock.txt",

@@ -65,7 +65,7 @@ struct Layer {
   int64_t capacity;
   bool drop;  // overflow policy
   Tail tail;
-  int64_t config = 0;     // hash of all of it, and of the group's
+  int64_t config = 0;     // hash of the layer's and the group's configuration
   bool checked = false;   // see ep/_src/base/checked.py
   std::string name = {};  // for messages
 };
@@ -163,7 +163,7 @@ struct GatherArgs {
 // The host memory that a process keeps between ops, in bytes.
 struct HostMemory {
   int64_t reserved = 0;
-  int64_t resident = 0;  // the part of it that was ever touched
+  int64_t resident = 0;  // the part that was ever touched
 };
 
 // The EP domains of a mesh, as one process sees them.
@@ -186,9 +186,8 @@ class Group {
   virtual void Gather(Call call, const GatherArgs& args) = 0;
 
   // Fails a run in this process: its pending and later calls get `status`. A
-  // program may use several groups. A failure in one of them ends the program
-  // on its ranks, so their peers in the other groups must stop waiting for
-  // them.
+  // program may use several groups. A failure in one group ends the program on
+  // its ranks, and their peers in the other groups must stop waiting.
   virtual void FailRun(int64_t run_id, const Status& status) = 0;
 
   // Waits for what was enqueued on a stream. Returns the first fault that it

@@ -74,7 +74,7 @@ EP_EXPORT int32_t ep_group_close(const char* name, char* error,
 }
 
 // Releases a group: executables that are bound to it keep it open, and it is
-// closed when the last of them is destroyed. No effect if there is none of this
+// closed when the last executable is destroyed. No effect if no group has this
 // name.
 EP_EXPORT int32_t ep_group_release(const char* name, char* error,
                                    int64_t error_bytes) {

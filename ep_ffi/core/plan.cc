@@ -29,8 +29,8 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Hashes what a reader of a plan relies on. What was done about an overflow is
-// no part of it: the first of two prepares may drop for a layer that fails.
+// Hashes what a reader of a plan relies on. The policy on overflow is no part:
+// the first of two prepares may drop for a layer that fails.
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
                d.alignment});

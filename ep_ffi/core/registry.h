@@ -20,7 +20,6 @@
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep {
 

@@ -17,7 +17,6 @@
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/core/thread_annotations.h"
 #include "ep_ffi/testing/oracle.h"
 
 namespace ep::testing {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 #include "ep_ffi/testing/formats.h"
 
 namespace ep::nccl {

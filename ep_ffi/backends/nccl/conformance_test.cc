@@ -4,7 +4,7 @@
 
 #include "ep_ffi/testing/conformance.h"
 
-#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
 

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/nccl/group_fixture.h"
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/backends/nccl/reports.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
 namespace {

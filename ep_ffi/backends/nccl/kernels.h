@@ -27,7 +27,7 @@ enum class Fault : int32_t {
   kRepeatedId,     // topk_idx[choice] of `rank` repeats `value`
   kOtherPlace,     // the program of `rank` has it at `value`, see
                    // PrepareArgs::place
-  kDisagreement,   // the program of `rank` differs from that of rank 0
+  kDisagreement,   // `rank` and rank 0 run different programs
   kOverflow,       // `rank` needs `value` rows
   kForeignHandle,  // the mem of `rank` is not a routing for this op
   kNotFinite,      // out[choice, value] of `rank`, where choice is a token, is

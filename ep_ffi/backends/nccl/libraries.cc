@@ -11,8 +11,8 @@
 namespace ep::nccl {
 namespace {
 
-// The only versions that work. Our structs and limits are those of this NCCL
-// EP; in later ones, for example, rows have no fixed order unless
+// The only versions that work. Our structs and limits belong to this NCCL EP;
+// in a later one, for example, rows have no fixed order unless
 // NCCL_EP_HT_EM_AG_SCAN_MODE is 1. This NCCL EP works with this NCCL only: its
 // host code passes ncclDevComm to its kernels by value, in the layout of the
 // headers that it was built with, but it compiles the kernels with the headers

@@ -3,8 +3,7 @@
 // The functions of NCCL, NCCL EP and the CUDA driver, found at run time.
 //
 // A process must have only one NCCL, and JAX loads its own. So this library
-// links none, and takes the one that the process has loaded already, if there
-// is one.
+// links none, and takes an NCCL that the process has loaded already, if any.
 
 #ifndef EP_FFI_BACKENDS_NCCL_LIBRARIES_H_
 #define EP_FFI_BACKENDS_NCCL_LIBRARIES_H_

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kMaxLocalExperts = 256;
 constexpr int64_t kMaxTopK = 32;
-constexpr int64_t kMaxSms = 16;         // it has so many barriers
+constexpr int64_t kMaxSms = 16;         // the number of its barriers
 constexpr int64_t kExpertMultiple = 4;  // for the experts of an NVLink domain
 constexpr int64_t kWidthMultiple = 8;   // elements that combine adds at once
 constexpr int64_t kRowMultiple = 16;    // bytes that a copy moves at once

@@ -16,7 +16,7 @@
 
 #include "ep_ffi/backends/nccl/communicator.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
 namespace {

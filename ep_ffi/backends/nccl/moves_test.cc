@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
 namespace {

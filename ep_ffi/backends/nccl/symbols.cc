@@ -6,9 +6,9 @@
 namespace ep::nccl {
 namespace {
 
-// Opens the library `soname`: the one that the process has loaded, otherwise
-// the file `path`, otherwise the one on the system's search path. It is never
-// closed, because NCCL and NCCL EP leave threads and kernels behind.
+// Opens the library `soname` if the process has loaded it, otherwise the file
+// `path`, otherwise `soname` on the system's search path. It is never closed,
+// because NCCL and NCCL EP leave threads and kernels behind.
 Status Open(const char* soname, const std::string& path, void** out) {
   *out = dlopen(soname, RTLD_NOW | RTLD_NOLOAD);
   if (!*out && !path.empty()) *out = dlopen(path.c_str(), RTLD_NOW);

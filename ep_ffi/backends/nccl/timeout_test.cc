@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/group_fixture.h"
 #include "ep_ffi/backends/nccl/reports.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
 namespace {
@@ -24,7 +24,7 @@ constexpr int64_t kWindow = Reports::kWindow;
 using TimeoutTest = NcclGroupTest;
 INSTANTIATE_TEST_SUITE_P(Fake, TimeoutTest, ::testing::Values(FakeNccl()));
 
-// Expects that these three ranks time out, in the time that one of them takes.
+// Expects that these three ranks time out, in the time that one rank takes.
 void ExpectTimeouts(Step& step, const std::array<int64_t, 3>& ranks) {
   ForEachRank(ranks.size(), [&](int64_t i) {
     const Status status = step.Wait(ranks[i]);

@@ -13,7 +13,6 @@
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 namespace {

@@ -14,7 +14,6 @@
 
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 

@@ -83,27 +83,21 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
       member->device_ == TheMachine().failing_device) {
     return ncclSystemError;
   }
-  const auto run = [member, task = std::move(task)] {
+  {
+    MutexLock lock(member->mutex_);
+    if (!contract.Require(member->num_tasks_ == 0 || member->stream_ == stream,
+                          "two streams use a communicator at once")) {
+      return ncclInvalidUsage;
+    }
+    member->stream_ = stream;
+    ++member->num_tasks_;
+  }
+  stream->Enqueue([member, task = std::move(task)] {
     task();
     MutexLock lock(member->mutex_);
     --member->num_tasks_;
-  };
-  const auto admit = [member, function = contract.function()](CUstream stream) {
-    return member->Admit(function, stream);
-  };
-  return stream->Enqueue({run, admit}) ? ncclSuccess : ncclInvalidUsage;
-}
-
-bool Member::Admit(const std::string& function, CUstream stream) {
-  MutexLock lock(mutex_);
-  Contract contract(function);
-  if (!contract.Require(num_tasks_ == 0 || stream_ == stream,
-                        "two streams use a communicator at once")) {
-    return false;
-  }
-  stream_ = stream;
-  ++num_tasks_;
-  return true;
+  });
+  return ncclSuccess;
 }
 
 bool Member::IsBusy() {

@@ -18,7 +18,6 @@
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 
@@ -92,8 +91,8 @@ class Member {
   int device() const { return device_; }
 
   // Enqueues `task`, in which this rank exchanges something with the others.
-  // Tasks on two streams at once are a violation, also when they are replayed:
-  // ranks might run them in different orders.
+  // Tasks on two streams at once are a violation, since ranks might run them in
+  // different orders.
   static ncclResult_t Enqueue(std::shared_ptr<Member> member,
                               Contract& contract, CUstream stream,
                               std::function<void()> task);
@@ -101,9 +100,6 @@ class Member {
   bool IsBusy();
 
  private:
-  // Counts a task on this stream, or returns false after a violation.
-  bool Admit(const std::string& function, CUstream stream);
-
   const std::shared_ptr<Clique> clique_;
   const int rank_;
   const int device_;

@@ -22,7 +22,6 @@
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/kernel_table.h"
 #include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 struct CUfunc_st {
   const CUctx_st* context;
@@ -49,29 +48,10 @@ void CUstream_st::Close() {
   thread_.join();
 }
 
-bool CUstream_st::Enqueue(Task task) {
-  {
-    ep::MutexLock lock(mutex_);
-    if (recorded_) {
-      recorded_->push_back(std::move(task));
-      return true;
-    }
-  }
-  if (task.admit && !task.admit(this)) return false;
+void CUstream_st::Enqueue(std::function<void()> task) {
   ep::MutexLock lock(mutex_);
-  tasks_.push_back(std::move(task.run));
+  tasks_.push_back(std::move(task));
   changed_.NotifyAll();
-  return true;
-}
-
-void CUstream_st::Record(std::vector<Task>* recorded) {
-  ep::MutexLock lock(mutex_);
-  recorded_ = recorded;
-}
-
-bool CUstream_st::IsRecording() {
-  ep::MutexLock lock(mutex_);
-  return recorded_ != nullptr;
 }
 
 void CUstream_st::Synchronize() {
@@ -195,23 +175,6 @@ unsigned TakeLargestGrid(const std::string& kernel) {
   return std::exchange(grids.map[kernel], 0);
 }
 
-struct Capture::Recorded {
-  CUstream stream;
-  std::vector<CUstream_st::Task> tasks;
-};
-
-Capture::Capture(CUstream stream) : recorded_(new Recorded{stream, {}}) {
-  stream->Record(&recorded_->tasks);
-}
-
-Capture::~Capture() { End(); }
-
-void Capture::End() { recorded_->stream->Record(nullptr); }
-
-void Capture::Replay(CUstream stream) const {
-  for (const CUstream_st::Task& task : recorded_->tasks) stream->Enqueue(task);
-}
-
 extern "C" {
 
 CUresult cuInit(unsigned flags) {
@@ -221,29 +184,17 @@ CUresult cuInit(unsigned flags) {
 }
 
 CUresult cuGetErrorString(CUresult error, const char** sentence) {
-  switch (error) {
-    case CUDA_SUCCESS:
-      *sentence = "no error";
-      return CUDA_SUCCESS;
-    case CUDA_ERROR_INVALID_VALUE:
-      *sentence = "invalid argument";
-      return CUDA_SUCCESS;
-    case CUDA_ERROR_INVALID_DEVICE:
-      *sentence = "invalid device ordinal";
-      return CUDA_SUCCESS;
-    case CUDA_ERROR_INVALID_CONTEXT:
-      *sentence = "invalid device context";
-      return CUDA_SUCCESS;
-    case CUDA_ERROR_NOT_FOUND:
-      *sentence = "named symbol not found";
-      return CUDA_SUCCESS;
-    case CUDA_ERROR_NOT_INITIALIZED:
-      *sentence = "initialization error";
-      return CUDA_SUCCESS;
-    default:
-      *sentence = nullptr;
-      return CUDA_ERROR_INVALID_VALUE;
-  }
+  static const auto* sentences = new std::map<CUresult, const char*>{
+      {CUDA_SUCCESS, "no error"},
+      {CUDA_ERROR_INVALID_VALUE, "invalid argument"},
+      {CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal"},
+      {CUDA_ERROR_INVALID_CONTEXT, "invalid device context"},
+      {CUDA_ERROR_NOT_FOUND, "named symbol not found"},
+      {CUDA_ERROR_NOT_INITIALIZED, "initialization error"},
+  };
+  const auto found = sentences->find(error);
+  *sentence = found == sentences->end() ? nullptr : found->second;
+  return *sentence ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
@@ -464,7 +415,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
     unsigned& largest = grids.map[function->name];
     largest = std::max(largest, grid_x);
   }
-  stream->Enqueue({BindKernel(function->name, grid_x, block_x, parameters)});
+  stream->Enqueue(BindKernel(function->name, grid_x, block_x, parameters));
   return CUDA_SUCCESS;
 }
 
@@ -474,9 +425,8 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count,
   RequireStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (address % sizeof(value) != 0) return CUDA_ERROR_INVALID_VALUE;
-  stream->Enqueue({[=] {
-    std::fill_n(reinterpret_cast<unsigned*>(address), count, value);
-  }});
+  stream->Enqueue(
+      [=] { std::fill_n(reinterpret_cast<unsigned*>(address), count, value); });
   return CUDA_SUCCESS;
 }
 

@@ -12,11 +12,9 @@
 #include <deque>
 #include <functional>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 // The primary context of a device; there are no others.
 struct CUctx_st {
@@ -32,26 +30,14 @@ struct CUctx_st {
 // it runs, so that an empty queue means that all has run.
 struct CUstream_st {
  public:
-  // Is enqueued only if `admit` is empty or returns true for the stream.
-  struct Task {
-    std::function<void()> run;
-    std::function<bool(CUstream_st*)> admit = {};
-  };
-
   explicit CUstream_st(CUcontext context);
   // Waits for all tasks and ends the thread. The object itself is never freed.
   void Close();
 
   CUcontext context() const { return context_; }
-  // Returns false if the task was not admitted.
-  bool Enqueue(Task task);
+  void Enqueue(std::function<void()> task);
   // Waits until all tasks have run.
   void Synchronize();
-
-  // Puts tasks into `recorded` from now on instead of running them. Null ends
-  // the recording.
-  void Record(std::vector<Task>* recorded);
-  bool IsRecording();
 
  private:
   void Work();
@@ -60,7 +46,6 @@ struct CUstream_st {
   ep::Mutex mutex_;
   ep::CondVar changed_;
   std::deque<std::function<void()>> tasks_ EP_GUARDED_BY(mutex_);
-  std::vector<Task>* recorded_ EP_GUARDED_BY(mutex_) = nullptr;
   bool closed_ EP_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };

@@ -74,26 +74,6 @@ Resources CountResources();
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
 
-// Records the tasks that are enqueued on a stream, instead of running them, as
-// XLA does to make a command buffer. Recording begins in the constructor.
-// Meanwhile no kernels may be loaded onto the device.
-class Capture {
- public:
-  explicit Capture(CUstream stream);
-  ~Capture();
-  Capture(const Capture&) = delete;
-  Capture& operator=(const Capture&) = delete;
-
-  // Ends the recording.
-  void End();
-  // Enqueues all tasks, on any stream of the device. May be called repeatedly.
-  void Replay(CUstream stream) const;
-
- private:
-  struct Recorded;
-  const std::unique_ptr<Recorded> recorded_;
-};
-
 // Returns the most blocks that a kernel was launched with since the last call.
 unsigned TakeLargestGrid(const std::string& kernel);
 

@@ -13,8 +13,8 @@ namespace ep::nccl::fake {
 // Returns whether there is a kernel of this name.
 bool HasKernel(const std::string& name);
 
-// Returns a function that runs a kernel with so many threads. The parameters
-// are copied now, as a launch copies them.
+// Returns a function that runs a kernel on `num_blocks` blocks of threads. The
+// parameters are copied now, as a launch copies them.
 std::function<void()> BindKernel(const std::string& name, unsigned num_blocks,
                                  unsigned block_size, void** parameters);
 

@@ -20,7 +20,6 @@
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 namespace {
@@ -50,24 +49,6 @@ constexpr int kRanksOfDevice = 2;
 bool MayShareDevices() {
   const char* value = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   return value && std::string(value) == "1";
-}
-
-size_t SizeOf(ncclDataType_t type) {
-  switch (type) {
-    case ncclInt32:
-    case ncclUint32:
-    case ncclFloat32:
-      return 4;
-    case ncclInt64:
-    case ncclUint64:
-    case ncclFloat64:
-      return 8;
-    case ncclFloat16:
-    case ncclBfloat16:
-      return 2;
-    default:
-      return 1;
-  }
 }
 
 // Requires that the communicator exists and is of the current context.
@@ -190,16 +171,15 @@ ncclResult_t ncclAllGather(const void* mine, void* all, size_t count,
   RequireCommunicator(contract, comm);
   RequireStream(contract, stream);
   contract.Require(mine && all, "no buffer");
+  contract.Require(type == ncclInt32, "the fake does not know type ", type);
   if (!contract.kept()) return ncclInvalidArgument;
   return Member::Enqueue(
       comm->member, contract, stream,
-      [=, member = comm->member, bytes = count * SizeOf(type)] {
+      [=, member = comm->member, bytes = count * sizeof(int32_t)] {
         Clique& clique = member->clique();
         Clique::Exchanged exchanged;
-        if (!clique.Exchange(
-                member->rank(),
-                StrCat("ncclAllGather of ", count, " of type ", type), mine,
-                &exchanged)) {
+        if (!clique.Exchange(member->rank(), StrCat("ncclAllGather of ", count),
+                             mine, &exchanged)) {
           // NCCL leaves it undefined; here the next reader must not overflow.
           std::memset(all, 0, clique.size() * bytes);
           return;

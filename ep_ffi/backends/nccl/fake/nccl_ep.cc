@@ -12,10 +12,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <set>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
@@ -23,8 +21,6 @@
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/transfers.h"
-#include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 namespace ep::nccl::fake {
 namespace {
@@ -109,14 +105,6 @@ auto Common(const ncclEpGroupConfig_t& c) {
 }
 
 }  // namespace
-
-bool LoadOnce(int device, const std::string& kernels) {
-  static Mutex mutex;
-  static auto* loaded EP_PT_GUARDED_BY(mutex) =
-      new std::set<std::pair<int, std::string>>();
-  MutexLock lock(mutex);
-  return loaded->emplace(device, kernels).second;
-}
 
 void RequireGroup(Contract& contract, ncclEpGroup_t group) {
   if (!contract.Require(LiveObjects<ncclEpGroup>::Get().Has(group),

@@ -17,7 +17,6 @@
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/communicator.h"
-#include "ep_ffi/backends/nccl/fake/driver.h"
 
 struct ncclEpGroup {
   ncclComm_t comm;
@@ -41,26 +40,11 @@ struct ncclEpHandle {
 
 namespace ep::nccl::fake {
 
-// Marks kernels as loaded onto a device; returns false if they were already.
-bool LoadOnce(int device, const std::string& kernels);
-
 // Requires that the group may be used in the current context.
 void RequireGroup(Contract& contract, ncclEpGroup_t group);
 // Requires that an op may use the handle on this stream.
 void RequireHandle(Contract& contract, ncclEpHandle_t handle,
                    cudaStream_t stream);
-
-// Requires that the kernels of a call can be launched. `parts` name the variant
-// of the kernels. NCCL EP compiles and loads a variant when it is first
-// launched on a device, which it cannot do while the stream is captured.
-template <typename... Parts>
-void RequireKernels(Contract& contract, CUstream stream,
-                    const Parts&... parts) {
-  const bool is_new = LoadOnce(stream->context()->device,
-                               StrCat(contract.function(), " ", parts...));
-  contract.Require(!is_new || !stream->IsRecording(),
-                   "loads kernels while the stream is captured");
-}
 
 // Exchanges pointers with all ranks. Returns false unless each contributed one:
 // a rank contributes null if its call violated the contract.

@@ -219,8 +219,6 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
     contract.Require(types.size() <= 1, "counters are of several types");
   }
   if (!contract.kept()) return ncclInvalidArgument;
-  RequireKernels(contract, stream, group.num_local(), " local experts");
-  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [copy = *handle, choices, counters] { Update(copy, choices, counters); });
@@ -271,8 +269,6 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
                      tokens.columns};
   const Transfer transfer = {nullptr, tokens.data, weights.As<float>(),
                              slots.data, slot_weights.As<float>()};
-  RequireKernels(contract, stream, move.name, tokens.columns, tokens.type);
-  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [copy = *handle, move, transfer] { Run(copy, move, transfer); });
@@ -321,8 +317,6 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
                      tokens.columns};
   const Transfer transfer = {nullptr, slots.data, slot_weights.As<float>(),
                              tokens.data, weights.As<float>()};
-  RequireKernels(contract, stream, move.name, tokens.columns, tokens.type);
-  if (!contract.kept()) return ncclInvalidUsage;
   return Member::Enqueue(
       group.member, contract, stream,
       [copy = *handle, move, transfer] { Run(copy, move, transfer); });

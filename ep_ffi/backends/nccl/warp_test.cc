@@ -15,7 +15,6 @@
 
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/core/mutex.h"
-#include "ep_ffi/core/thread_annotations.h"
 
 #define __device__
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/backends/nccl/group_fixture.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 #include <gtest/gtest.h>
 

@@ -4,8 +4,8 @@
 // threads, devices are numbers, and a call that the real libraries would not
 // survive is a violation, which fails the test.
 
-#ifndef EP_FFI_BACKENDS_NCCL_GROUP_FIXTURE_H_
-#define EP_FFI_BACKENDS_NCCL_GROUP_FIXTURE_H_
+#ifndef EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
+#define EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
 
 #include <cstdint>
 #include <functional>
@@ -73,4 +73,4 @@ class NcclGroupTest : public testing::Conformance {
 
 }  // namespace ep::nccl
 
-#endif  // EP_FFI_BACKENDS_NCCL_GROUP_FIXTURE_H_
+#endif  // EP_FFI_BACKENDS_NCCL_TESTING_GROUP_FIXTURE_H_
