@@ -9,7 +9,8 @@ def cc_tests(srcs, deps, size = "small"):
 
     Args:
       srcs: The files, each foo_test.cc.
-      deps: The libraries that they test. GoogleTest and its main() are added.
+      deps: The libraries that they test. GoogleTest, its main() and
+        expect.h are added.
       size: The size of each test, as Bazel defines it.
     """
     for src in srcs:
@@ -20,5 +21,8 @@ def cc_tests(srcs, deps, size = "small"):
             # Compiling a test takes longer than running it.
             copts = EP_COPTS + ["-O0"],
             linkstatic = True,
-            deps = deps + ["@ep_googletest//:gtest_main"],
+            deps = deps + [
+                "//ep_ffi/testing:expect",
+                "@ep_googletest//:gtest_main",
+            ],
         )

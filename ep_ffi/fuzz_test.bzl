@@ -5,8 +5,8 @@ load("@rules_cc//cc:cc_library.bzl", "cc_library")
 load("@rules_cc//cc:cc_test.bzl", "cc_test")
 load(":copts.bzl", "EP_COPTS")
 
-def fuzz_test(name, src, corpus, iterations, deps):
-    """Declares a test that runs a target on its corpus and mutants of it.
+def fuzz_test(name, src, iterations, deps):
+    """Declares a test that runs a target on its seeds and mutants of them.
 
     The library <name>_target is the target alone, LLVMFuzzerTestOneInput, for
     libFuzzer to link.
@@ -14,7 +14,6 @@ def fuzz_test(name, src, corpus, iterations, deps):
     Args:
       name: The name of the test.
       src: The file of the target.
-      corpus: The seeds. The target accepts those named good_* and no others.
       iterations: The number of mutants. To run more or others:
         --test_arg=--iterations=100000 --test_arg=--seed=2
       deps: The libraries that the target includes.
@@ -25,14 +24,12 @@ def fuzz_test(name, src, corpus, iterations, deps):
         srcs = [src],
         copts = EP_COPTS,
         alwayslink = True,  # the driver finds it by name
-        deps = deps,
+        deps = deps + ["//ep_ffi/testing:fuzz"],
     )
     cc_test(
         name = name,
         size = "small",
-        args = ["--iterations={}".format(iterations)] +
-               ["$(rootpath {})".format(seed) for seed in corpus],
-        data = corpus,
+        args = ["--iterations={}".format(iterations)],
         linkstatic = True,
         deps = [
             name + "_target",

@@ -2,7 +2,7 @@
 
 // Products of slabs of rows and matrices, for ep/_src/matmul/grouped_matmul.py.
 //
-// Slab j is the sizes[j] rows after those of slabs 0 to j - 1. Of the rows X
+// Slab j is the sizes[j] rows after the slabs 0 to j - 1. Of the rows X
 // [C, F] and pairs of matrices W [L, F, G] and outs Y [C, G], one is missing
 // and is computed from the others, where j is the slab of row r:
 //
@@ -36,7 +36,7 @@
 
 namespace ep {
 
-// The values are those of ep/_src/matmul/grouped_matmul.py.
+// ep/_src/matmul/grouped_matmul.py has the same values.
 enum class Missing : int64_t { kRows, kMatrices, kOuts };
 
 struct GroupedMatmulArgs {
@@ -49,10 +49,10 @@ struct GroupedMatmulArgs {
   Missing missing;
   Tail tail;             // of the missing rows or outs
   const int32_t* sizes;  // [L]
-  // [L, S]: a slab begins with S segments of so many rows, and what follows
-  // them is zero. Each is summed into matrices on its own, and the sums are
-  // added as the tree of ep/_src/matmul/ordered_sum.py. With S = 0 the slab is
-  // one.
+  // [L, S]: a slab begins with S segments, which have these numbers of rows,
+  // and what follows the segments is zero. Each is summed into matrices on its
+  // own, and the sums are added as the tree of
+  // ep/_src/matmul/ordered_sum.py. With S = 0 the slab is one.
   const int32_t* segments;
   int64_t num_slabs, num_segments;
   int64_t num_rows;  // C

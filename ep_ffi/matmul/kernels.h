@@ -14,15 +14,15 @@
 namespace ep {
 
 // Names the array that a kernel fetches into the second cache while it
-// computes. It is that of the matrices, each element of which is read or
-// written once; or the result, if they are copied.
+// computes: the matrices, since each of their elements is read or written once;
+// or the result, if the matrices are copied.
 enum class Fetch { kA, kB, kResult };
 
 // A product a * b, and how it is computed. Distances count elements.
 //
-// The columns of b lie in panels of `Kernels::panel_width`; those of the last
-// one are a multiple of `Kernels::lanes`. The product has `depth` steps of b
-// from step `first` on, which is step 0 of a.
+// The columns of b lie in panels of `Kernels::panel_width`; the last panel has
+// a multiple of `Kernels::lanes`. The product has `depth` steps of b from step
+// `first` on, which is step 0 of a.
 struct Product {
   int64_t rows, first, depth, columns;
   const float* a;  // [rows, depth]
@@ -57,7 +57,7 @@ struct Kernels {
 
   // Writes the transpose of `in` [rows, columns], whose rows are `in_row`
   // apart. The rows of `out` are up to the next multiple of `lanes`, and the
-  // surplus of them means nothing.
+  // surplus means nothing.
   void (*transpose)(const float* in, int64_t in_row, int64_t rows,
                     int64_t columns, float* out, int64_t out_row);
 

@@ -24,8 +24,8 @@ EP_TARGET void MultiplyTile(const Product& p, int64_t row, int64_t column,
     a[r] = p.a + std::min(row + r, p.rows - 1) * p.a_row;
   }
   b += p.first * b_step;
-  // The rows of a matrix lie one after another, so kRows elements of them for
-  // each step are a whole tile in the end.
+  // The rows of a matrix lie one after another, so kRows elements for each step
+  // are a whole tile in the end.
   constexpr int64_t kStepsOfLine = 64 / sizeof(float) / kRows;
   const float* ahead = p.ahead + (fetch == Fetch::kB ? b : p.a + row * p.a_row);
   if (fetch == Fetch::kResult) {
@@ -153,7 +153,8 @@ EP_TARGET void Encode(DType dtype, const float* in, int64_t n, std::byte* out) {
   }
 }
 
-// Exchanges the lanes of x that have the bit `bit` with those of y that do not.
+// Exchanges the lanes of x that have the bit `bit` with the lanes of y that do
+// not.
 template <int bit, int... lane>
 EP_TARGET EP_ALWAYS_INLINE void Exchange(Vector* x, Vector* y,
                                          std::integer_sequence<int, lane...>) {

@@ -18,10 +18,10 @@ namespace ep {
 using MakeWorker = std::function<std::function<void(int64_t item)>()>;
 
 // Runs items 0 to `num_items` - 1, each on one of up to `num_threads` threads:
-// this one and those of the executor, which may be null. It returns when all
-// items have ended, and waits only for those that another thread has begun: a
-// pool may be full of tasks that are blocked. Denormals are flushed, as XLA:CPU
-// does it. Fails if a thread lacks memory.
+// this one and the threads of the executor, which may be null. It returns when
+// all items have ended, and waits only for items that another thread has begun:
+// a pool may be full of tasks that are blocked. Denormals are flushed, as
+// XLA:CPU does it. Fails if a thread lacks memory.
 Status RunShared(int64_t num_items, int64_t num_threads, Executor* executor,
                  const MakeWorker& make_worker);
 

@@ -15,14 +15,6 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactSumConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OrderConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CheckConformance);
 
-void ExpectFailure(const Failure& expected, const Status& status) {
-  EXPECT_EQ(expected.code, status.code()) << status.message();
-  for (const std::string& part : expected.parts) {
-    EXPECT_NE(std::string::npos, status.message().find(part))
-        << "no \"" << part << "\" in: " << status.message();
-  }
-}
-
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step) {
   for (const Status& status : step->Run()) {
     ExpectFailure(expected, status);

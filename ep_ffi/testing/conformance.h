@@ -34,6 +34,7 @@
 
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/plan.h"
+#include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/ranks.h"
 #include "ep_ffi/testing/samples.h"
@@ -98,24 +99,13 @@ struct Routed {
   std::vector<std::vector<std::byte>> mems;  // by rank
 };
 
-inline void ExpectOk(const Status& status) {
-  EXPECT_TRUE(status.ok()) << status.message();
-}
-
-// A failure's code, and parts of its message.
-struct Failure {
-  Code code;
-  std::vector<std::string> parts;
-};
-
-void ExpectFailure(const Failure& expected, const Status& status);
 // Runs a step and expects it to fail on every rank.
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
 // Compares all that ep_prepare has returned on a rank but `mem`.
 void ExpectCounts(const Layout& expected, int64_t rank,
                   const RankOutput& actual);
 
-// The tests of every backend, and what they share with those of the promises.
+// The tests of every backend, and what the tests of promises share with them.
 class Conformance : public ::testing::TestWithParam<Backend> {
  public:
   // Returns whether the tests of this suite are for a backend.

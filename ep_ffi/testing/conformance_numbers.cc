@@ -68,8 +68,8 @@ TEST_P(Conformance, BothIndexTypesGiveTheSameHandle) {
 
 // This is what ep_prepare of Python does with a policy of drops, or with
 // further candidates. It prepares with drops, whatever the layer does on
-// overflow. If rows are short, it prepares again: the choices that get a row,
-// some of them as another expert, and for the layer.
+// overflow. If rows are short, it prepares again for the layer: the choices
+// that get a row, some with another expert.
 TEST_P(GatherConformance, WhatGetsARowIsPreparedAgain) {
   PlanDims layer = kDims;
   layer.capacity = 16;

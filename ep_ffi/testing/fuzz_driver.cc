@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Runs a fuzz target without a fuzzer: on its corpus, and on mutants of the
-// corpus, which are the same in every run.
+// Runs a fuzz target without a fuzzer: on its seeds, and on mutants of the
+// seeds, which are the same in every run.
 //
-//   foo_fuzz_test [--iterations=n] [--seed=n] corpus files...
+//   foo_fuzz_test [--iterations=n] [--seed=n] [file...]
 //
 // The target has libFuzzer's form, so that a fuzzer that learns can run it too.
-// It returns -1 for an input that it refuses. It, or a sanitizer, aborts the
-// process when it finds a fault; the input is then in the file that the log
-// names.
+// It, or a sanitizer, aborts the process when it finds a fault; the input is
+// then in the file that the log names. Given files, the test runs these alone.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -25,17 +24,21 @@
 #include <string>
 #include <vector>
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+#include "ep_ffi/testing/fuzz.h"
 
 namespace ep::testing {
 namespace {
 
 using Input = std::vector<uint8_t>;
 
+Input ToInput(const Seed& seed) {
+  return Input(seed.bytes.begin(), seed.bytes.end());
+}
+
 // Flags of the command line.
 int64_t iterations = 1000;
 uint64_t seed = 1;
-std::vector<std::string> corpus_files;
+std::vector<std::string> files;
 
 Input Read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -78,11 +81,15 @@ constexpr int64_t kNumbers[] = {
 class Mutator {
  public:
   // Takes half of the mutants from good seeds, since these pass more checks.
-  Mutator(std::vector<Input> corpus, std::vector<Input> good)
-      : corpus_(std::move(corpus)), good_(std::move(good)) {}
+  explicit Mutator(const std::vector<Seed>& seeds) {
+    for (const Seed& seed : seeds) {
+      seeds_.push_back(ToInput(seed));
+      if (seed.is_good) good_.push_back(seeds_.back());
+    }
+  }
 
   Input Next() {
-    const std::vector<Input>& seeds = Below(2) ? good_ : corpus_;
+    const std::vector<Input>& seeds = Below(2) ? good_ : seeds_;
     Input input = seeds[Below(seeds.size())];
     for (int64_t n = Below(4); n >= 0; --n) Change(&input);
     return input;
@@ -103,7 +110,7 @@ class Mutator {
         (*input)[at] = Below(256);
         return;
       case 3: {
-        const Input& other = corpus_[Below(corpus_.size())];
+        const Input& other = seeds_[Below(seeds_.size())];
         const size_t from = Below(other.size() + 1);
         return Overwrite(at, &other[0] + from, other.size() - from, input);
       }
@@ -128,31 +135,22 @@ class Mutator {
     if (count > 0) std::memcpy(input->data() + at, bytes, count);
   }
 
-  const std::vector<Input> corpus_, good_;
+  std::vector<Input> seeds_, good_;
   std::mt19937_64 random_{seed};
 };
 
-// The target accepts the seeds of this name and refuses all others.
-bool IsGood(const std::string& path) {
-  return path.find("/good_") != std::string::npos;
-}
-
 // Without good seeds no mutant would pass the first checks.
 TEST(FuzzTest, GoodSeedsAreAccepted) {
-  for (const std::string& path : corpus_files) {
-    EXPECT_EQ(IsGood(path), Accepts(Read(path)))
-        << path << "; where a format has changed, run make_corpus";
+  for (const std::string& path : files) Accepts(Read(path));
+  if (!files.empty()) return;
+  for (const Seed& seed : FuzzSeeds()) {
+    EXPECT_EQ(seed.is_good, Accepts(ToInput(seed))) << seed.name;
   }
 }
 
 TEST(FuzzTest, MutantsDoNoHarm) {
-  std::vector<Input> corpus, good;
-  for (const std::string& path : corpus_files) {
-    corpus.push_back(Read(path));
-    if (IsGood(path)) good.push_back(corpus.back());
-  }
-  ASSERT_FALSE(good.empty());
-  Mutator mutator(std::move(corpus), std::move(good));
+  if (!files.empty()) return;
+  Mutator mutator(FuzzSeeds());
   int64_t accepted = 0;
   for (int64_t i = 0; i < iterations && !HasFailure(); ++i) {
     accepted += Accepts(mutator.Next());
@@ -179,7 +177,7 @@ int main(int argc, char** argv) {
     } else if (ep::testing::Parse(argv[i], "--seed=", &value)) {
       ep::testing::seed = value;
     } else {
-      ep::testing::corpus_files.push_back(argv[i]);
+      ep::testing::files.push_back(argv[i]);
     }
   }
   return RUN_ALL_TESTS();

@@ -47,6 +47,17 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   return c;
 }
 
+// Posts a mover for the rank in `place`.
+template <typename Place, typename Mover>
+void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
+  const auto shared = std::make_shared<const Mover>(std::move(mover));
+  c.num_chunks = shared->num_chunks();
+  c.run = [shared](const AllArrays& ranks, int64_t chunk) {
+    return shared->RunChunk(ranks.rows, chunk);
+  };
+  place.exchanges->Post(call, place.domain, place.rank, std::move(c));
+}
+
 // Copies the choices of a rank, and returns a view of the copy.
 ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
                  SortedChoices* copy) {
@@ -160,6 +171,16 @@ void HostGroup::Fail(const Call& call, const Place& place,
   call.done(status);
 }
 
+bool HostGroup::Open(const Call& call, const PlanDims& dims, const Mem& mem,
+                     Place* place, Plan* plan) const {
+  Status status = Locate(call, place);
+  if (status.ok()) {
+    status = Plan::Open(dims, place->rank, mem.data, mem.bytes, plan);
+  }
+  if (!status.ok()) Fail(call, *place, status);
+  return status.ok();
+}
+
 void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.num_tokens);
   Place place;
@@ -212,33 +233,20 @@ void HostGroup::Scatter(Call call, const ScatterArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
-  Status status = Locate(call, &place);
-  if (status.ok()) {
-    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes, &plan);
-  }
-  if (!status.ok()) return Fail(call, place, std::move(status));
+  if (!Open(call, dims, args.mem, &place, &plan)) return;
 
   Contribution c = RowsContribution(call, dims, plan, args.tokens,
                                     args.topk_weights, dims.num_choices());
   PreferHugePages(args.slots.data, plan.num_slots() * args.slots.row_bytes());
-  auto mover = std::make_shared<const host::Scatter>(
-      host::Scatter{dims, plan, call.site->layer.tail, args});
-  c.num_chunks = mover->num_chunks();
-  c.run = [mover](const AllArrays& ranks, int64_t chunk) {
-    return mover->RunChunk(ranks.rows, chunk);
-  };
-  place.exchanges->Post(call, place.domain, place.rank, std::move(c));
+  Post(call, place, host::Scatter{dims, plan, call.site->layer.tail, args},
+       std::move(c));
 }
 
 void HostGroup::Gather(Call call, const GatherArgs& args) {
   const PlanDims dims = Dims(call.site->layer, args.tokens.count);
   Place place;
   Plan plan;
-  Status status = Locate(call, &place);
-  if (status.ok()) {
-    status = Plan::Open(dims, place.rank, args.mem.data, args.mem.bytes, &plan);
-  }
-  if (!status.ok()) return Fail(call, place, std::move(status));
+  if (!Open(call, dims, args.mem, &place, &plan)) return;
 
   Contribution c = RowsContribution(call, dims, plan, args.slots,
                                     args.slot_weights, dims.capacity);
@@ -262,13 +270,8 @@ void HostGroup::Gather(Call call, const GatherArgs& args) {
   };
   PreferHugePages(args.tokens.data,
                   args.tokens.count * args.tokens.row_bytes());
-  auto mover = std::make_shared<const GatherSum>(GatherSum{
-      dims, plan, args, call.site->layer.checked && call.op == Op::kCombine});
-  c.num_chunks = mover->num_chunks();
-  c.run = [mover](const AllArrays& ranks, int64_t chunk) {
-    return mover->RunChunk(ranks.rows, chunk);
-  };
-  place.exchanges->Post(call, place.domain, place.rank, std::move(c));
+  const bool is_checked = call.site->layer.checked && call.op == Op::kCombine;
+  Post(call, place, GatherSum{dims, plan, args, is_checked}, std::move(c));
 }
 
 }  // namespace ep::host

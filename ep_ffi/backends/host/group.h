@@ -30,8 +30,8 @@
 
 namespace ep::host {
 
-// Thread-safe. The lock guards the pointer to the exchanges alone; the caller
-// of a method that got a copy of it may still use them while the group closes.
+// Thread-safe. The lock guards the pointer to the exchanges alone; a method
+// that got a copy of the pointer may still use them while the group closes.
 class HostGroup : public Group {
  public:
   struct Options {
@@ -83,6 +83,10 @@ class HostGroup : public Group {
   // Returns null once the group is closed, and in a forked child.
   std::shared_ptr<Exchanges> exchanges() const;
   Status Locate(const Call& call, Place* place) const;
+  // Finds the rank of a mover's call, and opens its plan. Fails the call and
+  // returns false if it cannot.
+  bool Open(const Call& call, const PlanDims& dims, const Mem& mem,
+            Place* place, Plan* plan) const;
   // Fails an op, and its run on all ranks.
   void Fail(const Call& call, const Place& place, Status status) const;
 
@@ -91,7 +95,7 @@ class HostGroup : public Group {
   const Topology topology_;
   const std::function<void(int64_t run_id, const Status&)> on_run_failed_;
   const pid_t process_;  // the process that created the group
-  const std::weak_ptr<SegmentPool> segments_;  // those of the exchanges
+  const std::weak_ptr<SegmentPool> segments_;  // the exchanges own them
 
   mutable Mutex mutex_;
   std::shared_ptr<Exchanges> exchanges_ EP_GUARDED_BY(mutex_);

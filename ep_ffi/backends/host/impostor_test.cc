@@ -24,16 +24,17 @@
 #include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/core/plan.h"
-#include "ep_ffi/testing/samples.h"
+#include "ep_ffi/testing/expect.h"
 
 namespace ep::host {
 namespace {
 
+using testing::ExpectFailure;
 using testing::RankInput;
 using testing::Step;
 using testing::StepPtr;
 
-// There are so many choices that it takes a while to read them.
+// It takes a while to read this number of choices.
 constexpr PlanDims kDims = {
     /*num_experts=*/2,    /*ep_size=*/2,
     /*num_tokens=*/10000, /*top_k=*/1,
@@ -195,14 +196,6 @@ class Limit {
   rlimit before_;
 };
 
-void ExpectSays(const Status& status, const std::vector<std::string>& words) {
-  EXPECT_EQ(Code::kResourceExhausted, status.code());
-  for (const std::string& word : words) {
-    EXPECT_NE(std::string::npos, status.message().find(word))
-        << status.message();
-  }
-}
-
 TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
   signal(SIGXFSZ, SIG_IGN);  // as Python does
   const GroupWithImpostor group({kDims});
@@ -216,8 +209,11 @@ TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
     no_size = Prepare(group, /*run_id=*/2)->Wait(0);
   }
   const std::string op = "ep_prepare(layer";
-  ExpectSays(no_files, {op, "Too many open files", "ulimit -n"});
-  ExpectSays(no_size, {op, "File too large", "ulimit -f"});
+  ExpectFailure(
+      {Code::kResourceExhausted, {op, "Too many open files", "ulimit -n"}},
+      no_files);
+  ExpectFailure({Code::kResourceExhausted, {op, "File too large", "ulimit -f"}},
+                no_size);
 }
 
 TEST(LimitsTest, AReceiverSaysSoAsWell) {
@@ -243,7 +239,8 @@ TEST(LimitsTest, AReceiverSaysSoAsWell) {
     group.impostor->Send(Encode(post, ""));
     status = prepare->Wait(0);
   }
-  ExpectSays(status, {"Too many open files", "ulimit -n"});
+  ExpectFailure(
+      {Code::kResourceExhausted, {"Too many open files", "ulimit -n"}}, status);
 }
 
 }  // namespace

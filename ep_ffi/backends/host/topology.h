@@ -2,7 +2,7 @@
 
 // The processes of a group, and where its ranks live. The mesh is cut into EP
 // domains of P ranks; a rank is a device of some process, and one process may
-// hold any number of them, of any domain.
+// hold any number of ranks, of any domain.
 
 #ifndef EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
 #define EP_FFI_BACKENDS_HOST_TOPOLOGY_H_
@@ -59,16 +59,16 @@ struct Topology {
     return -1;
   }
   // Returns the other processes that hold ranks of this domain, ascending.
-  std::vector<int32_t> Peers(int32_t domain) const {
-    std::vector<int32_t> peers;
+  std::vector<int32_t> OtherProcesses(int32_t domain) const {
+    std::vector<int32_t> others;
     for (int32_t p = 0; p < num_processes(); ++p) {
       for (int32_t r = 0; r < ep_size && p != process; ++r) {
         if (member(domain, r).process != p) continue;
-        peers.push_back(p);
+        others.push_back(p);
         break;
       }
     }
-    return peers;
+    return others;
   }
 
   // ---- Names, as messages give them

@@ -17,9 +17,9 @@
 
 namespace ep::host {
 
-// `Work` may be called from any number of threads at once. Each chunk is run by
-// one of them: `next_` hands it out, and `num_unfinished_` tells which thread
-// ended the last one. The lock keeps the first failure.
+// `Work` may be called from any number of threads at once. One thread runs each
+// chunk: `next_` hands it out, and `num_unfinished_` tells which thread ended
+// the last chunk. The lock keeps the first failure.
 class Batch {
  public:
   explicit Batch(ExchangePtr exchange);
@@ -29,8 +29,7 @@ class Batch {
   int64_t NumUsefulThreads(int64_t num_threads) const;
 
   // Runs chunks until none is left. Returns true to one caller, after all
-  // chunks have ended; only that caller may use the
-  // functions below.
+  // chunks have ended; only that caller may use the functions below.
   bool Work();
 
   Exchange& exchange() { return *exchange_; }

@@ -15,7 +15,7 @@
 namespace ep::host {
 namespace {
 
-// Makes an exchange of local ranks with so many chunks each.
+// Makes an exchange of local ranks, which have these numbers of chunks.
 ExchangePtr MakeExchange(
     const std::vector<int64_t>& num_chunks,
     const std::function<Status(int64_t rank, int64_t chunk)>& run) {

@@ -24,7 +24,7 @@ Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
       last_posts_(peers->topology().members.size()),
       peers_(std::move(peers)) {
   for (int32_t d = 0; d < topology().num_domains(); ++d) {
-    peers_of_domain_.push_back(topology().Peers(d));
+    readers_of_domain_.push_back(topology().OtherProcesses(d));
   }
 }
 
@@ -74,7 +74,7 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
 
 Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
                            const Contribution& contribution) {
-  const std::vector<int32_t>& readers = peers_of_domain_[key.domain];
+  const std::vector<int32_t>& readers = readers_of_domain_[key.domain];
   if (readers.empty()) return Status();
   {
     MutexLock lock(mutex_);
@@ -305,7 +305,7 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
     }
   }
   if (topology().members.size() > 1) {
-    // Ranks that have done their part may wait for those that fail in a
+    // Ranks that have done their part may wait for the failed ranks in a
     // collective of XLA, and then never raise this.
     std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
   }

@@ -149,7 +149,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
                          const Status& status);
   // Fails the pending exchanges for which `match` holds, and their runs on all
   // ranks, because posts that they lack cannot come any more. (A rank that
-  // learns the reason in one of them does not come to the others of its run.)
+  // learns the reason in one exchange comes to no other exchange of its run.)
   template <typename Match>
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
@@ -160,7 +160,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;
-  std::vector<std::vector<int32_t>> peers_of_domain_;
+  std::vector<std::vector<int32_t>> readers_of_domain_;  // other processes
 
   Mutex mutex_;
   Pending pending_ EP_GUARDED_BY(mutex_);

@@ -33,15 +33,6 @@ TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
   }
 }
 
-TEST(LaunchesTest, ALaunchIsUnknownUntilItsOpRuns) {
-  Launches here, there;
-  (void)here.Name(kSite + 1, int64_t{1} << 40);
-  const Launch launch = there.Name(kSite, 1000);
-  EXPECT_FALSE(here.RunId(launch).has_value());
-  (void)here.Name(kSite, 1000);
-  EXPECT_EQ(1000, here.RunId(launch));
-}
-
 // An op has two sites where there are two executables, and what is known of the
 // launches of the first says nothing about the second.
 TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {

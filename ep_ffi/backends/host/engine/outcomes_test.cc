@@ -13,15 +13,6 @@ Status Gone(const std::string& text) {
   return Status(Code::kUnavailable, text);
 }
 
-TEST(OutcomesTest, AFailedRunKeepsItsFirstError) {
-  Outcomes outcomes;
-  EXPECT_TRUE(outcomes.OfRun(7).ok());
-  EXPECT_TRUE(outcomes.FailRun(7, Gone("first")));
-  EXPECT_FALSE(outcomes.FailRun(7, Gone("second")));
-  EXPECT_EQ("first", outcomes.OfRun(7).message());
-  EXPECT_TRUE(outcomes.OfRun(8).ok());
-}
-
 TEST(OutcomesTest, TheLatestFailedRunsAreRemembered) {
   Outcomes outcomes;
   for (int64_t run = 0; run < 1000; ++run) {

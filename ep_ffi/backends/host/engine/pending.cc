@@ -17,8 +17,8 @@ std::string Exchange::OpName() const {
   return rank == kNoRank ? "" : parts[rank].op.Name();
 }
 
-Pending::Exchanges::const_iterator Pending::FindEntry(const Key& key,
-                                                      int32_t rank) const {
+Pending::Entries::const_iterator Pending::FindEntry(const Key& key,
+                                                    int32_t rank) const {
   auto [entry, end] = exchanges_.equal_range(key);
   while (entry != end && entry->second->parts[rank].is_posted) ++entry;
   return entry == end ? exchanges_.end() : entry;

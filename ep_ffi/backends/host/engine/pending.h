@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The exchanges that still lack posts, and which of them a post belongs to.
+// The exchanges that still lack posts, and to which exchange a post belongs.
 //
 // Posts meet by key, never by arrival. Within a loop the same key recurs, but a
 // rank posts iteration i + 1 only after i completed, so the oldest exchange
@@ -99,14 +99,14 @@ class Pending {
 
  private:
   // Equal keys are in the order in which their exchanges began.
-  using Exchanges = std::multimap<Key, ExchangePtr>;
+  using Entries = std::multimap<Key, ExchangePtr>;
 
   // Returns the entry that `Find` finds, or else end().
-  Exchanges::const_iterator FindEntry(const Key& key, int32_t rank) const;
+  Entries::const_iterator FindEntry(const Key& key, int32_t rank) const;
 
   const int32_t ep_size_;
   const double timeout_s_;
-  Exchanges exchanges_;
+  Entries exchanges_;
 };
 
 }  // namespace ep::host

@@ -3,8 +3,8 @@
 // The op of a post, as messages name it.
 //
 // Every post says which op it is of, for the case that something fails. So a
-// post carries numbers and names, and texts are made of them when a message
-// needs them.
+// post carries numbers and names, of which a message makes a text when it needs
+// one.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_POSTED_OP_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_POSTED_OP_H_

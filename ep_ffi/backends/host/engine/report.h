@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The messages of an exchange. Each function returns an error that
-// says what was expected, what came, and the cure.
+// The messages of an exchange. Each function returns an error that says what
+// was expected, what came, and the cure.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_

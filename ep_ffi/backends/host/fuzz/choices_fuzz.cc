@@ -9,6 +9,23 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/fuzz/sample.h"
+#include "ep_ffi/testing/fuzz.h"
+
+std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
+  const PlanDims dims = host::SampleDims(/*ep_size=*/4);
+  std::vector<Seed> seeds;
+  const auto add = [&](const char* name, const SortedChoices& choices) {
+    seeds.push_back({name, BytesOf(choices.starts) + BytesOf(choices.order)});
+  };
+  SortedChoices choices = host::SampleSorted(dims)[1];
+  add("good choices", choices);
+  std::fill(choices.starts.begin(), choices.starts.end(), 0);
+  add("none", choices);
+  std::fill(choices.starts.begin() + 1, choices.starts.end(),
+            dims.num_choices());
+  add("all of one expert", choices);
+  return seeds;
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace ep;
@@ -28,7 +45,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
       PlanDims mine = dims;
       mine.drop = drop;
-      const host::BuiltPlan plan = host::Build(mine, rank, sorted);
+      const testing::BuiltPlan plan(mine, rank, sorted);
       accepted = accepted && (plan.status.ok() || !drop);
       if (!plan.status.ok()) continue;
       host::RequireSane(mine, rank, plan.mem);

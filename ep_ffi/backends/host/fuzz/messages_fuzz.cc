@@ -7,6 +7,7 @@
 // changes a whole field where it writes to a multiple of eight. While messages
 // come, two ops wait for this peer.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,11 +17,74 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/fuzz/conversation.h"
 #include "ep_ffi/backends/host/fuzz/sample.h"
+#include "ep_ffi/backends/host/testing/impostor.h"
+#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/testing/fuzz.h"
+#include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
+
+using testing::RankInput;
+using testing::Step;
+
+const PlanDims kDims = SampleDims(/*ep_size=*/2);
+constexpr testing::RowType kType = {3, DType::kFloat32};
+constexpr int64_t kRun = 1;
+
+// Returns the descriptor of a segment of one page, with the choices that
+// ep_prepare stages for the sample. A mover can read them as rows.
+int SampleSegment() {
+  const SortedChoices choices = SampleSorted(kDims)[1];
+  const int fd = memfd_create("sample", MFD_ALLOW_SEALING);
+  const auto write = [&](const std::vector<int32_t>& words, off_t at) {
+    const size_t bytes = words.size() * sizeof(words[0]);
+    Require(pwrite(fd, words.data(), bytes, at) == ssize_t(bytes), "it fits");
+  };
+  write(choices.starts, 0);
+  write(choices.order, 64);  // see Signature::second_offset
+  Require(ftruncate(fd, sysconf(_SC_PAGESIZE)) == 0 &&
+              fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0,
+          "there is a segment");
+  return fd;
+}
+
+// Two ops that wait for a peer, which is an impostor.
+class Conversation {
+ public:
+  // Posts ep_prepare and ep_combine on rank 0.
+  Conversation() : group_({kDims, /*num_domains=*/2, /*timeout_s=*/20}) {
+    const testing::Domain& domain = group_.domains[0];
+    std::vector<RankInput> inputs = SampleInputs(kDims);
+    prepare_ = Step::Make(domain, Op::kPrepare, {kRun, /*position=*/0}, inputs);
+    for (RankInput& input : inputs) {
+      input.mem = testing::BuiltPlan(kDims, 0, SampleSorted(kDims)).mem;
+      input.type = kType;
+      input.data.rows.resize(kDims.capacity * kType.bytes());
+      input.data.weights.resize(kDims.capacity);
+    }
+    combine_ = Step::Make(domain, Op::kCombine, {kRun, /*position=*/1}, inputs);
+    prepare_->Post(0);
+    combine_->Post(0);
+  }
+
+  Impostor& impostor() { return *group_.impostor; }
+
+  // Lets the impostor leave, which ends both ops. Returns whether an op
+  // succeeded.
+  bool End() {
+    impostor().Leave();
+    const bool prepared = prepare_->Wait(0).ok();
+    const bool combined = combine_->Wait(0).ok();
+    if (prepared) RequireSane(kDims, 0, prepare_->output(0).mem);
+    return prepared || combined;
+  }
+
+ private:
+  GroupWithImpostor group_;
+  testing::StepPtr prepare_, combine_;
+};
 
 // Returns the descriptors that may come with a message.
 std::vector<int> Descriptors(uint8_t kind) {
@@ -42,8 +106,62 @@ std::vector<int> Descriptors(uint8_t kind) {
   }
 }
 
+// Returns a message as an input has it.
+std::string Record(const Message& message, const std::string& text) {
+  const std::string bytes = Encode(message, text);
+  const char kind = message.type == Message::kSegment;  // see Descriptors
+  std::string record = {kind, 0, static_cast<char>(bytes.size()),
+                        static_cast<char>(bytes.size() >> 8)};
+  record.resize(8);
+  record += bytes;
+  record.resize((record.size() + 7) / 8 * 8);
+  return record;
+}
+
+std::string Record(Message::Type type, Code code, const std::string& text) {
+  Message message = {};
+  message.type = type;
+  message.code = static_cast<int32_t>(code);
+  message.launch.run_id = 1;
+  return Record(message, text);
+}
+
 }  // namespace
 }  // namespace ep::host
+
+// The seeds are what the real process sends, as if the other one sent it.
+std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
+  using namespace ep::host;
+  Conversation conversation;
+  std::string all, of_others;
+  for (int i = 0; i < 4; ++i) {  // two segments, two posts
+    Message message;
+    std::string text;
+    const std::string received = conversation.impostor().Receive();
+    Require(Decode(received.data(), received.size(), &message, &text),
+            "a message has come");
+    message.rank = 1;
+    all += Record(message, text);
+    message.domain = 1;
+    for (int32_t rank : {0, 1}) {
+      message.rank = rank;
+      of_others += Record(message, text);
+    }
+  }
+  conversation.End();
+  return {
+      {"an exchange", all},
+      {"an exchange of others", of_others, false},
+      {"a failure",
+       Record(Message::kFail, Code::kInvalidArgument, "bad ids") + all, false},
+      {"a failure that is none", Record(Message::kFail, Code::kOk, "good ids"),
+       false},
+      {"a farewell",
+       Record(Message::kRelease, Code::kOk, "") +
+           Record(Message::kBye, Code::kOk, ""),
+       false},
+  };
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace ep::host;

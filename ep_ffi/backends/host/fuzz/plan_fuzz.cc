@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Fuzzes the routing in EpHandle.mem, as the four ops use it. Input: the mem of
-// one rank; those of its peers, in its process and in another one, are valid.
+// one rank. Its peers, in its process and in another one, have valid ones.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "ep_ffi/backends/host/fuzz/sample.h"
 #include "ep_ffi/backends/host/testing/world.h"
+#include "ep_ffi/testing/fuzz.h"
 
 namespace ep::host {
 namespace {
@@ -27,7 +29,7 @@ struct World {
         domain(MakeHostWorld({dims}, /*max_processes=*/2)[0]) {
     const std::vector<SortedChoices> sorted = SampleSorted(dims);
     for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
-      mems.push_back(Build(dims, rank, sorted).mem);
+      mems.push_back(testing::BuiltPlan(dims, rank, sorted).mem);
     }
   }
 
@@ -68,6 +70,26 @@ struct World {
 
 }  // namespace
 }  // namespace ep::host
+
+std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
+  const PlanDims dims = host::SampleDims(/*ep_size=*/4);
+  const auto plan = [](const PlanDims& d, int64_t rank) {
+    return BytesOf(BuiltPlan(d, rank, host::SampleSorted(d)).mem);
+  };
+  PlanDims other = dims;
+  other.alignment = 1;
+  std::vector<SortedChoices> rotated = host::SampleSorted(dims);
+  std::swap(rotated[0], rotated[1]);
+  rotated[2] = rotated[3];
+  return {
+      {"a good plan", plan(dims, 0)},
+      {"of another rank", plan(dims, 1), false},
+      {"of another layer", plan(other, 0), false},
+      // This plan has as many bytes, but is from a group of another size.
+      {"of another group", plan(host::SampleDims(/*ep_size=*/2), 0), false},
+      {"of another routing", BytesOf(BuiltPlan(dims, 0, rotated).mem), false},
+  };
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using ep::Op;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ep_ffi/core/plan.h"
-#include "ep_ffi/testing/oracle.h"
+#include "ep_ffi/testing/plans.h"
 #include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
@@ -46,45 +46,9 @@ inline std::vector<testing::RankInput> SampleInputs(const PlanDims& dims) {
   return inputs;
 }
 
-// Returns what each rank sends the others of these choices.
+// Returns what each rank tells the others of these choices.
 inline std::vector<SortedChoices> SampleSorted(const PlanDims& dims) {
-  std::vector<SortedChoices> sorted(dims.ep_size);
-  for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
-    const std::vector<int64_t> topk_idx = SampleChoices(dims)[rank];
-    (void)SortChoices(dims, topk_idx.data(), &sorted[rank]);
-  }
-  return sorted;
-}
-
-// The outputs of ep_prepare on a rank, exactly as long as they must be.
-struct BuiltPlan {
-  std::vector<std::byte> mem;
-  std::vector<int32_t> group_sizes, token_counts, dropped_counts;
-  std::vector<uint8_t> kept;
-  int32_t total_recv_tokens, max_recv_tokens;
-  Status status;
-};
-
-inline BuiltPlan Build(const PlanDims& dims, int64_t rank,
-                       const std::vector<SortedChoices>& sorted) {
-  BuiltPlan out = {std::vector<std::byte>(PlanBytes(dims)),
-                   std::vector<int32_t>(dims.num_local_experts()),
-                   std::vector<int32_t>(dims.num_local_experts()),
-                   std::vector<int32_t>(dims.num_local_experts()),
-                   std::vector<uint8_t>(dims.num_choices()),
-                   0,
-                   0,
-                   {}};
-  std::vector<ChoicesView> views;
-  for (const SortedChoices& s : sorted) {
-    views.push_back({s.starts.data(), s.order.data()});
-  }
-  out.status = BuildPlan(
-      dims, 0, rank, views,
-      {out.mem.data(), out.group_sizes.data(), out.token_counts.data(),
-       &out.total_recv_tokens, out.dropped_counts.data(), &out.max_recv_tokens,
-       out.kept.data()});
-  return out;
+  return testing::SortAll(dims, SampleChoices(dims));
 }
 
 // Ends the process if a fuzz target has found something, as a sanitizer would.

@@ -107,7 +107,7 @@ TEST_P(RowMath16, RoundsToNearestAndTiesToEven) {
 
 TEST_P(RowMath, RandomSumsMatchTheOracle) {
   Random random(1);
-  // The widths are around those of vectors and of blocks.
+  // The widths are around the widths of vectors and blocks.
   for (int64_t width :
        {1,  2,  3,  7,  8,    9,    15,   16,   17,   31,   32,
         33, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 5000}) {

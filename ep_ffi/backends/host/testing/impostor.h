@@ -20,7 +20,7 @@ namespace ep::host {
 
 class Impostor {
  public:
-  // Connects as process 1 to process 0, while `connect` creates that one.
+  // Connects as process 1 to process 0, which `connect` creates meanwhile.
   explicit Impostor(
       const std::function<void(const Listeners& listeners)>& connect);
 
@@ -36,8 +36,8 @@ class Impostor {
   Fd socket_;
 };
 
-// A group of two processes, of which one is an impostor. It has all ranks but
-// rank 0 of the first domain.
+// A group of two processes. One is an impostor, which has all ranks but rank 0
+// of the first domain.
 struct GroupWithImpostor {
   explicit GroupWithImpostor(const testing::WorldOptions& options);
   ~GroupWithImpostor();

@@ -91,8 +91,7 @@ int CountDescriptors() {
   return n;
 }
 
-// Returns the failures of this test so far. A child starts with those of its
-// parent.
+// Returns the failures of this test so far. A child starts with its parent's.
 int CountFailures() {
   return ::testing::UnitTest::GetInstance()
       ->current_test_info()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Ranks of the host backend in processes of their own, which may die. The
-// parent forks all of them while it has a single thread.
+// parent forks all processes while it has a single thread.
 
 #ifndef EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
 #define EP_FFI_BACKENDS_HOST_TESTING_PROCESSES_H_
@@ -29,14 +29,14 @@ inline constexpr int64_t kNumOps = 5;
 enum class Way { kKill, kCrash, kExit };
 inline constexpr Way kWays[] = {Way::kKill, Way::kCrash, Way::kExit};
 
-// Tests repeat so many times less under a sanitizer, which is slow.
+// Tests divide their repetitions by this under a sanitizer, which is slow.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kFewer = 10;
 #else
 inline constexpr int kFewer = 1;
 #endif
 
-// Waits until something holds. Returns false after so many seconds.
+// Waits until something holds. Returns false if time is up before.
 bool WaitFor(double seconds, const std::function<bool()>& holds);
 
 // Returns the lines of a file that contain a word.
@@ -53,7 +53,7 @@ struct Record {
   std::atomic<pid_t> pid;
   std::atomic<int64_t> joined;     // groups
   std::atomic<int64_t> posted;     // ops, in all groups
-  std::atomic<int64_t> completed;  // of them
+  std::atomic<int64_t> completed;  // of the posted ops
   std::atomic<double> died;        // when, or 0
   std::atomic<double> failed;      // when it saw its first failure, or 0
   Address addresses[2];            // in a group of some ranks, and of all

@@ -5,20 +5,21 @@
 // Each process binds a socket to an abstract address with a random name, and
 // listens, before it tells the others the name (ep/_src/backends/host.py). So
 // nobody can take the name first, and the address vanishes with the socket. A
-// process connects to those below it and accepts those above it. Connecting
-// fails at once if a process is known to have died.
+// process connects to the processes with smaller numbers and accepts the
+// others. Connecting fails at once if a process is known to have died.
 //
-// Everybody on the host can read the names of abstract sockets, and connect to
-// them. But the kernel knows which process is at the other end of a connection
-// (SO_PEERCRED). Both sides ask it before they send or read a byte, and hang up
-// on a process of another user; and, where the ids of processes are known, on
-// any process other than the expected one.
+// The threat model of the engine:
 //
-// There is no secret, because it would keep nobody out. It would be told by
-// JAX's key-value store, as the names are. That store asks for no credentials,
-// and a process that can reach these sockets is in our network namespace and
-// can reach the store as well. What is left is an attacker who is the same
-// user, and can stop or trace our processes anyway, or who is root.
+//   who may reach it   a process of this user (SO_PEERCRED) and network; where
+//                      ids of processes are known, only the expected process
+//   what is checked    every byte that a peer sends or shares: it can fail a
+//                      run but not crash, hang or read (docs/reliability.md)
+//   what is trusted    root, and this user, who could trace us anyway
+//
+// Both sides ask the kernel for the other process before they send or read a
+// byte. A secret would keep nobody else out: JAX's key-value store would have
+// to tell it, as it tells the names, and whoever reaches these sockets reaches
+// the store, which asks for no credentials.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_HANDSHAKE_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_HANDSHAKE_H_
@@ -46,8 +47,7 @@ class Handshake {
   // Connects this process with all others.
   Status Connect();
 
-  // Returns the sockets by process, also those that were there when `Connect`
-  // failed.
+  // Returns the sockets by process, also after `Connect` failed.
   std::vector<Fd> TakeSockets() { return std::move(sockets_); }
 
  private:

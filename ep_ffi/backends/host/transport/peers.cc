@@ -45,8 +45,8 @@ struct Peers::Link {
 
   // Used by the progress thread only.
   bool has_left = false;
-  std::map<uint64_t, Mapping> segments;  // those that could be mapped
-  Status mapped;                         // why the last of the others could not
+  std::map<uint64_t, Mapping> segments;  // only what could be mapped
+  Status mapped;                         // why a segment could not, if any
 
   // Returns false if the socket is full. Returns true also when the peer has
   // left, which the progress thread reports.
@@ -130,8 +130,8 @@ Status Peers::Connect(Topology topology, int listener, double timeout_s,
   return Status();
 }
 
-void Peers::Start(Handlers handlers) {
-  handlers_ = std::move(handlers);
+void Peers::Start(Callbacks callbacks) {
+  callbacks_ = std::move(callbacks);
   progress_ = std::thread([this] { Progress(); });
 }
 
@@ -237,7 +237,7 @@ void Peers::Progress() {
       if (source & kProcessEnd) Drop(link, /*is_orderly=*/false, "");
     }
     if (is_due) {
-      handlers_.on_tick();
+      callbacks_.on_tick();
       next_tick = Now() + tick_s_;
     }
   }
@@ -303,7 +303,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
     }
     case Message::kPost: {
       auto found = link.segments.find(message.segment);
-      return handlers_.on_post(
+      return callbacks_.on_post(
           link.process, message, text,
           found == link.segments.end() ? nullptr : &found->second, link.mapped);
     }
@@ -311,7 +311,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
       segments_->Release(message.segment);
       return;
     case Message::kFail:
-      return handlers_.on_fail(message, text);
+      return callbacks_.on_fail(message, text);
     case Message::kBye:
       return Drop(link, /*is_orderly=*/true, text);
   }
@@ -321,7 +321,7 @@ void Peers::Drop(Link& link, bool is_orderly, const std::string& its_reason) {
   if (std::exchange(link.has_left, true)) return;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, watches_[link.process].fd(), nullptr);
-  handlers_.on_leave(link.process, is_orderly, its_reason);
+  callbacks_.on_leave(link.process, is_orderly, its_reason);
 }
 
 }  // namespace ep::host

@@ -39,7 +39,7 @@ namespace ep::host {
 class Peers {
  public:
   // Called on the progress thread.
-  struct Handlers {
+  struct Callbacks {
     // `memory` is the mapped segment. It is null if there is none, or if it
     // could not be mapped, for the reason in `mapped`.
     std::function<void(int32_t process, const Message&, const std::string& text,
@@ -65,10 +65,10 @@ class Peers {
   std::weak_ptr<SegmentPool> segments() const { return segments_; }
 
   // Begins to receive. What peers sent before waits in the sockets.
-  void Start(Handlers handlers);
+  void Start(Callbacks callbacks);
 
-  // Finds a segment of at least `bytes`, which all processes know, for
-  // `num_readers` of them to read.
+  // Finds a segment of at least `bytes`, which all processes know and
+  // `num_readers` processes will read.
   Status Acquire(size_t bytes, int32_t num_readers, Segment** out);
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& names);
@@ -94,7 +94,7 @@ class Peers {
 
   const Topology topology_;
   const double tick_s_;
-  Handlers handlers_;
+  Callbacks callbacks_;
   const std::shared_ptr<SegmentPool> segments_;
   std::vector<std::unique_ptr<Link>> links_;  // by process; null for this one
   std::vector<ProcessWatch> watches_;         // by process

@@ -25,7 +25,7 @@ Mapping::~Mapping() {
 }
 
 Status Mapping::OpenPeer(const Fd& fd, Mapping* out) {
-  // The symbol of fstat is that of glibc 2.33; see older_runtimes.cc.
+  // Not fstat, which needs glibc 2.33; see older_runtimes.cc.
   const off_t bytes = lseek(fd.get(), 0, SEEK_END);
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (bytes <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0) {

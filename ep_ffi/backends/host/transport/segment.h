@@ -2,10 +2,11 @@
 
 // Shared memory in which a process stages rows for its peers.
 //
-// A segment is an anonymous memfd: it has no name that could be left behind
-// or guessed, only this user may open it (mode 0600), peers can map it only
-// to read, and its size is sealed, so that no peer can make another fault.
-// The kernel frees it with its last mapping, however a process ends.
+// A segment is an anonymous memfd: it has no name that could be left behind or
+// guessed, only this user may open it (mode 0600), peers can map it only to
+// read, and its size is sealed, so that no peer can make another fault (see the
+// threat model in handshake.h). The kernel frees it with its last mapping,
+// however a process ends.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_SEGMENT_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_SEGMENT_H_

@@ -9,17 +9,6 @@
 namespace ep::host {
 namespace {
 
-TEST(SignatureTest, TheFirstDifferenceIsFound) {
-  for (int f = 0; f < Signature::kNumFields; ++f) {
-    Signature one, other;
-    for (int later = f; later < Signature::kNumFields; ++later) {
-      other.values[later] = 7;
-    }
-    EXPECT_EQ(f, one.FirstDifference(other));
-  }
-  EXPECT_FALSE(Signature().FirstDifference(Signature()));
-}
-
 TEST(SignatureTest, EveryFieldHasANameOfItsOwn) {
   std::set<std::string> names;
   for (int f = 0; f < Signature::kNumFields; ++f) {

@@ -3,9 +3,9 @@
 // The messages that processes of a group send on their sockets (peers.h says
 // when they are sent, handshake.h how processes connect).
 //
-// A message is bytes from another process, and its values may be any. `Decode`
-// checks its form; whether the values make sense in a group is checked where
-// they are used (exchange.cc).
+// A message is bytes from another process, and no value in it is trusted (see
+// handshake.h). `Decode` checks its form, and engine/exchange.cc whether the
+// values make sense in the group.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
@@ -32,8 +32,8 @@ struct Launch {
 //   kPost     a rank of the sender has posted its rows in a segment
 //   kRelease  the sender has read a segment of the receiver
 //   kFail     a run failed on the sender; it fails on the receiver too
-//   kBye      the sender closes its group, perhaps for a reason; no message
-//             of it follows
+//   kBye      the sender closes its group, perhaps for a reason, and sends no
+//             more
 //
 // The fixed part of a message; `text_bytes` of text follow.
 struct Message {
