@@ -12,8 +12,8 @@
 //
 //   who may reach it   a process of this user (SO_PEERCRED) and network; where
 //                      ids of processes are known, only the expected process
-//   what is checked    every byte that a peer sends or shares: it can fail a
-//                      run but not crash, hang or read (docs/reliability.md)
+//   what is checked    every byte that a peer sends or shares: a bad one fails
+//                      the run, and does no other harm (../fuzz)
 //   what is trusted    root, and this user, who could trace us anyway
 //
 // Both sides ask the kernel for the other process before they send or read a
