@@ -108,7 +108,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   ]:  # `join` tells the others
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)
-  # All layers of the group have one capacity, by default the worst case's.
+  # Layers inherit the group's capacity, which is by default the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
   assert made == dict(

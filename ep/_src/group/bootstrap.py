@@ -148,9 +148,9 @@ def ep_bootstrap(
     top_k: the default K of a layer; None if each layer states its own.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
       the worst case of `max_tokens_per_rank`, or else of the tokens of each op,
-      so that nothing overflows. With "nccl" all layers of a group have the
-      same: this one, or the worst case of `top_k` and `alignment`, so that one
-      of this and `top_k` must be given.
+      so that nothing overflows. "nccl" allocates buffers for it, or for the
+      worst case of `top_k` and `alignment`, so that one of this and `top_k`
+      must be given; a layer may have less, and not more.
     alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
       none.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.

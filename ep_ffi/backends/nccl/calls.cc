@@ -19,8 +19,8 @@ class Tensor {
     tensor_.sizes = sizes_;
   }
   template <typename Byte>
-  explicit Tensor(const RowsOf<Byte>& rows)
-      : Tensor(ToNccl(rows.dtype), rows.data, {rows.count, rows.width}) {}
+  Tensor(const RowsOf<Byte>& rows, int64_t count)
+      : Tensor(ToNccl(rows.dtype), rows.data, {count, rows.width}) {}
   Tensor(const Tensor&) = delete;
   Tensor& operator=(const Tensor&) = delete;
 
@@ -54,12 +54,13 @@ ncclResult_t Update(const Libraries& nccl, ncclEpHandle_t handle,
 }
 
 ncclResult_t Scatter(const Libraries& nccl, ncclEpHandle_t handle,
-                     const ScatterArgs& args, int64_t top_k, CUstream stream) {
-  Tensor tokens(args.tokens);
-  Tensor slots(args.slots);
+                     const ScatterArgs& args, int64_t top_k,
+                     int64_t group_capacity, CUstream stream) {
+  Tensor tokens(args.tokens, args.tokens.count);
+  Tensor slots(args.slots, group_capacity);
   Tensor topk_weights(ncclFloat32, args.topk_weights,
                       {args.tokens.count, top_k});
-  Tensor slot_weights(ncclFloat32, args.slot_weights, {args.slots.count});
+  Tensor slot_weights(ncclFloat32, args.slot_weights, {group_capacity});
   ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
@@ -77,10 +78,11 @@ ncclResult_t Scatter(const Libraries& nccl, ncclEpHandle_t handle,
 }
 
 ncclResult_t Gather(const Libraries& nccl, ncclEpHandle_t handle,
-                    const GatherArgs& args, int64_t top_k, CUstream stream) {
-  Tensor slots(args.slots);
-  Tensor tokens(args.tokens);
-  Tensor slot_weights(ncclFloat32, args.slot_weights, {args.slots.count});
+                    const GatherArgs& args, int64_t top_k,
+                    int64_t group_capacity, CUstream stream) {
+  Tensor slots(args.slots, group_capacity);
+  Tensor tokens(args.tokens, args.tokens.count);
+  Tensor slot_weights(ncclFloat32, args.slot_weights, {group_capacity});
   Tensor topk_weights(ncclFloat32, args.topk_weights,
                       {args.tokens.count, top_k});
   ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;

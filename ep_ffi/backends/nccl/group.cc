@@ -200,7 +200,7 @@ void NcclGroup::Scatter(Call call, const ScatterArgs& args) {
                        "ncclEpDispatch", [&](ncclEpHandle_t handle) {
                          return nccl::Scatter(
                              device_->libraries(), handle, args,
-                             call.site->layer.top_k,
+                             call.site->layer.top_k, options_.sizes.capacity,
                              static_cast<CUstream>(call.stream));
                        });
   });
@@ -219,7 +219,7 @@ void NcclGroup::Gather(Call call, const GatherArgs& args) {
                        "ncclEpCombine", [&](ncclEpHandle_t handle) {
                          return nccl::Gather(
                              device_->libraries(), handle, args,
-                             call.site->layer.top_k,
+                             call.site->layer.top_k, options_.sizes.capacity,
                              static_cast<CUstream>(call.stream));
                        });
   });

@@ -173,20 +173,20 @@ Status CheckMachine(const Sizes& s, const Machine& m) {
 }
 
 Status CheckLayer(const Sizes& s, const Layer& layer, int64_t num_tokens) {
-  if (layer.capacity != s.capacity) {
+  if (layer.capacity > s.capacity) {
     return Refuse("recv_capacity_per_rank = ", layer.capacity,
-                  ", but all layers of this group have ", s.capacity,
-                  "; bootstrap another group for another capacity");
+                  ", but the group has buffers for ", s.capacity,
+                  "; give the group the largest of its layers");
   }
   if (layer.top_k < 1 || layer.top_k > kMaxTopK) {
     return Refuse("top_k = ", layer.top_k, ", but it must be in 1..", kMaxTopK);
   }
   if (layer.alignment < 1 || (layer.alignment & (layer.alignment - 1)) != 0 ||
-      s.capacity % layer.alignment != 0) {
+      layer.capacity % layer.alignment != 0) {
     return Refuse("alignment = ", layer.alignment,
                   ", but it must be a power of two that divides "
                   "recv_capacity_per_rank = ",
-                  s.capacity);
+                  layer.capacity);
   }
   const int64_t demand =
       s.ep_size * s.max_tokens * std::min(layer.top_k, s.num_local()) +

@@ -20,7 +20,7 @@ struct Sizes {
   int64_t num_experts;
   int64_t ep_size;
   int64_t max_tokens;     // tokens of a rank in one op
-  int64_t capacity;       // receive rows of a rank, in every layer
+  int64_t capacity;       // receive rows of a rank, the most of a layer
   int64_t max_row_bytes;  // bytes of a token
   int64_t max_num_sms;    // 0: automatic
 

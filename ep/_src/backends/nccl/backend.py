@@ -67,8 +67,8 @@ class NcclBackend(Backend):
         )
     if group.top_k is None and group.recv_capacity_per_rank is None:
       raise ValueError(
-        'ep_bootstrap: backend = "nccl" has one capacity for all layers of a'
-        " group; pass the largest top_k of the layers, or"
+        'ep_bootstrap: backend = "nccl" allocates for the largest capacity of'
+        " the group's layers; pass the largest top_k of the layers, or"
         " recv_capacity_per_rank."
       )
 
