@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from ep._src.base import arguments, compat
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.matmul import ordered_sum
-from ep._src.moe import batching, chunked, losses, parameters, router
+from ep._src.moe import batching, losses, parameters, router
 from ep._src.moe.config import MoEConfig
+from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.padding import Padding
 from ep._src.ops import views
@@ -40,7 +41,7 @@ def apply(
 
       y = sum_k w_k expert[e_k](x) + shared(x)
 
-  where `Experts` in ep/_src/moe/experts.py has the formula of an expert, and
+  where `Experts` in ep/_src/moe/network.py has the formula of an expert, and
   the shared expert, if there is one, has the same without biases. Tokens and
   matrices are multiplied in the dtype of `x`, whatever that of the parameters;
   logits, scores and metrics are float32.
@@ -185,7 +186,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
-  y, handle = chunked.through_experts(
+  y, handle = through_experts(
     layer,
     config.experts,
     experts,

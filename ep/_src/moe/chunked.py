@@ -31,46 +31,39 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, compat, reverse_mode
 from ep._src.group.group import EpLayerConfig
-from ep._src.moe import experts as one_exchange
-from ep._src.moe.experts import Experts
+from ep._src.moe.exchange import exchange
+from ep._src.moe.network import Experts
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
 from ep._src.ops.taps import tapping
 
 
-def through_experts(
-  layer: EpLayerConfig,
+def num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
+  """Returns how many chunks of tokens a step may need; 1 is no chunks.
+
+  Raises:
+    ValueError: it may need several, but not even one token fits, or the layer's
+      experts cannot work on chunks.
+  """
+  capacity = layer.capacity_for(num_tokens)
+  most = _chunk_tokens(layer, capacity)
+  if layer.overflow != "chunk" or num_tokens <= most:
+    return 1
+  _check(layer, experts, capacity, most)
+  return -(-num_tokens // most)
+
+
+def exchange_in_chunks(
+  handle: EpHandle,
   experts: Experts,
   params: Mapping[str, jax.Array],
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  *,
-  beside: Callable[[], jax.Array] | None = None,
-  **options: Any,
-) -> tuple[jax.Array, EpHandle]:
-  """Does what experts.py does, in chunks if the layer says so. Local view.
-
-  The handle is that of all tokens, whether they were sent in chunks or not.
-  """
-  num_tokens = math.prod(topk_idx.shape[:-1])
-  # All chunks have the capacity of the whole, whose factor is of all tokens.
-  capacity = layer.capacity_for(num_tokens)
-  most = _chunk_tokens(layer, capacity)
-  if layer.overflow != "chunk" or num_tokens <= most:
-    return one_exchange.through_experts(
-      layer,
-      experts,
-      params,
-      tokens,
-      topk_idx,
-      topk_weights,
-      beside=beside,
-      **options,
-    )
-  _check(layer, experts, capacity, most)
-  layer = dataclasses.replace(layer, tail="unspecified")
-  handle = ep_prepare(layer, topk_idx, topk_weights)
+  num_chunks: int,
+) -> jax.Array:
+  """Does what `exchange` does, in chunks if the step does not fit."""
+  layer = handle.layer
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
   # in which all ranks take part. So it is done here, and in no branch.
   args = (dict(params), tokens, topk_weights), topk_idx, handle
@@ -78,11 +71,11 @@ def through_experts(
   args = jax.tree.unflatten(tree, compat.vary_together(*leaves))
   floats, *routing = args
   floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
-  of_chunk = dataclasses.replace(layer, recv_capacity_per_rank=capacity)
-  chunks = _Chunks(of_chunk, experts, -(-num_tokens // most))
+  # All chunks have the capacity of the whole, whose factor is of all tokens.
+  of_chunk = dataclasses.replace(layer, recv_capacity_per_rank=handle.capacity)
+  chunks = _Chunks(of_chunk, experts, num_chunks)
   run = _either(functools.partial(_whole, experts), chunks)
-  out = run(floats, *routing)
-  return (out if beside is None else out + beside()), handle
+  return run(floats, *routing)
 
 
 _FORWARD = (
@@ -131,9 +124,7 @@ def _check(layer, experts, capacity, chunk_tokens):
 def _whole(experts, floats, topk_idx, handle):
   """Returns the output of one exchange."""
   params, tokens, weights = floats
-  return one_exchange.exchange(
-    handle, experts, params, tokens, topk_idx, weights
-  )
+  return exchange(handle, experts, params, tokens, topk_idx, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,15 +181,8 @@ class _Chunks:
 
   def _of_chunk(self, params, tokens, weights, topk_idx):
     with tapping(None):  # all tokens have been seen
-      out, _ = one_exchange.through_experts(
-        self.layer,
-        self.experts,
-        params,
-        tokens,
-        topk_idx,
-        weights,
-      )
-    return out
+      handle = ep_prepare(self.layer, topk_idx, weights)
+    return _whole(self.experts, (params, tokens, weights), topk_idx, handle)
 
   def _ids(self, topk_idx):
     return self._split(topk_idx, fill=-1)

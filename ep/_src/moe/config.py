@@ -12,7 +12,7 @@ from ep._src.base import arguments
 from ep._src.group.group import EpGroup, EpLayerConfig
 from ep._src.matmul import row_map
 from ep._src.moe import router
-from ep._src.moe.experts import Activation, Experts
+from ep._src.moe.network import Activation, Experts
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k")
 _FLAGS = ("gated", "biases", "router_bias", "normalize", "deterministic")

@@ -1,75 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts between dispatch and combine: a feed-forward network per slab."""
+"""The way of tokens through their experts: one exchange, or several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Literal
+import math
 
 import jax
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src.base import compat
 from ep._src.group.group import EpLayerConfig
-from ep._src.matmul.grouped_matmul import grouped_matmuls
-from ep._src.matmul.row_map import map_used_rows
-from ep._src.ops.combine import ep_combine
-from ep._src.ops.dispatch import ep_dispatch
+from ep._src.moe import chunked
+from ep._src.moe.exchange import exchange
+from ep._src.moe.network import Experts
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
-
-Activation = Callable[[jax.Array], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-  """Describes the network of an expert, for a row x.
-
-  The hidden activations h are, with gates and without,
-
-      activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
-      activation(x @ w_up + b_up)
-
-  and the expert's output is h @ w_down + b_down. An expert has gates and biases
-  if its parameters do.
-
-  Attributes:
-    activation: elementwise.
-    up_activation: elementwise; None is the identity.
-    weigh: whether the routing weights multiply the outputs while they are
-      summed ("late"), or h ("early"), which gives the same but for rounding.
-    deterministic: whether gradients of parameters are sums over source ranks,
-      added as in ordered_sum.py.
-  """
-
-  activation: Activation = jax.nn.silu
-  up_activation: Activation | None = None
-  weigh: Literal["late", "early"] = "late"
-  deterministic: bool = False
-
-  def is_traced(self) -> bool:
-    """Returns whether its functions close over values that are traced now.
-
-    Then programs with it must not be kept: they would keep these values.
-    """
-    block = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    return any(
-      isinstance(value, jax.core.Tracer)
-      for fn in (self.activation, self.up_activation)
-      if fn is not None
-      for value in jax.make_jaxpr(fn)(block).consts
-    )
-
-  def hidden(self, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """Returns h of the two products with x, biases included."""
-    if gate is None:
-      return self.activation(up)
-    if self.up_activation is not None:
-      up = self.up_activation(up)
-    return self.activation(gate) * up
 
 
 def through_experts(
@@ -92,133 +38,16 @@ def through_experts(
   does not depend on the exchange: it stands between dispatch and the experts,
   so that XLA may run it while rows are under way.
   """
+  num_tokens = math.prod(topk_idx.shape[:-1])
+  num_chunks = chunked.num_chunks(layer, experts, num_tokens)
   layer = dataclasses.replace(layer, tail="unspecified")
   handle = ep_prepare(layer, topk_idx, topk_weights)
   if handle.candidate is not None:
     topk_idx = jnp.take_along_axis(topk_idx, handle.candidate, axis=-1)
     if weigh_moved is not None:
       topk_weights = weigh_moved(topk_idx)
-  out = exchange(
-    handle,
-    experts,
-    params,
-    tokens,
-    topk_idx,
-    topk_weights,
-    beside,
-  )
-  return out, handle
-
-
-def exchange(
-  handle: EpHandle,
-  experts: Experts,
-  params: Mapping[str, jax.Array],
-  tokens: jax.Array,
-  topk_idx: jax.Array,
-  topk_weights: jax.Array,
-  beside: Callable[[], jax.Array] | None = None,
-) -> jax.Array:
-  """Returns what `through_experts` does, for a routing that is prepared."""
-  segments = None
-  if experts.deterministic:
-    segments = _rows_by_source(handle, topk_idx)
-  rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
-  addend = None if beside is None else beside()
-  with jax.named_scope("experts"):
-    early = row_weights if experts.weigh == "early" else None
-    rows = _apply(experts, params, rows, early, handle, segments)
-  weights = row_weights if experts.weigh == "late" else None
-  out = ep_combine(handle, rows, weights=weights)
-  return out if addend is None else out + addend
-
-
-def _rows_by_source(handle, topk_idx):
-  """Returns int32 [L, P]: the rows of each slab by the rank they came from."""
-  layer = handle.layer
-  experts, axis = layer.group.num_experts, layer.group.axis_name
-  ids = jnp.where(handle.kept, topk_idx, experts).ravel()
-  sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
-  (sent,) = compat.vary_together(sent, axes=[axis])
-  received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  # It belongs to what `jax.checkpoint` keeps of the routing.
-  return checkpoint_name(received.astype(jnp.int32).T, "ep_routing")
-
-
-def _holds_token(handle):
-  """Returns bool [C, 1], False for the rows that pad a slab."""
-  sizes, counts = handle.group_sizes, handle.token_counts
-  start = jnp.cumsum(sizes) - sizes
-  steps = jnp.zeros(handle.capacity, jnp.int32)
-  steps = steps.at[start].add(1, mode="drop")
-  steps = steps.at[start + counts].add(-1, mode="drop")
-  return jnp.cumsum(steps)[:, None] > 0
-
-
-def _apply(experts, params, rows, weights, handle, segments):
-  """Returns the experts' outputs, times `weights` unless these are None.
-
-  Rows after the last used block (row_map.py) are neither read nor written.
-  """
-  sizes = handle.group_sizes
-  names = ["up", "gate"] if "w_gate" in params else ["up"]
-  has_biases = "b_up" in params
-  is_padded = handle.layer.alignment > 1
-  if weights is not None:
-    weights = weights[:, None].astype(rows.dtype)
-
-  def multiply(rows, *matrices):
-    return grouped_matmuls(rows, matrices, sizes, segments=segments)
-
-  def of_biases(weights, *names):
-    """Returns [C, F] for each of the biases: a row's weight times it."""
-    if weights is None:
-      weights = jnp.ones((handle.capacity, 1), rows.dtype)
-    return multiply(weights, *(params["b_" + n][:, None] for n in names))
-
-  # The hidden rows are as large as the products, and cheap to compute again.
-  @jax.checkpoint
-  def leave(products):
-    blocks = [*products]
-    if has_biases:
-      blocks += of_biases(None, *names)
-    if is_padded:
-      blocks.append(_holds_token(handle))
-    if weights is not None:
-      blocks.append(weights)
-    hidden = _Hidden(experts, len(names), has_biases, is_padded)
-    return multiply(map_used_rows(hidden, sizes, *blocks), params["w_down"])
-
-  (out,) = leave(multiply(rows, *(params["w_" + n] for n in names)))
-  if has_biases:
-    out = map_used_rows(jnp.add, sizes, out, *of_biases(weights, "down"))
-  return out
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hidden:
-  """A function of blocks: products, and what else there is, to hidden rows.
-
-  After the products come their biases, which rows hold tokens, and weights, if
-  there are any. The products of rows that pad slabs are zeros that have no
-  gradient, whatever the derivative of an activation is there: it may be
-  infinite, and its product with the gradient of such a row, which is zero, a
-  NaN.
-  """
-
-  experts: Experts
-  num_products: int
-  has_biases: bool
-  is_padded: bool
-
-  def __call__(self, *operands):
-    n = self.num_products
-    products, operands = operands[:n], operands[n:]
-    if self.has_biases:
-      products = map(jnp.add, products, operands[:n])
-      operands = operands[n:]
-    if self.is_padded:
-      holds_token, *operands = operands
-      products = [jnp.where(holds_token, x, 0) for x in products]
-    hidden = self.experts.hidden(*products)
-    return hidden * operands[0] if operands else hidden
+  args = handle, experts, params, tokens, topk_idx, topk_weights
+  if num_chunks == 1:
+    return exchange(*args, beside=beside), handle
+  out = chunked.exchange_in_chunks(*args, num_chunks)
+  return (out if beside is None else out + beside()), handle

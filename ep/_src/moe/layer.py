@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments
 from ep._src.group.group import check_layer, EpLayerConfig
-from ep._src.moe import batching, chunked
-from ep._src.moe.experts import Activation, Experts
+from ep._src.moe import batching
+from ep._src.moe.experts import through_experts
+from ep._src.moe.network import Activation, Experts
 from ep._src.moe.padding import Padding
 from ep._src.ops import views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
@@ -165,7 +166,7 @@ def moe_layer(
 
 
 def _of_rank(layer, experts, params, tokens, topk_idx, topk_weights):
-  out, handle = chunked.through_experts(
+  out, handle = through_experts(
     layer, experts, params, tokens, topk_idx, topk_weights
   )
   return out, handle.leaves
