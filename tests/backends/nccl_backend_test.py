@@ -113,7 +113,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   assert connection.group == resolved
   assert made == dict(
     name="ep0",
-    config=group.config,
+    config=group.program_text,
     rank=me // 2,
     domain=me % 2,
     device=0,

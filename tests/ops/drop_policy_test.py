@@ -5,6 +5,7 @@ A case is a layer and M candidates for each token. One program computes all
 routings of a layer, in a `scan`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -437,10 +438,12 @@ def test_layers_that_cannot_be(make, words):
     assert word in str(error.value)
 
 
-def test_a_layer_inherits_the_policy_if_it_drops():
+def test_a_layer_inherits_the_policy():
   fair = group(drop_by="fair")
-  assert ep.EpLayerConfig(fair, overflow="drop").drop_by == "fair"
-  assert ep.EpLayerConfig(fair).drop_by == "slot"
+  inherits = ep.EpLayerConfig(fair)
+  for overflow in "drop", "error", "chunk":
+    changed = dataclasses.replace(inherits, overflow=overflow)
+    assert changed.drop_by == "fair"
   assert (
     ep.EpLayerConfig(fair, overflow="drop", drop_by="slot").drop_by == "slot"
   )

@@ -66,7 +66,7 @@ class HostBackend(Backend):
       members = list(answers)
       ffi.create_host_group(
         name=group.name,
-        config=group.config,
+        config=group.program_text,
         listener=listener.fileno(),
         num_experts=group.num_experts,
         ep_size=group.ep_size,

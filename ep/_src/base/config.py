@@ -46,22 +46,6 @@ _OF_PROGRAMS = (
 )
 
 
-class _GroupPolicy(str):
-  """A policy that a layer has from its group.
-
-  `dataclasses.replace` hands it to a layer of perhaps another `overflow`, which
-  inherits anew. In another group it is a policy like any other.
-  """
-
-  group_name: str
-
-  @classmethod
-  def of(cls, group: GroupConfig, overflow: str) -> _GroupPolicy:
-    self = cls(group.drop_by if overflow == "drop" else "slot")
-    self.group_name = group.name
-    return self
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
   """The arguments of `ep_bootstrap`, with defaults resolved.
@@ -97,8 +81,6 @@ class GroupConfig:
     given = [f for f in _OPTIONAL_SIZES if getattr(self, f) is not None]
     for field in (*given, "num_experts", "max_num_sms"):
       resolve(field, arguments.integer(what, field, getattr(self, field)))
-    if isinstance(self.drop_by, _GroupPolicy):
-      resolve("drop_by", str(self.drop_by))
     resolve("alignment", arguments.alignment(what, self.alignment))
     for field in ("timeout_s", "exit_after_s"):
       resolve(field, arguments.seconds(what, field, getattr(self, field)))
@@ -182,7 +164,7 @@ class GroupConfig:
     )
 
   @property
-  def config(self) -> str:
+  def program_text(self) -> str:
     """Describes what programs of the group rely on, for messages.
 
     A program that was exported names its group, and is refused by a live group
@@ -228,12 +210,8 @@ class LayerConfig:
     inherit("top_k", group.top_k)
     inherit("alignment", group.alignment)
     inherit("overflow", group.overflow)
+    inherit("drop_by", group.drop_by)
     inherit("name", "moe")
-    if self.drop_by is None or (
-      isinstance(self.drop_by, _GroupPolicy)
-      and self.drop_by.group_name == group.name
-    ):
-      resolve("drop_by", _GroupPolicy.of(group, self.overflow))
     arguments.label("EpLayerConfig", self.name)
     what = f'EpLayerConfig(name="{self.name}")'
     arguments.check(
@@ -271,7 +249,7 @@ class LayerConfig:
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
     )
     arguments.check(
-      self.overflow == "drop" or self.drop_by == "slot",
+      self.overflow == "drop" or self.drop_by in ("slot", group.drop_by),
       what,
       f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
       f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
@@ -395,6 +373,11 @@ class LayerConfig:
       f" {self.num_local_experts} local experts), but they are counted in 32"
       " bits; lower one of these, and split the tokens into several ops.",
     )
+
+  @property
+  def rule(self) -> str:
+    """Which choices find room: `drop_by`, or "slot" if nothing is dropped."""
+    return self.drop_by if self.overflow == "drop" else "slot"
 
   @property
   def ep_size(self) -> int:

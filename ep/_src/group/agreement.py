@@ -112,25 +112,25 @@ def _meet(
     proposal, introduction = propose()
     if len(members) == 1:
       return proposal, {me: introduction}
-    config = _config(proposal) | versions(group.backend) | compiler_settings()
-    mine = dict(config=config, introduction=introduction)
+    terms = _terms(proposal) | versions(group.backend) | compiler_settings()
+    mine = dict(terms=terms, introduction=introduction)
   except Exception as e:
     if len(members) > 1:
       _publish(client, members, dict(error=str(e)))
     raise
   key = _publish(client, members, mine)
-  answers = {p: _receive(what, client, group, key, p, config) for p in members}
+  answers = {p: _receive(what, client, group, key, p, terms) for p in members}
   _delete_last(client, members, key)
   return proposal, {p: a["introduction"] for p, a in answers.items()}
 
 
-def _config(group: GroupConfig) -> dict[str, str]:
+def _terms(group: GroupConfig) -> dict[str, str]:
   """Returns the group's values, in which all processes must agree."""
-  config = group.texts()
+  terms = group.texts()
   if meshes.has_devices(group.mesh):
     ids = [device.id for device in group.mesh.devices.flat]
-    config["mesh"] += f" of the devices {ids}"
-  return config
+    terms["mesh"] += f" of the devices {ids}"
+  return terms
 
 
 def _publish(client, members: list[int], message: dict[str, Any]) -> str:
@@ -158,9 +158,9 @@ def _receive(
   group: GroupConfig,
   key: str,
   process: int,
-  config: dict[str, str],
+  terms: dict[str, str],
 ) -> dict[str, Any]:
-  """Returns the message of `process`, which must agree on `config`."""
+  """Returns the message of `process`, which must agree on `terms`."""
   answer = None
   deadline = time.monotonic() + group.timeout_s
   while answer is None:
@@ -183,8 +183,8 @@ def _receive(
   theirs = json.loads(answer)
   if "error" in theirs:
     raise RuntimeError(f"{what}: process {process} failed: {theirs['error']}")
-  for field, value in config.items():
-    other = theirs["config"].get(field)
+  for field, value in terms.items():
+    other = theirs["terms"].get(field)
     if other != value:
       raise ValueError(
         f"{what}: {field} = {value} on process {jax.process_index()},"

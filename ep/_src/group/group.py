@@ -162,7 +162,7 @@ class EpLayerConfig(LayerConfig):
     return dataclasses.replace(self, group=dataclasses.replace(self.group))
 
   @functools.cached_property
-  def _config(self) -> LayerConfig:
+  def _frozen(self) -> LayerConfig:
     """The values of layer and group, which do not keep the group open."""
     return _values(LayerConfig, self, group=_values(GroupConfig, self.group))
 
@@ -173,7 +173,7 @@ class EpLayerConfig(LayerConfig):
     """
     return OpParams(
       connection=self.group.connection,
-      layer=self._config,
+      layer=self._frozen,
       num_tokens=num_tokens,
       drop=self.overflow != "error",
       tail=checked.tail(self.tail),

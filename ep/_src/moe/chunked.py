@@ -31,8 +31,8 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, compat, reverse_mode
 from ep._src.group.group import EpLayerConfig
-from ep._src.moe.exchange import exchange
 from ep._src.moe.network import Experts
+from ep._src.moe.round_trip import round_trip
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
 from ep._src.ops.taps import tapping
@@ -53,7 +53,7 @@ def num_chunks(layer: EpLayerConfig, experts: Experts, num_tokens: int) -> int:
   return -(-num_tokens // most)
 
 
-def exchange_in_chunks(
+def round_trips(
   handle: EpHandle,
   experts: Experts,
   params: Mapping[str, jax.Array],
@@ -62,7 +62,7 @@ def exchange_in_chunks(
   topk_weights: jax.Array,
   num_chunks: int,
 ) -> jax.Array:
-  """Does what `exchange` does, in chunks if the step does not fit."""
+  """Does what `round_trip` does, in chunks if the step does not fit."""
   layer = handle.layer
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
   # in which all ranks take part. So it is done here, and in no branch.
@@ -124,7 +124,7 @@ def _check(layer, experts, capacity, chunk_tokens):
 def _whole(experts, floats, topk_idx, handle):
   """Returns the output of one exchange."""
   params, tokens, weights = floats
-  return exchange(handle, experts, params, tokens, topk_idx, weights)
+  return round_trip(handle, experts, params, tokens, topk_idx, weights)
 
 
 @dataclasses.dataclass(frozen=True)

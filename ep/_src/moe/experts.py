@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of tokens through their experts: one exchange, or several."""
+"""The way of tokens through their experts: one round trip, or several."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe import chunked
-from ep._src.moe.exchange import exchange
 from ep._src.moe.network import Experts
+from ep._src.moe.round_trip import round_trip
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
 
@@ -48,6 +48,6 @@ def through_experts(
       topk_weights = weigh_moved(topk_idx)
   args = handle, experts, params, tokens, topk_idx, topk_weights
   if num_chunks == 1:
-    return exchange(*args, beside=beside), handle
-  out = chunked.exchange_in_chunks(*args, num_chunks)
+    return round_trip(*args, beside=beside), handle
+  out = chunked.round_trips(*args, num_chunks)
   return (out if beside is None else out + beside()), handle

@@ -103,7 +103,7 @@ class NativeConnection(backend.Connection):
         ctx,
         *operands,
         group=layer.group.name,
-        group_config=layer.group.config,
+        group_config=layer.group.program_text,
         program=self._programs.name(ctx),
         position=np.int64(compat.next_position(ctx)),
         layer_name=layer.name,

@@ -51,7 +51,7 @@ def may_be_needed(params: OpParams, num_candidates: int) -> bool:
   routing of so many tokens fits the capacity.
   """
   layer, T = params.layer, params.num_tokens
-  decides = layer.drop_by != "slot" or num_candidates > layer.top_k
+  decides = layer.rule != "slot" or num_candidates > layer.top_k
   return decides and layer.worst_case(T) > params.capacity
 
 
@@ -80,7 +80,7 @@ def assign(
     topk_idx: int [T, M], candidates of each token, of which the first K are its
       choices. All are in -1..E-1, and the choices of a token are distinct. A
       further candidate that repeats an earlier one is none.
-    weights: float [T, M]; None if `drop_by` is "slot".
+    weights: float [T, M]; None if the rule is "slot".
   """
   layer, axis = params.layer, params.layer.group.axis_name
   L, E = layer.num_local_experts, layer.group.num_experts
@@ -198,7 +198,7 @@ def _take_turns(params, rows, experts, order):
   has = _blocks(layer, rows).reshape(P, L)
   wants = _blocks(layer, wanted).reshape(P, L)
   offers = _Offers(expert, order, index, row)
-  quota = _QUOTAS[layer.drop_by](params, has, wants, offers).reshape(E)
+  quota = _QUOTAS[layer.rule](params, has, wants, offers).reshape(E)
   room = jnp.append(quota * layer.alignment, 0)[expert]
   gets_one = jnp.zeros(index.shape, bool).at[index].set(row < room)
   return jnp.minimum(wanted, quota * layer.alignment), gets_one

@@ -91,7 +91,7 @@ def ep_prepare(
   token_shape = view.lead("topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
-  is_ordered = layer.drop_by != "slot"  # by the weights
+  is_ordered = layer.rule != "slot"  # by the weights
   tap = taps.current(layer)
   if not (is_ordered or (tap is not None and tap.weights)):
     topk_weights = None
@@ -139,7 +139,7 @@ def _prepare(
     ids = drop_policy.with_faults(layer, ids)
   if drop_policy.may_be_needed(params, M):
     operands = [ids]
-    if layer.drop_by != "slot":
+    if layer.rule != "slot":
       operands.append(topk_weights.reshape(ids.shape))
     leaves = primitives.bind(assigned_prepare_p, params, *operands)
   else:

@@ -113,7 +113,7 @@ class NcclBackend(Backend):
     nccl, nccl_ep = installation.prepare(device)
     ffi.create_nccl_group(
       name=group.name,
-      config=group.config,
+      config=group.program_text,
       rank=rank,
       domain=domain,
       device=device.local_hardware_id,

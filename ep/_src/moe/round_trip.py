@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One exchange of a layer: dispatch, the experts on their slabs, combine."""
+"""One round trip of a layer: dispatch, the experts on their slabs, combine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ep._src.ops.dispatch import ep_dispatch
 from ep._src.ops.handle import EpHandle
 
 
-def exchange(
+def round_trip(
   handle: EpHandle,
   experts: Experts,
   params: Mapping[str, jax.Array],
