@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, check, run
+from cases import assert_same, Case, check, lower, run
 from conftest import assert_shards_equal, make_mesh
 import ep
 from ep._src.backends import host
@@ -131,6 +131,17 @@ def test_ragged_where_the_platform_has_it(platform):
       operands = re.findall(r"%\w+", definition)
       assert len(operands) == 1, definition
       (made,) = operands
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_rank_by_itself_exchanges_nothing(platform):
+  """With P = 1, as on one GPU, dispatch is a permutation of the rows."""
+  case = Case(layer("dp4_ep1"))
+  claim = case, everything, *case.inputs()
+  text = lower(claim, platforms=(platform,)).as_text()
+  assert "stablehlo.gather" in text
+  assert not re.findall(r"stablehlo\.(?:all_|collective_|reduce_sc).*", text)
+  assert "ragged_all_to_all" not in text
 
 
 # --- Handles that were not prepared ------------------------------------------

@@ -12,6 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
+import pytest
 
 from conftest import to_global
 import ep
@@ -119,3 +120,9 @@ def test_a_checkpoint_that_keeps_the_routing_exchanges_no_counts_again():
     return str(jaxpr).count("all_to_all[")
 
   assert (exchanges(), exchanges(policy=policy)) == (2, 1)
+
+
+def test_nccl_is_refused():
+  of_nccl = dataclasses.replace(group(), backend="nccl")
+  with pytest.raises(ValueError, match='deterministic.*backend="xla"'):
+    CONFIG.layer(of_nccl)

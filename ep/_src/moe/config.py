@@ -183,7 +183,8 @@ class MoEConfig:
 
     Raises:
       ValueError: the group is for another number of experts or a smaller
-        hidden size, or no choice can move to one of `num_candidates`.
+        hidden size, no choice can move to one of `num_candidates`, or the
+        layer is `deterministic` and the group's backend is "nccl".
     """
     overflow = None if self.capacity_factor is None else self.overflow
     # Blocks of rows then are alike, also the last one (row_map.py).
@@ -210,6 +211,13 @@ class MoEConfig:
       what,
       f"hidden = {self.hidden}, but the group's rows have"
       f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
+    )
+    arguments.check(
+      not self.deterministic or group.backend != "nccl",
+      what,
+      'deterministic = True, but backend = "nccl" adds the outputs of experts'
+      " in an order of its own; pass deterministic=False, or bootstrap the"
+      ' group with backend="xla".',
     )
     arguments.check(
       self.num_candidates is None

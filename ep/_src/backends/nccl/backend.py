@@ -7,6 +7,7 @@ import base64
 import collections
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ from ep._src.base.meshes import Mesh
 from ep._src.native import connection, ffi
 
 _MIN_COMPUTE_CAPABILITY = 9.0
+
+# Elements of which NCCL EP's rows have a multiple.
+_WIDTH_MULTIPLE = 8
 
 
 class NcclBackend(Backend):
@@ -121,7 +125,7 @@ class NcclBackend(Backend):
       ep_size=group.ep_size,
       max_tokens=group.max_tokens_per_rank,
       capacity=capacity,
-      max_row_bytes=group.hidden_dim * group.max_token_dtype.itemsize,
+      max_row_bytes=_width(group.hidden_dim) * group.max_token_dtype.itemsize,
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
       unique_id=base64.b64decode(founder["id"]),
@@ -141,17 +145,58 @@ class NcclConnection(connection.NativeConnection):
     *operands: Any,
     params: OpParams,
   ) -> Any:
-    if op == "ep_combine" and len(operands) == 3:
-      # NCCL EP's combine has no weights: the rows are scaled before it.
-      mem, rows, weights = operands
-      scale = compat.lower_local(lambda *x: [_scaled(*x)])
-      rows = scale(ctx.replace(avals_in=ctx.avals_in[1:]), rows, weights)
-      ctx = ctx.replace(avals_in=ctx.avals_in[:2])
-      operands = mem, *rows
-    return super().lower(op, ctx, *operands, params=params)
+    lower = functools.partial(super().lower, op, params=params)
+    if op != "ep_prepare":
+      lower = functools.partial(_with_fitting_rows, op, lower)
+    return lower(ctx, *operands)
 
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
+
+
+def _width(hidden: int) -> int:
+  """Returns the elements of the rows that NCCL EP moves."""
+  return -(-hidden // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+
+def _with_fitting_rows(
+  op: str,
+  lower: Callable[..., Any],
+  ctx: compat.mlir.LoweringRuleContext,
+  *operands: Any,
+) -> Any:
+  """Lowers an op that moves rows, of which `lower` gets what NCCL EP takes.
+
+  Rows are padded to a multiple of elements. NCCL EP's combine has no weights,
+  so the rows are scaled before it.
+  """
+  (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
+  hidden, width = rows.shape[1], _width(rows.shape[1])
+
+  def fit(mem, rows, *weights):
+    if op == "ep_combine" and weights:
+      rows, weights = _scaled(rows, *weights), ()
+    return [mem, _padded(rows, width), *weights]
+
+  def cut(rows, *weights):
+    return [rows[:, :hidden], *weights]
+
+  if len(ctx.avals_in) > 2 or width > hidden:
+    fitting = [
+      jax.core.ShapedArray(x.shape, x.dtype)
+      for x in jax.eval_shape(fit, *ctx.avals_in)
+    ]
+    operands = compat.lower_local(fit)(ctx, *operands)
+    ctx = ctx.replace(avals_in=fitting)
+  if width == hidden:
+    return lower(ctx, *operands)
+  wide = jax.core.ShapedArray((moved.shape[0], width), moved.dtype)
+  outs = lower(ctx.replace(avals_out=[wide, *others]), *operands)
+  return compat.lower_local(cut)(ctx.replace(avals_in=[wide, *others]), *outs)
+
+
+def _padded(rows: jax.Array, width: int) -> jax.Array:
+  return jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
 def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
