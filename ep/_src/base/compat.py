@@ -21,6 +21,7 @@ from jax._src import mesh as _mesh
 from jax._src.interpreters import batching as _batching
 from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.lib.mlir.dialects import func as _func
+from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax.experimental import io_callback as io_callback
 from jax.extend.core import Literal
 from jax.extend.core import Primitive as Primitive
@@ -301,21 +302,27 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   them: two communicators that overlap may wait for each other without end.
   TransformerEngine and `jax.experimental.compute_on("gpu_stream:collective")`
   do the same; XLA knows the name since JAX 0.10.1 (openxla/xla#39604).
+
+  The function returns a tuple. From a call with several results XLA would make
+  one of a tuple and copy the annotation to what reads its elements, which then
+  would run on that stream, too.
   """
 
   def lower_call(ctx, *operands, **params):
     module, ir = ctx.module_context, mlir.ir
     outs = [mlir.aval_to_ir_type(module, aval) for aval in ctx.avals_out]
+    together = ir.TupleType.get_tuple(outs)
     function = _func.FuncOp(
       "ep_op",
-      ir.FunctionType.get([o.type for o in operands], outs),
+      ir.FunctionType.get([o.type for o in operands], [together]),
       visibility="private",
       ip=ir.InsertionPoint.at_block_begin(module.module.body),
     )
     module.symbol_table.insert(function)
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
-      _func.ReturnOp(list(lower(ctx, *block.arguments, **params)))
+      results = list(lower(ctx, *block.arguments, **params))
+      _func.ReturnOp([_hlo.tuple(results)])
     call = _func.CallOp(function, list(operands))
     call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
       {
@@ -323,7 +330,7 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
         "inlineable": ir.StringAttr.get("false"),
       }
     )
-    return call.results
+    return [_hlo.get_tuple_element(call.result, i) for i in range(len(outs))]
 
   return lower_call
 

@@ -185,7 +185,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
         return Update(device_->libraries(), handle, routing.choices,
                       args.num_tokens, args.top_k, stream);
       })));
-  reports_.Add(Name(call), args.top_k);
+  reports_.Add(Name(call), layer);
   return Status();
 }
 

@@ -16,8 +16,8 @@ void Reports::Begin(Routing* routing) {
   routing->report = device_->device_report(routing->ticket % kWindow);
 }
 
-void Reports::Add(const std::string& op, int64_t top_k) {
-  prepares_.push_back({last_ticket_, op, top_k});
+void Reports::Add(const std::string& op, const Layer& layer) {
+  prepares_.push_back({last_ticket_, op, layer.top_k, layer.capacity});
 }
 
 bool Reports::TakeOldest(Status* out) {
@@ -74,7 +74,7 @@ Status Reports::ToStatus(const Outcome& outcome, const Prepare& prepare) const {
                                 sizes_.ep_size));
     case Fault::kOverflow: {
       const Status status =  // its message names the rank
-          Overflow(outcome.rank, outcome.value, sizes_.capacity);
+          Overflow(outcome.rank, outcome.value, prepare.capacity);
       return Status(status.code(), StrCat(prepare.op, ": ", status.message()));
     }
     case Fault::kDisagreement:

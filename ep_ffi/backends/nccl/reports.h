@@ -15,6 +15,7 @@
 #include "ep_ffi/backends/nccl/device.h"
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/backends/nccl/limits.h"
+#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::nccl {
@@ -47,8 +48,9 @@ class Reports {
 
   // Sets where, and with which ticket, the kernels of a new prepare report.
   void Begin(Routing* routing);
-  // Adds the prepare that was enqueued after Begin. `op` is its name.
-  void Add(const std::string& op, int64_t top_k);
+  // Adds the prepare of a layer that was enqueued after Begin. `op` is its
+  // name.
+  void Add(const std::string& op, const Layer& layer);
   // Waits for the oldest prepare and removes it. Returns false if it did not
   // run within the timeout. In either case `out` says what was wrong.
   bool TakeOldest(Status* out);
@@ -67,6 +69,7 @@ class Reports {
     uint64_t ticket;
     std::string op;
     int64_t top_k;
+    int64_t capacity;
   };
 
   Status ToStatus(const Outcome& outcome, const Prepare& prepare) const;
