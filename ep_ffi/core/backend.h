@@ -65,9 +65,9 @@ struct Layer {
   int64_t capacity;
   bool drop;  // overflow policy
   Tail tail;
-  int64_t config = 0;     // hash of the layer's and the group's configuration
-  bool checked = false;   // see ep/_src/base/checked.py
-  std::string name = {};  // for messages
+  int64_t fingerprint = 0;  // a hash of all that layer and group are made of
+  bool checked = false;     // see ep/_src/base/checked.py
+  std::string name = {};    // for messages
 };
 
 // One op in one compiled program; lives as long as the executable.

@@ -22,7 +22,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ep::Layer,  //
                                       StructMember<int64_t>("capacity"),
                                       StructMember<bool>("drop"),
                                       StructMember<ep::Tail>("tail"),
-                                      StructMember<int64_t>("config"),
+                                      StructMember<int64_t>("fingerprint"),
                                       StructMember<bool>("checked"));
 
 namespace ep {

@@ -37,7 +37,7 @@ class HostBackend(Backend):
 
   def probe(self) -> str:
     jax.local_devices(backend="cpu")
-    return ffi.describe("host")
+    return ffi.path_and_interface("host")
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     with contextlib.ExitStack() as stack:

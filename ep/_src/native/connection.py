@@ -113,7 +113,7 @@ class NativeConnection(backend.Connection):
           capacity=np.int64(params.capacity),
           drop=params.drop,
           tail=np.int32(ffi.TAILS[params.tail]),
-          config=np.int64(layer.fingerprint),
+          fingerprint=np.int64(layer.fingerprint),
           checked=params.checked,
         ),
       )

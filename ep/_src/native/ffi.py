@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "277937fbcf55"
+INTERFACE = "a0d484e950c5"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -123,7 +123,7 @@ def library(backend: str) -> ctypes.CDLL:
   return lib
 
 
-def describe(backend: str) -> str:
+def path_and_interface(backend: str) -> str:
   """Loads a backend's library; returns its path and its interface."""
   library(backend)
   return f"{find_library(backend)} (interface {INTERFACE})"

@@ -202,7 +202,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
 
   Contribution c;
   c.signature = SignatureOf(call, dims);
-  c.signature[Signature::kConfig] = call.site->layer.config;
+  c.signature[Signature::kFingerprint] = call.site->layer.fingerprint;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
   c.arrays.choices = {mine->starts.data(), mine->order.data()};

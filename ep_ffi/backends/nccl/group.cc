@@ -44,9 +44,9 @@ uint32_t Exponent(DType dtype) {
 // instantiated, and a rank that loads an executable from a cache instantiates
 // it more or less often than one that compiles it.
 uint64_t HashProgram(const Site& site, uint64_t sizes) {
-  return Hash({static_cast<int64_t>(Hash(site.layer.name)), site.layer.config,
-               static_cast<int64_t>(Hash(site.program)), site.position,
-               static_cast<int64_t>(sizes), site.layer.drop});
+  return Hash({static_cast<int64_t>(Hash(site.layer.name)),
+               site.layer.fingerprint, static_cast<int64_t>(Hash(site.program)),
+               site.position, static_cast<int64_t>(sizes), site.layer.drop});
 }
 
 }  // namespace

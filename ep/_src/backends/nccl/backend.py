@@ -92,7 +92,7 @@ class NcclBackend(Backend):
     for device in devices:
       _check_capability(device)
     libraries = installation.prepare(devices[0])
-    return ", ".join(filter(None, [ffi.describe("nccl"), *libraries]))
+    return ", ".join(filter(None, [ffi.path_and_interface("nccl"), *libraries]))
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     me = jax.process_index()

@@ -28,7 +28,7 @@ struct Signature {
     kAlignment,
     kDrop,
     kTail,
-    kConfig,
+    kFingerprint,
     kWeighted,
     kRouting,
     kFirstBytes,
