@@ -185,7 +185,7 @@ def test_chunks_are_one_call(folder):
     return ep.moe_layer(a_layer, x, idx, idx / 4, **matrices).sum()
 
   args = put(a_layer, np.ones((R * T, H), np.float32)), put(a_layer, busy)
-  with ep.record(folder):
+  with ep.record(folder, flush_s=np.inf):  # at the end alone
     for _ in range(2):
       jax.block_until_ready(jax.jit(jax.grad(loss))(*args, matrices))
   record = replayed(folder)
@@ -443,6 +443,12 @@ def test_a_record_that_cannot_be_made(folder, tmp_path):
     with pytest.raises(ValueError, match="that is exported cannot be recorded"):
       export.export(jax.jit(sizes))(idx)
     jax.block_until_ready(sizes(idx))
+    if jax.process_count() == 1:
+      with (
+        bootstrap(make_mesh({"ep": 2}), max_tokens_per_rank=2 * T) as other,
+        pytest.raises(ValueError, match="on 4 ranks .* on 2; give the layers"),
+      ):
+        ep.ep_prepare(ep.EpLayerConfig(other), jnp.asarray(ids()))
   multihost_utils.sync_global_devices("recorded")
   with pytest.raises(ValueError, match="holds a record already"):
     with ep.record(folder):

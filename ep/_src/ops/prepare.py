@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from ep._src.base import arguments
 from ep._src.base.backend import OpParams
 from ep._src.group.group import check_layer, EpLayerConfig
-from ep._src.ops import drop_policy, primitives, taps, views
+from ep._src.ops import drop_policy, primitives, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
+from ep._src.ops.taps import tapping
 from ep._src.ops.views import View
 
 
@@ -92,8 +93,7 @@ def ep_prepare(
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
   is_ordered = layer.rule != "slot"  # by the weights
-  tap = taps.current(layer)
-  if not (is_ordered or (tap is not None and tap.weights)):
+  if not (is_ordered or tapping.value):
     topk_weights = None
   elif topk_weights is not None:
     topk_weights = _checked_weights(op, topk_idx, topk_weights)
@@ -154,7 +154,7 @@ def _prepare(
     for x in (topk_idx, topk_weights)
   )
   leaves = [*sizes, kept, candidate if M > K else None]
-  tap = taps.current(layer)
+  tap = tapping.value
   return leaves if tap is None else tap(layer, *used, leaves)
 
 
