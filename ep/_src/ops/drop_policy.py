@@ -16,6 +16,7 @@ same. So the op is then given choices that fit, whatever the backend.
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -53,6 +54,25 @@ def may_be_needed(params: OpParams, num_candidates: int) -> bool:
   layer, T = params.layer, params.num_tokens
   decides = layer.rule != "slot" or num_candidates > layer.top_k
   return decides and layer.worst_case(T) > params.capacity
+
+
+def dropped(
+  layer: LayerConfig, tokens: np.ndarray, capacity: int
+) -> np.ndarray:
+  """Returns how many tokens [N, L] of each rank's experts get no row, as [N].
+
+  It knows no weights, and counts "weight" as "slot".
+
+  Args:
+    layer: its alignment and policy count, and its capacity does not.
+    tokens: of each local expert, in NumPy.
+    capacity: C, rows of a rank.
+  """
+  quota_of = _quota_fairly if layer.rule == "fair" else _quota_by_slot
+  wants = _blocks(layer, tokens)
+  has = np.zeros_like(wants)
+  quota = quota_of(layer, capacity // layer.alignment, has, wants)
+  return (tokens - quota * layer.alignment).clip(0).sum(axis=1)
 
 
 def with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
@@ -198,51 +218,59 @@ def _take_turns(params, rows, experts, order):
   has = _blocks(layer, rows).reshape(P, L)
   wants = _blocks(layer, wanted).reshape(P, L)
   offers = _Offers(expert, order, index, row)
-  quota = _QUOTAS[layer.rule](params, has, wants, offers).reshape(E)
+  capacity = params.capacity // layer.alignment
+  quota = _QUOTAS[layer.rule](layer, capacity, has, wants, offers)
+  quota = quota.reshape(E)
   room = jnp.append(quota * layer.alignment, 0)[expert]
   gets_one = jnp.zeros(index.shape, bool).at[index].set(row < room)
   return jnp.minimum(wanted, quota * layer.alignment), gets_one
 
 
-def _quota_by_slot(params, has, wants, offers):
+# The rules get the blocks that each expert [P, L] of a rank has and wants, and
+# return the blocks that it has then. Those without offers take NumPy, too.
+
+
+def _quota_by_slot(layer, capacity, has, wants, offers=None):
   """Gives blocks to the first experts of a rank, as many as they want."""
-  del offers
+  del layer, offers
   more = wants - has
-  free = _capacity(params) - _sum(has)
+  free = capacity - _sum(has)
   return has + (free - _sum_before(more)).clip(0, more)
 
 
-def _quota_fairly(params, has, wants, offers):
+def _quota_fairly(layer, capacity, has, wants, offers=None):
   """Gives one block to each expert in turn, as long as it wants one.
 
   That fills all experts up to a level, but for those that have more or want
   less, and the rest, less than one block for each, goes to the first of those
   that stand at the level and want more.
   """
-  del offers
-  capacity = _capacity(params)
+  del layer, offers
+  xp = wants.__array_namespace__()
 
   def filled(level):
-    return jnp.maximum(has, jnp.minimum(wants, level))
+    return xp.maximum(has, xp.minimum(wants, level))
 
   def raise_level(i, level):
     """Adds a bit, from the highest to the lowest, if the blocks suffice."""
-    higher = level + (1 << (30 - i))
+    higher = level + (1 << (bits - 1 - i))
     fits = _sum(filled(higher)) <= capacity
-    return jnp.where(fits, higher, level)
+    return xp.where(fits, higher, level)
 
-  level = jnp.zeros((len(has), 1), jnp.int32)
-  level = lax.fori_loop(0, 31, raise_level, level)
+  level, bits = xp.zeros((len(has), 1), np.int32), capacity.bit_length()
+  if isinstance(level, np.ndarray):
+    level = functools.reduce(lambda x, i: raise_level(i, x), range(bits), level)
+  else:
+    level = lax.fori_loop(0, bits, raise_level, level)
   quota = filled(level)
   wants_more = (quota == level) & (wants > quota)
   rest = capacity - _sum(quota)
   return quota + (wants_more & (_sum_before(wants_more) < rest))
 
 
-def _quota_by_weight(params, has, wants, offers):
+def _quota_by_weight(layer, capacity, has, wants, offers):
   """Gives blocks in the order of the choices that would open them."""
   del wants
-  layer = params.layer
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   opens = (offers.row % layer.alignment == 0) & (offers.expert < E)
   rank = jnp.where(opens, offers.expert // L, P)
@@ -251,7 +279,7 @@ def _quota_by_weight(params, has, wants, offers):
   )
   start = jnp.searchsorted(rank, _iota(P + 1)).astype(jnp.int32)
   turn = _iota(rank.size) - start[rank]
-  free = jnp.append(_capacity(params) - _sum(has)[:, 0], 0)
+  free = jnp.append(capacity - _sum(has)[:, 0], 0)
   expert = jnp.where(turn < free[rank], expert, E)
   return has.reshape(E).at[expert].add(1, mode="drop")
 
@@ -263,12 +291,7 @@ _QUOTAS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def _capacity(params: OpParams) -> int:
-  """Returns the blocks of a rank."""
-  return params.capacity // params.layer.alignment
-
-
-def _blocks(layer: LayerConfig, rows: jax.Array) -> jax.Array:
+def _blocks(layer, rows):
   return -(-rows // layer.alignment)
 
 
@@ -276,9 +299,9 @@ def _iota(n: int) -> jax.Array:
   return jnp.arange(n, dtype=jnp.int32)
 
 
-def _sum(x: jax.Array) -> jax.Array:
+def _sum(x):
   return x.sum(1, keepdims=True, dtype=jnp.int32)
 
 
-def _sum_before(x: jax.Array) -> jax.Array:
+def _sum_before(x):
   return x.cumsum(1, dtype=jnp.int32) - x

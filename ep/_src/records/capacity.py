@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 import dataclasses
 import math
@@ -13,6 +14,7 @@ import numpy as np
 
 from ep._src.base import arguments
 from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.ops import drop_policy
 from ep._src.records import expert_loads
 from ep._src.records.replay import Replay, replay
 
@@ -188,31 +190,29 @@ def suggest_capacity(
   total = max(tokens.sum(), 1)
 
   def dropped(capacity):  # [S, R]
-    return expert_loads.dropped(tokens, unit, capacity, layer.drop_by == "fair")
+    of_ranks = tokens.reshape(-1, layer.num_local_experts)
+    return drop_policy.dropped(layer, of_ranks, capacity).reshape(demand.shape)
+
+  def is_enough(blocks):
+    return dropped(blocks * unit).sum() <= limit * total
 
   # Drops never grow with the capacity, so bisection finds the least one.
-  too_small, enough = least // unit - 1, max(demand.max(), least) // unit
-  while enough - too_small > 1:
-    middle = (enough + too_small) // 2
-    if dropped(middle * unit).sum() <= limit * total:
-      enough = middle
-    else:
-      too_small = middle
-  found = int(enough) * unit
-  rounded = [-(-int(f * balanced) // unit) * unit for f in _FACTORS]
   most = max(int(demand.max()), least)
+  blocks = range(least // unit, most // unit)
+  found = unit * (blocks.start + bisect.bisect(blocks, False, key=is_enough))
+  rounded = [-(-int(f * balanced) // unit) * unit for f in _FACTORS]
   candidates = {c for c in rounded if least <= c <= most} | {found, most}
-  candidates = np.array(sorted(candidates), np.int64)
+  candidates = sorted(candidates)
   drops = np.stack([dropped(c) for c in candidates])  # [N, S, R]
   num_bytes = None
   if group.hidden_dim is not None:
     row_bytes = group.hidden_dim * group.max_token_dtype.itemsize + 4
-    num_bytes = candidates * row_bytes
+    num_bytes = np.array(candidates) * row_bytes
   return CapacitySuggestion(
     layer=layer,
     drop_probability=limit,
     capacity=found,
-    candidates=candidates,
+    candidates=np.array(candidates),
     balanced=balanced,
     bytes=num_bytes,
     dropped_choices=drops.sum(axis=(1, 2)) / total,
