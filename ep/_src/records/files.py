@@ -23,6 +23,7 @@ each rank. So ranks are matched by site and run, and rank 0 has the order.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable
 import os
 import pathlib
@@ -31,9 +32,13 @@ import zipfile
 
 import numpy as np
 
+from ep._src.base import arguments
+
 FORMAT = "ep.record 1"
-# The columns with a number for each call.
+# The columns with a number for each call, and what is one for all calls.
 COLUMNS = dict(rank=np.int32, step=np.int64, call=np.int32, run=np.int64)
+SIZES = dict(num_ranks=np.int32, calls_per_step=np.int32)
+_TOKENS = dict(topk_idx=(np.int32, np.int64), topk_weights=(np.float32,))
 
 
 class Call(NamedTuple):
@@ -51,10 +56,10 @@ class Call(NamedTuple):
   topk_weights: np.ndarray | None = None
 
   @property
-  def arrays(self) -> dict[str, np.ndarray]:
-    """The arrays of the call's tokens, by name."""
-    both = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights)
-    return {name: array for name, array in both.items() if array is not None}
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    """The shapes of the arrays of tokens, by name."""
+    arrays = {name: getattr(self, name) for name in _TOKENS}
+    return {name: x.shape for name, x in arrays.items() if x is not None}
 
 
 class Writer:
@@ -70,7 +75,6 @@ class Writer:
   def __init__(self, folder: pathlib.Path, process: int):
     self._stem = folder / f"{process:05d}"
     self._num_files = 0
-    first = self._path(".part")
     try:
       folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -79,10 +83,10 @@ class Writer:
         " where this process can write."
       ) from e
     try:
-      first.touch(exist_ok=False)  # no two processes succeed
+      self._path(".part").touch(exist_ok=False)  # no two processes succeed
       if not any(folder.glob(f"{self._stem.name}-*.npz")):
         return
-      first.unlink()
+      self.close()
     except FileExistsError:
       pass
     raise ValueError(
@@ -105,7 +109,7 @@ class Writer:
     for call in calls:
       for layers in files:
         others = layers.setdefault(call.layer, [])
-        if not others or _shapes(others[0]) == _shapes(call):
+        if not others or others[0].shapes == call.shapes:
           others.append(call)
           break
       else:
@@ -121,37 +125,90 @@ class Writer:
       self._num_files += 1
 
 
-def _shapes(call: Call) -> dict[str, tuple[int, ...]]:
-  return {name: array.shape for name, array in call.arrays.items()}
-
-
 def _columns(calls: list[Call]) -> dict[str, np.ndarray]:
   first = calls[0]
-  columns = {
-    name: np.array([getattr(call, name) for call in calls], dtype)
-    for name, dtype in COLUMNS.items()
+
+  def stacked(name, dtype=None):
+    return np.array([getattr(call, name) for call in calls], dtype)
+
+  return {
+    **{name: stacked(name, dtype) for name, dtype in COLUMNS.items()},
+    **{name: stacked(name) for name in ("site", *first.shapes)},
+    **{name: dtype(getattr(first, name)) for name, dtype in SIZES.items()},
   }
-  for name in first.arrays:
-    columns[name] = np.stack([call.arrays[name] for call in calls])
-  return columns | dict(
-    site=np.array([call.site for call in calls]),
-    num_ranks=np.int32(first.num_ranks),
-    calls_per_step=np.int32(first.calls_per_step),
-  )
 
 
-def read(
-  path: pathlib.Path, wanted: Callable[[str], bool]
-) -> dict[str, np.ndarray]:
-  """Returns the arrays of a file whose names are `wanted`.
+def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+  """Returns all columns of a file but those of tokens, by layer.
 
   Raises:
     ValueError: it is truncated, damaged, or no file of a record.
   """
+  layers = collections.defaultdict(dict)
+  others = "format", *_TOKENS
+  for name, column in _read(path, lambda name: not name.endswith(others)):
+    layer, _, column_name = name.rpartition(".")
+    layers[layer][column_name] = column
+  for layer, columns in layers.items():
+    arguments.check(
+      _are_sound(columns),
+      f"ep.replay: {path}: layer {layer!r}",
+      "its columns are not those that ep.record writes; remove the file, and"
+      " the steps that it holds are missing.",
+    )
+  return layers
+
+
+def _are_sound(columns: dict[str, np.ndarray]) -> bool:
+  """Returns whether all columns are there, of one length and in range."""
+  site = columns.get("site", np.array(0))
+  types = {name: (x.dtype, x.shape) for name, x in columns.items()}
+  expected = {name: (dtype, site.shape) for name, dtype in COLUMNS.items()}
+  expected |= {name: (dtype, ()) for name, dtype in SIZES.items()}
+  expected["site"] = site.dtype, (site.size,)
+  if types != expected or not site.size:
+    return False
+  limits = {name: np.iinfo(dtype).max for name, dtype in COLUMNS.items()}
+  limits["step"] = arguments.INT32_MAX
+  limits["rank"], limits["call"] = (columns[name] for name in SIZES)
+  return all(
+    ((columns[name] >= 0) & (columns[name] < limit)).all()
+    for name, limit in limits.items()
+  )
+
+
+def read_tokens(path: pathlib.Path, layer: str, name: str) -> np.ndarray:
+  """Returns a column of tokens, `topk_idx` or `topk_weights` of a layer.
+
+  Raises:
+    ValueError: it is not there, or not as `ep.record` writes it.
+  """
+  dtypes, rank, name = _TOKENS[name], f"{layer}.rank", f"{layer}.{name}"
+  columns = dict(_read(path, (name, rank).__contains__))
+  if name not in columns:
+    raise ValueError(
+      f"ep.replay: {path} has no {name}; for weights, pass weights=True to"
+      " ep.record, and topk_weights to ep_prepare."
+    )
+  column, num_calls = columns[name], columns[rank].size
+  arguments.check(
+    column.dtype in dtypes and column.ndim > 2 and len(column) == num_calls,
+    f"ep.replay: {path}",
+    f"{name} is {column.dtype} {list(column.shape)}, which ep.record does not"
+    f" write for {num_calls} calls; remove the file, and the steps that it"
+    " holds are missing.",
+  )
+  return column
+
+
+def _read(
+  path: pathlib.Path, is_wanted: Callable[[str], bool]
+) -> list[tuple[str, np.ndarray]]:
+  """Returns the names and arrays of a file that are wanted."""
   try:
     with np.load(path) as file:
       if str(file["format"]) == FORMAT:
-        return {name: file[name] for name in file.files if wanted(name)}
+        return [(name, file[name]) for name in file.files if is_wanted(name)]
     problem = f"has another format than {FORMAT!r}"
   except (zipfile.BadZipFile, EOFError) as e:
     problem = f"is truncated or damaged ({e})"

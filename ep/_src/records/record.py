@@ -52,16 +52,10 @@ def record(
 
   Each process writes the ids of its own ranks to NumPy archives in the folder,
   and all processes must do the same. The head of ep/_src/records/files.py has
-  their arrays, which any tool that reads .npz files can load. A thread writes
-  what came in the last seconds, so a process that is killed loses no more than
-  those. Leaving the context waits for all arrays that are alive, and writes the
-  rest. So keep a result of the last step, or wait for it. If nothing came, it
-  warns.
-
-  If the thread cannot write, as on a full disk, the next programs of this
-  process fail with an `ep.EpError` that says so. Other processes see that as
-  they see any process that fails: they get an error when it has closed its
-  group or ended, or after `timeout_s`.
+  their arrays, which any tool that reads .npz files can load. A process that is
+  killed loses what came in the last `flush_s` seconds. Leaving the context
+  waits for all arrays that are alive, and writes the rest. So keep a result of
+  the last step, or wait for it. If nothing came, it warns.
 
   It is a context of the thread that enters it. A program that is exported in it
   is refused, because it could not call this process.
@@ -79,8 +73,10 @@ def record(
 
   Raises:
     ValueError, TypeError: an argument does not fit, or the folder has a record.
-    RuntimeError: on leaving, if files could not be written. With
-      `ep.EpError`, a program in the context tells it sooner.
+    ep.EpError: files cannot be written, as on a full disk; from the next
+      programs of this process. Other processes see that as they see any process
+      that fails: when it has closed its group or ended, or after `timeout_s`.
+    RuntimeError: the same, on leaving.
   """
   if path is None:
     with tapping(None):

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 import functools
-import itertools
 import os
 import pathlib
 
@@ -51,18 +51,18 @@ class Replay:
       f"{folder} holds no record; pass the folder that ep.record wrote to, once"
       " it has left its context or flushed.",
     )
-    parts: dict[str, list[dict[str, np.ndarray]]] = {}
+    parts = collections.defaultdict(list)
     for number, path in enumerate(self._files):
-      for layer, part in _index(path).items():
-        part["file"] = np.full(len(part["rank"]), number)
-        part["row"] = np.arange(len(part["rank"]))
-        parts.setdefault(layer, []).append(part)
-    self.layers = tuple(sorted(parts))
+      for layer, columns in files.read_calls(path).items():
+        rows = np.arange(len(columns["rank"]))
+        file = np.full_like(rows, number)
+        parts[layer].append(columns | dict(file=file, row=rows))
     self._calls = {
       layer: _Calls(f"ep.replay: {folder}: layer {layer!r}", parts[layer])
-      for layer in self.layers
+      for layer in sorted(parts)
     }
-    self._rows = functools.lru_cache(_CACHED)(self._read_rows)
+    self.layers = tuple(self._calls)
+    self._read = functools.lru_cache(_CACHED)(files.read_tokens)
 
   def __repr__(self) -> str:
     steps = {layer: len(self.steps(layer)) for layer in self.layers}
@@ -186,14 +186,15 @@ class Replay:
   def _column(
     self, column: str, layer: str | EpLayerConfig, step: int, call: int
   ) -> np.ndarray:
-    calls = self._of(layer)
-    rows = calls.find(step, call)
-    name = f"{_name(layer)}.{column}"
-    parts = [self._rows(calls.file[i], name)[calls.row[i]] for i in rows]
+    name = _name(layer)
+    parts = [
+      self._read(self._files[file], name, column)[row]
+      for file, row in self._of(name).find(step, call)
+    ]
     shapes = {part.shape for part in parts}
     arguments.check(
       len(shapes) == 1,
-      f"ep.replay: {self._folder}: {name}",
+      f"ep.replay: {self._folder}: {name}.{column}",
       f"ranks differ in shape in step {step}: {sorted(shapes)}; record again.",
     )
     return np.concatenate(parts)
@@ -207,28 +208,6 @@ class Replay:
     )
     return self._calls[name]
 
-  def _read_rows(self, file: int, name: str) -> np.ndarray:
-    path = self._files[file]
-    rank = name.rpartition(".")[0] + ".rank"
-    columns = files.read(path, (name, rank).__contains__)
-    column = columns.get(name)
-    if column is None:
-      raise ValueError(
-        f"ep.replay: {path} has no {name}; for weights, pass weights=True to"
-        " ep.record, and topk_weights to ep_prepare."
-      )
-    dtypes = (np.int32, np.int64) if name.endswith("_idx") else (np.float32,)
-    arguments.check(
-      column.dtype in dtypes
-      and column.ndim > 2
-      and len(column) == len(columns[rank]),
-      f"ep.replay: {path}",
-      f"{name} is {column.dtype} {list(column.shape)}, which ep.record does not"
-      f" write for {len(columns[rank])} calls; remove the file, and the steps"
-      " that it holds are missing.",
-    )
-    return column
-
 
 class _Calls:
   """Finds the calls of one layer, in a list by call and rank.
@@ -238,11 +217,7 @@ class _Calls:
 
   def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
     self._what = what
-    file, row, rank, step, call, run, site = (
-      np.concatenate([part[name] for part in parts])
-      for name in ("file", "row", *files.COLUMNS, "site")
-    )
-    sizes = {(int(p["num_ranks"]), int(p["calls_per_step"])) for p in parts}
+    sizes = {tuple(int(part[name]) for name in files.SIZES) for part in parts}
     arguments.check(
       len(sizes) == 1,
       what,
@@ -250,6 +225,10 @@ class _Calls:
       " of several records. Record to a new folder.",
     )
     ((self._num_ranks, self.per_step),) = sizes
+    file, row, rank, step, call, run, site = (
+      np.concatenate([part[name] for part in parts])
+      for name in ("file", "row", *files.COLUMNS, "site")
+    )
     # A call of any rank has the number that rank 0 gave to its site and run.
     _, site = np.unique(site, return_inverse=True)
     _, key = np.unique([site, run], axis=1, return_inverse=True)
@@ -261,7 +240,7 @@ class _Calls:
     order = np.lexsort((rank, number))
     order = order[number[order] >= 0]
     self._number, self._rank = number[order], rank[order]
-    self.file, self.row = file[order], row[order]
+    self._places = np.stack([file, row], axis=1)[order]
     is_again = (np.diff(self._number) == 0) & (np.diff(self._rank) == 0)
     arguments.check(
       not is_again.any(),
@@ -275,8 +254,8 @@ class _Calls:
     steps, counts = np.unique(self._number // self.per_step, return_counts=True)
     return tuple(steps[counts == self.per_step * self._num_ranks].tolist())
 
-  def find(self, step: int, call: int) -> range:
-    """Returns the places of a call in `file` and `row`, by rank."""
+  def find(self, step: int, call: int) -> np.ndarray:
+    """Returns [R, 2], the file and row of a call, by rank."""
     step = arguments.integer(self._what, "step", step)
     call = arguments.integer(self._what, "call", call)
     arguments.check(
@@ -291,60 +270,17 @@ class _Calls:
       f"step = {step}, but {steps} steps were recorded, from 0 on.",
     )
     number = step * self.per_step + call
-    begin, end = np.searchsorted(self._number, [number, number + 1]).tolist()
-    there = set(self._rank[begin:end].tolist())
-    missing = (r for r in range(self._num_ranks) if r not in there)
-    missing = [*itertools.islice(missing, _MOST_NAMED)]
+    here = slice(*np.searchsorted(self._number, [number, number + 1]))
+    there = self._rank[here]
+    ranks = np.arange(min(self._num_ranks, len(there) + _MOST_NAMED))
+    missing = np.setdiff1d(ranks, there)[:_MOST_NAMED].tolist()
     arguments.check(
       not missing,
       self._what,
       f"step {step} is not there of ranks {missing}; Replay.steps has those"
       " that are complete.",
     )
-    return range(begin, end)
-
-
-def _index(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-  """Returns all columns of a file but ids and weights, by layer."""
-  layers: dict[str, dict[str, np.ndarray]] = {}
-  for name, column in files.read(path, _is_small).items():
-    layer, _, column_name = name.rpartition(".")
-    layers.setdefault(layer, {})[column_name] = column
-  for layer, columns in layers.items():
-    arguments.check(
-      _is_sound(columns),
-      f"ep.replay: {path}: layer {layer!r}",
-      "its columns are not those that ep.record writes; remove the file, and"
-      " the steps that it holds are missing.",
-    )
-  return layers
-
-
-def _is_sound(columns: dict[str, np.ndarray]) -> bool:
-  """Returns whether all columns are there, of one length and in range."""
-  of_calls = [columns.get(name) for name in (*files.COLUMNS, "site")]
-  scalars = [columns.get(name) for name in ("num_ranks", "calls_per_step")]
-  if any(x is None or x.ndim != 1 for x in of_calls):
-    return False
-  if any(x is None or x.ndim or x.dtype != np.int32 for x in scalars):
-    return False
-  *numbers, site = of_calls
-  if any(
-    x.dtype != dtype or len(x) != len(site) or (x < 0).any()
-    for x, dtype in zip(numbers, files.COLUMNS.values(), strict=True)
-  ):
-    return False
-  num_ranks, per_step = scalars
-  return bool(
-    len(site) > 0
-    and (columns["rank"] < num_ranks).all()
-    and (columns["call"] < per_step).all()
-    and (columns["step"] <= arguments.INT32_MAX).all()
-  )
-
-
-def _is_small(name: str) -> bool:
-  return not name.endswith(("format", ".topk_idx", ".topk_weights"))
+    return self._places[here]
 
 
 def _name(layer: str | EpLayerConfig) -> str:
