@@ -57,8 +57,8 @@ def ep_prepare(
       M = `layer.num_candidates`, the first K are the choices, and the others
       are candidates for those that find no room, the best first.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
-      if `layer.drop_by` is "weight" or "fair"; otherwise only an `ep.record`
-      of weights reads them. The handle has no derivative.
+      if `layer.drop_by` is "weight" or "fair"; otherwise only `ep.record` reads
+      them. The handle has no derivative.
 
   Returns:
     The handle; see `EpHandle` for its shapes.

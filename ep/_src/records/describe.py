@@ -96,9 +96,11 @@ class RoutingSummary:
       )
     row = "{:>5} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9}".format
     lines.append(
-      row("rank", "expert", "offset", "rows", "tokens", "dropped", "imbalance")
+      row(*"rank expert offset rows tokens dropped imbalance".split())
     )
-    every_expert = self.group_sizes.size <= _MAX_EXPERT_LINES
+    columns = self.experts, self.slab_offsets, self.group_sizes
+    columns += self.token_counts, self.dropped_counts
+    experts = np.stack(columns, axis=2)
     for i, total in enumerate(self.total_recv_tokens):
       rank = "-" if self.ranks is None else self.ranks[i]
       tokens = self.token_counts[i].sum()
@@ -106,16 +108,8 @@ class RoutingSummary:
       lines.append(
         row(rank, "all", 0, total, tokens, self.dropped[i], imbalance)
       )
-      experts = zip(
-        self.experts[i],
-        self.slab_offsets[i],
-        self.group_sizes[i],
-        self.token_counts[i],
-        self.dropped_counts[i],
-        strict=True,
-      )
-      for numbers in experts if every_expert else ():
-        lines.append(row("", *numbers, "").rstrip())
+      if self.group_sizes.size <= _MAX_EXPERT_LINES:
+        lines += [row("", *numbers, "").rstrip() for numbers in experts[i]]
     return "\n".join(lines)
 
 

@@ -162,11 +162,11 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
 def _are_sound(columns: dict[str, np.ndarray]) -> bool:
   """Returns whether all columns are there, of one length and in range."""
   site = columns.get("site", np.array(0))
-  types = {name: (x.dtype, x.shape) for name, x in columns.items()}
-  expected = {name: (dtype, site.shape) for name, dtype in COLUMNS.items()}
-  expected |= {name: (dtype, ()) for name, dtype in SIZES.items()}
-  expected["site"] = site.dtype, (site.size,)
-  if types != expected or not site.size:
+  types = {name: (dtype, site.shape) for name, dtype in COLUMNS.items()}
+  types |= {name: (dtype, ()) for name, dtype in SIZES.items()}
+  types["site"] = site.dtype, (site.size,)
+  got = {k: (x.dtype, x.shape) for k, x in columns.items() if k in types}
+  if got != types or not site.size:
     return False
   limits = {name: np.iinfo(dtype).max for name, dtype in COLUMNS.items()}
   limits["step"] = arguments.INT32_MAX
