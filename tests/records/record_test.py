@@ -274,17 +274,21 @@ def test_ranks_may_run_independent_calls_in_any_order(tmp_path):
 
 
 def test_steps_may_differ_in_their_tokens(tmp_path):
-  """So may calls that have weights, and others that have none."""
+  """So may calls that have weights or none, but not the ranks of a step."""
   other, weights = np.full((1, K), 7), np.ones((2, K), np.float32)
   files.Writer(tmp_path, 0).write(
     [
       *calls([0]),
       *calls([1], topk_idx=other),
       *calls([2], topk_weights=weights),
+      *calls([3], [0]),
+      *calls([3], [1], topk_idx=other),
     ]
   )
   record = ep.replay(tmp_path)
   assert [len(record.topk_idx("moe", step)) for step in range(3)] == [4, 2, 4]
+  with pytest.raises(ValueError, match="ranks differ in shape in step 3"):
+    record.topk_idx("moe", 3)
   assert record.topk_weights("moe", 2).shape == (4, K)
   with pytest.raises(ValueError, match="has no moe.topk_weights"):
     record.topk_weights("moe", 0)
@@ -380,14 +384,6 @@ def test_contents_that_were_changed(column, change, words, tmp_path):
   else:
     with pytest.raises(ValueError, match=f"(?i)replay.*{words}"):
       replayed()
-
-
-def test_ranks_of_other_shapes(tmp_path):
-  other = np.zeros((1, K), int)
-  both = [*calls([0], [0]), *calls([0], [1], topk_idx=other)]
-  files.Writer(tmp_path, 0).write(both)
-  with pytest.raises(ValueError, match="ranks differ in shape in step 0"):
-    ep.replay(tmp_path).topk_idx("moe", 0)
 
 
 def test_a_replay_is_asked_and_shown(tmp_path):

@@ -100,12 +100,10 @@ def record(
 class _Recorder:
   """A context's tap: its programs add their calls, and a thread writes them.
 
-  Each process must add the calls of one program to its own files, so this
-  keeps a primitive of its own, in the place of `jax.debug.callback`. Such a
-  callback is a fourth as fast, it loses the order of the examples of a `vmap`,
-  and it cannot tell two places of a program that share a trace. A thread
-  writes, because a file for each step would double what a record costs, and
-  because what a step did before it hung must be there, too.
+  It has a primitive of its own, because a `jax.debug.callback` costs four times
+  as much, has no order for the examples of a `vmap`, and is one site where a
+  traced function is used twice. A thread writes, because a file for each step
+  would double the cost, and the last step before a hang must be there, too.
   """
 
   def __init__(self, folder, layers, weights, calls_per_step, flush_s):
