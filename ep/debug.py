@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import pathlib
+from typing import Any
 import warnings
 
 import jax
@@ -17,6 +18,8 @@ from ep._src.records import expert_loads
 
 _COLUMNS, _LINES, _BAR = 64, 32, 56  # characters of a picture in text
 _SHADES = " .:-=+*#%@"
+
+_ONE_DOMAIN: Any = None  # until `RoutingSizes` resolves it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class RoutingSizes:
 
   num_experts: int
   ep_size: int
-  num_ranks: int | None = None
+  num_ranks: int = _ONE_DOMAIN
   alignment: int = 1
   capacity: int | None = None
   name: str = "routing"

@@ -219,7 +219,7 @@ def launch(
   if timeout_s is not None:
     arguments.seconds("ep.launch", "timeout_s", timeout_s)
   common = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
-  own = [{}] * num_processes
+  own: Sequence[Mapping[str, str]] = [{}] * num_processes
   if gpus.wanted(common):
     own = gpus.rank_variables(num_processes, ranks_per_gpu)
   else:
@@ -433,11 +433,13 @@ def _write(stream: TextIO | None, text: str) -> bool:
 
   Characters that the stream's encoding does not have are escaped.
   """
+  if stream is None:
+    return False
   try:
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
-  except (AttributeError, OSError, ValueError):  # None; broken pipe; closed
+  except (AttributeError, OSError, ValueError):  # no file; broken pipe; closed
     return False
   return True
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -18,6 +18,8 @@ from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
 from ep.testing._subjects import Layer, Setting, Subject, Transport
 from ep.testing._trial import Oracle, Trial
+
+_Subject = TypeVar("_Subject", bound=Subject)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +210,10 @@ class Draw:
     )
 
 
-class Bench:
+class Bench(Generic[_Subject]):
   """A subject, and what was built of it: one `Trial` for each setting."""
 
-  def __init__(self, subject: Subject):
+  def __init__(self, subject: _Subject):
     self.subject = subject
     self._trials: dict[Setting, Trial] = {}
     self._oracles: dict[Variant, Oracle] = {}
@@ -219,9 +221,10 @@ class Bench:
   def trial(self, setting: Setting) -> Trial:
     """Builds the subject for a setting, unless it has been built already."""
     if setting not in self._trials:
-      make: Callable[..., Trial]
-      make = LayerTrial if isinstance(self.subject, Layer) else RoundTrip
-      self._trials[setting] = make(self.subject, setting)
+      if isinstance(self.subject, Layer):
+        self._trials[setting] = LayerTrial(self.subject, setting)
+      elif isinstance(self.subject, Transport):
+        self._trials[setting] = RoundTrip(self.subject, setting)
     return self._trials[setting]
 
   def limit(self, setting: Setting, numbers: str) -> float:

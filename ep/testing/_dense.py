@@ -27,8 +27,8 @@ class LayerTrial(Trial):
     self.params = jax.tree.map(np.asarray, params)
 
     def function(route, inputs):
-      tokens, weights, params = inputs
-      return apply(params, tokens, *route, weights), ()
+      (topk_idx,), (tokens, weights, params) = route, inputs
+      return apply(params, tokens, topk_idx, weights), ()
 
     def dense(topk_idx, tokens, weights, params):
       experts = range(setting.num_experts)

@@ -176,11 +176,10 @@ class RoundTripOracle(Oracle):
     n = setting.ep_size * setting.tokens
     shapes = (n, setting.hidden), (n, setting.top_k)
     if numbers == "whole":
-      tokens, weights = (
-        rng.integers(1, 5, shapes[0]),
-        rng.integers(1, 3, shapes[1]),
+      return (
+        rng.integers(1, 5, shapes[0]).astype(dtype),
+        rng.integers(1, 3, shapes[1]).astype(np.float32),
       )
-      return tokens.astype(dtype), weights.astype(np.float32)
     tokens = rng.standard_normal(shapes[0]).astype(dtype)
     powers = np.exp2(rng.integers(-2, 2, shapes[1])).astype(np.float32)
     if numbers == "normal":

@@ -101,7 +101,7 @@ def _observed(subject: Transport, oracle, received, inputs):
   return oracle
 
 
-def _receive(bench: Bench, variant: Variant, numbers: str = "free"):
+def _receive(bench: Bench[Transport], variant: Variant, numbers: str = "free"):
   """Returns what was received, what is expected, and the oracle."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, numbers)
@@ -339,7 +339,7 @@ def _too_small(transport: Transport, seed: int) -> list[Variant]:
   needs=lambda transport: transport.overflow is not None,
   declared_by="overflow=",
 )
-def overflow(bench: Bench, variant: Variant) -> float:
+def overflow(bench: Bench[Transport], variant: Variant) -> float:
   """A rank may be full; what it lacks room for is an error, or dropped."""
   trial, oracle, rng = bench.begin(variant)
   filling = np.full_like(oracle.route[0], -1)

@@ -24,8 +24,8 @@ class HostBackend(Backend):
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     del axis_name
-    connection.check_devices("host", mesh)
-    platform = mesh.devices.flat[0].platform
+    devices = connection.mesh_of_devices("host", mesh).devices
+    platform = devices.flat[0].platform
     if platform != "cpu":
       raise CannotServe(
         f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
@@ -40,6 +40,8 @@ class HostBackend(Backend):
     return ffi.path_and_interface("host")
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
+    mesh = connection.mesh_of_devices("host", group.mesh)
+    listener: socket.socket
     with contextlib.ExitStack() as stack:
 
       def introduce():  # a failure in here is told to the other processes
@@ -53,7 +55,6 @@ class HostBackend(Backend):
           namespace=process_ids.namespace(),
         )
 
-      listener = None
       answers = join(group, introduce)
       me = jax.process_index()
       for process, answer in answers.items():
@@ -72,7 +73,7 @@ class HostBackend(Backend):
         ep_size=group.ep_size,
         ranks=[
           (members.index(d.process_index), d.id)
-          for d in meshes.domains(group.mesh, group.axis_name).flat
+          for d in meshes.domains(mesh, group.axis_name).flat
         ],
         process=members.index(me),
         processes=[

@@ -123,12 +123,13 @@ def seconds(what: str, name: str, value: Any) -> float:
   """
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
     raise _wrong_type(what, name, value, "a number of seconds")
-  if not value > 0:  # as NaN is not
+  result = float(value)
+  if not result > 0:  # as NaN is not
     raise ValueError(
       f"{what}: {name} = {value}, but it must be a positive number of seconds;"
       " math.inf waits without limit."
     )
-  return float(value)
+  return result
 
 
 def alignment(what: str, value: Any) -> int:

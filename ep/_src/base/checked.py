@@ -52,6 +52,6 @@ def tail(asked: str) -> str:
   that return a NaN or an infinity (jax_debug_nans, jax_debug_infs). A function
   that was traced before such an option changed is not traced again.
   """
-  if asked == "zero" or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+  if asked == "zero" or jax.debug_nans.value or jax.debug_infs.value:
     return "zero"
   return "nan" if is_on() else asked

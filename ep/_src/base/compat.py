@@ -287,7 +287,7 @@ def lower_to_python(
     fn,
     None,
     operands,
-    ctx.avals_in,
+    ctx.avals_in,  # type: ignore[arg-type]
     ctx.avals_out,
     has_side_effect=True,
     returns_token=False,

@@ -25,6 +25,7 @@ from ep._src.group.versions import compiler_settings, versions
 
 # These count the bootstraps and joins so far, by the processes that took part:
 # the numbers are equal on all of them.
+_serials: collections.defaultdict[tuple[str | int, ...], itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
 # These are the keys of the last join, by the processes that took part.

@@ -208,7 +208,9 @@ def ep_bootstrap(
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
-    max_token_dtype=max_token_dtype,
+    max_token_dtype=arguments.dtype(
+      "ep_bootstrap", "max_token_dtype", max_token_dtype
+    ),
     overflow=overflow,
     drop_by=drop_by,
     backend=backend or "xla",

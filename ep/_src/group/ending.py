@@ -44,7 +44,10 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
       results += [last(devices.size), *jax.live_arrays(platform)]
   timeout_s = max((group.timeout_s for group in groups), default=0.0)
   deadline = time.monotonic() + timeout_s
-  while not all(x.is_deleted() or x.is_ready() for x in results):
+  while not all(
+    x.is_deleted() or x.is_ready()  # type: ignore[attr-defined]
+    for x in results
+  ):
     if time.monotonic() > deadline:
       raise RuntimeError(
         f"{what}: programs that this process has launched did not end within"

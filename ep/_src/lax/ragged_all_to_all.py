@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 import functools
+import itertools
 
 import jax
 from jax import lax
@@ -200,7 +201,7 @@ def _group_size(ranks: int, groups: Sequence[Sequence[int]] | None) -> int:
     return ranks
   sizes = {len(group) for group in groups}
   check(
-    len(sizes) == 1 and sorted(sum(groups, ())) == list(range(ranks)),
+    len(sizes) == 1 and sorted(itertools.chain(*groups)) == list(range(ranks)),
     _NAME,
     f"axis_index_groups = {groups}, but they must be of one size, and hold each"
     f" index of the axis, 0..{ranks - 1}, once.",

@@ -204,7 +204,7 @@ def _transpose(cts, *slabs_and_operands, missing, **params):
   triple = _triple(operands, missing)
   is_wanted = [list(map(ad.is_undefined_primal, xs)) for xs in triple]
   (argument,) = (i for i, wanted in enumerate(is_wanted) if any(wanted))
-  pairs = range(max(map(len, triple)))
+  pairs = [*range(max(map(len, triple)))]
   present = _present(cts)
   if missing == _ROWS and not present:
     pairs = []

@@ -33,7 +33,7 @@ def examples(
   if compat.is_batched(others) or not compat.is_batched(tokens):
     return fn(tokens, others)
   leaves, tree = jax.tree.flatten(tokens)
-  trees = []
+  trees: list[Any] = []
 
   def call(*leaves):
     outs, summary = examples(fn, jax.tree.unflatten(tree, leaves), others)

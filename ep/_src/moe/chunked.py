@@ -150,7 +150,7 @@ class _Chunks:
     _, out = lax.scan(step, None, chunks)
     return self._join(out, tokens.shape)
 
-  def gradients(self, floats, topk_idx, handle, ct):
+  def gradients(self, ct, floats, topk_idx, handle):
     """Returns the gradients of the floats.
 
     Those of parameters are sums in float32 over the chunks, in order.
@@ -161,8 +161,8 @@ class _Chunks:
     def step(sums, chunk):
       tokens, weights, ids, ct = chunk
 
-      def of_floats(*floats):
-        return self._of_chunk(*floats, ids)
+      def of_floats(params, tokens, weights):
+        return self._of_chunk(params, tokens, weights, ids)
 
       _, vjp = jax.vjp(of_floats, params, tokens, weights)
       terms, *grads = vjp(ct)
@@ -170,7 +170,8 @@ class _Chunks:
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     leaves, tree = jax.tree.flatten(zeros)
-    zeros = tree.unflatten(compat.vary_together(*leaves, ct)[:-1])
+    leaves = compat.vary_together(*leaves, ct)[:-1]
+    zeros = jax.tree.unflatten(tree, leaves)
     parts = map(self._split, (tokens, weights))
     chunks = *parts, self._ids(topk_idx), self._split(ct)
     sums, grads = lax.scan(step, zeros, chunks)
@@ -239,7 +240,7 @@ def _either(
 
     def of_chunks(floats, routing, kept, ct):
       del kept
-      return chunks.gradients(floats, *routing, ct)
+      return chunks.gradients(ct, floats, *routing)
 
     handle = routing[-1]
     grads = lax.cond(
@@ -268,7 +269,6 @@ class _Saved:
 
   def restore(self, kept: list[jax.Array], args: Any) -> Any:
     """Returns the `vjp`, given what `drop` returned and equal arguments."""
-    args, kept = jax.tree.leaves(args), iter(kept)
-    return self._tree.unflatten(
-      next(kept) if place is None else args[place] for place in self._places
-    )
+    given, others = jax.tree.leaves(args), iter(kept)
+    leaves = [next(others) if i is None else given[i] for i in self._places]
+    return jax.tree.unflatten(self._tree, leaves)

@@ -12,6 +12,9 @@ from jax.typing import DTypeLike
 
 from ep._src.moe.config import MoEConfig
 
+_Shape = tuple[int, ...]
+_Dims = tuple[str | None, ...]
+
 
 def init(
   key: jax.Array, config: MoEConfig, dtype: DTypeLike = jnp.float32
@@ -61,13 +64,13 @@ def partition_specs(
     lead: axes in front of each array that are not split, such as 1 for layers
       that are stacked for `lax.scan`.
   """
-  axes = {
+  axes: dict[str | None, str | None] = {
     "experts": axis_name,
     "inner": config.tp_axis,
     "hidden": config.fsdp_axis,
   }
   return {
-    name: PartitionSpec(*[None] * lead, *map(axes.get, dims))
+    name: PartitionSpec(*[None] * lead, *[axes.get(d) for d in dims])
     for name, (_, dims) in _parameters(config).items()
   }
 
@@ -77,12 +80,13 @@ def shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
   return {name: shape for name, (shape, _) in _parameters(config).items()}
 
 
-def _parameters(config):
+def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:
   """Returns the shape of each parameter and what each dim is split like."""
   e, h, f = config.num_experts, config.hidden, config.inner
   s = config.shared_inner
   up, down = ("hidden", "inner"), ("inner", "hidden")
   ups = ("gate", "up") if config.gated else ("up",)
+  params: dict[str, tuple[_Shape, _Dims]]
   params = {"router": ((h, e), (None, None))}
   if config.router_bias:
     params["router_bias"] = ((e,), (None,))

@@ -138,12 +138,11 @@ def route_topk(
     )
   logits = masked_float32(op, logits, mask)
   if jitter:
-    arguments.check(
-      key is not None,
-      op,
-      f"jitter = {jitter} needs random numbers; pass key=jax.random.key(...), "
-      "another one in each step and layer.",
-    )
+    if key is None:
+      raise ValueError(
+        f"{op}: jitter = {jitter} needs random numbers; pass"
+        " key=jax.random.key(...), another one in each step and layer."
+      )
     logits *= jax.random.uniform(
       key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
     )

@@ -38,6 +38,7 @@ class NativeConnection(backend.Connection):
   def __init__(self, group: GroupConfig):
     super().__init__(group)
     self._programs = ProgramNames(group.name)
+    self._places = meshes.places(mesh_of_devices(group.backend, group.mesh))
 
   @property
   def closes_at_exit(self) -> bool:
@@ -52,8 +53,8 @@ class NativeConnection(backend.Connection):
     return GroupMemory(*ffi.group_memory(self.group.backend, self.group.name))
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
-    here, there = meshes.places(mesh), meshes.places(self.group.mesh)
-    for device, place in here.items():
+    there = self._places
+    for device, place in meshes.places(mesh).items():
       if there.get(device) != place:
         raise ValueError(
           f"{op}: the mesh in context has {device} at {dict(place)}, but the"
@@ -139,13 +140,14 @@ def close_released() -> None:
       stack.callback(ffi.close_released, name)
 
 
-def check_devices(name: str, mesh: Mesh) -> None:
-  """Raises `ValueError` unless the mesh has devices, as `name` needs."""
+def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
+  """Returns the mesh; raises `ValueError` unless it has devices."""
   if not meshes.has_devices(mesh):
     raise ValueError(
       f"ep_bootstrap: backend = {name!r} needs a mesh of devices; on an"
       ' AbstractMesh, pass "xla" or None.'
     )
+  return mesh
 
 
 def _place(group: GroupConfig) -> jax.Array:

@@ -61,9 +61,9 @@ def find_library(backend: str) -> pathlib.Path:
     }
     for package in packages:
       places[f"the package {package}"] = shipped_files.in_package(package, name)
-  for path in places.values():
-    if path and path.name == name and path.exists():
-      return path
+  for place in places.values():
+    if place and place.name == name and place.exists():
+      return place
   tried = "; ".join(f"{k} ({v or 'not there'})" for k, v in places.items())
   raise FileNotFoundError(
     f"{name} was not found; looked in {tried}. It is taken from ${_VARIABLE},"
@@ -230,12 +230,12 @@ def create_host_group(
   in `processes`, device id), domain-major. On CPU XLA tells a handler the id
   that JAX knows, not an ordinal in the process.
   """
-  encoded = [(address.encode(), id, pid) for address, id, pid in processes]
+  known = [_HostProcess(a.encode(), id, pid) for a, id, pid in processes]
   group = _HostGroup(
     name=name.encode(),
     config=config.encode(),
-    processes=(_HostProcess * len(processes))(*encoded),
-    ranks=(_HostRank * len(ranks))(*ranks),
+    processes=(_HostProcess * len(processes))(*known),
+    ranks=(_HostRank * len(ranks))(*(_HostRank(*rank) for rank in ranks)),
     num_processes=len(processes),
     num_ranks=len(ranks),
     **fields,

@@ -21,6 +21,7 @@ class ProgramNames:
   def __init__(self, group: str):
     self._group = group
     # Two threads may lower at a time: `next` of a count is one atomic step.
+    self._count: collections.defaultdict[str, itertools.count[int]]
     self._count = collections.defaultdict(itertools.count)
 
   def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:

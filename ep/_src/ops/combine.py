@@ -102,7 +102,7 @@ def _combine(
   weights: jax.Array | None = None,
   group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-  if weights is None:
+  if weights is None or group_sizes is None:  # both, or neither
     (out,) = primitives.bind(combine_p, params, mem, expert_out)
   else:
     operands = mem, group_sizes, expert_out, weights

@@ -198,8 +198,8 @@ class _Offers(NamedTuple):
   """
 
   expert: jax.Array
-  order: jax.Array  # what orders candidates, before their index
-  index: jax.Array
+  order: jax.Array  # what orders candidates, before their place
+  place: jax.Array  # among the n, before they were sorted
   row: jax.Array  # its row in the slab, if all of the expert get one
 
 
@@ -210,19 +210,19 @@ def _take_turns(params, rows, experts, order):
   """
   layer = params.layer
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  index = _iota(experts.size)
-  expert, order, index = lax.sort((experts, order, index), num_keys=3)
+  place = _iota(experts.size)
+  expert, order, place = lax.sort((experts, order, place), num_keys=3)
   start = jnp.searchsorted(expert, _iota(E + 1)).astype(jnp.int32)
   wanted = rows + jnp.diff(start)
-  row = jnp.append(rows, 0)[expert] + _iota(index.size) - start[expert]
+  row = jnp.append(rows, 0)[expert] + _iota(place.size) - start[expert]
   has = _blocks(layer, rows).reshape(P, L)
   wants = _blocks(layer, wanted).reshape(P, L)
-  offers = _Offers(expert, order, index, row)
+  offers = _Offers(expert, order, place, row)
   capacity = params.capacity // layer.alignment
   quota = _QUOTAS[layer.rule](layer, capacity, has, wants, offers)
   quota = quota.reshape(E)
   room = jnp.append(quota * layer.alignment, 0)[expert]
-  gets_one = jnp.zeros(index.shape, bool).at[index].set(row < room)
+  gets_one = jnp.zeros(place.shape, bool).at[place].set(row < room)
   return jnp.minimum(wanted, quota * layer.alignment), gets_one
 
 
@@ -275,7 +275,7 @@ def _quota_by_weight(layer, capacity, has, wants, offers):
   opens = (offers.row % layer.alignment == 0) & (offers.expert < E)
   rank = jnp.where(opens, offers.expert // L, P)
   rank, _, _, expert = lax.sort(
-    (rank, offers.order, offers.index, offers.expert), num_keys=3
+    (rank, offers.order, offers.place, offers.expert), num_keys=3
   )
   start = jnp.searchsorted(rank, _iota(P + 1)).astype(jnp.int32)
   turn = _iota(rank.size) - start[rank]

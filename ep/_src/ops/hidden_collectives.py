@@ -123,7 +123,7 @@ def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
   return found
 
 
-def _text(compiled: jax.stages.Compiled | str) -> str:
+def _text(compiled: object) -> str:
   if isinstance(compiled, jax.stages.Compiled):
     compiled = compiled.as_text()
   if not isinstance(compiled, str) or not compiled.startswith("HloModule"):

@@ -139,7 +139,7 @@ def _prepare(
     ids = drop_policy.with_faults(layer, ids)
   if drop_policy.may_be_needed(params, M):
     operands = [ids]
-    if layer.rule != "slot":
+    if layer.rule != "slot" and topk_weights is not None:
       operands.append(topk_weights.reshape(ids.shape))
     leaves = primitives.bind(assigned_prepare_p, params, *operands)
   else:
@@ -149,13 +149,17 @@ def _prepare(
   kept, candidate = (
     x.reshape(*topk_idx.shape[:-1], K) for x in (kept, candidate)
   )
-  used = (
-    x if x is None or M == K else jnp.take_along_axis(x, candidate, axis=-1)
-    for x in (topk_idx, topk_weights)
-  )
-  leaves = [*sizes, kept, candidate if M > K else None]
+
+  def used(x):
+    if x is None or M == K:
+      return x
+    return jnp.take_along_axis(x, candidate, axis=-1)
+
+  results = [*sizes, kept, candidate if M > K else None]
   tap = tapping.value
-  return leaves if tap is None else tap(layer, *used, leaves)
+  if tap is None:
+    return results
+  return tap(layer, used(topk_idx), used(topk_weights), results)
 
 
 def _assigned_prepare(

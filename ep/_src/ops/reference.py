@@ -36,20 +36,20 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+Array = jax.Array | np.ndarray
+
 
 class Routing(NamedTuple):
   """The destination of each choice, and the rows that each rank receives."""
 
-  rank: jax.Array  # [P, T, K] destination rank; -1: unused or dropped
-  slot: jax.Array  # [P, T, K] row on that rank; -1: unused or dropped
-  group_sizes: jax.Array  # [P, L] rows of each slab, cut at the capacity
-  token_counts: jax.Array  # [P, L] rows of each slab that hold a token
-  total_recv_tokens: jax.Array  # [P, 1] rows wanted, dropped ones included
-  dropped_counts: jax.Array  # [P, L] tokens of each expert without a row
-  max_recv_tokens: (
-    jax.Array
-  )  # [P, 1] the largest total_recv_tokens of all ranks
-  kept: jax.Array  # [P, T, K] whether a choice has a slot
+  rank: Array  # [P, T, K] destination rank; -1: unused or dropped
+  slot: Array  # [P, T, K] row on that rank; -1: unused or dropped
+  group_sizes: Array  # [P, L] rows of each slab, cut at the capacity
+  token_counts: Array  # [P, L] rows of each slab that hold a token
+  total_recv_tokens: Array  # [P, 1] rows wanted, dropped ones included
+  dropped_counts: Array  # [P, L] tokens of each expert without a row
+  max_recv_tokens: Array  # [P, 1] the largest total_recv_tokens of all ranks
+  kept: Array  # [P, T, K] whether a choice has a slot
 
 
 def prepare(topk_idx, *, num_experts, capacity, alignment=1):

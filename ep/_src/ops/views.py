@@ -192,13 +192,17 @@ def _program(
   program does.
   """
   del tail
-  fn = functools.partial(local_fn, *static)
+
+  def fn(*args):
+    return local_fn(*static, *args)
+
   if mesh is not None:
+    of_rank = fn
     in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
 
     def of_ranks(*args):
       args = jax.tree.map(_drop_rank_axis, in_kinds, args)
-      return jax.tree.map(_add_rank_axis, out_kinds, local_fn(*static, *args))
+      return jax.tree.map(_add_rank_axis, out_kinds, of_rank(*args))
 
     in_specs = _specs(group, in_kinds)
     mapped = jax.shard_map(
@@ -208,10 +212,11 @@ def _program(
       out_specs=_specs(group, out_kinds),
     )
 
-    def fn(*args):
+    def of_arrays(*args):
       place = functools.partial(resharded, mesh)
       return mapped(*jax.tree.map(place, in_specs, args))
 
+    fn = of_arrays
   fn.__name__ = name
   return jax.jit(fn, inline=inline)
 

@@ -37,9 +37,9 @@ class NcclBackend(Backend):
   """Serves GPUs, one for each process, that NCCL EP supports."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    connection.check_devices("nccl", mesh)
+    devices = connection.mesh_of_devices("nccl", mesh).devices
     what = 'ep_bootstrap: backend = "nccl" '
-    for device in mesh.devices.flat:
+    for device in devices.flat:
       if device.platform != "gpu":
         raise CannotServe(
           f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
@@ -51,7 +51,7 @@ class NcclBackend(Backend):
         f"{what}needs at least two ranks in a domain, but mesh axis"
         f" {axis_name!r} has one; give the axis more devices."
       )
-    counts = collections.Counter(d.process_index for d in mesh.devices.flat)
+    counts = collections.Counter(d.process_index for d in devices.flat)
     process, count = counts.most_common(1)[0]
     if count > 1:
       raise CannotServe(
@@ -63,12 +63,7 @@ class NcclBackend(Backend):
 
   def check_sizes(self, group: GroupConfig) -> None:
     for name in ("max_tokens_per_rank", "hidden_dim"):
-      if getattr(group, name) is None:
-        raise ValueError(
-          f'ep_bootstrap: backend = "nccl" allocates its buffers now, and'
-          f" {name} is None; pass the largest of any op (ep.resize changes it),"
-          ' or backend="xla", which allocates nothing.'
-        )
+      _size(group, name)
     if group.top_k is None and group.recv_capacity_per_rank is None:
       raise ValueError(
         'ep_bootstrap: backend = "nccl" allocates for the largest capacity of'
@@ -96,7 +91,8 @@ class NcclBackend(Backend):
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     me = jax.process_index()
-    domains = meshes.domains(group.mesh, group.axis_name)
+    mesh = connection.mesh_of_devices("nccl", group.mesh)
+    domains = meshes.domains(mesh, group.axis_name)
     (domain, rank), *_ = np.argwhere(
       np.vectorize(lambda d: d.process_index == me)(domains)
     )
@@ -123,9 +119,10 @@ class NcclBackend(Backend):
       device=device.local_hardware_id,
       num_experts=group.num_experts,
       ep_size=group.ep_size,
-      max_tokens=group.max_tokens_per_rank,
+      max_tokens=_size(group, "max_tokens_per_rank"),
       capacity=capacity,
-      max_row_bytes=_width(group.hidden_dim) * group.max_token_dtype.itemsize,
+      max_row_bytes=_width(_size(group, "hidden_dim"))
+      * group.max_token_dtype.itemsize,
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
       unique_id=base64.b64decode(founder["id"]),
@@ -152,6 +149,18 @@ class NcclConnection(connection.NativeConnection):
 
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
+
+
+def _size(group: GroupConfig, name: str) -> int:
+  """Returns a size of the group; raises `ValueError` if it is open."""
+  size = getattr(group, name)
+  if size is None:
+    raise ValueError(
+      f'ep_bootstrap: backend = "nccl" allocates its buffers now, and {name} is'
+      " None; pass the largest of any op (ep.resize changes it), or"
+      ' backend="xla", which allocates nothing.'
+    )
+  return size
 
 
 def _width(hidden: int) -> int:

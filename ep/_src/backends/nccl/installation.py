@@ -82,16 +82,14 @@ def _prepare(platform_version: str, capability: str) -> tuple[str, str]:
     *(nccl, nccl / "nccl_device", toolkit, toolkit / "cccl"),
   )
   _check_cache()
-  libraries = (
-    _find(
-      f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
-    ),
-    _find(
-      f"ep_nccl{cuda}/lib/cu{cuda}/libnccl_ep.so",
-      ("nccl.ep", f"lib/cu{cuda}/libnccl_ep.so"),
-    ),
+  libnccl = _find(
+    f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
   )
-  return tuple(str(path or "") for path in libraries)
+  libnccl_ep = _find(
+    f"ep_nccl{cuda}/lib/cu{cuda}/libnccl_ep.so",
+    ("nccl.ep", f"lib/cu{cuda}/libnccl_ep.so"),
+  )
+  return str(libnccl or ""), str(libnccl_ep or "")
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
@@ -110,8 +108,8 @@ def find_nvcc(cuda: int) -> pathlib.Path:
     if os.environ.get(variable) and nvcc.exists():
       return nvcc
   ours = _find(f"ep_cuda{cuda}/bin/nvcc", (f"nvidia.cu{cuda}", "bin/nvcc"))
-  if path := ours or shutil.which("nvcc"):
-    return pathlib.Path(path)
+  if found := ours or shutil.which("nvcc"):
+    return pathlib.Path(found)
   raise RuntimeError(
     "ep_bootstrap: NCCL EP compiles kernels when they first run, but there is"
     " no nvcc; install nvidia-cuda-nvcc (CUDA 13) or a CUDA toolkit, and set"

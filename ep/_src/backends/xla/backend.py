@@ -9,6 +9,7 @@ combine sends them back (xla/exchanges.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -188,7 +189,7 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-_OPS = {
+_OPS: dict[str, Callable[..., Any]] = {
   "ep_prepare": _prepare,
   "ep_dispatch": _dispatch,
   "ep_combine": _combine,
