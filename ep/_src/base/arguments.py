@@ -20,8 +20,8 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 
-# The folder of the package ep, with a separator at the end, and the module that
-# leaves its contexts.
+# The folder of the package ep, with a separator at the end, and the module
+# whose functions leave the package's contexts.
 _NOT_OF_USERS = (
   os.path.join(pathlib.Path(__file__).parents[2], ""),
   contextlib.__file__,
@@ -49,7 +49,7 @@ def integer(what: str, name: str, value: Any) -> int:
   """Returns an argument that is an integer of any type as an `int`.
 
   Raises, with a message that begins with `what`:
-    TypeError: it is no integer; neither is a bool.
+    TypeError: it is no integer, or it is a bool.
     ValueError: it does not fit into 32 bits.
   """
   try:
@@ -92,7 +92,7 @@ def integers(what: str, name: str, value: Any) -> jax.Array:
   """Returns an argument that is an array of integers as int32.
 
   A value that is known only when the program runs, and does not fit, becomes
-  the nearest that does. Neither is a valid id or number of rows.
+  the nearest int32, which is not a valid id or number of rows either.
 
   Raises, with a message that begins with `what`:
     TypeError: it holds no integers.
@@ -150,7 +150,7 @@ def alignment(what: str, value: Any) -> int:
 
 
 def capacity_factor(what: str, value: Any) -> float:
-  """Returns a capacity over that of an even load.
+  """Returns an argument that is a capacity divided by an even load.
 
   Raises, with a message that begins with `what`:
     TypeError: it is no number.

@@ -30,7 +30,7 @@ OPS = (
 )
 
 
-# How many programs a connection keeps: those that were used last.
+# A connection keeps this many programs, the ones that were used last.
 _CACHED = 256
 
 
@@ -58,8 +58,8 @@ class OpParams:
     connection: lowers the op.
     layer: the layer's values.
     num_tokens: T, tokens of this rank.
-    drop: what `ep_prepare` does if rows are short: it drops those past the
-      capacity, or fails. The ops on a handle do not depend on it.
+    drop: whether `ep_prepare` drops the rows past the capacity; if not, it
+      fails. The ops on a handle do not depend on it.
     tail: what dispatch writes past the last slab: "zero", "unspecified" or, in
       checked mode, "nan".
     checked: whether the op was traced in checked mode.
@@ -186,7 +186,8 @@ class Connection(abc.ABC):
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     """Raises `ValueError` if `op` cannot run on a mesh of these places.
 
-    The mesh has the axes of the group's, and may have its devices elsewhere.
+    The mesh has the axes of the group's mesh, but may have the devices in
+    another order.
     """
 
   @abc.abstractmethod

@@ -8,7 +8,7 @@ import os
 
 import jax
 
-# Its value is a part of the key of `jax.jit`'s caches.
+# The value of this context is a part of the key of `jax.jit`'s caches.
 _on = jax.make_user_context(
   default_value=os.environ.get("EP_CHECKED", "0") not in ("", "0")
 )

@@ -43,7 +43,7 @@ def context_mesh():
 
 
 def is_on_one_device() -> bool:
-  """Returns whether arrays here are those of one device, as in `shard_map`."""
+  """Returns whether arrays here are of one device, as in `shard_map`."""
   mesh = context_mesh()
   return mesh is not None and manual_axes() == frozenset(mesh.axis_names)
 
@@ -92,9 +92,9 @@ def vary_together(*xs, axes: Iterable[str] = ()):
 
 
 def is_batched(tree: Any) -> bool:
-  """Returns whether a leaf is an example of a `vmap` that sees it next.
+  """Returns whether `vmap` is the next transformation that sees a leaf.
 
-  It is not if a derivative is taken inside of the `vmap`: `vmap(grad(f))`.
+  It is not the next if a derivative is taken inside of it: `vmap(grad(f))`.
   """
   current = _core.trace_ctx.trace
   return any(
@@ -151,7 +151,7 @@ def _implicit(mesh):
 
 
 def _unchecked(aval):
-  """Returns an abstract value of which JAX knows no sharding by type."""
+  """Returns an abstract value whose type says nothing about sharding."""
   spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
   return aval.update(
     manual_axis_type=type(aval.mat)(),
@@ -166,9 +166,9 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
 
   `fn` may call collectives: JAX lowers the body of a `shard_map` with its mesh
   axes in scope, so their names mean in `fn` what they mean there. Over which of
-  them values vary was checked when the op was bound (`vary_together`), and is
-  neither known to `fn` nor checked again. Explicit axes that are not manual are
-  automatic in `fn`.
+  these axes values vary was checked when the op was bound (`vary_together`):
+  `fn` does not know it, and it is not checked again. Explicit axes that are not
+  manual are automatic in `fn`.
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
@@ -182,16 +182,16 @@ def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # These primitives have a lowering of ours. They are a part of the key of JAX's
-# caches, or JAX would go on to use what it lowered before.
+# caches: otherwise JAX would continue to use what it lowered before.
 _replaced = jax.make_user_context(default_value=frozenset())
 
 
 def lower_instead(
   primitive: Primitive, rule: Callable[..., Any], platform: str
 ) -> Callable[[], None]:
-  """Gives a primitive of JAX a lowering; returns what undoes that.
+  """Gives a primitive of JAX a lowering; returns a function that undoes it.
 
-  The first call counts, until that is undone.
+  If the primitive has been given a lowering already, this does nothing.
   """
   replaced = _replaced.get_global()
   if primitive in replaced:
@@ -219,9 +219,10 @@ def next_position(ctx: mlir.LoweringRuleContext) -> int:
 
 
 def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
-  """Returns a context that names its instructions, for XLA and for profilers.
+  """Returns a context that names the instructions lowered in it.
 
-  XLA puts "_" for characters that cannot be in a name, and appends a number.
+  XLA and profilers show the name. XLA replaces characters that cannot be in a
+  name by "_", and appends a number.
   """
   return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
 
@@ -234,7 +235,10 @@ def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
-  """Returns whether a `shard_map` does, in which JAX cannot call Python."""
+  """Returns whether a `shard_map` leaves axes automatic.
+
+  JAX cannot call Python in such a `shard_map`.
+  """
   context = ctx.module_context.axis_context
   if not isinstance(context, mlir.SPMDAxisContext):
     return False
@@ -275,12 +279,12 @@ def lower_to_python(
 ) -> Sequence[Any]:
   """Lowers to a call of `fn` with a device's arrays, which returns others.
 
-  They are numpy arrays, and the arguments are valid until `fn` returns. What
-  uses a result waits for the call, and the program fails if it raises. Unlike
-  in a `jax.debug.callback`, nothing is put on a device on the way: that takes
-  most of the callback's time, and may wait for a thread which runs the
-  callback. Neither has the program an effect that JAX knows, for which it would
-  launch it from Python.
+  Arguments and results are NumPy arrays, and the arguments are valid only until
+  `fn` returns. An operation that uses a result waits for the call. The program
+  fails if `fn` raises. In contrast to `jax.debug.callback`, no array is put on
+  a device: that would take most of the callback's time, and might wait for a
+  thread that runs the callback. The program also has no effect that JAX knows
+  of: with one, JAX would launch the program from Python.
   """
   results, *_ = mlir.emit_python_callback(
     ctx,
@@ -299,9 +303,10 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a lowering to a call of a function that holds what `lower` makes.
 
   XLA:GPU runs the call on the stream of its own collectives, in one order with
-  them: two communicators that overlap may wait for each other without end.
-  TransformerEngine and `jax.experimental.compute_on("gpu_stream:collective")`
-  do the same; XLA knows the name since JAX 0.10.1 (openxla/xla#39604).
+  them, because two communicators that overlap may wait for each other without
+  end. TransformerEngine and
+  `jax.experimental.compute_on("gpu_stream:collective")` do the same; XLA knows
+  the name since JAX 0.10.1 (openxla/xla#39604).
 
   The function returns a tuple. From a call with several results XLA would make
   one of a tuple and copy the annotation to what reads its elements, which then
@@ -346,8 +351,9 @@ def module_note(
 ) -> str:
   """Returns the module's attribute "ep.<key>", which `make` makes once.
 
-  It lives as long as the module. So would `ModuleContext.keepalives`, but a
-  module that has any cannot be exported.
+  The attribute lives as long as the module. An object in
+  `ModuleContext.keepalives` would too, but a module that has any cannot be
+  exported.
   """
   attributes = ctx.module_context.module.operation.attributes
   name = f"ep.{key}"
@@ -369,9 +375,9 @@ def distributed_process() -> int:
 def cluster_process_count() -> int | None:
   """Returns the number of processes of the cluster that JAX detects, or None.
 
-  It is the cluster that `jax.distributed.initialize` asks for arguments which
-  it does not get, except that a pod of Kubernetes counts only in an indexed
-  job: any other pod has no number, and JAX fails in it.
+  `jax.distributed.initialize` asks the same cluster for the arguments that it
+  is not given. But a pod of Kubernetes counts only in an indexed job here: any
+  other pod has no number, and JAX fails in it.
   """
   for cluster in _clusters.ClusterEnv._cluster_types:
     if cluster.opt_in_only_method:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpError: names in `except` what the functions and ops of ep raise."""
+"""EpError: the exceptions of ep's functions and ops, for `except`."""
 
-# This is a tuple and no class of ours, because JAX raises the failures of a
+# This is a tuple, not a class of our own, because JAX raises the failures of a
 # running program. Usually it raises `jax.errors.JaxRuntimeError`, a
 # RuntimeError. Where a repeated call of a jitted function fails before it
 # returns, JAX's C++ path raises a ValueError with the same message.

@@ -19,11 +19,11 @@ def fail_if(
   *args: jax.Array,
   can_raise: bool,
 ) -> jax.Array:
-  """Calls `fail` with `args` as numpy arrays, for it to raise, if `failed`.
+  """If `failed`, calls `fail`, which raises, with `args` as NumPy arrays.
 
   Returns 0, or 1 where it failed and the program cannot call Python. `failed`
   is alike on all ranks. Whatever the ranks exchange from here on must depend on
-  the result, so that none waits in an exchange for one that has failed.
+  the result, so that no rank waits in an exchange for a rank that has failed.
   """
   if not can_raise:
     return failed.astype(jnp.int32)

@@ -27,11 +27,11 @@ def new(
   another rule.
 
   Args:
-    name: of the primitive, in programs.
-    types: returns the abstract values of the results, from those of the
-      operands and the parameters.
+    name: the name of the primitive in programs.
+    types: returns the abstract values of the results, given the abstract values
+      of the operands, and the parameters.
     lower: the lowering.
-    on_cpu: the lowering for CPUs, if that is another.
+    on_cpu: the lowering for CPUs, if it differs.
     static: the names of the parameters, if eager calls are to compile once for
       each kind of operands.
     cacheable: whether JAX may lower equal calls in a program once. It must not
