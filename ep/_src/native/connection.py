@@ -30,9 +30,9 @@ os.register_at_fork(after_in_child=_released.clear)
 
 
 class NativeConnection(backend.Connection):
-  """A group of a native library, which knows it by its name.
+  """A group of a native library.
 
-  The library has created it already.
+  The library has created the group already, and knows it by its name.
   """
 
   def __init__(self, group: GroupConfig):
@@ -42,8 +42,8 @@ class NativeConnection(backend.Connection):
 
   @property
   def closes_at_exit(self) -> bool:
-    # Without another process there is no such peer, and the programs that still
-    # run then come to their end.
+    # Without another process no peer waits, and the programs that still run
+    # come to their end.
     return not self._is_forked and len(meshes.processes(self.group.mesh)) > 1
 
   def check(self) -> None:

@@ -141,9 +141,9 @@ def has_library(backend: str) -> bool:
 def is_native(ctx: Any) -> bool:
   """Returns whether a program for CPUs being lowered can call the library.
 
-  It can if it runs in this process, and XLA does not divide it among devices:
-  XLA divides no call that has a side effect, and gathers the operands of others
-  on each device.
+  A program can if it runs in this process, and XLA does not divide it among
+  devices: XLA divides no call that has a side effect, and gathers the operands
+  of every other call on each device.
   """
   is_here = compat.can_call_python(ctx) and has_library("host")
   return is_here and not compat.is_partitioned(ctx)
@@ -320,7 +320,7 @@ def mem_bytes(
 
 
 def group_memory(backend: str, name: str) -> tuple[int, int]:
-  """Returns the bytes that a group has reserved, and of those the resident.
+  """Returns how many bytes a group has reserved, and how many are resident.
 
   See `HostMemory` of ep_ffi/core/backend.h.
   """

@@ -13,12 +13,13 @@ import os
 import pkgutil
 import subprocess
 
-# The fraction of a GPU's memory that XLA takes, and JAX's default.
+# The variable for the fraction of a GPU's memory that XLA takes, and its
+# default in JAX.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
 
-# NCCL allows no more ranks than this on a GPU without a limit on the thread
-# blocks of each: the blocks of more ranks might wait for one another to be
+# NCCL allows at most this many ranks on a GPU, unless the thread blocks of each
+# rank are limited: the blocks of more ranks might wait for one another to be
 # scheduled.
 _RANKS_WITHOUT_LIMIT = 2
 _MAX_BLOCKS = "NCCL_MAX_CTAS"
@@ -94,7 +95,7 @@ def rank_variables(
     )
   shared = {}
   if ranks_per_gpu > 1:
-    # Older versions than NCCL 2.30 refuse to share a GPU all the same.
+    # Versions before NCCL 2.30 refuse to share a GPU even so.
     shared["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     if ranks_per_gpu > _RANKS_WITHOUT_LIMIT and _MAX_BLOCKS not in os.environ:
       shared[_MAX_BLOCKS] = str(max(1, _BLOCKS_OF_A_GPU // ranks_per_gpu))
