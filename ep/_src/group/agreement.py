@@ -2,8 +2,8 @@
 """Lets the processes of a mesh agree on a group before they connect.
 
 Each process computes the EP domains from the mesh by itself (meshes.py), so
-little is left to exchange, through JAX's key-value store: proof that they agree
-on the configuration, and what native groups need to find each other.
+processes exchange little, through JAX's key-value store: the configuration, in
+which they must agree, and what native groups need to find each other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ep._src.base.config import GroupConfig
 from ep._src.group import liveness
 from ep._src.group.versions import compiler_settings, versions
 
-# These count the bootstraps and joins so far, by the processes that took part:
-# the numbers are equal on all of them.
+# For each set of processes these count the bootstraps, or the joins, so far.
+# The numbers are equal on all processes of the set.
 _serials: collections.defaultdict[tuple[str | int, ...], itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
@@ -91,9 +91,10 @@ def _meet(
   group: GroupConfig,
   propose: Callable[[], tuple[GroupConfig, dict[str, Any]]],
 ) -> tuple[GroupConfig, dict[int, dict[str, Any]]]:
-  """Returns the group that all propose, and what each says of itself.
+  """Returns the group that all processes propose, and their introductions.
 
-  The processes are those of the mesh of `group`, and wait as long as it says.
+  The processes of the mesh of `group` take part, and wait up to its
+  `timeout_s`.
   """
   me = jax.process_index()
   members = meshes.processes(group.mesh)

@@ -35,8 +35,8 @@ BACKENDS: dict[str, Backend] = {
   "xla": XlaBackend(),
 }
 
-# If the user names no backend, that of `jax.Device.platform` is tried before
-# "xla".
+# If the user names no backend, the backend of the `jax.Device.platform` is
+# tried before "xla".
 NATIVE = {"cpu": "host", "gpu": "nccl"}
 
 # Usual names of axes along which tokens are replicated.
@@ -45,8 +45,8 @@ _MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
 _logger = logging.getLogger("ep")
 
 
-# Python calls this before JAX's own handlers, since JAX was imported earlier:
-# those may wait for peers that wait for this process.
+# Python calls this before JAX's own handlers, since JAX was imported earlier.
+# JAX's handlers may wait for peers that wait for this process.
 @atexit.register
 def _close_all() -> None:
   """Closes the groups of several processes, after the programs that use them.
@@ -72,7 +72,7 @@ def _check(group: GroupConfig) -> Backend:
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
-    # The least layer stands for all if the group has no default.
+    # If the group has no top_k, the layer that needs the fewest rows is tried.
     LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
   except ValueError as e:
     raise ValueError(
@@ -90,7 +90,7 @@ def _connect(group: GroupConfig) -> EpGroup:
 
 
 def _connect_by_platform(group: GroupConfig) -> EpGroup:
-  """Connects a group by the platform's native backend, or else as it is."""
+  """Connects a group by the platform's native backend, or else by its own."""
   if not meshes.has_devices(group.mesh):
     return _connect(group)
   platform = group.mesh.devices.flat[0].platform
@@ -144,18 +144,20 @@ def ep_bootstrap(
     num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
     max_tokens_per_rank: the largest number of tokens T of a rank in one op, or
       None for no limit. "nccl" allocates buffers for it, and needs a number.
-    hidden_dim: the largest hidden size H, or None for no limit; likewise.
+    hidden_dim: the largest hidden size H, or None for no limit. "nccl" needs a
+      number here, too.
     top_k: the default K of a layer; None if each layer states its own.
     recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
       the worst case of `max_tokens_per_rank`, or else of the tokens of each op,
-      so that nothing overflows. "nccl" allocates buffers for it, or for the
-      worst case of `top_k` and `alignment`, so that one of this and `top_k`
-      must be given; a layer may have less, and not more.
+      so that nothing overflows. "nccl" allocates buffers for it, or else for
+      the worst case of `top_k` and `alignment`, so it needs this or `top_k`; a
+      layer may have less, and not more.
     alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
       none.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
       Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
-      are half as large (docs/gpu.md). Elsewhere a wider one costs nothing.
+      are half as large (docs/gpu.md). With other backends a wider dtype costs
+      nothing.
     overflow: the default policy of a layer: "error", "drop" or "chunk"; see
       `EpLayerConfig`.
     drop_by: which rows a layer drops by default, "slot", "weight" or "fair";
@@ -264,7 +266,7 @@ class Sizes(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _named_resize() -> Iterator[None]:
-  """Names `resize` in the errors of what it has in common with a bootstrap."""
+  """Names `resize` in the errors of code that it shares with `ep_bootstrap`."""
   try:
     yield
   except (ValueError, TypeError, RuntimeError) as e:
@@ -303,8 +305,9 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
 
   Args:
     group: an open group. It stays open if the sizes are refused, and is closed
-      if the new one fails later, as for lack of memory. Where it is a context
-      manager, so must be the new one: `with ep.resize(group, ...) as larger:`.
+      if the new one fails later, as for lack of memory. If it is used as a
+      context manager, use the new group as one, too:
+      `with ep.resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
       `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
       stay as they are, except for `recv_capacity_per_rank`: it belongs to the

@@ -21,15 +21,17 @@ _POLL_S = 0.005
 
 
 def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
-  """Waits until all that this process has launched has ended, well or not.
+  """Waits until all programs that this process has launched have ended.
 
-  A launch returns before its program has run, and its results may have been
-  dropped since. But a device runs the programs of a thread in their order, so
-  one more program ends after them. Of other threads the results count.
+  A program may end with an error. A launch returns before its program has run,
+  and the results may have been dropped since. But a device runs the programs of
+  a thread in order, so one more program ends after all of them. For programs of
+  other threads, this waits for the results that still exist.
 
   Args:
     what: the operation that waits, for the message.
-    groups: what the programs may use; the largest of their `timeout_s` counts.
+    groups: the groups that the programs may use; the limit is their largest
+      `timeout_s`.
 
   Raises:
     RuntimeError: they have not ended after `timeout_s`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells which processes of the job have died, as far as this host can see.
 
-JAX takes minutes to notice a death, and a socket notices only one that follows
-its connection. So each process publishes, in JAX's key-value store, its process
+JAX takes minutes to notice a death, and a socket notices only a death after it
+was connected. So each process publishes, in JAX's key-value store, its process
 id in the operating system.
 """
 
