@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs JAX's coordination service: coordinator.py ADDRESS PROCESSES.
 
-Left to JAX, it runs in rank 0, and when that dies JAX aborts all other ranks
-before they can report what they saw. In a recoverable service ranks are not
-ended because another died, and do not wait for it when they end.
+By default JAX runs the service in rank 0, and when rank 0 dies, JAX aborts all
+other ranks before they can report what they saw. With a recoverable service,
+the death of a rank ends no other rank, and no rank waits for a dead one when it
+ends.
 
 This program does not import JAX, which would take a second of every launch.
 """
