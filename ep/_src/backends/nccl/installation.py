@@ -2,9 +2,10 @@
 """Finds the files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
 
 NCCL EP compiles its kernels when they are first launched. It takes compiler and
-headers from environment variables; those that are not set are set here, to the
-files of the Bazel runfiles or of the installed wheels. If it cannot compile a
-kernel then, it ends the process; so everything that it will use is tried here.
+headers from environment variables; variables that are not set are set here, to
+the files of the Bazel runfiles or of the installed wheels. If it cannot compile
+a kernel then, it ends the process; so everything that it will use is tried
+here.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _prepare(platform_version: str, capability: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """Returns the nvcc for NCCL EP: the user's, else ours, else that in PATH."""
+  """Returns the nvcc for NCCL EP: the user's, else ours, else PATH's."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
@@ -204,8 +205,9 @@ def _check_cache() -> None:
   are those of one host, and home folders may be shared.
 
   Raises:
-    RuntimeError: it cannot be made; another user can write to it; or NCCL EP
-      remembers in it that a kernel did not compile, and would not try again.
+    RuntimeError: the folder cannot be made; another user can write to it; or a
+      file in it says that a kernel did not compile, which NCCL EP would not try
+      again.
   """
   try:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -234,7 +236,7 @@ def _check_cache() -> None:
 
 
 def _check_private(cache: pathlib.Path) -> None:
-  """Raises `RuntimeError` if another user, but root, can replace kernels."""
+  """Raises `RuntimeError` if a user other than root can replace kernels."""
   what = f"ep_bootstrap: NCCL EP loads and runs the kernels in {cache}, but"
   cure = f"set {_CACHE_VARIABLE} to a folder of your own. See docs/gpu.md."
   folder = cache.resolve()

@@ -103,8 +103,8 @@ def check_plan(
 ) -> jax.Array:
   """Returns `is_sound`; on CPUs, fails unless all ranks have sound plans.
 
-  These must be of one routing. Elsewhere a program would wait for its host in
-  every op, so that results are NaN instead.
+  The plans must be of one routing. On other platforms a check would make the
+  program wait for its host in every op, so there results are NaN instead.
   """
   what = f'{op}(layer "{dims.layer.name}")'
 

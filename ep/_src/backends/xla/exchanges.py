@@ -21,10 +21,10 @@ class Side(NamedTuple):
   """The streams that a rank sends and receives, and the rows that it wants."""
 
   start: jax.Array  # [P] where the stream to each rank starts
-  size: jax.Array  # [P] rows of that stream
-  remote_start: jax.Array  # [P] where that rank puts it
+  size: jax.Array  # [P] rows of the stream to each rank
+  remote_start: jax.Array  # [P] where each rank puts the stream from this one
   recv_start: jax.Array  # [P] where this rank puts the stream from each
-  recv_size: jax.Array  # [P] rows of that stream
+  recv_size: jax.Array  # [P] rows of the stream from each rank
   codes: jax.Array  # [n] codes of the wanted rows
   is_nan: jax.Array  # [n] or []: whether rows that are not sent are NaN
 

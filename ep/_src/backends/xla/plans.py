@@ -4,9 +4,9 @@
 The choices of a rank, sorted by expert, are P streams of rows: one for each
 destination, in the order of the slots there. A row is known on both sides by a
 *code*: on the sender `d * B + i` is the i-th of the stream to rank d, on the
-receiver `s * B + i` is the i-th of the stream from rank s, for B the longest
-that a stream can be. All ranks compute their plans from the same table: how
-many tokens of each rank chose each expert.
+receiver `s * B + i` is the i-th of the stream from rank s, where B is the
+length of the longest stream that there can be. All ranks compute their plans
+from the same table: how many tokens of each rank chose each expert.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class Plan(NamedTuple):
   source: jax.Array  # [C] code of each slot
   to_start: jax.Array  # [P] where the stream to each rank starts in `order`
   to_size: jax.Array  # [P] rows of the stream to each rank
-  from_start: jax.Array  # [P] where that from each rank starts in `slots`
+  from_start: jax.Array  # [P] where the stream from each starts in `slots`
   from_size: jax.Array  # [P] rows of the stream from each rank
-  remote_from: jax.Array  # [P] `from_start` of this rank on each other
-  remote_to: jax.Array  # [P] `to_start` of this rank on each other
+  remote_from: jax.Array  # [P] on each rank, `from_start` of this rank
+  remote_to: jax.Array  # [P] on each rank, `to_start` of this rank
   used: jax.Array  # [1] slots before the tail
   routing: jax.Array  # [1] a digest of all choices, alike on all ranks
 
@@ -263,8 +263,8 @@ def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
 def digest(words: jax.Array) -> jax.Array:
   """Returns a sum of int32 words that differs for nearly all other words.
 
-  Any change of one word changes it, for factors are odd. High bits are added
-  to low ones, since those of two words may cancel each other in a sum.
+  Any change of one word changes it, for factors are odd. High bits are added to
+  low ones, since the high bits of two words may cancel each other in a sum.
   """
   factors = jnp.arange(1, 2 * words.size, 2, dtype=jnp.int32)
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
