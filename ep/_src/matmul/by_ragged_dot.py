@@ -17,14 +17,14 @@ from ep._src.matmul.unwritten_rows import cut
 
 
 def expand(sizes, segments, rows, matrices, tail):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: a list of [C, G]."""
   del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
   return [cut(out, sizes.sum(), tail) for out in dots]
 
 
 def contract(sizes, segments, outs, matrices, tail):
-  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   terms = [
     _dot(sizes, y, w.swapaxes(1, 2))
@@ -35,7 +35,7 @@ def contract(sizes, segments, outs, matrices, tail):
 
 
 def outer(sizes, segments, rows, outs, dtype):
-  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

@@ -15,9 +15,10 @@ of a slab reads past its end and keeps only what is inside. The loop ends with
 the last tile of the last slab, so unused rows cost nothing and are never read.
 
 The bits of a result depend on its slab's rows alone: a dot of the same shape
-has the same rows at the same places, wherever these lie in the buffer. Sums
-over rows are one for each segment of a slab, added as a balanced tree: a sum of
-trees of half of the segments is the tree of all.
+has the same rows at the same places, wherever these lie in the buffer. Rows are
+first summed in each segment of a slab. The sums of the segments are added as a
+balanced tree, so the tree of all segments is the sum of the trees of their two
+halves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HEIGHT = 64  # rows of a tile
 
 
 def expand(sizes, segments, rows, matrices, tail):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: a list of [C, G]."""
   del segments
 
   def fn(x, *matrices):
@@ -44,7 +45,7 @@ def expand(sizes, segments, rows, matrices, tail):
 
 
 def contract(sizes, segments, outs, matrices, tail):
-  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   n = len(outs)
 
@@ -58,7 +59,7 @@ def contract(sizes, segments, outs, matrices, tail):
 
 
 def outer(sizes, segments, rows, outs, dtype):
-  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   if segments.shape[1] == 0:
     segments = sizes[:, None]
   used = sizes.sum(dtype=jnp.int32)
@@ -193,8 +194,8 @@ def _before(counts):
   return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
-# JAX takes an index as one from the end if it is negative, unless told that
-# none is.
+# JAX counts a negative index from the end, unless it is told that no index is
+# negative.
 _at = functools.partial(
   lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )

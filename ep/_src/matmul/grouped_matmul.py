@@ -17,10 +17,11 @@ The gradient of T in one of them is a function of the other two:
     W: outer(X, Y) = X^T Y     (slab by slab)
 
 The primitive is this gradient, and `missing` says in which argument. It is
-bilinear. Its tangent is the primitive of each argument's tangent with the other
-argument. Its transpose in one argument, applied to a cotangent, is the gradient
-of T in that argument with the cotangent as the missing one. So derivatives of
-all orders, in both modes, are made of this primitive alone.
+bilinear. Its tangent is a sum: for each argument, the primitive of that
+argument's tangent and of the other argument. Its transpose in one argument,
+applied to a cotangent, is the gradient of T in that argument with the cotangent
+as the missing one. So derivatives of all orders, in both modes, are made of
+this primitive alone.
 
 Several matrices may share the rows, as those of gates and values do. Then W and
 Y are lists, and T is the sum over them: the gradients of the rows are summed
@@ -113,14 +114,14 @@ def grouped_matmuls(
   `tail="unspecified"` the rows after the last slab are not written, in results,
   gradients and tangents alike.
 
-  The matrices may have another dtype than the rows. They are multiplied in that
-  of the rows, and their gradients are rounded to their own.
+  The matrices may have another dtype than the rows. They are multiplied in the
+  dtype of the rows, and their gradients are rounded to their own dtype.
 
   With `segments`, int32 [L, S], slab j begins with S segments of `segments[j]`
   rows, and what follows these is zero. Then, on CPUs, the bits of a row's
-  result depend on that row and its matrix alone. Those of a matrix's gradient
-  depend on the rows of each segment: the sums of each are added as a balanced
-  binary tree, in order.
+  result depend on that row and its matrix alone. The bits of a matrix's
+  gradient depend on the rows of each segment: the sums of the segments are
+  added as a balanced binary tree, in order.
   """
   if segments is None:
     segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
@@ -224,7 +225,7 @@ def _transpose(cts, *slabs_and_operands, missing, **params):
 
 
 def _lowering(implementation):
-  """Returns a lowering to the three functions of `tiles` or `ragged`."""
+  """Returns a lowering to the three functions of an implementation."""
 
   def apply(sizes, segments, *operands, missing, matrix_dtype, tail):
     rows, matrices, outs = _triple(operands, missing)

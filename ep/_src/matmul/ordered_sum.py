@@ -56,7 +56,7 @@ def all_gather(
   """Returns `lax.all_gather`, known to be alike on all ranks.
 
   Its transpose takes a rank's part of a cotangent that is alike on all ranks;
-  that of `lax.all_gather` adds up the ranks' cotangents.
+  the transpose of `lax.all_gather` adds up the ranks' cotangents.
   """
   to = "invarying" if compat.checks_vma() else "varying"
   return lax.all_gather(x, axis_name, to=to, **options)
@@ -73,9 +73,9 @@ def tree_sum(parts: jax.Array) -> jax.Array:
 def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
   """Returns x, of which all ranks have a copy, with an ordered gradient.
 
-  The gradient is the `ordered_psum` of those of the copies. In a `shard_map`
-  with `check_vma=False` a gradient is that of a rank's own copy, which the
-  caller sums; it is left so.
+  The gradient is the `ordered_psum` of the gradients of the copies. But in a
+  `shard_map` with `check_vma=False` each rank gets the gradient of its own
+  copy, as JAX does it there, and the caller sums.
   """
   if not compat.checks_vma() or not axis_name:
     return x

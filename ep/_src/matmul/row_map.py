@@ -27,8 +27,9 @@ from ep._src.base.compat import ad
 from ep._src.matmul import unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
-# Rows of a block. More make no difference to time. An array of fewer is a block
-# that may round otherwise; deterministic layers have none (config.py).
+# The rows of a block. Blocks of more rows take the same time. An array of fewer
+# rows is one block, which may round in another way; deterministic layers have
+# no such array (config.py).
 HEIGHT = 128
 
 
@@ -42,14 +43,15 @@ def map_used_rows(
 
   Differentiable in the arrays, in both modes, to any order, with the same
   property: rows after the last slab affect no other, whatever they hold, NaN
-  included. With `tail="unspecified"` those after the last used block are not
-  read or written, and what is in the others means nothing.
+    included. With `tail="unspecified"` rows after the last used block are
+    neither read nor written, and what the rest of that block holds means
+    nothing.
 
   Args:
     fn: a function of blocks [B, ...] of rows of each array, for any B, to one
       array [B, ...] or a sequence of them. If `fn` is a new function object in
       each call, an eager call compiles each time. If it closes over traced
-      values, it is applied to the whole arrays instead, at the cost of that.
+      values, it is applied to the whole arrays instead, which takes longer.
     group_sizes: int32 [L], rows of slabs, of a sum up to C.
     *arrays: [C, ...].
     tail: what results, tangents and gradients hold after the last slab:
@@ -69,8 +71,8 @@ def map_used_rows(
   return jax.tree.unflatten(jax.tree.structure(types), outs)
 
 
-# The functions that are parameters are values, which are equal if their parts
-# are, because JAX's caches compare them.
+# JAX's caches compare the functions that are parameters of the primitive. So
+# these are objects that are equal if their fields are.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
 XLA:CPU lacks two operations, for which it offers only slower ones:
 
   * an array that nobody writes. It fills one with zeros, so that each of its
-    pages takes time and memory, also those that no row ever reaches.
+    pages takes time and memory, also the pages that no row ever reaches.
   * slices of an array of 16-bit floats. It would convert the whole array to
     float32, before a loop that reads it and in each step of one that writes it.
     So loops read and write the bits of such rows as whole numbers, which are
@@ -35,7 +35,7 @@ def new(shape: tuple[int, ...], dtype) -> jax.Array:
 def write(
   buffer: jax.Array, rows: jax.Array, start: jax.Array, inside=None
 ) -> jax.Array:
-  """Returns the buffer with `rows` at `start`, or only those `inside`."""
+  """Returns the buffer with `rows` at `start`, or only the rows `inside`."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
     before = _slice(buffer, start, rows.shape[0])
@@ -110,7 +110,7 @@ def _primitive(name, out_type, otherwise, **options):
   """Makes a primitive that the library's `name` or `otherwise` computes.
 
   It is for the lowerings of other primitives, so it has no derivatives. The
-  options are those of the library's custom call.
+  options go to the library's custom call.
   """
   lower_otherwise = compat.lower_local(
     lambda *operands, **params: [otherwise(*operands, **params)]
@@ -134,7 +134,8 @@ _unwritten_p = _primitive(
   "ep_unwritten",
   lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
   lambda *, shape, dtype: jnp.zeros(shape, dtype),
-  # Otherwise XLA would make it before a scan of layers, and copy it in each.
+  # Otherwise XLA would make the array before a scan of layers, and copy it in
+  # each layer.
   has_side_effect=True,
 )
 _retyped_p = _primitive(
