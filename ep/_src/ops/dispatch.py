@@ -49,16 +49,16 @@ def ep_dispatch(
       #   recv_tokens = [a, d | b, 0]          group_sizes = [2, 2]
 
   The derivative sums, for each token, the cotangents of its slots, in float32
-  and ascending k; the cotangent of a weight is that of its slot. See
-  docs/semantics.md. The routing is not exchanged again.
+  and ascending k; the cotangent of a weight is the cotangent of its slot's
+  weight. See docs/semantics.md. The routing is not exchanged again.
 
   Args:
     handle: from `ep_prepare`, for these tokens.
     tokens: float32, bfloat16 or float16 [..., H], no wider than the group's
       `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`.
-    topk_weights: float [..., K]; converted to float32. If the topk_idx of
-      the handle has M > K candidates, also [..., M], a weight of each: a choice
-      uses that of the candidate that it has got.
+    topk_weights: float [..., K]; converted to float32. If the topk_idx of the
+      handle has M > K candidates, also [..., M], a weight of each: a choice
+      uses the weight of the candidate that it has got.
 
   Returns:
     recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).

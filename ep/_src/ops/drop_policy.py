@@ -48,8 +48,8 @@ class Assignment(NamedTuple):
 def may_be_needed(params: OpParams, num_candidates: int) -> bool:
   """Returns whether a routing may have to be assigned.
 
-  It does not if the op itself decides what is dropped, by slot, or if any
-  routing of so many tokens fits the capacity.
+  It need not be if the op itself decides what is dropped, by slot, or if any
+  routing of the tokens fits the capacity.
   """
   layer, T = params.layer, params.num_tokens
   decides = layer.rule != "slot" or num_candidates > layer.top_k
@@ -95,8 +95,8 @@ def assign(
   """Assigns the choices of a rank. Collective over the EP domain.
 
   Args:
-    params: those of the op. If it does not drop, neither does this: the op gets
-      the choices without a row, and fails.
+    params: the parameters of the op. If the op does not drop, neither does
+      this: the op gets the choices without a row, and fails.
     topk_idx: int [T, M], candidates of each token, of which the first K are its
       choices. All are in -1..E-1, and the choices of a token are distinct. A
       further candidate that repeats an earlier one is none.
@@ -131,7 +131,7 @@ def assign(
 
 
 def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
-  """Puts -1 for each further candidate that an earlier one is equal to."""
+  """Puts -1 for each further candidate that repeats an earlier one."""
   M = ids.shape[1]
   is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
   repeats = ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
@@ -156,16 +156,17 @@ def _place(params: OpParams, ids: jax.Array, order: jax.Array) -> jax.Array:
   """Returns int32 [N, K], the candidate that gets a row for each choice, or -1.
 
   Args:
-    params: those of the op.
+    params: the parameters of the op.
     ids: [N, M], candidates of all N tokens of a domain.
-    order: [N, M], what orders those of one expert, before their places.
+    order: [N, M], numbers by which the candidates of an expert are ordered;
+      equal numbers keep the order of the candidates.
   """
   E, K = params.layer.group.num_experts, params.layer.top_k
   choices = _iota(K)
   used = ids[:, :K] >= 0
 
   def offer(rows, experts, order):
-    """Offers [n] candidates; returns the new [E] rows, and who gets one."""
+    """Offers [n] candidates; returns what `_take_turns` does."""
     experts = jnp.where(experts < 0, E, experts)
     return _take_turns(params, rows, experts, order)
 
@@ -198,7 +199,7 @@ class _Offers(NamedTuple):
   """
 
   expert: jax.Array
-  order: jax.Array  # what orders candidates, before their place
+  order: jax.Array  # candidates are ordered by it, then by place
   place: jax.Array  # among the n, before they were sorted
   row: jax.Array  # its row in the slab, if all of the expert get one
 
@@ -206,7 +207,7 @@ class _Offers(NamedTuple):
 def _take_turns(params, rows, experts, order):
   """Gives out rows to candidates [n], where `rows` [E] are given away already.
 
-  Returns the new rows, and bool [n] who gets one.
+  Returns the new rows, and bool [n], whether each candidate gets a row.
   """
   layer = params.layer
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
@@ -241,9 +242,9 @@ def _quota_by_slot(layer, capacity, has, wants, offers=None):
 def _quota_fairly(layer, capacity, has, wants, offers=None):
   """Gives one block to each expert in turn, as long as it wants one.
 
-  That fills all experts up to a level, but for those that have more or want
-  less, and the rest, less than one block for each, goes to the first of those
-  that stand at the level and want more.
+  So all experts are filled up to a common level of blocks, except that some
+  have more already or want fewer. The blocks that are left, fewer than one for
+  each expert, go to the first experts that are at the level and want more.
   """
   del layer, offers
   xp = wants.__array_namespace__()

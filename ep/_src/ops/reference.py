@@ -23,10 +23,10 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
 * Derivatives: dispatch and combine move rows along the same routing in opposite
   directions, so each is the other's transpose.
 
-XLA does not keep these bits: in one program it may contract the product and
-the sum into an FMA, which rounds once where the contract rounds twice, it takes
-`0 + x` for `x`, which keeps a -0 and a denormal, and XLA:CPU does not always
-move a bfloat16 unchanged. So what JAX arrays give is exact for whole numbers.
+XLA does not keep these bits: in one program it may contract the product and the
+sum into an FMA, which rounds once where the contract rounds twice, it takes `0
++ x` for `x`, which keeps a -0 and a denormal, and XLA:CPU does not always move
+a bfloat16 unchanged. So results of JAX arrays are exact for whole numbers only.
 """
 
 import itertools
@@ -102,7 +102,7 @@ def assign(
   P, T, M = candidates.shape
   K, L = top_k, num_experts // P
   assigned = np.full((P, T, K), -1, np.int32)
-  rows = np.zeros(num_experts, int)  # that each expert has given away
+  rows = np.zeros(num_experts, int)  # rows that each expert has given away
 
   def has_room(expert):
     """Returns whether the slabs of its rank fit with one more row."""
@@ -141,7 +141,7 @@ def assign(
         assigned[r, t, k] = m
 
   used = candidates >= 0
-  for m in range(K, M):  # one that repeats an earlier one is none
+  for m in range(K, M):  # a repeated candidate does not count
     earlier, own = candidates[:, :, :m], candidates[:, :, m : m + 1]
     used[:, :, m] &= (earlier != own).all(2)
   tokens = [*np.ndindex(P, T)]

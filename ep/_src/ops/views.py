@@ -83,7 +83,7 @@ class View:
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the leading dims of a rank's part of a token array.
 
-    `shape` is the array's in this view, [..., last]; the last dim is dropped.
+    `shape` [..., last] is of the array in this view; the last dim is dropped.
 
     Raises:
       ValueError: the first axis cannot be split over the ranks.
@@ -186,7 +186,7 @@ def _program(
   inline: bool,
   tail: str,
 ) -> Callable[..., Any]:
-  """Returns the jitted program of a call; without a mesh, that of a rank.
+  """Returns the jitted program of a call; without a mesh, of one rank.
 
   JAX's caches do not depend on the tail of ops that are traced now, but this
   program does.
@@ -222,10 +222,11 @@ def _program(
 
 
 def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
-  """Returns arrays whose type says `spec`, as far as it is of Explicit axes.
+  """Returns arrays whose type says the Explicit axes of `spec`.
 
-  XLA places them along Auto axes as the program demands. An array that is there
-  already does not move, and gradients get the sharding of the given array.
+  XLA places them along Auto axes as the program demands. An array that has this
+  sharding already does not move, and gradients get the sharding of the given
+  array.
   """
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   if AxisType.Explicit not in types.values():
