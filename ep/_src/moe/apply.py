@@ -43,15 +43,16 @@ def apply(
 
   where `Experts` in ep/_src/moe/network.py has the formula of an expert, and
   the shared expert, if there is one, has the same without biases. Tokens and
-  matrices are multiplied in the dtype of `x`, whatever that of the parameters;
-  logits, scores and metrics are float32.
+  matrices are multiplied in the dtype of `x`, whatever the dtype of the
+  parameters; logits, scores and metrics are float32.
 
   Works in the local view, in `jax.shard_map` with the parameters that
   `partition_specs` gives a rank, and in the global one. Differentiable in
   `params`, `x` and through the losses of the metrics, in both modes. `jax.vmap`
-  over `x` (and `mask`) makes one exchange of all examples, whose metrics are
-  those of all. Inside a `shard_map` with `check_vma=False`, the gradient of a
-  metric is that of the sum of all ranks' copies: divide it by their number.
+  over `x` (and `mask`) makes one exchange of all examples, and the metrics are
+  of all examples. Inside a `shard_map` with `check_vma=False`, the gradient of
+  a metric is the gradient of the sum of all ranks' copies: divide it by the
+  number of ranks.
 
       cfg = ep.MoEConfig(hidden=512, inner=1024, num_experts=16, top_k=2)
       layer = cfg.layer(group)
@@ -63,7 +64,7 @@ def apply(
     layer: `config.layer(group)`. What `overflow="chunk"` means is in
       `moe_layer`; `config.deterministic` refuses it.
     config: the layer's sizes and choices.
-    params: as from `init`; of stacked layers, those of one.
+    params: as from `init`; of stacked layers, the parameters of one.
     x: [..., H], float32, bfloat16 or float16.
     bias: float32 [E] or None, added to the scores for the choice of experts;
       see `update_bias`. It gets no gradient.
@@ -76,8 +77,8 @@ def apply(
       folds in its number.
     pad: whether x may have a first axis that does not divide over the ranks in
       the global view, as in `moe_layer`. If it does not, then masked tokens are
-      added, y is not split over the ranks, and `Metrics.aux_loss` is that of
-      the batch whatever `config.balance` is.
+      added, y is not split over the ranks, and `Metrics.aux_loss` is the loss
+      of the batch whatever `config.balance` is.
 
   Returns:
     y, like `x`, and `Metrics`.
@@ -141,7 +142,7 @@ def _apply(layer, config, x, mask, forced_idx, params, bias, key):
 
 
 def _apart(arrays):
-  """Returns arrays that XLA fuses with nothing later, nor their cotangents."""
+  """Returns arrays. XLA fuses nothing later with them or their cotangents."""
   return jax.tree.map(lax.optimization_barrier, arrays)
 
 
@@ -181,8 +182,8 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
     topk_idx, topk_weights = route(forced_idx=forced_idx)
   # Ranks of `tp_axis` multiply tokens and weights by different parts of the
   # inner size. So tokens vary over that axis from here on, and weights from
-  # dispatch on: there their gradients are summed over it, where they are as
-  # small as the tokens.
+  # dispatch on. At these places their gradients are summed over the axis,
+  # because there the gradients are as small as the tokens.
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
@@ -208,8 +209,8 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
 def _local_params(layer, config, params):
   """Returns a rank's parameters as they are multiplied.
 
-  They are whole along the axis of `fsdp_axis`. Of several ranks of `tp_axis`,
-  whose outputs are added, the first alone adds the last bias.
+  They are whole along the axis of `fsdp_axis`. The outputs of the ranks of
+  `tp_axis` are added, so only the first of them adds the last bias.
   """
   group = layer.group
   specs = parameters.partition_specs(config, group.axis_name)
@@ -273,7 +274,7 @@ def _is_list(x):
 
 
 def _check_tokens(op, config, x, bias, mask, forced_idx):
-  """Raises unless what belongs to tokens has their shape, and a right type."""
+  """Raises unless the arrays of tokens have fitting shapes and dtypes."""
   arguments.check(
     x.ndim > 0 and x.shape[-1] == config.hidden,
     op,

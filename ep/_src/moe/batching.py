@@ -51,8 +51,8 @@ def examples(
   )
 
 
-# It is bound to the examples of a `vmap`, which replaces it by its batching
-# rule at once, and so needs no other rule.
+# This primitive is bound only to the examples of a `vmap`, which applies the
+# batching rule at once. So it needs no other rule.
 _examples_p = compat.Primitive("ep_examples")
 _examples_p.multiple_results = True
 

@@ -5,16 +5,18 @@ Any routing of T' tokens of each rank fits into a capacity of C rows if
 
     P * T' * min(K, L) + L * (alignment - 1) <= C
 
-If C has room for any routing of all tokens, there is nothing to decide. Else a
-step that fits is one exchange, and another is a loop over as few chunks of
-tokens as this bound allows. All ranks of a domain take the same branch: they
-know the rows of the busiest rank from `ep_prepare`. Ranks of other domains may
-take the other branch, so nothing here may be a collective over other axes.
+If C has room for any routing of all tokens, there is nothing to decide.
+Otherwise a step that fits is one exchange, and a step that does not fit is a
+loop over as few chunks of tokens as this bound allows. All ranks of a domain
+take the same branch: they know the rows of the busiest rank from `ep_prepare`.
+Ranks of other domains may take the other branch, so nothing here may be a
+collective over other axes.
 
-The derivative is written by hand, because that of `lax.cond` would return a
-copy of the matrices, which the backward pass reads, from the forward one. The
-branch with one exchange keeps what JAX does, except what is an argument anyway.
-The other one keeps nothing, and computes each chunk again.
+The derivative is written by hand, because the derivative of `lax.cond` would
+return a copy of the matrices from the forward pass, for the backward pass to
+read. The branch with one exchange keeps the arrays that JAX keeps, except the
+arguments, which exist anyway. The other branch keeps nothing, and computes each
+chunk again.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ _FORWARD = (
 
 
 def _chunk_tokens(layer, capacity):
-  """Returns the most tokens of a rank of which any routing fits.
+  """Returns the largest number of tokens of a rank that fit with any routing.
 
   It is not negative: a capacity has a slab of the alignment for each expert.
   """
@@ -153,7 +155,7 @@ class _Chunks:
   def gradients(self, ct, floats, topk_idx, handle):
     """Returns the gradients of the floats.
 
-    Those of parameters are sums in float32 over the chunks, in order.
+    The gradients of parameters are sums in float32 over the chunks, in order.
     """
     del handle
     params, tokens, weights = floats
@@ -181,7 +183,7 @@ class _Chunks:
     )
 
   def _of_chunk(self, params, tokens, weights, topk_idx):
-    with tapping(None):  # all tokens have been seen
+    with tapping(None):  # the tap has read all tokens
       handle = ep_prepare(self.layer, topk_idx, weights)
     return _whole(self.experts, (params, tokens, weights), topk_idx, handle)
 
@@ -204,7 +206,7 @@ class _Chunks:
 def _either(
   whole: Callable[..., jax.Array], chunks: _Chunks
 ) -> Callable[..., jax.Array]:
-  """Returns a function like both, which is `whole` if all rows fit."""
+  """Returns a function that is `whole` if all rows fit, and else `chunks`."""
 
   @jax.custom_vjp
   def run(floats, topk_idx, handle):

@@ -79,7 +79,7 @@ def moe_layer(
   makes one exchange of all examples.
 
   With `overflow="chunk"`, a step that needs more rows than the capacity C of
-  the layer on a rank is computed in chunks of tokens of which any routing fits,
+  the layer on a rank is computed in chunks of tokens that fit with any routing,
   `(C - L * (alignment - 1)) // (P * min(K, L))` of each rank or less, one after
   another. Ranks of other EP domains need not do the same. The backward pass
   exchanges and computes each chunk once more, and adds the gradients of
@@ -92,25 +92,26 @@ def moe_layer(
     tokens: float32, bfloat16 or float16 [..., H].
     topk_idx: int32 or int64 [..., K], or [..., M] with further candidates, as
       in `ep_prepare`.
-    topk_weights: float, of that shape, as in `ep_dispatch`: a choice that moves
-      has the weight of its candidate.
+    topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`: a
+      choice that moves has the weight of its candidate.
     w_up: [L, H, F] in the local view, [E, H, F] in the global one, sharded
       over the EP axis; this and the next two have the tokens' dtype.
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without state that
       changes: compiled programs are kept by it. If it closes over values that
-      are traced, as a learned slope, none is kept, and all rows of the capacity
-      are activated.
+        are traced, such as a learned slope, no program is kept, and all rows of
+        the capacity are activated.
     return_handle: whether to return the handle as well, for `ep.describe` or
-      more ops of the same routing. With `overflow="chunk"` it is that of one
-      exchange of all tokens, as ops by themselves make it: it tells of drops,
-      of which there were none here, if its `max_recv_tokens` exceeds its
-      `capacity`.
+      more ops of the same routing. With `overflow="chunk"` it is the handle of
+      one exchange of all tokens, as the ops alone make it. If its
+      `max_recv_tokens` exceeds its `capacity`, it counts drops, though the
+      layer dropped nothing.
     pad: whether tokens whose first axis does not divide over the ranks may be
-      given in the global view, as of a batch of 1 when text is sampled. Tokens
-      that visit no expert are added, and the result is not split over the
-      ranks. A handle is that of the tokens with those added, in one axis.
+      given in the global view, such as a batch of 1 when text is sampled.
+      Tokens that visit no expert are added, and the result is not split over
+      the ranks. A handle is of all tokens, the added ones included, in one
+      axis.
 
   Returns:
     [..., H], like `tokens`; with `return_handle`, a tuple of it and the

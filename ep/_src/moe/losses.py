@@ -40,15 +40,16 @@ def load_balancing_loss(
   Args:
     logits: `[..., E]`.
     topk_idx: integers `[..., K]`, -1 where a choice is unused.
-    score: that of `route_topk`. The "sigmoid" scores of a token are divided by
-      their sum.
+    score: the `score` of `route_topk`. The "sigmoid" scores of a token are
+      divided by their sum.
     mask: `[...]` bool; tokens where it is False count for nothing and get no
-      gradient. If there is no other, the loss is 0.
+      gradient. If no token counts, the loss is 0.
     axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
-      The loss is then that of the whole batch, the same on every rank; without
-      it, each rank's own. With `check_vma=True`, the default, its gradient is
-      that of the whole batch, too.
-    psum: what adds over these axes; `ep.ordered_psum` does it in a fixed order.
+      The loss is then the loss of the whole batch, the same on every rank;
+      without axes, it is the loss of the rank's own tokens. With
+      `check_vma=True`, the default, its gradient is of the whole batch, too.
+    psum: the function that adds over these axes; `ep.ordered_psum` adds in a
+      fixed order.
 
   Returns:
     A float32 scalar.
@@ -195,9 +196,10 @@ def _imbalance(choices, scores, tokens):
 def _mean(values, mask, axis_name, psum):
   """Returns the mean of finite values where `mask` is True; 0 without any.
 
-  It is the sum of what each rank contributes, without a division after it. If
-  all ranks have as many tokens, and that number is a power of two, the sum of
-  several such means, each divided by their number, has the bits of one mean.
+  The mean is a sum of the ranks' shares, and is not divided after the sum. If
+  all ranks have the same number of tokens, and it is a power of two, the sum of
+  several such means, each divided by the number of means, has the bits of one
+  mean.
   """
   count = values.size if mask is None else mask.sum(dtype=jnp.float32)
   if axis_name:

@@ -12,16 +12,16 @@ from ep._src.base import arguments
 
 
 class Metrics(NamedTuple):
-  """Numbers of one layer and step, of all ranks' tokens and alike on each.
+  """Numbers of a layer in a step, over all ranks' tokens; equal on all ranks.
 
   Attributes:
     load: float32 [E], choices that fell on each expert, dropped ones included.
     aux_loss: float32 [], the balancing loss; 1 if the load is even. It has a
-      gradient, like the next.
+      gradient, and so has `z_loss`.
     z_loss: float32 [], the mean of `logsumexp(logits)**2`.
     entropy: float32 [], the mean entropy of the softmax of a token's logits, in
-      nats, from 0 to log E. It tells a router that never decides, or always
-      decides for the same.
+      nats, from 0 to log E. It shows a router that never decides (near log E),
+      and one that is always certain (near 0).
     dropped: int32 [], choices that found no row.
     max_rank_rows: int32 [], rows wanted by the busiest rank.
   """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pads tokens of the global view to a number that ranks can share.
 
-There the first axis of tokens is split over R ranks, in parts of one size. A
-batch of 1 or 6 on 4 ranks is not; with tokens that visit no expert beside it,
-it is.
+In the global view the first axis of tokens is split over R ranks, in parts of
+one size. A batch of 1 or 6 cannot be split over 4 ranks, so tokens that visit
+no expert are added to it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ep._src.ops import views
 class Padding:
   """The tokens that are added to [*lead, ...] so that all ranks get as many.
 
-  None are, and arrays stay as they are, if the first axis is a multiple of R
-  already, and in the local view, where a rank has any number of tokens.
-  Differentiable.
+  No tokens are added, and arrays stay as they are, if the first axis is a
+  multiple of R already, and in the local view, where a rank has any number of
+  tokens. Differentiable.
 
   Attributes:
     lead: the leading axes of the tokens.
-    count: how many are added to the flattened leading axes, or None.
+    count: how many tokens are added to the flattened leading axes; None for
+      none.
   """
 
   lead: tuple[int, ...]
@@ -44,7 +45,7 @@ class Padding:
     return cls(lead, -math.prod(lead) % ranks)
 
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
-    """Returns [*lead, ...] as [tokens, ...], with `value` where they are added.
+    """Returns [*lead, ...] as [tokens, ...]; added tokens have `value`.
 
     The result is not split over the ranks; `View.call` splits it.
     """

@@ -26,8 +26,8 @@ def init(
       shared_gate shared_up  [H, S]         b_gate b_up  [E, F]
       shared_down            [S, H]         b_down       [E, H]
 
-  It holds only those that `config` asks for. Biases are zero. Matrices are
-  normal, of a variance of 1 / (rows of the matrix), as in LeCun's
+  It holds only the parameters that `config` asks for. Biases are zero. Matrices
+  are normal, of a variance of 1 / (rows of the matrix), as in LeCun's
   initialization. The router is float32, so that rounding changes no choice.
 
   Under `jax.jit` with `out_shardings` made of `partition_specs`, each device
@@ -35,8 +35,8 @@ def init(
 
   Args:
     key: a key of `jax.random`.
-    config: the layer's.
-    dtype: of all but the router.
+    config: the configuration of the layer.
+    dtype: the dtype of all parameters but the router.
   """
   params = {}
   for i, (name, (shape, _)) in enumerate(_parameters(config).items()):
@@ -59,7 +59,7 @@ def partition_specs(
   over that one. The router is whole on every device.
 
   Args:
-    config: the layer's.
+    config: the configuration of the layer.
     axis_name: the EP axis.
     lead: axes in front of each array that are not split, such as 1 for layers
       that are stacked for `lax.scan`.
@@ -81,7 +81,7 @@ def shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:
-  """Returns the shape of each parameter and what each dim is split like."""
+  """Returns the shape of each parameter, and by what each dim is split."""
   e, h, f = config.num_experts, config.hidden, config.inner
   s = config.shared_inner
   up, down = ("hidden", "inner"), ("inner", "hidden")

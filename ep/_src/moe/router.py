@@ -39,10 +39,10 @@ def route_topk(
 ) -> tuple[jax.Array, jax.Array]:
   """Chooses `top_k` experts for each token, and the weights to sum them with.
 
-  The scores of a token are `score(logits)`. Its experts are those of the
-  highest score, best first; of equals, the lowest id first. Their weights are
-  their scores, divided by their sum if `normalize`, times `scale`. In the
-  literature's terms:
+  The scores of a token are `score(logits)`. Its experts are the ones with the
+  highest scores, best first; of equal scores, the lowest id first. Their
+  weights are their scores, divided by their sum if `normalize`, times `scale`.
+  In the literature's terms:
 
       Mixtral (softmax over the chosen logits)   the defaults
       Switch Transformer, OLMoE                  normalize=False
@@ -55,8 +55,8 @@ def route_topk(
 
   Everything is computed in float32, and without the overflow or division by
   zero that scores themselves could meet. Weights are differentiable in
-  `logits`; the choice has no gradient. The choice is that of `lax.top_k` in
-  every case, NaNs included: one of positive sign comes before all numbers, one
+  `logits`; the choice has no gradient. The choice is the same as `lax.top_k`
+  makes, also with NaNs: a NaN of positive sign comes before all numbers, a NaN
   of negative sign after them. The ids of a token are distinct even then, and
   its weights are NaN.
 
@@ -83,7 +83,8 @@ def route_topk(
     num_groups: G; group g holds the experts from `g * E / G` to before
       `(g + 1) * E / G`. G divides E.
     top_groups: the groups that a token may choose experts of, from 1 to G. It
-      takes those of the highest score; of equals, the lowest first.
+      takes the groups with the highest scores; of equal scores, the lowest
+      first.
     group_best: a group's score is the sum of this many of its best scores, with
       `selection_bias` added: 2 in DeepSeek-V3 (arXiv 2412.19437), 1 in
       DeepSeek-V2 (arXiv 2405.04434). It has no effect if `top_groups` is G.
@@ -257,9 +258,9 @@ def check_choice(
 def check_candidates(
   op: str, num_candidates: int, top_k: int, allowed: int
 ) -> int:
-  """Returns M as an `int`; raises unless a token can have so many candidates.
+  """Returns M as an `int`; raises unless a token can have M candidates.
 
-  `allowed` experts are those of the groups that it may choose of.
+  `allowed` is the number of experts in the groups that a token may choose of.
   """
   num_candidates = arguments.integer(op, "num_candidates", num_candidates)
   arguments.check(
@@ -318,10 +319,10 @@ def _of_best_groups(scores, num_groups, top_groups, group_best):
 def _best(values, k, allowed=None):
   """Returns the places `[..., k]` of the best float32 values `[..., n]`.
 
-  They are those of `lax.top_k`, in its order. But XLA gathers the operand of
-  `lax.top_k` on every device, while it shards reductions and elementwise
-  functions like their operands; so where arrays may be sharded, these are k
-  passes of argmax.
+  They are the places that `lax.top_k` returns, in its order. But XLA gathers
+  the operand of `lax.top_k` on every device, while it shards reductions and
+  elementwise functions like their operands; so where arrays may be sharded,
+  these are k passes of argmax.
 
   Args:
     values: float32 `[..., n]`.
@@ -332,7 +333,8 @@ def _best(values, k, allowed=None):
     return lax.top_k(values, k)[1]
   # As whole numbers, floats have the order of `lax.top_k`: -NaN, numbers with
   # -0 before +0, NaN. The least number is left free, for places that cannot be
-  # chosen, or were. (So two negative NaNs of the largest payloads are equal.)
+  # chosen, or were. (So the two negative NaNs of the largest payloads are
+  # equal.)
   least = jnp.iinfo(jnp.int32).min
   bits = lax.bitcast_convert_type(values, jnp.int32)
   keys = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)

@@ -73,7 +73,7 @@ def topk_from_map(
   is_traced = isinstance(routing_map, jax.core.Tracer)
   if not is_traced and routing_map.is_fully_addressable:
     _check_rows(op, np.asarray(routing_map), top_k)
-  # Of equal logits, the router chooses those of the lowest ids.
+  # Of equal logits, the router chooses the lowest ids.
   experts, _ = router.route_topk(routing_map.astype(jnp.float32), top_k)
   used = jnp.take_along_axis(routing_map, experts, axis=-1)
   weights = jnp.take_along_axis(probs, experts, axis=-1).astype(jnp.float32)
