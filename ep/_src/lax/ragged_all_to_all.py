@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lax.ragged_all_to_all` that CPUs have, too.
+"""`lax.ragged_all_to_all`, which runs on CPUs here, too.
 
 The op is linear in `operand` and `output`, for the same slices. Its transpose
 in `operand` moves each slice back, and a row that was sent several times gets
@@ -66,14 +66,14 @@ def ragged_all_to_all(
         result = [1, 3, 0, 0]         result = [2, 2, 4, 0]
 
   On platforms other than the CPU it becomes JAX's op. On CPUs each rank needs
-  memory for the operands of all. It needs no group of `ep`, but the axes of an
-  enclosing `jax.shard_map`.
+  memory for the operands of all ranks. It needs no group of `ep`, but the axes
+  of an enclosing `jax.shard_map`.
 
   It has derivatives in both modes, of any order, by `operand` and `output`. A
-  row of `operand` may be in several slices: on CPUs, its gradient is the sum of
-  theirs. (On other platforms that is left to JAX's op, which only overwrites.)
-  Where slices overlap in `output`, CPUs keep the last one, in the order above,
-  and derivatives are unspecified.
+  row of `operand` may be in several slices: on CPUs, its gradient is the sum
+  over these slices. (On other platforms that is left to JAX's op, which only
+  overwrites.) Where slices overlap in `output`, CPUs keep the last one, in the
+  order above, and derivatives are unspecified.
 
   Args:
     operand: [N, ...], the rows to send, of any dtype but those of PRNG keys.
@@ -83,12 +83,12 @@ def ragged_all_to_all(
     send_sizes: integers [K], how many rows are in each slice.
     output_offsets: integers [K], the row of the *receiver's* `output` where
       each slice starts.
-    recv_sizes: integers [K], the rows in each slice that comes:
-      `lax.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)`.
+    recv_sizes: integers [K], how many rows are in each slice that this rank
+      receives: `lax.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)`.
     axis_name: the axis, or axes, of the ranks.
-    axis_index_groups: lists of as many axis indices each, which hold every
-      index once. A group exchanges rows within itself; its ranks are counted
-      in the order of the list.
+    axis_index_groups: lists of axis indices, all of one length, which together
+      hold every index once. The ranks of a list exchange rows with each other,
+      and are counted in its order.
 
   Returns:
     [M, ...]: `output` with the rows that were received.
@@ -282,7 +282,7 @@ def _on_cpu(
   gather = functools.partial(
     lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups
   )
-  examples = slices[0].ndim - 1  # axes of them
+  examples = slices[0].ndim - 1  # leading axes of examples
 
   # [..., source, target, slice between them] each.
   every = gather(jnp.stack(list(map(arguments.int32, slices)), -1))
@@ -311,7 +311,7 @@ def _on_cpu(
     return [output]
 
   def mine(x):
-    """Returns what the rank gets, or gets back: [..., K], by the other rank."""
+    """Returns the slices [..., K] that this rank gets, or gets back."""
     x = lax.dynamic_index_in_dim(x, me, x.ndim - 3 + (not back), keepdims=False)
     return x.reshape(*x.shape[:-2], count)
 
@@ -329,8 +329,8 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   """Puts rows of all ranks, [P, N, ...], into `output`. All are bits.
 
   Slice k, of K, is size[k] rows of rank k // (K / P), from row there[k] on, and
-  its first row comes to row here[k]. Of several slices for a row the last one
-  counts, or the sum of all, from the last to the first.
+  its first row comes to row here[k]. If several slices come to a row, the last
+  one counts; if `adds`, their sum does, from the last to the first.
   """
   at = jnp.arange(len(output), dtype=jnp.int32)
 
@@ -345,7 +345,7 @@ def _take(rows, output, there, size, here, *, dtype, adds):
     return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
 
   def of(k):
-    # For all rows that no slice comes to, one is read.
+    # A row that no slice comes to reads some row, which is not used.
     row = jnp.where(k >= 0, there[k] + at - here[k], 0)
     return rows.at[k.clip(0) // (size.size // len(rows)), row].get(mode="clip")
 
