@@ -24,9 +24,10 @@ lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
   directions, so each is the other's transpose.
 
 XLA does not keep these bits: in one program it may contract the product and the
-sum into an FMA, which rounds once where the contract rounds twice, it takes `0
-+ x` for `x`, which keeps a -0 and a denormal, and XLA:CPU does not always move
-a bfloat16 unchanged. So results of JAX arrays are exact for whole numbers only.
+sum into an FMA, which rounds once where the contract rounds twice, it takes
+`0 + x` for `x`, which keeps a -0 and a denormal, and XLA:CPU does not always
+move a bfloat16 unchanged. So results of JAX arrays are exact for whole numbers
+only.
 """
 
 import itertools
