@@ -17,7 +17,7 @@ from ep._src.matmul.unwritten_rows import cut
 
 
 def expand(sizes, segments, rows, matrices, tail):
-  """Returns rows [C, F] times each of `matrices` [L, F, G]: a list of [C, G]."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
   return [cut(out, sizes.sum(), tail) for out in dots]

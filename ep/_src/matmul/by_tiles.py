@@ -34,7 +34,7 @@ _HEIGHT = 64  # rows of a tile
 
 
 def expand(sizes, segments, rows, matrices, tail):
-  """Returns rows [C, F] times each of `matrices` [L, F, G]: a list of [C, G]."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
 
   def fn(x, *matrices):
