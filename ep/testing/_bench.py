@@ -27,10 +27,10 @@ class Variant:
   """The sizes and the routing of a case.
 
   Attributes:
-    seed: of all that is drawn.
+    seed: the seed of all that is drawn.
     routing: a name in `ROUTINGS`.
-    dtype: of the tokens.
-    alignment: of slabs.
+    dtype: the dtype of the tokens.
+    alignment: the alignment of slabs.
     tokens: T.
     top_k: K.
     hidden: H.
@@ -91,8 +91,8 @@ class Kind:
     top_k: K.
     hidden: H.
     experts: E, before it is rounded up to a multiple of the devices.
-    routing: one that the kind always has, besides drawn ones, or "".
-    all_tokens: of all ranks, at least.
+    routing: a routing that the kind always has, besides drawn ones, or "".
+    all_tokens: the least number of tokens of all ranks together.
     of: the subjects that have such cases.
   """
 
@@ -127,7 +127,7 @@ class Draw:
   def __init__(self, subject: Subject, seed: int):
     self._subject, self._seed = subject, seed
     self._rng = np.random.default_rng(seed)
-    # None comes again before each of them has come.
+    # No dtype, and no alignment, comes again before all have come.
     self._dtypes, self._alignments = map(
       self._shuffled, (subject.dtypes, subject.alignments)
     )
@@ -160,8 +160,7 @@ class Draw:
     """Returns a variant of a kind, or none if no sizes are supported.
 
     Args:
-      too_small: whether a rank lacks room if all choices are of several tokens,
-        or all tokens choose one expert.
+      too_small: whether the capacity is less than one rank's tokens may need.
       ep_size: P.
 
     Raises:
@@ -228,7 +227,7 @@ class Bench(Generic[_Subject]):
     return self._trials[setting]
 
   def limit(self, setting: Setting, numbers: str) -> float:
-    """Returns the limit of an error; sums of whole numbers have none."""
+    """Returns the largest error allowed; sums of whole numbers are exact."""
     if numbers == "whole":
       return 0
     return self.subject.tolerance.limit(setting)

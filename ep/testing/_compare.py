@@ -21,7 +21,7 @@ class Expected(NamedTuple):
     where: returns the words that name the value at an index.
     least_limit: units that a value of any subject may be off, since the
       contract leaves the order of a sum open.
-    source: of the value, for a message.
+    source: the source of the value, for a message.
   """
 
   value: np.ndarray

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Footprint(NamedTuple):
-  """The resources of this process at one time, or a difference of two.
+  """The resources of this process at one time, or how they may grow.
 
   Attributes:
     memory: resident memory, in KiB.

@@ -54,7 +54,7 @@ class Line:
     rule: its name.
     sentence: what it demands.
     cases: how many were run.
-    worst: the largest error of them, in units of a `Tolerance`.
+    worst: the largest error of these cases, in units of a `Tolerance`.
     failures: what failed, by the id of the case.
     left_out: why the rule was not run, or "".
   """
@@ -172,8 +172,8 @@ def cases(
   Args:
     subject: a `Transport` or a `Layer`.
     rules: names of rules; None takes all.
-    seed: of the sizes, routings and numbers that are drawn. Every process of a
-      job has to give the same one.
+    seed: the seed of the sizes, routings and numbers that are drawn. Every
+      process of a job has to give the same seed.
 
   Returns:
     A `pytest.param` for each `Case`.
@@ -216,8 +216,8 @@ def check(
   Args:
     subject: a `Transport` or a `Layer`.
     rules: names of rules; None takes all.
-    seed: of the sizes, routings and numbers that are drawn. Every process of a
-      job has to give the same one.
+    seed: the seed of the sizes, routings and numbers that are drawn. Every
+      process of a job has to give the same seed.
 
   Raises:
     TypeError: an argument has another type.

@@ -128,7 +128,7 @@ class RoundTripOracle(Oracle):
     return self.expert.reshape(-1) == self._setting.num_local_experts
 
   def poisoned(self) -> RoundTripOracle:
-    """Returns the same for experts that make NaN of rows without a token.
+    """Returns an oracle of experts that make NaN of rows without a token.
 
     The expected results stay as they are.
     """
@@ -139,7 +139,7 @@ class RoundTripOracle(Oracle):
     return other
 
   def observed(self, rows: np.ndarray, tokens: np.ndarray) -> RoundTripOracle:
-    """Returns the same with the rows of each slab in the order of `rows`."""
+    """Returns an oracle with the rows of each slab in the order of `rows`."""
     setting = self._setting
     tokens = self._by_rank(tokens)
     rows = rows.reshape(*self.expert.shape, -1)
@@ -208,8 +208,8 @@ class RoundTripOracle(Oracle):
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
     """Returns the cotangents of the tokens and of the weights.
 
-    That of a weight is a float32 sum over H, whose order the contract leaves
-    open. It is exact for whole numbers.
+    The cotangent of a weight is a float32 sum over H, whose order the contract
+    leaves open. It is exact for whole numbers.
     """
     tokens, weights = self._sums(self._pullback, *inputs, g)
     whole = (np.trunc(g.astype(float)) == g).all()
@@ -266,7 +266,7 @@ class RoundTripOracle(Oracle):
     return _scaled(rows, self._factor * weights)
 
   def _sums(self, fn, *args):
-    """Returns `fn(*args)`; the same of absolute values gives the units."""
+    """Returns `fn(*args)`; `fn` of absolute values gives the units."""
     magnitudes = functools.cache(lambda: fn(*jax.tree.map(np.abs, args)))
 
     def unit(i):

@@ -33,10 +33,10 @@ class Rule:
   """One rule of the kit.
 
   Attributes:
-    name: stands in ids and reports.
+    name: the name in ids and reports.
     sentence: states what holds.
     check: runs a case; see the top of this file.
-    variants: returns those of a subject for a seed.
+    variants: returns the variants of a subject for a seed.
     left_out: returns why a subject is not held to it, or "".
     starts_ranks: whether it starts processes.
   """

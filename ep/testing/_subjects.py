@@ -70,10 +70,10 @@ class Setting:
     top_k: K.
     tokens: T.
     hidden: H.
-    capacity: C, a multiple of the alignment. But for the rule `overflow` every
-      routing fits.
+    capacity: C, a multiple of the alignment. Except in the rule `overflow`,
+      every routing fits.
     alignment: rows to a multiple of which each slab is padded.
-    dtype: of the tokens, and of the parameters of a layer.
+    dtype: the dtype of the tokens, and of the parameters of a layer.
   """
 
   mesh: jax.sharding.Mesh
@@ -127,7 +127,8 @@ Order = Literal["source", "any"]
 Tail = Literal["zero", "unspecified"]
 Overflow = Literal["drop", "error", None]
 
-# What a field may be, by its annotation, and the words for an error.
+# By the annotation of a field: its allowed values, or its type and the words
+# for an error.
 _LITERALS = {
   name: get_args(kind)
   for name, kind in dict(Order=Order, Tail=Tail, Overflow=Overflow).items()
@@ -145,15 +146,16 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """Has what any subject declares; rules about the rest are not run.
+  """A subject that declares only what any can; other rules are not run.
 
   Attributes:
-    name: stands in reports.
+    name: the name in reports.
     location: where ranks that the kit starts import the subject, as
       "package.module:name"; None leaves out the rules that start ranks.
-    dtypes: of tokens.
-    alignments: those that `build` supports. Padding is zero.
-    tolerance: of sums. Rows that are moved have the bits of their tokens.
+    dtypes: the dtypes of tokens.
+    alignments: the alignments that `build` supports. Padding is zero.
+    tolerance: the tolerance of sums. Rows that are moved have the bits of their
+      tokens.
     supports: returns whether `build` supports the sizes of a `Setting`; None
       stands for all. The kit draws sizes until it finds supported ones.
     repeatable: whether the same inputs give the same tokens and gradients each
