@@ -32,7 +32,7 @@ class RoutingSizes:
     num_ranks: R, a multiple of P; None: P, i.e. one domain.
     alignment: rows to a multiple of which each expert's slab is padded.
     capacity: C, rows that a rank can receive; None: no limit is drawn.
-    name: the layer's, for the title.
+    name: the name of the layer, for the title.
   """
 
   num_experts: int

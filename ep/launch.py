@@ -5,8 +5,9 @@
     python -m ep.launch --num_processes=4 -m pytest tests/ops/dispatch_test.py
 
 `launch` is the same as a function, and `initialize`, which the program calls
-before anything else touches JAX, makes each process one rank. The two agree by
-a few environment variables, so a cluster's own launcher can replace this one:
+before anything else touches JAX, makes each process one rank. `launch` and
+`initialize` share only a few environment variables, so a cluster's own launcher
+can replace `launch`:
 
     JAX_COORDINATOR_ADDRESS   host:port of JAX's coordination service
     JAX_NUM_PROCESSES         how many ranks there are
@@ -23,7 +24,7 @@ A rank that has joined makes the file that EP_LAUNCH_JOINED names, if there is
 such a variable: so this launcher can tell which ranks ran alone.
 
 Only `initialize` touches JAX's devices: a process that launches must not hold
-those of its ranks.
+the devices of its ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ if os.getppid() == int(launcher):  # it has not died before
   os.execv(sys.executable, [sys.executable, *argv])
 """
 _POLL_S = 0.05
-_KILL_AFTER_S = 3.0  # from asking a rank to end to ending it
+_KILL_AFTER_S = 3.0  # after a rank was asked to end, until it is killed
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # as timeout(1) does
 
@@ -93,10 +94,11 @@ def inside_launcher() -> bool:
 def initialize() -> None:
   """Joins the other ranks of the launcher that started this process.
 
-  The launcher is this module's, another that sets the variables of the module's
-  docstring, or one that JAX knows, which JAX asks for values that are not in
-  the variables. Does nothing without a launcher, or as its only rank. Call it
-  before anything else touches JAX devices; calling it again is harmless.
+  The launcher is `launch`, another program that sets the variables of the
+  module's docstring, or a launcher that JAX knows: JAX asks it for values that
+  are not in the variables. Does nothing without a launcher, or as its only
+  rank. Call it before anything else touches JAX devices; calling it again is
+  harmless.
 
   From here on an uncaught exception ends this rank at once, as it does under
   `python -m mpi4py`. Python's orderly exit may first wait for programs on the
@@ -159,19 +161,19 @@ def launch(
 
   Each rank finds the variables of the module's docstring, runs on the CPU
   unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
-  and imports from where this process does. Ranks read nothing from stdin. On
-  the CPU they keep freed memory for the next step (glibc's MALLOC_* variables,
-  unless they are set already). JAX's preemption service is off unless
-  JAX_ENABLE_PREEMPTION_SERVICE is set: for the sake of
-  `multihost_utils.reached_preemption_sync_point` it catches SIGTERM, and the
-  rank goes on.
+  and imports from the same folders as this process. Ranks read nothing from
+  stdin. On the CPU they keep freed memory for the next step (glibc's MALLOC_*
+  variables, unless they are set already). JAX's preemption service is off
+  unless JAX_ENABLE_PREEMPTION_SERVICE is set: it catches SIGTERM for
+  `multihost_utils.reached_preemption_sync_point`, and the rank goes on.
 
-  Rank r writes stdout and stderr to `rank_<r>.log`; rank 0's is also copied to
-  this process's stdout as it grows. If a rank fails, the others get `grace_s`
-  to report what they saw, then are made to dump their stacks and end. The first
-  failure decides the result; the last lines of its log are printed, then a line
-  for each of the others. If stdout is closed meanwhile (`| head`), the job goes
-  on, and what is left to say goes to stderr.
+  Rank r writes stdout and stderr to `rank_<r>.log`; the log of rank 0 is also
+  copied to this process's stdout as it grows. If a rank fails, the others get
+  `grace_s` to report what they saw, then are made to dump their stacks and end.
+  The first failure decides the result; the last lines of its log are printed,
+  then a line for each other rank that failed or was still running. If stdout is
+  closed meanwhile (`| head`), the job goes on, and what is left to say goes to
+  stderr.
 
   If ranks end that have not called `initialize`, a line on stderr says so: each
   of them sees its own devices only, and takes itself for the whole job.
@@ -179,8 +181,8 @@ def launch(
   SIGINT and SIGTERM are passed on to the ranks, which get `grace_s` to end.
 
   On Linux no rank outlives this call, even if the launcher dies by SIGKILL.
-  When a rank ends, so does every process of its process group, which are those
-  that it started and that have not left the group.
+  When a rank ends, so does every process that it started and that has not left
+  its process group.
 
   Args:
     argv: what follows `python` on a command line: ["train.py", "--steps=10"] or
@@ -188,8 +190,8 @@ def launch(
     num_processes: how many ranks.
     devices_per_process: CPU devices of each rank; other platforms ignore it.
     ranks_per_gpu: how many ranks share a GPU, where JAX_PLATFORMS names GPUs
-      and each rank sees one of this host's (NCCL 2.30 and newer allow sharing).
-      It is for tests: times mean nothing then.
+      and each rank sees one GPU of this host (NCCL 2.30 and newer allow
+      sharing). It is for tests: times mean nothing then.
     log_dir: folder for the logs, created if missing. By default a new folder
       under $TEST_UNDECLARED_OUTPUTS_DIR (a Bazel test keeps it), or else a
       temporary one that is removed if all ranks succeed.

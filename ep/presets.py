@@ -36,10 +36,10 @@ __all__ = [
 MIXTRAL_8X7B = MoEConfig(hidden=4096, inner=14336, num_experts=8, top_k=2)
 
 # The configuration: its own config.json could not be read. The sizes are the
-# defaults of Qwen3MoeConfig in transformers, for which that of
-# Qwen3-30B-A3B-Base serves as the example. They, and norm_topk_prob = true, are
-# also in qwen3_30b_a3b.yaml of Ascend/MindSpeed-RL. No shared experts: there is
-# none in modeling_qwen3_moe.py.
+# defaults of Qwen3MoeConfig in transformers, whose example is
+# Qwen3-30B-A3B-Base. The sizes, and norm_topk_prob = true, are also in
+# qwen3_30b_a3b.yaml of Ascend/MindSpeed-RL. It has no shared experts:
+# modeling_qwen3_moe.py has none.
 QWEN3_30B_A3B = MoEConfig(hidden=2048, inner=768, num_experts=128, top_k=8)
 
 # The configuration: inference/configs/config_671B.json of
@@ -72,7 +72,7 @@ def _clamped_plus_one(x: jax.Array) -> jax.Array:
 
 # The configuration, the clamped SwiGLU, the biases and the softmax over the
 # chosen logits: gpt_oss/torch/model.py of github.com/openai/gpt-oss, at
-# 0568dfc, whose defaults are those of the 120b model (ModelConfig, swiglu,
+# 0568dfc, whose defaults describe the 120b model (ModelConfig, swiglu,
 # MLPBlock).
 GPT_OSS_120B = MoEConfig(
   hidden=2880,
