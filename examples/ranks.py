@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs share: the flags of a (dp, ep) mesh, and its ranks.
+"""Holds the code of all programs: flags of a (dp, ep) mesh, and its ranks.
 
 The flags are checked against each other when they are parsed.
 """

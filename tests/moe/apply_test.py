@@ -258,7 +258,7 @@ def test_bfloat16_in_both_views():
   ],
 )
 def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
-  """What stands in them reaches nothing, neither a NaN nor an infinity."""
+  """A NaN or an infinity in masked tokens reaches no other value."""
   mesh_group = group("dp2_ep2")
   params, x = make_params(config), tokens(R * T)
   mask = np.random.default_rng(3).random(R * T) < 0.6

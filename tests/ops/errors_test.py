@@ -355,7 +355,7 @@ def test_no_integer_of_numpy_or_python_wraps(shape, call):
 
 @pytest.mark.parametrize("value", [2**32 + 3, -(2**40) + 3, 2**32 - 1])
 def test_no_integer_of_a_program_wraps(value):
-  """What is refused when it runs is no valid id, and no valid size."""
+  """A value that is refused when it runs is not a valid id or size."""
   with jax.enable_x64(True):
     wide = jnp.int64(value)
     route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, forced_idx=i)[0])

@@ -65,7 +65,7 @@ def _what_runs(code: str) -> str:
   )
 
 
-# What fragments assume: a group, a layer, and a step of training.
+# Fragments assume that these exist: a group, a layer, and a training step.
 _GIVEN = """
 import copy, functools, pickle
 import jax
