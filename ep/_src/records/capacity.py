@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import dataclasses
 import math
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +55,7 @@ class CapacitySuggestion:
   demand: np.ndarray
 
   def __str__(self) -> str:
-    columns = [
+    columns: list[tuple[int, str, Any]] = [
       (9, "capacity", self.candidates),
       (7, "factor", [f"{c / self.balanced:.2f}" for c in self.candidates]),
       (12, "bytes", self.bytes),
@@ -160,7 +161,8 @@ def suggest_capacity(
     routings = routings.routings(layer)
   group, unit = layer.group, layer.alignment
   columns = {layer.top_k, layer.num_candidates or layer.top_k}
-  steps, most_tokens = [], 1
+  steps: list[np.ndarray] = []
+  most_tokens = 1
   for topk_idx in map(np.asarray, routings):
     arguments.check(
       topk_idx.ndim > 0 and topk_idx.shape[-1] in columns,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -156,18 +157,19 @@ def describe(handle: EpHandle) -> RoutingSummary:
     )
   ranks, local = layer.group.num_token_ranks, layer.num_local_experts
   shape = handle.group_sizes.shape
+  rows: Sequence[np.ndarray]
   if shape == (local,):
     here = None
-    counts = [np.asarray(x)[None] for x in counts]
+    rows = [np.asarray(x)[None] for x in counts]
   elif shape == (ranks, local):
-    (here, *_), counts = zip(*map(_addressable_rows, counts), strict=True)
+    (here, *_), rows = zip(*map(_addressable_rows, counts), strict=True)
   else:
     raise ValueError(
       f"{what}: group_sizes has shape {shape}, but [L] = [{local}] of a rank or"
       f" [R, L] = [{ranks}, {local}] is expected; of stacked handles, take one:"
       " jax.tree.map(lambda x: x[i], handles)."
     )
-  token_counts, group_sizes, dropped_counts, totals = counts
+  token_counts, group_sizes, dropped_counts, totals = rows
   return RoutingSummary(
     layer,
     here,
@@ -182,9 +184,10 @@ def describe(handle: EpHandle) -> RoutingSummary:
 def _buffers(layer: EpLayerConfig) -> str:
   """Says what rows of buffers NCCL EP keeps; see GroupBytes in limits.cc."""
   group = layer.group
-  tokens = -(-group.max_tokens_per_rank // 4) * 4
-  rows = 2 * group.ep_size * tokens + layer.capacity
-  width, dtype = group.hidden_dim, group.max_token_dtype
+  tokens, width = group.max_tokens_per_rank, group.hidden_dim
+  assert tokens is not None and width is not None  # "nccl" needs both
+  rows = 2 * group.ep_size * (-(-tokens // 4) * 4) + layer.capacity
+  dtype = group.max_token_dtype
   mib = rows * width * dtype.itemsize / 2**20
   half = " (half with bfloat16)" if dtype.itemsize == 4 else ""
   return f"nccl keeps {rows} rows of {width} {dtype}: {mib:.0f} MiB{half}"
@@ -193,9 +196,9 @@ def _buffers(layer: EpLayerConfig) -> str:
 def _addressable_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
   """Returns the indices and values of the rows that this process holds."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
-    array = np.asarray(array)
-    return np.arange(len(array), dtype=np.int32), array
-  rows = {}
+    whole = np.asarray(array)
+    return np.arange(len(whole), dtype=np.int32), whole
+  rows: dict[int, np.ndarray] = {}
   for shard in array.addressable_shards:
     first = shard.index[0].start or 0
     rows.update(enumerate(np.asarray(shard.data), start=first))

@@ -120,7 +120,7 @@ class Writer:
         columns = _columns(rows)
         arrays |= {f"{layer}.{name}": array for name, array in columns.items()}
       with open(self._path(".part"), "wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]
       os.replace(self._path(".part"), self._path())
       self._num_files += 1
 

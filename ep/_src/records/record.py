@@ -215,7 +215,7 @@ class _Recorder:
     )
     if self._others:
       why = (
-        f"layers = {sorted(self._layers)}, but the context has traced"
+        f"layers = {sorted(self._layers or ())}, but the context has traced"
         f" {sorted(self._others)}; name some of these"
       )
     arguments.warn(f"ep.record: nothing was recorded in {self._folder}: {why}.")
