@@ -105,8 +105,8 @@ class MoEConfig:
     arguments.label("MoEConfig", self.name)
     what = f'MoEConfig(name="{self.name}")'
     for field in _FLAGS:
-      value = arguments.flag(what, field, getattr(self, field))
-      object.__setattr__(self, field, value)
+      flag = arguments.flag(what, field, getattr(self, field))
+      object.__setattr__(self, field, flag)
     for field in ("tp_axis", "fsdp_axis"):
       if getattr(self, field) is not None:
         arguments.string(what, field, getattr(self, field))
@@ -186,7 +186,8 @@ class MoEConfig:
         hidden size, no choice can move to one of `num_candidates`, or the
         layer is `deterministic` and the group's backend is "nccl".
     """
-    overflow = None if self.capacity_factor is None else self.overflow
+    inherited: Any = None  # a layer's types are of the resolved values
+    overflow = inherited if self.capacity_factor is None else self.overflow
     # Blocks of rows then are alike, also the last one (row_map.py).
     multiple = row_map.HEIGHT if self.deterministic else 1
     layer = EpLayerConfig(
@@ -195,7 +196,7 @@ class MoEConfig:
       capacity_factor=self.capacity_factor,
       capacity_multiple=multiple,
       overflow=overflow,
-      drop_by=self.drop_by,
+      drop_by=self.drop_by or inherited,
       num_candidates=self.num_candidates,
       name=self.name,
     )

@@ -129,12 +129,12 @@ class _Hidden:
 
   def __call__(self, *operands):
     n = self.num_products
-    products, operands = operands[:n], operands[n:]
+    products, others = [*operands[:n]], [*operands[n:]]
     if self.has_biases:
-      products = map(jnp.add, products, operands[:n])
-      operands = operands[n:]
+      products = [*map(jnp.add, products, others[:n])]
+      others = others[n:]
     if self.is_padded:
-      holds_token, *operands = operands
+      holds_token, *others = others
       products = [jnp.where(holds_token, x, 0) for x in products]
     hidden = self.experts.hidden(*products)
-    return hidden * operands[0] if operands else hidden
+    return hidden * others[0] if others else hidden

@@ -179,6 +179,7 @@ def _with_fitting_rows(
   Rows are padded to a multiple of elements. NCCL EP's combine has no weights,
   so the rows are scaled before it.
   """
+  rows: Any  # not any `AbstractValue`, which has no shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
   hidden, width = rows.shape[1], _width(rows.shape[1])
 
