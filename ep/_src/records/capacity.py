@@ -203,18 +203,18 @@ def suggest_capacity(
   blocks = range(least // unit, most // unit)
   found = unit * (blocks.start + bisect.bisect(blocks, False, key=is_enough))
   rounded = [-(-int(f * balanced) // unit) * unit for f in _FACTORS]
-  candidates = {c for c in rounded if least <= c <= most} | {found, most}
-  candidates = sorted(candidates)
-  drops = np.stack([dropped(c) for c in candidates])  # [N, S, R]
+  chosen = {c for c in rounded if least <= c <= most} | {found, most}
+  drops = np.stack([dropped(c) for c in sorted(chosen)])  # [N, S, R]
+  candidates = np.array(sorted(chosen), np.int64)
   num_bytes = None
   if group.hidden_dim is not None:
     row_bytes = group.hidden_dim * group.max_token_dtype.itemsize + 4
-    num_bytes = np.array(candidates) * row_bytes
+    num_bytes = candidates * row_bytes
   return CapacitySuggestion(
     layer=layer,
     drop_probability=limit,
     capacity=found,
-    candidates=np.array(candidates),
+    candidates=candidates,
     balanced=balanced,
     bytes=num_bytes,
     dropped_choices=drops.sum(axis=(1, 2)) / total,

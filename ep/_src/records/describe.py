@@ -99,9 +99,9 @@ class RoutingSummary:
     lines.append(
       row(*"rank expert offset rows tokens dropped imbalance".split())
     )
-    columns = self.experts, self.slab_offsets, self.group_sizes
-    columns += self.token_counts, self.dropped_counts
-    experts = np.stack(columns, axis=2)
+    slabs = [self.experts, self.slab_offsets, self.group_sizes]
+    counts = [self.token_counts, self.dropped_counts]
+    experts = np.stack(slabs + counts, axis=2)
     for i, total in enumerate(self.total_recv_tokens):
       rank = "-" if self.ranks is None else self.ranks[i]
       tokens = self.token_counts[i].sum()

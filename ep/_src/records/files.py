@@ -27,7 +27,7 @@ import collections
 from collections.abc import Callable, Iterable
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import zipfile
 
 import numpy as np
@@ -36,7 +36,9 @@ from ep._src.base import arguments
 
 FORMAT = "ep.record 1"
 # The columns with a number for each call, and what is one for all calls.
-COLUMNS = dict(rank=np.int32, step=np.int64, call=np.int32, run=np.int64)
+COLUMNS: dict[str, Any] = dict(
+  rank=np.int32, step=np.int64, call=np.int32, run=np.int64
+)
 SIZES = dict(num_ranks=np.int32, calls_per_step=np.int32)
 _TOKENS = dict(topk_idx=(np.int32, np.int64), topk_weights=(np.float32,))
 
@@ -144,7 +146,7 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
   Raises:
     ValueError: it is truncated, damaged, or no file of a record.
   """
-  layers = collections.defaultdict(dict)
+  layers: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
   others = "format", *_TOKENS
   for name, column in _read(path, lambda name: not name.endswith(others)):
     layer, _, column_name = name.rpartition(".")
@@ -162,15 +164,20 @@ def read_calls(path: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
 def _are_sound(columns: dict[str, np.ndarray]) -> bool:
   """Returns whether all columns are there, of one length and in range."""
   site = columns.get("site", np.array(0))
-  types = {name: (dtype, site.shape) for name, dtype in COLUMNS.items()}
-  types |= {name: (dtype, ()) for name, dtype in SIZES.items()}
-  types["site"] = site.dtype, (site.size,)
+  types: dict[str, Any] = {
+    **{name: (dtype, site.shape) for name, dtype in COLUMNS.items()},
+    **{name: (dtype, ()) for name, dtype in SIZES.items()},
+    "site": (site.dtype, (site.size,)),
+  }
   got = {k: (x.dtype, x.shape) for k, x in columns.items() if k in types}
   if got != types or not site.size:
     return False
-  limits = {name: np.iinfo(dtype).max for name, dtype in COLUMNS.items()}
-  limits["step"] = arguments.INT32_MAX
-  limits["rank"], limits["call"] = (columns[name] for name in SIZES)
+  limits = {
+    "rank": columns["num_ranks"],
+    "step": arguments.INT32_MAX,
+    "call": columns["calls_per_step"],
+    "run": np.iinfo(np.int64).max,
+  }
   return all(
     ((columns[name] >= 0) & (columns[name] < limit)).all()
     for name, limit in limits.items()
