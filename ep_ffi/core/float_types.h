@@ -4,7 +4,7 @@
 //
 // The conversions have no branches, so that the compiler vectorizes the loop of
 // a caller, for whichever vector unit that caller is compiled. They round to
-// nearest, ties to even; a NaN stays one.
+// nearest, ties to even; a NaN stays a NaN.
 
 #ifndef EP_FFI_CORE_FLOAT_TYPES_H_
 #define EP_FFI_CORE_FLOAT_TYPES_H_

@@ -34,8 +34,9 @@ struct AllArrays {
 struct Contribution {
   Signature signature;
   Arrays arrays;
-  // Copies the parts of the arrays that other processes read to where the first
-  // and the second array are in a segment. Null: all of both arrays is copied.
+  // Copies the parts of the arrays that other processes read to the places of
+  // the first and the second array in a segment. If it is null, both arrays are
+  // copied whole.
   std::function<void(std::byte* first, std::byte* second)> stage;
   // The work of this rank, in chunks that may run at the same time.
   int64_t num_chunks = 0;

@@ -84,8 +84,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // that it has failed.
   void FailRunHere(int64_t run_id, const Status& status);
 
-  // Ends all that is pending. Fails if a peer has run what this process has
-  // not, unless an op has failed, which may be why.
+  // Ends all pending exchanges. Fails if a peer has run an op that this process
+  // has not, unless an op has failed, which may be the reason.
   Status Close();
 
  private:
@@ -117,8 +117,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   // ---- A complete exchange
 
-  // Runs it, on the executor's threads too if there are any. The calling thread
-  // may complete the call of the rank `own`.
+  // Runs an exchange, also on the executor's threads if there are any. The
+  // calling thread may complete the call of the rank `own`.
   void Run(ExchangePtr exchange, Executor* executor, int32_t own);
   // Completes the calls of the local ranks and releases the peers' segments.
   // Completing resumes a program, which may block: a thread does it for the
@@ -130,11 +130,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
 
   // Returns what messages need to name an op, and its launch as NameLaunch.
   PostedOp NameOp(const Call& call) EP_EXCLUDES(mutex_);
-  // Returns the name of a launch of this process, after doing what was deferred
-  // until the op at this site ran here.
+  // Returns the name of a launch of this process, after the actions that were
+  // deferred until the op at this site ran here.
   Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
-  // Does `act` with the run id here of a peer's launch: now, or once the op has
-  // run here.
+  // Calls `act` with the run id that a peer's launch has here: now, or once the
+  // op has run here.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
       EP_EXCLUDES(mutex_);
 

@@ -52,7 +52,8 @@ class Launches {
     return entry != reached_.end() && entry->second >= launch.number;
   }
 
-  // Returns the run id here of a peer's launch, or none if it is not known yet.
+  // Returns the run id that a peer's launch has here, or none if it is not
+  // known yet.
   std::optional<int64_t> RunId(const Launch& launch) const {
     if (IsNear(launch.run_id)) return launch.run_id;
     auto entry = first_.find(launch.site_id);
@@ -77,7 +78,7 @@ class Launches {
   }
 
   std::map<uint64_t, int64_t> first_;    // run id, by site
-  std::map<uint64_t, int64_t> reached_;  // number of the last, by site
+  std::map<uint64_t, int64_t> reached_;  // number of the latest launch, by site
   std::vector<int64_t> near_;            // a run id of each executable
 };
 

@@ -40,7 +40,7 @@ class Handshake {
  public:
   // `listener` is the socket on which this process listens; it stays the
   // caller's, and is unused with one process. `watches` are of all processes.
-  // What is given by reference must outlive this object.
+  // Arguments that are references must outlive this object.
   Handshake(const Topology& topology, int listener, double timeout_s,
             const std::vector<ProcessWatch>& watches);
 
