@@ -68,7 +68,7 @@ def dropped(
     tokens: of each local expert, in NumPy.
     capacity: C, rows of a rank.
   """
-  quota_of = _quota_fairly if layer.rule == "fair" else _quota_by_slot
+  quota_of = _quota_fairly if layer.drop_by == "fair" else _quota_by_slot
   wants = _blocks(layer, tokens)
   has = np.zeros_like(wants)
   quota = quota_of(layer, capacity // layer.alignment, has, wants)
