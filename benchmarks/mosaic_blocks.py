@@ -52,6 +52,8 @@ def main(argv):
   ]:
     times = {}
     for blocks in _candidates(*size):
+      if height % blocks.inner or width % blocks.inner:
+        continue
       seconds = _seconds(fn, blocks, sizes, None, lefts, rights)
       if seconds is not None:
         times[blocks] = seconds

@@ -76,7 +76,8 @@ def interpret(monkeypatch):
   if not hasattr(plgpu, "InterpretGPUParams"):
     _interpret_transposes(monkeypatch)
   options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
-  return lambda: params.force_gpu_interpret_mode(options)
+  yield lambda: params.force_gpu_interpret_mode(options)
+  interpret_pallas_call.reset_gpu_interpret_mode_state()  # if it failed
 
 
 def _interpret_transposes(monkeypatch):

@@ -7,6 +7,7 @@ import types
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ep
@@ -34,6 +35,7 @@ def _fresh_log(monkeypatch):
     (HOPPER, _rows(dtype=jnp.float32), (1, 64, 64), by_static_tiles, "float32"),
     (HOPPER, _rows(132), (8, 64, 64), by_static_tiles, "a multiple of 8"),
     (HOPPER, _rows(56), (8, 64, 64), by_static_tiles, "at least 64"),
+    (HOPPER, _rows(0), (8, 64, 64), by_ragged_dot, "at least 64"),
     (HOPPER, _rows(), (8, 64, 72), by_static_tiles, "multiples of 64"),
   ],
 )
@@ -84,3 +86,33 @@ def test_an_exported_program_has_no_kernels():
   text = exported(*args).mlir_module()
   assert "mosaic" not in text
   assert "ragged_dot" not in text
+
+
+def test_the_loop_over_fewer_rows_than_a_tile():
+  sizes, rows = jnp.int32([1, 1]), jnp.ones((3, 4))
+  (out,) = by_static_tiles.expand(
+    sizes, None, rows, [jnp.ones((2, 4, 5))], "zero"
+  )
+  np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])
+
+
+def test_the_loop_has_a_static_number_of_turns_and_no_tf32():
+  """The host asks the device about no turn, and multiplies float32 as such."""
+  args = map(
+    jax.ShapeDtypeStruct,
+    [(300, 6), (8, 6, 5), (8,)],
+    [jnp.float32] * 2 + [jnp.int32],
+  )
+
+  def both(rows, matrices, sizes):
+    out, vjp = jax.vjp(lambda *a: ep.grouped_matmul(*a, sizes), rows, matrices)
+    return vjp(out)
+
+  traced = jax.jit(both).trace(*args)
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  length = (300 + 8 * 134) // 128
+  assert text.count(f"dense<{length}> : tensor<i32>") >= 1
+  assert text.count("stablehlo.while") == 3
+  dots = [line for line in text.splitlines() if "dot_general" in line]
+  assert len(dots) == 3
+  assert all("precision = [HIGHEST, HIGHEST]" in line for line in dots)

@@ -15,6 +15,7 @@ SIZES = {
   "most tiles": [1] * (C // 9),  # most slabs begin before a multiple of 8
   "last row": [0, C - 1, 1, 0],
   "too many": [600, 600, 3],
+  "negative": [-70, 30],
   **{
     str(seed): np.random.default_rng(seed).multinomial(C - seed, [1 / 7] * 7)
     for seed in range(4)
@@ -39,6 +40,6 @@ def test_tiles_cover_the_rows_of_slabs(case):
     rows = slice(start + begin, start + end)
     assert (slab_of_row[rows] == -1).all()
     slab_of_row[rows] = slab
-  expected = np.repeat(np.arange(len(sizes)), sizes)[:C]
+  expected = np.repeat(np.arange(len(sizes)), sizes.clip(0))[:C]
   np.testing.assert_array_equal(slab_of_row[: len(expected)], expected)
   assert (slab_of_row[len(expected) :] == -1).all()

@@ -137,7 +137,7 @@ def _outer(
           @pl.when((first < begin) | (first + b.inner > end))
           def _():
             for ref in (x, y):
-              place = first + _row_numbers(ref.shape)
+              place = first + lax.broadcasted_iota(jnp.int32, ref.shape, 0)
               inside = (place >= begin) & (place < end)
               ref[...] = jnp.where(inside, ref[...], jnp.zeros_like(ref))
             plgpu.commit_smem()
@@ -219,11 +219,6 @@ def _pipeline(multiply, num_steps, operands, max_concurrent_steps):
     max_concurrent_steps=max_concurrent_steps,
   )(*(ref for ref, _, _ in operands))
   plgpu.wgmma_wait(0)  # The next pipeline uses the same shared memory.
-
-
-def _row_numbers(shape):
-  numbers = lax.broadcasted_iota(jnp.int32, shape, 0)
-  return plgpu.layout_cast(numbers, plgpu.Layout.WGMMA)
 
 
 def _store(values, out, rows, column):

@@ -20,7 +20,8 @@ class Blocks:
   Attributes:
     rows: of a block of the result, 64 or 128.
     columns: of a block of the result, a multiple of 64.
-    inner: columns, or for `outer` rows, that a step of the pipeline adds.
+    inner: columns, or for `outer` rows, whose products a step of the pipeline
+      adds. It divides the number of columns.
     steps: of the pipeline that are in shared memory at once, 2 or more.
     panel: blocks that lie side by side and are computed before those below, so
       that what they share stays in the cache.

@@ -39,7 +39,7 @@ def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
   obstacle = _obstacle(device, rows, matrices[1:])
   if obstacle is None:
     chosen, name = _kernels(device.core_count), "kernels of Pallas Mosaic GPU"
-  elif is_short and matrices[0] <= _FEW:
+  elif rows.shape[0] == 0 or (is_short and matrices[0] <= _FEW):
     chosen, name = by_ragged_dot, f"lax.ragged_dot, because {obstacle}"
   else:
     chosen, name = by_static_tiles, f"a loop over tiles, because {obstacle}"

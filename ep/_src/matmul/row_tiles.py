@@ -55,17 +55,21 @@ class Tiles(NamedTuple):
 
 
 def slabs(sizes: jax.Array, num_rows: int) -> Slabs:
-  """Returns the slabs of `sizes`, one after another, of at most `num_rows`."""
-  ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
+  """Returns the slabs of `sizes`, one after another, in a buffer of `num_rows`.
+
+  They are inside the buffer whatever the sizes are.
+  """
+  sizes = jnp.maximum(sizes, 0)
+  ends = jnp.clip(jnp.cumsum(sizes, dtype=jnp.int32), 0, num_rows)
   firsts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
   begins = firsts % ALIGNMENT
   return Slabs(firsts - begins, begins, ends - firsts + begins)
 
 
 def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
-  """Returns tiles of `height` rows of a buffer of `num_rows`, which is more.
+  """Returns tiles of `height` rows of a buffer of `num_rows`, at least as many.
 
-  Both numbers are multiples of ALIGNMENT.
+  Tiles start at multiples of ALIGNMENT if both numbers are such.
   """
   of = slabs(sizes, num_rows)
   counts = jnp.where(of.end > of.begin, -(-of.end // height), 0)
