@@ -69,7 +69,7 @@ def main(argv):
 def _candidates(height, width):
   """Yields blocks of a result [height, width] that fit into the registers."""
   for sizes in itertools.product(
-    (64, 128), (64, 128, 192, 256), (64, 128), (2, 3, 4, 5, 6), (1, 4, 8, 16)
+    (64, 128), (64, 128, 192), (64, 128), (2, 3, 4, 5, 6), (1, 4, 8, 16)
   ):
     blocks = Blocks(*sizes)
     is_inside = blocks.rows <= height and blocks.columns <= width

@@ -70,7 +70,10 @@ def _expected(op, sizes, rows, matrices, outs):
 def interpret(monkeypatch):
   """Returns the context in which JAX interprets kernels."""
   try:
-    from jax._src.pallas.mosaic_gpu.interpret import params
+    from jax._src.pallas.mosaic_gpu.interpret import (
+      interpret_pallas_call,
+      params,
+    )
   except ImportError:
     pytest.skip(f"JAX {jax.__version__} has no interpreter of these kernels")
   if not hasattr(plgpu, "InterpretGPUParams"):
