@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src.matmul import by_ragged_dot, by_tiles
+from ep._src.matmul import by_ragged_dot, by_static_tiles, by_tiles
 from ep._src.matmul import grouped_matmul as gm
 from ep._src.native import ffi
 
@@ -26,7 +26,11 @@ SIZES = {
   "many": [3] * 100,
 }
 
-IMPLEMENTATIONS = {"tiles": by_tiles, "ragged": by_ragged_dot}
+IMPLEMENTATIONS = {
+  "tiles": by_tiles,
+  "static": by_static_tiles,
+  "ragged": by_ragged_dot,
+}
 
 
 def _slabs(sizes):

@@ -234,6 +234,13 @@ def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
   return not exported and module.get_backend(optional=True) is not None
 
 
+def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
+  """Returns a device of this process for the program, if it will run here."""
+  if not can_call_python(ctx):
+    return None
+  return ctx.module_context.get_backend().local_devices()[0]
+
+
 def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
   """Returns whether a `shard_map` leaves axes automatic.
 

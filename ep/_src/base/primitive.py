@@ -18,6 +18,7 @@ def new(
   lower: Callable[..., Any],
   *,
   on_cpu: Callable[..., Any] | None = None,
+  on_cuda: Callable[..., Any] | None = None,
   static: Sequence[str] = (),
   cacheable: bool = True,
 ) -> compat.Primitive:
@@ -32,6 +33,7 @@ def new(
       of the operands, and the parameters.
     lower: the lowering.
     on_cpu: the lowering for CPUs, if it differs.
+    on_cuda: the lowering for NVIDIA GPUs, if it differs.
     static: the names of the parameters, if eager calls are to compile once for
       each kind of operands.
     cacheable: whether JAX may lower equal calls in a program once. It must not
@@ -41,8 +43,11 @@ def new(
   primitive.multiple_results = True
   primitive.def_abstract_eval(types)
   compat.mlir.register_lowering(primitive, lower, cacheable=cacheable)
-  if on_cpu is not None:
-    compat.mlir.register_lowering(primitive, on_cpu, "cpu", cacheable=cacheable)
+  for platform, rule in (("cpu", on_cpu), ("cuda", on_cuda)):
+    if rule is not None:
+      compat.mlir.register_lowering(
+        primitive, rule, platform, cacheable=cacheable
+      )
   if static:
     compat.compile_eager(primitive, static)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiplies each slab of rows by its own matrix: a JAX primitive.
 
-`lax.ragged_dot` is this operation, and is what GPUs and TPUs run here. On CPUs
-it costs rows x matrices, so the native library does it there
-(ep_ffi/matmul/); programs that cannot call the library run the loops of
-by_tiles.py.
+`lax.ragged_dot` is this operation, and is what TPUs run here. On CPUs and
+NVIDIA GPUs it costs rows x matrices. So the native library does it on CPUs
+(ep_ffi/matmul/), or the loops of by_tiles.py in programs that cannot call the
+library; on_cuda.py says what does it on GPUs.
 
 Its derivatives come from one form, which is linear in each of three arguments:
 rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
@@ -38,7 +38,7 @@ import numpy as np
 
 from ep._src.base import arguments, checked, compat, primitive
 from ep._src.base.compat import ad
-from ep._src.matmul import by_ragged_dot, by_tiles
+from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda
 from ep._src.native import ffi
 
 # The arguments of T, by their places in a triple of lists [X], Ws, Ys.
@@ -254,6 +254,15 @@ def _lower_on_cpu(ctx, *operands, **params):
   )
 
 
+def _lower_on_cuda(ctx, *operands, missing, **params):
+  rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
+  short = (rows + outs)[0]
+  wide = (matrices or ctx.avals_out)[0]
+  device = None if compat.is_partitioned(ctx) else compat.local_device(ctx)
+  lower = _lowering(on_cuda.choose(device, short, wide.shape))
+  return lower(ctx, *operands, missing=missing, **params)
+
+
 _NATIVE_DTYPES = set(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
@@ -262,6 +271,7 @@ grouped_matmul_p = primitive.new(
   _types,
   _lowering(by_ragged_dot),
   on_cpu=_lower_on_cpu,
+  on_cuda=_lower_on_cuda,
   static=["missing", "matrix_dtype", "tail"],
 )
 ad.primitive_jvps[grouped_matmul_p] = _jvp

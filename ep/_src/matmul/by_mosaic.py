@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls on Hopper GPUs: kernels of Pallas Mosaic GPU.
+
+The functions are those of by_tiles.py, for bfloat16 and float16. A kernel runs
+one thread block on each multiprocessor, and each goes over blocks of the
+result. A pipeline copies blocks of the operands to shared memory (TMA), and the
+tensor cores (WGMMA) add their products in float32 registers.
+
+  * expand and contract go over the tiles of row_tiles.py. A tile may hold rows
+    of neighbours and unused ones. A product of a row depends on no other row,
+    and only those of the slab are stored.
+  * outer goes over the matrices. It sums over rows, so it sets those of others
+    to zero in both operands, whatever they hold: NaN times zero is NaN.
+
+WGMMA reads blocks in shared memory by rows or by columns, so no matrix is
+transposed in memory. The last block of columns begins early enough to end with
+the matrix; it computes some columns twice, with the same bits.
+
+A copy to shared memory begins at a multiple of 8 rows and 64 columns, so there
+must be a multiple of 8 rows, 64 at least, and widths must be multiples of 64.
+Segments have no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from ep._src.matmul import row_tiles
+from ep._src.matmul.mosaic_blocks import Blocks, blocks_for
+
+_FILLINGS = {"zero": 0, "nan": jnp.nan}
+
+
+def expand(sizes, segments, rows, matrices, tail, **options):
+  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  del segments
+  return [
+    _products("expand", sizes, [rows], [w], tail, **options) for w in matrices
+  ]
+
+
+def contract(sizes, segments, outs, matrices, tail, **options):
+  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  del segments
+  return _products("contract", sizes, outs, matrices, tail, **options)
+
+
+def outer(sizes, segments, rows, outs, dtype, **options):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  del segments
+  return [_outer(sizes, rows, y, dtype, **options) for y in outs]
+
+
+def _products(
+  op, sizes, lefts, matrices, tail, *, num_cores, blocks: Blocks | None = None
+):
+  """Returns the sum of the products of all pairs, rounded once."""
+  is_transposed = op == "contract"
+  (num_rows, _), dtype = lefts[0].shape, lefts[0].dtype
+  num_slabs, *shape = matrices[0].shape
+  width = shape[0 if is_transposed else 1]
+  b = blocks or blocks_for(op, shape, num_rows, width)
+  if tail != "unspecified":  # The tail is one more slab, which is filled.
+    sizes = jnp.append(sizes, num_rows - sizes.sum(dtype=jnp.int32))
+  tiles = row_tiles.tiles(sizes, num_rows, b.rows)
+
+  def body(count, slabs, starts, begins, ends, *operands):
+    lefts, rights = operands[: len(matrices)], operands[len(matrices) : -1]
+
+    def compute(tile, column):
+      slab, start = slabs[tile], _aligned_row(starts[tile])
+      column = _start(column, b.columns, width)
+
+      def sums(acc):
+        def multiply(_, x, w):
+          plgpu.wgmma(acc, x, w.transpose((1, 0)) if is_transposed else w)
+
+        for left, right in zip(lefts, rights, strict=True):
+          columns = pl.ds(column, b.columns)
+          x = left.at[pl.ds(start, b.rows)], (b.rows, b.inner), 1
+          if is_transposed:
+            w = right.at[slab, columns], (b.columns, b.inner), 1
+          else:
+            w = right.at[slab, :, columns], (b.inner, b.columns), 0
+          _pipeline(multiply, left.shape[1] // b.inner, [x, w], b.steps)
+        return acc[...]
+
+      def store(values):
+        rows = start, begins[tile], ends[tile]
+        _store(values.astype(dtype), operands[-1], rows, column)
+
+      @pl.when(slab < num_slabs)
+      def _():
+        store(pl.run_scoped(sums, plgpu.ACC((b.rows, b.columns))))
+
+      if tail != "unspecified":
+
+        @pl.when(slab == num_slabs)
+        def _():
+          store(jnp.full((b.rows, b.columns), _FILLINGS[tail], jnp.float32))
+
+    num_columns = pl.cdiv(width, b.columns)
+
+    @plgpu.nd_loop((count[0] * num_columns,), collective_axes="core")
+    def _(loop):
+      compute(*_place(loop.index[0], count[0], num_columns, b.panel))
+
+  out_type = jax.ShapeDtypeStruct((num_rows, width), dtype)
+  operands = *tiles, *lefts, *(w.astype(dtype) for w in matrices)
+  return _run(body, out_type, num_cores, *operands)
+
+
+def _outer(
+  sizes, rows, outs, dtype, *, num_cores, blocks: Blocks | None = None
+):
+  num_rows, height = rows.shape
+  width = outs.shape[1]
+  b = blocks or blocks_for("outer", (height, width), height, width)
+
+  def body(starts, begins, ends, left, right, out):
+    def compute(slab, row, column):
+      row = _start(row, b.rows, height)
+      column = _start(column, b.columns, width)
+      begin, end = begins[slab], ends[slab]
+      rows = pl.ds(_aligned_row(starts[slab]), num_rows)
+
+      def sums(acc):
+        def multiply(step, x, y):
+          first = step * b.inner
+
+          @pl.when((first < begin) | (first + b.inner > end))
+          def _():
+            for ref in (x, y):
+              place = first + lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+              inside = (place >= begin) & (place < end)
+              ref[...] = jnp.where(inside, ref[...], jnp.zeros_like(ref))
+            plgpu.commit_smem()
+
+          plgpu.wgmma(acc, x.transpose((1, 0)), y)
+
+        x = left.at[rows, pl.ds(row, b.rows)], (b.inner, b.rows), 0
+        y = right.at[rows, pl.ds(column, b.columns)], (b.inner, b.columns), 0
+
+        @pl.when(end > begin)
+        def _():
+          _pipeline(multiply, pl.cdiv(end, b.inner), [x, y], b.steps)
+
+        return acc[...]
+
+      values = pl.run_scoped(sums, plgpu.ACC((b.rows, b.columns)))
+      _store(values.astype(dtype), out.at[slab], (row, 0, b.rows), column)
+
+    num_blocks = pl.cdiv(height, b.rows), pl.cdiv(width, b.columns)
+
+    @plgpu.nd_loop(
+      (len(sizes), num_blocks[0] * num_blocks[1]), collective_axes="core"
+    )
+    def _(loop):
+      slab, index = loop.index
+      compute(slab, *_place(index, *num_blocks, b.panel))
+
+  out_type = jax.ShapeDtypeStruct((len(sizes), height, width), dtype)
+  slabs = row_tiles.slabs(sizes, num_rows)
+  return _run(body, out_type, num_cores, *slabs, rows, outs)
+
+
+def _run(body, out_type, num_cores, *operands):
+  """Returns what the kernel `body` writes, which has `num_cores` blocks."""
+  kernel = plgpu.kernel(
+    body,
+    out_type=out_type,
+    grid=(num_cores,),
+    grid_names=("core",),
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    ),
+  )
+  with jax.enable_x64(False):  # Pallas mixes Python's integers with int32.
+    return kernel(*operands)
+
+
+def _place(index, num_rows, num_columns, panel):
+  """Returns row and column of a block: by panels of columns, then by rows."""
+  before = lax.div(index, num_rows * panel) * panel
+  index -= before * num_rows
+  columns = lax.min(jnp.int32(panel), num_columns - before)
+  return lax.div(index, columns), before + lax.rem(index, columns)
+
+
+def _start(index, size, length):
+  """Returns where a block starts: the last one ends with the array."""
+  start = lax.min(index * size, jnp.int32(length - size))
+  return pl.multiple_of(start, 64)
+
+
+def _aligned_row(row):
+  return pl.multiple_of(row, row_tiles.ALIGNMENT)
+
+
+def _pipeline(multiply, num_steps, operands, max_concurrent_steps):
+  """Calls `multiply(step, *blocks)` for blocks of shape, along an axis."""
+
+  def spec(shape, axis):
+    def index(step):
+      return (step, 0) if axis == 0 else (0, step)
+
+    return plgpu.BlockSpec(shape, index, delay_release=1)
+
+  plgpu.emit_pipeline(
+    lambda steps, *blocks: multiply(*steps, *blocks),
+    grid=(num_steps,),
+    in_specs=[spec(shape, axis) for _, shape, axis in operands],
+    max_concurrent_steps=max_concurrent_steps,
+  )(*(ref for ref, _, _ in operands))
+  plgpu.wgmma_wait(0)  # The next pipeline uses the same shared memory.
+
+
+def _store(values, out, rows, column):
+  """Writes the rows of a block from `begin` to `end`.
+
+  The number of rows of a copy is static, so there is one for each power of two.
+  """
+  start, begin, end = rows
+  height, width = values.shape
+
+  @functools.partial(
+    pl.run_scoped, staged=plgpu.SMEM(values.shape, values.dtype)
+  )
+  def _(staged):
+    staged[...] = values
+    plgpu.commit_smem()
+    row, size = begin, height
+    while size:
+
+      @pl.when(((end - begin) & size) != 0)
+      def _(row=row, size=size):
+        plgpu.copy_smem_to_gmem(
+          staged.at[pl.ds(row, size)],
+          out.at[pl.ds(start + row, size), pl.ds(column, width)],
+        )
+
+      row += (end - begin) & size
+      size //= 2
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

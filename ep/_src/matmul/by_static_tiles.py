@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls on GPUs, of XLA's own operations: a loop over tiles of rows.
+
+The functions are those of by_tiles.py, but the loop goes over the whole table
+of row_tiles.py, whose length is static: XLA would ask the device, from the
+host, after each turn whether one more follows. Tiles past the last slab
+multiply rows, and write none. Segments have no effect.
+
+Float32 is multiplied as such, and not in TF32, as XLA would by default.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.matmul import row_tiles
+
+_HEIGHT = 128  # rows of a tile
+_TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
+
+
+def expand(sizes, segments, rows, matrices, tail):
+  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  del segments
+  return [_products(sizes, [rows], [w], 0, tail) for w in matrices]
+
+
+def contract(sizes, segments, outs, matrices, tail):
+  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  del segments
+  return _products(sizes, outs, matrices, 1, tail)
+
+
+def outer(sizes, segments, rows, outs, dtype):
+  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  del segments
+
+  def add(tile, sums):
+    x, *ys = (jnp.where(tile.inside, tile.rows(a), 0) for a in (rows, *outs))
+    return [
+      s.at[tile.slab].add(_dot(x, y, 0, 0))
+      for s, y in zip(sums, ys, strict=True)
+    ]
+
+  shape = *sizes.shape, rows.shape[1]
+  sums = [jnp.zeros((*shape, y.shape[1]), jnp.float32) for y in outs]
+  return [s.astype(dtype) for s in _fold(add, sizes, rows.shape[0], sums)]
+
+
+def _products(sizes, lefts, matrices, axis, tail):
+  """Returns the sum of the products of all pairs, rounded once."""
+  num_rows, dtype = lefts[0].shape[0], lefts[0].dtype
+  matrices = [w.astype(dtype) for w in matrices]
+
+  def write(tile, out):
+    pairs = zip(lefts, matrices, strict=True)
+    products = [_dot(tile.rows(x), w[tile.slab], 1, axis) for x, w in pairs]
+    values = functools.reduce(jnp.add, products).astype(dtype)
+    values = jnp.where(tile.inside, values, tile.rows(out))
+    return lax.dynamic_update_slice_in_dim(out, values, tile.start, 0)
+
+  shape = num_rows, matrices[0].shape[2 - axis]
+  return _fold(write, sizes, num_rows, jnp.full(shape, _TAILS[tail], dtype))
+
+
+class _Tile:
+  """Tile number `i` of a table, of `height` rows."""
+
+  def __init__(self, tiles: row_tiles.Tiles, i: jax.Array, height: int):
+    self.slab, self.start = tiles.slab[i], tiles.start[i]
+    row = jnp.arange(height)[:, None]
+    self.inside = (row >= tiles.begin[i]) & (row < tiles.end[i])
+    self._height = height
+
+  def rows(self, array):
+    return lax.dynamic_slice_in_dim(array, self.start, self._height)
+
+
+def _fold(step, sizes, num_rows, init):
+  """Folds `step(tile, value)` over all tiles."""
+  height = min(_HEIGHT, num_rows)
+  tiles = row_tiles.tiles(sizes, num_rows, height)
+  return lax.fori_loop(
+    0,
+    tiles.slab.shape[0],
+    lambda i, value: step(_Tile(tiles, i, height), value),
+    init,
+  )
+
+
+def _dot(x, y, x_axis, y_axis):
+  is_wide = x.dtype.itemsize >= 4
+  return lax.dot_general(
+    x,
+    y,
+    (((x_axis,), (y_axis,)), ((), ())),
+    precision=lax.Precision.HIGHEST if is_wide else None,
+    preferred_element_type=jnp.float32,
+  )

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for Hopper GPUs, without a GPU.
+
+JAX's interpreter runs them, JAX lowers them for CUDA, and if its CUDA plugin is
+installed, XLA compiles them for an H100.
+"""
+
+import functools
+import importlib.util
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep._src.matmul import by_mosaic
+from ep._src.matmul.mosaic_blocks import Blocks
+
+# The last blocks of rows and of columns overlap with the ones before.
+C, L, F, G = 200, 5, 192, 128
+BLOCKS = {
+  "expand": Blocks(rows=64, columns=64, steps=2, panel=1),
+  "contract": Blocks(rows=64, columns=128, steps=2, panel=4),
+  "outer": Blocks(rows=128, columns=64, steps=2, panel=1),
+}
+SIZES = [
+  [0, 1, 0, 77, 122],  # all rows
+  [0, 0, 0, 0, 0],
+  np.random.default_rng(0).multinomial(150, [0.2] * L),
+]
+
+
+def _run(op, sizes, rows, matrices, outs, *, tail="zero", **options):
+  """Calls one of the functions with two pairs, or what replaces one of them."""
+  if op == "expand":
+    return by_mosaic.expand(sizes, None, rows, matrices, tail, **options)
+  if op == "contract":
+    return [by_mosaic.contract(sizes, None, outs, matrices, tail, **options)]
+  return by_mosaic.outer(sizes, None, rows, outs, jnp.float32, **options)
+
+
+def _inputs(sizes, dtype):
+  """Returns rows, matrices and outs, with NaN in the tail and in slab 3."""
+  rng = np.random.default_rng(0)
+  shapes = (C, F), (L, F, G), (L, F, G), (C, G), (C, G)
+  x, w, v, y, z = (np.asarray(rng.normal(size=s), dtype) for s in shapes)
+  for rows in (x, y, z):
+    rows[sum(sizes) :] = np.nan
+    rows[sum(sizes[:3]) : sum(sizes[:4])] = np.nan
+  return x, [w, v], [y, z]
+
+
+def _expected(op, sizes, rows, matrices, outs):
+  x, matrices, outs = np.float64(rows), np.float64(matrices), np.float64(outs)
+  slabs = list(map(slice, np.cumsum(sizes) - sizes, np.cumsum(sizes)))
+  if op == "outer":
+    return [np.stack([x[s].T @ y[s] for s in slabs]) for y in outs]
+  results = []
+  for w, y in zip(matrices, outs, strict=True):
+    out = np.zeros((C, G if op == "expand" else F))
+    for matrix, s in zip(w, slabs, strict=True):
+      out[s] = x[s] @ matrix if op == "expand" else y[s] @ matrix.T
+    results.append(out)
+  return results if op == "expand" else [sum(results)]
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+  """Returns the context in which JAX interprets kernels."""
+  try:
+    from jax._src.pallas.mosaic_gpu.interpret import (
+      interpret_pallas_call,
+      params,
+    )
+  except ImportError:
+    pytest.skip(f"JAX {jax.__version__} has no interpreter of these kernels")
+  if not hasattr(plgpu, "InterpretGPUParams"):
+    _interpret_transposes(monkeypatch)
+  options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+  yield lambda: params.force_gpu_interpret_mode(options)
+  interpret_pallas_call.reset_gpu_interpret_mode_state()  # if it failed
+
+
+def _interpret_transposes(monkeypatch):
+  """Makes the interpreter of JAX 0.10 read transposed blocks."""
+  from jax._src.pallas.mosaic.interpret import utils
+  from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+  from jax._src.state.types import TransposeTransform
+
+  class Transposed(tuple):
+    pass
+
+  def to_range(transforms, original=utils.to_range):
+    kept = [t for t in transforms if not isinstance(t, TransposeTransform)]
+    kind = tuple if len(kept) == len(transforms) else Transposed
+    return kind(original(kept))
+
+  memory = shared_memory.GPUSharedMemory
+
+  def read(self, key, where, *args, original=memory.get_buffer_content, **kw):
+    value, *others = original(self, key, tuple(where), *args, **kw)
+    return value.T if isinstance(where, Transposed) else value, *others
+
+  monkeypatch.setattr(utils, "to_range", to_range)
+  monkeypatch.setattr(memory, "get_buffer_content", read)
+
+
+@pytest.mark.parametrize(
+  ("op", "dtype"),
+  [(op, jnp.bfloat16) for op in BLOCKS] + [("outer", jnp.float16)],
+)
+def test_interpreted_beside_nans(op, dtype, interpret):
+  """In the tail and in a neighbour's rows."""
+  run = jax.jit(functools.partial(_run, op, num_cores=3, blocks=BLOCKS[op]))
+  for sizes in SIZES:
+    inputs = _inputs(sizes, dtype)
+    with interpret():
+      results = run(jnp.int32(sizes), *inputs)
+    eps = 1e-5 if op == "outer" else float(jnp.finfo(dtype).eps) / 2
+    for actual, expected in zip(
+      results, _expected(op, sizes, *inputs), strict=True
+    ):
+      assert actual.dtype == (jnp.float32 if op == "outer" else dtype)
+      np.testing.assert_allclose(np.float64(actual), expected, 1.01 * eps, 1e-4)
+
+
+@pytest.mark.parametrize("tail", ["nan", "unspecified"])
+def test_interpreted_tails(tail, interpret):
+  """The interpreter's fresh memory is NaN, as is a tail of checked mode."""
+  sizes = [63, 0, 1, 0, 9]
+  inputs = _inputs(sizes, jnp.bfloat16)
+  with interpret():
+    (out, _) = _run(
+      "expand",
+      jnp.int32(sizes),
+      *inputs,
+      tail=tail,
+      num_cores=3,
+      blocks=BLOCKS["expand"],
+    )
+  assert np.isfinite(np.float32(out[:73])).all()
+  assert np.isnan(np.float32(out[73:])).all()
+
+
+@pytest.mark.parametrize("op", BLOCKS)
+def test_lowered_for_cuda(op):
+  run = jax.jit(functools.partial(_run, op, num_cores=132))
+  inputs = _inputs(SIZES[0], jnp.bfloat16)
+  traced = run.trace(jnp.int32(SIZES[0]), *inputs)
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  kernels = 1 if op == "contract" else 2
+  assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
+
+
+_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+
+# What XLA knows of an H100.
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929806336
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 2 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@pytest.mark.parametrize("op", BLOCKS)
+@pytest.mark.skipif(
+  not any(map(importlib.util.find_spec, _PLUGINS)),
+  reason="this needs JAX's CUDA plugin and ptxas, but no GPU",
+)
+def test_compiled_for_hopper(op):
+  topology = topologies.get_topology_desc(
+    "h100", "cuda", topology="1x1x1", target_config=_H100
+  )
+  sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  types = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    (np.int32(SIZES[0]), *_inputs(SIZES[0], jnp.bfloat16)),
+  )
+  jax.jit(functools.partial(_run, op, num_cores=132)).lower(*types).compile()

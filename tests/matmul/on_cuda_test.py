@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NVIDIA GPUs run for a grouped matmul, and the line that says why."""
+
+import logging
+import types
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep
+from ep._src.matmul import by_ragged_dot, by_static_tiles, on_cuda
+
+HOPPER = types.SimpleNamespace(compute_capability="9.0", core_count=132)
+BLACKWELL = types.SimpleNamespace(compute_capability="10.0", core_count=148)
+
+
+def _rows(num_rows=128, dtype=jnp.bfloat16):
+  return jax.ShapeDtypeStruct((num_rows, 64), dtype)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log(monkeypatch):
+  monkeypatch.setattr(on_cuda, "_log", logging.getLogger("ep").info)
+
+
+@pytest.mark.parametrize(
+  ("device", "rows", "matrices", "chosen", "why"),
+  [
+    (None, _rows(), (8, 64, 64), by_static_tiles, "exported"),
+    (None, _rows(), (2, 64, 64), by_ragged_dot, "exported"),
+    (BLACKWELL, _rows(), (8, 64, 64), by_static_tiles, "this one has 10.0"),
+    (HOPPER, _rows(dtype=jnp.float32), (1, 64, 64), by_static_tiles, "float32"),
+    (HOPPER, _rows(132), (8, 64, 64), by_static_tiles, "a multiple of 8"),
+    (HOPPER, _rows(56), (8, 64, 64), by_static_tiles, "at least 64"),
+    (HOPPER, _rows(0), (8, 64, 64), by_ragged_dot, "at least 64"),
+    (HOPPER, _rows(), (8, 64, 72), by_static_tiles, "multiples of 64"),
+  ],
+)
+def test_without_kernels(device, rows, matrices, chosen, why, caplog):
+  with caplog.at_level(logging.INFO, "ep"):
+    assert on_cuda.choose(device, rows, matrices) is chosen
+  assert why in caplog.text
+
+
+def test_kernels_on_hopper(monkeypatch, caplog):
+  monkeypatch.setattr(on_cuda, "_failure", lambda device: None)
+  with caplog.at_level(logging.INFO, "ep"):
+    chosen = on_cuda.choose(HOPPER, _rows(), (8, 64, 64))
+  assert chosen.expand.keywords == {"num_cores": 132}
+  assert "kernels of Pallas Mosaic GPU" in caplog.text
+
+
+def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
+  """It is asked once for each device."""
+  asked = []
+
+  def import_fails(num_cores):
+    asked.append(num_cores)
+    raise ImportError("no such name")
+
+  monkeypatch.setattr(on_cuda, "_kernels", import_fails)
+
+  class Device(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+  monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
+  device = Device(compute_capability="9.0", core_count=7)
+  with caplog.at_level(logging.INFO, "ep"):
+    for _ in range(2):
+      chosen = on_cuda.choose(device, _rows(), (8, 64, 64))
+  assert chosen is by_static_tiles
+  assert asked == [7]
+  assert (
+    "does not compile the kernels: ImportError: no such name" in caplog.text
+  )
+
+
+def test_an_exported_program_has_no_kernels():
+  shapes = (128, 64), (8, 64, 64), (8,)
+  dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32
+  args = map(jax.ShapeDtypeStruct, shapes, dtypes)
+  exported = jax.export.export(jax.jit(ep.grouped_matmul), platforms=["cuda"])
+  text = exported(*args).mlir_module()
+  assert "mosaic" not in text
+  assert "ragged_dot" not in text
+
+
+def test_the_loop_over_fewer_rows_than_a_tile():
+  sizes, rows = jnp.int32([1, 1]), jnp.ones((3, 4))
+  (out,) = by_static_tiles.expand(
+    sizes, None, rows, [jnp.ones((2, 4, 5))], "zero"
+  )
+  np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])
+
+
+def test_the_loop_has_a_static_number_of_turns_and_no_tf32():
+  """The host asks the device about no turn, and multiplies float32 as such."""
+  args = map(
+    jax.ShapeDtypeStruct,
+    [(300, 6), (8, 6, 5), (8,)],
+    [jnp.float32] * 2 + [jnp.int32],
+  )
+
+  def both(rows, matrices, sizes):
+    out, vjp = jax.vjp(lambda *a: ep.grouped_matmul(*a, sizes), rows, matrices)
+    return vjp(out)
+
+  traced = jax.jit(both).trace(*args)
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  length = (300 + 8 * 134) // 128
+  assert text.count(f"dense<{length}> : tensor<i32>") >= 1
+  assert text.count("stablehlo.while") == 3
+  dots = [line for line in text.splitlines() if "dot_general" in line]
+  assert len(dots) == 3
+  assert all("precision = [HIGHEST, HIGHEST]" in line for line in dots)
