@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The macro that runs one pytest file in several worlds."""
+"""The macro that runs pytest files in several worlds."""
 
 load("@rules_python//python:defs.bzl", "py_test")
 
@@ -53,6 +53,7 @@ def _on_gpu(worlds, gpu):
 
 def ep_test(
         name,
+        srcs = None,
         worlds = ["1x4", "2x2"],
         gpu = True,
         xla = [],
@@ -70,7 +71,9 @@ def ep_test(
     are on the CPU, too, with backend="xla" in place of the platform's.
 
     Args:
-      name: of the suite, and of the file: <name>.py.
+      name: of the suite.
+      srcs: the files, which each process runs one after another: <name>.py unless
+        others are named. A process takes longer to start than many files run.
       worlds: "2x2" stands for 2 processes with 2 devices each, in which ranks
         exchange rows both within a process and between two. Tests of what
         processes do with each other name "4x1"; each process compiles all
@@ -86,12 +89,12 @@ def ep_test(
       size: Bazel's size. XLA's compiler takes most of a test's time. The
         launcher ends the ranks somewhat before Bazel would end the test, and
         their logs then have their stacks.
-      deps: dependencies of the file besides //tests:harness.
-      data: files that the test reads besides itself.
+      deps: dependencies of the files besides //tests:harness.
+      data: files that the tests read besides themselves.
       env: further variables of the ranks.
       **kwargs: passed on to py_test.
     """
-    src = name + ".py"
+    srcs = srcs or [name + ".py"]
     on_cpu = _on_cpu(worlds, xla)
     for world, variant in on_cpu + _on_gpu(worlds, gpu):
         on = _VARIANTS[variant]
@@ -99,14 +102,13 @@ def ep_test(
         py_test(
             name = "{}_{}".format(name, suffix),
             size = size,
-            srcs = [src, "//tests:run_ranks.py"],
+            srcs = srcs + ["//tests:run_ranks.py"],
             main = "//tests:run_ranks.py",
             args = [
                 "--world=" + world,
                 "--timeout={}".format(_LIMITS[size] * 9 // 10),
-                "$(rootpath {})".format(src),
-            ],
-            data = data + [src],
+            ] + ["$(rootpath {})".format(src) for src in srcs],
+            data = data + srcs,
             env = env | on.backend | {
                 "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
                 "JAX_PLATFORMS": on.platform,

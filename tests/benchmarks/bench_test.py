@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark runs in both worlds, and rejects wrong results."""
 
+import dataclasses
 import gc
 import json
 import sys
 
+from absl import flags
+from absl.testing import flagsaver
 import jax
 from jax import lax
 from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from benchmarks import contenders, ep_bench, measure, plot, report, routings
+from benchmarks import (
+  contenders,
+  ep_bench,
+  measure,
+  plot,
+  report,
+  routings,
+  scanned_model,
+)
 from benchmarks import workload as workload_lib
-from benchmarks.ops import OPS
-from benchmarks.oracle import WrongResult
+from benchmarks.ops import LAYERS, OPS
+from benchmarks.oracle import Oracle, WrongResult
 from benchmarks.padded import PaddedGather
+import ep
 import programs
 
 SHAPE = workload_lib.Shape(tokens=6, hidden=5, top_k=2, num_experts=8)
@@ -143,6 +155,12 @@ def _workload(
   return workload_lib.Workload(layout, choices, np.dtype(dtype))
 
 
+def _partly_unused(mesh, name):
+  choices = routings.draw(name, mesh.size * 6, 2, 8, zipf=1.0)
+  choices[np.random.default_rng(0).random(choices.shape) < 0.3] = -1
+  return choices
+
+
 def _measure(mesh, workload, names, ops=tuple(OPS)):
   return measure.measure(
     mesh, workload, names=names, ops=ops, rounds=1, warmup=0
@@ -153,12 +171,9 @@ def _measure(mesh, workload, names, ops=tuple(OPS)):
   "dtype, roomy", [("float32", True), ("bfloat16", False)]
 )
 def test_every_contender_is_right(mesh, dtype, roomy):
-  rng = np.random.default_rng(0)
-  choices = routings.draw("uniform", mesh.size * 6, 2, 8, zipf=1.0)
-  choices[rng.random(choices.shape) < 0.3] = -1
-  workload = _workload(
-    mesh, choices, dtype=dtype, factor=None if roomy else 1.5, tail=roomy
-  )
+  factor = None if roomy else 1.5
+  choices = _partly_unused(mesh, "uniform")
+  workload = _workload(mesh, choices, dtype=dtype, factor=factor, tail=roomy)
   names = ["host", *contenders.PURE_XLA]
   records = _measure(mesh, workload, names)
   assert [r["contender"] for r in records] == names * len(OPS)
@@ -220,6 +235,80 @@ def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
     _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
   monkeypatch.setattr(PaddedGather, "exact", False)
   _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
+
+
+# --- Layers ------------------------------------------------------------------
+
+
+def _of_layers(mesh, dtype="float32"):
+  shape = dataclasses.replace(SHAPE, inner=3)
+  choices = _partly_unused(mesh, "zipf")
+  return _workload(mesh, choices, shape=shape, dtype=dtype, tail=False)
+
+
+@pytest.mark.parametrize(
+  "dtype, ops", [("float32", tuple(LAYERS)), ("bfloat16", ("moe_grad",))]
+)
+def test_every_layer_is_right(mesh, dtype, ops):
+  names = ["host", *contenders.LAYERS]
+  records = _measure(mesh, _of_layers(mesh, dtype), names, ops)
+  assert [r["contender"] for r in records] == names * len(ops)
+  assert all(r["planned_bytes"] > 0 for r in records)
+
+
+def test_contenders_run_the_ops_that_they_have(mesh):
+  names = ["padded_gather", "masked", "memcpy"]
+  records = _measure(mesh, _of_layers(mesh), names, ["moe"])
+  assert [r["contender"] for r in records] == ["masked", "memcpy"]
+
+
+def test_one_wrong_number_of_a_layer_is_an_error(mesh):
+  workload = _of_layers(mesh)
+  contender = contenders.LAYERS["masked"](workload.layout)
+  inputs = workload.inputs(mesh, LAYERS["moe_grad"].inputs)
+  program, args = measure.compile_op("moe_grad", contender, mesh, inputs)
+  grads = program(*args)
+  oracle = Oracle(workload)
+  oracle.check("moe_grad", grads, exact=False)
+  for at, right in enumerate(grads):
+    wrong = np.array(right)
+    wrong[(-1,) * wrong.ndim] += 1e-3
+    spoiled = list(grads)
+    spoiled[at] = jax.device_put(wrong, right.sharding)
+    message = f"moe_grad on rank {mesh.size - 1}: 1 of"
+    with pytest.raises(WrongResult, match=message):
+      oracle.check("moe_grad", spoiled, exact=False)
+
+
+def test_models_have_the_shapes_of_their_presets():
+  shapes = workload_lib.parse_shapes(["models"], tokens=7, scale=16)
+  assert len(shapes) == len(ep.presets.BY_NAME)
+  (shape,) = workload_lib.parse_shapes(["mixtral_8x7b"], tokens=7, scale=16)
+  assert shape == workload_lib.Shape(7, 256, 2, 8, 896)
+  assert workload_lib.parse_shapes([str(shape)], tokens=1, scale=1) == [shape]
+  with pytest.raises(ValueError, match="7 does not divide hidden = 4096"):
+    workload_lib.parse_shapes(["mixtral_8x7b"], tokens=7, scale=7)
+  with pytest.raises(ValueError, match="'mixtral' is no shape; choose among"):
+    workload_lib.parse_shapes(["mixtral"], tokens=7, scale=7)
+
+
+def test_layers_need_an_inner_size():
+  flags.FLAGS.mark_as_parsed()
+  with flagsaver.as_parsed(ops="moe", shapes="8x8x2x8"):
+    with pytest.raises(ValueError, match="need F, the inner size"):
+      ep_bench.all_cases(4)
+
+
+def test_compiled_models_differ_in_their_ffns_alone(mesh):
+  with scanned_model.bootstrap(mesh, "host") as group:
+    moe = scanned_model.lower(mesh, scanned_model.MoE(group), 2).as_text()
+  dense = scanned_model.lower(mesh, scanned_model.Dense(), 2).as_text()
+  assert "ep_dispatch" in moe and "ep_dispatch" not in dense
+  scan = "stablehlo.while"
+  assert scan in moe and scan in dense
+
+
+# --- Reports and flags --------------------------------------------------------
 
 
 def _records(**seconds):

@@ -145,20 +145,17 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
 
 
 def test_a_run_has_the_same_bits_on_any_number_of_ranks(program, folder):
-  """It moves from mesh to mesh, and leaves the records of one mesh."""
+  """It moves to a mesh of one rank, and leaves the records of one mesh."""
   if jax.process_count() > 1:
     pytest.skip("processes would have no device of a smaller mesh")
-  unbroken, records = program.run(program.state(), 8)
+  unbroken, records = program.run(program.state(), 4)
   _, moving = program.run(program.state(), 2, Checkpoints(folder, {}))
-  for steps, sizes in [(5, (4, 1)), (8, (1, 1))]:
-    mesh = make_mesh(dict(zip(data.RANKS, sizes, strict=True)))
-    with _group(mesh) as group:
-      other = _Program(mesh, group)
-      checkpoints = Checkpoints(folder, {})
-      state = checkpoints.restore(other.like)
-      state, new = other.run(state, steps, checkpoints)
-      moving += new
-  assert moving == records
+  mesh = make_mesh(dict.fromkeys(data.RANKS, 1))
+  with _group(mesh) as group:
+    other = _Program(mesh, group)
+    state = Checkpoints(folder, {}).restore(other.like)
+    state, new = other.run(state, 4)
+  assert moving + new == records
   jax.tree.map(np.testing.assert_array_equal, state, unbroken)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that are made and finalized leave no resources in use.
+"""Groups report what they hold, and leave no resources in use at their end.
 
     python -m pytest tests/group/lifetime_test.py --lifetimes=10000
 
@@ -13,13 +13,13 @@ import time
 import jax
 import pytest
 
-from cases import assert_same, Case, expected, global_view
+from cases import assert_same, Case, expected, global_view, large_case
 from conftest import make_mesh
 import ep
 from ep import launch
 from ep.testing._footprint import Footprint
-from groups import BACKEND, bootstrap
-from op_functions import round_trip
+from groups import bootstrap, not_with_xla
+from op_functions import everything, round_trip
 
 LIFETIMES_OF_A_PROGRAM = 20
 
@@ -114,9 +114,7 @@ def compile_program(group):
   return program.lower(*inputs).compile(), inputs
 
 
-only_native = pytest.mark.skipif(
-  BACKEND == "xla", reason="xla: a group holds no resources"
-)
+only_native = not_with_xla("a group holds no resources")
 
 
 @only_native
@@ -288,3 +286,44 @@ program = jax.jit(jax.shard_map(
 print(program(jax.numpy.ones((32, 8))).shape)
 """
   assert run_alone(tmp_path, program, 1) == "(32, 8)\n"
+
+
+def staged_bytes(case):
+  """Returns the most bytes that an exchange stages; see EpGroup.memory."""
+  rows, weights = case.rows(), case.row_weights()
+  tokens, topk_weights = case.tokens(), case.weights()
+  ranks = len(rows)
+  slots = (rows.nbytes + weights.nbytes) // ranks
+  return max(slots, (tokens.nbytes + topk_weights.nbytes) // ranks) + 64
+
+
+def test_no_memory_before_the_first_exchange():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    assert group.memory() == (0, 0)
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="needs one process")
+def test_ranks_of_a_process_need_no_segments():
+  case = large_case("skewed")
+  case.run(everything, *case.inputs())
+  assert case.layer.group.memory() == (0, 0)
+
+
+@only_native
+@pytest.mark.skipif(jax.process_count() == 1, reason="needs several processes")
+def test_segments_are_used_again():
+  case = large_case("skewed")
+  bytes = staged_bytes(case)
+  for _ in range(20):
+    jax.block_until_ready(case.run(everything, *case.inputs()))
+    memory = case.layer.group.memory()
+    # The five ops of `everything`, and a second combine, may run at once.
+    assert bytes <= memory.reserved < 4 * 6 * bytes
+    assert 0 < memory.resident <= memory.reserved
+
+
+def test_memory_after_finalize_is_an_error():
+  with bootstrap(make_mesh({"ep": 4})) as group:
+    pass
+  with pytest.raises(RuntimeError, match="EpGroup.memory.*finalized"):
+    group.memory()

@@ -13,7 +13,7 @@ from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src.group import agreement, versions
-from groups import bootstrap, not_with_xla
+from groups import bootstrap, not_with_xla, T
 from op_functions import dispatch, round_trip, sizes
 
 pytestmark = [
@@ -72,8 +72,9 @@ def test_other_layers(group, option, odd, others, words):
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
-def test_other_numbers_of_tokens_without_a_limit():
-  with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=None) as group:
+@pytest.mark.parametrize("limit", [None, T])
+def test_other_numbers_of_tokens(limit):
+  with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=limit) as group:
     case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
     words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
     expect_disagreement(group, lambda: case.run(sizes), *words)
@@ -89,12 +90,6 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
   expect_words(error, "max_tokens_per_rank = ", *words)
   case = Case(ep.EpLayerConfig(group))
   case.check(round_trip, case.tokens(), case.weights())
-
-
-def test_other_numbers_of_tokens(group):
-  case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
-  words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
-  expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
 def test_other_hidden_sizes(group):
@@ -215,6 +210,12 @@ def test_another_number_of_compilations():
     lambda: step(topk_idx), "another copy", "compile it alike", "moe_3"
   )
   ep.ep_finalize(group)
+
+
+def test_other_arguments():
+  with pytest.raises((ValueError, RuntimeError)) as error:
+    bootstrap(make_mesh({"ep": RANKS}), hidden_dim=either(8, 7))
+  expect_words(error, "ep_bootstrap", "hidden_dim", "7", "8")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def place(mesh, *args):
   return jax.tree.map(lambda x: to_global(x, mesh, spec), args)
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 3, 4, 8])
 def test_values_and_derivatives_are_exact(ranks):
   """Value, tangents, cotangents and second derivatives, of random slices."""
   mesh, groups = make_mesh({INNER: ranks}), [range(ranks)]

@@ -1,16 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of a router agree with their formulas; see router_ranks_test."""
+"""The losses of a router agree with their formulas, on one rank and on four."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from cases import jit_quickly
+from conftest import assert_shards_close, make_mesh, to_global
 import ep
-from router_cases import all_with_gradients, batch, E, K, logits_of, LOSSES
+from router_cases import E, K, logits_of
+
+LOSSES = {
+  "load": lambda x, i, m, a=(): ep.load_balancing_loss(
+    x, i, mask=m, axis_name=a
+  ),
+  "load_sigmoid": lambda x, i, m, a=(): ep.load_balancing_loss(
+    x, i, score="sigmoid", mask=m, axis_name=a
+  ),
+  "sequence": lambda x, i, m, a=(): ep.sequence_balancing_loss(
+    x, i, score="sigmoid", mask=m, axis_name=a
+  ),
+  "z": lambda x, i, m, a=(): ep.router_z_loss(x, mask=m, axis_name=a),
+  "entropy": lambda x, i, m, a=(): ep.router_entropy(x, mask=m, axis_name=a),
+}
+
+
+def batch():
+  """Returns logits, choices and mask of 8 sequences, one of them empty.
+
+  What is masked has choices, and logits that are NaN or large.
+  """
+  logits = logits_of(8, 6)
+  idx = np.argsort(-logits, axis=-1)[..., :K]
+  idx[1, 2, 0] = -1
+  mask = np.random.default_rng(1).random((8, 6)) < 0.7
+  mask[3] = False
+  logits[~mask] = 50.0
+  logits[3] = np.nan
+  return logits, idx, mask
+
+
+def all_with_gradients(logits, idx, mask, axis_name=()):
+  """Returns the value of each loss, and its gradient."""
+  return {
+    name: jax.value_and_grad(loss)(logits, idx, mask, axis_name)
+    for name, loss in LOSSES.items()
+  }
 
 
 def _softmax(x):
@@ -59,10 +99,13 @@ def test_padding_counts_for_nothing():
     gradient = np.asarray(gradient)
     np.testing.assert_array_equal(gradient[~mask], 0.0, err_msg=name)
     assert np.isfinite(gradient).all() and gradient[mask].any(), name
+  # Descent along the gradient lowers the logits of the most chosen expert.
+  chosen = np.bincount(idx[mask][idx[mask] >= 0])
+  assert np.asarray(_whole()["load"][1]).sum((0, 1))[chosen.argmax()] > 0
 
 
 def test_gradients_are_those_of_the_tokens_alone():
-  """The kept tokens without any mask get the same gradient."""
+  """The kept tokens without any mask have the same losses and gradients."""
   logits, idx, mask = batch()
   alone = jit_quickly(lambda x, i: all_with_gradients(x[None], i[None], None))(
     logits[mask], idx[mask]
@@ -70,6 +113,7 @@ def test_gradients_are_those_of_the_tokens_alone():
   for name in ("load", "load_sigmoid", "z", "entropy"):
     got = np.asarray(_whole()[name][1])[mask]
     np.testing.assert_allclose(got, alone[name][1][0], atol=1e-7, err_msg=name)
+    np.testing.assert_allclose(_whole()[name][0], alone[name][0], rtol=1e-6)
 
 
 def test_a_batch_of_padding_has_no_loss_and_no_gradient():
@@ -115,29 +159,38 @@ def test_load_balancing_loss_is_one_when_even_and_e_at_worst():
     np.testing.assert_allclose(loss, expected, 1e-6)
 
 
-def test_load_balancing_loss_is_the_formula_of_the_whole_batch():
-  logits = logits_of(4, 6)
-  idx = np.argsort(-logits, axis=-1)[..., :K]
-  idx[1, 2, 0] = -1
-  f = np.bincount(idx[idx >= 0], minlength=E)
-  p = _softmax(logits).reshape(-1, E).mean(0)
-  expected = E * np.sum(f / f.sum() * p)
-  whole, gradient = jit_quickly(jax.value_and_grad(ep.load_balancing_loss))(
-    logits, idx
+def test_every_rank_has_the_value_and_gradient_of_the_whole_batch():
+  mesh = make_mesh({"ep": 4})
+
+  def ranks(logits, idx, mask):
+    # A value for each rank; with check_vma a replicated one would be checked.
+    results = all_with_gradients(logits, idx, mask, "ep")
+    return {
+      name: (jax.lax.pcast(value, "ep", to="varying")[None], gradient)
+      for name, (value, gradient) in results.items()
+    }
+
+  program = jit_quickly(
+    jax.shard_map(ranks, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
   )
-  ranks = jit_quickly(
-    jax.vmap(
-      lambda x, i: ep.load_balancing_loss(x, i, axis_name="ranks"),
-      axis_name="ranks",
-    )
-  )(logits, idx)
-  np.testing.assert_allclose(whole, expected, rtol=1e-5)
-  np.testing.assert_allclose(ranks, np.full(4, expected), rtol=1e-5)
-  # Descent along the gradient lowers the logits of the most chosen expert.
-  assert gradient.sum((0, 1))[f.argmax()] > 0
+  got = program(*(to_global(x, mesh, P("ep")) for x in batch()))
+  for name, (value, gradient) in got.items():
+    expected, expected_gradient = _whole()[name]
+    assert_shards_close(value, np.full(4, expected), rtol=1e-6)
+    assert_shards_close(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
 
 
-def test_z_loss():
-  logits = logits_of(3, 4)
-  expected = np.mean(np.log(np.exp(np.asarray(logits, float)).sum(-1)) ** 2)
-  np.testing.assert_allclose(ep.router_z_loss(logits), expected, rtol=1e-5)
+@pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+def test_global_losses_only_sum(axis_type):
+  """In the global view nothing but the sums over ranks is communicated."""
+  mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
+  args = [to_global(x, mesh, P("dp", "ep")) for x in batch()]
+  with jax.set_mesh(mesh):
+    program = jax.jit(all_with_gradients).lower(*args).compile()
+    got = program(*args)
+  ep.assert_no_hidden_collectives(program, allow=["all-reduce"])
+  for name, (value, gradient) in got.items():
+    assert_shards_close(value, _whole()[name][0], rtol=1e-5)
+    assert_shards_close(gradient, _whole()[name][1], rtol=1e-5, atol=1e-7)

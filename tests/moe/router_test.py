@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route_topk agrees with its formulas in NumPy; see router_ranks_test."""
+"""route_topk agrees with its formulas in NumPy, on one rank and on four."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from cases import jit_quickly
+from conftest import (
+  assert_shards_close,
+  assert_shards_equal,
+  make_mesh,
+  to_global,
+)
+import ep
 from ep._src.moe import router
 from router_cases import E, K, logits_of
 
@@ -283,6 +292,47 @@ def test_ids_are_distinct_whatever_the_logits_are():
     idx, weights = _route(logits, K, score=score, num_groups=4, top_groups=2)
     assert len(set(np.asarray(idx[0]))) == K
     assert np.isnan(weights).all()
+
+
+@pytest.mark.parametrize(
+  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+@pytest.mark.parametrize("spec", [P(("dp", "ep")), P("dp", "ep")])
+def test_routing_is_sharded_as_the_logits_are(axis_type, spec):
+  """In the global view, neither the choice nor its gradient communicates."""
+  mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
+  logits, mask = logits_of(4, 6), np.arange(24).reshape(4, 6) % 5 > 0
+  bias, key = jnp.linspace(0.5, -0.5, E), np.uint32([0, 1])
+
+  def route(x, mask, cotangent, key):
+    (weights, idx), vjp = jax.vjp(
+      lambda x: ep.route_topk(
+        x,
+        K,
+        score="sigmoid",
+        selection_bias=bias,
+        mask=mask,
+        num_groups=4,
+        top_groups=2,
+        jitter=0.1,
+        key=jax.random.wrap_key_data(key),
+      )[::-1],
+      x,
+    )
+    no_tangent = np.zeros(idx.shape, jax.dtypes.float0)
+    return idx, weights, *vjp((cotangent, no_tangent))
+
+  args = logits, mask, np.asarray(logits_of(4, 6)[..., :K]), key
+  sharded = [to_global(x, mesh, spec) for x in args[:3]]
+  with jax.set_mesh(mesh):
+    program = jax.jit(route).lower(*sharded, to_global(key, mesh)).compile()
+    got = program(*sharded, to_global(key, mesh))
+  ep.assert_no_hidden_collectives(program)
+  expected = jit_quickly(route)(*args)
+  assert_shards_equal(got[0], expected[0])
+  for got_, expected_ in zip(got[1:], expected[1:], strict=True):
+    assert got_.sharding.is_equivalent_to(sharded[0].sharding, 3)
+    assert_shards_close(got_, expected_, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

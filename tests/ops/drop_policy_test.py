@@ -20,7 +20,7 @@ from conftest import to_global
 import ep
 from ep._src.ops import reference
 from ep.testing._routings import draw
-from groups import E, failing, group, H, K, layer, ranks, spec
+from groups import BACKEND, E, failing, group, H, K, layer, ranks, spec
 from op_functions import LocalOps, Moved, Ops, round_trip
 from oracle import assigned, make_oracle
 import quick_compiler
@@ -28,10 +28,10 @@ import quick_compiler
 T = 12
 
 
-def narrow_layer(mesh, rows_per_rank, **options):
+def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
   """Returns a layer of a group for T tokens, with room for so many rows."""
   options = dict(overflow="drop") | options
-  wide = group(mesh, max_tokens_per_rank=T)
+  wide = group(mesh, max_tokens_per_rank=T, backend=backend)
   return ep.EpLayerConfig(wide, recv_capacity_per_rank=rows_per_rank, **options)
 
 
@@ -194,19 +194,22 @@ def run(case):
 
 
 @pytest.mark.parametrize(
-  "mesh, drop_by, alignment, rows, candidates, dtype",
+  "mesh, drop_by, alignment, rows, candidates, dtype, backend",
   [
-    ("ep4", "weight", 1, 20, K, np.float32),
-    ("ep4", "fair", 8, 40, K, jnp.bfloat16),
-    ("ep4", "slot", 8, 32, K + 2, np.float32),
-    ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16),
-    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32),
+    ("ep4", "weight", 1, 20, K, np.float32, BACKEND),
+    ("ep4", "fair", 8, 40, K, jnp.bfloat16, BACKEND),
+    ("ep4", "slot", 8, 32, K + 2, np.float32, BACKEND),
+    ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16, BACKEND),
+    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, BACKEND),
+    ("ep4", "weight", 8, 40, K, jnp.bfloat16, "xla"),
+    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, "xla"),
   ],
 )
-def test_policies(mesh, drop_by, alignment, rows, candidates, dtype):
+def test_policies(mesh, drop_by, alignment, rows, candidates, dtype, backend):
   config = narrow_layer(
     mesh,
     rows,
+    backend,
     drop_by=drop_by,
     alignment=alignment,
     num_candidates=candidates,

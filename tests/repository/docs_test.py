@@ -45,25 +45,28 @@ def test_the_twenty_lines(capsys):
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
-@pytest.mark.parametrize("processes, devices", [(1, 4), (4, 1), (2, 2)])
-def test_the_twenty_lines_under_the_launcher(tmp_path, processes, devices):
+@pytest.mark.parametrize(
+  "processes, devices, in_function", [(4, 1, True), (2, 2, False)]
+)
+def test_the_twenty_lines_under_the_launcher(
+  tmp_path, processes, devices, in_function
+):
   """They end well although they wait for no result, or drop all of them."""
   lines = _example("README.md", "Twenty lines")
   imports, code = re.split(r"(?=^mesh = )", lines, flags=re.M)
-  in_function = "def main():\n" + textwrap.indent(code, "  ") + "main()\n"
-  for text in {code, in_function if processes > 1 else code}:
-    program = f"{imports}ep.launch.initialize()\n{text}"
-    assert not launch.launch(
-      ["-c", program],
-      num_processes=processes,
-      devices_per_process=devices,
-      timeout_s=100,
-      log_dir=tmp_path,
-    )
-    promised = lines.splitlines()[-1].partition("  # ")[2]
-    for log in tmp_path.glob("rank_*.log"):
-      said = [x for x in log.read_text().splitlines() if "[Gloo]" not in x]
-      assert said == [promised]
+  if in_function:
+    code = "def main():\n" + textwrap.indent(code, "  ") + "main()\n"
+  assert not launch.launch(
+    ["-c", f"{imports}ep.launch.initialize()\n{code}"],
+    num_processes=processes,
+    devices_per_process=devices,
+    timeout_s=100,
+    log_dir=tmp_path,
+  )
+  promised = lines.splitlines()[-1].partition("  # ")[2]
+  for log in tmp_path.glob("rank_*.log"):
+    said = [x for x in log.read_text().splitlines() if "[Gloo]" not in x]
+    assert said == [promised]
 
 
 def test_the_backward_ops_by_themselves():
