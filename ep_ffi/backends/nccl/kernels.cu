@@ -72,6 +72,11 @@ __device__ void WriteReport(Report* report, const Outcome& outcome,
   *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
 }
 
+// Counts an op in host memory.
+__device__ void CountOp(uint64_t number, uint64_t* count) {
+  *static_cast<volatile uint64_t*>(count) = number;
+}
+
 // Writes a report unless there is one that the host has not taken yet.
 __device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
@@ -148,6 +153,7 @@ extern "C" __global__ void EpSumChoices(Routing r) {
   if (Lane() != 0) return;
   r.sent[expert] = sum;
   if (expert != 0) return;
+  CountOp(r.number, &r.progress->begun);
   int32_t* words = r.sent + r.num_experts;
   Write64(r.program, words + kWordProgram);
   if (r.place && r.place[0] != r.index) {
@@ -235,6 +241,7 @@ extern "C" __global__ void EpFindFault(Routing r) {
 // at least one per local expert.
 extern "C" __global__ void EpWriteRouting(Routing r) {
   const int32_t i = ThreadIndex();
+  if (i == 0) CountOp(r.number, &r.progress->ended);
   const bool failed = r.header->outcome.fault != Fault::kNone;
   if (i < r.num_local) WriteSlab(r, i, failed);
   if (i >= r.num_choices) return;
@@ -249,6 +256,7 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
 // op, that op will report that it is not a routing any more. Runs any number of
 // threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
+  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->begun);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;
   const int32_t stride = gridDim.x * blockDim.x;
   for (int64_t i = ThreadIndex(); i < r.num_nccl_ep_words; i += stride) {
@@ -261,6 +269,7 @@ extern "C" __global__ void EpClearForeign(Routing r) {
 // If the routing has a fault, writes NaN to all rows. Runs any number of
 // blocks, which take turns at the rows.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
+  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->ended);
   const Outcome outcome = CheckHandle(r);
   int32_t first = 0;
   uint32_t value = kNan;

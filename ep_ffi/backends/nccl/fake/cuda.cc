@@ -169,6 +169,10 @@ std::shared_ptr<CUstream_st> NewStream(int device) {
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
 
+void Enqueue(CUstream stream, std::function<void()> task) {
+  stream->Enqueue(std::move(task));
+}
+
 unsigned TakeLargestGrid(const std::string& kernel) {
   auto& grids = LargestGrids();
   MutexLock lock(grids.mutex);
