@@ -9,9 +9,8 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices", "EpSumChoices",    "EpPlaceSlabs",
-    "EpFindFault",    "EpWriteRouting",  "EpClearForeign",
-    "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
+    "EpCountChoices", "EpSumChoices", "EpPlaceSlabs",    "EpWriteRouting",
+    "EpClearForeign", "EpFinish",     "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
 

@@ -56,7 +56,6 @@ class Device {
     kCountChoices,
     kSumChoices,
     kPlaceSlabs,
-    kFindFault,
     kWriteRouting,
     kClearForeign,
     kFinish,

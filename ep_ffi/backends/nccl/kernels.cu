@@ -95,6 +95,51 @@ __device__ Outcome CheckHandle(const Routing& r) {
   return header.outcome;
 }
 
+// Returns the first fault of all ranks. A warp computes it; all warps of all
+// ranks find the same, since the ranks read the same `received`.
+__device__ Outcome FindFault(const Routing& r) {
+  const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
+  const auto differs = [&](int32_t rank) {
+    return Read64(WordsOf(r, rank) + kWordProgram) != program;
+  };
+  const auto is_wrong = [&](int32_t rank) {
+    return WordsOf(r, rank)[kWordFault] != 0;
+  };
+  const auto is_full = [&](int32_t rank) {
+    return !r.drop && r.needs[rank] > r.capacity;
+  };
+  const int32_t other = WarpFind(Lane(), r.ep_size, differs);
+  const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
+  const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
+  // The counts of another program have another meaning, so this comes first.
+  if (other < r.ep_size) return {Fault::kDisagreement, other, 0, 0, 0};
+  if (wrong < r.ep_size) {
+    const int32_t* words = WordsOf(r, wrong);
+    return {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice], 0,
+            static_cast<int64_t>(Read64(words + kWordValue))};
+  }
+  if (full < r.ep_size) return {Fault::kOverflow, full, 0, 0, r.needs[full]};
+  return {Fault::kNone, 0, 0, 0, 0};
+}
+
+// Writes the header, the totals and the report. A warp does.
+__device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
+  const int32_t largest =
+      WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
+  if (Lane() != 0) return;
+  Header& header = *r.header;
+  header.magic = kMagic;
+  header.sizes = r.sizes;
+  header.rank = r.rank;
+  header.num_slots = min(r.needs[r.rank], r.capacity);
+  header.outcome = outcome;
+  const bool failed = outcome.fault != Fault::kNone;
+  *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
+  *r.max_recv_tokens = failed ? -1 : largest;
+  CountOp(r.number, &r.progress->ended);
+  WriteReport(r.report, outcome, r.ticket);
+}
+
 // Writes the sizes of a slab of this rank.
 __device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
   const int32_t expert = r.rank * r.num_local + j;
@@ -192,57 +237,14 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
   if (Lane() == 0) r.needs[rank] = need;
 }
 
-// Finds the first fault of all ranks, and writes the header, the report and the
-// totals. Runs one warp. All ranks find the same, since they read the same
-// `received`.
-extern "C" __global__ void EpFindFault(Routing r) {
-  if (WarpIndex() > 0) return;
-  const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
-  const auto differs = [&](int32_t rank) {
-    return Read64(WordsOf(r, rank) + kWordProgram) != program;
-  };
-  const auto is_wrong = [&](int32_t rank) {
-    return WordsOf(r, rank)[kWordFault] != 0;
-  };
-  const auto is_full = [&](int32_t rank) {
-    return !r.drop && r.needs[rank] > r.capacity;
-  };
-  const int32_t other = WarpFind(Lane(), r.ep_size, differs);
-  const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
-  const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
-  const int32_t largest =
-      WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
-  if (Lane() != 0) return;
-  Outcome outcome = {Fault::kNone, 0, 0, 0, 0};
-  // The counts of another program have another meaning, so this comes first.
-  if (other < r.ep_size) {
-    outcome = {Fault::kDisagreement, other, 0, 0, 0};
-  } else if (wrong < r.ep_size) {
-    const int32_t* words = WordsOf(r, wrong);
-    outcome = {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice],
-               0, static_cast<int64_t>(Read64(words + kWordValue))};
-  } else if (full < r.ep_size) {
-    outcome = {Fault::kOverflow, full, 0, 0, r.needs[full]};
-  }
-  Header& header = *r.header;
-  header.magic = kMagic;
-  header.sizes = r.sizes;
-  header.rank = r.rank;
-  header.num_slots = min(r.needs[r.rank], r.capacity);
-  header.outcome = outcome;
-  const bool failed = outcome.fault != Fault::kNone;
-  *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
-  *r.max_recv_tokens = failed ? -1 : largest;
-  WriteReport(r.report, outcome, r.ticket);
-}
-
-// Writes how many rows and tokens the slabs of this rank have, which choices
-// are kept, and the choices that NCCL EP may see. Runs a thread per choice, and
-// at least one per local expert.
+// Writes the outcome of the routing, how many rows and tokens the slabs of this
+// rank have, which choices are kept, and the choices that NCCL EP may see. Runs
+// a thread per choice, and at least one per local expert, in whole warps.
 extern "C" __global__ void EpWriteRouting(Routing r) {
+  const Outcome outcome = FindFault(r);
+  const bool failed = outcome.fault != Fault::kNone;
+  if (WarpIndex() == 0) WriteOutcome(r, outcome);
   const int32_t i = ThreadIndex();
-  if (i == 0) CountOp(r.number, &r.progress->ended);
-  const bool failed = r.header->outcome.fault != Fault::kNone;
   if (i < r.num_local) WriteSlab(r, i, failed);
   if (i >= r.num_choices) return;
   const bool kept = !failed && HasSlot(r, i);

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
@@ -27,14 +29,19 @@ TEST_P(OrderTest, NoKernelOfARunThatInterleavesIsEnqueued) {
   };
   ExpectRuns(make(Op::kDispatch, {first}));
   ExpectRuns(make(Op::kDispatch, {second, 0, 0, /*program=*/1}));
-  fake::TakeLargestGrid("EpClearForeign");
+  for (void* stream : domain.streams) {
+    fake::TakeEnqueued(static_cast<CUstream>(stream));
+  }
   const StepPtr third = make(Op::kCombine, {first, /*position=*/1});
   for (const Status& status : third->Run()) {
     EXPECT_EQ(Code::kFailedPrecondition, status.code());
     ExpectWords({"ep_combine", "rank", "jit_step#0", "jit_step#1", "thread"},
                 status);
   }
-  EXPECT_EQ(0u, fake::TakeLargestGrid("EpClearForeign"));
+  for (void* stream : domain.streams) {
+    EXPECT_EQ(std::vector<std::string>(),
+              fake::TakeEnqueued(static_cast<CUstream>(stream)));
+  }
 }
 
 // NCCL EP pairs the ops of two programs if their rows are alike.

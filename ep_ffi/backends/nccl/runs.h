@@ -32,9 +32,9 @@ class Runs {
   Status Enter(const Call& call, int64_t* step);
 
  private:
-  // The runs that are remembered. More threads than this do not interleave
-  // unseen: one of two that are remembered goes on sooner.
-  static constexpr size_t kWindow = 16;
+  // The runs that are remembered. One that goes on after more others than this
+  // is not seen.
+  static constexpr size_t kWindow = 64;
 
   struct Run {
     int64_t id;

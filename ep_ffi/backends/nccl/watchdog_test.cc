@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,7 +19,7 @@
 namespace ep::nccl {
 namespace {
 
-constexpr double kTimeoutS = 0.5;
+constexpr double kTimeoutS = 1;
 
 void Sleep(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
@@ -84,7 +86,7 @@ TEST_P(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
   Sleep(3 * kTimeoutS);
   ExpectLines({0, 1, 3},
               {"ep_prepare(layer \"moe_3\"), step 1 of \"jit_step#0\", op 0",
-               "timeout_s = 0.5", "have not begun it",
+               "timeout_s = 1 s", "have not begun it",
                "all ranks took part was ep_prepare(layer \"moe_3\"), step 0"},
               ::testing::internal::GetCapturedStderr());
   // It did no harm, and the ranks are not stuck: the last one comes.
@@ -122,7 +124,7 @@ TEST_P(WatchdogTest, NothingIsSaidOfAStreamThatMoves) {
   ::testing::internal::CaptureStderr();
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     for (const StepPtr& step : steps) {
-      if (rank == 2) Sleep(0.6 * kTimeoutS);
+      if (rank == 2) Sleep(0.5 * kTimeoutS);
       step->Post(rank);
     }
   });
