@@ -44,23 +44,21 @@ void Watchdog::Number(Routing* routing) {
 
 void Watchdog::Add(std::string op) {
   MutexLock lock(mutex_);
-  Update();
-  if (ops_.empty()) {
-    moved_at_ = Now();
-    changed_.NotifyAll();
-  }
+  const bool was_idle = ops_.empty();
+  if (was_idle) moved_at_ = Now();
   ops_.push_back(std::move(op));
   ++num_added_;
+  Update();  // it may have ended already
+  if (was_idle && !ops_.empty()) changed_.NotifyAll();
 }
 
 void Watchdog::Update() {
   const Progress progress = device_->ReadProgress();
-  if (progress.begun == progress_.begun && progress.ended == progress_.ended) {
-    return;
+  if (progress.begun != progress_.begun || progress.ended != progress_.ended) {
+    progress_ = progress;
+    moved_at_ = Now();
+    is_told_ = false;
   }
-  progress_ = progress;
-  moved_at_ = Now();
-  is_told_ = false;
   while (!ops_.empty() && num_added_ - ops_.size() < progress.ended) {
     last_ended_ = std::move(ops_.front());
     ops_.pop_front();

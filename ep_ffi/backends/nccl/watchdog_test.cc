@@ -169,17 +169,32 @@ TEST_P(WatchdogTest, AGroupThatClosesNamesTheOpThatItWaitsFor) {
   AwaitStreams(domain);
 }
 
-using WatchdogDeathTest = ::testing::Test;
+std::shared_ptr<Device> OpenDevice() {
+  Libraries libraries;
+  ExpectOk(Libraries::Load("", "", &libraries));
+  std::shared_ptr<Device> device;
+  ExpectOk(Device::Open(libraries, /*ordinal=*/0, /*num_reports=*/1, &device));
+  return device;
+}
 
-TEST_F(WatchdogDeathTest, TheProcessEndsIfThatIsAsked) {
+TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+                    /*exit_after_s=*/10);
+  Routing routing = {};
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 2; ++i) {
+    watchdog.Number(&routing);
+    routing.progress->begun = routing.progress->ended = routing.number;
+    watchdog.Add("ep_dispatch");
+  }
+  Sleep(1);
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+TEST(WatchdogDeathTest, TheProcessEndsIfThatIsAsked) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   const auto wait = [](double exit_after_s) {
-    Libraries libraries;
-    ExpectOk(Libraries::Load("", "", &libraries));
-    std::shared_ptr<Device> device;
-    ExpectOk(
-        Device::Open(libraries, /*ordinal=*/0, /*num_reports=*/1, &device));
-    Watchdog watchdog(device, "rank 1", /*timeout_s=*/0.2, exit_after_s);
+    Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2, exit_after_s);
     watchdog.Add("ep_dispatch");
     Sleep(1);
     std::_Exit(0);
