@@ -25,6 +25,9 @@ enum class Code : uint8_t {
   kInternal,            // a bug in this library
 };
 
+// The exit code of a process that ends itself, since it would wait for ever.
+constexpr int kExitCode = 70;
+
 class [[nodiscard]] Status {
  public:
   Status() = default;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The context of a call on XLA:GPU: a stream.
+// The context of a call on XLA:GPU is the id of the run, and a stream.
 
 #include "ep_ffi/handlers/op_call.h"
 
@@ -8,9 +8,11 @@ namespace ep {
 
 bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                     ffi::DiagnosticEngine& diagnostic, OpCall* call) {
+  auto run_id = ffi::CtxDecoding<ffi::RunId>::Decode(api, ctx, diagnostic);
   auto stream = ffi::CtxDecoding<ffi::PlatformStream<void*>>::Decode(
       api, ctx, diagnostic);
-  if (!stream) return false;
+  if (!run_id || !stream) return false;
+  call->run_id = run_id->run_id;
   call->stream = *stream;
   return true;
 }

@@ -124,6 +124,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
     max_row_bytes=64,
     max_num_sms=0,
     timeout_s=1.0,
+    exit_after_s=1.0,
     unique_id=bytes([me % 2]),
     nccl="a",
     nccl_ep=str(me),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python calls the functions of libep_ffi_cuda, over a fake of NCCL."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ SIZES = dict(
   max_row_bytes=256,
   max_num_sms=0,
   timeout_s=20.0,
+  exit_after_s=math.inf,
 )
 
 

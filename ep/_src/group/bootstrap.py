@@ -175,7 +175,9 @@ def ep_bootstrap(
       failure; `math.inf` for never. It does not end if it has closed the group
       by then, or run another op of it on each of its devices. Without this, a
       device that waits for a failed rank in a collective of XLA may wait for
-      ever, and its process raises nothing. No effect with other backends.
+      ever, and its process raises nothing. A process of "nccl" ends if an op
+      has stood still on its GPU for `timeout_s`, and then for `exit_after_s`.
+      No effect with "xla".
     name: the group's, unique among the live groups of the process and equal on
       all processes; it is part of the compiled program. Default: a serial
       number.

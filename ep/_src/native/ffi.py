@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "a0d484e950c5"
+INTERFACE = "23dca3b412d2"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -275,6 +275,7 @@ def create_nccl_group(
   max_row_bytes: int,
   max_num_sms: int,
   timeout_s: float,
+  exit_after_s: float,
   unique_id: bytes,
   nccl: str,
   nccl_ep: str,
@@ -297,6 +298,7 @@ def create_nccl_group(
     ctypes.c_int32(device),
     *map(ctypes.c_int64, sizes),
     ctypes.c_double(timeout_s),
+    ctypes.c_double(exit_after_s),
     unique_id,
     ctypes.c_int64(len(unique_id)),
     nccl.encode(),

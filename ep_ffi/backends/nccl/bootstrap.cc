@@ -36,8 +36,8 @@ EP_EXPORT int32_t ep_nccl_group_create(
     const char* name, const char* config, int32_t rank, int32_t domain,
     int32_t device, int64_t num_experts, int64_t ep_size, int64_t max_tokens,
     int64_t capacity, int64_t max_row_bytes, int64_t max_num_sms,
-    double timeout_s, const char* id, int64_t id_bytes, const char* nccl,
-    const char* nccl_ep, char* error, int64_t error_bytes) {
+    double timeout_s, double exit_after_s, const char* id, int64_t id_bytes,
+    const char* nccl, const char* nccl_ep, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::nccl::NcclGroup::Options options;
     options.name = name;
@@ -47,6 +47,7 @@ EP_EXPORT int32_t ep_nccl_group_create(
     options.domain = domain;
     options.device = device;
     options.timeout_s = timeout_s;
+    options.exit_after_s = exit_after_s;
     options.unique_id.assign(id, id_bytes);
     options.nccl_path = nccl;
     options.nccl_ep_path = nccl_ep;

@@ -9,9 +9,8 @@ namespace ep::nccl {
 namespace {
 
 constexpr const char* kNames[Device::kNumKernels] = {
-    "EpCountChoices", "EpSumChoices",    "EpPlaceSlabs",
-    "EpFindFault",    "EpWriteRouting",  "EpClearForeign",
-    "EpFinish",       "EpFindNotFinite", "EpReportNotFinite"};
+    "EpCountChoices", "EpSumChoices", "EpPlaceSlabs",    "EpWriteRouting",
+    "EpClearForeign", "EpFinish",     "EpFindNotFinite", "EpReportNotFinite"};
 
 constexpr int kBlock = 256;  // threads
 
@@ -40,17 +39,19 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
                  "cuDevicePrimaryCtxRetain"));
   Scope scope(*this);
   void* memory = nullptr;
-  const size_t bytes = num_reports * sizeof(Report);
+  const size_t bytes = sizeof(Progress) + num_reports * sizeof(Report);
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
                  "cuMemHostAlloc"));
   std::memset(memory, 0, bytes);
-  reports_ = static_cast<Report*>(memory);
+  progress_ = static_cast<Progress*>(memory);
+  reports_ = reinterpret_cast<Report*>(progress_ + 1);
   CUdeviceptr address = 0;
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuMemHostGetDevicePointer(&address, memory, 0),
                  "cuMemHostGetDevicePointer"));
-  device_reports_ = reinterpret_cast<Report*>(address);
+  device_progress_ = reinterpret_cast<Progress*>(address);
+  device_reports_ = reinterpret_cast<Report*>(device_progress_ + 1);
   return LoadKernels();
 }
 
@@ -87,7 +88,7 @@ Device::~Device() {
   {
     Scope scope(*this);
     if (module_) libraries_.cuModuleUnload(module_);
-    if (reports_) libraries_.cuMemFreeHost(reports_);
+    if (progress_) libraries_.cuMemFreeHost(progress_);
   }
   libraries_.cuDevicePrimaryCtxRelease(device_);
 }
@@ -125,6 +126,11 @@ bool Device::TakeReport(int32_t i, uint64_t ticket, Outcome* out) const {
   *out = report.outcome;
   __atomic_store_n(&report.ticket, uint64_t{0}, __ATOMIC_RELEASE);
   return true;
+}
+
+Progress Device::ReadProgress() const {
+  return {__atomic_load_n(&progress_->begun, __ATOMIC_RELAXED),
+          __atomic_load_n(&progress_->ended, __ATOMIC_RELAXED)};
 }
 
 Status Device::CountFreeBytes(int64_t* out) const {

@@ -56,7 +56,6 @@ class Device {
     kCountChoices,
     kSumChoices,
     kPlaceSlabs,
-    kFindFault,
     kWriteRouting,
     kClearForeign,
     kFinish,
@@ -79,6 +78,10 @@ class Device {
   // written it under this ticket yet.
   bool TakeReport(int32_t i, uint64_t ticket, Outcome* out) const;
 
+  // Returns the address of the counts of ops on the device.
+  Progress* device_progress() const { return device_progress_; }
+  Progress ReadProgress() const;
+
   // Waits until the device has run all that was enqueued.
   Status Synchronize() const;
 
@@ -100,7 +103,10 @@ class Device {
   int32_t shared_bytes_ = 0;
   CUmodule module_ = nullptr;
   CUfunction kernels_[kNumKernels] = {};
+  // In one allocation of host memory, which the device sees at other addresses.
+  Progress* progress_ = nullptr;
   Report* reports_ = nullptr;
+  Progress* device_progress_ = nullptr;
   Report* device_reports_ = nullptr;
   bool leaked_ = false;
 };

@@ -9,7 +9,6 @@
 #include "ep_ffi/backends/nccl/deadline.h"
 #include "ep_ffi/backends/nccl/libraries.h"
 #include "ep_ffi/backends/nccl/routing.h"
-#include "ep_ffi/core/hash.h"
 
 namespace ep::nccl {
 namespace {
@@ -21,6 +20,9 @@ constexpr int64_t kClearThreads = 16384;
 // Enough blocks to write at the speed of the memory. More would slow down the
 // common case, in which they find nothing to write; only the device knows that.
 constexpr int64_t kFinishBlocks = 512;
+
+// The time that an abort gets. It may wait for kernels that cannot be aborted.
+constexpr double kAbortS = 5;
 
 std::string Name(const Call& call) {
   return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
@@ -39,7 +41,7 @@ uint32_t Exponent(DType dtype) {
   return 0;
 }
 
-// Hashes the op and all that must be equal on the ranks of a prepare. The
+// Hashes the op and all of it that must be equal on its ranks. The
 // number of the op's copy is left out: copies are numbered as they are
 // instantiated, and a rank that loads an executable from a cache instantiates
 // it more or less often than one that compiles it.
@@ -85,7 +87,11 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
     : options_(options),
       device_(std::move(device)),
       communicator_(std::move(communicator)),
-      reports_(device_, options.sizes, options.domain, options.timeout_s) {}
+      reports_(device_, options.sizes, options.domain, options.timeout_s),
+      watchdog_(std::make_unique<Watchdog>(
+          device_,
+          StrCat("rank ", options.rank, " of EP domain ", options.domain),
+          options.timeout_s, options.exit_after_s)) {}
 
 Status NcclGroup::Check() {
   MutexLock lock(mutex_);
@@ -104,6 +110,7 @@ Status NcclGroup::Close() {
     });
   }
   communicator_.reset();
+  watchdog_.reset();
   failed_ = Status(Code::kFailedPrecondition,
                    StrCat("the group \"", options_.name,
                           "\" was finalized; bootstrap a new one"));
@@ -113,8 +120,7 @@ Status NcclGroup::Close() {
 Status NcclGroup::GiveUp(const Status& status) {
   failed_ = status;
   device_->Leak();
-  // The abort may wait for kernels that cannot be aborted.
-  (void)RunWithin(options_.timeout_s, "to abort", [c = communicator_] {
+  (void)RunWithin(kAbortS, "to abort", [c = communicator_] {
     c->Abort();
     return Status();
   });
@@ -133,6 +139,7 @@ void NcclGroup::Submit(const Call& call,
   {
     MutexLock lock(mutex_);
     status = failed_;
+    if (status.ok()) status = GiveUpUnlessOk(runs_.Enter(call, &step_));
     if (status.ok()) {
       Device::Scope scope(*device_);
       status = enqueue();
@@ -161,8 +168,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   EP_RETURN_IF_ERROR(
       CheckMem(layer, args.num_tokens, {args.mem, args.mem_bytes}));
   const CUstream stream = static_cast<CUstream>(call.stream);
-  Routing routing = RoutingIn(options_.sizes, layer, args.num_tokens,
-                              options_.rank, args.mem);
+  Routing routing = NextRouting(layer, args.num_tokens, args.mem);
   routing.topk_idx = args.topk_idx;
   routing.index_is_int64 = args.index_is_int64;
   routing.place = args.place;
@@ -173,7 +179,8 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
   routing.dropped_counts = args.dropped_counts;
   routing.max_recv_tokens = args.max_recv_tokens;
   routing.kept = args.kept;
-  routing.program = HashProgram(*call.site, routing.sizes);
+  routing.program = Hash(order_, HashProgram(*call.site, routing.sizes));
+  order_ = kHashSeed;
   reports_.Begin(&routing);
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(
       EnqueueRouting(*device_, *communicator_, stream, routing)));
@@ -186,6 +193,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
                       args.num_tokens, args.top_k, stream);
       })));
   reports_.Add(Name(call), layer);
+  AddToWatchdog(call);
   return Status();
 }
 
@@ -237,8 +245,8 @@ Status NcclGroup::EnqueueMove(
   std::byte* bytes = const_cast<std::byte*>(mem.data);
   const CUstream stream = static_cast<CUstream>(call.stream);
   const int64_t routing_bytes = RoutingBytes(options_.sizes, layer, num_tokens);
-  Routing routing =
-      RoutingIn(options_.sizes, layer, num_tokens, options_.rank, bytes);
+  Routing routing = NextRouting(layer, num_tokens, bytes);
+  order_ = Hash(order_, HashProgram(*call.site, routing.sizes));
   routing.nccl_ep_words = reinterpret_cast<uint32_t*>(bytes + routing_bytes);
   routing.num_nccl_ep_words = (mem.bytes - routing_bytes) / sizeof(uint32_t);
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchThreads(
@@ -250,8 +258,9 @@ Status NcclGroup::EnqueueMove(
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = reports_.shared();
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
-      Device::kFinish, std::min(rows.count, kFinishBlocks), stream, &routing,
-      &moved)));
+      Device::kFinish, std::clamp(rows.count, int64_t{1}, kFinishBlocks),
+      stream, &routing, &moved)));
+  AddToWatchdog(call);
   if (!layer.checked || call.op != Op::kCombine) return Status();
   return GiveUpUnlessOk(EnqueueFiniteCheck(call, rows, routing, moved));
 }
@@ -274,6 +283,11 @@ Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
                                &moved);
 }
 
+void NcclGroup::AddToWatchdog(const Call& call) {
+  watchdog_->Add(StrCat(Name(call), ", step ", step_, " of \"",
+                        call.site->program, "\", op ", call.site->position));
+}
+
 // ---- EpHandle.mem -----------------------------------------------------------
 
 Status NcclGroup::MemBytes(const Layer& layer, int64_t num_tokens,
@@ -282,6 +296,14 @@ Status NcclGroup::MemBytes(const Layer& layer, int64_t num_tokens,
   EP_RETURN_IF_ERROR(failed_);
   Device::Scope scope(*device_);
   return SizeMem(layer, num_tokens, out);
+}
+
+Routing NcclGroup::NextRouting(const Layer& layer, int64_t num_tokens,
+                               std::byte* mem) {
+  Routing routing =
+      RoutingIn(options_.sizes, layer, num_tokens, options_.rank, mem);
+  watchdog_->Number(&routing);
+  return routing;
 }
 
 Status NcclGroup::SizeMem(const Layer& layer, int64_t num_tokens,

@@ -25,13 +25,19 @@
 // Waiting. NCCL EP's kernels wait for their peers without a timeout. A host
 // that waits for the device gives up after timeout_s and aborts the
 // communicator. So does a host that cannot enqueue an op; its peers then fail
-// within timeout_s.
+// within timeout_s. A host that waits elsewhere hears of it from the watchdog.
+//
+// Order. Ranks must enqueue the same ops in the same order. A rank refuses an
+// op that shows it that two of its runs interleave. The order of the ops that
+// move rows is compared at the next prepare, on the device: a difference there
+// fails as a fault does, after wrong pairs have exchanged rows.
 
 #ifndef EP_FFI_BACKENDS_NCCL_GROUP_H_
 #define EP_FFI_BACKENDS_NCCL_GROUP_H_
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -40,7 +46,10 @@
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/backends/nccl/limits.h"
 #include "ep_ffi/backends/nccl/reports.h"
+#include "ep_ffi/backends/nccl/runs.h"
+#include "ep_ffi/backends/nccl/watchdog.h"
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/hash.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
 
@@ -55,9 +64,11 @@ class NcclGroup : public Group {
     std::string name;
     Sizes sizes;
     int32_t rank;
-    int32_t domain = 0;     // index of the EP domain in the mesh
-    int32_t device;         // as XLA numbers the devices of the process
-    double timeout_s;       // to connect, and to wait for the device
+    int32_t domain = 0;  // index of the EP domain in the mesh
+    int32_t device;      // as XLA numbers the devices of the process
+    double timeout_s;    // to connect, and to wait for the device
+    // See Watchdog.
+    double exit_after_s = std::numeric_limits<double>::infinity();
     std::string unique_id;  // made by NewUniqueId on one rank of the domain
     std::string nccl_path;  // see Libraries::Load
     std::string nccl_ep_path;
@@ -101,6 +112,12 @@ class NcclGroup : public Group {
   Status EnqueueFiniteCheck(const Call& call, const Rows& rows, Routing routing,
                             Moved moved) EP_REQUIRES(mutex_);
 
+  // Returns the routing in `mem` for the op that is enqueued next.
+  Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
+      EP_REQUIRES(mutex_);
+  // Notes that all of an op was enqueued.
+  void AddToWatchdog(const Call& call) EP_REQUIRES(mutex_);
+
   Status SizeMem(const Layer& layer, int64_t num_tokens, int64_t* out) const
       EP_REQUIRES(mutex_);
   Status CheckMem(const Layer& layer, int64_t num_tokens, const Mem& mem) const
@@ -123,6 +140,11 @@ class NcclGroup : public Group {
   mutable Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ EP_GUARDED_BY(mutex_);
   Reports reports_ EP_GUARDED_BY(mutex_);
+  std::unique_ptr<Watchdog> watchdog_ EP_GUARDED_BY(mutex_);  // until Close
+  Runs runs_ EP_GUARDED_BY(mutex_);
+  int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // of the run of the current op
+  // Hash of the ops that were enqueued since the last prepare.
+  uint64_t order_ EP_GUARDED_BY(mutex_) = kHashSeed;
   Status failed_ EP_GUARDED_BY(mutex_);  // all later ops fail with it
 };
 

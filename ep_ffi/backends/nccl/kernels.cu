@@ -72,6 +72,11 @@ __device__ void WriteReport(Report* report, const Outcome& outcome,
   *static_cast<volatile uint64_t*>(&report->ticket) = ticket;
 }
 
+// Counts an op in host memory.
+__device__ void CountOp(uint64_t number, uint64_t* count) {
+  *static_cast<volatile uint64_t*>(count) = number;
+}
+
 // Writes a report unless there is one that the host has not taken yet.
 __device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
@@ -88,6 +93,51 @@ __device__ Outcome CheckHandle(const Routing& r) {
     return {Fault::kForeignHandle, r.rank, 0, 0, 0};
   }
   return header.outcome;
+}
+
+// Returns the first fault of all ranks. A warp computes it; all warps of all
+// ranks find the same, since the ranks read the same `received`.
+__device__ Outcome FindFault(const Routing& r) {
+  const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
+  const auto differs = [&](int32_t rank) {
+    return Read64(WordsOf(r, rank) + kWordProgram) != program;
+  };
+  const auto is_wrong = [&](int32_t rank) {
+    return WordsOf(r, rank)[kWordFault] != 0;
+  };
+  const auto is_full = [&](int32_t rank) {
+    return !r.drop && r.needs[rank] > r.capacity;
+  };
+  const int32_t other = WarpFind(Lane(), r.ep_size, differs);
+  const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
+  const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
+  // The counts of another program have another meaning, so this comes first.
+  if (other < r.ep_size) return {Fault::kDisagreement, other, 0, 0, 0};
+  if (wrong < r.ep_size) {
+    const int32_t* words = WordsOf(r, wrong);
+    return {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice], 0,
+            static_cast<int64_t>(Read64(words + kWordValue))};
+  }
+  if (full < r.ep_size) return {Fault::kOverflow, full, 0, 0, r.needs[full]};
+  return {Fault::kNone, 0, 0, 0, 0};
+}
+
+// Writes the header, the totals and the report. A warp does.
+__device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
+  const int32_t largest =
+      WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
+  if (Lane() != 0) return;
+  Header& header = *r.header;
+  header.magic = kMagic;
+  header.sizes = r.sizes;
+  header.rank = r.rank;
+  header.num_slots = min(r.needs[r.rank], r.capacity);
+  header.outcome = outcome;
+  const bool failed = outcome.fault != Fault::kNone;
+  *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
+  *r.max_recv_tokens = failed ? -1 : largest;
+  CountOp(r.number, &r.progress->ended);
+  WriteReport(r.report, outcome, r.ticket);
 }
 
 // Writes the sizes of a slab of this rank.
@@ -148,6 +198,7 @@ extern "C" __global__ void EpSumChoices(Routing r) {
   if (Lane() != 0) return;
   r.sent[expert] = sum;
   if (expert != 0) return;
+  CountOp(r.number, &r.progress->begun);
   int32_t* words = r.sent + r.num_experts;
   Write64(r.program, words + kWordProgram);
   if (r.place && r.place[0] != r.index) {
@@ -186,56 +237,14 @@ extern "C" __global__ void EpPlaceSlabs(Routing r) {
   if (Lane() == 0) r.needs[rank] = need;
 }
 
-// Finds the first fault of all ranks, and writes the header, the report and the
-// totals. Runs one warp. All ranks find the same, since they read the same
-// `received`.
-extern "C" __global__ void EpFindFault(Routing r) {
-  if (WarpIndex() > 0) return;
-  const uint64_t program = Read64(WordsOf(r, 0) + kWordProgram);
-  const auto differs = [&](int32_t rank) {
-    return Read64(WordsOf(r, rank) + kWordProgram) != program;
-  };
-  const auto is_wrong = [&](int32_t rank) {
-    return WordsOf(r, rank)[kWordFault] != 0;
-  };
-  const auto is_full = [&](int32_t rank) {
-    return !r.drop && r.needs[rank] > r.capacity;
-  };
-  const int32_t other = WarpFind(Lane(), r.ep_size, differs);
-  const int32_t wrong = WarpFind(Lane(), r.ep_size, is_wrong);
-  const int32_t full = WarpFind(Lane(), r.ep_size, is_full);
-  const int32_t largest =
-      WarpMax(Lane(), r.ep_size, [&](int32_t rank) { return r.needs[rank]; });
-  if (Lane() != 0) return;
-  Outcome outcome = {Fault::kNone, 0, 0, 0, 0};
-  // The counts of another program have another meaning, so this comes first.
-  if (other < r.ep_size) {
-    outcome = {Fault::kDisagreement, other, 0, 0, 0};
-  } else if (wrong < r.ep_size) {
-    const int32_t* words = WordsOf(r, wrong);
-    outcome = {static_cast<Fault>(words[kWordFault]), wrong, words[kWordChoice],
-               0, static_cast<int64_t>(Read64(words + kWordValue))};
-  } else if (full < r.ep_size) {
-    outcome = {Fault::kOverflow, full, 0, 0, r.needs[full]};
-  }
-  Header& header = *r.header;
-  header.magic = kMagic;
-  header.sizes = r.sizes;
-  header.rank = r.rank;
-  header.num_slots = min(r.needs[r.rank], r.capacity);
-  header.outcome = outcome;
-  const bool failed = outcome.fault != Fault::kNone;
-  *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
-  *r.max_recv_tokens = failed ? -1 : largest;
-  WriteReport(r.report, outcome, r.ticket);
-}
-
-// Writes how many rows and tokens the slabs of this rank have, which choices
-// are kept, and the choices that NCCL EP may see. Runs a thread per choice, and
-// at least one per local expert.
+// Writes the outcome of the routing, how many rows and tokens the slabs of this
+// rank have, which choices are kept, and the choices that NCCL EP may see. Runs
+// a thread per choice, and at least one per local expert, in whole warps.
 extern "C" __global__ void EpWriteRouting(Routing r) {
+  const Outcome outcome = FindFault(r);
+  const bool failed = outcome.fault != Fault::kNone;
+  if (WarpIndex() == 0) WriteOutcome(r, outcome);
   const int32_t i = ThreadIndex();
-  const bool failed = r.header->outcome.fault != Fault::kNone;
   if (i < r.num_local) WriteSlab(r, i, failed);
   if (i >= r.num_choices) return;
   const bool kept = !failed && HasSlot(r, i);
@@ -249,6 +258,7 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
 // op, that op will report that it is not a routing any more. Runs any number of
 // threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
+  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->begun);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;
   const int32_t stride = gridDim.x * blockDim.x;
   for (int64_t i = ThreadIndex(); i < r.num_nccl_ep_words; i += stride) {
@@ -261,6 +271,7 @@ extern "C" __global__ void EpClearForeign(Routing r) {
 // If the routing has a fault, writes NaN to all rows. Runs any number of
 // blocks, which take turns at the rows.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
+  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->ended);
   const Outcome outcome = CheckHandle(r);
   int32_t first = 0;
   uint32_t value = kNan;

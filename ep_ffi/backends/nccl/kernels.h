@@ -49,6 +49,14 @@ struct Report {
   uint64_t ticket;
 };
 
+// Host memory in which the device counts the ops of a group. They have numbers
+// from 1 on, in the order in which they are enqueued.
+struct Progress {
+  uint64_t begun;  // the last op that has begun
+  uint64_t ended;  // the last op of which NCCL EP's part has ended. Of a
+                   // prepare it has not, but all ranks have met.
+};
+
 // The first bytes of EpHandle.mem.
 struct Header {
   uint64_t magic;
@@ -116,6 +124,9 @@ struct Routing {
   uint8_t* kept;               // [T K]
   Report* report;
   uint64_t ticket;
+
+  Progress* progress;
+  uint64_t number;  // of the op
 };
 
 // The rows and weights that dispatch, combine or their backward returns, after

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
@@ -104,6 +105,28 @@ TEST_P(MovesTest, AnUnspecifiedTailIsNotWritten) {
       EXPECT_EQ(rows.end() - tail,
                 std::count(tail, rows.end(), testing::kCanary));
     }
+  }
+}
+
+// A launch takes some microseconds, and an op of a small step few more.
+TEST_P(MovesTest, OpsEnqueueNoMoreThanThis) {
+  const Domain domain = MakeDomain(kWorld);
+  using Names = std::vector<std::string>;
+  const auto enqueued = [&] {
+    return fake::TakeEnqueued(static_cast<CUstream>(domain.streams[0]));
+  };
+  const Routed routed = PrepareRandom(domain, kDims);
+  EXPECT_EQ((Names{"cuMemsetD32Async", "EpCountChoices", "EpSumChoices",
+                   "ncclAllGather", "EpPlaceSlabs", "EpWriteRouting",
+                   "ncclEpUpdateHandle"}),
+            enqueued());
+  for (Op op : kMoves) {
+    const bool scatters = op == Op::kDispatch || op == Op::kCombineBwd;
+    ExpectWorks(domain, op, routed, AnyType());
+    EXPECT_EQ(
+        (Names{"EpClearForeign", scatters ? "ncclEpDispatch" : "ncclEpCombine",
+               "EpFinish"}),
+        enqueued());
   }
 }
 

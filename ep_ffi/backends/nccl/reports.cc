@@ -80,8 +80,10 @@ Status Reports::ToStatus(const Outcome& outcome, const Prepare& prepare) const {
     case Fault::kDisagreement:
       return Status(Code::kFailedPrecondition,
                     StrCat(prepare.op, ": rank 0 and rank ", outcome.rank,
-                           " disagree on the op, its layer or its sizes; run "
-                           "the same program on all ranks"));
+                           " disagree on the op, its layer or its sizes, or on "
+                           "the ops since the ep_prepare before; run the same "
+                           "program on all ranks, and launch the programs of "
+                           "one group from one thread"));
     case Fault::kForeignHandle:
       return Status(Code::kInvalidArgument,
                     StrCat("rank ", outcome.rank,

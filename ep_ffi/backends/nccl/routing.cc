@@ -108,7 +108,6 @@ Status EnqueueRouting(const Device& device, const Communicator& communicator,
       communicator.AllGather(r.sent, r.received, NumSent(r), stream));
   EP_RETURN_IF_ERROR(
       device.LaunchWarps(Device::kPlaceSlabs, r.ep_size, stream, &r));
-  EP_RETURN_IF_ERROR(device.LaunchWarps(Device::kFindFault, 1, stream, &r));
   return device.LaunchThreads(Device::kWriteRouting,
                               std::max(r.num_choices, r.num_local), stream, &r);
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Functions that the 32 threads of a warp compute together. All threads must
-// call them. Only the first thread, on lane 0, may use the returned value.
+// call them. Of WarpScan only the first thread, on lane 0, may use the returned
+// value; that of the others is the same on all threads.
 
 #ifndef EP_FFI_BACKENDS_NCCL_WARP_H_
 #define EP_FFI_BACKENDS_NCCL_WARP_H_

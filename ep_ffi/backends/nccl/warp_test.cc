@@ -79,7 +79,7 @@ int32_t __shfl_xor_sync(uint32_t mask, int32_t value, int32_t bits) {
 namespace ep::nccl {
 namespace {
 
-// Runs `body` on all lanes, and returns what lane 0 returns.
+// Runs `body` on all lanes, which must return the same, and returns it.
 int32_t OnWarp(const std::function<int32_t(int32_t lane)>& body) {
   std::array<int32_t, kWarp> results;
   std::vector<std::thread> threads;
@@ -90,6 +90,7 @@ int32_t OnWarp(const std::function<int32_t(int32_t lane)>& body) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+  for (int32_t result : results) EXPECT_EQ(results[0], result);
   return results[0];
 }
 

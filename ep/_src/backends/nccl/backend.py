@@ -125,6 +125,7 @@ class NcclBackend(Backend):
       * group.max_token_dtype.itemsize,
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
+      exit_after_s=group.exit_after_s,
       unique_id=base64.b64decode(founder["id"]),
       nccl=nccl,
       nccl_ep=nccl_ep,

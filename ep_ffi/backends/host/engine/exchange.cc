@@ -12,11 +12,6 @@
 #include "ep_ffi/core/clock.h"
 
 namespace ep::host {
-namespace {
-
-constexpr int kExitCode = 70;  // of a process that ends itself
-
-}  // namespace
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),

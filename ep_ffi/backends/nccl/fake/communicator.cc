@@ -92,7 +92,7 @@ ncclResult_t Member::Enqueue(std::shared_ptr<Member> member, Contract& contract,
     member->stream_ = stream;
     ++member->num_tasks_;
   }
-  stream->Enqueue([member, task = std::move(task)] {
+  stream->Enqueue(contract.function(), [member, task = std::move(task)] {
     task();
     MutexLock lock(member->mutex_);
     --member->num_tasks_;

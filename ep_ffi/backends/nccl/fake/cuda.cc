@@ -48,10 +48,16 @@ void CUstream_st::Close() {
   thread_.join();
 }
 
-void CUstream_st::Enqueue(std::function<void()> task) {
+void CUstream_st::Enqueue(const std::string& name, std::function<void()> task) {
   ep::MutexLock lock(mutex_);
+  names_.push_back(name);
   tasks_.push_back(std::move(task));
   changed_.NotifyAll();
+}
+
+std::vector<std::string> CUstream_st::TakeNames() {
+  ep::MutexLock lock(mutex_);
+  return std::exchange(names_, {});
 }
 
 void CUstream_st::Synchronize() {
@@ -168,6 +174,14 @@ std::shared_ptr<CUstream_st> NewStream(int device) {
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
+
+void Enqueue(CUstream stream, std::function<void()> task) {
+  stream->Enqueue("", std::move(task));
+}
+
+std::vector<std::string> TakeEnqueued(CUstream stream) {
+  return stream->TakeNames();
+}
 
 unsigned TakeLargestGrid(const std::string& kernel) {
   auto& grids = LargestGrids();
@@ -415,7 +429,8 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
     unsigned& largest = grids.map[function->name];
     largest = std::max(largest, grid_x);
   }
-  stream->Enqueue(BindKernel(function->name, grid_x, block_x, parameters));
+  stream->Enqueue(function->name,
+                  BindKernel(function->name, grid_x, block_x, parameters));
   return CUDA_SUCCESS;
 }
 
@@ -425,8 +440,9 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count,
   RequireStream(contract, stream);
   if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
   if (address % sizeof(value) != 0) return CUDA_ERROR_INVALID_VALUE;
-  stream->Enqueue(
-      [=] { std::fill_n(reinterpret_cast<unsigned*>(address), count, value); });
+  stream->Enqueue(contract.function(), [=] {
+    std::fill_n(reinterpret_cast<unsigned*>(address), count, value);
+  });
   return CUDA_SUCCESS;
 }
 

@@ -35,7 +35,10 @@ struct CUstream_st {
   void Close();
 
   CUcontext context() const { return context_; }
-  void Enqueue(std::function<void()> task);
+  // `name` is that of the function that enqueues, or of a kernel.
+  void Enqueue(const std::string& name, std::function<void()> task);
+  // Returns the names since the last call.
+  std::vector<std::string> TakeNames();
   // Waits until all tasks have run.
   void Synchronize();
 
@@ -46,6 +49,7 @@ struct CUstream_st {
   ep::Mutex mutex_;
   ep::CondVar changed_;
   std::deque<std::function<void()>> tasks_ EP_GUARDED_BY(mutex_);
+  std::vector<std::string> names_ EP_GUARDED_BY(mutex_);
   bool closed_ EP_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };

@@ -18,6 +18,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <ostream>
 #include <string>
@@ -73,6 +74,11 @@ Resources CountResources();
 // tasks that were enqueued.
 std::shared_ptr<CUstream_st> NewStream(int device);
 void Synchronize(CUstream stream);
+// Enqueues work of somebody else.
+void Enqueue(CUstream stream, std::function<void()> task);
+// Returns what was enqueued since the last call: the names of kernels, and of
+// functions that enqueue.
+std::vector<std::string> TakeEnqueued(CUstream stream);
 
 // Returns the most blocks that a kernel was launched with since the last call.
 unsigned TakeLargestGrid(const std::string& kernel);

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/nccl/watchdog.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "ep_ffi/core/clock.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::nccl {
+namespace {
+
+void Print(const std::string& sentence) {
+  std::fprintf(stderr, "ep_ffi: %s\n", sentence.c_str());
+}
+
+}  // namespace
+
+Watchdog::Watchdog(std::shared_ptr<const Device> device, std::string rank,
+                   double timeout_s, double exit_after_s)
+    : device_(std::move(device)),
+      rank_(std::move(rank)),
+      timeout_s_(timeout_s),
+      exit_after_s_(exit_after_s),
+      thread_([this] { Watch(); }) {}
+
+Watchdog::~Watchdog() {
+  {
+    MutexLock lock(mutex_);
+    is_stopped_ = true;
+    changed_.NotifyAll();
+  }
+  thread_.join();
+}
+
+void Watchdog::Number(Routing* routing) {
+  MutexLock lock(mutex_);
+  routing->progress = device_->device_progress();
+  routing->number = num_added_ + 1;
+}
+
+void Watchdog::Add(std::string op) {
+  MutexLock lock(mutex_);
+  const bool was_idle = ops_.empty();
+  if (was_idle) moved_at_ = Now();
+  ops_.push_back(std::move(op));
+  ++num_added_;
+  Update();  // it may have ended already
+  if (was_idle && !ops_.empty()) changed_.NotifyAll();
+}
+
+void Watchdog::Update() {
+  const Progress progress = device_->ReadProgress();
+  if (progress.begun != progress_.begun || progress.ended != progress_.ended) {
+    progress_ = progress;
+    moved_at_ = Now();
+    is_told_ = false;
+  }
+  while (!ops_.empty() && num_added_ - ops_.size() < progress.ended) {
+    last_ended_ = std::move(ops_.front());
+    ops_.pop_front();
+  }
+}
+
+void Watchdog::Watch() {
+  // Often enough to be on time, and rarely enough to cost nothing.
+  const auto pause = std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(timeout_s_ / 16, 1.0)));
+  MutexLock lock(mutex_);
+  while (!is_stopped_) {
+    if (ops_.empty()) {
+      changed_.Wait(mutex_);
+      continue;
+    }
+    changed_.WaitUntil(mutex_, std::chrono::steady_clock::now() + pause);
+    Update();
+    if (ops_.empty() || is_stopped_) continue;
+    const double still_s = Now() - moved_at_;
+    if (still_s > timeout_s_ && !is_told_) {
+      Print(Describe());
+      is_told_ = true;
+    }
+    if (still_s > timeout_s_ + exit_after_s_) {
+      Print(StrCat(rank_, " ends its process: exit_after_s = ", exit_after_s_,
+                   " s later it still waits. ", Describe()));
+      std::_Exit(kExitCode);
+    }
+  }
+}
+
+std::string Watchdog::Describe() const {
+  const uint64_t number = num_added_ - ops_.size() + 1;
+  const std::string met =
+      last_ended_.empty()
+          ? ""
+          : StrCat(" The last op in which all ranks took part was ",
+                   last_ended_, ".");
+  if (progress_.begun < number) {
+    return StrCat(ops_.front(), ": ", rank_,
+                  " has not begun this op. For timeout_s = ", timeout_s_,
+                  " s its GPU has not ended what was enqueued before, such as "
+                  "a collective of XLA. Ranks that wait in this op wait for "
+                  "this rank.",
+                  met);
+  }
+  return StrCat(ops_.front(), ": ", rank_,
+                " has waited timeout_s = ", timeout_s_,
+                " s in this op for ranks that have not begun it. Look for a "
+                "rank that prints no line like this one: it failed, is slow, "
+                "or runs another program.",
+                met);
+}
+
+}  // namespace ep::nccl

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// A thread that says where a rank waits.
+//
+// NCCL EP's kernels wait for their peers without a limit, and while they do no
+// code of this backend need run: the host may be waiting for a result in XLA.
+
+#ifndef EP_FFI_BACKENDS_NCCL_WATCHDOG_H_
+#define EP_FFI_BACKENDS_NCCL_WATCHDOG_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "ep_ffi/backends/nccl/device.h"
+#include "ep_ffi/backends/nccl/kernels.h"
+#include "ep_ffi/core/mutex.h"
+
+namespace ep::nccl {
+
+// Thread-safe.
+class Watchdog {
+ public:
+  // Once the ops of `rank`, a name, have stood still for `timeout_s`, the
+  // thread prints a line; after another `exit_after_s` it ends the process.
+  Watchdog(std::shared_ptr<const Device> device, std::string rank,
+           double timeout_s, double exit_after_s);
+  // Ends the thread.
+  ~Watchdog();
+
+  // Gives the next op its number, under which its kernels count it.
+  void Number(Routing* routing);
+  // Adds the op that was enqueued with this number. `op` is its name.
+  void Add(std::string op);
+
+ private:
+  void Watch();
+  // Takes the ops that have ended.
+  void Update() EP_REQUIRES(mutex_);
+  // Says what this rank knows of the op at which it stands.
+  std::string Describe() const EP_REQUIRES(mutex_);
+
+  const std::shared_ptr<const Device> device_;
+  const std::string rank_;
+  const double timeout_s_;
+  const double exit_after_s_;
+
+  Mutex mutex_;
+  CondVar changed_;  // there is an op, or the end has come
+  // The names of the ops that have not ended. The last has the number
+  // `num_added_`.
+  std::deque<std::string> ops_ EP_GUARDED_BY(mutex_);
+  uint64_t num_added_ EP_GUARDED_BY(mutex_) = 0;
+  std::string last_ended_ EP_GUARDED_BY(mutex_);
+  Progress progress_ EP_GUARDED_BY(mutex_) = {};
+  double moved_at_ EP_GUARDED_BY(mutex_) = 0;
+  bool is_told_ EP_GUARDED_BY(mutex_) = false;  // since it stands still
+  bool is_stopped_ EP_GUARDED_BY(mutex_) = false;
+
+  std::thread thread_;  // the last member: it uses the others
+};
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_WATCHDOG_H_

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/backends/nccl/watchdog.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
+
+namespace ep::nccl {
+namespace {
+
+constexpr double kTimeoutS = 1;
+
+void Sleep(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+class WatchdogTest : public NcclGroupTest {
+ protected:
+  Domain MakeImpatient() {
+    WorldOptions options = kWorld;
+    options.timeout_s = kTimeoutS;
+    return MakeDomain(options);
+  }
+  // As in XLA, the host does not wait for the device.
+  Domain MakeAsynchronous() {
+    Domain domain = MakeImpatient();
+    domain.synchronize = nullptr;
+    return domain;
+  }
+  StepPtr MakePrepare(const Domain& domain) {
+    return Step::Make(domain, Op::kPrepare, {NextRun()},
+                      PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Fake, WatchdogTest, ::testing::Values(FakeNccl()));
+
+// Returns the lines with this word.
+std::vector<std::string> LinesWith(const std::string& word,
+                                   const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string line = text.substr(begin, end - begin);
+    if (line.find(word) != std::string::npos) lines.push_back(line);
+    begin = end + 1;
+  }
+  return lines;
+}
+
+// Expects one line of each of these ranks, all with these words.
+void ExpectLines(const std::vector<int64_t>& ranks,
+                 const std::vector<std::string>& words,
+                 const std::string& text) {
+  EXPECT_EQ(ranks.size(), LinesWith("ep_ffi: ", text).size()) << text;
+  for (int64_t rank : ranks) {
+    const auto lines =
+        LinesWith(StrCat("rank ", rank, " of EP domain 0"), text);
+    ASSERT_EQ(1u, lines.size()) << "rank " << rank << " in: " << text;
+    ExpectWords(words, Status(Code::kInternal, lines[0]));
+  }
+}
+
+TEST_P(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
+  const Domain domain = MakeAsynchronous();
+  const StepPtr first = MakePrepare(domain);
+  const StepPtr missed = MakePrepare(domain);
+  const StepPtr later = MakePrepare(domain);
+  ExpectRuns(first);
+  ::testing::internal::CaptureStderr();
+  for (int64_t rank : {0, 1, 3}) {
+    missed->Post(rank);
+    later->Post(rank);
+  }
+  Sleep(3 * kTimeoutS);
+  ExpectLines({0, 1, 3},
+              {"ep_prepare(layer \"moe_3\"), step 1 of \"jit_step#0\", op 0",
+               "timeout_s = 1 s", "have not begun it",
+               "all ranks took part was ep_prepare(layer \"moe_3\"), step 0"},
+              ::testing::internal::GetCapturedStderr());
+  // It did no harm, and the ranks are not stuck: the last one comes.
+  ::testing::internal::CaptureStderr();
+  for (const StepPtr& step : {missed, later}) step->Post(2);
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    for (const StepPtr& step : {missed, later}) ExpectOk(step->Wait(rank));
+    ExpectOk(domain.groups[rank]->Check());
+  }
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+// The rank that the others wait for has enqueued the op, too.
+TEST_P(WatchdogTest, ARankThatHasNotBegunItsOpSaysSo) {
+  const Domain domain = MakeAsynchronous();
+  const StepPtr step = MakePrepare(domain);
+  ::testing::internal::CaptureStderr();
+  fake::Enqueue(static_cast<CUstream>(domain.streams[2]),
+                [] { Sleep(3 * kTimeoutS); });
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) step->Post(rank);
+  Sleep(2 * kTimeoutS);
+  AwaitStreams(domain);
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  ExpectLines({0, 1, 2, 3}, {"ep_prepare(layer \"moe_3\"), step 0"}, text);
+  const auto lines = LinesWith("wait for this rank", text);
+  ASSERT_EQ(1u, lines.size()) << text;
+  ExpectWords({"rank 2 of", "has not begun"},
+              Status(Code::kInternal, lines[0]));
+}
+
+TEST_P(WatchdogTest, NothingIsSaidOfAStreamThatMoves) {
+  const Domain domain = MakeAsynchronous();
+  std::vector<StepPtr> steps;
+  for (int i = 0; i < 4; ++i) steps.push_back(MakePrepare(domain));
+  ::testing::internal::CaptureStderr();
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (const StepPtr& step : steps) {
+      if (rank == 2) Sleep(0.5 * kTimeoutS);
+      step->Post(rank);
+    }
+  });
+  AwaitStreams(domain);
+  Sleep(2 * kTimeoutS);  // nothing is said of a group without work, either
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+// Each op is the last of its group once, also without tokens.
+TEST_P(WatchdogTest, EveryOpCountsItsEnd) {
+  PlanDims empty = kDims;
+  empty.num_tokens = 0;
+  ::testing::internal::CaptureStderr();
+  for (const PlanDims& dims : {kDims, empty}) {
+    PrepareRandom(MakeImpatient(), dims);
+    for (Op op : kMoves) {
+      const Domain domain = MakeImpatient();
+      std::vector<RankInput> inputs =
+          RandomInputs(op, PrepareRandom(domain, dims), AnyType());
+      for (RankInput& input : inputs) {
+        input.tail = Tail::kUnspecified;
+        input.checked = true;
+      }
+      ExpectRuns(Step::Make(domain, op, {NextRun()}, inputs));
+    }
+  }
+  Sleep(2 * kTimeoutS);
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+TEST_P(WatchdogTest, AGroupThatClosesNamesTheOpThatItWaitsFor) {
+  AllowLeaks();
+  const Domain domain = MakeAsynchronous();
+  const StepPtr step = MakePrepare(domain);
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  Sleep(0.5 * kTimeoutS);
+  ::testing::internal::CaptureStderr();
+  ForEachRank(kDims.ep_size,
+              [&](int64_t rank) { (void)domain.groups[rank]->Close(); });
+  ExpectLines({0, 1, 3}, {"ep_prepare(layer \"moe_3\"), step 0"},
+              ::testing::internal::GetCapturedStderr());
+  AwaitStreams(domain);
+}
+
+std::shared_ptr<Device> OpenDevice() {
+  Libraries libraries;
+  ExpectOk(Libraries::Load("", "", &libraries));
+  std::shared_ptr<Device> device;
+  ExpectOk(Device::Open(libraries, /*ordinal=*/0, /*num_reports=*/1, &device));
+  return device;
+}
+
+TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+                    /*exit_after_s=*/10);
+  Routing routing = {};
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 2; ++i) {
+    watchdog.Number(&routing);
+    routing.progress->begun = routing.progress->ended = routing.number;
+    watchdog.Add("ep_dispatch");
+  }
+  Sleep(1);
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+TEST(WatchdogDeathTest, TheProcessEndsIfThatIsAsked) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const auto wait = [](double exit_after_s) {
+    Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2, exit_after_s);
+    watchdog.Add("ep_dispatch");
+    Sleep(1);
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(wait(0.2), ::testing::ExitedWithCode(kExitCode),
+              "ep_dispatch: rank 1 has not begun(.|\n)*"
+              "rank 1 ends its process: exit_after_s = 0.2.*ep_dispatch");
+  EXPECT_EXIT(wait(10), ::testing::ExitedWithCode(0), "ep_dispatch: rank 1");
+}
+
+}  // namespace
+}  // namespace ep::nccl
