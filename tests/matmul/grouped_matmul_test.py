@@ -4,7 +4,6 @@
 import functools
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,31 +122,6 @@ def test_gradients_beside_unused_nans(case):
   expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
   np.testing.assert_allclose(g_rows, expected, 1e-5, 1e-5)
   np.testing.assert_allclose(g_matrices, _outer(rows, g, sizes), 1e-4, 1e-4)
-
-
-def test_second_derivatives():
-  sizes = SIZES["full"]
-  rows, matrices, g = _inputs(sizes)
-  experts = np.repeat(np.arange(len(sizes)), sizes)
-
-  def curvature(matmul):
-    def loss(x, w):
-      return jnp.sum(jnp.tanh(matmul(x, w)) * g)
-
-    def slope(x, w):
-      gx, gw = jax.grad(loss, (0, 1))(x, w)
-      return jnp.sum(jnp.sin(gx)) + jnp.sum(jnp.sin(gw))
-
-    return jax.jit(jax.grad(slope, (0, 1)))(rows, matrices)
-
-  got = curvature(lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)))
-  expected = curvature(
-    lambda x, w: jnp.einsum(
-      "cf,cfg->cg", x, w[experts], precision=lax.Precision.HIGHEST
-    )
-  )
-  for a, b in zip(got, expected, strict=True):
-    np.testing.assert_allclose(a, b, 2e-4, 2e-4)
 
 
 @pytest.mark.usefixtures("implementation_on_cpu")

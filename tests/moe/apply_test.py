@@ -199,7 +199,6 @@ def assert_close(got, expected, tol=2e-5):
   [
     pytest.param(PLAIN, "dp2_ep2", False, id="plain"),
     pytest.param(SHARED, "ep4", True, id="sigmoid_bias_shared"),
-    pytest.param(BIASED, "dp2_ep2", False, id="biases"),
     pytest.param(EARLY, "dp4_ep1", False, id="early_of_sequences"),
     pytest.param(SPLIT, "dp2_ep2", False, id="fsdp"),
   ],
@@ -242,7 +241,6 @@ def test_bfloat16_in_both_views():
 @pytest.mark.parametrize(
   "config, view",
   [
-    pytest.param(PLAIN, "global", id="plain"),
     pytest.param(
       dataclasses.replace(SHARED, router_bias=True, deterministic=True),
       "local",

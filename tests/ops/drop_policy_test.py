@@ -5,7 +5,6 @@ A case is a layer and M candidates for each token. One program computes all
 routings of a layer, in a `scan`.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -439,17 +438,6 @@ def test_layers_that_cannot_be(make, words):
     layer(**make)
   for word in words:
     assert word in str(error.value)
-
-
-def test_a_layer_inherits_the_policy():
-  fair = group(drop_by="fair")
-  inherits = ep.EpLayerConfig(fair)
-  for overflow in "drop", "error", "chunk":
-    changed = dataclasses.replace(inherits, overflow=overflow)
-    assert changed.drop_by == "fair"
-  assert (
-    ep.EpLayerConfig(fair, overflow="drop", drop_by="slot").drop_by == "slot"
-  )
 
 
 def test_weights_that_do_not_fit_are_refused(spilling):

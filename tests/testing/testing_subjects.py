@@ -10,7 +10,6 @@ import numpy as np
 
 from benchmarks import layers
 from benchmarks.padded import PaddedScatter
-from benchmarks.ragged import Ragged
 from benchmarks.workload import Layout, Shape
 import ep
 from ep.testing import Layer, Received, Tolerance, Transport
@@ -125,10 +124,10 @@ def _layout(setting):
   )
 
 
-def _contender(make, setting):
+def _padded(setting):
   """Builds hand-written ops of the benchmarks."""
   layout = _layout(setting)
-  exchange = make(layout)
+  exchange = PaddedScatter(layout)
 
   def dispatch(tokens, topk_idx, topk_weights):
     handle = exchange.prepare(topk_idx)
@@ -143,18 +142,8 @@ def _contender(make, setting):
 
 PADDED = Transport(
   name="sort + padded all_to_all",
-  build=functools.partial(_contender, PaddedScatter),
+  build=_padded,
   dtypes=("float32", "bfloat16"),
-  tolerance=Tolerance(1),
-  gradients=True,
-  second_order=True,
-  jvp=True,
-  tail="zero",
-)
-
-RAGGED = Transport(
-  name="ragged_all_to_all with permutes",
-  build=functools.partial(_contender, Ragged),
   tolerance=Tolerance(1),
   gradients=True,
   second_order=True,
@@ -207,7 +196,7 @@ ONE_HOT = Layer(
 )
 
 # Those that run on the platform. XLA's scatter adds in any order on GPUs.
-_BENCHMARKS = [PADDED, RAGGED, ONE_HOT]
+_BENCHMARKS = [PADDED, ONE_HOT]
 SUBJECTS = {
   "cpu": [HOST, XLA, *_BENCHMARKS],
   "gpu": [

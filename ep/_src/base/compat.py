@@ -238,7 +238,8 @@ def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
   """Returns a device of this process for the program, if it will run here."""
   if not can_call_python(ctx):
     return None
-  return ctx.module_context.get_backend().local_devices()[0]
+  client = ctx.module_context.get_backend()
+  return client.local_devices()[0] if client else None
 
 
 def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:

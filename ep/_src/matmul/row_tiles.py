@@ -41,13 +41,13 @@ class Slabs(NamedTuple):
 
 
 class Tiles(NamedTuple):
-  """Tiles of slabs, of which the first `count` are used.
+  """Tiles of slabs, of which the first `num_used` are used.
 
-  `count` is int32 [1], the others are int32 [N]. The rows of slab `slab` are
+  `num_used` is int32 [1], the others are int32 [N]. The rows of slab `slab` are
   those from `start + begin` to `start + end`.
   """
 
-  count: jax.Array
+  num_used: jax.Array
   slab: jax.Array
   start: jax.Array
   begin: jax.Array
