@@ -162,7 +162,7 @@ def test_the_shape_of_a_layer_is_passed_in_order():
     ((17, 2, 1, 64), "17 tokens"),
     ((16, 33, 1, 64), "top_k = 33"),
     ((16, 2, 3, 64), "alignment = 3"),
-    ((16, 2, 1, 32), "recv_capacity_per_rank = 32"),
+    ((16, 2, 1, 68), "recv_capacity_per_rank = 68"),
   ]:
     with pytest.raises(ValueError, match=word):
       ffi.mem_bytes("nccl", "layer0", *shape)
