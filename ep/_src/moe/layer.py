@@ -100,8 +100,8 @@ def moe_layer(
     w_gate: like `w_up`, or None.
     activation: an elementwise function, hashable and without state that
       changes: compiled programs are kept by it. If it closes over values that
-        are traced, such as a learned slope, no program is kept, and all rows of
-        the capacity are activated.
+      are traced, such as a learned slope, no program is kept, and all rows of
+      the capacity are activated.
     return_handle: whether to return the handle as well, for `ep.describe` or
       more ops of the same routing. With `overflow="chunk"` it is the handle of
       one exchange of all tokens, as the ops alone make it. If its
