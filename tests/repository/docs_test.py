@@ -30,34 +30,39 @@ def _example(path, title):
   return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
 
 
-def test_the_twenty_lines(capsys):
-  """They run in every world, and print what their last comment says."""
-  code = _example("README.md", "Twenty lines")
+_PROGRAMS = pytest.mark.parametrize("title", ["The layer", "Twenty lines"])
+
+
+@_PROGRAMS
+def test_a_program_of_the_readme(title, capsys):
+  """It runs in every world, and prints what its last comment says."""
+  code = _example("README.md", title)
   promised = code.splitlines()[-1].partition("  # ")[2]
   names = {}
   exec(compile(code, "README.md", "exec"), names)
   assert capsys.readouterr().out == promised + "\n"
-  for grad in names["grads"]:
+  for grad in jax.tree.leaves(names["grads"]):
     for shard in grad.addressable_shards:
       values = np.asarray(shard.data)
       assert np.isfinite(values).all() and values.any()
-  ep.ep_finalize(names["group"])
+  ep.ep_finalize(names["layer"].group)
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
+@_PROGRAMS
 @pytest.mark.parametrize(
   "processes, devices, in_function", [(4, 1, True), (2, 2, False)]
 )
-def test_the_twenty_lines_under_the_launcher(
-  tmp_path, processes, devices, in_function
+def test_a_program_of_the_readme_under_the_launcher(
+  tmp_path, title, processes, devices, in_function
 ):
-  """They end well although they wait for no result, or drop all of them."""
-  lines = _example("README.md", "Twenty lines")
-  imports, code = re.split(r"(?=^mesh = )", lines, flags=re.M)
+  """It ends well although it waits for no result, or drops all of them."""
+  lines = _example("README.md", title)
+  imports, code = re.split(r"(?=^ep\.launch)", lines, flags=re.M)
   if in_function:
     code = "def main():\n" + textwrap.indent(code, "  ") + "main()\n"
   assert not launch.launch(
-    ["-c", f"{imports}ep.launch.initialize()\n{code}"],
+    ["-c", imports + code],
     num_processes=processes,
     devices_per_process=devices,
     timeout_s=100,
