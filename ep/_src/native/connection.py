@@ -38,7 +38,6 @@ class NativeConnection(backend.Connection):
   def __init__(self, group: GroupConfig):
     super().__init__(group)
     self._programs = ProgramNames(group.name)
-    self._places = meshes.places(mesh_of_devices(group.backend, group.mesh))
 
   @property
   def closes_at_exit(self) -> bool:
@@ -53,7 +52,7 @@ class NativeConnection(backend.Connection):
     return GroupMemory(*ffi.group_memory(self.group.backend, self.group.name))
 
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
-    there = self._places
+    there = meshes.places(mesh_of_devices(self.group.backend, self.group.mesh))
     for device, place in meshes.places(mesh).items():
       if there.get(device) != place:
         raise ValueError(
