@@ -159,7 +159,7 @@ Status Rank::Dispatch(const std::byte* tokens, const float* topk_weights,
     return Scatter(
         nccl, handle_,
         {/*mem=*/{}, Tokens(tokens), topk_weights, Slots(rows), row_weights},
-        problem_.top_k, stream_);
+        problem_.top_k, problem_.sizes.capacity, stream_);
   });
 }
 
@@ -171,7 +171,7 @@ Status Rank::Combine(const std::byte* rows, const float* row_weights,
     return Gather(
         nccl, handle_,
         {/*mem=*/{}, Slots(rows), row_weights, Tokens(tokens), topk_weights},
-        problem_.top_k, stream_);
+        problem_.top_k, problem_.sizes.capacity, stream_);
   });
 }
 
