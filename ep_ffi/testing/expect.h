@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What tests expect of a status.
+// Functions with which a test checks a status.
 
 #ifndef EP_FFI_TESTING_EXPECT_H_
 #define EP_FFI_TESTING_EXPECT_H_
@@ -24,12 +24,19 @@ struct Failure {
   std::vector<std::string> parts = {};
 };
 
+// Expects a failure whose message has all these words.
+inline void ExpectWords(const std::vector<std::string>& words,
+                        const Status& status) {
+  EXPECT_FALSE(status.ok());
+  for (const std::string& word : words) {
+    EXPECT_NE(std::string::npos, status.message().find(word))
+        << "no \"" << word << "\" in: " << status.message();
+  }
+}
+
 inline void ExpectFailure(const Failure& expected, const Status& status) {
   EXPECT_EQ(expected.code, status.code()) << status.message();
-  for (const std::string& part : expected.parts) {
-    EXPECT_NE(std::string::npos, status.message().find(part))
-        << "no \"" << part << "\" in: " << status.message();
-  }
+  ExpectWords(expected.parts, status);
 }
 
 }  // namespace ep::testing

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a fuzz target defines for fuzz_driver.cc.
+// A fuzz target defines the functions that fuzz_driver.cc calls.
 
 #ifndef EP_FFI_TESTING_FUZZ_H_
 #define EP_FFI_TESTING_FUZZ_H_

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What "nccl" puts around the calls of NCCL EP, with the host engine in place.
+"""The lowering of "nccl" is right, with the host engine in NCCL EP's place.
 
 The engine gets what NCCL EP would get, and XLA what it would compile for GPUs.
 """

@@ -156,7 +156,7 @@ def test_lowered_for_cuda(op):
 
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 
-# What XLA knows of an H100.
+# XLA describes an H100 by these values.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024

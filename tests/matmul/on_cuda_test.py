@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NVIDIA GPUs run for a grouped matmul, and the line that says why."""
+"""NVIDIA GPUs run the right grouped matmul, and a line says which and why."""
 
 import logging
 import types

@@ -183,16 +183,17 @@ def _with_fitting_rows(
   rows: Any  # not any `AbstractValue`, which has no shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
   hidden, width = rows.shape[1], _width(rows.shape[1])
+  is_weighted = op == "ep_combine" and len(operands) > 2
 
   def fit(mem, rows, *weights):
-    if op == "ep_combine" and weights:
+    if is_weighted:
       rows, weights = _scaled(rows, *weights), ()
     return [mem, _padded(rows, width), *weights]
 
   def cut(rows, *weights):
     return [rows[:, :hidden], *weights]
 
-  if len(ctx.avals_in) > 2 or width > hidden:
+  if is_weighted or width > hidden:
     fitting = [
       jax.core.ShapedArray(x.shape, x.dtype)
       for x in jax.eval_shape(fit, *ctx.avals_in)

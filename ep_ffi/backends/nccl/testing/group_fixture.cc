@@ -170,14 +170,6 @@ std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
   return statuses;
 }
 
-void ExpectWords(const std::vector<std::string>& words, const Status& status) {
-  EXPECT_FALSE(status.ok());
-  for (const std::string& word : words) {
-    EXPECT_NE(std::string::npos, status.message().find(word))
-        << "no \"" << word << "\" in: " << status.message();
-  }
-}
-
 void ExpectNan(const RowType& type, const testing::RankData& data) {
   const int64_t count = data.rows.size() / ByteWidth(type.dtype);
   for (int64_t i = 0; i < count; ++i) {

@@ -22,6 +22,7 @@ namespace ep::nccl {
 using testing::Choices;
 using testing::Domain;
 using testing::ExpectOk;
+using testing::ExpectWords;
 using testing::ForEachRank;
 using testing::kDims;
 using testing::kWorld;
@@ -51,9 +52,6 @@ Sizes SizesFor(const PlanDims& dims);
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
                             std::vector<std::shared_ptr<Group>>* groups);
-
-// Expects a failure whose message has all these words.
-void ExpectWords(const std::vector<std::string>& words, const Status& status);
 
 // Expects that each element is NaN.
 void ExpectNan(const RowType& type, const testing::RankData& data);
