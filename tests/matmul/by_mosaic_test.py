@@ -68,7 +68,11 @@ def _expected(op, sizes, rows, matrices, outs):
 
 @pytest.fixture
 def interpret(monkeypatch):
-  """Returns the context in which JAX interprets kernels."""
+  """Returns the context in which JAX interprets kernels.
+
+  The interpreter calls JAX in callbacks, so one program runs at a time: calls
+  are jitted. Two of them beside each other hung or ended the process.
+  """
   try:
     from jax._src.pallas.mosaic_gpu.interpret import (
       interpret_pallas_call,
@@ -131,15 +135,10 @@ def test_interpreted_tails(tail, interpret):
   """The interpreter's fresh memory is NaN, as is a tail of checked mode."""
   sizes = [63, 0, 1, 0, 9]
   inputs = _inputs(sizes, jnp.bfloat16)
+  options = {"num_cores": 3, "blocks": BLOCKS["expand"]}
+  run = jax.jit(functools.partial(_run, "expand", tail=tail, **options))
   with interpret():
-    (out, _) = _run(
-      "expand",
-      jnp.int32(sizes),
-      *inputs,
-      tail=tail,
-      num_cores=3,
-      blocks=BLOCKS["expand"],
-    )
+    (out, _) = run(jnp.int32(sizes), *inputs)
   assert np.isfinite(np.float32(out[:73])).all()
   assert np.isnan(np.float32(out[73:])).all()
 
