@@ -56,10 +56,10 @@ def _measure(group: ep.EpGroup) -> None:
   x = splits.put(group, x.astype(np.float32), PartitionSpec(group.token_axes))
   programs = {}
   for kind, config in splits.both_kinds(_CONFIG).items():
-    layer = config.layer(group)
+    layer = ep.MoE(config, group)
 
     def loss(params, x, config=config, layer=layer):
-      y, metrics = ep.moe.apply(layer, config, params, x)
+      y, metrics = layer(params, x)
       return (y**2).mean() + 0.01 * metrics.aux_loss
 
     programs[kind] = jax.jit(jax.grad(loss)).lower(params, x).compile()

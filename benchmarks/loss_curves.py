@@ -103,7 +103,7 @@ class _Run:
 
 def _compile(group, config, specs, tokens):
   """Returns the jitted step of stochastic gradient descent."""
-  layer, axes = config.layer(group), group.token_axes
+  layer, axes = ep.MoE(config, group), group.token_axes
   everywhere = PartitionSpec()
   is_local = _VIEW.value == "local"
 
@@ -120,7 +120,7 @@ def _compile(group, config, specs, tokens):
 
   def loss_fn(params, x):
     def block(y, params):
-      out, metrics = ep.moe.apply(layer, config, params, y.astype(_DTYPE.value))
+      out, metrics = layer(params, y.astype(_DTYPE.value))
       return y + out, metrics.aux_loss
 
     y, balance = lax.scan(block, x, params)

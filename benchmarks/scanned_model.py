@@ -59,13 +59,13 @@ class MoE:
   specs = ep.moe.partition_specs(CONFIG, lead=1)
 
   def __init__(self, group: ep.EpGroup):
-    self._layer = CONFIG.layer(group)
+    self._layer = ep.MoE(CONFIG, group)
 
   def init(self, key):
     return ep.moe.init(key, CONFIG)
 
   def __call__(self, params, x):
-    y, metrics = ep.moe.apply(self._layer, CONFIG, params, x)
+    y, metrics = self._layer(params, x)
     return y, metrics.aux_loss
 
 

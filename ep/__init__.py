@@ -17,7 +17,7 @@ from ep._src.base.checked import checked as checked
 from ep._src.base.errors import EpError as EpError
 from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.group.bootstrap import ep_finalize as ep_finalize
-from ep._src.group.bootstrap import resize as resize
+from ep._src.group.bootstrap import ep_resize as ep_resize
 from ep._src.group.group import EpGroup as EpGroup
 from ep._src.group.group import EpLayerConfig as EpLayerConfig
 from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
@@ -32,6 +32,7 @@ from ep._src.moe.losses import (
 )
 from ep._src.moe.router import route_topk as route_topk
 from ep._src.moe.routing_map import topk_from_map as topk_from_map
+from ep._src.moe.whole_layer import MoE as MoE
 from ep._src.ops.combine import ep_combine as ep_combine
 from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
 from ep._src.ops.handle import EpHandle as EpHandle

@@ -46,8 +46,8 @@ QWEN3_30B_A3B = MoEConfig(hidden=2048, inner=768, num_experts=128, top_k=8)
 # github.com/deepseek-ai/DeepSeek-V3, at 9b4e978. The router (groups by the sum
 # of their best two, weights without the bias of the choice) and the shared
 # expert: inference/model.py there, and DeepSeek-AI, "DeepSeek-V3 Technical
-# Report", arXiv 2412.19437, section 2.1.2. The bias of the choice is an
-# argument of `ep.moe.apply`, since gradients do not train it.
+# Report", arXiv 2412.19437, section 2.1.2. The bias of the choice is in the
+# `ep.moe.State`, since gradients do not train it.
 DEEPSEEK_V3 = MoEConfig(
   hidden=7168,
   inner=2048,

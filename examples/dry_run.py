@@ -42,11 +42,11 @@ MEANT = ("all_gather", "reduce_scatter", "psum_invariant", "reduce_sum")
 BOUND = 2e-5
 
 
-def make_step(layer, cfg):
+def make_step(layer):
   """Returns `step(state, batch) -> state, loss`: SGD with momentum."""
 
   def loss_fn(params, x, target):
-    y, metrics = ep.moe.apply(layer, cfg, params, x)
+    y, metrics = layer(params, x)
     error = jnp.mean(jnp.square((x + y - target).astype(jnp.float32)))
     return error + 1e-2 * metrics.aux_loss
 
@@ -78,19 +78,6 @@ def inputs(mesh, cfg, lead, dtype):
   return {"params": params, "momentum": params}, (tokens, tokens)
 
 
-def bootstrap(mesh, cfg, num_tokens=None, backend=None):
-  """Returns the group of a mesh; a rank has at most `num_tokens`."""
-  return ep.ep_bootstrap(
-    mesh,
-    axis_name="ep",
-    data_axes=("dp", "fsdp"),
-    num_experts=cfg.num_experts,
-    top_k=cfg.top_k,
-    max_tokens_per_rank=num_tokens,
-    backend=backend,
-  )
-
-
 def bytes_of_device(types) -> int:
   """Returns the bytes of a device's shards."""
   return sum(
@@ -104,9 +91,9 @@ def plan() -> None:
   mesh = AbstractMesh(CLUSTER, AXES, axis_types=(AxisType.Auto,) * len(AXES))
   state, batch = inputs(mesh, MODEL, (64, 4096), jnp.bfloat16)
   tokens = math.prod(batch[0].sharding.shard_shape(batch[0].shape)[:-1])
-  with bootstrap(mesh, MODEL, tokens) as group:
-    layer = MODEL.layer(group)
-    step = make_step(layer, MODEL)
+  layer = ep.MoE(MODEL, mesh, max_tokens_per_rank=tokens)
+  with layer.group:
+    step = make_step(layer)
     new_state, loss = jax.eval_shape(step, state, batch)
     for old, new in zip(*map(jax.tree.leaves, (state, new_state)), strict=True):
       assert (old.shape, old.dtype) == (new.shape, new.dtype)
@@ -119,7 +106,7 @@ def plan() -> None:
   for name, x in state["params"].items():
     shard = x.sharding.shard_shape(x.shape)
     print(f"  {name:8}{x.shape!s:18} of which a device has {shard}")
-  rows = layer.recv_capacity_per_rank
+  rows = layer.ep_layer.capacity
   print(
     f"  tokens of a device {tokens}, rows that it can receive {rows}\n"
     f"  parameters and momentum {bytes_of_device(state) / 2**20:.0f} MiB of a"
@@ -131,8 +118,8 @@ def plan() -> None:
 def compile_step(mesh, cfg, types, backend=None):
   """Returns the step for arrays of these types, which keeps its group open."""
   shardings = jax.tree.map(lambda x: x.sharding, types)
-  layer = cfg.layer(bootstrap(mesh, cfg, backend=backend))
-  step = jax.jit(make_step(layer, cfg), out_shardings=(shardings[0], None))
+  layer = ep.MoE(cfg, mesh, backend=backend)
+  step = jax.jit(make_step(layer), out_shardings=(shardings[0], None))
   return step.lower(*types).compile()
 
 
@@ -176,7 +163,7 @@ def check_bits(mesh, cfg, backend) -> None:
   rng = np.random.default_rng(0)
   x = rng.standard_normal((8 * 16, cfg.hidden), np.float32)
   logits = rng.standard_normal((8 * 16, cfg.num_experts), np.float32)
-  with bootstrap(mesh, cfg, backend=backend) as group:
+  with ep.MoE(cfg, mesh, backend=backend).group as group:
     layer = ep.EpLayerConfig(group)
 
     @jax.jit

@@ -164,7 +164,7 @@ def run() -> None:
     top_k=ranks.TOP_K.value,
     backend=ranks.BACKEND.value,
   ) as group:
-    layer = model_config.moe.layer(group)
+    layer = ep.MoE(model_config.moe, group)
     state = checkpoints = metrics_path = None
     if _OUT.value:
       checkpoints = Checkpoints(
@@ -241,7 +241,7 @@ def write_samples(state, model_config, layer) -> None:
     model_config,
     layer,
     [prompt.encode() for prompt in _PROMPTS.value],
-    bias=state.bias,
+    moe_state=state.moe,
     count=_SAMPLE_BYTES.value,
     temperature=_TEMPERATURE.value,
     seed=_SEED.value,

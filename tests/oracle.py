@@ -101,7 +101,7 @@ def make_oracle(layer, topk_idx, weights=None):
   """
   sizes = _sizes(layer, topk_idx)
   ids = _of_domains(layer, topk_idx)
-  if layer.drop_by == "slot" and topk_idx.shape[-1] == layer.top_k:
+  if _rule(layer, weights) == "slot" and topk_idx.shape[-1] == layer.top_k:
     routings = [reference.prepare(x, **sizes) for x in ids]
   else:
     routings = [
@@ -115,18 +115,23 @@ def make_oracle(layer, topk_idx, weights=None):
 
 def assigned(layer, topk_idx, weights):
   """Returns `reference.assign` of each domain: int32 `[P, T, K]`."""
-  ids = _of_domains(layer, topk_idx)
+  ids, rule = _of_domains(layer, topk_idx), _rule(layer, weights)
   if weights is None:
     weights = np.zeros(topk_idx.shape, np.float32)
   return [
     reference.assign(
       *x,
       top_k=layer.top_k,
-      drop_by=layer.drop_by,
+      drop_by=rule,
       **_sizes(layer, topk_idx),
     )
     for x in zip(ids, _of_domains(layer, weights), strict=True)
   ]
+
+
+def _rule(layer, weights):
+  """Returns which choices have rows; by default, weights decide."""
+  return layer.drop_by or ("slot" if weights is None else "fair")
 
 
 def _sizes(layer, topk_idx):

@@ -103,10 +103,10 @@ def partition_specs(config: ModelConfig) -> dict:
 def apply(
   params: dict,
   config: ModelConfig,
-  layer: ep.EpLayerConfig,
+  layer: ep.MoE,
   tokens: jax.Array,
   *,
-  bias: jax.Array,
+  moe_state: ep.moe.State,
   start: jax.Array | int = 0,
   cache: Cache | None = None,
   mask: jax.Array | None = None,
@@ -116,9 +116,9 @@ def apply(
   Args:
     params: what `init` returns.
     config: the shape of the model.
-    layer: the expert layer, `config.moe` bound to a group.
+    layer: the expert layer, `config.moe` on a mesh.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
-    bias: `[layers, E]`, the router's selection bias.
+    moe_state: of all layers, stacked.
     start: the position of the first token.
     cache: keys and values of the positions before `start`; tokens attend to
       these, too. Without it they attend to each other only.
@@ -131,16 +131,14 @@ def apply(
   positions = start + jnp.arange(tokens.shape[1])
 
   def block(x, block_params):
-    p, bias, cache = block_params
+    p, state, cache = block_params
     y, cache = _attend(p, _norm(x, p["attention_norm"]), positions, cache)
     x = x + y
-    y, metrics = ep.moe.apply(
-      layer, config.moe, p["moe"], _norm(x, p["moe_norm"]), bias=bias, mask=mask
-    )
+    y, metrics = layer(p["moe"], _norm(x, p["moe_norm"]), state, mask=mask)
     return x + y, (metrics, cache)
 
   x = params["embed"][tokens]
-  x, (metrics, cache) = lax.scan(block, x, (params["blocks"], bias, cache))
+  x, (metrics, cache) = lax.scan(block, x, (params["blocks"], moe_state, cache))
   return _norm(x, params["norm"]) @ params["unembed"], metrics, cache
 
 

@@ -17,10 +17,10 @@ from lm import data, model
 def generate(
   params: dict,
   config: model.ModelConfig,
-  layer: ep.EpLayerConfig,
+  layer: ep.MoE,
   prompts: Sequence[bytes],
   *,
-  bias: jax.Array,
+  moe_state: ep.moe.State,
   count: int,
   temperature: float,
   seed: int,
@@ -33,11 +33,11 @@ def generate(
   fill it go to no expert.
 
   Args:
-    params: of the model, as `bias`, the routers' selection bias.
+    params: of the model.
     config: the shape of the model.
     layer: its expert layer.
     prompts: of one byte or more each.
-    bias: see `params`.
+    moe_state: see `model.apply`.
     count: bytes to write.
     temperature: 0 takes the likeliest byte; 1 draws by the model's own odds.
     seed: of the draws.
@@ -50,7 +50,7 @@ def generate(
   for row, prompt in zip(given, prompts, strict=False):
     row[: len(prompt)] = np.frombuffer(prompt, np.uint8)
 
-  def write(params, bias, given, lengths):
+  def write(params, moe_state, given, lengths):
     def position(carry, at):
       cache, token = carry
       token = jnp.where(at < lengths, given[:, at], token)
@@ -59,7 +59,7 @@ def generate(
         config,
         layer,
         token[:, None],
-        bias=bias,
+        moe_state=moe_state,
         start=at,
         cache=cache,
         mask=(lengths > 0)[:, None],
@@ -78,7 +78,7 @@ def generate(
     return tokens.T
 
   tokens = jax.jit(write, out_shardings=NamedSharding(mesh, P()))(
-    params, bias, data.place(given, mesh), data.place(lengths, mesh)
+    params, moe_state, data.place(given, mesh), data.place(lengths, mesh)
   )
   ends = lengths + count
   return [

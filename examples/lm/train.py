@@ -69,7 +69,7 @@ class State(NamedTuple):
   step: jax.Array  # steps done
   params: dict
   optimizer: optax.OptState
-  bias: jax.Array  # [layers, E], of the routers
+  moe: ep.moe.State  # of all layers, stacked
 
 
 class Sums(NamedTuple):
@@ -111,7 +111,7 @@ def partition_specs(
       params,
       transform_non_params=lambda _: P(),
     ),
-    bias=P(),
+    moe=ep.moe.State(P()),
   )
 
 
@@ -148,7 +148,9 @@ def _first_state(seed, model_config, train_config):
     step=jnp.zeros((), jnp.int32),
     params=params,
     optimizer=train_config.optimizer().init(params),
-    bias=jnp.zeros((model_config.layers, model_config.num_experts)),
+    moe=ep.moe.State(
+      jnp.zeros((model_config.layers, model_config.num_experts))
+    ),
   )
 
 
@@ -167,14 +169,14 @@ class Step:
   differently.
 
   Args:
-    layer: the expert layer, `model_config.moe` bound to a group.
+    layer: the expert layer, `model_config.moe` on a mesh.
     model_config, train_config: what is trained, and how.
     shards: of a batch, a multiple of the number of ranks.
   """
 
   def __init__(
     self,
-    layer: ep.EpLayerConfig,
+    layer: ep.MoE,
     model_config: model.ModelConfig,
     train_config: TrainConfig,
     shards: int,
@@ -197,9 +199,9 @@ class Step:
       )
       return jax.jit(ranks, **options)
 
-    def sums(params, bias, share, batch):
+    def sums(params, moe_state, share, batch):
       return _sums(
-        layer, model_config, train_config, params, bias, share, batch
+        layer, model_config, train_config, params, moe_state, share, batch
       )
 
     def update(state, sums):
@@ -232,7 +234,7 @@ class Step:
       batch = data.place(exchanges[0], self._mesh)
       # Waiting keeps the memory of later exchanges from being taken now.
       return jax.block_until_ready(
-        self._sums(state.params, state.bias, self._share, batch)
+        self._sums(state.params, state.moe, self._share, batch)
       )
     first = 1 << (len(exchanges) - 1).bit_length() - 1
     return self._add(
@@ -241,12 +243,12 @@ class Step:
     )
 
 
-def _sums(layer, model_config, train_config, params, bias, share, batch):
+def _sums(layer, model_config, train_config, params, moe_state, share, batch):
   """Returns the sums over an exchange.
 
   Args:
     layer, model_config, train_config: as of `Step`.
-    params, bias: as of `State`; a rank has its own experts.
+    params, moe_state: as of `State`; a rank has its own experts.
     share: the weight of a shard, 1 / shards.
     batch: the rank's shard, `[B / shards, S + 1]`.
   """
@@ -254,7 +256,7 @@ def _sums(layer, model_config, train_config, params, bias, share, batch):
 
   def loss_fn(params):
     logits, experts, _ = model.apply(
-      params, model_config, layer, batch[:, :-1], bias=bias
+      params, model_config, layer, batch[:, :-1], moe_state=moe_state
     )
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch[:, 1:]
@@ -297,7 +299,7 @@ def _update(train_config, specs, state, sums):
     step=state.step + 1,
     params=optax.apply_updates(state.params, updates),
     optimizer=optimizer,
-    bias=ep.moe.update_bias(state.bias, sums.load, rate=rate),
+    moe=state.moe.after(sums.load, rate=rate),
   )
   return state, report
 

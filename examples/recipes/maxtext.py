@@ -59,9 +59,8 @@ def sparse_matmul(
   # Their loss counts the choices of a token, and not the shares of choices.
   lb_loss = top_k * ep.sequence_balancing_loss(gate_logits, topk_idx)
   load = jnp.bincount(topk_idx.ravel(), length=group.num_experts)
-  bias_updates = ep.moe.update_bias(
-    jnp.zeros(group.num_experts), load, routed_bias_update_rate
-  )
+  no_bias = ep.moe.State(jnp.zeros(group.num_experts))
+  bias_updates = no_bias.after(load, routed_bias_update_rate).bias
   return output, load_balance_loss_weight * lb_loss, bias_updates
 
 

@@ -104,7 +104,7 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
       "largest top_k of the layers",
     ),
     (dict(max_tokens_per_rank=None), 'max_tokens_per_rank is None.*"xla"'),
-    (dict(hidden_dim=None), "hidden_dim is None.*ep.resize"),
+    (dict(hidden_dim=None), "hidden_dim is None.*ep_resize"),
   ]:  # `join` tells the others
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)

@@ -77,7 +77,7 @@ def test_a_group_can_be_created_used_and_closed():
 
 
 def test_a_group_takes_the_place_of_a_smaller_one():
-  """As `ep.resize` does it, with the same names."""
+  """As `ep.ep_resize` does it, with the same names."""
   names = ["rank0", "rank1"]
   for sizes in dict(), dict(max_tokens=32, capacity=128, max_row_bytes=512):
     connect(names, **sizes)

@@ -65,7 +65,7 @@ class _Program:
   """A tiny model on a mesh, with its step."""
 
   def __init__(self, mesh, group):
-    self.layer = _MODEL.moe.layer(group)
+    self.layer = ep.MoE(_MODEL.moe, group)
     self.windows = data.Windows(_TEXT, _BATCH, _LENGTH, seed=0)
     self.step = train.Step(self.layer, _MODEL, _TRAIN, _SHARDS)
     self.like = train.abstract(mesh, _MODEL, _TRAIN)
@@ -132,7 +132,7 @@ def _shards(state):
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   unbroken, records = program.run(program.state(), 6)
   assert records[-1]["loss"] < records[0]["loss"]
-  assert np.abs(unbroken.bias.addressable_data(0)).max() > 0
+  assert np.abs(unbroken.moe.bias.addressable_data(0)).max() > 0
 
   first, before = program.run(
     program.state(), 4, Checkpoints(folder, {"a": 0.1})
@@ -279,13 +279,14 @@ def test_processes_stop_together():
 
 def test_samples_follow_the_model(program):
   """Greedy bytes are those that the model without a cache finds likeliest."""
-  params, bias = program.state().params, program.state().bias
+  state = program.state()
+  params, moe_state = state.params, state.moe
   write = functools.partial(
     sample.generate,
     params,
     _MODEL,
     program.layer,
-    bias=bias,
+    moe_state=moe_state,
     count=4,
     temperature=0.0,
     seed=0,
@@ -303,11 +304,13 @@ def test_samples_follow_the_model(program):
   mesh = program.layer.group.mesh
 
   @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-  def likeliest(params, bias, tokens):
-    logits, _, _ = model.apply(params, _MODEL, program.layer, tokens, bias=bias)
+  def likeliest(params, moe_state, tokens):
+    logits, _, _ = model.apply(
+      params, _MODEL, program.layer, tokens, moe_state=moe_state
+    )
     return logits.argmax(axis=-1)
 
-  best = np.asarray(likeliest(params, bias, data.place(rows, mesh)))
+  best = np.asarray(likeliest(params, moe_state, data.place(rows, mesh)))
   for text, prompt, row in zip(samples, prompts, best, strict=False):
     wrote = list(text[len(prompt) :])
     assert wrote == row[len(prompt) - 1 : len(text) - 1].tolist()

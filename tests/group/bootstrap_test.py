@@ -165,19 +165,21 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
     jax.jit(global_view(case.layer, round_trip)).lower(*inputs).compile()
   )
   handle = jax.block_until_ready(ep.ep_prepare(case.layer, inputs[0]))
-  with pytest.raises(TypeError, match="resize: mesh cannot change.*hidden_dim"):
-    ep.resize(old, mesh=mesh)
+  with pytest.raises(
+    TypeError, match="ep_resize: mesh cannot change.*hidden_dim"
+  ):
+    ep.ep_resize(old, mesh=mesh)
   for sizes, words in [
     (dict(hidden_dim=0), "hidden_dim = 0, but it must be positive"),
     (dict(top_k=E + 1), "a layer of only defaults fails: .*top_k = 9"),
     (dict(max_token_dtype=jnp.int8), "max_token_dtype = int8"),
   ]:
-    with pytest.raises(ValueError, match=f"^resize: {words}"):
-      ep.resize(old, **sizes)
+    with pytest.raises(ValueError, match=f"^ep_resize: {words}"):
+      ep.ep_resize(old, **sizes)
 
   in_flight = [program(*inputs) for _ in range(3)]
   with jax.set_mesh(mesh):
-    group = ep.resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H)
+    group = ep.ep_resize(old, max_tokens_per_rank=2 * T, hidden_dim=2 * H)
   with group:
     for outputs in in_flight:
       assert_same(outputs, want)
@@ -190,8 +192,10 @@ def test_a_group_of_other_sizes_takes_the_place_of_one():
       ep.ep_prepare(ep.EpLayerConfig(old), inputs[0])
     with pytest.raises(RuntimeError, match='"grows" was finalized'):
       ep.ep_dispatch(handle, *inputs[1:])
-    with pytest.raises(RuntimeError, match='resize: .*"grows" was finalized'):
-      ep.resize(old, top_k=1)
+    with pytest.raises(
+      RuntimeError, match='ep_resize: .*"grows" was finalized'
+    ):
+      ep.ep_resize(old, top_k=1)
     if BACKEND == "xla":  # it is made of XLA's collectives alone
       assert_same(program(*inputs), want)
     else:

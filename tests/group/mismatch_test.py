@@ -84,8 +84,8 @@ def test_other_numbers_of_tokens(limit):
 def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
   """They are refused on every rank, and the group works as before."""
   error_type = (ValueError, RuntimeError)
-  with pytest.raises(error_type, match="^resize: ") as error:
-    ep.resize(group, max_tokens_per_rank=either(odd, others))
+  with pytest.raises(error_type, match="^ep_resize: ") as error:
+    ep.ep_resize(group, max_tokens_per_rank=either(odd, others))
   words = ["9", "same arguments"] if odd else ["0, but it must be positive"]
   expect_words(error, "max_tokens_per_rank = ", *words)
   case = Case(ep.EpLayerConfig(group))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.moe.apply, its metrics and its gradients are those of a dense layer.
+"""ep.MoE, its metrics and its gradients are those of a dense layer.
 
 The dense layer applies every expert to every token, in float64.
 """
@@ -12,7 +12,7 @@ import re
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -21,11 +21,12 @@ from conftest import (
   assert_shards_close,
   assert_shards_equal,
   make_mesh,
+  TIMEOUT_S,
   to_global,
 )
 import ep
 from ep._src.ops import reference
-from groups import bootstrap, E, group, H, has_no_limits, K, T
+from groups import BACKEND, bootstrap, E, group, H, has_no_limits, K, T
 import quick_compiler
 
 F, S = 6, 3  # inner sizes of an expert and of a shared one
@@ -168,7 +169,7 @@ def local_view(mesh_group, config):
   """Returns `apply` to parameters and tokens, as of one rank, of whole ones."""
   ranks = PartitionSpec(mesh_group.token_axes)
   specs = ep.moe.partition_specs(config, mesh_group.axis_name)
-  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  apply = ep.MoE(config, mesh_group)
 
   def call(params, x, mask=None):
     return jax.shard_map(
@@ -207,10 +208,11 @@ def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
   config, mesh, biased
 ):
   mesh_group = group(mesh)
-  layer, params = config.layer(mesh_group), make_params(config)
+  layer, params = ep.MoE(config, mesh_group), make_params(config)
   x = tokens(R, T, hidden=config.hidden)
   bias = np.linspace(-0.2, 0.2, E, dtype=np.float32) if biased else None
-  apply = functools.partial(ep.moe.apply, layer, config, bias=bias)
+  state = ep.moe.State(bias) if biased else None
+  apply = functools.partial(layer, state=state)
   got = jax.jit(with_grads(apply))(*put(mesh_group, config, params, x))
   assert_close(got, expected_of(config, params, x, bias))
 
@@ -220,7 +222,7 @@ def test_bfloat16_in_both_views():
   config, mesh_group = SPLIT, group("dp2_ep2")
   params = make_params(config)
   x = tokens(R, T, hidden=config.hidden).astype(jnp.bfloat16)
-  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  apply = ep.MoE(config, mesh_group)
   local = local_view(mesh_group, config)
 
   @jax.jit
@@ -262,7 +264,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
   mask = np.random.default_rng(3).random(R * T) < 0.6
   junk = np.where(mask[:, None], x, np.resize([np.nan, np.inf, 3e38], x.shape))
   if view == "global":
-    apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+    apply = ep.MoE(config, mesh_group)
   else:
     apply = local_view(mesh_group, config)
   fn = with_grads(lambda params, x, mask: apply(params, x, mask=mask))
@@ -276,9 +278,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
 def test_the_tangent_of_a_masked_token_is_zero():
   config = dataclasses.replace(SHARED, jitter=0.1)
   mesh_group = group("ep4")
-  apply = functools.partial(
-    ep.moe.apply, config.layer(mesh_group), config, key=jax.random.key(0)
-  )
+  apply = functools.partial(ep.MoE(config, mesh_group), key=jax.random.key(0))
   mask = np.arange(R * T) % 3 > 0
   junk = np.where(mask[:, None], tokens(R * T), np.nan).astype(np.float32)
   params, junk, mask = put(mesh_group, config, make_params(config), junk, mask)
@@ -299,11 +299,11 @@ def test_gradients_of_each_example_are_its_own():
   """
   mesh_group = group("ep4")
   config = dataclasses.replace(PLAIN, deterministic=True)
-  layer, params = config.layer(mesh_group), make_params(config)
+  layer, params = ep.MoE(config, mesh_group), make_params(config)
   args = put(mesh_group, config, params, tokens(R))
 
   def loss(params, x):
-    return jnp.tanh(ep.moe.apply(layer, config, params, x)[0]).sum()
+    return jnp.tanh(layer(params, x)[0]).sum()
 
   def dense_loss(params, x):
     return jnp.tanh(dense(config, params, x)[0]).sum()
@@ -325,7 +325,7 @@ def test_gradients_of_each_example_are_its_own():
 def test_tangents_are_those_of_the_dense_layer():
   config, mesh_group = SHARED, group("dp2_ep2")
   params, x = make_params(config), tokens(R * T)
-  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  apply = ep.MoE(config, mesh_group)
 
   def tangents(fn):
     return lambda *args: jax.jvp(lambda *a: fn(*a)[0], args, args)
@@ -339,10 +339,9 @@ def test_tangents_are_those_of_the_dense_layer():
 def test_a_choice_can_be_forced_and_logits_be_noisy():
   mesh_group = group("ep4")
   config = dataclasses.replace(PLAIN, jitter=0.3, num_groups=4, top_groups=2)
-  layer, params = config.layer(mesh_group), make_params(config)
+  apply, params = ep.MoE(config, mesh_group), make_params(config)
   idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
   placed, x, idx = put(mesh_group, config, params, tokens(R * T), idx)
-  apply = functools.partial(ep.moe.apply, layer, config)
 
   @jax.jit
   def run(params, x, idx):
@@ -361,7 +360,7 @@ def test_a_choice_can_be_forced_and_logits_be_noisy():
 def test_any_batch_is_padded_when_asked():
   config, mesh_group = PLAIN, group("dp2_ep2")
   params, one, six = make_params(config), tokens(1), tokens(3, 2)
-  apply = functools.partial(ep.moe.apply, config.layer(mesh_group), config)
+  apply = ep.MoE(config, mesh_group)
   placed, *whole = (
     *put(mesh_group, config, params),
     *(to_global(x, mesh_group.mesh) for x in (one, six)),
@@ -382,14 +381,15 @@ def test_any_batch_is_padded_when_asked():
 @pytest.mark.parametrize("limit", [T, pytest.param(None, marks=has_no_limits)])
 def test_a_tight_capacity_drops_and_tells(limit):
   mesh_group = group("ep4", max_tokens_per_rank=limit)
-  config = dataclasses.replace(PLAIN, capacity_factor=1.0)
-  layer, params, x = config.layer(mesh_group), make_params(PLAIN), tokens(R * T)
-  assert layer.overflow == "drop"
-  assert layer.capacity_for(T) == T * K
-  assert PLAIN.layer(mesh_group).overflow == "error"
+  config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
+  layer, params, x = (
+    ep.MoE(config, mesh_group),
+    make_params(PLAIN),
+    tokens(R * T),
+  )
+  assert layer.ep_layer.capacity_for(T) == T * K
   params["router"][:, 1:] = 0  # all tokens of one sign choose expert 0
-  apply = functools.partial(ep.moe.apply, layer, config)
-  _, metrics = jax.jit(apply)(*put(mesh_group, config, params, x))
+  _, metrics = jax.jit(layer)(*put(mesh_group, config, params, x))
   choices = np.argsort(-x @ params["router"], axis=-1, kind="stable")[:, :K]
   load = np.bincount(choices.ravel(), minlength=E)
   np.testing.assert_array_equal(np.asarray(metrics.load), load)
@@ -397,7 +397,7 @@ def test_a_tight_capacity_drops_and_tells(limit):
   assert int(metrics.max_rank_rows) == rows.max() > T * K
   dropped = np.maximum(rows - T * K, 0).astype(np.int32)
   assert int(metrics.dropped) == dropped.sum()
-  handle = ep.ep_prepare(layer, choices.astype(np.int32))
+  handle = ep.ep_prepare(layer.ep_layer, choices.astype(np.int32))
   assert handle.capacity == T * K
   assert_shards_equal(handle.dropped_counts.sum(axis=1), dropped)
 
@@ -406,9 +406,13 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
   """The layer is the one in which those experts were chosen at first."""
   mesh_group = group("ep4")
   config = dataclasses.replace(
-    PLAIN, capacity_factor=1.4, drop_by="fair", num_candidates=E
+    PLAIN, capacity_factor=1.4, overflow="drop", num_candidates=E
   )
-  layer, params, x = config.layer(mesh_group), make_params(PLAIN), tokens(R * T)
+  layer, params, x = (
+    ep.MoE(config, mesh_group),
+    make_params(PLAIN),
+    tokens(R * T),
+  )
   bias = np.where(np.arange(E) < K, 0.5, 0.0).astype(np.float32)
   candidates, weights = ep.route_topk(
     x @ params["router"].astype(np.float32),
@@ -422,16 +426,16 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
     np.asarray(weights).reshape(R, T, E),
     top_k=K,
     num_experts=E,
-    capacity=layer.capacity,
+    capacity=layer.ep_layer.capacity,
     drop_by="fair",
   ).reshape(-1, K)
   assert (assigned >= K).any() and (assigned >= 0).all()
   used = np.take_along_axis(candidates, assigned, axis=1)
-  wide = PLAIN.layer(mesh_group)
+  wide = ep.MoE(PLAIN, mesh_group)
 
-  def value_and_grads(layer, config, params, x, **options):
+  def value_and_grads(layer, params, x, **options):
     def loss(params, x):
-      y, metrics = ep.moe.apply(layer, config, params, x, **options)
+      y, metrics = layer(params, x, **options)
       return jnp.tanh(y).sum(), (y, metrics)
 
     grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
@@ -441,8 +445,8 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
   @jax.jit
   def both(bias, params, x, used):
     return (
-      value_and_grads(layer, config, params, x, bias=bias),
-      value_and_grads(wide, PLAIN, params, x, forced_idx=used),
+      value_and_grads(layer, params, x, state=ep.moe.State(bias)),
+      value_and_grads(wide, params, x, forced_idx=used),
     )
 
   (moved, metrics), (forced, _) = both(
@@ -466,9 +470,8 @@ def test_vmap_over_examples_makes_one_exchange():
   Profilers see the parts of the layer by name.
   """
   config, mesh_group = PLAIN, group("dp2_ep2")
-  layer = config.layer(mesh_group)
+  apply = ep.MoE(config, mesh_group)
   args = put(mesh_group, config, make_params(config), tokens(R, T))
-  apply = functools.partial(ep.moe.apply, layer, config)
 
   def mapped(params, x):
     y, metrics = jax.vmap(apply, in_axes=(None, 0))(params, x)
@@ -505,13 +508,13 @@ def test_tensor_parallel_experts_give_the_dense_layer():
 
 def test_a_bias_of_other_experts_than_the_load():
   with pytest.raises(ValueError, match=r"bias has shape \(3,\), but load \(4,"):
-    ep.moe.update_bias(jnp.zeros(3), jnp.zeros(4))
+    ep.moe.State(jnp.zeros(3)).after(jnp.zeros(4))
 
 
 def test_the_bias_rises_for_experts_below_the_mean_load():
   load = jnp.array([[4.0, 2.0, 0.0], [1.0, 1.0, 1.0]])
-  bias = ep.moe.update_bias(jnp.zeros((2, 3)), load, rate=0.5)
-  np.testing.assert_array_equal(bias, [[-0.5, 0, 0.5], [0, 0, 0]])
+  state = ep.moe.State(jnp.zeros((2, 3))).after(load, rate=0.5)
+  np.testing.assert_array_equal(state.bias, [[-0.5, 0, 0.5], [0, 0, 0]])
 
 
 @pytest.mark.parametrize(
@@ -524,7 +527,6 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
     (dict(up_activation=jnp.tanh), "gated = False"),
     (dict(num_groups=3), "num_groups = 3 does not divide"),
     (dict(jitter=2.0), "jitter = 2.0"),
-    (dict(drop_by="fair"), "drop_by = 'fair', but capacity_factor = None"),
     (dict(drop_by="first"), "drop_by = 'first'"),
     (dict(num_candidates=E + 1), "num_candidates = 9, but"),
     (dict(scale=np.nan), "scale = nan, but it must be a finite number"),
@@ -542,17 +544,15 @@ def test_candidates_that_no_choice_can_move_to():
   """A group may have the capacity that a config leaves open."""
   config = dataclasses.replace(PLAIN, num_candidates=E)
   with pytest.raises(ValueError, match="num_candidates = 8, but .* no choice"):
-    config.layer(group("ep4", backend="xla"))
-  config.layer(group("ep4", recv_capacity_per_rank=R * T * K))
+    ep.MoE(config, group("ep4", backend="xla"))
+  ep.MoE(config, group("ep4", recv_capacity_per_rank=R * T * K))
 
 
 def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():
   """Their outputs would be added, though they are those of other tokens."""
   config = dataclasses.replace(PLAIN, tp_axis="dp")
-  layer = config.layer(group("dp2_ep2"))
-  x = np.zeros((R, H), np.float32)
   with pytest.raises(ValueError, match=r"splits tokens.*data_axes=\(\)"):
-    ep.moe.apply(layer, config, make_params(PLAIN), x)
+    ep.MoE(config, group("dp2_ep2"))
 
 
 def test_a_copy_of_a_config_is_the_config():
@@ -589,16 +589,8 @@ def test_an_activation_is_a_function():
     (dict(x=np.zeros((R, H + 1), np.float32)), r"x has shape \(4, 8\)"),
     (dict(params={}), r"params holds \[\], but the config has"),
     (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
-    (dict(config=dataclasses.replace(PLAIN, top_k=1)), "top_k = 3, but the"),
-    (
-      dict(config=dataclasses.replace(PLAIN, capacity_factor=1.0)),
-      "the layer has capacity_factor = None, but the config 1.0",
-    ),
     (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
-    (
-      dict(config=dataclasses.replace(PLAIN, tp_axis="ep")),
-      "tp_axis = 'ep', but it must be one of the mesh axes",
-    ),
+    (dict(state=np.zeros(E)), "state is a ndarray, but an ep.moe.State"),
     (
       dict(config=dataclasses.replace(PLAIN, balance="sequence")),
       "balance = 'sequence' needs",
@@ -608,13 +600,55 @@ def test_an_activation_is_a_function():
 def test_arguments_that_do_not_fit(change, message):
   mesh_group = group("ep4")
   params = make_params(PLAIN)
-  args = dict(
-    layer=PLAIN.layer(mesh_group),
-    config=PLAIN,
-    params=params,
-    x=np.zeros((R, H), np.float32),
-  )
+  args = dict(params=params, x=np.zeros((R, H), np.float32))
+  change = dict(change)
+  layer = ep.MoE(change.pop("config", PLAIN), mesh_group)
   if "router" in change:
     change = dict(params={**params, **change})
+  with pytest.raises((ValueError, TypeError), match=message):
+    layer(**{**args, **change})
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(num_experts=4), "num_experts = 4, but the group has 8"),
+    (dict(hidden=H + 1), "but the group's rows have hidden_dim"),
+    (dict(tp_axis="ep"), "tp_axis = 'ep', but it must be one of the mesh axes"),
+    (
+      dict(drop_by="fair", overflow="drop"),
+      "drop_by = 'fair', but capacity_factor = None leaves room",
+    ),
+    (dict(drop_by="fair", capacity_factor=1.0), 'pass overflow="drop" as well'),
+  ],
+)
+def test_a_config_that_does_not_fit_the_group(change, message):
   with pytest.raises(ValueError, match=message):
-    ep.moe.apply(**{**args, **change})
+    ep.MoE(dataclasses.replace(PLAIN, **change), group("ep4"))
+
+
+def test_a_layer_is_bound_to_a_mesh():
+  """It makes a group, and parameters and a state that are placed there."""
+  mesh = make_mesh({"tp": 2, "ep": 2})
+  config = dataclasses.replace(PLAIN, tp_axis="tp")
+  options = dict(max_tokens_per_rank=T, timeout_s=TIMEOUT_S, backend=BACKEND)
+  layer = ep.MoE(config, mesh, **options)
+  with layer.group as mesh_group:
+    assert mesh_group.data_axes == ()
+    assert (mesh_group.hidden_dim, mesh_group.top_k) == (H, K)
+    params, state = layer.init(jax.random.key(0)), layer.init_state()
+    for name, spec in layer.specs().items():
+      assert params[name].sharding == NamedSharding(mesh, spec)
+    whole = ep.moe.init(jax.random.key(0), config)
+    assert_close(params, jax.tree.map(np.asarray, whole), 1e-6)
+    x = tokens(2 * T)
+    y, metrics = jax.jit(layer)(
+      params, to_global(x, mesh, PartitionSpec("ep")), state
+    )
+    assert_close(y, expected_of(config, whole, x)[0])
+    load = np.asarray(metrics.load)
+    state = jax.jit(ep.moe.State.after)(state, metrics.load)
+    bias = np.float32(1e-3) * np.sign(load.mean() - load)
+    assert_shards_equal(state.bias, bias)
+    with pytest.raises(TypeError, match="'timeout_s'. are options of ep_boot"):
+      ep.MoE(config, mesh_group, timeout_s=1.0)

@@ -177,14 +177,14 @@ def test_layers_of_a_model_in_a_scan():
   x = to_global(x, mesh, PartitionSpec("ep"))
 
   def loss_fn(config, params, x):
-    layer = config.layer(mesh_group)
+    layer = ep.MoE(config, mesh_group)
 
     @functools.partial(
       jax.checkpoint,
       policy=jax.checkpoint_policies.save_only_these_names("ep_routing"),
     )
     def block(x, params):
-      y, metrics = ep.moe.apply(layer, config, params, x)
+      y, metrics = layer(params, x)
       return jnp.abs(x + y), metrics
 
     y, metrics = lax.scan(block, x, params)
@@ -196,7 +196,7 @@ def test_layers_of_a_model_in_a_scan():
 
   (_, (y, metrics)), (of_params, of_x) = run(chunked)
   (_, (expected, _)), (want_params, want_x) = run(roomy)
-  capacity = chunked.layer(mesh_group).capacity
+  capacity = ep.MoE(chunked, mesh_group).ep_layer.capacity
   rows = np.asarray(metrics.max_rank_rows)
   assert rows[0] <= capacity < rows[1]
   assert not np.asarray(metrics.dropped).any()
@@ -269,9 +269,19 @@ def test_what_chunks_cannot_do(change, message):
   tokens, weights, matrices = make_arrays(case)
   with pytest.raises(ValueError, match=rf'"moe_3".*{message}'):
     if "deterministic" in change:
-      config = ep.MoEConfig(H, F, E, K, deterministic=True)
-      params = ep.moe.init(jax.random.key(0), config)
-      ep.moe.apply(chunked, config, params, tokens)
+      config = ep.MoEConfig(
+        H,
+        F,
+        E,
+        K,
+        deterministic=True,
+        capacity_factor=1.0,
+        overflow="chunk",
+        name="moe_3",
+      )
+      layer = ep.MoE(config, group("ep4", max_tokens_per_rank=None))
+      many = np.zeros((4 * 200, H), np.float32)
+      layer(ep.moe.init(jax.random.key(0), config), many)
     elif "activation" in change:
 
       def loss(slope):

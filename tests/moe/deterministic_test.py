@@ -31,12 +31,12 @@ def train(layout, view, config=CONFIG, dtype=jnp.float32):
   """
   mesh_group = group(layout, max_tokens_per_rank=TOKENS if GPU else None)
   mesh, axes = mesh_group.mesh, mesh_group.token_axes
-  layer = config.layer(mesh_group)
-  specs = ep.moe.partition_specs(config, mesh_group.axis_name)
+  layer = ep.MoE(config, mesh_group)
+  specs = layer.specs()
   tokens = PartitionSpec(axes)
 
   def loss_fn(params, x):
-    y, metrics = ep.moe.apply(layer, config, params, x.astype(dtype))
+    y, metrics = layer(params, x.astype(dtype))
     loss = distance(y, x) / (R * TOKENS * H)
     return loss + 1e-2 * metrics.aux_loss
 
@@ -107,13 +107,13 @@ def test_a_checkpoint_that_keeps_the_routing_exchanges_no_counts_again():
   """How many rows a rank has of each other one belongs to the routing."""
   policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
   mesh_group = group("ep4")
-  layer = CONFIG.layer(mesh_group)
+  layer = ep.MoE(CONFIG, mesh_group)
   params = ep.moe.init(jax.random.key(0), CONFIG)
 
   def exchanges(**options):
     @functools.partial(jax.checkpoint, **options)
     def loss(params, x):
-      return ep.moe.apply(layer, CONFIG, params, x)[0].sum()
+      return layer(params, x)[0].sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((R * 2, H)))
     return str(jaxpr).count("all_to_all[")
@@ -124,4 +124,4 @@ def test_a_checkpoint_that_keeps_the_routing_exchanges_no_counts_again():
 def test_nccl_is_refused():
   of_nccl = dataclasses.replace(group(), backend="nccl")
   with pytest.raises(ValueError, match='deterministic.*backend="xla"'):
-    CONFIG.layer(of_nccl)
+    ep.MoE(CONFIG, of_nccl)

@@ -196,7 +196,7 @@ def run(case):
   "mesh, drop_by, alignment, rows, candidates, dtype, backend",
   [
     ("ep4", "weight", 1, 20, K, np.float32, BACKEND),
-    ("ep4", "fair", 8, 40, K, jnp.bfloat16, BACKEND),
+    ("ep4", None, 8, 40, K, jnp.bfloat16, BACKEND),
     ("ep4", "slot", 8, 32, K + 2, np.float32, BACKEND),
     ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16, BACKEND),
     ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, BACKEND),
@@ -462,6 +462,12 @@ def test_weights_that_do_not_fit_are_refused(spilling):
 
   refuse(lambda: dispatch(2, K + 1), "topk_weights", "(48, 2)", "candidate")
   refuse(lambda: dispatch(K + 1, K), "topk_weights", "(48, 4)")
+
+
+def test_a_layer_of_chunks_is_no_layer_of_an_op():
+  chunks = layer(overflow="chunk", recv_capacity_per_rank=16)
+  with pytest.raises(ValueError, match='ep_prepare.*"chunk".*ep.MoE'):
+    ep.ep_prepare(chunks, jnp.zeros((4 * T, K), jnp.int32))
 
 
 def test_its_collectives_are_no_hidden_ones(spilling):

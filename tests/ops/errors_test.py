@@ -327,9 +327,7 @@ def exchanged(offsets):
 def applied(ids):
   config = ep.MoEConfig(H, 2, E, K)
   params = ep.moe.init(jax.random.key(0), config)
-  return ep.moe.apply(
-    config.layer(group()), config, params, zeros(N, H), forced_idx=ids
-  )
+  return ep.MoE(config, group())(params, zeros(N, H), forced_idx=ids)
 
 
 @pytest.mark.parametrize(

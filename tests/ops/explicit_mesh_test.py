@@ -38,7 +38,9 @@ def everything(layer, args):
   return dict(
     ops=ep.ep_combine(handle, *ep.ep_dispatch(handle, x, topk[1])),
     moe_layer=ep.moe_layer(layer, x, *topk, **matrices),
-    apply=ep.moe.apply(layer, CONFIG, params, x, key=jax.random.key(1))[0],
+    whole_layer=ep.MoE(CONFIG, layer.group)(params, x, key=jax.random.key(1))[
+      0
+    ],
   )
 
 
@@ -114,7 +116,7 @@ def check(run, place, *axis_types):
 @pytest.mark.parametrize("place", PLACES)
 def test_arguments_of_any_sharding(place):
   out, _ = check(program(*EXPLICIT), place, *EXPLICIT)
-  assert np.isfinite(jnp.sum(out["apply"] ** 2).addressable_data(0))
+  assert np.isfinite(jnp.sum(out["whole_layer"] ** 2).addressable_data(0))
 
 
 def test_in_the_context_of_the_mesh():

@@ -199,12 +199,11 @@ def test_another_mesh_replays_the_choices(folder):
   x = np.random.default_rng(0).normal(size=(R * T, H)).astype(np.float32)
 
   def run(mesh_group, seed, **forced):
-    a_layer = config.layer(mesh_group)
+    moe = ep.MoE(config, mesh_group)
     params = ep.moe.init(jax.random.key(seed), config)
     params = {k: to_global(v, mesh_group.mesh) for k, v in params.items()}
-    apply = jit_quickly(
-      lambda p, x, f: ep.moe.apply(a_layer, config, p, x, **f)
-    )
+    apply = jit_quickly(lambda p, x, f: moe(p, x, **f))
+    a_layer = moe.ep_layer
     return a_layer, apply(params, put(a_layer, x), forced)
 
   with ep.record(folder):
@@ -214,7 +213,7 @@ def test_another_mesh_replays_the_choices(folder):
   mesh = make_mesh({"ep": 2} if one else {"ep": 2, "dp": 2})
   with bootstrap(mesh, max_tokens_per_rank=R * T) as other:
     record = replayed(folder)
-    forced = record.forced_idx(config.layer(other), 0)
+    forced = record.forced_idx(ep.MoE(config, other).ep_layer, 0)
     idx = record.topk_idx("moe", 0)
     assert_shards_equal(forced, idx)
     a_layer, (y, metrics) = run(other, 1, forced_idx=forced)
@@ -542,8 +541,10 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
 def test_a_replay_drops_and_moves_again(folder, options):
   """So the outputs have the same bits as when they were recorded."""
   mesh_group = group("ep4")
-  config = ep.MoEConfig(H, 4, E, K, capacity_factor=1.0, **options)
-  layer = config.layer(mesh_group)
+  config = ep.MoEConfig(
+    H, 4, E, K, capacity_factor=1.0, overflow="drop", **options
+  )
+  layer = ep.MoE(config, mesh_group)
   params = ep.moe.init(jax.random.key(0), config)
   skew = 2.0 * (np.arange(E) < 2)
   params["router"] += skew.astype(np.float32)  # crowds the first rank
@@ -557,13 +558,13 @@ def test_a_replay_drops_and_moves_again(folder, options):
 
   @jax.jit
   def run(params, x, forced_idx=None):
-    y, metrics = ep.moe.apply(layer, config, params, x, forced_idx=forced_idx)
+    y, metrics = layer(params, x, forced_idx=forced_idx)
     return y, metrics.dropped
 
   with ep.record(folder):
     y, dropped = jax.block_until_ready(run(params, x))
   assert dropped > 0
-  again = run(params, x, replayed(folder).forced_idx(layer, 0))
+  again = run(params, x, replayed(folder).forced_idx(layer.ep_layer, 0))
   jax.tree.map(
     lambda a, b: [
       np.testing.assert_array_equal(s.data, t.data)

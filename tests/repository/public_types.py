@@ -35,7 +35,7 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")
   assert_type(layer.capacity, int)
   assert_type(layer.capacity_for(16), int)
-  assert_type(ep.resize(group, max_tokens_per_rank=32), ep.EpGroup)
+  assert_type(ep.ep_resize(group, max_tokens_per_rank=32), ep.EpGroup)
   return layer
 
 
@@ -120,15 +120,23 @@ def layers(
   )
   assert_type(handle, ep.EpHandle)
   config = ep.MoEConfig(hidden=32, inner=64, num_experts=8, top_k=2)
+  whole = ep.MoE(config, layer.group.mesh, name="first", backend="xla")
+  whole = ep.MoE(config, whole.group)
+  assert_type(whole.ep_layer, ep.EpLayerConfig)
   params = moe.init(jax.random.key(0), config, jnp.bfloat16)
+  params, state = (
+    whole.init(jax.random.key(0), jnp.bfloat16),
+    whole.init_state(),
+  )
   assert_type(params, dict[str, jax.Array])
+  assert_type(whole.specs(), dict[str, jax.sharding.PartitionSpec])
   assert_type(
     moe.partition_specs(config), dict[str, jax.sharding.PartitionSpec]
   )
-  y, metrics = moe.apply(config.layer(layer.group), config, params, x)
+  y, metrics = whole(params, x, state, mask=None)
   assert_type(y, jax.Array)
   assert_type(metrics, moe.Metrics)
-  assert_type(moe.update_bias(jnp.zeros(8), metrics.load), jax.Array)
+  assert_type(state.after(metrics.load), moe.State)
   assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
 
 

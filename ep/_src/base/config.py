@@ -20,7 +20,7 @@ from ep._src.base import arguments
 from ep._src.base.meshes import Mesh
 
 _OVERFLOW = ("error", "drop", "chunk")
-_DROP_BY = ("slot", "weight", "fair")
+_DROP_BY = (None, "slot", "weight", "fair")
 _TAILS = ("zero", "unspecified")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,7 +66,7 @@ class GroupConfig:
   alignment: int
   max_token_dtype: jnp.dtype
   overflow: str
-  drop_by: str
+  drop_by: str | None
   backend: str
   max_num_sms: int
   timeout_s: float
@@ -192,7 +192,7 @@ class LayerConfig:
   capacity_factor: float | None = None
   capacity_multiple: int = 1
   overflow: str = _INHERITED
-  drop_by: str = _INHERITED
+  drop_by: str | None = None
   num_candidates: int | None = None
   tail: str = "zero"
   name: str = _INHERITED
@@ -249,7 +249,7 @@ class LayerConfig:
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
     )
     arguments.check(
-      self.overflow == "drop" or self.drop_by in ("slot", group.drop_by),
+      self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),
       what,
       f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
       f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
@@ -357,7 +357,7 @@ class LayerConfig:
       most is None or num_tokens <= most,
       what,
       f"{num_tokens} tokens on a rank, but max_tokens_per_rank = {most}; raise"
-      " it with ep.resize, or split the tokens.",
+      " it with ep_resize, or split the tokens.",
     )
     # See ValidateDims in ep_ffi/core/plan.cc.
     rows = (
@@ -374,10 +374,15 @@ class LayerConfig:
       " bits; lower one of these, and split the tokens into several ops.",
     )
 
-  @property
-  def rule(self) -> str:
-    """Which choices find room: `drop_by`, or "slot" if nothing is dropped."""
-    return self.drop_by if self.overflow == "drop" else "slot"
+  def rule(self, is_weighted: bool) -> str:
+    """Returns which choices find room: `drop_by`, or its default.
+
+    Without weights no choice comes before another, and if nothing is dropped,
+    none needs to.
+    """
+    if self.overflow != "drop":
+      return "slot"
+    return self.drop_by or ("fair" if is_weighted else "slot")
 
   @property
   def ep_size(self) -> int:

@@ -118,7 +118,7 @@ def ep_bootstrap(
   alignment: int = 1,
   max_token_dtype: DTypeLike = jnp.float32,
   overflow: str = "error",
-  drop_by: str = "slot",
+  drop_by: str | None = None,
   backend: str | None = None,
   max_num_sms: int = 0,
   timeout_s: float = 300.0,
@@ -160,8 +160,8 @@ def ep_bootstrap(
       nothing.
     overflow: the default policy of a layer: "error", "drop" or "chunk"; see
       `EpLayerConfig`.
-    drop_by: which rows a layer drops by default, "slot", "weight" or "fair";
-      see `EpLayerConfig`.
+    drop_by: which choices a layer drops by default, "slot", "weight", "fair" or
+      None; see `EpLayerConfig`.
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
       on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
       native code). None picks "host" or "nccl" by platform; where that cannot
@@ -257,7 +257,7 @@ def ep_finalize(group: EpGroup) -> None:
 
 
 class Sizes(TypedDict, total=False):
-  """The arguments of `ep_bootstrap` that `resize` can change."""
+  """The arguments of `ep_bootstrap` that `ep_resize` can change."""
 
   max_tokens_per_rank: int | None
   hidden_dim: int | None
@@ -268,20 +268,20 @@ class Sizes(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _named_resize() -> Iterator[None]:
-  """Names `resize` in the errors of code that it shares with `ep_bootstrap`."""
+  """Names `ep_resize` in errors of code that it shares with `ep_bootstrap`."""
   try:
     yield
   except (ValueError, TypeError, RuntimeError) as e:
-    e.args = (str(e).replace("ep_bootstrap", "resize"),)
+    e.args = (str(e).replace("ep_bootstrap", "ep_resize"),)
     raise
 
 
 @_named_resize()
-def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
+def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   """Replaces a group by one of other sizes, on the same mesh.
 
-      group = ep.resize(group, max_tokens_per_rank=8192)
-      layer = cfg.layer(group)  # and trace the programs again
+      group = ep.ep_resize(group, max_tokens_per_rank=8192)
+      layer = ep.MoE(cfg, group)  # and trace the programs again
 
   Collective: every process of the mesh calls it, with the same sizes. The
   processes first wait for the programs that they have launched, and agree on
@@ -309,7 +309,7 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
     group: an open group. It stays open if the sizes are refused, and is closed
       if the new one fails later, as for lack of memory. If it is used as a
       context manager, use the new group as one, too:
-      `with ep.resize(group, ...) as larger:`.
+      `with ep.ep_resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
       `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
       stay as they are, except for `recv_capacity_per_rank`: it belongs to the
@@ -326,20 +326,20 @@ def resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   """
   if unknown := sizes.keys() - Sizes.__annotations__.keys():
     raise TypeError(
-      f"resize: {min(unknown)} cannot change; the sizes are"
+      f"ep_resize: {min(unknown)} cannot change; the sizes are"
       f" {', '.join(Sizes.__annotations__)}. For anything else, finalize the"
       " group and bootstrap another one."
     )
-  group.connection.check_open("resize")
+  group.connection.check_open("ep_resize")
   fields = dataclasses.fields(GroupConfig)
   old = {field.name: getattr(group, field.name) for field in fields}
 
   def propose():
-    ending.wait_for_programs("resize", [group])
+    ending.wait_for_programs("ep_resize", [group])
     new = GroupConfig(**{**old, "recv_capacity_per_rank": None, **sizes})
     _check(new).check_sizes(new)
     return new
 
-  new = agreement.agree("resize", group, propose)
+  new = agreement.agree("ep_resize", group, propose)
   ep_finalize(group)
   return _connect(new)

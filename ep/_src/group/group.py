@@ -111,14 +111,16 @@ class EpLayerConfig(LayerConfig):
       state is rounded up.
     overflow: what to do when a rank would receive more: "error" fails on every
       rank, "drop" drops the choices that find no room, and with "chunk"
-      `moe_layer` and `ep.moe.apply` send the tokens of such a step in chunks,
-      of which any routing fits. To the ops by themselves, "chunk" is "drop".
+      `moe_layer` and `ep.MoE` send the tokens of such a step in chunks,
+      of which any routing fits. The ops by themselves refuse "chunk".
     drop_by: which choices find room, if `overflow` is "drop": "slot" drops the
       slots past the capacity, hence the last experts of a rank first; "weight"
       keeps the choices of the largest weights; "fair" gives the experts of a
       rank equal shares of its capacity, and an expert keeps its choices of the
       largest weights. The last two need the weights in `ep_prepare`, and if
-      some rank overflows, a collective of XLA's and a second exchange.
+      some rank overflows, a collective of XLA's and a second exchange. None
+      inherits from the group, and if that has None, too, it is "fair" where
+      `ep_prepare` gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
     num_candidates: M >= K, for `topk_idx` with M columns: a choice that finds
       no room moves to one of the last M - K. It costs the same. None is for no
       moves, which "chunk" demands.

@@ -1,138 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""apply: a whole MoE layer, from tokens to tokens and metrics."""
+"""Applies a whole MoE layer to the tokens of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-import dataclasses
 import functools
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat
-from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.base import compat
+from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
-from ep._src.moe import batching, losses, parameters, router
+from ep._src.moe import losses, parameters, router
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
-from ep._src.moe.padding import Padding
-from ep._src.ops import views
 
 
-def apply(
+def of_rank(
   layer: EpLayerConfig,
   config: MoEConfig,
-  params: Mapping[str, jax.Array],
   x: jax.Array,
-  *,
-  bias: jax.Array | None = None,
-  mask: jax.Array | None = None,
-  forced_idx: jax.Array | None = None,
-  key: jax.Array | None = None,
-  pad: bool = False,
+  mask: jax.Array | None,
+  forced_idx: jax.Array | None,
+  params: Mapping[str, jax.Array],
+  bias: jax.Array | None,
+  key: jax.Array | None,
 ) -> tuple[jax.Array, Metrics]:
-  """Applies a MoE layer: routes, exchanges, runs the experts, and sums.
-
-  Collective over the group's ranks: over the EP domain for the tokens, and over
-  all token ranks for the metrics. For a token x, experts e_k and weights w_k,
-
-      y = sum_k w_k expert[e_k](x) + shared(x)
-
-  where `Experts` in ep/_src/moe/network.py has the formula of an expert, and
-  the shared expert, if there is one, has the same without biases. Tokens and
-  matrices are multiplied in the dtype of `x`, whatever the dtype of the
-  parameters; logits, scores and metrics are float32.
-
-  Works in the local view, in `jax.shard_map` with the parameters that
-  `partition_specs` gives a rank, and in the global one. Differentiable in
-  `params`, `x` and through the losses of the metrics, in both modes. `jax.vmap`
-  over `x` (and `mask`) makes one exchange of all examples, and the metrics are
-  of all examples. Inside a `shard_map` with `check_vma=False`, the gradient of
-  a metric is the gradient of the sum of all ranks' copies: divide it by the
-  number of ranks.
-
-      cfg = ep.MoEConfig(hidden=512, inner=1024, num_experts=16, top_k=2)
-      layer = cfg.layer(group)
-      params = ep.moe.init(jax.random.key(0), cfg)
-      y, metrics = ep.moe.apply(layer, cfg, params, x)
-      loss = task_loss(y) + 1e-2 * metrics.aux_loss + 1e-3 * metrics.z_loss
-
-  Args:
-    layer: `config.layer(group)`. What `overflow="chunk"` means is in
-      `moe_layer`; `config.deterministic` refuses it.
-    config: the layer's sizes and choices.
-    params: as from `init`; of stacked layers, the parameters of one.
-    x: [..., H], float32, bfloat16 or float16.
-    bias: float32 [E] or None, added to the scores for the choice of experts;
-      see `update_bias`. It gets no gradient.
-    mask: bool [...] or None. Tokens where it is False visit no expert, not
-      even the shared one, and do not count in the metrics: y is 0 there, and
-      what x holds, even NaN, reaches no value and no gradient.
-    forced_idx: int32 [..., K] or None, the experts to visit in the place of
-      those with the highest scores, as in `ep.route_topk`.
-    key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
-      folds in its number.
-    pad: whether x may have a first axis that does not divide over the ranks in
-      the global view, as in `moe_layer`. If it does not, then masked tokens are
-      added, y is not split over the ranks, and `Metrics.aux_loss` is the loss
-      of the batch whatever `config.balance` is.
-
-  Returns:
-    y, like `x`, and `Metrics`.
-
-  Raises:
-    ValueError, TypeError: an argument does not fit; it is named.
-    ep.EpError: when the program runs; see `ep_prepare`.
-  """
-  check_layer("ep.moe.apply", layer)
-  group = layer.group
-  op = f'ep.moe.apply(layer "{layer.name}")'
-  arguments.flag(op, "pad", pad)
-  x, bias, mask = jax.tree.map(jnp.asarray, (x, bias, mask), is_leaf=_is_list)
-  if forced_idx is not None:
-    forced_idx = arguments.array(op, "forced_idx", forced_idx)
-  view = views.View.of(group, op)
-  _check(op, layer, config, params, view.is_local)
-  _check_tokens(op, config, x, bias, mask, forced_idx)
-
-  keep = not config.experts.is_traced()
-
-  def run(tokens, others):
-    x, mask, forced_idx = tokens
-    padding = Padding.of(view, x.shape[:-1]) if pad else Padding(())
-    view_config = config
-    arguments.check(
-      config.balance == "batch" or x.ndim > 2 or view.is_local,
-      op,
-      f"x has shape {x.shape}, but balance = 'sequence' needs [..., S, H] here:"
-      " the tokens of a sequence lie along the last axis but one.",
-    )
-    if padding.count is not None:
-      mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
-      x, mask = padding.add(x, 0), padding.add(mask, False)
-      if forced_idx is not None:
-        forced_idx = padding.add(forced_idx, -1)
-      view_config = dataclasses.replace(config, balance="batch")
-    view.lead("x", x.shape)
-    specs = parameters.partition_specs(config, group.axis_name)
-    y, metrics = view.call(
-      _apply,
-      [layer, view_config],
-      [x, mask, forced_idx, *others],
-      [views.TOKENS] * 3 + [specs] + [views.REPLICATED] * 2,
-      (views.TOKENS, views.REPLICATED),
-      keep=keep,
-    )
-    return padding.remove(y), metrics
-
-  tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
-  return batching.examples(run, tokens, others)
-
-
-def _apply(layer, config, x, mask, forced_idx, params, bias, key):
+  """Returns what `ep.MoE` does, for the tokens and the parameters of a rank."""
   if not config.deterministic:
     return _layer(layer, config, x, mask, forced_idx, params, bias, key)
   # What surrounds the layer and its gradients differs between the views. XLA
@@ -267,120 +164,3 @@ _BALANCE = {
   "batch": losses.load_balancing_loss,
   "sequence": losses.sequence_balancing_loss,
 }
-
-
-def _is_list(x):
-  return isinstance(x, list)
-
-
-def _check_tokens(op, config, x, bias, mask, forced_idx):
-  """Raises unless the arrays of tokens have fitting shapes and dtypes."""
-  arguments.check(
-    x.ndim > 0 and x.shape[-1] == config.hidden,
-    op,
-    f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
-    " the config's hidden size.",
-  )
-  lead = x.shape[:-1]
-  for name, array, shape, kind, what in [
-    ("bias", bias, (config.num_experts,), jnp.floating, "a float"),
-    ("mask", mask, lead, jnp.bool_, "a bool"),
-    (
-      "forced_idx",
-      forced_idx,
-      (*lead, config.top_k),
-      jnp.integer,
-      "an integer",
-    ),
-  ]:
-    if array is None:
-      continue
-    if not jnp.issubdtype(array.dtype, kind):
-      raise TypeError(
-        f"{op}: {name} is {array.dtype}, but {what} array is expected."
-      )
-    arguments.check(
-      array.shape == shape,
-      op,
-      f"{name} has shape {array.shape}, but {shape} is expected for x of shape"
-      f" {x.shape}.",
-    )
-
-
-def _check_axes(op, group, config):
-  """Raises unless `tp_axis` and `fsdp_axis` can split parameters."""
-  for name, axis in [
-    ("tp_axis", config.tp_axis),
-    ("fsdp_axis", config.fsdp_axis),
-  ]:
-    if axis is None:
-      continue
-    arguments.check(
-      axis in group.mesh.shape and axis != group.axis_name,
-      op,
-      f"{name} = {axis!r}, but it must be one of the mesh axes"
-      f" {tuple(group.mesh.shape)} and not the EP axis {group.axis_name!r}.",
-    )
-  arguments.check(
-    config.tp_axis not in group.token_axes,
-    op,
-    f"tp_axis = {config.tp_axis!r}, but the group splits tokens over that axis,"
-    f" whose ranks must hold the same tokens; pass ep_bootstrap(data_axes="
-    f"{tuple(a for a in group.data_axes if a != config.tp_axis)}).",
-  )
-
-
-def _check(op, layer, config, params, is_local):
-  """Raises unless layer and parameters are those of the config."""
-  group = layer.group
-  if not isinstance(config, MoEConfig):
-    raise TypeError(
-      f"{op}: config is a {type(config).__name__}, but an ep.MoEConfig is"
-      " expected: the one of which the layer was made."
-    )
-  _check_axes(op, group, config)
-  for name, got, expected in [
-    ("num_experts", group.num_experts, config.num_experts),
-    ("top_k", layer.top_k, config.top_k),
-    ("capacity_factor", layer.capacity_factor, config.capacity_factor),
-  ]:
-    arguments.check(
-      got == expected,
-      op,
-      f"the layer has {name} = {got}, but the config {expected}; pass"
-      " config.layer(group).",
-    )
-  shapes = parameters.shapes(config)
-  names = sorted(params) if isinstance(params, Mapping) else type(params)
-  arguments.check(
-    names == sorted(shapes),
-    op,
-    f"params holds {names}, but the config has {sorted(shapes)}; make"
-    " them with ep.moe.init.",
-  )
-  specs = parameters.partition_specs(config, group.axis_name)
-  part = "the part of a rank" if is_local else "the whole array"
-  for name, shape in shapes.items():
-    sizes = [group.mesh.shape[a] if a else 1 for a in specs[name]]
-    arguments.check(
-      all(n % d == 0 for n, d in zip(shape, sizes, strict=True)),
-      op,
-      f"params[{name!r}] has shape {shape}, which cannot be split as"
-      f" {specs[name]} says over a mesh of {dict(group.mesh.shape)}; choose"
-      " sizes that the mesh axes divide.",
-    )
-    if is_local:
-      shape = tuple(n // d for n, d in zip(shape, sizes, strict=True))
-    arguments.check(
-      params[name].shape == shape,
-      op,
-      f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
-      f" expected, {part}. Of stacked layers, pass those of one.",
-    )
-  if is_local and config.tp_axis:
-    arguments.check(
-      compat.checks_vma(),
-      op,
-      f"tp_axis = {config.tp_axis!r} needs a jax.shard_map with check_vma=True:"
-      " without it, the gradient of a sum over ranks is counted once per rank.",
-    )

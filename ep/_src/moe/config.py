@@ -9,8 +9,6 @@ from typing import Any, Literal
 import jax
 
 from ep._src.base import arguments
-from ep._src.group.group import EpGroup, EpLayerConfig
-from ep._src.matmul import row_map
 from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
 
@@ -22,8 +20,8 @@ _FLAGS = ("gated", "biases", "router_bias", "normalize", "deterministic")
 class MoEConfig:
   """A MoE layer: a router, experts, and perhaps shared experts.
 
-  Frozen and hashable. It knows neither mesh nor batch; `layer` binds it to a
-  group. `ep.moe` has the functions that use it.
+  Frozen and hashable. It knows neither mesh nor batch: `ep.MoE(config, mesh)`
+  is the layer on a mesh.
 
   Args:
     hidden: H, the size of a token.
@@ -37,7 +35,7 @@ class MoEConfig:
     up_activation: with gates, an elementwise function of `x @ w_up`.
     biases: whether the matrices of experts have biases.
     router_bias: whether the router's logits have one. It is a parameter with a
-      gradient, unlike the `bias` of `ep.moe.apply`.
+      gradient, unlike the bias of `ep.moe.State`.
     shared_inner: S, the inner size of an expert that every token visits besides
       its own; 0 for none.
     weigh: when routing weights multiply: "late", as outputs are summed, or
@@ -49,10 +47,11 @@ class MoEConfig:
       of the tokens (`ep.sequence_balancing_loss`).
     capacity_factor: rows that a rank can receive, over those of a step whose
       tokens fill the ranks and spread evenly. None for room for any routing.
-    overflow: what happens to a step that needs more: "drop" drops the rest, and
-      "chunk" sends the tokens in chunks, as `ep.EpLayerConfig` says.
-    drop_by: what "drop" drops, "slot", "weight" or "fair", as in
-      `ep.EpLayerConfig`; None inherits from the group.
+    overflow: what happens to a step that needs more: "error", "drop" or
+      "chunk", as in `ep.EpLayerConfig`; None inherits from the group.
+    drop_by: what "drop" drops: "slot", "weight" or "fair", as in
+      `ep.EpLayerConfig`; None inherits from the group, and if that has None,
+      too, is "fair".
     num_candidates: M >= K, the candidates of a token, as in `ep.route_topk`: a
       choice without room moves to one of the others. The weights of a token are
       those that the router gives to the experts that it gets. None for no
@@ -93,7 +92,7 @@ class MoEConfig:
   group_best: int = 2
   balance: Literal["batch", "sequence"] = "batch"
   capacity_factor: float | None = None
-  overflow: Literal["drop", "chunk"] = "drop"
+  overflow: Literal["error", "drop", "chunk"] | None = None
   drop_by: Literal["slot", "weight", "fair"] | None = None
   num_candidates: int | None = None
   tp_axis: str | None = None
@@ -143,12 +142,6 @@ class MoEConfig:
         what, self.num_candidates, self.top_k, allowed
       )
       object.__setattr__(self, "num_candidates", candidates)
-    arguments.check(
-      self.drop_by in (None, "slot") or self.capacity_factor is not None,
-      what,
-      f"drop_by = {self.drop_by!r}, but capacity_factor = None leaves room for"
-      " any routing; give a factor, such as 1.25.",
-    )
     arguments.check_choices(what, self, **_CHOICES)
     arguments.function(what, "activation", self.activation)
     if self.up_activation is not None:
@@ -175,65 +168,9 @@ class MoEConfig:
       self.activation, self.up_activation, self.weigh, self.deterministic
     )
 
-  def layer(self, group: EpGroup) -> EpLayerConfig:
-    """Binds the layer to a group, and its capacity to the group's sizes.
-
-    `ep.EpLayerConfig` says what a `capacity_factor` means there. If the group
-    has no `max_tokens_per_rank`, the capacity follows the tokens of each call.
-
-    Raises:
-      ValueError: the group is for another number of experts or a smaller
-        hidden size, no choice can move to one of `num_candidates`, or the
-        layer is `deterministic` and the group's backend is "nccl".
-    """
-    inherited: Any = None  # a layer's types are of the resolved values
-    overflow = inherited if self.capacity_factor is None else self.overflow
-    # Blocks of rows then are alike, also the last one (row_map.py).
-    multiple = row_map.HEIGHT if self.deterministic else 1
-    layer = EpLayerConfig(
-      group,
-      top_k=self.top_k,
-      capacity_factor=self.capacity_factor,
-      capacity_multiple=multiple,
-      overflow=overflow,
-      drop_by=self.drop_by or inherited,
-      num_candidates=self.num_candidates,
-      name=self.name,
-    )
-    what = f'MoEConfig(name="{self.name}").layer'
-    arguments.check(
-      self.num_experts == group.num_experts,
-      what,
-      f"num_experts = {self.num_experts}, but the group has"
-      f" {group.num_experts}; bootstrap a group for this model.",
-    )
-    arguments.check(
-      group.hidden_dim is None or self.hidden <= group.hidden_dim,
-      what,
-      f"hidden = {self.hidden}, but the group's rows have"
-      f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
-    )
-    arguments.check(
-      not self.deterministic or group.backend != "nccl",
-      what,
-      'deterministic = True, but backend = "nccl" adds the outputs of experts'
-      " in an order of its own; pass deterministic=False, or bootstrap the"
-      ' group with backend="xla".',
-    )
-    arguments.check(
-      self.num_candidates is None
-      or self.capacity_factor is not None
-      or group.recv_capacity_per_rank is not None,
-      what,
-      f"num_candidates = {self.num_candidates}, but capacity_factor = None"
-      " leaves room for any routing, and no choice moves; give a factor, such"
-      " as 1.25, or pass num_candidates=None.",
-    )
-    return layer
-
 
 _CHOICES = {
-  "overflow": ("drop", "chunk"),
+  "overflow": (None, "error", "drop", "chunk"),
   "drop_by": (None, "slot", "weight", "fair"),
   "weigh": ("late", "early"),
   "score": ("softmax", "sigmoid"),

@@ -41,6 +41,8 @@ def through_experts(
   num_tokens = math.prod(topk_idx.shape[:-1])
   num_chunks = chunked.num_chunks(layer, experts, num_tokens)
   layer = dataclasses.replace(layer, tail="unspecified")
+  if layer.overflow == "chunk":  # If the handle drops choices, chunks do not.
+    layer = dataclasses.replace(layer, overflow="drop", drop_by="slot")
   handle = ep_prepare(layer, topk_idx, topk_weights)
   if handle.candidate is not None:
     topk_idx = jnp.take_along_axis(topk_idx, handle.candidate, axis=-1)

@@ -72,7 +72,7 @@ def moe_layer(
       topk = ep.route_topk(tokens @ w_router, layer.top_k)
       out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
 
-  `ep.moe.apply` is the layer with a router, losses, biases and shared experts.
+  `ep.MoE` is the layer with a router, losses, biases and shared experts.
   Both are `ep_prepare`, `ep_dispatch`, grouped matmuls and `ep_combine`, and
   experts of another kind take the same steps. Differentiable in tokens,
   weights and matrices, in both modes and to any order. `jax.vmap` over tokens

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics describe a step of a MoE layer; update_bias balances the next one."""
+"""Metrics: the numbers that a MoE layer reports of a step."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-
-from ep._src.base import arguments
 
 
 class Metrics(NamedTuple):
@@ -32,31 +29,3 @@ class Metrics(NamedTuple):
   entropy: jax.Array
   dropped: jax.Array
   max_rank_rows: jax.Array
-
-
-def update_bias(
-  bias: jax.Array, load: jax.Array, rate: float = 1e-3
-) -> jax.Array:
-  """Returns the selection bias of the next step: raised for idle experts.
-
-  Each entry moves by `rate`, up if the expert had less than the mean load and
-  down if it had more (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy
-  for Mixture-of-Experts", arXiv 2408.15664, algorithm 1; DeepSeek-V3 uses a
-  rate of 0.001).
-
-  Args:
-    bias: [..., E], what `ep.moe.apply` got as `bias`; zeros at first.
-    load: [..., E], the `Metrics.load` of that step. Axes in front are layers.
-    rate: how far an entry moves, in units of a score.
-
-  Raises:
-    ValueError: the shapes differ.
-  """
-  arguments.check(
-    jnp.shape(bias) == jnp.shape(load),
-    "ep.moe.update_bias",
-    f"bias has shape {jnp.shape(bias)}, but load {jnp.shape(load)}; pass the"
-    " bias and the Metrics.load of the same layers.",
-  )
-  mean = load.mean(axis=-1, keepdims=True)
-  return bias + rate * jnp.sign(mean - load).astype(bias.dtype)

@@ -133,7 +133,7 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
     raise TypeError(
       f"{op}: {name} is {rows.dtype}, but the group's max_token_dtype is"
       f" {group.max_token_dtype}; convert the rows, or raise it"
-      " with ep.resize."
+      " with ep_resize."
     )
   if rows.ndim < 2:
     raise ValueError(
@@ -144,7 +144,7 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
   if hidden < 1 or (most is not None and hidden > most):
     raise ValueError(
       f"{op}: {name} has hidden size {hidden}, but it must be positive and no"
-      f" more than the group's hidden_dim = {most}; raise it with ep.resize."
+      f" more than the group's hidden_dim = {most}; raise it with ep_resize."
     )
 
 

@@ -27,6 +27,8 @@ import numpy as np
 from ep._src.base.backend import OpParams
 from ep._src.base.config import LayerConfig
 
+_QuotaOf = Callable[..., jax.Array]
+
 
 class Assignment(NamedTuple):
   """The experts and candidates that the choices of a rank use.
@@ -45,14 +47,16 @@ class Assignment(NamedTuple):
   dropped_counts: jax.Array
 
 
-def may_be_needed(params: OpParams, num_candidates: int) -> bool:
+def may_be_needed(
+  params: OpParams, num_candidates: int, is_ordered: bool
+) -> bool:
   """Returns whether a routing may have to be assigned.
 
-  It need not be if the op itself decides what is dropped, by slot, or if any
-  routing of the tokens fits the capacity.
+  It need not be if the op itself decides what is dropped, by slot and not as
+  weights order it, or if any routing of the tokens fits the capacity.
   """
   layer, T = params.layer, params.num_tokens
-  decides = layer.rule != "slot" or num_candidates > layer.top_k
+  decides = is_ordered or num_candidates > layer.top_k
   return decides and layer.worst_case(T) > params.capacity
 
 
@@ -61,14 +65,15 @@ def dropped(
 ) -> np.ndarray:
   """Returns how many tokens [N, L] of each rank's experts get no row, as [N].
 
-  It knows no weights, and counts "weight" as "slot".
+  It knows no weights: "weight" counts as "slot", and None as "fair".
 
   Args:
     layer: its alignment and policy count, and its capacity does not.
     tokens: of each local expert, in NumPy.
     capacity: C, rows of a rank.
   """
-  quota_of = _quota_fairly if layer.drop_by == "fair" else _quota_by_slot
+  is_fair = layer.rule(is_weighted=True) == "fair"
+  quota_of = _quota_fairly if is_fair else _quota_by_slot
   wants = _blocks(layer, tokens)
   has = np.zeros_like(wants)
   quota = quota_of(layer, capacity // layer.alignment, has, wants)
@@ -100,7 +105,7 @@ def assign(
     topk_idx: int [T, M], candidates of each token, of which the first K are its
       choices. All are in -1..E-1, and the choices of a token are distinct. A
       further candidate that repeats an earlier one is none.
-    weights: float [T, M]; None if the rule is "slot".
+    weights: float [T, M], or None if the rule is "slot".
   """
   layer, axis = params.layer, params.layer.group.axis_name
   L, E = layer.num_local_experts, layer.group.num_experts
@@ -113,7 +118,8 @@ def assign(
     shared = lax.all_gather(shared, axis, tiled=True)
   all_ids, all_order = shared[..., 0], shared[..., -1]
   choices = all_ids[:, :K]
-  assigned = _place(params, all_ids, all_order)
+  quota_of = _QUOTAS[layer.rule(weights is not None)]
+  assigned = _place(params, all_ids, all_order, quota_of)
   is_dropped = (choices >= 0) & (assigned < 0) & params.drop
   dropped = jnp.where(is_dropped, choices, E)
   dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
@@ -152,7 +158,9 @@ def _by_weight(weights: jax.Array) -> jax.Array:
   return jnp.where(is_nan, largest, ~ascending)
 
 
-def _place(params: OpParams, ids: jax.Array, order: jax.Array) -> jax.Array:
+def _place(
+  params: OpParams, ids: jax.Array, order: jax.Array, quota_of: _QuotaOf
+) -> jax.Array:
   """Returns int32 [N, K], the candidate that gets a row for each choice, or -1.
 
   Args:
@@ -160,6 +168,7 @@ def _place(params: OpParams, ids: jax.Array, order: jax.Array) -> jax.Array:
     ids: [N, M], candidates of all N tokens of a domain.
     order: [N, M], numbers by which the candidates of an expert are ordered;
       equal numbers keep the order of the candidates.
+    quota_of: the rule.
   """
   E, K = params.layer.group.num_experts, params.layer.top_k
   choices = _iota(K)
@@ -168,7 +177,7 @@ def _place(params: OpParams, ids: jax.Array, order: jax.Array) -> jax.Array:
   def offer(rows, experts, order):
     """Offers [n] candidates; returns what `_take_turns` does."""
     experts = jnp.where(experts < 0, E, experts)
-    return _take_turns(params, rows, experts, order)
+    return _take_turns(params, rows, experts, order, quota_of)
 
   rows, gets_one = offer(
     jnp.zeros(E, jnp.int32), ids[:, :K].reshape(-1), order[:, :K].reshape(-1)
@@ -204,7 +213,7 @@ class _Offers(NamedTuple):
   row: jax.Array  # its row in the slab, if all of the expert get one
 
 
-def _take_turns(params, rows, experts, order):
+def _take_turns(params, rows, experts, order, quota_of):
   """Gives out rows to candidates [n], where `rows` [E] are given away already.
 
   Returns the new rows, and bool [n], whether each candidate gets a row.
@@ -220,7 +229,7 @@ def _take_turns(params, rows, experts, order):
   wants = _blocks(layer, wanted).reshape(P, L)
   offers = _Offers(expert, order, place, row)
   capacity = params.capacity // layer.alignment
-  quota = _QUOTAS[layer.rule](layer, capacity, has, wants, offers)
+  quota = quota_of(layer, capacity, has, wants, offers)
   quota = quota.reshape(E)
   room = jnp.append(quota * layer.alignment, 0)[expert]
   gets_one = jnp.zeros(place.shape, bool).at[place].set(row < room)
@@ -285,7 +294,7 @@ def _quota_by_weight(layer, capacity, has, wants, offers):
   return has.reshape(E).at[expert].add(1, mode="drop")
 
 
-_QUOTAS: dict[str, Callable[..., jax.Array]] = {
+_QUOTAS: dict[str, _QuotaOf] = {
   "slot": _quota_by_slot,
   "weight": _quota_by_weight,
   "fair": _quota_fairly,

@@ -57,8 +57,9 @@ def ep_prepare(
       M = `layer.num_candidates`, the first K are the choices, and the others
       are candidates for those that find no room, the best first.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
-      if `layer.drop_by` is "weight" or "fair"; otherwise only `ep.record` reads
-      them. The handle has no derivative.
+      if `layer.drop_by` is "weight" or "fair". If it is None and the layer
+      drops, choices are dropped by "fair" with weights, and by "slot" without.
+      `ep.record` reads them, too. The handle has no derivative.
 
   Returns:
     The handle; see `EpHandle` for its shapes.
@@ -68,7 +69,6 @@ def ep_prepare(
     ep.EpError: when the program runs, on every rank: an id out
       of range or repeated in a token, more rows than the capacity with
       `overflow="error"`, or a peer that is gone, late, or runs another program.
-      With "chunk", which is for layers, the op drops rows like "drop".
   """
   check_layer("ep_prepare", layer)
   op = f'ep_prepare(layer "{layer.name}")'
@@ -88,11 +88,18 @@ def ep_prepare(
       f" [..., {layer.top_k}] with at least one axis of tokens is"
       f" expected{or_more}."
     )
+  arguments.check(
+    layer.overflow != "chunk",
+    op,
+    'overflow = "chunk" sends the tokens of a layer in several exchanges, and'
+    " this is one; call ep.MoE or ep.moe_layer, or give the ops a layer of"
+    ' overflow="drop" or "error".',
+  )
   view = View.of(layer.group, op)
   token_shape = view.lead("topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
-  is_ordered = layer.rule != "slot"  # by the weights
+  is_ordered = layer.rule(topk_weights is not None) != "slot"
   if not (is_ordered or tapping.value):
     topk_weights = None
   elif topk_weights is not None:
@@ -137,10 +144,11 @@ def _prepare(
   ids = topk_idx.reshape(params.num_tokens, M)
   if M > K:
     ids = drop_policy.with_faults(layer, ids)
-  if drop_policy.may_be_needed(params, M):
+  orders = topk_weights if layer.rule(is_weighted=True) != "slot" else None
+  if drop_policy.may_be_needed(params, M, orders is not None):
     operands = [ids]
-    if layer.rule != "slot" and topk_weights is not None:
-      operands.append(topk_weights.reshape(ids.shape))
+    if orders is not None:
+      operands.append(orders.reshape(ids.shape))
     leaves = primitives.bind(assigned_prepare_p, params, *operands)
   else:
     leaves = primitives.bind(prepare_p, params, ids[:, :K])

@@ -98,7 +98,7 @@ class View:
         f" be split over {ranks} ranks; outside shard_map that axis is global,"
         f" and must be a multiple of {ranks} (mesh axes"
         f" {self.group.token_axes}). Pass pad=True to moe_layer or"
-        " ep.moe.apply; to an op, add tokens whose ids are -1. Under jax.vmap"
+        " ep.MoE; to an op, add tokens whose ids are -1. Under jax.vmap"
         " the first axis is that of the examples."
       )
     return (lead[0] // ranks, *lead[1:])

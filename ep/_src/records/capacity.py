@@ -117,8 +117,9 @@ def suggest_capacity(
       )
 
   It counts in NumPy, on this process alone: the drops are those of
-  `overflow="drop"`, for this layer's ranks, experts, alignment and `drop_by`,
-  whatever its capacity. They are exact, with two exceptions:
+  `overflow="drop"`, for this layer's ranks, experts, alignment and `drop_by`
+  (None is "fair", as with weights), whatever its capacity. They are exact, with
+  two exceptions:
 
   * `drop_by="weight"` with an alignment counts as "slot", because weights are
     not looked at. On each rank these two differ by less than `alignment` rows

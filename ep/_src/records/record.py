@@ -66,7 +66,7 @@ def record(
     layers: names of the layers to record; None records all.
     weights: whether to write the weights of these choices, too, as float32: as
       they came to `ep_prepare`, if it gets `topk_weights`, as it does in
-      `ep.moe_layer` and `ep.moe.apply`.
+      `ep.moe_layer` and `ep.MoE`.
     calls_per_step: how often a step calls `ep_prepare` with a layer: 1, or as
       often as a `scan` does; for all layers, or by name.
     flush_s: seconds after which what came is written.

@@ -133,11 +133,11 @@ class Replay:
   ) -> jax.Array:
     """Returns `topk_idx` as a global array for the ranks of a layer's group.
 
-    It is what `route_topk` and `ep.moe.apply` take as `forced_idx`: ids come
+    It is what `route_topk` and `ep.MoE` take as `forced_idx`: ids come
     from the record, and weights from the logits of now.
 
         forced_idx = ep.replay("routing").forced_idx(layer, step)
-        y, metrics = ep.moe.apply(layer, cfg, params, x, forced_idx=forced_idx)
+        y, metrics = layer(params, x, forced_idx=forced_idx)
 
     The group may have another number of ranks than the one that was recorded,
     on other processes, all of which can read the files.

@@ -158,7 +158,7 @@ def _size(group: GroupConfig, name: str) -> int:
   if size is None:
     raise ValueError(
       f'ep_bootstrap: backend = "nccl" allocates its buffers now, and {name} is'
-      " None; pass the largest of any op (ep.resize changes it), or"
+      " None; pass the largest of any op (ep_resize changes it), or"
       ' backend="xla", which allocates nothing.'
     )
   return size
