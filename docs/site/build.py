@@ -39,7 +39,7 @@ _ELSEWHERE = {
 
 _CONTENTS = """
 Start: tutorial choices
-How to: howto/clusters howto/other_frameworks howto/profile howto/replay \
+How to: howto/train howto/clusters howto/other_frameworks howto/profile howto/replay \
 howto/without_accelerators howto/test_a_transport
 The layer: moe router training sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \

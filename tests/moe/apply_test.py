@@ -400,6 +400,9 @@ def test_a_tight_capacity_drops_and_tells(limit):
   handle = ep.ep_prepare(layer.ep_layer, choices.astype(np.int32))
   assert handle.capacity == T * K
   assert_shards_equal(handle.dropped_counts.sum(axis=1), dropped)
+  by_expert = np.asarray(metrics.drops).reshape(4, -1)
+  np.testing.assert_array_equal(by_expert.sum(axis=1), dropped)
+  assert (by_expert <= load.reshape(4, -1)).all() and metrics.moved == 0
 
 
 def test_a_choice_without_room_moves_and_its_weight_follows():
@@ -460,6 +463,7 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
 
   jax.tree.map(close, moved, forced)
   assert int(metrics.dropped) == 0
+  assert int(metrics.moved) == (assigned >= K).sum()
   wanted = np.bincount(candidates[:, :K].ravel(), minlength=E)
   np.testing.assert_array_equal(np.asarray(metrics.load), wanted)
 

@@ -145,19 +145,32 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
-  dropped = handle.dropped_counts.sum(dtype=jnp.int32)
-  if layer.overflow == "chunk":  # these went in chunks
-    dropped = jnp.zeros_like(dropped)
+  load = choices.reshape(-1, experts).sum(axis=0)
+  numbers = load, *_drops_and_moves(layer, handle)
+  load, drops, moved = lax.psum(numbers, axes)
   return Metrics(
-    load=lax.psum(choices.reshape(-1, experts).sum(axis=0), axes),
+    load=load,
     aux_loss=_BALANCE[config.balance](
       logits, topk_idx, score=config.score, **batch
     ),
     z_loss=losses.router_z_loss(logits, **batch),
     entropy=losses.router_entropy(logits, **batch),
-    dropped=lax.psum(dropped, axes),
+    drops=drops,
+    moved=moved,
     max_rank_rows=lax.pmax(handle.total_recv_tokens[0], axes),
   )
+
+
+def _drops_and_moves(layer, handle):
+  """Returns drops [E] of this rank's experts, and moves of its tokens."""
+  drops = jnp.zeros((layer.ep_size, layer.num_local_experts), jnp.int32)
+  if layer.overflow != "chunk":  # else what the handle drops goes in chunks
+    me = lax.axis_index(layer.group.axis_name)
+    drops = drops.at[me].set(handle.dropped_counts)
+  moved = jnp.zeros((), jnp.int32)
+  if handle.candidate is not None:
+    moved += (handle.candidate >= layer.top_k).sum(dtype=jnp.int32)
+  return drops.ravel(), moved
 
 
 _BALANCE = {

@@ -19,7 +19,9 @@ class Metrics(NamedTuple):
     entropy: float32 [], the mean entropy of the softmax of a token's logits, in
       nats, from 0 to log E. It shows a router that never decides (near log E),
       and one that is always certain (near 0).
-    dropped: int32 [], choices that found no row.
+    drops: int32 [E], choices that found no row, by the expert that they chose
+      first.
+    moved: int32 [], choices that have the row of a further candidate.
     max_rank_rows: int32 [], rows wanted by the busiest rank.
   """
 
@@ -27,5 +29,11 @@ class Metrics(NamedTuple):
   aux_loss: jax.Array
   z_loss: jax.Array
   entropy: jax.Array
-  dropped: jax.Array
+  drops: jax.Array
+  moved: jax.Array
   max_rank_rows: jax.Array
+
+  @property
+  def dropped(self) -> jax.Array:
+    """int32 [], choices that found no row."""
+    return self.drops.sum(axis=-1)
