@@ -39,8 +39,8 @@ _ELSEWHERE = {
 
 _CONTENTS = """
 Start: tutorial choices
-How to: howto/train howto/clusters howto/other_frameworks howto/profile howto/replay \
-howto/without_accelerators howto/test_a_transport
+How to: howto/train howto/clusters howto/other_frameworks howto/profile \
+howto/replay howto/without_accelerators howto/test_a_transport
 The layer: moe router training sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/lax reference/debug reference/testing
