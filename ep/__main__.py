@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what is installed, and which backends can run here: python -m ep.
 
-The exit code is 0 if the default backend can run.
+The exit code is 0 if the default backend can run. `python -m ep compile` makes
+NCCL EP's kernels where there is no GPU (docs/gpu.md).
 """
 
 import importlib.metadata
@@ -14,6 +15,7 @@ import jaxlib
 import numpy as np
 
 import ep
+from ep._src.backends.nccl import command
 from ep._src.base.backend import CannotServe
 from ep._src.group.bootstrap import BACKENDS, NATIVE
 from ep._src.native import gpus
@@ -78,4 +80,6 @@ def outcome(name: str) -> str | Exception:
 
 
 if __name__ == "__main__":
+  if sys.argv[1:2] == ["compile"]:
+    sys.exit(command.main(sys.argv[2:], ep.presets.BY_NAME))
   sys.exit(main())

@@ -18,6 +18,7 @@ import pytest
 from ep._src.backends.nccl import backend as nccl_backend
 from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.backend import NcclBackend
+from ep._src.backends.nccl.variants import Sizes
 from ep._src.base import backend
 from ep._src.base.config import GroupConfig
 from ep._src.native import ffi, shipped_files
@@ -81,8 +82,12 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
 
   def join(_, introduce):
     for process in range(4):
-      said[process] = dict(id=base64.b64encode(bytes([process])).decode())
+      said[process] = dict(
+        id=base64.b64encode(bytes([process])).decode(),
+        host=f"host{process % 2}",
+      )
     mine = introduce()
+    assert mine.pop("host") == f"host{me % 2}"
     assert mine == ({"id": "bWluZQ=="} if me in (0, 1) else {})
     return said
 
@@ -96,6 +101,11 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)
   )
+  compiled = []
+  monkeypatch.setattr(
+    nccl_backend.kernels, "start", lambda sizes, _: compiled.append(sizes)
+  )
+  monkeypatch.setattr(nccl_backend.platform, "node", lambda: f"host{me % 2}")
   monkeypatch.setattr(backend, "_open", {})
   connection = NcclBackend().connect(group, join)
   for unknown, message in [
@@ -108,6 +118,17 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   ]:  # `join` tells the others
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)
+  (sizes,) = compiled
+  assert sizes == Sizes(
+    num_experts=8,
+    ep_size=2,
+    nvlink_ranks=2,  # the ranks of a domain are on one host
+    max_tokens=16,
+    width=32,
+    dtype=jnp.dtype(jnp.bfloat16),
+    top_k=2,
+    max_num_sms=0,
+  )
   # Layers inherit the group's capacity, which is by default the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
@@ -204,9 +225,9 @@ def machine(monkeypatch, tmp_path):
   monkeypatch.setattr(
     installation.shipped_files, "in_runfiles", lambda path: None
   )
-  installation._prepare.cache_clear()
+  installation.prepare_for.cache_clear()
   yield tmp_path
-  installation._prepare.cache_clear()
+  installation.prepare_for.cache_clear()
 
 
 def prepare(**what):
@@ -368,7 +389,7 @@ def foreign(place):
 
 def refused(machine, *words):
   """Checks that `prepare` refuses the folder of kernels, and tells a cure."""
-  installation._prepare.cache_clear()
+  installation.prepare_for.cache_clear()
   with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
     prepare()
   for word in [str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words]:

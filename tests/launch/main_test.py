@@ -11,11 +11,11 @@ import jax
 import ep
 
 
-def run(packages, **environment):
+def run(packages, *arguments, **environment):
   """Returns the exit code and the output, with a further folder of packages."""
   path = os.pathsep.join([str(packages), *filter(None, sys.path)])
   done = subprocess.run(
-    [sys.executable, "-m", "ep"],
+    [sys.executable, "-m", "ep", *arguments],
     cwd=packages,  # Python looks there first
     env={**os.environ, "PYTHONPATH": path, **environment},
     stdout=subprocess.PIPE,
@@ -57,3 +57,10 @@ def test_a_package_that_was_overwritten(tmp_path):
   code, output = run(tmp_path)
   assert code == 1, output
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
+
+
+def test_kernels_are_compiled_by_a_command(tmp_path):
+  """It says what is wrong with sizes before it looks for a compiler."""
+  code, output = run(tmp_path, "compile", "--preset=mixtral_8x7b", "--ranks=3")
+  assert code == 1
+  assert output.startswith("compile: --ranks=3 does not divide the 8 experts")

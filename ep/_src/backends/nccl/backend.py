@@ -8,13 +8,15 @@ import collections
 from collections.abc import Callable
 import dataclasses
 import functools
+import platform
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.nccl import installation
+from ep._src.backends.nccl import installation, kernels
+from ep._src.backends.nccl.variants import Sizes
 from ep._src.base import compat, meshes
 from ep._src.base.backend import (
   Backend,
@@ -102,15 +104,31 @@ class NcclBackend(Backend):
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)
-      if rank > 0:
-        return {}
-      return dict(id=base64.b64encode(ffi.new_nccl_id(*libraries)).decode())
+      mine = dict(host=platform.node())
+      if rank == 0:
+        unique_id = ffi.new_nccl_id(*libraries)
+        mine["id"] = base64.b64encode(unique_id).decode()
+      return mine
 
     answers = join(group, introduce)
     capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
     nccl, nccl_ep = installation.prepare(device)
+    hosts = [answers[d.process_index]["host"] for d in domains[domain]]
+    kernels.start(
+      Sizes(
+        num_experts=group.num_experts,
+        ep_size=group.ep_size,
+        nvlink_ranks=hosts.count(platform.node()),
+        max_tokens=_size(group, "max_tokens_per_rank"),
+        width=_width(_size(group, "hidden_dim")),
+        dtype=group.max_token_dtype,
+        top_k=group.top_k,
+        max_num_sms=group.max_num_sms,
+      ),
+      device,
+    )
     ffi.create_nccl_group(
       name=group.name,
       config=group.program_text,
