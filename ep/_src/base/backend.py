@@ -90,7 +90,11 @@ class Connection(abc.ABC):
 
   Attributes:
     group: the group as it was connected.
+    weighs: whether its "ep_combine" multiplies by weights. Otherwise the op is
+      lowered without weights, for rows that were multiplied before.
   """
+
+  weighs = True
 
   def __init__(self, group: GroupConfig):
     self.group = group
@@ -209,7 +213,8 @@ class Connection(abc.ABC):
     """Lowers one of `OPS` to values of the module in `ctx`.
 
     Operands and results are those of the op's primitive, in a rank's shapes.
-    "ep_combine" has a third operand, the weights, where the user passed them.
+    "ep_combine" has a third operand, the weights, where the user passed them
+    and the connection `weighs`.
     """
 
   @abc.abstractmethod

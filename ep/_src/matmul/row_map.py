@@ -71,6 +71,17 @@ def map_used_rows(
   return jax.tree.unflatten(jax.tree.structure(types), outs)
 
 
+def repeated(values: jax.Array, rows: jax.Array) -> jax.Array:
+  """Returns values [B] in all columns of an array like rows [B, H]."""
+  return lax.broadcast_in_dim(values, rows.shape, (0,))
+
+
+def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns rows [B, H] times weights [B], multiplied in float32."""
+  products = repeated(weights, rows) * rows.astype(jnp.float32)
+  return products.astype(rows.dtype)
+
+
 # JAX's caches compare the functions that are parameters of the primitive. So
 # these are objects that are equal if their fields are.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 from ep._src.matmul.grouped_matmul import grouped_matmuls
-from ep._src.matmul.row_map import map_used_rows
+from ep._src.matmul.row_map import map_used_rows, repeated, weighted
 from ep._src.moe.network import Experts
 from ep._src.ops.combine import ep_combine
 from ep._src.ops.dispatch import ep_dispatch
@@ -62,13 +62,13 @@ def _rows_by_source(handle, topk_idx):
 
 
 def _holds_token(handle):
-  """Returns bool [C, 1], False for the rows that pad a slab."""
+  """Returns int32 [C], 0 for the rows that pad a slab and 1 for the others."""
   sizes, counts = handle.group_sizes, handle.token_counts
   start = jnp.cumsum(sizes) - sizes
   steps = jnp.zeros(handle.capacity, jnp.int32)
   steps = steps.at[start].add(1, mode="drop")
   steps = steps.at[start + counts].add(-1, mode="drop")
-  return jnp.cumsum(steps)[:, None] > 0
+  return jnp.cumsum(steps)
 
 
 def _apply(experts, params, rows, weights, handle, segments):
@@ -80,8 +80,6 @@ def _apply(experts, params, rows, weights, handle, segments):
   names = ["up", "gate"] if "w_gate" in params else ["up"]
   has_biases = "b_up" in params
   is_padded = handle.layer.alignment > 1
-  if weights is not None:
-    weights = weights[:, None].astype(rows.dtype)
 
   def multiply(rows, *matrices):
     return grouped_matmuls(rows, matrices, sizes, segments=segments)
@@ -89,7 +87,8 @@ def _apply(experts, params, rows, weights, handle, segments):
   def of_biases(weights, *names):
     """Returns [C, F] for each of the biases: a row's weight times it."""
     if weights is None:
-      weights = jnp.ones((handle.capacity, 1), rows.dtype)
+      weights = jnp.ones(handle.capacity)
+    weights = weights[:, None].astype(rows.dtype)
     return multiply(weights, *(params["b_" + n][:, None] for n in names))
 
   # The hidden rows are as large as the products, and cheap to compute again.
@@ -135,6 +134,8 @@ class _Hidden:
       others = others[n:]
     if self.is_padded:
       holds_token, *others = others
-      products = [jnp.where(holds_token, x, 0) for x in products]
+      products = [
+        jnp.where(repeated(holds_token, x) > 0, x, 0) for x in products
+      ]
     hidden = self.experts.hidden(*products)
-    return hidden * others[0] if others else hidden
+    return weighted(hidden, *others) if others else hidden

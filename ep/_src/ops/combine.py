@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ep._src.base import compat
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
-from ep._src.matmul.row_map import map_used_rows
+from ep._src.matmul.row_map import map_used_rows, weighted
 from ep._src.ops import primitives, views
 from ep._src.ops.dispatch import check_rows
 from ep._src.ops.handle import check_handle, EpHandle
@@ -146,15 +146,17 @@ _weighted_p = primitives.op(
 
 
 def _weighted(mem, group_sizes, x, w, *, params):
-  del group_sizes
-  return _weighted_p.bind(mem, x, w, params=params)
+  if params.connection.weighs:
+    return _weighted_p.bind(mem, x, w, params=params)
+  rows = map_used_rows(weighted, group_sizes, x, w)
+  return combine_p.bind(mem, rows, params=params)
 
 
 weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
 
 
 def _tangent(mem, group_sizes, x, w, dx, dw, *, params):
-  combine = functools.partial(_weighted_p.bind, mem, params=params)
+  combine = functools.partial(_weighted, mem, group_sizes, params=params)
   return [a + b for a, b in zip(combine(dx, w), combine(x, dw), strict=True)]
 
 
@@ -191,8 +193,7 @@ def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
 def _gradients(x, w, g):
   """Returns grad_x [B, H] and grad_w [B] of a block of slots."""
   g32 = g.astype(jnp.float32)
-  grad_x = (w[:, None] * g32).astype(g.dtype)
-  return grad_x, jnp.sum(x.astype(jnp.float32) * g32, axis=1)
+  return weighted(g, w), jnp.sum(x.astype(jnp.float32) * g32, axis=1)
 
 
 ad.primitive_jvps[weighted_combine_p] = _weighted_jvp

@@ -154,6 +154,8 @@ class NcclBackend(Backend):
 class NcclConnection(connection.NativeConnection):
   """A group of NCCL EP."""
 
+  weighs = False
+
   def lower(
     self,
     op: str,
@@ -163,7 +165,7 @@ class NcclConnection(connection.NativeConnection):
   ) -> Any:
     lower = functools.partial(super().lower, op, params=params)
     if op != "ep_prepare":
-      lower = functools.partial(_with_fitting_rows, op, lower)
+      lower = functools.partial(_with_fitting_rows, lower)
     return lower(ctx, *operands)
 
   def _lowering(self, op: str) -> Callable[..., Any]:
@@ -188,38 +190,29 @@ def _width(hidden: int) -> int:
 
 
 def _with_fitting_rows(
-  op: str,
   lower: Callable[..., Any],
   ctx: compat.mlir.LoweringRuleContext,
   *operands: Any,
 ) -> Any:
-  """Lowers an op that moves rows, of which `lower` gets what NCCL EP takes.
-
-  Rows are padded to a multiple of elements. NCCL EP's combine has no weights,
-  so the rows are scaled before it.
-  """
+  """Lowers an op that moves rows: `lower` gets them in a width of NCCL EP."""
   rows: Any  # not any `AbstractValue`, which has no shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
   hidden, width = rows.shape[1], _width(rows.shape[1])
-  is_weighted = op == "ep_combine" and len(operands) > 2
+  if width == hidden:
+    return lower(ctx, *operands)
 
   def fit(mem, rows, *weights):
-    if is_weighted:
-      rows, weights = _scaled(rows, *weights), ()
     return [mem, _padded(rows, width), *weights]
 
   def cut(rows, *weights):
     return [rows[:, :hidden], *weights]
 
-  if is_weighted or width > hidden:
-    fitting = [
-      jax.core.ShapedArray(x.shape, x.dtype)
-      for x in jax.eval_shape(fit, *ctx.avals_in)
-    ]
-    operands = compat.lower_local(fit)(ctx, *operands)
-    ctx = ctx.replace(avals_in=fitting)
-  if width == hidden:
-    return lower(ctx, *operands)
+  fitting = [
+    jax.core.ShapedArray(x.shape, x.dtype)
+    for x in jax.eval_shape(fit, *ctx.avals_in)
+  ]
+  operands = compat.lower_local(fit)(ctx, *operands)
+  ctx = ctx.replace(avals_in=fitting)
   wide = jax.core.ShapedArray((moved.shape[0], width), moved.dtype)
   outs = lower(ctx.replace(avals_out=[wide, *others]), *operands)
   return compat.lower_local(cut)(ctx.replace(avals_in=[wide, *others]), *outs)
@@ -227,12 +220,6 @@ def _with_fitting_rows(
 
 def _padded(rows: jax.Array, width: int) -> jax.Array:
   return jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
-
-
-def _scaled(rows: jax.Array, weights: jax.Array) -> jax.Array:
-  """Returns [C, H] rows times [C] weights, multiplied in float32."""
-  scaled = weights[:, None] * rows.astype(jnp.float32)
-  return scaled.astype(rows.dtype)
 
 
 def _check_capability(device: jax.Device) -> None:
