@@ -4,7 +4,11 @@
 The engine gets what NCCL EP would get, and XLA what it would compile for GPUs.
 """
 
+import re
+import types
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from cases import Case, lower
@@ -12,7 +16,9 @@ from conftest import make_mesh
 import ep
 from ep._src.backends import host
 from ep._src.backends.nccl.backend import NcclConnection
+from ep._src.base import compat
 from ep._src.base.backend import OPS
+from ep._src.matmul import on_cuda
 from groups import bootstrap
 from op_functions import everything
 
@@ -60,3 +66,35 @@ def test_a_program_survives_its_export(case):
   loaded = jax.export.deserialize(exported.serialize())
   got, expected = loaded.call(*inputs), program(*inputs)
   assert (got == expected).all()
+
+
+@pytest.mark.parametrize(("weigh", "alignment"), [("late", 1), ("early", 64)])
+def test_a_layer_on_hopper_touches_no_unused_rows(
+  weigh, alignment, monkeypatch
+):
+  """XLA computes nothing on [C, H] or [C, F], nor do gradients."""
+  device = types.SimpleNamespace(compute_capability="9.0", core_count=132)
+  monkeypatch.setattr(host, "HostConnection", HostEngine)
+  monkeypatch.setattr(compat, "local_device", lambda _: device)
+  for compiles in ("_failure", "_failure_of_map"):
+    monkeypatch.setattr(on_cuda, compiles, lambda *_: None)
+  config = ep.MoEConfig(64, 192, 8, 3, weigh=weigh)
+  with bootstrap(
+    make_mesh({"ep": 4}),
+    hidden_dim=64,
+    max_tokens_per_rank=16,
+    alignment=alignment,
+  ) as group:
+    layer = ep.MoE(config, group)
+    params = ep.moe.init(jax.random.key(0), config)
+    tokens = jnp.zeros((64, 64), jnp.bfloat16)
+
+    def loss(params, tokens):
+      return jnp.sum(layer(params, tokens)[0].astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(params, tokens)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    capacity = layer.ep_layer.capacity_for(16)
+    rows = rf"stablehlo\.(\w+).*tensor<{capacity}x(?:64|192)x"
+  moves = {"custom_call", "tuple", "get_tuple_element", "optimization_barrier"}
+  assert set(re.findall(rows, text)) == moves

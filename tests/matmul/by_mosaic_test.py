@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep._src.matmul import by_mosaic
+from ep._src.matmul import by_mosaic, mosaic_row_map
 from ep._src.matmul.mosaic_blocks import Blocks
+from ep._src.matmul.mosaic_row_map import ROWS
+from ep._src.matmul.row_map import repeated, weighted
 
 # The last blocks of rows and of columns overlap with the ones before.
 C, L, F, G = 200, 5, 192, 128
@@ -82,6 +84,7 @@ def interpret(monkeypatch):
     pytest.skip(f"JAX {jax.__version__} has no interpreter of these kernels")
   if not hasattr(plgpu, "InterpretGPUParams"):
     _interpret_transposes(monkeypatch)
+    _interpret_layouts()
   options = params.InterpretGPUParams(out_of_bounds_reads="uninitialized")
   yield lambda: params.force_gpu_interpret_mode(options)
   interpret_pallas_call.reset_gpu_interpret_mode_state()  # if it failed
@@ -109,6 +112,14 @@ def _interpret_transposes(monkeypatch):
 
   monkeypatch.setattr(utils, "to_range", to_range)
   monkeypatch.setattr(memory, "get_buffer_content", read)
+
+
+def _interpret_layouts():
+  """Makes the interpreter of JAX 0.10 take any layout for what it is."""
+  from jax._src.pallas.mosaic_gpu.core import layout_cast_p
+  from jax.interpreters import mlir
+
+  mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -143,13 +154,82 @@ def test_interpreted_tails(tail, interpret):
   assert np.isnan(np.float32(out[73:])).all()
 
 
-@pytest.mark.parametrize("op", BLOCKS)
-def test_lowered_for_cuda(op):
-  run = jax.jit(functools.partial(_run, op, num_cores=132))
-  inputs = _inputs(SIZES[0], jnp.bfloat16)
-  traced = run.trace(jnp.int32(SIZES[0]), *inputs)
+def _hidden(gates, values, holds_token, weights):
+  gates = jnp.where(repeated(holds_token, gates) > 0, gates, 0)
+  return [weighted(jax.nn.relu(values) * jax.nn.silu(gates), weights)]
+
+
+def _gradients(gates, values, holds_token, weights, cotangent):
+  def of(*args):
+    return _hidden(*args[:2], holds_token, args[2])
+
+  return jax.vjp(of, gates, values, weights)[1]([cotangent])
+
+
+def _rows(num_used, dtype=jnp.bfloat16):
+  """Returns a number of rows, and arrays of them with NaN in the tail."""
+  rng = np.random.default_rng(0)
+  gates, values, cotangent = (
+    rng.normal(size=(C, F)).astype(dtype) for _ in range(3)
+  )
+  weights = np.float32(rng.normal(size=C))
+  for x in (gates, values, cotangent, weights):
+    x[num_used:] = np.nan
+  holds_token = np.int32(np.arange(C) % 3)
+  return np.int32(num_used), gates, values, holds_token, weights, cotangent
+
+
+def _map_rows(fn, num_used, *arrays, num_cores=3):
+  return mosaic_row_map.map_rows(fn, num_used, arrays, num_cores=num_cores)
+
+
+@pytest.mark.parametrize("fn", [_hidden, _gradients])
+def test_interpreted_functions_of_rows(fn, interpret):
+  """Blocks after the used rows stay unwritten: NaN, in the interpreter."""
+  run = jax.jit(functools.partial(_map_rows, fn))
+  for used in (0, 1, 130, C):
+    num_used, *arrays = _rows(used)[: 5 if fn is _hidden else 6]
+    with interpret():
+      results = run(num_used, *arrays)
+    exact = fn(*(np.float32(x) if x.ndim == 2 else x for x in arrays))
+    for actual, expected in zip(results, exact, strict=True):
+      actual, eps = np.float32(actual), 1e-5 if actual.ndim == 1 else 4e-3
+      np.testing.assert_allclose(actual[:used], expected[:used], eps, 1e-5)
+      end = -(-used // ROWS) * ROWS
+      assert np.isnan(actual[end:]).all()
+
+
+@pytest.mark.parametrize(
+  "fn",
+  [
+    lambda x, w: [jax.nn.softmax(x)],
+    lambda x, w: [x - jax.jit(lambda x: x.sum(axis=1))(x)[:, None]],
+    lambda x, w: [x, 2 * w],
+    lambda x, w: [jnp.cumsum(x, axis=1)],
+  ],
+)
+def test_functions_that_need_all_columns_are_refused(fn):
+  num_used, rows, _, _, weights, _ = _rows(C)
+  with pytest.raises(NotImplementedError, match="each element|sum of columns"):
+    jax.eval_shape(functools.partial(_map_rows, fn), num_used, rows, weights)
+
+
+def _program(op):
+  """Returns a function of all cores of an H100, and its arguments."""
+  if op == "rows":
+    return functools.partial(_map_rows, _gradients, num_cores=132), _rows(C)
+  run = functools.partial(_run, op, num_cores=132)
+  return run, (np.int32(SIZES[0]), *_inputs(SIZES[0], jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+  ("op", "kernels"),
+  [("expand", 2), ("contract", 1), ("outer", 2), ("rows", 1)],
+)
+def test_lowered_for_cuda(op, kernels):
+  run, args = _program(op)
+  traced = jax.jit(run).trace(*args)
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  kernels = 1 if op == "contract" else 2
   assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
 
 
@@ -184,7 +264,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-@pytest.mark.parametrize("op", BLOCKS)
+@pytest.mark.parametrize("op", [*BLOCKS, "rows"])
 @pytest.mark.skipif(
   not any(map(importlib.util.find_spec, _PLUGINS)),
   reason="this needs JAX's CUDA plugin and ptxas, but no GPU",
@@ -194,8 +274,8 @@ def test_compiled_for_hopper(op):
     "h100", "cuda", topology="1x1x1", target_config=_H100
   )
   sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  run, args = _program(op)
   types = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    (np.int32(SIZES[0]), *_inputs(SIZES[0], jnp.bfloat16)),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
   )
-  jax.jit(functools.partial(_run, op, num_cores=132)).lower(*types).compile()
+  jax.jit(run).lower(*types).compile()

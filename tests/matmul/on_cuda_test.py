@@ -13,8 +13,13 @@ import pytest
 import ep
 from ep._src.matmul import by_ragged_dot, by_static_tiles, on_cuda
 
-HOPPER = types.SimpleNamespace(compute_capability="9.0", core_count=132)
-BLACKWELL = types.SimpleNamespace(compute_capability="10.0", core_count=148)
+
+class Device(types.SimpleNamespace):
+  __hash__ = object.__hash__
+
+
+HOPPER = Device(compute_capability="9.0", core_count=132)
+BLACKWELL = Device(compute_capability="10.0", core_count=148)
 
 
 def _rows(num_rows=128, dtype=jnp.bfloat16):
@@ -53,6 +58,30 @@ def test_kernels_on_hopper(monkeypatch, caplog):
   assert "kernels of Pallas Mosaic GPU" in caplog.text
 
 
+@pytest.mark.parametrize(
+  ("arrays", "why"),
+  [
+    ([_rows(), jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)], "of one F"),
+    ([jax.ShapeDtypeStruct((128, 64, 64), jnp.bfloat16)], "of one F"),
+    ([jax.ShapeDtypeStruct((128,), jnp.float32)], "of one F"),
+    ([_rows(), jax.ShapeDtypeStruct((128,), jnp.bool_)], "32 bits"),
+    ([_rows(dtype=jnp.float32)], "not float32"),
+    ([_rows(132)], "a multiple of 8"),
+    ([_rows()], "ImportError: no such name"),
+  ],
+)
+def test_functions_over_all_rows(arrays, why, monkeypatch, caplog):
+  def import_fails(device):
+    raise ImportError("no such name")
+
+  monkeypatch.setattr(on_cuda, "_row_kernel", import_fails)
+  monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
+  with caplog.at_level(logging.INFO, "ep"):
+    assert on_cuda.row_map(HOPPER, jnp.sin, arrays, arrays[:1]) is None
+  assert "over all rows, because" in caplog.text
+  assert why in caplog.text
+
+
 def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
   """It is asked once for each device."""
   asked = []
@@ -62,9 +91,6 @@ def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
     raise ImportError("no such name")
 
   monkeypatch.setattr(on_cuda, "_kernels", import_fails)
-
-  class Device(types.SimpleNamespace):
-    __hash__ = object.__hash__
 
   monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
   device = Device(compute_capability="9.0", core_count=7)

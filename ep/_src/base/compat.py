@@ -23,7 +23,8 @@ from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax.experimental import io_callback as io_callback
-from jax.extend.core import Literal
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -235,8 +236,11 @@ def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
-  """Returns a device of this process for the program, if it will run here."""
-  if not can_call_python(ctx):
+  """Returns a device of this process that will run the operation.
+
+  It is None if the program may run elsewhere, or XLA divides the operation.
+  """
+  if not can_call_python(ctx) or is_partitioned(ctx):
     return None
   client = ctx.module_context.get_backend()
   return client.local_devices()[0] if client else None

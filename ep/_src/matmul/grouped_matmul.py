@@ -258,7 +258,7 @@ def _lower_on_cuda(ctx, *operands, missing, **params):
   rows, matrices, outs = _triple(ctx.avals_in[2:], missing)
   short = (rows + outs)[0]
   wide = (matrices or ctx.avals_out)[0]
-  device = None if compat.is_partitioned(ctx) else compat.local_device(ctx)
+  device = compat.local_device(ctx)
   lower = _lowering(on_cuda.choose(device, short, wide.shape))
   return lower(ctx, *operands, missing=missing, **params)
 

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how NVIDIA GPUs compute grouped matmuls, when they are lowered.
+"""Chooses what NVIDIA GPUs run, when it is lowered.
+
+A grouped matmul runs
 
 * the kernels of by_mosaic.py on Hopper, for bfloat16 and float16 of shapes
 that fit, if this JAX compiles them;
 * else `lax.ragged_dot` for few matrices, which XLA computes as a product of
 all rows with each matrix, but not for float32, which would become TF32;
 * else the loop of by_static_tiles.py.
+
+A function of rows runs in the kernel of mosaic_row_map.py, under the same
+conditions, or else over all rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import functools
 import logging
@@ -36,7 +42,7 @@ def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
     matrices: the shape of the matrices, [L, F, G].
   """
   is_short = rows.dtype in _SHORT
-  obstacle = _obstacle(device, rows, matrices[1:])
+  obstacle = _misfit(device, rows, matrices[1:]) or _failure(device)
   if obstacle is None:
     chosen, name = _kernels(device.core_count), "kernels of Pallas Mosaic GPU"
   elif rows.shape[0] == 0 or (is_short and matrices[0] <= _FEW):
@@ -48,7 +54,49 @@ def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
   return chosen
 
 
-def _obstacle(device, rows, widths):
+def row_map(
+  device: Any,
+  fn: Callable[..., Any],
+  arrays: Sequence[Any],
+  outs: Sequence[Any],
+) -> Callable[..., Sequence[jax.Array]] | None:
+  """Returns how to apply `fn` to used rows alone, or None; logs the choice.
+
+  Args:
+    device: as in `choose`.
+    fn: the function of rows.
+    arrays: the shapes and dtypes of what it is applied to.
+    outs: the shapes and dtypes of its results.
+
+  Returns:
+    `map_rows` of mosaic_row_map.py.
+  """
+  obstacle = _obstacle_of_map(device, fn, arrays, outs)
+  shapes = ", ".join(f"{x.dtype}{[*x.shape]}" for x in arrays)
+  if obstacle is None:
+    _log(f"a function of rows {shapes} runs a kernel of Pallas Mosaic GPU")
+    return _row_kernel(device)
+  _log(f"a function of rows {shapes} runs over all rows, because {obstacle}")
+  return None
+
+
+def _obstacle_of_map(device, fn, arrays, outs):
+  """Returns why the kernel cannot be used, or None."""
+  types = *arrays, *outs
+  wide = [x for x in types if len(x.shape) != 1]
+  inputs = {x.shape for x in arrays if len(x.shape) == 2}
+  if len(inputs) != 1 or any(x.shape not in inputs for x in wide):
+    return "the kernel takes arrays [C, F], all of one F, and [C]"
+  for x in wide:
+    if obstacle := _misfit(device, x, x.shape[1:]):
+      return obstacle
+  if any(len(x.shape) == 1 and x.dtype.itemsize != 4 for x in types):
+    return "the kernel takes one value for each row only of 32 bits"
+  few = tuple(((64, *x.shape[1:]), x.dtype) for x in arrays)
+  return _failure_of_map(device, fn, few)
+
+
+def _misfit(device, rows, widths):
   """Returns why the kernels cannot be used, or None."""
   if device is None:
     return "it is exported for any GPU, or XLA divides it among devices"
@@ -58,42 +106,48 @@ def _obstacle(device, rows, widths):
       f"{device.compute_capability}"
     )
   if rows.dtype not in _SHORT:
-    return f"the kernels multiply bfloat16 and float16, not {rows.dtype}"
+    return f"the kernels take bfloat16 and float16, not {rows.dtype}"
   sizes = rows.shape[0], *widths
   if rows.shape[0] % 8 or min(sizes) < 64 or any(n % 64 for n in widths):
     return (
       "the kernels need at least 64 rows, a multiple of 8, and widths that are "
       "multiples of 64"
     )
-  return _failure(device)
+  return None
 
 
 @functools.cache
 def _failure(device):
   """Compiles small kernels for a device; returns why it fails, or None."""
-  sharding = jax.sharding.SingleDeviceSharding(device)
-  operands = [
-    jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    for shape, dtype in [
-      ((1,), jnp.int32),
-      ((64, 64), jnp.bfloat16),
-      ((1, 64, 64), jnp.bfloat16),
-    ]
-  ]
 
-  def compile_all():
+  def run(sizes, rows, matrices):
     kernels = _kernels(device.core_count)
+    (outs,) = kernels.expand(sizes, None, rows, [matrices], "zero")
+    back = kernels.contract(sizes, None, [outs], [matrices], "zero")
+    return kernels.outer(sizes, None, back, [outs], jnp.float32)
 
-    def run(sizes, rows, matrices):
-      (outs,) = kernels.expand(sizes, None, rows, [matrices], "zero")
-      back = kernels.contract(sizes, None, [outs], [matrices], "zero")
-      return kernels.outer(sizes, None, back, [outs], jnp.float32)
+  shapes = ((64, 64), jnp.bfloat16), ((1, 64, 64), jnp.bfloat16)
+  return _why_not(device, run, ((1,), jnp.int32), *shapes)
 
-    jax.jit(run).lower(*operands).compile()
 
+@functools.lru_cache
+def _failure_of_map(device, fn, arrays):
+  """Compiles the kernel for few rows; returns why it fails, or None."""
+
+  def run(num_used, *arrays):
+    return _row_kernel(device)(fn, num_used, arrays)
+
+  return _why_not(device, run, ((), jnp.int32), *arrays)
+
+
+def _why_not(device, run, *types):
+  """Compiles `run` for a device; returns why it fails, or None."""
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
   # Another thread is in none of the contexts of the program being lowered.
   with futures.ThreadPoolExecutor(1) as pool:
-    error = pool.submit(compile_all).exception()
+    lower = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
+    error = lower.exception()
   if error is None:
     return None
   reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -111,6 +165,12 @@ def _kernels(num_cores):
       for name in names
     }
   )
+
+
+def _row_kernel(device):
+  from ep._src.matmul import mosaic_row_map
+
+  return functools.partial(mosaic_row_map.map_rows, num_cores=device.core_count)
 
 
 _log = functools.cache(_logger.info)  # once for each message

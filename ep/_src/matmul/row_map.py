@@ -3,8 +3,9 @@
 
 A rank's receive buffer is as large as the worst routing needs, and the rows
 that came are usually few of it. An activation of whole arrays would read and
-write all of that memory. On CPUs `map_used_rows` goes over blocks of rows and
-ends with the last used one, and so do its derivatives.
+write all of that memory. `map_used_rows` goes over blocks of rows and ends with
+the last used one, and so do its derivatives: in a loop on CPUs, and on GPUs
+where there is a kernel for it (on_cuda.py).
 
 It is one primitive, which has a function of blocks as its parameter. Its
 tangent is the same primitive with the tangent function, and its transpose the
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from ep._src.base import checked, compat, primitive
 from ep._src.base.compat import ad
-from ep._src.matmul import unwritten_rows
+from ep._src.matmul import on_cuda, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
 # The rows of a block. Blocks of more rows take the same time. An array of fewer
@@ -152,8 +153,24 @@ def _replaced(values, places, new):
   return values
 
 
-def _apply(num_used, *arrays, fn, tail):
-  return [cut(out, num_used, tail) for out in fn(*arrays)]
+def _lowering(map_rows):
+  """Returns a lowering to `map_rows(fn, num_used, arrays)`."""
+
+  def apply(num_used, *arrays, fn, tail):
+    outs = map_rows(fn, num_used, arrays)
+    return [cut(out, num_used, tail) for out in outs]
+
+  return compat.lower_local(apply)
+
+
+_lower_to_all_rows = _lowering(lambda fn, num_used, arrays: fn(*arrays))
+
+
+def _lower_on_cuda(ctx, *operands, fn, tail):
+  device = compat.local_device(ctx)
+  kernel = on_cuda.row_map(device, fn, ctx.avals_in[1:], ctx.avals_out)
+  lower = _lowering(kernel) if kernel else _lower_to_all_rows
+  return lower(ctx, *operands, fn=fn, tail=tail)
 
 
 def _apply_by_blocks(num_used, *arrays, fn, tail):
@@ -223,8 +240,9 @@ def _transpose(cts, num_used, *arrays, fn, tail):
 _map_p = primitive.new(
   "ep_map_used_rows",
   _types,
-  compat.lower_local(_apply),
+  _lower_to_all_rows,
   on_cpu=compat.lower_local(_apply_by_blocks),
+  on_cuda=_lower_on_cuda,
   static=["fn", "tail"],
 )
 ad.primitive_jvps[_map_p] = _jvp

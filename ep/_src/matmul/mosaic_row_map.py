@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies a function to used rows on Hopper GPUs: a Pallas Mosaic GPU kernel.
+
+Each thread block goes over blocks of rows, of which there are as many as the
+used rows need: the device reads their number, so that the host need not. In a
+block of rows, a pipeline copies one block of columns after another to shared
+memory (TMA).
+
+So the function must treat each element by itself. Arrays are [C, F], or [C]
+with one value for each row. A result [C] is a sum over the columns of a row.
+
+The function is computed in float32 and its results are rounded once, as XLA
+does with 16-bit floats in one of its own kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import functools
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import compat
+from ep._src.matmul import row_tiles
+
+ROWS = COLUMNS = 64  # of a block
+
+# Two thread blocks share a multiprocessor and its 227 KiB of shared memory:
+# while one begins a block of rows, the other works.
+_PER_CORE = 2
+_PIPELINE_BYTES = 80 << 10
+_MOST_STEPS = 4  # of the pipeline that are in shared memory at once
+
+_ELEMENTWISE = frozenset(
+  """abs add and atan2 clamp convert_element_type copy cos div eq erf exp exp2
+  ge gt integer_pow is_finite le log logistic lt max min mul ne neg not or pow
+  rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh
+  xor""".split()
+)
+
+# Equations that call a function.
+_CALLS = "jit", "custom_jvp_call", "custom_vjp_call"
+
+
+def map_rows(
+  fn: Callable[..., Sequence[jax.Array]],
+  num_used: jax.Array,
+  arrays: Sequence[jax.Array],
+  *,
+  num_cores: int,
+) -> list[jax.Array]:
+  """Returns `fn(*arrays)`; rows after the last used block are unwritten.
+
+  There are at least ROWS rows, a multiple of 8, and columns are a multiple of
+  COLUMNS. Raises `NotImplementedError` if `fn` does not treat each element by
+  itself.
+  """
+  out_types = jax.eval_shape(fn, *arrays)
+  num_rows, num_columns = next(x.shape for x in arrays if x.ndim == 2)
+  num_blocks = lax.div(num_used + (ROWS - 1), jnp.int32(ROWS))
+  of_block = compat.jaxpr_as_fun(_of_block(fn, arrays))
+
+  def body(count, *refs):
+    ins, outs = refs[: len(arrays)], refs[len(arrays) :]
+    wide, narrow = ([x for x in outs if x.ndim == n] for n in (2, 1))
+
+    def write(rows, staged, sums):
+      def compute(steps, *blocks_and_sums):
+        *blocks, sums = blocks_and_sums
+        results = of_block(*map(_load, blocks))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _store((x for x in results if x.ndim == 2), staged)
+        columns = pl.ds(steps[0] * COLUMNS, COLUMNS)
+        for block, out in zip(staged, wide, strict=True):
+          plgpu.copy_smem_to_gmem(block, out.at[rows, columns])
+        terms = (x for x in results if x.ndim == 1)
+        return [*map(jnp.add, sums, terms)]
+
+      zeros = [jnp.zeros(x.shape, x.dtype) for x in sums]
+      totals = plgpu.emit_pipeline(
+        compute,
+        grid=(num_columns // COLUMNS,),
+        in_specs=[plgpu.BlockSpec(_block_shape(x), _place(x)) for x in ins],
+        max_concurrent_steps=_num_steps(arrays),
+        init_carry=[*map(_laid_out, zeros)],
+      )(*(x.at[rows] for x in ins))
+      _store(totals, sums)
+      for block, out in zip(sums, narrow, strict=True):
+        plgpu.copy_smem_to_gmem(block, out.at[rows])
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @plgpu.nd_loop((count[0],), collective_axes="core")
+    def _(loop):
+      start = lax.min(loop.index[0] * ROWS, jnp.int32(num_rows - ROWS))
+      rows = pl.ds(pl.multiple_of(start, row_tiles.ALIGNMENT), ROWS)
+      memory = [
+        [plgpu.SMEM(_block_shape(x), x.dtype) for x in refs]
+        for refs in (wide, narrow)
+      ]
+      pl.run_scoped(functools.partial(write, rows), *memory)
+
+  kernel = plgpu.kernel(
+    body,
+    out_type=list(out_types),
+    grid=(_PER_CORE * num_cores,),
+    grid_names=("core",),
+    compiler_params=plgpu.CompilerParams(
+      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    ),
+  )
+  with jax.enable_x64(False):  # Pallas mixes Python's integers with int32.
+    return list(kernel(num_blocks[None], *arrays))
+
+
+def _of_block(fn, arrays):
+  """Returns the jaxpr of `fn` of blocks, in float32 and without calls."""
+  rows, blocks = (
+    [jax.ShapeDtypeStruct(*of(x)) for x in arrays]
+    for of in (
+      lambda x: ((ROWS, *x.shape[1:]), x.dtype),
+      lambda x: (_block_shape(x), _wide(x.dtype)),
+    )
+  )
+  # A block is on no mesh, so its values need no `reshard`.
+  no_mesh = jax.sharding.AbstractMesh((), ())
+  with jax.enable_x64(False), jax.sharding.use_abstract_mesh(no_mesh):
+    evaluate = functools.partial(_evaluate, jax.make_jaxpr(fn)(*rows))
+    traced = jax.make_jaxpr(evaluate)(*blocks)
+  _check(traced.jaxpr)
+  return traced
+
+
+def _check(jaxpr):
+  """Raises unless blocks of columns can be treated one after another."""
+  read = {v for e in jaxpr.eqns for v in e.invars if not _is_literal(v)}
+  sums = {e.outvars[0] for e in jaxpr.eqns if _is_sum(e)} - read
+  for e in jaxpr.eqns:
+    is_fine = e.primitive.name in _ELEMENTWISE or _repeats(e)
+    if not is_fine and sums.isdisjoint(e.outvars):
+      raise NotImplementedError(
+        f"{e.primitive.name} does not treat each element by itself"
+      )
+  if any(v.aval.ndim < 2 and v not in sums for v in jaxpr.outvars):
+    raise NotImplementedError("a result [C] is not a sum of columns")
+
+
+def _evaluate(traced, *operands):
+  """Evaluates the equations of rows for a block of columns, and in float32.
+
+  Mosaic GPU lowers neither all calls of functions nor the sums `add_any` of
+  derivatives.
+  """
+  jaxpr = traced.jaxpr
+  values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+  values |= zip(jaxpr.invars, operands, strict=True)
+
+  def value(variable):
+    if _is_literal(variable):
+      return np.asarray(variable.val, _wide(variable.aval.dtype))
+    return values[variable]
+
+  for e in jaxpr.eqns:
+    operands = map(value, e.invars)
+    if e.primitive.name in _CALLS:
+      called = e.params.get("jaxpr", e.params.get("call_jaxpr"))
+      results = _evaluate(called, *operands)
+    elif e.primitive.name == "add_any":
+      results = [lax.add(*operands)]
+    elif e.primitive.name == "convert_element_type":
+      results = [
+        lax.convert_element_type(*operands, _wide(e.params["new_dtype"]))
+      ]
+    elif _repeats(e):
+      shape = _block_shape(e.outvars[0].aval)
+      dims = e.params["broadcast_dimensions"]
+      results = [lax.broadcast_in_dim(*operands, shape, dims)]
+    else:
+      results = e.primitive.bind(*operands, **e.params)
+      results = results if e.primitive.multiple_results else [results]
+    values |= zip(e.outvars, results, strict=True)
+  return [*map(value, jaxpr.outvars)]
+
+
+def _wide(dtype):
+  is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if is_short else dtype
+
+
+def _is_literal(variable):
+  return isinstance(variable, compat.Literal)
+
+
+def _is_sum(equation):
+  name, params = equation.primitive.name, equation.params
+  return name == "reduce_sum" and params["axes"] == (1,)
+
+
+def _repeats(equation):
+  """Returns whether it repeats a number, or one for each row."""
+  name, params = equation.primitive.name, equation.params
+  return name == "broadcast_in_dim" and params["broadcast_dimensions"] in (
+    (),
+    (0,),
+  )
+
+
+def _block_shape(array):
+  return (ROWS, COLUMNS)[: array.ndim]
+
+
+def _place(array):
+  """Returns a function of a step of the pipeline: which block it reads."""
+  return lambda step: (0, step)[: array.ndim]
+
+
+def _load(block):
+  return _laid_out(block[...]).astype(_wide(block.dtype))
+
+
+def _laid_out(values):
+  """Returns values in registers where they can be summed by rows."""
+  layout = plgpu.Layout.WGMMA
+  return plgpu.layout_cast(
+    values, layout if values.ndim == 2 else layout.reduce(1)
+  )
+
+
+def _store(values, blocks):
+  for block, x in zip(blocks, values, strict=True):
+    block[...] = x.astype(block.dtype)
+  plgpu.commit_smem()
+
+
+def _num_steps(arrays):
+  step = sum(ROWS * COLUMNS * x.dtype.itemsize for x in arrays if x.ndim == 2)
+  return max(2, min(_MOST_STEPS, _PIPELINE_BYTES // step))
