@@ -28,9 +28,6 @@ import model
 import ranks
 import text
 
-_RANKS_PER_GPU = flags.DEFINE_integer(
-  "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
-)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _TOKENS_PER_RANK = flags.DEFINE_integer(
   "tokens_per_rank", 512, "bytes of text that each rank works on", 1
@@ -55,7 +52,7 @@ def main(argv) -> int:
   if launch.inside_launcher():
     return run_ranks()
   read_text()  # here an error is reported once, not by every rank
-  return ranks.launch_ranks(__file__, ranks_per_gpu=_RANKS_PER_GPU.value)
+  return ranks.launch_ranks(__file__)
 
 
 def run_ranks() -> int:

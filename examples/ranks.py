@@ -23,6 +23,9 @@ EP = flags.DEFINE_integer("ep", 2, "expert-parallel size of the mesh", 1)
 NUM_PROCESSES = flags.DEFINE_integer(
   "num_processes", 4, "worker processes; each holds dp * ep / this devices", 1
 )
+_RANKS_PER_GPU = flags.DEFINE_integer(
+  "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
+)
 NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "experts of a layer", 1)
 TOP_K = flags.DEFINE_integer("top_k", 2, "experts of a token", 1)
 BACKEND = flags.DEFINE_string("backend", None, "ep's; default: by platform")
@@ -66,12 +69,11 @@ def make_mesh() -> Mesh:
   )
 
 
-def launch_ranks(program: str, **options) -> int:
+def launch_ranks(program: str) -> int:
   """Runs a program's ranks, with the flags of this process.
 
   Args:
     program: its file.
-    **options: of `launch.launch`.
 
   Returns:
     The exit code.
@@ -80,7 +82,7 @@ def launch_ranks(program: str, **options) -> int:
     [program, *sys.argv[1:]],
     num_processes=NUM_PROCESSES.value,
     devices_per_process=num_ranks() // NUM_PROCESSES.value,
-    **options,
+    ranks_per_gpu=_RANKS_PER_GPU.value,
   )
 
 

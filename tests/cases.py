@@ -28,7 +28,7 @@ from conftest import assert_shards_close, assert_shards_equal, to_global
 import ep
 from ep.testing import _numbers
 from ep.testing._routings import ROUTINGS
-from groups import BACKEND, E, GPU, group, H, ranks, spec, T, within_limits
+from groups import E, GPU, group, H, ranks, spec, T, within_limits
 from op_functions import LocalOps, Moved, Ops
 from oracle import Differentiated, make_oracle
 import quick_compiler
@@ -225,13 +225,12 @@ def lower(*claims, view=global_view, platforms=None):
 
 def exchanges(compiled):
   """Returns the sorted names of our exchanges in a compiled program."""
-  if BACKEND == "xla":  # finds collectives of counts, or of rows [P, n, H]
-    counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare)'
-    rows = r',\d+,\d+\]\S* all-to-all\(.*op_name="[^"]*/(?=ep_)'
-    pattern = rf"(?:{counts}|{rows})(\w+)\["
-  else:
-    # Buffers of rows are made by calls as well, and are no exchanges.
-    pattern = r'custom_call_target="(ep_(?!unwritten|retyped)\w+)"'
+  # Buffers of rows are made by calls as well, and are no exchanges.
+  call = r'custom_call_target="(?!ep_unwritten|ep_retyped)'
+  # backend="xla" has collectives of counts, or of rows [P, n, H].
+  counts = r' all-gather\(.*op_name="[^"]*/(?=ep_prepare\[)'
+  rows = r',\d+,\d+\]\S* all-to-all\(.*op_name="[^"]*/(?=ep_\w+\[)'
+  pattern = rf"(?:{call}|{counts}|{rows})(ep_\w+)"
   return sorted(re.findall(pattern, compiled.as_text()))
 
 

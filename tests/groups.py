@@ -22,7 +22,7 @@ BACKEND = os.environ.get("EP_TEST_BACKEND")
 GPU = jax.default_backend() == "gpu"
 
 # Tokens of a rank, hidden size, experts, choices of a token.
-T, H, E, K = 5, 8 if GPU else 7, 8, 3
+T, H, E, K = 5, 7, 8, 3
 
 MESHES = {
   "ep4": {"ep": 4},
@@ -87,10 +87,9 @@ def group(mesh="ep4", axis_type=AxisType.Auto, **options):
 def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
   """Returns a layer of a shared group.
 
-  On GPUs all layers of a group have the same sizes, so there the sizes are also
-  given to the group.
+  On GPUs a group has a largest capacity, which follows these options.
   """
-  sizes = ("alignment", "recv_capacity_per_rank", "top_k") if GPU else ()
+  sizes = ("alignment", "top_k") if GPU else ()
   shared = {k: options[k] for k in sizes if k in options}
   return ep.EpLayerConfig(group(mesh, axis_type, **shared), **options)
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/core/backend.h"
 
+#include <string>
 #include <utility>
 
 #include "ep_ffi/core/hash.h"
+#include "ep_ffi/core/str_cat.h"
 
 namespace ep {
 
@@ -21,6 +23,10 @@ const char* OpName(Op op) {
       return "ep_combine_bwd";
   }
   return "ep_unknown";
+}
+
+std::string OpName(Op op, const std::string& layer) {
+  return StrCat(OpName(op), "(layer \"", layer, "\")");
 }
 
 Site MakeSite(Layer layer, std::string program, int64_t position,

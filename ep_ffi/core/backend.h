@@ -51,6 +51,9 @@ enum class Op : int32_t {
 
 const char* OpName(Op op);  // "ep_dispatch"
 
+// Returns the name of an op for messages: ep_dispatch(layer "moe_3").
+std::string OpName(Op op, const std::string& layer);
+
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 int64_t ByteWidth(DType dtype);

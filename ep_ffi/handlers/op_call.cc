@@ -72,9 +72,13 @@ ffi::Future Submit(
   try {
     started = start(*context.state->group, std::move(call));
   } catch (const std::exception& e) {
-    started = Status(Code::kInternal, StrCat(OpName(op), ": ", e.what()));
+    started = Status(Code::kInternal, e.what());
   }
-  if (!started.ok()) done(started);
+  if (!started.ok()) {
+    done(Status(started.code(),
+                StrCat(OpName(op, context.state->site.layer.name), ": ",
+                       started.message())));
+  }
   Handover::OfUsedStates().ToXla();
   handover.ToXla();
   return future;

@@ -72,7 +72,8 @@ bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
 
 ffi::Error ToError(const Status& status);
 
-// Runs `start`, which either fails or arranges for `call.done`.
+// Runs `start`, which either fails or arranges for `call.done`. The message of
+// a failure of `start` gets the name of the op.
 ffi::Future Submit(Op op, const OpCall& context,
                    const std::function<Status(Group& group, Call call)>& start);
 

@@ -35,6 +35,11 @@ def test_worlds_agree_bit_for_bit_and_with_the_dense_model(tmp_path, capfd):
   assert _digests(one) == _digests(four)
   assert _table(one) == _table(four)
 
+  # One GPU has this backend.
+  alone = _run("--dp=1", "--ep=1", "--num_processes=1", "--backend=xla")
+  assert "1 x 1 (dp, ep) mesh, processes: 1" in alone
+  assert "OK: no value deviates" in alone
+
   capfd.readouterr()
   code = launch.launch(
     [ep_moe.__file__, "--nocheck"],

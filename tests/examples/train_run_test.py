@@ -13,6 +13,7 @@ from absl.testing import flagsaver
 import numpy as np
 import pytest
 
+from ep import launch
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
@@ -45,7 +46,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   def lines():
     return path.read_bytes().splitlines() if path.exists() else []
 
-  process = _start(out, f"--steps={_STEPS}")
+  process = _start(out, "--dp=1", "--num_processes=2", f"--steps={_STEPS}")
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
@@ -55,10 +56,12 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   assert len(before) < _STEPS
 
   longer = _STEPS + 10
-  process = _start(out, "--dp=1", "--num_processes=2", f"--steps={longer}")
+  # One GPU has this backend.
+  alone = "--dp=1", "--ep=1", "--backend=xla"
+  process = _start(out, *alone, f"--steps={longer}")
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
-  assert "1 x 2 (dp, ep) mesh, processes: 2" in output
+  assert "1 x 1 (dp, ep) mesh, processes: 1" in output
   assert "resuming after step " in output
   assert "--- a" in output
   assert len(lines()) == longer
@@ -90,6 +93,14 @@ def test_bad_flags_are_refused(parse, flag, message):
   with pytest.raises(flags.IllegalFlagValueError) as info:
     parse(flag)
   assert message in str(info.value)
+
+
+def test_ranks_may_share_a_gpu(parse, monkeypatch):
+  parse("--ranks_per_gpu=4")
+  started = []
+  monkeypatch.setattr(launch, "launch", lambda _, **how: started.append(how))
+  train_moe_lm.main(["train_moe_lm"])
+  assert [how["ranks_per_gpu"] for how in started] == [4]
 
 
 def test_any_number_of_steps_is_a_run(monkeypatch):

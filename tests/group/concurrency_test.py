@@ -14,21 +14,23 @@ import threading
 
 import jax
 from jax import lax
+from jax.experimental import io_callback
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, check, expected, run
+from cases import assert_same, Case, check, expected, local_view, run
+from conftest import make_mesh, TIMEOUT_S
 import ep
-from groups import BACKEND, layer
+from groups import BACKEND, bootstrap, GPU, layer, not_with_xla
 from op_functions import block, block_and_back, Ops, round_trip
 
 ROUTINGS = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
 
 
 one_order_of_launches = pytest.mark.skipif(
-  BACKEND == "xla" and jax.process_count() > 1,
-  reason="xla: JAX asks for one order of launches on all processes",
+  (BACKEND == "xla" or GPU) and jax.process_count() > 1,
+  reason="all but host: processes launch programs in one order",
 )
 
 
@@ -113,6 +115,49 @@ def test_two_threads():
     thread.join()
   for part, results in zip(parts, outs, strict=True):
     check_after([part] * 8, results)
+
+
+@not_with_xla("JAX asks for one order of launches on all processes")
+@pytest.mark.skipif(
+  jax.local_device_count() > 1,
+  reason="the waiting callbacks may hold all of JAX's threads",
+)
+def test_a_run_goes_on_after_another():
+  """A second thread launches a program while one of the first thread waits.
+
+  It is the same order of ops on all ranks. A GPU's rank cannot know this, and
+  refuses to go on.
+  """
+  waits, goes_on = threading.Event(), threading.Event()
+
+  def wait(tokens, _):
+    waits.set()
+    assert goes_on.wait(TIMEOUT_S)
+    return tokens
+
+  def interrupted(ops, tokens, weights):
+    total = ops.handle.total_recv_tokens  # so that ep_prepare comes first
+    tokens = io_callback(wait, jax.typeof(tokens), tokens, total)
+    return round_trip(ops, tokens, weights)
+
+  view = functools.partial(local_view, check_vma=False)
+  with (
+    bootstrap(make_mesh({"ep": 4})) as group,
+    concurrent.futures.ThreadPoolExecutor() as pool,
+  ):
+    case = Case(ep.EpLayerConfig(group), whole=True)
+    arrays = case.tokens(), case.weights()
+    want = expected(case, round_trip, *arrays)
+    first = pool.submit(
+      lambda: jax.block_until_ready(case.run(interrupted, *arrays, view=view))
+    )
+    assert waits.wait(TIMEOUT_S)
+    assert_same(case.run(round_trip, *arrays), want)
+    goes_on.set()
+    if not GPU:
+      return assert_same(first.result(), want)
+    with pytest.raises(ep.EpError, match="goes on after an op of"):
+      first.result()
 
 
 @one_order_of_launches

@@ -137,7 +137,7 @@ def test_layers_that_cannot_be(options, message):
 
 
 def test_what_a_layer_and_its_group_print():
-  config = layer("dp2_ep2", alignment=4, name="moe_3")
+  config = ep.EpLayerConfig(group("dp2_ep2"), alignment=4, name="moe_3")
   shown = repr(config)
   assert shown.startswith("EpLayerConfig(name='moe_3', group='ep")
   assert f"top_k={K}, alignment=4, recv_capacity_per_rank=" in shown

@@ -33,7 +33,7 @@ STOCK = dict(
 def assert_exchanges(program, case, *ops):
   """Checks that a program has the exchanges of these ops and nothing else."""
   ep.assert_no_hidden_collectives(program)
-  if BACKEND != "xla":
+  if case.layer.group.backend != "xla":
     assert exchanges(program) == sorted(ops)
     return
   hlo = program.as_text()
@@ -143,7 +143,7 @@ def test_int64_ids_and_float16_weights():
 
 
 def other_collectives(*, out_shardings=None):
-  """Compiles an all-reduce, and an all-gather if `out_shardings` needs it."""
+  """Compiles an all-reduce, and two all-gathers if `out_shardings` needs it."""
   mesh = make_mesh({"x": 4})
   x = to_global(np.ones((4, 4), np.float32), mesh, PartitionSpec("x"))
 
@@ -155,9 +155,9 @@ def other_collectives(*, out_shardings=None):
         in_specs=PartitionSpec("x"),
         out_specs=PartitionSpec(),
       )(x)
-    return x, total
+    return x * 2, x, total
 
-  shardings = NamedSharding(mesh, out_shardings), None
+  shardings = *[NamedSharding(mesh, out_shardings)] * 2, None
   return jax.jit(fn, out_shardings=shardings).lower(x).compile()
 
 
@@ -169,12 +169,14 @@ def assert_hidden(program, *words, allow=()):
 
 
 def test_other_collectives_are_named():
-  """The error has the path and line of each, or says that XLA inserted it."""
+  """The error has the path and line of each, or of what XLA made it for."""
   program = other_collectives(out_shardings=PartitionSpec())
   where = "grad_sync", "hlo_test.py:"
-  assert_hidden(program, "all-reduce", "all-gather", "partitioner", *where)
+  assert_hidden(program, "all-reduce", "all-gather", *where)
   assert_hidden(program.as_text(), "all-gather", *where)
-  assert_hidden(program, "all-gather", allow=["all-reduce"])
+  for cause in f"for jit(fn)/mul, {__file__}:", "for x, no source line":
+    cause = f"made by the partitioner {cause}"
+    assert_hidden(program, "all-gather", cause, allow=["all-reduce"])
   assert_hidden(program, "all-reduce", *where, allow=["all-gather"])
   ep.assert_no_hidden_collectives(program, allow=["all-gather", "grad_sync"])
 
@@ -220,7 +222,7 @@ def test_other_spellings():
   found = hidden_collectives.collectives(OTHER_SPELLINGS)
   assert [(c.opcode, c.name, c.source) for c in found] == [
     ("all-gather", "a.1", "f.py:7"),
-    ("ragged-all-to-all", "c", ""),
+    ("ragged-all-to-all", "c", "f.py:7"),
   ]
 
 

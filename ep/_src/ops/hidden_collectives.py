@@ -41,7 +41,9 @@ class Collective:
   opcode: str  # like "all-reduce"
   name: str  # the instruction's, like "all-reduce.3"
   op_name: str  # the path of scopes and primitives that JAX gave it, or ""
-  source: str  # like "model.py:12", or ""
+  # The path of what the partitioner made it for, or the name of an argument.
+  cause: str
+  source: str  # of op_name or cause, like "model.py:12", or ""
 
   @property
   def scopes(self) -> set[str]:
@@ -81,7 +83,7 @@ def assert_no_hidden_collectives(
 
   Raises:
     AssertionError: there are others; the message gives opcode, path and source
-      line of each.
+      line of each. The partitioner's have those of what they work on.
     TypeError: `compiled` is not a compiled program.
   """
   hidden = [
@@ -93,7 +95,8 @@ def assert_no_hidden_collectives(
     raise AssertionError(
       "the program has collectives besides the exchanges of ep:"
       + "".join(
-        f"\n  {c.opcode} %{c.name}, {c.op_name or 'made by the partitioner'},"
+        f"\n  {c.opcode} %{c.name}, "
+        f"{c.op_name or f'made by the partitioner for {c.cause}'},"
         f" {c.source or 'no source line'}"
         for c in hidden
       )
@@ -106,21 +109,38 @@ def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
   """Returns the collectives that are no exchange of ours, in program order."""
   hlo = _text(compiled)
   sources = _Sources(hlo)
+  instructions = dict(re.findall(r"^\s*(?:ROOT )?%?(\S+) = (.*)$", hlo, re.M))
   found = []
   for match in _INSTRUCTION.finditer(hlo):
     line = match[0]
     if "is_host_transfer=true" in line:
       continue
-    op_name = re.search(r'op_name="([^"]*)"', line)
+    named = _with_metadata(line, instructions)
     collective = Collective(
       opcode=match["opcode"],
       name=match["name"],
-      op_name=op_name[1] if op_name else "",
-      source=sources.of(line),
+      op_name=_op_name(line),
+      cause=_op_name(named) or "a value without a name",
+      source=sources.of(named),
     )
     if collective.scopes.isdisjoint(_EXCHANGES):
       found.append(collective)
   return found
+
+
+def _op_name(instruction: str) -> str:
+  found = re.search(r'op_name="([^"]*)"', instruction)
+  return found[1] if found else ""
+
+
+def _with_metadata(instruction: str, instructions: dict[str, str]) -> str:
+  """Returns the instruction, or the nearest that it works on, with a name."""
+  while not _op_name(instruction):
+    operand = re.search(r"[\w-]+\(%([^\s,)]+)", instruction)
+    if not operand or operand[1] not in instructions:
+      break
+    instruction = instructions[operand[1]]
+  return instruction
 
 
 def _text(compiled: object) -> str:

@@ -164,9 +164,8 @@ Status HostGroup::Locate(const Call& call, Place* place) const {
 void HostGroup::Fail(const Call& call, const Place& place,
                      Status status) const {
   if (place.exchanges) return place.exchanges->FailCall(call, status);
-  status = Status(status.code(),
-                  StrCat(OpName(call.op), "(layer \"", call.site->layer.name,
-                         "\"): ", status.message()));
+  status = Status(status.code(), StrCat(OpName(call.op, call.site->layer.name),
+                                        ": ", status.message()));
   if (on_run_failed_ && !IsForked()) on_run_failed_(call.run_id, status);
   call.done(status);
 }

@@ -25,7 +25,7 @@ constexpr int64_t kFinishBlocks = 512;
 constexpr double kAbortS = 5;
 
 std::string Name(const Call& call) {
-  return StrCat(OpName(call.op), "(layer \"", call.site->layer.name, "\")");
+  return OpName(call.op, call.site->layer.name);
 }
 
 // Returns the bits that are all ones in a number that is not finite.

@@ -7,7 +7,7 @@ namespace ep::host {
 namespace {
 
 std::string NameOf(const PostedOp& op, bool with_step) {
-  std::string name = StrCat(OpName(op.op), "(layer \"", op.layer, "\")");
+  std::string name = OpName(op.op, op.layer);
   if (with_step) name += StrCat(", step ", op.launch.number);
   return name;
 }
