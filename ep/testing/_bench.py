@@ -91,7 +91,7 @@ class Kind:
     top_k: K.
     hidden: H.
     experts: E, before it is rounded up to a multiple of the devices.
-    routing: a routing that the kind always has, besides drawn ones, or "".
+    routing: a routing that the kind always has, or "".
     all_tokens: the least number of tokens of all ranks together.
     of: the subjects that have such cases.
   """
@@ -106,18 +106,25 @@ class Kind:
 
 
 # The usual routing has unused choices, experts of any load, and tokens without
-# any. Each size is 1 or small in some kind, and beyond 256 in another, but only
-# one at a time, so that a case stays short. Two kinds are too large for the
-# oracle of a layer, which applies each expert to each token.
+# any. Each size is 1 or small in some kind, and beyond 256 in another.
 USUAL = Kind((2, 40), (3, 6), (2, 300), (4, 20), "with_unused_choices")
-_MANY_TOKENS = Kind((257, 400), (1, 1), (3, 60), (2, 8))
 _WIDE = Kind((1, 1), (2, 4), (257, 1000), (2, 12))
 _MANY_EXPERTS = Kind((2, 20), (5, 16), (2, 40), (257, 320), of=Transport)
+_WIDE_AND_MANY = Kind((1, 1), (5, 16), (257, 500), (257, 320), of=Transport)
+_MANY_TOKENS = Kind((257, 400), (1, 1), (3, 60), (2, 8))
 # One expert gets more rows than 16 bits can count.
 _LONG_SLABS = Kind(
-  (1, 1), (1, 2), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64, Transport
+  (1, 1), (1, 1), (1, 8), (2, 4), "to_one_expert", (1 << 16) + 64, Transport
 )
-_KINDS = USUAL, _MANY_TOKENS, _WIDE, _MANY_EXPERTS, _LONG_SLABS
+# A subject compiles several programs for each kind, so these are few. Of each
+# group, the first kind is taken that the subject supports, or the usual one.
+# Some are too large for the oracle of a layer, which applies each expert to
+# each token.
+_KINDS: tuple[tuple[Kind, ...], ...] = (
+  (),
+  (_WIDE_AND_MANY, _WIDE, _MANY_EXPERTS),
+  (_LONG_SLABS, _MANY_TOKENS),
+)
 _TRIES = 1000  # to draw sizes that a subject supports
 
 
@@ -138,28 +145,33 @@ class Draw:
   def every_kind(self) -> list[Variant]:
     """Returns every kind, routing, dtype and alignment at least once."""
     subject = self._subject
-    kinds = [kind for kind in _KINDS if isinstance(subject, kind.of)]
-    count = max(len(x) for x in (kinds, subject.dtypes, subject.alignments))
-    others = [*ROUTINGS.keys() - {kind.routing for kind in kinds}]
-    routings, share = self._shuffled(sorted(others)), -(-len(others) // count)
+    count = max(map(len, (_KINDS, subject.dtypes, subject.alignments)))
+    kinds = itertools.islice(itertools.cycle(_KINDS), count)
+    bases = [base for group in kinds for base in self.one(*group)]
+    # A case of long slabs takes the longest, and has no other routing.
+    short = [x for x in bases if x.routing != _LONG_SLABS.routing]
+    others = sorted(ROUTINGS.keys() - {x.routing for x in bases})
+    routings, share = self._shuffled(others), -(-len(others) // len(short))
     return [
       dataclasses.replace(base, routing=routing)
-      for kind in itertools.islice(itertools.cycle(kinds), count)
-      for base in self.one(kind)
-      for routing in (kind.routing, *itertools.islice(routings, share))
+      for base in bases
+      for routing in (
+        base.routing,
+        *itertools.islice(routings, share * (base in short)),
+      )
       if routing
     ]
 
   def one(
     self,
-    kind: Kind = USUAL,
-    *,
+    *kinds: Kind,
     too_small: bool = False,
     ep_size: int | None = None,
   ) -> list[Variant]:
-    """Returns a variant of a kind, or none if no sizes are supported.
+    """Returns a variant, or none if no sizes are supported.
 
     Args:
+      kinds: the first that the subject supports is taken; USUAL comes last.
       too_small: whether the capacity is less than one rank's tokens may need.
       ep_size: P.
 
@@ -168,15 +180,16 @@ class Draw:
     """
     subject, refusal = self._subject, None
     dtype, alignment = next(self._dtypes), next(self._alignments)
-    for _ in range(_TRIES):
-      variant = self._any(kind, dtype, alignment, ep_size, too_small)
-      setting = variant.setting()
-      if subject.supports is None or subject.supports(setting):
-        try:
-          subject.tolerance.limit(setting)
-          return [variant]
-        except ValueError as error:
-          refusal = error
+    for kind in (*kinds, USUAL):
+      for _ in range(_TRIES * isinstance(subject, kind.of)):
+        variant = self._any(kind, dtype, alignment, ep_size, too_small)
+        setting = variant.setting()
+        if subject.supports is None or subject.supports(setting):
+          try:
+            subject.tolerance.limit(setting)
+            return [variant]
+          except ValueError as error:
+            refusal = error
     if refusal:
       raise refusal
     return []
@@ -196,7 +209,7 @@ class Draw:
       capacity = alignment * int(self._rng.integers(1, blocks))
     return Variant(
       self._seed,
-      USUAL.routing,
+      kind.routing,
       dtype,
       alignment,
       tokens,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable
 import dataclasses
-import itertools
 import sys
 from typing import Any
 
@@ -383,12 +382,7 @@ def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
   devices, draw = jax.device_count(), Draw(subject, seed)
   smaller = range(1, devices if jax.process_count() == 1 else 1)
   sizes = [size for size in smaller if devices % size == 0]
-  count = max(len(sizes), len(subject.alignments)) if sizes else 0
-  return [
-    variant
-    for size in itertools.islice(itertools.cycle(sizes), count)
-    for variant in draw.one(ep_size=size)
-  ]
+  return [x for size in sizes for x in draw.one(ep_size=size)]
 
 
 @_rule(_fewer_ranks)

@@ -5,6 +5,8 @@ The same rows of an expert lie in buffers of other capacities, at other places,
 among other experts, and in as many buffers as there are domains.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,21 @@ def _data(dtype):
   return rows, cts, draw(E, F, G)
 
 
-def _layer(data, experts, segments, capacity, alignment=1):
+def _program():
+  """Returns a program that computes out, dX and dW."""
+
+  @jax.jit
+  def run(x, w, g, sizes, counts):
+    def fn(x, w):
+      return gm.grouped_matmuls(x, [w], sizes, segments=counts)[0]
+
+    out, vjp = jax.vjp(fn, x, w)
+    return out, *vjp(g)
+
+  return run
+
+
+def _layer(run, data, experts, segments, capacity, alignment=1):
   """Returns out, dX and dW of a buffer with these experts and segments.
 
   The rows of out and dX are lists by expert and segment.
@@ -48,18 +64,8 @@ def _layer(data, experts, segments, capacity, alignment=1):
       places[e, s] = slice(start, start + n)
       x[start : start + n], g[start : start + n] = rows[e][s], cts[e][s]
       start += n
-
-  @jax.jit
-  def both(x, w, g):
-    def fn(x, w):
-      return gm.grouped_matmuls(
-        x, [w], jnp.int32(sizes), segments=jnp.int32(counts)
-      )[0]
-
-    out, vjp = jax.vjp(fn, x, w)
-    return out, *vjp(g)
-
-  out, dx, dw = map(np.asarray, both(x, matrices[np.array(experts)], g))
+  arrays = x, matrices[np.array(experts)], g
+  out, dx, dw = map(np.asarray, run(*arrays, np.int32(sizes), np.int32(counts)))
   by_segment = {k: (out[p], dx[p]) for k, p in places.items()}
   return by_segment, dict(zip(experts, dw, strict=True))
 
@@ -80,40 +86,40 @@ def test_bits_do_not_depend_on_the_layout(dtype, is_native, monkeypatch):
   """Neither of the library's results nor of those that do without it."""
   if not is_native:
     monkeypatch.setattr(ffi, "is_native", lambda ctx: False)
-  data = _data(dtype)
+  layer = functools.partial(_layer, _program(), _data(dtype))
   every = list(range(S))
-  rows, sums = _layer(data, [0, 1, 2], every, 1000)
+  rows, sums = layer([0, 1, 2], every, 1000)
   used = int(COUNTS.sum())
   for experts, capacity, alignment in [
     ([0, 1, 2], used, 1),
     ([2, 0, 1], 900, 16),
     ([2], int(COUNTS[2].sum()), 1),
   ]:
-    got, got_sums = _layer(data, experts, every, capacity, alignment)
+    got, got_sums = layer(experts, every, capacity, alignment)
     _assert_same(got, {k: rows[k] for k in got})
     _assert_same(got_sums, {e: sums[e] for e in got_sums})
   # Two domains, which have half of the segments each.
-  halves = [_layer(data, [0, 1, 2], s, 500) for s in ([0, 1], [2, 3])]
+  halves = [layer([0, 1, 2], s, 500) for s in ([0, 1], [2, 3])]
   _assert_same({**halves[0][0], **halves[1][0]}, rows)
   if dtype == jnp.float32:  # bfloat16 sums are rounded before they are added
     total = {e: halves[0][1][e] + halves[1][1][e] for e in sums}
     _assert_same(total, sums)
   # Four domains; the first has fewer rows than a tile.
-  quarters = [_layer(data, [0, 2], [s], 260)[0] for s in every]
+  quarters = [layer([0, 2], [s], 260)[0] for s in every]
   for got in quarters:
     _assert_same(got, {k: rows[k] for k in got})
 
 
 def test_values_are_those_without_segments():
   rows, cts, _matrices = _data(np.float64)
-  _, sums = _layer(_data(np.float32), [0, 1, 2], list(range(S)), 400)
+  _, sums = _layer(
+    _program(), _data(np.float32), [0, 1, 2], list(range(S)), 400
+  )
   for e in range(E):
     x, g = np.concatenate(rows[e]), np.concatenate(cts[e])
     np.testing.assert_allclose(sums[e], x.T @ g, 1e-4, 1e-4)
 
 
 def test_fewer_rows_than_a_tile():
-  data = _data(np.float32)
-  few = _layer(data, [2], [0], 1)
-  many = _layer(data, [2], [0], 300)
-  _assert_same(few, many)
+  layer = functools.partial(_layer, _program(), _data(np.float32))
+  _assert_same(layer([2], [0], 1), layer([2], [0], 300))

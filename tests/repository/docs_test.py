@@ -49,9 +49,9 @@ def test_a_program_of_the_readme(title, capsys):
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
-@_PROGRAMS
 @pytest.mark.parametrize(
-  "processes, devices, in_function", [(4, 1, True), (2, 2, False)]
+  "title, processes, devices, in_function",
+  [("The layer", 4, 1, True), ("Twenty lines", 2, 2, False)],
 )
 def test_a_program_of_the_readme_under_the_launcher(
   tmp_path, title, processes, devices, in_function
