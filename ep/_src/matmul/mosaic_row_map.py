@@ -165,22 +165,20 @@ def _evaluate(traced, *operands):
     return values[variable]
 
   for e in jaxpr.eqns:
-    operands = map(value, e.invars)
+    inputs, params = [*map(value, e.invars)], e.params
     if e.primitive.name in _CALLS:
-      called = e.params.get("jaxpr", e.params.get("call_jaxpr"))
-      results = _evaluate(called, *operands)
+      called = params.get("jaxpr", params.get("call_jaxpr"))
+      results = _evaluate(called, *inputs)
     elif e.primitive.name == "add_any":
-      results = [lax.add(*operands)]
+      results = [lax.add(*inputs)]
     elif e.primitive.name == "convert_element_type":
-      results = [
-        lax.convert_element_type(*operands, _wide(e.params["new_dtype"]))
-      ]
+      (x,) = inputs
+      results = [lax.convert_element_type(x, _wide(params["new_dtype"]))]
     elif _repeats(e):
-      shape = _block_shape(e.outvars[0].aval)
-      dims = e.params["broadcast_dimensions"]
-      results = [lax.broadcast_in_dim(*operands, shape, dims)]
+      (x,), shape = inputs, _block_shape(e.outvars[0].aval)
+      results = [lax.broadcast_in_dim(x, shape, params["broadcast_dimensions"])]
     else:
-      results = e.primitive.bind(*operands, **e.params)
+      results = e.primitive.bind(*inputs, **params)
       results = results if e.primitive.multiple_results else [results]
     values |= zip(e.outvars, results, strict=True)
   return [*map(value, jaxpr.outvars)]

@@ -105,7 +105,9 @@ def variants(sizes: Sizes, gpu: Gpu, pieces: sources.Pieces) -> list[Variant]:
     _scan(sizes, gpu, pieces),
     _copy(sizes, pieces),
   ]
-  return kernels + ([_reduce(sizes, pieces)] if sizes.top_k else [])
+  if sizes.top_k is not None:
+    kernels.append(_reduce(sizes, sizes.top_k, pieces))
+  return kernels
 
 
 def _scan(sizes: Sizes, gpu: Gpu, pieces: sources.Pieces) -> Variant:
@@ -205,10 +207,9 @@ def _copy(sizes: Sizes, pieces: sources.Pieces) -> Variant:
   )
 
 
-def _reduce(sizes: Sizes, pieces: sources.Pieces) -> Variant:
+def _reduce(sizes: Sizes, top_k: int, pieces: sources.Pieces) -> Variant:
   units, blocks = _units(sizes)
   dtype, tag, number = _DTYPES[sizes.dtype.name]
-  top_k = sizes.top_k
   entry = "nccl_ep_jit_local_permute_reduce_kernel"
   return Variant(
     family="local_permute_reduce",
