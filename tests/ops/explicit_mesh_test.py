@@ -86,11 +86,8 @@ def layer(*axis_types):
 
 
 @functools.cache
-def program(place, *axis_types):
-  """Returns a compiled program, which several tests use."""
-  bound = layer(*axis_types)
-  args = PLACES[place](bound.group.mesh, inputs())
-  return jax.jit(with_grads(bound)).lower(args).compile()
+def program(*axis_types):
+  return jax.jit(with_grads(layer(*axis_types)))
 
 
 @functools.cache
@@ -100,7 +97,7 @@ def expected():
   gather = jax.jit(
     lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
   )
-  results = gather(program("as_needed", *AUTO)(as_needed(mesh, inputs())))
+  results = gather(program(*AUTO)(as_needed(mesh, inputs())))
   return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), results)
 
 
@@ -118,19 +115,18 @@ def check(run, place, *axis_types):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_arguments_of_any_sharding(place):
-  out, _ = check(program(place, *EXPLICIT), place, *EXPLICIT)
+  out, _ = check(program(*EXPLICIT), place, *EXPLICIT)
   assert np.isfinite(jnp.sum(out["whole_layer"] ** 2).addressable_data(0))
 
 
 def test_in_the_context_of_the_mesh():
   with jax.set_mesh(layer(*EXPLICIT).group.mesh):
-    run = jax.jit(with_grads(layer(*EXPLICIT)))  # it is traced in the context
-    check(run, "otherwise", *EXPLICIT)
+    check(program(*EXPLICIT), "otherwise", *EXPLICIT)
 
 
 def test_axes_of_both_kinds():
   both = EXPLICIT[:1] + AUTO[:1]
-  check(program("numpy", *both), "numpy", *both)
+  check(program(*both), "numpy", *both)
 
 
 @pytest.mark.parametrize("place", ["numpy", "as_needed", "otherwise"])
@@ -162,7 +158,8 @@ def test_an_array_of_one_device_is_refused():
 
 def test_no_collective_is_added_where_shardings_fit():
   def collectives(*axis_types):
-    hlo = program("as_needed", *axis_types).as_text()
+    args = as_needed(layer(*axis_types).group.mesh, inputs())
+    hlo = program(*axis_types).lower(args).compile().as_text()
     return collections.Counter(re.findall(r" (all-\w+|collective-\w+)\(", hlo))
 
   assert collectives(*EXPLICIT) == collectives(*AUTO)
