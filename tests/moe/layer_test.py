@@ -219,8 +219,9 @@ def test_dropped_choices_add_nothing_and_have_no_gradient():
   dropping = dataclasses.replace(
     base, recv_capacity_per_rank=4, overflow="drop"
   )
-  case = Case(dropping, "skewed")
-  arrays = case.tokens(), case.weights(), _matrices()
+  weights = Case(dropping, "skewed").weights()
+  case = Case(dropping, "skewed", routing_weights=weights)  # it is fair
+  arrays = case.tokens(), weights, _matrices()
   # The oracle decides what is kept: weights of ones come back from kept slots.
   ones = np.ones_like(arrays[1])
   rows = np.zeros((ranks(base), dropping.capacity, H), np.float32)
