@@ -10,7 +10,6 @@ import stat
 import sys
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -181,16 +180,6 @@ def test_the_library_fits_the_plugin_of_jax(
       ffi.find_library("nccl")
   else:
     assert ffi.find_library("nccl").parent == tmp_path / found
-
-
-def test_rows_are_scaled_in_float32_and_rounded_once():
-  """NCCL EP's combine takes no weights, so the backend scales the rows."""
-  rng = np.random.default_rng(0)
-  rows = rng.normal(size=(40, 8)).astype(jnp.bfloat16)
-  weights = rng.normal(size=40).astype(np.float32)
-  expected = weights[:, None] * rows.astype(np.float32)
-  actual = jax.jit(nccl_backend._scaled)(rows, weights)
-  np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
 
 
 # --- Files -------------------------------------------------------------------

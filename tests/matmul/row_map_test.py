@@ -227,3 +227,12 @@ def test_work_follows_the_used_rows():
     jax.block_until_ready(call(jnp.int32(count), jnp.ones((2048, 1))))
   jax.effects_barrier()
   assert len(starts) == 2
+
+
+def test_rows_are_weighted_in_float32_and_rounded_once():
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(40, 8)).astype(jnp.bfloat16)
+  weights = rng.normal(size=40).astype(np.float32)
+  expected = weights[:, None] * rows.astype(np.float32)
+  actual = jax.jit(row_map.weighted)(rows, weights)
+  np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
