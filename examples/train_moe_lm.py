@@ -7,7 +7,7 @@
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
 launcher that has started them. With --out the run leaves metrics and
 checkpoints in a folder. The same command continues it when it was stopped, and
-a larger --steps when it has ended.
+--extend adds steps to those that are done.
 docs/training.md has the details; the folder lm has the parts.
 """
 
@@ -39,6 +39,9 @@ _SCORE = flags.DEFINE_enum(
 )
 
 _STEPS = flags.DEFINE_integer("steps", 600, "where a run ends", 1)
+_EXTEND = flags.DEFINE_integer(
+  "extend", None, "or else, steps after those that are done", 1
+)
 _BATCH = flags.DEFINE_integer("batch", 16, "windows of text in a step", 1)
 _SHARDS = flags.DEFINE_integer(
   "shards", 4, "parts of a batch; a rank works on one of them at a time", 1
@@ -67,6 +70,9 @@ _OUT = flags.DEFINE_string(
   "out", None, "folder of metrics and checkpoints; default: nothing is kept"
 )
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "steps", 1)
+_EVALUATE_EVERY = flags.DEFINE_integer(
+  "evaluate_every", 50, "steps from one loss on held-out text to the next", 1
+)
 _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
 
 _PROMPTS = flags.DEFINE_multi_string(
@@ -151,7 +157,7 @@ def silence_failed_writes() -> None:
 
 def run() -> None:
   """Trains, from the last checkpoint if there is one, then writes samples."""
-  text, windows = agree(read_text)
+  text, windows, held_out = agree(read_text)
   first_does(check_outputs)
   unigram = data.unigram_entropy(text)
   model_config, train_config = configs()
@@ -181,15 +187,23 @@ def run() -> None:
     if state is None:
       state = train.init(mesh, _SEED.value, model_config, train_config)
     done = int(state.step)
+    steps = done + _EXTEND.value if _EXTEND.value else _STEPS.value
     is_first = jax.process_index() == 0
     history = agree(lambda: History(metrics_path if is_first else None, done))
-    introduce(text, unigram, state)
-    with Progress(done, _STEPS.value, windows.tokens, unigram) as progress:
+    introduce(text, unigram, state, steps)
+    step = train.Step(layer, model_config, train_config, _SHARDS.value)
+
+    def loss_on_held_out(state):
+      return float(np.mean([step.loss(state, each) for each in held_out]))
+
+    with Progress(done, steps, windows.tokens, unigram) as progress:
       state = loop.run(
-        train.Step(layer, model_config, train_config, _SHARDS.value),
+        step,
         state,
         windows,
-        steps=_STEPS.value,
+        steps=steps,
+        held_out=loss_on_held_out,
+        evaluate_every=_EVALUATE_EVERY.value,
         save_every=_SAVE_EVERY.value,
         history=history,
         progress=progress,
@@ -197,27 +211,34 @@ def run() -> None:
       )
     write_samples(state, model_config, layer)
     if _PLOT.value:
-      first_does(
-        lambda: plot.plot(history.records, ranks.here(_PLOT.value), unigram)
-      )
+      picture, title = ranks.here(_PLOT.value), describe(state)
+      first_does(lambda: plot.plot(history.records, picture, unigram, title))
+    conclude(history.records, loss_on_held_out(state), progress.tokens_per_s)
 
 
-def introduce(text, unigram, state) -> None:
+def describe(state) -> str:
+  """Returns the configuration in a line."""
+  count = sum(x.size for x in jax.tree.leaves(state.params))
+  return (
+    f"{count / 1e6:.1f} million parameters, {_LAYERS.value} layers of "
+    f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}"
+  )
+
+
+def introduce(text, unigram, state, steps) -> None:
   """Prints what is about to run."""
   if jax.process_index():
     return
-  steps, decay = _STEPS.value, _DECAY_STEPS.value
+  decay = _DECAY_STEPS.value
   then = (
     f", and constant to step {steps}"
     if steps > decay
     else ", which this run does not reach" * (steps < decay)
   )
-  count = sum(x.size for x in jax.tree.leaves(state.params))
   print(
     f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
     f"{jax.process_count()}\n"
-    f"{count / 1e6:.1f} million parameters, {_LAYERS.value} layers of "
-    f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}\n"
+    f"{describe(state)}\n"
     f"{text.size / 1e6:.1f} million bytes of text, whose unigram entropy is "
     f"{unigram:.3f} nats\n"
     f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value}, "
@@ -229,8 +250,28 @@ def introduce(text, unigram, state) -> None:
       " of this run are not those of other meshes (docs/training.md)"
     )
   if done := int(state.step):
-    more = "; a larger --steps adds steps" * (done >= steps)
+    more = "; --extend=100 adds steps" * (done >= steps)
     print(f"resuming after step {done}{more}")
+
+
+def conclude(records, held_out, tokens_per_s) -> None:
+  """Prints what the run has reached, and where it is."""
+  if jax.process_index():
+    return
+  last = [each["loss"] for each in records[-20:]]
+  print()
+  if last:
+    print(f"loss {np.mean(last):.3f} in the last {len(last)} steps", end=", ")
+  print(f"{held_out:.3f} nats per byte on text that was held out")
+  if tokens_per_s:
+    print(f"{tokens_per_s:,.0f} tokens/s")
+  if _PLOT.value:
+    print(f"picture: {ranks.here(_PLOT.value)}")
+  if _OUT.value:
+    print(
+      f"metrics and checkpoints: {ranks.here(_OUT.value)}; the same command"
+      " with --extend=100 trains 100 steps more"
+    )
 
 
 def write_samples(state, model_config, layer) -> None:
@@ -251,10 +292,14 @@ def write_samples(state, model_config, layer) -> None:
       print(f"\n--- {each.decode(errors='replace')}")
 
 
-def read_text() -> tuple[np.ndarray, data.Windows]:
-  """Returns the text and the batches of it."""
+def read_text() -> tuple[np.ndarray, data.Windows, list[np.ndarray]]:
+  """Returns the text, the batches of it, and batches that are held out."""
   text = texts.read(ranks.text_path(), _TEXT_BYTES.value)
-  return text, data.Windows(text, _BATCH.value, _LENGTH.value, _SEED.value)
+  trained, held_out = (
+    data.Windows(part, _BATCH.value, _LENGTH.value, _SEED.value)
+    for part in data.split(text, _LENGTH.value)
+  )
+  return text, trained, [held_out[i] for i in range(4)]
 
 
 def check_outputs() -> None:

@@ -55,8 +55,12 @@ class Checkpoints:
     self._handler = ocp.StandardCheckpointHandler()
     first_does(self._clean_folder)
 
-  def save(self, state: State) -> None:
-    """Writes a checkpoint; raises Stop if it cannot be written."""
+  def save(self, state: State) -> pathlib.Path:
+    """Writes a checkpoint and returns its folder.
+
+    Raises:
+      Stop: it cannot be written.
+    """
     whole = self._folder / str(int(state.step))
     unfinished = whole.with_suffix(_UNFINISHED)
     arrays = epath.Path(unfinished / _STATE)
@@ -79,6 +83,7 @@ class Checkpoints:
     first_does(lambda: _explain("written", whole, make_folder))
     agree(lambda: _explain("written", whole, save_arrays))
     first_does(lambda: _explain("written", whole, finish))
+    return whole
 
   def restore(self, like: State) -> State | None:
     """Returns the latest state, or None if there is no checkpoint.

@@ -32,8 +32,9 @@ class Windows:
   def __init__(self, text: np.ndarray, batch: int, length: int, seed: int):
     if text.size <= length:
       raise ValueError(
-        f"the text has {text.size} bytes, but a window takes {length + 1}; name"
-        " a longer text, or shorten the windows with --length."
+        f"the text has {text.size} bytes to train on, but a window takes"
+        f" {length + 1}; name a longer text, or shorten the windows with"
+        " --length."
       )
     self.tokens = batch * length  # predictions of a batch
     self._text = text
@@ -46,6 +47,18 @@ class Windows:
     rng = np.random.default_rng((self._seed, number))
     starts = rng.integers(self._text.size - self._length, size=self._batch)
     return self._text[starts[:, None] + np.arange(self._length + 1)]
+
+
+def split(text: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the text to train on, and blocks of it that are held out.
+
+  These are a block of every 20, or of all if there are fewer. A block has 4096
+  bytes, or as few as a window of `length` predictions takes.
+  """
+  block = max(length + 1, min(4096, text.size // 20))
+  numbers = np.arange(text.size) // block
+  is_held_out = numbers % 20 == min(19, max(0, text.size // block - 1))
+  return text[~is_held_out], text[is_held_out]
 
 
 def place(batch: np.ndarray, mesh: Mesh) -> jax.Array:

@@ -20,12 +20,17 @@ def run(
   windows: Windows,
   *,
   steps: int,
+  held_out: Callable[[State], float],
+  evaluate_every: int,
   save_every: int,
   history: metrics.History,
   progress: metrics.Progress,
   checkpoints: Checkpoints | None,
 ) -> State:
   """Returns the state after `steps` steps in all.
+
+  `held_out` returns the loss on text that is not trained on. It is recorded in
+  multiples of `evaluate_every` steps, wherever the run ends.
 
   Waits for each step, because its numbers are recorded and decide whether the
   next is taken.
@@ -42,8 +47,10 @@ def run(
         f" {new['grad_norm']}; start again with a lower --learning_rate or a"
         " longer --warmup."
       )
+    if done % evaluate_every == 0:
+      new["held_out"] = held_out(state)
     agree(lambda new=new: history.append(new))
     progress.show(new)
     if checkpoints and (done % save_every == 0 or done == steps):
-      checkpoints.save(state)
+      progress.note(f"step {done}: saved {checkpoints.save(state)}")
   return state

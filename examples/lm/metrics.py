@@ -5,6 +5,7 @@ import contextlib
 import json
 import pathlib
 import sys
+import time
 from typing import TypedDict
 
 import jax
@@ -19,6 +20,7 @@ class Record(TypedDict):
 
   step: int  # steps done
   loss: float  # cross-entropy, in nats per byte
+  held_out: float | None  # of text that is not trained on, in some steps
   learning_rate: float  # of this step
   grad_norm: float  # of all gradients, before they are clipped
   imbalance: list[float]  # the busiest expert's load over the mean
@@ -29,12 +31,13 @@ class Record(TypedDict):
 
 
 def record(step: int, report: Report) -> Record:
-  """Returns the record of a step."""
+  """Returns the record of a step, without a loss on held-out text."""
   sums = report.sums
   load = np.asarray(sums.load)
   return {
     "step": step,
     "loss": float(sums.loss),
+    "held_out": None,
     "learning_rate": float(report.learning_rate),
     "grad_norm": float(report.grad_norm),
     "imbalance": (load.max(axis=1) / load.mean(axis=1)).tolist(),
@@ -105,6 +108,7 @@ class Progress:
 
   def __init__(self, first: int, steps: int, tokens: int, unigram: float):
     self._steps, self._tokens, self._unigram = steps, tokens, unigram
+    self._times: list[float] = []  # when steps ended
     self._bar = tqdm.tqdm(
       initial=first * tokens,
       total=steps * tokens,
@@ -118,6 +122,8 @@ class Progress:
     )
 
   def show(self, new: Record) -> None:
+    """Shows a step that has ended."""
+    self._times.append(time.monotonic())
     self._bar.set_description_str(
       f"step {new['step']}/{self._steps}"
       f"  loss {new['loss']:.3f} (unigram {self._unigram:.3f})"
@@ -126,6 +132,17 @@ class Progress:
       refresh=False,
     )
     self._bar.update(self._tokens)
+
+  def note(self, text: str) -> None:
+    """Prints a line above the bar."""
+    if jax.process_index() == 0:
+      self._bar.write(text, file=sys.stdout)
+
+  @property
+  def tokens_per_s(self) -> float | None:
+    """The speed of the steps so far but the first, which compiles."""
+    count, times = len(self._times) - 1, self._times
+    return count * self._tokens / (times[-1] - times[0]) if count > 0 else None
 
   def __enter__(self) -> "Progress":
     return self

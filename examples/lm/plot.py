@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of a run: loss, load of experts, routers' entropy, drops.
+"""A picture of a run: loss, load of experts, routers' entropy.
 
 python examples/lm/plot.py METRICS.jsonl PICTURE.png
 """
@@ -27,30 +27,46 @@ def plot(
   records: Sequence[Mapping[str, Any]],
   path: str | pathlib.Path,
   unigram: float | None = None,
+  title: str | None = None,
 ) -> None:
-  """Draws the records of `metrics.record`, and the unigram entropy in nats."""
+  """Draws the records of `metrics.record`, 1200 pixels wide.
+
+  Args:
+    records: of consecutive steps.
+    path: of the picture.
+    unigram: the unigram entropy of the text, in nats.
+    title: what the run is.
+  """
   steps = np.array([each["step"] for each in records])
   load = np.array([each["load"] for each in records], float)  # [N, layers, E]
   layers = load.shape[1]
-  figure = Figure(figsize=(9, 4 + 0.9 * layers), layout="constrained")
-  top, bottom = figure.subfigures(2, 1, height_ratios=(4, 0.9 * layers))
-  (loss, imbalance), (entropy, dropped) = top.subplots(2, 2, sharex=True)
+  figure = Figure(figsize=(12, 5 + layers), layout="constrained")
+  figure.suptitle(title)
+  top, bottom = figure.subfigures(2, 1, height_ratios=(5, layers))
+  loss, imbalance, entropy = top.subplots(1, 3, sharex=True)
 
-  loss.plot(steps, [each["loss"] for each in records], linewidth=0.8)
+  draw(loss, steps, [each["loss"] for each in records], "training")
+  held_out = [
+    (each["step"], each["held_out"])
+    for each in records
+    if each["held_out"] is not None
+  ]
+  loss.plot(*np.reshape(held_out, (-1, 2)).T, "ko-", label="held out")
   if unigram is not None:
-    loss.axhline(unigram, color="gray", linestyle="--", linewidth=0.8)
-    loss.annotate("unigram entropy", (steps[-1], unigram), ha="right", va="top")
+    loss.axhline(unigram, color="gray", linestyle="--", label="unigram entropy")
   loss.set_title("loss, nats per byte")
-  for axes, name, title in [
+  loss.legend()
+  for axes, name, what in [
     (imbalance, "imbalance", "busiest expert's load / mean"),
     (entropy, "entropy", "router's entropy, nats"),
-    (dropped, "dropped", "choices dropped"),
   ]:
-    values = np.array([each[name] for each in records])
-    axes.plot(steps, values, linewidth=0.8, label=range(layers))
-    axes.set_title(title)
+    of_layers = np.array([each[name] for each in records]).T
+    for layer, values in enumerate(of_layers):
+      draw(axes, steps, values, layer)
+    axes.set_title(what)
   imbalance.legend(title="layer", ncols=2)
-  dropped.set_ylim(0, max(1, *dropped.get_ylim()))
+  dropped = np.sum([each["dropped"] for each in records])
+  imbalance.set_xlabel(f"step ({dropped:,} choices dropped)")
 
   even = load.mean(axis=2, keepdims=True)
   maps = bottom.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
@@ -67,8 +83,18 @@ def plot(
     axes.set_ylabel(f"layer {layer}")
   maps[0].set_title("load of each expert / mean")
   maps[-1].set_xlabel("step")
-  bottom.colorbar(image, ax=maps)
-  figure.savefig(path, dpi=72)
+  bottom.colorbar(image, ax=maps, extend="max", label="more than 2 is as 2")
+  figure.savefig(path, dpi=100)
+
+
+def draw(axes, steps, values, label):
+  """Draws a faint curve, and over it means over a 30th of the steps."""
+  sums = np.concatenate([[0], np.cumsum(values)])
+  last = np.arange(len(values)) + 1
+  first = np.maximum(last - max(1, len(values) // 30), 0)
+  means = (sums[last] - sums[first]) / (last - first)
+  (line,) = axes.plot(steps, means, label=label)
+  axes.plot(steps, values, color=line.get_color(), linewidth=0.6, alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -228,6 +228,14 @@ class Step:
     exchanges = np.split(batch, self._exchanges)
     return self._update(state, self._total(state, exchanges))
 
+  def loss(self, state: State, batch: np.ndarray) -> float:
+    """Returns the cross-entropy of a batch, in nats per byte.
+
+    It runs the program of a step, gradients included, so that the bits depend
+    on the number of ranks as little as a step's.
+    """
+    return float(self._total(state, np.split(batch, self._exchanges)).loss)
+
   def _total(self, state, exchanges):
     """Returns the sums of exchanges, of which 2^n are added first."""
     if len(exchanges) == 1:

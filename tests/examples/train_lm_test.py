@@ -58,7 +58,9 @@ _BATCH, _LENGTH, _SHARDS = 12, 8, 4
 _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
   np.int32
 )
-_SILENT = types.SimpleNamespace(show=lambda record: None)
+_SILENT = types.SimpleNamespace(
+  show=lambda record: None, note=lambda text: None
+)
 
 
 class _Program:
@@ -80,12 +82,15 @@ class _Program:
 
   def run(self, state, steps, checkpoints=None):
     """Returns the state after `steps` steps in all, and the new records."""
+    held_out = data.Windows(_TEXT[-200:], _BATCH, _LENGTH, seed=1)[0]
     history = metrics.History()
     state = loop.run(
       self.step,
       state,
       self.windows,
       steps=steps,
+      held_out=lambda state: self.step.loss(state, held_out),
+      evaluate_every=3,
       save_every=100,
       history=history,
       progress=_SILENT,
@@ -132,6 +137,8 @@ def _shards(state):
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   unbroken, records = program.run(program.state(), 6)
   assert records[-1]["loss"] < records[0]["loss"]
+  held_out = [each["held_out"] for each in records]
+  assert held_out[5] < held_out[2] and held_out[:2] == [None, None]
   assert np.abs(unbroken.moe.bias.addressable_data(0)).max() > 0
 
   first, before = program.run(
@@ -327,8 +334,19 @@ def test_batches_are_windows_of_the_text():
   other = data.Windows(text, batch=4, length=8, seed=2)
   assert not np.array_equal(batch, other[3])
   data.Windows(text[:9], batch=4, length=8, seed=1)[0]
-  with pytest.raises(ValueError, match="has 8 bytes, but a window takes 9"):
+  with pytest.raises(
+    ValueError, match="8 bytes to train on, but a window takes 9"
+  ):
     data.Windows(text[:8], batch=4, length=8, seed=1)
+
+
+@pytest.mark.parametrize("size", [18, 90, 400, 100_000])
+def test_text_is_held_out(size):
+  """In blocks of the text, of which a window fits into each."""
+  text = np.arange(size)
+  trained, held_out = data.split(text, length=8)
+  np.testing.assert_array_equal(np.sort(np.append(trained, held_out)), text)
+  assert 9 <= held_out.size <= max(9, size // 2) and trained.size >= 9
 
 
 def test_unigram_entropy_is_that_of_the_frequencies():
@@ -380,5 +398,5 @@ def test_history_of_a_run_whose_file_was_lost(tmp_path):
 
 def test_a_picture_shows_a_run(program, tmp_path):
   _, records = program.run(program.state(), 2)
-  plot.plot(records, tmp_path / "run.png", unigram=3.0)
+  plot.plot(records, tmp_path / "run.png", unigram=3.0, title="a run")
   assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

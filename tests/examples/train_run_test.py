@@ -51,19 +51,22 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
-  process.communicate()
+  output = process.communicate()[0].decode(errors="replace")
+  assert f"step {_SAVE_EVERY}: saved {out}/checkpoints/{_SAVE_EVERY}" in output
   before = lines()
   assert len(before) < _STEPS
 
-  longer = _STEPS + 10
+  longer = _SAVE_EVERY + 60
   # One GPU has this backend.
   alone = "--dp=1", "--ep=1", "--backend=xla"
-  process = _start(out, *alone, f"--steps={longer}")
+  process = _start(out, *alone, "--extend=60")
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "1 x 1 (dp, ep) mesh, processes: 1" in output
   assert "resuming after step " in output
   assert "--- a" in output
+  assert "on text that was held out" in output and "tokens/s" in output
+  assert f"{out}; the same command with --extend" in output
   assert len(lines()) == longer
   complete = before[:-1]  # the kill may have cut the last line
   assert lines()[: len(complete)] == complete
@@ -117,13 +120,14 @@ def test_any_number_of_steps_is_a_run(monkeypatch):
     ("--steps=700", 0, 4, "(--decay_steps), and constant to step 700\n"),
     ("--dp=3 --ep=1", 0, 5, "3 ranks are not a power of two"),
     ("", 100, 5, "resuming after step 100\n"),
-    ("", 600, 5, "resuming after step 600; a larger --steps adds steps\n"),
+    ("", 600, 5, "resuming after step 600; --extend=100 adds steps\n"),
   ],
 )
 def test_a_run_says_what_it_is(parse, capsys, given, done, lines, message):
   parse(*given.split(), "--shards=12", "--batch=24")
   state = types.SimpleNamespace(params={}, step=done)
-  train_moe_lm.introduce(np.zeros(9), 3.0, state)
+  steps = train_moe_lm.FLAGS.steps
+  train_moe_lm.introduce(np.zeros(9), 3.0, state, steps)
   output = capsys.readouterr().out
   assert message in output
   assert output.count("\n") == lines, output
@@ -133,7 +137,10 @@ def test_a_run_says_what_it_is(parse, capsys, given, done, lines, message):
   "flag, message",
   [
     ("--text=/does/not/exist", "does not exist; name a file or folder"),
-    ("--text=/dev/null", "the text has 0 bytes, but a window takes 17"),
+    (
+      "--text=/dev/null",
+      "0 bytes to train on, but a window takes 17",
+    ),
     ("--out=/dev/null", "--out=/dev/null: File exists; name a folder"),
     ("--plot=/dev/null/a.png", "Not a directory; name a file that can be"),
     ("--plot=/dev/null", "/dev/null: a picture's name must end with one of"),
