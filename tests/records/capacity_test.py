@@ -39,7 +39,7 @@ def dropped(a_layer, capacity, topk_idx):
       num_experts=E,
       capacity=capacity,
       alignment=a_layer.alignment,
-      drop_by=a_layer.drop_by,
+      drop_by=a_layer.drop_by or "fair",
     )
     lost = ids[(ids >= 0) & (assigned < 0)]
     counts.append(np.bincount(lost, minlength=E).reshape(P, L).sum(axis=1))
@@ -55,11 +55,13 @@ def dropped(a_layer, capacity, topk_idx):
     ("dp2_ep2", 4, "slot"),
     ("dp2_ep2", 4, "fair"),
     ("dp4_ep1", 3, "fair"),
+    ("dp2_ep2", 4, None),
   ],
 )
 def test_drops_are_those_of_the_contract(mesh, alignment, drop_by, limit):
   """They are exact, and no smaller capacity has as few as asked for."""
-  a_layer = layer(mesh, alignment=alignment, overflow="drop", drop_by=drop_by)
+  policy = dict(overflow="drop", drop_by=drop_by) if drop_by else {}
+  a_layer = layer(mesh, alignment=alignment, **policy)
   steps = routings()
   got = ep.suggest_capacity(a_layer, steps, drop_probability=limit)
   total = sum((idx >= 0).sum() for idx in steps)

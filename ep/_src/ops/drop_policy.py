@@ -72,7 +72,7 @@ def dropped(
     tokens: of each local expert, in NumPy.
     capacity: C, rows of a rank.
   """
-  is_fair = layer.rule(is_weighted=True) == "fair"
+  is_fair = layer.drop_by in (None, "fair")
   quota_of = _quota_fairly if is_fair else _quota_by_slot
   wants = _blocks(layer, tokens)
   has = np.zeros_like(wants)
