@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into and out of a MoE layer: parameters, state, metrics."""
+"""Has the parameters, state and metrics of a MoE layer."""
 
 from ep._src.base import public as _public
 from ep._src.moe.metrics import Metrics as Metrics

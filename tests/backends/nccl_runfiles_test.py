@@ -18,7 +18,7 @@ from nccl_testing import gpu
 HAS_NVCC = CUDA >= 13
 
 HOPPER = gpu(cuda=CUDA * 1000)
-# What kernels depend on of it.
+# Kernels depend on these numbers of the GPU.
 PARTS = variants.Gpu(sm=90, num_sms=132, shared_bytes=232448)
 
 

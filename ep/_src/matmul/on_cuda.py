@@ -146,8 +146,8 @@ def _why_not(device, run, *types):
   operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
   # Another thread is in none of the contexts of the program being lowered.
   with futures.ThreadPoolExecutor(1) as pool:
-    lower = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
-    error = lower.exception()
+    compiled = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
+    error = compiled.exception()
   if error is None:
     return None
   reason = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -12,7 +12,7 @@ from ep._src.base import arguments
 
 
 class State(NamedTuple):
-  """What changes from step to step without a gradient.
+  """Holds what changes from step to step without a gradient.
 
   A pytree, which belongs into a checkpoint with the parameters.
 

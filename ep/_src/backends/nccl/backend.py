@@ -122,7 +122,7 @@ class NcclBackend(Backend):
         ep_size=group.ep_size,
         nvlink_ranks=hosts.count(platform.node()),
         max_tokens=_size(group, "max_tokens_per_rank"),
-        width=_width(_size(group, "hidden_dim")),
+        width=padded_width(_size(group, "hidden_dim")),
         dtype=group.max_token_dtype,
         top_k=group.top_k,
         max_num_sms=group.max_num_sms,
@@ -139,7 +139,7 @@ class NcclBackend(Backend):
       ep_size=group.ep_size,
       max_tokens=_size(group, "max_tokens_per_rank"),
       capacity=capacity,
-      max_row_bytes=_width(_size(group, "hidden_dim"))
+      max_row_bytes=padded_width(_size(group, "hidden_dim"))
       * group.max_token_dtype.itemsize,
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
@@ -184,7 +184,7 @@ def _size(group: GroupConfig, name: str) -> int:
   return size
 
 
-def _width(hidden: int) -> int:
+def padded_width(hidden: int) -> int:
   """Returns the elements of the rows that NCCL EP moves."""
   return -(-hidden // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
@@ -197,7 +197,7 @@ def _with_fitting_rows(
   """Lowers an op that moves rows: `lower` gets them in a width of NCCL EP."""
   rows: Any  # not any `AbstractValue`, which has no shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
-  hidden, width = rows.shape[1], _width(rows.shape[1])
+  hidden, width = rows.shape[1], padded_width(rows.shape[1])
   if width == hidden:
     return lower(ctx, *operands)
 

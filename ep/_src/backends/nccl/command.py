@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.nccl import installation, kernels, variants
+from ep._src.backends.nccl import backend, installation, kernels, variants
 
 # The streaming multiprocessors of a GPU, and the bytes of shared memory that a
 # block of threads may have, by the compute capability: H100 SXM and B200.
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str], presets: Mapping[str, Any]) -> int:
     ep_size=options.ranks,
     nvlink_ranks=options.ranks,
     max_tokens=options.max_tokens_per_rank,
-    width=-(-preset.hidden // 8) * 8,
+    width=backend.padded_width(preset.hidden),
     dtype=_DTYPES[options.max_token_dtype],
     top_k=preset.top_k,
     max_num_sms=options.max_num_sms,

@@ -33,7 +33,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """What the kernels depend on of a GPU."""
+  """Describes a GPU, as far as kernels depend on it."""
 
   sm: int  # the compute capability, such as 90
   num_sms: int
@@ -42,7 +42,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What the kernels depend on of a group."""
+  """Describes a group, as far as kernels depend on it."""
 
   num_experts: int
   ep_size: int
