@@ -576,16 +576,19 @@ def test_an_op_after_finalize(compiled_before):
     assert word in str(error.value)
 
 
-def test_finalize_while_programs_are_in_flight():
-  """Each program gives its result or an error, and none waits forever."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_end_of_a_group_while_programs_are_in_flight(waits):
+  """The end of `with` waits for them. ep_finalize fails those not done yet."""
   with bootstrap(make_mesh({"ep": 4})) as group:
     case = Case(ep.EpLayerConfig(group), whole=True)
     inputs = case.tokens(), case.weights()
     outs = [case.run(round_trip, *inputs) for _ in range(8)]
+    if not waits:
+      ep.ep_finalize(group)
   for out in outs:
     try:
       jax.block_until_ready(out)
     except ep.EpError as error:
-      assert "finalized" in str(error)
+      assert not waits and "finalized" in str(error)
     else:
       assert_same(out, expected(case, round_trip, *inputs))

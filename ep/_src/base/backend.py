@@ -105,8 +105,8 @@ class Connection(abc.ABC):
 
   @property
   def is_open(self) -> bool:
-    """Whether `close` was not called yet."""
-    return self._is_open
+    """Whether it can be used: it is not closed, and not a forked child's."""
+    return self._is_open and not self._is_forked
 
   @property
   def closes_at_exit(self) -> bool:
@@ -143,7 +143,7 @@ class Connection(abc.ABC):
       ValueError, RuntimeError: a peer is left waiting for an op. It is closed
         all the same.
     """
-    if not self._is_open or self._is_forked:
+    if not self.is_open:
       return
     self._is_open = False
     self._cached.cache_clear()
@@ -158,7 +158,7 @@ class Connection(abc.ABC):
     Raises:
       ValueError, RuntimeError: as `check` and `close` do.
     """
-    if not self._is_open or self._is_forked:
+    if not self.is_open:
       return
     try:
       self.check()
@@ -167,7 +167,7 @@ class Connection(abc.ABC):
 
   def release(self) -> None:
     """Closes it once no program uses it. No effect in a forked child."""
-    if self._is_open and not self._is_forked:
+    if self.is_open:
       _open.pop(self.group.name, None)
       self._cached.cache_clear()
       self._release()

@@ -244,9 +244,10 @@ def ep_finalize(group: EpGroup) -> None:
 
   In a forked child of the process that bootstrapped the group it does nothing.
 
-  Wait for the results of the last op first. Compiled programs that use the
-  group may live on, and keep nothing of it but its name; there is no need to
-  clear JAX's caches.
+  Ops that are under way fail at once: wait for their results first, or leave a
+  `with group` block, which waits. Compiled programs that use the group may live
+  on, and keep nothing of it but its name; there is no need to clear JAX's
+  caches.
 
   Raises:
     ValueError, RuntimeError: an op has failed and none has reported it (see

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from ep._src.base import arguments, checked
 from ep._src.base.backend import Connection, GroupMemory, OpParams
 from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.group import ending
 
 _Config = TypeVar("_Config", GroupConfig, LayerConfig)
 
@@ -20,7 +21,8 @@ class EpGroup(GroupConfig):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
   Frozen and hashable, so programs may close over it. A context manager that
-  calls `ep_finalize` on exit.
+  waits for all programs that this process has launched, for at most
+  `timeout_s`, and calls `ep_finalize`. An exception closes the group at once.
 
   The attributes are the arguments of `ep_bootstrap`, with defaults resolved.
   """
@@ -81,11 +83,15 @@ class EpGroup(GroupConfig):
     return self
 
   def __exit__(self, exc_type: Any, *exc: Any) -> None:
-    if exc_type is None:
-      return self.connection.finalize()
-    # The failure inside is on its way to the user already.
-    with contextlib.suppress(ValueError, RuntimeError):
-      self.connection.close()
+    if exc_type is not None:
+      # The failure inside is on its way to the user already.
+      with contextlib.suppress(ValueError, RuntimeError):
+        return self.connection.close()
+    try:
+      if self.connection.is_open:
+        ending.wait_for_programs("the end of `with group`", [self])
+    finally:
+      self.connection.finalize()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
