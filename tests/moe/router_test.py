@@ -2,6 +2,7 @@
 """route_topk agrees with its formulas in NumPy, on one rank and on four."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ import ep
 from ep._src.moe import router
 from router_cases import E, K, logits_of
 
+SCORES = "softmax", "sigmoid"
+
 
 def _route(logits, *args, **options):
   """Calls `route_topk` in one compiled program."""
@@ -37,34 +40,33 @@ def _scores(logits, score):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_ids_and_weights_are_those_of_the_formula(
-  score, normalize, biased, dtype
-):
-  logits = logits_of(2, 5, dtype=dtype)
-  bias = jnp.linspace(0.5, -0.5, E) if biased else None
-  idx, weights = _route(
-    logits,
-    K,
-    score=score,
-    normalize=normalize,
-    scale=2.5,
-    selection_bias=bias,
-  )
-  scores = _scores(logits, score)
-  order = scores if bias is None else scores + np.asarray(bias)
-  expected = np.argsort(-order, axis=-1, kind="stable")[..., :K]
-  chosen = np.take_along_axis(scores, expected, -1)
-  if normalize:
-    chosen /= chosen.sum(-1, keepdims=True)
-  assert idx.dtype == jnp.int32 and weights.dtype == jnp.float32
-  np.testing.assert_array_equal(idx, expected)
-  np.testing.assert_allclose(weights, chosen * 2.5, rtol=1e-5)
-  if biased:  # checks that the bias is large enough to matter
-    unbiased = np.argsort(-scores, axis=-1, kind="stable")[..., :K]
-    assert (unbiased != expected).any()
+def test_ids_and_weights_are_those_of_the_formula(dtype):
+  logits, bias = logits_of(2, 5, dtype=dtype), jnp.linspace(0.5, -0.5, E)
+  keys = "score", "normalize", "selection_bias"
+  values = itertools.product(SCORES, [False, True], [None, bias])
+  every = [dict(zip(keys, x, strict=True)) for x in values]
+
+  @jit_quickly
+  def routes(x):
+    return [router.route_topk(x, K, scale=2.5, **options) for options in every]
+
+  for (idx, weights), options in zip(routes(logits), every, strict=True):
+    scores = _scores(logits, options["score"])
+    order = scores
+    if options["selection_bias"] is not None:
+      order = scores + np.asarray(bias)
+    expected = np.argsort(-order, axis=-1, kind="stable")[..., :K]
+    chosen = np.take_along_axis(scores, expected, -1)
+    if options["normalize"]:
+      chosen /= chosen.sum(-1, keepdims=True)
+    assert idx.dtype == jnp.int32 and weights.dtype == jnp.float32
+    np.testing.assert_array_equal(idx, expected, str(options))
+    np.testing.assert_allclose(
+      weights, chosen * 2.5, rtol=1e-5, err_msg=str(options)
+    )
+    if order is not scores:  # checks that the bias is large enough to matter
+      unbiased = np.argsort(-scores, axis=-1, kind="stable")[..., :K]
+      assert (unbiased != expected).any()
 
 
 def test_equal_scores_are_ordered_by_id():
@@ -75,7 +77,7 @@ def test_equal_scores_are_ordered_by_id():
 
 def test_large_logits_neither_tie_nor_overflow():
   logits = jnp.array([[1e4, 2e4, 3e4, -1e4, -2e4, -3e4, 0, 0]])
-  for score in ("softmax", "sigmoid"):
+  for score in SCORES:
     idx, weights = _route(logits, K, score=score)
     np.testing.assert_array_equal(idx, [[2, 1, 0]])
     assert np.isfinite(weights).all()
@@ -98,7 +100,7 @@ def test_masked_tokens_choose_no_expert():
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
   # Differences are in float64; the steps are too small to change the choice.
   logits = np.asarray(logits_of(3), np.float64)
@@ -288,7 +290,7 @@ def test_the_choice_is_that_of_lax_top_k():
 
 def test_ids_are_distinct_whatever_the_logits_are():
   logits = jnp.full((1, E), jnp.nan)
-  for score in ("softmax", "sigmoid"):
+  for score in SCORES:
     idx, weights = _route(logits, K, score=score, num_groups=4, top_groups=2)
     assert len(set(np.asarray(idx[0]))) == K
     assert np.isnan(weights).all()

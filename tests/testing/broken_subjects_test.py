@@ -6,6 +6,7 @@ them right again.
 """
 
 import dataclasses
+import functools
 import re
 import time
 
@@ -50,9 +51,18 @@ def _then(dispatch, alter):
   return lambda *args: alter(dispatch(*args))
 
 
-def _with_rows(dispatch, alter):
-  """Returns a dispatch that alters the rows that another received."""
-  return _then(dispatch, lambda x: x._replace(rows=alter(x.rows)))
+def _with(name, dispatch, alter):
+  """Returns a dispatch that alters one array that another received."""
+
+  def altered(received):
+    return received._replace(**{name: alter(getattr(received, name))})
+
+  return _then(dispatch, altered)
+
+
+_with_rows = functools.partial(_with, "rows")
+_with_sizes = functools.partial(_with, "group_sizes")
+_with_weights = functools.partial(_with, "weights")
 
 
 def _identity(backward):
@@ -74,10 +84,7 @@ def _in_slabs(received):
 
 @_breaks("sizes", rf"^group_sizes: rank \d, expert \d+ {VALUES}")
 def numbers_experts_in_reverse(setting, dispatch, combine):
-  def renumbered(received):
-    return received._replace(group_sizes=received.group_sizes[::-1])
-
-  return _then(dispatch, renumbered), combine
+  return _with_sizes(dispatch, lambda sizes: sizes[::-1]), combine
 
 
 @_breaks("sizes", r"rows float32\[\d+, \d+\]; it has to return float32\[")
@@ -127,11 +134,10 @@ def sends_a_token_twice(setting, dispatch, combine):
   dtypes=("float32", "bfloat16"),
 )
 def rounds_weights_to_the_dtype_of_tokens(setting, dispatch, combine):
-  def rounded(received):
-    weights = received.weights.astype(setting.dtype).astype(jnp.float32)
-    return received._replace(weights=weights)
+  def rounded(weights):
+    return weights.astype(setting.dtype).astype(jnp.float32)
 
-  return _then(dispatch, rounded), combine
+  return _with_weights(dispatch, rounded), combine
 
 
 @_breaks("padding", r"rows: rank \d, expert \d+, row \d+ \(padding\), column 0")
@@ -175,14 +181,20 @@ def adds_up_in_bfloat16(setting, dispatch, combine):
   return dispatch, other
 
 
-@_breaks("output", rf"^tokens: {TOKEN}, column \d+ {VALUES}")
-def adds_up_in_another_order(setting, dispatch, combine):
+def _in_halves(combine):
+  """Returns a combine that adds up even and odd rows, and then both sums."""
+
   def other(rows, state):
     even = jnp.arange(len(rows))[:, None] % 2 == 0
     halves = jnp.where(even, rows, 0), jnp.where(even, 0, rows)
     return combine(halves[0], state) + combine(halves[1], state)
 
-  return dispatch, other
+  return other
+
+
+@_breaks("output", rf"^tokens: {TOKEN}, column \d+ {VALUES}")
+def adds_up_in_another_order(setting, dispatch, combine):
+  return dispatch, _in_halves(combine)
 
 
 @_breaks("output", rf"^tokens: {TOKEN}, column 0 is", ONE_HOT)
@@ -218,20 +230,13 @@ def combines_by_the_last_dispatch(setting, dispatch, combine):
 
 @_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d+ is 0.0,")
 def drops_the_gradient_of_weights(setting, dispatch, combine):
-  def fixed(received):
-    return received._replace(weights=lax.stop_gradient(received.weights))
-
-  return _then(dispatch, fixed), combine
+  return _with_weights(dispatch, lax.stop_gradient), combine
 
 
 @_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d+ is")
 def rounds_the_gradient_of_weights(setting, dispatch, combine):
   moved = _identity(lambda g: g.astype(jnp.float16).astype(g.dtype))
-
-  def other(received):
-    return received._replace(weights=moved(received.weights))
-
-  return _then(dispatch, other), combine
+  return _with_weights(dispatch, moved), combine
 
 
 @_breaks("gradients", rf"^the gradient of tokens: {TOKEN}")
@@ -262,29 +267,25 @@ def drops_gradients_of_padded_slabs(setting, dispatch, combine):
   return _with_rows(dispatch, lax.stop_gradient), combine
 
 
+def _with_tangent(alter):
+  """Returns the identity, with another function of its tangent."""
+
+  @jax.custom_jvp
+  def same(x):
+    return x
+
+  same.defjvp(lambda primals, tangents: (*primals, alter(*tangents)))
+  return same
+
+
 @_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")
 def doubles_the_tangent(setting, dispatch, combine):
-  @jax.custom_jvp
-  def moved(rows):
-    return rows
-
-  moved.defjvp(lambda primals, tangents: (*primals, 2 * tangents[0]))
-
-  return _with_rows(dispatch, moved), combine
+  return _with_rows(dispatch, _with_tangent(lambda t: 2 * t)), combine
 
 
 @_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")
 def rounds_the_tangent(setting, dispatch, combine):
-  @jax.custom_jvp
-  def moved(rows):
-    return rows
-
-  def rounded(primals, tangents):
-    (tangent,) = tangents
-    return *primals, tangent.astype(jnp.bfloat16).astype(tangent.dtype)
-
-  moved.defjvp(rounded)
-
+  moved = _with_tangent(lambda t: t.astype(jnp.bfloat16).astype(t.dtype))
   return _with_rows(dispatch, moved), combine
 
 
@@ -336,11 +337,7 @@ def gives_dropped_choices_the_last_row(setting, dispatch, combine):
 @_breaks("ep_sizes", rf"^group_sizes: rank \d, expert \d+ {VALUES}")
 def counts_two_experts_of_a_rank(setting, dispatch, combine):
   known = setting.num_local_experts == 2
-
-  def counted(received):
-    return received._replace(group_sizes=received.group_sizes * known)
-
-  return _then(dispatch, counted), combine
+  return _with_sizes(dispatch, lambda sizes: sizes * known), combine
 
 
 @_breaks("ep_sizes", rf"^the gradient of tokens: {TOKEN}, column 0 is 0.0, but")
@@ -380,10 +377,7 @@ for _name, _is_broken in {
 
 def _wrapped(modulus):
   def alter(setting, dispatch, combine):
-    def wrapped(received):
-      return received._replace(group_sizes=received.group_sizes % modulus)
-
-    return _then(dispatch, wrapped), combine
+    return _with_sizes(dispatch, lambda sizes: sizes % modulus), combine
 
   alter.__name__ = f"wraps_sizes_at_{modulus}"
   return alter
@@ -395,23 +389,20 @@ for _modulus in 1 << 8, 1 << 16:
 
 @_breaks("sizes", f"^group_sizes: rank .*{VALUES}")
 def counts_one_less_if_counts_are_equal(setting, dispatch, combine):
-  def counted(received):
-    sizes = received.group_sizes
-    equal = (sizes[0] == sizes).all() & (sizes[0] > 0)
-    return received._replace(group_sizes=sizes - equal)
+  def counted(sizes):
+    return sizes - ((sizes[0] == sizes).all() & (sizes[0] > 0))
 
-  return _then(dispatch, counted), combine
+  return _with_sizes(dispatch, counted), combine
 
 
 @_breaks("overflow", "^(rows|weights|tokens): ")
 def drops_a_whole_block(setting, dispatch, combine):
-  def dropped(received):
+  def dropped(rows):
     block = jnp.arange(setting.capacity) >= setting.capacity - setting.alignment
     lost = block & (setting.alignment > 1)
-    rows = jnp.where(lost[:, None], 0, received.rows)
-    return received._replace(rows=rows)
+    return jnp.where(lost[:, None], 0, rows)
 
-  return _then(dispatch, dropped), combine
+  return _with_rows(dispatch, dropped), combine
 
 
 @_breaks("second_order", rf"^the gradient of (tokens|weights|g): {TOKEN}")
@@ -456,10 +447,7 @@ def drops_the_gradient_of_weights_of_padded_slabs(setting, dispatch, combine):
   if setting.alignment != 4:
     return dispatch, combine
 
-  def fixed(received):
-    return received._replace(weights=lax.stop_gradient(received.weights))
-
-  return _then(dispatch, fixed), combine
+  return _with_weights(dispatch, lax.stop_gradient), combine
 
 
 def _called_with(fn, x):
@@ -487,9 +475,7 @@ def alternates_the_order_of_sums(setting, dispatch, combine):
       lax.axis_index("ep"),
       rows,
     )
-    even = jnp.arange(len(rows))[:, None] % 2 == 0
-    halves = jnp.where(even, rows, 0), jnp.where(even, 0, rows)
-    split = combine(halves[0], state) + combine(halves[1], state)
+    split = _in_halves(combine)(rows, state)
     return jnp.where(is_odd == 1, split, combine(rows, state))
 
   return dispatch, other

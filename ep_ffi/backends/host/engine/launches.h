@@ -2,8 +2,8 @@
 
 // How the launches of a program are named across processes.
 //
-// Within a process, XLA's run id names a launch: the fingerprint of the
-// program plus a count of its launches. Between processes the fingerprints
+// Within a process, XLA's run id names a launch: a fingerprint of the program,
+// of 32 bits, plus a count of its launches. Between processes the fingerprints
 // differ more often than one would think, since the text of a program holds
 // the source lines that led to it: one process that reaches a step through
 // another line (to profile it, say), or that loads it from the persistent
@@ -11,9 +11,9 @@
 //
 // So a process sends its peers the id of the op's site, the run id and the
 // launch's number, counted from the first launch of the op that it has seen. A
-// run id that is near to one that this process has had is taken as it is, since
-// it is exact even if the first launches overtook each other; otherwise the
-// number decides. Launches are counted by site and not by module, because
+// run id that is near to the latest of an executable here is taken as it is,
+// since it is exact even if the first launches overtook each other; otherwise
+// the number decides. Launches are counted by site and not by module, because
 // several executables may be made of one module (by jax.export, or by compiling
 // it twice), and each has run ids of its own.
 
@@ -35,7 +35,7 @@ class Launches {
  public:
   // Names a launch of this process.
   Launch Name(uint64_t site_id, int64_t run_id) {
-    if (!IsNear(run_id)) near_.push_back(run_id);
+    Note(run_id);
     auto [entry, is_new] = first_.try_emplace(site_id, run_id);
     entry->second = std::min(entry->second, run_id);
     return {site_id, run_id, Difference(run_id, entry->second)};
@@ -68,18 +68,32 @@ class Launches {
                                 static_cast<uint64_t>(b));
   }
 
+  // Processes are fewer launches apart than this: JAX itself hangs with about
+  // 50 in flight. Fingerprints of two programs are nearer to each other than
+  // this once in two million pairs.
+  static constexpr int64_t kNear = 1 << 10;
+  static bool AreNear(int64_t a, int64_t b) {
+    const int64_t distance = Difference(a, b);
+    return -kNear < distance && distance < kNear;
+  }
+
   // Returns whether the executable with this run id has run in this process.
   bool IsNear(int64_t run_id) const {
-    constexpr int64_t kNear = 1 << 20;
-    return std::any_of(near_.begin(), near_.end(), [&](int64_t other) {
-      const int64_t distance = Difference(run_id, other);
-      return -kNear < distance && distance < kNear;
-    });
+    return std::any_of(latest_.begin(), latest_.end(),
+                       [&](int64_t id) { return AreNear(run_id, id); });
+  }
+  void Note(int64_t run_id) {
+    for (int64_t& latest : latest_) {
+      if (!AreNear(run_id, latest)) continue;
+      if (Difference(run_id, latest) > 0) latest = run_id;
+      return;
+    }
+    latest_.push_back(run_id);
   }
 
   std::map<uint64_t, int64_t> first_;    // run id, by site
   std::map<uint64_t, int64_t> reached_;  // number of the latest launch, by site
-  std::vector<int64_t> near_;            // a run id of each executable
+  std::vector<int64_t> latest_;          // the run id, of each executable
 };
 
 }  // namespace ep::host

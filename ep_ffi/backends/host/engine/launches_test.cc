@@ -23,14 +23,26 @@ TEST(LaunchesTest, RunIdsThatAreNearAreTheSame) {
 TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
   constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  // Fingerprints use all 64 bits.
-  for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2}) {
+  // The last are of fingerprints that are nearer than most.
+  for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2,
+                        kMax / 2 + 1 - (1 << 19)}) {
     Launches here, there;
     (void)here.Name(kSite, kMax / 2 + 1);
     for (int64_t i = 0; i < 3; ++i) {
       EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(there.Name(kSite, first + i)));
     }
   }
+}
+
+TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
+  constexpr uint64_t kOtherSite = 6;
+  Launches here;
+  for (int64_t run_id = 0; run_id < 10'000; ++run_id) {
+    (void)here.Name(kSite, run_id);
+  }
+  // The op at the other site runs in few launches, and a peer's is its first.
+  EXPECT_EQ(10'001, here.RunId({kOtherSite, 10'001, 0}));
+  EXPECT_FALSE(here.RunId({kOtherSite, 1, 0}).has_value());
 }
 
 // An op has two sites where there are two executables, and what is known of the
