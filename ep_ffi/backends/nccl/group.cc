@@ -86,12 +86,12 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
                      std::shared_ptr<Communicator> communicator)
     : options_(options),
       device_(std::move(device)),
-      communicator_(std::move(communicator)),
-      reports_(device_, options.sizes, options.domain, options.timeout_s),
       watchdog_(std::make_unique<Watchdog>(
           device_,
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
-          options.timeout_s, options.exit_after_s)) {}
+          options.timeout_s, options.exit_after_s)),
+      communicator_(std::move(communicator)),
+      reports_(device_, options.sizes, options.domain, options.timeout_s) {}
 
 Status NcclGroup::Check() {
   MutexLock lock(mutex_);
@@ -110,7 +110,7 @@ Status NcclGroup::Close() {
     });
   }
   communicator_.reset();
-  watchdog_.reset();
+  watchdog_->Stop();
   failed_ = Status(Code::kFailedPrecondition,
                    StrCat("the group \"", options_.name,
                           "\" was finalized; bootstrap a new one"));
@@ -118,13 +118,16 @@ Status NcclGroup::Close() {
 }
 
 Status NcclGroup::GiveUp(const Status& status) {
-  failed_ = status;
+  const std::string others = watchdog_->heard();
+  failed_ = others.empty()
+                ? status
+                : Status(status.code(), StrCat(status.message(), ". ", others));
   device_->Leak();
   (void)RunWithin(kAbortS, "to abort", [c = communicator_] {
     c->Abort();
     return Status();
   });
-  return status;
+  return failed_;
 }
 
 Status NcclGroup::GiveUpUnlessOk(const Status& enqueued) {
