@@ -260,30 +260,21 @@ Status NcclGroup::EnqueueMove(
   moved.num_rows = rows.count;
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = reports_.shared();
+  const bool is_checked = layer.checked && call.op == Op::kCombine;
+  if (is_checked) {
+    moved.row_elements = rows.width;
+    moved.exponent = Exponent(rows.dtype);
+    moved.op = reports_.NumberOf(Name(call));
+  }
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFinish, std::clamp(rows.count, int64_t{1}, kFinishBlocks),
       stream, &routing, &moved)));
   AddToWatchdog(call);
-  if (!layer.checked || call.op != Op::kCombine) return Status();
-  return GiveUpUnlessOk(EnqueueFiniteCheck(call, rows, routing, moved));
-}
-
-Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
-                                     Routing routing, Moved moved) {
-  moved.row_elements = rows.width;
-  moved.exponent = Exponent(rows.dtype);
-  moved.op = reports_.NumberOf(Name(call));
-  const Libraries& cuda = device_->libraries();
-  const CUstream stream = static_cast<CUstream>(call.stream);
-  uint64_t* found = &routing.header->not_finite;
-  EP_RETURN_IF_ERROR(cuda.Check(
-      cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(found), 0,
-                            sizeof(*found) / sizeof(uint32_t), stream),
-      "cuMemsetD32Async"));
-  EP_RETURN_IF_ERROR(device_->LaunchBlocks(Device::kFindNotFinite, rows.count,
-                                           stream, &routing, &moved));
-  return device_->LaunchBlocks(Device::kReportNotFinite, 1, stream, &routing,
-                               &moved);
+  if (!is_checked) return Status();
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
+      Device::kFindNotFinite, rows.count, stream, &routing, &moved)));
+  return GiveUpUnlessOk(device_->LaunchBlocks(Device::kReportNotFinite, 1,
+                                              stream, &routing, &moved));
 }
 
 void NcclGroup::AddToWatchdog(const Call& call) {

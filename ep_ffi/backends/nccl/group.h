@@ -111,9 +111,6 @@ class NcclGroup : public Group {
                      const Rows& rows, Moved moved, const char* name,
                      const std::function<ncclResult_t(ncclEpHandle_t)>& move)
       EP_REQUIRES(mutex_);
-  // Enqueues a check of the rows that ep_combine returns.
-  Status EnqueueFiniteCheck(const Call& call, const Rows& rows, Routing routing,
-                            Moved moved) EP_REQUIRES(mutex_);
 
   // Returns the routing in `mem` for the op that is enqueued next.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
