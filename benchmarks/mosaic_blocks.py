@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the best blocks for the grouped matmul's kernels on a Hopper GPU.
+"""Finds the best blocks for the grouped matmul's kernels on a GPU.
 
     JAX_PLATFORMS=cuda bazel-bin/benchmarks/mosaic_blocks \
         --rows=8192 --matrices=8,4096,14336
@@ -17,7 +17,7 @@ from absl import app, flags
 import jax
 import jax.numpy as jnp
 
-from ep._src.matmul import by_mosaic
+from ep._src.matmul import on_cuda
 from ep._src.matmul.mosaic_blocks import Blocks
 
 _ROWS = flags.DEFINE_integer("rows", 8192, "rows of the buffer", 64)
@@ -40,11 +40,12 @@ def main(argv):
 
   rows, outs = draw(_ROWS.value, height), draw(_ROWS.value, width)
   matrices = draw(*shape)
-  cores = {"num_cores": jax.local_devices()[0].core_count}
-  expand = functools.partial(by_mosaic.expand, tail="unspecified", **cores)
-  contract = functools.partial(by_mosaic.contract, tail="unspecified", **cores)
-  outer = functools.partial(by_mosaic.outer, dtype=rows.dtype, **cores)
-  print(f"# {jax.local_devices()[0].device_kind}, JAX {jax.__version__}")
+  device = jax.local_devices()[0]
+  kernels = on_cuda.kernels(device)
+  expand = functools.partial(kernels.expand, tail="unspecified")
+  contract = functools.partial(kernels.contract, tail="unspecified")
+  outer = functools.partial(kernels.outer, dtype=rows.dtype)
+  print(f"# {device.device_kind}, JAX {jax.__version__}")
   for op, fn, lefts, rights, size in [
     ("expand", expand, rows, [matrices], (_ROWS.value, width)),
     ("contract", contract, [outs], [matrices], (_ROWS.value, height)),
@@ -53,6 +54,8 @@ def main(argv):
     times = {}
     for blocks in _candidates(*size):
       if height % blocks.inner or width % blocks.inner:
+        continue
+      if blocks.rows < on_cuda.fewest_rows(device):
         continue
       seconds = _seconds(fn, blocks, sizes, None, lefts, rights)
       if seconds is not None:

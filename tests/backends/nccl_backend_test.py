@@ -106,6 +106,10 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   )
   monkeypatch.setattr(nccl_backend.platform, "node", lambda: f"host{me % 2}")
   monkeypatch.setattr(backend, "_open", {})
+  lookouts = []
+  monkeypatch.setattr(
+    nccl_backend, "Lookout", lambda *args: lookouts.append(args)
+  )
   connection = NcclBackend().connect(group, join)
   for unknown, message in [
     (
@@ -149,6 +153,9 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
     nccl="a",
     nccl_ep=str(me),
   )
+  ((*lookout, _),) = lookouts
+  processes = [me % 2, me % 2 + 2]
+  assert lookout == [f"ep/place/ep0/{me % 2}", me // 2, processes, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The engine gets what NCCL EP would get, and XLA what it would compile for GPUs.
 
 import re
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ from op_functions import everything
 
 class HostEngine(NcclConnection):
   """Lowers as "nccl" does, to the host engine; checks what NCCL EP demands."""
+
+  def __init__(self, group):
+    super().__init__(group, mock.Mock())
 
   def _lower_call(self, op, ctx, *operands, params):
     if op != "ep_prepare":

@@ -76,6 +76,18 @@ def test_a_group_can_be_created_used_and_closed():
     ffi.check_group("nccl", "rank0")
 
 
+def test_the_watchdog_tells_where_a_rank_stands():
+  """And takes what is known of the others, until the group is closed."""
+  names = ["place0", "place1"]
+  connect(names)
+  *numbers, still_s, text = ffi.nccl_place("place0", 'of "others"')
+  assert (numbers, text) == ([0, False, 0], "has enqueued no op")
+  assert ffi.nccl_place("place0", "")[3] > still_s >= 0
+  close(names)
+  with pytest.raises(ffi.NativeError, match="closed"):
+    ffi.nccl_place("place0", "")
+
+
 def test_a_group_takes_the_place_of_a_smaller_one():
   """As `ep.ep_resize` does it, with the same names."""
   names = ["rank0", "rank1"]

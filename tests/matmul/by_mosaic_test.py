@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for Hopper GPUs, without a GPU.
+"""The kernels for Hopper and Blackwell GPUs, without a GPU.
 
 JAX's interpreter runs them, JAX lowers them for CUDA, and if its CUDA plugin is
-installed, XLA compiles them for an H100.
+installed, XLA compiles them for an H100 and a B200.
 """
 
+from concurrent import futures
+import dataclasses
 import functools
 import importlib.util
+import multiprocessing
 
 import jax
 from jax.experimental import topologies
@@ -22,6 +25,7 @@ from ep._src.matmul.row_map import repeated, weighted
 
 # The last blocks of rows and of columns overlap with the ones before.
 C, L, F, G = 200, 5, 192, 128
+SUMS = by_mosaic.in_registers, by_mosaic.in_tensor_memory
 BLOCKS = {
   "expand": Blocks(rows=64, columns=64, steps=2, panel=1),
   "contract": Blocks(rows=64, columns=128, steps=2, panel=4),
@@ -122,13 +126,23 @@ def _interpret_layouts():
   mlir.register_lowering(layout_cast_p, lambda _, x, **__: [x], "cpu")
 
 
+def _options(op, sums):
+  if sums is by_mosaic.in_registers:
+    return dict(num_cores=3, accumulate=sums, blocks=BLOCKS[op])
+  if not hasattr(plgpu, "InterpretGPUParams"):
+    pytest.skip(f"JAX {jax.__version__} does not interpret tensor memory")
+  blocks = dataclasses.replace(BLOCKS[op], rows=128)
+  return dict(num_cores=3, accumulate=sums, blocks=blocks)
+
+
 @pytest.mark.parametrize(
-  ("op", "dtype"),
-  [(op, jnp.bfloat16) for op in BLOCKS] + [("outer", jnp.float16)],
+  ("op", "dtype", "sums"),
+  [(op, jnp.bfloat16, sums) for op in BLOCKS for sums in SUMS]
+  + [("outer", jnp.float16, SUMS[0])],
 )
-def test_interpreted_beside_nans(op, dtype, interpret):
+def test_interpreted_beside_nans(op, dtype, sums, interpret):
   """In the tail and in a neighbour's rows."""
-  run = jax.jit(functools.partial(_run, op, num_cores=3, blocks=BLOCKS[op]))
+  run = jax.jit(functools.partial(_run, op, **_options(op, sums)))
   for sizes in SIZES:
     inputs = _inputs(sizes, dtype)
     with interpret():
@@ -141,12 +155,15 @@ def test_interpreted_beside_nans(op, dtype, interpret):
       np.testing.assert_allclose(np.float64(actual), expected, 1.01 * eps, 1e-4)
 
 
-@pytest.mark.parametrize("tail", ["nan", "unspecified"])
-def test_interpreted_tails(tail, interpret):
+@pytest.mark.parametrize(
+  ("tail", "sums"),
+  [("nan", SUMS[0]), ("unspecified", SUMS[0]), ("nan", SUMS[1])],
+)
+def test_interpreted_tails(tail, sums, interpret):
   """The interpreter's fresh memory is NaN, as is a tail of checked mode."""
   sizes = [63, 0, 1, 0, 9]
   inputs = _inputs(sizes, jnp.bfloat16)
-  options = {"num_cores": 3, "blocks": BLOCKS["expand"]}
+  options = _options("expand", sums)
   run = jax.jit(functools.partial(_run, "expand", tail=tail, **options))
   with interpret():
     (out, _) = run(jnp.int32(sizes), *inputs)
@@ -214,11 +231,12 @@ def test_functions_that_need_all_columns_are_refused(fn):
     jax.eval_shape(functools.partial(_map_rows, fn), num_used, rows, weights)
 
 
-def _program(op):
-  """Returns a function of all cores of an H100, and its arguments."""
+def _program(op, num_cores, sums):
+  """Returns a function of all cores of a GPU, and its arguments."""
+  options = dict(num_cores=num_cores)
   if op == "rows":
-    return functools.partial(_map_rows, _gradients, num_cores=132), _rows(C)
-  run = functools.partial(_run, op, num_cores=132)
+    return functools.partial(_map_rows, _gradients, **options), _rows(C)
+  run = functools.partial(_run, op, **options, accumulate=sums)
   return run, (np.int32(SIZES[0]), *_inputs(SIZES[0], jnp.bfloat16))
 
 
@@ -227,7 +245,7 @@ def _program(op):
   [("expand", 2), ("contract", 1), ("outer", 2), ("rows", 1)],
 )
 def test_lowered_for_cuda(op, kernels):
-  run, args = _program(op)
+  run, args = _program(op, 132, by_mosaic.in_registers)
   traced = jax.jit(run).trace(*args)
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
@@ -235,15 +253,15 @@ def test_lowered_for_cuda(op, kernels):
 
 _PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 
-# XLA describes an H100 by these values.
-_H100 = """
-gpu_device_info {
+# XLA describes GPUs by such values.
+_GPU = """
+gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
   shared_memory_per_core: 233472
   threads_per_core_limit: 2048
-  core_count: 132
+  core_count: {cores}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
@@ -253,29 +271,46 @@ gpu_device_info {
   clock_rate_ghz: 1.98
   device_memory_size: 84929806336
   shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 2 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
 """
 
 
-@pytest.mark.parametrize("op", [*BLOCKS, "rows"])
-@pytest.mark.skipif(
-  not any(map(importlib.util.find_spec, _PLUGINS)),
-  reason="this needs JAX's CUDA plugin and ptxas, but no GPU",
-)
-def test_compiled_for_hopper(op):
+def _compile(op, name, cores, capability, sums):
+  major, minor = capability.split(".")
+  target = _GPU.format(name=name, major=major, minor=minor, cores=cores)
   topology = topologies.get_topology_desc(
-    "h100", "cuda", topology="1x1x1", target_config=_H100
+    name, "cuda", topology="1x1x1", target_config=target
   )
   sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  run, args = _program(op)
+  run, args = _program(op, cores, getattr(by_mosaic, sums))
   types = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
   )
   jax.jit(run).lower(*types).compile()
+
+
+@pytest.mark.parametrize(
+  ("name", "cores", "capability", "sums"),
+  [
+    ("NVIDIA H100 80GB HBM3", 132, "9.0", "in_registers"),
+    ("NVIDIA B200", 148, "10.0", "in_tensor_memory"),
+    ("NVIDIA B300", 148, "10.3", "in_tensor_memory"),
+  ],
+)
+@pytest.mark.skipif(
+  not any(map(importlib.util.find_spec, _PLUGINS)),
+  reason="this needs JAX's CUDA plugin and ptxas, but no GPU",
+)
+def test_compiled(name, cores, capability, sums):
+  """In a process for each GPU: jaxlib compiles for the first GPU of one."""
+  context = multiprocessing.get_context("spawn")
+  with futures.ProcessPoolExecutor(1, context) as process:
+    for op in [*BLOCKS, "rows"]:
+      process.submit(_compile, op, name, cores, capability, sums).result()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ep
-from ep._src.matmul import by_ragged_dot, by_static_tiles, on_cuda
+from ep._src.matmul import by_mosaic, by_ragged_dot, by_static_tiles, on_cuda
 
 
 class Device(types.SimpleNamespace):
@@ -19,11 +19,12 @@ class Device(types.SimpleNamespace):
 
 
 HOPPER = Device(compute_capability="9.0", core_count=132)
+ADA = Device(compute_capability="8.9", core_count=142)
 BLACKWELL = Device(compute_capability="10.0", core_count=148)
 
 
-def _rows(num_rows=128, dtype=jnp.bfloat16):
-  return jax.ShapeDtypeStruct((num_rows, 64), dtype)
+def _rows(num_rows=128, dtype=jnp.bfloat16, width=64):
+  return jax.ShapeDtypeStruct((num_rows, width), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,8 @@ def _fresh_log(monkeypatch):
   [
     (None, _rows(), (8, 64, 64), by_static_tiles, "exported"),
     (None, _rows(), (2, 64, 64), by_ragged_dot, "exported"),
-    (BLACKWELL, _rows(), (8, 64, 64), by_static_tiles, "this one has 10.0"),
+    (ADA, _rows(), (8, 64, 64), by_static_tiles, "and this one has 8.9"),
+    (BLACKWELL, _rows(), (8, 64, 128), by_static_tiles, "at least 128"),
     (HOPPER, _rows(dtype=jnp.float32), (1, 64, 64), by_static_tiles, "float32"),
     (HOPPER, _rows(132), (8, 64, 64), by_static_tiles, "a multiple of 8"),
     (HOPPER, _rows(56), (8, 64, 64), by_static_tiles, "at least 64"),
@@ -50,11 +52,19 @@ def test_without_kernels(device, rows, matrices, chosen, why, caplog):
   assert why in caplog.text
 
 
-def test_kernels_on_hopper(monkeypatch, caplog):
+@pytest.mark.parametrize(
+  ("device", "accumulate"),
+  [
+    (HOPPER, by_mosaic.in_registers),
+    (BLACKWELL, by_mosaic.in_tensor_memory),
+  ],
+)
+def test_kernels(device, accumulate, monkeypatch, caplog):
   monkeypatch.setattr(on_cuda, "_failure", lambda device: None)
   with caplog.at_level(logging.INFO, "ep"):
-    chosen = on_cuda.choose(HOPPER, _rows(), (8, 64, 64))
-  assert chosen.expand.keywords == {"num_cores": 132}
+    chosen = on_cuda.choose(device, _rows(width=128), (8, 128, 128))
+  options = {"num_cores": device.core_count, "accumulate": accumulate}
+  assert chosen.expand.keywords == options
   assert "kernels of Pallas Mosaic GPU" in caplog.text
 
 
@@ -86,11 +96,11 @@ def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
   """It is asked once for each device."""
   asked = []
 
-  def import_fails(num_cores):
-    asked.append(num_cores)
+  def import_fails(device):
+    asked.append(device.core_count)
     raise ImportError("no such name")
 
-  monkeypatch.setattr(on_cuda, "_kernels", import_fails)
+  monkeypatch.setattr(on_cuda, "kernels", import_fails)
 
   monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
   device = Device(compute_capability="9.0", core_count=7)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls on Hopper GPUs: kernels of Pallas Mosaic GPU.
+"""Grouped matmuls on Hopper and Blackwell GPUs: kernels of Pallas Mosaic GPU.
 
 The functions are those of by_tiles.py, for bfloat16 and float16. A kernel runs
 one thread block on each multiprocessor, and each goes over blocks of the
 result. A pipeline copies blocks of the operands to shared memory (TMA), and the
-tensor cores (WGMMA) add their products in float32 registers.
+tensor cores add their products in float32: those of Hopper (WGMMA) in
+registers, those of Blackwell (tcgen05) in their own memory. A function named
+`accumulate` is all that differs.
 
   * expand and contract go over the tiles of row_tiles.py. A tile may hold rows
     of neighbours and unused ones. A product of a row depends on no other row,
@@ -12,13 +14,14 @@ tensor cores (WGMMA) add their products in float32 registers.
   * outer goes over the matrices. It sums over rows, so it sets those of others
     to zero in both operands, whatever they hold: NaN times zero is NaN.
 
-WGMMA reads blocks in shared memory by rows or by columns, so no matrix is
+Tensor cores read blocks in shared memory by rows or by columns, so no matrix is
 transposed in memory. The last block of columns begins early enough to end with
 the matrix; it computes some columns twice, with the same bits.
 
 A copy to shared memory begins at a multiple of 8 rows and 64 columns, so there
 must be a multiple of 8 rows, 64 at least, and widths must be multiples of 64.
-Segments have no effect.
+On Blackwell 128 is the least, since a block of a result has 128 rows. Segments
+have no effect.
 """
 
 from __future__ import annotations
@@ -58,7 +61,15 @@ def outer(sizes, segments, rows, outs, dtype, **options):
 
 
 def _products(
-  op, sizes, lefts, matrices, tail, *, num_cores, blocks: Blocks | None = None
+  op,
+  sizes,
+  lefts,
+  matrices,
+  tail,
+  *,
+  num_cores,
+  accumulate,
+  blocks: Blocks | None = None,
 ):
   """Returns the sum of the products of all pairs, rounded once."""
   is_transposed = op == "contract"
@@ -77,9 +88,9 @@ def _products(
       slab, start = slabs[tile], _aligned_row(starts[tile])
       column = _start(column, b.columns, width)
 
-      def sums(acc):
-        def multiply(_, x, w):
-          plgpu.wgmma(acc, x, w.transpose((1, 0)) if is_transposed else w)
+      def add_all(add, wait):
+        def multiply(step, x, w):
+          add(step, x, w.transpose((1, 0)) if is_transposed else w)
 
         for left, right in zip(lefts, rights, strict=True):
           columns = pl.ds(column, b.columns)
@@ -88,8 +99,8 @@ def _products(
             w = right.at[slab, columns], (b.columns, b.inner), 1
           else:
             w = right.at[slab, :, columns], (b.inner, b.columns), 0
-          _pipeline(multiply, left.shape[1] // b.inner, [x, w], b.steps)
-        return acc[...]
+          num_steps = left.shape[1] // b.inner
+          _pipeline(multiply, wait, num_steps, [x, w], b.steps)
 
       def store(values):
         rows = start, begins[tile], ends[tile]
@@ -97,7 +108,7 @@ def _products(
 
       @pl.when(slab < num_slabs)
       def _():
-        store(pl.run_scoped(sums, plgpu.ACC((b.rows, b.columns))))
+        store(accumulate((b.rows, b.columns), add_all))
 
       if tail != "unspecified":
 
@@ -117,7 +128,14 @@ def _products(
 
 
 def _outer(
-  sizes, rows, outs, dtype, *, num_cores, blocks: Blocks | None = None
+  sizes,
+  rows,
+  outs,
+  dtype,
+  *,
+  num_cores,
+  accumulate,
+  blocks: Blocks | None = None,
 ):
   num_rows, height = rows.shape
   width = outs.shape[1]
@@ -130,7 +148,7 @@ def _outer(
       begin, end = begins[slab], ends[slab]
       rows = pl.ds(_aligned_row(starts[slab]), num_rows)
 
-      def sums(acc):
+      def add_all(add, wait):
         def multiply(step, x, y):
           first = step * b.inner
 
@@ -142,18 +160,17 @@ def _outer(
               ref[...] = jnp.where(inside, ref[...], jnp.zeros_like(ref))
             plgpu.commit_smem()
 
-          plgpu.wgmma(acc, x.transpose((1, 0)), y)
+          add(step, x.transpose((1, 0)), y)
 
         x = left.at[rows, pl.ds(row, b.rows)], (b.inner, b.rows), 0
         y = right.at[rows, pl.ds(column, b.columns)], (b.inner, b.columns), 0
 
         @pl.when(end > begin)
         def _():
-          _pipeline(multiply, pl.cdiv(end, b.inner), [x, y], b.steps)
+          num_steps = pl.cdiv(end, b.inner)
+          _pipeline(multiply, wait, num_steps, [x, y], b.steps)
 
-        return acc[...]
-
-      values = pl.run_scoped(sums, plgpu.ACC((b.rows, b.columns)))
+      values = accumulate((b.rows, b.columns), add_all)
       _store(values.astype(dtype), out.at[slab], (row, 0, b.rows), column)
 
     num_blocks = pl.cdiv(height, b.rows), pl.cdiv(width, b.columns)
@@ -203,7 +220,49 @@ def _aligned_row(row):
   return pl.multiple_of(row, row_tiles.ALIGNMENT)
 
 
-def _pipeline(multiply, num_steps, operands, max_concurrent_steps):
+def in_registers(shape, add_all):
+  """Returns the products that `add_all` adds up, on Hopper.
+
+  `add_all(add, wait)` calls `add(step, x, y)` in pipelines, and after each
+  `wait(num_steps)`. A block may be overwritten after the step that follows.
+  """
+
+  def sums(acc):
+    add_all(
+      lambda _, x, y: plgpu.wgmma(acc, x, y), lambda _: plgpu.wgmma_wait(0)
+    )
+    return acc[...]
+
+  return pl.run_scoped(sums, plgpu.ACC(shape))
+
+
+def in_tensor_memory(shape, add_all):
+  """Returns what `in_registers` does, on Blackwell."""
+
+  def sums(acc, done):
+    def wait(num_steps):
+      plgpu.barrier_wait(done.at[lax.rem(num_steps - 1, jnp.int32(2))])
+
+    def add(step, x, y):
+      plgpu.tcgen05_mma(acc, x, y, done.at[lax.rem(step, jnp.int32(2))])
+      pl.when(step > 0)(lambda: wait(step))
+
+    zeros = jnp.zeros(shape, jnp.float32)
+    plgpu.async_store_tmem(acc, plgpu.layout_cast(zeros, plgpu.Layout.TCGEN05))
+    plgpu.commit_tmem()
+    add_all(add, wait)
+    values = plgpu.async_load_tmem(acc)
+    plgpu.wait_load_tmem()
+    return values
+
+  return pl.run_scoped(
+    sums,
+    plgpu.TMEM(shape, jnp.float32),
+    plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
+  )
+
+
+def _pipeline(multiply, wait, num_steps, operands, max_concurrent_steps):
   """Calls `multiply(step, *blocks)` for blocks of shape, along an axis."""
 
   def spec(shape, axis):
@@ -218,7 +277,7 @@ def _pipeline(multiply, num_steps, operands, max_concurrent_steps):
     in_specs=[spec(shape, axis) for _, shape, axis in operands],
     max_concurrent_steps=max_concurrent_steps,
   )(*(ref for ref, _, _ in operands))
-  plgpu.wgmma_wait(0)  # The next pipeline uses the same shared memory.
+  wait(num_steps)  # The next pipeline uses the same shared memory.
 
 
 def _store(values, out, rows, column):

@@ -18,7 +18,7 @@ class Blocks:
   """The sizes of what a thread block works on at once.
 
   Attributes:
-    rows: of a block of the result, 64 or 128.
+    rows: of a block of the result, 64 or 128; on Blackwell 128.
     columns: of a block of the result, a multiple of 64.
     inner: columns, or for `outer` rows, whose products a step of the pipeline
       adds. It divides the number of columns.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a function to used rows on Hopper GPUs: a Pallas Mosaic GPU kernel.
+"""Applies a function to used rows: a Pallas Mosaic GPU kernel, from Hopper on.
 
 Each thread block goes over blocks of rows, of which there are as many as the
 used rows need: the device reads their number, so that the host need not. In a

@@ -3,8 +3,8 @@
 
 A grouped matmul runs
 
-* the kernels of by_mosaic.py on Hopper, for bfloat16 and float16 of shapes
-that fit, if this JAX compiles them;
+* the kernels of by_mosaic.py on Hopper and Blackwell, for bfloat16 and float16
+of shapes that fit, if this JAX compiles them;
 * else `lax.ragged_dot` for few matrices, which XLA computes as a product of
 all rows with each matrix, but not for float32, which would become TF32;
 * else the loop of by_static_tiles.py.
@@ -32,6 +32,14 @@ _logger = logging.getLogger("ep")
 _FEW = 2  # matrices for which products with all rows cost less than a loop
 _SHORT = (jnp.bfloat16, jnp.float16)
 
+# By compute capability: the function of by_mosaic.py that adds products up, and
+# the fewest rows and columns of its kernels.
+_SUMS = {
+  "9.0": ("in_registers", 64),
+  "10.0": ("in_tensor_memory", 128),
+  "10.3": ("in_tensor_memory", 128),
+}
+
 
 def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
   """Returns what has the functions expand, contract and outer; logs the choice.
@@ -44,7 +52,7 @@ def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
   is_short = rows.dtype in _SHORT
   obstacle = _misfit(device, rows, matrices[1:]) or _failure(device)
   if obstacle is None:
-    chosen, name = _kernels(device.core_count), "kernels of Pallas Mosaic GPU"
+    chosen, name = kernels(device), "kernels of Pallas Mosaic GPU"
   elif rows.shape[0] == 0 or (is_short and matrices[0] <= _FEW):
     chosen, name = by_ragged_dot, f"lax.ragged_dot, because {obstacle}"
   else:
@@ -88,7 +96,7 @@ def _obstacle_of_map(device, fn, arrays, outs):
   if len(inputs) != 1 or any(x.shape not in inputs for x in wide):
     return "the kernel takes arrays [C, F], all of one F, and [C]"
   for x in wide:
-    if obstacle := _misfit(device, x, x.shape[1:]):
+    if obstacle := _misfit(device, x, x.shape[1:], fewest=64):
       return obstacle
   if any(len(x.shape) == 1 and x.dtype.itemsize != 4 for x in types):
     return "the kernel takes one value for each row only of 32 bits"
@@ -96,22 +104,23 @@ def _obstacle_of_map(device, fn, arrays, outs):
   return _failure_of_map(device, fn, few)
 
 
-def _misfit(device, rows, widths):
+def _misfit(device, rows, widths, fewest=None):
   """Returns why the kernels cannot be used, or None."""
   if device is None:
     return "it is exported for any GPU, or XLA divides it among devices"
-  if device.compute_capability != "9.0":
+  if device.compute_capability not in _SUMS:
     return (
-      "the kernels are for GPUs of compute capability 9.0, and this one has "
-      f"{device.compute_capability}"
+      f"the kernels are for GPUs of compute capability {', '.join(_SUMS)},"
+      f" and this one has {device.compute_capability}"
     )
   if rows.dtype not in _SHORT:
     return f"the kernels take bfloat16 and float16, not {rows.dtype}"
+  fewest = fewest or fewest_rows(device)
   sizes = rows.shape[0], *widths
-  if rows.shape[0] % 8 or min(sizes) < 64 or any(n % 64 for n in widths):
+  if rows.shape[0] % 8 or min(sizes) < fewest or any(n % 64 for n in widths):
     return (
-      "the kernels need at least 64 rows, a multiple of 8, and widths that are "
-      "multiples of 64"
+      f"the kernels need at least {fewest} rows, a multiple of 8, and widths"
+      f" of at least {fewest} that are multiples of 64"
     )
   return None
 
@@ -121,12 +130,13 @@ def _failure(device):
   """Compiles small kernels for a device; returns why it fails, or None."""
 
   def run(sizes, rows, matrices):
-    kernels = _kernels(device.core_count)
-    (outs,) = kernels.expand(sizes, None, rows, [matrices], "zero")
-    back = kernels.contract(sizes, None, [outs], [matrices], "zero")
-    return kernels.outer(sizes, None, back, [outs], jnp.float32)
+    ops = kernels(device)
+    (outs,) = ops.expand(sizes, None, rows, [matrices], "zero")
+    back = ops.contract(sizes, None, [outs], [matrices], "zero")
+    return ops.outer(sizes, None, back, [outs], jnp.float32)
 
-  shapes = ((64, 64), jnp.bfloat16), ((1, 64, 64), jnp.bfloat16)
+  n = fewest_rows(device)
+  shapes = ((n, n), jnp.bfloat16), ((1, n, n), jnp.bfloat16)
   return _why_not(device, run, ((1,), jnp.int32), *shapes)
 
 
@@ -154,15 +164,23 @@ def _why_not(device, run, *types):
   return f"JAX {jax.__version__} does not compile the kernels: {reason}"
 
 
-def _kernels(num_cores):
+def fewest_rows(device: Any) -> int:
+  """Returns the fewest rows and columns of the kernels for a device."""
+  return _SUMS[device.compute_capability][1]
+
+
+def kernels(device: Any) -> Any:
+  """Returns what has the functions of by_mosaic.py, for a device."""
   # This imports names that not every JAX has.
   from ep._src.matmul import by_mosaic
 
-  names = "expand", "contract", "outer"
+  name, _ = _SUMS[device.compute_capability]
+  accumulate = getattr(by_mosaic, name)
+  options = dict(num_cores=device.core_count, accumulate=accumulate)
   return types.SimpleNamespace(
     **{
-      name: functools.partial(getattr(by_mosaic, name), num_cores=num_cores)
-      for name in names
+      name: functools.partial(getattr(by_mosaic, name), **options)
+      for name in ("expand", "contract", "outer")
     }
   )
 

@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "23dca3b412d2"
+INTERFACE = "e079724bdeac"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -304,6 +304,21 @@ def create_nccl_group(
     nccl.encode(),
     nccl_ep.encode(),
   )
+
+
+def nccl_place(name: str, others: str) -> tuple[int, bool, int, float, str]:
+  """Returns where a rank stands; see ep/_src/backends/nccl/peers.py.
+
+  Its watchdog gets `others`, a sentence about the other ranks.
+  """
+  numbers = (ctypes.c_double * 4)()
+  text = ctypes.create_string_buffer(_ERROR_BYTES)
+  args = name.encode(), others.encode(), numbers, text
+  size = ctypes.c_int64(_ERROR_BYTES)
+  _call("nccl", "ep_nccl_group_place", *args, size)
+  num_ended, has_begun, num_left, still_s = numbers
+  words = text.value.decode(errors="replace")
+  return int(num_ended), bool(has_begun), int(num_left), still_s, words
 
 
 def mem_bytes(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The C functions that create an nccl group. ep/_src/native/ffi.py calls them.
+// The C functions of nccl groups. ep/_src/native/ffi.py calls them.
 // For the paths `nccl` and `nccl_ep` see Libraries::Load.
 
 #include <cstdint>
@@ -54,5 +54,30 @@ EP_EXPORT int32_t ep_nccl_group_create(
     std::shared_ptr<ep::Group> group;
     EP_RETURN_IF_ERROR(ep::nccl::NcclGroup::Create(options, &group));
     return ep::Registry::Get().Add(name, config, group);
+  });
+}
+
+// Gives the watchdog of a group a sentence about the `others`, and asks it for
+// the place of this rank; see Watchdog. `numbers` and `text` are the fields of
+// Watchdog::Place.
+EP_EXPORT int32_t ep_nccl_group_place(const char* name, const char* others,
+                                      double* numbers, char* text,
+                                      int64_t text_bytes, char* error,
+                                      int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    const auto group = std::dynamic_pointer_cast<ep::nccl::NcclGroup>(
+        ep::Registry::Get().Find(name));
+    if (!group) {
+      return ep::Status(ep::Code::kFailedPrecondition, "the group was closed");
+    }
+    group->watchdog().Hear(others);
+    const auto place = group->watchdog().FindPlace();
+    numbers[0] = place.num_ended;
+    numbers[1] = place.has_begun;
+    numbers[2] = place.num_left;
+    numbers[3] = place.still_s;
+    std::strncpy(text, place.text.c_str(), text_bytes - 1);
+    text[text_bytes - 1] = 0;
+    return ep::Status();
   });
 }

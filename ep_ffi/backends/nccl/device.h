@@ -70,7 +70,7 @@ class Device {
   Status LaunchWarps(Kernel kernel, int64_t count, CUstream stream,
                      Routing* routing) const;
   Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
-                      Routing* routing, Moved* moved) const;
+                      Routing* routing, Moved* moved = nullptr) const;
 
   // Returns the address of report `i` on the device.
   Report* device_report(int32_t i) const { return device_reports_ + i; }

@@ -52,6 +52,25 @@ TEST_P(FaultsTest, ARepeatedIdFails) {
   }
 }
 
+// Each block of threads looks for the first one among its choices.
+TEST_P(FaultsTest, TheFirstOfManyWrongIdsIsNamed) {
+  PlanDims dims = kDims;
+  dims.num_tokens = 700;
+  dims.capacity = 4 * dims.num_choices();
+  const Domain domain = MakeDomain({dims});
+  for (int64_t first : {0, 255, 256, 900}) {
+    Choices topk_idx = RandomChoices(random_, dims);
+    for (int64_t choice : {first, first + 1, first + 300}) {
+      topk_idx[1][choice] = -2 - choice;
+    }
+    const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
+                                    PrepareInputs(dims, topk_idx));
+    for (const Status& status : step->Run()) {
+      ExpectWords({"rank 1", StrCat("] = ", -2 - first, ",")}, status);
+    }
+  }
+}
+
 TEST_P(FaultsTest, AFaultIsReportedOnce) {
   const Domain domain = MakeDomain(kWorld);
   PrepareFault(domain, kDims);

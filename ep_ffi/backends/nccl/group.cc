@@ -86,12 +86,12 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
                      std::shared_ptr<Communicator> communicator)
     : options_(options),
       device_(std::move(device)),
-      communicator_(std::move(communicator)),
-      reports_(device_, options.sizes, options.domain, options.timeout_s),
       watchdog_(std::make_unique<Watchdog>(
           device_,
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
-          options.timeout_s, options.exit_after_s)) {}
+          options.timeout_s, options.exit_after_s)),
+      communicator_(std::move(communicator)),
+      reports_(device_, options.sizes, options.domain, options.timeout_s) {}
 
 Status NcclGroup::Check() {
   MutexLock lock(mutex_);
@@ -110,7 +110,7 @@ Status NcclGroup::Close() {
     });
   }
   communicator_.reset();
-  watchdog_.reset();
+  watchdog_->Stop();
   failed_ = Status(Code::kFailedPrecondition,
                    StrCat("the group \"", options_.name,
                           "\" was finalized; bootstrap a new one"));
@@ -118,13 +118,16 @@ Status NcclGroup::Close() {
 }
 
 Status NcclGroup::GiveUp(const Status& status) {
-  failed_ = status;
+  const std::string others = watchdog_->heard();
+  failed_ = others.empty()
+                ? status
+                : Status(status.code(), StrCat(status.message(), ". ", others));
   device_->Leak();
   (void)RunWithin(kAbortS, "to abort", [c = communicator_] {
     c->Abort();
     return Status();
   });
-  return status;
+  return failed_;
 }
 
 Status NcclGroup::GiveUpUnlessOk(const Status& enqueued) {
@@ -257,30 +260,21 @@ Status NcclGroup::EnqueueMove(
   moved.num_rows = rows.count;
   moved.row_words = rows.row_bytes() / sizeof(uint32_t);
   moved.report = reports_.shared();
+  const bool is_checked = layer.checked && call.op == Op::kCombine;
+  if (is_checked) {
+    moved.row_elements = rows.width;
+    moved.exponent = Exponent(rows.dtype);
+    moved.op = reports_.NumberOf(Name(call));
+  }
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFinish, std::clamp(rows.count, int64_t{1}, kFinishBlocks),
       stream, &routing, &moved)));
   AddToWatchdog(call);
-  if (!layer.checked || call.op != Op::kCombine) return Status();
-  return GiveUpUnlessOk(EnqueueFiniteCheck(call, rows, routing, moved));
-}
-
-Status NcclGroup::EnqueueFiniteCheck(const Call& call, const Rows& rows,
-                                     Routing routing, Moved moved) {
-  moved.row_elements = rows.width;
-  moved.exponent = Exponent(rows.dtype);
-  moved.op = reports_.NumberOf(Name(call));
-  const Libraries& cuda = device_->libraries();
-  const CUstream stream = static_cast<CUstream>(call.stream);
-  uint64_t* found = &routing.header->not_finite;
-  EP_RETURN_IF_ERROR(cuda.Check(
-      cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(found), 0,
-                            sizeof(*found) / sizeof(uint32_t), stream),
-      "cuMemsetD32Async"));
-  EP_RETURN_IF_ERROR(device_->LaunchBlocks(Device::kFindNotFinite, rows.count,
-                                           stream, &routing, &moved));
-  return device_->LaunchBlocks(Device::kReportNotFinite, 1, stream, &routing,
-                               &moved);
+  if (!is_checked) return Status();
+  EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
+      Device::kFindNotFinite, rows.count, stream, &routing, &moved)));
+  return GiveUpUnlessOk(device_->LaunchBlocks(Device::kReportNotFinite, 1,
+                                              stream, &routing, &moved));
 }
 
 void NcclGroup::AddToWatchdog(const Call& call) {

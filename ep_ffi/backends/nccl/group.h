@@ -92,6 +92,9 @@ class NcclGroup : public Group {
   Status Check() override;
   Status Close() override;
 
+  // Does not wait for the lock.
+  Watchdog& watchdog() const { return *watchdog_; }
+
  private:
   NcclGroup(const Options& options, std::shared_ptr<Device> device,
             std::shared_ptr<Communicator> communicator);
@@ -108,9 +111,6 @@ class NcclGroup : public Group {
                      const Rows& rows, Moved moved, const char* name,
                      const std::function<ncclResult_t(ncclEpHandle_t)>& move)
       EP_REQUIRES(mutex_);
-  // Enqueues a check of the rows that ep_combine returns.
-  Status EnqueueFiniteCheck(const Call& call, const Rows& rows, Routing routing,
-                            Moved moved) EP_REQUIRES(mutex_);
 
   // Returns the routing in `mem` for the op that is enqueued next.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
@@ -128,7 +128,8 @@ class NcclGroup : public Group {
   Status TakeOutcome() EP_REQUIRES(mutex_);
   // Waits for the device, and returns the first fault not returned yet.
   Status Drain() EP_REQUIRES(mutex_);
-  // Aborts. From now on every op fails with `status`, which it returns.
+  // Aborts. From now on every op fails with `status`, to which it adds what is
+  // known of the other ranks. Returns that.
   Status GiveUp(const Status& status) EP_REQUIRES(mutex_);
   // Gives up if this rank has not enqueued a part of an op: its peers wait for
   // that part, and would take a part of a later op for it.
@@ -136,11 +137,11 @@ class NcclGroup : public Group {
 
   const Options options_;
   const std::shared_ptr<Device> device_;
+  const std::unique_ptr<Watchdog> watchdog_;  // stopped by Close
 
   mutable Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ EP_GUARDED_BY(mutex_);
   Reports reports_ EP_GUARDED_BY(mutex_);
-  std::unique_ptr<Watchdog> watchdog_ EP_GUARDED_BY(mutex_);  // until Close
   Runs runs_ EP_GUARDED_BY(mutex_);
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // of the run of the current op
   // Hash of the ops that were enqueued since the last prepare.

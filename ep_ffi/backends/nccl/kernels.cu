@@ -47,6 +47,18 @@ __device__ Fault CheckId(const Routing& r, int32_t choice) {
   return Fault::kNone;
 }
 
+// Returns the number of choices of an expert in earlier chunks, or at first in
+// this chunk.
+__device__ int32_t& ChunkStart(const Routing& r, int32_t chunk,
+                               int32_t expert) {
+  return r.chunk_starts[chunk * (r.num_experts + 1) + expert];
+}
+
+// Returns the first choice of a chunk that is wrong, or else num_choices.
+__device__ int32_t& FirstWrong(const Routing& r, int32_t chunk) {
+  return ChunkStart(r, chunk, r.num_experts);
+}
+
 __device__ int32_t RoundUp(int32_t value, int32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -155,8 +167,7 @@ __device__ bool HasSlot(const Routing& r, int32_t choice) {
   const int64_t id = IdAt(r, choice);
   if (id == -1) return false;
   const int32_t chunk = choice / kChunk;
-  int32_t slot =
-      r.offsets[id] + r.before[id] + r.chunk_starts[chunk * r.num_experts + id];
+  int32_t slot = r.offsets[id] + r.before[id] + ChunkStart(r, chunk, id);
   for (int32_t i = chunk * kChunk; i < choice; ++i) slot += IdAt(r, i) == id;
   return slot < r.capacity;
 }
@@ -170,48 +181,53 @@ __device__ void Fill(int64_t row, int32_t width, uint32_t value,
 
 }  // namespace
 
-// Counts the choices of each expert in each chunk, and finds the first choice
-// that is wrong. Runs a thread per choice. `sent` and `chunk_starts` must be
-// zero.
+// Counts the choices of each expert in a chunk, and finds the first choice that
+// is wrong. Runs a block per chunk.
 extern "C" __global__ void EpCountChoices(Routing r) {
-  const int32_t choice = ThreadIndex();
-  if (choice >= r.num_choices) return;
-  const int64_t id = IdAt(r, choice);
-  if (CheckId(r, choice) != Fault::kNone) {
-    // Stored as num_choices - choice, so that atomicMax keeps the first.
-    atomicMax(&r.sent[r.num_experts + kWordChoice], r.num_choices - choice);
-  } else if (id >= 0) {
-    atomicAdd(&r.chunk_starts[choice / kChunk * r.num_experts + id], 1);
+  const int32_t chunk = blockIdx.x;
+  const int32_t first = chunk * kChunk;
+  const int32_t size = min(r.num_choices - first, kChunk);
+  for (int32_t e = threadIdx.x; e < r.num_experts; e += blockDim.x) {
+    int32_t count = 0;
+    for (int32_t i = 0; i < size; ++i) count += IdAt(r, first + i) == e;
+    ChunkStart(r, chunk, e) = count;
   }
+  if (threadIdx.x >= kWarp) return;
+  const int32_t i = WarpFind(Lane(), size, [&](int32_t i) {
+    return CheckId(r, first + i) != Fault::kNone;
+  });
+  FirstWrong(r, chunk) = i < size ? first + i : r.num_choices;
 }
 
 // Sums the counts of the chunks, and completes `sent`. Runs a warp per expert.
 extern "C" __global__ void EpSumChoices(Routing r) {
   const int32_t expert = WarpIndex();
   if (expert >= r.num_experts) return;
-  const auto start = [&](int32_t chunk) -> int32_t& {
-    return r.chunk_starts[chunk * r.num_experts + expert];
-  };
-  const int32_t sum =
-      WarpScan(Lane(), (r.num_choices + kChunk - 1) / kChunk, start,
-               [&](int32_t chunk, int32_t before) { start(chunk) = before; });
-  if (Lane() != 0) return;
-  r.sent[expert] = sum;
+  const int32_t sum = WarpScan(
+      Lane(), r.num_chunks,
+      [&](int32_t chunk) { return ChunkStart(r, chunk, expert); },
+      [&](int32_t chunk, int32_t before) {
+        ChunkStart(r, chunk, expert) = before;
+      });
+  if (Lane() == 0) r.sent[expert] = sum;
   if (expert != 0) return;
+  const int32_t wrong = WarpFind(Lane(), r.num_chunks, [&](int32_t chunk) {
+    return FirstWrong(r, chunk) < r.num_choices;
+  });
+  if (Lane() != 0) return;
   CountOp(r.number, &r.progress->begun);
-  int32_t* words = r.sent + r.num_experts;
-  Write64(r.program, words + kWordProgram);
+  Outcome found = {};
   if (r.place && r.place[0] != r.index) {
-    words[kWordFault] = static_cast<int32_t>(Fault::kOtherPlace);
-    words[kWordChoice] = 0;
-    Write64(r.place[0], words + kWordValue);
-    return;
+    found = {Fault::kOtherPlace, 0, 0, 0, r.place[0]};
+  } else if (wrong < r.num_chunks) {
+    const int32_t choice = FirstWrong(r, wrong);
+    found = {CheckId(r, choice), 0, choice, 0, IdAt(r, choice)};
   }
-  if (words[kWordChoice] == 0) return;
-  const int32_t choice = r.num_choices - words[kWordChoice];
-  words[kWordFault] = static_cast<int32_t>(CheckId(r, choice));
-  words[kWordChoice] = choice;
-  Write64(IdAt(r, choice), words + kWordValue);
+  int32_t* words = r.sent + r.num_experts;
+  words[kWordFault] = static_cast<int32_t>(found.fault);
+  words[kWordChoice] = found.choice;
+  Write64(found.value, words + kWordValue);
+  Write64(r.program, words + kWordProgram);
 }
 
 // Computes where slabs begin and how many slots each rank needs. Runs a warp
@@ -271,7 +287,10 @@ extern "C" __global__ void EpClearForeign(Routing r) {
 // If the routing has a fault, writes NaN to all rows. Runs any number of
 // blocks, which take turns at the rows.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
-  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->ended);
+  if (ThreadIndex() == 0) {
+    CountOp(r.number, &r.progress->ended);
+    if (m.exponent) r.header->not_finite = 0;
+  }
   const Outcome outcome = CheckHandle(r);
   int32_t first = 0;
   uint32_t value = kNan;
@@ -289,7 +308,7 @@ extern "C" __global__ void EpFinish(Routing r, Moved m) {
 }
 
 // Finds the first element of combine's result that is not finite. Runs a block
-// per row. `header->not_finite` must be zero.
+// per row. EpFinish has set `header->not_finite` to zero.
 extern "C" __global__ void EpFindNotFinite(Routing r, Moved m) {
   if (CheckHandle(r).fault != Fault::kNone) return;
   const int64_t row = blockIdx.x;

@@ -95,7 +95,7 @@ constexpr uint32_t kNan = 0xffffffff;  // is NaN in every float type
 // inputs and outputs of ep_prepare.
 struct Routing {
   int32_t num_experts, num_local, ep_size, rank;
-  int32_t num_choices, top_k, capacity, alignment;
+  int32_t num_choices, num_chunks, top_k, capacity, alignment;
   int32_t drop, index_is_int64;
   uint64_t sizes;        // hash of the sizes; equal in an op and its handle
   uint64_t program;      // hash of the op and its sizes; equal on all ranks
@@ -105,7 +105,8 @@ struct Routing {
 
   Header* header;
   int64_t* choices;       // [T K] expert, -1 if unused, invalid or dropped
-  int32_t* chunk_starts;  // [chunks][E] choices of an expert in earlier chunks
+  int32_t* chunk_starts;  // [chunks][E + 1] choices of an expert in earlier
+                          // chunks; at E, the chunk's first that is wrong
   int32_t* sent;          // [E + kWords]
   int32_t* received;      // [P][E + kWords], `sent` of each rank
   int32_t* totals;        // [E] choices of all ranks

@@ -36,7 +36,6 @@ namespace ep::nccl {
   F(cuMemGetInfo)              \
   F(cuMemHostAlloc)            \
   F(cuMemHostGetDevicePointer) \
-  F(cuMemsetD32Async)          \
   F(cuModuleGetFunction)       \
   F(cuModuleLoadData)          \
   F(cuModuleUnload)

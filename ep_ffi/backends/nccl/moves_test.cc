@@ -116,9 +116,8 @@ TEST_P(MovesTest, OpsEnqueueNoMoreThanThis) {
     return fake::TakeEnqueued(static_cast<CUstream>(domain.streams[0]));
   };
   const Routed routed = PrepareRandom(domain, kDims);
-  EXPECT_EQ((Names{"cuMemsetD32Async", "EpCountChoices", "EpSumChoices",
-                   "ncclAllGather", "EpPlaceSlabs", "EpWriteRouting",
-                   "ncclEpUpdateHandle"}),
+  EXPECT_EQ((Names{"EpCountChoices", "EpSumChoices", "ncclAllGather",
+                   "EpPlaceSlabs", "EpWriteRouting", "ncclEpUpdateHandle"}),
             enqueued());
   for (Op op : kMoves) {
     const bool scatters = op == Op::kDispatch || op == Op::kCombineBwd;
@@ -128,6 +127,12 @@ TEST_P(MovesTest, OpsEnqueueNoMoreThanThis) {
                "EpFinish"}),
         enqueued());
   }
+  std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
+  for (RankInput& input : inputs) input.checked = true;
+  ExpectRuns(Step::Make(domain, Op::kCombine, {NextRun()}, inputs));
+  EXPECT_EQ((Names{"EpClearForeign", "ncclEpCombine", "EpFinish",
+                   "EpFindNotFinite", "EpReportNotFinite"}),
+            enqueued());
 }
 
 // Blocks of threads take time even if they find nothing to do.

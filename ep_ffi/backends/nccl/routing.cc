@@ -29,10 +29,6 @@ class Carver {
   int64_t size_ = 0;
 };
 
-int64_t NumChunks(int64_t num_choices) {
-  return (num_choices + kChunk - 1) / kChunk;
-}
-
 // Returns the number of words that a rank sends.
 int64_t NumSent(const Routing& r) { return r.num_experts + kWords; }
 
@@ -42,10 +38,8 @@ Carver Carve(std::byte* mem, Routing* r) {
   carver.Take(kHeaderBytes, &header);
   r->header = reinterpret_cast<Header*>(header);
   carver.Take(r->num_choices, &r->choices);
-  // These two are adjacent because one memset zeroes both.
-  carver.Take(NumChunks(r->num_choices) * r->num_experts + NumSent(*r),
-              &r->chunk_starts);
-  r->sent = r->chunk_starts + NumChunks(r->num_choices) * r->num_experts;
+  carver.Take(r->num_chunks * (int64_t{r->num_experts} + 1), &r->chunk_starts);
+  carver.Take(NumSent(*r), &r->sent);
   carver.Take(r->ep_size * NumSent(*r), &r->received);
   carver.Take(r->num_experts, &r->totals);
   carver.Take(r->num_experts, &r->before);
@@ -68,6 +62,7 @@ Routing Shape(const Sizes& sizes, const Layer& layer, int64_t num_tokens) {
   r.num_local = sizes.num_local();
   r.ep_size = sizes.ep_size;
   r.num_choices = num_tokens * layer.top_k;
+  r.num_chunks = (r.num_choices + kChunk - 1) / kChunk;
   r.top_k = layer.top_k;
   r.capacity = layer.capacity;
   r.alignment = layer.alignment;
@@ -94,14 +89,8 @@ Routing RoutingIn(const Sizes& sizes, const Layer& layer, int64_t num_tokens,
 
 Status EnqueueRouting(const Device& device, const Communicator& communicator,
                       CUstream stream, Routing r) {
-  const Libraries& cuda = device.libraries();
-  const int64_t num_zeros = r.sent + NumSent(r) - r.chunk_starts;
-  EP_RETURN_IF_ERROR(cuda.Check(
-      cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(r.chunk_starts), 0,
-                            num_zeros, stream),
-      "cuMemsetD32Async"));
   EP_RETURN_IF_ERROR(
-      device.LaunchThreads(Device::kCountChoices, r.num_choices, stream, &r));
+      device.LaunchBlocks(Device::kCountChoices, r.num_chunks, stream, &r));
   EP_RETURN_IF_ERROR(
       device.LaunchWarps(Device::kSumChoices, r.num_experts, stream, &r));
   EP_RETURN_IF_ERROR(

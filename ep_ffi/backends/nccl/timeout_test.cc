@@ -97,6 +97,23 @@ TEST_P(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AwaitStreams(domain);
 }
 
+TEST(GiveUpTest, TheErrorSaysWhatTheWatchdogHasHeard) {
+  AllowLeaks();
+  std::vector<std::shared_ptr<Group>> groups;
+  for (const Status& status : Connect(SizesFor(kDims), /*timeout_s=*/0.5,
+                                      /*first_device=*/0, &groups)) {
+    ExpectOk(status);
+  }
+  const auto stream = fake::NewStream(/*device=*/0);
+  fake::Enqueue(stream.get(),
+                [] { std::this_thread::sleep_for(std::chrono::seconds(1)); });
+  static_cast<NcclGroup&>(*groups[0]).watchdog().Hear("Missing: rank 3.");
+  for (int i = 0; i < 2; ++i) {
+    ExpectWords({"timeout_s = 0.5", ". Missing: rank 3."}, groups[0]->Check());
+  }
+  fake::Synchronize(stream.get());
+}
+
 // Returns the live objects after the threads that earlier tests left behind
 // have ended.
 fake::Resources CountSettledHoldings() {

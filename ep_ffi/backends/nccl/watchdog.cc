@@ -25,15 +25,16 @@ Watchdog::Watchdog(std::shared_ptr<const Device> device, std::string rank,
       rank_(std::move(rank)),
       timeout_s_(timeout_s),
       exit_after_s_(exit_after_s),
+      moved_at_(Now()),
       thread_([this] { Watch(); }) {}
 
-Watchdog::~Watchdog() {
+void Watchdog::Stop() {
   {
     MutexLock lock(mutex_);
     is_stopped_ = true;
     changed_.NotifyAll();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Watchdog::Number(Routing* routing) {
@@ -91,27 +92,50 @@ void Watchdog::Watch() {
   }
 }
 
-std::string Watchdog::Describe() const {
-  const uint64_t number = num_added_ - ops_.size() + 1;
-  const std::string met =
-      last_ended_.empty()
-          ? ""
-          : StrCat(" The last op in which all ranks took part was ",
-                   last_ended_, ".");
-  if (progress_.begun < number) {
-    return StrCat(ops_.front(), ": ", rank_,
-                  " has not begun this op. For timeout_s = ", timeout_s_,
-                  " s its GPU has not ended what was enqueued before, such as "
-                  "a collective of XLA. Ranks that wait in this op wait for "
-                  "this rank.",
-                  met);
+Watchdog::Place Watchdog::FindPlace() {
+  MutexLock lock(mutex_);
+  Update();
+  Place place = {static_cast<int64_t>(num_added_ - ops_.size()), HasBegun(),
+                 static_cast<int64_t>(ops_.size()), Now() - moved_at_, ""};
+  if (!ops_.empty()) {
+    place.text =
+        StrCat(place.has_begun ? "is in " : "has not begun ", ops_.front());
+  } else if (!last_ended_.empty()) {
+    place.text = StrCat("has enqueued nothing after ", last_ended_);
+  } else {
+    place.text = "has enqueued no op";
   }
-  return StrCat(ops_.front(), ": ", rank_,
-                " has waited timeout_s = ", timeout_s_,
-                " s in this op for ranks that have not begun it. Look for a "
-                "rank that prints no line like this one: it failed, is slow, "
-                "or runs another program.",
-                met);
+  return place;
+}
+
+void Watchdog::Hear(std::string others) {
+  MutexLock lock(mutex_);
+  heard_ = std::move(others);
+}
+
+std::string Watchdog::heard() const {
+  MutexLock lock(mutex_);
+  return heard_;
+}
+
+std::string Watchdog::Describe() const {
+  std::string text = StrCat(ops_.front(), ": ", rank_);
+  if (HasBegun()) {
+    text += StrCat(" has waited timeout_s = ", timeout_s_,
+                   " s in this op for other ranks. ",
+                   heard_.empty() ? "Look for a rank that prints no line like "
+                                    "this one: it failed, is slow, or runs "
+                                    "another program."
+                                  : heard_);
+  } else {
+    text += StrCat(" has not begun this op. For timeout_s = ", timeout_s_,
+                   " s its GPU has not ended what was enqueued before, such as "
+                   "a collective of XLA. Ranks that wait in this op wait for "
+                   "this rank.");
+  }
+  if (last_ended_.empty()) return text;
+  return StrCat(text, " The last op in which all ranks took part was ",
+                last_ended_, ".");
 }
 
 }  // namespace ep::nccl

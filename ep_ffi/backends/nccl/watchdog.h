@@ -4,6 +4,8 @@
 //
 // NCCL EP's kernels wait for their peers without a limit, and while they do no
 // code of this backend need run: the host may be waiting for a result in XLA.
+// What the other ranks do is known to Python, which asks each rank where it
+// stands (ep/_src/backends/nccl/peers.py).
 
 #ifndef EP_FFI_BACKENDS_NCCL_WATCHDOG_H_
 #define EP_FFI_BACKENDS_NCCL_WATCHDOG_H_
@@ -27,18 +29,36 @@ class Watchdog {
   // thread prints a line; after another `exit_after_s` it ends the process.
   Watchdog(std::shared_ptr<const Device> device, std::string rank,
            double timeout_s, double exit_after_s);
-  // Ends the thread.
-  ~Watchdog();
+  ~Watchdog() { Stop(); }
+  // Ends the thread. Idempotent.
+  void Stop();
 
   // Gives the next op its number, under which its kernels count it.
   void Number(Routing* routing);
   // Adds the op that was enqueued with this number. `op` is its name.
   void Add(std::string op);
 
+  // Where this rank stands.
+  struct Place {
+    int64_t num_ended;
+    bool has_begun;    // the op after these
+    int64_t num_left;  // ops that were enqueued and have not ended
+    double still_s;    // since any of this has changed
+    std::string text;  // the rest of a sentence about the rank
+  };
+  Place FindPlace();
+  // Takes a sentence about the other ranks, or "", for what is said from now
+  // on.
+  void Hear(std::string others);
+  std::string heard() const;
+
  private:
   void Watch();
   // Takes the ops that have ended.
   void Update() EP_REQUIRES(mutex_);
+  bool HasBegun() const EP_REQUIRES(mutex_) {
+    return progress_.begun > num_added_ - ops_.size();
+  }
   // Says what this rank knows of the op at which it stands.
   std::string Describe() const EP_REQUIRES(mutex_);
 
@@ -47,7 +67,7 @@ class Watchdog {
   const double timeout_s_;
   const double exit_after_s_;
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar changed_;  // there is an op, or the end has come
   // The names of the ops that have not ended. The last has the number
   // `num_added_`.
@@ -55,7 +75,8 @@ class Watchdog {
   uint64_t num_added_ EP_GUARDED_BY(mutex_) = 0;
   std::string last_ended_ EP_GUARDED_BY(mutex_);
   Progress progress_ EP_GUARDED_BY(mutex_) = {};
-  double moved_at_ EP_GUARDED_BY(mutex_) = 0;
+  double moved_at_ EP_GUARDED_BY(mutex_);
+  std::string heard_ EP_GUARDED_BY(mutex_);
   bool is_told_ EP_GUARDED_BY(mutex_) = false;  // since it stands still
   bool is_stopped_ EP_GUARDED_BY(mutex_) = false;
 

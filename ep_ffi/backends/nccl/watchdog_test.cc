@@ -86,7 +86,7 @@ TEST_P(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
   Sleep(3 * kTimeoutS);
   ExpectLines({0, 1, 3},
               {"ep_prepare(layer \"moe_3\"), step 1 of \"jit_step#0\", op 0",
-               "timeout_s = 1 s", "have not begun it",
+               "timeout_s = 1 s", "for other ranks. Look for a rank",
                "all ranks took part was ep_prepare(layer \"moe_3\"), step 0"},
               ::testing::internal::GetCapturedStderr());
   // It did no harm, and the ranks are not stuck: the last one comes.
@@ -189,6 +189,48 @@ TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
   }
   Sleep(1);
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+TEST(WatchdogAloneTest, TheMessageSaysWhatWasHeardOfOthers) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+                    /*exit_after_s=*/10);
+  Routing routing = {};
+  watchdog.Number(&routing);
+  routing.progress->begun = routing.number;
+  ::testing::internal::CaptureStderr();
+  watchdog.Hear("Missing: rank 3.");
+  watchdog.Add("ep_dispatch");
+  Sleep(1);
+  EXPECT_EQ(1u, LinesWith("for other ranks. Missing: rank 3.",
+                          ::testing::internal::GetCapturedStderr())
+                    .size());
+}
+
+TEST(WatchdogAloneTest, ItKnowsThePlaceOfItsRank) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/100,
+                    /*exit_after_s=*/100);
+  Routing routing = {};
+  const auto expect = [&](int64_t num_ended, bool has_begun, int64_t num_left,
+                          const std::string& text) {
+    const Watchdog::Place place = watchdog.FindPlace();
+    EXPECT_EQ(num_ended, place.num_ended);
+    EXPECT_EQ(has_begun, place.has_begun);
+    EXPECT_EQ(num_left, place.num_left);
+    EXPECT_EQ(text, place.text);
+    Sleep(0.1);
+    EXPECT_LT(place.still_s, watchdog.FindPlace().still_s);
+  };
+  expect(0, false, 0, "has enqueued no op");
+  for (int64_t i = 0; i < 2; ++i) {
+    watchdog.Number(&routing);
+    watchdog.Add("ep_dispatch");
+    expect(i, false, 1, "has not begun ep_dispatch");
+    routing.progress->begun = routing.number;
+    EXPECT_GT(0.1, watchdog.FindPlace().still_s);
+    expect(i, true, 1, "is in ep_dispatch");
+    routing.progress->ended = routing.number;
+    expect(i + 1, false, 0, "has enqueued nothing after ep_dispatch");
+  }
 }
 
 TEST(WatchdogDeathTest, TheProcessEndsIfThatIsAsked) {

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.nccl import installation, kernels
+from ep._src.backends.nccl.peers import Lookout, Place
 from ep._src.backends.nccl.variants import Sizes
 from ep._src.base import compat, meshes
 from ep._src.base.backend import (
@@ -148,13 +149,26 @@ class NcclBackend(Backend):
       nccl=nccl,
       nccl_ep=nccl_ep,
     )
-    return NcclConnection(group)
+    return NcclConnection(
+      group,
+      Lookout(
+        f"ep/place/{group.name}/{domain}",
+        rank,
+        [d.process_index for d in domains[domain]],
+        group.timeout_s,
+        lambda others: Place(*ffi.nccl_place(group.name, others)),
+      ),
+    )
 
 
 class NcclConnection(connection.NativeConnection):
   """A group of NCCL EP."""
 
   weighs = False
+
+  def __init__(self, group: GroupConfig, lookout: Lookout):
+    super().__init__(group)
+    self._lookout = lookout
 
   def lower(
     self,
@@ -170,6 +184,14 @@ class NcclConnection(connection.NativeConnection):
 
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
+
+  def _close(self) -> None:
+    self._lookout.stop()
+    super()._close()
+
+  def _release(self) -> None:
+    self._lookout.stop()
+    super()._release()
 
 
 def _size(group: GroupConfig, name: str) -> int:

@@ -434,18 +434,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count,
-                          CUstream stream) {
-  Contract contract("cuMemsetD32Async");
-  RequireStream(contract, stream);
-  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
-  if (address % sizeof(value) != 0) return CUDA_ERROR_INVALID_VALUE;
-  stream->Enqueue(contract.function(), [=] {
-    std::fill_n(reinterpret_cast<unsigned*>(address), count, value);
-  });
-  return CUDA_SUCCESS;
-}
-
 }  // extern "C"
 
 }  // namespace ep::nccl::fake

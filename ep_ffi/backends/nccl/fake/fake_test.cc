@@ -522,10 +522,10 @@ TEST_F(FakeTest, WrongCallsOfTheDriverAreCaught) {
        [&](Rank& r) { launch(NewStream(1 - r.rank).get(), 1, 1); }},
       {"no such stream", [&](Rank&) { launch(nullptr, 1, 1); }},
       {"no context is current",
-       [](Rank& r) {
+       [&](Rank&) {
          CUcontext mine;
          cuCtxPopCurrent(&mine);
-         cuMemsetD32Async(0, 0, 0, r.stream);
+         cuMemHostAlloc(&memory, 8, 0);
          cuCtxPushCurrent(mine);
        }},
       {"did not make it", [](Rank& r) { cuMemFreeHost(&r); }},

@@ -26,12 +26,7 @@ struct Index {
 
 thread_local Index blockIdx, threadIdx, blockDim, gridDim;
 
-// These are not atomic, because a launch runs its threads one after another.
-template <typename T>
-T atomicAdd(T* address, T value) {
-  return std::exchange(*address, *address + value);
-}
-
+// It is not atomic, because a launch runs its threads one after another.
 template <typename T>
 T atomicMax(T* address, T value) {
   return std::exchange(*address, std::max(*address, value));

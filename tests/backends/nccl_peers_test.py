@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that wait learn, and say alike, for whom they wait.
+
+The processes ask each other. Each says by itself where its "GPU" stands.
+"""
+
+import json
+import time
+
+import jax
+from jax.experimental import multihost_utils
+import pytest
+
+from ep._src.backends.nccl import peers
+from ep._src.backends.nccl.peers import describe, Place
+from ep._src.base import compat
+from ep._src.native import ffi
+
+TIMEOUT_S = 4.0
+PROCESSES = [0, 10, 20, 30]
+
+
+def place(num_ended, text, *, has_begun=False, num_left=0, still_s=9.0):
+  return Place(num_ended, has_begun, num_left, still_s, text)
+
+
+def waits(num_ended, op):
+  return place(num_ended, f"is in {op}", has_begun=True, num_left=1)
+
+
+IDLE = "has enqueued nothing after ep_combine"
+BUSY = "has not begun ep_dispatch"
+GONE = "which does not answer: it ended, is stopped or cannot run Python"
+
+
+@pytest.mark.parametrize(
+  ("places", "sentence"),
+  [
+    (
+      [waits(41, "b"), waits(40, "a"), waits(40, "a"), place(40, IDLE)],
+      f"Missing: rank 3 (process 30), which has ended 40 ops and {IDLE}.",
+    ),
+    (
+      [waits(40, "a"), None, place(40, BUSY, num_left=1), waits(40, "a")],
+      f"Missing: rank 1 (process 10), {GONE}; rank 2 (process 20), which has"
+      f" ended 40 ops and {BUSY}.",
+    ),
+    (
+      [waits(40, "a"), waits(40, "b"), waits(40, "a"), place(41, IDLE)],
+      "No rank is missing, but they are in different ops, as if they ran"
+      " different programs: rank 0 (process 0) is in a; rank 1 (process 10) is"
+      " in b; rank 2 (process 20) is in a; rank 3 (process 30)"
+      f" {IDLE}.",
+    ),
+    (
+      [waits(40, "a")] * 4,
+      "No rank is missing, so a kernel, a GPU or a link has failed.",
+    ),
+  ],
+)
+def test_the_sentence(places, sentence):
+  answers = {rank: p for rank, p in enumerate(places) if p}
+  assert describe(answers, PROCESSES) == sentence
+
+
+def test_few_ranks_are_named():
+  missing = describe({0: waits(40, "a")}, [*range(64)])
+  assert missing.count("does not answer") == 8
+  assert missing.endswith("; and 55 more.")
+
+
+def test_ranks_that_wait_name_the_same_ranks():
+  """Rank 2 does not answer, rank 3 has nothing to wait for."""
+  me = jax.process_index()
+  if jax.process_count() != 4:
+    pytest.skip("this needs the key-value store of four processes")
+  begin = time.monotonic()
+  heard = []
+
+  def look(others):
+    heard.append(others)
+    still_s = time.monotonic() - begin
+    if still_s > TIMEOUT_S:
+      raise ffi.NativeError("the group was closed")
+    here = waits(40, "ep_dispatch") if me < 2 else place(40, IDLE)
+    return here._replace(still_s=still_s)
+
+  if me == 0:  # in another domain, whose number begins alike
+    decoy = json.dumps(waits(99, "ep_combine"))
+    compat.distributed_client().key_value_set("ep/place/test/10/3", decoy)
+  lookout = peers.Lookout("ep/place/test/1", me, [0, 1, 2, 3], TIMEOUT_S, look)
+  if me == 2:
+    time.sleep(TIMEOUT_S * 0.4)  # it answers once
+    lookout.stop()
+  if me >= 2:  # the others are blocked in XLA
+    time.sleep(max(0, begin + TIMEOUT_S * 1.1 - time.monotonic()))
+  multihost_utils.sync_global_devices("all have looked")
+  lookout.stop()
+  missing = (
+    f"Missing: rank 2 (process 2), {GONE}; rank 3 (process 3), which has ended"
+    f" 40 ops and {IDLE}."
+  )
+  assert heard[-1] == (missing if me < 2 else "")
+
+
+def test_a_store_that_fails_is_told(monkeypatch):
+  def fails():
+    raise jax.errors.JaxRuntimeError("no store")
+
+  heard = []
+
+  def look(others):
+    heard.append(others)
+    if others:
+      raise ffi.NativeError("the group was closed")
+    return waits(0, "a")
+
+  monkeypatch.setattr(peers.compat, "distributed_client", fails)
+  lookout = peers.Lookout("key", 0, [0, 1], 0.1, look)
+  while len(heard) < 2:
+    time.sleep(0.01)
+  lookout.stop()
+  assert heard == ["", "Of the other ranks nothing is known: no store."]
+
+
+def test_nobody_looks_out_without_a_limit():
+  lookout = peers.Lookout("key", 0, [0, 1], float("inf"), None)
+  lookout.stop()
