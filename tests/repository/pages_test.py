@@ -107,14 +107,11 @@ def test_the_code_of_a_page(page, capsys, tmp_path, monkeypatch):
   for name in _LAUNCHED:  # readers start a page's program by itself
     monkeypatch.delenv(name, raising=False)
   names = {"__name__": "page"}
-  groups, given = set(), {}
+  groups = set()
   for block in _python(page):
     code = _what_runs(block.code)
     if page in _FRAGMENTS:
-      # A new group would compile each op again.
-      if not given or not given["group"].connection.is_open:
-        exec(_GIVEN, given)
-      names |= given
+      exec(_GIVEN, names)
     capsys.readouterr()
     exec(compile("\n" * block.line + code, page, "exec"), names)
     printed = capsys.readouterr().out
