@@ -13,6 +13,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from benchmarks.workload import SPEC
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -66,11 +68,6 @@ def _experts(rows, weights):
   return lax.fori_loop(0, rounds, lambda i, rows: rows.at[i].mul(2), rows)
 
 
-def _layer(contender, topk_idx, tokens, topk_weights):
-  handle = contender.prepare(topk_idx)
-  return _round_trip(contender, handle, tokens, topk_weights)
-
-
 def _moe(contender, topk_idx, *differentiated):
   return contender.moe(topk_idx, *differentiated)
 
@@ -90,7 +87,6 @@ OPS = {
   "dispatch_bwd": Op(_dispatch_bwd, ("handle", "rows", "row_weights"), 1),
   "combine_bwd": Op(_combine_bwd, ("handle", "tokens"), 1),
   "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights"), 2),
-  "layer": Op(_layer, ("topk_idx", "tokens", "topk_weights"), 2),
 }
 
 # A whole layer: its experts are down(silu(gate(x)) * up(x)). One op is the
@@ -109,3 +105,31 @@ LAYERS = {
 }
 
 ALL = ChainMap(LAYERS, OPS)  # it iterates over the last map first
+
+
+def compile_op(op: str, contender, mesh, inputs):
+  """Returns an op, jitted and compiled, and its arguments among the inputs.
+
+  A first call compiles it, because JAX takes longer to call a program that was
+  compiled ahead of time.
+  """
+  args = [inputs[name] for name in ALL[op].inputs]
+  program = jax.jit(
+    jax.shard_map(
+      functools.partial(ALL[op].run, contender),
+      mesh=mesh,
+      in_specs=SPEC,
+      out_specs=SPEC,
+      check_vma=False,
+    )
+  )
+  jax.block_until_ready(program(*args))
+  return program, args
+
+
+def with_handle(contender, mesh, inputs, ops):
+  """Returns inputs for ops, with the contender's handle if one takes it."""
+  if not any("handle" in ALL[op].inputs for op in ops):
+    return inputs
+  prepare, args = compile_op("prepare", contender, mesh, inputs)
+  return {**inputs, "handle": prepare(*args)}
