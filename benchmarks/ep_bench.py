@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 import numpy as np
 
-from benchmarks import contenders, measure, report, timing, workload
+from benchmarks import contenders, driver, measure, report, workload
 from benchmarks.ops import ALL, LAYERS, OPS
 from ep import launch, presets
 from ep.testing._routings import ROUTINGS
@@ -78,11 +78,7 @@ _OVERFLOW = flags.DEFINE_enum(
 _TAIL = flags.DEFINE_enum(
   "tail", "zero", ["zero", "unspecified"], "rows past the last, as in ep"
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
 _WARMUP = flags.DEFINE_integer("warmup", 2, "runs before those", 0)
-_CLOCK = flags.DEFINE_enum(
-  "clock", "wall", list(timing.CLOCKS), "wall time, or CPU time of a process"
-)
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
@@ -156,7 +152,7 @@ def run_ranks() -> int:
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload.AXIS,), axis_types=(AxisType.Auto,)
   )
-  say(f"world {world}, load average {load[0]:.1f}, {_CLOCK.value} time")
+  say(f"world {world}, load average {load[0]:.1f}, {driver.CLOCK.value} time")
   names, skipped = [], []
   for name in _chosen(_CONTENDERS, contenders.names(), _GATE_CONTENDERS):
     if why := contenders.why_not(name, mesh):
@@ -178,7 +174,7 @@ def run_ranks() -> int:
   return finish(
     {
       "jax": jax.__version__,
-      "clock": _CLOCK.value,
+      "clock": driver.CLOCK.value,
       "platform": mesh.devices.flat[0].platform,
       "cpus": len(os.sched_getaffinity(0)),
       "load_average": load,
@@ -204,9 +200,9 @@ def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
     work,
     names=names,
     ops=_ops(),
-    rounds=_ROUNDS.value,
+    rounds=driver.ROUNDS.value,
     warmup=_WARMUP.value,
-    clock=_CLOCK.value,
+    clock=driver.CLOCK.value,
   )
   return [{**common, **record} for record in records]
 

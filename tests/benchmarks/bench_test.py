@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from benchmarks import contenders, ep_bench, measure, report, scanned_model
+from benchmarks import compile_time, contenders, ep_bench, measure, report
 from benchmarks import workload as workload_lib
 from benchmarks.ops import compile_op, LAYERS, OPS, with_handle
 from benchmarks.oracle import Oracle, WrongResult
@@ -289,9 +289,9 @@ def test_layers_need_an_inner_size():
 
 
 def test_compiled_models_differ_in_their_ffns_alone(mesh):
-  with scanned_model.bootstrap(mesh, "host") as group:
-    moe = scanned_model.lower(mesh, scanned_model.MoE(group), 2).as_text()
-  dense = scanned_model.lower(mesh, scanned_model.Dense(), 2).as_text()
+  with compile_time.bootstrap(mesh, "host") as group:
+    moe = compile_time.lower(mesh, group, 2).as_text()
+  dense = compile_time.lower(mesh, None, 2).as_text()
   assert "ep_dispatch" in moe and "ep_dispatch" not in dense
   scan = "stablehlo.while"
   assert scan in moe and scan in dense
