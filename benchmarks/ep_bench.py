@@ -78,7 +78,7 @@ _OVERFLOW = flags.DEFINE_enum(
 _TAIL = flags.DEFINE_enum(
   "tail", "zero", ["zero", "unspecified"], "rows past the last, as in ep"
 )
-_WARMUP = flags.DEFINE_integer("warmup", 2, "runs before those", 0)
+_WARMUP = flags.DEFINE_integer("warmup", 2, "runs before the timed ones", 0)
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
