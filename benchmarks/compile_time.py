@@ -1,72 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how long a scanned model with MoE layers takes to compile.
 
-    bazel run //benchmarks:compile_time -- --layers=8
+    bazel run //benchmarks:compile_time -- --layers=8 --rounds=5
 
-The program is that of scanned_model.py, traced, lowered and compiled for four
-devices of one process. It never runs. The models, on backends of ep and with
-dense networks of the same active size, take turns, each with empty caches.
+The model is a decoder-only transformer, whose layers are scanned. Its
+feed-forward networks are MoE layers on a backend of ep, or dense ones of the
+same active size, K * F. The loss and all gradients are traced, lowered and
+compiled for four devices of one process. They never run. The models take turns,
+each with empty caches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import contextlib
-import sys
+import functools
 
-from absl import app, flags
+from absl import flags
 import jax
-from jax.sharding import AxisType
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-from benchmarks import report, scanned_model, timing
-from benchmarks.workload import AXIS
-from ep import launch
+from benchmarks import driver, report, timing
+from benchmarks.workload import AXIS, SPEC
+import ep
 
 _LAYERS = flags.DEFINE_integer("layers", 8, "that are scanned", 1)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "compilations that are timed", 1)
-_CLOCK = flags.DEFINE_enum(
-  "clock", "wall", list(timing.CLOCKS), "wall time, or CPU time of all threads"
-)
-_BACKENDS = ("host", "xla")
+_CONFIG = ep.MoEConfig(hidden=256, inner=512, num_experts=16, top_k=2)
+_BATCH, _LENGTH, _HEADS, _VOCABULARY = 8, 128, 4, 256
 
 
-def main(argv) -> int:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  if not launch.inside_launcher():
-    return launch.launch(
-      [__file__, *sys.argv[1:]], num_processes=1, devices_per_process=4
-    )
-  launch.initialize()
-  mesh = jax.make_mesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
+def main() -> None:
+  mesh = jax.make_mesh((driver.DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
+
+  def compile_with_empty_caches(group):
+    jax.clear_caches()
+    return lower(mesh, group, _LAYERS.value).compile()
+
   with contextlib.ExitStack() as stack:
-    ffns = {"dense": scanned_model.Dense()}
-    for backend in _BACKENDS:
-      group = stack.enter_context(scanned_model.bootstrap(mesh, backend))
-      ffns[backend] = scanned_model.MoE(group)
+    groups: dict[str, ep.EpGroup | None] = {"dense": None}
+    for backend in ("host", "xla"):
+      groups[backend] = stack.enter_context(bootstrap(mesh, backend))
     times = timing.take_turns(
-      {name: _compiler(mesh, ffn) for name, ffn in ffns.items()},
+      {
+        name: functools.partial(compile_with_empty_caches, group)
+        for name, group in groups.items()
+      },
       mesh,
-      rounds=_ROUNDS.value,
+      rounds=driver.ROUNDS.value,
       warmup=1,
-      clock=_CLOCK.value,
+      clock=driver.CLOCK.value,
     )
-  print(f"{_LAYERS.value} layers, {_CLOCK.value} time, {_ROUNDS.value} rounds")
+  print(f"{_LAYERS.value} layers, {driver.CLOCK.value} time")
   records = {name: {"seconds": seconds} for name, seconds in times.items()}
   for name, record in records.items():
     ratio = report.ratio(record, records["dense"])
     median = np.median(record["seconds"])
     print(f"{name:8} {median:6.2f} s {ratio:6.2f} x dense")
-  return 0
 
 
-def _compiler(mesh, ffn):
-  def compile_with_empty_caches():
-    jax.clear_caches()
-    return scanned_model.lower(mesh, ffn, _LAYERS.value).compile()
+def bootstrap(mesh: jax.sharding.Mesh, backend: str) -> ep.EpGroup:
+  """Makes a group for the model."""
+  return ep.ep_bootstrap(
+    mesh,
+    num_experts=_CONFIG.num_experts,
+    max_tokens_per_rank=_BATCH * _LENGTH // mesh.size,
+    hidden_dim=_CONFIG.hidden,
+    top_k=_CONFIG.top_k,
+    max_token_dtype=jnp.float32,
+    backend=backend,
+  )
 
-  return compile_with_empty_caches
+
+def lower(
+  mesh: jax.sharding.Mesh, group: ep.EpGroup | None, num_layers: int
+) -> jax.stages.Lowered:
+  """Traces and lowers the loss of a model and its gradients.
+
+  The model has MoE layers of the group, or dense networks if it is None.
+  """
+  h, inner = _CONFIG.hidden, _CONFIG.top_k * _CONFIG.inner
+  ffn = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), _CONFIG))
+  specs = ep.moe.partition_specs(_CONFIG, lead=1)
+  apply = _dense
+  if group is None:
+    ffn = _types(gate=(h, inner), up=(h, inner), down=(inner, h))
+    specs = dict.fromkeys(ffn, PartitionSpec())
+  else:
+    apply = ep.MoE(_CONFIG, group)
+  layers = _types(qkv=(h, 3, _HEADS, h // _HEADS), out=(h, h)) | {"ffn": ffn}
+  params = _types(embed=(_VOCABULARY, h)) | jax.tree.map(
+    lambda x: x.update(shape=(num_layers, *x.shape)), layers
+  )
+  specs = dict.fromkeys(params, PartitionSpec()) | {"ffn": specs}
+  loss = jax.shard_map(
+    functools.partial(_loss, apply),
+    mesh=mesh,
+    in_specs=(specs, SPEC),
+    out_specs=PartitionSpec(),
+  )
+  text = jax.ShapeDtypeStruct((_BATCH, _LENGTH), jnp.int32)
+  types = jax.tree.map(
+    lambda x, spec: x.update(sharding=NamedSharding(mesh, spec)),
+    (params, text),
+    (specs, SPEC),
+  )
+  return jax.jit(jax.value_and_grad(loss)).lower(*types)
+
+
+def _types(**shapes: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def _dense(params, x):
+  """Does what `ep.MoE` does, with one network that has gates."""
+  hidden = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+  return hidden @ params["down"], None
+
+
+def _loss(ffn: Callable, params, text):
+  """Returns the mean cross-entropy of the next bytes and the balancing loss."""
+
+  def block(x, layer):
+    q, k, v = jnp.einsum("btd,dnhe->nbthe", _norm(x), layer["qkv"])
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + mixed.reshape(x.shape) @ layer["out"]
+    y, metrics = ffn(layer["ffn"], _norm(x))
+    return x + y, metrics.aux_loss if metrics else jnp.float32(0)
+
+  embed = params["embed"]
+  layers = {name: params[name] for name in ("qkv", "out", "ffn")}
+  x, balance = lax.scan(block, embed[text], layers)
+  logits = _norm(x[:, :-1]) @ embed.T
+  log_probs = jnp.take_along_axis(
+    jax.nn.log_softmax(logits), text[:, 1:, None], axis=-1
+  )
+  return lax.pmean(balance.sum() - log_probs.mean(), AXIS)
+
+
+def _norm(x):
+  return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  driver.run(main)

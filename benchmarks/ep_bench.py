@@ -11,7 +11,7 @@ it). The results of a contender are checked before it is timed. The shapes are
 TxHxKxE, with T tokens on a rank.
 
     ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
-    ep_bench --shapes=1024x1024x2x16 --routings=zipf,recorded.npy
+    ep_bench --shapes=1024x1024x2x16 --routings=skewed,to_one_expert
     ep_bench --ops=moe,moe_grad --shapes=mixtral_8x7b --scale=8 --tokens=256
     ep_bench --gate=1.0     exit code 1 if host is slower than hand-written JAX
 
@@ -39,17 +39,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 import numpy as np
 
-from benchmarks import (
-  contenders,
-  measure,
-  plot,
-  report,
-  routings,
-  timing,
-  workload,
-)
+from benchmarks import contenders, driver, measure, report, workload
 from benchmarks.ops import ALL, LAYERS, OPS
 from ep import launch, presets
+from ep.testing._routings import ROUTINGS
 
 _WORLDS = flags.DEFINE_list(
   "worlds", ["1x4", "4x1"], "processes x devices of each"
@@ -69,15 +62,7 @@ _OPS = flags.DEFINE_list(
   "ops", None, f"default: {','.join(OPS)}; whole layers: {','.join(LAYERS)}"
 )
 _CONTENDERS = flags.DEFINE_list("contenders", None, "default: all there are")
-_ROUTINGS = flags.DEFINE_list(
-  "routings",
-  ["uniform"],
-  "uniform, zipf, one_rank, or .npy files of topk_idx [..., K]",
-)
-_ZIPF = flags.DEFINE_float("zipf", 1.0, "exponent of the zipf routing", 0.0)
-_RECORD = flags.DEFINE_string(
-  "record", None, ".npy file to write the (only) routing to"
-)
+_ROUTINGS = flags.DEFINE_list("routings", ["uniform"], ", ".join(ROUTINGS))
 _CAPACITY_FACTOR = flags.DEFINE_float(
   "capacity_factor",
   None,
@@ -93,16 +78,11 @@ _OVERFLOW = flags.DEFINE_enum(
 _TAIL = flags.DEFINE_enum(
   "tail", "zero", ["zero", "unspecified"], "rows past the last, as in ep"
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
-_WARMUP = flags.DEFINE_integer("warmup", 2, "runs before those", 0)
-_CLOCK = flags.DEFINE_enum(
-  "clock", "wall", list(timing.CLOCKS), "wall time, or CPU time of a process"
-)
+_WARMUP = flags.DEFINE_integer("warmup", 2, "runs before the timed ones", 0)
 _RANKS_PER_GPU = flags.DEFINE_integer(
   "ranks_per_gpu", 1, "processes that share a GPU, with JAX_PLATFORMS=cuda", 1
 )
 _JSON = flags.DEFINE_string("json", None, "file to write all results to")
-_PLOT = flags.DEFINE_string("plot", None, "PNG file to draw; needs matplotlib")
 _GATE = flags.DEFINE_float(
   "gate",
   None,
@@ -114,52 +94,37 @@ _PART = flags.DEFINE_bool(
 )
 
 
-def _all_known(names, known) -> bool:
-  return set(names or ()) <= set(known)
-
-
-flags.register_validator(
-  "ops", lambda ops: _all_known(ops, ALL), f"choose among {', '.join(ALL)}"
-)
-flags.register_validator(
-  "dtypes",
-  lambda dtypes: _all_known(dtypes, ("float32", "bfloat16", "float16")),
-  "choose among float32, bfloat16 and float16",
-)
-flags.register_validator(
-  "contenders",
-  lambda names: _all_known(names, contenders.names()),
-  f"choose among {', '.join(contenders.names())}",
-)
+for _flag, _known in (
+  ("ops", ALL),
+  ("dtypes", ("float32", "bfloat16", "float16")),
+  ("contenders", contenders.names()),
+  ("routings", ROUTINGS),
+):
+  flags.register_validator(
+    _flag,
+    lambda names, known=_known: set(names or ()) <= set(known),
+    f"choose among {', '.join(_known)}",
+  )
 
 
 def main(argv) -> int:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)
-  if _PLOT.value:
-    plot.check_available()
   if launch.inside_launcher():
     return run_ranks()
   try:
     worlds = [parse_world(world) for world in _WORLDS.value]
     for ranks in {processes * devices for processes, devices in worlds}:
       all_cases(ranks)  # here an error is reported once, not by every rank
-  except (ValueError, OSError) as error:
+  except ValueError as error:
     sys.exit(f"ep_bench: {error}")
   runs = []
   for processes, devices in worlds:
     with tempfile.TemporaryDirectory() as folder:
       part = pathlib.Path(folder, "part.json")
       code = launch.launch(
-        [
-          __file__,
-          *sys.argv[1:],
-          "--part",
-          f"--json={part}",
-          "--plot=",
-          "--record=",
-        ],
+        [__file__, *sys.argv[1:], "--part", f"--json={part}"],
         num_processes=processes,
         devices_per_process=devices,
         ranks_per_gpu=_RANKS_PER_GPU.value,
@@ -187,7 +152,7 @@ def run_ranks() -> int:
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload.AXIS,), axis_types=(AxisType.Auto,)
   )
-  say(f"world {world}, load average {load[0]:.1f}, {_CLOCK.value} time")
+  say(f"world {world}, load average {load[0]:.1f}, {driver.CLOCK.value} time")
   names, skipped = [], []
   for name in _chosen(_CONTENDERS, contenders.names(), _GATE_CONTENDERS):
     if why := contenders.why_not(name, mesh):
@@ -209,7 +174,7 @@ def run_ranks() -> int:
   return finish(
     {
       "jax": jax.__version__,
-      "clock": _CLOCK.value,
+      "clock": driver.CLOCK.value,
       "platform": mesh.devices.flat[0].platform,
       "cpus": len(os.sched_getaffinity(0)),
       "load_average": load,
@@ -235,9 +200,9 @@ def measure_case(mesh, names, layout, choices, dtype) -> list[dict[str, Any]]:
     work,
     names=names,
     ops=_ops(),
-    rounds=_ROUNDS.value,
+    rounds=driver.ROUNDS.value,
     warmup=_WARMUP.value,
-    clock=_CLOCK.value,
+    clock=driver.CLOCK.value,
   )
   return [{**common, **record} for record in records]
 
@@ -247,8 +212,6 @@ def finish(run: dict[str, Any]) -> int:
   if not _PART.value:
     run["summary"] = report.summary(run["results"])
     report.print_summary(run["summary"])
-    if _PLOT.value:
-      plot.save(run["results"], user_path(_PLOT.value))
   if _JSON.value:
     user_path(_JSON.value).write_text(json.dumps(run, indent=1) + "\n")
   if _GATE.value is not None and not _PART.value:
@@ -257,10 +220,10 @@ def finish(run: dict[str, Any]) -> int:
 
 
 def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
-  """Returns each routing with its layout and choices; writes --record.
+  """Returns each routing with its layout and choices.
 
   Raises:
-    ValueError, OSError: if flags do not fit each other.
+    ValueError: if flags do not fit each other.
   """
   cases = []
   with_experts = any(op in LAYERS for op in _ops())
@@ -275,13 +238,7 @@ def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
       " TxHxKxExF, or name a model."
     )
   for shape, routing in itertools.product(shapes, _ROUTINGS.value):
-    choices = routings.draw(
-      str(user_path(routing)) if routing.endswith(".npy") else routing,
-      ranks * shape.tokens,
-      shape.top_k,
-      shape.num_experts,
-      zipf=_ZIPF.value,
-    )
+    choices = workload.draw(routing, shape, ranks)
     layout = workload.make_layout(
       shape,
       choices,
@@ -291,12 +248,6 @@ def all_cases(ranks: int) -> list[tuple[str, workload.Layout, np.ndarray]]:
       overflow=_OVERFLOW.value,
     )
     cases.append((routing, layout, choices))
-  if _RECORD.value:
-    if len(cases) != 1:
-      raise ValueError(
-        f"--record writes one routing, but {len(cases)} are run."
-      )
-    np.save(user_path(_RECORD.value), cases[0][2])
   return cases
 
 

@@ -22,20 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import driver, timing
 import ep
 
 _ROWS, _INNER, _OUTER = 4096, 256, 512
 _EXPERTS = flags.DEFINE_list("experts", ["8", "64", "256"], "numbers of them")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "")
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "runs that are timed", 1)
-_CLOCK = flags.DEFINE_enum("clock", "wall", sorted(timing.CLOCKS), "")
 
 
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  print(f"jax {jax.__version__}, {_DTYPE.value}, medians of {_ROUNDS.value}")
+  print(
+    f"jax {jax.__version__}, {_DTYPE.value}, medians of {driver.ROUNDS.value}"
+  )
   for experts in map(int, _EXPERTS.value):
     _measure(experts)
 
@@ -80,9 +80,9 @@ def _measure(experts: int) -> None:
       "grouped": run(grouped, rows, matrices, ct),
     },
     jax.make_mesh((1,), ("x",)),
-    rounds=_ROUNDS.value,
+    rounds=driver.ROUNDS.value,
     warmup=2,
-    clock=_CLOCK.value,
+    clock=driver.CLOCK.value,
   )
   times = {name: np.median(x) for name, x in seconds.items()}
   times["bytes"] += times["dense"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import contextlib
-import functools
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from benchmarks import contenders, copies, memory, nccl_ep, timing
-from benchmarks.ops import ALL
+from benchmarks.ops import ALL, compile_op, with_handle
 from benchmarks.oracle import Oracle, WrongResult
-from benchmarks.workload import SPEC, Workload
+from benchmarks.workload import Workload
 
 
 def measure(
@@ -37,32 +36,32 @@ def measure(
   Raises:
     WrongResult: on the process of a rank where a contender is wrong.
   """
-  oracle = Oracle(workload)
   runs = {op: {} for op in ops}
   memories = {op: {} for op in ops}
   shared = workload.inputs(
     mesh, {"topk_idx"}.union(*(ALL[op].inputs for op in ops))
   )
   with contextlib.ExitStack() as stack:
+
+    def make(name):
+      return stack.enter_context(
+        contenders.make(name, mesh, workload.layout, workload.dtype)
+      )
+
+    oracle = Oracle(mesh, workload, make("xla"), shared, ops)
     for name in names:
       mine = contenders.ops_of(name, ops)
       if name == contenders.MEMCPY or not mine:
         continue
       if name == contenders.NCCL_EP:
-        make = stack.enter_context(nccl_ep.connect(mesh, workload, shared))
-        bare = Oracle(workload, bare=True)
+        make_op = stack.enter_context(nccl_ep.connect(mesh, workload, shared))
         for op in mine:
-          runs[op][name] = make(op)
-          _check(bare, name, op, runs[op][name](), exact=False)
+          runs[op][name] = run = make_op(op)
+          _check(oracle, name, op, run(), exact=False, bare=True)
         continue
       meter = memory.Meter()
-      contender = stack.enter_context(
-        contenders.make(name, mesh, workload.layout, workload.dtype)
-      )
-      inputs = dict(shared)
-      if any("handle" in ALL[op].inputs for op in mine):
-        prepare, args = compile_op("prepare", contender, mesh, inputs)
-        inputs["handle"] = prepare(*args)
+      contender = make(name)
+      inputs = with_handle(contender, mesh, shared, mine)
       for op in mine:
         program, args = compile_op(op, contender, mesh, inputs)
         planned = program.lower(*args).compile().memory_analysis()
@@ -105,29 +104,9 @@ def measure(
     return records
 
 
-def compile_op(op: str, contender, mesh, inputs):
-  """Returns an op, jitted and compiled, and its arguments among the inputs.
-
-  A first call compiles it, because JAX takes longer to call a program that was
-  compiled ahead of time.
-  """
-  args = [inputs[name] for name in ALL[op].inputs]
-  program = jax.jit(
-    jax.shard_map(
-      functools.partial(ALL[op].run, contender),
-      mesh=mesh,
-      in_specs=SPEC,
-      out_specs=SPEC,
-      check_vma=False,
-    )
-  )
-  jax.block_until_ready(program(*args))
-  return program, args
-
-
-def _check(oracle: Oracle, name: str, op: str, outputs, *, exact: bool) -> None:
+def _check(oracle: Oracle, name: str, op: str, outputs, **how: bool) -> None:
   try:
-    oracle.check(op, outputs, exact=exact)
+    oracle.check(op, outputs, **how)
   except WrongResult as error:
     raise WrongResult(f"{name}: {error}") from None
 

@@ -4,7 +4,7 @@
 Its C functions are called on the arrays that the other contenders are given,
 without a program of XLA around them. A case has one group and one handle of its
 own, and its routing is known before the first run. A run enqueues on a stream
-of its own and waits for that stream. It writes to the same arrays each time.
+of its own and waits for the device. It writes to the same arrays each time.
 
 NCCL EP does less than ep's ops. It does not write the rows past the last one
 that arrives, and its combine has no weights: this round trip sums the rows as

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // C functions that call NCCL EP directly, without XLA, and without the kernels
-// that ep_ffi/backends/nccl adds to it. benchmarks/nccl_ep.py calls them.
+// that ep_ffi/backends/nccl adds to it. benchmarks/nccl_ep.py calls them
+// through ctypes; see ep_ffi/core/export.h.
 
 #include <cuda.h>
 #include <nccl_ep.h>
@@ -10,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "ep_ffi/backends/nccl/calls.h"
 #include "ep_ffi/backends/nccl/communicator.h"
@@ -24,226 +24,162 @@
 #include "ep_ffi/core/status.h"
 
 namespace ep::nccl {
-namespace {
-
-// The backend does not need these, because XLA gives it streams.
-#define EP_STREAM_FUNCTIONS(F) \
-  F(cuStreamCreate)            \
-  F(cuStreamDestroy)           \
-  F(cuStreamSynchronize)
-
-struct StreamFunctions {
-#define EP_MEMBER(function) decltype(&::function) function;
-  EP_STREAM_FUNCTIONS(EP_MEMBER)
-#undef EP_MEMBER
-
-  static Status Load(StreamFunctions* out) {
-    Symbols symbols("libcuda.so.1", "");
-#define EP_FIND(function) symbols.Find(EP_SYMBOL(function), &out->function);
-    EP_STREAM_FUNCTIONS(EP_FIND)
-#undef EP_FIND
-    return symbols.status();
-  }
-};
-
-// The parameters that all ops of a rank share.
-struct Problem {
-  Sizes sizes;
-  int64_t top_k;
-  int64_t width;
-  DType dtype;
-  double timeout_s;
-};
 
 // A rank, with a group, a handle and a stream of its own.
-class Rank {
- public:
-  explicit Rank(const Problem& problem) : problem_(problem) {
-    layer_.top_k = problem.top_k;
-    layer_.alignment = 1;
-    layer_.capacity = problem.sizes.capacity;
+struct Rank {
+  ~Rank() {
+    if (stream) {
+      Device::Scope scope(*device);
+      if (handle) (void)communicator->CloseHandle(handle);
+      destroy_stream(stream);
+    }
+    if (!communicator) return;
+    (void)RunWithin(timeout_s, "to disconnect", [c = communicator] {
+      c->Destroy();
+      return Status();
+    });
   }
-  ~Rank();
 
-  // Connects the rank. Collective.
-  Status Connect(int32_t rank, int32_t device, const std::string& unique_id,
-                 const std::string& nccl, const std::string& nccl_ep);
-  // Returns the size of the memory that Route needs.
-  Status HandleBytes(int64_t* out) const;
-  // Makes the handle of choices [T, K] in `mem`. Collective.
-  Status Route(std::byte* mem, int64_t bytes, const int64_t* choices);
+  // The backend does not need these functions, because XLA gives it streams.
+  Status CreateStream() {
+    decltype(&::cuStreamCreate) create = nullptr;
+    Symbols symbols("libcuda.so.1", "");
+    symbols.Find(EP_SYMBOL(cuStreamCreate), &create);
+    symbols.Find(EP_SYMBOL(cuStreamDestroy), &destroy_stream);
+    EP_RETURN_IF_ERROR(symbols.status());
+    Device::Scope scope(*device);
+    return device->libraries().Check(create(&stream, CU_STREAM_NON_BLOCKING),
+                                     "cuStreamCreate");
+  }
 
-  // These enqueue a call. Both weights may be null.
-  Status Dispatch(const std::byte* tokens, const float* topk_weights,
-                  std::byte* rows, float* row_weights);
-  Status Combine(const std::byte* rows, const float* row_weights,
-                 std::byte* tokens, float* topk_weights);
-  Status Synchronize();
+  // Makes the context current, and runs a function of NCCL EP.
+  template <typename Function>
+  Status Run(const char* name, Function function) const {
+    Device::Scope scope(*device);
+    return CallNcclEp(device->libraries(), name, function);
+  }
 
- private:
   template <typename Byte>
   RowsOf<Byte> Tokens(Byte* data) const {
-    return {data, problem_.sizes.max_tokens, problem_.width, problem_.dtype};
+    return {data, sizes.max_tokens, width, dtype};
   }
   template <typename Byte>
   RowsOf<Byte> Slots(Byte* data) const {
-    return {data, problem_.sizes.capacity, problem_.width, problem_.dtype};
+    return {data, sizes.capacity, width, dtype};
   }
 
-  const Problem problem_;
-  Layer layer_ = {};
-  StreamFunctions streams_ = {};
-  std::shared_ptr<Device> device_;
-  std::shared_ptr<Communicator> communicator_;
-  CUstream stream_ = nullptr;
-  ncclEpHandle_t handle_ = nullptr;
+  Sizes sizes;
+  Layer layer;
+  int64_t width;
+  DType dtype;
+  double timeout_s;
+  std::shared_ptr<Device> device;
+  std::shared_ptr<Communicator> communicator;
+  decltype(&::cuStreamDestroy) destroy_stream = nullptr;
+  CUstream stream = nullptr;
+  ncclEpHandle_t handle = nullptr;
 };
 
-Status Rank::Connect(int32_t rank, int32_t device, const std::string& unique_id,
-                     const std::string& nccl, const std::string& nccl_ep) {
-  EP_RETURN_IF_ERROR(CheckSizes(problem_.sizes));
-  EP_RETURN_IF_ERROR(
-      CheckLayer(problem_.sizes, layer_, problem_.sizes.max_tokens));
-  EP_RETURN_IF_ERROR(CheckRows(problem_.sizes, problem_.width, problem_.dtype));
-  Libraries libraries;
-  EP_RETURN_IF_ERROR(Libraries::Load(nccl, nccl_ep, &libraries));
-  EP_RETURN_IF_ERROR(StreamFunctions::Load(&streams_));
-  EP_RETURN_IF_ERROR(
-      Device::Open(libraries, device, /*num_reports=*/1, &device_));
-  {
-    Device::Scope scope(*device_);
-    EP_RETURN_IF_ERROR(libraries.Check(
-        streams_.cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING),
-        "cuStreamCreate"));
-  }
-  return Communicator::Create(device_, problem_.sizes, rank, unique_id,
-                              problem_.timeout_s, &communicator_);
-}
-
-Rank::~Rank() {
-  if (stream_) {
-    Device::Scope scope(*device_);
-    if (handle_) (void)communicator_->CloseHandle(handle_);
-    streams_.cuStreamDestroy(stream_);
-  }
-  if (!communicator_) return;
-  (void)RunWithin(problem_.timeout_s, "to disconnect", [c = communicator_] {
-    c->Destroy();
-    return Status();
-  });
-}
-
-Status Rank::HandleBytes(int64_t* out) const {
-  Device::Scope scope(*device_);
-  return communicator_->HandleBytes(layer_, out);
-}
-
-Status Rank::Route(std::byte* mem, int64_t bytes, const int64_t* choices) {
-  const Libraries& nccl = device_->libraries();
-  {
-    Device::Scope scope(*device_);
-    EP_RETURN_IF_ERROR(communicator_->OpenHandle(layer_, mem, bytes, &handle_));
-    EP_RETURN_IF_ERROR(CallNcclEp(nccl, "ncclEpUpdateHandle", [&] {
-      return Update(nccl, handle_, choices, problem_.sizes.max_tokens,
-                    problem_.top_k, stream_);
-    }));
-  }
-  return Synchronize();
-}
-
-Status Rank::Dispatch(const std::byte* tokens, const float* topk_weights,
-                      std::byte* rows, float* row_weights) {
-  const Libraries& nccl = device_->libraries();
-  Device::Scope scope(*device_);
-  return CallNcclEp(nccl, "ncclEpDispatch", [&] {
-    return Scatter(
-        nccl, handle_,
-        {/*mem=*/{}, Tokens(tokens), topk_weights, Slots(rows), row_weights},
-        problem_.top_k, problem_.sizes.capacity, stream_);
-  });
-}
-
-Status Rank::Combine(const std::byte* rows, const float* row_weights,
-                     std::byte* tokens, float* topk_weights) {
-  const Libraries& nccl = device_->libraries();
-  Device::Scope scope(*device_);
-  return CallNcclEp(nccl, "ncclEpCombine", [&] {
-    return Gather(
-        nccl, handle_,
-        {/*mem=*/{}, Slots(rows), row_weights, Tokens(tokens), topk_weights},
-        problem_.top_k, problem_.sizes.capacity, stream_);
-  });
-}
-
-Status Rank::Synchronize() {
-  Device::Scope scope(*device_);
-  return device_->libraries().Check(streams_.cuStreamSynchronize(stream_),
-                                    "cuStreamSynchronize");
-}
-
-}  // namespace
 }  // namespace ep::nccl
 
-// Python calls these functions through ctypes; see ep_ffi/core/export.h. Those
-// that take a rank accept one from ep_bench_connect, until ep_bench_disconnect.
+using ep::Export;
+using ep::Status;
+using ep::nccl::Device;
+using ep::nccl::Rank;
 
+// Connects a rank, until ep_bench_disconnect. `handle_bytes` receives the size
+// of the memory that ep_bench_route needs. Collective.
 EP_EXPORT int32_t ep_bench_connect(
     int32_t rank, int32_t device, int64_t num_experts, int64_t ep_size,
     int64_t num_tokens, int64_t top_k, int64_t capacity, int64_t width,
     int32_t dtype, double timeout_s, const char* id, int64_t id_bytes,
-    const char* nccl, const char* nccl_ep, ep::nccl::Rank** out,
-    int64_t* handle_bytes, char* error, int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    ep::nccl::Problem problem = {};
-    problem.top_k = top_k;
-    problem.width = width;
-    problem.dtype = static_cast<ep::DType>(dtype);
-    problem.timeout_s = timeout_s;
-    problem.sizes = {num_experts,
-                     ep_size,
-                     num_tokens,
-                     capacity,
-                     width * ep::ByteWidth(problem.dtype),
-                     /*max_num_sms=*/0};
-    auto made = std::make_unique<ep::nccl::Rank>(problem);
+    const char* nccl, const char* nccl_ep, Rank** out, int64_t* handle_bytes,
+    char* error, int64_t error_bytes) {
+  return Export(error, error_bytes, [&] {
+    auto made = std::make_unique<Rank>();
+    made->width = width;
+    made->dtype = static_cast<ep::DType>(dtype);
+    made->timeout_s = timeout_s;
+    made->sizes = {num_experts,
+                   ep_size,
+                   num_tokens,
+                   capacity,
+                   width * ep::ByteWidth(made->dtype),
+                   /*max_num_sms=*/0};
+    made->layer = {top_k, /*alignment=*/1, capacity, /*drop=*/false, {}};
+    EP_RETURN_IF_ERROR(ep::nccl::CheckSizes(made->sizes));
     EP_RETURN_IF_ERROR(
-        made->Connect(rank, device, std::string(id, id_bytes), nccl, nccl_ep));
-    EP_RETURN_IF_ERROR(made->HandleBytes(handle_bytes));
+        ep::nccl::CheckLayer(made->sizes, made->layer, num_tokens));
+    EP_RETURN_IF_ERROR(ep::nccl::CheckRows(made->sizes, width, made->dtype));
+    ep::nccl::Libraries libraries;
+    EP_RETURN_IF_ERROR(ep::nccl::Libraries::Load(nccl, nccl_ep, &libraries));
+    EP_RETURN_IF_ERROR(
+        Device::Open(libraries, device, /*num_reports=*/1, &made->device));
+    EP_RETURN_IF_ERROR(made->CreateStream());
+    EP_RETURN_IF_ERROR(ep::nccl::Communicator::Create(
+        made->device, made->sizes, rank, std::string(id, id_bytes), timeout_s,
+        &made->communicator));
+    Device::Scope scope(*made->device);
+    EP_RETURN_IF_ERROR(
+        made->communicator->HandleBytes(made->layer, handle_bytes));
     *out = made.release();
-    return ep::Status();
+    return Status();
   });
 }
 
-EP_EXPORT int32_t ep_bench_route(ep::nccl::Rank* rank, std::byte* mem,
-                                 int64_t bytes, const int64_t* choices,
-                                 char* error, int64_t error_bytes) {
-  return ep::Export(error, error_bytes,
-                    [&] { return rank->Route(mem, bytes, choices); });
+// Makes the handle of choices [T, K] in `mem`. Collective.
+EP_EXPORT int32_t ep_bench_route(Rank* rank, std::byte* mem, int64_t bytes,
+                                 const int64_t* choices, char* error,
+                                 int64_t error_bytes) {
+  return Export(error, error_bytes, [&] {
+    {
+      Device::Scope scope(*rank->device);
+      EP_RETURN_IF_ERROR(rank->communicator->OpenHandle(rank->layer, mem, bytes,
+                                                        &rank->handle));
+    }
+    EP_RETURN_IF_ERROR(rank->Run("ncclEpUpdateHandle", [&] {
+      return Update(rank->device->libraries(), rank->handle, choices,
+                    rank->sizes.max_tokens, rank->layer.top_k, rank->stream);
+    }));
+    return rank->device->Synchronize();
+  });
 }
 
-EP_EXPORT int32_t ep_bench_dispatch(ep::nccl::Rank* rank,
-                                    const std::byte* tokens,
+// Both weights may be null, here and below.
+EP_EXPORT int32_t ep_bench_dispatch(Rank* rank, const std::byte* tokens,
                                     const float* topk_weights, std::byte* rows,
                                     float* row_weights, char* error,
                                     int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    return rank->Dispatch(tokens, topk_weights, rows, row_weights);
+  return Export(error, error_bytes, [&] {
+    return rank->Run("ncclEpDispatch", [&] {
+      return Scatter(rank->device->libraries(), rank->handle,
+                     {/*mem=*/{}, rank->Tokens(tokens), topk_weights,
+                      rank->Slots(rows), row_weights},
+                     rank->layer.top_k, rank->sizes.capacity, rank->stream);
+    });
   });
 }
 
-EP_EXPORT int32_t ep_bench_combine(ep::nccl::Rank* rank, const std::byte* rows,
+EP_EXPORT int32_t ep_bench_combine(Rank* rank, const std::byte* rows,
                                    const float* row_weights, std::byte* tokens,
                                    float* topk_weights, char* error,
                                    int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    return rank->Combine(rows, row_weights, tokens, topk_weights);
+  return Export(error, error_bytes, [&] {
+    return rank->Run("ncclEpCombine", [&] {
+      return Gather(rank->device->libraries(), rank->handle,
+                    {/*mem=*/{}, rank->Slots(rows), row_weights,
+                     rank->Tokens(tokens), topk_weights},
+                    rank->layer.top_k, rank->sizes.capacity, rank->stream);
+    });
   });
 }
 
-EP_EXPORT int32_t ep_bench_synchronize(ep::nccl::Rank* rank, char* error,
+// Waits for what was enqueued.
+EP_EXPORT int32_t ep_bench_synchronize(Rank* rank, char* error,
                                        int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] { return rank->Synchronize(); });
+  return Export(error, error_bytes,
+                [&] { return rank->device->Synchronize(); });
 }
 
 // Disconnects and deletes a rank. Collective.
-EP_EXPORT void ep_bench_disconnect(ep::nccl::Rank* rank) { delete rank; }
+EP_EXPORT void ep_bench_disconnect(Rank* rank) { delete rank; }

@@ -13,6 +13,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from benchmarks.workload import SPEC
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -30,24 +32,13 @@ class Op:
   directions: int
 
 
-def _prepare(contender, topk_idx):
-  return contender.prepare(topk_idx)
+def _method(name: str, directions: int, *inputs: str) -> Op:
+  """Returns the op that calls the contender's method of this name."""
 
+  def run(contender, *args):
+    return getattr(contender, name)(*args)
 
-def _dispatch(contender, handle, tokens, topk_weights):
-  return contender.dispatch(handle, tokens, topk_weights)
-
-
-def _combine(contender, handle, rows):
-  return contender.combine(handle, rows)
-
-
-def _dispatch_bwd(contender, handle, rows, row_weights):
-  return contender.dispatch_bwd(handle, rows, row_weights)
-
-
-def _combine_bwd(contender, handle, tokens):
-  return contender.combine_bwd(handle, tokens)
+  return Op(run, inputs, directions)
 
 
 def _round_trip(contender, handle, tokens, topk_weights):
@@ -66,15 +57,6 @@ def _experts(rows, weights):
   return lax.fori_loop(0, rounds, lambda i, rows: rows.at[i].mul(2), rows)
 
 
-def _layer(contender, topk_idx, tokens, topk_weights):
-  handle = contender.prepare(topk_idx)
-  return _round_trip(contender, handle, tokens, topk_weights)
-
-
-def _moe(contender, topk_idx, *differentiated):
-  return contender.moe(topk_idx, *differentiated)
-
-
 def _moe_grad(contender, topk_idx, *differentiated):
   _, vjp = jax.vjp(functools.partial(contender.moe, topk_idx), *differentiated)
   tokens, *_ = differentiated
@@ -84,13 +66,12 @@ def _moe_grad(contender, topk_idx, *differentiated):
 # The round trip is a MoE layer without experts: combine multiplies the rows by
 # the weights that dispatch has delivered.
 OPS = {
-  "prepare": Op(_prepare, ("topk_idx",), 0),
-  "dispatch": Op(_dispatch, ("handle", "tokens", "topk_weights"), 1),
-  "combine": Op(_combine, ("handle", "rows"), 1),
-  "dispatch_bwd": Op(_dispatch_bwd, ("handle", "rows", "row_weights"), 1),
-  "combine_bwd": Op(_combine_bwd, ("handle", "tokens"), 1),
+  "prepare": _method("prepare", 0, "topk_idx"),
+  "dispatch": _method("dispatch", 1, "handle", "tokens", "topk_weights"),
+  "combine": _method("combine", 1, "handle", "rows"),
+  "dispatch_bwd": _method("dispatch_bwd", 1, "handle", "rows", "row_weights"),
+  "combine_bwd": _method("combine_bwd", 1, "handle", "tokens"),
   "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights"), 2),
-  "layer": Op(_layer, ("topk_idx", "tokens", "topk_weights"), 2),
 }
 
 # A whole layer: its experts are down(silu(gate(x)) * up(x)). One op is the
@@ -104,8 +85,36 @@ _MOE_INPUTS = (
   "w_down",
 )
 LAYERS = {
-  "moe": Op(_moe, _MOE_INPUTS, 2),
+  "moe": _method("moe", 2, *_MOE_INPUTS),
   "moe_grad": Op(_moe_grad, _MOE_INPUTS, 4),
 }
 
 ALL = ChainMap(LAYERS, OPS)  # it iterates over the last map first
+
+
+def compile_op(op: str, contender, mesh, inputs):
+  """Returns an op, jitted and compiled, and its arguments among the inputs.
+
+  A first call compiles it, because JAX takes longer to call a program that was
+  compiled ahead of time.
+  """
+  args = [inputs[name] for name in ALL[op].inputs]
+  program = jax.jit(
+    jax.shard_map(
+      functools.partial(ALL[op].run, contender),
+      mesh=mesh,
+      in_specs=SPEC,
+      out_specs=SPEC,
+      check_vma=False,
+    )
+  )
+  jax.block_until_ready(program(*args))
+  return program, args
+
+
+def with_handle(contender, mesh, inputs, ops):
+  """Returns inputs for ops, with the contender's handle if one takes it."""
+  if not any("handle" in ALL[op].inputs for op in ops):
+    return inputs
+  prepare, args = compile_op("prepare", contender, mesh, inputs)
+  return {**inputs, "handle": prepare(*args)}

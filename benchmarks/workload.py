@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 import dataclasses
-import functools
 import re
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from benchmarks import routings
 from ep import presets
+from ep._src.records import expert_loads
+from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"
 SPEC = PartitionSpec(AXIS)
@@ -87,6 +87,15 @@ def _of_model(name: str, tokens: int, scale: int) -> Shape:
   return Shape(tokens, cfg.hidden, cfg.top_k, cfg.num_experts, cfg.inner)
 
 
+def draw(routing: str, shape: Shape, ranks: int) -> np.ndarray:
+  """Returns the experts of all ranks' tokens, `[P * T, K]`, or -1.
+
+  `routing` is a name in `ROUTINGS`. All processes draw the same.
+  """
+  size, rng = (ranks * shape.tokens, shape.top_k), np.random.default_rng(0)
+  return ROUTINGS[routing](rng, size, shape.num_experts).astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """Everything that a contender may know before it sees a routing.
@@ -141,7 +150,9 @@ def make_layout(
   if capacity_factor is not None:
     balanced = capacity_factor * shape.tokens * shape.top_k
     capacity = min(capacity, max(local, int(balanced)))
-  to_experts = routings.loads(choices, ranks, shape.num_experts)
+  to_experts = expert_loads.choices(
+    str(shape), choices, shape.num_experts, ranks
+  )
   loads = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
   if loads.sum(axis=0).max() > capacity and overflow != "chunk":
     raise ValueError(
@@ -173,88 +184,47 @@ class Workload:
     w_down `[L, F, H]`. Each also serves as a cotangent of an array of its
     shape.
     """
-    shape, ranks = self.layout.shape, self.layout.ranks
-    num_tokens, num_rows = ranks * shape.tokens, ranks * self.layout.capacity
-    known = {
-      "topk_idx": (num_tokens, (shape.top_k,), self.choices.__getitem__),
-      "tokens": (num_tokens, (shape.hidden,), self.tokens),
-      "topk_weights": (num_tokens, (shape.top_k,), self.topk_weights),
-      "rows": (num_rows, (shape.hidden,), self.rows),
-      "row_weights": (num_rows, (), self.row_weights),
-      "w_gate": (shape.num_experts, self._up, self.w_gate),
-      "w_up": (shape.num_experts, self._up, self.w_up),
-      "w_down": (shape.num_experts, self._up[::-1], self.w_down),
+    shape, layout = self.layout.shape, self.layout
+    up = layout.num_local_experts, shape.hidden, shape.inner
+    sizes = {
+      "topk_idx": (shape.tokens, shape.top_k),
+      "tokens": (shape.tokens, shape.hidden),
+      "topk_weights": (shape.tokens, shape.top_k),
+      "rows": (layout.capacity, shape.hidden),
+      "row_weights": (layout.capacity,),
+      "w_gate": up,
+      "w_up": up,
+      "w_down": (up[0], up[2], up[1]),
     }
 
-    def place(count, rest, make):
+    def place(name):
+      lead, *rest = sizes[name]
       return jax.make_array_from_callback(
-        (count, *rest),
+        (layout.ranks * lead, *rest),
         NamedSharding(mesh, SPEC),
-        lambda index: make(np.arange(*index[0].indices(count))),
+        lambda index: self._part(name, sizes[name], index[0].start or 0),
       )
 
-    return {name: place(*known[name]) for name in known if name in names}
+    return {name: place(name) for name in sizes if name in names}
+
+  def _part(self, name: str, sizes: tuple[int, ...], start: int) -> np.ndarray:
+    """Returns the part of an input that begins at an index of its first axis.
+
+    Its numbers are of a short table, again and again, which is fast. No two
+    rows are alike, because the length of the table is a prime.
+    """
+    if name == "topk_idx":
+      return self.choices[start : start + sizes[0]]
+    rng = np.random.default_rng([*name.encode(), start])
+    table = rng.standard_normal(1_000_003, np.float32)
+    if name.startswith("w_"):  # it keeps the magnitude of rows
+      table *= sizes[1] ** -0.5
+    is_weight = name.endswith("weights")
+    dtype = np.dtype("float32") if is_weight else self.dtype
+    return np.resize(table.astype(dtype), sizes)
 
   @property
   def payload_bytes(self) -> int:
     """The payload of one direction; see the top of this file."""
     rows = int((self.choices >= 0).sum())
     return rows * self.layout.shape.hidden * self.dtype.itemsize
-
-  # These return any part of the inputs, by the ids of tokens, rows or experts.
-  # The id of a row is `rank * C + slot`.
-
-  def tokens(self, ids: np.ndarray) -> np.ndarray:
-    return _numbers(ids, self.layout.shape.hidden, self.dtype)
-
-  def topk_weights(self, ids: np.ndarray) -> np.ndarray:
-    return _numbers(ids + 1, self.layout.shape.top_k, np.dtype("float32"))
-
-  def rows(self, ids: np.ndarray) -> np.ndarray:
-    return _numbers(ids + 2, self.layout.shape.hidden, self.dtype)
-
-  def row_weights(self, ids: np.ndarray) -> np.ndarray:
-    return _numbers(ids + 3, 1, np.dtype("float32"))[..., 0]
-
-  def w_gate(self, ids: np.ndarray) -> np.ndarray:
-    return self._matrices(3 * ids, self._up)
-
-  def w_up(self, ids: np.ndarray) -> np.ndarray:
-    return self._matrices(3 * ids + 1, self._up)
-
-  def w_down(self, ids: np.ndarray) -> np.ndarray:
-    return self._matrices(3 * ids + 2, self._up[::-1])
-
-  @property
-  def _up(self) -> tuple[int, int | None]:
-    return self.layout.shape.hidden, self.layout.shape.inner
-
-  def _matrices(self, ids: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Returns matrices that keep the magnitude of rows that they multiply."""
-    height, width = shape
-    numbers = _numbers(
-      ids[..., None] * height + np.arange(height), width, self.dtype
-    )
-    return numbers * np.asarray(height**-0.5, self.dtype)
-
-
-_WINDOWS = 1 << 20
-_STRIDE = 40503  # odd, so that different ids have different windows
-
-
-@functools.cache
-def _windows(width: int, dtype: np.dtype) -> np.ndarray:
-  size = _WINDOWS + width - 1
-  table = np.random.default_rng(0).standard_normal(size, np.float32)
-  # The view is of integers, which numpy copies faster than bfloat16.
-  table = table.astype(dtype).view(f"u{dtype.itemsize}")
-  return np.lib.stride_tricks.sliding_window_view(table, width)
-
-
-def _numbers(ids: np.ndarray, width: int, dtype: np.dtype) -> np.ndarray:
-  """Returns normal numbers `[*ids.shape, width]` that depend on the ids only.
-
-  All inputs consist of windows of one short table. So any rank can compute any
-  row, at the cost of a copy, and need not hold the others.
-  """
-  return _windows(width, dtype)[ids * _STRIDE % _WINDOWS].view(dtype)

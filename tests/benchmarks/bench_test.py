@@ -4,7 +4,6 @@
 import dataclasses
 import gc
 import json
-import sys
 
 from absl import flags
 from absl.testing import flagsaver
@@ -14,17 +13,9 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from benchmarks import (
-  contenders,
-  ep_bench,
-  measure,
-  plot,
-  report,
-  routings,
-  scanned_model,
-)
+from benchmarks import compile_time, contenders, ep_bench, measure, report
 from benchmarks import workload as workload_lib
-from benchmarks.ops import LAYERS, OPS
+from benchmarks.ops import compile_op, LAYERS, OPS, with_handle
 from benchmarks.oracle import Oracle, WrongResult
 from benchmarks.padded import PaddedGather
 import ep
@@ -38,18 +29,17 @@ def _bench(*flags):
 
 
 def test_results_of_both_worlds_are_recorded(tmp_path):
-  results, routing = tmp_path / "results.json", tmp_path / "routing.npy"
+  results = tmp_path / "results.json"
   # XLA compiles these contenders quickly.
   names = ["host", "nccl", "nccl_ep", "padded_scatter", "gathered", "memcpy"]
   code, output = _bench(
     f"--shapes={SHAPE}",
-    "--routings=zipf",
+    "--routings=skewed",
     "--ops=prepare,round_trip",
     f"--contenders={','.join(names)}",
     "--rounds=3",
     "--worlds=1x4,2x2",  # "4x1", the other default, starts twice as many ranks
     f"--json={results}",
-    f"--record={routing}",
   )
   assert code == 0, output
   run = json.loads(results.read_text())
@@ -66,7 +56,7 @@ def test_results_of_both_worlds_are_recorded(tmp_path):
       assert record["tokens"] == 4 * SHAPE.tokens
       assert record["capacity"] == 4 * SHAPE.tokens * SHAPE.top_k
       assert (record["shape"], record["dtype"]) == (str(SHAPE), "float32")
-      assert (record["routing"], record["tail"]) == ("zipf", "zero")
+      assert (record["routing"], record["tail"]) == ("skewed", "zero")
       assert len(record["seconds"]) == 3
       assert record["q1_s"] <= record["median_s"] <= record["q3_s"]
       assert record["payload_gb_per_s"] == pytest.approx(
@@ -78,16 +68,13 @@ def test_results_of_both_worlds_are_recorded(tmp_path):
         prepare = records.pop((world, "prepare", name))
         assert prepare["payload_gb_per_s"] is None
     assert {name for _, name in skipped} == {"nccl", "nccl_ep"}
-    assert f"round_trip  {SHAPE}  float32  zipf  world {world}" in output
+    assert f"round_trip  {SHAPE}  float32  skewed  world {world}" in output
   assert not records
   assert [(row["world"], row["op"]) for row in run["summary"]] == [
     (world, op) for world in ("1x4", "2x2") for op in ("prepare", "round_trip")
   ]
   for row in run["summary"]:
     assert row["times_best_pure_xla"] > 0
-  assert np.array_equal(
-    np.load(routing), routings.draw("zipf", 24, 2, 8, zipf=1.0)
-  )
 
 
 def test_the_gate_fails_below_its_bound(tmp_path):
@@ -111,17 +98,19 @@ class Wrong(padded.PaddedGather):
     tokens = super().combine(handle, rows, weights)
     return tokens.at[2, 1].add(lax.axis_index("ep") == 1)
 
-contenders.PURE_XLA["wrong"] = Wrong
+contenders.PURE_XLA["padded_gather"] = Wrong
 app.run(ep_bench.main)
 """
   )
   flags = f"--shapes={SHAPE}", "--rounds=1", "--ops=dispatch,combine"
   code, output = programs.run(
     *("-m", "ep.launch", "--num_processes=2", program, *flags),
-    "--contenders=wrong",
+    "--contenders=padded_gather",
   )
   assert code != 0
-  assert "wrong: combine on rank 1: 1 of 30 values are wrong" in output, output
+  assert (
+    "padded_gather: combine on rank 1: 1 of 30 values are wrong" in output
+  ), output
   assert "dispatch on rank" not in output
 
 
@@ -148,18 +137,11 @@ def _workload(
   mesh, choices=None, *, shape=SHAPE, dtype="float32", factor=None, tail=True
 ):
   if choices is None:
-    sizes = mesh.size * shape.tokens, shape.top_k, shape.num_experts
-    choices = routings.draw("zipf", *sizes, zipf=1.0)
+    choices = workload_lib.draw("skewed", shape, mesh.size)
   layout = workload_lib.make_layout(
     shape, choices, mesh.size, capacity_factor=factor, zero_tail=tail
   )
   return workload_lib.Workload(layout, choices, np.dtype(dtype))
-
-
-def _partly_unused(mesh, name):
-  choices = routings.draw(name, mesh.size * 6, 2, 8, zipf=1.0)
-  choices[np.random.default_rng(0).random(choices.shape) < 0.3] = -1
-  return choices
 
 
 def _measure(mesh, workload, names, ops=tuple(OPS)):
@@ -168,17 +150,20 @@ def _measure(mesh, workload, names, ops=tuple(OPS)):
   )
 
 
-# The layer has the other ops in it.
 @pytest.mark.parametrize(
   "dtype, roomy, ops",
   [
     ("float32", True, tuple(OPS)),
-    ("bfloat16", False, ("dispatch", "dispatch_bwd", "combine_bwd", "layer")),
+    (
+      "bfloat16",
+      False,
+      ("dispatch", "dispatch_bwd", "combine_bwd", "round_trip"),
+    ),
   ],
 )
 def test_every_contender_is_right(mesh, dtype, roomy, ops):
   factor = None if roomy else 1.5
-  choices = _partly_unused(mesh, "uniform")
+  choices = workload_lib.draw("with_unused_choices", SHAPE, mesh.size)
   workload = _workload(mesh, choices, dtype=dtype, factor=factor, tail=roomy)
   names = ["host", *contenders.PURE_XLA]
   records = _measure(mesh, workload, names, ops)
@@ -193,35 +178,34 @@ def test_every_contender_is_right(mesh, dtype, roomy, ops):
     ("combine", 0),
     ("dispatch_bwd", 1),
     ("combine_bwd", 0),
-    ("round_trip", 0),
   ],
 )
 def test_one_wrong_number_is_an_error(mesh, monkeypatch, op, leaf):
-  right = OPS[op]
+  right = getattr(PaddedGather, op)
 
   def spoil(*args):
-    leaves, tree = jax.tree.flatten(right.run(*args))
+    leaves, tree = jax.tree.flatten(right(*args))
     x = leaves[leaf]
     # The last row belongs to the tail if the rank is not full.
     leaves[leaf] = x.at[(-1,) * x.ndim].add(lax.axis_index("ep") == 0)
     return tree.unflatten(leaves)
 
-  wrong = type(right)(spoil, right.inputs, right.directions)
-  monkeypatch.setitem(OPS, op, wrong)
+  monkeypatch.setattr(PaddedGather, op, spoil)
   with pytest.raises(WrongResult, match=f"padded_gather: {op} on rank 0: 1 of"):
     _measure(mesh, _workload(mesh), ["padded_gather"], [op])
 
 
-def test_layers_materialize_the_rows_that_experts_would_read():
+def test_round_trips_materialize_the_rows_that_experts_would_read():
   mesh = jax.make_mesh(
     (jax.device_count(),), (workload_lib.AXIS,), axis_types=(AxisType.Auto,)
   )
   # In this shape, received rows are most of the memory of a round trip.
   shape = workload_lib.Shape(tokens=6, hidden=512, top_k=8, num_experts=32)
   workload = _workload(mesh, shape=shape)
-  inputs = workload.inputs(mesh, OPS["layer"].inputs)
+  inputs = workload.inputs(mesh, ["topk_idx", "tokens", "topk_weights"])
   contender = contenders.PURE_XLA["gathered"](workload.layout)
-  program, args = measure.compile_op("layer", contender, mesh, inputs)
+  inputs = with_handle(contender, mesh, inputs, ["round_trip"])
+  program, args = compile_op("round_trip", contender, mesh, inputs)
   rows_bytes = workload.layout.capacity * shape.hidden * 4
   memory = program.lower(*args).compile().memory_analysis()
   assert memory.temp_size_in_bytes >= rows_bytes
@@ -230,13 +214,10 @@ def test_layers_materialize_the_rows_that_experts_would_read():
 def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
   monkeypatch.setattr(PaddedGather, "exact", True)
   _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
-  combine = OPS["combine"]
-  nearly = type(combine)(
-    lambda *args: combine.run(*args) * (1 + 2e-7),
-    combine.inputs,
-    combine.directions,
+  combine = PaddedGather.combine
+  monkeypatch.setattr(
+    PaddedGather, "combine", lambda *args: combine(*args) * (1 + 2e-7)
   )
-  monkeypatch.setitem(OPS, "combine", nearly)
   with pytest.raises(WrongResult):
     _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
   monkeypatch.setattr(PaddedGather, "exact", False)
@@ -248,7 +229,7 @@ def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
 
 def _of_layers(mesh, dtype="float32"):
   shape = dataclasses.replace(SHAPE, inner=3)
-  choices = _partly_unused(mesh, "zipf")
+  choices = workload_lib.draw("with_unused_choices", shape, mesh.size)
   return _workload(mesh, choices, shape=shape, dtype=dtype, tail=False)
 
 
@@ -272,18 +253,20 @@ def test_one_wrong_number_of_a_layer_is_an_error(mesh):
   workload = _of_layers(mesh)
   contender = contenders.LAYERS["masked"](workload.layout)
   inputs = workload.inputs(mesh, LAYERS["moe_grad"].inputs)
-  program, args = measure.compile_op("moe_grad", contender, mesh, inputs)
+  program, args = compile_op("moe_grad", contender, mesh, inputs)
   grads = program(*args)
-  oracle = Oracle(workload)
-  oracle.check("moe_grad", grads, exact=False)
-  for at, right in enumerate(grads):
-    wrong = np.array(right)
-    wrong[(-1,) * wrong.ndim] += 1e-3
-    spoiled = list(grads)
-    spoiled[at] = jax.device_put(wrong, right.sharding)
-    message = f"moe_grad on rank {mesh.size - 1}: 1 of"
-    with pytest.raises(WrongResult, match=message):
-      oracle.check("moe_grad", spoiled, exact=False)
+  layout, dtype = workload.layout, workload.dtype
+  with contenders.make("xla", mesh, layout, dtype) as xla:
+    oracle = Oracle(mesh, workload, xla, inputs, ["moe_grad"])
+    oracle.check("moe_grad", grads, exact=False)
+    for at, right in enumerate(grads):
+      wrong = np.array(right)
+      wrong[(-1,) * wrong.ndim] += 1e-3
+      spoiled = list(grads)
+      spoiled[at] = jax.device_put(wrong, right.sharding)
+      message = f"moe_grad on rank {mesh.size - 1}: 1 of"
+      with pytest.raises(WrongResult, match=message):
+        oracle.check("moe_grad", spoiled, exact=False)
 
 
 def test_models_have_the_shapes_of_their_presets():
@@ -306,9 +289,9 @@ def test_layers_need_an_inner_size():
 
 
 def test_compiled_models_differ_in_their_ffns_alone(mesh):
-  with scanned_model.bootstrap(mesh, "host") as group:
-    moe = scanned_model.lower(mesh, scanned_model.MoE(group), 2).as_text()
-  dense = scanned_model.lower(mesh, scanned_model.Dense(), 2).as_text()
+  with compile_time.bootstrap(mesh, "host") as group:
+    moe = compile_time.lower(mesh, group, 2).as_text()
+  dense = compile_time.lower(mesh, None, 2).as_text()
   assert "ep_dispatch" in moe and "ep_dispatch" not in dense
   scan = "stablehlo.while"
   assert scan in moe and scan in dense
@@ -348,44 +331,14 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
   assert "gathered" in capsys.readouterr().out
 
 
-def test_routings_are_distinct_and_zipf_is_skewed():
-  for name in ("uniform", "zipf"):
-    choices = routings.draw(name, 1000, 4, 16, zipf=1.5)
-    assert choices.shape == (1000, 4) and choices.dtype == np.int32
-    assert (np.diff(np.sort(choices)) > 0).all()
-    counts = np.bincount(choices.ravel(), minlength=16)
-    assert (counts.max() > 3 * counts.mean()) == (name == "zipf")
-  choices = routings.draw("one_rank", 1000, 4, 16, zipf=1.0)
-  assert (choices == np.arange(4)).all()
-
-
-def test_recorded_routings_are_replayed_or_refused(tmp_path):
-  path = tmp_path / "a.npy"
-  recorded = np.array([[[0, 3], [-1, -1]], [[2, 1], [1, 0]]])
-  np.save(path, recorded)
-  choices = routings.draw(str(path), 3, 2, 4, zipf=1.0)
-  assert choices.tolist() == [[0, 3], [-1, -1], [2, 1]]
-  for sizes in [(5, 2, 4), (3, 3, 4), (3, 2, 3)]:
-    with pytest.raises(ValueError, match="choose a shape|Choose a shape"):
-      routings.draw(str(path), *sizes, zipf=1.0)
-  np.save(path, np.array([[1, 1]]))
-  with pytest.raises(ValueError, match="1 repeated"):
-    routings.draw(str(path), 1, 2, 4, zipf=1.0)
-  np.save(path, np.zeros((4, 2)))
-  with pytest.raises(ValueError, match="holds float64"):
-    routings.draw(str(path), 1, 2, 4, zipf=1.0)
-
-
 @pytest.mark.parametrize(
   "flags, message",
   [
     (["--shapes=1x2x3"], "'1x2x3' is no shape; choose among goals"),
     (["--shapes=8x8x2x6"], "E must be a multiple of the 4 ranks"),
     (["--worlds=four"], "'four' is none"),
-    (["--routings=best"], "'best' is no routing"),
-    (["--routings=missing.npy"], "No such file"),
+    (["--routings=best"], "choose among uniform"),
     (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),
-    (["--record=a.npy", "--shapes=goals"], "--record writes one routing"),
     (["--ops=sort"], "choose among prepare"),
     (["--contenders=me"], "choose among host"),
     (["stray"], "unexpected arguments"),
@@ -394,16 +347,3 @@ def test_recorded_routings_are_replayed_or_refused(tmp_path):
 def test_bad_flags_are_explained_once(monkeypatch, capfd, flags, message):
   output = programs.refusal(ep_bench.main, flags, monkeypatch, capfd)
   assert output.count(message) == 1, output
-
-
-def test_a_plot_without_matplotlib_is_an_error(monkeypatch):
-  monkeypatch.setitem(sys.modules, "matplotlib", None)
-  with pytest.raises(SystemExit, match="pip install matplotlib"):
-    plot.check_available()
-
-
-def test_a_plot_is_a_png(tmp_path):
-  pytest.importorskip("matplotlib")
-  records = _records(host=[1.0, 2.0], memcpy=[0.5, 0.5])
-  plot.save(records, tmp_path / "a.png")
-  assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

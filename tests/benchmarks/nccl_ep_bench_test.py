@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from benchmarks import contenders, measure, nccl_ep, routings
+from benchmarks import contenders, measure, nccl_ep
 from benchmarks import workload as workload_lib
 from benchmarks.ops import OPS
 from benchmarks.oracle import WrongResult
@@ -77,10 +77,7 @@ def connect(mesh, workload, inputs):
 def run_case(monkeypatch, *, shape=SHAPE, dtype="float32", factor=None):
   monkeypatch.setattr(nccl_ep, "connect", connect)
   mesh = make_mesh({workload_lib.AXIS: 4})
-  choices = routings.draw(
-    "zipf", mesh.size * shape.tokens, shape.top_k, shape.num_experts, zipf=1.0
-  )
-  choices[np.random.default_rng(0).random(choices.shape) < 0.3] = -1
+  choices = workload_lib.draw("with_unused_choices", shape, mesh.size)
   layout = workload_lib.make_layout(
     shape, choices, mesh.size, capacity_factor=factor, zero_tail=True
   )

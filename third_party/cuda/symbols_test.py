@@ -10,35 +10,20 @@ example, libnccl.so. No library is loaded, because that needs a CUDA driver.
 
 import pathlib
 import re
-import struct
 import sys
 
-_SHT_DYNSYM = 11
-_SHN_UNDEF = 0
+from elftools.elf import elffile
 
 
 def defined_symbols(path: pathlib.Path) -> set[str]:
-  """Returns the dynamic symbols that a little-endian 64-bit ELF defines."""
-  elf = path.read_bytes()
-  assert elf[:6] == b"\x7fELF\x02\x01", path
-  (table,) = struct.unpack_from("<Q", elf, 0x28)
-  entry_size, count = struct.unpack_from("<HH", elf, 0x3A)
-  # A section has a type, an offset, a size, and a section that it refers to.
-  sections = [
-    struct.unpack_from("<4xI16xQQI", elf, table + i * entry_size)
-    for i in range(count)
-  ]
-  names = set()
-  for kind, offset, size, link in sections:
-    if kind != _SHT_DYNSYM:
-      continue
-    strings = sections[link][1]
-    symbols = struct.iter_unpack("<IxxH16x", elf[offset : offset + size])
-    for name, section in symbols:
-      if section != _SHN_UNDEF:
-        start = strings + name
-        names.add(elf[start : elf.index(b"\0", start)].decode())
-  return names
+  """Returns the dynamic symbols that a library defines."""
+  with path.open("rb") as file:
+    table = elffile.ELFFile(file).get_section_by_name(".dynsym")
+    return {
+      symbol.name
+      for symbol in table.iter_symbols()
+      if symbol["st_shndx"] != "SHN_UNDEF"
+    }
 
 
 def main() -> None:
