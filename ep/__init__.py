@@ -1,5 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism for JAX: dispatch, combine, and a MoE layer of them."""
+"""Expert parallelism for JAX: dispatch, combine, and a MoE layer of them.
+
+    MoEConfig, MoE      a whole layer: router, exchange, experts, metrics
+    moe_layer           its experts alone, for a routing that is given
+    ep_bootstrap        makes the group of ranks of a mesh, an EpGroup
+    EpLayerConfig       the choices of a layer of a group
+    ep_prepare          exchanges the routing of a step; returns an EpHandle
+    ep_dispatch         sends tokens to their experts' ranks
+    ep_combine          sends the outputs back and sums them
+    grouped_matmul      multiplies each expert's rows by its matrix
+    route_topk          the choices and weights of a router's logits
+    record, replay      keep the routings of a run, and use them again
+    suggest_capacity    the rows that a layer needs, from a record
+    describe, checked   say what a step did, and what was wrong
+
+`ep.launch` starts processes and joins them; `ep.moe` has parameters, state and
+metrics of layers, `ep.presets` configurations of published models, `ep.debug`
+a picture of a routing, `ep.lax` collectives that CPUs lack, and `ep.testing`
+tests for transports and layers.
+"""
 
 import importlib as _importlib
 import typing as _typing

@@ -62,11 +62,10 @@ def num_ranks() -> int:
   return DP.value * EP.value
 
 
-def make_mesh() -> Mesh:
-  """Returns the mesh, whose axes are named like their flags."""
-  return jax.make_mesh(
-    (DP.value, EP.value), AXES, axis_types=(AxisType.Auto,) * 2
-  )
+def make_mesh(dp: int | None = None, ep: int | None = None) -> Mesh:
+  """Returns a mesh, whose axes are as long as their flags say by default."""
+  sizes = dp or DP.value, ep or EP.value
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def launch_ranks(program: str) -> int:

@@ -7,23 +7,27 @@
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
 launcher that has started them. With --out the run leaves metrics and
 checkpoints in a folder. The same command continues it when it was stopped, and
---extend adds steps to those that are done.
+--extend adds steps to those that are done. --dense then trains a dense model of
+the same active size on the same batches.
 docs/training.md has the details; the folder lm has the parts.
 """
 
 import dataclasses
+import pathlib
 import signal
 import sys
+from typing import NamedTuple
 
 from absl import app, flags, logging
 import jax
+from jax.sharding import Mesh
 import numpy as np
 
 import ep
 from ep import launch
 from lm import data, loop, model, outputs, plot, sample, train
 from lm.checkpoint import Checkpoints
-from lm.metrics import History, Progress
+from lm.metrics import History, Progress, Record
 from lm.processes import agree, first_does, Stop
 import ranks
 import text as texts
@@ -34,6 +38,9 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "layers, all with experts", 1)
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "hidden size", 1)
 _HEADS = flags.DEFINE_integer("heads", 4, "attention heads", 1)
 _INNER = flags.DEFINE_integer("inner", 256, "inner size of an expert", 1)
+_DENSE = flags.DEFINE_bool(
+  "dense", False, "also train a dense model of the same active size"
+)
 _SCORE = flags.DEFINE_enum(
   "score", "softmax", ["softmax", "sigmoid"], "what the router scores with"
 )
@@ -155,78 +162,158 @@ def silence_failed_writes() -> None:
   sys.unraisablehook = report
 
 
+class Text(NamedTuple):
+  """The text of a run, and its parts."""
+
+  bytes: np.ndarray
+  windows: data.Windows
+  held_out: list[np.ndarray]  # batches
+  unigram: float  # entropy
+
+
+class Trained(NamedTuple):
+  """A model that has been trained, and how that went."""
+
+  config: model.ModelConfig
+  state: train.State
+  records: list[Record]
+  held_out: float  # loss
+  tokens_per_s: float | None  # None if there was at most one step
+
+
 def run() -> None:
   """Trains, from the last checkpoint if there is one, then writes samples."""
-  text, windows, held_out = agree(read_text)
+  text = agree(read_text)
   first_does(check_outputs)
-  unigram = data.unigram_entropy(text)
-  model_config, train_config = configs()
+  config = configs()[0]
   mesh = ranks.make_mesh()
+  out = ranks.here(_OUT.value) if _OUT.value else None
   with ep.ep_bootstrap(
     mesh,
     num_experts=ranks.NUM_EXPERTS.value,
-    max_tokens_per_rank=windows.tokens // _SHARDS.value,
+    max_tokens_per_rank=text.windows.tokens // _SHARDS.value,
     hidden_dim=_HIDDEN.value,
     top_k=ranks.TOP_K.value,
     backend=ranks.BACKEND.value,
   ) as group:
-    layer = ep.MoE(model_config.moe, group)
-    state = checkpoints = metrics_path = None
-    if _OUT.value:
-      checkpoints = Checkpoints(
-        ranks.here(_OUT.value) / "checkpoints",
-        dataclasses.asdict(model_config)
-        | dataclasses.asdict(train_config)
-        | {"text": data.digest(text)}
-        | {flag.name: flag.value for flag in (_BATCH, _SHARDS, _LENGTH, _SEED)},
+    layer = ep.MoE(config.moe, group)
+    introduce(text)
+    moe = train_model(text, mesh, layer, config, out)
+    write_samples(moe.state, config, layer)
+  dense = None
+  if _DENSE.value:
+    dense = train_model(
+      text,
+      # One expert is not split.
+      ranks.make_mesh(dp=ranks.num_ranks(), ep=1),
+      model.dense_layer,
+      config.dense,
+      out and out / "dense",
+      int(moe.state.step),
+    )
+  if _PLOT.value:
+    picture = ranks.here(_PLOT.value)
+    first_does(
+      lambda: plot.plot(
+        moe.records,
+        picture,
+        text.unigram,
+        dense.records if dense else (),
+        describe(moe.config, moe.state),
       )
-      state = checkpoints.restore(
-        train.abstract(mesh, model_config, train_config)
-      )
-      metrics_path = ranks.here(_OUT.value) / "metrics.jsonl"
-    if state is None:
-      state = train.init(mesh, _SEED.value, model_config, train_config)
-    done = int(state.step)
+    )
+  conclude(moe, dense)
+
+
+def train_model(
+  text: Text,
+  mesh: Mesh,
+  layer: model.Layer,
+  config: model.ModelConfig,
+  out: pathlib.Path | None,
+  steps: int | None = None,
+) -> Trained:
+  """Trains a model, from its last checkpoint in `out` if there is one.
+
+  It has `steps` steps then in all, or as many as the flags say.
+  """
+  train_config = configs()[1]
+  state = checkpoints = metrics_path = None
+  if out:
+    checkpoints = Checkpoints(
+      out / "checkpoints",
+      dataclasses.asdict(config)
+      | dataclasses.asdict(train_config)
+      | {"text": data.digest(text.bytes)}
+      | {flag.name: flag.value for flag in (_BATCH, _SHARDS, _LENGTH, _SEED)},
+    )
+    state = checkpoints.restore(train.abstract(mesh, config, train_config))
+    metrics_path = out / "metrics.jsonl"
+  if state is None:
+    state = train.init(mesh, _SEED.value, config, train_config)
+  done = int(state.step)
+  if steps is None:
     steps = done + _EXTEND.value if _EXTEND.value else _STEPS.value
-    is_first = jax.process_index() == 0
-    history = agree(lambda: History(metrics_path if is_first else None, done))
-    introduce(text, unigram, state, steps)
-    step = train.Step(layer, model_config, train_config, _SHARDS.value)
+  is_first = jax.process_index() == 0
+  history = agree(lambda: History(metrics_path if is_first else None, done))
+  introduce_model(config, state, steps)
+  step = train.Step(mesh, layer, config, train_config, _SHARDS.value)
 
-    def loss_on_held_out(state):
-      return float(np.mean([step.loss(state, each) for each in held_out]))
+  def loss_on_held_out(state):
+    return float(np.mean([step.loss(state, each) for each in text.held_out]))
 
-    with Progress(done, steps, windows.tokens, unigram) as progress:
-      state = loop.run(
-        step,
-        state,
-        windows,
-        steps=steps,
-        held_out=loss_on_held_out,
-        evaluate_every=_EVALUATE_EVERY.value,
-        save_every=_SAVE_EVERY.value,
-        history=history,
-        progress=progress,
-        checkpoints=checkpoints,
-      )
-    write_samples(state, model_config, layer)
-    if _PLOT.value:
-      picture, title = ranks.here(_PLOT.value), describe(state)
-      first_does(lambda: plot.plot(history.records, picture, unigram, title))
-    conclude(history.records, loss_on_held_out(state), progress.tokens_per_s)
-
-
-def describe(state) -> str:
-  """Returns the configuration in a line."""
-  count = sum(x.size for x in jax.tree.leaves(state.params))
-  return (
-    f"{count / 1e6:.1f} million parameters, {_LAYERS.value} layers of "
-    f"{ranks.NUM_EXPERTS.value} experts, top {ranks.TOP_K.value}"
+  with Progress(done, steps, text.windows.tokens, text.unigram) as progress:
+    state = loop.run(
+      step,
+      state,
+      text.windows,
+      steps=steps,
+      held_out=loss_on_held_out,
+      evaluate_every=_EVALUATE_EVERY.value,
+      save_every=_SAVE_EVERY.value,
+      history=history,
+      progress=progress,
+      checkpoints=checkpoints,
+    )
+  return Trained(
+    config,
+    state,
+    history.records,
+    loss_on_held_out(state),
+    progress.tokens_per_s,
   )
 
 
-def introduce(text, unigram, state, steps) -> None:
+def describe(config: model.ModelConfig, state: train.State) -> str:
+  """Returns the configuration in a line."""
+  count = sum(x.size for x in jax.tree.leaves(state.params))
+  inside = f"of {config.num_experts} experts, top {config.top_k}"
+  if config.num_experts == 1:
+    inside = f"without experts, of the inner size {config.inner}"
+  return (
+    f"{count / 1e6:.1f} million parameters, {config.layers} layers {inside}"
+  )
+
+
+def introduce(text: Text) -> None:
   """Prints what is about to run."""
+  if jax.process_index():
+    return
+  print(
+    f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
+    f"{jax.process_count()}\n"
+    f"{text.bytes.size / 1e6:.1f} million bytes of text, whose unigram entropy"
+    f" is {text.unigram:.3f} nats"
+  )
+  if ranks.num_ranks().bit_count() > 1:
+    print(
+      f"{ranks.num_ranks()} ranks are not a power of two, so the last bits"
+      " of this run are not those of other meshes (docs/training.md)"
+    )
+
+
+def introduce_model(config, state, steps) -> None:
+  """Prints what is about to be trained, and from where on."""
   if jax.process_index():
     return
   decay = _DECAY_STEPS.value
@@ -236,35 +323,22 @@ def introduce(text, unigram, state, steps) -> None:
     else ", which this run does not reach" * (steps < decay)
   )
   print(
-    f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
-    f"{jax.process_count()}\n"
-    f"{describe(state)}\n"
-    f"{text.size / 1e6:.1f} million bytes of text, whose unigram entropy is "
-    f"{unigram:.3f} nats\n"
+    f"{describe(config, state)}\n"
     f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value}, "
     f"{configs()[1].last_rate:g} after step {decay} (--decay_steps){then}"
   )
-  if ranks.num_ranks().bit_count() > 1:
-    print(
-      f"{ranks.num_ranks()} ranks are not a power of two, so the last bits"
-      " of this run are not those of other meshes (docs/training.md)"
-    )
   if done := int(state.step):
     more = "; --extend=100 adds steps" * (done >= steps)
     print(f"resuming after step {done}{more}")
 
 
-def conclude(records, held_out, tokens_per_s) -> None:
+def conclude(moe: Trained, dense: Trained | None) -> None:
   """Prints what the run has reached, and where it is."""
   if jax.process_index():
     return
-  last = [each["loss"] for each in records[-20:]]
   print()
-  if last:
-    print(f"loss {np.mean(last):.3f} in the last {len(last)} steps", end=", ")
-  print(f"{held_out:.3f} nats per byte on text that was held out")
-  if tokens_per_s:
-    print(f"{tokens_per_s:,.0f} tokens/s")
+  for name, each in [("", moe), *([("dense: ", dense)] if dense else [])]:
+    print(name + reached(each))
   if _PLOT.value:
     print(f"picture: {ranks.here(_PLOT.value)}")
   if _OUT.value:
@@ -272,6 +346,17 @@ def conclude(records, held_out, tokens_per_s) -> None:
       f"metrics and checkpoints: {ranks.here(_OUT.value)}; the same command"
       " with --extend=100 trains 100 steps more"
     )
+
+
+def reached(trained: Trained) -> str:
+  """Returns the losses and the speed of a model in a line."""
+  last = [each["loss"] for each in trained.records[-20:]]
+  parts = [f"{trained.held_out:.3f} nats per byte on text that was held out"]
+  if last:
+    parts.insert(0, f"loss {np.mean(last):.3f} in the last {len(last)} steps")
+  if trained.tokens_per_s:
+    parts.append(f"{trained.tokens_per_s:,.0f} tokens/s")
+  return ", ".join(parts)
 
 
 def write_samples(state, model_config, layer) -> None:
@@ -292,14 +377,14 @@ def write_samples(state, model_config, layer) -> None:
       print(f"\n--- {each.decode(errors='replace')}")
 
 
-def read_text() -> tuple[np.ndarray, data.Windows, list[np.ndarray]]:
-  """Returns the text, the batches of it, and batches that are held out."""
+def read_text() -> Text:
   text = texts.read(ranks.text_path(), _TEXT_BYTES.value)
   trained, held_out = (
     data.Windows(part, _BATCH.value, _LENGTH.value, _SEED.value)
     for part in data.split(text, _LENGTH.value)
   )
-  return text, trained, [held_out[i] for i in range(4)]
+  batches = [held_out[i] for i in range(4)]
+  return Text(text, trained, batches, data.unigram_entropy(text))
 
 
 def check_outputs() -> None:

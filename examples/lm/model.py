@@ -8,8 +8,9 @@ The layers are alike, so their parameters are stacked and one `lax.scan` runs
 them; a program of 64 layers compiles as fast as one of 2.
 """
 
+from collections.abc import Callable
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax import lax
@@ -18,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 import ep
 from text import VOCABULARY
+
+# Maps parameters, tokens and a state to tokens and metrics, as `ep.MoE` does.
+Layer: TypeAlias = Callable[..., tuple[jax.Array, ep.moe.Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,12 @@ class ModelConfig:
   num_experts: int
   top_k: int
   score: str  # of the router, "softmax" or "sigmoid"
+
+  @property
+  def dense(self) -> "ModelConfig":
+    """A model of one expert, as large as those that a token visits."""
+    inner = self.top_k * self.inner
+    return dataclasses.replace(self, inner=inner, num_experts=1, top_k=1)
 
   @property
   def moe(self) -> ep.MoEConfig:
@@ -103,7 +113,7 @@ def partition_specs(config: ModelConfig) -> dict:
 def apply(
   params: dict,
   config: ModelConfig,
-  layer: ep.MoE,
+  layer: Layer,
   tokens: jax.Array,
   *,
   moe_state: ep.moe.State,
@@ -116,7 +126,7 @@ def apply(
   Args:
     params: what `init` returns.
     config: the shape of the model.
-    layer: the expert layer, `config.moe` on a mesh.
+    layer: `config.moe` on a mesh, or `dense_layer`.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
     moe_state: of all layers, stacked.
     start: the position of the first token.
@@ -140,6 +150,25 @@ def apply(
   x = params["embed"][tokens]
   x, (metrics, cache) = lax.scan(block, x, (params["blocks"], moe_state, cache))
   return _norm(x, params["norm"]) @ params["unembed"], metrics, cache
+
+
+def dense_layer(
+  params: dict, x: jax.Array, state: ep.moe.State, *, mask=None
+) -> tuple[jax.Array, ep.moe.Metrics]:
+  """Computes what an `ep.MoE` of one expert does, without routing."""
+  del state, mask
+  hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
+  zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
+  metrics = ep.moe.Metrics(
+    load=jnp.ones(1),
+    aux_loss=zero,
+    z_loss=zero,
+    entropy=zero,
+    drops=none[None],
+    moved=none,
+    max_rank_rows=none,
+  )
+  return hidden @ params["w_down"][0], metrics
 
 
 def _attend(p, x, positions, cache):

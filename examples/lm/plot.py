@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A picture of a run: loss, load of experts, routers' entropy.
 
-python examples/lm/plot.py METRICS.jsonl PICTURE.png
+python examples/lm/plot.py METRICS.jsonl PICTURE.png [METRICS_OF_DENSE.jsonl]
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ def plot(
   records: Sequence[Mapping[str, Any]],
   path: str | pathlib.Path,
   unigram: float | None = None,
+  dense: Sequence[Mapping[str, Any]] = (),
   title: str | None = None,
 ) -> None:
   """Draws the records of `metrics.record`, 1200 pixels wide.
@@ -35,6 +36,7 @@ def plot(
     records: of consecutive steps.
     path: of the picture.
     unigram: the unigram entropy of the text, in nats.
+    dense: the records of a dense model of the same active size.
     title: what the run is.
   """
   steps = np.array([each["step"] for each in records])
@@ -45,13 +47,9 @@ def plot(
   top, bottom = figure.subfigures(2, 1, height_ratios=(5, layers))
   loss, imbalance, entropy = top.subplots(1, 3, sharex=True)
 
-  draw(loss, steps, [each["loss"] for each in records], "training")
-  held_out = [
-    (each["step"], each["held_out"])
-    for each in records
-    if each["held_out"] is not None
-  ]
-  loss.plot(*np.reshape(held_out, (-1, 2)).T, "ko-", label="held out")
+  draw_loss(loss, records, "")
+  if dense:
+    draw_loss(loss, dense, "dense: ")
   if unigram is not None:
     loss.axhline(unigram, color="gray", linestyle="--", label="unigram entropy")
   loss.set_title("loss, nats per byte")
@@ -87,6 +85,25 @@ def plot(
   figure.savefig(path, dpi=100)
 
 
+def draw_loss(axes, records, model):
+  """Draws what a model has reached on text of training and on other text."""
+  steps = [each["step"] for each in records]
+  line = draw(
+    axes, steps, [each["loss"] for each in records], f"{model}training"
+  )
+  held_out = [
+    (each["step"], each["held_out"])
+    for each in records
+    if each["held_out"] is not None
+  ]
+  axes.plot(
+    *np.reshape(held_out, (-1, 2)).T,
+    "o--",
+    color=line.get_color(),
+    label=f"{model}held out",
+  )
+
+
 def draw(axes, steps, values, label):
   """Draws a faint curve, and over it means over a 30th of the steps."""
   sums = np.concatenate([[0], np.cumsum(values)])
@@ -95,9 +112,13 @@ def draw(axes, steps, values, label):
   means = (sums[last] - sums[first]) / (last - first)
   (line,) = axes.plot(steps, means, label=label)
   axes.plot(steps, values, color=line.get_color(), linewidth=0.6, alpha=0.3)
+  return line
 
 
 if __name__ == "__main__":
-  source, target = sys.argv[1:]
-  lines = pathlib.Path(source).read_text().splitlines()
-  plot([json.loads(line) for line in lines], target)
+  source, target, *more = sys.argv[1:]
+  runs = [
+    [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    for path in (source, *more)
+  ]
+  plot(runs[0], target, dense=sum(runs[1:], []))

@@ -169,19 +169,21 @@ class Step:
   differently.
 
   Args:
-    layer: the expert layer, `model_config.moe` on a mesh.
+    mesh: of the axes `data.RANKS`.
+    layer: the feed-forward layer, as in `model.apply`.
     model_config, train_config: what is trained, and how.
     shards: of a batch, a multiple of the number of ranks.
   """
 
   def __init__(
     self,
-    layer: ep.MoE,
+    mesh: Mesh,
+    layer: model.Layer,
     model_config: model.ModelConfig,
     train_config: TrainConfig,
     shards: int,
   ):
-    self._mesh = mesh = layer.group.mesh
+    self._mesh = mesh
     self._exchanges = shards // mesh.size
     # XLA multiplies constants in advance where no collective stands between
     # them, which is on one rank only. So the program gets this as an argument.
@@ -260,7 +262,7 @@ def _sums(layer, model_config, train_config, params, moe_state, share, batch):
     share: the weight of a shard, 1 / shards.
     batch: the rank's shard, `[B / shards, S + 1]`.
   """
-  ranks = layer.group.mesh.size
+  ranks = lax.axis_size(data.RANKS)
 
   def loss_fn(params):
     logits, experts, _ = model.apply(

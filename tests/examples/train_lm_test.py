@@ -69,7 +69,7 @@ class _Program:
   def __init__(self, mesh, group):
     self.layer = ep.MoE(_MODEL.moe, group)
     self.windows = data.Windows(_TEXT, _BATCH, _LENGTH, seed=0)
-    self.step = train.Step(self.layer, _MODEL, _TRAIN, _SHARDS)
+    self.step = train.Step(mesh, self.layer, _MODEL, _TRAIN, _SHARDS)
     self.like = train.abstract(mesh, _MODEL, _TRAIN)
 
   def state(self):
@@ -149,6 +149,26 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   state, after = program.run(state, 6)
   np.testing.assert_equal(_shards(state), _shards(unbroken))
   assert before + after == records
+
+
+def test_the_dense_layer_is_an_moe_of_one_expert():
+  """It is as large as the experts that a token of the MoE model visits."""
+  config = _MODEL.dense
+  assert (config.inner, config.num_experts) == (32, 1)
+  layer = ep.MoE(config.moe, make_mesh({"dp": 4, "ep": 1}))
+  with layer.group as group:
+    whole = NamedSharding(group.mesh, P())
+    x = jax.random.normal(jax.random.key(1), (4, 3, 16))
+    args = layer.init(jax.random.key(0)), x, layer.init_state()
+    wanted, got = (
+      jax.jit(fn, out_shardings=whole)(*args)
+      for fn in (layer, model.dense_layer)
+    )
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-4, atol=1e-6)
+    kinds = (
+      jax.tree.map(lambda x: (x.shape, x.dtype), y[1]) for y in (got, wanted)
+    )
+    assert next(kinds) == next(kinds)
 
 
 def test_a_run_has_the_same_bits_on_any_number_of_ranks(program, folder):
@@ -398,5 +418,6 @@ def test_history_of_a_run_whose_file_was_lost(tmp_path):
 
 def test_a_picture_shows_a_run(program, tmp_path):
   _, records = program.run(program.state(), 2)
-  plot.plot(records, tmp_path / "run.png", unigram=3.0, title="a run")
-  assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+  picture = tmp_path / "run.png"
+  plot.plot(records, picture, unigram=3.0, dense=records, title="a run")
+  assert picture.read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 """The training example as a user starts it: killed, resumed, misused."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,17 +60,20 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   longer = _SAVE_EVERY + 60
   # One GPU has this backend.
   alone = "--dp=1", "--ep=1", "--backend=xla"
-  process = _start(out, *alone, "--extend=60")
+  process = _start(out, *alone, "--extend=60", "--dense")
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "1 x 1 (dp, ep) mesh, processes: 1" in output
   assert "resuming after step " in output
   assert "--- a" in output
-  assert "on text that was held out" in output and "tokens/s" in output
+  for model in "", "dense: ":
+    assert re.search(rf"\n{model}loss .* held out, .* tokens/s\n", output)
   assert f"{out}; the same command with --extend" in output
   assert len(lines()) == longer
   complete = before[:-1]  # the kill may have cut the last line
   assert lines()[: len(complete)] == complete
+  dense = (out / "dense" / "metrics.jsonl").read_text().splitlines()
+  assert len(dense) == longer
 
 
 @pytest.fixture
@@ -115,22 +119,28 @@ def test_any_number_of_steps_is_a_run(monkeypatch):
 @pytest.mark.parametrize(
   "given, done, lines, message",
   [
-    ("", 0, 4, "0.003 after step 5, 0.0003 after step 600 (--decay_steps)\n"),
-    ("--steps=20", 0, 4, "(--decay_steps), which this run does not reach\n"),
-    ("--steps=700", 0, 4, "(--decay_steps), and constant to step 700\n"),
-    ("--dp=3 --ep=1", 0, 5, "3 ranks are not a power of two"),
-    ("", 100, 5, "resuming after step 100\n"),
-    ("", 600, 5, "resuming after step 600; --extend=100 adds steps\n"),
+    ("", 0, 2, "0.003 after step 5, 0.0003 after step 600 (--decay_steps)\n"),
+    ("--steps=20", 0, 2, "(--decay_steps), which this run does not reach\n"),
+    ("--steps=700", 0, 2, "(--decay_steps), and constant to step 700\n"),
+    ("", 100, 3, "resuming after step 100\n"),
+    ("", 600, 3, "resuming after step 600; --extend=100 adds steps\n"),
   ],
 )
 def test_a_run_says_what_it_is(parse, capsys, given, done, lines, message):
-  parse(*given.split(), "--shards=12", "--batch=24")
+  parse(*given.split())
   state = types.SimpleNamespace(params={}, step=done)
-  steps = train_moe_lm.FLAGS.steps
-  train_moe_lm.introduce(np.zeros(9), 3.0, state, steps)
+  config, _ = train_moe_lm.configs()
+  train_moe_lm.introduce_model(config, state, train_moe_lm.FLAGS.steps)
   output = capsys.readouterr().out
   assert message in output
   assert output.count("\n") == lines, output
+
+
+def test_ranks_that_are_no_power_of_two_are_noted(parse, capsys):
+  parse("--dp=3", "--ep=1", "--shards=12", "--batch=24")
+  text = train_moe_lm.Text(np.zeros(9), None, [], unigram=3.0)
+  train_moe_lm.introduce(text)
+  assert "3 ranks are not a power of two" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -563,13 +563,18 @@ print(xla_bridge.backends_are_initialized())
   assert process.communicate() == (b"in\n", b"")
 
 
-def test_an_old_jax_is_refused_with_the_cure(tmp_path):
-  (tmp_path / "jax.py").write_text(
-    "__version__ = '0.9.2'; __version_info__ = (0, 9, 2)"
-  )
+@pytest.mark.parametrize(
+  "jax, found",
+  [
+    ("__version__ = '0.9.2'; __version_info__ = (0, 9, 2)", "jax 0.9.2"),
+    ("raise ModuleNotFoundError(name='jax')", "no jax"),
+  ],
+)
+def test_an_old_jax_is_refused_with_the_cure(tmp_path, jax, found):
+  (tmp_path / "jax.py").write_text(jax)
   path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
   sentence = (
-    "ep needs jax 0.10.2 or newer, but jax 0.9.2 is installed;"
+    f"ep needs jax 0.10.2 or newer, but {found} is installed;"
     ' run: pip install --upgrade "jax>=0.10.2"'
   )
   for argv, lines in [
