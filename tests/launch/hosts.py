@@ -14,7 +14,6 @@ import subprocess
 
 import pytest
 
-# Without a sound no test would know whether its hosts are apart.
 _FIRST = """
 mount -t proc proc /proc && hostname host{0} && ip link set lo up && echo up
 exec cat
@@ -29,14 +28,14 @@ class Host:
     """Makes a host; `beside` another one, they belong to one user."""
     self.number, self.address = number, _ADDRESS.format(number + 1)
     users = ["unshare", "-Ur"] if beside is None else beside.enter("-U")
-    self._first = subprocess.Popen(
-      [*users, "unshare", "-nupmf", "--kill-child", "sh", "-c"]
-      + [_FIRST.format(number)],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
+    new = ["unshare", "-nupmf", "--kill-child", "sh", "-c"]
+    pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
+    try:
+      self._first = subprocess.Popen(
+        [*users, *new, _FIRST.format(number)], text=True, **pipes
+      )
+    except OSError as e:  # there is no unshare(1) or nsenter(1)
+      pytest.skip(f"THIS MACHINE MAKES NO NAMESPACES: {e}")
     if self._first.stdout.readline() != "up\n":
       why = self._first.communicate()[1].strip()
       pytest.skip(f"THIS MACHINE PERMITS NO NAMESPACES: {why}")
@@ -50,8 +49,8 @@ class Host:
 
   def start(self, argv, **options):
     """Starts a process there, in the current folder."""
-    folder = f"--wd={os.getcwd()}"
-    return subprocess.Popen([*self.enter("-a"), folder, *argv], **options)
+    inside = self.enter("-U", "-n", "-u", "-p", "-m", f"--wd={os.getcwd()}")
+    return subprocess.Popen([*inside, *argv], **options)
 
   def ip(self, *words):
     """Runs ip(8) there."""
