@@ -7,7 +7,11 @@ The model is a decoder-only transformer, whose layers are scanned. Its
 feed-forward networks are MoE layers on a backend of ep, or dense ones of the
 same active size, K * F. The loss and all gradients are traced, lowered and
 compiled for four devices of one process. They never run. The models take turns,
-each with empty caches.
+each with empty caches. Without layers, the programs are prepare, dispatch,
+combine and their gradients.
+
+It counts the instructions of a program, and the bytes that its collectives take
+to a rank from the others, beside the rows that a uniform routing has for it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 import contextlib
 import functools
+import math
+import re
 
 from absl import flags
 import jax
@@ -27,26 +33,34 @@ from benchmarks import driver, report, timing
 from benchmarks.workload import AXIS, SPEC
 import ep
 
-_LAYERS = flags.DEFINE_integer("layers", 8, "that are scanned", 1)
+_LAYERS = flags.DEFINE_integer("layers", 8, "that are scanned", 0)
 _CONFIG = ep.MoEConfig(hidden=256, inner=512, num_experts=16, top_k=2)
 _BATCH, _LENGTH, _HEADS, _VOCABULARY = 8, 128, 4, 256
+_TOKENS = _BATCH * _LENGTH // driver.DEVICES  # of a rank
 
 
 def main() -> None:
   mesh = jax.make_mesh((driver.DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
 
-  def compile_with_empty_caches(group):
-    jax.clear_caches()
-    return lower(mesh, group, _LAYERS.value).compile()
-
   with contextlib.ExitStack() as stack:
-    groups: dict[str, ep.EpGroup | None] = {"dense": None}
-    for backend in ("host", "xla"):
-      groups[backend] = stack.enter_context(bootstrap(mesh, backend))
+    groups = {
+      backend: stack.enter_context(bootstrap(mesh, backend))
+      for backend in ("host", "xla")
+    }
+    lowerings = {
+      name: functools.partial(_lower_ops, mesh, group)
+      for name, group in groups.items()
+    }
+    if _LAYERS.value:
+      lowerings = {
+        name: functools.partial(lower, mesh, group, _LAYERS.value)
+        for name, group in ({"dense": None} | groups).items()
+      }
+    programs = {name: low().compile() for name, low in lowerings.items()}
     times = timing.take_turns(
       {
-        name: functools.partial(compile_with_empty_caches, group)
-        for name, group in groups.items()
+        name: functools.partial(_compile_with_empty_caches, low)
+        for name, low in lowerings.items()
       },
       mesh,
       rounds=driver.ROUNDS.value,
@@ -55,10 +69,22 @@ def main() -> None:
     )
   print(f"{_LAYERS.value} layers, {driver.CLOCK.value} time")
   records = {name: {"seconds": seconds} for name, seconds in times.items()}
+  first = next(iter(records))
   for name, record in records.items():
-    ratio = report.ratio(record, records["dense"])
-    median = np.median(record["seconds"])
-    print(f"{name:8} {median:6.2f} s {ratio:6.2f} x dense")
+    text = programs[name].as_text()
+    print(
+      f"{name:8} {np.median(record['seconds']):6.2f} s"
+      f" {report.ratio(record, records[first]):6.2f} x {first},"
+      f" {text.count(' = ')} instructions, {_bytes_from_others(text) / 1e6:.1f} MB"
+    )
+  if not _LAYERS.value:  # rows travel there and back, and so do their gradients
+    rows = _TOKENS * _CONFIG.top_k * (mesh.size - 1) // mesh.size
+    print(f"rows     {4 * rows * (4 * _CONFIG.hidden + 2) / 1e6:.1f} MB")
+
+
+def _compile_with_empty_caches(lower):
+  jax.clear_caches()
+  return lower().compile()
 
 
 def bootstrap(mesh: jax.sharding.Mesh, backend: str) -> ep.EpGroup:
@@ -66,12 +92,44 @@ def bootstrap(mesh: jax.sharding.Mesh, backend: str) -> ep.EpGroup:
   return ep.ep_bootstrap(
     mesh,
     num_experts=_CONFIG.num_experts,
-    max_tokens_per_rank=_BATCH * _LENGTH // mesh.size,
+    max_tokens_per_rank=_TOKENS,
     hidden_dim=_CONFIG.hidden,
     top_k=_CONFIG.top_k,
     max_token_dtype=jnp.float32,
     backend=backend,
   )
+
+
+def _lower_ops(mesh, group):
+  """Lowers the ops and their gradients."""
+  layer = ep.EpLayerConfig(group)
+
+  def loss(tokens, weights, idx):
+    handle = ep.ep_prepare(layer, idx)
+    rows, row_weights = ep.ep_dispatch(handle, tokens, weights)
+    return ep.ep_combine(handle, rows * row_weights[..., None]).sum()
+
+  def argument(columns, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(
+      (_TOKENS * mesh.size, columns), dtype, sharding=NamedSharding(mesh, SPEC)
+    )
+
+  return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(
+    argument(_CONFIG.hidden),
+    argument(_CONFIG.top_k),
+    argument(_CONFIG.top_k, jnp.int32),
+  )
+
+
+def _bytes_from_others(program):
+  """Returns the bytes that a rank gets from others in its collectives."""
+  results = re.findall(r" = (.*?) all-(?:to-all|gather)\(", program)
+  sizes = re.findall(r"[a-z]+(\d+)\[([\d,]+)\]", " ".join(results))
+  whole = sum(
+    int(bits) // 8 * math.prod(map(int, shape.split(",")))
+    for bits, shape in sizes
+  )
+  return whole * (driver.DEVICES - 1) / driver.DEVICES
 
 
 def lower(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a program on this host, and joins them from inside.
+"""Starts the ranks of a program on each host, and joins them from inside.
 
     python -m ep.launch --num_processes=4 train.py --steps=10
     python -m ep.launch --num_processes=4 -m pytest tests/ops/dispatch_test.py
@@ -50,6 +50,7 @@ import jax
 
 from ep._src.base import arguments, compat
 from ep._src.group import ending, liveness
+from ep._src.launch import hosts
 from ep._src.native import gpus
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
@@ -123,6 +124,7 @@ def initialize() -> None:
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
+  compat.bind_cpu_collectives()
   liveness.announce()  # a death before ep_bootstrap is noticed, too
   report = sys.excepthook
 
@@ -156,8 +158,16 @@ def launch(
   timeout_s: float | None = None,
   grace_s: float = 10.0,
   env: Mapping[str, str] | None = None,
+  num_hosts: int = 1,
+  host_id: int = 0,
+  coordinator: str | None = None,
+  join_timeout_s: float = 300.0,
 ) -> int:
   """Runs `python *argv` in `num_processes` processes and waits for them all.
+
+  With `num_hosts` it is called on every host, with the same arguments but for
+  `host_id`, and each starts `num_processes` ranks. The hosts end together, with
+  the code of the first failure. One that no packet reaches for 15 s has failed.
 
   Each rank finds the variables of the module's docstring, runs on the CPU
   unless JAX_PLATFORMS says otherwise, sees `devices_per_process` CPU devices,
@@ -187,7 +197,7 @@ def launch(
   Args:
     argv: what follows `python` on a command line: ["train.py", "--steps=10"] or
       ["-m", "pytest", "tests"].
-    num_processes: how many ranks.
+    num_processes: how many ranks each host starts.
     devices_per_process: CPU devices of each rank; other platforms ignore it.
     ranks_per_gpu: how many ranks share a GPU, where JAX_PLATFORMS names GPUs
       and each rank sees one GPU of this host (NCCL 2.30 and newer allow
@@ -199,6 +209,13 @@ def launch(
       them.
     grace_s: seconds that ranks get to end by themselves; see above.
     env: variables that are added to this process's own.
+    num_hosts: how many hosts there are.
+    host_id: the number of this one, from 0 on.
+    coordinator: an address of host 0 and a free port there, as host:port, where
+      the hosts meet; JAX's coordination service has it afterwards. Needed with
+      several hosts. Collectives of XLA between CPUs take the network by which a
+      host reaches this address.
+    join_timeout_s: seconds that hosts wait for each other at the start.
 
   Returns:
     0 if every rank succeeded. Otherwise the exit code of the first that did
@@ -206,26 +223,40 @@ def launch(
     end by signal n; 124 on timeout; 1 if only some of the ranks joined.
 
   Raises:
-    ValueError: there are fewer GPUs than the ranks need, a number is not
-      positive, or no log can be written.
+    ValueError: there are fewer GPUs than the ranks need, a number is out of
+      range, no log can be written, or `coordinator` is no address.
+    RuntimeError: on every host that has come: some host has not come in time,
+      has another's number, or other numbers of hosts, processes or devices.
     TypeError: a number is of a wrong type.
   """
-  counts = dict(
+  common = dict(
+    num_hosts=num_hosts,
     num_processes=num_processes,
     devices_per_process=devices_per_process,
     ranks_per_gpu=ranks_per_gpu,
   )
-  for name, value in counts.items():
+  for name, value in common.items():
     if arguments.integer("ep.launch", name, value) < 1:
       raise ValueError(f"ep.launch: {name} = {value}, but it must be positive.")
   if timeout_s is not None:
     arguments.seconds("ep.launch", "timeout_s", timeout_s)
-  common = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
+  arguments.seconds("ep.launch", "join_timeout_s", join_timeout_s)
+  if not 0 <= arguments.integer("ep.launch", "host_id", host_id) < num_hosts:
+    raise ValueError(
+      f"ep.launch: host_id = {host_id}, but the hosts are 0..{num_hosts - 1}."
+    )
+  if num_hosts > 1 and coordinator is None:
+    raise ValueError(
+      f"ep.launch: num_hosts = {num_hosts}, but there is no coordinator; pass"
+      " an address of host 0 with a free port, as in 10.0.0.1:1234."
+    )
+  env = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
   own: Sequence[Mapping[str, str]] = [{}] * num_processes
-  if gpus.wanted(common):
+  if gpus.wanted(env):
     own = gpus.rank_variables(num_processes, ranks_per_gpu)
   else:
-    common = _KEEP_MEMORY | common
+    env = _KEEP_MEMORY | env
+  first, total = host_id * num_processes, num_hosts * num_processes
   outputs = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR")
   keep_logs = bool(log_dir or outputs)
   logs = pathlib.Path(log_dir or tempfile.mkdtemp("", "ranks_", outputs))
@@ -239,7 +270,13 @@ def launch(
         f" ({e.strerror}); pass another folder."
       ) from e
     joined = pathlib.Path(stack.enter_context(folder))
-    port = stack.enter_context(_reserved_port())
+    peers: list[hosts.Host] = []
+    if num_hosts > 1:
+      assert coordinator
+      peers = hosts.join(stack, host_id, coordinator, common, join_timeout_s)
+    else:
+      port = stack.enter_context(_reserved_port())
+      coordinator = f"127.0.0.1:{port}"
     signals = stack.enter_context(_caught_signals())
 
     def start(name: str, argv: Sequence[str], env: Mapping[str, str]):
@@ -249,29 +286,30 @@ def launch(
 
     ranks = [
       start(
-        f"rank_{index}",
+        f"rank_{first + index}",
         argv,
         _rank_env(
-          index,
-          num_processes,
+          first + index,
+          total,
           devices_per_process,
-          port,
+          coordinator,
           {
-            **common,
+            **env,
             **own[index],
-            "EP_LAUNCH_JOINED": str(joined / str(index)),
+            "EP_LAUNCH_JOINED": str(joined / str(first + index)),
           },
         ),
       )
       for index in range(num_processes)
     ]
     others = []
-    if num_processes > 1:
-      program = [_COORDINATOR, f"127.0.0.1:{port}", str(num_processes)]
+    if total > 1 and host_id == 0:
+      program = [_COORDINATOR, coordinator, str(total)]
       others = [start("coordinator", program, _python_env(os.environ))]
-    code = _watch(ranks, others, signals, timeout_s, grace_s)
-    if num_processes > 1 and not signals:
-      alone = {str(r) for r in range(num_processes)} - set(os.listdir(joined))
+    code = _watch(ranks, others, peers, signals, timeout_s, grace_s)
+    if total > 1 and not signals:
+      started = {str(first + index) for index in range(num_processes)}
+      alone = started - set(os.listdir(joined))
       _report_alone(sorted(alone, key=int), num_processes)
       code = code or int(0 < len(alone) < num_processes)
   if code == 0 and not keep_logs:
@@ -289,8 +327,9 @@ class _Process:
     log: pathlib.Path,
     env: Mapping[str, str],
   ):
-    self.name = name
+    self.name = name.replace("_", " ")
     self.log = log
+    self.where = f"; its log is {log}"
     self.code: int | None = None  # None while it runs, -n after signal n
     with log.open("wb") as stdout:
       self._process = subprocess.Popen(
@@ -337,34 +376,45 @@ class _Process:
 def _watch(
   ranks: Sequence[_Process],
   others: Sequence[_Process],
+  peers: Sequence[hosts.Host],
   signals: Sequence[int],
   timeout_s: float | None,
   grace_s: float,
 ) -> int:
   """Waits for the ranks, ends them as `launch` documents, and reports.
 
-  If one of the `others` ends, that is a failure, whatever its exit code.
+  If one of the `others` ends, that is a failure, whatever its exit code. The
+  `peers` are waited for, too, and each is told when all else here has ended.
   """
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
-  ended: list[_Process] = []
+  watched: list[_Process | hosts.Host] = [*ranks, *others, *peers]
+  ended: list[_Process | hosts.Host] = []
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
       """Waits until all ranks have ended, a point in time, or a condition."""
       while True:
-        running = [p for p in (*ranks, *others) if p not in ended]
+        running = [p for p in watched if p not in ended]
         news = [p for p in running if not p.running()]
         # A rank that is killed takes others along, some of them at once.
         ended.extend(sorted(news, key=lambda p: (p.code or 0) >= 0))
         terminal.copy()
-        if {*ranks} <= {*ended} or time.monotonic() > limit or condition():
+        is_over = signals or failures()
+        rest = {*ranks, *(() if is_over else peers)} - {*ended}
+        for peer in () if is_over else peers:
+          if rest <= {peer}:
+            peer.tell(0, "")
+        if not rest or time.monotonic() > limit or condition():
           break
         time.sleep(_POLL_S)
 
-    def failures() -> list[_Process]:
+    def failures() -> list[_Process | hosts.Host]:
       return [p for p in ended if p.code or p in others]
 
     wait(timeout_at, lambda: signals or failures())
+    for peer in peers:
+      if peer not in failures():  # otherwise it knows
+        peer.tell(*_end(signals, failures()))
     if failures() and not signals:
       wait(min(timeout_at, _in(grace_s)), lambda: signals)
     if signals:
@@ -372,7 +422,8 @@ def _watch(
         rank.send_signal(signals[0])
       wait(_in(grace_s))
     failed = failures()
-    stuck = [rank for rank in ranks if rank not in ended]
+    late = [p for p in watched if p not in (*ended, *others)]
+    stuck = [rank for rank in ranks if rank in late]
     for rank in stuck:
       rank.send_signal(signal.SIGABRT)  # its faulthandler dumps the stacks
     wait(_in(_KILL_AFTER_S))
@@ -382,33 +433,48 @@ def _watch(
     return 128 + signals[0]
   if failed:
     first, *rest = failed
-    _report(first, first.end)
+    _report(first, first.end, shown=first is ranks[0])
     for process in rest:
       _say_of(process, ": ".join([process.end, *process.last_lines(1)]))
     for rank in stuck:
       _say_of(rank, "was still running after another's failure")
-    code = first.code or 1  # a coordinator never ends
-    return 128 - code if code < 0 else code
-  for rank in stuck:
-    _report(rank, "was still running at the timeout")
-  return _TIMED_OUT if stuck else 0
+    return _exit_code(first)
+  for process in late:
+    _report(
+      process, "was still running at the timeout", shown=process is ranks[0]
+    )
+  return _TIMED_OUT if late else 0
+
+
+def _end(signals, failed) -> tuple[int, str]:
+  """Returns how this launcher will end, as it tells the other hosts."""
+  if signals:
+    name = signal.Signals(signals[0]).name
+    return 128 + signals[0], f"was ended by {name}"
+  if failed:
+    return _exit_code(failed[0]), f"says: {failed[0].name} {failed[0].end}"
+  return _TIMED_OUT, "was still running at the timeout"
+
+
+def _exit_code(first: _Process | hosts.Host) -> int:
+  code = first.code or 1  # a coordinator never ends
+  return 128 - code if code < 0 else code
 
 
 def _in(seconds: float) -> float:
   return time.monotonic() + seconds
 
 
-def _report(process: _Process, what: str) -> None:
-  """Says what became of a process, and shows the end of its log."""
+def _report(process: _Process | hosts.Host, what: str, shown: bool) -> None:
+  """Says what became of a process, and shows the end of a log not shown."""
   _say_of(process, what)
-  if process.name != "rank_0":  # whose log is on the terminal already
+  if not shown:
     lines = process.last_lines(_TAIL_LINES)
     _say("".join(f"  | {line}\n" for line in lines))
 
 
-def _say_of(process: _Process, what: str) -> None:
-  name = process.name.replace("_", " ")
-  _say(f"ep.launch: {name} {what}; its log is {process.log}\n")
+def _say_of(process: _Process | hosts.Host, what: str) -> None:
+  _say(f"ep.launch: {process.name} {what}{process.where}\n")
 
 
 def _report_alone(ranks: Sequence[str], num_processes: int) -> None:
@@ -500,12 +566,12 @@ def _rank_env(
   index: int,
   num_processes: int,
   devices_per_process: int,
-  port: int,
+  coordinator: str,
   env: Mapping[str, str],
 ) -> dict[str, str]:
   env = {
     **_python_env(env),
-    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    "JAX_COORDINATOR_ADDRESS": coordinator,
     "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:0",  # for rank 0's own service
     "JAX_NUM_PROCESSES": str(num_processes),
     "JAX_PROCESS_ID": str(index),
@@ -537,11 +603,19 @@ def main() -> int:
     prog="python -m ep.launch",
     description="Starts the ranks of a Python program on this host.",
   )
-  parser.add_argument("--num_processes", type=int, required=True)
+  parser.add_argument(
+    "--num_processes", type=int, required=True, help="on each host"
+  )
   parser.add_argument("--devices_per_process", type=int, default=1)
   parser.add_argument("--ranks_per_gpu", type=int, default=1)
   parser.add_argument("--log_dir")
   parser.add_argument("--timeout", type=float, help="seconds")
+  parser.add_argument("--num_hosts", type=int, default=1)
+  parser.add_argument("--host_id", type=int, default=0, help="of this host")
+  parser.add_argument("--coordinator", help="host:port, a free port of host 0")
+  parser.add_argument(
+    "--join_timeout", type=float, default=300.0, help="seconds for all hosts"
+  )
   rest = argparse.REMAINDER
   parser.add_argument("-m", dest="module", nargs=rest, help="module args...")
   parser.add_argument("script", nargs=rest, help="script.py args...")
@@ -557,9 +631,15 @@ def main() -> int:
       ranks_per_gpu=args.ranks_per_gpu,
       log_dir=args.log_dir,
       timeout_s=args.timeout,
+      num_hosts=args.num_hosts,
+      host_id=args.host_id,
+      coordinator=args.coordinator,
+      join_timeout_s=args.join_timeout,
     )
   except ValueError as e:
     parser.error(str(e))
+  except RuntimeError as e:
+    parser.exit(1, f"{e}\n")
 
 
 if __name__ == "__main__":

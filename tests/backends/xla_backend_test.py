@@ -279,7 +279,9 @@ def test_processes_of_several_hosts(monkeypatch, caplog):
   """Processes compare their hosts when they join, and then select xla."""
   if jax.process_count() == 1:
     pytest.skip("needs several processes")
-  monkeypatch.setattr(host, "_host", lambda: f"host{jax.process_index() // 2}")
+  monkeypatch.setattr(
+    host.process_ids, "boot_id", lambda: f"boot{jax.process_index() // 2}"
+  )
   assert_selects_xla(caplog, "different hosts")
   with pytest.raises(ValueError, match="different hosts"):
     bootstrap(make_mesh({"ep": 4}), backend="host")

@@ -412,6 +412,13 @@ def test_output_that_the_terminal_cannot_encode(tmp_path):
     (dict(devices_per_process=0), ValueError, ["devices_per_process = 0"]),
     (dict(ranks_per_gpu=0), ValueError, ["ranks_per_gpu = 0", "positive"]),
     (dict(timeout_s=0), ValueError, ["timeout_s = 0", "positive"]),
+    (dict(num_hosts=2, host_id=2), ValueError, ["host_id = 2", "0..1"]),
+    (dict(num_hosts=2), ValueError, ["num_hosts = 2", "no coordinator"]),
+    (
+      dict(num_hosts=2, coordinator="nowhere"),
+      ValueError,
+      ["coordinator = 'nowhere'", "10.0.0.1:1234"],
+    ),
     (dict(log_dir="/proc/nope"), ValueError, ["log_dir = '/proc/n", "another"]),
   ],
   ids=str,

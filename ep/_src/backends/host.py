@@ -49,7 +49,12 @@ class HostBackend(Backend):
         nonlocal listener
         listener = stack.enter_context(_listen())
         return dict(
-          host=f"{process_ids.boot_id()}/{os.geteuid()}",
+          host=[
+            process_ids.boot_id(),
+            process_ids.namespace("net"),  # has the addresses of sockets
+            process_ids.namespace("user"),
+            os.geteuid(),
+          ],
           address=listener.getsockname()[1:].decode(),
           pid=os.getpid(),
           namespace=process_ids.namespace(),
@@ -60,9 +65,10 @@ class HostBackend(Backend):
       for process, answer in answers.items():
         if answer["host"] != answers[me]["host"]:
           raise CannotServe(
-            f"ep_bootstrap: processes {me} and {process} run on different hosts"
-            ' or as different users, but backend="host" shares memory; run all'
-            " processes of a mesh on one host, as one user."
+            f"ep_bootstrap: processes {me} and {process} run on different"
+            " hosts, in different containers or as different users, but"
+            ' backend="host" shares memory; run all processes of a mesh on one'
+            ' host, as one user, or use backend="xla".'
           )
       members = list(answers)
       ffi.create_host_group(

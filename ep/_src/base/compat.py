@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import os
+import socket
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
+from jax._src.lib import _jax
 from jax._src.lib.mlir.dialects import func as _func
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax.experimental import io_callback as io_callback
@@ -382,6 +385,35 @@ def distributed_client():
 def distributed_process() -> int:
   """Returns `jax.process_index()`, without initializing the devices."""
   return _distributed.global_state.process_id
+
+
+def bind_cpu_collectives() -> None:
+  """Binds XLA's collectives between CPUs to the coordinator's network.
+
+  By default Gloo binds to what the host's name stands for. That is often
+  127.0.0.1, which no other host reaches, or nothing, and then JAX has no CPU.
+  """
+  if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
+    return
+  state = _distributed.global_state
+  name, _, port = (state.coordinator_address or "").rpartition(":")
+  try:
+    family, *_, address = socket.getaddrinfo(
+      name.strip("[]"), port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+      probe.connect(address)  # sends nothing
+      own = probe.getsockname()[0]
+  except OSError:  # an address of another kind
+    return
+
+  def make_client():
+    gloo = _jax.make_gloo_tcp_collectives(state.client, hostname=own)
+    return _xla_bridge.make_cpu_client(gloo)
+
+  _xla_bridge.register_backend_factory(
+    "cpu", make_client, priority=0, fail_quietly=False
+  )
 
 
 def cluster_process_count() -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells for which processes a process id of the system has a meaning."""
+"""Tells which processes share a kernel's namespace."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ def boot_id() -> str:
 
 
 @functools.cache
-def namespace() -> str | None:
-  """Returns what identifies the namespace of process ids, or None."""
+def namespace(kind: str = "pid") -> str | None:
+  """Returns what identifies a namespace of this process, or None.
+
+  Within one of the kind "pid", a process id has a meaning.
+  """
   try:
-    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()}/{os.readlink(f'/proc/self/ns/{kind}')}"
   except OSError:
     return None

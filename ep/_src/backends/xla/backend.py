@@ -10,7 +10,6 @@ combine sends them back (xla/exchanges.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
 import jax
@@ -138,43 +137,51 @@ def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
 
 
 def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
-  side = exchanges.to_slots(dims, plan)
-  exchange = functools.partial(exchanges.exchange, dims, side)
-  return [
-    exchange(tokens, plan.order // dims.K, is_sound),
-    exchange(weights.reshape(-1), plan.order, is_sound),
-  ]
+  return exchanges.exchange(
+    dims,
+    exchanges.to_slots(dims, plan),
+    is_sound,
+    (tokens, plan.order // dims.K),
+    (weights.reshape(-1), plan.order),
+  )
 
 
 def _combine_bwd(dims: Dims, plan, is_sound, tokens) -> list[jax.Array]:
   side = exchanges.to_slots(dims, plan)
-  order = plan.order // dims.K
-  return [exchanges.exchange(dims, side, tokens, order, is_sound)]
+  return exchanges.exchange(
+    dims, side, is_sound, (tokens, plan.order // dims.K)
+  )
 
 
-def _combine(dims: Dims, plan, is_sound, rows, weights=None) -> list[jax.Array]:
+def _combine(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
+  terms, *weights = _to_choices(dims, plan, is_sound, *arrays)
+  return [_sum(dims, terms, *weights)]
+
+
+def _dispatch_bwd(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
+  terms, weights = _to_choices(dims, plan, is_sound, *arrays)
+  return [_sum(dims, terms), weights.reshape(dims.T, dims.K)]
+
+
+def _to_choices(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
+  """Returns the rows of each choice, from arrays of the slots."""
   side = exchanges.to_choices(plan)
-  exchange = functools.partial(exchanges.exchange, dims, side)
-  terms = exchange(rows, plan.slots, is_sound)
-  terms = _flush(terms.astype(jnp.float32))
+  return exchanges.exchange(
+    dims, side, is_sound, *((array, plan.slots) for array in arrays)
+  )
+
+
+def _sum(dims: Dims, rows: jax.Array, weights=None) -> jax.Array:
+  """Returns the sum of the rows [T * K, H] of each token."""
+  terms = _flush(rows.astype(jnp.float32))
   if weights is not None:
-    weights = _flush(exchange(weights, plan.slots, is_sound))
     # XLA contracts no product and sum into one where bits are masked between.
-    terms = _flush(terms * weights[:, None])
+    terms = _flush(terms * _flush(weights)[:, None])
   terms = terms.reshape(dims.T, dims.K, -1)
   out = terms[:, 0]
   for k in range(1, dims.K):
     out = _flush(out + terms[:, k])
-  return [_flush(out, sign=0).astype(rows.dtype)]
-
-
-def _dispatch_bwd(dims: Dims, plan, is_sound, rows, weights) -> list[jax.Array]:
-  side = exchanges.to_choices(plan)
-  weights = exchanges.exchange(dims, side, weights, plan.slots, is_sound)
-  return [
-    *_combine(dims, plan, is_sound, rows),
-    weights.reshape(dims.T, dims.K),
-  ]
+  return _flush(out, sign=0).astype(rows.dtype)
 
 
 def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:

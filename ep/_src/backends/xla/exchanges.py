@@ -14,7 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, Plan
+from ep._src.backends.xla.plans import Dims, Plan, Streams
 
 
 class Side(NamedTuple):
@@ -31,12 +31,13 @@ class Side(NamedTuple):
 
 def to_slots(dims: Dims, plan: Plan) -> Side:
   """Returns the side of a rank that sends tokens and wants slots."""
+  streams = Streams(*jnp.split(plan.streams, len(Streams._fields)))
   return Side(
-    plan.to_start,
-    plan.to_size,
-    plan.remote_from,
-    plan.from_start,
-    plan.from_size,
+    streams.to_start,
+    streams.to_size,
+    streams.remote_from,
+    streams.from_start,
+    streams.from_size,
     plan.source,
     dims.nan_tail & (jnp.arange(dims.C) >= plan.used),
   )
@@ -44,12 +45,13 @@ def to_slots(dims: Dims, plan: Plan) -> Side:
 
 def to_choices(plan: Plan) -> Side:
   """Returns the side of a rank that sends slots and wants choices."""
+  streams = Streams(*jnp.split(plan.streams, len(Streams._fields)))
   return Side(
-    plan.from_start,
-    plan.from_size,
-    plan.remote_to,
-    plan.to_start,
-    plan.to_size,
+    streams.from_start,
+    streams.from_size,
+    streams.remote_to,
+    streams.to_start,
+    streams.to_size,
     plan.code,
     jnp.bool_(False),
   )
@@ -58,35 +60,46 @@ def to_choices(plan: Plan) -> Side:
 def exchange(
   dims: Dims,
   side: Side,
-  rows: jax.Array,
-  sequence: jax.Array,
   is_sound: jax.Array,
-) -> jax.Array:
-  """Sends `rows[sequence]`, stream by stream, and returns the wanted rows.
+  *parts: tuple[jax.Array, jax.Array],
+) -> list[jax.Array]:
+  """Sends rows, stream by stream, and returns the wanted rows.
+
+  A row has columns from each part, which are an array and a sequence: it sends
+  `array[sequence]`. XLA takes as long to compile an exchange of one column as
+  of many, so all parts travel together.
 
   On a rank where `is_sound` is False, i.e. whose plan is not its own, every row
   that is sent or returned is NaN. Any index is kept in range, whatever the plan
   says.
   """
-  bits = lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
-  nan = jnp.array(jnp.iinfo(bits.dtype).max, bits.dtype)
+  arrays = [array for array, _ in parts]
+  unit = f"uint{8 * min(array.dtype.itemsize for array in arrays)}"
+  bits = [lax.bitcast_convert_type(x, unit).reshape(len(x), -1) for x in arrays]
+  nan = jnp.array(jnp.iinfo(unit).max, unit)
   B, codes = dims.B, side.codes
 
   def take(x, index):
-    return x.at[index].get(mode="fill", fill_value=0)
+    return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
-  def padded(bits):
+  def rows(bits, at=None):
+    """Returns all rows in sequence, or those at some places of it."""
+    columns = [
+      take(x, sequence if at is None else take(sequence, at))
+      for x, (_, sequence) in zip(bits, parts, strict=True)
+    ]
+    return jnp.where(is_sound, jnp.concatenate(columns, -1), nan)
+
+  def padded(*bits):
     """Sends one bucket of B rows to each rank."""
-    at = side.start[:, None] + jnp.arange(B, dtype=jnp.int32)
-    sent = jnp.where(is_sound, take(bits, take(sequence, at)), nan)
+    sent = rows(bits, side.start[:, None] + jnp.arange(B, dtype=jnp.int32))
     if dims.P > 1:
-      sent = lax.all_to_all(sent, dims.axis, 0, 0)
-    received = sent.reshape(dims.no_code, *sent.shape[2:])
-    return received.at[codes].get(mode="clip")
+      sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
+    return take(sent.reshape(dims.no_code, -1), codes)
 
-  def ragged(bits):
+  def ragged(*bits):
     """Sends each stream in its own length."""
-    sent = jnp.where(is_sound, take(bits, sequence), nan)
+    sent = rows(bits)
     room = codes.size
     start = side.start.clip(0, len(sent))
     remote_start = side.remote_start.clip(0, room)
@@ -106,13 +119,13 @@ def exchange(
       side.recv_size.clip(0, room),
       axis_name=dims.axis,
     )
-    recv_start = side.recv_start.at[codes // B].get(mode="clip")
-    return received.at[recv_start + codes % B].get(mode="clip")
+    recv_start = take(side.recv_start, codes // B)
+    return take(received, recv_start + codes % B)
 
   if dims.P == 1:
-    out = padded(bits)
+    out = padded(*bits)
   else:
-    out = lax.platform_dependent(bits, cpu=padded, default=ragged)
+    out = lax.platform_dependent(*bits, cpu=padded, default=ragged)
 
   # In bfloat16 this selects between two variables, for with a constant XLA:CPU
   # loses bits. In the last element, denormals are flushed and NaNs quietened by
@@ -124,10 +137,22 @@ def exchange(
   # but one of two in a register, its code for x86 goes by way of float32.
   is_row = is_sound & (codes < dims.no_code)
   filler = jnp.where(side.is_nan | ~is_sound, nan, jnp.zeros_like(nan))
-  is_row, filler = (
-    x.reshape(*x.shape, *[1] * (out.ndim - x.ndim)) for x in (is_row, filler)
-  )
-  return lax.bitcast_convert_type(jnp.where(is_row, out, filler), rows.dtype)
+  out = jnp.where(is_row[:, None], out, filler.reshape(-1, 1))
+  starts = np.cumsum([x.shape[1] for x in bits])[:-1]
+  return [
+    lax.bitcast_convert_type(
+      columns.reshape(-1, *_words(array, unit)), array.dtype
+    )
+    for columns, array in zip(
+      jnp.split(out, starts, axis=1), arrays, strict=True
+    )
+  ]
+
+
+def _words(array: jax.Array, unit: str) -> tuple[int, ...]:
+  """Returns the shape of a row of `array` in words of the type `unit`."""
+  words = array.dtype.itemsize // np.dtype(unit).itemsize
+  return (*array.shape[1:], *([words] if words > 1 else []))
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:

@@ -110,14 +110,20 @@ class Plan(NamedTuple):
   code: jax.Array  # [T * K] code of each choice
   slots: jax.Array  # [C] the slots in sequence
   source: jax.Array  # [C] code of each slot
-  to_start: jax.Array  # [P] where the stream to each rank starts in `order`
-  to_size: jax.Array  # [P] rows of the stream to each rank
-  from_start: jax.Array  # [P] where the stream from each starts in `slots`
-  from_size: jax.Array  # [P] rows of the stream from each rank
-  remote_from: jax.Array  # [P] on each rank, `from_start` of this rank
-  remote_to: jax.Array  # [P] on each rank, `to_start` of this rank
+  streams: jax.Array  # [6 * P] the arrays of `Streams`
   used: jax.Array  # [1] slots before the tail
   routing: jax.Array  # [1] a digest of all choices, alike on all ranks
+
+
+class Streams(NamedTuple):
+  """The streams to and from each rank, seen from one: int32 [P]."""
+
+  to_start: jax.Array  # where the stream to each rank starts in `order`
+  to_size: jax.Array  # rows of the stream to each rank
+  from_start: jax.Array  # where the stream from each starts in `slots`
+  from_size: jax.Array  # rows of the stream from each rank
+  remote_from: jax.Array  # on each rank, `from_start` of this rank
+  remote_to: jax.Array  # on each rank, `to_start` of this rank
 
 
 class _Runs(NamedTuple):
@@ -135,8 +141,9 @@ def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
   expert = int32(jnp.where(is_valid, flat, dims.E))
   choice = jnp.arange(flat.size, dtype=jnp.int32)
   expert, order = lax.sort((expert, choice), num_keys=1, is_stable=True)
+  # A search, or a scatter, would compile in twice the time of a count.
   experts = jnp.arange(dims.E + 1, dtype=jnp.int32)
-  return Choices(order, expert, int32(jnp.searchsorted(expert, experts)))
+  return Choices(order, expert, _sum(expert < experts[:, None], 1))
 
 
 def make_slabs(dims: Dims, counts: jax.Array) -> Slabs:
@@ -161,28 +168,26 @@ def make_plan(
   """
   P, L = dims.P, dims.L
   me = lax.axis_index(dims.axis)
-  streams = counts.reshape(P, P, L)  # [source, destination, expert there]
+  by_rank = counts.reshape(P, P, L)  # [source, destination, expert there]
   slot = slabs.offset.reshape(-1) + _sum_before(counts, 0)
   runs = _Runs(
     slot=slot,
     size=jnp.clip(dims.C - slot, 0, counts),
-    row=_sum_before(streams, 2).reshape(P, dims.E),
+    row=_sum_before(by_rank, 2).reshape(P, dims.E),
   )
   size = _sum(runs.size.reshape(P, P, L), 2)
-  to_start = _sum_before(_sum(streams, 2), 1)
+  to_start = _sum_before(_sum(by_rank, 2), 1)
   from_start = _sum_before(size, 0)
   slots, source = _slots_of_rank(dims, runs, from_start)
+  streams = Streams(
+    to_start, size, from_start.T, size.T, from_start, to_start.T
+  )
   return Plan(
-    order=choices.order,
-    code=_codes_of_choices(dims, choices, runs),
-    slots=slots,
-    source=source,
-    to_start=to_start[me],
-    to_size=size[me],
-    from_start=from_start[:, me],
-    from_size=size[:, me],
-    remote_from=from_start[me],
-    remote_to=to_start[:, me],
+    choices.order,
+    _codes_of_choices(dims, choices, runs),
+    slots,
+    source,
+    jnp.stack(streams)[:, me].reshape(-1),
     used=slabs.end[me, -1:].clip(max=dims.C),
     routing=digest(digests)[None],
   )
@@ -197,7 +202,11 @@ def _codes_of_choices(dims: Dims, choices: Choices, runs: _Runs) -> jax.Array:
   is_sent = (choices.expert < dims.E) & (row < runs.size[me, expert])
   code = expert // dims.L * dims.B + runs.row[me, expert] + row
   code = jnp.where(is_sent, code, dims.no_code)
-  return jnp.zeros_like(code).at[choices.order].set(code)
+  return (
+    jnp.zeros_like(code)
+    .at[choices.order]
+    .set(code, mode="promise_in_bounds", unique_indices=True)
+  )
 
 
 def _slots_of_rank(
@@ -209,20 +218,19 @@ def _slots_of_rank(
   """
   me = lax.axis_index(dims.axis)
 
-  def by_slot(x):
-    """Returns the runs to this rank, in the order of their slots."""
-    mine = lax.dynamic_slice_in_dim(x, me * dims.L, dims.L, axis=1)
-    return mine.T.reshape(-1)
-
-  start, size, first = map(by_slot, runs)
+  # The runs to this rank, in the order of their slots.
+  streams = jnp.broadcast_to(from_start[:, me, None], (dims.P, dims.L))
+  mine = [lax.dynamic_slice_in_dim(x, me * dims.L, dims.L, 1) for x in runs]
+  table = jnp.stack([*mine, streams]).mT.reshape(4, -1)
   slots = jnp.arange(dims.C, dtype=jnp.int32)
-  run = int32(jnp.searchsorted(start, slots, side="right")) - 1
-  row = slots - start[run]
-  is_filled = row < size[run]
-  in_stream = first[run] + row
+  run = _sum(table[0] <= slots[:, None], 1) - 1
+  start, size, first, stream = table.T[run].T
+  row = slots - start
+  is_filled = row < size
+  in_stream = first + row
   rank = run % dims.P
   source = jnp.where(is_filled, rank * dims.B + in_stream, dims.no_code)
-  at = jnp.where(is_filled, from_start[rank, me] + in_stream, dims.C)
+  at = jnp.where(is_filled, stream + in_stream, dims.C)
   return jnp.zeros_like(slots).at[at].set(slots, mode="drop"), source
 
 
@@ -250,7 +258,7 @@ def mem_bytes(dims: Dims) -> int:
 def _word_counts(dims: Dims) -> list[int]:
   """Returns the lengths of the stamp and of each array of a plan."""
   choices, slots, ranks = dims.T * dims.K, dims.C, dims.P
-  return [3, *[choices] * 2, *[slots] * 2, *[ranks] * 6, 1, 1]
+  return [3, *[choices] * 2, *[slots] * 2, 6 * ranks, 1, 1]
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
@@ -280,4 +288,7 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 def _sum_before(x: jax.Array, axis: int) -> jax.Array:
   """Returns, for each element, the sum of those before it along an axis."""
-  return x.cumsum(axis, dtype=jnp.int32) - x
+  x = jnp.moveaxis(x, axis, -1)
+  place = jnp.arange(x.shape[-1])
+  sums = _sum(jnp.where(place < place[:, None], x[..., None, :], 0), -1)
+  return jnp.moveaxis(sums, -1, axis)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins the launchers of several hosts, which start and end together.
+
+Host 0 listens at the coordinator's address, and the others connect to it. A
+line of JSON says what a host is to start, another that all have come, or what
+is wrong, and a last one how a host ended. The system notices a launcher that
+has died, and a host that no packet reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import contextlib
+import json
+import select
+import socket
+import time
+from typing import Any
+
+_RETRY_S = 0.2
+_HELLO_S = 5.0  # until a launcher that has connected says who it is
+_PROBE_S, _PROBES = 5, 2  # a host that misses these is out of reach
+
+
+class Host:
+  """The launcher of another host, watched like a process of this one."""
+
+  def __init__(self, name: str, connection: socket.socket):
+    self.name = name
+    self.code: int | None = None  # None while it runs
+    self.end = ""  # how it ended
+    self.where = ""  # is its log, on its own host
+    self._is_told = False
+    self._connection = connection
+    self._lines = connection.makefile("rb")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in [
+      ("TCP_KEEPIDLE", _PROBE_S),
+      ("TCP_KEEPINTVL", _PROBE_S),
+      ("TCP_KEEPCNT", _PROBES),
+      ("TCP_USER_TIMEOUT", 1000 * _PROBE_S * (1 + _PROBES)),
+    ]:
+      if hasattr(socket, option):  # it is Linux
+        level = socket.IPPROTO_TCP
+        connection.setsockopt(level, getattr(socket, option), value)
+
+  def running(self) -> bool:
+    """Returns whether it runs; when it has ended, sets `code` and `end`."""
+    connection = self._connection
+    if self.code is None and select.select([connection], [], [], 0)[0]:
+      try:
+        self.code, self.end = self.receive()
+      except ValueError:
+        self.code, self.end = 1, "has ended without a word"
+      except OSError as e:
+        self.code, self.end = 1, f"is out of reach ({e.strerror})"
+    return self.code is None
+
+  def last_lines(self, count: int) -> list[str]:
+    return []
+
+  def tell(self, code: int, end: str) -> None:
+    """Tells it how this launcher ends, unless it was told before."""
+    if not self._is_told:
+      self._is_told = True
+      self.send([code, end])
+
+  def send(self, message: Any) -> None:
+    with contextlib.suppress(OSError):  # `running` will notice
+      self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+  def receive(self, timeout_s: float | None = None) -> Any:
+    """Returns the next message.
+
+    Raises:
+      ValueError: there is none, or it is no message of a launcher.
+      OSError: the host is out of reach, or the time is over.
+    """
+    self._connection.settimeout(timeout_s)
+    return json.loads(self._lines.readline())
+
+  def close(self) -> None:
+    self._lines.close()
+    self._connection.close()
+
+
+def join(
+  stack: contextlib.ExitStack,
+  host_id: int,
+  coordinator: str,
+  common: Mapping[str, int],
+  timeout_s: float,
+) -> list[Host]:
+  """Returns the launchers that this one talks to, when all have come.
+
+  Host 0 talks to all, and the others to host 0. The `stack` closes them.
+
+  Args:
+    stack: of contexts.
+    host_id: the number of this host.
+    coordinator: the address of host 0 and a port, as host:port.
+    common: arguments by name, which must be equal on all hosts. "num_hosts" is
+      one of them.
+    timeout_s: until then all must have come.
+
+  Raises:
+    RuntimeError: on every host that has come, if they do not fit together or
+      not all have come.
+    ValueError: the coordinator's address is not one.
+  """
+  name, _, port = coordinator.rpartition(":")
+  try:
+    family, *_, address = socket.getaddrinfo(
+      name.strip("[]"), port, type=socket.SOCK_STREAM
+    )[0]
+  except OSError as e:
+    raise ValueError(
+      f"ep.launch: coordinator = {coordinator!r} ({e.strerror}), but it must be"
+      " host 0's address and a free port there, as in 10.0.0.1:1234."
+    ) from e
+  end = time.monotonic() + timeout_s
+  if host_id == 0:
+    return _gather(stack, family, address, common, end, timeout_s)
+  host = Host(f"host 0 ({address[0]})", _connect(address, end, timeout_s))
+  stack.enter_context(contextlib.closing(host))
+  host.send({"host_id": host_id, **common})
+  try:
+    wrong = host.receive(timeout_s)
+  except (OSError, ValueError):
+    wrong = (
+      f"the launcher of host 0 at {coordinator} let this host wait, or has"
+      " ended; see what it says, and start all hosts again."
+    )
+  if wrong:
+    raise RuntimeError(f"ep.launch: {wrong}")
+  return [host]
+
+
+def _connect(
+  address: tuple[Any, ...], end: float, timeout_s: float
+) -> socket.socket:
+  while True:
+    left = end - time.monotonic()
+    try:
+      return socket.create_connection(address[:2], max(left, 0.01))
+    except OSError as e:
+      if left < _RETRY_S:
+        raise RuntimeError(
+          f"ep.launch: host 0 did not come to {address[0]}, port {address[1]},"
+          f" within {timeout_s:g} s ({e.strerror or e}); start the same command"
+          " there with --host_id=0, and open the port in its firewall."
+        ) from e
+      time.sleep(_RETRY_S)
+
+
+def _gather(
+  stack: contextlib.ExitStack,
+  family: int,
+  address: tuple[Any, ...],
+  common: Mapping[str, int],
+  end: float,
+  timeout_s: float,
+) -> list[Host]:
+  """Returns the other hosts, when all have connected to this one."""
+  came: dict[int, Host] = {}
+  wrong = ""
+  at = f"{address[0]}, port {address[1]}"
+  try:
+    server = socket.create_server(address[:2], family=family)
+  except OSError as e:
+    raise RuntimeError(
+      f"ep.launch: host 0 cannot listen at {at} ({e.strerror}); the coordinator"
+      " is an address of the host whose --host_id is 0, with a free port."
+    ) from e
+  with server:
+    while not wrong and len(came) < common["num_hosts"] - 1:
+      server.settimeout(max(end - time.monotonic(), 0.001))
+      try:
+        connection, (ip, *_) = server.accept()
+      except TimeoutError:
+        late = set(range(1, common["num_hosts"])) - came.keys()
+        wrong = (
+          f"of {common['num_hosts']} hosts these did not come to host 0 at"
+          f" {at}, within {timeout_s:g} s: {', '.join(map(str, sorted(late)))};"
+          " start the same command there, each with its own --host_id."
+        )
+        break
+      host = stack.enter_context(contextlib.closing(Host(ip, connection)))
+      try:
+        theirs = host.receive(_HELLO_S)
+        number = theirs.pop("host_id")
+      except (OSError, ValueError, KeyError, AttributeError):
+        continue  # no launcher
+      wrong = _difference(common, number, theirs)
+      if number in came:
+        wrong = (
+          f"{came[number].name} and host {ip} were both started with"
+          f" --host_id={number}; each host needs a number of its own."
+        )
+        host.send(wrong)
+      host.name = f"host {number} ({ip})"
+      came.setdefault(number, host)
+  for host in came.values():
+    host.send(wrong)
+  if wrong:
+    raise RuntimeError(f"ep.launch: {wrong}")
+  return list(came.values())
+
+
+def _difference(
+  common: Mapping[str, int], number: int, theirs: Mapping[str, int]
+) -> str:
+  """Returns the first difference between host 0 and another as a sentence."""
+  for name, value in common.items():
+    if theirs.get(name) != value:
+      return (
+        f"host {number} was started with --{name}={theirs.get(name)}, but host"
+        f" 0 with --{name}={value}; run the same command on every host, with"
+        " another --host_id."
+      )
+  return ""
