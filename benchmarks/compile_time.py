@@ -75,7 +75,8 @@ def main() -> None:
     print(
       f"{name:8} {np.median(record['seconds']):6.2f} s"
       f" {report.ratio(record, records[first]):6.2f} x {first},"
-      f" {text.count(' = ')} instructions, {_bytes_from_others(text) / 1e6:.1f} MB"
+      f" {text.count(' = ')} instructions,"
+      f" {_bytes_from_others(text) / 1e6:.1f} MB"
     )
   if not _LAYERS.value:  # rows travel there and back, and so do their gradients
     rows = _TOKENS * _CONFIG.top_k * (mesh.size - 1) // mesh.size
