@@ -63,9 +63,12 @@ from ep._src.records.capacity import CapacitySuggestion as CapacitySuggestion
 from ep._src.records.capacity import suggest_capacity as suggest_capacity
 from ep._src.records.describe import describe as describe
 from ep._src.records.describe import RoutingSummary as RoutingSummary
+from ep._src.records.explain import explain as explain
+from ep._src.records.explain import Explanation as Explanation
 from ep._src.records.record import record as record
 from ep._src.records.replay import Replay as Replay
 from ep._src.records.replay import replay as replay
+from ep._src.records.trace import trace as trace
 
 __version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
 __all__ = list(_public.names(globals()) + ["launch", "testing"])

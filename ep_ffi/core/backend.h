@@ -184,6 +184,10 @@ class Group {
 
   virtual HostMemory Memory() { return {}; }
 
+  // Traces the ops from now on, and writes what was traced to a file.
+  virtual Status StartTrace() { return NotTraced(); }
+  virtual Status StopTrace(const std::string&) { return NotTraced(); }
+
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;
   virtual void Gather(Call call, const GatherArgs& args) = 0;
@@ -201,6 +205,12 @@ class Group {
   // in its peers as soon as they wait for it. The group is closed even if this
   // fails, which it may because a peer already waits.
   virtual Status Close() = 0;
+
+ private:
+  static Status NotTraced() {
+    return Status(Code::kInvalidArgument,
+                  "this backend has no trace yet; use backend=\"host\"");
+  }
 };
 
 }  // namespace ep

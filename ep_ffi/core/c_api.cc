@@ -53,6 +53,25 @@ EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
   });
 }
 
+// Starts to trace a group, or ends that and writes the trace to a file.
+EP_EXPORT int32_t ep_group_trace_start(const char* name, char* error,
+                                       int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    std::shared_ptr<ep::Group> group;
+    EP_RETURN_IF_ERROR(FindGroup(name, &group));
+    return group->StartTrace();
+  });
+}
+
+EP_EXPORT int32_t ep_group_trace_stop(const char* name, const char* path,
+                                      char* error, int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    std::shared_ptr<ep::Group> group;
+    EP_RETURN_IF_ERROR(FindGroup(name, &group));
+    return group->StopTrace(path);
+  });
+}
+
 // Waits for the device; fails if it found a fault that no op has reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {

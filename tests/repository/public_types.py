@@ -75,6 +75,12 @@ def dense_routing(
   return ep.ep_prepare(layer, topk_idx)
 
 
+def slow_steps(group: ep.EpGroup) -> None:
+  with ep.trace(group, pathlib.Path("steps.json.gz")):
+    pass
+  assert_type(ep.explain("steps.json.gz"), ep.Explanation)
+
+
 def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:
   with ep.record(
     "routing", layers=["moe"], weights=True, calls_per_step={"moe": 2}

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,9 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   c.signature[Signature::kSecondBytes] =
       weights ? num_weights * int64_t{sizeof(float)} : 0;
   c.arrays.rows = {rows.data, weights};
+  c.moved = [num_slots = plan.num_slots(), row_bytes = rows.row_bytes()] {
+    return Moved{num_slots, 0, num_slots * row_bytes};
+  };
   return c;
 }
 
@@ -115,6 +119,17 @@ HostMemory HostGroup::Memory() {
   if (IsForked()) return {};  // the lock of the segments may be held for ever
   const std::shared_ptr<SegmentPool> segments = segments_.lock();
   return segments ? segments->Memory() : HostMemory();
+}
+
+Status HostGroup::StartTrace() {
+  const std::shared_ptr<Exchanges> open = exchanges();
+  if (open) open->StartTrace();
+  return Status();
+}
+
+Status HostGroup::StopTrace(const std::string& path) {
+  const std::shared_ptr<Exchanges> open = exchanges();
+  return open ? open->StopTrace(path) : Status();
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
@@ -206,6 +221,11 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
   c.arrays.choices = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
+  c.moved = [args, experts = num_experts_ / ep_size()] {
+    const int32_t* dropped = args.dropped_counts;
+    return Moved{args.total_recv_tokens[0],
+                 std::accumulate(dropped, dropped + experts, int64_t{0}), 0};
+  };
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {
     is_local.push_back(topology_.is_local(place.domain, r));

@@ -31,6 +31,14 @@ struct AllArrays {
   std::vector<ChoicesView> choices;
 };
 
+// What a trace says of the work of a rank. Rows are what ep_prepare found that
+// the rank receives, or the slots, with padding, that a mover fills or reads.
+struct Moved {
+  int64_t rows = 0;
+  int64_t dropped = 0;  // of ep_prepare
+  int64_t bytes = 0;
+};
+
 struct Contribution {
   Signature signature;
   Arrays arrays;
@@ -41,6 +49,8 @@ struct Contribution {
   // The work of this rank, in chunks that may run at the same time.
   int64_t num_chunks = 0;
   std::function<Status(const AllArrays& ranks, int64_t chunk)> run;
+  // Returns what was moved, after the work; null for nothing.
+  std::function<Moved()> moved;
 };
 
 // Copies the arrays of a contribution to a segment, which is large enough.

@@ -54,6 +54,7 @@ void Exchanges::Post(const Call& call, int32_t domain, int32_t rank,
   const Key key = {domain, call.site->id, call.run_id};
   Part part;
   part.is_posted = true;
+  part.came_at = trace_.Time();
   part.op = NameOp(call);
   Note(domain, rank, part.op);
   const Status announced = Announce(key, part.op, rank, contribution);
@@ -97,6 +98,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
                        const Status& mapped) {
   Part part;
   part.is_posted = true;
+  part.came_at = trace_.Time();
   part.op.op = static_cast<Op>(m.signature[Signature::kOp]);
   part.op.launch = m.launch;
   part.op.position = m.position;
@@ -184,6 +186,7 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
     FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
     return Finish(*exchange, compared, own);
   }
+  exchange->complete_at = trace_.Time();
   const auto batch = std::make_shared<Batch>(std::move(exchange));
   // `self` keeps this object for the executor's threads. It is null if the
   // destructor waits for this thread; there is no executor then.
@@ -208,6 +211,7 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
     MutexLock lock(mutex_);
     outcomes_.ReportError();
   }
+  if (status.ok() && exchange.complete_at > 0) trace_.Add(exchange);
   for (size_t r = 0; r < exchange.parts.size(); ++r) {
     Part& part = exchange.parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);

@@ -26,6 +26,7 @@
 //   outcomes.h   whether a post can still come, and if not, why
 //   batch.h      the work of a complete exchange
 //   report.h     what messages say
+//   trace.h      when ranks came, and what they moved
 //   peers.h      the other processes
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_EXCHANGE_H_
@@ -46,6 +47,7 @@
 #include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/backends/host/engine/posted_op.h"
 #include "ep_ffi/backends/host/engine/report.h"
+#include "ep_ffi/backends/host/engine/trace.h"
 #include "ep_ffi/backends/host/engine/workers.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/peers.h"
@@ -83,6 +85,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Fails a run in this process alone: another group, or another process, knows
   // that it has failed.
   void FailRunHere(int64_t run_id, const Status& status);
+
+  // Starts the trace, or ends it and writes it to a file; see trace.h.
+  void StartTrace() { trace_.Start(); }
+  Status StopTrace(const std::string& path) {
+    return trace_.Stop(topology(), path);
+  }
 
   // Ends all pending exchanges. Fails if a peer has run an op that this process
   // has not, unless an op has failed, which may be the reason.
@@ -176,6 +184,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 
+  Trace trace_;
   Workers workers_;
   // The last member: its thread, which its destructor joins, uses all others.
   std::unique_ptr<Peers> peers_;

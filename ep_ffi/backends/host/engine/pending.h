@@ -39,6 +39,7 @@ struct Key {
 // The post of a rank.
 struct Part {
   bool is_posted = false;
+  double came_at = 0;  // see Trace::Time
   PostedOp op;
   Contribution contribution;  // signature and arrays only, if it is remote
   // Completes the call of a local rank; null if the rank is remote.
@@ -54,6 +55,7 @@ struct Exchange {
   double deadline;  // of Now(); infinite without a limit
   int32_t num_missing;
   std::vector<Part> parts;  // by rank
+  double complete_at = 0;   // see Trace::Time
 
   static constexpr int32_t kNoRank = -1;
   // Returns the first rank whose call waits in this process, or kNoRank.

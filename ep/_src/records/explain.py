@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""explain: says for whom the ranks of a trace waited, and why."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from ep._src.base import arguments
+from ep._src.records import trace
+
+# Nobody is blamed below these: the share of the steps in which a rank came last
+# to a layer's op, and by how much, as a part of a step and in seconds.
+_SHARE, _PART, _LATE_S = 0.5, 0.1, 1e-3
+_MORE_ROWS = 1.2  # so many times the mean rows are a cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame:
+  """A rank that the others waited for, at one op of a layer.
+
+  Attributes:
+    domain, rank, layer, op: who came last, and where.
+    share: the part of the steps in which it did.
+    late_s: by how much it came after the median of the others; a median.
+    rows_ratio: its rows, in times of the mean.
+    balanced_s: what `late_s` would be if its rows were the mean; None if its
+      rows are not the cause.
+  """
+
+  domain: int
+  rank: int
+  layer: str
+  op: str
+  share: float
+  late_s: float
+  rows_ratio: float
+  balanced_s: float | None
+
+  def __str__(self) -> str:
+    text = (
+      f"domain {self.domain}, rank {self.rank} came last to {self.op} in layer"
+      f' "{self.layer}" in {self.share:.0%} of the steps, by'
+      f" {self.late_s * 1e3:.1f} ms; "
+    )
+    if self.balanced_s is None:
+      return text + "its rows were average: it computed longer before."
+    return text + (
+      f"its experts had {self.rows_ratio:.1f} times the mean rows; balanced it"
+      f" would have been {self.balanced_s * 1e3:.1f} ms."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """Where the time of a step goes. Times are medians over steps, in seconds.
+
+  Attributes:
+    num_steps: the steps that count: all but the first one of each program.
+    step_s: the time from the end of a step's ops to the next one's.
+    moved_s: the part in which rows moved.
+    waited_s: the part in which a rank waited, a mean over ranks.
+    punctual_s: `step_s` if no rank were late.
+    balanced_s: `step_s` if the experts of all ranks had the same rows.
+    blames: whom the ranks waited for, the worst first; often nobody.
+  """
+
+  num_steps: int
+  step_s: float
+  moved_s: float
+  waited_s: float
+  punctual_s: float
+  balanced_s: float
+  blames: tuple[Blame, ...]
+
+  def __str__(self) -> str:
+    rows = (
+      (f"step (median of {self.num_steps})", self.step_s),
+      ("  moved", self.moved_s),
+      ("  waited", self.waited_s),
+      ("step if no rank were late", self.punctual_s),
+      ("step if all loads were equal", self.balanced_s),
+    )
+    table = [f"{name:<32}{s * 1e3:10.2f} ms" for name, s in rows]
+    blames = [*map(str, self.blames)] or ["No rank is to blame."]
+    return "\n".join(blames + table)
+
+
+def explain(path: str | os.PathLike[str]) -> Explanation:
+  """Explains a file that `ep.trace` wrote.
+
+  A rank is blamed if it came last to an op of a layer in at least half of the
+  steps, by at least a tenth of a step and a millisecond, both medians: it then
+  came so much after the median of the others. Its rows are the cause if the op
+  follows its experts and they had at least 1.2 times the mean rows.
+
+  Raises:
+    ValueError: the file is another one, or has fewer than three steps.
+  """
+  return explain_exchanges(trace.load(path)["exchanges"])
+
+
+def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
+  """Explains the exchanges of a trace; see `trace.merge`."""
+  steps = _steps(exchanges)
+  arguments.check(
+    len(steps) > 1,
+    "ep.explain",
+    "the trace has fewer than three steps; trace more of them.",
+  )
+  totals = []
+  places = collections.defaultdict(list)
+  for start, step in steps:
+    ends, rows = start, {}
+    moved = waited = late_sum = unbalanced = 0.0
+    for number, e in enumerate(step):
+      came, end = np.array(e["came"]), np.array(e["ended"])
+      last = int(came.argmax())
+      late = came[last] - np.median(np.delete(came, last))
+      if e["op"] == "ep_prepare":
+        rows[e["layer"]] = np.maximum(e["rows"], 1)
+      load = rows.get(e["layer"], np.ones(len(came)))
+      load = load / load.mean()
+      balanced = late
+      if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
+        even = (came - ends) / load
+        balanced = min(late, even.max() - np.median(np.delete(even, last)))
+        balanced = max(balanced, 0.0)
+      place = e["domain"], e["layer"], e["op"], number
+      places[place].append((last, late, load[last], balanced))
+      moved += float(np.max(end - came.max()))
+      waited += float(np.mean(came.max() - came))
+      late_sum += late
+      unbalanced += late - balanced
+      ends = end
+    step_s = float(np.max(ends) - np.max(start))
+    totals.append(
+      (step_s, moved, waited, step_s - late_sum, step_s - unbalanced)
+    )
+  medians = np.median(totals, axis=0).tolist()
+  blames = []
+  for (domain, layer, op, _), seen in places.items():
+    rank = collections.Counter(s[0] for s in seen).most_common(1)[0][0]
+    own = [s[1:] for s in seen if s[0] == rank]
+    late, ratio, balanced = np.median(own, axis=0).tolist()
+    share = len(own) / len(seen)
+    if share < _SHARE or late < max(_PART * medians[0], _LATE_S):
+      continue
+    is_load = ratio >= _MORE_ROWS and balanced < late
+    why = balanced if is_load else None
+    blames.append(Blame(domain, rank, layer, op, share, late, ratio, why))
+  blames.sort(key=lambda b: -b.share * b.late_s)
+  return Explanation(len(steps), *medians, tuple(blames))
+
+
+def _steps(exchanges):
+  """Returns, for each step but a program's first, its start and exchanges.
+
+  It starts where each rank ended the step before, of the same domain.
+  """
+  found: dict[Any, list] = collections.defaultdict(list)
+  for e in exchanges:
+    found[e["domain"], e["program"], e["step"]].append(e)
+  ends, known, steps = {}, set(), []
+  for (domain, program, _), step in found.items():
+    if (domain, program) in known and len(step[0]["came"]) > 1:
+      steps.append((ends[domain], step))
+    known.add((domain, program))
+    ends[domain] = np.array(step[-1]["ended"])
+  return steps

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""trace: writes when each rank came to each exchange, and what it moved."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+import contextlib
+import gzip
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from ep._src.base import arguments
+from ep._src.group import agreement
+from ep._src.group.group import EpGroup
+from ep._src.native import ffi
+
+_LISTS = "rows", "dropped", "bytes"
+
+
+@contextlib.contextmanager
+def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
+  """Writes one file for all ranks, which ui.perfetto.dev opens.
+
+      with ep.trace(group, "steps.json.gz"):
+        for batch in data:
+          state = step(state, batch)
+        jax.block_until_ready(state)
+      print(ep.explain("steps.json.gz"))
+
+  Compiled programs do not change. Each rank has a track with slices "waiting"
+  and "moving"; an arrow runs from the rank that came last to those that waited.
+  Wait for the results of the last step, as above: what has not ended when the
+  context is left is not in the file.
+
+  Collective over the processes of the group. Each writes a part beside the
+  path, and the first one merges them. After an error in the context the parts
+  stay as they are. A process keeps 262144 exchanges; the file says how many
+  came after that.
+
+  Args:
+    group: a group of the backend "host".
+    path: the file; it is compressed if its name ends with ".gz".
+
+  Raises:
+    ValueError: the group has another backend, or the file cannot be written.
+    RuntimeError: the group was finalized, or a process did not come.
+  """
+  group.connection.check_open("ep.trace")
+  arguments.check(
+    group.backend == "host",
+    "ep.trace",
+    f'the group has backend = "{group.backend}", which has no trace yet; use'
+    ' jax.profiler there, or backend="host".',
+  )
+  path = pathlib.Path(path).absolute()
+  part = path.with_name(f"{path.name}.part{jax.process_index()}")
+  processes = sorted({d.process_index for d in group.mesh.devices.flat})
+  ffi.start_trace(group.name)
+  try:
+    yield
+  finally:
+    ffi.stop_trace(group.name, str(part))
+  agreement.agree("ep.trace", group, lambda: group)  # all parts are written
+  if jax.process_index() == processes[0]:
+    parts = [path.with_name(f"{path.name}.part{p}") for p in processes]
+    merged = merge([p.read_text() for p in parts])
+    text = json.dumps({"traceEvents": list(_slices(merged)), "ep": merged})
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    for p in parts:
+      p.unlink()
+  agreement.agree("ep.trace", group, lambda: group)  # the file is there
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns what `merge` returned, from a file that `trace` wrote."""
+  data = pathlib.Path(path).read_bytes()
+  if data.startswith(b"\x1f\x8b"):
+    data = gzip.decompress(data)
+  content = json.loads(data)
+  arguments.check(
+    "ep" in content, "ep.explain", f"{path} is not a file of ep.trace."
+  )
+  return content["ep"]
+
+
+def merge(texts: list[str]) -> dict[str, Any]:
+  """Merges the parts of all processes; ep_ffi's trace.h has their form.
+
+  An exchange gets for each rank what its own process has measured, in the time
+  of the first process. Exchanges that a part lacks are left out. The clock of a
+  process is moved as little as its exchanges allow, and not at all where it may
+  be the first one's: a post is seen after it was sent, both ways.
+  """
+  heads, seen = {}, {}
+  for text in texts:
+    head, *events = map(json.loads, text.splitlines())
+    runs: collections.Counter = collections.Counter()
+    own = seen[head["process"]] = {}
+    heads[head["process"]] = head
+    for event in events:
+      key = event["domain"], event["site"], event["step"]
+      own[*key, runs[key]] = event
+      runs[key] += 1
+  first = min(heads)
+  size, owners = heads[first]["ep_size"], heads[first]["processes"]
+  clocks = {p: _clock(seen[first], seen[p], first, p, owners) for p in heads}
+  exchanges = []
+  for key in set().union(*seen.values()):
+    ranks = owners[key[0] * size : (key[0] + 1) * size]
+    if any(key not in seen.get(p, ()) for p in ranks):
+      continue
+    mine = [seen[p][key] for p in ranks]
+    offsets = [clocks[p]["offset_s"] for p in ranks]
+    merged = {k: mine[0][k] for k in ("op", "layer", "program", "domain")}
+    merged |= {"step": key[2]}
+    for name in "came", *_LISTS:
+      merged[name] = [e[name][r] for r, e in enumerate(mine)]
+    for name in "began", "ended":
+      merged[name] = [e[name] - o for e, o in zip(mine, offsets, strict=True)]
+    merged["came"] = np.subtract(merged["came"], offsets).tolist()
+    exchanges.append(merged)
+  exchanges.sort(key=lambda e: max(e["came"]))
+  lost = sum(head["lost"] for head in heads.values())
+  return dict(ep_size=size, clocks=clocks, lost=lost, exchanges=exchanges)
+
+
+def _clock(a, b, first, process, owners) -> dict[str, float | None]:
+  """Returns by how much the clock of `b` is ahead of the clock of `a`.
+
+  `bound_s` is the width of what the exchanges allow; None if they tell nothing.
+  """
+  low, high = -np.inf, np.inf
+  for key in (a.keys() & b.keys()) if process != first else ():
+    came_a, came_b = a[key]["came"], b[key]["came"]
+    base = key[0] * len(came_a)
+    for r, (x, y) in enumerate(zip(came_a, came_b, strict=True)):
+      if owners[base + r] == first:
+        high = min(high, y - x)
+      elif owners[base + r] == process:
+        low = max(low, y - x)
+  is_known = bool(np.isfinite(high - low))
+  offset = float(np.clip(0, low, high)) if is_known else 0.0
+  bound = float(high - low) if is_known else None
+  return dict(offset_s=offset, bound_s=0.0 if process == first else bound)
+
+
+def _slices(merged: dict[str, Any]) -> Iterator[dict[str, Any]]:
+  """Yields Chrome's events of a merged trace; times are in microseconds."""
+  for number, e in enumerate(merged["exchanges"]):
+    last = int(np.argmax(e["came"]))
+    name = f"{e['op']} {e['layer']}".strip()
+    for rank, came in enumerate(e["came"]):
+      track = dict(pid=e["domain"], tid=rank)
+      begin, end = e["began"][rank], e["ended"][rank]
+      args = {k: e[k][rank] for k in _LISTS} | {"step": e["step"]}
+      for kind, start, stop in (
+        (f"waiting for rank {last}: {name}", came, begin),
+        (f"moving: {name}", begin, end),
+      ):
+        times = dict(ts=start * 1e6, dur=max(0, stop - start) * 1e6)
+        yield dict(name=kind, ph="X", args=args, **times, **track)
+      if rank != last:
+        arrow = dict(name="last", cat="last", id=number * len(e["came"]) + rank)
+        yield dict(
+          ph="s", pid=e["domain"], tid=last, ts=e["began"][last] * 1e6, **arrow
+        )
+        yield dict(ph="f", bp="e", ts=begin * 1e6, **track, **arrow)
+    if e["op"] == "ep_prepare":
+      rows = np.array(e["rows"])
+      at = dict(ph="C", pid=e["domain"], ts=max(e["ended"]) * 1e6)
+      layer = e["layer"]
+      counts = {str(r): int(n) for r, n in enumerate(rows)}
+      yield dict(name=f"rows {layer}", args=counts, **at)
+      spread = {"max/mean": float(rows.max() / max(rows.mean(), 1))}
+      yield dict(name=f"imbalance {layer}", args=spread, **at)
+      yield dict(name=f"drops {layer}", args={"": sum(e["dropped"])}, **at)

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// What a group's trace keeps of each exchange, and the file that it becomes.
+//
+// A trace that is off costs one relaxed load for each post.
+
+#ifndef EP_FFI_BACKENDS_HOST_ENGINE_TRACE_H_
+#define EP_FFI_BACKENDS_HOST_ENGINE_TRACE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/host/engine/pending.h"
+#include "ep_ffi/backends/host/topology.h"
+#include "ep_ffi/core/clock.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::host {
+
+// Thread-safe.
+class Trace {
+ public:
+  // Forgets what it has, and keeps exchanges from now on.
+  void Start() EP_EXCLUDES(mutex_);
+
+  // Returns the time if the trace is on, else 0.
+  double Time() const {
+    return is_on_.load(std::memory_order_relaxed) ? Now() : 0;
+  }
+
+  // Keeps an exchange whose rows have been moved, unless the trace was off when
+  // one of its posts came. Once it has kKept exchanges, it counts the others.
+  void Add(const Exchange& exchange) EP_EXCLUDES(mutex_);
+
+  // Keeps no more, and writes a file: a line of JSON about this process, then a
+  // line for each exchange. Times are seconds of this process's clock, as lists
+  // by rank. A rank of another process came when its post was seen here.
+  Status Stop(const Topology& topology, const std::string& path)
+      EP_EXCLUDES(mutex_);
+
+ private:
+  static constexpr size_t kKept = 1 << 18;
+
+  struct Event {
+    int32_t domain;
+    PostedOp op;
+    double began, ended;
+    std::vector<double> came;  // by rank
+    std::vector<Moved> moved;  // by rank; of remote ranks, -1
+  };
+
+  std::atomic<bool> is_on_{false};
+  Mutex mutex_;
+  std::vector<Event> events_ EP_GUARDED_BY(mutex_);
+  int64_t num_lost_ EP_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace ep::host
+
+#endif  // EP_FFI_BACKENDS_HOST_ENGINE_TRACE_H_

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep.trace writes what happened, and ep.explain blames whom it must."""
+
+import json
+import pathlib
+import time
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import pytest
+
+from cases import Case
+import ep
+from ep._src.records.explain import explain_exchanges
+from ep._src.records.trace import merge
+from groups import BACKEND, layer, not_with_xla, spec
+from op_functions import Ops
+
+
+@pytest.fixture
+def path(tmp_path):
+  """Returns a path in a folder that all processes share."""
+  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
+  name = multihost_utils.broadcast_one_to_all(name)
+  return pathlib.Path(bytes(name).decode().rstrip()) / "steps.json.gz"
+
+
+def run(config, path, slow=None, num_steps=6):
+  """Traces steps in which the rank `slow` sleeps before it combines."""
+  case = Case(config)
+
+  def nap(rank, x):
+    if int(rank) == slow:
+      time.sleep(0.1)
+    return x
+
+  def sleep(x):
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    rank = jax.lax.axis_index("ep")
+    return jax.pure_callback(nap, result, rank, x)
+
+  specs = spec(config)
+  late = jax.shard_map(sleep, in_specs=specs, out_specs=specs, check_vma=False)
+
+  @jax.jit
+  def step(topk_idx, tokens, weights):
+    ops = Ops(ep.ep_prepare(config, topk_idx))
+    recv, recv_weights = ops.dispatch(tokens, weights)
+    return ops.combine(late(recv), recv_weights)
+
+  args = [case.put(x) for x in (case.topk_idx, case.tokens(), case.weights())]
+  with jax.set_mesh(config.group.mesh), ep.trace(config.group, path):
+    for _ in range(num_steps):
+      jax.block_until_ready(step(*args))
+
+
+@not_with_xla("it has no trace")
+def test_the_late_rank_is_blamed(path):
+  run(layer(name="moe_3"), path, slow=2)
+  (first, *_) = ep.explain(path).blames
+  assert (first.rank, first.layer, first.op) == (2, "moe_3", "ep_combine")
+  assert first.share == 1
+  assert 0.08 < first.late_s < 0.5
+  events = ep._src.records.trace.load(path)["exchanges"]
+  assert [e["op"] for e in events].count("ep_combine") == 6
+  assert all(min(e["rows"]) >= 0 for e in events)
+
+
+@pytest.mark.skipif(BACKEND != "xla", reason="the others have a trace")
+def test_a_backend_without_a_trace_says_so(path):
+  with pytest.raises(ValueError, match="has no trace yet"):
+    with ep.trace(layer().group, path):
+      pass
+
+
+def steps(rng, late=None, rows=(9, 9, 9, 9), num_steps=20):
+  """Yields exchanges of 20 ms steps with noise; `late` is (rank, op, s).
+
+  Experts take 1 ms for each row.
+  """
+  now = 0.0
+  for step in range(num_steps):
+    for op in "ep_prepare", "ep_dispatch", "ep_combine":
+      came = now + 0.005 + rng.exponential(2e-4, 4)
+      if op == "ep_combine":
+        came += np.array(rows) * 1e-3
+      if late and op == late[1]:
+        came[late[0]] += late[2]
+      now = came.max() + 1e-3
+      yield dict(
+        op=op, layer="a", program="p", domain=0, step=step, rows=list(rows),
+        came=came.tolist(), began=[came.max()] * 4, ended=[now] * 4,
+      )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_planted_causes_are_found(seed):
+  rng = np.random.default_rng(seed)
+  assert not explain_exchanges(list(steps(rng))).blames
+  rank, op = int(rng.integers(4)), rng.choice(["ep_dispatch", "ep_combine"])
+  found = explain_exchanges(list(steps(rng, (rank, op, 0.01))))
+  (blame,) = found.blames
+  assert (blame.rank, blame.op, blame.balanced_s) == (rank, op, None)
+  assert found.step_s - found.punctual_s == pytest.approx(0.01, rel=0.2)
+  rows = np.full(4, 9)
+  rows[rank] = 20
+  found = explain_exchanges(list(steps(rng, rows=rows.tolist())))
+  (blame,) = found.blames
+  assert (blame.rank, blame.op) == (rank, "ep_combine")
+  assert blame.balanced_s < 0.5 * blame.late_s
+  assert "times the mean rows" in str(found)
+
+
+def test_one_spike_is_no_straggler():
+  exchanges = list(steps(np.random.default_rng(0)))
+  exchanges[31]["came"][1] += 5.0
+  assert not explain_exchanges(exchanges).blames
+
+
+@pytest.mark.parametrize("ahead", [0.0, 7.0, -7.0])
+def test_clocks_are_aligned_by_the_exchanges(ahead):
+  """Posts are seen 1 ms after they were sent."""
+  texts = []
+  for p in range(2):
+    head = dict(process=p, ep_size=2, processes=[0, 1], lost=0)
+    came = [1.0, 2.0] if p else [1.0, 2.001]
+    came = np.add(came, [0.001 * p, 0]) + ahead * p
+    end = float(came.max() + 0.1)
+    event = dict(
+      op="ep_combine", layer="", program="p", site="1", step=0, domain=0,
+      began=end, ended=end, came=came.tolist(), rows=[1, 1], dropped=[0, 0],
+      bytes=[1, 1],
+    )  # fmt: skip
+    texts.append("\n".join(map(json.dumps, (head, event))) + "\n")
+  merged = merge(texts)
+  assert merged["clocks"][1]["bound_s"] == pytest.approx(0.002)
+  assert merged["clocks"][1]["offset_s"] == pytest.approx(ahead, abs=0.0011)
+  assert merged["exchanges"][0]["came"] == pytest.approx([1, 2], abs=0.0011)
