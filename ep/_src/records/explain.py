@@ -154,7 +154,9 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
     why = balanced if is_load else None
     blames.append(Blame(domain, rank, layer, op, share, late, ratio, why))
   blames.sort(key=lambda b: -b.share * b.late_s)
-  return Explanation(len(steps), *medians, tuple(blames))
+  names = "step_s", "moved_s", "waited_s", "punctual_s", "balanced_s"
+  times = dict(zip(names, medians, strict=True))
+  return Explanation(num_steps=len(steps), blames=tuple(blames), **times)
 
 
 def _steps(exchanges):
@@ -165,7 +167,8 @@ def _steps(exchanges):
   found: dict[Any, list] = collections.defaultdict(list)
   for e in exchanges:
     found[e["domain"], e["program"], e["step"]].append(e)
-  ends, known, steps = {}, set(), []
+  ends: dict[int, np.ndarray] = {}
+  known, steps = set(), []
   for (domain, program, _), step in found.items():
     if (domain, program) in known and len(step[0]["came"]) > 1:
       steps.append((ends[domain], step))

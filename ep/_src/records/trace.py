@@ -98,7 +98,8 @@ def merge(texts: list[str]) -> dict[str, Any]:
   process is moved as little as its exchanges allow, and not at all where it may
   be the first one's: a post is seen after it was sent, both ways.
   """
-  heads, seen = {}, {}
+  heads: dict[int, dict[str, Any]] = {}
+  seen: dict[int, dict[tuple, dict[str, Any]]] = {}
   for text in texts:
     head, *events = map(json.loads, text.splitlines())
     runs: collections.Counter = collections.Counter()
@@ -131,7 +132,7 @@ def merge(texts: list[str]) -> dict[str, Any]:
   return dict(ep_size=size, clocks=clocks, lost=lost, exchanges=exchanges)
 
 
-def _clock(a, b, first, process, owners) -> dict[str, float | None]:
+def _clock(a, b, first, process, owners) -> dict[str, Any]:
   """Returns by how much the clock of `b` is ahead of the clock of `a`.
 
   `bound_s` is the width of what the exchanges allow; None if they tell nothing.

@@ -2,7 +2,8 @@
 
 // What a group's trace keeps of each exchange, and the file that it becomes.
 //
-// A trace that is off costs one relaxed load for each post.
+// A trace that is off costs a post one relaxed load, and the making of a
+// function that is not called.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_TRACE_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_TRACE_H_
