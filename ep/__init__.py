@@ -13,6 +13,7 @@
     record, replay      keep the routings of a run, and use them again
     suggest_capacity    the rows that a layer needs, from a record
     describe, checked   say what a step did, and what was wrong
+    trace, explain      say which rank the others wait for, and why
 
 `ep.launch` starts processes and joins them; `ep.moe` has parameters, state and
 metrics of layers, `ep.presets` configurations of published models, `ep.debug`

@@ -7,7 +7,8 @@ three things differ:
 * Pages outside of docs/, where a code host wants them, have places on the site.
 * A link to a file that is no page leads to the sources, if EP_SOURCE_URL is
   their address (//docs:source_url). Otherwise its path stands there.
-* A list of names in docs/reference becomes the docstrings of these names.
+* A list of names in docs/reference becomes the docstrings of these names, and
+  the page begins with a line for each function and class.
 
 A warning of Sphinx is an error.
 """
@@ -21,6 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 from sphinx.cmd import build
 
@@ -69,6 +71,8 @@ def copy_pages(folder: pathlib.Path) -> None:
   for path, place in places.items():
     text = (_ROOT / path).read_text()
     if place.startswith("reference/"):
+      start = re.search(r"^(## |\* `)", text, re.MULTILINE).start()
+      text = text[:start] + _summary(text) + text[start:]
       text = _NAME.sub(lambda name: _docstring(name[1]), text)
     text = links.change(text, lambda link, path=path: _link(link, path, places))
     if place == "index.md":
@@ -98,11 +102,28 @@ def _link(link: re.Match, path: str, places: dict[str, str]) -> str:
   return f"{text} (`{target}`)"
 
 
-def _docstring(name: str) -> str:
-  """Returns the directive that shows the docstring of a public name."""
+def _find(name: str) -> tuple[Any, Any]:
+  """Returns what a public name stands for, and its class or module."""
   owner, value = None, ep
   for part in name.split(".")[1:]:
     owner, value = value, getattr(value, part)
+  return owner, value
+
+
+def _summary(text: str) -> str:
+  """Returns a list of a page's functions and classes, with a line of each."""
+  lines = [
+    f"* :py:obj:`{name}`: {inspect.getdoc(value).partition(chr(10))[0]}"
+    for name in _NAME.findall(text)
+    for owner, value in [_find(name)]
+    if callable(value) and not inspect.isclass(owner)
+  ]
+  return "\n\n```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
+
+
+def _docstring(name: str) -> str:
+  """Returns the directive that shows the docstring of a public name."""
+  owner, value = _find(name)
   if inspect.isclass(value):
     kind = "class"
   elif inspect.isfunction(value):

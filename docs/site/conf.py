@@ -35,6 +35,14 @@ _MARKUP = re.compile(
 def setup(app):
   # Napoleon, with the default priority of 500, reads what this has written.
   app.connect("autodoc-process-docstring", _to_rest, priority=400)
+  app.connect("autodoc-process-signature", _signature)
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+  """Leaves out the signature of a class that users do not make."""
+  if what == "class" and "Args:" not in (obj.__doc__ or ""):
+    return "", returns
+  return None
 
 
 def _to_rest(app, what, name, obj, options, lines):
