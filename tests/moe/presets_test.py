@@ -46,6 +46,12 @@ def test_most_parameters_of_a_model_are_in_its_experts(name):
   assert 0.5 < used / active < 0.95
 
 
+def test_a_config_prints_what_differs_from_the_defaults():
+  text = repr(ep.presets.QWEN3_30B_A3B)
+  assert eval(text, vars(ep)) == ep.presets.QWEN3_30B_A3B
+  assert "None" not in text and "tp_axis" not in text
+
+
 def test_the_experts_of_gpt_oss_clamp_their_activations():
   experts = ep.presets.GPT_OSS_120B.experts
   gate = jnp.array([-9.0, -1.0, 0.5, 7.0, 8.0, 0.5, 0.5])

@@ -16,7 +16,7 @@ _POSITIVE = ("hidden", "inner", "num_experts", "top_k")
 _FLAGS = ("gated", "biases", "router_bias", "normalize", "deterministic")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class MoEConfig:
   """A MoE layer: a router, experts, and perhaps shared experts.
 
@@ -152,6 +152,15 @@ class MoEConfig:
       "up_activation is given, but gated = False; without gates, `activation`"
       " is applied to x @ w_up.",
     )
+
+  def __repr__(self) -> str:
+    """Leaves out what has its default."""
+    given = [
+      f"{field.name}={value!r}"
+      for field in dataclasses.fields(self)
+      if (value := getattr(self, field.name)) != field.default
+    ]
+    return f"MoEConfig({', '.join(given)})"
 
   def __copy__(self) -> MoEConfig:
     """Returns this very object, which never changes."""
