@@ -96,7 +96,10 @@ step = jax.jit(lambda state, batch: state + block(batch))
 """
 # These pages have fragments, each of which stands for itself; the others state
 # whatever they use.
-_FRAGMENTS = {"docs/architecture.md", "docs/router.md", "docs/sharp_bits.md"}
+_FRAGMENTS = {
+  f"docs/{page}.md"
+  for page in ("architecture", "performance", "router", "sharp_bits")
+}
 _LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
