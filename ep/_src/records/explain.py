@@ -124,12 +124,12 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
       if e["op"] == "ep_prepare":
         rows[e["layer"]] = np.maximum(e["rows"], 1)
       load = rows.get(e["layer"], np.ones(len(came)))
-      load = load / load.mean()
       balanced = late
       if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
-        even = (came - ends) / load
-        balanced = min(late, even.max() - np.median(np.delete(even, last)))
-        balanced = max(balanced, 0.0)
+        even = _with_equal_rows(came - ends, load)
+        balanced = even.max() - np.median(np.delete(even, last))
+        balanced = min(late, max(balanced, 0.0))
+      load = load / load.mean()
       place = e["domain"], e["layer"], e["op"], number
       places[place].append((last, late, load[last], balanced))
       moved += float(np.max(end - came.max()))
@@ -157,6 +157,19 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
   names = "step_s", "moved_s", "waited_s", "punctual_s", "balanced_s"
   times = dict(zip(names, medians, strict=True))
   return Explanation(num_steps=len(steps), blames=tuple(blames), **times)
+
+
+def _with_equal_rows(took, rows):
+  """Returns the times of ranks as if each had the mean of the rows.
+
+  A row costs what a line through the ranks says. A rank of more rows than the
+  mean keeps at least the time that it would have if it did nothing else.
+  """
+  more = rows - rows.mean()
+  cost = max(0.0, more @ took / max(more @ more, 1.0))
+  return np.maximum(
+    took - cost * more, took / np.maximum(rows / rows.mean(), 1.0)
+  )
 
 
 def _steps(exchanges):
