@@ -27,7 +27,10 @@ LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 
 @only_native
 def test_a_rank_that_never_comes(tmp_path):
-  """The others fail when the time is up, and their errors name the rank."""
+  """The others fail when the time is up, and their errors name the rank.
+
+  One of them says so earlier.
+  """
   notes = run_world(__file__, tmp_path, "absent")
   assert notes.keys() == {0, 1, 2}
   for note in notes.values():
@@ -35,6 +38,11 @@ def test_a_rank_that_never_comes(tmp_path):
     assert TIMEOUT_S <= float(seconds) < 3 * TIMEOUT_S
     for word in ["ep_prepare", '"moe_3"', "rank 3", "timeout_s"]:
       assert word in message
+  logs = [log.read_text() for log in (tmp_path / "logs").glob("rank_*.log")]
+  warning = "waited a third of timeout_s"
+  (log,) = [log for log in logs if warning in log]
+  assert log.count(warning) == 1
+  assert log.index(warning) < log.index("waited timeout_s")
 
 
 def test_a_rank_that_does_not_bootstrap(tmp_path):

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/engine/exchange.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -15,7 +16,7 @@ namespace ep::host {
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),
-      pending_(peers->topology().ep_size, options_.timeout_s),
+      pending_(peers->topology().ep_size),
       last_posts_(peers->topology().members.size()),
       peers_(std::move(peers)) {
   for (int32_t d = 0; d < topology().num_domains(); ++d) {
@@ -359,6 +360,7 @@ void Exchanges::OnLeave(int32_t process, bool is_orderly,
 
 void Exchanges::OnTick() {
   std::vector<std::pair<Key, Status>> late;
+  std::string warning;
   {
     MutexLock lock(mutex_);
     if (!waiting_.empty() && Now() > exit_at_ && outcomes_.OfGroup().ok()) {
@@ -366,10 +368,23 @@ void Exchanges::OnTick() {
       std::fprintf(stderr, "ep_ffi: %s\n", status.message().c_str());
       std::_Exit(kExitCode);
     }
-    for (const Exchange* e : pending_.FindLate(Now())) {
-      late.emplace_back(e->key,
-                        Late(topology(), *e, last_posts_, options_.timeout_s));
+    const double now = Now();
+    const double timeout_s = options_.timeout_s;
+    for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
+      // The process of the first rank that waits warns.
+      const auto first =
+          std::find_if(e->parts.begin(), e->parts.end(),
+                       [](const Part& part) { return part.is_posted; });
+      if (has_warned_ || !first->done) continue;
+      has_warned_ = true;
+      warning = Slow(topology(), *e, last_posts_, timeout_s);
     }
+    for (const Exchange* e : pending_.FindBegunBy(now - timeout_s)) {
+      late.emplace_back(e->key, Late(topology(), *e, last_posts_, timeout_s));
+    }
+  }
+  if (!warning.empty()) {
+    std::fprintf(stderr, "ep_ffi: %s\n", warning.c_str());
   }
   for (const auto& [key, status] : late) {
     FailRunEverywhere(key.site_id, key.run_id, status);

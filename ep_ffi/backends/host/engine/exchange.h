@@ -162,9 +162,11 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
       EP_EXCLUDES(mutex_);
-  // Fails what is late. Ends the process if a run has failed, `exit_after_s` is
-  // over, and the process has neither closed the group nor run another op on
-  // each of its devices: one may wait for a failed rank in a collective of XLA.
+  // Fails what is late, and warns once, a third of timeout_s after its first
+  // post, of an exchange that still lacks posts. Ends the process if a run has
+  // failed, `exit_after_s` is over, and the process has neither closed the
+  // group nor run another op on each of its devices: one may wait for a failed
+  // rank in a collective of XLA.
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;
@@ -180,6 +182,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Status failure_ EP_GUARDED_BY(mutex_);
   double exit_at_ EP_GUARDED_BY(mutex_) = 0;
   std::set<int32_t> waiting_ EP_GUARDED_BY(mutex_);
+  bool has_warned_ EP_GUARDED_BY(mutex_) = false;  // see OnTick
   // Actions that wait, by site id, until the op has run here.
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);

@@ -241,6 +241,34 @@ TEST_F(LateTest, AMissingRankIsNamedWithItsLastOp) {
               Post(8));
 }
 
+// The process of the first rank that waits warns, once.
+TEST_F(LateTest, AMissingRankIsNamedBeforeAnyError) {
+  const std::string words =
+      "rank 0 (process 0), rank 1 (process 1) waited a third of timeout_s = "
+      "1.5 s for rank 2 (process 2) that has run no op yet, rank 3";
+  ::testing::internal::CaptureStderr();
+  PeerPosts(1, 7, 10);
+  std::future<Result> mine = Post(7);
+  EXPECT_EQ(std::future_status::timeout,
+            mine.wait_for(std::chrono::milliseconds(1000)));
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(std::string::npos, log.find(words)) << log;
+  ExpectError(Code::kDeadlineExceeded, "waited timeout_s", std::move(mine));
+
+  ::testing::internal::CaptureStderr();
+  ExpectError(Code::kDeadlineExceeded, "waited timeout_s", Post(8));
+  EXPECT_EQ(std::string::npos,
+            ::testing::internal::GetCapturedStderr().find("a third"));
+}
+
+TEST_F(LateTest, AProcessThatOthersWaitForDoesNotWarn) {
+  ::testing::internal::CaptureStderr();
+  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  usleep(1000 * 1000);
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+  ExpectSum(62, Post(7));
+}
+
 TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
   for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
   ExpectSum(62, Post(7));

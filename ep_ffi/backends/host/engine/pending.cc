@@ -29,12 +29,12 @@ const Exchange* Pending::Find(const Key& key, int32_t rank) const {
   return found == exchanges_.end() ? nullptr : found->second.get();
 }
 
-std::vector<const Exchange*> Pending::FindLate(double now) const {
-  std::vector<const Exchange*> late;
+std::vector<const Exchange*> Pending::FindBegunBy(double time) const {
+  std::vector<const Exchange*> found;
   for (const auto& [key, exchange] : exchanges_) {
-    if (exchange->deadline <= now) late.push_back(exchange.get());
+    if (exchange->began_at <= time) found.push_back(exchange.get());
   }
-  return late;
+  return found;
 }
 
 ExchangePtr Pending::Add(const Key& key, int32_t rank, Part part) {
@@ -42,7 +42,7 @@ ExchangePtr Pending::Add(const Key& key, int32_t rank, Part part) {
   if (entry == exchanges_.end()) {
     auto exchange = std::make_shared<Exchange>();
     exchange->key = key;
-    exchange->deadline = Now() + timeout_s_;
+    exchange->began_at = Now();
     exchange->num_missing = ep_size_;
     exchange->parts.resize(ep_size_);
     entry = exchanges_.emplace(key, std::move(exchange));

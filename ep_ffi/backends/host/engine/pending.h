@@ -52,7 +52,7 @@ struct Part {
 // One meeting of all ranks of a domain.
 struct Exchange {
   Key key;
-  double deadline;  // of Now(); infinite without a limit
+  double began_at;  // of Now()
   int32_t num_missing;
   std::vector<Part> parts;  // by rank
   double complete_at = 0;   // see Trace::Time
@@ -69,10 +69,8 @@ using ExchangePtr = std::shared_ptr<Exchange>;
 // complete, or taken, belongs to the caller alone.
 class Pending {
  public:
-  // Exchanges have `ep_size` ranks and should be complete `timeout_s` seconds
-  // after their first post.
-  Pending(int32_t ep_size, double timeout_s)
-      : ep_size_(ep_size), timeout_s_(timeout_s) {}
+  // Exchanges have `ep_size` ranks.
+  explicit Pending(int32_t ep_size) : ep_size_(ep_size) {}
 
   // Returns the exchange that a post of `rank` would be added to, or null if it
   // would begin a new one.
@@ -96,8 +94,9 @@ class Pending {
     return taken;
   }
 
-  // Returns the exchanges whose deadline has come. They stay pending.
-  std::vector<const Exchange*> FindLate(double now) const;
+  // Returns the exchanges whose first post came at `time` or before. They stay
+  // pending.
+  std::vector<const Exchange*> FindBegunBy(double time) const;
 
  private:
   // Equal keys are in the order in which their exchanges began.
@@ -107,7 +106,6 @@ class Pending {
   Entries::const_iterator FindEntry(const Key& key, int32_t rank) const;
 
   const int32_t ep_size_;
-  const double timeout_s_;
   Entries exchanges_;
 };
 

@@ -12,6 +12,38 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
+// Who has waited for whom in an exchange that lacks posts.
+struct Wait {
+  std::string sentence;
+  bool is_for_same_op = false;  // a missing rank's last op has the same name
+};
+
+Wait WhoWaits(const Topology& topology, const Exchange& exchange,
+              const LastPosts& last_posts, const std::string& how_long) {
+  const int32_t domain = exchange.key.domain;
+  const std::string op =
+      std::find_if(exchange.parts.begin(), exchange.parts.end(),
+                   [](const Part& part) { return part.is_posted; })
+          ->op.FullName();
+  Wait wait;
+  std::string waiting, missing;
+  for (int32_t r = 0; r < topology.ep_size; ++r) {
+    const std::string rank = topology.RankName(domain, r);
+    if (exchange.parts[r].is_posted) {
+      Append(&waiting, rank);
+      continue;
+    }
+    const auto& last = last_posts[domain * topology.ep_size + r];
+    const std::string last_op = last ? last->FullName() : "";
+    Append(&missing, rank + (last ? " whose last op was " + last_op
+                                  : " that has run no op yet"));
+    wait.is_for_same_op |= last_op == op;
+  }
+  wait.sentence =
+      StrCat(op, ": ", waiting, " waited ", how_long, " for ", missing);
+  return wait;
+}
+
 }  // namespace
 
 Status FailedOnRank(const std::string& op_name, const std::string& rank_name,
@@ -45,32 +77,22 @@ Status Disagreement(const Topology& topology, const Exchange& exchange) {
   return Status();
 }
 
+std::string Slow(const Topology& topology, const Exchange& exchange,
+                 const LastPosts& last_posts, double timeout_s) {
+  return WhoWaits(topology, exchange, last_posts,
+                  StrCat("a third of timeout_s = ", timeout_s, " s"))
+             .sentence +
+         "; if they do not come in time, the op fails on every rank";
+}
+
 Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s) {
-  const int32_t domain = exchange.key.domain;
-  const std::string op =
-      std::find_if(exchange.parts.begin(), exchange.parts.end(),
-                   [](const Part& part) { return part.is_posted; })
-          ->op.FullName();
-  std::string waiting, missing;
-  bool is_same_op = false;
-  for (int32_t r = 0; r < topology.ep_size; ++r) {
-    const std::string rank = topology.RankName(domain, r);
-    if (exchange.parts[r].is_posted) {
-      Append(&waiting, rank);
-      continue;
-    }
-    const auto& last = last_posts[domain * topology.ep_size + r];
-    const std::string last_op = last ? last->FullName() : "";
-    Append(&missing, rank + (last ? " whose last op was " + last_op
-                                  : " that has run no op yet"));
-    is_same_op |= last_op == op;
-  }
+  const Wait wait = WhoWaits(topology, exchange, last_posts,
+                             StrCat("timeout_s = ", timeout_s, " s"));
   return Status(
       Code::kDeadlineExceeded,
-      StrCat(op, ": ", waiting, " waited timeout_s = ", timeout_s, " s for ",
-             missing,
-             is_same_op
+      StrCat(wait.sentence,
+             wait.is_for_same_op
                  ? ", the same op: in another iteration of a loop, or in "
                    "another copy, if processes have compiled the program "
                    "unequally often or with other options "

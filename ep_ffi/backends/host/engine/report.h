@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The messages of an exchange. Each function returns an error that says what
-// was expected, what came, and the cure.
+// was expected, what came, and the cure; Slow returns a warning.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
@@ -28,6 +28,10 @@ Status FailedOnRank(const std::string& op_name, const std::string& rank_name,
 
 // The ranks of a complete exchange have not posted the same. Ok if they have.
 Status Disagreement(const Topology& topology, const Exchange& exchange);
+
+// A third of the time of an exchange is over: returns who waits for whom.
+std::string Slow(const Topology& topology, const Exchange& exchange,
+                 const LastPosts& last_posts, double timeout_s);
 
 // The time of an exchange is up.
 Status Late(const Topology& topology, const Exchange& exchange,
