@@ -14,7 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, Plan, Streams
+from ep._src.backends.xla.plans import Dims, Plan
 
 
 class Side(NamedTuple):
@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
 def to_slots(dims: Dims, plan: Plan) -> Side:
   """Returns the side of a rank that sends tokens and wants slots."""
-  streams = Streams(*jnp.split(plan.streams, len(Streams._fields)))
+  streams = plan.by_rank
   return Side(
     streams.to_start,
     streams.to_size,
@@ -45,7 +45,7 @@ def to_slots(dims: Dims, plan: Plan) -> Side:
 
 def to_choices(plan: Plan) -> Side:
   """Returns the side of a rank that sends slots and wants choices."""
-  streams = Streams(*jnp.split(plan.streams, len(Streams._fields)))
+  streams = plan.by_rank
   return Side(
     streams.from_start,
     streams.from_size,
