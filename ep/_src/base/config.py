@@ -153,7 +153,7 @@ class GroupConfig:
 
   def __repr__(self) -> str:
     given = {f: getattr(self, f) for f in _OPTIONAL_SIZES}
-    return _short(
+    return short_repr(
       self,
       name=self.name,
       mesh=dict(self.mesh.shape),
@@ -297,7 +297,7 @@ class LayerConfig:
       for name, value in values.items()
       if name == "top_k" or value != defaults[name]
     }
-    return _short(self, name=self.name, group=self.group.name, **shown)
+    return short_repr(self, name=self.name, group=self.group.name, **shown)
 
   @property
   def capacity(self) -> int:
@@ -410,8 +410,8 @@ class LayerConfig:
     return -(-rows // self.alignment) * self.alignment
 
 
-def _short(values: Any, **shown: Any) -> str:
-  """Returns what `repr` of a group or layer prints."""
+def short_repr(values: Any, **shown: Any) -> str:
+  """Returns what `repr` prints of a configuration: its class and `shown`."""
   fields = ", ".join(f"{name}={value!r}" for name, value in shown.items())
   return f"{type(values).__name__}({fields})"
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 
 from ep._src.base import arguments
+from ep._src.base.config import short_repr
 from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
 
@@ -155,12 +156,12 @@ class MoEConfig:
 
   def __repr__(self) -> str:
     """Leaves out what has its default."""
-    given = [
-      f"{field.name}={value!r}"
+    shown = {
+      field.name: value
       for field in dataclasses.fields(self)
       if (value := getattr(self, field.name)) != field.default
-    ]
-    return f"MoEConfig({', '.join(given)})"
+    }
+    return short_repr(self, **shown)
 
   def __copy__(self) -> MoEConfig:
     """Returns this very object, which never changes."""
