@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep.trace writes what happened, and ep.explain blames whom it must."""
 
+import importlib
 import json
 import pathlib
 import time
@@ -113,6 +114,10 @@ def test_planted_causes_are_found(seed):
     assert (blame.rank, blame.op) == (rank, "ep_combine")
     assert blame.balanced_s < 0.5 * blame.late_s
     assert "times the mean rows" in str(found)
+
+
+def test_import_of_the_program_keeps_the_function():
+  assert importlib.import_module("ep.explain") is ep.explain
 
 
 def test_one_spike_is_no_straggler():
