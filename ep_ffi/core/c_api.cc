@@ -13,12 +13,16 @@
 
 namespace {
 
-ep::Status FindGroup(const char* name, std::shared_ptr<ep::Group>* out) {
-  *out = ep::Registry::Get().Find(name);
-  if (*out) return ep::Status();
-  return ep::Status(ep::Code::kFailedPrecondition,
-                    ep::StrCat("there is no live group \"", name,
-                               "\"; call ep_bootstrap first"));
+// Returns what `call` returns for the live group of this name.
+template <typename Call>
+int32_t OnGroup(const char* name, char* error, int64_t error_bytes, Call call) {
+  return ep::Export(error, error_bytes, [&] {
+    const std::shared_ptr<ep::Group> group = ep::Registry::Get().Find(name);
+    if (group) return call(*group);
+    return ep::Status(ep::Code::kFailedPrecondition,
+                      ep::StrCat("there is no live group \"", name,
+                                 "\"; call ep_bootstrap first"));
+  });
 }
 
 }  // namespace
@@ -28,14 +32,12 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
                                      int64_t top_k, int64_t alignment,
                                      int64_t capacity, int64_t* out,
                                      char* error, int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    std::shared_ptr<ep::Group> group;
-    EP_RETURN_IF_ERROR(FindGroup(name, &group));
+  return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
     ep::Layer layer = {};
     layer.top_k = top_k;
     layer.alignment = alignment;
     layer.capacity = capacity;
-    return group->MemBytes(layer, num_tokens, out);
+    return group.MemBytes(layer, num_tokens, out);
   });
 }
 
@@ -43,10 +45,8 @@ EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
 EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
                                   int64_t* resident, char* error,
                                   int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    std::shared_ptr<ep::Group> group;
-    EP_RETURN_IF_ERROR(FindGroup(name, &group));
-    const ep::HostMemory memory = group->Memory();
+  return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
+    const ep::HostMemory memory = group.Memory();
     *reserved = memory.reserved;
     *resident = memory.resident;
     return ep::Status();
@@ -56,30 +56,21 @@ EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
 // Starts to trace a group, or ends that and writes the trace to a file.
 EP_EXPORT int32_t ep_group_trace_start(const char* name, char* error,
                                        int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    std::shared_ptr<ep::Group> group;
-    EP_RETURN_IF_ERROR(FindGroup(name, &group));
-    return group->StartTrace();
-  });
+  return OnGroup(name, error, error_bytes,
+                 [&](ep::Group& group) { return group.StartTrace(); });
 }
 
 EP_EXPORT int32_t ep_group_trace_stop(const char* name, const char* path,
                                       char* error, int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    std::shared_ptr<ep::Group> group;
-    EP_RETURN_IF_ERROR(FindGroup(name, &group));
-    return group->StopTrace(path);
-  });
+  return OnGroup(name, error, error_bytes,
+                 [&](ep::Group& group) { return group.StopTrace(path); });
 }
 
 // Waits for the device; fails if it found a fault that no op has reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {
-  return ep::Export(error, error_bytes, [&] {
-    std::shared_ptr<ep::Group> group;
-    EP_RETURN_IF_ERROR(FindGroup(name, &group));
-    return group->Check();
-  });
+  return OnGroup(name, error, error_bytes,
+                 [&](ep::Group& group) { return group.Check(); });
 }
 
 // Closes a group: executables that are bound to it get errors from now on. No

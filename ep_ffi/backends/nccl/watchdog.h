@@ -4,8 +4,8 @@
 //
 // NCCL EP's kernels wait for their peers without a limit, and while they do no
 // code of this backend need run: the host may be waiting for a result in XLA.
-// What the other ranks do is known to Python, which asks each rank where it
-// stands (ep/_src/backends/nccl/peers.py).
+// Python knows what the other ranks do: it asks each rank for its place in the
+// sequence of ops (ep/_src/backends/nccl/peers.py).
 
 #ifndef EP_FFI_BACKENDS_NCCL_WATCHDOG_H_
 #define EP_FFI_BACKENDS_NCCL_WATCHDOG_H_

@@ -31,7 +31,7 @@ struct AllArrays {
   std::vector<ChoicesView> choices;
 };
 
-// What a trace says of the work of a rank. Rows are what ep_prepare found that
+// Counts for a trace what a rank has moved. Rows are what ep_prepare found that
 // the rank receives, or the slots, with padding, that a mover fills or reads.
 struct Moved {
   int64_t rows = 0;

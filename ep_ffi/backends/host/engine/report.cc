@@ -12,7 +12,7 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-// Who has waited for whom in an exchange that lacks posts.
+// Says which ranks have waited for which in an exchange that lacks posts.
 struct Wait {
   std::string sentence;
   bool is_for_same_op = false;  // a missing rank's last op has the same name

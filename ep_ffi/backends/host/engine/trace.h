@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a group's trace keeps of each exchange, and the file that it becomes.
+// Keeps the times and the rows of each exchange of a group, and writes them to
+// a file.
 //
 // A trace that is off costs a post one relaxed load, and the making of a
 // function that is not called.
