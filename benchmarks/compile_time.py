@@ -96,7 +96,6 @@ def bootstrap(mesh: jax.sharding.Mesh, backend: str) -> ep.EpGroup:
     max_tokens_per_rank=_TOKENS,
     hidden_dim=_CONFIG.hidden,
     top_k=_CONFIG.top_k,
-    max_token_dtype=jnp.float32,
     backend=backend,
   )
 

@@ -41,7 +41,6 @@ def main() -> int:
       max_tokens_per_rank=_TOKENS,
       hidden_dim=_CONFIG.hidden,
       top_k=_CONFIG.top_k,
-      max_token_dtype=jnp.float32,
     ) as group:
       curves.append(_measure(group))
   different = (np.array(curves) != curves[0]).sum()

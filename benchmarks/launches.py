@@ -13,7 +13,6 @@ import functools
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 import numpy as np
 
@@ -42,7 +41,6 @@ def main() -> None:
     max_tokens_per_rank=1,
     hidden_dim=_HIDDEN,
     top_k=_TOP_K,
-    max_token_dtype=jnp.float32,
   ) as group:
     layer = ep.EpLayerConfig(group, tail="unspecified")
     prepare = jax.jit(functools.partial(ep.ep_prepare, layer))
