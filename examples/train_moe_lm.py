@@ -12,6 +12,7 @@ the same active size on the same batches.
 docs/training.md has the details; the folder lm has the parts.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import signal
@@ -81,6 +82,9 @@ _EVALUATE_EVERY = flags.DEFINE_integer(
   "evaluate_every", 50, "steps from one loss on held-out text to the next", 1
 )
 _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
+_TRACE = flags.DEFINE_string(
+  "trace", None, "trace of all ranks, which is explained at the end: *.json.gz"
+)
 
 _PROMPTS = flags.DEFINE_multi_string(
   "prompt", ["def ", "import "], "what samples begin with; may be repeated"
@@ -109,6 +113,11 @@ ranks.require(
   "warmup decay_steps",
   "warmup must be shorter than decay_steps",
   lambda warmup, decay_steps: warmup < decay_steps,
+)
+ranks.require(
+  "trace backend",
+  "only the backend host has a trace",
+  lambda trace, backend: not trace or backend in (None, "host"),
 )
 ranks.require(
   "prompt", "a prompt has at least one byte", lambda prompts: all(prompts)
@@ -198,7 +207,8 @@ def run() -> None:
   ) as group:
     layer = ep.MoE(config.moe, group)
     introduce(text)
-    moe = train_model(text, mesh, layer, config, out)
+    with traced(group):
+      moe = train_model(text, mesh, layer, config, out)
     write_samples(moe.state, config, layer)
   dense = None
   if _DENSE.value:
@@ -223,6 +233,15 @@ def run() -> None:
       )
     )
   conclude(moe, dense)
+  if _TRACE.value:
+    first_does(lambda: print(ep.explain(ranks.here(_TRACE.value))))
+
+
+def traced(group: ep.EpGroup) -> contextlib.AbstractContextManager[None]:
+  """Returns a context whose exchanges are written to the file of --trace."""
+  if _TRACE.value:
+    return ep.trace(group, ranks.here(_TRACE.value))
+  return contextlib.nullcontext()
 
 
 def train_model(
@@ -341,6 +360,8 @@ def conclude(moe: Trained, dense: Trained | None) -> None:
     print(name + reached(each))
   if _PLOT.value:
     print(f"picture: {ranks.here(_PLOT.value)}")
+  if _TRACE.value:
+    print(f"trace: {ranks.here(_TRACE.value)}")
   if _OUT.value:
     print(
       f"metrics and checkpoints: {ranks.here(_OUT.value)}; the same command"
@@ -394,6 +415,8 @@ def check_outputs() -> None:
   if _PLOT.value:
     plot.check(ranks.here(_PLOT.value))
     outputs.check("--plot", ranks.here(_PLOT.value), "file")
+  if _TRACE.value:
+    outputs.check("--trace", ranks.here(_TRACE.value), "file")
 
 
 def configs() -> tuple[model.ModelConfig, train.TrainConfig]:

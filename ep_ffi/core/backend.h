@@ -184,9 +184,12 @@ class Group {
 
   virtual HostMemory Memory() { return {}; }
 
-  // Traces the ops from now on, and writes what was traced to a file.
-  virtual Status StartTrace() { return NotTraced(); }
-  virtual Status StopTrace(const std::string&) { return NotTraced(); }
+  // Traces the ops from now on, for a file that StopTrace and Close write.
+  virtual Status StartTrace(const std::string&) {
+    return Status(Code::kInvalidArgument,
+                  "this backend has no trace yet; use backend=\"host\"");
+  }
+  virtual Status StopTrace() { return Status(); }
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;
@@ -205,12 +208,6 @@ class Group {
   // in its peers as soon as they wait for it. The group is closed even if this
   // fails, which it may because a peer already waits.
   virtual Status Close() = 0;
-
- private:
-  static Status NotTraced() {
-    return Status(Code::kInvalidArgument,
-                  "this backend has no trace yet; use backend=\"host\"");
-  }
 };
 
 }  // namespace ep

@@ -53,17 +53,21 @@ EP_EXPORT int32_t ep_group_memory(const char* name, int64_t* reserved,
   });
 }
 
-// Starts to trace a group, or ends that and writes the trace to a file.
-EP_EXPORT int32_t ep_group_trace_start(const char* name, char* error,
-                                       int64_t error_bytes) {
+// Starts to trace a group, for a file.
+EP_EXPORT int32_t ep_group_trace_start(const char* name, const char* path,
+                                       char* error, int64_t error_bytes) {
   return OnGroup(name, error, error_bytes,
-                 [&](ep::Group& group) { return group.StartTrace(); });
+                 [&](ep::Group& group) { return group.StartTrace(path); });
 }
 
-EP_EXPORT int32_t ep_group_trace_stop(const char* name, const char* path,
-                                      char* error, int64_t error_bytes) {
-  return OnGroup(name, error, error_bytes,
-                 [&](ep::Group& group) { return group.StopTrace(path); });
+// Ends that, and writes the file. No effect if the group is closed: it was
+// written then.
+EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
+                                      int64_t error_bytes) {
+  return ep::Export(error, error_bytes, [&] {
+    const std::shared_ptr<ep::Group> group = ep::Registry::Get().Find(name);
+    return group ? group->StopTrace() : ep::Status();
+  });
 }
 
 // Waits for the device; fails if it found a fault that no op has reported.

@@ -93,12 +93,13 @@ def parse(monkeypatch):
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=18", "hidden must be a multiple of 2 * heads"),
     ("--warmup=600", "warmup must be shorter than decay_steps"),
+    ("--trace=a --backend=xla", "only the backend host has a trace"),
     ("--prompt=", "a prompt has at least one byte"),
   ],
 )
 def test_bad_flags_are_refused(parse, flag, message):
   with pytest.raises(flags.IllegalFlagValueError) as info:
-    parse(flag)
+    parse(*flag.split())
   assert message in str(info.value)
 
 

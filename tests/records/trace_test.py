@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from cases import Case
+from conftest import make_mesh
 import ep
 from ep._src.records.explain import explain_exchanges
 from ep._src.records.trace import merge
-from groups import BACKEND, layer, not_with_xla, spec
+from groups import BACKEND, bootstrap, layer, not_with_xla, spec
 from op_functions import Ops
+import programs
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def path(tmp_path):
   return pathlib.Path(bytes(name).decode().rstrip()) / "steps.json.gz"
 
 
-def run(config, path, slow=None, num_steps=6):
-  """Traces steps in which the rank `slow` sleeps before it combines."""
+def run(config, slow=None, num_steps=6):
+  """Runs steps in which the rank `slow` sleeps before it combines."""
   case = Case(config)
 
   def nap(rank, number):
@@ -53,14 +55,16 @@ def run(config, path, slow=None, num_steps=6):
     return ops.combine(late(recv), recv_weights)
 
   args = [case.put(x) for x in (case.topk_idx, case.tokens(), case.weights())]
-  with jax.set_mesh(config.group.mesh), ep.trace(config.group, path):
+  with jax.set_mesh(config.group.mesh):
     for _ in range(num_steps):
       jax.block_until_ready(step(*args))
 
 
 @not_with_xla("it has no trace")
 def test_the_late_rank_is_blamed(path):
-  run(layer(name="moe_3"), path, slow=2)
+  config = layer(name="moe_3")
+  with ep.trace(config.group, path):
+    run(config, slow=2)
   (first, *_) = ep.explain(path).blames
   assert (first.rank, first.layer, first.op) == (2, "moe_3", "ep_combine")
   assert first.share == 1
@@ -68,6 +72,49 @@ def test_the_late_rank_is_blamed(path):
   events = ep._src.records.trace.load(path)["exchanges"]
   assert [e["op"] for e in events].count("ep_combine") == 6
   assert all(min(e["rows"]) >= 0 for e in events)
+
+
+@not_with_xla("it has no trace")
+def test_a_variable_traces_each_group_to_its_end(path, monkeypatch):
+  folder = path.parent / "traces"
+  monkeypatch.setenv("EP_TRACE", str(folder))
+  for name in "a/b", "c":
+    with bootstrap(make_mesh({"ep": 4}), name=name) as group:
+      run(ep.EpLayerConfig(group, name="moe_3"), slow=1)
+      with pytest.raises(RuntimeError, match="is traced already, to"):
+        with ep.trace(group, path):
+          pass
+  multihost_utils.sync_global_devices("all parts are written")
+  if jax.process_index():
+    return
+  with pytest.raises(ValueError, match="has 2 traces; name one of them"):
+    ep.explain(folder)
+  code, output = programs.run("-m", "ep.explain", folder)
+  assert code == 0
+  assert output.count('rank 1 came last to ep_combine in layer "moe_3"') == 2
+  left = sorted(x.name for x in folder.iterdir())
+  assert left == ["a%2Fb.json.gz", "c.json.gz"]
+
+
+@not_with_xla("it has no trace")
+def test_a_group_that_ends_in_the_block_is_traced(path):
+  group = bootstrap(make_mesh({"ep": 4}))
+  with ep.trace(group, path):
+    run(ep.EpLayerConfig(group))
+    ep.ep_finalize(group)
+  assert ep.explain(path).num_steps == 5
+
+
+def test_a_part_that_is_missing_is_named(tmp_path):
+  with pytest.raises(ValueError, match="has no trace. If it was EP_TRACE"):
+    ep.explain(tmp_path)
+  head = dict(process=0, ep_size=2, processes=[0, 1], lost=0)
+  (tmp_path / "ep0.json.gz.part0").write_text(json.dumps(head) + "\n")
+  with pytest.raises(ValueError, match="part1 is missing or empty"):
+    ep.explain(tmp_path)
+  (tmp_path / "ep0.json.gz.part0").write_text("")
+  with pytest.raises(ValueError, match="part0 is missing or empty"):
+    ep.explain(tmp_path)
 
 
 @pytest.mark.skipif(BACKEND != "xla", reason="the others have a trace")
@@ -93,6 +140,7 @@ def steps(rng, late=None, rows=(9, 9, 9, 9), num_steps=20):
       now = came.max() + 1e-3
       yield dict(
         op=op, layer="a", program="p", domain=0, step=step, rows=list(rows),
+        tokens=[[n - n // 3, n // 3] for n in rows],
         came=came.tolist(), began=[came.max()] * 4, ended=[now] * 4,
       )  # fmt: skip
 
@@ -113,6 +161,7 @@ def test_planted_causes_are_found(seed):
     (blame,) = found.blames
     assert (blame.rank, blame.op) == (rank, "ep_combine")
     assert blame.balanced_s < 0.5 * blame.late_s
+    assert (blame.expert, blame.expert_share > 0.5) == (2 * rank, True)
     assert "times the mean rows" in str(found)
 
 
@@ -138,7 +187,7 @@ def test_clocks_are_aligned_by_the_exchanges(ahead):
     event = dict(
       op="ep_combine", layer="", program="p", site="1", step=0, domain=0,
       began=end, ended=end, came=came.tolist(), rows=[1, 1], dropped=[0, 0],
-      bytes=[1, 1],
+      bytes=[1, 1], tokens=[[1], [1]],
     )  # fmt: skip
     texts.append("\n".join(map(json.dumps, (head, event))) + "\n")
   merged = merge(texts)

@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "f19a68927fba"
+INTERFACE = "0ec06d72c9fd"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -347,15 +347,15 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
   return reserved.value, resident.value
 
 
-def start_trace(name: str) -> None:
-  """Starts to trace a group of the backend "host"."""
-  _call_for("ep.trace", "host", "ep_group_trace_start", name.encode())
+def start_trace(name: str, path: str) -> None:
+  """Starts to trace a group of "host", for this process's part of a file."""
+  args = name.encode(), os.fsencode(f"{path}.part{jax.process_index()}")
+  _call_for("ep.trace", "host", "ep_group_trace_start", *args)
 
 
-def stop_trace(name: str, path: str) -> None:
-  """Ends the trace of a group, and writes it to a file."""
-  args = name.encode(), os.fsencode(path)
-  _call_for("ep.trace", "host", "ep_group_trace_stop", *args)
+def stop_trace(name: str) -> None:
+  """Ends the trace of a group, if that is open, and writes the part."""
+  _call_for("ep.trace", "host", "ep_group_trace_stop", name.encode())
 
 
 def check_group(backend: str, name: str) -> None:

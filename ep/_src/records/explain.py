@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
 import dataclasses
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,9 @@ class Blame:
     share: the part of the steps in which it did.
     late_s: by how much it came after the median of the others; a median.
     rows_ratio: its rows, in times of the mean.
+    expert: its expert with the most tokens; None if the op's layer has no
+      ep_prepare in the step.
+    expert_share: the part of its tokens that this expert has.
     balanced_s: what `late_s` would be if its rows were the mean; None if its
       rows are not the cause.
   """
@@ -39,6 +43,8 @@ class Blame:
   share: float
   late_s: float
   rows_ratio: float
+  expert: int | None
+  expert_share: float
   balanced_s: float | None
 
   def __str__(self) -> str:
@@ -47,12 +53,16 @@ class Blame:
       f' "{self.layer}" in {self.share:.0%} of the steps, by'
       f" {self.late_s * 1e3:.1f} ms; "
     )
-    if self.balanced_s is None:
-      return text + "its rows were average: it computed longer before."
-    return text + (
-      f"its experts had {self.rows_ratio:.1f} times the mean rows; balanced it"
-      f" would have been {self.balanced_s * 1e3:.1f} ms."
-    )
+    if self.balanced_s is not None:
+      return text + (
+        f"its experts had {self.rows_ratio:.1f} times the mean rows"
+        f" ({self.expert_share:.0%} of them expert {self.expert}); balanced it"
+        f" would have been {self.balanced_s * 1e3:.1f} ms."
+      )
+    rows = "average"
+    if self.rows_ratio >= _MORE_ROWS:
+      rows = f"{self.rows_ratio:.1f} times the mean, which is not why"
+    return text + f"its rows were {rows}: it computed longer before."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +101,7 @@ class Explanation:
 
 
 def explain(path: str | os.PathLike[str]) -> Explanation:
-  """Explains a file that `ep.trace` wrote.
+  """Explains a file that `ep.trace` wrote, or a folder that EP_TRACE named.
 
   A rank is blamed if it came last to an op of a layer in at least half of the
   steps, by at least a tenth of a step and a millisecond, both medians: it then
@@ -99,7 +109,8 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   follows its experts and they had at least 1.2 times the mean rows.
 
   Raises:
-    ValueError: the file is another one, or has fewer than three steps.
+    ValueError: the file is another one, or has fewer than three steps; or the
+      folder has no trace, several, or a part of one.
   """
   return explain_exchanges(trace.load(path)["exchanges"])
 
@@ -115,48 +126,87 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
   totals = []
   places = collections.defaultdict(list)
   for start, step in steps:
-    ends, rows = start, {}
-    moved = waited = late_sum = unbalanced = 0.0
-    for number, e in enumerate(step):
-      came, end = np.array(e["came"]), np.array(e["ended"])
-      last = int(came.argmax())
-      late = came[last] - np.median(np.delete(came, last))
-      if e["op"] == "ep_prepare":
-        rows[e["layer"]] = np.maximum(e["rows"], 1)
-      load = rows.get(e["layer"], np.ones(len(came)))
-      balanced = late
-      if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
-        even = _with_equal_rows(came - ends, load)
-        balanced = even.max() - np.median(np.delete(even, last))
-        balanced = min(late, max(balanced, 0.0))
-      load = load / load.mean()
-      place = e["domain"], e["layer"], e["op"], number
-      places[place].append((last, late, load[last], balanced))
-      moved += float(np.max(end - came.max()))
-      waited += float(np.mean(came.max() - came))
-      late_sum += late
-      unbalanced += late - balanced
-      ends = end
-    step_s = float(np.max(ends) - np.max(start))
-    totals.append(
-      (step_s, moved, waited, step_s - late_sum, step_s - unbalanced)
+    ops = list(_look_at(start, step))
+    for number, (e, op) in enumerate(zip(step, ops, strict=True)):
+      places[e["domain"], e["layer"], e["op"], number].append(op)
+    moved, waited, late, unbalanced = np.sum(
+      [(o.moved_s, o.waited_s, o.late_s, o.late_s - o.balanced_s) for o in ops],
+      axis=0,
     )
+    step_s = np.max(step[-1]["ended"]) - np.max(start)
+    totals.append((step_s, moved, waited, step_s - late, step_s - unbalanced))
   medians = np.median(totals, axis=0).tolist()
-  blames = []
-  for (domain, layer, op, _), seen in places.items():
-    rank = collections.Counter(s[0] for s in seen).most_common(1)[0][0]
-    own = [s[1:] for s in seen if s[0] == rank]
-    late, ratio, balanced = np.median(own, axis=0).tolist()
-    share = len(own) / len(seen)
-    if share < _SHARE or late < max(_PART * medians[0], _LATE_S):
-      continue
-    is_load = ratio >= _MORE_ROWS and balanced < late
-    why = balanced if is_load else None
-    blames.append(Blame(domain, rank, layer, op, share, late, ratio, why))
-  blames.sort(key=lambda b: -b.share * b.late_s)
+  found = [_blame(*p[:3], seen, medians[0]) for p, seen in places.items()]
+  blames = sorted(filter(None, found), key=lambda b: -b.share * b.late_s)
   names = "step_s", "moved_s", "waited_s", "punctual_s", "balanced_s"
   times = dict(zip(names, medians, strict=True))
   return Explanation(num_steps=len(steps), blames=tuple(blames), **times)
+
+
+class _Op(NamedTuple):
+  """What an op of a step says; see `Blame` and `Explanation`."""
+
+  rank: int  # which came last
+  late_s: float
+  rows_ratio: float
+  balanced_s: float
+  moved_s: float
+  waited_s: float
+  tokens: np.ndarray  # of each expert of the last rank
+
+
+def _look_at(start, step) -> Iterator[_Op]:
+  """Yields what each op of a step says; the ranks began it at `start`."""
+  ends, prepared = start, {}
+  for e in step:
+    if e["op"] == "ep_prepare":
+      prepared[e["layer"]] = np.maximum(e["rows"], 1), e["tokens"]
+    came, end = np.array(e["came"]), np.array(e["ended"])
+    size, last = len(came), int(came.argmax())
+    rows, tokens = prepared.get(e["layer"], (np.ones(size), [[]] * size))
+    late = balanced = came[last] - np.median(np.delete(came, last))
+    if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
+      even = _with_equal_rows(came - ends, rows)
+      balanced = even.max() - np.median(np.delete(even, last))
+      balanced = np.clip(balanced, 0.0, late)
+    yield _Op(
+      last,
+      late,
+      rows_ratio=rows[last] / rows.mean(),
+      balanced_s=balanced,
+      moved_s=np.max(end - came.max()),
+      waited_s=np.mean(came.max() - came),
+      tokens=np.array(tokens[last]),
+    )
+    ends = end
+
+
+def _blame(domain, layer, op, seen: list[_Op], step_s: float) -> Blame | None:
+  """Returns whom the ranks waited for at an op, in all steps; often nobody."""
+  rank = collections.Counter(o.rank for o in seen).most_common(1)[0][0]
+  own = [o for o in seen if o.rank == rank]
+  share = len(own) / len(seen)
+  late, ratio, balanced = np.median([o[1:4] for o in own], axis=0).tolist()
+  if share < _SHARE or late < max(_PART * step_s, _LATE_S):
+    return None
+  tokens = np.sum([o.tokens for o in own], axis=0)
+  expert, expert_share = None, 0.0
+  if tokens.size:
+    expert = rank * tokens.size + int(tokens.argmax())
+    expert_share = float(tokens.max() / max(tokens.sum(), 1))
+  is_load = ratio >= _MORE_ROWS and balanced < late
+  return Blame(
+    domain,
+    rank,
+    layer,
+    op,
+    share,
+    late,
+    ratio,
+    expert,
+    expert_share,
+    balanced if is_load else None,
+  )
 
 
 def _with_equal_rows(took, rows):

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -15,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from ep._src.base import arguments
+from ep._src.base import arguments, meshes
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
 from ep._src.native import ffi
 
-_LISTS = "rows", "dropped", "bytes"
+_COUNTS = "rows", "dropped", "bytes"
 
 
 @contextlib.contextmanager
@@ -43,13 +44,17 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   stay as they are. A process keeps 262144 exchanges; the file says how many
   came after that.
 
+  To trace a program without editing it, set EP_TRACE to a folder: every group
+  is traced from its begin to its end, and ep.explain merges the parts there.
+
   Args:
     group: a group of the backend "host".
     path: the file; it is compressed if its name ends with ".gz".
 
   Raises:
     ValueError: the group has another backend, or the file cannot be written.
-    RuntimeError: the group was finalized, or a process did not come.
+    RuntimeError: the group was finalized or is traced already, or a process did
+      not come.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
@@ -59,28 +64,79 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     ' jax.profiler there, or backend="host".',
   )
   path = pathlib.Path(path).absolute()
-  part = path.with_name(f"{path.name}.part{jax.process_index()}")
-  processes = sorted({d.process_index for d in group.mesh.devices.flat})
-  ffi.start_trace(group.name)
+  ffi.start_trace(group.name, str(path))
   try:
     yield
   finally:
-    ffi.stop_trace(group.name, str(part))
+    ffi.stop_trace(group.name)
+  processes = meshes.processes(group.mesh)
+
+  def merge_on_first():
+    if jax.process_index() == processes[0]:
+      _merge_parts(path, processes)
+    return group
+
   agreement.agree("ep.trace", group, lambda: group)  # all parts are written
-  if jax.process_index() == processes[0]:
-    parts = [path.with_name(f"{path.name}.part{p}") for p in processes]
-    merged = merge([p.read_text() for p in parts])
-    text = json.dumps({"traceEvents": list(_slices(merged)), "ep": merged})
-    data = text.encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    for p in parts:
-      p.unlink()
-  agreement.agree("ep.trace", group, lambda: group)  # the file is there
+  agreement.agree("ep.trace", group, merge_on_first)
+
+
+def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
+  """Returns the traces at `path`: a file, or those in a folder.
+
+  There it merges the parts that the processes of ended groups have written.
+
+  Raises:
+    ValueError: there is no trace, or a part is missing.
+  """
+  path = pathlib.Path(path)
+  if not path.is_dir():
+    return [path]
+  for part in sorted(path.glob("*.part*")):
+    if not part.exists():  # it has been merged
+      continue
+    name, _, process = part.name.rpartition(".part")
+    head = json.loads(part.read_text().partition("\n")[0] or "{}")
+    processes = set(head.get("processes", [process]))
+    _merge_parts(part.with_name(name), processes)
+  found = sorted(path.glob("*.json.gz"))
+  arguments.check(
+    found != [],
+    "ep.explain",
+    f"{path} has no trace. If it was EP_TRACE: the program's groups must have"
+    ' the backend "host", and have ended.',
+  )
+  return found
+
+
+def _merge_parts(path: pathlib.Path, processes: Iterable[int]) -> None:
+  """Writes the file of a trace, from the parts of these processes."""
+  parts = [path.with_name(f"{path.name}.part{p}") for p in processes]
+  for p in parts:
+    arguments.check(
+      p.exists() and p.stat().st_size > 0,
+      "ep.trace",
+      f"{p} is missing or empty: its process still runs, or was killed.",
+    )
+  merged = merge([p.read_text() for p in parts])
+  text = json.dumps({"traceEvents": list(_slices(merged)), "ep": merged})
+  data = text.encode()
+  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  for p in parts:
+    p.unlink()
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns what `merge` returned, from a file that `trace` wrote."""
-  data = pathlib.Path(path).read_bytes()
+  """Returns what `merge` returned, from a file that `trace` wrote.
+
+  A folder must have the trace of one group.
+  """
+  (*others, path) = files(path)
+  arguments.check(
+    not others,
+    "ep.explain",
+    f"{path.parent} has {1 + len(others)} traces; name one of them, as {path}.",
+  )
+  data = path.read_bytes()
   if data.startswith(b"\x1f\x8b"):
     data = gzip.decompress(data)
   content = json.loads(data)
@@ -121,7 +177,7 @@ def merge(texts: list[str]) -> dict[str, Any]:
     offsets = [clocks[p]["offset_s"] for p in ranks]
     merged = {k: mine[0][k] for k in ("op", "layer", "program", "domain")}
     merged |= {"step": key[2]}
-    for name in "came", *_LISTS:
+    for name in "came", *_COUNTS, "tokens":
       merged[name] = [e[name][r] for r, e in enumerate(mine)]
     for name in "began", "ended":
       merged[name] = [e[name] - o for e, o in zip(mine, offsets, strict=True)]
@@ -160,7 +216,7 @@ def _slices(merged: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for rank, came in enumerate(e["came"]):
       track = dict(pid=e["domain"], tid=rank)
       begin, end = e["began"][rank], e["ended"][rank]
-      args = {k: e[k][rank] for k in _LISTS} | {"step": e["step"]}
+      args = {k: e[k][rank] for k in _COUNTS} | {"step": e["step"]}
       for kind, start, stop in (
         (f"waiting for rank {last}: {name}", came, begin),
         (f"moving: {name}", begin, end),
@@ -182,3 +238,5 @@ def _slices(merged: dict[str, Any]) -> Iterator[dict[str, Any]]:
       spread = {"max/mean": float(rows.max() / max(rows.mean(), 1))}
       yield dict(name=f"imbalance {layer}", args=spread, **at)
       yield dict(name=f"drops {layer}", args={"": sum(e["dropped"])}, **at)
+      loads = {str(i): n for i, n in enumerate(itertools.chain(*e["tokens"]))}
+      yield dict(name=f"tokens of experts {layer}", args=loads, **at)

@@ -46,7 +46,7 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
       weights ? num_weights * int64_t{sizeof(float)} : 0;
   c.arrays.rows = {rows.data, weights};
   c.moved = [num_slots = plan.num_slots(), row_bytes = rows.row_bytes()] {
-    return Moved{num_slots, 0, num_slots * row_bytes};
+    return Moved{num_slots, 0, num_slots * row_bytes, {}};
   };
   return c;
 }
@@ -121,15 +121,14 @@ HostMemory HostGroup::Memory() {
   return segments ? segments->Memory() : HostMemory();
 }
 
-Status HostGroup::StartTrace() {
+Status HostGroup::StartTrace(const std::string& path) {
   const std::shared_ptr<Exchanges> open = exchanges();
-  if (open) open->StartTrace();
-  return Status();
+  return open ? open->StartTrace(path) : Status();
 }
 
-Status HostGroup::StopTrace(const std::string& path) {
+Status HostGroup::StopTrace() {
   const std::shared_ptr<Exchanges> open = exchanges();
-  return open ? open->StopTrace(path) : Status();
+  return open ? open->StopTrace() : Status();
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
@@ -223,8 +222,11 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.num_chunks = 1;
   c.moved = [args, experts = num_experts_ / ep_size()] {
     const int32_t* dropped = args.dropped_counts;
+    const int32_t* tokens = args.token_counts;
     return Moved{args.total_recv_tokens[0],
-                 std::accumulate(dropped, dropped + experts, int64_t{0}), 0};
+                 std::accumulate(dropped, dropped + experts, int64_t{0}),
+                 0,
+                 {tokens, tokens + experts}};
   };
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {

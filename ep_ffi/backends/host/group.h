@@ -59,8 +59,8 @@ class HostGroup : public Group {
   }
 
   HostMemory Memory() override;
-  Status StartTrace() override;
-  Status StopTrace(const std::string& path) override;
+  Status StartTrace(const std::string& path) override;
+  Status StopTrace() override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;

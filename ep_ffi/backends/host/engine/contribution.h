@@ -37,6 +37,7 @@ struct Moved {
   int64_t rows = 0;
   int64_t dropped = 0;  // of ep_prepare
   int64_t bytes = 0;
+  std::vector<int32_t> tokens;  // of ep_prepare, by local expert
 };
 
 struct Contribution {

@@ -405,7 +405,8 @@ Status Exchanges::Close() {
   }
   peers_->SendBye(reason);  // before the failures that follow from it
   FailPending(status, [](const Exchange&) { return true; });
-  return missed;
+  const Status traced = StopTrace();
+  return missed.ok() ? traced : missed;
 }
 
 }  // namespace ep::host

@@ -86,14 +86,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // that it has failed.
   void FailRunHere(int64_t run_id, const Status& status);
 
-  // Starts the trace, or ends it and writes it to a file; see trace.h.
-  void StartTrace() { trace_.Start(); }
-  Status StopTrace(const std::string& path) {
-    return trace_.Stop(topology(), path);
-  }
+  // See trace.h.
+  Status StartTrace(const std::string& path) { return trace_.Start(path); }
+  Status StopTrace() { return trace_.Stop(topology()); }
 
-  // Ends all pending exchanges. Fails if a peer has run an op that this process
-  // has not, unless an op has failed, which may be the reason.
+  // Ends all pending exchanges, and the trace. Fails if a peer has run an op
+  // that this process has not, unless an op has failed, which may be the
+  // reason.
   Status Close();
 
  private:

@@ -2,7 +2,6 @@
 #include "ep_ffi/backends/host/engine/trace.h"
 
 #include <cstdio>
-#include <fstream>
 #include <utility>
 
 namespace ep::host {
@@ -37,13 +36,27 @@ std::string Seconds(double time) {
   return text;
 }
 
+Status CannotWrite(const std::string& path) {
+  return Status(Code::kInvalidArgument,
+                StrCat("cannot write ", path,
+                       "; choose a folder that exists and has room"));
+}
+
 }  // namespace
 
-void Trace::Start() {
+Status Trace::Start(const std::string& path) {
   MutexLock lock(mutex_);
-  events_.clear();
+  if (is_on_) {
+    return Status(Code::kFailedPrecondition,
+                  StrCat("this group is traced already, to ", path_,
+                         "; end that trace first"));
+  }
+  file_ = std::ofstream(path);
+  if (!file_) return CannotWrite(path);
+  path_ = path;
   num_lost_ = 0;
   is_on_ = true;
+  return Status();
 }
 
 void Trace::Add(const Exchange& exchange) {
@@ -51,12 +64,12 @@ void Trace::Add(const Exchange& exchange) {
   for (const Part& part : exchange.parts) {
     if (part.came_at == 0) return;
     event.came.push_back(part.came_at);
-    Moved moved = {-1, -1, -1};
+    Moved moved = {-1, -1, -1, {}};
     if (part.done) {
       event.op = part.op;
       moved = part.contribution.moved ? part.contribution.moved() : Moved();
     }
-    event.moved.push_back(moved);
+    event.moved.push_back(std::move(moved));
   }
   MutexLock lock(mutex_);
   if (!is_on_) return;
@@ -67,42 +80,38 @@ void Trace::Add(const Exchange& exchange) {
   }
 }
 
-Status Trace::Stop(const Topology& topology, const std::string& path) {
-  std::vector<Event> events;
-  int64_t num_lost;
-  {
-    MutexLock lock(mutex_);
-    is_on_ = false;
-    events = std::exchange(events_, {});
-    num_lost = num_lost_;
-  }
-  std::ofstream file(path);
-  file << "{\"process\":" << topology.process
-       << ",\"ep_size\":" << topology.ep_size << ",\"processes\":"
-       << List(topology.members,
-               [](const auto& m) { return std::to_string(m.process); })
-       << ",\"lost\":" << num_lost << "}\n";
-  for (const Event& e : events) {
+Status Trace::Stop(const Topology& topology) {
+  MutexLock lock(mutex_);
+  if (!is_on_.exchange(false)) return Status();
+  file_ << "{\"process\":" << topology.process
+        << ",\"ep_size\":" << topology.ep_size << ",\"processes\":"
+        << List(topology.members,
+                [](const auto& m) { return std::to_string(m.process); })
+        << ",\"lost\":" << num_lost_ << "}\n";
+  for (const Event& e : std::exchange(events_, {})) {
     const auto numbers = [&](int64_t Moved::* field) {
       return List(e.moved,
                   [&](const Moved& m) { return std::to_string(m.*field); });
     };
-    file << "{\"op\":" << Quoted(OpName(e.op.op))
-         << ",\"layer\":" << Quoted(e.op.layer)
-         << ",\"program\":" << Quoted(e.op.program) << ",\"site\":\""
-         << e.op.launch.site_id << "\",\"step\":" << e.op.launch.number
-         << ",\"domain\":" << e.domain << ",\"began\":" << Seconds(e.began)
-         << ",\"ended\":" << Seconds(e.ended)
-         << ",\"came\":" << List(e.came, Seconds)
-         << ",\"rows\":" << numbers(&Moved::rows)
-         << ",\"dropped\":" << numbers(&Moved::dropped)
-         << ",\"bytes\":" << numbers(&Moved::bytes) << "}\n";
+    file_ << "{\"op\":" << Quoted(OpName(e.op.op))
+          << ",\"layer\":" << Quoted(e.op.layer)
+          << ",\"program\":" << Quoted(e.op.program) << ",\"site\":\""
+          << e.op.launch.site_id << "\",\"step\":" << e.op.launch.number
+          << ",\"domain\":" << e.domain << ",\"began\":" << Seconds(e.began)
+          << ",\"ended\":" << Seconds(e.ended)
+          << ",\"came\":" << List(e.came, Seconds)
+          << ",\"rows\":" << numbers(&Moved::rows)
+          << ",\"dropped\":" << numbers(&Moved::dropped)
+          << ",\"bytes\":" << numbers(&Moved::bytes) << ",\"tokens\":"
+          << List(e.moved,
+                  [](const Moved& m) {
+                    return List(m.tokens,
+                                [](int32_t n) { return std::to_string(n); });
+                  })
+          << "}\n";
   }
-  file.close();
-  if (file) return Status();
-  return Status(Code::kInvalidArgument,
-                StrCat("cannot write ", path,
-                       "; choose a folder that exists and has room"));
+  file_.close();
+  return file_ ? Status() : CannotWrite(path_);
 }
 
 }  // namespace ep::host

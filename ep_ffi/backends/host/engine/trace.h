@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,9 @@ namespace ep::host {
 // Thread-safe.
 class Trace {
  public:
-  // Forgets what it has, and keeps exchanges from now on.
-  void Start() EP_EXCLUDES(mutex_);
+  // Creates the file, and keeps exchanges from now on. Fails if it is on, or
+  // the file cannot be created.
+  Status Start(const std::string& path) EP_EXCLUDES(mutex_);
 
   // Returns the time if the trace is on, else 0.
   double Time() const {
@@ -37,11 +39,11 @@ class Trace {
   // one of its posts came. Once it has kKept exchanges, it counts the others.
   void Add(const Exchange& exchange) EP_EXCLUDES(mutex_);
 
-  // Keeps no more, and writes a file: a line of JSON about this process, then a
-  // line for each exchange. Times are seconds of this process's clock, as lists
-  // by rank. A rank of another process came when its post was seen here.
-  Status Stop(const Topology& topology, const std::string& path)
-      EP_EXCLUDES(mutex_);
+  // Keeps no more, and writes the file: a line of JSON about this process, then
+  // a line for each exchange. Times are seconds of this process's clock, as
+  // lists by rank. A rank of another process came when its post was seen here.
+  // No effect if the trace is off.
+  Status Stop(const Topology& topology) EP_EXCLUDES(mutex_);
 
  private:
   static constexpr size_t kKept = 1 << 18;
@@ -58,6 +60,8 @@ class Trace {
   Mutex mutex_;
   std::vector<Event> events_ EP_GUARDED_BY(mutex_);
   int64_t num_lost_ EP_GUARDED_BY(mutex_) = 0;
+  std::string path_ EP_GUARDED_BY(mutex_);
+  std::ofstream file_ EP_GUARDED_BY(mutex_);
 };
 
 }  // namespace ep::host
