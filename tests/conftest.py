@@ -20,6 +20,7 @@ wait, `TIMEOUT_S` limits how long: pass it to `ep_bootstrap`.
 from collections.abc import Mapping, Sequence
 import math
 import os
+import pathlib
 
 import quick_compiler
 
@@ -45,6 +46,7 @@ if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   )
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
@@ -75,12 +77,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   option("--lifetimes", 600, 160)
   option("--load_rounds", 4, 4)
   option("--soak_steps", 3000, 3000, 100)
+  option("--plants", 5, 5, 5)
 
 
 def pytest_configure(config: pytest.Config) -> None:
   """Lets rank 0 write the test.xml that Bazel would otherwise generate."""
   if jax.process_index() == 0 and "XML_OUTPUT_FILE" in os.environ:
     config.option.xmlpath = os.environ["XML_OUTPUT_FILE"]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+  """Returns an empty folder that all processes share."""
+  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
+  name = multihost_utils.broadcast_one_to_all(name)
+  return pathlib.Path(bytes(name).decode().rstrip())
 
 
 def make_mesh(

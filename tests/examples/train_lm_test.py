@@ -13,7 +13,6 @@ import resource
 import types
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -116,14 +115,6 @@ def program():
   mesh = make_mesh({"dp": 2, "ep": 2})
   with _group(mesh) as group:
     yield _Program(mesh, group)
-
-
-@pytest.fixture
-def folder(tmp_path):
-  """Returns a folder that all processes share."""
-  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
-  name = multihost_utils.broadcast_one_to_all(name)
-  return pathlib.Path(bytes(name).decode().rstrip())
 
 
 def _shards(state):

@@ -2,7 +2,6 @@
 """ep.replay gives back what ep.record writes, whenever the run ended."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -23,14 +22,6 @@ from ep.testing._routings import draw
 from groups import BACKEND, bootstrap, E, group, H, K, layer, spec, T
 
 R, STEPS = 4, 3
-
-
-@pytest.fixture
-def folder(tmp_path):
-  """Returns a folder that all processes share."""
-  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
-  name = multihost_utils.broadcast_one_to_all(name)
-  return pathlib.Path(bytes(name).decode().rstrip()) / "routing"
 
 
 def ids(*lead, seed=0):

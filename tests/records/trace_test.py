@@ -3,7 +3,6 @@
 
 import importlib
 import json
-import pathlib
 import time
 
 import jax
@@ -19,14 +18,6 @@ from ep._src.records.trace import merge
 from groups import BACKEND, bootstrap, layer, not_with_xla, spec
 from op_functions import Ops
 import programs
-
-
-@pytest.fixture
-def path(tmp_path):
-  """Returns a path in a folder that all processes share."""
-  name = np.frombuffer(str(tmp_path).encode().ljust(512), np.uint8)
-  name = multihost_utils.broadcast_one_to_all(name)
-  return pathlib.Path(bytes(name).decode().rstrip()) / "steps.json.gz"
 
 
 def run(config, slow=None, num_steps=6):
@@ -61,7 +52,8 @@ def run(config, slow=None, num_steps=6):
 
 
 @not_with_xla("it has no trace")
-def test_the_late_rank_is_blamed(path):
+def test_the_late_rank_is_blamed(folder):
+  path = folder / "steps.json.gz"
   config = layer(name="moe_3")
   with ep.trace(config.group, path):
     run(config, slow=2)
@@ -75,14 +67,14 @@ def test_the_late_rank_is_blamed(path):
 
 
 @not_with_xla("it has no trace")
-def test_a_variable_traces_each_group_to_its_end(path, monkeypatch):
-  folder = path.parent / "traces"
+def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
+  folder = folder / "new"
   monkeypatch.setenv("EP_TRACE", str(folder))
   for name in "a/b", "c":
     with bootstrap(make_mesh({"ep": 4}), name=name) as group:
       run(ep.EpLayerConfig(group, name="moe_3"), slow=1)
       with pytest.raises(RuntimeError, match="is traced already, to"):
-        with ep.trace(group, path):
+        with ep.trace(group, folder / "x"):
           pass
   multihost_utils.sync_global_devices("all parts are written")
   if jax.process_index():
@@ -97,7 +89,8 @@ def test_a_variable_traces_each_group_to_its_end(path, monkeypatch):
 
 
 @not_with_xla("it has no trace")
-def test_a_group_that_ends_in_the_block_is_traced(path):
+def test_a_group_that_ends_in_the_block_is_traced(folder):
+  path = folder / "steps.json"
   group = bootstrap(make_mesh({"ep": 4}))
   with ep.trace(group, path):
     run(ep.EpLayerConfig(group))
@@ -118,9 +111,9 @@ def test_a_part_that_is_missing_is_named(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND != "xla", reason="the others have a trace")
-def test_a_backend_without_a_trace_says_so(path):
+def test_a_backend_without_a_trace_says_so(tmp_path):
   with pytest.raises(ValueError, match="has no trace yet"):
-    with ep.trace(layer().group, path):
+    with ep.trace(layer().group, tmp_path):
       pass
 
 

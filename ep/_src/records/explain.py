@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 import dataclasses
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ep._src.records import trace
 # to a layer's op, and by how much, as a part of a step and in seconds.
 _SHARE, _PART, _LATE_S = 0.5, 0.1, 1e-3
 _MORE_ROWS = 1.2  # so many times the mean rows are a cause
+_CHANCE = 0.05  # that a trace without a cause blames some rank for its share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +107,10 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
 
   A rank is blamed if it came last to an op of a layer in at least half of the
   steps, by at least a tenth of a step and a millisecond, both medians: it then
-  came so much after the median of the others. Its rows are the cause if the op
-  follows its experts and they had at least 1.2 times the mean rows.
+  came so much after the median of the others. If all ranks were as often last,
+  some rank would be it so often in fewer than 5 % of such traces. Its rows are
+  the cause if the op follows its experts and they had at least 1.2 times the
+  mean rows.
 
   Raises:
     ValueError: the file is another one, or has fewer than three steps; or the
@@ -136,7 +140,10 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
     step_s = np.max(step[-1]["ended"]) - np.max(start)
     totals.append((step_s, moved, waited, step_s - late, step_s - unbalanced))
   medians = np.median(totals, axis=0).tolist()
-  found = [_blame(*p[:3], seen, medians[0]) for p, seen in places.items()]
+  found = [
+    _blame(*place[:3], seen, medians[0], len(places))
+    for place, seen in places.items()
+  ]
   blames = sorted(filter(None, found), key=lambda b: -b.share * b.late_s)
   names = "step_s", "moved_s", "waited_s", "punctual_s", "balanced_s"
   times = dict(zip(names, medians, strict=True))
@@ -146,6 +153,7 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
 class _Op(NamedTuple):
   """What an op of a step says; see `Blame` and `Explanation`."""
 
+  size: int  # of the domain
   rank: int  # which came last
   late_s: float
   rows_ratio: float
@@ -170,6 +178,7 @@ def _look_at(start, step) -> Iterator[_Op]:
       balanced = even.max() - np.median(np.delete(even, last))
       balanced = np.clip(balanced, 0.0, late)
     yield _Op(
+      size,
       last,
       late,
       rows_ratio=rows[last] / rows.mean(),
@@ -181,13 +190,18 @@ def _look_at(start, step) -> Iterator[_Op]:
     ends = end
 
 
-def _blame(domain, layer, op, seen: list[_Op], step_s: float) -> Blame | None:
+def _blame(
+  domain, layer, op, seen: list[_Op], step_s: float, num_places: int
+) -> Blame | None:
   """Returns whom the ranks waited for at an op, in all steps; often nobody."""
+  size = seen[0].size
   rank = collections.Counter(o.rank for o in seen).most_common(1)[0][0]
   own = [o for o in seen if o.rank == rank]
   share = len(own) / len(seen)
-  late, ratio, balanced = np.median([o[1:4] for o in own], axis=0).tolist()
-  if share < _SHARE or late < max(_PART * step_s, _LATE_S):
+  late, ratio, balanced = np.median([o[2:5] for o in own], axis=0).tolist()
+  chance = size * num_places * _at_least(len(own), len(seen), 1 / size)
+  is_late = share >= _SHARE and late >= max(_PART * step_s, _LATE_S)
+  if not is_late or chance > _CHANCE:
     return None
   tokens = np.sum([o.tokens for o in own], axis=0)
   expert, expert_share = None, 0.0
@@ -206,6 +220,14 @@ def _blame(domain, layer, op, seen: list[_Op], step_s: float) -> Blame | None:
     expert,
     expert_share,
     balanced if is_load else None,
+  )
+
+
+def _at_least(count: int, trials: int, p: float) -> float:
+  """Returns the chance of `count` or more of `trials`, each of chance `p`."""
+  return sum(
+    math.comb(trials, n) * p**n * (1 - p) ** (trials - n)
+    for n in range(count, trials + 1)
   )
 
 

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ep.explain blames the rank and the layer that a cause was planted in.
+
+    python -m ep.launch --num_processes=4 \
+        -m pytest tests/records/blame_test.py --plants=100
+
+plants as many causes, and runs as many times without one. Process 0 prints what
+was blamed wrongly.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import make_mesh, to_global
+import ep
+from groups import bootstrap, not_with_xla
+
+LAYERS = "a", "b"
+EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 32, 2, 8
+STEPS = 8
+LATE_S = 0.02
+# Experts sleep, as if each rank had a device of its own: the ranks of a test
+# share two cores.
+ROW_S = 1e-4
+
+
+class Cause:
+  """What is planted; callbacks read it, so that no program changes."""
+
+  def __init__(self, kind=None, rank=-1, layer=""):
+    self.kind, self.rank, self.layer = kind, rank, layer
+
+  def __str__(self):
+    return f"{self.kind} at rank {self.rank}, layer {self.layer}"
+
+  def delay(self, rank, layer):
+    """Delays a rank before its layer."""
+    if (rank, layer) != (self.rank, self.layer):
+      return
+    until = time.monotonic() + LATE_S
+    if self.kind == "sleep":
+      time.sleep(LATE_S)
+    while self.kind == "busy" and time.monotonic() < until:
+      pass
+
+  def choices(self, rng, layer):
+    """Returns the choices of all tokens: half of them the planted rank's."""
+    scores = rng.random((4, TOKENS, EXPERTS))
+    if (self.kind, self.layer) == ("skew", layer):
+      mine = slice(2 * self.rank, 2 * self.rank + 2)
+      scores[:, : TOKENS // 2, mine] += 1
+    return scores.argsort()[..., -TOP_K:].reshape(-1, TOP_K).astype(np.int32)
+
+  def is_found(self, blames):
+    """Returns whether the first of `blames` is this cause."""
+    found = [(b.balanced_s is not None, b.rank, b.layer) for b in blames]
+    return found[:1] == [(self.kind == "skew", self.rank, self.layer)]
+
+
+@pytest.fixture
+def run(folder):
+  """Returns a function that traces steps with a cause, and their blames."""
+  cause = Cause()
+
+  def delay(layer, rank, number):
+    cause.delay(int(rank), layer)
+    return np.asarray(number)
+
+  def work(rows, number):
+    time.sleep(int(rows) * ROW_S)
+    return np.asarray(number)
+
+  def after(callback, x, *args):
+    """Returns `x` after `callback` has run; see trace_test.py."""
+    number = x.ravel()[0]
+    number = jax.pure_callback(
+      callback, jax.ShapeDtypeStruct((), x.dtype), *args, number
+    )
+    return x.at[(0,) * x.ndim].set(number)
+
+  mesh = make_mesh({"ep": 4})
+  spec = jax.sharding.PartitionSpec("ep")
+  with bootstrap(
+    mesh, num_experts=EXPERTS, max_tokens_per_rank=TOKENS, hidden_dim=HIDDEN
+  ) as group:
+    layers = {n: ep.EpLayerConfig(group, top_k=TOP_K, name=n) for n in LAYERS}
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def step(x, choices):
+      rank = jax.lax.axis_index("ep")
+      for name, layer in layers.items():
+        x = after(lambda *args, name=name: delay(name, *args), x, rank)
+        idx, x = jax.lax.optimization_barrier((choices[name], x))
+        handle = ep.ep_prepare(layer, idx)
+        weights = jnp.ones(idx.shape)
+        rows, _ = ep.ep_dispatch(handle, x, weights)
+        rows = after(work, rows, handle.total_recv_tokens[0])
+        x = ep.ep_combine(handle, rows)
+      return x
+
+    x = to_global(np.ones((4 * TOKENS, HIDDEN), np.float32), mesh, spec)
+
+    def steps(planted, seed):
+      nonlocal cause
+      cause = planted
+      rng = np.random.default_rng(seed)
+      path = folder / "steps.json"
+      with ep.trace(group, path):
+        for _ in range(STEPS):
+          choices = {
+            name: to_global(cause.choices(rng, name), mesh, spec)
+            for name in LAYERS
+          }
+          jax.block_until_ready(step(x, choices))
+      return ep.explain(path)
+
+    steps(cause, 0)  # compiles
+    yield steps
+
+
+@not_with_xla("it has no trace")
+def test_causes_are_found(run, request):
+  """At most one of 20 is missed, and nothing is blamed without a cause."""
+  count = request.config.getoption("--plants")
+  wrong, blamed = [], []
+  for seed in range(count):
+    rng = np.random.default_rng(seed)
+    kind = rng.choice(["sleep", "busy", "skew"])
+    cause = Cause(kind, int(rng.integers(4)), str(rng.choice(LAYERS)))
+    found = run(cause, seed)
+    if not cause.is_found(found.blames):
+      wrong.append(f"{cause}:\n{found}")
+    blamed += run(Cause(), seed).blames
+  if jax.process_index() == 0:
+    print(*wrong, *blamed, f"wrong: {len(wrong)} + {len(blamed)}", sep="\n")
+  assert len(wrong) <= max(1, count // 20)
+  assert not blamed
