@@ -14,6 +14,7 @@
     suggest_capacity    the rows that a layer needs, from a record
     describe, checked   say what a step did, and what was wrong
     trace, explain      say which rank the others wait for, and why
+    plan, Cluster       predict what a layer's exchanges cost on a cluster
 
 `ep.launch` starts processes and joins them; `ep.moe` has parameters, state and
 metrics of layers, `ep.presets` configurations of published models, `ep.debug`
@@ -60,6 +61,10 @@ from ep._src.ops.hidden_collectives import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
 )
 from ep._src.ops.prepare import ep_prepare as ep_prepare
+from ep._src.planning.cluster import Cluster as Cluster
+from ep._src.planning.plan import Forecast as Forecast
+from ep._src.planning.plan import Plan as Plan
+from ep._src.planning.plan import plan as plan
 from ep._src.records.capacity import CapacitySuggestion as CapacitySuggestion
 from ep._src.records.capacity import suggest_capacity as suggest_capacity
 from ep._src.records.describe import describe as describe

@@ -13,6 +13,7 @@ import ep
 # From top to bottom. A package imports only packages of lower layers, not even
 # those beside it. An import inside a function counts like any other.
 LAYERS = [
+  {"planning"},
   {"moe", "records"},
   {"ops"},
   {"group"},

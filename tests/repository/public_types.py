@@ -81,6 +81,15 @@ def slow_steps(group: ep.EpGroup) -> None:
   assert_type(ep.explain("steps.json.gz"), ep.Explanation)
 
 
+def plans(cfg: ep.MoEConfig, topk_idx: jax.Array) -> None:
+  cluster = ep.Cluster.named("dgx_h100", num_nodes=4)
+  assert_type(cluster, ep.Cluster)
+  plan = ep.plan(cfg, cluster, np.asarray(topk_idx), ep_sizes=[8, 32])
+  assert_type(plan, ep.Plan)
+  assert_type(plan.forecasts, tuple[ep.Forecast, ...])
+  assert_type(plan.forecasts[0].share, float)
+
+
 def records(layer: ep.EpLayerConfig, topk_idx: jax.Array) -> None:
   with ep.record(
     "routing", layers=["moe"], weights=True, calls_per_step={"moe": 2}

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cluster: the links and the memory of a machine, as its vendor states them."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+from ep._src.base import arguments
+
+_COUNTS = ("num_nodes", "gpus_per_node")
+_RATES = ("nvlink_gb_s", "network_gb_s", "memory_gib", "tflops")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+  """GPUs in nodes, and how fast rows move between them. Frozen and hashable.
+
+      cluster = ep.Cluster.named("dgx_h100", num_nodes=32)
+      cluster = ep.Cluster(
+        num_nodes=4, gpus_per_node=8, nvlink_gb_s=450, network_gb_s=50,
+        memory_gib=80, tflops=989,
+      )
+
+  Args:
+    num_nodes: sets of GPUs that NVLink, or what takes its place, connects.
+    gpus_per_node: GPUs of a node. Rank r is GPU `r % gpus_per_node` of node
+      `r // gpus_per_node`.
+    nvlink_gb_s: 10^9 bytes per second that a GPU sends to its node, and as many
+      that it receives at the same time.
+    network_gb_s: the same for the network between nodes, for each GPU.
+    memory_gib: of a GPU.
+    tflops: of dense bfloat16 products on a GPU, at its peak.
+    latency_us: microseconds that an exchange takes besides moving its rows.
+      None is what published figures show (docs/planner.md).
+
+  Raises:
+    ValueError: a value is not positive.
+    TypeError: a value is no number.
+  """
+
+  num_nodes: int
+  gpus_per_node: int
+  nvlink_gb_s: float
+  network_gb_s: float
+  memory_gib: float
+  tflops: float
+  latency_us: float | None = None
+
+  def __post_init__(self) -> None:
+    for field in _COUNTS + _RATES:
+      read = arguments.integer if field in _COUNTS else arguments.number
+      value = read("ep.Cluster", field, getattr(self, field))
+      arguments.check(
+        value > 0,
+        "ep.Cluster",
+        f"{field} = {value:g}, but it must be positive.",
+      )
+    if self.latency_us is not None:
+      arguments.number("ep.Cluster", "latency_us", self.latency_us)
+
+  @property
+  def num_ranks(self) -> int:
+    """R: one rank for each GPU."""
+    return self.num_nodes * self.gpus_per_node
+
+  @classmethod
+  def named(
+    cls, name: str, num_nodes: int, gpus_per_node: int | None = None
+  ) -> Cluster:
+    """Returns a number of nodes of a published machine.
+
+    Args:
+      name: one of docs/planner.md's table, such as "dgx_h100".
+      num_nodes: how many of its nodes.
+      gpus_per_node: how many GPUs of each; None for all.
+
+    Raises:
+      ValueError: the machine is not known.
+    """
+    arguments.check(
+      name in NODES,
+      "ep.Cluster.named",
+      f"{name!r} is not known; name one of {', '.join(NODES)}, or describe the"
+      " machine with ep.Cluster(...).",
+    )
+    node = dataclasses.replace(NODES[name], num_nodes=num_nodes)
+    if gpus_per_node is None:
+      return node
+    return dataclasses.replace(node, gpus_per_node=gpus_per_node)
+
+
+# One node of each machine. Vendors state NVLink's rate for both directions
+# together; here is half of it. docs/planner.md links to the sources.
+NODES = types.MappingProxyType(
+  {
+    # NVIDIA's user guide of the DGX H100: 8 GPUs, 900 GB/s of NVLink each, and
+    # 8 ConnectX-7 of 400 Gb/s. The H100 SXM's data sheet: 1,979 TFLOPS with
+    # sparsity.
+    "dgx_h100": Cluster(1, 8, 450, 50, 80, 989),
+    # DeepEP's legacy.md: H800, "~160 GB/s NVLink maximum bandwidth" and "~50
+    # GB/s" of a ConnectX-7. The H800 has the H100's memory and tensor cores.
+    "h800": Cluster(1, 8, 160, 50, 80, 989),
+    # NVIDIA's user guide of the DGX B200: 8 GPUs of 180 GB, 14.4 TB/s of NVLink
+    # together, 8 ConnectX-7 of 400 Gb/s. HGX's data sheet: 36 PFLOPS of 8 GPUs
+    # with sparsity.
+    "dgx_b200": Cluster(1, 8, 900, 50, 180, 2250),
+    # NVIDIA's page of the GB200 NVL72: 72 GPUs, 130 TB/s of NVLink, 13.4 TB of
+    # memory and 360 PFLOPS with sparsity together. A ConnectX-7 for each GPU.
+    "gb200_nvl72": Cluster(1, 72, 900, 50, 186, 2500),
+    # AMD's page of the MI300X: 7 links of 128 GB/s in both directions to the
+    # other GPUs of a node, 192 GB. MORI's README measures it with ConnectX-7.
+    "mi300x": Cluster(1, 8, 448, 50, 192, 1307),
+    # AMD's page of the MI355X: 7 links of 153 GB/s, 288 GB. MORI's README
+    # measures it with a network card of 400 Gb/s.
+    "mi355x": Cluster(1, 8, 537, 50, 288, 2500),
+  }
+)

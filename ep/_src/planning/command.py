@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of plan."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ep._src.moe.config import MoEConfig
+from ep._src.planning import links, placement
+from ep._src.planning.cluster import Cluster, NODES
+from ep._src.planning.plan import plan
+
+
+def main(arguments: Sequence[str], presets: Mapping[str, MoEConfig]) -> int:
+  """Prints a plan, and returns the exit code.
+
+  Args:
+    arguments: of the command line.
+    presets: layers by name.
+  """
+  options = vars(_parser(presets).parse_args(arguments))
+  cfg, picture = presets[options.pop("preset")], options.pop("picture")
+  sizes = (options.pop(name) for name in ("cluster", "nodes", "gpus"))
+  try:
+    found = plan(cfg, Cluster.named(*sizes), **options)
+  except ValueError as e:
+    print(e)
+    return 2
+  print(found)
+  if picture:
+    found.picture(picture)
+  return 0
+
+
+def _parser(presets):
+  parser = argparse.ArgumentParser(
+    prog="python -m ep.plan",
+    description="Predicts what a layer's exchanges cost on a cluster.",
+  )
+  add = parser.add_argument
+  add("--preset", choices=presets, required=True, help="the layer")
+  add("--nodes", type=int, required=True, help="how many")
+  add("--cluster", choices=NODES, default="dgx_h100", help="kind of nodes")
+  add("--gpus", type=int, help="of each node; all by default")
+  add(
+    "--routing",
+    default="uniform",
+    help='"uniform", "zipf:0.5", or the folder of a record',
+  )
+  add(
+    "--tokens",
+    dest="tokens_per_rank",
+    type=int,
+    default=4096,
+    help="of a rank; a record has its own",
+  )
+  for name, dest, item, default in (
+    ("--ep", "ep_sizes", int, None),
+    ("--placements", "placements", str, ["linear"]),
+    ("--replicas", "replicas", int, [0]),
+    ("--capacity_factors", "capacity_factors", _factor, None),
+  ):
+    add(
+      name,
+      dest=dest,
+      type=_several(item),
+      default=default,
+      help="one or more, with commas"
+      + (f": {', '.join(placement.NAMES)}" if item is str else ""),
+    )
+  add("--transport", choices=links.TRANSPORTS, default="hierarchical")
+  add("--picture", help="an SVG to write")
+  return parser
+
+
+def _several(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+  def several(text: str) -> list[Any]:
+    return [item(part) for part in text.split(",")]
+
+  return several
+
+
+def _factor(text: str) -> float | None:
+  return None if text == "none" else float(text)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forecast: what the exchanges of a layer cost for one choice of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.moe.config import MoEConfig
+from ep._src.ops import drop_policy
+from ep._src.planning import links
+from ep._src.planning.cluster import Cluster
+from ep._src.planning.demand import Demand, Layout
+from ep._src.records import expert_loads
+
+# The ops of a step, as ep.trace names them: whether rows go from tokens to
+# experts, and whether routing weights, or their gradients, go along.
+_OPS = {
+  "ep_dispatch": (True, True),
+  "ep_combine": (False, False),
+  "ep_combine_bwd": (True, False),
+  "ep_dispatch_bwd": (False, True),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forecast:
+  """What one choice of sizes costs. Made by `plan`. Arrays are NumPy's.
+
+  Attributes:
+    ep_size: P.
+    replicas: copies of experts besides one of each.
+    placement: its name, or "given".
+    capacity_factor: as in `ep.MoEConfig`.
+    capacity: C, rows that a rank can receive.
+    receive_bytes: of C rows and their weights.
+    rows: float64 [R], rows that each rank receives, with padding and without
+      what is dropped; a mean over steps.
+    bytes: float64 [R], of these rows: what `ep.trace` counts of each op.
+    dropped: the part of all choices that has no room.
+    sent, received: float64 [R] by op and kind of link ("local", "nvlink",
+      "network"), bytes of each rank; a mean over steps. They count what routers
+      choose, also what is dropped then.
+    seconds: by op, the time of the rank that takes longest; a mean over steps.
+    compute_s: the time of the rest of the layer.
+  """
+
+  ep_size: int
+  replicas: int
+  placement: str
+  capacity_factor: float | None
+  capacity: int
+  receive_bytes: int
+  rows: np.ndarray
+  bytes: np.ndarray
+  dropped: float
+  sent: Mapping[str, Mapping[str, np.ndarray]]
+  received: Mapping[str, Mapping[str, np.ndarray]]
+  seconds: Mapping[str, float]
+  compute_s: float
+
+  @property
+  def exchange_s(self) -> float:
+    """The time of all four exchanges of a step."""
+    return sum(self.seconds.values())
+
+  @property
+  def share(self) -> float:
+    """The part of the layer's time in which rows move, if none overlaps."""
+    return self.exchange_s / (self.exchange_s + self.compute_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecaster:
+  """What all forecasts of a plan have in common; see `plan`."""
+
+  cfg: MoEConfig
+  cluster: Cluster
+  tokens_per_rank: int
+  alignment: int
+  dtype: np.dtype
+  transport: str
+  compute_s: float | None
+
+  def forecasts(
+    self,
+    layout: Layout,
+    demands: Sequence[Demand],
+    capacity_factors: Sequence[float | None],
+    **shown: Any,
+  ) -> Iterator[Forecast]:
+    """Yields a forecast of the steps for each capacity factor.
+
+    Args:
+      layout: where the copies of experts are.
+      demands: of each step.
+      capacity_factors: as in `plan`.
+      **shown: further fields of the forecasts.
+    """
+    L = layout.experts.size // layout.ep_size
+    tokens = np.concatenate([d.tokens for d in demands]).reshape(-1, L)
+    exchanges = self._exchanges(layout, demands)
+    for factor in capacity_factors:
+      layer = self._layer(layout, factor)
+      C, row_bytes = layer.capacity, self._row_bytes(layer)
+      slabs = expert_loads.slabs(tokens, layer.alignment).sum(1)
+      rows = slabs.clip(max=C).reshape(-1, self.cluster.num_ranks)
+      dropped = drop_policy.dropped(layer, tokens, C).sum()
+      compute_s = self.compute_s
+      if compute_s is None:
+        compute_s = self._products_s(rows.max(1).mean())
+      yield Forecast(
+        ep_size=layout.ep_size,
+        capacity_factor=factor,
+        capacity=C,
+        receive_bytes=C * (row_bytes + 4),
+        rows=rows.mean(0),
+        bytes=rows.mean(0) * row_bytes,
+        dropped=float(dropped / max(tokens.sum(), 1)),
+        compute_s=compute_s,
+        **exchanges,
+        **shown,
+      )
+
+  def _exchanges(self, layout, demands):
+    """Returns the bytes and the time of each op."""
+    row_bytes = self._row_bytes(self._layer(layout, None))
+    weight_bytes, latency_us = 0, self.cluster.latency_us
+    if self.transport == "hierarchical":  # NCCL EP's prob_bytes
+      weight_bytes = 4 * layout.experts.size // layout.num_nodes
+    if latency_us is None:
+      latency_us = links.LATENCIES_US[self.transport]
+    moved = [links.TRANSPORTS[self.transport](demand) for demand in demands]
+    sent, received, seconds = {}, {}, {}
+    for op, (is_outward, is_weighted) in _OPS.items():
+      factor = row_bytes + is_weighted * weight_bytes
+      steps = [(m if is_outward else m.reverse).times(factor) for m in moved]
+      times = [links.seconds(step, self.cluster, latency_us) for step in steps]
+      seconds[op] = float(np.mean(times))
+      total = functools.reduce(links.Traffic.plus, steps)
+      sent[op], received[op] = total.times(1 / len(steps))
+    return dict(sent=sent, received=received, seconds=seconds)
+
+  def _products_s(self, rows):
+    """Returns the time of the experts' products, both ways, at the peak."""
+    cfg = self.cfg
+    flops = 6 * cfg.hidden * (3 if cfg.gated else 2)  # of a row, for each inner
+    inner = rows * cfg.inner + self.tokens_per_rank * cfg.shared_inner
+    return float(flops * inner / (self.cluster.tflops * 1e12))
+
+  def _row_bytes(self, layer):
+    return self.cfg.hidden * layer.group.max_token_dtype.itemsize
+
+  def _layer(self, layout, capacity_factor) -> LayerConfig:
+    """Returns the layer that would run, on a mesh without devices."""
+    shape = layout.num_domains, layout.ep_size
+    group = GroupConfig(
+      name="plan",
+      mesh=jax.sharding.AbstractMesh(shape, ("dp", "ep")),
+      axis_name="ep",
+      data_axes=("dp",),
+      num_experts=layout.experts.size,
+      max_tokens_per_rank=self.tokens_per_rank,
+      hidden_dim=self.cfg.hidden,
+      top_k=self.cfg.top_k,
+      recv_capacity_per_rank=None,
+      alignment=self.alignment,
+      max_token_dtype=self.dtype,
+      overflow="drop",
+      drop_by=self.cfg.drop_by,
+      backend="host",
+      max_num_sms=0,
+      timeout_s=1.0,
+      exit_after_s=1.0,
+    )
+    return LayerConfig(
+      group, capacity_factor=capacity_factor, name=self.cfg.name
+    )

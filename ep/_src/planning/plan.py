@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan: predicts what the exchanges of a layer cost on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+import os
+import pathlib
+import re
+from typing import Literal
+
+import numpy as np
+
+from ep._src.base import arguments
+from ep._src.moe.config import MoEConfig
+from ep._src.planning import links, picture, placement
+from ep._src.planning.cluster import Cluster
+from ep._src.planning.demand import Counted, Expected, Layout
+from ep._src.planning.forecast import Forecast, Forecaster
+from ep._src.records import expert_loads
+from ep._src.records.replay import Replay, replay
+
+Routing = str | os.PathLike[str] | Replay | np.ndarray | Sequence[np.ndarray]
+Placement = str | np.ndarray
+
+_NAMED = re.compile(r"uniform|zipf:(\d*\.?\d+)")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+  """A comparison of forecasts. Made by `plan`; `str` is a table.
+
+  Attributes:
+    cluster: as it was given.
+    routing: which routing was asked about.
+    tokens_per_rank: T.
+    forecasts: one for each choice of sizes.
+  """
+
+  cluster: Cluster
+  routing: str
+  tokens_per_rank: int
+  forecasts: tuple[Forecast, ...]
+
+  def __str__(self) -> str:
+    def most(forecast, link):
+      """Returns the most GB that a rank sends or receives in all ops."""
+      ways = (forecast.sent, forecast.received)
+      sums = [sum(by_link[link] for by_link in w.values()) for w in ways]
+      return f"{np.max(sums) / 1e9:.2f}"
+
+    head = "EP replicas placement capacity recv_GB rows dropped NVLink_GB"
+    lines = [(*head.split(), "network_GB", "exchange_ms", "share")]
+    for f in self.forecasts:
+      found = f"{f.receive_bytes / 1e9:.2f}", f"{f.rows.max():.0f}"
+      links = most(f, "nvlink"), most(f, "network")
+      times = f"{f.exchange_s * 1e3:.2f}", f"{f.share:.0%}"
+      sizes = map(str, (f.ep_size, f.replicas, f.placement, f.capacity))
+      lines.append((*sizes, *found, f"{f.dropped:.2%}", *links, *times))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    title = (
+      f"{self.cluster.num_ranks} ranks with {self.tokens_per_rank} tokens each,"
+      f" routing {self.routing}; one layer, the rank with most:"
+    )
+    rows = (zip(line, widths, strict=True) for line in lines)
+    return "\n".join(
+      [title, *(" ".join(f"{c:>{w}}" for c, w in row) for row in rows)]
+    )
+
+  def picture(self, path: str | os.PathLike[str]) -> None:
+    """Draws the time of each op of each forecast, as an SVG."""
+    bars = {_label(f): f.seconds for f in self.forecasts}
+    pathlib.Path(path).write_text(picture.bars(bars))
+
+
+def plan(
+  cfg: MoEConfig,
+  cluster: Cluster,
+  routing: Routing = "uniform",
+  *,
+  tokens_per_rank: int | None = None,
+  ep_sizes: Sequence[int] | None = None,
+  placements: Sequence[Placement] = ("linear",),
+  replicas: Sequence[int] = (0,),
+  capacity_factors: Sequence[float | None] | None = None,
+  alignment: int = 1,
+  dtype: str = "bfloat16",
+  transport: Literal["hierarchical", "direct"] = "hierarchical",
+  compute_s: float | None = None,
+) -> Plan:
+  """Predicts the bytes, rows, drops and times of a layer's exchanges.
+
+      cluster = ep.Cluster.named("dgx_h100", num_nodes=32)
+      print(ep.plan(
+        ep.presets.DEEPSEEK_V3, cluster, "zipf:0.5", tokens_per_rank=4096,
+        ep_sizes=[64, 256], replicas=[0, 256], placements=["balanced"],
+      ))
+
+  There is a forecast for each combination of the sequences. Bytes and rows are
+  exact for ids, and means for a distribution; times are a model, whose errors
+  docs/planner.md shows. It counts in NumPy, on this process alone, without
+  devices.
+
+  Args:
+    cfg: the layer. Its sizes, groups, capacity_factor and drop_by count.
+    cluster: where it runs, with a rank on each GPU. An EP domain is consecutive
+      ranks.
+    routing: which experts tokens choose. "uniform"; "zipf:A", where the load of
+      the expert of rank n goes with n^-A, in an order that is shuffled with a
+      fixed seed; loads [E]; ids of a step, int [R * T, K] in the order of the
+      global view, or a list of them; a folder of `ep.record` or what
+      `ep.replay` made of it, of which all complete steps of the layer
+      `cfg.name` count.
+    tokens_per_rank: T; ids have their own.
+    ep_sizes: P, each a divisor of the ranks; by default the largest that
+      divides the experts, too.
+    placements: "linear", "balanced", or int [E + replicas], the expert of each
+      copy of each rank in turn.
+    replicas: copies of experts besides one of each; P must divide E + replicas.
+      The tokens of an expert take its copies in turn.
+    capacity_factors: by default that of `cfg`; None has room for any routing.
+    alignment: rows to a multiple of which each expert's slab is padded.
+    dtype: of all rows: "bfloat16", "float16" or "float32".
+    transport: how rows move: "hierarchical" as in high-throughput kernels, once
+      to each node of a token and once to each rank there; "direct" as in
+      low-latency ones, a row for each choice.
+    compute_s: seconds that the rest of the layer takes in a step, forward and
+      backward. None for the products of the experts at the cluster's peak,
+      hence no less than their time.
+
+  Returns:
+    A `Plan`, with the forecasts in the order of the arguments, the last one
+    fastest.
+
+  Raises:
+    ValueError: a size, a shape or an id does not fit.
+    TypeError: an argument has another type.
+  """
+  for name, value, expected in (
+    ("cfg", cfg, MoEConfig),
+    ("cluster", cluster, Cluster),
+  ):
+    if not isinstance(value, expected):
+      raise TypeError(
+        f"ep.plan: {name} is a {type(value).__name__}, but an"
+        f" ep.{expected.__name__} is expected."
+      )
+  arguments.check(
+    transport in links.TRANSPORTS,
+    "ep.plan",
+    f"transport = {transport!r}, but it must be one of"
+    f" {tuple(links.TRANSPORTS)}.",
+  )
+  E, R = cfg.num_experts, cluster.num_ranks
+  source = _source(cfg, R, routing, tokens_per_rank)
+  if ep_sizes is None:
+    ep_sizes = [math.gcd(E, R)]
+  if capacity_factors is None:
+    capacity_factors = [cfg.capacity_factor]
+  forecaster = Forecaster(
+    cfg=cfg,
+    cluster=cluster,
+    tokens_per_rank=source.tokens_per_rank,
+    alignment=alignment,
+    dtype=arguments.dtype("ep.plan", "dtype", dtype),
+    transport=transport,
+    compute_s=compute_s,
+  )
+  forecasts: list[Forecast] = []
+  choices = itertools.product(ep_sizes, replicas, placements)
+  for ep_size, extra, where in choices:
+    layout = _layout(cluster, E, source.loads, ep_size, extra, where)
+    forecasts += forecaster.forecasts(
+      layout,
+      list(source.demands(layout)),
+      capacity_factors,
+      replicas=extra,
+      placement=where if isinstance(where, str) else "given",
+    )
+  return Plan(cluster, source.name, source.tokens_per_rank, tuple(forecasts))
+
+
+def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
+  """Returns where the demand of a routing comes from."""
+  E, name = cfg.num_experts, "given"
+  if isinstance(routing, str) and (found := _NAMED.fullmatch(routing)):
+    place = np.random.default_rng(0).permutation(E) + 1.0
+    loads = place ** -float(found[1] or 0)
+    return _expected(cfg, routing, loads, tokens_per_rank)
+  if isinstance(routing, str | os.PathLike):
+    routing = replay(routing)
+  if isinstance(routing, Replay):
+    name = f'of the record, layer "{cfg.name}"'
+    routing = list(routing.routings(cfg.name))
+  elif not isinstance(routing, list | tuple):
+    if np.ndim(routing) == 1:
+      return _expected(cfg, "of given loads", routing, tokens_per_rank)
+    routing = [routing]
+  arguments.check(
+    len(routing) > 0, "ep.plan", "there is no step; give one that is complete."
+  )
+  steps = []
+  for number, ids in enumerate(map(np.asarray, routing)):
+    expert_loads.choices(f"ep.plan: step {number}", ids, E, num_ranks)
+    steps.append(ids.reshape(-1, ids.shape[-1]).astype(np.int64))
+  return Counted(name, steps, E, num_ranks)
+
+
+def _expected(cfg, name, loads, tokens_per_rank):
+  loads = np.asarray(loads, float)
+  arguments.check(
+    loads.shape == (cfg.num_experts,)
+    and loads.min() >= 0
+    and 0 < loads.sum() < np.inf,
+    "ep.plan",
+    f"loads have shape {loads.shape}, but [{cfg.num_experts}] of the experts,"
+    " none negative and not all zero, are expected.",
+  )
+  arguments.check(
+    tokens_per_rank is not None,
+    "ep.plan",
+    "tokens_per_rank is None, but a distribution has no number of tokens; pass"
+    " how many a rank has in a step.",
+  )
+  count = arguments.integer("ep.plan", "tokens_per_rank", tokens_per_rank)
+  arguments.check(
+    count > 0, "ep.plan", f"tokens_per_rank = {count}, but it must be positive."
+  )
+  return Expected(name, cfg, loads, count)
+
+
+def _layout(cluster, num_experts, loads, ep_size, replicas, where) -> Layout:
+  P, R, G = ep_size, cluster.num_ranks, cluster.gpus_per_node
+  V = num_experts + replicas
+  arguments.check(
+    P > 0 and R % P == 0 and min(P % G, G % P) == 0,
+    "ep.plan",
+    f"an EP size is {P}, but it must divide the {R} ranks, and be a multiple or"
+    f" a divisor of the {G} GPUs of a node.",
+  )
+  arguments.check(
+    replicas >= 0 and V % P == 0,
+    "ep.plan",
+    f"{num_experts} experts and {replicas} replicas are {V} copies, but they"
+    f" must be a multiple of the EP size {P}; change replicas or ep_sizes.",
+  )
+  experts = placement.place(where, loads, V, P)
+  return Layout(R // P, P, max(1, P // G), experts)
+
+
+def _label(forecast: Forecast) -> str:
+  text = f"EP {forecast.ep_size}, {forecast.placement}"
+  if forecast.replicas:
+    text += f", {forecast.replicas} replicas"
+  if forecast.capacity_factor is not None:
+    text += f", capacity {forecast.capacity_factor:g}"
+  return text

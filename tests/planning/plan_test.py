@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ep.plan counts, expects, compares and refuses."""
+
+import dataclasses
+import resource
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+
+import jax
+import numpy as np
+import pytest
+
+import ep
+from ep._src.planning import command, links
+from ep._src.planning.demand import Counted, Layout
+from ep._src.planning.placement import place
+from ep._src.records import files
+
+E, K, T = 16, 3, 20
+CFG = ep.MoEConfig(hidden=8, inner=4, num_experts=E, top_k=K, name="moe_3")
+
+
+def cluster(num_nodes=2, gpus_per_node=4):
+  return ep.Cluster.named("dgx_h100", num_nodes, gpus_per_node)
+
+
+def draw(count, experts=E, top_k=K, seed=0):
+  """Draws ids [count, top_k], each with the same odds."""
+  rng = np.random.default_rng(seed)
+  all_ids = np.tile(np.arange(experts), (count, 1))
+  return rng.permuted(all_ids, axis=1)[:, :top_k]
+
+
+def forecast(cfg, a_cluster, routing, **options):
+  (found,) = ep.plan(cfg, a_cluster, routing, **options).forecasts
+  return found
+
+
+def rows_of(ids, layout, gpus, transport):
+  """Follows each token, and returns rows [R, R] from GPU to GPU."""
+  D, P, _, experts = layout
+  R = D * P
+  rows = np.zeros((R, R), int)
+  copies = layout.copies_of(ids)
+  for token, own in enumerate(copies):
+    source = token // (len(ids) // R)
+    first = source // P * P  # of its domain
+    to = [first + copy // (experts.size // P) for copy in own if copy >= 0]
+    if transport == "direct":
+      for rank in to:
+        rows[source, rank] += 1
+      continue
+    for node in {rank // gpus for rank in to}:
+      entry = node * gpus + source % gpus
+      if node != source // gpus:
+        rows[source, entry] += 1
+      for rank in {rank for rank in to if rank // gpus == node}:
+        rows[entry, rank] += 1
+  return rows
+
+
+@pytest.mark.parametrize("transport", links.TRANSPORTS)
+@pytest.mark.parametrize(
+  "nodes, gpus, ep_size, replicas",
+  [(2, 4, 8, 0), (4, 2, 8, 8), (2, 4, 4, 0), (2, 4, 2, 2), (4, 1, 4, 4)],
+)
+def test_the_rows_of_each_link_are_those_of_each_token(
+  nodes, gpus, ep_size, replicas, transport
+):
+  ids = draw(nodes * gpus * T)
+  ids[::3, 1] = -1
+  R, V = nodes * gpus, E + replicas
+  experts = place("balanced", np.arange(E) + 1.0, V, ep_size)
+  layout = Layout(R // ep_size, ep_size, max(1, ep_size // gpus), experts)
+  (demand,) = Counted("", [ids], E, R).demands(layout)
+  found = links.TRANSPORTS[transport](demand)
+  rows = rows_of(ids, layout, gpus, transport)
+  node = np.arange(R) // gpus
+  kinds = {
+    "local": np.eye(R, dtype=bool),
+    "network": node[:, None] != node,
+  }
+  kinds["nvlink"] = ~kinds["local"] & ~kinds["network"]
+  for link, is_kind in kinds.items():
+    moved = np.where(is_kind, rows, 0)
+    np.testing.assert_array_equal(found.sent[link], moved.sum(1))
+    np.testing.assert_array_equal(found.received[link], moved.sum(0))
+
+
+@pytest.mark.parametrize("groups, top_groups", [(1, 1), (8, 4)])
+@pytest.mark.parametrize("skew", [0.0, 0.7])
+def test_a_distribution_expects_what_tokens_do(groups, top_groups, skew):
+  """The router of the package draws tokens, and their loads are given."""
+  cfg = dataclasses.replace(
+    CFG, num_experts=64, top_k=8, num_groups=groups, top_groups=top_groups
+  )
+  R, num_tokens = 8, 4096
+  rng = np.random.default_rng(1)
+  odds = -skew * np.log(rng.permutation(64) + 1.0)
+  logits = odds + rng.gumbel(size=(R * num_tokens, 64))
+  ids, _ = ep.route_topk(
+    logits.astype(np.float32), 8, num_groups=groups, top_groups=top_groups
+  )
+  ids = np.asarray(ids)
+  options = dict(placements=["balanced"], replicas=[16])
+  counted = forecast(cfg, cluster(4, 2), ids, **options)
+  expected = forecast(
+    cfg,
+    cluster(4, 2),
+    np.bincount(ids.ravel(), minlength=64),
+    tokens_per_rank=num_tokens,
+    **options,
+  )
+  np.testing.assert_allclose(expected.rows, counted.rows, rtol=0.03)
+  for op, by_link in counted.sent.items():
+    for link, want in by_link.items():
+      got = expected.sent[op][link]
+      np.testing.assert_allclose(got.mean(), want.mean(), rtol=0.03)
+      np.testing.assert_allclose(got, want, rtol=0.1)
+    assert expected.seconds[op] == pytest.approx(counted.seconds[op], rel=0.05)
+
+
+def test_drops_are_those_of_the_steps():
+  """Loads have as many as the same steps of ids, by the layer's own rules."""
+  ids = [draw(8 * 256, seed=seed) for seed in range(4)]
+  options = dict(capacity_factors=[None, 1.0, 1.02])
+  counted = ep.plan(CFG, cluster(), ids, **options).forecasts
+  expected = ep.plan(
+    CFG, cluster(), "uniform", tokens_per_rank=256, **options
+  ).forecasts
+  for f, capacity in zip(counted, (8 * 256 * 2, 768, 784), strict=True):
+    assert f.capacity == capacity  # alignment 1, two experts of a rank
+    loads = [np.bincount(i.ravel(), minlength=E).reshape(8, -1) for i in ids]
+    wanted = np.array(loads).sum(2)
+    lost = (wanted - capacity).clip(0).sum() / wanted.sum()
+    assert f.dropped == pytest.approx(lost)
+    np.testing.assert_allclose(f.rows, wanted.clip(max=capacity).mean(0))
+    assert f.receive_bytes == capacity * (2 * 8 + 4)
+  got = [f.dropped for f in expected]
+  assert got == pytest.approx([f.dropped for f in counted], abs=0.005)
+  assert got[0] == 0 < got[2] < got[1]
+
+
+def test_where_experts_are_decides_what_moves():
+  """All tokens choose the experts of rank 0, until others have them."""
+  ids = np.tile(np.arange(2), (8 * T, 1))
+  cfg = dataclasses.replace(CFG, top_k=2)
+  swapped = np.arange(E)
+  swapped[[1, -1]] = swapped[[-1, 1]]
+  plan = ep.plan(
+    cfg, cluster(), ids, placements=["linear", swapped, "balanced"]
+  )
+  linear, given, balanced = plan.forecasts
+  np.testing.assert_array_equal(linear.rows, [8 * T * 2] + [0] * 7)
+  np.testing.assert_array_equal(given.rows, [8 * T] + [0] * 6 + [8 * T])
+  assert sorted(balanced.rows) == sorted(given.rows)
+  assert [f.placement for f in plan.forecasts] == [
+    "linear",
+    "given",
+    "balanced",
+  ]
+  # All ranks have a copy of both experts, and two others.
+  rank, others = np.arange(8), np.arange(2, E)
+  copies = np.stack([0 * rank, 0 * rank + 1, others[rank], others[rank + 6]], 1)
+  copied = forecast(
+    cfg, cluster(), ids, replicas=[16], placements=[copies.ravel()]
+  )
+  np.testing.assert_array_equal(copied.rows, [2 * T] * 8)
+
+
+def test_more_copies_of_an_expert_than_ranks_need_no_more_time():
+  loads = 1.0 / np.arange(1, E + 1)
+  experts = place("balanced", loads, 2 * E, 8)
+  number = np.bincount(experts, minlength=E)
+  per_rank = (loads / number)[experts].reshape(8, -1).sum(1)
+  assert number.min() == 1 and number[0] == number.max()
+  assert per_rank.max() < 1.2 * per_rank.mean()
+  np.testing.assert_array_equal(
+    place("linear", loads, 2 * E, 8), np.sort(experts)
+  )
+
+
+def test_a_record_and_its_steps(tmp_path):
+  steps = [draw(8 * T, seed=seed) for seed in range(3)]
+  files.Writer(tmp_path, 0).write(
+    files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
+    for step, ids in enumerate(steps)
+    for rank, half in enumerate(np.split(ids, 2))
+  )
+  of_record = ep.plan(CFG, cluster(), tmp_path, ep_sizes=[4, 8])
+  of_replay = ep.plan(CFG, cluster(), ep.replay(tmp_path), ep_sizes=[4, 8])
+  assert str(of_record) == str(of_replay)
+  assert of_record.tokens_per_rank == T
+  of_steps = ep.plan(CFG, cluster(), steps, ep_sizes=[4, 8])
+  for got, want in zip(of_record.forecasts, of_steps.forecasts, strict=True):
+    np.testing.assert_array_equal(got.rows, want.rows)
+    singles = [
+      forecast(CFG, cluster(), ids, ep_sizes=[want.ep_size]) for ids in steps
+    ]
+    for op, seconds in want.seconds.items():
+      assert seconds == pytest.approx(np.mean([f.seconds[op] for f in singles]))
+      np.testing.assert_allclose(
+        want.sent[op]["network"],
+        np.mean([f.sent[op]["network"] for f in singles], axis=0),
+      )
+
+
+def test_times_follow_the_cluster():
+  ids = draw(8 * T)
+  slow = forecast(CFG, cluster(), ids)
+  fast = forecast(
+    CFG, dataclasses.replace(cluster(), network_gb_s=1e6, latency_us=0.0), ids
+  )
+  assert fast.exchange_s < 1e-3 * slow.exchange_s
+  half = forecast(CFG, cluster(), ids, compute_s=slow.exchange_s)
+  assert half.share == pytest.approx(0.5)
+  rows = slow.rows.max()  # 3 matrices, a forward and two backward products
+  flops = 3 * 3 * 2 * CFG.hidden * CFG.inner * rows
+  assert slow.compute_s == pytest.approx(flops / 989e12)
+
+
+def test_a_table_and_a_picture(tmp_path, capsys):
+  path = tmp_path / "plan.svg"
+  arguments = (
+    "--preset=deepseek_v3 --nodes=4 --routing=zipf:0.3 --tokens=256 --ep=8,32"
+    " --replicas=0,32 --placements=linear,balanced --capacity_factors=1.25,none"
+  )
+  assert not command.main(
+    [*arguments.split(), f"--picture={path}"], ep.presets.BY_NAME
+  )
+  title, heads, *rows = capsys.readouterr().out.splitlines()
+  assert title.startswith("32 ranks with 256 tokens each, routing zipf:0.3")
+  assert heads.split()[:4] == ["EP", "replicas", "placement", "capacity"]
+  assert len(rows) == 16 and rows[-1].split()[:3] == ["32", "32", "balanced"]
+  texts = [e.text for e in xml.etree.ElementTree.parse(path).iter()]
+  assert "EP 8, linear, capacity 1.25" in texts and "ep_dispatch_bwd" in texts
+  assert sum(str(text).endswith(" ms") for text in texts) == 16
+  assert command.main(
+    ["--preset=deepseek_v3", "--nodes=3", "--ep=5"], ep.presets.BY_NAME
+  )
+  assert "must divide the 24 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")
+def test_the_module_is_a_program_and_the_name_a_function():
+  program = [sys.executable, "-m", "ep.plan", "--preset=mixtral_8x7b"]
+  out = subprocess.run(
+    [*program, "--nodes=1"], check=True, capture_output=True, text=True
+  )
+  assert out.stdout.startswith("8 ranks") and not out.stderr
+  import ep.plan
+
+  assert callable(ep.plan)
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(ep_sizes=[4096], replicas=[3840])])
+def test_4096_ranks_take_seconds(sizes):
+  start = time.monotonic()
+  plan = ep.plan(
+    ep.presets.DEEPSEEK_V3,
+    ep.Cluster.named("dgx_h100", num_nodes=512),
+    "zipf:0.5",
+    tokens_per_rank=4096,
+    **sizes,
+  )
+  assert time.monotonic() - start < 5
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2e6  # KiB
+  assert plan.forecasts[0].rows.shape == (4096,)
+
+
+@pytest.mark.parametrize(
+  "routing, options, words",
+  [
+    ("uniform", {}, "tokens_per_rank is None"),
+    ("uniform", dict(tokens_per_rank=0), "must be positive"),
+    ("zipf:much", {}, "zipf:much holds no record"),
+    (np.ones(E + 1), dict(tokens_per_rank=8), "loads have shape"),
+    (np.eye(E)[0], dict(tokens_per_rank=8), "more experts"),
+    (np.full((8, K), E), {}, "step 0: topk_idx has ids in 16"),
+    (np.zeros((7, K), int), {}, "R = 8 ranks"),
+    ([], {}, "there is no step"),
+    (draw(8), dict(ep_sizes=[3]), "must divide the 8 ranks"),
+    (draw(8), dict(replicas=[1]), "multiple of the EP size 8"),
+    (draw(8), dict(placements=["best"]), "name one of linear"),
+    (draw(8), dict(placements=[np.zeros(E, int)]), "all of 0..15"),
+    (draw(8), dict(transport="train"), "must be one of"),
+    (draw(8), dict(dtype="int8"), "max_token_dtype = int8"),
+  ],
+)
+def test_what_cannot_be_asked(routing, options, words):
+  with pytest.raises(ValueError, match=words):
+    ep.plan(CFG, cluster(), routing, **options)
+
+
+def test_a_cluster_is_checked():
+  with pytest.raises(ValueError, match="nvlink_gb_s = 0, but it must be pos"):
+    dataclasses.replace(cluster(), nvlink_gb_s=0)
+  with pytest.raises(ValueError, match="'dgx_2' is not known; name one of"):
+    ep.Cluster.named("dgx_2", 1)
+  with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
+    ep.plan(CFG, 8, "uniform")
