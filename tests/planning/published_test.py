@@ -170,11 +170,10 @@ def _times(figure):
   """Returns the seconds of each link at its full rate, and of the figure."""
   demand = _demand(*figure[2:6], figure.top_groups)
   traffic = links.TRANSPORTS[figure.transport](demand)
-  rates = figure.cluster.nvlink_gb_s, figure.cluster.network_gb_s
-  full = [
-    max(way[link].max() for way in traffic) * figure.row_bytes / rate / 1e9
-    for link, rate in zip(("nvlink", "network"), rates, strict=True)
-  ]
+  rates = 1e9 * np.array(
+    [figure.cluster.nvlink_gb_s, figure.cluster.network_gb_s]
+  )
+  full = traffic.max(axis=(0, 2))[1:] * figure.row_bytes / rates
   if figure.counts == "us":
     return *full, figure.value / 1e6
   rows = {
@@ -252,7 +251,7 @@ def test_the_model_is_the_one_that_plan_uses():
     )
     latency_us = links.LATENCIES_US[figure.transport]
     assert time == pytest.approx(
-      links.seconds(traffic.times(figure.row_bytes), figure.cluster, latency_us)
+      links.seconds(traffic * figure.row_bytes, figure.cluster, latency_us)
     )
 
 

@@ -9,7 +9,7 @@ import types
 from ep._src.base import arguments
 
 _COUNTS = ("num_nodes", "gpus_per_node")
-_RATES = ("nvlink_gb_s", "network_gb_s", "memory_gib", "tflops")
+_RATES = ("nvlink_gb_s", "network_gb_s", "memory_gb", "tflops")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Cluster:
       cluster = ep.Cluster.named("dgx_h100", num_nodes=32)
       cluster = ep.Cluster(
         num_nodes=4, gpus_per_node=8, nvlink_gb_s=450, network_gb_s=50,
-        memory_gib=80, tflops=989,
+        memory_gb=80, tflops=989,
       )
 
   Args:
@@ -29,7 +29,7 @@ class Cluster:
     nvlink_gb_s: 10^9 bytes per second that a GPU sends to its node, and as many
       that it receives at the same time.
     network_gb_s: the same for the network between nodes, for each GPU.
-    memory_gib: of a GPU.
+    memory_gb: 10^9 bytes of a GPU's memory.
     tflops: of dense bfloat16 products on a GPU, at its peak.
     latency_us: microseconds that an exchange takes besides moving its rows.
       None is what published figures show (docs/planner.md).
@@ -43,7 +43,7 @@ class Cluster:
   gpus_per_node: int
   nvlink_gb_s: float
   network_gb_s: float
-  memory_gib: float
+  memory_gb: float
   tflops: float
   latency_us: float | None = None
 

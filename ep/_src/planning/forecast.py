@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -136,15 +135,15 @@ class Forecaster:
       weight_bytes = 4 * layout.experts.size // layout.num_nodes
     if latency_us is None:
       latency_us = links.LATENCIES_US[self.transport]
-    moved = [links.TRANSPORTS[self.transport](demand) for demand in demands]
+    moved = np.array([links.TRANSPORTS[self.transport](d) for d in demands])
     sent, received, seconds = {}, {}, {}
     for op, (is_outward, is_weighted) in _OPS.items():
       factor = row_bytes + is_weighted * weight_bytes
-      steps = [(m if is_outward else m.reverse).times(factor) for m in moved]
+      steps = moved[:, :: 1 if is_outward else -1] * factor
       times = [links.seconds(step, self.cluster, latency_us) for step in steps]
       seconds[op] = float(np.mean(times))
-      total = functools.reduce(links.Traffic.plus, steps)
-      sent[op], received[op] = total.times(1 / len(steps))
+      ways = [dict(zip(links.LINKS, w, strict=True)) for w in steps.mean(0)]
+      sent[op], received[op] = ways
     return dict(sent=sent, received=received, seconds=seconds)
 
   def _products_s(self, rows):

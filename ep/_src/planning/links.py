@@ -21,105 +21,77 @@ longest is the time of all.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ep._src.planning.cluster import Cluster
 from ep._src.planning.demand import Demand
+
+LINKS = ("local", "nvlink", "network")
 
 # The parts of the vendors' rates, and the latency in microseconds that a
 # transport has: tests/planning/published_test.py fits them.
 NVLINK_PART, NETWORK_PART = 0.8, 0.875
 LATENCIES_US = {"hierarchical": 73.0, "direct": 17.0}
 
-LINKS = ("local", "nvlink", "network")
+# The traffic of a dispatch is an array [2, 3, R], of what each rank sends and
+# receives over each of LINKS. That of a combine has both in the other order.
 
 
-class Traffic(NamedTuple):
-  """Rows, or bytes, [R] of each rank and link that a dispatch moves."""
-
-  sent: dict[str, np.ndarray]
-  received: dict[str, np.ndarray]
-
-  @property
-  def reverse(self) -> Traffic:
-    """What a combine moves."""
-    return Traffic(self.received, self.sent)
-
-  def times(self, factor: float) -> Traffic:
-    """Multiplies all rows by what a row has, or a step's part of a mean."""
-    sent, received = (
-      {link: rows * factor for link, rows in way.items()} for way in self
-    )
-    return Traffic(sent, received)
-
-  def plus(self, other: Traffic) -> Traffic:
-    """Adds the rows of another exchange."""
-    sent, received = (
-      {link: rows + more[link] for link, rows in way.items()}
-      for way, more in zip(self, other, strict=True)
-    )
-    return Traffic(sent, received)
-
-
-def hierarchical(demand: Demand) -> Traffic:
-  """Counts rows that go once to a node, and there once to a rank."""
+def hierarchical(demand: Demand) -> np.ndarray:
+  """Returns rows that go once to a node, and there once to a rank."""
   D, P, N = demand.nodes.shape
   G = P // N
   # A token of GPU g enters a node at its GPU g: [domain, node, g, to node, to].
   fans_out = demand.ranks.reshape(D, N, G, N, G)
   local = np.einsum("dngmg->dmg", fans_out)
   crosses = demand.nodes.reshape(D, N, G, N) * (1 - np.eye(N))[:, None]
-  return _traffic(
-    demand,
-    local=(local, local),
-    nvlink=(
-      np.einsum("dngmh->dmg", fans_out) - local,
-      np.einsum("dngmh->dmh", fans_out) - local,
-    ),
-    network=(crosses.sum(3), np.einsum("dngm->dmg", crosses)),
+  sent = (
+    local,
+    np.einsum("dngmh->dmg", fans_out) - local,
+    crosses.sum(3),
   )
+  received = (
+    local,
+    np.einsum("dngmh->dmh", fans_out) - local,
+    np.einsum("dngm->dmg", crosses),
+  )
+  return _of_all_domains(demand, sent, received)
 
 
-def direct(demand: Demand) -> Traffic:
-  """Counts a row for each choice, on its own way."""
+def direct(demand: Demand) -> np.ndarray:
+  """Returns a row for each choice, on its own way."""
   D, P, N = demand.nodes.shape
-  G = P // N
-  goes = demand.choices.reshape(D, N, G, N, G)
+  goes = demand.choices.reshape(D, N, P // N, N, P // N)
   in_node = np.einsum("dngnh->dngh", goes)
   local = np.einsum("dngg->dng", in_node)
-  return _traffic(
-    demand,
-    local=(local, local),
-    nvlink=(in_node.sum(3) - local, in_node.sum(2) - local),
-    network=(
-      np.einsum("dngmh->dng", goes) - in_node.sum(3),
-      np.einsum("dngmh->dmh", goes) - in_node.sum(2),
-    ),
+  sent = (
+    local,
+    in_node.sum(3) - local,
+    np.einsum("dngmh->dng", goes) - in_node.sum(3),
   )
+  received = (
+    local,
+    in_node.sum(2) - local,
+    np.einsum("dngmh->dmh", goes) - in_node.sum(2),
+  )
+  return _of_all_domains(demand, sent, received)
 
 
 TRANSPORTS = {"hierarchical": hierarchical, "direct": direct}
 
 
-def seconds(traffic: Traffic, cluster: Cluster, latency_us: float) -> float:
+def seconds(traffic: np.ndarray, cluster: Cluster, latency_us: float) -> float:
   """Returns the time of an exchange of bytes."""
-  rates = {
-    "nvlink": cluster.nvlink_gb_s * NVLINK_PART,
-    "network": cluster.network_gb_s * NETWORK_PART,
-  }
+  _, nvlink, network = traffic.max(axis=(0, 2)) / 1e9
   slowest = max(
-    way[link].max() / rate for link, rate in rates.items() for way in traffic
+    nvlink / (cluster.nvlink_gb_s * NVLINK_PART),
+    network / (cluster.network_gb_s * NETWORK_PART),
   )
-  return latency_us * 1e-6 + float(slowest) / 1e9
+  return latency_us / 1e6 + float(slowest)
 
 
-def _traffic(demand, **links):
-  """Returns the traffic of [D, N, G] sent and received, for all domains."""
-  times = demand.num_domains // len(demand.nodes)
-  ways = [
-    {link: np.tile(rows[way].ravel(), times) for link, rows in links.items()}
-    for way in range(2)
-  ]
-  return Traffic(*ways)
+def _of_all_domains(demand, *ways):
+  """Returns [2, 3, R] of [D, N, G]; if D is 1, all domains are alike."""
+  D = len(demand.nodes)
+  rows = np.array(ways, float).reshape(2, len(LINKS), -1)
+  return np.tile(rows, demand.num_domains // D)

@@ -12,6 +12,7 @@ import pathlib
 import re
 from typing import Literal
 
+import jax
 import numpy as np
 
 from ep._src.base import arguments
@@ -23,7 +24,8 @@ from ep._src.planning.forecast import Forecast, Forecaster
 from ep._src.records import expert_loads
 from ep._src.records.replay import Replay, replay
 
-Routing = str | os.PathLike[str] | Replay | np.ndarray | Sequence[np.ndarray]
+Ids = np.ndarray | jax.Array
+Routing = str | os.PathLike[str] | Replay | Ids | Sequence[Ids]
 Placement = str | np.ndarray
 
 _NAMED = re.compile(r"uniform|zipf:(\d*\.?\d+)")
@@ -52,22 +54,26 @@ class Plan:
       sums = [sum(by_link[link] for by_link in w.values()) for w in ways]
       return f"{np.max(sums) / 1e9:.2f}"
 
-    head = "EP replicas placement capacity recv_GB rows dropped NVLink_GB"
+    head = (
+      "EP replicas placement capacity recv_GB of_memory rows dropped NVLink_GB"
+    )
     lines = [(*head.split(), "network_GB", "exchange_ms", "share")]
     for f in self.forecasts:
-      found = f"{f.receive_bytes / 1e9:.2f}", f"{f.rows.max():.0f}"
+      size = f.receive_bytes / 1e9
+      memory = f"{size:.2f}", f"{size / self.cluster.memory_gb:.0%}"
       links = most(f, "nvlink"), most(f, "network")
       times = f"{f.exchange_s * 1e3:.2f}", f"{f.share:.0%}"
       sizes = map(str, (f.ep_size, f.replicas, f.placement, f.capacity))
-      lines.append((*sizes, *found, f"{f.dropped:.2%}", *links, *times))
+      rows = f"{f.rows.max():.0f}", f"{f.dropped:.2%}"
+      lines.append((*sizes, *memory, *rows, *links, *times))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     title = (
       f"{self.cluster.num_ranks} ranks with {self.tokens_per_rank} tokens each,"
       f" routing {self.routing}; one layer, the rank with most:"
     )
-    rows = (zip(line, widths, strict=True) for line in lines)
+    cells = (zip(line, widths, strict=True) for line in lines)
     return "\n".join(
-      [title, *(" ".join(f"{c:>{w}}" for c, w in row) for row in rows)]
+      [title, *(" ".join(f"{c:>{w}}" for c, w in row) for row in cells)]
     )
 
   def picture(self, path: str | os.PathLike[str]) -> None:
