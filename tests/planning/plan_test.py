@@ -282,6 +282,8 @@ def test_4096_ranks_take_seconds(sizes):
     (np.full((8, K), E), {}, "step 0: topk_idx has ids in 16"),
     (np.zeros((7, K), int), {}, "R = 8 ranks"),
     ([], {}, "there is no step"),
+    (draw(8, top_k=2), {}, "top_k = 3 choices are expected"),
+    (np.zeros((0, K), int), {}, "a token or more"),
     (draw(8), dict(ep_sizes=[3]), "must divide the 8 ranks"),
     (draw(8), dict(replicas=[1]), "multiple of the EP size 8"),
     (draw(8), dict(placements=["best"]), "name one of linear"),
@@ -302,3 +304,17 @@ def test_a_cluster_is_checked():
     ep.Cluster.named("dgx_2", 1)
   with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
     ep.plan(CFG, 8, "uniform")
+  with pytest.raises(TypeError, match="placements is a str, but a list"):
+    ep.plan(CFG, cluster(), draw(8), placements="balanced")
+
+
+def test_an_expert_that_all_tokens_choose():
+  """Its load is more than a share of K, which no token can give it."""
+  loads = np.where(np.arange(E) == 5, 1e6, 1.0)
+  found = forecast(CFG, cluster(), loads, tokens_per_rank=T, ep_sizes=[8])
+  others = np.full(8, 8 * T * (K - 1) * 2 / (E - 1))
+  others[2] = 8 * T * (1 + (K - 1) / (E - 1))
+  np.testing.assert_allclose(found.rows, others, rtol=0.15)
+  every = ep.MoEConfig(hidden=8, inner=4, num_experts=E, top_k=E)
+  found = forecast(every, cluster(), np.full(E, 0.1), tokens_per_rank=T)
+  np.testing.assert_allclose(found.rows, 8 * T * 2, rtol=0.1)

@@ -203,19 +203,17 @@ def _chances(loads, top_k):
 
   An expert whose load would need more than each token gets each token.
   """
-  chances = top_k * loads / loads.sum()
-  while (full := chances > 1).any():
-    others = np.where(full | (chances == 1), 0, chances)
-    chances = np.where(full, 1, chances)
-    arguments.check(
-      bool(others.any()),
-      "ep.plan",
-      f"the loads have fewer experts than top_k = {top_k} that are ever chosen;"
-      " give loads of more experts.",
-    )
-    rest = top_k - (chances == 1).sum()
-    chances = np.where(chances == 1, 1, others * rest / others.sum())
-  return chances
+  arguments.check(
+    (loads > 0).sum() >= top_k,
+    "ep.plan",
+    f"the loads have fewer experts than top_k = {top_k} that are ever chosen;"
+    " give loads of more experts.",
+  )
+  most = np.sort(loads)[::-1]
+  full = next(
+    n for n in range(top_k) if (top_k - n) * most[n] <= most[n:].sum()
+  )
+  return np.minimum(1, (top_k - full) / most[full:].sum() * loads)
 
 
 def _draw(cfg, chances):

@@ -154,23 +154,36 @@ def plan(
         f"ep.plan: {name} is a {type(value).__name__}, but an"
         f" ep.{expected.__name__} is expected."
       )
+  if ep_sizes is None:
+    ep_sizes = [math.gcd(cfg.num_experts, cluster.num_ranks)]
+  if capacity_factors is None:
+    capacity_factors = [cfg.capacity_factor]
+  sequences = dict(
+    ep_sizes=ep_sizes,
+    placements=placements,
+    replicas=replicas,
+    capacity_factors=capacity_factors,
+  )
+  for name, sequence in sequences.items():
+    if not isinstance(sequence, list | tuple):
+      raise TypeError(
+        f"ep.plan: {name} is a {type(sequence).__name__}, but a list is"
+        " expected; put a single value in brackets."
+      )
+  if compute_s is not None:
+    compute_s = arguments.seconds("ep.plan", "compute_s", compute_s)
   arguments.check(
     transport in links.TRANSPORTS,
     "ep.plan",
     f"transport = {transport!r}, but it must be one of"
     f" {tuple(links.TRANSPORTS)}.",
   )
-  E, R = cfg.num_experts, cluster.num_ranks
-  source = _source(cfg, R, routing, tokens_per_rank)
-  if ep_sizes is None:
-    ep_sizes = [math.gcd(E, R)]
-  if capacity_factors is None:
-    capacity_factors = [cfg.capacity_factor]
+  source = _source(cfg, cluster.num_ranks, routing, tokens_per_rank)
   forecaster = Forecaster(
     cfg=cfg,
     cluster=cluster,
     tokens_per_rank=source.tokens_per_rank,
-    alignment=alignment,
+    alignment=arguments.alignment("ep.plan", alignment),
     dtype=arguments.dtype("ep.plan", "dtype", dtype),
     transport=transport,
     compute_s=compute_s,
@@ -178,7 +191,7 @@ def plan(
   forecasts: list[Forecast] = []
   choices = itertools.product(ep_sizes, replicas, placements)
   for ep_size, extra, where in choices:
-    layout = _layout(cluster, E, source.loads, ep_size, extra, where)
+    layout = _layout(cluster, source.loads, ep_size, extra, where)
     forecasts += forecaster.forecasts(
       layout,
       list(source.demands(layout)),
@@ -211,6 +224,12 @@ def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
   steps = []
   for number, ids in enumerate(map(np.asarray, routing)):
     expert_loads.choices(f"ep.plan: step {number}", ids, E, num_ranks)
+    arguments.check(
+      ids.size > 0 and ids.shape[-1] == cfg.top_k,
+      f"ep.plan: step {number}",
+      f"topk_idx has shape {ids.shape}, but a token or more with top_k ="
+      f" {cfg.top_k} choices are expected.",
+    )
     steps.append(ids.reshape(-1, ids.shape[-1]).astype(np.int64))
   return Counted(name, steps, E, num_ranks)
 
@@ -238,9 +257,10 @@ def _expected(cfg, name, loads, tokens_per_rank):
   return Expected(name, cfg, loads, count)
 
 
-def _layout(cluster, num_experts, loads, ep_size, replicas, where) -> Layout:
-  P, R, G = ep_size, cluster.num_ranks, cluster.gpus_per_node
-  V = num_experts + replicas
+def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
+  P = arguments.integer("ep.plan", "an EP size", ep_size)
+  R, G = cluster.num_ranks, cluster.gpus_per_node
+  V = loads.size + arguments.integer("ep.plan", "replicas", replicas)
   arguments.check(
     P > 0 and R % P == 0 and min(P % G, G % P) == 0,
     "ep.plan",
@@ -250,7 +270,7 @@ def _layout(cluster, num_experts, loads, ep_size, replicas, where) -> Layout:
   arguments.check(
     replicas >= 0 and V % P == 0,
     "ep.plan",
-    f"{num_experts} experts and {replicas} replicas are {V} copies, but they"
+    f"{loads.size} experts and {replicas} replicas are {V} copies, but they"
     f" must be a multiple of the EP size {P}; change replicas or ep_sizes.",
   )
   experts = placement.place(where, loads, V, P)
