@@ -9,7 +9,7 @@ from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src.records import trace
-from groups import BACKEND, bootstrap, E, H, K, T
+from groups import bootstrap, E, H, K, not_with_xla, T
 from op_functions import Ops
 
 
@@ -34,7 +34,7 @@ def exchanges(layer, case, path):
   return moved, int(dropped)
 
 
-@pytest.mark.skipif(BACKEND == "xla", reason="xla: it has no trace")
+@not_with_xla("it has no trace")
 @pytest.mark.parametrize("domains", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("alignment", [1, 4])

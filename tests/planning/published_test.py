@@ -18,169 +18,169 @@ from ep._src.planning import links
 from ep._src.planning.demand import Expected, Layout
 
 _HIDDEN, _TOP_K = 7168, 8
-_FP8, _BF16 = _HIDDEN + 4 * _HIDDEN // 128, 2 * _HIDDEN  # bytes of a row
+# The bytes of a row, and the ops that the sources measure.
+_FP8, _BF16 = _HIDDEN + 4 * _HIDDEN // 128, 2 * _HIDDEN
+_COMBINE = "combine", _BF16
+_PAIR = ("dispatch", _FP8), _COMBINE
+_V2 = ("dispatch", _FP8 + 96), _COMBINE  # with its ids and weights
+_MORI = ("dispatch", _HIDDEN), _COMBINE
+_HYBRID = ("dispatch", _FP8), ("dispatch", _BF16), _COMBINE
+_NCCL = ("dispatch", _BF16), _COMBINE
+
+# A source as docs/planner.md names it, the machine whose links moved the rows,
+# tokens of a rank, ops, transport, unit, and figures by nodes and their GPUs.
+# MORI's README calls others stale.
+_SOURCES = [
+  (
+    "DeepEP V2", "dgx_h100", 8192, _V2, "hierarchical", "GB/s",
+    {(2, 8): (90, 81), (4, 8): (61, 61)},
+  ),
+  (
+    "DeepEP V2", "dgx_b200", 8192, _V2, "hierarchical", "GB/s",
+    {(2, 8): (90, 91), (1, 8): (726, 740)},
+  ),
+  (
+    "DeepEP V1", "h800", 4096, _PAIR, "hierarchical", "GB/s",
+    {(1, 8): (153, 158), (2, 8): (43, 43), (4, 8): (58, 57), (8, 8): (51, 50)},
+  ),
+  (
+    "DeepEP V1, low latency", "h800", 128, _PAIR, "direct", "us",
+    {
+      (1, 8): (77, 114), (2, 8): (118, 195), (4, 8): (155, 273),
+      (8, 8): (173, 314), (16, 8): (192, 369), (32, 8): (194, 360),
+    },
+  ),
+  (
+    "HybridEP", "dgx_h100", 4096, _HYBRID, "hierarchical", "GB/s",
+    {
+      (2, 8): (68.48, 71.71, 62.95), (4, 8): (55.35, 57.69, 57.46),
+      (8, 8): (46.52, 49.97, 49.77),
+    },
+  ),
+  (
+    "HybridEP", "dgx_b200", 4096, _HYBRID, "hierarchical", "GB/s",
+    {(1, 8): (599.27, 734.95, 673.84)},
+  ),
+  (
+    "HybridEP", "gb200_nvl72", 4096, _HYBRID, "hierarchical", "GB/s",
+    {
+      (1, 8): (713.98, 764.03, 737.13), (1, 16): (650.48, 706.95, 666.26),
+      (1, 24): (577.96, 665.97, 639.80), (1, 32): (538.86, 642.23, 605.15),
+      (1, 36): (489.27, 632.31, 596.99),
+    },
+  ),
+  (
+    "MORI", "mi300x", 4096, _MORI, "hierarchical", "GB/s",
+    {(1, 8): (307, 330), (2, 8): (52, 67)},
+  ),
+  (
+    "MORI", "mi355x", 4096, _MORI, "hierarchical", "GB/s",
+    {(1, 8): (345, 420), (2, 8): (54, 71), (4, 8): (46, 61)},
+  ),
+  (
+    "MORI, low latency", "mi300x", 128, _MORI, "direct", "us",
+    {(1, 8): (35, 47), (2, 8): (76, 122)},
+  ),
+  (
+    "MORI, low latency", "mi355x", 128, _MORI, "direct", "us",
+    {(1, 8): (31, 36), (2, 8): (84, 108), (4, 8): (152, 187)},
+  ),
+  (
+    "NCCL EP, low latency", "dgx_h100", 128, _NCCL, "direct", "GB/s",
+    {
+      (1, 8): (224.3, 185.2), (2, 8): (76.7, 73.0), (4, 8): (53.6, 50.0),
+      (8, 8): (48.8, 43.8),
+    },
+  ),
+]  # fmt: skip
 
 
 class Figure(NamedTuple):
-  """A published figure.
-
-  Attributes:
-    source: as docs/planner.md names it.
-    machine, num_nodes, gpus: whose links moved the rows.
-    tokens, experts: of a rank, and of all.
-    op: "dispatch" or "combine".
-    row_bytes: of one row.
-    value: GB/s of what `counts` says, or microseconds.
-    counts: "nodes" for rows that a rank sends to nodes, its own included;
-      "ranks" for all rows that a rank receives; "choices" for a row for each
-      choice; or "us".
-    transport: as in ep.plan.
-    top_groups: of as many groups as nodes; None for no groups.
-  """
+  """A published figure, as _SOURCES has it."""
 
   source: str
-  machine: str
-  num_nodes: int
-  gpus: int
+  cluster: ep.Cluster
   tokens: int
-  experts: int
   op: str
   row_bytes: int
+  transport: str
+  unit: str
   value: float
-  counts: str
-  transport: str = "hierarchical"
-  top_groups: int | None = None
+  machine: str
 
   @property
-  def cluster(self):
-    return ep.Cluster.named(self.machine, self.num_nodes, self.gpus)
+  def experts(self):
+    return 8 * self.cluster.num_ranks if self.source == "HybridEP" else 256
+
+  @property
+  def top_groups(self):
+    """The nodes that a token can choose."""
+    nodes = self.cluster.num_nodes
+    return min(nodes, 4) if self.source == "DeepEP V1" else nodes
 
 
-def _both(row_bytes, values):
-  """Returns dispatch with these bytes of a row, and combine in bfloat16."""
-  ops = ("dispatch", row_bytes), ("combine", _BF16)
-  return [(*op, value) for op, value in zip(ops, values, strict=True)]
-
-
-def _figures():
-  # DeepEP V2's README; a row has its ids and weights as well.
-  for machine, nodes, counts, values in (
-    ("dgx_h100", 2, "nodes", (90, 81)),
-    ("dgx_h100", 4, "nodes", (61, 61)),
-    ("dgx_b200", 2, "nodes", (90, 91)),
-    ("dgx_b200", 1, "ranks", (726, 740)),
-  ):
-    for op, size, value in _both(_FP8 + 96, values):
-      yield Figure(
-        "DeepEP V2", machine, nodes, 8, 8192, 256, op, size, value, counts
-      )
-  # DeepEP's docs/legacy.md.
-  for nodes, values in (
-    (1, (153, 158)), (2, (43, 43)), (4, (58, 57)), (8, (51, 50)),
-  ):  # fmt: skip
-    for op, size, value in _both(_FP8, values):
-      yield Figure(
-        "DeepEP V1", "h800", nodes, 8, 4096, 256, op, size, value,
-        "nodes" if nodes > 1 else "ranks", top_groups=min(nodes, 4),
-      )  # fmt: skip
-  for nodes, values in (
-    (1, (77, 114)), (2, (118, 195)), (4, (155, 273)), (8, (173, 314)),
-    (16, (192, 369)), (32, (194, 360)),
-  ):  # fmt: skip
-    for op, size, value in _both(_FP8, values):
-      yield Figure(
-        "DeepEP V1, low latency", "h800", nodes, 8, 128, 256, op, size, value,
-        "us", "direct",
-      )  # fmt: skip
-  # HybridEP's docs/README_Hybrid-EP.md, "Kernel Only".
-  for machine, nodes, gpus, values in (
-    ("dgx_h100", 2, 8, (68.48, 71.71, 62.95)),
-    ("dgx_h100", 4, 8, (55.35, 57.69, 57.46)),
-    ("dgx_h100", 8, 8, (46.52, 49.97, 49.77)),
-    ("dgx_b200", 1, 8, (599.27, 734.95, 673.84)),
-    ("gb200_nvl72", 1, 8, (713.98, 764.03, 737.13)),
-    ("gb200_nvl72", 1, 16, (650.48, 706.95, 666.26)),
-    ("gb200_nvl72", 1, 24, (577.96, 665.97, 639.80)),
-    ("gb200_nvl72", 1, 32, (538.86, 642.23, 605.15)),
-    ("gb200_nvl72", 1, 36, (489.27, 632.31, 596.99)),
-  ):
-    ops = ("dispatch", _FP8), ("dispatch", _BF16), ("combine", _BF16)
-    for (op, size), value in zip(ops, values, strict=True):
-      yield Figure(
-        "HybridEP", machine, nodes, gpus, 4096, 8 * gpus * nodes, op, size,
-        value, "nodes" if nodes > 1 else "ranks",
-      )  # fmt: skip
-  # MORI's README, without the figures that it calls stale.
-  for machine, nodes, counts, values in (
-    ("mi300x", 1, "ranks", (307, 330)),
-    ("mi300x", 2, "nodes", (52, 67)),
-    ("mi355x", 1, "ranks", (345, 420)),
-    ("mi355x", 2, "nodes", (54, 71)),
-    ("mi355x", 4, "nodes", (46, 61)),
-  ):
-    for op, size, value in _both(_HIDDEN, values):
-      yield Figure(
-        "MORI", machine, nodes, 8, 4096, 256, op, size, value, counts
-      )
-  for machine, nodes, values in (
-    ("mi300x", 1, (35, 47)), ("mi300x", 2, (76, 122)), ("mi355x", 1, (31, 36)),
-    ("mi355x", 2, (84, 108)), ("mi355x", 4, (152, 187)),
-  ):  # fmt: skip
-    for op, size, value in _both(_HIDDEN, values):
-      yield Figure(
-        "MORI, low latency", machine, nodes, 8, 128, 256, op, size, value, "us",
-        "direct",
-      )  # fmt: skip
-  # NCCL EP's README, which has figures of its low-latency mode only.
-  for nodes, values in (
-    (1, (224.3, 185.2)), (2, (76.7, 73.0)), (4, (53.6, 50.0)),
-    (8, (48.8, 43.8)),
-  ):  # fmt: skip
-    for op, size, value in _both(_BF16, values):
-      yield Figure(
-        "NCCL EP, low latency", "dgx_h100", nodes, 8, 128, 256, op, size, value,
-        "choices", "direct",
-      )  # fmt: skip
-
-
-FIGURES = list(_figures())
+FIGURES = [
+  Figure(
+    source,
+    ep.Cluster.named(machine, *size),
+    tokens,
+    *op,
+    transport,
+    unit,
+    value,
+    machine,
+  )
+  for source, machine, tokens, ops, transport, unit, figures in _SOURCES
+  for size, values in figures.items()
+  for op, value in zip(ops, values, strict=True)
+]
 # The half of the figures that the constants of links.py are fit to: two figures
 # in each four, so that both halves have both ops.
 FIT = np.arange(len(FIGURES)) % 4 < 2
 
 
 @functools.cache
-def _demand(num_nodes, gpus, tokens, experts, top_groups):
-  groups = num_nodes if top_groups else 1
+def _demand(cluster, tokens, experts, top_groups):
   cfg = ep.MoEConfig(
     hidden=_HIDDEN,
     inner=1,
     num_experts=experts,
     top_k=_TOP_K,
-    num_groups=groups,
-    top_groups=min(top_groups or 1, groups),
+    num_groups=cluster.num_nodes,
+    top_groups=top_groups,
     group_best=1,
   )
-  layout = Layout(1, num_nodes * gpus, num_nodes, np.arange(experts))
+  nodes = cluster.num_nodes
+  layout = Layout(1, cluster.num_ranks, nodes, np.arange(experts))
   (demand,) = Expected("", cfg, np.ones(experts), tokens).demands(layout)
   return demand
 
 
-def _times(figure):
-  """Returns the seconds of each link at its full rate, and of the figure."""
-  demand = _demand(*figure[2:6], figure.top_groups)
-  traffic = links.TRANSPORTS[figure.transport](demand)
-  rates = 1e9 * np.array(
-    [figure.cluster.nvlink_gb_s, figure.cluster.network_gb_s]
+def _traffic(figure):
+  """Returns what all ranks want, and the bytes that move."""
+  demand = _demand(
+    figure.cluster, figure.tokens, figure.experts, figure.top_groups
   )
-  full = traffic.max(axis=(0, 2))[1:] * figure.row_bytes / rates
-  if figure.counts == "us":
+  return demand, links.TRANSPORTS[figure.transport](demand) * figure.row_bytes
+
+
+def _times(figure):
+  """Returns the seconds of each link at its full rate, and of the figure.
+
+  Sources count GB/s of different rows: between nodes, what a rank sends to
+  nodes, its own included; in a node, all that a rank receives; and of "direct",
+  a row for each choice.
+  """
+  cluster = figure.cluster
+  demand, traffic = _traffic(figure)
+  rates = 1e9 * np.array([cluster.nvlink_gb_s, cluster.network_gb_s])
+  full = traffic.max(axis=(0, 2))[1:] / rates
+  if figure.unit == "us":
     return *full, figure.value / 1e6
-  rows = {
-    "nodes": demand.nodes[0, 0].sum(),
-    "ranks": demand.ranks[0].sum(0).mean(),
-    "choices": figure.tokens * _TOP_K,
-  }[figure.counts]
+  rows = figure.tokens * _TOP_K
+  if figure.transport == "hierarchical":
+    counted = demand.nodes if cluster.num_nodes > 1 else demand.ranks
+    rows = counted[0].sum() / cluster.num_ranks
   return *full, rows * figure.row_bytes / figure.value / 1e9
 
 
@@ -229,12 +229,12 @@ def table():
   for figure, error, is_fit in zip(
     FIGURES, errors(CONSTANTS), FIT, strict=True
   ):
-    unit = "us" if figure.counts == "us" else "GB/s"
-    factor = 1 + error if unit == "us" else 1 / (1 + error)
+    factor = 1 + error if figure.unit == "us" else 1 / (1 + error)
+    cluster = figure.cluster
     lines.append(
-      f"| {figure.source} | {figure.machine} | {figure.num_nodes} x"
-      f" {figure.gpus} | {figure.op} | {figure.row_bytes} |"
-      f" {figure.value:g} {unit} | {figure.value * factor:.0f} |"
+      f"| {figure.source} | {figure.machine} | {cluster.num_nodes} x"
+      f" {cluster.gpus_per_node} | {figure.op} | {figure.row_bytes} |"
+      f" {figure.value:g} {figure.unit} | {figure.value * factor:.0f} |"
       f" {error:+.0%} | {'fit' if is_fit else 'predicted'} |"
     )
   return "\n".join(lines)
@@ -246,12 +246,10 @@ def test_the_constants_are_those_of_the_fit():
 
 def test_the_model_is_the_one_that_plan_uses():
   for figure, time in zip(FIGURES, predicted(CONSTANTS), strict=True):
-    traffic = links.TRANSPORTS[figure.transport](
-      _demand(*figure[2:6], figure.top_groups)
-    )
     latency_us = links.LATENCIES_US[figure.transport]
+    _, traffic = _traffic(figure)
     assert time == pytest.approx(
-      links.seconds(traffic * figure.row_bytes, figure.cluster, latency_us)
+      links.seconds(traffic, figure.cluster, latency_us)
     )
 
 
