@@ -75,6 +75,12 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   dense = (out / "dense" / "metrics.jsonl").read_text().splitlines()
   assert len(dense) == longer
 
+  trace = f"--trace={tmp_path}/steps.json.gz"
+  process = _start(out, "--dp=1", "--extend=5", trace)
+  output = process.communicate()[0].decode(errors="replace")
+  assert process.returncode == 0, output
+  assert "step if all loads were equal" in output
+
 
 @pytest.fixture
 def parse(monkeypatch):
@@ -93,7 +99,7 @@ def parse(monkeypatch):
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=18", "hidden must be a multiple of 2 * heads"),
     ("--warmup=600", "warmup must be shorter than decay_steps"),
-    ("--trace=a --backend=xla", "only the backend host has a trace"),
+    ("--trace=a --backend=nccl", "the backend nccl has no trace yet"),
     ("--prompt=", "a prompt has at least one byte"),
   ],
 )

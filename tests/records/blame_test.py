@@ -8,6 +8,7 @@ plants as many causes, and runs as many times without one. Process 0 prints what
 was blamed wrongly.
 """
 
+import hashlib
 import time
 
 import jax
@@ -17,7 +18,7 @@ import pytest
 
 from conftest import make_mesh, to_global
 import ep
-from groups import bootstrap, not_with_xla
+from groups import bootstrap
 
 LAYERS = "a", "b"
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 32, 2, 8
@@ -45,7 +46,7 @@ class Cause:
     if self.kind == "sleep":
       time.sleep(LATE_S)
     while self.kind == "busy" and time.monotonic() < until:
-      pass
+      hashlib.sha256(bytes(1 << 16))  # lets other threads call Python
 
   def choices(self, rng, layer):
     """Returns the choices of all tokens: half of them the planted rank's."""
@@ -123,7 +124,6 @@ def run(folder):
     yield steps
 
 
-@not_with_xla("it has no trace")
 def test_causes_are_found(run, request):
   """At most one of 20 is missed, and nothing is blamed without a cause."""
   count = request.config.getoption("--plants")

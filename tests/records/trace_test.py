@@ -13,9 +13,10 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
+from ep._src.base import tracing
 from ep._src.records.explain import explain_exchanges
 from ep._src.records.trace import merge
-from groups import BACKEND, bootstrap, layer, not_with_xla, spec
+from groups import BACKEND, bootstrap, layer, spec
 from op_functions import Ops
 import programs
 
@@ -51,7 +52,6 @@ def run(config, slow=None, num_steps=6):
       jax.block_until_ready(step(*args))
 
 
-@not_with_xla("it has no trace")
 def test_the_late_rank_is_blamed(folder):
   path = folder / "steps.json.gz"
   config = layer(name="moe_3")
@@ -66,12 +66,12 @@ def test_the_late_rank_is_blamed(folder):
   assert all(min(e["rows"]) >= 0 for e in events)
 
 
-@not_with_xla("it has no trace")
 def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   folder = folder / "new"
   monkeypatch.setenv("EP_TRACE", str(folder))
   for name in "a/b", "c":
-    with bootstrap(make_mesh({"ep": 4}), name=name) as group:
+    group = bootstrap(make_mesh({"ep": 4}), name=name)
+    with tracing.on(True), group:  # as after an import with the variable
       run(ep.EpLayerConfig(group, name="moe_3"), slow=1)
       with pytest.raises(RuntimeError, match="is traced already, to"):
         with ep.trace(group, folder / "x"):
@@ -88,7 +88,6 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   assert left == ["a%2Fb.json.gz", "c.json.gz"]
 
 
-@not_with_xla("it has no trace")
 def test_a_group_that_ends_in_the_block_is_traced(folder):
   path = folder / "steps.json"
   group = bootstrap(make_mesh({"ep": 4}))
@@ -110,10 +109,24 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     ep.explain(tmp_path)
 
 
-@pytest.mark.skipif(BACKEND != "xla", reason="the others have a trace")
-def test_a_backend_without_a_trace_says_so(tmp_path):
-  with pytest.raises(ValueError, match="has no trace yet"):
-    with ep.trace(layer().group, tmp_path):
+def test_a_trace_changes_programs_of_xla_alone():
+  config = layer()
+  idx = Case(config).put(Case(config).topk_idx)
+
+  def calls():
+    program = jax.jit(lambda idx: ep.ep_prepare(config, idx))
+    return program.lower(idx).as_text().count("callback")
+
+  before = calls()
+  with tracing.on(True):
+    assert calls() - before == (2 if BACKEND == "xla" else 0)
+  assert calls() == before
+
+
+def test_a_group_without_a_trace_says_so(tmp_path):
+  mesh = jax.sharding.AbstractMesh((4,), ("ep",))
+  with pytest.raises(ValueError, match="has no trace, because its backend"):
+    with ep.trace(bootstrap(mesh, backend=None), tmp_path):
       pass
 
 

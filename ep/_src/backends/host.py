@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 from typing import Any
-import urllib.parse
 
 import jax
 
@@ -94,29 +93,15 @@ class HostBackend(Backend):
 
 
 class HostConnection(connection.NativeConnection):
-  """The ranks of a group in this process, and sockets to the other ones.
+  """The ranks of a group in this process, and sockets to the other ones."""
 
-  It is traced from its begin to its end where $EP_TRACE names a folder.
-  """
+  has_trace = True
 
-  def __init__(self, group: GroupConfig):
-    super().__init__(group)
-    folder = os.environ.get("EP_TRACE", "")
-    self._is_traced = folder != ""
-    if self._is_traced:
-      name = f"{urllib.parse.quote(group.name, safe='')}.json.gz"
-      try:
-        os.makedirs(folder, exist_ok=True)
-        ffi.start_trace(group.name, os.path.join(folder, name))
-      except BaseException:
-        self.close()
-        raise
+  def _start_trace(self, part: str) -> None:
+    ffi.start_trace(self.group.name, part)
 
-  @property
-  def closes_at_exit(self) -> bool:
-    # The trace is written when the group is closed.
-    is_traced = self._is_traced and not self._is_forked
-    return is_traced or super().closes_at_exit
+  def _stop_trace(self) -> None:
+    ffi.stop_trace(self.group.name)
 
 
 def _listen() -> socket.socket:

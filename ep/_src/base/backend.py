@@ -63,6 +63,7 @@ class OpParams:
     tail: what dispatch writes past the last slab: "zero", "unspecified" or, in
       checked mode, "nan".
     checked: whether the op was traced in checked mode.
+    in_trace: whether the op was traced for a trace.
   """
 
   connection: Connection = dataclasses.field(repr=False)
@@ -71,6 +72,7 @@ class OpParams:
   drop: bool
   tail: str
   checked: bool
+  in_trace: bool
 
   @property
   def capacity(self) -> int:
@@ -92,14 +94,17 @@ class Connection(abc.ABC):
     group: the group as it was connected.
     weighs: whether its "ep_combine" multiplies by weights. Otherwise the op is
       lowered without weights, for rows that were multiplied before.
+    has_trace: whether it can be traced.
   """
 
   weighs = True
+  has_trace = False
 
   def __init__(self, group: GroupConfig):
     self.group = group
     self._process = os.getpid()
     self._is_open = True
+    self._is_traced = False
     self._cached = functools.lru_cache(_CACHED)(lambda make, *args: make(*args))
     _open[group.name] = self
 
@@ -110,8 +115,11 @@ class Connection(abc.ABC):
 
   @property
   def closes_at_exit(self) -> bool:
-    """Whether it closes when Python exits, so that no peer waits for it."""
-    return False
+    """Whether it closes when Python exits.
+
+    A peer may wait for it then, or its trace must be written.
+    """
+    return self._is_traced and not self._is_forked
 
   @property
   def _is_forked(self) -> bool:
@@ -151,6 +159,30 @@ class Connection(abc.ABC):
       self._close()
     finally:
       _open.pop(self.group.name, None)
+
+  def start_trace(self, path: str) -> None:
+    """Traces its ops, for this process's part of a file; see `ep.trace`.
+
+    `stop_trace` and `close` write the part.
+
+    Raises:
+      ValueError, OSError: it cannot be written.
+      RuntimeError: a trace is on.
+    """
+    self._start_trace(f"{path}.part{jax.process_index()}")
+    self._is_traced = True
+
+  def stop_trace(self) -> None:
+    """Ends the trace, if it is on, and writes the part."""
+    if self._is_open and self._is_traced:
+      self._is_traced = False
+      self._stop_trace()
+
+  def _start_trace(self, part: str) -> None:
+    raise NotImplementedError
+
+  def _stop_trace(self) -> None:
+    raise NotImplementedError
 
   def finalize(self) -> None:
     """Checks it, then closes it in any case. Idempotent, like `close`.

@@ -6,9 +6,12 @@ Every process computes the same from the same mesh; nothing is exchanged here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeGuard
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 import numpy as np
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -41,3 +44,18 @@ def places(mesh: jax.sharding.Mesh) -> dict[jax.Device, frozenset]:
     device: frozenset(zip(mesh.axis_names, index, strict=True))
     for index, device in np.ndenumerate(mesh.devices)
   }
+
+
+def index(mesh: Mesh, axes: Iterable[str]) -> jax.Array:
+  """Returns this rank's index along some axes, inside `jax.shard_map`."""
+  at = jnp.int32(0)
+  for axis in axes:
+    if (size := mesh.shape[axis]) > 1:
+      at = at * size + lax.axis_index(axis)
+  return at
+
+
+def index_of_rank(mesh: Mesh, axis_name: str) -> jax.Array:
+  """Returns this rank's index in `domains`, flattened, inside a shard_map."""
+  others = [axis for axis in mesh.axis_names if axis != axis_name]
+  return index(mesh, [*others, axis_name])

@@ -12,8 +12,11 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
+import pathlib
 import sys
 from typing import TypedDict, Unpack
+import urllib.parse
 import weakref
 
 import jax.numpy as jnp
@@ -23,7 +26,12 @@ from ep._src.backends.host import HostBackend
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.backends.xla.backend import XlaBackend
 from ep._src.base import arguments, meshes
-from ep._src.base.backend import Backend, CannotServe, open_connections
+from ep._src.base.backend import (
+  Backend,
+  CannotServe,
+  Connection,
+  open_connections,
+)
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.group import agreement, ending
 from ep._src.group.group import EpGroup
@@ -84,9 +92,26 @@ def _check(group: GroupConfig) -> Backend:
 def _connect(group: GroupConfig) -> EpGroup:
   """Connects a group by the backend that it names."""
   connection = _check(group).connect(group, agreement.join)
+  if folder := os.environ.get("EP_TRACE"):
+    _trace(connection, pathlib.Path(folder))
   connected = EpGroup(**vars(connection.group), connection=connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
+
+
+def _trace(connection: Connection, folder: pathlib.Path) -> None:
+  """Traces a group from its begin to its end, to a file in a folder."""
+  name = connection.group.name
+  if not connection.has_trace:
+    _logger.warning('EP_TRACE: the group "%s" has no trace', name)
+    return
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = f"{urllib.parse.quote(name, safe='')}.json.gz"
+    connection.start_trace(str(folder / file))
+  except BaseException:
+    connection.close()
+    raise
 
 
 def _connect_by_platform(group: GroupConfig) -> EpGroup:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from typing import Any, NoReturn, TypeVar
 
-from ep._src.base import arguments, checked
+from ep._src.base import arguments, checked, tracing
 from ep._src.base.backend import Connection, GroupMemory, OpParams
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.group import ending
@@ -186,6 +186,7 @@ class EpLayerConfig(LayerConfig):
       drop=self.overflow != "error",
       tail=checked.tail(self.tail),
       checked=checked.is_on(),
+      in_trace=tracing.is_on(),
     )
 
 

@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,8 +17,8 @@ from ep._src.base import backend, compat, meshes
 from ep._src.base.backend import GroupMemory, OpParams
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
+from ep._src.base.program_names import ProgramNames
 from ep._src.native import ffi
-from ep._src.native.program_names import ProgramNames
 
 # The abstract value of what `_place` returns.
 _PLACE = jax.core.ShapedArray((2,), jnp.int32)
@@ -43,7 +42,8 @@ class NativeConnection(backend.Connection):
   def closes_at_exit(self) -> bool:
     # Without another process no peer waits, and the programs that still run
     # come to their end.
-    return not self._is_forked and len(meshes.processes(self.group.mesh)) > 1
+    is_apart = len(meshes.processes(self.group.mesh)) > 1
+    return super().closes_at_exit or (not self._is_forked and is_apart)
 
   def check(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
@@ -155,13 +155,6 @@ def _place(group: GroupConfig) -> jax.Array:
   The native group knows a rank by its device, so it can tell a program whose
   mesh has the devices in another order.
   """
-
-  def index(axes):
-    at = jnp.int32(0)
-    for axis in axes:
-      if (size := group.mesh.shape[axis]) > 1:
-        at = at * size + lax.axis_index(axis)
-    return at
-
-  others = [a for a in group.mesh.axis_names if a != group.axis_name]
-  return jnp.stack([index([*others, group.axis_name]), index(group.data_axes)])
+  mesh = group.mesh
+  domain_and_rank = meshes.index_of_rank(mesh, group.axis_name)
+  return jnp.stack([domain_and_rank, meshes.index(mesh, group.data_axes)])

@@ -348,13 +348,13 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
 
 
 def start_trace(name: str, path: str) -> None:
-  """Starts to trace a group of "host", for this process's part of a file."""
-  args = name.encode(), os.fsencode(f"{path}.part{jax.process_index()}")
+  """Starts to trace a group of the backend "host", for a file."""
+  args = name.encode(), os.fsencode(path)
   _call_for("ep.trace", "host", "ep_group_trace_start", *args)
 
 
 def stop_trace(name: str) -> None:
-  """Ends the trace of a group, if that is open, and writes the part."""
+  """Ends the trace of a group, if that is open, and writes the file."""
   _call_for("ep.trace", "host", "ep_group_trace_stop", name.encode())
 
 

@@ -172,11 +172,11 @@ def _look_at(start, step) -> Iterator[_Op]:
     came, end = np.array(e["came"]), np.array(e["ended"])
     size, last = len(came), int(came.argmax())
     rows, tokens = prepared.get(e["layer"], (np.ones(size), [[]] * size))
-    late = balanced = came[last] - np.median(np.delete(came, last))
+    late = balanced = _lateness(came, last)
     if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
       even = _with_equal_rows(came - ends, rows)
-      balanced = even.max() - np.median(np.delete(even, last))
-      balanced = np.clip(balanced, 0.0, late)
+      after_last = even.max() - even[last]
+      balanced = np.clip(after_last + _lateness(even, last), 0.0, late)
     yield _Op(
       size,
       last,
@@ -223,6 +223,11 @@ def _blame(
   )
 
 
+def _lateness(came: np.ndarray, rank: int) -> float:
+  """Returns by how much a rank came after the median of the others."""
+  return came[rank] - np.median(np.delete(came, rank)) if len(came) > 1 else 0.0
+
+
 def _at_least(count: int, trials: int, p: float) -> float:
   """Returns the chance of `count` or more of `trials`, each of chance `p`."""
   return sum(
@@ -255,7 +260,7 @@ def _steps(exchanges):
   ends: dict[int, np.ndarray] = {}
   known, steps = set(), []
   for (domain, program, _), step in found.items():
-    if (domain, program) in known and len(step[0]["came"]) > 1:
+    if (domain, program) in known:
       steps.append((ends[domain], step))
     known.add((domain, program))
     ends[domain] = np.array(step[-1]["ended"])

@@ -18,7 +18,7 @@ import numpy as np
 
 from ep._src.base import arguments, compat, primitive
 from ep._src.base.errors import EpError
-from ep._src.native.program_names import ProgramNames
+from ep._src.base.program_names import ProgramNames
 from ep._src.ops.taps import tapping
 from ep._src.records import files
 

@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ep._src.base import arguments, meshes
+from ep._src.base import arguments, meshes, tracing
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
-from ep._src.native import ffi
 
 _COUNTS = "rows", "dropped", "bytes"
 
@@ -34,7 +33,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
         jax.block_until_ready(state)
       print(ep.explain("steps.json.gz"))
 
-  Compiled programs do not change. Each rank has a track with slices "waiting"
+  Each rank has a track with slices "waiting"
   and "moving"; an arrow runs from the rank that came last to those that waited.
   Wait for the results of the last step, as above: what has not ended when the
   context is left is not in the file.
@@ -48,27 +47,31 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   is traced from its begin to its end, and ep.explain merges the parts there.
 
   Args:
-    group: a group of the backend "host".
+    group: a group of the backend "host", whose programs do not change, or of
+      "xla", where programs that run in the context are traced anew: they call
+      Python before and after each op, which takes time, and XLA may fuse what
+      is around an op otherwise. There an iteration of a loop counts as a step.
     path: the file; it is compressed if its name ends with ".gz".
 
   Raises:
-    ValueError: the group has another backend, or the file cannot be written.
+    ValueError, OSError: the group has no trace, or the file cannot be written.
     RuntimeError: the group was finalized or is traced already, or a process did
       not come.
   """
   group.connection.check_open("ep.trace")
   arguments.check(
-    group.backend == "host",
+    group.connection.has_trace,
     "ep.trace",
-    f'the group has backend = "{group.backend}", which has no trace yet; use'
-    ' jax.profiler there, or backend="host".',
+    f'the group "{group.name}" has no trace, because its backend is "nccl" or'
+    ' its mesh has no devices; use jax.profiler, or backend = "xla".',
   )
   path = pathlib.Path(path).absolute()
-  ffi.start_trace(group.name, str(path))
+  group.connection.start_trace(str(path))
   try:
-    yield
+    with tracing.on(True):
+      yield
   finally:
-    ffi.stop_trace(group.name)
+    group.connection.stop_trace()
   processes = meshes.processes(group.mesh)
 
   def merge_on_first():
@@ -179,9 +182,13 @@ def merge(texts: list[str]) -> dict[str, Any]:
     merged |= {"step": key[2]}
     for name in "came", *_COUNTS, "tokens":
       merged[name] = [e[name][r] for r, e in enumerate(mine)]
-    for name in "began", "ended":
-      merged[name] = [e[name] - o for e, o in zip(mine, offsets, strict=True)]
     merged["came"] = np.subtract(merged["came"], offsets).tolist()
+    last = max(merged["came"])
+    for name in "began", "ended":
+      merged[name] = [
+        last if e[name] is None else e[name] - offset
+        for e, offset in zip(mine, offsets, strict=True)
+      ]
     exchanges.append(merged)
   exchanges.sort(key=lambda e: max(e["came"]))
   lost = sum(head["lost"] for head in heads.values())

@@ -17,9 +17,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla import checks, exchanges, plans
+from ep._src.backends.xla import checks, exchanges, plans, stamps
 from ep._src.backends.xla.plans import Dims, Plan
-from ep._src.base import compat
+from ep._src.base import compat, meshes
 from ep._src.base.backend import (
   Backend,
   Connection,
@@ -29,6 +29,7 @@ from ep._src.base.backend import (
 )
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
+from ep._src.base.program_names import ProgramNames
 
 
 class XlaBackend(Backend):
@@ -49,7 +50,13 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """Lowers ops to XLA's collectives. It holds nothing that must be closed."""
+  """Lowers ops to XLA's collectives. It holds nothing but a trace."""
+
+  def __init__(self, group: GroupConfig):
+    super().__init__(group)
+    self.has_trace = meshes.has_devices(group.mesh)
+    self._stamps = stamps.Stamps(group)
+    self._programs = ProgramNames(group.name)
 
   def check(self) -> None:
     pass  # ops report their own failures
@@ -78,12 +85,26 @@ class XlaConnection(Connection):
       nan_tail=params.tail == "nan",
     )
 
+    site = None
+    if params.in_trace and self.has_trace and dims.can_raise:
+      site = stamps.Site(
+        op,
+        params.layer.name,
+        self._programs.name(ctx),
+        compat.next_position(ctx),
+        _row_bytes(ctx.avals_in),
+      )
+
     def fn(*operands):
       if not dims.T:  # nothing is sent, and nothing can be wrong
         return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
+      if site:
+        operands = self._stamps.before(site, operands)
       if op != "ep_prepare":
         operands = *_open(dims, op, operands[0]), *operands[1:]
       outs = _OPS[op](dims, *operands)
+      if site:
+        self._stamps.after(site, outs, _counts(op, operands[0], outs))
       if op == "ep_combine" and params.checked:
         return [checks.check_finite(dims, *outs)]
       return outs
@@ -91,11 +112,33 @@ class XlaConnection(Connection):
     scope = jax.named_scope(f"{op}[{params.layer.name}]")
     return compat.lower_local(scope(fn))(ctx, *operands)
 
+  def _start_trace(self, part: str) -> None:
+    self._stamps.start(part)
+
+  def _stop_trace(self) -> None:
+    self._stamps.stop()
+
   def _close(self) -> None:
-    pass
+    self._stamps.stop()
 
   def _release(self) -> None:
     pass
+
+
+def _row_bytes(avals_in) -> int:
+  """Returns the bytes of a row that an op moves; 0 for ep_prepare."""
+  if len(avals_in) < 2:
+    return 0
+  rows = avals_in[1]
+  return rows.shape[-1] * rows.dtype.itemsize
+
+
+def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
+  """Returns the counts of an op for a trace; see `Stamps.after`."""
+  if op != "ep_prepare":
+    return jnp.concatenate([plan.used, jnp.zeros(1, jnp.int32)])
+  tokens, total, dropped = outs[2], outs[3], outs[4]
+  return jnp.concatenate([total, dropped.sum(keepdims=True), tokens])
 
 
 def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:

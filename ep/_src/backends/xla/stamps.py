@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""backend="xla": the trace of a group, which programs write by calling Python.
+
+XLA does not say when a rank waits and when it moves rows. So a program that is
+traced for a trace calls Python before each op, once all operands are there, and
+after it. The last rank to come begins the move of all.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+import functools
+import json
+import pathlib
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import compat, meshes
+from ep._src.base.config import GroupConfig
+
+_KEPT = 1 << 18  # exchanges, as with "host"
+
+
+class Site(NamedTuple):
+  """An op of a program."""
+
+  op: str
+  layer: str
+  program: str
+  position: int
+  row_bytes: int
+
+
+class Stamps:
+  """The times of the ops of a group's ranks in this process. Thread-safe.
+
+  A rank runs an op of a program again and again, in loops or in launches, and
+  all ranks do so equally often: this number is the step.
+  """
+
+  def __init__(self, group: GroupConfig):
+    self._lock = threading.Lock()
+    self._path: pathlib.Path | None = None  # while the trace is on
+    self._group = group
+
+  def start(self, path: str) -> None:
+    """Creates the file, and keeps times from now on."""
+    with self._lock:
+      if self._path:
+        raise RuntimeError(
+          f"ep.trace: this group is traced already, to {self._path}; end that"
+          " trace first."
+        )
+      self._path = pathlib.Path(path)
+      self._path.touch()
+      self._runs: collections.Counter[Any] = collections.Counter()
+      self._begins: dict[Any, dict[int, float]] = {}
+      self._ends: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
+      self._lost = 0
+
+  def stop(self) -> None:
+    """Writes the file, in the form of trace.h. No effect if it is off."""
+    with self._lock:
+      if self._path:
+        lines = [json.dumps(line) + "\n" for line in self._lines()]
+        self._path.write_text("".join(lines))
+        self._path = None
+
+  def before(
+    self, site: Site, operands: Sequence[jax.Array]
+  ) -> tuple[jax.Array, ...]:
+    """Returns the operands; whatever uses the first one runs after a call."""
+    nothing = compat.io_callback(
+      functools.partial(self._came, site),
+      jax.ShapeDtypeStruct((), jnp.int32),
+      meshes.index_of_rank(self._group.mesh, self._group.axis_name),
+      *_starts(operands),
+    )
+    first, *others = operands
+    return first + nothing.astype(first.dtype), *others  # whole numbers
+
+  def after(
+    self, site: Site, outs: Sequence[jax.Array], counts: jax.Array
+  ) -> None:
+    """Calls Python once `outs` are there.
+
+    `counts` are int32: slots, dropped tokens, and tokens of each local expert.
+    """
+    compat.io_callback(
+      functools.partial(self._ended, site),
+      None,
+      meshes.index_of_rank(self._group.mesh, self._group.axis_name),
+      counts,
+      *_starts(outs),
+    )
+
+  def _came(self, site, index, *_) -> np.ndarray:
+    now = time.monotonic()
+    with self._lock:
+      if self._path:
+        exchange, rank = self._exchange(site, int(index), "came")
+        if exchange in self._begins or len(self._begins) < _KEPT:
+          self._begins.setdefault(exchange, {})[rank] = now
+        else:
+          self._lost += 1
+    return np.zeros((), np.int32)
+
+  def _ended(self, site, index, counts, *_) -> None:
+    now = time.monotonic()
+    with self._lock:
+      if self._path:
+        exchange, rank = self._exchange(site, int(index), "ended")
+        self._ends[exchange][rank] = now, np.asarray(counts).tolist()
+
+  def _exchange(self, site, index, kind):
+    domain, rank = divmod(index, self._group.ep_size)
+    self._runs[site, index, kind] += 1
+    return (site, domain, self._runs[site, index, kind] - 1), rank
+
+  def _lines(self):
+    mesh = self._group.mesh
+    assert meshes.has_devices(mesh)
+    devices = meshes.domains(mesh, self._group.axis_name)
+    me = jax.process_index()
+    yield dict(
+      process=me,
+      ep_size=self._group.ep_size,
+      processes=[d.process_index for d in devices.flat],
+      lost=self._lost,
+    )
+    for (site, domain, step), begins in self._begins.items():
+      ends = self._ends[site, domain, step]
+      mine = {r for r, d in enumerate(devices[domain]) if d.process_index == me}
+      if not begins.keys() == ends.keys() == mine:
+        continue  # it has not ended, or not begun in the trace
+      # No op ends before all ranks came.
+      seen = min(end for end, _ in ends.values())
+      counts = [
+        ends[r][1] if r in mine else [] for r in range(self._group.ep_size)
+      ]
+      yield dict(
+        op=site.op,
+        layer=site.layer,
+        program=site.program,
+        site=f"{site.program}/{site.position}",
+        step=step,
+        domain=domain,
+        began=None,  # merged
+        ended=max(end for end, _ in ends.values()),
+        came=[begins.get(r, seen) for r in range(len(counts))],
+        rows=[c[0] if c else -1 for c in counts],
+        dropped=[c[1] if c else -1 for c in counts],
+        bytes=[c[0] * site.row_bytes if c else -1 for c in counts],
+        tokens=[c[2:] for c in counts],
+      )
+
+
+def _starts(arrays):
+  return [x.reshape(-1)[:1] for x in arrays]
