@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 import dataclasses
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -258,11 +258,18 @@ class Connection(abc.ABC):
     """Ends it when the programs that use it have died."""
 
 
-# Returns, for each process of the group's mesh, what the function returned
-# there. Collective; see `join` in group/agreement.py.
-Join = Callable[
-  [GroupConfig, Callable[[], dict[str, Any]]], dict[int, dict[str, Any]]
-]
+class Join(Protocol):
+  """Returns what `introduce` returned on each process of the same domain.
+
+  Collective over the processes of the mesh; see group/agreement.py.
+  """
+
+  def __call__(
+    self,
+    group: GroupConfig,
+    introduce: Callable[[], dict[str, Any]],
+    domain: int = 0,
+  ) -> dict[int, dict[str, Any]]: ...
 
 
 class Backend(abc.ABC):

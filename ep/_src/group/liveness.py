@@ -8,6 +8,7 @@ id in the operating system.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 import contextlib
 import json
 import os
@@ -29,13 +30,20 @@ def announce() -> None:
     client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 
 
-def died(process: int) -> bool:
-  """Returns whether a process is known to have died."""
-  identity = _published(process)
-  return bool(identity) and _start(identity["pid"]) != identity["start"]
+def dead(client: Any, processes: Collection[int]) -> list[int]:
+  """Returns which of the processes are known to have died; one request."""
+  if len(processes) == 1:
+    (process,) = processes
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is not there
+      found = client.key_value_try_get(_key(process))
+      return [] if _lives(found) else [process]
+    return []
+  found = client.key_value_dir_get(_key(""))
+  published = {int(key.rpartition("/")[2]): text for key, text in found}
+  return [p for p in processes if p in published and not _lives(published[p])]
 
 
-def _key(process: int) -> str:
+def _key(process: int | str) -> str:
   return f"ep/process/{process}"
 
 
@@ -47,17 +55,14 @@ def _identity() -> dict[str, Any]:
   return dict(namespace=process_ids.namespace(), pid=pid, start=_start(pid))
 
 
-def _published(process: int) -> dict[str, Any]:
-  """Returns the identity that a process has published.
+def _lives(published: str) -> bool:
+  """Returns False if a process that published this identity has ended.
 
-  It is empty if there is none, or if its id has no meaning in this namespace.
+  True if its id has no meaning in this namespace.
   """
-  client = compat.distributed_client()
-  try:
-    theirs = json.loads(client.key_value_try_get(_key(process)))
-  except (AttributeError, jax.errors.JaxRuntimeError):  # no client; no key
-    return {}
-  return theirs if theirs.get("namespace") == process_ids.namespace() else {}
+  theirs = json.loads(published)
+  is_near = theirs.get("namespace") == process_ids.namespace() and theirs
+  return not is_near or _start(theirs["pid"]) == theirs["start"]
 
 
 def _start(pid: int) -> int | None:

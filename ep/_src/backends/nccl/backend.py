@@ -111,7 +111,7 @@ class NcclBackend(Backend):
         mine["id"] = base64.b64encode(unique_id).decode()
       return mine
 
-    answers = join(group, introduce)
+    answers = join(group, introduce, int(domain))
     capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
