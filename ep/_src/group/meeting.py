@@ -29,9 +29,10 @@ import jax
 
 from ep._src.group import liveness
 
-_LOOK_AFTER_S = 0.5  # until the first look at whether a process has died
-_RARELY_S = 8.0  # between two looks, in a long wait
-_SOON_S = 0.01  # between the first two looks for digests
+# The first process looks for digests after these, and for dead processes.
+_SOON_S, _LOOK_AFTER_S = 0.01, 0.5
+# The others look whether the first has died, at first and in a long wait.
+_PATIENT_S, _RARELY_S = 2.0, 8.0
 
 
 def digest(value: object) -> str:
@@ -72,16 +73,30 @@ class Meeting:
     introduction: Mapping[str, Any],
     domain: int,
   ) -> dict[int, dict[str, Any]]:
-    """Returns the introductions of the processes of this domain.
+    """Returns the introductions of this domain's processes; none if empty.
 
     Raises:
       ValueError: on all processes, if their terms differ.
       RuntimeError: on all processes, if one failed, died or did not come.
     """
+    self.publish(terms, introduction, domain)
+    self.settle(terms)
+    return self.introductions(domain) if introduction else {}
+
+  def publish(
+    self,
+    terms: Mapping[str, str],
+    introduction: Mapping[str, Any],
+    domain: int,
+  ) -> None:
+    """Tells the others what `hold` was given."""
     self._set(f"terms/{self.me}", terms)
     if introduction:
       self._set(f"introduction/{domain}/{self.me}", introduction)
     self._set(f"digest/{self.me}", dict(terms=digest([*terms.items()])))
+
+  def settle(self, terms: Mapping[str, str]) -> None:
+    """Waits until all have published; raises what `hold` raises."""
     if self._is_first:
       verdict = self._judge(terms)
       self._set("verdict", verdict)
@@ -90,8 +105,9 @@ class Meeting:
     if verdict:
       error = ValueError if verdict["error"] == "ValueError" else RuntimeError
       raise error(f"{self.what}: {verdict['text']}")
-    if not introduction:
-      return {p: {} for p in self.members}
+
+  def introductions(self, domain: int) -> dict[int, dict[str, Any]]:
+    """Returns the introductions of a domain's processes, which have settled."""
     return dict(sorted(self._get(f"introduction/{domain}").items()))
 
   def delete(self, folders: Sequence[str]) -> None:
@@ -151,7 +167,7 @@ class Meeting:
     first = self.members[0]
     # The first process may have come later, and waits as long as this one.
     deadline = time.monotonic() + self.timeout_s
-    wait_s = _LOOK_AFTER_S
+    wait_s = _PATIENT_S
     while True:
       left_s = max(deadline - time.monotonic(), 0.001)
       try:

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a meeting of many processes costs each of them, in requests and bytes.
+
+Clients of a real coordination service stand for up to 512 processes, and a
+store in memory for more.
+"""
+
+import collections
+from concurrent import futures
+import json
+import socket
+import subprocess
+import time
+
+from jax._src.lib import _jax
+import pytest
+
+from ep._src.base import process_ids
+from ep._src.group.meeting import Meeting
+
+TERMS = {f"field {n}": "x" * 40 for n in range(30)} | {"top_k": "2"}
+TIMEOUT_S = 60.0
+
+
+class Counted:
+  """A client that counts the requests and bytes of all its methods."""
+
+  def __init__(self, client):
+    self.client = client
+    self.requests, self.bytes, self.waits = 0, 0, 0
+
+  def __getattr__(self, name):
+    def call(*args, **kwargs):
+      self.requests += 1
+      self.waits += name == "blocking_key_value_get"
+      result = getattr(self.client, name)(*args, **kwargs)
+      self.bytes += len(json.dumps([args, result]))
+      return result
+
+    return call
+
+
+class Store:
+  """Stands for the service, of which no client waits: all have published."""
+
+  def __init__(self):
+    self._values = {}
+    self._folders = collections.defaultdict(dict)
+
+  def key_value_set(self, key, value):
+    self._values[key] = value
+    self._folders[key.rpartition("/")[0] + "/"][key] = value
+
+  def key_value_dir_get(self, folder):
+    return list(self._folders[folder].items())
+
+  def key_value_try_get(self, key):
+    return self._values[key]
+
+  def blocking_key_value_get(self, key, timeout_ms):
+    return self._values[key]
+
+  def key_value_delete(self, folder):
+    self._values = {k: v for k, v in self._values.items() if folder not in k}
+
+  def __len__(self):
+    return len(self._values)
+
+
+def meetings(clients, timeout_s=TIMEOUT_S, folder="m/0"):
+  members = range(len(clients))
+  return [
+    Meeting("ep_test", c, folder, members, me, timeout_s)
+    for me, c in enumerate(clients)
+  ]
+
+
+def introduction(meeting):
+  return dict(address=f"process {meeting.me}", id="x" * 128)
+
+
+@pytest.fixture
+def service():
+  """Returns a function that connects clients to a service of their number."""
+  started = []
+
+  def connect(count):
+    with socket.socket() as s:
+      s.bind(("127.0.0.1", 0))
+      address = f"127.0.0.1:{s.getsockname()[1]}"
+    started.append(_jax.get_distributed_runtime_service(address, count))
+    clients = [
+      _jax.get_distributed_runtime_client(
+        address, n, init_timeout=60, shutdown_timeout=60, use_compression=True
+      )
+      for n in range(count)
+    ]
+    started.extend(clients)
+    together(clients, lambda client: client.connect())
+    return [Counted(client) for client in clients]
+
+  yield connect
+  service, *clients = started
+  together(clients, lambda client: client.shutdown())
+  service.shutdown()
+
+
+def together(items, function):
+  """Returns the results, or exceptions, of calls in threads of their own."""
+  with futures.ThreadPoolExecutor(len(items)) as pool:
+    calls = [pool.submit(function, item) for item in items]
+    return [call.exception() or call.result() for call in calls]
+
+
+@pytest.mark.parametrize("count, size", [(4, 2), (512, 8)])
+def test_a_process_makes_few_requests(service, count, size):
+  """It reads the introductions of its own domain, and no other's."""
+  clients = service(count)
+  every = meetings(clients)
+  held = together(every, lambda m: m.hold(TERMS, introduction(m), m.me // size))
+  for m, found in zip(every, held, strict=True):
+    domain = [other for other in every if other.me // size == m.me // size]
+    assert found == {other.me: introduction(other) for other in domain}
+  # After a wait in vain a process looks at the first one, and waits again.
+  assert {c.requests - 2 * (c.waits - 1) for c in clients[1:]} == {5}
+  assert max(c.bytes for c in clients[1:]) < 3000 + 400 * size
+
+
+@pytest.mark.parametrize("count", [64, 4096, 16384])
+def test_what_a_process_reads_does_not_grow_with_the_world(count):
+  store = Store()
+  clients = [Counted(store) for _ in range(count)]
+  every = meetings(clients)
+  for m in every:
+    m.publish(TERMS, introduction(m), m.me // 8)
+  for m in every:
+    m.settle(TERMS)
+    assert len(m.introductions(m.me // 8)) == 8
+  first, *others = clients
+  assert {c.requests for c in others} == {5}
+  assert max(c.bytes for c in others) < 5000
+  assert first.requests == 6
+  assert first.bytes < 5000 + 60 * count
+  print(f"{count}: {others[0].bytes} bytes, of the first {first.bytes}")
+  every[0].delete(["m/0"])
+  assert len(store) == 0
+
+
+def fail(m):
+  raise m.fail(ValueError("no library")) or ValueError("no library")
+
+
+def stay_away(m):
+  raise TimeoutError
+
+
+def die(m):
+  """Publishes the identity of a process that has ended."""
+  ended = subprocess.Popen(["true"])
+  ended.wait()
+  identity = dict(namespace=process_ids.namespace(), pid=ended.pid, start=1)
+  m.client.key_value_set(f"ep/process/{m.me}", json.dumps(identity))
+  raise TimeoutError
+
+
+def differ(m):
+  m.hold(TERMS | {"top_k": "3"}, introduction(m), 0)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(
+  "act, error, words",
+  [
+    (differ, ValueError, "top_k = {0} on process 0, but {1} on process"),
+    (fail, RuntimeError, "process {odd} failed: no library"),
+    (stay_away, RuntimeError, "process {odd} did not come within timeout_s"),
+    (die, RuntimeError, "process {odd} died; restart"),
+  ],
+)
+def test_an_error_is_everyone_s(service, odd, act, error, words):
+  timeout_s = 2.0 if act is stay_away else TIMEOUT_S
+  every = meetings(service(4), timeout_s)
+
+  def meet(m):
+    return act(m) if m.me == odd else m.hold(TERMS, introduction(m), 0)
+
+  begin = time.monotonic()
+  errors = together(every, meet)
+  assert time.monotonic() - begin < 10
+  words = words.format(*(("3", "2") if odd == 0 else ("2", "3")), odd=odd)
+  for m, found in zip(every, errors, strict=True):
+    if m.me != odd or act is differ:
+      assert isinstance(found, error), found
+      assert f"ep_test: {words}" in str(found)
