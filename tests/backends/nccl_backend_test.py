@@ -79,8 +79,9 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
   )
   said = {}
 
-  def join(_, introduce):
-    for process in range(4):
+  def join(_, introduce, domain):
+    assert domain == me % 2
+    for process in (domain, domain + 2):
       said[process] = dict(
         id=base64.b64encode(bytes([process])).decode(),
         host=f"host{process % 2}",
