@@ -155,7 +155,8 @@ class FaultyRank(Rank):
     ffi.create_host_group = lambda **args: self.die_at(*at) or create(**args)
     try:
       # 12 is a multiple of every number of ranks here.
-      return bootstrap(mesh, num_experts=12, timeout_s=timeout_s)
+      name = f"round_{self.round}"
+      return bootstrap(mesh, num_experts=12, timeout_s=timeout_s, name=name)
     finally:
       ffi.create_host_group = create
 

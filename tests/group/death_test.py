@@ -27,6 +27,7 @@ import re
 
 import pytest
 
+import ep
 from worlds import RANKS, run_world
 
 AT_ONCE_S = 5.0  # An error about a death has to come within this time.
@@ -146,10 +147,12 @@ def test_two_jobs_do_not_mix(tmp_path):
 def check_deaths(notes, deaths):
   """Runs a world with these deaths, and checks the errors of the survivors."""
   shared_memory = set(os.listdir("/dev/shm"))
-  last_notes = run_world(PROGRAM, notes, *deaths)
+  last_notes = run_traced(notes, *deaths)
   alive = set(range(RANKS))
   slowest = 0.0
   for round, death in enumerate(map(Death.parse, deaths)):
+    if death.where != "bootstrap" and death.when != "before":
+      assert blamed(notes, round) == (sorted(alive).index(death.rank),)
     alive.remove(death.rank)
     died = notes / f"died_{round}"
     for rank in alive:
@@ -167,9 +170,26 @@ def check_deaths(notes, deaths):
   print(f"all errors came within {slowest:.2f} s")
 
 
+def run_traced(notes, *args):
+  """Runs a world, each group of which writes a trace."""
+  return run_world(
+    PROGRAM, notes, *args, env={"EP_TRACE": str(notes / "traces")}
+  )
+
+
+def blamed(notes, round):
+  """Returns the ranks for which the group of a round failed."""
+  folder = notes / f"traces_{round}"
+  folder.mkdir()
+  for part in (notes / "traces").glob(f"round_{round}.*"):
+    part.rename(folder / part.name)
+  return ep.explain(folder).failure.ranks
+
+
 def test_a_rank_that_stops(tmp_path):
   """A stopped rank does no harm if it goes on in time; else errors name it."""
-  last_notes = run_world(PROGRAM, tmp_path, "stop")
+  last_notes = run_traced(tmp_path, "stop")
+  assert blamed(tmp_path, 0) == (RANKS - 1,)
   assert last_notes.keys() == set(range(RANKS))
   for rank in range(RANKS - 1):
     seconds, message = last_notes[rank].split(" s: ", 1)

@@ -72,6 +72,16 @@ def test_other_layers(group, option, odd, others, words):
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
+def test_a_trace_tells_which_rank_differs(group, folder):
+  case = Case(ep.EpLayerConfig(group, alignment=either(2, 1)))
+  with pytest.raises(ep.EpError), ep.trace(group, folder / "steps.json.gz"):
+    jax.block_until_ready(case.run(sizes))
+  multihost_utils.sync_global_devices("all have failed")
+  if jax.process_index() == 0:
+    failure = ep.explain(folder).failure
+    assert (failure.ranks, failure.are_absent) == ((RANKS - 1,), False)
+
+
 @pytest.mark.parametrize("limit", [None, T])
 def test_other_numbers_of_tokens(limit):
   with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=limit) as group:

@@ -5,13 +5,17 @@
         -m pytest tests/records/blame_test.py --plants=100
 
 plants as many causes, and runs as many times without one. Process 0 prints what
-was blamed wrongly.
+was blamed wrongly. A dead rank is death_test's.
 """
 
 import hashlib
+import os
+import signal
+import subprocess
 import time
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,6 +28,7 @@ LAYERS = "a", "b"
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 32, 2, 8
 STEPS = 8
 LATE_S = 0.02
+TIMEOUT_S = 3.0
 # Experts sleep, as if each rank had a device of its own: the ranks of a test
 # share two cores.
 ROW_S = 1e-4
@@ -45,6 +50,8 @@ class Cause:
     until = time.monotonic() + LATE_S
     if self.kind == "sleep":
       time.sleep(LATE_S)
+    if self.kind == "stop":
+      stop(1.5 * TIMEOUT_S)
     while self.kind == "busy" and time.monotonic() < until:
       hashlib.sha256(bytes(1 << 16))  # lets other threads call Python
 
@@ -56,10 +63,31 @@ class Cause:
       scores[:, : TOKENS // 2, mine] += 1
     return scores.argsort()[..., -TOP_K:].reshape(-1, TOP_K).astype(np.int32)
 
-  def is_found(self, blames):
-    """Returns whether the first of `blames` is this cause."""
-    found = [(b.balanced_s is not None, b.rank, b.layer) for b in blames]
+  def strays(self, layer):
+    """Returns the rank that runs another program before this layer, or -1."""
+    is_here = (self.kind, self.layer) == ("stray", layer)
+    return np.int32(self.rank if is_here else -1)
+
+  def is_found(self, explanation):
+    """Returns whether the explanation begins with this cause."""
+    if self.kind in ("stop", "stray"):
+      ranks = explanation.failure.ranks
+      if self.kind == "stop" and len(ranks) > 1:  # all of the process
+        return self.rank in ranks and len(ranks) == len(jax.local_devices())
+      return ranks == (self.rank,)
+    found = [
+      (b.balanced_s is not None, b.rank, b.layer) for b in explanation.blames
+    ]
     return found[:1] == [(self.kind == "skew", self.rank, self.layer)]
+
+
+def stop(seconds):
+  """Stops this process for a while, if there are others; else this thread."""
+  if jax.process_count() == 1:
+    return time.sleep(seconds)
+  wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
+  with subprocess.Popen(["sh", "-c", wake]):
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.fixture
@@ -86,17 +114,34 @@ def run(folder):
   mesh = make_mesh({"ep": 4})
   spec = jax.sharding.PartitionSpec("ep")
   with bootstrap(
-    mesh, num_experts=EXPERTS, max_tokens_per_rank=TOKENS, hidden_dim=HIDDEN
+    mesh,
+    num_experts=EXPERTS,
+    max_tokens_per_rank=TOKENS,
+    hidden_dim=HIDDEN,
+    timeout_s=TIMEOUT_S,
   ) as group:
     layers = {n: ep.EpLayerConfig(group, top_k=TOP_K, name=n) for n in LAYERS}
 
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    def step(x, choices):
+    @jax.shard_map(
+      mesh=mesh,
+      in_specs=(spec, spec, jax.sharding.PartitionSpec()),
+      out_specs=spec,
+      check_vma=False,
+    )
+    def step(x, choices, strays):
       rank = jax.lax.axis_index("ep")
       for name, layer in layers.items():
         x = after(lambda *args, name=name: delay(name, *args), x, rank)
         idx, x = jax.lax.optimization_barrier((choices[name], x))
+        x += jax.lax.cond(
+          rank == strays[name],
+          lambda idx, layer=layer: (
+            ep.ep_prepare(layer, idx).group_sizes[0] * 0.0
+          ),
+          lambda idx: jnp.float32(0),
+          idx,
+        )
         handle = ep.ep_prepare(layer, idx)
         weights = jnp.ones(idx.shape)
         rows, _ = ep.ep_dispatch(handle, x, weights)
@@ -110,15 +155,22 @@ def run(folder):
       nonlocal cause
       cause = planted
       rng = np.random.default_rng(seed)
-      path = folder / "steps.json"
-      with ep.trace(group, path):
-        for _ in range(STEPS):
-          choices = {
-            name: to_global(cause.choices(rng, name), mesh, spec)
-            for name in LAYERS
-          }
-          jax.block_until_ready(step(x, choices))
-      return ep.explain(path)
+      traces = folder / f"{seed} {planted}"
+      traces.mkdir(exist_ok=True)
+      try:
+        with ep.trace(group, traces / "steps.json.gz"):
+          for _ in range(STEPS):
+            choices = {
+              name: to_global(cause.choices(rng, name), mesh, spec)
+              for name in LAYERS
+            }
+            strays = {name: cause.strays(name) for name in LAYERS}
+            jax.block_until_ready(step(x, choices, strays))
+      except ep.EpError:
+        multihost_utils.sync_global_devices("all have failed")
+        if jax.process_index():  # process 0 merges the parts
+          return None
+      return ep.explain(traces)
 
     steps(cause, 0)  # compiles
     yield steps
@@ -130,10 +182,10 @@ def test_causes_are_found(run, request):
   wrong, blamed = [], []
   for seed in range(count):
     rng = np.random.default_rng(seed)
-    kind = rng.choice(["sleep", "busy", "skew"])
+    kind = rng.choice(["sleep", "busy", "skew", "stop", "stray"])
     cause = Cause(kind, int(rng.integers(4)), str(rng.choice(LAYERS)))
     found = run(cause, seed)
-    if not cause.is_found(found.blames):
+    if found and not cause.is_found(found):
       wrong.append(f"{cause}:\n{found}")
     blamed += run(Cause(), seed).blames
   if jax.process_index() == 0:

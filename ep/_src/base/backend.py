@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ep._src.base import compat
+from ep._src.base import compat, meshes
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
 
@@ -169,7 +169,9 @@ class Connection(abc.ABC):
       ValueError, OSError: it cannot be written.
       RuntimeError: a trace is on.
     """
-    self._start_trace(f"{path}.part{jax.process_index()}")
+    processes = meshes.processes(self.group.mesh)
+    number = processes.index(jax.process_index())
+    self._start_trace(f"{path}.part{number}")
     self._is_traced = True
 
   def stop_trace(self) -> None:

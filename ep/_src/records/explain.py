@@ -68,17 +68,52 @@ class Blame:
 
 
 @dataclasses.dataclass(frozen=True)
+class Failure:
+  """Whom an op failed for, on all ranks.
+
+  Attributes:
+    domain, ranks, layer, op: who did not do as most ranks did, and where. No
+      rank if all ran the op.
+    step: the launch of the program.
+    are_absent: whether `ranks` did not come, or else came with something else.
+    error: what the op raised.
+  """
+
+  domain: int
+  ranks: tuple[int, ...]
+  layer: str
+  op: str
+  step: int
+  are_absent: bool
+  error: str
+
+  def __str__(self) -> str:
+    where = f'{self.op} in layer "{self.layer}", step {self.step}'
+    ranks = " and ".join(map(str, self.ranks))
+    who = f"domain {self.domain}, rank {ranks}"
+    if not self.ranks:
+      text = f"domain {self.domain}: {where}, failed"
+    elif self.are_absent:
+      text = f"{who} did not come to {where}"
+    else:
+      text = f"{who} ran something else than most ranks at {where}"
+    return f"{text}: {self.error}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
   """Where the time of a step goes. Times are medians over steps, in seconds.
 
   Attributes:
-    num_steps: the steps that count: all but the first one of each program.
+    num_steps: the steps that count: all but the first one of each program. If
+      there are fewer than two, after a failure, the times are NaN.
     step_s: the time from the end of a step's ops to the next one's.
     moved_s: the part in which rows moved.
     waited_s: the part in which a rank waited, a mean over ranks.
     punctual_s: `step_s` if no rank were late.
     balanced_s: `step_s` if the experts of all ranks had the same rows.
     blames: whom the ranks waited for, the worst first; often nobody.
+    failure: the first error of an op; None if none failed.
   """
 
   num_steps: int
@@ -88,8 +123,11 @@ class Explanation:
   punctual_s: float
   balanced_s: float
   blames: tuple[Blame, ...]
+  failure: Failure | None = None
 
   def __str__(self) -> str:
+    if self.num_steps < 2:
+      return str(self.failure)
     rows = (
       (f"step (median of {self.num_steps})", self.step_s),
       ("  moved", self.moved_s),
@@ -98,7 +136,8 @@ class Explanation:
       ("step if all loads were equal", self.balanced_s),
     )
     table = [f"{name:<32}{s * 1e3:10.2f} ms" for name, s in rows]
-    blames = [*map(str, self.blames)] or ["No rank is to blame."]
+    found = (self.failure, *self.blames) if self.failure else self.blames
+    blames = [*map(str, found)] or ["No rank is to blame."]
     return "\n".join(blames + table)
 
 
@@ -112,16 +151,30 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   the cause if the op follows its experts and they had at least 1.2 times the
   mean rows.
 
+  If an op has failed, the ranks are named that had not come to it, or had come
+  with something else than most ranks; if processes were killed, theirs alone.
+  Of several ops that failed, the one counts that lacked a killed process, or
+  else the fewest ranks, or failed first.
+
   Raises:
-    ValueError: the file is another one, or has fewer than three steps; or the
-      folder has no trace, several, or a part of one.
+    ValueError: the file is another one, or has fewer than three steps and no
+      failure; or the folder has no trace, several, or a part of one.
   """
-  return explain_exchanges(trace.load(path)["exchanges"])
+  merged = trace.load(path)
+  return explain_exchanges(
+    merged["exchanges"], _first_failure(merged) if merged["failures"] else None
+  )
 
 
-def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
+def explain_exchanges(
+  exchanges: list[dict[str, Any]], failure: Failure | None = None
+) -> Explanation:
   """Explains the exchanges of a trace; see `trace.merge`."""
   steps = _steps(exchanges)
+  names = "step_s", "moved_s", "waited_s", "punctual_s", "balanced_s"
+  if failure and len(steps) < 2:
+    unknown = dict.fromkeys(names, math.nan)
+    return Explanation(len(steps), blames=(), failure=failure, **unknown)
   arguments.check(
     len(steps) > 1,
     "ep.explain",
@@ -145,9 +198,33 @@ def explain_exchanges(exchanges: list[dict[str, Any]]) -> Explanation:
     for place, seen in places.items()
   ]
   blames = sorted(filter(None, found), key=lambda b: -b.share * b.late_s)
-  names = "step_s", "moved_s", "waited_s", "punctual_s", "balanced_s"
   times = dict(zip(names, medians, strict=True))
-  return Explanation(num_steps=len(steps), blames=tuple(blames), **times)
+  return Explanation(len(steps), blames=tuple(blames), failure=failure, **times)
+
+
+def _first_failure(merged: dict[str, Any]) -> Failure:
+  """Returns the failure that the others follow from; see `explain`."""
+
+  def ranks(failure) -> set[int]:
+    first = failure["domain"] * merged["ep_size"]
+    killed = {r - first for r in merged["killed"]}
+    return killed.intersection(failure["ranks"]) or set(failure["ranks"])
+
+  def order(failure):
+    first = failure["domain"] * merged["ep_size"]
+    is_killed = any(first + r in merged["killed"] for r in ranks(failure))
+    return not is_killed, len(failure["ranks"]), failure["at"]
+
+  first = min(merged["failures"], key=order)
+  return Failure(
+    first["domain"],
+    tuple(sorted(ranks(first))),
+    first["layer"],
+    first["op"],
+    first["step"],
+    first["are_absent"],
+    error=first["failed"],
+  )
 
 
 class _Op(NamedTuple):

@@ -40,8 +40,9 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   Collective over the processes of the group. Each writes a part beside the
   path, and the first one merges them. After an error in the context the parts
-  stay as they are. A process keeps 262144 exchanges; the file says how many
-  came after that.
+  stay as they are; `ep.explain` of their folder merges them, and says which
+  rank the error began with. A process keeps 262144 exchanges; the file says how
+  many came after that.
 
   To trace a program without editing it, set EP_TRACE to a folder: every group
   is traced from its begin to its end, and ep.explain merges the parts there.
@@ -76,7 +77,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   def merge_on_first():
     if jax.process_index() == processes[0]:
-      _merge_parts(path, processes)
+      _merge_parts(path, range(len(processes)))
     return group
 
   agreement.agree("ep.trace", group, lambda: group)  # all parts are written
@@ -112,20 +113,26 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def _merge_parts(path: pathlib.Path, processes: Iterable[int]) -> None:
-  """Writes the file of a trace, from the parts of these processes."""
+  """Writes the file of a trace, from the parts of these processes.
+
+  A part that has no end is merged only if another one tells of a failure.
+  """
   parts = [path.with_name(f"{path.name}.part{p}") for p in processes]
-  for p in parts:
+  texts = [p.read_text() if p.exists() else "" for p in parts]
+  is_failure = any('"failed":' in text for text in texts)
+  for part, text in zip(parts, texts, strict=True):
     arguments.check(
-      p.exists() and p.stat().st_size > 0,
+      '"lost":' in text or (text != "" and is_failure),
       "ep.trace",
-      f"{p} is missing or empty: its process still runs, or was killed.",
+      f"{part} is missing or has no end: its process still runs, or was"
+      " killed.",
     )
-  merged = merge([p.read_text() for p in parts])
+  merged = merge(texts)
   text = json.dumps({"traceEvents": list(_slices(merged)), "ep": merged})
   data = text.encode()
   path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-  for p in parts:
-    p.unlink()
+  for part in parts:
+    part.unlink()
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -156,15 +163,26 @@ def merge(texts: list[str]) -> dict[str, Any]:
   of the first process. Exchanges that a part lacks are left out. The clock of a
   process is moved as little as its exchanges allow, and not at all where it may
   be the first one's: a post is seen after it was sent, both ways.
+
+  "failures" are those of all parts, and "killed" has the ranks, of all domains,
+  whose processes ended before their parts did.
   """
   heads: dict[int, dict[str, Any]] = {}
   seen: dict[int, dict[tuple, dict[str, Any]]] = {}
+  failures, lost, killed = [], 0, set()
   for text in texts:
-    head, *events = map(json.loads, text.splitlines())
+    head, *events = map(json.loads, text.rpartition("\n")[0].splitlines())
     runs: collections.Counter = collections.Counter()
     own = seen[head["process"]] = {}
     heads[head["process"]] = head
+    if events and "lost" in events[-1]:
+      lost += events.pop()["lost"]
+    else:
+      killed.add(head["process"])
     for event in events:
+      if "failed" in event:
+        failures.append((head["process"], event))
+        continue
       key = event["domain"], event["site"], event["step"]
       own[*key, runs[key]] = event
       runs[key] += 1
@@ -190,9 +208,17 @@ def merge(texts: list[str]) -> dict[str, Any]:
         for e, offset in zip(mine, offsets, strict=True)
       ]
     exchanges.append(merged)
+  for process, failure in failures:
+    failure["at"] -= clocks[process]["offset_s"]
   exchanges.sort(key=lambda e: max(e["came"]))
-  lost = sum(head["lost"] for head in heads.values())
-  return dict(ep_size=size, clocks=clocks, lost=lost, exchanges=exchanges)
+  return dict(
+    ep_size=size,
+    clocks=clocks,
+    lost=lost,
+    failures=[failure for _, failure in failures],
+    killed=[r for r, process in enumerate(owners) if process in killed],
+    exchanges=exchanges,
+  )
 
 
 def _clock(a, b, first, process, owners) -> dict[str, Any]:

@@ -128,11 +128,11 @@ class Stamps:
     assert meshes.has_devices(mesh)
     devices = meshes.domains(mesh, self._group.axis_name)
     me = jax.process_index()
+    numbers = meshes.processes(mesh)
     yield dict(
-      process=me,
+      process=numbers.index(me),
       ep_size=self._group.ep_size,
-      processes=[d.process_index for d in devices.flat],
-      lost=self._lost,
+      processes=[numbers.index(d.process_index) for d in devices.flat],
     )
     for (site, domain, step), begins in self._begins.items():
       ends = self._ends[site, domain, step]
@@ -159,6 +159,7 @@ class Stamps:
         bytes=[c[0] * site.row_bytes if c else -1 for c in counts],
         tokens=[c[2:] for c in counts],
       )
+    yield dict(lost=self._lost)
 
 
 def _starts(arrays):

@@ -154,11 +154,13 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
                       ExchangePtr* complete) {
   MutexLock lock(mutex_);
   EP_RETURN_IF_ERROR(outcomes_.OfRun(key.run_id));
-  const Status why_not =
-      WhyNotComplete(pending_.Find(key, rank), key.domain, rank);
+  const Exchange* begun = pending_.Find(key, rank);
+  const Status why_not = WhyNotComplete(begun, key.domain, rank);
   if (!why_not.ok()) {
-    return FailedOnRank(part.op.Name(), topology().RankName(key.domain, rank),
-                        why_not);
+    const Status status = FailedOnRank(
+        part.op.Name(), topology().RankName(key.domain, rank), why_not);
+    TraceLeft(part.op, key.domain, begun, status);
+    return status;
   }
   waiting_.erase(key.domain * topology().ep_size + rank);
   *complete = pending_.Add(key, rank, std::move(part));
@@ -184,6 +186,7 @@ Status Exchanges::WhyNotComplete(const Exchange* exchange, int32_t domain,
 void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   const Status compared = Disagreement(topology(), *exchange);
   if (!compared.ok()) {
+    TraceFailure(*exchange, compared);
     FailRunEverywhere(exchange->key.site_id, exchange->key.run_id, compared);
     return Finish(*exchange, compared, own);
   }
@@ -196,6 +199,7 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
     const Status status = batch->status();
     if (!status.ok()) {
       const Key& key = batch->exchange().key;
+      TraceFailure(batch->exchange(), status);
       FailRunEverywhere(key.site_id, key.run_id, status);
     }
     Finish(batch->exchange(), status, own);
@@ -265,11 +269,17 @@ void Exchanges::WithRunId(const Launch& launch,
 
 void Exchanges::FailCall(const Call& call, const Status& reason) {
   const int32_t index = topology().FindDevice(call.device);
-  CompleteWithError(call,
-                    FailedOnRank(NameOp(call).Name(),
-                                 index < 0 ? StrCat("device ", call.device)
-                                           : topology().MemberName(index),
-                                 reason));
+  const PostedOp op = NameOp(call);
+  const Status status = FailedOnRank(
+      op.Name(),
+      index < 0 ? StrCat("device ", call.device) : topology().MemberName(index),
+      reason);
+  if (index >= 0) {
+    const int32_t size = topology().ep_size;
+    trace_.Fail({op, index / size, {index % size}, /*are_absent=*/true},
+                status);
+  }
+  CompleteWithError(call, status);
 }
 
 void Exchanges::CompleteWithError(const Call& call, const Status& status) {
@@ -319,6 +329,25 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
   for (const ExchangePtr& e : failed) Finish(*e, status);
 }
 
+void Exchanges::TraceFailure(const Exchange& exchange, const Status& status) {
+  trace_.Fail({exchange.FirstPost().op, exchange.key.domain,
+               exchange.Outliers(), exchange.num_missing > 0},
+              status);
+}
+
+void Exchanges::TraceLeft(const PostedOp& op, int32_t domain,
+                          const Exchange* exchange, const Status& status) {
+  std::vector<int32_t> ranks;
+  for (int32_t r = 0; r < topology().ep_size; ++r) {
+    if (exchange && exchange->parts[r].is_posted) continue;
+    const Status left =
+        outcomes_.OfProcess(topology().member(domain, r).process);
+    if (!left.ok()) ranks.push_back(r);
+  }
+  if (ranks.empty()) return;  // this process has closed the group
+  trace_.Fail({op, domain, std::move(ranks), /*are_absent=*/true}, status);
+}
+
 template <typename Match>
 void Exchanges::FailPending(const Status& reason, Match match) {
   std::vector<ExchangePtr> failed;
@@ -335,6 +364,10 @@ void Exchanges::FailPending(const Status& reason, Match match) {
     const Key& key = e->key;
     const Status status = FailedOnRank(
         e->OpName(), topology().RankName(key.domain, rank), reason);
+    {
+      MutexLock lock(mutex_);
+      TraceLeft(e->parts[rank].op, key.domain, e.get(), status);
+    }
     FailRunEverywhere(key.site_id, key.run_id, status);
     Finish(*e, status);
   }
@@ -372,15 +405,13 @@ void Exchanges::OnTick() {
     const double timeout_s = options_.timeout_s;
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
       // The process of the first rank that waits warns.
-      const auto first =
-          std::find_if(e->parts.begin(), e->parts.end(),
-                       [](const Part& part) { return part.is_posted; });
-      if (has_warned_ || !first->done) continue;
+      if (has_warned_ || !e->FirstPost().done) continue;
       has_warned_ = true;
       warning = Slow(topology(), *e, last_posts_, timeout_s);
     }
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s)) {
       late.emplace_back(e->key, Late(topology(), *e, last_posts_, timeout_s));
+      TraceFailure(*e, late.back().second);
     }
   }
   if (!warning.empty()) {

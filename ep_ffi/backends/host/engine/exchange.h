@@ -87,8 +87,10 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailRunHere(int64_t run_id, const Status& status);
 
   // See trace.h.
-  Status StartTrace(const std::string& path) { return trace_.Start(path); }
-  Status StopTrace() { return trace_.Stop(topology()); }
+  Status StartTrace(const std::string& path) {
+    return trace_.Start(path, topology());
+  }
+  Status StopTrace() { return trace_.Stop(); }
 
   // Ends all pending exchanges, and the trace. Fails if a peer has run an op
   // that this process has not, unless an op has failed, which may be the
@@ -154,6 +156,12 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Fails a run in this process and in all others.
   void FailRunEverywhere(uint64_t site_id, int64_t run_id,
                          const Status& status);
+  // Keeps in the trace that an exchange has failed.
+  void TraceFailure(const Exchange& exchange, const Status& status);
+  // Keeps in the trace that an op has failed because ranks that have not posted
+  // (null: any other) have left.
+  void TraceLeft(const PostedOp& op, int32_t domain, const Exchange* exchange,
+                 const Status& status) EP_REQUIRES(mutex_);
   // Fails the pending exchanges for which `match` holds, and their runs on all
   // ranks, because posts that they lack cannot come any more. (A rank that
   // learns the reason in one exchange comes to no other exchange of its run.)

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/engine/pending.h"
 
+#include <algorithm>
+#include <cstddef>
+
 #include "ep_ffi/core/clock.h"
 
 namespace ep::host {
@@ -15,6 +18,39 @@ int32_t Exchange::FirstLocalRank() const {
 std::string Exchange::OpName() const {
   const int32_t rank = FirstLocalRank();
   return rank == kNoRank ? "" : parts[rank].op.Name();
+}
+
+const Part& Exchange::FirstPost() const {
+  return *std::find_if(parts.begin(), parts.end(),
+                       [](const Part& part) { return part.is_posted; });
+}
+
+std::vector<int32_t> Exchange::Outliers() const {
+  // Ranks that have posted the same have the same first rank; -1: none.
+  std::vector<int64_t> first_alike;
+  for (const Part& part : parts) {
+    const auto is_alike = [&](const Part& other) {
+      return !part.contribution.signature.FirstDifference(
+          other.contribution.signature);
+    };
+    first_alike.push_back(
+        part.is_posted
+            ? std::find_if(parts.begin(), parts.end(), is_alike) - parts.begin()
+            : -1);
+  }
+  const auto count = [&](int64_t of) {
+    return std::count(first_alike.begin(), first_alike.end(), of);
+  };
+  int64_t most = 0;
+  for (int64_t of : first_alike) most = count(of) > count(most) ? of : most;
+  const bool are_absent = count(-1) > 0;
+  std::vector<int32_t> outliers;
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    if (are_absent ? !parts[rank].is_posted : first_alike[rank] != most) {
+      outliers.push_back(static_cast<int32_t>(rank));
+    }
+  }
+  return outliers;
 }
 
 Pending::Entries::const_iterator Pending::FindEntry(const Key& key,

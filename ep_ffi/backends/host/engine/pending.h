@@ -62,6 +62,11 @@ struct Exchange {
   int32_t FirstLocalRank() const;
   // Returns the name of the op, as the first local rank knows it.
   std::string OpName() const;
+  // Returns the post of the first rank that has posted.
+  const Part& FirstPost() const;
+  // Returns the ranks that have not posted; if there is none, those that have
+  // not posted what most ranks have.
+  std::vector<int32_t> Outliers() const;
 };
 using ExchangePtr = std::shared_ptr<Exchange>;
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/engine/report.h"
 
-#include <algorithm>
 #include <cstddef>
 
 namespace ep::host {
@@ -21,10 +20,7 @@ struct Wait {
 Wait WhoWaits(const Topology& topology, const Exchange& exchange,
               const LastPosts& last_posts, const std::string& how_long) {
   const int32_t domain = exchange.key.domain;
-  const std::string op =
-      std::find_if(exchange.parts.begin(), exchange.parts.end(),
-                   [](const Part& part) { return part.is_posted; })
-          ->op.FullName();
+  const std::string op = exchange.FirstPost().op.FullName();
   Wait wait;
   std::string waiting, missing;
   for (int32_t r = 0; r < topology.ep_size; ++r) {

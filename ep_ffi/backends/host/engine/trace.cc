@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/engine/trace.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -36,6 +37,14 @@ std::string Seconds(double time) {
   return text;
 }
 
+// Returns the begin of a line about an exchange.
+std::string Name(const PostedOp& op, int32_t domain) {
+  return StrCat(
+      "{\"op\":", Quoted(OpName(op.op)), ",\"layer\":", Quoted(op.layer),
+      ",\"program\":", Quoted(op.program), ",\"site\":\"", op.launch.site_id,
+      "\",\"step\":", op.launch.number, ",\"domain\":", domain);
+}
+
 Status CannotWrite(const std::string& path) {
   return Status(Code::kInvalidArgument,
                 StrCat("cannot write ", path,
@@ -44,7 +53,7 @@ Status CannotWrite(const std::string& path) {
 
 }  // namespace
 
-Status Trace::Start(const std::string& path) {
+Status Trace::Start(const std::string& path, const Topology& topology) {
   MutexLock lock(mutex_);
   if (is_on_) {
     return Status(Code::kFailedPrecondition,
@@ -52,9 +61,15 @@ Status Trace::Start(const std::string& path) {
                          "; end that trace first"));
   }
   file_ = std::ofstream(path);
+  file_ << "{\"process\":" << topology.process
+        << ",\"ep_size\":" << topology.ep_size << ",\"processes\":"
+        << List(topology.members,
+                [](const auto& m) { return std::to_string(m.process); })
+        << "}\n"
+        << std::flush;
   if (!file_) return CannotWrite(path);
   path_ = path;
-  num_lost_ = 0;
+  num_added_ = num_failed_ = 0;
   is_on_ = true;
   return Status();
 }
@@ -72,32 +87,37 @@ void Trace::Add(const Exchange& exchange) {
     event.moved.push_back(std::move(moved));
   }
   MutexLock lock(mutex_);
-  if (!is_on_) return;
-  if (events_.size() < kKept) {
-    events_.push_back(std::move(event));
-  } else {
-    ++num_lost_;
-  }
+  if (is_on_ && ++num_added_ <= kKept) events_.push_back(std::move(event));
 }
 
-Status Trace::Stop(const Topology& topology) {
+void Trace::Fail(const Failure& failure, const Status& status) {
+  MutexLock lock(mutex_);
+  if (!is_on_ || ++num_failed_ > kFailed) return;
+  Write();
+  file_ << Name(failure.op, failure.domain) << ",\"at\":" << Seconds(Now())
+        << ",\"failed\":" << Quoted(status.message()) << ",\"ranks\":"
+        << List(failure.ranks, [](int32_t r) { return std::to_string(r); })
+        << ",\"are_absent\":" << (failure.are_absent ? "true" : "false")
+        << "}\n"
+        << std::flush;
+}
+
+Status Trace::Stop() {
   MutexLock lock(mutex_);
   if (!is_on_.exchange(false)) return Status();
-  file_ << "{\"process\":" << topology.process
-        << ",\"ep_size\":" << topology.ep_size << ",\"processes\":"
-        << List(topology.members,
-                [](const auto& m) { return std::to_string(m.process); })
-        << ",\"lost\":" << num_lost_ << "}\n";
+  Write();
+  file_ << "{\"lost\":" << std::max<int64_t>(0, num_added_ - kKept) << "}\n";
+  file_.close();
+  return file_ ? Status() : CannotWrite(path_);
+}
+
+void Trace::Write() {
   for (const Event& e : std::exchange(events_, {})) {
     const auto numbers = [&](int64_t Moved::* field) {
       return List(e.moved,
                   [&](const Moved& m) { return std::to_string(m.*field); });
     };
-    file_ << "{\"op\":" << Quoted(OpName(e.op.op))
-          << ",\"layer\":" << Quoted(e.op.layer)
-          << ",\"program\":" << Quoted(e.op.program) << ",\"site\":\""
-          << e.op.launch.site_id << "\",\"step\":" << e.op.launch.number
-          << ",\"domain\":" << e.domain << ",\"began\":" << Seconds(e.began)
+    file_ << Name(e.op, e.domain) << ",\"began\":" << Seconds(e.began)
           << ",\"ended\":" << Seconds(e.ended)
           << ",\"came\":" << List(e.came, Seconds)
           << ",\"rows\":" << numbers(&Moved::rows)
@@ -110,8 +130,6 @@ Status Trace::Stop(const Topology& topology) {
                   })
           << "}\n";
   }
-  file_.close();
-  return file_ ? Status() : CannotWrite(path_);
 }
 
 }  // namespace ep::host
