@@ -190,6 +190,9 @@ class Group {
                   "this backend has no trace yet; use backend=\"host\"");
   }
   virtual Status StopTrace() { return Status(); }
+  // Returns for how many seconds a rank of this process has waited for others
+  // in exchanges that were traced; a mean over its ranks.
+  virtual double Waited() { return 0; }
 
   virtual void Prepare(Call call, const PrepareArgs& args) = 0;
   virtual void Scatter(Call call, const ScatterArgs& args) = 0;

@@ -70,6 +70,15 @@ EP_EXPORT int32_t ep_group_trace_stop(const char* name, char* error,
   });
 }
 
+// Returns for how long ranks have waited while the group was traced.
+EP_EXPORT int32_t ep_group_waited(const char* name, double* seconds,
+                                  char* error, int64_t error_bytes) {
+  return OnGroup(name, error, error_bytes, [&](ep::Group& group) {
+    *seconds = group.Waited();
+    return ep::Status();
+  });
+}
+
 // Waits for the device; fails if it found a fault that no op has reported.
 EP_EXPORT int32_t ep_group_check(const char* name, char* error,
                                  int64_t error_bytes) {

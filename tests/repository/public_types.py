@@ -30,6 +30,7 @@ def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
     assert_type(group, ep.EpGroup)
     group.check()
     assert_type(group.memory().resident, int)
+    assert_type(group.waited(), float)
     assert_type(group.ep_size, int)
   ep.ep_finalize(group)
   layer = ep.EpLayerConfig(group, alignment=8, overflow="drop", name="first")

@@ -103,6 +103,9 @@ class HostConnection(connection.NativeConnection):
   def _stop_trace(self) -> None:
     ffi.stop_trace(self.group.name)
 
+  def waited(self) -> float:
+    return ffi.waited(self.group.name)
+
 
 def _listen() -> socket.socket:
   """Listens at an abstract address with a random name; see handshake.h."""

@@ -220,6 +220,10 @@ class Connection(abc.ABC):
   def memory(self) -> GroupMemory:
     """Returns the host memory that this process keeps between ops."""
 
+  def waited(self) -> float:
+    """Returns for how many seconds a rank has waited; see `EpGroup.waited`."""
+    return 0.0
+
   @abc.abstractmethod
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     """Raises `ValueError` if `op` cannot run on a mesh of these places.

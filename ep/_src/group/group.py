@@ -65,6 +65,17 @@ class EpGroup(GroupConfig):
     self.connection.check_open("EpGroup.memory")
     return self.connection.memory()
 
+  def waited(self) -> float:
+    """Returns for how many seconds a rank has waited for others, in traces.
+
+    For a dashboard: what it grew by in a step is what the step waited, while
+    `ep.trace` is on or with EP_TRACE. A mean over the ranks of this process; an
+    exchange counts from a rank's arrival to the last one. It is 0 before the
+    first trace, and with "nccl" and "xla".
+    """
+    self.connection.check_open("EpGroup.waited")
+    return self.connection.waited()
+
   def __copy__(self) -> EpGroup:
     """Returns this very group, which is closed when this object is lost."""
     return self

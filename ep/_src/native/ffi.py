@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "0ec06d72c9fd"
+INTERFACE = "3b870aaf4252"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -356,6 +356,13 @@ def start_trace(name: str, path: str) -> None:
 def stop_trace(name: str) -> None:
   """Ends the trace of a group, if that is open, and writes the file."""
   _call_for("ep.trace", "host", "ep_group_trace_stop", name.encode())
+
+
+def waited(name: str) -> float:
+  """Returns for how long ranks of a traced group have waited, in seconds."""
+  out = ctypes.c_double()
+  _call("host", "ep_group_waited", name.encode(), ctypes.byref(out))
+  return out.value
 
 
 def check_group(backend: str, name: str) -> None:

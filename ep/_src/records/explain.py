@@ -16,8 +16,9 @@ from ep._src.base import arguments
 from ep._src.records import trace
 
 # Nobody is blamed below these: the share of the steps in which a rank came last
-# to a layer's op, and by how much, as a part of a step and in seconds.
-_SHARE, _PART, _LATE_S = 0.5, 0.1, 1e-3
+# to a layer's op, and by how much, as a part of a step and in seconds. A busy
+# machine may let another thread run for 3 ms.
+_SHARE, _PART, _LATE_S = 0.5, 0.1, 3e-3
 _MORE_ROWS = 1.2  # so many times the mean rows are a cause
 _CHANCE = 0.05  # that a trace without a cause blames some rank for its share
 
@@ -145,8 +146,8 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   """Explains a file that `ep.trace` wrote, or a folder that EP_TRACE named.
 
   A rank is blamed if it came last to an op of a layer in at least half of the
-  steps, by at least a tenth of a step and a millisecond, both medians: it then
-  came so much after the median of the others. If all ranks were as often last,
+  steps, by at least a tenth of a step and 3 ms, both medians: it then came so
+  much after the median of the others. If all ranks were as often last,
   some rank would be it so often in fewer than 5 % of such traces. Its rows are
   the cause if the op follows its experts and they had at least 1.2 times the
   mean rows.

@@ -131,6 +131,11 @@ Status HostGroup::StopTrace() {
   return open ? open->StopTrace() : Status();
 }
 
+double HostGroup::Waited() {
+  const std::shared_ptr<Exchanges> open = exchanges();
+  return open ? open->Waited() / topology_.num_local() : 0;
+}
+
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
   const std::shared_ptr<Exchanges> open = exchanges();
   if (open) open->FailRunHere(run_id, status);

@@ -61,6 +61,7 @@ class HostGroup : public Group {
   HostMemory Memory() override;
   Status StartTrace(const std::string& path) override;
   Status StopTrace() override;
+  double Waited() override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;

@@ -91,6 +91,7 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
     return trace_.Start(path, topology());
   }
   Status StopTrace() { return trace_.Stop(); }
+  double Waited() { return trace_.Waited(); }
 
   // Ends all pending exchanges, and the trace. Fails if a peer has run an op
   // that this process has not, unless an op has failed, which may be the

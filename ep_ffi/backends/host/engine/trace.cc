@@ -76,18 +76,27 @@ Status Trace::Start(const std::string& path, const Topology& topology) {
 
 void Trace::Add(const Exchange& exchange) {
   Event event = {exchange.key.domain, {}, exchange.complete_at, Now(), {}, {}};
+  double waited = 0;
   for (const Part& part : exchange.parts) {
     if (part.came_at == 0) return;
     event.came.push_back(part.came_at);
     Moved moved = {-1, -1, -1, {}};
     if (part.done) {
       event.op = part.op;
+      waited += exchange.complete_at - part.came_at;
       moved = part.contribution.moved ? part.contribution.moved() : Moved();
     }
     event.moved.push_back(std::move(moved));
   }
   MutexLock lock(mutex_);
-  if (is_on_ && ++num_added_ <= kKept) events_.push_back(std::move(event));
+  if (!is_on_) return;
+  waited_ += waited;
+  if (++num_added_ <= kKept) events_.push_back(std::move(event));
+}
+
+double Trace::Waited() {
+  MutexLock lock(mutex_);
+  return waited_;
 }
 
 void Trace::Fail(const Failure& failure, const Status& status) {

@@ -40,6 +40,10 @@ class Trace {
   // one of its posts came. Once it has kKept exchanges, it counts the others.
   void Add(const Exchange& exchange) EP_EXCLUDES(mutex_);
 
+  // Returns the seconds for which local ranks have waited, from their posts to
+  // the last one, in all exchanges that were added; a sum over ranks.
+  double Waited() EP_EXCLUDES(mutex_);
+
   // Writes a line about an op that has failed because of `ranks` of a domain,
   // which have not posted, or (`are_absent` is false) not what most ranks have;
   // it follows what was kept before, because the process may end without a
@@ -78,6 +82,7 @@ class Trace {
   std::vector<Event> events_ EP_GUARDED_BY(mutex_);
   int64_t num_added_ EP_GUARDED_BY(mutex_) = 0;
   int64_t num_failed_ EP_GUARDED_BY(mutex_) = 0;
+  double waited_ EP_GUARDED_BY(mutex_) = 0;
   std::string path_ EP_GUARDED_BY(mutex_);
   std::ofstream file_ EP_GUARDED_BY(mutex_);
 };
