@@ -26,7 +26,7 @@ import numpy as np
 
 import ep
 from ep import launch
-from lm import data, loop, model, outputs, plot, sample, train
+from lm import data, loop, model, outputs, plot, sample, timeline, train
 from lm.checkpoint import Checkpoints
 from lm.metrics import History, Progress, Record
 from lm.processes import agree, first_does, Stop
@@ -235,6 +235,10 @@ def run() -> None:
   conclude(moe, dense)
   if _TRACE.value:
     first_does(lambda: print(ep.explain(ranks.here(_TRACE.value))))
+  if _TRACE.value and _PLOT.value:
+    picture = ranks.here(_PLOT.value)
+    picture = picture.with_stem(f"{picture.stem}_trace")
+    first_does(lambda: timeline.plot(ranks.here(_TRACE.value), picture))
 
 
 def traced(group: ep.EpGroup) -> contextlib.AbstractContextManager[None]:

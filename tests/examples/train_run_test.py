@@ -76,10 +76,12 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   assert len(dense) == longer
 
   trace = f"--trace={tmp_path}/steps.json.gz"
-  process = _start(out, "--dp=1", "--extend=5", trace)
+  picture = f"--plot={tmp_path}/run.svg"
+  process = _start(out, "--dp=1", "--extend=5", trace, picture)
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "step if all loads were equal" in output
+  assert "mean of " in (tmp_path / "run_trace.svg").read_text()
 
 
 @pytest.fixture
