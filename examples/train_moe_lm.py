@@ -115,11 +115,6 @@ ranks.require(
   lambda warmup, decay_steps: warmup < decay_steps,
 )
 ranks.require(
-  "trace backend",
-  "the backend nccl has no trace yet",
-  lambda trace, backend: not trace or backend != "nccl",
-)
-ranks.require(
   "prompt", "a prompt has at least one byte", lambda prompts: all(prompts)
 )
 

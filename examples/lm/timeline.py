@@ -19,9 +19,9 @@ COLORS = {"moving": "tab:blue", "waiting": "tab:red", "between": "lightgray"}
 def plot(trace: str | pathlib.Path, path: str | pathlib.Path) -> None:
   """Draws the file of `ep.trace` at `trace`, 1200 pixels wide.
 
-  It shows the program with the most exchanges in a step. On the left is its step of the
-  median length, with a line for each rank; on the right a bar for each rank,
-  with the means of its times by cause.
+  It shows the program with the most exchanges in a step. On the left is its
+  step of the median length, with a line for each rank; on the right a bar for
+  each rank, with the means of its times by cause.
 
   Raises:
     ValueError: there are fewer than two steps.
@@ -49,13 +49,17 @@ def plot(trace: str | pathlib.Path, path: str | pathlib.Path) -> None:
   means = {cause: np.zeros(len(ranks)) for cause in COLORS}
   for n in spans:
     for e in steps[n]:
-      for r, times in enumerate(zip(e["came"], e["began"], e["ended"])):
+      times = np.transpose([e["came"], e["began"], e["ended"]])
+      for r, (came, began, ended) in enumerate(times):
         row = ranks.index((e["domain"], r))
-        took = 1e3 * np.diff(times)
-        for cause, begin, ms in zip(("waiting", "moving"), times, took):
+        for cause, start, end in (
+          ("waiting", came, began),
+          ("moving", began, ended),
+        ):
+          ms = 1e3 * (end - start)
           means[cause][row] += ms / len(spans)
           if n == median:
-            left = 1e3 * (begin - ends[n - 1])
+            left = 1e3 * (start - ends[n - 1])
             step.barh(row, ms, left=left, color=COLORS[cause])
   mean = 1e3 * np.mean([*spans.values()])
   means["between"] = mean - means["moving"] - means["waiting"]

@@ -101,7 +101,6 @@ def parse(monkeypatch):
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=18", "hidden must be a multiple of 2 * heads"),
     ("--warmup=600", "warmup must be shorter than decay_steps"),
-    ("--trace=a --backend=nccl", "the backend nccl has no trace yet"),
     ("--prompt=", "a prompt has at least one byte"),
   ],
 )

@@ -95,17 +95,6 @@ class HostBackend(Backend):
 class HostConnection(connection.NativeConnection):
   """The ranks of a group in this process, and sockets to the other ones."""
 
-  has_trace = True
-
-  def _start_trace(self, part: str) -> None:
-    ffi.start_trace(self.group.name, part)
-
-  def _stop_trace(self) -> None:
-    ffi.stop_trace(self.group.name)
-
-  def waited(self) -> float:
-    return ffi.waited(self.group.name)
-
 
 def _listen() -> socket.socket:
   """Listens at an abstract address with a random name; see handshake.h."""

@@ -11,7 +11,9 @@ import abc
 from collections.abc import Callable, Hashable
 import dataclasses
 import functools
+import json
 import os
+import pathlib
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -169,9 +171,25 @@ class Connection(abc.ABC):
       ValueError, OSError: it cannot be written.
       RuntimeError: a trace is on.
     """
-    processes = meshes.processes(self.group.mesh)
-    number = processes.index(jax.process_index())
-    self._start_trace(f"{path}.part{number}")
+    if self._is_traced:
+      raise RuntimeError(
+        f'ep.trace: the group "{self.group.name}" is traced already; end that'
+        " trace first."
+      )
+    mesh = self.group.mesh
+    assert meshes.has_devices(mesh)
+    processes = meshes.processes(mesh)
+    head = dict(
+      process=processes.index(jax.process_index()),
+      ep_size=self.group.ep_size,
+      processes=[
+        processes.index(d.process_index)
+        for d in meshes.domains(mesh, self.group.axis_name).flat
+      ],
+    )
+    part = pathlib.Path(f"{path}.part{head['process']}")
+    part.write_text(json.dumps(head) + "\n")
+    self._start_trace(str(part))
     self._is_traced = True
 
   def stop_trace(self) -> None:
@@ -181,6 +199,7 @@ class Connection(abc.ABC):
       self._stop_trace()
 
   def _start_trace(self, part: str) -> None:
+    """Traces to a file that has a line about this process already."""
     raise NotImplementedError
 
   def _stop_trace(self) -> None:

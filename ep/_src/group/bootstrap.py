@@ -103,7 +103,7 @@ def _trace(connection: Connection, folder: pathlib.Path) -> None:
   """Traces a group from its begin to its end, to a file in a folder."""
   name = connection.group.name
   if not connection.has_trace:
-    _logger.warning('EP_TRACE: the group "%s" has no trace', name)
+    _logger.warning('EP_TRACE: the group "%s" has no devices', name)
     return
   try:
     folder.mkdir(parents=True, exist_ok=True)

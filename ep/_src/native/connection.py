@@ -34,6 +34,8 @@ class NativeConnection(backend.Connection):
   The library has created the group already, and knows it by its name.
   """
 
+  has_trace = True
+
   def __init__(self, group: GroupConfig):
     super().__init__(group)
     self._programs = ProgramNames(group.name)
@@ -47,6 +49,9 @@ class NativeConnection(backend.Connection):
 
   def check(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
+
+  def waited(self) -> float:
+    return ffi.waited(self.group.backend, self.group.name)
 
   def memory(self) -> GroupMemory:
     return GroupMemory(*ffi.group_memory(self.group.backend, self.group.name))
@@ -117,6 +122,12 @@ class NativeConnection(backend.Connection):
           checked=params.checked,
         ),
       )
+
+  def _start_trace(self, part: str) -> None:
+    ffi.start_trace(self.group.backend, self.group.name, part)
+
+  def _stop_trace(self) -> None:
+    ffi.stop_trace(self.group.backend, self.group.name)
 
   def _close(self) -> None:
     ffi.close_group(self.group.backend, self.group.name)

@@ -347,21 +347,21 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
   return reserved.value, resident.value
 
 
-def start_trace(name: str, path: str) -> None:
-  """Starts to trace a group of the backend "host", for a file."""
+def start_trace(backend: str, name: str, path: str) -> None:
+  """Starts to trace a group, at the end of a file."""
   args = name.encode(), os.fsencode(path)
-  _call_for("ep.trace", "host", "ep_group_trace_start", *args)
+  _call_for("ep.trace", backend, "ep_group_trace_start", *args)
 
 
-def stop_trace(name: str) -> None:
+def stop_trace(backend: str, name: str) -> None:
   """Ends the trace of a group, if that is open, and writes the file."""
-  _call_for("ep.trace", "host", "ep_group_trace_stop", name.encode())
+  _call_for("ep.trace", backend, "ep_group_trace_stop", name.encode())
 
 
-def waited(name: str) -> float:
+def waited(backend: str, name: str) -> float:
   """Returns for how long ranks of a traced group have waited, in seconds."""
   out = ctypes.c_double()
-  _call("host", "ep_group_waited", name.encode(), ctypes.byref(out))
+  _call(backend, "ep_group_waited", name.encode(), ctypes.byref(out))
   return out.value
 
 

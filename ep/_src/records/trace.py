@@ -48,10 +48,12 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   is traced from its begin to its end, and ep.explain merges the parts there.
 
   Args:
-    group: a group of the backend "host", whose programs do not change, or of
-      "xla", where programs that run in the context are traced anew: they call
-      Python before and after each op, which takes time, and XLA may fuse what
-      is around an op otherwise. There an iteration of a loop counts as a step.
+    group: a group with devices. With "host" and "nccl" programs do not change;
+      with "nccl" times are of the GPUs' clocks, and `group.check()`, or the end
+      of the context, waits for the device. With "xla" programs that run in the
+      context are traced anew: they call Python before and after each op, which
+      takes time, and XLA may fuse what is around an op otherwise. There an
+      iteration of a loop counts as a step.
     path: the file; it is compressed if its name ends with ".gz".
 
   Raises:
@@ -63,8 +65,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
   arguments.check(
     group.connection.has_trace,
     "ep.trace",
-    f'the group "{group.name}" has no trace, because its backend is "nccl" or'
-    ' its mesh has no devices; use jax.profiler, or backend = "xla".',
+    f'the group "{group.name}" has no trace, because its mesh has no devices.',
   )
   path = pathlib.Path(path).absolute()
   group.connection.start_trace(str(path))
@@ -107,7 +108,7 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     found != [],
     "ep.explain",
     f"{path} has no trace. If it was EP_TRACE: the program's groups must have"
-    ' the backend "host", and have ended.',
+    " had devices, and have ended.",
   )
   return found
 

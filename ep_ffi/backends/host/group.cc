@@ -46,7 +46,7 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
       weights ? num_weights * int64_t{sizeof(float)} : 0;
   c.arrays.rows = {rows.data, weights};
   c.moved = [num_slots = plan.num_slots(), row_bytes = rows.row_bytes()] {
-    return Moved{num_slots, 0, num_slots * row_bytes, {}};
+    return TracedRows{num_slots, 0, num_slots * row_bytes, {}};
   };
   return c;
 }
@@ -228,10 +228,10 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.moved = [args, experts = num_experts_ / ep_size()] {
     const int32_t* dropped = args.dropped_counts;
     const int32_t* tokens = args.token_counts;
-    return Moved{args.total_recv_tokens[0],
-                 std::accumulate(dropped, dropped + experts, int64_t{0}),
-                 0,
-                 {tokens, tokens + experts}};
+    return TracedRows{args.total_recv_tokens[0],
+                      std::accumulate(dropped, dropped + experts, int64_t{0}),
+                      0,
+                      {tokens, tokens + experts}};
   };
   std::vector<bool> is_local;
   for (int32_t r = 0; r < dims.ep_size; ++r) {

@@ -38,21 +38,38 @@ Status Device::Init(int32_t ordinal, int32_t num_reports) {
       cuda.Check(cuda.cuDevicePrimaryCtxRetain(&context_, device_),
                  "cuDevicePrimaryCtxRetain"));
   Scope scope(*this);
+  std::byte* host = nullptr;
+  std::byte* device = nullptr;
+  EP_RETURN_IF_ERROR(AllocateShared(
+      sizeof(Progress) + num_reports * sizeof(Report), &host, &device));
+  progress_ = reinterpret_cast<Progress*>(host);
+  reports_ = reinterpret_cast<Report*>(progress_ + 1);
+  device_progress_ = reinterpret_cast<Progress*>(device);
+  device_reports_ = reinterpret_cast<Report*>(device_progress_ + 1);
+  return LoadKernels();
+}
+
+Status Device::AllocateShared(int64_t bytes, std::byte** host,
+                              std::byte** device) const {
+  const Libraries& cuda = libraries_;
   void* memory = nullptr;
-  const size_t bytes = sizeof(Progress) + num_reports * sizeof(Report);
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_DEVICEMAP),
                  "cuMemHostAlloc"));
   std::memset(memory, 0, bytes);
-  progress_ = static_cast<Progress*>(memory);
-  reports_ = reinterpret_cast<Report*>(progress_ + 1);
+  *host = static_cast<std::byte*>(memory);
   CUdeviceptr address = 0;
   EP_RETURN_IF_ERROR(
       cuda.Check(cuda.cuMemHostGetDevicePointer(&address, memory, 0),
                  "cuMemHostGetDevicePointer"));
-  device_progress_ = reinterpret_cast<Progress*>(address);
-  device_reports_ = reinterpret_cast<Report*>(device_progress_ + 1);
-  return LoadKernels();
+  *device = reinterpret_cast<std::byte*>(address);
+  return Status();
+}
+
+Status Device::AllocateRing(int64_t bytes) {
+  if (device_ring_) return Status();
+  Scope scope(*this);
+  return AllocateShared(bytes, &ring_, &device_ring_);
 }
 
 Status Device::LoadKernels() {
@@ -89,6 +106,7 @@ Device::~Device() {
     Scope scope(*this);
     if (module_) libraries_.cuModuleUnload(module_);
     if (progress_) libraries_.cuMemFreeHost(progress_);
+    if (ring_) libraries_.cuMemFreeHost(ring_);
   }
   libraries_.cuDevicePrimaryCtxRelease(device_);
 }

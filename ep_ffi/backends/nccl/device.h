@@ -8,6 +8,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -82,6 +83,12 @@ class Device {
   Progress* device_progress() const { return device_progress_; }
   Progress ReadProgress() const;
 
+  // Allocates host memory that the device sees, for as long as the object
+  // lives. No effect if there is some.
+  Status AllocateRing(int64_t bytes);
+  std::byte* ring() const { return ring_; }
+  std::byte* device_ring() const { return device_ring_; }
+
   // Waits until the device has run all that was enqueued.
   Status Synchronize() const;
 
@@ -93,6 +100,10 @@ class Device {
   explicit Device(const Libraries& libraries) : libraries_(libraries) {}
 
   Status Init(int32_t ordinal, int32_t num_reports);
+  // Allocates `bytes` zeros, which the host and the device see at addresses of
+  // their own.
+  Status AllocateShared(int64_t bytes, std::byte** host,
+                        std::byte** device) const;
   Status LoadKernels();
   Status Launch(Kernel kernel, int64_t blocks, CUstream stream,
                 void** parameters) const;
@@ -108,6 +119,8 @@ class Device {
   Report* reports_ = nullptr;
   Progress* device_progress_ = nullptr;
   Report* device_reports_ = nullptr;
+  std::byte* ring_ = nullptr;
+  std::byte* device_ring_ = nullptr;
   bool leaked_ = false;
 };
 

@@ -91,7 +91,21 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
           StrCat("rank ", options.rank, " of EP domain ", options.domain),
           options.timeout_s, options.exit_after_s)),
       communicator_(std::move(communicator)),
-      reports_(device_, options.sizes, options.domain, options.timeout_s) {}
+      reports_(device_, options.sizes, options.domain, options.timeout_s),
+      stamps_(device_, options.sizes, options.rank) {}
+
+Status NcclGroup::StartTrace(const std::string& path) {
+  MutexLock lock(mutex_);
+  EP_RETURN_IF_ERROR(failed_);
+  return stamps_.Start(path);
+}
+
+Status NcclGroup::StopTrace() {
+  MutexLock lock(mutex_);
+  const Status drained = failed_.ok() ? Drain() : failed_;
+  const Status stopped = stamps_.Stop();
+  return drained.ok() ? stopped : drained;
+}
 
 Status NcclGroup::Check() {
   MutexLock lock(mutex_);
@@ -111,6 +125,7 @@ Status NcclGroup::Close() {
   }
   communicator_.reset();
   watchdog_->Stop();
+  (void)stamps_.Stop();
   failed_ = Status(Code::kFailedPrecondition,
                    StrCat("the group \"", options_.name,
                           "\" was finalized; bootstrap a new one"));
@@ -196,7 +211,7 @@ Status NcclGroup::EnqueuePrepare(const Call& call, const PrepareArgs& args) {
                       args.num_tokens, args.top_k, stream);
       })));
   reports_.Add(Name(call), layer);
-  AddToWatchdog(call);
+  NoteEnqueued(call, routing, /*row_bytes=*/0);
   return Status();
 }
 
@@ -269,7 +284,7 @@ Status NcclGroup::EnqueueMove(
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFinish, std::clamp(rows.count, int64_t{1}, kFinishBlocks),
       stream, &routing, &moved)));
-  AddToWatchdog(call);
+  NoteEnqueued(call, routing, rows.row_bytes());
   if (!is_checked) return Status();
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(
       Device::kFindNotFinite, rows.count, stream, &routing, &moved)));
@@ -277,7 +292,12 @@ Status NcclGroup::EnqueueMove(
                                               stream, &routing, &moved));
 }
 
-void NcclGroup::AddToWatchdog(const Call& call) {
+void NcclGroup::NoteEnqueued(const Call& call, const Routing& routing,
+                             int64_t row_bytes) {
+  const Site& site = *call.site;
+  stamps_.Add(
+      {call.op, site.layer.name, site.program, site.id, step_, options_.domain},
+      routing, row_bytes);
   watchdog_->Add(StrCat(Name(call), ", step ", step_, " of \"",
                         call.site->program, "\", op ", call.site->position));
 }
@@ -297,6 +317,7 @@ Routing NcclGroup::NextRouting(const Layer& layer, int64_t num_tokens,
   Routing routing =
       RoutingIn(options_.sizes, layer, num_tokens, options_.rank, mem);
   watchdog_->Number(&routing);
+  stamps_.Give(&routing);
   return routing;
 }
 
@@ -335,6 +356,7 @@ Status NcclGroup::Drain() {
     const Status status = TakeOutcome();
     if (first.ok()) first = status;
   }
+  stamps_.Collect(/*all_have=*/failed_.ok());
   const Status shared = reports_.TakeShared();
   return first.ok() ? shared : first;
 }

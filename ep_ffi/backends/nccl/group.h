@@ -47,6 +47,7 @@
 #include "ep_ffi/backends/nccl/limits.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/runs.h"
+#include "ep_ffi/backends/nccl/stamps.h"
 #include "ep_ffi/backends/nccl/watchdog.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/hash.h"
@@ -89,6 +90,8 @@ class NcclGroup : public Group {
 
   // A stream ends with its program; there is no run to fail.
   void FailRun(int64_t, const Status&) override {}
+  Status StartTrace(const std::string& path) override;
+  Status StopTrace() override;
   Status Check() override;
   Status Close() override;
 
@@ -115,8 +118,9 @@ class NcclGroup : public Group {
   // Returns the routing in `mem` for the op that is enqueued next.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
       EP_REQUIRES(mutex_);
-  // Notes that all of an op was enqueued.
-  void AddToWatchdog(const Call& call) EP_REQUIRES(mutex_);
+  // Notes that all of an op was enqueued, whose rows have so many bytes.
+  void NoteEnqueued(const Call& call, const Routing& routing, int64_t row_bytes)
+      EP_REQUIRES(mutex_);
 
   Status SizeMem(const Layer& layer, int64_t num_tokens, int64_t* out) const
       EP_REQUIRES(mutex_);
@@ -142,6 +146,7 @@ class NcclGroup : public Group {
   mutable Mutex mutex_;
   std::shared_ptr<Communicator> communicator_ EP_GUARDED_BY(mutex_);
   Reports reports_ EP_GUARDED_BY(mutex_);
+  Stamps stamps_ EP_GUARDED_BY(mutex_);
   Runs runs_ EP_GUARDED_BY(mutex_);
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // of the run of the current op
   // Hash of the ops that were enqueued since the last prepare.

@@ -17,7 +17,8 @@
 
 #include "kernels.h"
 
-#ifndef EP_NCCL_HAS_WARPS  // the fake has its own
+#ifndef EP_NCCL_IS_FAKE  // which has its own
+#include "timer.h"
 #include "warp.h"
 #endif
 
@@ -89,6 +90,20 @@ __device__ void CountOp(uint64_t number, uint64_t* count) {
   *static_cast<volatile uint64_t*>(count) = number;
 }
 
+__device__ void BeginOp(const Routing& r) {
+  if (r.stamp) r.stamp->begun = Nanoseconds();
+  CountOp(r.number, &r.progress->begun);
+}
+
+__device__ void EndOp(const Routing& r, int64_t rows) {
+  if (r.stamp) {
+    r.stamp->ended = Nanoseconds();
+    r.stamp->rows = rows;
+    __threadfence_system();
+  }
+  CountOp(r.number, &r.progress->ended);
+}
+
 // Writes a report unless there is one that the host has not taken yet.
 __device__ void WriteFirstReport(Report* report, const Outcome& outcome) {
   if (*static_cast<volatile uint64_t*>(&report->ticket) == 0) {
@@ -148,7 +163,7 @@ __device__ void WriteOutcome(const Routing& r, const Outcome& outcome) {
   const bool failed = outcome.fault != Fault::kNone;
   *r.total_recv_tokens = failed ? -1 : r.needs[r.rank];
   *r.max_recv_tokens = failed ? -1 : largest;
-  CountOp(r.number, &r.progress->ended);
+  EndOp(r, *r.total_recv_tokens);
   WriteReport(r.report, outcome, r.ticket);
 }
 
@@ -160,6 +175,9 @@ __device__ void WriteSlab(const Routing& r, int32_t j, bool failed) {
   r.group_sizes[j] = min(RoundUp(total, r.alignment), left);
   r.token_counts[j] = min(total, left);
   r.dropped_counts[j] = total - r.token_counts[j];
+  if (!r.stamp) return;
+  r.stamp_counts[j] = r.token_counts[j];
+  r.stamp_counts[r.num_local + j] = r.dropped_counts[j];
 }
 
 // Returns whether a choice of a routing without faults has a slot.
@@ -215,7 +233,7 @@ extern "C" __global__ void EpSumChoices(Routing r) {
     return FirstWrong(r, chunk) < r.num_choices;
   });
   if (Lane() != 0) return;
-  CountOp(r.number, &r.progress->begun);
+  BeginOp(r);
   Outcome found = {};
   if (r.place && r.place[0] != r.index) {
     found = {Fault::kOtherPlace, 0, 0, 0, r.place[0]};
@@ -274,7 +292,7 @@ extern "C" __global__ void EpWriteRouting(Routing r) {
 // op, that op will report that it is not a routing any more. Runs any number of
 // threads.
 extern "C" __global__ void EpClearForeign(Routing r) {
-  if (ThreadIndex() == 0) CountOp(r.number, &r.progress->begun);
+  if (ThreadIndex() == 0) BeginOp(r);
   if (CheckHandle(r).fault != Fault::kForeignHandle) return;
   const int32_t stride = gridDim.x * blockDim.x;
   for (int64_t i = ThreadIndex(); i < r.num_nccl_ep_words; i += stride) {
@@ -288,7 +306,7 @@ extern "C" __global__ void EpClearForeign(Routing r) {
 // blocks, which take turns at the rows.
 extern "C" __global__ void EpFinish(Routing r, Moved m) {
   if (ThreadIndex() == 0) {
-    CountOp(r.number, &r.progress->ended);
+    EndOp(r, r.header->num_slots);
     if (m.exponent) r.header->not_finite = 0;
   }
   const Outcome outcome = CheckHandle(r);

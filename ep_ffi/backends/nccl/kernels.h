@@ -57,6 +57,14 @@ struct Progress {
                    // prepare it has not, but all ranks have met.
 };
 
+// Host memory into which the device writes, for a trace, when an op began and
+// ended, in nanoseconds, and its slots; of a prepare, the rows wanted.
+struct Stamp {
+  uint64_t begun;
+  uint64_t ended;
+  int64_t rows;
+};
+
 // The first bytes of EpHandle.mem.
 struct Header {
   uint64_t magic;
@@ -128,6 +136,9 @@ struct Routing {
 
   Progress* progress;
   uint64_t number;  // of the op
+
+  Stamp* stamp;           // null if there is no trace
+  int32_t* stamp_counts;  // [2][L] of a prepare: tokens, dropped choices
 };
 
 // The rows and weights that dispatch, combine or their backward returns, after

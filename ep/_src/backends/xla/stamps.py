@@ -50,26 +50,21 @@ class Stamps:
     self._group = group
 
   def start(self, path: str) -> None:
-    """Creates the file, and keeps times from now on."""
+    """Keeps times for the file from now on."""
     with self._lock:
-      if self._path:
-        raise RuntimeError(
-          f"ep.trace: this group is traced already, to {self._path}; end that"
-          " trace first."
-        )
       self._path = pathlib.Path(path)
-      self._path.touch()
       self._runs: collections.Counter[Any] = collections.Counter()
       self._begins: dict[Any, dict[int, float]] = {}
       self._ends: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
       self._lost = 0
 
   def stop(self) -> None:
-    """Writes the file, in the form of trace.h. No effect if it is off."""
+    """Adds to the file, in the form of trace.h. No effect if it is off."""
     with self._lock:
       if self._path:
         lines = [json.dumps(line) + "\n" for line in self._lines()]
-        self._path.write_text("".join(lines))
+        with self._path.open("a") as file:
+          file.writelines(lines)
         self._path = None
 
   def before(
@@ -128,12 +123,6 @@ class Stamps:
     assert meshes.has_devices(mesh)
     devices = meshes.domains(mesh, self._group.axis_name)
     me = jax.process_index()
-    numbers = meshes.processes(mesh)
-    yield dict(
-      process=numbers.index(me),
-      ep_size=self._group.ep_size,
-      processes=[numbers.index(d.process_index) for d in devices.flat],
-    )
     for (site, domain, step), begins in self._begins.items():
       ends = self._ends[site, domain, step]
       mine = {r for r, d in enumerate(devices[domain]) if d.process_index == me}

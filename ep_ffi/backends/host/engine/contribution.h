@@ -15,6 +15,7 @@
 #include "ep_ffi/backends/host/transport/signature.h"
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/core/status.h"
+#include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
@@ -31,15 +32,6 @@ struct AllArrays {
   std::vector<ChoicesView> choices;
 };
 
-// Counts for a trace what a rank has moved. Rows are what ep_prepare found that
-// the rank receives, or the slots, with padding, that a mover fills or reads.
-struct Moved {
-  int64_t rows = 0;
-  int64_t dropped = 0;  // of ep_prepare
-  int64_t bytes = 0;
-  std::vector<int32_t> tokens;  // of ep_prepare, by local expert
-};
-
 struct Contribution {
   Signature signature;
   Arrays arrays;
@@ -51,7 +43,7 @@ struct Contribution {
   int64_t num_chunks = 0;
   std::function<Status(const AllArrays& ranks, int64_t chunk)> run;
   // Returns what was moved, after the work; null for nothing.
-  std::function<Moved()> moved;
+  std::function<TracedRows()> moved;
 };
 
 // Copies the arrays of a contribution to a segment, which is large enough.

@@ -13,6 +13,14 @@
 #include "ep_ffi/core/clock.h"
 
 namespace ep::host {
+namespace {
+
+TracedOp ForTrace(const PostedOp& op, int32_t domain) {
+  return {op.op, op.layer, op.program, op.launch.site_id, op.launch.number,
+          domain};
+}
+
+}  // namespace
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),
@@ -216,7 +224,7 @@ void Exchanges::Finish(Exchange& exchange, const Status& status, int32_t own) {
     MutexLock lock(mutex_);
     outcomes_.ReportError();
   }
-  if (status.ok() && exchange.complete_at > 0) trace_.Add(exchange);
+  if (status.ok() && exchange.complete_at > 0) TraceEnd(exchange);
   for (size_t r = 0; r < exchange.parts.size(); ++r) {
     Part& part = exchange.parts[r];
     if (part.process >= 0) peers_->SendRelease(part.process, part.segment);
@@ -276,8 +284,9 @@ void Exchanges::FailCall(const Call& call, const Status& reason) {
       reason);
   if (index >= 0) {
     const int32_t size = topology().ep_size;
-    trace_.Fail({op, index / size, {index % size}, /*are_absent=*/true},
-                status);
+    trace_.Fail(
+        {ForTrace(op, index / size), {index % size}, /*are_absent=*/true},
+        status);
   }
   CompleteWithError(call, status);
 }
@@ -329,8 +338,26 @@ void Exchanges::FailRunHere(int64_t run_id, const Status& status) {
   for (const ExchangePtr& e : failed) Finish(*e, status);
 }
 
+void Exchanges::TraceEnd(const Exchange& exchange) {
+  TracedExchange traced;
+  traced.began = exchange.complete_at;
+  traced.ended = Now();
+  double waited = 0;
+  for (const Part& part : exchange.parts) {
+    if (part.came_at == 0) return;
+    traced.came.push_back(part.came_at);
+    TracedRows& moved = traced.moved.emplace_back();
+    if (!part.done) continue;
+    traced.op = ForTrace(part.op, exchange.key.domain);
+    moved = part.contribution.moved ? part.contribution.moved()
+                                    : TracedRows{0, 0, 0, {}};
+    waited += exchange.complete_at - part.came_at;
+  }
+  trace_.Add(std::move(traced), waited);
+}
+
 void Exchanges::TraceFailure(const Exchange& exchange, const Status& status) {
-  trace_.Fail({exchange.FirstPost().op, exchange.key.domain,
+  trace_.Fail({ForTrace(exchange.FirstPost().op, exchange.key.domain),
                exchange.Outliers(), exchange.num_missing > 0},
               status);
 }
@@ -345,7 +372,8 @@ void Exchanges::TraceLeft(const PostedOp& op, int32_t domain,
     if (!left.ok()) ranks.push_back(r);
   }
   if (ranks.empty()) return;  // this process has closed the group
-  trace_.Fail({op, domain, std::move(ranks), /*are_absent=*/true}, status);
+  trace_.Fail({ForTrace(op, domain), std::move(ranks), /*are_absent=*/true},
+              status);
 }
 
 template <typename Match>

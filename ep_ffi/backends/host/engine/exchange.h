@@ -26,7 +26,6 @@
 //   outcomes.h   whether a post can still come, and if not, why
 //   batch.h      the work of a complete exchange
 //   report.h     what messages say
-//   trace.h      when ranks came, and what they moved
 //   peers.h      the other processes
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_EXCHANGE_H_
@@ -47,13 +46,13 @@
 #include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/backends/host/engine/posted_op.h"
 #include "ep_ffi/backends/host/engine/report.h"
-#include "ep_ffi/backends/host/engine/trace.h"
 #include "ep_ffi/backends/host/engine/workers.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/peers.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
+#include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
@@ -86,10 +85,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // that it has failed.
   void FailRunHere(int64_t run_id, const Status& status);
 
-  // See trace.h.
-  Status StartTrace(const std::string& path) {
-    return trace_.Start(path, topology());
-  }
+  // See core/trace.h.
+  Status StartTrace(const std::string& path) { return trace_.Start(path); }
   Status StopTrace() { return trace_.Stop(); }
   double Waited() { return trace_.Waited(); }
 
@@ -157,6 +154,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Fails a run in this process and in all others.
   void FailRunEverywhere(uint64_t site_id, int64_t run_id,
                          const Status& status);
+  // Keeps an exchange in the trace, unless that was off when a post came.
+  void TraceEnd(const Exchange& exchange);
   // Keeps in the trace that an exchange has failed.
   void TraceFailure(const Exchange& exchange, const Status& status);
   // Keeps in the trace that an op has failed because ranks that have not posted

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -41,12 +42,19 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// Replaces warp.h, which warp_test tests: here the first thread of a warp
-// stores what all its threads would, and each computes the result by itself.
-#define EP_NCCL_HAS_WARPS
+// Replaces timer.h and warp.h, which warp_test tests: here the first thread of
+// a warp stores what all its threads would, and each computes the result by
+// itself.
+#define EP_NCCL_IS_FAKE
 
 namespace ep::nccl {
 namespace {
+
+uint64_t Nanoseconds() {
+  return std::chrono::nanoseconds(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
 
 template <typename Load, typename Store>
 int32_t WarpScan(int32_t lane, int32_t count, Load load, Store store) {

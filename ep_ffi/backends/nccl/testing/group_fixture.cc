@@ -83,6 +83,10 @@ class InHandlerGroup : public Group {
   void FailRun(int64_t run_id, const Status& status) override {
     group_->FailRun(run_id, status);
   }
+  Status StartTrace(const std::string& path) override {
+    return group_->StartTrace(path);
+  }
+  Status StopTrace() override { return group_->StopTrace(); }
   Status Check() override { return group_->Check(); }
   Status Close() override { return group_->Close(); }
 

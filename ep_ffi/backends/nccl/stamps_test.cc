@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tests what a trace has of ops that the device has run.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <fstream>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
+
+namespace ep::nccl {
+namespace {
+
+using StampsTest = NcclGroupTest;
+INSTANTIATE_TEST_SUITE_P(Fake, StampsTest, ::testing::Values(FakeNccl()));
+
+std::vector<std::string> Lines(const std::string& path) {
+  std::ifstream file(path);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(line);
+  return lines;
+}
+
+// Returns the text of a JSON list, or number, that follows its name.
+std::string Field(const std::string& line, const std::string& name) {
+  const size_t begin = line.find(StrCat("\"", name, "\":")) + name.size() + 3;
+  const size_t end = line[begin] == '['
+                         ? line.find(name == "tokens" ? "]]" : "]", begin) +
+                               (name == "tokens" ? 2 : 1)
+                         : line.find_first_of(",}", begin);
+  return line.substr(begin, end - begin);
+}
+
+// Returns a list by rank that has `own` at `rank`, and else `other`.
+std::string ListWith(int64_t size, int64_t rank, const std::string& own,
+                     const std::string& other) {
+  std::string list;
+  for (int64_t r = 0; r < size; ++r) {
+    list += (r ? "," : "[") + (r == rank ? own : other);
+  }
+  return list + "]";
+}
+
+double OwnTime(const std::string& line, int64_t rank) {
+  std::string list = Field(line, "came").substr(1);
+  for (int64_t r = 0; r < rank; ++r) list = list.substr(list.find(',') + 1);
+  return std::stod(list);
+}
+
+TEST_P(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
+  const PlanDims dims = {
+      /*num_experts=*/8, /*ep_size=*/4,   /*num_tokens=*/20,
+      /*top_k=*/3,       /*capacity=*/24, /*alignment=*/4,
+      /*drop=*/true};
+  const Domain domain = MakeDomain({dims});
+  std::vector<std::string> paths;
+  (void)PrepareRandom(domain, dims);  // before the trace
+  for (int64_t rank = 0; rank < domain.size(); ++rank) {
+    paths.push_back(StrCat(::testing::TempDir(), "/stamps.", rank));
+    std::ofstream head(paths.back());
+    head << "{}\n";
+    head.close();
+    ExpectOk(domain.groups[rank]->StartTrace(paths.back()));
+  }
+  const Routed routed = PrepareRandom(domain, dims);
+  for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
+  ForEachRank(domain.size(), [&](int64_t rank) {
+    ExpectOk(domain.groups[rank]->StopTrace());
+  });
+  (void)PrepareRandom(domain, dims);  // after it
+
+  EXPECT_TRUE(routed.layout.Overflows(dims));
+  const int64_t row_bytes = AnyType().width * ByteWidth(AnyType().dtype);
+  for (int64_t rank = 0; rank < domain.size(); ++rank) {
+    SCOPED_TRACE(rank);
+    const auto list = [&](int64_t own) {
+      return ListWith(dims.ep_size, rank, std::to_string(own), "-1");
+    };
+    const std::vector<std::string> lines = Lines(paths[rank]);
+    ASSERT_EQ(7u, lines.size());
+    const auto& sizes = routed.layout.group_sizes[rank];
+    const int64_t slots =
+        std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    double last_end = 0;
+    for (size_t i = 1; i < 6; ++i) {
+      const std::string& line = lines[i];
+      SCOPED_TRACE(line);
+      EXPECT_EQ("null", Field(line, "began"));
+      const double came = OwnTime(line, rank);
+      const double ended = std::stod(Field(line, "ended"));
+      EXPECT_LE(last_end, came);
+      EXPECT_LE(came, ended);
+      last_end = ended;
+      if (i == 1) continue;
+      EXPECT_EQ(list(slots), Field(line, "rows"));
+      EXPECT_EQ(list(slots * row_bytes), Field(line, "bytes"));
+      EXPECT_EQ(list(0), Field(line, "dropped"));
+    }
+    EXPECT_EQ(list(routed.layout.total_recv_tokens[rank]),
+              Field(lines[1], "rows"));
+    const auto& dropped = routed.layout.dropped_counts[rank];
+    EXPECT_EQ(list(std::accumulate(dropped.begin(), dropped.end(), int64_t{0})),
+              Field(lines[1], "dropped"));
+    const auto& tokens = routed.layout.token_counts[rank];
+    EXPECT_EQ(ListWith(dims.ep_size, rank,
+                       StrCat("[", tokens[0], ",", tokens[1], "]"), "[]"),
+              Field(lines[1], "tokens"));
+    EXPECT_EQ("{\"lost\":0}", lines[6]);
+  }
+}
+
+TEST_P(StampsTest, AGroupThatClosesEndsItsTrace) {
+  const Domain domain = MakeDomain(kWorld);
+  const std::string path = StrCat(::testing::TempDir(), "/lost");
+  ExpectOk(domain.groups[0]->StartTrace(path));
+  for (int i = 0; i < 3; ++i) (void)PrepareRandom(domain, kDims);
+  ExpectOk(domain.groups[0]->Check());  // takes what has ended
+  ExpectOk(domain.groups[0]->Close());
+  EXPECT_EQ(4u, Lines(path).size());
+}
+
+}  // namespace
+}  // namespace ep::nccl
