@@ -274,7 +274,7 @@ class LayerConfig:
     if group.max_tokens_per_rank is not None or (
       self.capacity_factor is None and group.recv_capacity_per_rank is not None
     ):
-      inherit("recv_capacity_per_rank", self._rows(most))
+      inherit("recv_capacity_per_rank", self.rows_for(most))
     # A rank needs a slab for each local expert, unless fewer rows can arrive.
     least = min(group.num_local_experts * self.alignment, worst_case)
     rows = self.capacity_for(most)
@@ -334,10 +334,10 @@ class LayerConfig:
     )
     if self.recv_capacity_per_rank is not None:
       return self.recv_capacity_per_rank
-    return self._rows(max(num_tokens, 1))
+    return self.rows_for(max(num_tokens, 1))
 
-  def _rows(self, num_tokens: int) -> int:
-    """Returns the capacity for T > 0 if the layer states none."""
+  def rows_for(self, num_tokens: int) -> int:
+    """Returns the capacity for T > 0 tokens if the layer states none."""
     rows = self.group.recv_capacity_per_rank
     if rows is None:
       rows = self.worst_case(num_tokens)

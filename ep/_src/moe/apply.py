@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import functools
+import math
 
 import jax
 from jax import lax
@@ -17,6 +18,7 @@ from ep._src.moe import losses, parameters, router
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
+from ep._src.moe.parts import in_parts
 
 
 def of_rank(
@@ -84,23 +86,34 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
-  y, handle = through_experts(
-    layer,
-    config.experts,
-    experts,
-    x_inner,
-    topk_idx,
-    topk_weights,
-    weigh_moved=lambda used_idx: route(forced_idx=used_idx)[1],
-    beside=(lambda: present(_shared(config, params, x_inner)))
-    if config.shared_inner
-    else None,
-  )
+  args = layer, config.experts, experts, x_inner, topk_idx, topk_weights
+
+  def weigh_moved(used_idx):
+    return route(forced_idx=used_idx)[1]
+
+  def shared():
+    return present(_shared(config, params, x_inner))
+
+  num_parts = min(config.token_chunks, math.prod(x.shape[:-1]))
+  if num_parts > 1:
+    y, received = in_parts(*args, num_parts, weigh_moved)
+    y = y + shared() if config.shared_inner else y
+  else:
+    y, handle = through_experts(
+      *args,
+      weigh_moved=weigh_moved,
+      beside=shared if config.shared_inner else None,
+    )
+    received = (
+      handle.total_recv_tokens,
+      handle.dropped_counts,
+      handle.candidate,
+    )
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
     choices = topk_idx[..., : config.top_k]
-    return y, _metrics(layer, config, logits, choices, mask, handle)
+    return y, _metrics(layer, config, logits, choices, mask, *received)
 
 
 def _local_params(layer, config, params):
@@ -139,14 +152,16 @@ def _shared(config, params, x):
   return product(hidden, "down")
 
 
-def _metrics(layer, config, logits, topk_idx, mask, handle):
+def _metrics(
+  layer, config, logits, topk_idx, mask, rows, dropped_counts, candidate
+):
   axes = layer.group.token_axes
   experts = config.num_experts
   choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
   load = choices.reshape(-1, experts).sum(axis=0)
-  numbers = load, *_drops_and_moves(layer, handle)
+  numbers = load, *_drops_and_moves(layer, dropped_counts, candidate)
   load, drops, moved = lax.psum(numbers, axes)
   return Metrics(
     load=load,
@@ -157,19 +172,19 @@ def _metrics(layer, config, logits, topk_idx, mask, handle):
     entropy=losses.router_entropy(logits, **batch),
     drops=drops,
     moved=moved,
-    max_rank_rows=lax.pmax(handle.total_recv_tokens[0], axes),
+    max_rank_rows=lax.pmax(rows[0], axes),
   )
 
 
-def _drops_and_moves(layer, handle):
+def _drops_and_moves(layer, dropped_counts, candidate):
   """Returns drops [E] of this rank's experts, and moves of its tokens."""
   drops = jnp.zeros((layer.ep_size, layer.num_local_experts), jnp.int32)
   if layer.overflow != "chunk":  # else what the handle drops goes in chunks
     me = lax.axis_index(layer.group.axis_name)
-    drops = drops.at[me].set(handle.dropped_counts)
+    drops = drops.at[me].set(dropped_counts)
   moved = jnp.zeros((), jnp.int32)
-  if handle.candidate is not None:
-    moved += (handle.candidate >= layer.top_k).sum(dtype=jnp.int32)
+  if candidate is not None:
+    moved += (candidate >= layer.top_k).sum(dtype=jnp.int32)
   return drops.ravel(), moved
 
 

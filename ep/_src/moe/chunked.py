@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ import jax.numpy as jnp
 from ep._src.base import arguments, compat, reverse_mode
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.network import Experts
+from ep._src.moe.parts import Parts
 from ep._src.moe.round_trip import round_trip
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
@@ -131,11 +131,7 @@ def _whole(experts, floats, topk_idx, handle):
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-  """Computes what `_whole` does, and its gradients, chunk by chunk.
-
-  Chunk i has the i-th part of each rank's tokens, in order. Tokens that choose
-  no expert are added to the last one.
-  """
+  """Computes what `_whole` does, and its gradients, chunk by chunk."""
 
   layer: EpLayerConfig
   experts: Experts
@@ -144,13 +140,11 @@ class _Chunks:
   def __call__(self, floats, topk_idx, handle):
     del handle
     params, tokens, weights = floats
-
-    def step(_, chunk):
-      return None, self._of_chunk(params, *chunk)
-
-    chunks = self._split(tokens), self._split(weights), self._ids(topk_idx)
-    _, out = lax.scan(step, None, chunks)
-    return self._join(out, tokens.shape)
+    parts = Parts(topk_idx.shape[:-1], self.num_chunks)
+    chunks = *map(parts.split, (tokens, weights)), parts.split(topk_idx, -1)
+    return parts.join(
+      lax.map(lambda chunk: self._of_chunk(params, *chunk), chunks)
+    )
 
   def gradients(self, ct, floats, topk_idx, handle):
     """Returns the gradients of the floats.
@@ -174,33 +168,19 @@ class _Chunks:
     leaves, tree = jax.tree.flatten(zeros)
     leaves = compat.vary_together(*leaves, ct)[:-1]
     zeros = jax.tree.unflatten(tree, leaves)
-    parts = map(self._split, (tokens, weights))
-    chunks = *parts, self._ids(topk_idx), self._split(ct)
+    parts = Parts(topk_idx.shape[:-1], self.num_chunks)
+    tokens, weights, ct = map(parts.split, (tokens, weights, ct))
+    chunks = tokens, weights, parts.split(topk_idx, -1), ct
     sums, grads = lax.scan(step, zeros, chunks)
     return (
       jax.tree.map(lambda g, p: g.astype(p.dtype), sums, params),
-      *map(self._join, grads, (tokens.shape, weights.shape)),
+      *map(parts.join, grads),
     )
 
   def _of_chunk(self, params, tokens, weights, topk_idx):
     with tapping(None):  # the tap has read all tokens
       handle = ep_prepare(self.layer, topk_idx, weights)
     return _whole(self.experts, (params, tokens, weights), topk_idx, handle)
-
-  def _ids(self, topk_idx):
-    return self._split(topk_idx, fill=-1)
-
-  def _split(self, x, fill=0):
-    """Returns [num_chunks, tokens of a chunk, n] of x [..., n]."""
-    x = x.reshape(-1, x.shape[-1])
-    missing = -len(x) % self.num_chunks
-    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
-    return x.reshape(self.num_chunks, -1, x.shape[-1])
-
-  def _join(self, chunks, shape):
-    """Returns the array of that shape that was split."""
-    rows = chunks.reshape(-1, shape[-1])
-    return rows[: math.prod(shape[:-1])].reshape(shape)
 
 
 def _either(

@@ -13,7 +13,7 @@ from ep._src.base.config import short_repr
 from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
 
-_POSITIVE = ("hidden", "inner", "num_experts", "top_k")
+_POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
 _FLAGS = ("gated", "biases", "router_bias", "normalize", "deterministic")
 
 
@@ -57,6 +57,12 @@ class MoEConfig:
       choice without room moves to one of the others. The weights of a token are
       those that the router gives to the experts that it gets. None for no
       moves. It needs a `capacity_factor`, or a group with a capacity.
+    token_chunks: n: the tokens of a rank go through the experts in n parts of
+      as many tokens, one after another, forward and backward. A rank then has
+      room for the rows of a part. Outputs have the same bits for every n,
+      unless choices are dropped: the capacity is a part's. It takes time: the
+      backward pass computes the experts again. Not with overflow = "chunk" or
+      `deterministic`.
     tp_axis: a mesh axis over which inner sizes are split. It is none of the
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
@@ -96,6 +102,7 @@ class MoEConfig:
   overflow: Literal["error", "drop", "chunk"] | None = None
   drop_by: Literal["slot", "weight", "fair"] | None = None
   num_candidates: int | None = None
+  token_chunks: int = 1
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
@@ -144,6 +151,13 @@ class MoEConfig:
       )
       object.__setattr__(self, "num_candidates", candidates)
     arguments.check_choices(what, self, **_CHOICES)
+    arguments.check(
+      self.token_chunks == 1 or not self.deterministic,
+      what,
+      f"token_chunks = {self.token_chunks}, but deterministic = True promises"
+      " the same bits for every split of the ranks into mesh axes, on which a"
+      " sum over chunks depends; pass token_chunks = 1.",
+    )
     arguments.function(what, "activation", self.activation)
     if self.up_activation is not None:
       arguments.function(what, "up_activation", self.up_activation)

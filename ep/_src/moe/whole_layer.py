@@ -280,6 +280,16 @@ def _bind(config, group, name):
     num_candidates=config.num_candidates,
     name=name,
   )
+  arguments.check(
+    config.token_chunks == 1 or layer.overflow != "chunk",
+    what,
+    f"token_chunks = {config.token_chunks} splits the tokens of every step,"
+    ' and overflow = "chunk" those of a step that does not fit; choose one.',
+  )
+  most = group.max_tokens_per_rank
+  if most is not None and config.token_chunks > 1:
+    of_part = layer.rows_for(-(-most // config.token_chunks))
+    layer = dataclasses.replace(layer, recv_capacity_per_rank=of_part)
   fits_all = (
     config.capacity_factor is None and group.recv_capacity_per_rank is None
   )
