@@ -5,6 +5,7 @@ A case is a layer and M candidates for each token. One program computes all
 routings of a layer, in a `scan`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -468,6 +469,20 @@ def test_a_layer_of_chunks_is_no_layer_of_an_op():
   chunks = layer(overflow="chunk", recv_capacity_per_rank=16)
   with pytest.raises(ValueError, match='ep_prepare.*"chunk".*ep.MoE'):
     ep.ep_prepare(chunks, jnp.zeros((4 * T, K), jnp.int32))
+
+
+def test_layers_of_other_names_share_the_assignment(spilling):
+  """A program has it once, and its length does not grow with its layers."""
+  layers = [dataclasses.replace(spilling, name=f"{i}") for i in range(3)]
+
+  def call(ids, weights):
+    return [ep.ep_prepare(layer, ids, weights) for layer in layers]
+
+  case = Case(spilling, K + 1, routings=ROUTINGS[:1])
+  args = [put(spilling, x[0]) for x in case.arrays[:2]]
+  text = jax.jit(call).lower(*args).as_text()
+  assert text.count("call @_assign(") == 3
+  assert text.count("func.func private @_assign(") == 1
 
 
 def test_its_collectives_are_no_hidden_ones(spilling):

@@ -16,6 +16,7 @@ same. So the op is then given choices that fit, whatever the backend.
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -99,6 +100,9 @@ def assign(
 ) -> Assignment:
   """Assigns the choices of a rank. Collective over the EP domain.
 
+  Layers that are alike but for their names share one function in a program,
+  and JAX traces it once for all programs.
+
   Args:
     params: the parameters of the op. If the op does not drop, neither does
       this: the op gets the choices without a row, and fails.
@@ -107,9 +111,20 @@ def assign(
       further candidate that repeats an earlier one is none.
     weights: float [T, M], or None if the rule is "slot".
   """
-  layer, axis = params.layer, params.layer.group.axis_name
+  nameless = dataclasses.replace(params.layer, name="any")
+  return _assign(nameless, params.drop, topk_idx, weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _assign(
+  layer: LayerConfig,
+  drop: bool,
+  topk_idx: jax.Array,
+  weights: jax.Array | None,
+) -> Assignment:
+  axis = layer.group.axis_name
   L, E = layer.num_local_experts, layer.group.num_experts
-  T, K = params.num_tokens, layer.top_k
+  T, K = len(topk_idx), layer.top_k
   ids = _without_repeats(layer, topk_idx.astype(jnp.int32))
   # Without weights, the ids of an expert are all equal, and order nothing.
   orders = [] if weights is None else [_by_weight(weights)]
@@ -118,9 +133,13 @@ def assign(
     shared = lax.all_gather(shared, axis, tiled=True)
   all_ids, all_order = shared[..., 0], shared[..., -1]
   choices = all_ids[:, :K]
-  quota_of = _QUOTAS[layer.rule(weights is not None)]
-  assigned = _place(params, all_ids, all_order, quota_of)
-  is_dropped = (choices >= 0) & (assigned < 0) & params.drop
+  quota_of = functools.partial(
+    _QUOTAS[layer.rule(weights is not None)],
+    layer,
+    layer.capacity_for(T) // layer.alignment,
+  )
+  assigned = _place(layer, all_ids, all_order, quota_of)
+  is_dropped = (choices >= 0) & (assigned < 0) & drop
   dropped = jnp.where(is_dropped, choices, E)
   dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
   candidate = jnp.where(assigned < 0, _iota(K), assigned)
@@ -159,25 +178,25 @@ def _by_weight(weights: jax.Array) -> jax.Array:
 
 
 def _place(
-  params: OpParams, ids: jax.Array, order: jax.Array, quota_of: _QuotaOf
+  layer: LayerConfig, ids: jax.Array, order: jax.Array, quota_of: _QuotaOf
 ) -> jax.Array:
   """Returns int32 [N, K], the candidate that gets a row for each choice, or -1.
 
   Args:
-    params: the parameters of the op.
+    layer: the layer.
     ids: [N, M], candidates of all N tokens of a domain.
     order: [N, M], numbers by which the candidates of an expert are ordered;
       equal numbers keep the order of the candidates.
-    quota_of: the rule.
+    quota_of: the rule, of the blocks of a rank.
   """
-  E, K = params.layer.group.num_experts, params.layer.top_k
+  E, K = layer.group.num_experts, layer.top_k
   choices = _iota(K)
   used = ids[:, :K] >= 0
 
   def offer(rows, experts, order):
     """Offers [n] candidates; returns what `_take_turns` does."""
     experts = jnp.where(experts < 0, E, experts)
-    return _take_turns(params, rows, experts, order, quota_of)
+    return _take_turns(layer, rows, experts, order, quota_of)
 
   rows, gets_one = offer(
     jnp.zeros(E, jnp.int32), ids[:, :K].reshape(-1), order[:, :K].reshape(-1)
@@ -213,12 +232,11 @@ class _Offers(NamedTuple):
   row: jax.Array  # its row in the slab, if all of the expert get one
 
 
-def _take_turns(params, rows, experts, order, quota_of):
+def _take_turns(layer, rows, experts, order, quota_of):
   """Gives out rows to candidates [n], where `rows` [E] are given away already.
 
   Returns the new rows, and bool [n], whether each candidate gets a row.
   """
-  layer = params.layer
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   place = _iota(experts.size)
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
@@ -228,9 +246,7 @@ def _take_turns(params, rows, experts, order, quota_of):
   has = _blocks(layer, rows).reshape(P, L)
   wants = _blocks(layer, wanted).reshape(P, L)
   offers = _Offers(expert, order, place, row)
-  capacity = params.capacity // layer.alignment
-  quota = quota_of(layer, capacity, has, wants, offers)
-  quota = quota.reshape(E)
+  quota = quota_of(has, wants, offers).reshape(E)
   room = jnp.append(quota * layer.alignment, 0)[expert]
   gets_one = jnp.zeros(place.shape, bool).at[place].set(row < room)
   return jnp.minimum(wanted, quota * layer.alignment), gets_one
