@@ -48,14 +48,15 @@ def _on_cpu(worlds, xla):
 
 def _on_gpu(worlds, gpu):
     """Returns (world, variant) of the test for GPUs, one of which is a rank's."""
-    has_processes = [world for world in worlds if not world.startswith("1x")]
-    return [("4x1", "gpu")] if gpu and has_processes else []
+    if gpu == None:
+        gpu = any([not world.startswith("1x") for world in worlds])
+    return [("4x1", "gpu")] if gpu else []
 
 def ep_test(
         name,
         srcs = None,
         worlds = ["1x4", "2x2"],
-        gpu = True,
+        gpu = None,
         xla = [],
         smoke = [],
         quick_compiler = False,
@@ -79,8 +80,8 @@ def ep_test(
         processes do with each other name "4x1"; each process compiles all
         programs, so that takes twice as long. A test of plain Python, or of one
         device, names one world.
-      gpu: whether the test makes sense on GPUs, as 4x1. If all its worlds have
-        one process it does not run there.
+      gpu: whether the test runs on GPUs, as 4x1: by default, if one of its
+        worlds has several processes.
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.

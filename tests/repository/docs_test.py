@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of the pages hold in every world, with the arrays that they show."""
+"""Examples of the pages hold, with the arrays that they show."""
 
 import ast
 import functools
@@ -35,7 +35,7 @@ _PROGRAMS = pytest.mark.parametrize("title", ["The layer", "Twenty lines"])
 
 @_PROGRAMS
 def test_a_program_of_the_readme(title, capsys):
-  """It runs in every world, and prints what its last comment says."""
+  """It prints what its last comment says."""
   code = _example("README.md", title)
   promised = code.splitlines()[-1].partition("  # ")[2]
   names = {}
@@ -48,7 +48,6 @@ def test_a_program_of_the_readme(title, capsys):
   ep.ep_finalize(names["layer"].group)
 
 
-@pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
 @pytest.mark.parametrize(
   "title, processes, devices, in_function",
   [("The layer", 4, 1, True), ("Twenty lines", 2, 2, False)],
