@@ -15,6 +15,7 @@
     describe, checked   say what a step did, and what was wrong
     trace, explain      say which rank the others wait for, and why
     plan, Cluster       predict what a layer's exchanges cost on a cluster
+    place, Placement    find and say which rank holds which expert
 
 `ep.launch` starts processes and joins them; `ep.moe` has parameters, state and
 metrics of layers, `ep.presets` configurations of published models, `ep.debug`
@@ -51,6 +52,7 @@ from ep._src.moe.losses import router_z_loss as router_z_loss
 from ep._src.moe.losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
+from ep._src.moe.placement import Placement as Placement
 from ep._src.moe.router import route_topk as route_topk
 from ep._src.moe.routing_map import topk_from_map as topk_from_map
 from ep._src.moe.whole_layer import MoE as MoE
@@ -62,6 +64,7 @@ from ep._src.ops.hidden_collectives import (
 )
 from ep._src.ops.prepare import ep_prepare as ep_prepare
 from ep._src.planning.cluster import Cluster as Cluster
+from ep._src.planning.place import place as place
 from ep._src.planning.plan import Forecast as Forecast
 from ep._src.planning.plan import Plan as Plan
 from ep._src.planning.plan import plan as plan

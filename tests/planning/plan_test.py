@@ -16,7 +16,7 @@ import pytest
 import ep
 from ep._src.planning import command, links
 from ep._src.planning.demand import Counted, Layout
-from ep._src.planning.placement import place
+from ep._src.planning.place import NAMED
 from ep._src.records import files
 
 E, K, T = 16, 3, 20
@@ -72,9 +72,12 @@ def test_the_rows_of_each_link_are_those_of_each_token(
 ):
   ids = draw(nodes * gpus * T)
   ids[::3, 1] = -1
-  R, V = nodes * gpus, E + replicas
-  experts = place("balanced", np.arange(E) + 1.0, V, ep_size)
-  layout = Layout(R // ep_size, ep_size, max(1, ep_size // gpus), experts)
+  R = nodes * gpus
+  placement = ep.place(
+    np.arange(E), cluster(nodes, gpus), ep_size=ep_size, replicas=replicas
+  )
+  nodes_of_domain = max(1, ep_size // gpus)
+  layout = Layout(R // ep_size, ep_size, nodes_of_domain, placement.experts)
   (demand,) = Counted("", [ids], E, R).demands(layout)
   sent, received = links.TRANSPORTS[transport](demand)
   rows = rows_of(ids, layout, gpus, transport)
@@ -147,7 +150,10 @@ def test_where_experts_are_decides_what_moves():
   swapped = np.arange(E)
   swapped[[1, -1]] = swapped[[-1, 1]]
   plan = ep.plan(
-    cfg, cluster(), ids, placements=["linear", swapped, "balanced"]
+    cfg,
+    cluster(),
+    ids,
+    placements=["linear", ep.Placement(swapped), "balanced"],
   )
   linear, given, balanced = plan.forecasts
   np.testing.assert_array_equal(linear.rows, [8 * T * 2] + [0] * 7)
@@ -162,21 +168,24 @@ def test_where_experts_are_decides_what_moves():
   rank, others = np.arange(8), np.arange(2, E)
   copies = np.stack([0 * rank, 0 * rank + 1, others[rank], others[rank + 6]], 1)
   copied = forecast(
-    cfg, cluster(), ids, replicas=[16], placements=[copies.ravel()]
+    cfg,
+    cluster(),
+    ids,
+    replicas=[16],
+    placements=[ep.Placement(copies.ravel())],
   )
   np.testing.assert_array_equal(copied.rows, [2 * T] * 8)
 
 
 def test_more_copies_of_an_expert_than_ranks_need_no_more_time():
   loads = 1.0 / np.arange(1, E + 1)
-  experts = place("balanced", loads, 2 * E, 8)
+  experts = ep.place(loads, cluster(), replicas=E).experts
   number = np.bincount(experts, minlength=E)
   per_rank = (loads / number)[experts].reshape(8, -1).sum(1)
   assert number.min() == 1 and number[0] == number.max()
   assert per_rank.max() < 1.2 * per_rank.mean()
-  np.testing.assert_array_equal(
-    place("linear", loads, 2 * E, 8), np.sort(experts)
-  )
+  linear = NAMED["linear"](loads, cluster(), ep_size=8, replicas=E)
+  np.testing.assert_array_equal(linear.experts, np.sort(experts))
 
 
 def test_a_record_and_its_steps(tmp_path):
@@ -287,7 +296,8 @@ def test_4096_ranks_take_seconds(sizes):
     (draw(8), dict(ep_sizes=[3]), "must divide the 8 ranks"),
     (draw(8), dict(replicas=[1]), "multiple of the EP size 8"),
     (draw(8), dict(placements=["best"]), "name one of linear"),
-    (draw(8), dict(placements=[np.zeros(E, int)]), "all of 0..15"),
+    (draw(8), dict(placements=[np.arange(E)]), "name one of linear"),
+    (draw(8), dict(placements=[ep.Placement(range(E - 8))]), "all of 0..15"),
     (draw(8), dict(transport="train"), "must be one of"),
     (draw(8), dict(dtype="int8"), "max_token_dtype = int8"),
   ],

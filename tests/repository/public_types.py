@@ -85,6 +85,8 @@ def slow_steps(group: ep.EpGroup) -> None:
 def plans(cfg: ep.MoEConfig, topk_idx: jax.Array) -> None:
   cluster = ep.Cluster.named("dgx_h100", num_nodes=4)
   assert_type(cluster, ep.Cluster)
+  assert_type(ep.place(np.ones(8), cluster, replicas=8), ep.Placement)
+  assert_type(ep.Placement([1, 0]).slots_of(jnp.ones(2, int)), jax.Array)
   plan = ep.plan(cfg, cluster, np.asarray(topk_idx), ep_sizes=[8, 32])
   assert_type(plan, ep.Plan)
   assert_type(plan.forecasts, tuple[ep.Forecast, ...])

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ep._src.moe.config import MoEConfig
-from ep._src.planning import links, placement
+from ep._src.planning import links
 from ep._src.planning.cluster import Cluster, NODES
+from ep._src.planning.place import NAMED
 from ep._src.planning.plan import plan
 
 
@@ -68,7 +69,7 @@ def _parser(presets):
       type=_several(item),
       default=default,
       help="one or more, with commas"
-      + (f": {', '.join(placement.NAMES)}" if item is str else ""),
+      + (f": {', '.join(NAMED)}" if item is str else ""),
     )
   add("--transport", choices=links.TRANSPORTS, default="hierarchical")
   add("--picture", help="an SVG to write")

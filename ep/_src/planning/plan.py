@@ -17,16 +17,17 @@ import numpy as np
 
 from ep._src.base import arguments
 from ep._src.moe.config import MoEConfig
-from ep._src.planning import links, picture, placement
+from ep._src.moe.placement import Placement
+from ep._src.planning import links, picture
 from ep._src.planning.cluster import Cluster
 from ep._src.planning.demand import Counted, Expected, Layout
 from ep._src.planning.forecast import Forecast, Forecaster
+from ep._src.planning.place import checked_loads, domain, NAMED
 from ep._src.records import expert_loads
 from ep._src.records.replay import Replay, replay
 
 Ids = np.ndarray | jax.Array
 Routing = str | os.PathLike[str] | Replay | Ids | Sequence[Ids]
-Placement = str | np.ndarray
 
 _NAMED = re.compile(r"uniform|zipf:(\d*\.?\d+)")
 
@@ -89,7 +90,7 @@ def plan(
   *,
   tokens_per_rank: int | None = None,
   ep_sizes: Sequence[int] | None = None,
-  placements: Sequence[Placement] = ("linear",),
+  placements: Sequence[str | Placement] = ("linear",),
   replicas: Sequence[int] = (0,),
   capacity_factors: Sequence[float | None] | None = None,
   alignment: int = 1,
@@ -123,8 +124,8 @@ def plan(
     tokens_per_rank: T; ids have their own.
     ep_sizes: P, each a divisor of the ranks; by default the largest that
       divides the experts, too.
-    placements: "linear", "balanced", or int [E + replicas], the expert of each
-      copy of each rank in turn.
+    placements: "linear", in the order of the experts; "balanced", by `place`
+      for the routing's loads; or an `ep.Placement` of E + replicas slots.
     replicas: copies of experts besides one of each; P must divide E + replicas.
       The tokens of an expert take its copies in turn.
     capacity_factors: by default that of `cfg`; None has room for any routing.
@@ -235,15 +236,7 @@ def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
 
 
 def _expected(cfg, name, loads, tokens_per_rank):
-  loads = np.asarray(loads, float)
-  arguments.check(
-    loads.shape == (cfg.num_experts,)
-    and loads.min() >= 0
-    and 0 < loads.sum() < np.inf,
-    "ep.plan",
-    f"loads have shape {loads.shape}, but [{cfg.num_experts}] of the experts,"
-    " none negative and not all zero, are expected.",
-  )
+  (loads,) = checked_loads("ep.plan", loads, cfg.num_experts)
   arguments.check(
     tokens_per_rank is not None,
     "ep.plan",
@@ -258,23 +251,24 @@ def _expected(cfg, name, loads, tokens_per_rank):
 
 
 def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
-  P = arguments.integer("ep.plan", "an EP size", ep_size)
-  R, G = cluster.num_ranks, cluster.gpus_per_node
   V = loads.size + arguments.integer("ep.plan", "replicas", replicas)
+  P, N = domain("ep.plan", cluster, loads.size, replicas, ep_size)
+  if not isinstance(where, Placement):
+    arguments.check(
+      isinstance(where, str) and where in NAMED,
+      "ep.plan",
+      f"placement {where!r} is not known; name one of {', '.join(NAMED)}, or"
+      " pass an ep.Placement.",
+    )
+    where = NAMED[where](loads, cluster, ep_size=P, replicas=replicas)
+  experts = np.asarray(where.experts)
   arguments.check(
-    P > 0 and R % P == 0 and min(P % G, G % P) == 0,
+    experts.shape == (V,) and experts.max() == loads.size - 1,
     "ep.plan",
-    f"an EP size is {P}, but it must divide the {R} ranks, and be a multiple or"
-    f" a divisor of the {G} GPUs of a node.",
+    f"a placement has shape {experts.shape} and experts up to {experts.max()},"
+    f" but it must be [{V}], with all of 0..{loads.size - 1}.",
   )
-  arguments.check(
-    replicas >= 0 and V % P == 0,
-    "ep.plan",
-    f"{loads.size} experts and {replicas} replicas are {V} copies, but they"
-    f" must be a multiple of the EP size {P}; change replicas or ep_sizes.",
-  )
-  experts = placement.place(where, loads, V, P)
-  return Layout(R // P, P, max(1, P // G), experts)
+  return Layout(cluster.num_ranks // P, P, N, experts)
 
 
 def _label(forecast: Forecast) -> str:

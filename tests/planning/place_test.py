@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ep.place finds is near the best placement there is."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from scipy import optimize, sparse
+
+import ep
+
+DRAWS = {
+  "uniform": lambda rng, shape: rng.random(shape),
+  "zipf": lambda rng, shape: rng.permuted(
+    np.broadcast_to(1 / np.arange(1.0, shape[1] + 1), shape), axis=1
+  ),
+  "lognormal": lambda rng, shape: rng.lognormal(size=shape),
+  "idle": lambda rng, shape: rng.integers(0, 3, shape) * rng.random(shape),
+}
+
+
+def cluster(num_nodes, gpus_per_node):
+  return ep.Cluster.named("dgx_h100", num_nodes, gpus_per_node)
+
+
+def levels(num_nodes, gpus_per_node):
+  """Returns the numbers of parts whose busiest counts."""
+  return {num_nodes * gpus_per_node, num_nodes} - {1}
+
+
+def cost(experts, loads, num_nodes, gpus_per_node):
+  """Returns the mean over steps of the busiest part over the mean one."""
+  placed = loads[:, experts]
+  most = [
+    n * placed.reshape(len(loads), n, -1).sum(2).max(1)
+    for n in levels(num_nodes, gpus_per_node)
+  ]
+  return np.sum(most) / placed.sum()
+
+
+def least_cost(loads, num_nodes, gpus_per_node, time_limit=20):
+  """Returns a bound of the cost of every placement, by SciPy's HiGHS.
+
+  Whether rank r has expert e is a variable, and so is the load of the busiest
+  part in each step. The bound is the least cost if the time suffices.
+  """
+  S, E = loads.shape
+  R = num_nodes * gpus_per_node
+  parts = levels(num_nodes, gpus_per_node)
+  has = np.arange(E * R).reshape(E, R)
+  busiest = E * R + np.arange(len(parts) * S).reshape(len(parts), S)
+  size = E * R + busiest.size
+  rows, low, high = [], [], []
+
+  def add(terms, least, most):
+    row = np.zeros(size)
+    for columns, factor in terms:
+      row[columns] += factor
+    rows.append(row)
+    low.append(least)
+    high.append(most)
+
+  for e in range(E):
+    add([(has[e], 1)], 1, 1)
+  for r in range(R):
+    add([(has[:, r], 1)], E // R, E // R)
+  for most, n in zip(busiest, parts, strict=True):
+    for s in range(S):
+      for part in np.split(np.arange(R), n):
+        loads_of = [(has[:, r], loads[s]) for r in part]
+        add([*loads_of, (most[s], -1)], -np.inf, 0)
+  weights = np.zeros(size)
+  for most, n in zip(busiest, parts, strict=True):
+    weights[most] = n / loads.sum()
+  upper = np.where(np.arange(size) < E * R, 1, np.inf)
+  for e in range(min(E, R)):  # ranks of a node are alike: break symmetry
+    if num_nodes == 1:
+      upper[has[e, e + 1 :]] = 0
+  found = optimize.milp(
+    weights,
+    constraints=optimize.LinearConstraint(sparse.csr_array(rows), low, high),
+    integrality=np.arange(size) < E * R,
+    bounds=optimize.Bounds(0, upper),
+    options=dict(time_limit=time_limit, mip_rel_gap=0.01),
+  )
+  return found.mip_dual_bound
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(
+  "num_nodes, gpus_per_node, experts, steps",
+  [
+    (1, 4, 8, 1),
+    (1, 4, 12, 1),
+    (1, 3, 12, 3),
+    (2, 2, 8, 1),
+    (2, 2, 12, 2),
+    (2, 3, 12, 1),
+    (3, 2, 12, 2),
+  ],
+)
+def test_no_placement_is_better_by_more_than_5_percent(
+  draw, num_nodes, gpus_per_node, experts, steps
+):
+  for seed in range(3):
+    loads = DRAWS[draw](np.random.default_rng(seed), (steps, experts))
+    found = ep.place(loads, cluster(num_nodes, gpus_per_node)).experts
+    np.testing.assert_array_equal(np.sort(found), np.arange(experts))
+    got = cost(found, loads, num_nodes, gpus_per_node)
+    least = least_cost(loads, num_nodes, gpus_per_node)
+    assert 0.999 * least <= got <= 1.05 * least
+    in_order = cost(np.arange(experts), loads, num_nodes, gpus_per_node)
+    assert got < in_order
+
+
+def test_the_busiest_ranks_of_steps_count_and_not_of_their_sum():
+  """In the sum all experts are alike, but not in a step."""
+  first = np.array([3.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0])
+  loads = np.stack([first, 4 - first])
+  found = ep.place(loads, cluster(1, 4)).experts
+  assert cost(found, loads, 1, 4) == 1
+  assert cost(np.arange(8), loads, 1, 4) == 1.5
+
+
+def test_nodes_are_balanced_where_ranks_cannot_be():
+  """One expert has more load than a rank should, and its node has the idle."""
+  loads = np.array([4.0, 1, 1, 1, 1, 0, 0, 0])
+  found = ep.place(loads, cluster(2, 2)).experts
+  nodes = loads[found].reshape(2, 4).sum(1)
+  np.testing.assert_array_equal(nodes, [4, 4])
+  assert loads[found].reshape(4, 2).sum(1).max() == 4
+
+
+def test_copies_take_the_load_of_an_expert():
+  loads = np.array([8.0, 1, 1, 1, 1, 1, 1, 2])
+  found = ep.place(loads, cluster(1, 4), replicas=4).experts
+  number = np.bincount(found)
+  assert number.sum() == 12 and number[0] >= 4
+  assert cost(found, (loads / number)[None], 1, 4) <= 1.05
+
+
+def test_only_ratios_count_and_domains_of_a_node_are_alike():
+  loads = np.random.default_rng(0).random((2, 16))
+  of_node = ep.place(loads, cluster(1, 4))
+  for other in (
+    ep.place(1e9 * loads, cluster(1, 4)),
+    ep.place(jax.numpy.asarray(loads), cluster(1, 4)),
+    ep.place(loads, cluster(4, 4), ep_size=4),
+  ):
+    np.testing.assert_array_equal(other.experts, of_node.experts)
+
+
+def test_many_experts_take_seconds():
+  loads = 1 / np.arange(1.0, 257)
+  start = time.monotonic()
+  found = ep.place(loads, cluster(8, 8), replicas=64).experts
+  assert time.monotonic() - start < 20
+  shares = (loads / np.bincount(found))[None]
+  assert cost(found, shares, 8, 8) < 2.02 < cost(np.sort(found), shares, 8, 8)
+
+
+def test_what_cannot_be_placed():
+  here = cluster(2, 4)
+  for loads, options, words in [
+    (np.ones((2, 2, 8)), {}, r"loads have shape \(2, 2, 8\), but \[E\]"),
+    (-np.ones(8), {}, "none negative"),
+    (np.zeros(8), {}, "not all zero"),
+    (np.full(8, np.nan), {}, "none negative"),
+    ([], {}, "loads have shape"),
+    (np.ones(8), dict(ep_size=3), "must divide the 8 ranks"),
+    (np.ones(9), dict(ep_size=8), "a multiple of the EP size 8"),
+    (np.ones(8), dict(replicas=-8), "a multiple of the EP size"),
+  ]:
+    with pytest.raises(ValueError, match=f"ep.place: .*{words}"):
+      ep.place(loads, here, **options)
+  with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
+    ep.place(np.ones(8), 8)
