@@ -151,7 +151,9 @@ def layers(
   assert_type(
     moe.partition_specs(config), dict[str, jax.sharding.PartitionSpec]
   )
-  y, metrics = whole(params, x, state, mask=None)
+  y, metrics = whole(
+    params, x, state, mask=None, placement=ep.Placement(range(8))
+  )
   assert_type(y, jax.Array)
   assert_type(metrics, moe.Metrics)
   assert_type(state.after(metrics.load), moe.State)

@@ -19,6 +19,7 @@ from ep._src.moe.config import MoEConfig
 from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.parts import in_parts
+from ep._src.moe.placement import Placement
 
 
 def of_rank(
@@ -30,14 +31,16 @@ def of_rank(
   params: Mapping[str, jax.Array],
   bias: jax.Array | None,
   key: jax.Array | None,
+  placement: Placement | None,
 ) -> tuple[jax.Array, Metrics]:
   """Returns what `ep.MoE` does, for the tokens and the parameters of a rank."""
+  others = bias, key, placement
   if not config.deterministic:
-    return _layer(layer, config, x, mask, forced_idx, params, bias, key)
+    return _layer(layer, config, x, mask, forced_idx, params, *others)
   # What surrounds the layer and its gradients differs between the views. XLA
   # would fuse it with parts of them, which then round in other ways.
   x, params = _apart((x, params))
-  return _apart(_layer(layer, config, x, mask, forced_idx, params, bias, key))
+  return _apart(_layer(layer, config, x, mask, forced_idx, params, *others))
 
 
 def _apart(arrays):
@@ -45,7 +48,7 @@ def _apart(arrays):
   return jax.tree.map(lax.optimization_barrier, arrays)
 
 
-def _layer(layer, config, x, mask, forced_idx, params, bias, key):
+def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   params = _local_params(layer, config, params)
 
   def present(rows):
@@ -96,11 +99,12 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
 
   num_parts = min(config.token_chunks, math.prod(x.shape[:-1]))
   if num_parts > 1:
-    y, received = in_parts(*args, num_parts, weigh_moved)
+    y, received = in_parts(*args, num_parts, placement, weigh_moved)
     y = y + shared() if config.shared_inner else y
   else:
     y, handle = through_experts(
       *args,
+      placement=placement,
       weigh_moved=weigh_moved,
       beside=shared if config.shared_inner else None,
     )
@@ -113,7 +117,10 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key):
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
     choices = topk_idx[..., : config.top_k]
-    return y, _metrics(layer, config, logits, choices, mask, *received)
+    metrics = _metrics(
+      layer, config, logits, choices, mask, placement, *received
+    )
+    return y, metrics
 
 
 def _local_params(layer, config, params):
@@ -153,7 +160,15 @@ def _shared(config, params, x):
 
 
 def _metrics(
-  layer, config, logits, topk_idx, mask, rows, dropped_counts, candidate
+  layer,
+  config,
+  logits,
+  topk_idx,
+  mask,
+  placement,
+  rows,
+  dropped_counts,
+  candidate,
 ):
   axes = layer.group.token_axes
   experts = config.num_experts
@@ -163,6 +178,8 @@ def _metrics(
   load = choices.reshape(-1, experts).sum(axis=0)
   numbers = load, *_drops_and_moves(layer, dropped_counts, candidate)
   load, drops, moved = lax.psum(numbers, axes)
+  if placement is not None:
+    drops = drops[placement.slots]
   return Metrics(
     load=load,
     aux_loss=_BALANCE[config.balance](
@@ -177,7 +194,7 @@ def _metrics(
 
 
 def _drops_and_moves(layer, dropped_counts, candidate):
-  """Returns drops [E] of this rank's experts, and moves of its tokens."""
+  """Returns drops [E] of this rank's slots, and moves of its tokens."""
   drops = jnp.zeros((layer.ep_size, layer.num_local_experts), jnp.int32)
   if layer.overflow != "chunk":  # else what the handle drops goes in chunks
     me = lax.axis_index(layer.group.axis_name)

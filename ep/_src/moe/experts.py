@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe import chunked
 from ep._src.moe.network import Experts
+from ep._src.moe.placement import Placement
 from ep._src.moe.round_trip import round_trip
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
@@ -26,29 +27,35 @@ def through_experts(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   *,
+  placement: Placement | None = None,
   weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
   beside: Callable[[], jax.Array] | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums what comes back. Local view.
 
   `params` holds the rank's own experts: w_up, w_down, and w_gate, b_up, b_gate,
-  b_down if there are any. If choices can move to other candidates,
-  `weigh_moved` returns the weights of the experts [..., K] that they have got;
-  without it, those of the candidates stay. `beside` computes an addend that
-  does not depend on the exchange: it stands between dispatch and the experts,
-  so that XLA may run it while rows are under way.
+  b_down if there are any, in the order of the slots of `placement`, if there is
+  one. If choices can move to other candidates, `weigh_moved` returns the
+  weights of the experts [..., K] that they have got; without it, those of the
+  candidates stay. `beside` computes an addend that does not depend on the
+  exchange: it stands between dispatch and the experts, so that XLA may run it
+  while rows are under way.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
   num_chunks = chunked.num_chunks(layer, experts, num_tokens)
   layer = dataclasses.replace(layer, tail="unspecified")
   if layer.overflow == "chunk":  # If the handle drops choices, chunks do not.
     layer = dataclasses.replace(layer, overflow="drop", drop_by="slot")
-  handle = ep_prepare(layer, topk_idx, topk_weights)
+  slots = topk_idx if placement is None else placement.slots_of(topk_idx)
+  handle = ep_prepare(layer, slots, topk_weights)
   if handle.candidate is not None:
-    topk_idx = jnp.take_along_axis(topk_idx, handle.candidate, axis=-1)
+    topk_idx, slots = (
+      jnp.take_along_axis(ids, handle.candidate, axis=-1)
+      for ids in (topk_idx, slots)
+    )
     if weigh_moved is not None:
       topk_weights = weigh_moved(topk_idx)
-  args = handle, experts, params, tokens, topk_idx, topk_weights
+  args = handle, experts, params, tokens, slots, topk_weights
   if num_chunks == 1:
     return round_trip(*args, beside=beside), handle
   out = chunked.round_trips(*args, num_chunks)

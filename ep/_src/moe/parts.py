@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.network import Experts
+from ep._src.moe.placement import Placement
 from ep._src.moe.round_trip import round_trip
 from ep._src.ops.prepare import ep_prepare
 
@@ -53,6 +54,7 @@ def in_parts(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   num_parts: int,
+  placement: Placement | None,
   weigh_moved: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
   """Does what `through_experts` does, a part of the tokens at a time.
@@ -62,21 +64,24 @@ def in_parts(
   """
   layer = dataclasses.replace(layer, tail="unspecified")
   parts = Parts(topk_idx.shape[:-1], num_parts)
+  slots = topk_idx if placement is None else placement.slots_of(topk_idx)
   handles = lax.map(
     lambda routing: ep_prepare(layer, *routing),
-    (parts.split(topk_idx, fill=-1), parts.split(topk_weights)),
+    (parts.split(slots, fill=-1), parts.split(topk_weights)),
   )
   candidate = None
   if handles.candidate is not None:
     candidate = parts.join(handles.candidate)
-    topk_idx = jnp.take_along_axis(topk_idx, candidate, axis=-1)
-    topk_weights = weigh_moved(topk_idx)
+    slots = jnp.take_along_axis(slots, candidate, axis=-1)
+    topk_weights = weigh_moved(
+      jnp.take_along_axis(topk_idx, candidate, axis=-1)
+    )
 
   @jax.checkpoint
   def of_part(params, handle, *arrays):
     return round_trip(handle, experts, params, *arrays)
 
-  arrays = map(parts.split, (tokens, topk_idx, topk_weights))
+  arrays = map(parts.split, (tokens, slots, topk_weights))
   out = lax.map(lambda args: of_part(params, *args), (handles, *arrays))
   received = handles.total_recv_tokens.sum(0), handles.dropped_counts.sum(0)
   return parts.join(out), (*received, candidate)

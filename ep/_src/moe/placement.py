@@ -89,11 +89,12 @@ def _checked(experts) -> np.ndarray:
     raise TypeError(
       f"ep.Placement: experts are {experts.dtype}, but integers are expected."
     )
-  rows = experts.reshape(-1, experts.shape[-1] if experts.ndim else 0)
   arguments.check(
-    rows.size > 0
+    experts.size > 0
+    and experts.ndim > 0
     and all(
-      np.array_equal(np.unique(row), np.arange(rows.max() + 1)) for row in rows
+      np.array_equal(np.unique(of_layer), np.arange(of_layer.max() + 1))
+      for of_layer in experts.reshape(-1, experts.shape[-1])
     ),
     "ep.Placement",
     f"experts have shape {experts.shape}, but they must be [..., V], the expert"

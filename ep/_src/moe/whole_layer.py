@@ -22,6 +22,7 @@ from ep._src.moe import apply, batching, parameters
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.padding import Padding
+from ep._src.moe.placement import Placement
 from ep._src.moe.state import State
 from ep._src.ops import views
 
@@ -140,6 +141,7 @@ class MoE:
     forced_idx: jax.Array | None = None,
     key: jax.Array | None = None,
     pad: bool = False,
+    placement: Placement | None = None,
   ) -> tuple[jax.Array, Metrics]:
     """Applies the layer to tokens.
 
@@ -178,6 +180,10 @@ class MoE:
         in the global view, as in `moe_layer`. If it does not, then masked
         tokens are added, y is not split over the ranks, and `Metrics.aux_loss`
         is the loss of the batch whatever `config.balance` is.
+      placement: where experts are, of E slots; None is their own order. The
+        experts' parameters have the order of its slots along the first axis,
+        as `ep.moe.move` brings them there; all else numbers experts. What
+        stays the same is in docs/planner.md.
 
     Returns:
       y, like `x`, and `Metrics`. What `overflow="chunk"` means is in
@@ -196,6 +202,7 @@ class MoE:
       forced_idx = arguments.array(op, "forced_idx", forced_idx)
     view = views.View.of(group, op)
     _check_params(op, group, config, params, view.is_local)
+    _check_placement(op, config, placement)
     _check_tokens(op, config, x, bias, mask, forced_idx)
 
     keep = not config.experts.is_traced()
@@ -221,13 +228,13 @@ class MoE:
         apply.of_rank,
         [self.ep_layer, view_config],
         [x, mask, forced_idx, *others],
-        [views.TOKENS] * 3 + [self.specs()] + [views.REPLICATED] * 2,
+        [views.TOKENS] * 3 + [self.specs()] + [views.REPLICATED] * 3,
         (views.TOKENS, views.REPLICATED),
         keep=keep,
       )
       return padding.remove(y), metrics
 
-    tokens, others = (x, mask, forced_idx), (dict(params), bias, key)
+    tokens, others = (x, mask, forced_idx), (dict(params), bias, key, placement)
     return batching.examples(run, tokens, others)
 
 
@@ -318,6 +325,23 @@ def _bias(op, state):
       " expected, as from init_state(); of a bias, ep.moe.State(bias)."
     )
   return state.bias
+
+
+def _check_placement(op, config, placement):
+  if placement is None:
+    return
+  if not isinstance(placement, Placement):
+    raise TypeError(
+      f"{op}: placement is a {type(placement).__name__}, but an ep.Placement is"
+      " expected, as from ep.place."
+    )
+  arguments.check(
+    placement.experts.shape == (config.num_experts,),
+    op,
+    f"the placement has slots {placement.experts.shape}, but"
+    f" ({config.num_experts},) is expected, one for each expert. Of stacked"
+    " layers, pass that of one; replicas are in ep.plan alone.",
+  )
 
 
 def _is_list(x):
