@@ -156,6 +156,7 @@ def layers(
   )
   assert_type(y, jax.Array)
   assert_type(metrics, moe.Metrics)
+  moe.move(whole.group, params, whole.specs(), old=None, new=ep.Placement([0]))
   assert_type(state.after(metrics.load), moe.State)
   assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
 
