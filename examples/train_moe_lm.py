@@ -29,6 +29,7 @@ from ep import launch
 from lm import data, loop, model, outputs, plot, sample, timeline, train
 from lm.checkpoint import Checkpoints
 from lm.metrics import History, Progress, Record
+from lm.placing import Placing
 from lm.processes import agree, first_does, Stop
 import ranks
 import text as texts
@@ -68,6 +69,9 @@ _AUX_LOSS = flags.DEFINE_float(
 _Z_LOSS = flags.DEFINE_float("z_loss", 1e-3, "weight of the router's z loss", 0)
 _BIAS_RATE = flags.DEFINE_float(
   "bias_rate", 5e-3, "step of the selection bias; 0 for balance by loss", 0.0
+)
+_PLACEMENT_EVERY = flags.DEFINE_integer(
+  "placement_every", 0, "steps after which experts are placed anew; 0: never", 0
 )
 _SEED = flags.DEFINE_integer("seed", 0, "of parameters, data and samples", 0)
 
@@ -276,6 +280,13 @@ def train_model(
   history = agree(lambda: History(metrics_path if is_first else None, done))
   introduce_model(config, state, steps)
   step = train.Step(mesh, layer, config, train_config, _SHARDS.value)
+  is_moe = isinstance(layer, ep.MoE)
+  placing = Placing(
+    layer.group if is_moe else None,
+    train.partition_specs(config, train_config),
+    train.in_order(config),
+    _PLACEMENT_EVERY.value if is_moe else 0,
+  )
 
   def loss_on_held_out(state):
     return float(np.mean([step.loss(state, each) for each in text.held_out]))
@@ -292,6 +303,7 @@ def train_model(
       history=history,
       progress=progress,
       checkpoints=checkpoints,
+      placing=placing,
     )
   return Trained(
     config,

@@ -7,15 +7,19 @@ import math
 import jax
 import numpy as np
 
+import ep
 from lm import metrics
 from lm.checkpoint import Checkpoints
 from lm.data import Windows
+from lm.placing import Placing
 from lm.processes import agree, Stop
 from lm.train import Report, State
 
 
 def run(
-  step: Callable[[State, np.ndarray], tuple[State, Report]],
+  step: Callable[
+    [State, np.ndarray, ep.Placement | None], tuple[State, Report]
+  ],
   state: State,
   windows: Windows,
   *,
@@ -26,8 +30,9 @@ def run(
   history: metrics.History,
   progress: metrics.Progress,
   checkpoints: Checkpoints | None,
+  placing: Placing,
 ) -> State:
-  """Returns the state after `steps` steps in all.
+  """Returns the state after `steps` steps in all, with experts in order.
 
   `held_out` returns the loss on text that is not trained on. It is recorded in
   multiples of `evaluate_every` steps, wherever the run ends.
@@ -39,7 +44,7 @@ def run(
     Stop: a loss is not finite, or a file cannot be written.
   """
   for done in range(int(state.step) + 1, steps + 1):
-    state, report = step(state, windows[done - 1])
+    state, report = step(state, windows[done - 1], placing.placement)
     new = metrics.record(done, jax.device_get(report))
     if not math.isfinite(new["loss"] + new["grad_norm"]):
       raise Stop(
@@ -48,9 +53,13 @@ def run(
         " longer --warmup."
       )
     if done % evaluate_every == 0:
-      new["held_out"] = held_out(state)
+      new["held_out"] = held_out(placing.in_order(state))
     agree(lambda new=new: history.append(new))
     progress.show(new)
     if checkpoints and (done % save_every == 0 or done == steps):
-      progress.note(f"step {done}: saved {checkpoints.save(state)}")
-  return state
+      folder = checkpoints.save(placing.in_order(state))
+      progress.note(f"step {done}: saved {folder}")
+    state, told = placing.after(done, report.sums.load, state)
+    if told:
+      progress.note(told)
+  return placing.in_order(state)

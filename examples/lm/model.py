@@ -120,6 +120,7 @@ def apply(
   start: jax.Array | int = 0,
   cache: Cache | None = None,
   mask: jax.Array | None = None,
+  placement: ep.Placement | None = None,
 ) -> tuple[jax.Array, ep.moe.Metrics, Cache | None]:
   """Returns the logits of each next byte.
 
@@ -133,6 +134,7 @@ def apply(
     cache: keys and values of the positions before `start`; tokens attend to
       these, too. Without it they attend to each other only.
     mask: bool `[B, S]`, False for tokens that no expert needs to see.
+    placement: where the experts of each layer are, `[layers, E]`.
 
   Returns:
     Logits `[B, S, 256]`, the metrics of each MoE layer, stacked, and the cache
@@ -141,22 +143,25 @@ def apply(
   positions = start + jnp.arange(tokens.shape[1])
 
   def block(x, block_params):
-    p, state, cache = block_params
+    p, state, cache, placement = block_params
     y, cache = _attend(p, _norm(x, p["attention_norm"]), positions, cache)
     x = x + y
-    y, metrics = layer(p["moe"], _norm(x, p["moe_norm"]), state, mask=mask)
+    y, metrics = layer(
+      p["moe"], _norm(x, p["moe_norm"]), state, mask=mask, placement=placement
+    )
     return x + y, (metrics, cache)
 
   x = params["embed"][tokens]
-  x, (metrics, cache) = lax.scan(block, x, (params["blocks"], moe_state, cache))
+  of_layers = params["blocks"], moe_state, cache, placement
+  x, (metrics, cache) = lax.scan(block, x, of_layers)
   return _norm(x, params["norm"]) @ params["unembed"], metrics, cache
 
 
 def dense_layer(
-  params: dict, x: jax.Array, state: ep.moe.State, *, mask=None
+  params: dict, x: jax.Array, state: ep.moe.State, *, mask=None, placement=None
 ) -> tuple[jax.Array, ep.moe.Metrics]:
   """Computes what an `ep.MoE` of one expert does, without routing."""
-  del state, mask
+  del state, mask, placement
   hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
   zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
   metrics = ep.moe.Metrics(

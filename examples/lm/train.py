@@ -115,6 +115,11 @@ def partition_specs(
   )
 
 
+def in_order(model_config: model.ModelConfig) -> ep.Placement:
+  """Returns the placement of all layers that has experts in their own order."""
+  return ep.Placement([range(model_config.num_experts)] * model_config.layers)
+
+
 def abstract(
   mesh: Mesh, model_config: model.ModelConfig, train_config: TrainConfig
 ) -> State:
@@ -185,6 +190,7 @@ class Step:
   ):
     self._mesh = mesh
     self._exchanges = shards // mesh.size
+    self._in_order = in_order(model_config)
     # XLA multiplies constants in advance where no collective stands between
     # them, which is on one rank only. So the program gets this as an argument.
     self._share = np.float32(1 / shards)
@@ -201,34 +207,41 @@ class Step:
       )
       return jax.jit(ranks, **options)
 
-    def sums(params, moe_state, share, batch):
-      return _sums(
-        layer, model_config, train_config, params, moe_state, share, batch
-      )
+    def sums(*args):
+      return _sums(layer, model_config, train_config, *args)
 
-    def update(state, sums):
-      return _update(train_config, specs.params, state, sums)
+    def update(*args):
+      return _update(train_config, specs.params, *args)
 
     self._sums = program(
-      sums, (specs.params, P(), P(), P(data.RANKS)), sum_specs
+      sums, (specs.params, P(), P(), P(), P(data.RANKS)), sum_specs
     )
     self._add = jax.jit(
       lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0
     )
     self._update = program(
-      update, (specs, sum_specs), (specs, P()), donate_argnums=0
+      update, (specs, sum_specs, P()), (specs, P()), donate_argnums=0
     )
 
-  def __call__(self, state: State, batch: np.ndarray) -> tuple[State, Report]:
+  def __call__(
+    self,
+    state: State,
+    batch: np.ndarray,
+    placement: ep.Placement | None = None,
+  ) -> tuple[State, Report]:
     """Returns the next state, in the memory of this one, and a report.
 
     Args:
       state: as of `init`.
       batch: int32 `[B, S + 1]`, which every process has whole. Its shards are
         consecutive rows.
+      placement: where the experts of each layer are in the state, `[layers,
+        E]`; None for their own order.
     """
     exchanges = np.split(batch, self._exchanges)
-    return self._update(state, self._total(state, exchanges))
+    placement = placement or self._in_order
+    sums = self._total(state, placement, exchanges)
+    return self._update(state, sums, placement)
 
   def loss(self, state: State, batch: np.ndarray) -> float:
     """Returns the cross-entropy of a batch, in nats per byte.
@@ -236,29 +249,33 @@ class Step:
     It runs the program of a step, gradients included, so that the bits depend
     on the number of ranks as little as a step's.
     """
-    return float(self._total(state, np.split(batch, self._exchanges)).loss)
+    exchanges = np.split(batch, self._exchanges)
+    return float(self._total(state, self._in_order, exchanges).loss)
 
-  def _total(self, state, exchanges):
+  def _total(self, state, placement, exchanges):
     """Returns the sums of exchanges, of which 2^n are added first."""
     if len(exchanges) == 1:
       batch = data.place(exchanges[0], self._mesh)
       # Waiting keeps the memory of later exchanges from being taken now.
       return jax.block_until_ready(
-        self._sums(state.params, state.moe, self._share, batch)
+        self._sums(state.params, state.moe, placement, self._share, batch)
       )
     first = 1 << (len(exchanges) - 1).bit_length() - 1
     return self._add(
-      self._total(state, exchanges[:first]),
-      self._total(state, exchanges[first:]),
+      self._total(state, placement, exchanges[:first]),
+      self._total(state, placement, exchanges[first:]),
     )
 
 
-def _sums(layer, model_config, train_config, params, moe_state, share, batch):
+def _sums(
+  layer, model_config, train_config, params, moe_state, placement, share, batch
+):
   """Returns the sums over an exchange.
 
   Args:
     layer, model_config, train_config: as of `Step`.
     params, moe_state: as of `State`; a rank has its own experts.
+    placement: where the experts of each layer are.
     share: the weight of a shard, 1 / shards.
     batch: the rank's shard, `[B / shards, S + 1]`.
   """
@@ -266,7 +283,12 @@ def _sums(layer, model_config, train_config, params, moe_state, share, batch):
 
   def loss_fn(params):
     logits, experts, _ = model.apply(
-      params, model_config, layer, batch[:, :-1], moe_state=moe_state
+      params,
+      model_config,
+      layer,
+      batch[:, :-1],
+      moe_state=moe_state,
+      placement=placement,
     )
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch[:, 1:]
@@ -294,9 +316,9 @@ def _sums(layer, model_config, train_config, params, moe_state, share, batch):
   )
 
 
-def _update(train_config, specs, state, sums):
+def _update(train_config, specs, state, sums, placement):
   """Returns the next state and a `Report`, of the sums over all shards."""
-  norm = _norm(sums.grads, specs)
+  norm = _norm(sums.grads, specs, placement)
   scale = jnp.minimum(1.0, train_config.clip / norm)
   updates, optimizer = train_config.optimizer().update(
     jax.tree.map(lambda g: g * scale, sums.grads), state.optimizer, state.params
@@ -314,7 +336,7 @@ def _update(train_config, specs, state, sums):
   return state, report
 
 
-def _norm(grads, specs):
+def _norm(grads, specs, placement):
   """Returns the norm of all gradients, which adds experts in their order."""
 
   def square(grad, spec):
@@ -322,7 +344,8 @@ def _norm(grads, specs):
       return jnp.sum(grad * grad)
     axis = spec.index("ep")
     experts = jnp.sum(grad * grad, range(axis + 1, grad.ndim))
-    return lax.all_gather(experts, "ep", axis=axis, tiled=True).sum()
+    slots = lax.all_gather(experts, "ep", axis=axis, tiled=True)
+    return jnp.take_along_axis(slots, placement.slots, axis).sum()
 
   return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(square, grads, specs))))
 

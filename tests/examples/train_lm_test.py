@@ -19,13 +19,14 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from conftest import make_mesh, TIMEOUT_S
+from conftest import make_mesh, TIMEOUT_S, to_global
 import ep
 from lm import (
   data,
   loop,
   metrics,
   model,
+  placing,
   plot,
   processes,
   sample,
@@ -75,11 +76,16 @@ class _Program:
     """Returns the first state; a step takes the memory of its own copy."""
     return jax.tree.map(jnp.copy, self._first_state)
 
+  def placing(self, every):
+    specs = train.partition_specs(_MODEL, _TRAIN)
+    first = train.in_order(_MODEL)
+    return placing.Placing(self.layer.group, specs, first, every)
+
   @functools.cached_property
   def _first_state(self):
     return train.init(self.layer.group.mesh, 0, _MODEL, _TRAIN)
 
-  def run(self, state, steps, checkpoints=None):
+  def run(self, state, steps, checkpoints=None, place_every=0, notes=None):
     """Returns the state after `steps` steps in all, and the new records."""
     held_out = data.Windows(_TEXT[-200:], _BATCH, _LENGTH, seed=1)[0]
     history = metrics.History()
@@ -92,8 +98,11 @@ class _Program:
       evaluate_every=3,
       save_every=100,
       history=history,
-      progress=_SILENT,
+      progress=_SILENT
+      if notes is None
+      else types.SimpleNamespace(show=_SILENT.show, note=notes.append),
       checkpoints=checkpoints,
+      placing=self.placing(place_every),
     )
     return state, history.records
 
@@ -140,6 +149,67 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   state, after = program.run(state, 6)
   np.testing.assert_equal(_shards(state), _shards(unbroken))
   assert before + after == records
+
+
+def test_experts_that_are_placed_anew_leave_no_trace(program, folder):
+  """Neither records nor checkpoints show it, so any run continues any other."""
+  unbroken, records = program.run(program.state(), 6)
+  notes, every_two = [], dict(place_every=2)
+  _, before = program.run(
+    program.state(), 5, Checkpoints(folder, {}), **every_two, notes=notes
+  )
+  placed = [note for note in notes if "placed anew" in note]
+  assert [note.partition(":")[0] for note in placed] == ["step 2", "step 4"]
+  state = Checkpoints(folder, {}).restore(program.like)
+  state, after = program.run(state, 6, **every_two)
+  assert before + after == records
+  np.testing.assert_equal(_shards(state), _shards(unbroken))
+
+
+def test_experts_move_to_where_ranks_are_balanced(program):
+  """Two experts of a rank have all of the load, in each of the layers."""
+  where = program.placing(every=3)
+  state, first = program.state(), _shards(program.state())
+  load = np.array([[5.0, 5, 0, 0], [0, 0, 5, 5]])
+  for done, told in [(1, False), (2, False), (3, True)]:
+    state, note = where.after(done, load, state)
+    assert (note is not None) == told
+  assert note.endswith("2.00 times the mean load, here 1.00")
+  assert where.placement.experts.shape == (2, 4)
+  ranks = np.take_along_axis(load, where.placement.experts, 1).reshape(2, 2, 2)
+  np.testing.assert_array_equal(ranks.sum(axis=2), np.full((2, 2), 5))
+  moved = _shards(state)
+  assert any((a != b).any() for a, b in zip(moved, first, strict=True))
+  np.testing.assert_equal(_shards(where.in_order(state)), first)
+
+
+def test_the_norm_of_gradients_adds_experts_in_their_order(program):
+  rng = np.random.default_rng(0)
+  squares = rng.lognormal(0.0, 2.0, (2, 1024, 1))
+  grads = np.sqrt(squares).astype(np.float32)
+  mesh, spec = program.layer.group.mesh, P(None, "ep")
+
+  @jax.jit
+  def norm(grads, placement):
+    return jax.shard_map(
+      lambda *args: train._norm(args[0], spec, args[1]),
+      mesh=mesh,
+      in_specs=(spec, P()),
+      out_specs=P(),
+      check_vma=False,
+    )(grads, placement)
+
+  in_order = np.tile(np.arange(1024), (2, 1))
+  right, wrong = set(), set()
+  for _ in range(5):
+    experts = rng.permuted(in_order, axis=1)
+    by_slot = np.take_along_axis(grads, experts[..., None], axis=1)
+    by_slot = to_global(by_slot, mesh, spec)
+    right.add(float(norm(by_slot, ep.Placement(experts))))
+    wrong.add(float(norm(by_slot, ep.Placement(in_order))))
+  whole = to_global(grads, mesh, spec)
+  assert right == {float(norm(whole, ep.Placement(in_order)))}
+  assert len(wrong) > 1
 
 
 def test_the_dense_layer_is_an_moe_of_one_expert():

@@ -40,20 +40,25 @@ def _start(out, *more):
 
 
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
-  """It makes the steps after its checkpoint again, and more if asked."""
+  """It makes the steps after its checkpoint again, and more if asked.
+
+  Only the first run places experts anew.
+  """
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
 
   def lines():
     return path.read_bytes().splitlines() if path.exists() else []
 
-  process = _start(out, "--dp=1", "--num_processes=2", f"--steps={_STEPS}")
+  on_two = "--dp=1", "--num_processes=2", "--placement_every=20"
+  process = _start(out, *on_two, f"--steps={_STEPS}")
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
   output = process.communicate()[0].decode(errors="replace")
   assert f"step {_SAVE_EVERY}: saved {out}/checkpoints/{_SAVE_EVERY}" in output
+  assert "step 40: experts placed anew; the busiest rank" in output
   before = lines()
   assert len(before) < _STEPS
 
