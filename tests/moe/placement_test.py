@@ -259,8 +259,13 @@ def test_a_placement_that_does_not_fit():
   params, x, _ = arrays(PLAIN)
   with pytest.raises(TypeError, match="placement is a list, but an ep.Pla"):
     layer(params, x, placement=[1, 0])
-  with pytest.raises(ValueError, match=r"has slots \(9,\), but \(8,\) is"):
-    layer(params, x, placement=ep.Placement([*range(E), 0]))
+  for experts, words in [
+    ([*range(E), 0], r"placement has slots \(9,\) and not one for each of 8"),
+    ([0, *range(E - 1)], "not one for each of 8 experts"),
+    ([range(E)], "placement is of several layers"),
+  ]:
+    with pytest.raises(ValueError, match=words):
+      layer(params, x, placement=ep.Placement(experts))
 
 
 def test_a_placement_is_a_pytree_of_its_experts():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ep._src.base import arguments
 from ep._src.group.group import EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
-from ep._src.moe.placement import Placement
+from ep._src.moe.placement import check_placement, Placement
 from ep._src.ops import views
 
 
@@ -67,19 +67,7 @@ def move(
   view = views.View.of(group, op)
   E = group.num_experts
   for name, placement in dict(old=old, new=new).items():
-    if placement is None:
-      continue
-    if not isinstance(placement, Placement):
-      raise TypeError(
-        f"{op}: {name} is a {type(placement).__name__}, but an ep.Placement or"
-        " None is expected."
-      )
-    arguments.check(
-      placement.experts.shape[-1:] == (E,),
-      op,
-      f"{name} has slots {placement.experts.shape}, but [..., {E}] are"
-      " expected, one for each expert.",
-    )
+    check_placement(op, name, placement, E)
 
   def of(path, x, spec):
     split = [i for i, axes in enumerate(spec) if _names(axes, group.axis_name)]

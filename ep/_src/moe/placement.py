@@ -83,6 +83,30 @@ class Placement:
     return self
 
 
+def check_placement(
+  what: str, name: str, placement: Placement | None, num_experts: int
+) -> None:
+  """Raises unless it is None, or a placement with a slot for each expert."""
+  if placement is None:
+    return
+  if not isinstance(placement, Placement):
+    raise TypeError(
+      f"{what}: {name} is a {type(placement).__name__}, but an ep.Placement or"
+      " None is expected."
+    )
+  experts = placement.experts
+  arguments.check(
+    experts.shape[-1:] == (num_experts,)
+    and not (
+      isinstance(experts, np.ndarray)
+      and (experts.max(axis=-1) != num_experts - 1).any()
+    ),
+    what,
+    f"{name} has slots {experts.shape} and not one for each of {num_experts}"
+    " experts; replicas are in ep.plan alone.",
+  )
+
+
 def _checked(experts) -> np.ndarray:
   experts = np.asarray(experts)
   if experts.dtype.kind not in "iu":

@@ -22,7 +22,7 @@ from ep._src.moe import apply, batching, parameters
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.padding import Padding
-from ep._src.moe.placement import Placement
+from ep._src.moe.placement import check_placement, Placement
 from ep._src.moe.state import State
 from ep._src.ops import views
 
@@ -202,7 +202,12 @@ class MoE:
       forced_idx = arguments.array(op, "forced_idx", forced_idx)
     view = views.View.of(group, op)
     _check_params(op, group, config, params, view.is_local)
-    _check_placement(op, config, placement)
+    check_placement(op, "placement", placement, config.num_experts)
+    arguments.check(
+      placement is None or placement.experts.ndim == 1,
+      op,
+      "placement is of several layers; pass that of one.",
+    )
     _check_tokens(op, config, x, bias, mask, forced_idx)
 
     keep = not config.experts.is_traced()
@@ -325,23 +330,6 @@ def _bias(op, state):
       " expected, as from init_state(); of a bias, ep.moe.State(bias)."
     )
   return state.bias
-
-
-def _check_placement(op, config, placement):
-  if placement is None:
-    return
-  if not isinstance(placement, Placement):
-    raise TypeError(
-      f"{op}: placement is a {type(placement).__name__}, but an ep.Placement is"
-      " expected, as from ep.place."
-    )
-  arguments.check(
-    placement.experts.shape == (config.num_experts,),
-    op,
-    f"the placement has slots {placement.experts.shape}, but"
-    f" ({config.num_experts},) is expected, one for each expert. Of stacked"
-    " layers, pass that of one; replicas are in ep.plan alone.",
-  )
 
 
 def _is_list(x):
