@@ -18,9 +18,9 @@
     place, Placement    find and say which rank holds which expert
 
 `ep.launch` starts processes and joins them; `ep.moe` has parameters, state and
-metrics of layers, `ep.presets` configurations of published models, `ep.debug`
-a picture of a routing, `ep.lax` collectives that CPUs lack, and `ep.testing`
-tests for transports and layers.
+metrics of layers, `ep.presets` configurations of published models, `ep.quant`
+rows of one byte with scales, `ep.debug` a picture of a routing, `ep.lax`
+collectives that CPUs lack, and `ep.testing` tests for transports and layers.
 """
 
 import importlib as _importlib
@@ -34,6 +34,7 @@ from ep import debug as debug
 from ep import lax as lax
 from ep import moe as moe
 from ep import presets as presets
+from ep import quant as quant
 from ep._src.base import public as _public
 from ep._src.base.checked import checked as checked
 from ep._src.base.errors import EpError as EpError

@@ -45,7 +45,7 @@ How to: howto/train howto/clusters howto/other_frameworks howto/profile \
 howto/replay howto/without_accelerators howto/test_a_transport
 The layer: moe router training planner sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
-reference/lax reference/debug reference/testing
+reference/quant reference/lax reference/debug reference/testing
 Design: semantics architecture performance gpu gpu_results bazel
 The project: versions changelog contributing security
 """

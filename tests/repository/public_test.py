@@ -16,14 +16,14 @@ import ep
 
 _INSIDE = [
   (module, name)
-  for module in (ep, ep.lax, ep.moe, ep.testing)
+  for module in (ep, ep.lax, ep.moe, ep.quant, ep.testing)
   for name in module.__all__
   if hasattr(getattr(module, name), "__module__")
 ]
 
 
 @pytest.mark.parametrize(
-  "module", [ep, ep.lax, ep.moe, ep.testing], ids=lambda m: m.__name__
+  "module", [ep, ep.lax, ep.moe, ep.quant, ep.testing], ids=lambda m: m.__name__
 )
 def test_help_names_what_is_public(module):
   """It has functions and classes with their docs, as `dir` has them."""
@@ -68,7 +68,8 @@ def test_a_traceback_names_the_public_class():
 def _functions():
   """Yields the functions of public modules and classes, with their names."""
   folder = os.path.dirname(ep.__file__)
-  modules = ep, ep.debug, ep.launch, ep.lax, ep.moe, ep.presets, ep.testing
+  modules = ep, ep.debug, ep.launch, ep.lax, ep.moe, ep.presets, ep.quant
+  modules += (ep.testing,)
   for module in modules:
     public = {k: v for k, v in vars(module).items() if not k.startswith("_")}
     for name, value in public.items():
@@ -94,6 +95,6 @@ def test_every_signature_has_its_types():
 def test_every_name_is_type_checked():
   """mypy checks the uses in public_types.py; see there."""
   uses = (pathlib.Path(__file__).parent / "public_types.py").read_text()
-  for module in (ep, ep.lax, ep.moe, ep.testing):
+  for module in (ep, ep.lax, ep.moe, ep.quant, ep.testing):
     for name in module.__all__:
       assert re.search(rf"\b{name}\b", uses), name

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ep
-from ep import debug, launch, lax, moe, presets, testing
+from ep import debug, launch, lax, moe, presets, quant, testing
 
 
 def groups_and_layers(mesh: jax.sharding.Mesh) -> ep.EpLayerConfig:
@@ -159,6 +159,11 @@ def layers(
   moe.move(whole.group, params, whole.specs(), old=None, new=ep.Placement([0]))
   assert_type(state.after(metrics.load), moe.State)
   assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
+
+
+def quantizers(x: jax.Array) -> jax.Array:
+  rows, scales = quant.quantize(x, "mxfp8")
+  return quant.dequantize(rows, scales, jnp.bfloat16)
 
 
 def inspection(handle: ep.EpHandle, compiled: jax.stages.Compiled) -> None:

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizers: rows of floats as rows of one byte, with a scale per block.
+
+Every compiler gives the same bits, because what it may compute in its own way
+is not left to it. Maxima, exponents and roundings are operations on whole
+numbers: a cast to float8 may round twice, a float operation may flush a
+denormal, and a division by a constant may become a product. What is left are a
+product for each element, and for scales of float32 a quotient and a product for
+each block, none of which overflows or underflows where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from ep._src.base import arguments
+
+ROW_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+SCALE_DTYPES = ("float32", "bfloat16", "float8_e8m0fnu")
+
+_SIGN, _INFINITY, _LEAST_NORMAL = 1 << 31, 0x7F800000, 1 << 23  # of float32
+_LARGEST = 448  # of float8_e4m3fn
+_NAN = 0x7F  # of float8_e4m3fn
+
+
+class Format(NamedTuple):
+  """A way to quantize.
+
+  Attributes:
+    block: consecutive elements of a row that share a scale.
+    scales: returns the scales of blocks, and the float32 numbers by which it
+      multiplies their elements, given the largest finite magnitude of each
+      block as the bits of a float32.
+  """
+
+  block: int
+  scales: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
+  """Rounds rows to float8_e4m3fn, with a scale for each block of elements.
+
+  The element x of a block with the scale s becomes the multiple of s that is
+  nearest to x among those that float8_e4m3fn can hold, ties to even, up to
+  rounding in x / s. With a, the largest finite magnitude of the block:
+
+    "mxfp8": blocks of 32, s the least power of two with a / s <= 448, but at
+      least 2^-117, as a float8_e8m0fnu. x / s is exact.
+    "fp8_block128": blocks of 128, s = max(a, 2^-100) * float32(1 / 448) and
+      x / s = x * (448 / max(a, 2^-100)), rounded to float32 after each
+      operation.
+
+  An infinity or a NaN becomes NaN and does not count in a. Denormal float32
+  numbers are zeros of their sign. The result has the same bits on every
+  backend, and no derivative.
+
+  Args:
+    x: float32, bfloat16 or float16 [..., H], H a multiple of the block.
+    format: "mxfp8" or "fp8_block128".
+
+  Returns:
+    rows: float8_e4m3fn [..., H].
+    scales: float8_e8m0fnu [..., H / 32], or float32 [..., H / 128].
+
+  Raises:
+    ValueError, TypeError: the format, shape or dtype is none of these.
+  """
+  x = jnp.asarray(x)
+  op = "ep.quant.quantize"
+  check_format(op, "format", format)
+  if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    raise TypeError(
+      f"{op}: x is {x.dtype}, but float32, bfloat16 or float16 is expected;"
+      " convert it."
+    )
+  check_width(op, "x", x.shape, format)
+  block, scales_of = FORMATS[format]
+  blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+  bits = _bits(blocks)
+  magnitude = bits & ~np.uint32(_SIGN)
+  is_finite = magnitude < _INFINITY
+  is_counted = is_finite & (magnitude >= _LEAST_NORMAL)
+  largest = jnp.where(is_counted, magnitude, 0).max(-1)
+  scales, factors = scales_of(largest)
+  finite = _float(jnp.where(is_counted, bits, 0))
+  codes = _nearest(_bits(finite * factors[..., None]) & ~np.uint32(_SIGN))
+  codes = jnp.where(is_finite, codes | (bits >> 24 & 0x80), _NAN)
+  rows = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
+  return rows.reshape(x.shape), scales
+
+
+def dequantize(
+  rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+  """Returns each element times the scale of its block.
+
+  The product is rounded to float32 and then to `dtype`. A float8_e8m0fnu below
+  2^-117 counts as zero, so that no product is a denormal float32. It has no
+  derivative.
+
+  Args:
+    rows: float8_e4m3fn, float8_e5m2, int8 or uint8 [..., H].
+    scales: float32, bfloat16 or float8_e8m0fnu [..., S], where S divides H: a
+      block is H / S consecutive elements.
+    dtype: of the result.
+
+  Returns:
+    [..., H].
+
+  Raises:
+    ValueError, TypeError: a shape or dtype is none of these.
+  """
+  rows, scales = jnp.asarray(rows), jnp.asarray(scales)
+  op = "ep.quant.dequantize"
+  check_bytes(op, "rows", rows, scales)
+  num_blocks = scales.shape[-1]
+  arguments.check(
+    rows.shape[-1] % num_blocks == 0,
+    op,
+    f"rows have {rows.shape[-1]} elements and {num_blocks} scales, which must"
+    " divide them; pass a scale for each block of a row.",
+  )
+  blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], num_blocks, -1)
+  products = blocks * _factors(scales)[..., None]
+  return lax.stop_gradient(products.astype(dtype).reshape(rows.shape))
+
+
+def check_format(what: str, field: str, format: str) -> None:
+  """Raises `ValueError` unless `format` is a quantizer's."""
+  arguments.check(
+    isinstance(format, str) and format in FORMATS,
+    what,
+    f"{field} = {format!r}, but it must be one of {tuple(FORMATS)}.",
+  )
+
+
+def check_width(
+  what: str, name: str, shape: tuple[int, ...], format: str
+) -> None:
+  """Raises `ValueError` unless rows of an array can be cut into blocks."""
+  block = FORMATS[format].block
+  arguments.check(
+    bool(shape) and shape[-1] % block == 0,
+    what,
+    f"{name} has shape {shape}, but {format!r} has a scale for each {block}"
+    f" elements of a row; take a hidden size that is a multiple of {block}.",
+  )
+
+
+def check_bytes(
+  what: str, name: str, rows: jax.Array, scales: jax.Array
+) -> None:
+  """Raises unless these are rows [..., H] of one byte, and scales [..., S]."""
+  if rows.dtype.name not in ROW_DTYPES:
+    raise TypeError(
+      f"{what}: {name} is {rows.dtype}, but rows with scales are one of"
+      f" {ROW_DTYPES}; quantize them, as with ep.quant.quantize."
+    )
+  if scales.dtype.name not in SCALE_DTYPES:
+    raise TypeError(
+      f"{what}: scales is {scales.dtype}, but it must be one of"
+      f" {SCALE_DTYPES}; convert it."
+    )
+  arguments.check(
+    rows.ndim > 0
+    and rows.shape[:-1] == scales.shape[:-1]
+    and scales.shape[-1] > 0,
+    what,
+    f"scales has shape {scales.shape}, but [..., S] is expected for {name} of"
+    f" shape {rows.shape}, at least one scale for each row.",
+  )
+
+
+def _nearest(magnitude: jax.Array) -> jax.Array:
+  """Returns float8_e4m3fn nearest to finite float32 >= 0, both as bits.
+
+  Numbers beyond the largest become it. A number is 1.m times a power of two,
+  and `unit` is the bit of its mantissa, the leading one included, that is the
+  last one of a float8. Below 2^-6 float8 has a fixed spacing, so the last bit
+  moves up with each power of two. The leading one of a normal number, like the
+  carry of a number that is rounded up to a power of two, adds 1 to the exponent
+  of the sum.
+  """
+  least = np.uint32(127 - 6)  # the biased exponent of 2^-6
+  exponent = magnitude >> 23
+  mantissa = magnitude & 0x7FFFFF | 0x800000
+  unit = (20 + least - jnp.minimum(exponent, least)).clip(max=31)
+  half = (np.uint32(1) << (unit - 1)) - 1 + (mantissa >> unit & 1)
+  rounded = mantissa + half >> unit
+  code = (jnp.maximum(exponent, least) - least << 3) + rounded
+  return jnp.minimum(code, np.uint32(_NAN - 1))
+
+
+def _e8m0_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+  # 448 is 1.75 * 2^8. So the least power of two that is no less than a / 448,
+  # for a = 1.m * 2^n, is 2^(n - 8), or 2^(n - 7) if 1.m > 1.75.
+  above = (largest & 0x7FFFFF) > 0x600000
+  exponent = jnp.maximum((largest >> 23) + above, _LEAST_E8M0 + 8) - 8
+  scales = lax.bitcast_convert_type(
+    exponent.astype(jnp.uint8), jnp.float8_e8m0fnu
+  )
+  return scales, _float(np.uint32(254) - exponent << 23)
+
+
+def _float32_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+  floored = _float(jnp.maximum(largest, np.uint32(127 - 100 << 23)))
+  return floored * np.float32(1 / _LARGEST), np.float32(_LARGEST) / floored
+
+
+def _factors(scales: jax.Array) -> jax.Array:
+  """Returns scales as float32."""
+  if scales.dtype != jnp.float8_e8m0fnu:
+    return scales.astype(jnp.float32)
+  exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+  bits = jnp.where(exponent < _LEAST_E8M0, 0, exponent << 23)
+  return _float(jnp.where(exponent == 255, np.uint32(0x7FC00000), bits))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# The exponent of 2^-117 as float8_e8m0fnu has it. The least positive
+# float8_e4m3fn, 2^-9, times that is the least normal float32.
+_LEAST_E8M0 = np.uint32(127 - 117)
+
+FORMATS = {
+  "fp8_block128": Format(128, _float32_scales),
+  "mxfp8": Format(32, _e8m0_scales),
+}

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizers have the bits of the contract, whoever compiles them.
+
+The oracle takes one block after the other, in float64 or in NumPy's float32,
+and leaves float8 to ml_dtypes. The quantizers do neither.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from conftest import assert_shards_equal
+import ep
+from ep.testing import _numbers
+
+BLOCKS = {"mxfp8": 32, "fp8_block128": 128}
+FORMATS = pytest.mark.parametrize("format", BLOCKS)
+DTYPES = pytest.mark.parametrize(
+  "dtype", [jnp.float32, jnp.bfloat16, jnp.float16]
+)
+LARGEST = 448.0
+
+
+def quantized(x, format):
+  """Returns the rows and scales of `x` [..., H], block by block."""
+  scale_of = {"mxfp8": e8m0_scale, "fp8_block128": float32_scale}[format]
+  blocks = x.astype(np.float32).reshape(-1, BLOCKS[format])
+  rows, scales = zip(*(of_block(b, scale_of) for b in blocks), strict=True)
+  lead = x.shape[:-1]
+  return np.stack(rows).reshape(x.shape), np.stack(scales).reshape(*lead, -1)
+
+
+def of_block(block, scale_of):
+  finite = np.isfinite(block)
+  denormal = np.abs(block) < np.finfo(np.float32).tiny
+  numbers = np.where(denormal, np.copysign(np.float32(0), block), block)
+  scale, ratios = scale_of(np.where(finite, numbers, 0))
+  ratios = np.clip(ratios, -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn)
+  bits = np.where(finite, ratios.view(np.uint8), np.uint8(0x7F))
+  return bits.view(ml_dtypes.float8_e4m3fn), scale
+
+
+def e8m0_scale(numbers):
+  largest = float(np.abs(numbers).max())
+  exponent = -117
+  while math.ldexp(LARGEST, exponent) < largest:
+    exponent += 1
+  scale = np.float64(2.0**exponent)
+  ratios = numbers.astype(np.float64) / scale  # exact
+  return scale.astype(ml_dtypes.float8_e8m0fnu), ratios.astype(np.float32)
+
+
+def float32_scale(numbers):
+  largest = np.maximum(np.abs(numbers).max(), np.float32(2.0**-100))
+  factor = np.float32(LARGEST) / largest
+  return largest * np.float32(1 / LARGEST), numbers * factor
+
+
+def dequantized(rows, scales, dtype):
+  least = 2.0**-117 if scales.dtype == ml_dtypes.float8_e8m0fnu else 0
+  factors = scales.astype(np.float32)
+  factors = np.where(factors < least, np.float32(0), factors)
+  blocks = rows.astype(np.float32).reshape(*scales.shape, -1)
+  return (blocks * factors[..., None]).reshape(rows.shape).astype(dtype)
+
+
+def check(x, format):
+  with np.errstate(all="ignore"):
+    rows, scales = want = quantized(x, format)
+    back = dequantized(rows, scales, x.dtype)
+  got = jax.jit(ep.quant.quantize, static_argnums=1)(x, format)
+  jax.tree.map(assert_shards_equal, got, want)
+  assert_shards_equal(got[0], rows, nan_bits=True)
+  dequantize = jax.jit(ep.quant.dequantize, static_argnums=2)
+  assert_shards_equal(dequantize(rows, scales, x.dtype), back)
+
+
+def normal(shape, dtype, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+@FORMATS
+@DTYPES
+def test_normal_numbers_of_every_size(format, dtype):
+  x = normal((300, 256), np.float64)
+  range_ = (-24, 15) if dtype == jnp.float16 else (-149, 127)
+  exponents = np.linspace(*range_, len(x))
+  with np.errstate(all="ignore"):
+    check((x * 2.0 ** exponents[:, None]).astype(dtype), format)
+
+
+@FORMATS
+@DTYPES
+def test_special_numbers(format, dtype):
+  """Denormals, zeros, infinities and NaNs stand among others and alone."""
+  rng = np.random.default_rng(0)
+  check(_numbers.with_specials(rng, normal((200, 256), dtype)), format)
+  alone = np.repeat(_numbers.special_values(jnp.dtype(dtype))[:, None], 128, 1)
+  check(alone, format)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_number_of_16_bits(format, dtype):
+  """They stand in blocks of near numbers, and of any."""
+  in_order = np.arange(1 << 16, dtype=np.uint16)
+  mixed = np.random.default_rng(0).permutation(in_order)
+  for bits in in_order, mixed:
+    check(bits.reshape(-1, 128).view(dtype), format)
+
+
+@FORMATS
+def test_ties_and_neighbors_of_ties(format):
+  """Every float8, every middle of two, and the float32 beside each."""
+  codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+  floats = codes.astype(np.float32)
+  points = np.concatenate([floats, (floats[1:] + floats[:-1]) / 2])
+  beside = [np.nextafter(points, np.float32(s * 1e9)) for s in (-1, 1)]
+  points = np.concatenate([points, *beside]).clip(-LARGEST, LARGEST)
+  block = BLOCKS[format]
+  x = np.full((len(points), block), LARGEST, np.float32)
+  x[:, 1], x[:, 2] = points, -points
+  check(x, format)
+  check(x / np.float32(3), format)
+
+
+@FORMATS
+def test_scales_round_up(format):
+  """The largest number of a block is around 1.75 times a power of two."""
+  sizes = 1.75 * 2.0 ** np.arange(-126, 127)
+  x = np.repeat(sizes[:, None].astype(np.float32), 128, 1)
+  for way in (-np.inf, np.inf):
+    check(np.nextafter(x, np.float32(way)), format)
+  check(x, format)
+
+
+@pytest.mark.parametrize(
+  "row_type", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+)
+@pytest.mark.parametrize(
+  "scale_type", ["float32", "bfloat16", "float8_e8m0fnu"]
+)
+def test_any_rows_of_one_byte_have_values(row_type, scale_type):
+  rows = np.tile(np.arange(256, dtype=np.uint8), (64, 1)).view(row_type)
+  scales = 2.0 ** np.linspace(-100, 100, 256).reshape(64, 4)
+  scales = scales.astype(np.float32).astype(scale_type)
+  with np.errstate(all="ignore"):
+    want = dequantized(rows, scales, np.float32)
+  got = jax.jit(ep.quant.dequantize, static_argnums=2)(rows, scales, np.float32)
+  small = np.abs(want) < np.finfo(np.float32).tiny  # flushed by some
+  assert_shards_equal(jnp.where(small, 0, got), np.where(small, 0, want))
+
+
+def test_every_scale_of_8_bits():
+  """Those below 2^-117 are zeros, and 255 is a NaN."""
+  scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+  rows = normal((256, 32), ml_dtypes.float8_e4m3fn)
+  with np.errstate(all="ignore"):
+    want = dequantized(rows, scales[:, None], np.float32)
+  assert (want[:10] == 0).all() and np.isnan(want[255]).all()
+  assert_shards_equal(
+    ep.quant.dequantize(rows, scales[:, None], jnp.float32), want
+  )
+
+
+@FORMATS
+def test_no_token_shares_a_scale(format):
+  """A row alone has the bits that it has among others."""
+  x = normal((6, 256), jnp.bfloat16)
+  x[3] *= 1000
+  whole = ep.quant.quantize(x, format)
+  for i in range(len(x)):
+    alone = ep.quant.quantize(x[i], format)
+    jax.tree.map(assert_shards_equal, alone, tuple(part[i] for part in whole))
+
+
+@FORMATS
+def test_no_derivative(format):
+  x = jnp.asarray(normal((2, 128), jnp.float32))
+
+  def there_and_back(x):
+    return ep.quant.dequantize(*ep.quant.quantize(x, format), x.dtype).sum()
+
+  np.testing.assert_array_equal(jax.grad(there_and_back)(x), np.zeros_like(x))
+
+
+def test_errors():
+  quantize, dequantize = ep.quant.quantize, ep.quant.dequantize
+  x = jnp.ones((2, 128))
+  for error, words, call in [
+    (ValueError, "'fp8'.*mxfp8", lambda: quantize(x, "fp8")),
+    (ValueError, "multiple of 32", lambda: quantize(x[:, :33], "mxfp8")),
+    (ValueError, "multiple of 128", lambda: quantize(x[0, 0], "fp8_block128")),
+    (TypeError, "int32", lambda: quantize(x.astype(jnp.int32), "mxfp8")),
+    (TypeError, "rows is float32", lambda: dequantize(x, x, x.dtype)),
+  ]:
+    with pytest.raises(error, match=words):
+      call()
+  rows, scales = quantize(x, "mxfp8")
+  for error, words, wrong in [
+    (TypeError, "int32", scales.astype(jnp.int32)),
+    (ValueError, r"\[..., S\]", scales[:1]),
+    (ValueError, "divide", scales[:, :3]),
+  ]:
+    with pytest.raises(error, match=words):
+      dequantize(rows, wrong, jnp.float32)
