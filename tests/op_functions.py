@@ -33,8 +33,8 @@ class Ops:
   def sizes(self):
     return Sizes(*(getattr(self.handle, name) for name in Sizes._fields))
 
-  def dispatch(self, tokens, weights):
-    return ep.ep_dispatch(self.handle, tokens, weights)
+  def dispatch(self, tokens, weights, scales=None):
+    return ep.ep_dispatch(self.handle, tokens, weights, scales=scales)
 
   def combine(self, rows, weights=None):
     return ep.ep_combine(self.handle, rows, weights)
@@ -53,8 +53,8 @@ class LocalOps(Ops):
     *of_rank, kept = super().sizes()
     return Sizes(*(x[None] for x in of_rank), kept)
 
-  def dispatch(self, tokens, weights):
-    return jax.tree.map(lambda x: x[None], super().dispatch(tokens, weights))
+  def dispatch(self, *args):
+    return jax.tree.map(lambda x: x[None], super().dispatch(*args))
 
   def combine(self, rows, weights=None):
     return super().combine(*jax.tree.map(lambda x: x[0], (rows, weights)))
@@ -64,8 +64,8 @@ def sizes(ops):
   return ops.sizes()
 
 
-def dispatch(ops, tokens, weights):
-  return ops.dispatch(tokens, weights)
+def dispatch(ops, *args):
+  return ops.dispatch(*args)
 
 
 def combine(ops, rows, weights=None):

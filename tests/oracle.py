@@ -37,9 +37,13 @@ class Oracle:
 
     return Sizes(*self._map(fields, "->rrrrrt"))
 
-  def dispatch(self, tokens, weights):
+  def dispatch(self, tokens, weights, scales=None):
     call = functools.partial(reference.dispatch, capacity=self.capacity)
-    return self._map(call, "tt->rr", tokens, weights)
+    rows, row_weights = self._map(call, "tt->rr", tokens, weights)
+    if scales is None:
+      return rows, row_weights
+    row_scales, _ = self._map(call, "tt->rr", scales, weights)
+    return rows, row_weights, row_scales
 
   def combine(self, rows, weights=None):
     arrays = (rows,) if weights is None else (rows, weights)

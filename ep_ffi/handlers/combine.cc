@@ -54,8 +54,8 @@ ffi::Future CombineBwd(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
     args.topk_weights = nullptr;
     args.slot_weights = nullptr;
     EP_RETURN_IF_ERROR(DecodeMem(mem, &args.mem));
-    EP_RETURN_IF_ERROR(DecodeRows("grad_out", tokens, &args.tokens));
-    EP_RETURN_IF_ERROR(DecodeRows("grad_expert_out", *slots, &args.slots));
+    EP_RETURN_IF_ERROR(DecodeMovedRows("grad_out", tokens, &args.tokens));
+    EP_RETURN_IF_ERROR(DecodeMovedRows("grad_expert_out", *slots, &args.slots));
     if (args.slots.count != call.site->layer.capacity ||
         !SameWidth(args.slots, args.tokens)) {
       return Mismatch("grad_expert_out");

@@ -20,8 +20,8 @@ ffi::Future Dispatch(OpCall context, ffi::Dictionary, ffi::AnyBuffer mem,
     const Layer& layer = call.site->layer;
     ScatterArgs args;
     EP_RETURN_IF_ERROR(DecodeMem(mem, &args.mem));
-    EP_RETURN_IF_ERROR(DecodeRows("tokens", tokens, &args.tokens));
-    EP_RETURN_IF_ERROR(DecodeRows("recv_tokens", *slots, &args.slots));
+    EP_RETURN_IF_ERROR(DecodeMovedRows("tokens", tokens, &args.tokens));
+    EP_RETURN_IF_ERROR(DecodeMovedRows("recv_tokens", *slots, &args.slots));
     EP_RETURN_IF_ERROR(
         DecodeArray("topk_weights", topk_weights, ffi::DataType::F32,
                     args.tokens.count * layer.top_k, &args.topk_weights));

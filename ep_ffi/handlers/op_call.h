@@ -99,6 +99,22 @@ Status DecodeRows(const char* name, const ffi::AnyBuffer& buffer,
   return Status();
 }
 
+// Decodes rows that an op only moves. Those of bytes move in pairs: a mover
+// copies the bits of a bfloat16, whatever they mean.
+template <typename Byte>
+Status DecodeMovedRows(const char* name, const ffi::AnyBuffer& buffer,
+                       RowsOf<Byte>* out) {
+  if (buffer.element_type() != ffi::DataType::U8) {
+    return DecodeRows(name, buffer, out);
+  }
+  if (buffer.dimensions().size() != 2 || Dim(buffer, 1) % 2 != 0) {
+    return Mismatch(name);
+  }
+  *out = {static_cast<Byte*>(buffer.untyped_data()), Dim(buffer, 0),
+          Dim(buffer, 1) / 2, DType::kBFloat16};
+  return Status();
+}
+
 template <typename A, typename B>
 bool SameWidth(const RowsOf<A>& a, const RowsOf<B>& b) {
   return a.width == b.width && a.dtype == b.dtype;

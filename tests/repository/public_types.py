@@ -161,9 +161,13 @@ def layers(
   assert_type(presets.scaled(presets.OLMOE_1B_7B, 8), ep.MoEConfig)
 
 
-def quantizers(x: jax.Array) -> jax.Array:
+def quantizers(
+  handle: ep.EpHandle, x: jax.Array, topk_weights: jax.Array
+) -> jax.Array:
   rows, scales = quant.quantize(x, "mxfp8")
-  return quant.dequantize(rows, scales, jnp.bfloat16)
+  recv = ep.ep_dispatch(handle, rows, topk_weights, scales=scales)
+  assert_type(recv, tuple[jax.Array, jax.Array, jax.Array])
+  return quant.dequantize(recv[0], recv[2], jnp.bfloat16)
 
 
 def inspection(handle: ep.EpHandle, compiled: jax.stages.Compiled) -> None:

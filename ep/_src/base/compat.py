@@ -148,6 +148,11 @@ def instantiate_zeros(tangent):
   return ad.instantiate_zeros(tangent)
 
 
+def zero_tangent(x):
+  """Returns the tangent, a symbolic zero, of what has no other."""
+  return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
 def _implicit(mesh):
   """Returns an abstract mesh with its Explicit axes made Auto."""
   auto = jax.sharding.AxisType.Auto

@@ -16,12 +16,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ep._src.base import arguments
+from ep._src.base import arguments, quantizers
 from ep._src.base.meshes import Mesh
 
 _OVERFLOW = ("error", "drop", "chunk")
 _DROP_BY = (None, "slot", "weight", "fair")
 _TAILS = ("zero", "unspecified")
+WIRES = (None, *quantizers.FORMATS)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 _OPTIONAL_SIZES = (
@@ -195,6 +196,7 @@ class LayerConfig:
   drop_by: str | None = None
   num_candidates: int | None = None
   tail: str = "zero"
+  wire: str | None = None
   name: str = _INHERITED
 
   def __post_init__(self) -> None:
@@ -246,7 +248,7 @@ class LayerConfig:
       " other candidates than the choices.",
     )
     arguments.check_choices(
-      what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS
+      what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS, wire=WIRES
     )
     arguments.check(
       self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),

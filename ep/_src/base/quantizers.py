@@ -81,7 +81,7 @@ def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
     )
   check_width(op, "x", x.shape, format)
   block, scales_of = FORMATS[format]
-  blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+  blocks = _blocks(x, x.shape[-1] // block)
   bits = _bits(blocks)
   magnitude = bits & ~np.uint32(_SIGN)
   is_finite = magnitude < _INFINITY
@@ -126,7 +126,7 @@ def dequantize(
     f"rows have {rows.shape[-1]} elements and {num_blocks} scales, which must"
     " divide them; pass a scale for each block of a row.",
   )
-  blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], num_blocks, -1)
+  blocks = _blocks(rows, num_blocks)
   products = blocks * _factors(scales)[..., None]
   return lax.stop_gradient(products.astype(dtype).reshape(rows.shape))
 
@@ -175,6 +175,12 @@ def check_bytes(
     f"scales has shape {scales.shape}, but [..., S] is expected for {name} of"
     f" shape {rows.shape}, at least one scale for each row.",
   )
+
+
+def _blocks(rows: jax.Array, count: int) -> jax.Array:
+  """Returns rows [..., H] as float32 [..., count, H / count]."""
+  *lead, width = rows.shape
+  return rows.astype(jnp.float32).reshape(*lead, count, width // count)
 
 
 def _nearest(magnitude: jax.Array) -> jax.Array:

@@ -143,6 +143,10 @@ class EpLayerConfig(LayerConfig):
       moves, which "chunk" demands.
     tail: what dispatch writes past the last slab: "zero", or nothing
       ("unspecified": never read those rows).
+    wire: how dispatch sends float rows, and the backward pass of combine its
+      gradient: "mxfp8" and "fp8_block128" round them as `ep.quant.quantize`
+      does, and send about half the bytes of bfloat16; None sends them as they
+      are. Derivatives do not see the rounding.
     name: for messages and traces; default "moe".
 
   Raises:

@@ -68,13 +68,12 @@ def ep_combine(
   ranks = () if view.is_local else (group.num_token_ranks,)
   lead = (*ranks, handle.capacity)
   expert_out = jnp.asarray(expert_out)
-  check_rows(op, "expert_out", expert_out, group)
+  check_rows(op, "expert_out", expert_out, layer)
   if expert_out.shape[:-1] != lead:
     raise ValueError(
       f"{op}: expert_out has shape {expert_out.shape}, but"
       f" {[*lead, 'H']} is expected, a row for each slot of ep_dispatch."
     )
-  operands = [handle.mem, expert_out]
   if weights is not None:
     weights = jnp.asarray(weights)
     if weights.shape != lead or not jnp.issubdtype(weights.dtype, jnp.floating):
@@ -83,13 +82,13 @@ def ep_combine(
         f" point {list(lead)} is expected: the recv_topk_weights of"
         " ep_dispatch, one for each slot."
       )
-    operands += [weights.astype(jnp.float32), handle.group_sizes]
+    weights = weights.astype(jnp.float32)
 
   return view.call(
     _combine,
     [params, handle.token_shape],
-    operands,
-    [views.RANK] * len(operands),
+    [handle.mem, handle.group_sizes, expert_out, weights],
+    [views.RANK] * 4,
     views.TOKENS,
   )
 
@@ -98,34 +97,38 @@ def _combine(
   params: OpParams,
   token_shape: tuple[int, ...],
   mem: jax.Array,
+  group_sizes: jax.Array,
   expert_out: jax.Array,
-  weights: jax.Array | None = None,
-  group_sizes: jax.Array | None = None,
+  weights: jax.Array | None,
 ) -> jax.Array:
-  if weights is None or group_sizes is None:  # both, or neither
-    (out,) = primitives.bind(combine_p, params, mem, expert_out)
+  operands = mem, group_sizes, expert_out
+  if weights is not None:
+    (out,) = primitives.bind(weighted_combine_p, params, *operands, weights)
   else:
-    operands = mem, group_sizes, expert_out, weights
-    (out,) = primitives.bind(weighted_combine_p, params, *operands)
+    (out,) = primitives.bind(combine_p, params, *operands)
   return out.reshape(*token_shape, out.shape[-1])
 
 
-def _combine_types(params: OpParams, mem, slots, *weights):
-  del mem, weights
+def _combine_types(params: OpParams, slots, *weights):
+  del weights
   shape = (params.num_tokens, slots.shape[1])
   return [jax.ShapeDtypeStruct(shape, slots.dtype)]
 
 
-def _combine_bwd_types(params: OpParams, mem, tokens):
-  del mem
+def _combine_bwd_types(params: OpParams, tokens):
   shape = (params.capacity, tokens.shape[1])
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
 
 # Combine is the transpose of the copy of rows in dispatch (see dispatch.py),
 # so its own transpose is that copy: grad_slots[slot(t, k)] = grad_out[t].
-combine_p = primitives.op("ep_combine", _combine_types)
-combine_bwd_p = primitives.op("ep_combine_bwd", _combine_bwd_types)
+_combine_bwd_bytes_p = primitives.mover(
+  "ep_combine_bwd_bytes", _combine_bwd_types, target="ep_combine_bwd"
+)
+combine_p = primitives.mover("ep_combine", _combine_types)
+combine_bwd_p = primitives.mover(
+  "ep_combine_bwd", _combine_bwd_types, of_bytes=_combine_bwd_bytes_p
+)
 primitives.linear_op(combine_p, transposed=combine_bwd_p)
 primitives.linear_op(combine_bwd_p, transposed=combine_p)
 
@@ -140,16 +143,16 @@ primitives.linear_op(combine_bwd_p, transposed=combine_p)
 #
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
 # The sizes of slabs are an operand, so that gradients touch no unused slots.
-_weighted_p = primitives.op(
+_weighted_p = primitives.mover(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )
 
 
 def _weighted(mem, group_sizes, x, w, *, params):
   if params.connection.weighs:
-    return _weighted_p.bind(mem, x, w, params=params)
+    return _weighted_p.bind(mem, group_sizes, x, w, params=params)
   rows = map_used_rows(weighted, group_sizes, x, w)
-  return combine_p.bind(mem, rows, params=params)
+  return combine_p.bind(mem, group_sizes, rows, params=params)
 
 
 weighted_combine_p = primitives.composite("ep_weighted_combine_used", _weighted)
@@ -183,9 +186,8 @@ def _tangent_jvp(primals, tangents, *, params):
 
 def _tangent_transpose(cts, mem, group_sizes, x, w, dx, dw, *, params):
   del dx, dw
-  (g,) = primitives.bind(
-    combine_bwd_p, params, mem, *map(compat.instantiate_zeros, cts)
-  )
+  cts = map(compat.instantiate_zeros, cts)
+  (g,) = primitives.bind(combine_bwd_p, params, mem, group_sizes, *cts)
   grads = map_used_rows(_gradients, group_sizes, x, w, g, tail=params.tail)
   return [None, None, None, None, *grads]
 

@@ -3,19 +3,43 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 
+from ep._src.base import compat, quantizers
 from ep._src.base.backend import OpParams
-from ep._src.base.config import GroupConfig
-from ep._src.ops import primitives, views
+from ep._src.base.compat import ad
+from ep._src.base.config import LayerConfig
+from ep._src.ops import packing, primitives, views
 from ep._src.ops.handle import check_handle, EpHandle
 from ep._src.ops.views import View
 
 
+@overload
 def ep_dispatch(
-  handle: EpHandle, tokens: jax.Array, topk_weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+  handle: EpHandle,
+  tokens: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  scales: None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ep_dispatch(
+  handle: EpHandle,
+  tokens: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  scales: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+def ep_dispatch(
+  handle: EpHandle,
+  tokens: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  scales: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
   """Sends each token to the ranks that own its experts, grouped by expert.
 
   Collective over the EP domain. Received rows are laid out for a grouped
@@ -52,17 +76,33 @@ def ep_dispatch(
   and ascending k; the cotangent of a weight is the cotangent of its slot's
   weight. See docs/semantics.md. The routing is not exchanged again.
 
+  Rows of one byte travel with their scales, and both arrive as they are:
+
+      rows, scales = ep.quant.quantize(tokens, "mxfp8")
+      recv, recv_weights, recv_scales = ep.ep_dispatch(
+        handle, rows, topk_weights, scales=scales
+      )
+      recv_tokens = ep.quant.dequantize(recv, recv_scales, tokens.dtype)
+
+  They have no derivative; the weights have one. A layer with a `wire` does
+  this by itself, straight through (see `EpLayerConfig`).
+
   Args:
     handle: from `ep_prepare`, for these tokens.
     tokens: float32, bfloat16 or float16 [..., H], no wider than the group's
-      `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`.
+      `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`. With
+      scales float8_e4m3fn, float8_e5m2, int8 or uint8.
     topk_weights: float [..., K]; converted to float32. If the topk_idx of the
       handle has M > K candidates, also [..., M], a weight of each: a choice
       uses the weight of the candidate that it has got.
+    scales: float32, bfloat16 or float8_e8m0fnu [..., S], S scales of each row
+      of one byte.
 
   Returns:
     recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).
     recv_topk_weights: float32 [C] ([R, C]).
+    recv_scales: with scales alone, [C, S] of their dtype ([R, C, S]); of rows
+      that no rank sent, bytes of zero.
 
   Raises:
     ValueError, TypeError: shape or dtype does not fit the handle or the group.
@@ -74,8 +114,14 @@ def ep_dispatch(
   op = f'ep_dispatch(layer "{layer.name}")'
   tokens, topk_weights = jnp.asarray(tokens), jnp.asarray(topk_weights)
   view = View.of(group, op)
-  check_rows(op, "tokens", tokens, group)
-  for name, x in dict(tokens=tokens, topk_weights=topk_weights).items():
+  arrays = dict(tokens=tokens, topk_weights=topk_weights)
+  if scales is None:
+    check_rows(op, "tokens", tokens, layer)
+  else:
+    arrays["scales"] = scales = jnp.asarray(scales)
+    quantizers.check_bytes(op, "tokens", tokens, scales)
+    _check_shape(op, "tokens", tokens, layer)
+  for name, x in arrays.items():
     lead = view.lead(name, x.shape)
     if lead != handle.token_shape:
       raise ValueError(
@@ -98,36 +144,43 @@ def ep_dispatch(
       " point; convert them."
     )
 
-  recv_tokens, recv_topk_weights = view.call(
+  weights = topk_weights.astype(jnp.float32)
+  operands = [tokens, weights, candidate, scales]
+  received = view.call(
     _dispatch,
     [params],
-    [handle.mem, tokens, topk_weights.astype(jnp.float32), candidate],
-    [views.RANK] + [views.TOKENS] * 3,
+    [handle.mem, handle.group_sizes, *operands],
+    [views.RANK] * 2 + [views.TOKENS] * 4,
     views.RANK,
   )
-  return recv_tokens, recv_topk_weights
+  return tuple(received)
 
 
 def _dispatch(
-  params: OpParams, mem, tokens, weights, candidate
+  params: OpParams, mem, group_sizes, tokens, weights, candidate, scales
 ) -> list[jax.Array]:
   if candidate is not None:
     weights = jnp.take_along_axis(weights, candidate, axis=-1)
-  return primitives.bind(
-    dispatch_p,
-    params,
-    mem,
-    tokens.reshape(params.num_tokens, tokens.shape[-1]),
-    weights.reshape(params.num_tokens, params.layer.top_k),
+  tokens, weights = (
+    x.reshape(params.num_tokens, x.shape[-1]) for x in (tokens, weights)
   )
+  if scales is None:
+    operands = mem, group_sizes, tokens, weights
+    return primitives.bind(dispatch_p, params, *operands)
+  parts = tokens, scales.reshape(params.num_tokens, scales.shape[-1])
+  operands = mem, group_sizes, packing.packed(parts), weights
+  moved, weights = primitives.bind(dispatch_bytes_p, params, *operands)
+  tokens, scales = packing.unpacked(moved, packing.columns(parts))
+  return [tokens, weights, scales]
 
 
-def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
-  """Raises unless `rows` [..., H] have a dtype and size the group allows."""
+def check_rows(op: str, name: str, rows: jax.Array, layer: LayerConfig) -> None:
+  """Raises unless `rows` [..., H] have a dtype and size the layer allows."""
+  group = layer.group
   if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
     raise TypeError(
       f"{op}: {name} is {rows.dtype}, but rows are float32, bfloat16 or"
-      " float16; convert them."
+      " float16; convert them. (Rows of one byte go with scales=.)"
     )
   if rows.dtype.itemsize > group.max_token_dtype.itemsize:
     raise TypeError(
@@ -135,12 +188,18 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
       f" {group.max_token_dtype}; convert the rows, or raise it"
       " with ep_resize."
     )
+  _check_shape(op, name, rows, layer)
+  if layer.wire is not None:
+    quantizers.check_width(op, name, rows.shape, layer.wire)
+
+
+def _check_shape(op, name, rows, layer):
   if rows.ndim < 2:
     raise ValueError(
       f"{op}: {name} has shape {rows.shape}, but at least one axis of rows and"
       " the hidden axis are expected."
     )
-  hidden, most = rows.shape[-1], group.hidden_dim
+  hidden, most = rows.shape[-1], layer.group.hidden_dim
   if hidden < 1 or (most is not None and hidden > most):
     raise ValueError(
       f"{op}: {name} has hidden size {hidden}, but it must be positive and no"
@@ -148,8 +207,8 @@ def check_rows(op: str, name: str, rows: jax.Array, group: GroupConfig) -> None:
     )
 
 
-def _dispatch_types(params: OpParams, mem, tokens, topk_weights):
-  del mem, topk_weights
+def _dispatch_types(params: OpParams, tokens, topk_weights):
+  del topk_weights
   capacity = params.capacity
   return [
     jax.ShapeDtypeStruct((capacity, tokens.shape[1]), tokens.dtype),
@@ -157,8 +216,8 @@ def _dispatch_types(params: OpParams, mem, tokens, topk_weights):
   ]
 
 
-def _dispatch_bwd_types(params: OpParams, mem, slots, slot_weights):
-  del mem, slot_weights
+def _dispatch_bwd_types(params: OpParams, slots, slot_weights):
+  del slot_weights
   choices = (params.num_tokens, params.layer.top_k)
   return [
     jax.ShapeDtypeStruct((params.num_tokens, slots.shape[1]), slots.dtype),
@@ -174,7 +233,29 @@ def _dispatch_bwd_types(params: OpParams, mem, slots, slot_weights):
 #   grad_w[t, k]   = grad_recv_w[slot(t, k)]
 #
 # which is what ep_dispatch_bwd computes, and its transpose is dispatch again.
-dispatch_p = primitives.op("ep_dispatch", _dispatch_types)
-dispatch_bwd_p = primitives.op("ep_dispatch_bwd", _dispatch_bwd_types)
+# The derivative does not see that a layer's wire rounds rows.
+dispatch_bytes_p = primitives.mover(
+  "ep_dispatch_bytes", _dispatch_types, target="ep_dispatch"
+)
+dispatch_p = primitives.mover(
+  "ep_dispatch", _dispatch_types, of_bytes=dispatch_bytes_p
+)
+dispatch_bwd_p = primitives.mover("ep_dispatch_bwd", _dispatch_bwd_types)
 primitives.linear_op(dispatch_p, transposed=dispatch_bwd_p)
 primitives.linear_op(dispatch_bwd_p, transposed=dispatch_p)
+primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)
+
+
+# Of bytes, dispatch is linear in the weights alone. Engines move weights beside
+# rows, so the tangents of weights go beside rows of one zero.
+def _dispatch_bytes_jvp(primals, tangents, *, params: OpParams):
+  mem, group_sizes, *_ = primals
+  recv, recv_weights = dispatch_bytes_p.bind(*primals, params=params)
+  rows = jnp.zeros((params.num_tokens, 1), jnp.float32)
+  tangent = compat.instantiate_zeros(tangents[3])
+  operands = mem, group_sizes, rows, tangent
+  _, tangent = primitives.bind(dispatch_bytes_p, params, *operands)
+  return [recv, recv_weights], [compat.zero_tangent(recv), tangent]
+
+
+ad.primitive_jvps[dispatch_bytes_p] = _dispatch_bytes_jvp

@@ -2,10 +2,11 @@
 """Turns an op into a JAX primitive, and states what it is linear in.
 
 A primitive has one parameter: the frozen `OpParams`. Its operands are arrays of
-one rank: first the handle's `mem`, then what it is linear in. Linearity is all
-that JAX needs to know: `linear_op` states the transpose, and forward mode,
-reverse mode, their compositions and `jax.checkpoint` follow. (A `custom_vjp`
-would lose forward mode and add nothing.)
+one rank. For a mover these are first the handle's `mem` and `group_sizes`, then
+what it is linear in. Linearity is all that JAX needs to know: `linear_op`
+states the transpose, and forward mode, reverse mode, their compositions and
+`jax.checkpoint` follow. (A `custom_vjp` would lose forward mode and add
+nothing.)
 """
 
 from __future__ import annotations
@@ -19,24 +20,53 @@ import jax
 from ep._src.base import compat, primitive
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
+from ep._src.ops import wire
 
 OutTypes = Callable[..., Sequence[jax.ShapeDtypeStruct]]
 
 
-def op(
-  name: str, out_types: OutTypes, target: str | None = None
-) -> compat.Primitive:
+def op(name: str, out_types: OutTypes) -> compat.Primitive:
   """Makes the primitive `name`, which the group's connection lowers.
 
-  `out_types(params, *operands)` returns shapes and dtypes of the outputs;
-  `target` is the connection's name of the op, by default the same.
+  `out_types(params, *operands)` returns shapes and dtypes of the outputs.
   """
 
   def lower(ctx, *operands, params: OpParams):
-    lower_op = params.connection.lower
-    return lower_op(target or name, ctx, *operands, params=params)
+    return params.connection.lower(name, ctx, *operands, params=params)
 
   return _new(name, out_types, lower)
+
+
+def mover(
+  name: str,
+  out_types: OutTypes,
+  *,
+  target: str | None = None,
+  of_bytes: compat.Primitive | None = None,
+) -> compat.Primitive:
+  """Makes the primitive of an op that moves rows `xs[0]`, and perhaps weights.
+
+  Its operands are `(mem, group_sizes, *xs)`. `out_types(params, *xs)` returns
+  shapes and dtypes of the outputs; `target` is the connection's name of the op,
+  by default the same. `of_bytes` moves rows of bytes as this one moves those of
+  floats: it takes them if the layer has a `wire`.
+  """
+
+  def types(params: OpParams, mem, group_sizes, *xs):
+    del mem, group_sizes
+    return out_types(params, *xs)
+
+  def lower(ctx, mem, group_sizes, *xs, params: OpParams):
+    format = params.layer.wire
+    if of_bytes is not None and format is not None:
+      move = functools.partial(wire.move, of_bytes, format, params)
+      return compat.lower_local(move)(ctx, mem, group_sizes, *xs)
+    of_mem, _, *of_xs = ctx.avals_in
+    ctx = ctx.replace(avals_in=[of_mem, *of_xs])
+    lower_op = params.connection.lower
+    return lower_op(target or name, ctx, mem, *xs, params=params)
+
+  return _new(name, types, lower)
 
 
 def of_rank(
@@ -93,23 +123,22 @@ def bind(
 def linear_op(
   primitive: compat.Primitive, transposed: compat.Primitive
 ) -> None:
-  """Declares that `primitive(mem, *xs)` is linear in `xs`.
+  """Declares that a mover is linear in `xs`.
 
-  Its transpose, for the same `mem`, is `transposed(mem, *cts)`.
+  Its transpose, for the same routing, is `transposed(mem, group_sizes, *cts)`.
   """
 
   def jvp(primals, tangents, *, params: OpParams):
-    mem, *xs = primals
-    ts = map(compat.instantiate_zeros, tangents[1:])
+    mem, group_sizes, *_ = primals
+    ts = map(compat.instantiate_zeros, tangents[2:])
     return (
-      primitive.bind(mem, *xs, params=params),
-      primitive.bind(mem, *ts, params=params),
+      primitive.bind(*primals, params=params),
+      primitive.bind(mem, group_sizes, *ts, params=params),
     )
 
-  def transpose(cts, mem, *xs, params: OpParams) -> list[Any]:
-    del xs
+  def transpose(cts, mem, group_sizes, *_, params: OpParams) -> list[Any]:
     cts = map(compat.instantiate_zeros, cts)
-    return [None, *bind(transposed, params, mem, *cts)]
+    return [None, None, *bind(transposed, params, mem, group_sizes, *cts)]
 
   ad.primitive_jvps[primitive] = jvp
   ad.primitive_transposes[primitive] = transpose

@@ -74,8 +74,10 @@ def exchange(
   says.
   """
   arrays = [array for array, _ in parts]
-  unit = f"uint{8 * min(array.dtype.itemsize for array in arrays)}"
-  bits = [lax.bitcast_convert_type(x, unit).reshape(len(x), -1) for x in arrays]
+  # Bytes travel in pairs. XLA refuses programs in which it would simplify two
+  # casts, uint8 [n, 4] to float32 [n] and that to uint16 [n, 2], to one.
+  unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
+  bits = [_words(x, unit) for x in arrays]
   nan = jnp.array(jnp.iinfo(unit).max, unit)
   B, codes = dims.B, side.codes
 
@@ -139,20 +141,23 @@ def exchange(
   filler = jnp.where(side.is_nan | ~is_sound, nan, jnp.zeros_like(nan))
   out = jnp.where(is_row[:, None], out, filler.reshape(-1, 1))
   starts = np.cumsum([x.shape[1] for x in bits])[:-1]
-  return [
-    lax.bitcast_convert_type(
-      columns.reshape(-1, *_words(array, unit)), array.dtype
-    )
-    for columns, array in zip(
-      jnp.split(out, starts, axis=1), arrays, strict=True
-    )
-  ]
+  columns = jnp.split(out, starts, axis=1)
+  return [*map(_of_words, columns, arrays)]
 
 
-def _words(array: jax.Array, unit: str) -> tuple[int, ...]:
-  """Returns the shape of a row of `array` in words of the type `unit`."""
-  words = array.dtype.itemsize // np.dtype(unit).itemsize
-  return (*array.shape[1:], *([words] if words > 1 else []))
+def _words(array: jax.Array, unit: str) -> jax.Array:
+  """Returns the bits of rows [n, ...] as words [n, m] of the type `unit`."""
+  if array.dtype.itemsize < np.dtype(unit).itemsize:
+    array = array.reshape(len(array), -1, 2)
+  return lax.bitcast_convert_type(array, unit).reshape(len(array), -1)
+
+
+def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns rows of words as rows like those of an array."""
+  shape = len(words), *like.shape[1:]
+  if like.dtype.itemsize > words.dtype.itemsize:
+    words = words.reshape(*shape, -1)
+  return lax.bitcast_convert_type(words, like.dtype).reshape(shape)
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
