@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 import math
 import os
 import pathlib
+from typing import Any
 
 import quick_compiler
 
@@ -158,6 +159,21 @@ def assert_shards_equal(
         f"got {got[at]!r}, expected {want[at]!r}, of bits"
         f" {_bits(got)[at]:#x} and {_bits(want)[at]:#x}"
       )
+
+
+def assert_alike(actual: Any, expected: Any) -> None:
+  """Fails unless this process's shards of two trees of arrays are equal.
+
+  They are global arrays, of two programs that must give the same bits.
+  """
+
+  def check(x, y):
+    shards = zip(x.addressable_shards, y.addressable_shards, strict=True)
+    for a, b in shards:
+      np.testing.assert_array_equal(a.data, b.data)
+      assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+
+  jax.tree.map(check, actual, expected)
 
 
 def assert_shards_close(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected, local_view
+from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
 from groups import group, layer
@@ -92,22 +93,6 @@ def test_backward_of_weighted_combine(wire):
   exact = Case(case_of(None).layer, case.topk_idx, hidden=HIDDEN)
   want = exact.run(back, rows, weights, rounded(wire, g))
   assert_alike(case.run(back, rows, weights, g), want)
-
-
-def assert_alike(actual, expected):
-  """Checks that two trees of global arrays have the same bits here."""
-
-  def check(x, y):
-    for mine, other in zip(
-      x.addressable_shards, y.addressable_shards, strict=True
-    ):
-      np.testing.assert_array_equal(*map(_bits, (mine, other)))
-
-  jax.tree.map(check, actual, expected)
-
-
-def _bits(shard):
-  return np.asarray(shard.data).view(np.uint32)
 
 
 @WIRES

@@ -12,6 +12,7 @@ each block, none of which overflows or underflows where it matters.
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import jax
@@ -79,7 +80,7 @@ def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
       f"{op}: x is {x.dtype}, but float32, bfloat16 or float16 is expected;"
       " convert it."
     )
-  check_width(op, "x", x.shape, format)
+  check_width(op, math.prod(x.shape[-1:]), format)
   block, scales_of = FORMATS[format]
   blocks = _blocks(x, x.shape[-1] // block)
   bits = _bits(blocks)
@@ -140,16 +141,14 @@ def check_format(what: str, field: str, format: str) -> None:
   )
 
 
-def check_width(
-  what: str, name: str, shape: tuple[int, ...], format: str
-) -> None:
-  """Raises `ValueError` unless rows of an array can be cut into blocks."""
+def check_width(what: str, width: int, format: str) -> None:
+  """Raises `ValueError` unless rows of so many elements have whole blocks."""
   block = FORMATS[format].block
   arguments.check(
-    bool(shape) and shape[-1] % block == 0,
+    width % block == 0,
     what,
-    f"{name} has shape {shape}, but {format!r} has a scale for each {block}"
-    f" elements of a row; take a hidden size that is a multiple of {block}.",
+    f"rows have {width} elements, but {format!r} has a scale for each {block};"
+    f" take a hidden size that is a multiple of {block}.",
   )
 
 

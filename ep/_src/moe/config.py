@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import jax
 
-from ep._src.base import arguments
-from ep._src.base.config import short_repr
+from ep._src.base import arguments, quantizers
+from ep._src.base.config import short_repr, WIRES
 from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
 
@@ -63,6 +63,9 @@ class MoEConfig:
       unless choices are dropped: the capacity is a part's. It takes time: the
       backward pass computes the experts again. Not with overflow = "chunk" or
       `deterministic`.
+    wire: how tokens travel to experts, and the gradients of their sums in the
+      backward pass: "mxfp8" or "fp8_block128" for one byte an element, as in
+      `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
     tp_axis: a mesh axis over which inner sizes are split. It is none of the
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
@@ -103,6 +106,7 @@ class MoEConfig:
   drop_by: Literal["slot", "weight", "fair"] | None = None
   num_candidates: int | None = None
   token_chunks: int = 1
+  wire: Literal["mxfp8", "fp8_block128"] | None = None
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
@@ -158,6 +162,8 @@ class MoEConfig:
       " the same bits for every split of the ranks into mesh axes, on which a"
       " sum over chunks depends; pass token_chunks = 1.",
     )
+    if self.wire is not None:
+      quantizers.check_width(what, self.hidden, self.wire)
     arguments.function(what, "activation", self.activation)
     if self.up_activation is not None:
       arguments.function(what, "up_activation", self.up_activation)
@@ -199,4 +205,5 @@ _CHOICES = {
   "weigh": ("late", "early"),
   "score": ("softmax", "sigmoid"),
   "balance": ("batch", "sequence"),
+  "wire": WIRES,
 }

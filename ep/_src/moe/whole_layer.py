@@ -290,6 +290,7 @@ def _bind(config, group, name):
     overflow=config.overflow,
     drop_by=config.drop_by,
     num_candidates=config.num_candidates,
+    wire=config.wire,
     name=name,
   )
   arguments.check(

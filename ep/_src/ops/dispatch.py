@@ -190,7 +190,7 @@ def check_rows(op: str, name: str, rows: jax.Array, layer: LayerConfig) -> None:
     )
   _check_shape(op, name, rows, layer)
   if layer.wire is not None:
-    quantizers.check_width(op, name, rows.shape, layer.wire)
+    quantizers.check_width(op, rows.shape[-1], layer.wire)
 
 
 def _check_shape(op, name, rows, layer):
