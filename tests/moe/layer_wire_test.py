@@ -120,10 +120,14 @@ def test_vmap_makes_one_exchange():
   params = layer.init(jax.random.key(0))
   x = np.random.default_rng(0).normal(size=(4, T, HIDDEN))
   x = Case(layer.ep_layer).put(x.astype(np.float32))
-  mapped = jax.vmap(lambda x: layer(params, x)[0])
-  compiled = jax.jit(mapped).lower(x).compile()
+
+  def output(params, x):
+    return layer(params, x)[0]
+
+  mapped = jax.jit(jax.vmap(output, in_axes=(None, 0)))
+  compiled = mapped.lower(params, x).compile()
   assert exchanges(compiled).count("ep_dispatch") == 1
-  assert_alike(compiled(x), jax.jit(lambda x: layer(params, x)[0])(x))
+  assert_alike(compiled(params, x), jax.jit(output)(params, x))
 
 
 def test_errors():
