@@ -17,10 +17,11 @@
     plan, Cluster       predict what a layer's exchanges cost on a cluster
     place, Placement    find and say which rank holds which expert
 
-`ep.launch` starts processes and joins them; `ep.moe` has parameters, state and
-metrics of layers, `ep.presets` configurations of published models, `ep.quant`
-rows of one byte with scales, `ep.debug` a picture of a routing, `ep.lax`
-collectives that CPUs lack, and `ep.testing` tests for transports and layers.
+`ep.launch` starts processes and joins them; `python -m ep.stuck` says why a job
+hangs; `ep.moe` has parameters, state and metrics of layers, `ep.presets`
+configurations of published models, `ep.quant` rows of one byte with scales,
+`ep.debug` a picture of a routing, `ep.lax` collectives that CPUs lack, and
+`ep.testing` tests for transports and layers.
 """
 
 import importlib as _importlib

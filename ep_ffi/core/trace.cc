@@ -1,40 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/core/trace.h"
 
-#include <cstdio>
 #include <utility>
+
+#include "ep_ffi/core/json.h"
 
 namespace ep {
 namespace {
-
-std::string Quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const unsigned char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    if (c >= ' ') {
-      out += static_cast<char>(c);
-      continue;
-    }
-    char escaped[8];
-    std::snprintf(escaped, sizeof(escaped), "\\u%04x", c);
-    out += escaped;
-  }
-  return out + '"';
-}
-
-// Returns a JSON list of what `format` makes of each item.
-template <typename Items, typename Format>
-std::string List(const Items& items, Format format) {
-  std::string out;
-  for (const auto& item : items) out += (out.empty() ? "" : ",") + format(item);
-  return "[" + out + "]";
-}
-
-std::string Seconds(double time) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.7f", time);
-  return text;
-}
 
 // Returns the begin of a line about an exchange.
 std::string Name(const TracedOp& op) {

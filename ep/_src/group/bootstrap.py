@@ -33,7 +33,7 @@ from ep._src.base.backend import (
   open_connections,
 )
 from ep._src.base.config import GroupConfig, LayerConfig
-from ep._src.group import agreement, ending
+from ep._src.group import agreement, ending, stacks
 from ep._src.group.group import EpGroup
 from ep._src.native.connection import close_released, released
 
@@ -92,6 +92,7 @@ def _check(group: GroupConfig) -> Backend:
 def _connect(group: GroupConfig) -> EpGroup:
   """Connects a group by the backend that it names."""
   connection = _check(group).connect(group, agreement.join)
+  stacks.offer()
   if folder := os.environ.get("EP_TRACE"):
     _trace(connection, pathlib.Path(folder))
   connected = EpGroup(**vars(connection.group), connection=connection)

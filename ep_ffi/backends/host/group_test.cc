@@ -142,7 +142,7 @@ Holdings CountHoldings() {
                        count_files("/proc/self/task")};
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    holdings.segments += line.find("memfd:ep_ffi") != std::string::npos;
+    holdings.segments += line.find("memfd:ep_") != std::string::npos;
   }
   return holdings;
 }

@@ -20,12 +20,20 @@ TracedOp ForTrace(const PostedOp& op, int32_t domain) {
           domain};
 }
 
+// The texts about groups of this many ranks have room for a few names of ops
+// and layers for each.
+size_t MaxProgressBytes(size_t num_ranks) {
+  return (size_t{64} << 10) + 1024 * num_ranks;
+}
+
 }  // namespace
 
 Exchanges::Exchanges(Options options, std::unique_ptr<Peers> peers)
     : options_(std::move(options)),
       pending_(peers->topology().ep_size),
       last_posts_(peers->topology().members.size()),
+      began_at_(Now()),
+      progress_(MaxProgressBytes(peers->topology().members.size())),
       peers_(std::move(peers)) {
   for (int32_t d = 0; d < topology().num_domains(); ++d) {
     readers_of_domain_.push_back(topology().OtherProcesses(d));
@@ -36,6 +44,10 @@ std::shared_ptr<Exchanges> Exchanges::Create(Options options,
                                              std::unique_ptr<Peers> peers) {
   std::shared_ptr<Exchanges> self(
       new Exchanges(std::move(options), std::move(peers)));
+  {
+    MutexLock lock(self->mutex_);
+    self->Publish();
+  }
   // The progress thread ends before `self` is destroyed.
   Exchanges* e = self.get();
   e->peers_->Start(
@@ -155,7 +167,7 @@ void Exchanges::OnPost(int32_t process, const Message& m,
 void Exchanges::Note(int32_t domain, int32_t rank, const PostedOp& op) {
   MutexLock lock(mutex_);
   if (topology().is_local(domain, rank)) launches_.Reach(op.launch);
-  last_posts_[domain * topology().ep_size + rank] = op;
+  last_posts_[domain * topology().ep_size + rank] = {op, Now()};
 }
 
 Status Exchanges::Add(const Key& key, int32_t rank, Part part,
@@ -172,6 +184,13 @@ Status Exchanges::Add(const Key& key, int32_t rank, Part part,
   }
   waiting_.erase(key.domain * topology().ep_size + rank);
   *complete = pending_.Add(key, rank, std::move(part));
+  if (*complete) {
+    const double now = Now();
+    for (int32_t r = 0; r < topology().ep_size; ++r) {
+      auto& last = last_posts_[key.domain * topology().ep_size + r];
+      if (last) last->at = now;
+    }
+  }
   return Status();
 }
 
@@ -419,6 +438,12 @@ void Exchanges::OnLeave(int32_t process, bool is_orderly,
   });
 }
 
+void Exchanges::Publish() {
+  progress_.Write(Progress(topology(), options_.group_name,
+                           pending_.FindBegunBy(Now()), last_posts_, began_at_,
+                           progress_.max_bytes()));
+}
+
 void Exchanges::OnTick() {
   std::vector<std::pair<Key, Status>> late;
   std::string warning;
@@ -431,6 +456,7 @@ void Exchanges::OnTick() {
     }
     const double now = Now();
     const double timeout_s = options_.timeout_s;
+    Publish();
     for (const Exchange* e : pending_.FindBegunBy(now - timeout_s / 3)) {
       // The process of the first rank that waits warns.
       if (has_warned_ || !e->FirstPost().done) continue;

@@ -49,6 +49,7 @@
 #include "ep_ffi/backends/host/engine/workers.h"
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/peers.h"
+#include "ep_ffi/backends/host/transport/shared_text.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
@@ -169,11 +170,13 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
       EP_EXCLUDES(mutex_);
-  // Fails what is late, and warns once, a third of timeout_s after its first
-  // post, of an exchange that still lacks posts. Ends the process if a run has
-  // failed, `exit_after_s` is over, and the process has neither closed the
-  // group nor run another op on each of its devices: one may wait for a failed
-  // rank in a collective of XLA.
+  // Lets other processes read what the group does.
+  void Publish() EP_REQUIRES(mutex_);
+  // Publishes. Fails what is late, and warns once, a third
+  // of timeout_s after its first post, of an exchange that still lacks posts.
+  // Ends the process if a run has failed, `exit_after_s` is over, and the
+  // process has neither closed the group nor run another op on each of its
+  // devices: one may wait for a failed rank in a collective of XLA.
   void OnTick() EP_EXCLUDES(mutex_);
 
   const Options options_;
@@ -194,6 +197,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   std::map<uint64_t, std::vector<std::function<void()>>> deferred_
       EP_GUARDED_BY(mutex_);
 
+  const double began_at_;
+  SharedText progress_ EP_GUARDED_BY(mutex_);
   Trace trace_;
   Workers workers_;
   // The last member: its thread, which its destructor joins, uses all others.

@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/backends/host/engine/report.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstddef>
+#include <set>
+
+#include "ep_ffi/core/clock.h"
+#include "ep_ffi/core/json.h"
 
 namespace ep::host {
 namespace {
@@ -11,32 +18,33 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-// Says which ranks have waited for which in an exchange that lacks posts.
+// Which ranks have waited for which in an exchange that lacks posts.
 struct Wait {
-  std::string sentence;
+  std::string op, waiting, missing;
   bool is_for_same_op = false;  // a missing rank's last op has the same name
+
+  std::string Sentence(const std::string& how_long) const {
+    return StrCat(op, ": ", waiting, " waited ", how_long, " for ", missing);
+  }
 };
 
 Wait WhoWaits(const Topology& topology, const Exchange& exchange,
-              const LastPosts& last_posts, const std::string& how_long) {
+              const LastPosts& last_posts) {
   const int32_t domain = exchange.key.domain;
-  const std::string op = exchange.FirstPost().op.FullName();
   Wait wait;
-  std::string waiting, missing;
+  wait.op = exchange.FirstPost().op.FullName();
   for (int32_t r = 0; r < topology.ep_size; ++r) {
     const std::string rank = topology.RankName(domain, r);
     if (exchange.parts[r].is_posted) {
-      Append(&waiting, rank);
+      Append(&wait.waiting, rank);
       continue;
     }
     const auto& last = last_posts[domain * topology.ep_size + r];
-    const std::string last_op = last ? last->FullName() : "";
-    Append(&missing, rank + (last ? " whose last op was " + last_op
-                                  : " that has run no op yet"));
-    wait.is_for_same_op |= last_op == op;
+    const std::string last_op = last ? last->op.FullName() : "";
+    Append(&wait.missing, rank + (last ? " whose last op was " + last_op
+                                       : " that has run no op yet"));
+    wait.is_for_same_op |= last_op == wait.op;
   }
-  wait.sentence =
-      StrCat(op, ": ", waiting, " waited ", how_long, " for ", missing);
   return wait;
 }
 
@@ -75,19 +83,17 @@ Status Disagreement(const Topology& topology, const Exchange& exchange) {
 
 std::string Slow(const Topology& topology, const Exchange& exchange,
                  const LastPosts& last_posts, double timeout_s) {
-  return WhoWaits(topology, exchange, last_posts,
-                  StrCat("a third of timeout_s = ", timeout_s, " s"))
-             .sentence +
+  return WhoWaits(topology, exchange, last_posts)
+             .Sentence(StrCat("a third of timeout_s = ", timeout_s, " s")) +
          "; if they do not come in time, the op fails on every rank";
 }
 
 Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s) {
-  const Wait wait = WhoWaits(topology, exchange, last_posts,
-                             StrCat("timeout_s = ", timeout_s, " s"));
+  const Wait wait = WhoWaits(topology, exchange, last_posts);
   return Status(
       Code::kDeadlineExceeded,
-      StrCat(wait.sentence,
+      StrCat(wait.Sentence(StrCat("timeout_s = ", timeout_s, " s")),
              wait.is_for_same_op
                  ? ", the same op: in another iteration of a loop, or in "
                    "another copy, if processes have compiled the program "
@@ -99,13 +105,66 @@ Status Late(const Topology& topology, const Exchange& exchange,
              "wait for results now and then (jax.block_until_ready)"));
 }
 
+std::string Progress(const Topology& topology, const std::string& group_name,
+                     const std::vector<const Exchange*>& pending,
+                     const LastPosts& last_posts, double since,
+                     size_t max_bytes) {
+  std::vector<std::string> waits, others;
+  std::set<size_t> waiting;  // members
+  for (const Exchange* e : pending) {
+    const Wait wait = WhoWaits(topology, *e, last_posts);
+    waits.push_back(StrCat("{\"op\":", Quoted(wait.op),
+                           ",\"waiting\":", Quoted(wait.waiting),
+                           ",\"missing\":", Quoted(wait.missing),
+                           ",\"since\":", Seconds(e->began_at), "}"));
+    for (int32_t r = 0; r < topology.ep_size; ++r) {
+      if (e->parts[r].is_posted) {
+        waiting.insert(e->key.domain * topology.ep_size + r);
+      }
+    }
+  }
+  for (size_t i = 0; i < last_posts.size(); ++i) {
+    const auto& last = last_posts[i];
+    if (topology.members[i].process != topology.process || waiting.count(i)) {
+      continue;
+    }
+    others.push_back(
+        StrCat("{\"rank\":", Quoted(topology.MemberName(i)),
+               ",\"last\":", Quoted(last ? last->op.FullName() : ""),
+               ",\"since\":", Seconds(last ? last->at : since), "}"));
+  }
+  const std::string begin =
+      StrCat("{\"pid\":", getpid(), ",\"time\":", Seconds(Now()),
+             ",\"group\":", Quoted(group_name),
+             ",\"job\":", Quoted(topology.processes[0].address),
+             ",\"process\":", topology.processes[topology.process].id);
+  size_t room = max_bytes - std::min(max_bytes, begin.size() + 64);
+  int64_t left_out = 0;
+  const auto list = [&](const std::vector<std::string>& items) {
+    std::vector<std::string> fitting;
+    for (const std::string& item : items) {
+      if (item.size() + 1 > room) {
+        ++left_out;
+        continue;
+      }
+      room -= item.size() + 1;
+      fitting.push_back(item);
+    }
+    return List(fitting, [](const std::string& item) { return item; });
+  };
+  // Not one expression, whose parts would have no order.
+  const std::string of_waits = list(waits), of_others = list(others);
+  return StrCat(begin, ",\"waits\":", of_waits, ",\"others\":", of_others,
+                ",\"left_out\":", left_out, "}");
+}
+
 Status Missed(const Topology& topology, const LastPosts& last_posts,
               const Launches& launches) {
   for (size_t i = 0; i < last_posts.size(); ++i) {
     const auto& last = last_posts[i];
-    if (!last || launches.HasReached(last->launch)) continue;
+    if (!last || launches.HasReached(last->op.launch)) continue;
     return Status(Code::kFailedPrecondition,
-                  StrCat(topology.MemberName(i), " ran ", last->FullName(),
+                  StrCat(topology.MemberName(i), " ran ", last->op.FullName(),
                          ", which ", topology.ProcessName(topology.process),
                          " has not run; every rank must run the same program, "
                          "equally often"));

@@ -6,6 +6,7 @@
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_REPORT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,8 +20,14 @@
 
 namespace ep::host {
 
-// The latest post of each member of the topology; none if it has run no op.
-using LastPosts = std::vector<std::optional<PostedOp>>;
+// The latest post of a member of the topology.
+struct LastPost {
+  PostedOp op;
+  double at;  // of Now(): when it posted, or an exchange of it was complete
+};
+
+// The latest post of each member; none if it has run no op.
+using LastPosts = std::vector<std::optional<LastPost>>;
 
 // An op failed for a reason that is not its own.
 Status FailedOnRank(const std::string& op_name, const std::string& rank_name,
@@ -36,6 +43,14 @@ std::string Slow(const Topology& topology, const Exchange& exchange,
 // The time of an exchange is up.
 Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s);
+
+// Returns what this process knows of its group, for `python -m ep.stuck`: JSON
+// of at most `max_bytes`, without what does not fit. Times are of Now().
+// `since` is when the group began.
+std::string Progress(const Topology& topology, const std::string& group_name,
+                     const std::vector<const Exchange*>& pending,
+                     const LastPosts& last_posts, double since,
+                     size_t max_bytes);
 
 // A peer has posted what this process has not run. Ok if there is no such peer.
 Status Missed(const Topology& topology, const LastPosts& last_posts,

@@ -24,6 +24,30 @@ Mapping::~Mapping() {
   if (data_) munmap(data_, bytes_);
 }
 
+Status Mapping::Create(const char* name, size_t bytes, Mapping* out,
+                       Fd* out_fd) {
+  Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  void* data = MAP_FAILED;
+  if (fd.get() >= 0 && fchmod(fd.get(), 0600) == 0 &&
+      ftruncate(fd.get(), bytes) == 0) {
+    data =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  }
+  if (data == MAP_FAILED) {
+    return SystemError(StrCat("cannot share ", bytes, " bytes of memory"));
+  }
+  Mapping mapping(static_cast<std::byte*>(data), bytes);
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+    return SystemError("cannot seal shared memory");
+  }
+  // Where the kernel is too old for this seal, peers of the same user could
+  // map the memory to write; they never do.
+  (void)fcntl(fd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
+  *out = std::move(mapping);
+  *out_fd = std::move(fd);
+  return Status();
+}
+
 Status Mapping::OpenPeer(const Fd& fd, Mapping* out) {
   // Not fstat, which needs glibc 2.33; see older_runtimes.cc.
   const off_t bytes = lseek(fd.get(), 0, SEEK_END);
@@ -54,27 +78,10 @@ Status SegmentPool::Acquire(size_t bytes, int32_t readers, Segment** out,
 
   size_t size = kSmallest;
   while (size < bytes) size *= 2;
-  Fd fd(memfd_create("ep_ffi", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  void* data = MAP_FAILED;
-  if (fd.get() >= 0 && fchmod(fd.get(), 0600) == 0 &&
-      ftruncate(fd.get(), size) == 0) {
-    data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  }
-  if (data == MAP_FAILED) {
-    return SystemError(StrCat("cannot share ", bytes, " bytes of memory"));
-  }
   auto segment = std::make_unique<Segment>();
-  segment->memory = Mapping(static_cast<std::byte*>(data), size);
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-    return SystemError("cannot seal shared memory");
-  }
-  // Where the kernel is too old for this seal, peers of the same user could
-  // map the segment to write; they never do.
-  (void)fcntl(fd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
-
+  EP_RETURN_IF_ERROR(Mapping::Create("ep_ffi", size, &segment->memory, new_fd));
   segment->id = segments_.size();
   segment->readers = readers;
-  *new_fd = std::move(fd);
   *out = segment.get();
   segments_.emplace(segment->id, std::move(segment));
   return Status();

@@ -39,6 +39,11 @@ class Mapping {
   }
   ~Mapping();
 
+  // Makes anonymous memory of a size that nobody can change, of which only this
+  // process has a writable mapping. `name` is for /proc.
+  static Status Create(const char* name, size_t bytes, Mapping* out,
+                       Fd* out_fd);
+
   // Maps a peer's segment for reading. Fails unless the peer sealed its size.
   static Status OpenPeer(const Fd& fd, Mapping* out);
 

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Parts of JSON texts.
+
+#ifndef EP_FFI_CORE_JSON_H_
+#define EP_FFI_CORE_JSON_H_
+
+#include <cstdio>
+#include <string>
+
+namespace ep {
+
+inline std::string Quoted(const std::string& text) {
+  std::string out = "\"";
+  for (const unsigned char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    if (c >= ' ') {
+      out += static_cast<char>(c);
+      continue;
+    }
+    char escaped[8];
+    std::snprintf(escaped, sizeof(escaped), "\\u%04x", c);
+    out += escaped;
+  }
+  return out + '"';
+}
+
+// Returns a list of what `format` makes of each item.
+template <typename Items, typename Format>
+std::string List(const Items& items, Format format) {
+  std::string out;
+  for (const auto& item : items) out += (out.empty() ? "" : ",") + format(item);
+  return "[" + out + "]";
+}
+
+inline std::string Seconds(double time) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.7f", time);
+  return text;
+}
+
+}  // namespace ep
+
+#endif  // EP_FFI_CORE_JSON_H_
