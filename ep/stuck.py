@@ -32,13 +32,13 @@ import signal
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 _HEADER = struct.Struct("=8sQQQQ")  # shared_text.h explains it
 _MAX_BYTES = 1 << 26  # of a text
 _IDLE_S = 1.0  # A rank that has been in no op for so long is asked why.
 _ANSWER_S = 0.6  # for stacks
-_QUIET_S = 0.05  # Stacks of which nothing came for so long are complete.
+_QUIET_S = 0.05  # Stacks to which nothing came for so long are complete.
 _OLD_S = 3.0  # Processes that run publish more often.
 
 
@@ -166,22 +166,29 @@ def _read_process(pid: int) -> Process | None:
   records, faults, stacks = [], [], None
   inside = _pid_inside(pid)  # A forked child has what is of its parent.
   for entry in os.scandir(f"/proc/{pid}/fd"):
-    target = os.readlink(entry.path)
-    if target == "/memfd:ep_status (deleted)":
+    if _is_memory(entry.path, "ep_status"):
       try:
         record = Record.parse(_read_text(entry.path))
+      except OSError:
+        continue  # the group has ended meanwhile
       except ValueError as e:
         faults.append(_printable(str(e)))
         continue
       if record.pid == inside:
         records.append(record)
-    elif match := re.fullmatch(
-      rf"/memfd:ep_stacks_(\d\d)_{inside} \(deleted\)", target
-    ):
+    elif match := _is_memory(entry.path, rf"ep_stacks_(\d\d)_{inside}"):
       stacks = entry.path, int(match[1])
   if not records and not faults and stacks is None:
     return None
   return Process(pid, tuple(records), tuple(faults), stacks)
+
+
+def _is_memory(path: str, name: str) -> re.Match[str] | None:
+  """Matches the name of the anonymous file at a path of /proc."""
+  try:
+    return re.fullmatch(rf"/memfd:{name} \(deleted\)", os.readlink(path))
+  except OSError:
+    return None  # it is closed meanwhile
 
 
 def _read_text(path: str) -> bytes:
@@ -239,8 +246,8 @@ class _Request:
   """A request for the stacks of a process."""
 
   def __init__(self, process: Process):
-    self._file: int | None = None
-    self.refusal = self._ask(process)
+    self._file: BinaryIO | None = None
+    self._refusal = self._ask(process)
 
   def _ask(self, process: Process) -> str:
     """Sends the request; returns why it cannot be sent, or ""."""
@@ -259,44 +266,66 @@ class _Request:
     try:
       if not int(_status(process.pid, "SigCgt"), 16) >> (number - 1) & 1:
         return f"it does not catch the signal {number} any more"
-      self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+      file = os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC), "r+b", 0)
+      # The process may have closed its file and opened another meanwhile.
+      if not _is_memory(f"/proc/self/fd/{file.fileno()}", r"ep_stacks_\d+_\d+"):
+        return "it has closed the file for its stacks"
       try:
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
         return "another ep.stuck reads its stacks now; try again"
-      os.ftruncate(self._file, 0)
+      file.truncate(0)
       signal.pidfd_send_signal(handle, number)
+      self._file = file
     finally:
       os.close(handle)
     return ""
 
-  def answer(self, deadline: float) -> str:
+  def size(self) -> int:
+    """Returns the bytes that have come; 1 if there will be none."""
+    return os.fstat(self._file.fileno()).st_size if self._file else 1
+
+  def answer(self) -> str:
     """Returns the stacks, or why there are none. To be called once."""
-    if self.refusal or self._file is None:
-      return self.refusal
-    size, quiet_at = 0, deadline
-    while time.monotonic() < min(quiet_at, deadline):
-      time.sleep(0.01)
-      if (now := os.fstat(self._file).st_size) > size:
-        size, quiet_at = now, time.monotonic() + _QUIET_S
-    text = os.pread(self._file, min(size, _MAX_BYTES), 0).decode(
-      errors="replace"
-    )
-    os.ftruncate(self._file, 0)
-    os.close(self._file)
+    if not self._file:
+      return self._refusal
+    with self._file as file:
+      text = os.pread(file.fileno(), _MAX_BYTES, 0).decode(errors="replace")
+      file.truncate(0)
+    if not text:
+      return f"it has not shown its stacks within {_ANSWER_S:g} s"
     lines = [f"    {_printable(line)}" for line in text.splitlines()]
-    return (
-      "\n".join(["its Python stacks, the latest call first:", *lines])
-      if (lines)
-      else f"it has not shown its stacks within {_ANSWER_S:g} s"
-    )
+    return "\n".join(["its Python stacks, the latest call first:", *lines])
 
 
 def _request(process: Process) -> _Request | None:
+  """Asks for stacks if they may say why others wait."""
   try:
-    return _Request(process)
+    if _is_idle(process) or _is_stopped(process.pid):
+      return _Request(process)
   except (OSError, ValueError):
-    return None  # it has ended
+    pass  # it has ended
+  return None
+
+
+def _is_idle(process: Process) -> bool:
+  now = time.monotonic()
+  return not process.records or any(
+    now - other.since > _IDLE_S
+    for record in process.records
+    for other in record.others
+  )
+
+
+def _wait_for(requests: Iterable[_Request]) -> None:
+  """Waits until all answers are complete, but not too long."""
+  deadline = time.monotonic() + _ANSWER_S
+  sizes: list[int] = []
+  while time.monotonic() < deadline:
+    before, sizes = sizes, [request.size() for request in requests]
+    if all(sizes) and sizes == before:
+      return
+    time.sleep(_QUIET_S)
 
 
 # ---- The report
@@ -317,41 +346,38 @@ def _lines_of_group(records: list[tuple[int, Record]]) -> Iterator[str]:
   ids = f"process {pids}" if len(records) == 1 else f"processes {pids}"
   yield f'group "{records[0][1].group}", {ids}:'
   now = time.monotonic()
+  new = [record for _, record in records if now - record.time <= _OLD_S]
+  yield from _lines_of_records(new)
+  for pid, record in records:
+    if (age := now - record.time) > _OLD_S:
+      yield f"  This is what process {pid} knew {age:.1f} s ago:"
+      yield from _lines_of_records([record])
+    if record.left_out:
+      yield f"  Process {pid} left out {record.left_out} lines."
+
+
+def _lines_of_records(records: list[Record]) -> Iterator[str]:
   waits: dict[tuple[str, str, str], float] = {}  # Each process knows of most.
-  for _, record in records:
+  for record in records:
     for wait in record.waits:
       key = wait.op, wait.waiting, wait.missing
       seconds = max(record.time - wait.since, 0.0)
       waits[key] = max(seconds, waits.get(key, 0.0))
   for (op, waiting, missing), seconds in waits.items():
     yield f"  {op}: {waiting} waited {seconds:.1f} s for {missing}"
-  for pid, record in records:
+  for record in records:
     for other in record.others:
       did = f"last in {other.last}" if other.last else "in no op yet"
-      seconds = max(now - other.since, 0.0)
+      seconds = max(time.monotonic() - other.since, 0.0)
       yield f"  {other.rank}: waits for no rank; {did}, {seconds:.1f} s ago"
-    if (age := now - record.time) > _OLD_S:
-      yield f"  This is what process {pid} knew {age:.1f} s ago."
-    if record.left_out:
-      yield f"  Process {pid} left out {record.left_out} lines."
-
-
-def _is_idle(process: Process) -> bool:
-  """Returns whether its stacks may say why others wait."""
-  now = time.monotonic()
-  return not process.records or any(
-    now - other.since > _IDLE_S
-    for record in process.records
-    for other in record.others
-  )
 
 
 def report(processes: list[Process]) -> Iterator[str]:
   """Yields the lines of the report about some processes."""
-  requests = {p.pid: _request(p) for p in processes if _is_idle(p)}
-  deadline = time.monotonic() + _ANSWER_S
+  requests = {p.pid: r for p in processes if (r := _request(p))}
   for records in _groups(processes):
     yield from _lines_of_group(records)
+  _wait_for(requests.values())
   for process in processes:
     lines = [
       f"it has a record that cannot be read: {f}" for f in process.faults
@@ -363,7 +389,7 @@ def report(processes: list[Process]) -> Iterator[str]:
         " stacks are known"
       )
     if request := requests.get(process.pid):
-      lines.append(request.answer(deadline))
+      lines.append(request.answer())
     with contextlib.suppress(OSError):
       command = _command(process.pid)
       for line in lines:

@@ -289,8 +289,28 @@ def test_what_is_printed_does_not_control_a_terminal():
 
 def test_a_record_of_another_process_is_not_taken():
   """As a forked child has the descriptors of its parent."""
-  (process,) = processes_with(memory(record(pid=os.getppid(), group="theirs")))
-  assert "theirs" not in [record.group for record in process.records]
+  found = processes_with(memory(record(pid=os.getppid(), group="theirs")))
+  assert "theirs" not in [r.group for process in found for r in process.records]
+
+
+def test_a_process_is_found_while_it_opens_and_closes_files():
+  is_done = threading.Event()
+
+  def open_and_close():
+    while not is_done.is_set():
+      files = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+      for file in files:
+        os.close(file)
+
+  thread = threading.Thread(target=open_and_close)
+  thread.start()
+  try:
+    for _ in range(50):
+      (process,) = processes_with(memory(record(group="found")))
+      assert "found" in [r.group for r in process.records]
+  finally:
+    is_done.set()
+    thread.join()
 
 
 def test_the_signal_of_a_program_stays_its_own():
