@@ -10,6 +10,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases import Case, lower
@@ -21,7 +22,7 @@ from ep._src.base import compat
 from ep._src.base.backend import OPS
 from ep._src.matmul import on_cuda
 from groups import bootstrap
-from op_functions import everything
+from op_functions import dispatch, everything, Moved
 
 
 class HostEngine(NcclConnection):
@@ -32,7 +33,8 @@ class HostEngine(NcclConnection):
 
   def _lower_call(self, op, ctx, *operands, params):
     if op != "ep_prepare":
-      assert ctx.avals_in[1].shape[1] % 8 == 0
+      rows = ctx.avals_in[1]
+      assert rows.shape[1] % (16 if rows.dtype == jnp.uint8 else 8) == 0
       assert op != "ep_combine" or len(operands) == 2
     return super()._lower_call(op, ctx, *operands, params=params)
 
@@ -48,6 +50,18 @@ def case_over_the_host_engine(monkeypatch, request):
 
 def test_rows_of_any_hidden_size_arrive(case):
   case.check(everything, *case.inputs())
+
+
+def test_rows_of_bytes_arrive_with_their_scales(case):
+  rng = np.random.default_rng(0)
+  shape = case.tokens().shape
+  rows = rng.integers(0, 256, shape).astype(np.uint8)
+  scales = rng.normal(size=(*shape[:-1], 3)).astype(np.float32)
+
+  def moved(ops, *args):
+    return Moved(dispatch(ops, *args))
+
+  case.check(moved, rows, case.weights(), scales)
 
 
 def test_nothing_but_the_calls_is_on_the_stream_of_collectives(case):

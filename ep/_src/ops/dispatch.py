@@ -101,8 +101,7 @@ def ep_dispatch(
   Returns:
     recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).
     recv_topk_weights: float32 [C] ([R, C]).
-    recv_scales: with scales alone, [C, S] of their dtype ([R, C, S]); of rows
-      that no rank sent, bytes of zero.
+    recv_scales: with scales, [C, S] of their dtype ([R, C, S]), or not at all.
 
   Raises:
     ValueError, TypeError: shape or dtype does not fit the handle or the group.

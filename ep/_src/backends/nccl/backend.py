@@ -32,7 +32,8 @@ from ep._src.native import connection, ffi
 
 _MIN_COMPUTE_CAPABILITY = 9.0
 
-# Elements of which NCCL EP's rows have a multiple.
+# Elements of which NCCL EP's rows have a multiple; of bytes, which it takes for
+# bfloat16, twice as many.
 _WIDTH_MULTIPLE = 8
 
 
@@ -206,9 +207,10 @@ def _size(group: GroupConfig, name: str) -> int:
   return size
 
 
-def padded_width(hidden: int) -> int:
+def padded_width(hidden: int, itemsize: int = 2) -> int:
   """Returns the elements of the rows that NCCL EP moves."""
-  return -(-hidden // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+  multiple = _WIDTH_MULTIPLE * (2 if itemsize == 1 else 1)
+  return -(-hidden // multiple) * multiple
 
 
 def _with_fitting_rows(
@@ -219,7 +221,8 @@ def _with_fitting_rows(
   """Lowers an op that moves rows: `lower` gets them in a width of NCCL EP."""
   rows: Any  # not any `AbstractValue`, which has no shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
-  hidden, width = rows.shape[1], padded_width(rows.shape[1])
+  hidden = rows.shape[1]
+  width = padded_width(hidden, rows.dtype.itemsize)
   if width == hidden:
     return lower(ctx, *operands)
 
