@@ -104,6 +104,7 @@ struct Call {
   int32_t device;      // as XLA numbers it
   Executor* executor;  // on CPU
   void* stream;        // on a GPU, to enqueue the op on
+  void* communicator;  // on a GPU: XLA's of the EP domain, if it lends it
   std::function<void(Status)> done;
 };
 
@@ -181,6 +182,12 @@ class Group {
   // Fails if the group cannot serve them.
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
+
+  // Gives a group XLA's communicator of its domain, before the first op.
+  // Collective over the domain.
+  virtual Status Connect(void*) {
+    return Status(Code::kInternal, "this backend takes no communicators");
+  }
 
   virtual HostMemory Memory() { return {}; }
 

@@ -31,7 +31,8 @@ namespace {
 ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
     std::string_view group, std::string_view group_config,
     std::string_view program, int64_t position, Layer layer,
-    std::string_view layer_name) {
+    std::string_view layer_name, ffi::Span<const int64_t> lent_mesh,
+    int64_t lent_axis) {
   Binding binding =
       Registry::Get().Bind(std::string(group), std::string(program), position);
   if (!binding.group) {
@@ -51,10 +52,15 @@ ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
                "; bootstrap the group as it was for that program, or compile "
                "the program for this one"))));
   }
+  Domains domains;
+  const Status decoded = DecodeDomains(lent_mesh, lent_axis, &domains);
+  if (!decoded.ok()) return ffi::Unexpected(ToError(decoded));
   layer.name = layer_name;
-  auto state = std::make_unique<OpState>(OpState{
-      std::move(binding.group), MakeSite(std::move(layer), std::string(program),
-                                         position, binding.clone)});
+  auto state = std::make_unique<OpState>(
+      OpState{std::move(binding.group),
+              MakeSite(std::move(layer), std::string(program), position,
+                       binding.clone),
+              std::move(domains)});
   Handover::OfNewStates().ToXla();
   return state;
 }
@@ -66,7 +72,9 @@ auto BindInstantiate() {
       .Attr<std::string_view>("program")
       .Attr<int64_t>("position")
       .Attr<Layer>("layer")
-      .Attr<std::string_view>("layer_name");
+      .Attr<std::string_view>("layer_name")
+      .Attr<ffi::Span<const int64_t>>("lent_mesh")
+      .Attr<int64_t>("lent_axis");
 }
 
 }  // namespace

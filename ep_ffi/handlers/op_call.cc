@@ -67,6 +67,7 @@ ffi::Future Submit(
                context.device,
                context.executor.get(),
                context.stream,
+               context.communicator,
                done};
   Status started;
   try {

@@ -21,6 +21,7 @@
 #include "ep_ffi/core/export.h"
 #include "ep_ffi/core/status.h"
 #include "ep_ffi/handlers/handover.h"
+#include "ep_ffi/handlers/lent.h"
 #include "xla/ffi/api/ffi.h"
 
 // Defines a C function that ep/_src/native/ffi.py registers as a handler. XLA's
@@ -51,6 +52,7 @@ struct OpState {
 
   std::shared_ptr<Group> group;
   Site site;
+  Domains domains;
 
   ~OpState() { Handover::OfUsedStates().FromXla(); }
 };
@@ -63,6 +65,7 @@ struct OpCall {
   int64_t run_id = 0;
   std::unique_ptr<Executor> executor;
   void* stream = nullptr;
+  void* communicator = nullptr;
 };
 
 // Decodes what the library's platform needs of the context. Returns false, with

@@ -124,6 +124,7 @@ void Step::Post(int64_t rank) {
                domain_.devices[rank],
                Pool::Get(),
                domain_.stream(rank),
+               /*communicator=*/nullptr,
                [self = shared_from_this(), rank](Status status) {
                  self->Complete(rank, std::move(status));
                }};

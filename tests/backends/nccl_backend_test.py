@@ -56,8 +56,18 @@ def test_a_mesh_with_a_gpu_for_each_process_is_accepted():
 
 @pytest.mark.parametrize("me", range(4))
 @pytest.mark.parametrize("capacity", [64, None])
-def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
-  """Rank 0 of a domain makes its id, and only this domain uses it."""
+@pytest.mark.parametrize("communicator", ["own", "xla"])
+def test_ranks_connect_with_the_id_of_their_domain(
+  monkeypatch, me, capacity, communicator
+):
+  """Rank 0 of a domain makes its id, and only this domain uses it.
+
+  If XLA lends communicators there is no id.
+  """
+  is_own = communicator == "own"
+  monkeypatch.setenv("EP_NCCL_COMMUNICATOR", communicator)
+  borrowed = []
+  monkeypatch.setattr(nccl_backend, "_borrow", lambda *a: borrowed.append(a))
   group = GroupConfig(
     name="ep0",
     mesh=mesh([gpu(p) for p in range(4)], ep=2, dp=2),
@@ -85,10 +95,12 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
       said[process] = dict(
         id=base64.b64encode(bytes([process])).decode(),
         host=f"host{process % 2}",
+        communicator=communicator,
       )
     mine = introduce()
     assert mine.pop("host") == f"host{me % 2}"
-    assert mine == ({"id": "bWluZQ=="} if me in (0, 1) else {})
+    assert mine.pop("communicator") == communicator
+    assert mine == ({"id": "bWluZQ=="} if me in (0, 1) and is_own else {})
     return said
 
   made = {}
@@ -150,13 +162,28 @@ def test_ranks_connect_with_the_id_of_their_domain(monkeypatch, me, capacity):
     max_num_sms=0,
     timeout_s=1.0,
     exit_after_s=1.0,
-    unique_id=bytes([me % 2]),
+    unique_id=bytes([me % 2]) if is_own else b"",
     nccl="a",
     nccl_ep=str(me),
   )
+  assert borrowed == ([] if is_own else [(resolved, group.mesh)])
   ((*lookout, _),) = lookouts
   processes = [me % 2, me % 2 + 2]
   assert lookout == [f"ep/place/ep0/{me % 2}", me // 2, processes, 1.0]
+
+
+def test_whose_communicator_is_agreed_on(monkeypatch):
+  group = types.SimpleNamespace(mesh=mesh([gpu(0), gpu(1)]), axis_name="ep")
+  monkeypatch.setattr(nccl_backend.jax, "process_index", lambda: 0)
+
+  def join(*_):
+    return {0: dict(communicator="xla"), 1: dict(communicator="own")}
+
+  with pytest.raises(ValueError, match="EP_NCCL_COMMUNICATOR: {0: 'xla', 1"):
+    NcclBackend().connect(group, join)
+  monkeypatch.setenv("EP_NCCL_COMMUNICATOR", "mine")
+  with pytest.raises(ValueError, match="is 'mine'; set it to"):
+    nccl_backend._communicator()
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,10 @@ from op_functions import dispatch, everything, Moved
 class HostEngine(NcclConnection):
   """Lowers as "nccl" does, to the host engine; checks what NCCL EP demands."""
 
+  is_lent = False
+
   def __init__(self, group):
-    super().__init__(group, mock.Mock())
+    super().__init__(group, self.is_lent, mock.Mock())
 
   def _lower_call(self, op, ctx, *operands, params):
     if op != "ep_prepare":
@@ -70,6 +72,21 @@ def test_nothing_but_the_calls_is_on_the_stream_of_collectives(case):
   annotated = [x for x in text.splitlines() if "_xla_stream_annotation" in x]
   assert len(annotated) == 6
   assert all(" call(" in x for x in annotated)
+
+
+def test_xla_is_told_whose_communicators_to_lend(case, monkeypatch):
+  """The engine ignores that, but decodes it."""
+  assert "lent_mesh = array" not in program_text(case)
+  monkeypatch.setattr(HostEngine, "is_lent", True)
+  mesh = make_mesh({"dp": 2, "ep": 2})
+  with bootstrap(mesh, hidden_dim=8) as group:
+    lent = Case(ep.EpLayerConfig(group), hidden=8)
+    assert "lent_axis = 1 : i64, lent_mesh = dense<2>" in program_text(lent)
+    lent.check(everything, *lent.inputs())
+
+
+def program_text(case):
+  return lower((case, everything, *case.inputs())).as_text()
 
 
 def test_a_program_survives_its_export(case):

@@ -76,6 +76,23 @@ def test_a_group_can_be_created_used_and_closed():
     ffi.check_group("nccl", "rank0")
 
 
+def test_a_group_without_an_id_waits_for_a_communicator():
+  ffi.create_nccl_group(
+    name="waits",
+    config="",
+    rank=0,
+    domain=0,
+    device=0,
+    unique_id=b"",
+    nccl="",
+    nccl_ep="",
+    **SIZES,
+  )
+  with pytest.raises(ffi.NativeError, match="has no communicator yet"):
+    ffi.mem_bytes("nccl", "waits", 8, 2, 1, 64)
+  ffi.close_group("nccl", "waits")
+
+
 def test_the_watchdog_tells_where_a_rank_stands():
   """And takes what is known of the others, until the group is closed."""
   names = ["place0", "place1"]

@@ -265,6 +265,11 @@ def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
   return context.manual_axes != frozenset(context.mesh.axis_names)
 
 
+def program_mesh(ctx: mlir.LoweringRuleContext) -> Any:
+  """Returns the mesh of the program being lowered, within a `shard_map`."""
+  return ctx.module_context.axis_context.mesh
+
+
 def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
   """Returns whether XLA divides the operation among devices."""
   context = ctx.module_context.axis_context

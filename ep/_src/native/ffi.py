@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "3b870aaf4252"
+INTERFACE = "8b45cde7054c"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -107,13 +107,19 @@ def library(backend: str) -> ctypes.CDLL:
     },
     platform=platform,
   )
+  stages = {"instantiate": jax.ffi.pycapsule(lib.ep_instantiate)}
+  if backend == "nccl":
+    request = {"prepare": jax.ffi.pycapsule(lib.ep_request)}
+    stages |= request
+    jax.ffi.register_ffi_target(
+      "ep_connect",
+      request | {"execute": jax.ffi.pycapsule(lib.ep_connect)},
+      platform=platform,
+    )
   for op in OPS:
     jax.ffi.register_ffi_target(
       op,
-      {
-        "instantiate": jax.ffi.pycapsule(lib.ep_instantiate),
-        "execute": jax.ffi.pycapsule(getattr(lib, op)),
-      },
+      stages | {"execute": jax.ffi.pycapsule(getattr(lib, op))},
       platform=platform,
     )
   if backend == "host":
@@ -283,8 +289,8 @@ def create_nccl_group(
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
   `device` is the GPU's ordinal in this process, `rank` its place in the
-  `domain` whose ranks share `unique_id`; `nccl` and `nccl_ep` as for
-  `new_nccl_id`.
+  `domain` whose ranks share `unique_id`, which is b"" if ep_connect gives the
+  group a communicator; `nccl` and `nccl_ep` as for `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   _call_for(

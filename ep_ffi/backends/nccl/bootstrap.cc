@@ -31,7 +31,8 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
 
 // Creates the group `name` on the GPU `device` of this process, which is
 // `rank` of EP domain `domain`; for `config` see `Registry::Add`. Collective
-// over the domain, whose ranks share `id`.
+// over the domain, whose ranks share `id`; without an id it is not, and
+// ep_connect gives the group a communicator.
 EP_EXPORT int32_t ep_nccl_group_create(
     const char* name, const char* config, int32_t rank, int32_t domain,
     int32_t device, int64_t num_experts, int64_t ep_size, int64_t max_tokens,

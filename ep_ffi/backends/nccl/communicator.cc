@@ -18,6 +18,29 @@ ncclEpHandleConfig_t HandleConfig(const Layer& layer) {
   return config;
 }
 
+// What takes too long if a rank does not come.
+constexpr char kConnect[] = "to connect the ranks of an EP domain";
+
+Status CheckEnvironment() {
+  for (const char* variable :
+       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
+    const char* value = std::getenv(variable);
+    if (!value || !*value || std::string(value) == "0") continue;
+    return Status(Code::kFailedPrecondition,
+                  StrCat(variable, " = ", value,
+                         " makes NCCL EP lay out rows in another way, whose "
+                         "limits are not checked; unset it"));
+  }
+  return Status();
+}
+
+Status QueryProperties(const Libraries& nccl, ncclComm_t comm,
+                       ncclCommProperties_t* out) {
+  *out = NCCL_COMM_PROPERTIES_INITIALIZER;
+  return nccl.Check(nccl.ncclCommQueryProperties(comm, out),
+                    "ncclCommQueryProperties");
+}
+
 }  // namespace
 
 Status CallNcclEp(const Libraries& libraries, const char* name,
@@ -40,19 +63,22 @@ Status Communicator::Create(std::shared_ptr<const Device> device,
     return Status(Code::kInternal, "an NCCL unique id of the wrong size");
   }
   std::memcpy(&id, unique_id.data(), sizeof(id));
-  for (const char* variable :
-       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
-    const char* value = std::getenv(variable);
-    if (!value || !*value || std::string(value) == "0") continue;
-    return Status(Code::kFailedPrecondition,
-                  StrCat(variable, " = ", value,
-                         " makes NCCL EP lay out rows in another way, whose "
-                         "limits are not checked; unset it"));
-  }
   std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
   EP_RETURN_IF_ERROR(RunWithin(
-      timeout_s, "to connect the ranks of an EP domain",
+      timeout_s, kConnect,
       [made, sizes, rank, id] { return made->Init(sizes, rank, id); }));
+  *out = std::move(made);
+  return Status();
+}
+
+Status Communicator::Borrow(std::shared_ptr<const Device> device,
+                            const Sizes& sizes, int32_t rank, ncclComm_t lent,
+                            double timeout_s,
+                            std::shared_ptr<Communicator>* out) {
+  std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
+  EP_RETURN_IF_ERROR(RunWithin(
+      timeout_s, kConnect,
+      [made, sizes, rank, lent] { return made->InitLent(sizes, rank, lent); }));
   *out = std::move(made);
   return Status();
 }
@@ -61,13 +87,38 @@ Status Communicator::Init(const Sizes& sizes, int32_t rank,
                           const ncclUniqueId& id) {
   const Libraries& nccl = device_->libraries();
   Device::Scope scope(*device_);
+  EP_RETURN_IF_ERROR(CheckEnvironment());
   EP_RETURN_IF_ERROR(
       nccl.Check(nccl.ncclCommInitRank(&comm_, sizes.ep_size, id, rank),
                  "ncclCommInitRank"));
-  ncclCommProperties_t properties = NCCL_COMM_PROPERTIES_INITIALIZER;
+  ncclCommProperties_t properties;
+  EP_RETURN_IF_ERROR(QueryProperties(nccl, comm_, &properties));
+  return InitGroup(sizes, properties);
+}
+
+Status Communicator::InitLent(const Sizes& sizes, int32_t rank,
+                              ncclComm_t lent) {
+  Device::Scope scope(*device_);
+  EP_RETURN_IF_ERROR(CheckEnvironment());
+  owns_ = false;
+  comm_ = lent;
+  ncclCommProperties_t properties;
   EP_RETURN_IF_ERROR(
-      nccl.Check(nccl.ncclCommQueryProperties(comm_, &properties),
-                 "ncclCommQueryProperties"));
+      QueryProperties(device_->libraries(), comm_, &properties));
+  if (properties.rank != rank || properties.nRanks != sizes.ep_size) {
+    return Status(
+        Code::kInternal,
+        StrCat("XLA lends a communicator of ", properties.nRanks,
+               " ranks whose rank ", properties.rank, " is rank ", rank, " of ",
+               sizes.ep_size,
+               " in the EP domain; unset EP_NCCL_COMMUNICATOR"));
+  }
+  return InitGroup(sizes, properties);
+}
+
+Status Communicator::InitGroup(const Sizes& sizes,
+                               const ncclCommProperties_t& properties) {
+  const Libraries& nccl = device_->libraries();
   Machine machine = {};
   machine.device_api = properties.deviceApiSupport;
   machine.nvlink_ranks = sizes.ep_size / std::max(properties.nLsaTeams, 1);
@@ -94,14 +145,16 @@ void Communicator::Destroy() {
       return nccl.ncclEpGroupDestroy(std::exchange(group_, nullptr));
     });
   }
-  if (comm_) nccl.ncclCommDestroy(std::exchange(comm_, nullptr));
+  if (comm_ && owns_) nccl.ncclCommDestroy(comm_);
+  comm_ = nullptr;
 }
 
 void Communicator::Abort() {
   group_ = nullptr;
-  if (!comm_) return;
+  ncclComm_t comm = std::exchange(comm_, nullptr);
+  if (!comm || !owns_) return;
   Device::Scope scope(*device_);
-  device_->libraries().ncclCommAbort(std::exchange(comm_, nullptr));
+  device_->libraries().ncclCommAbort(comm);
 }
 
 Status Communicator::AllGather(const int32_t* mine, int32_t* all, int64_t count,

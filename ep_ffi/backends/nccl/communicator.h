@@ -29,15 +29,23 @@ class Communicator {
   static Status Create(std::shared_ptr<const Device> device, const Sizes& sizes,
                        int32_t rank, const std::string& unique_id,
                        double timeout_s, std::shared_ptr<Communicator>* out);
+  // Connects this rank over `lent`, an NCCL communicator of the domain that
+  // stays XLA's. Collective over the domain.
+  static Status Borrow(std::shared_ptr<const Device> device, const Sizes& sizes,
+                       int32_t rank, ncclComm_t lent, double timeout_s,
+                       std::shared_ptr<Communicator>* out);
 
   // Aborts unless Destroy was called.
   ~Communicator() { Abort(); }
 
   // Disconnects. Collective over the domain. The device must have run all ops.
   void Destroy();
-  // Ends NCCL's collectives on this rank at once. NCCL EP's kernels cannot be
-  // ended, so its group is leaked.
+  // Ends NCCL's collectives on this rank at once, unless the communicator is
+  // XLA's. NCCL EP's kernels cannot be ended, so its group is leaked.
   void Abort();
+
+  // Returns XLA's communicator, or null if this one has its own.
+  void* lent() const { return owns_ ? nullptr : comm_; }
 
   // Enqueues a gather of `count` integers from each rank.
   Status AllGather(const int32_t* mine, int32_t* all, int64_t count,
@@ -63,8 +71,12 @@ class Communicator {
       : device_(std::move(device)) {}
 
   Status Init(const Sizes& sizes, int32_t rank, const ncclUniqueId& id);
+  Status InitLent(const Sizes& sizes, int32_t rank, ncclComm_t lent);
+  // Creates the group of NCCL EP.
+  Status InitGroup(const Sizes& sizes, const ncclCommProperties_t& properties);
 
   const std::shared_ptr<const Device> device_;
+  bool owns_ = true;  // whether comm_ is not XLA's
   ncclComm_t comm_ = nullptr;
   ncclEpGroup_t group_ = nullptr;
 };

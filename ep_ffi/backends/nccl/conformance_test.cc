@@ -9,5 +9,6 @@
 namespace ep::nccl {
 
 EP_INSTANTIATE_CONFORMANCE(Fake, FakeNccl());
+EP_INSTANTIATE_CONFORMANCE(Lent, LentNccl());
 
 }  // namespace ep::nccl

@@ -74,9 +74,11 @@ Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
   EP_RETURN_IF_ERROR(
       Device::Open(libraries, options.device, Reports::kNumReports, &device));
   std::shared_ptr<Communicator> communicator;
-  EP_RETURN_IF_ERROR(Communicator::Create(device, options.sizes, options.rank,
-                                          options.unique_id, options.timeout_s,
-                                          &communicator));
+  if (!options.unique_id.empty()) {
+    EP_RETURN_IF_ERROR(Communicator::Create(
+        device, options.sizes, options.rank, options.unique_id,
+        options.timeout_s, &communicator));
+  }
   out->reset(
       new NcclGroup(options, std::move(device), std::move(communicator)));
   return Status();
@@ -92,7 +94,25 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
           options.timeout_s, options.exit_after_s)),
       communicator_(std::move(communicator)),
       reports_(device_, options.sizes, options.domain, options.timeout_s),
-      stamps_(device_, options.sizes, options.rank) {}
+      stamps_(device_, options.sizes, options.rank) {
+  if (communicator_) return;
+  failed_ = Status(Code::kFailedPrecondition,
+                   "the group has no communicator yet");
+}
+
+Status NcclGroup::Connect(void* communicator) {
+  MutexLock lock(mutex_);
+  if (communicator_) {
+    return Status(Code::kFailedPrecondition,
+                  "the group has a communicator already");
+  }
+  EP_RETURN_IF_ERROR(Communicator::Borrow(
+      device_, options_.sizes, options_.rank,
+      static_cast<ncclComm_t>(communicator), options_.timeout_s,
+      &communicator_));
+  failed_ = Status();
+  return Status();
+}
 
 Status NcclGroup::StartTrace(const std::string& path) {
   MutexLock lock(mutex_);
@@ -157,6 +177,7 @@ void NcclGroup::Submit(const Call& call,
   {
     MutexLock lock(mutex_);
     status = failed_;
+    if (status.ok()) status = GiveUpUnlessOk(CheckLent(call));
     if (status.ok()) status = GiveUpUnlessOk(runs_.Enter(call, &step_));
     if (status.ok()) {
       Device::Scope scope(*device_);
@@ -168,6 +189,13 @@ void NcclGroup::Submit(const Call& call,
                                           ": ", status.message()));
   }
   call.done(status);
+}
+
+Status NcclGroup::CheckLent(const Call& call) const {
+  if (call.communicator == communicator_->lent()) return Status();
+  return Status(Code::kFailedPrecondition,
+                "XLA lends another communicator than it did when the group was "
+                "bootstrapped, as after a failure; bootstrap a new group");
 }
 
 void NcclGroup::Prepare(Call call, const PrepareArgs& args) {

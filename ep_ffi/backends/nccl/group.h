@@ -70,12 +70,15 @@ class NcclGroup : public Group {
     double timeout_s;    // to connect, and to wait for the device
     // See Watchdog.
     double exit_after_s = std::numeric_limits<double>::infinity();
-    std::string unique_id;  // made by NewUniqueId on one rank of the domain
+    // Made by NewUniqueId on one rank of the domain. Empty if the group is to
+    // have XLA's communicator, by Connect.
+    std::string unique_id;
     std::string nccl_path;  // see Libraries::Load
     std::string nccl_ep_path;
   };
 
-  // Connects the rank. Collective over the ranks of the domain.
+  // Connects the rank. Collective over the ranks of the domain, unless Connect
+  // is to be called.
   static Status Create(const Options& options, std::shared_ptr<Group>* out);
   ~NcclGroup() override { (void)Close(); }
 
@@ -83,6 +86,8 @@ class NcclGroup : public Group {
   int64_t ep_size() const override { return options_.sizes.ep_size; }
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
+
+  Status Connect(void* communicator) override;
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;
@@ -99,6 +104,7 @@ class NcclGroup : public Group {
   Watchdog& watchdog() const { return *watchdog_; }
 
  private:
+  // `communicator` is null if Connect is to be called.
   NcclGroup(const Options& options, std::shared_ptr<Device> device,
             std::shared_ptr<Communicator> communicator);
 
@@ -106,6 +112,8 @@ class NcclGroup : public Group {
   // the call.
   void Submit(const Call& call, const std::function<Status()>& enqueue)
       EP_EXCLUDES(mutex_);
+  // Fails if XLA does not lend the communicator that this group has.
+  Status CheckLent(const Call& call) const EP_REQUIRES(mutex_);
   Status EnqueuePrepare(const Call& call, const PrepareArgs& args)
       EP_REQUIRES(mutex_);
   // Enqueues `move`, a function of NCCL EP called `name`, and the completion of
@@ -151,7 +159,8 @@ class NcclGroup : public Group {
   int64_t step_ EP_GUARDED_BY(mutex_) = 0;  // of the run of the current op
   // Hash of the ops that were enqueued since the last prepare.
   uint64_t order_ EP_GUARDED_BY(mutex_) = kHashSeed;
-  Status failed_ EP_GUARDED_BY(mutex_);  // all later ops fail with it
+  // All ops fail with it, until a communicator comes or from a failure on.
+  Status failed_ EP_GUARDED_BY(mutex_);
 };
 
 // Makes a new id for a domain. One of its ranks calls it.

@@ -8,6 +8,7 @@ import collections
 from collections.abc import Callable
 import dataclasses
 import functools
+import os
 import platform
 from typing import Any
 
@@ -35,6 +36,9 @@ _MIN_COMPUTE_CAPABILITY = 9.0
 # Elements of which NCCL EP's rows have a multiple; of bytes, which it takes for
 # bfloat16, twice as many.
 _WIDTH_MULTIPLE = 8
+
+# If it is "xla", groups borrow communicators of XLA.
+_COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
 
 class NcclBackend(Backend):
@@ -106,13 +110,20 @@ class NcclBackend(Backend):
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)
-      mine = dict(host=platform.node())
-      if rank == 0:
+      mine = dict(host=platform.node(), communicator=_communicator())
+      if rank == 0 and mine["communicator"] == "own":
         unique_id = ffi.new_nccl_id(*libraries)
         mine["id"] = base64.b64encode(unique_id).decode()
       return mine
 
     answers = join(group, introduce, int(domain))
+    kinds = {p: answer["communicator"] for p, answer in answers.items()}
+    if len(set(kinds.values())) > 1:
+      raise ValueError(
+        f"ep_bootstrap: processes differ in ${_COMMUNICATOR}: {kinds}; set it"
+        " alike for all of them."
+      )
+    is_lent = kinds[me] == "xla"
     capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
@@ -146,12 +157,19 @@ class NcclBackend(Backend):
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
       exit_after_s=group.exit_after_s,
-      unique_id=base64.b64decode(founder["id"]),
+      unique_id=b"" if is_lent else base64.b64decode(founder["id"]),
       nccl=nccl,
       nccl_ep=nccl_ep,
     )
+    if is_lent:
+      try:
+        _borrow(group, mesh)
+      except Exception:
+        ffi.close_group("nccl", group.name)
+        raise
     return NcclConnection(
       group,
+      is_lent,
       Lookout(
         f"ep/place/{group.name}/{domain}",
         rank,
@@ -167,8 +185,10 @@ class NcclConnection(connection.NativeConnection):
 
   weighs = False
 
-  def __init__(self, group: GroupConfig, lookout: Lookout):
+  def __init__(self, group: GroupConfig, is_lent: bool, lookout: Lookout):
+    """`is_lent` tells whether the communicator is XLA's."""
     super().__init__(group)
+    self._is_lent = is_lent
     self._lookout = lookout
 
   def lower(
@@ -186,6 +206,11 @@ class NcclConnection(connection.NativeConnection):
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
 
+  def _lent(self, ctx: compat.mlir.LoweringRuleContext) -> dict[str, Any]:
+    if not self._is_lent:
+      return super()._lent(ctx)
+    return _domains(self.group, compat.program_mesh(ctx))
+
   def _close(self) -> None:
     self._lookout.stop()
     super()._close()
@@ -193,6 +218,46 @@ class NcclConnection(connection.NativeConnection):
   def _release(self) -> None:
     self._lookout.stop()
     super()._release()
+
+
+def _communicator() -> str:
+  """Returns whose communicator groups of this process use: "own" or "xla"."""
+  value = os.environ.get(_COMMUNICATOR) or "own"
+  if value not in ("own", "xla"):
+    raise ValueError(
+      f'ep_bootstrap: ${_COMMUNICATOR} is {value!r}; set it to "xla", or to'
+      ' "own", which is the default.'
+    )
+  return value
+
+
+def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
+  """Gives the native group XLA's communicator. Collective over the mesh.
+
+  XLA lends communicators to programs only, so this runs one.
+  """
+
+  def ready():
+    shape = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = jax.ffi.ffi_call("ep_connect", shape, has_side_effect=True)
+    return call(group=group.name, **_domains(group, mesh))
+
+  program = jax.shard_map(
+    ready,
+    mesh=mesh,
+    in_specs=(),
+    out_specs=jax.sharding.PartitionSpec(mesh.axis_names),
+    check_vma=False,
+  )
+  jax.block_until_ready(jax.jit(program)())
+
+
+def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
+  """Returns how EP domains lie in a mesh, for ep_ffi/handlers/lent.h."""
+  return dict(
+    lent_mesh=np.array([*mesh.shape.values()], np.int64),
+    lent_axis=np.int64([*mesh.shape].index(group.axis_name)),
+  )
 
 
 def _size(group: GroupConfig, name: str) -> int:

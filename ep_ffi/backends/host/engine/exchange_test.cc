@@ -120,6 +120,7 @@ class ExchangeTest : public ::testing::Test {
                        /*device=*/0,
                        /*executor=*/nullptr,
                        /*stream=*/nullptr,
+                       /*communicator=*/nullptr,
                        [state](Status status) {
                          state->result.set_value({status, state->sum});
                        }};

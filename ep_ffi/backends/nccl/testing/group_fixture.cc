@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <thread>
 #include <utility>
@@ -59,8 +60,8 @@ bool FakeChecker::leaks_allowed_ = false;
 // Calls the ops of a group inside a handler, as XLA does.
 class InHandlerGroup : public Group {
  public:
-  explicit InHandlerGroup(std::shared_ptr<Group> group)
-      : group_(std::move(group)) {}
+  InHandlerGroup(std::shared_ptr<Group> group, std::shared_ptr<Lent> lent)
+      : lent_(std::move(lent)), group_(std::move(group)) {}
 
   int64_t num_experts() const override { return group_->num_experts(); }
   int64_t ep_size() const override { return group_->ep_size(); }
@@ -69,14 +70,17 @@ class InHandlerGroup : public Group {
     return group_->MemBytes(layer, num_tokens, out);
   }
   void Prepare(Call call, const PrepareArgs& args) override {
+    Lend(&call);
     const fake::InHandler handler(args.mem, args.mem_bytes);
     group_->Prepare(std::move(call), args);
   }
   void Scatter(Call call, const ScatterArgs& args) override {
+    Lend(&call);
     const fake::InHandler handler(args.mem.data, args.mem.bytes);
     group_->Scatter(std::move(call), args);
   }
   void Gather(Call call, const GatherArgs& args) override {
+    Lend(&call);
     const fake::InHandler handler(args.mem.data, args.mem.bytes);
     group_->Gather(std::move(call), args);
   }
@@ -91,24 +95,59 @@ class InHandlerGroup : public Group {
   Status Close() override { return group_->Close(); }
 
  private:
+  void Lend(Call* call) const {
+    if (lent_) call->communicator = lent_->comm();
+  }
+
+  const std::shared_ptr<Lent> lent_;  // outlives the group
   const std::shared_ptr<Group> group_;
 };
 
-std::vector<Domain> MakeWorld(const WorldOptions& options) {
+// Connects the ranks of a domain. `lent` gets the communicators that the groups
+// borrow; if it is null they make their own.
+std::vector<Status> ConnectOver(const Sizes& sizes, double timeout_s,
+                                int32_t first_device,
+                                std::vector<std::shared_ptr<Group>>* groups,
+                                std::vector<std::shared_ptr<Lent>>* lent) {
+  NcclGroup::Options common = {};
+  common.name = "world";
+  common.sizes = sizes;
+  common.timeout_s = timeout_s;
+  std::string id;
+  const Status made = NewUniqueId("", "", &id);
+  if (!made.ok()) return {made};
+  if (!lent) common.unique_id = id;
+  groups->resize(sizes.ep_size);
+  std::vector<Status> statuses(sizes.ep_size);
+  ForEachRank(sizes.ep_size, [&](int64_t rank) {
+    NcclGroup::Options mine = common;
+    mine.rank = rank;
+    mine.device = first_device + rank;
+    statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
+    if (!lent || !statuses[rank].ok()) return;
+    (*lent)[rank] = std::make_shared<Lent>(mine.device, sizes.ep_size, rank, id);
+    statuses[rank] = (*groups)[rank]->Connect((*lent)[rank]->comm());
+  });
+  return statuses;
+}
+
+std::vector<Domain> MakeWorldOf(const WorldOptions& options, bool is_lent) {
   std::vector<Domain> domains(options.num_domains);
   for (int32_t i = 0; i < options.num_domains; ++i) {
     const int64_t ep_size = options.dims.ep_size;
     Domain& domain = domains[i];
     Sizes sizes = SizesFor(options.dims);
     sizes.capacity += kMoreRows;
-    for (const Status& status :
-         Connect(sizes, options.timeout_s, i * ep_size, &domain.groups)) {
+    std::vector<std::shared_ptr<Lent>> lent(ep_size);
+    for (const Status& status : ConnectOver(
+             sizes, options.timeout_s, i * ep_size, &domain.groups,
+             is_lent ? &lent : nullptr)) {
       ExpectOk(status);
     }
     std::vector<std::shared_ptr<CUstream_st>> streams;
     for (int64_t rank = 0; rank < ep_size; ++rank) {
       domain.groups[rank] =
-          std::make_shared<InHandlerGroup>(domain.groups[rank]);
+          std::make_shared<InHandlerGroup>(domain.groups[rank], lent[rank]);
       domain.devices.push_back(i * ep_size + rank);
       streams.push_back(fake::NewStream(domain.devices[rank]));
       domain.streams.push_back(streams[rank].get());
@@ -118,6 +157,14 @@ std::vector<Domain> MakeWorld(const WorldOptions& options) {
     };
   }
   return domains;
+}
+
+std::vector<Domain> MakeWorld(const WorldOptions& options) {
+  return MakeWorldOf(options, /*is_lent=*/false);
+}
+
+std::vector<Domain> MakeLentWorld(const WorldOptions& options) {
+  return MakeWorldOf(options, /*is_lent=*/true);
 }
 
 PlanDims Fit(PlanDims dims) {
@@ -149,6 +196,22 @@ void AwaitStreams(const Domain& domain) {
   }
 }
 
+Lent::Lent(int32_t device, int32_t ep_size, int32_t rank,
+           const std::string& id) {
+  ExpectOk(Libraries::Load("", "", &nccl_));
+  ExpectOk(Device::Open(nccl_, device, /*num_reports=*/1, &device_));
+  const Device::Scope scope(*device_);
+  ncclUniqueId unique_id;
+  std::memcpy(&unique_id, id.data(), sizeof(unique_id));
+  EXPECT_EQ(ncclSuccess,
+            nccl_.ncclCommInitRank(&comm_, ep_size, unique_id, rank));
+}
+
+Lent::~Lent() {
+  const Device::Scope scope(*device_);
+  EXPECT_EQ(ncclSuccess, nccl_.ncclCommDestroy(comm_));
+}
+
 Sizes SizesFor(const PlanDims& dims) {
   return {dims.num_experts, dims.ep_size, std::max<int64_t>(dims.num_tokens, 1),
           dims.capacity,    kMaxRowBytes, /*max_num_sms=*/0};
@@ -157,21 +220,7 @@ Sizes SizesFor(const PlanDims& dims) {
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
                             std::vector<std::shared_ptr<Group>>* groups) {
-  NcclGroup::Options common = {};
-  common.name = "world";
-  common.sizes = sizes;
-  common.timeout_s = timeout_s;
-  const Status made = NewUniqueId("", "", &common.unique_id);
-  if (!made.ok()) return {made};
-  groups->resize(sizes.ep_size);
-  std::vector<Status> statuses(sizes.ep_size);
-  ForEachRank(sizes.ep_size, [&](int64_t rank) {
-    NcclGroup::Options mine = common;
-    mine.rank = rank;
-    mine.device = first_device + rank;
-    statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
-  });
-  return statuses;
+  return ConnectOver(sizes, timeout_s, first_device, groups, nullptr);
 }
 
 void ExpectNan(const RowType& type, const testing::RankData& data) {
@@ -199,6 +248,12 @@ testing::Backend FakeNccl() {
   backend.repeatable_handles = false;
   backend.any_order = false;
   backend.checks_every_op = false;
+  return backend;
+}
+
+testing::Backend LentNccl() {
+  testing::Backend backend = FakeNccl();
+  backend.make = MakeLentWorld;
   return backend;
 }
 

@@ -47,6 +47,21 @@ void AwaitStreams(const Domain& domain);
 // Returns the sizes of a group that serves layers of these dimensions.
 Sizes SizesFor(const PlanDims& dims);
 
+// A communicator that a test lends to a rank, as XLA does.
+class Lent {
+ public:
+  // Collective over the ranks of `id`.
+  Lent(int32_t device, int32_t ep_size, int32_t rank, const std::string& id);
+  ~Lent();
+
+  ncclComm_t comm() const { return comm_; }
+
+ private:
+  Libraries nccl_;
+  std::shared_ptr<Device> device_;
+  ncclComm_t comm_ = nullptr;
+};
+
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
 // the results by rank.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
@@ -58,6 +73,8 @@ void ExpectNan(const RowType& type, const testing::RankData& data);
 
 // Describes the backend for the conformance suite.
 testing::Backend FakeNccl();
+// The same, over communicators of the test, as XLA lends them.
+testing::Backend LentNccl();
 
 constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
                          Op::kCombineBwd};

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The handlers of communicators that XLA lends: ep_request runs before each op
+// and makes XLA hold them while the program runs; ep_connect () -> ready [1]
+// gives a group the one of its domain, before the group's first op.
+
+#include <string>
+#include <string_view>
+
+#include "ep_ffi/core/registry.h"
+#include "ep_ffi/handlers/lent.h"
+#include "ep_ffi/handlers/op_call.h"
+
+namespace ep {
+namespace {
+
+Status Ask(const XlaContext& xla, const ffi::Dictionary& attributes) {
+  const auto mesh = attributes.get<ffi::Span<const int64_t>>("lent_mesh");
+  const auto axis = attributes.get<int64_t>("lent_axis");
+  if (!mesh || !axis) return Mismatch("lent_mesh or lent_axis");
+  Domains domains;
+  EP_RETURN_IF_ERROR(DecodeDomains(*mesh, *axis, &domains));
+  return RequestCommunicators(xla, domains);
+}
+
+// The other attributes are the op's.
+ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
+  return ToError(Ask(xla, attributes));
+}
+
+auto BindRequest() {
+  return ffi::Ffi::BindPrepare().Ctx<XlaContext>().Attrs();
+}
+
+Status GiveCommunicator(const XlaContext& xla, std::string_view name,
+                        ffi::Span<const int64_t> mesh, int64_t axis) {
+  Domains domains;
+  EP_RETURN_IF_ERROR(DecodeDomains(mesh, axis, &domains));
+  void* communicator = nullptr;
+  EP_RETURN_IF_ERROR(FindCommunicator(xla, domains, &communicator));
+  if (!communicator) {
+    return Status(Code::kFailedPrecondition,
+                  "this XLA lends no communicators to ep, as it does from "
+                  "jaxlib 0.11.2 on; unset EP_NCCL_COMMUNICATOR");
+  }
+  const auto group = Registry::Get().Find(std::string(name));
+  if (!group) {
+    return Status(Code::kFailedPrecondition, "the group was closed");
+  }
+  return group->Connect(communicator);
+}
+
+ffi::Error Connect(XlaContext xla, std::string_view group,
+                   ffi::Span<const int64_t> lent_mesh, int64_t lent_axis,
+                   ffi::Result<ffi::AnyBuffer>) {
+  return ToError(GiveCommunicator(xla, group, lent_mesh, lent_axis));
+}
+
+auto BindConnect() {
+  return ffi::Ffi::Bind()
+      .Ctx<XlaContext>()
+      .Attr<std::string_view>("group")
+      .Attr<ffi::Span<const int64_t>>("lent_mesh")
+      .Attr<int64_t>("lent_axis")
+      .Ret<ffi::AnyBuffer>();
+}
+
+}  // namespace
+}  // namespace ep
+
+EP_DEFINE_HANDLER(ep_request, ep::Request, ep::BindRequest());
+EP_DEFINE_HANDLER(ep_connect, ep::Connect, ep::BindConnect());

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ep_ffi/handlers/lent.h"
+
+#include <cstddef>
+#include <string>
+
+namespace ep {
+namespace {
+
+// These are structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.11.2.
+// Later versions add fields at their ends.
+
+struct Extension {
+  size_t struct_size;
+  int64_t type;
+  int32_t major_version;
+  int32_t minor_version;
+  const Extension* next;
+};
+
+struct FindExtensionArgs {
+  size_t struct_size;
+  void* extension_start;
+  XLA_FFI_ExecutionContext* context;
+  int64_t type;
+  const Extension* extension;  // out
+};
+using FindExtension = XLA_FFI_Error*(FindExtensionArgs*);
+
+struct ReplicaGroup {
+  const int64_t* ids;
+  size_t size;
+};
+
+struct RequestArgs {
+  size_t struct_size;
+  void* extension_start;
+  int32_t group_mode;
+  const ReplicaGroup* groups;
+  size_t num_groups;
+  int64_t communication_id;
+};
+
+struct GetArgs {
+  size_t struct_size;
+  void* extension_start;
+  int32_t group_mode;
+  const ReplicaGroup* groups;
+  size_t num_groups;
+  int64_t communication_id;
+  void* communicator;  // out
+};
+
+struct Collectives {
+  Extension base;
+  void* state;
+  XLA_FFI_Error* (*request)(const Collectives* self, RequestArgs*);
+  XLA_FFI_Error* (*get)(const Collectives* self, GetArgs*);
+};
+
+struct ErrorDetailsArgs {
+  size_t struct_size;
+  void* extension_start;
+  XLA_FFI_Error* error;
+  const char* message;  // out
+  XLA_FFI_Error_Code code;  // out
+};
+
+constexpr int64_t kCollectives = 129;
+constexpr int32_t kMajorVersion = 0;
+constexpr int32_t kFlattenedId = 3;
+// The communicator of XLA's own collectives, with which our ops share a stream.
+constexpr int64_t kCommunicationId = 0;
+
+constexpr int64_t kMostRanks = int64_t{1} << 31;
+
+// XLA's table of functions has this one behind the last one of our headers.
+constexpr size_t kFindExtensionAt =
+    offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get) + sizeof(void*);
+static_assert(kFindExtensionAt == sizeof(XLA_FFI_Api),
+              "newer headers declare XLA_FFI_InvokeContext_FindExtension, "
+              "and may declare the extension");
+
+// Takes an error of XLA, if there is one.
+Status Take(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* what) {
+  if (!error) return Status();
+  ErrorDetailsArgs details = {};
+  details.struct_size = sizeof(details);
+  details.error = error;
+  api->XLA_FFI_Error_GetMessage(
+      reinterpret_cast<XLA_FFI_Error_GetMessage_Args*>(&details));
+  const Status status(Code::kInternal,
+                      StrCat("XLA cannot ", what, ": ", details.message));
+  XLA_FFI_Error_Destroy_Args destroy = {};
+  destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  destroy.error = error;
+  api->XLA_FFI_Error_Destroy(&destroy);
+  return status;
+}
+
+// Finds the extension of a version that this library knows. Null if there is
+// none of any version.
+Status FindCollectives(const XlaContext& xla, const Collectives** out) {
+  *out = nullptr;
+  if (xla.api->struct_size < kFindExtensionAt + sizeof(void*)) return Status();
+  const auto find = *reinterpret_cast<FindExtension* const*>(
+      reinterpret_cast<const std::byte*>(xla.api) + kFindExtensionAt);
+  FindExtensionArgs args = {};
+  args.struct_size = sizeof(args);
+  args.context = xla.context;
+  args.type = kCollectives;
+  EP_RETURN_IF_ERROR(Take(xla.api, find(&args), "look for its communicators"));
+  if (!args.extension) return Status();
+  if (args.extension->major_version != kMajorVersion ||
+      args.extension->struct_size < sizeof(Collectives)) {
+    return Status(
+        Code::kFailedPrecondition,
+        StrCat("XLA lends its communicators by version ",
+               args.extension->major_version, ".",
+               args.extension->minor_version,
+               " of its interface, and this ep knows ", kMajorVersion,
+               ".1 and what is added to it; unset EP_NCCL_COMMUNICATOR, or "
+               "install an ep and a JAX that fit each other"));
+  }
+  *out = reinterpret_cast<const Collectives*>(args.extension);
+  return Status();
+}
+
+std::vector<ReplicaGroup> Groups(const Domains& domains) {
+  std::vector<ReplicaGroup> groups;
+  for (size_t i = 0; i < domains.places.size(); i += domains.size) {
+    groups.push_back({domains.places.data() + i,
+                      static_cast<size_t>(domains.size)});
+  }
+  return groups;
+}
+
+}  // namespace
+
+Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
+                     Domains* out) {
+  const int64_t num_axes = mesh_shape.size();
+  if (num_axes == 0) return Status();
+  bool fits = 0 <= axis && axis < num_axes;
+  int64_t num_ranks = 1;
+  for (int64_t size : mesh_shape) {
+    fits = fits && 0 < size && size <= kMostRanks / num_ranks;
+    if (fits) num_ranks *= size;
+  }
+  if (!fits) {
+    return Status(Code::kInvalidArgument,
+                  "lent_mesh and lent_axis are of no mesh; use the library "
+                  "that came with the ep package");
+  }
+  int64_t stride = 1;  // between the ranks of a domain
+  for (int64_t i = axis + 1; i < num_axes; ++i) {
+    stride *= mesh_shape.begin()[i];
+  }
+  out->size = mesh_shape.begin()[axis];
+  for (int64_t first = 0; first < num_ranks; ++first) {
+    if (first / stride % out->size != 0) continue;
+    for (int64_t rank = 0; rank < out->size; ++rank) {
+      out->places.push_back(first + rank * stride);
+    }
+  }
+  return Status();
+}
+
+Status RequestCommunicators(const XlaContext& xla, const Domains& domains) {
+  const Collectives* collectives = nullptr;
+  if (domains.size > 0) {
+    EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
+  }
+  if (!collectives) return Status();
+  const std::vector<ReplicaGroup> groups = Groups(domains);
+  RequestArgs args = {sizeof(args),  nullptr,       kFlattenedId,
+                      groups.data(), groups.size(), kCommunicationId};
+  return Take(xla.api, collectives->request(collectives, &args),
+              "make a communicator for an EP domain");
+}
+
+Status FindCommunicator(const XlaContext& xla, const Domains& domains,
+                        void** out) {
+  *out = nullptr;
+  const Collectives* collectives = nullptr;
+  if (domains.size > 0) {
+    EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
+  }
+  if (!collectives) return Status();
+  const std::vector<ReplicaGroup> groups = Groups(domains);
+  GetArgs args = {sizeof(args),  nullptr,          kFlattenedId, groups.data(),
+                  groups.size(), kCommunicationId, nullptr};
+  EP_RETURN_IF_ERROR(Take(xla.api, collectives->get(collectives, &args),
+                          "lend the communicator of an EP domain"));
+  *out = args.communicator;
+  return Status();
+}
+
+}  // namespace ep

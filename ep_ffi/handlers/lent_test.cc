@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tests what handlers do with communicators that XLA lends, over a stand-in for
+// XLA's table of functions and its extension.
+
+#include "ep_ffi/handlers/lent.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+struct XLA_FFI_Error {
+  std::string message;
+};
+
+namespace ep {
+namespace {
+
+using Places = std::vector<int64_t>;
+
+// The structs of xla/ffi/api/collectives_c_api.h, version 0.1, and what they
+// need of c_api.h in jaxlib 0.11.2.
+struct Extension {
+  size_t struct_size;
+  int64_t type;
+  int32_t major_version;
+  int32_t minor_version;
+  const Extension* next;
+};
+
+struct FindArgs {
+  size_t struct_size;
+  void* extension_start;
+  XLA_FFI_ExecutionContext* context;
+  int64_t type;
+  const Extension* extension;
+};
+
+struct Group {
+  const int64_t* ids;
+  size_t size;
+};
+
+struct Args {
+  size_t struct_size;
+  void* extension_start;
+  int32_t group_mode;
+  const Group* groups;
+  size_t num_groups;
+  int64_t communication_id;
+  void* communicator;  // of requests it is no field
+};
+
+struct DetailsArgs {
+  size_t struct_size;
+  void* extension_start;
+  XLA_FFI_Error* error;
+  const char* message;
+  XLA_FFI_Error_Code code;
+};
+
+struct Api {
+  XLA_FFI_Api base;
+  XLA_FFI_Error* (*find)(FindArgs*);
+};
+static_assert(offsetof(Api, find) == sizeof(XLA_FFI_Api));
+
+// XLA, whose context of a call is this object.
+struct Xla {
+  struct Collectives {
+    Extension base;
+    Xla* state;
+    XLA_FFI_Error* (*request)(const Collectives*, Args*);
+    XLA_FFI_Error* (*get)(const Collectives*, Args*);
+  };
+
+  Extension other = {sizeof(Extension), 7, 0, 1, &collectives.base};
+  Collectives collectives = {
+      {sizeof(Collectives), 129, 0, 1, nullptr}, this, Request, Get};
+  Api api = {};
+  std::vector<Places> requested;
+  int communicator = 0;
+  bool fails = false;
+
+  Xla() {
+    api.base.struct_size = sizeof(api);
+    api.base.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* a) {
+      auto* args = reinterpret_cast<DetailsArgs*>(a);
+      EXPECT_EQ(sizeof(DetailsArgs), args->struct_size);
+      args->message = args->error->message.c_str();
+    };
+    api.base.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) {
+      delete args->error;
+    };
+    api.find = [](FindArgs* args) -> XLA_FFI_Error* {
+      EXPECT_EQ(sizeof(FindArgs), args->struct_size);
+      const Xla* xla = reinterpret_cast<Xla*>(args->context);
+      args->extension = &xla->other;
+      while (args->extension && args->extension->type != args->type) {
+        args->extension = args->extension->next;
+      }
+      return nullptr;
+    };
+  }
+
+  static XLA_FFI_Error* Request(const Collectives* self, Args* args) {
+    EXPECT_EQ(offsetof(Args, communicator), args->struct_size);
+    EXPECT_EQ(3, args->group_mode);
+    EXPECT_EQ(0, args->communication_id);
+    for (size_t i = 0; i < args->num_groups; ++i) {
+      const Group& group = args->groups[i];
+      self->state->requested.push_back({group.ids, group.ids + group.size});
+    }
+    return self->state->Fail();
+  }
+  static XLA_FFI_Error* Get(const Collectives* self, Args* args) {
+    EXPECT_EQ(sizeof(Args), args->struct_size);
+    EXPECT_EQ(self->state->requested.size(), args->num_groups);
+    args->communicator = &self->state->communicator;
+    return self->state->Fail();
+  }
+  XLA_FFI_Error* Fail() const {
+    return fails ? new XLA_FFI_Error{"no clique"} : nullptr;
+  }
+
+  XlaContext context() {
+    return {&api.base, reinterpret_cast<XLA_FFI_ExecutionContext*>(this)};
+  }
+};
+
+Status Decode(int64_t axis, const Places& mesh, Domains* out) {
+  return DecodeDomains({mesh.data(), mesh.size()}, axis, out);
+}
+
+Domains Pairs() {
+  Domains domains;
+  EXPECT_TRUE(Decode(1, {2, 2}, &domains).ok());
+  return domains;
+}
+
+TEST(LentTest, DomainsLieAlongAnAxisOfTheMesh) {
+  const std::vector<std::pair<int64_t, Places>> cases = {
+      {0, {0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11}},
+      {1, {0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11}},
+      {2, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}}};
+  for (const auto& [axis, places] : cases) {
+    Domains domains;
+    ASSERT_TRUE(Decode(axis, {2, 3, 2}, &domains).ok());
+    EXPECT_EQ(places, domains.places) << "axis " << axis;
+  }
+}
+
+TEST(LentTest, WithoutAxesThereAreNoDomains) {
+  Domains domains;
+  EXPECT_TRUE(Decode(0, {}, &domains).ok());
+  EXPECT_EQ(0, domains.size);
+}
+
+TEST(LentTest, WhatIsNoMeshIsRefused) {
+  const std::vector<std::pair<int64_t, Places>> cases = {
+      {-1, {2}},       {1, {2}},
+      {0, {0}},
+      {0, {2, -1}},    {0, {int64_t{1} << 62, int64_t{1} << 62}}};
+  for (const auto& [axis, shape] : cases) {
+    Domains domains;
+    EXPECT_FALSE(Decode(axis, shape, &domains).ok());
+    EXPECT_EQ(Places(), domains.places);
+  }
+}
+
+TEST(LentTest, ACommunicatorIsAskedForAndLent) {
+  Xla xla;
+  const Domains domains = Pairs();
+  void* communicator = nullptr;
+  ASSERT_TRUE(RequestCommunicators(xla.context(), domains).ok());
+  ASSERT_TRUE(FindCommunicator(xla.context(), domains, &communicator).ok());
+  EXPECT_EQ((std::vector<Places>{{0, 1}, {2, 3}}), xla.requested);
+  EXPECT_EQ(&xla.communicator, communicator);
+}
+
+TEST(LentTest, NewerMinorVersionsAreTaken) {
+  Xla xla;
+  xla.collectives.base.minor_version = 3;
+  xla.collectives.base.struct_size += 32;
+  EXPECT_TRUE(RequestCommunicators(xla.context(), Pairs()).ok());
+  EXPECT_EQ(2u, xla.requested.size());
+}
+
+TEST(LentTest, AnUnknownVersionIsASentence) {
+  for (bool is_short : {false, true}) {
+    Xla xla;
+    xla.collectives.base.major_version = is_short ? 0 : 1;
+    if (is_short) xla.collectives.base.struct_size = sizeof(Extension);
+    void* communicator = nullptr;
+    for (const Status& status :
+         {RequestCommunicators(xla.context(), Pairs()),
+          FindCommunicator(xla.context(), Pairs(), &communicator)}) {
+      EXPECT_EQ(Code::kFailedPrecondition, status.code());
+      for (const char* words : {is_short ? "version 0.1" : "version 1.1",
+                                "knows 0.1", "EP_NCCL_COMMUNICATOR"}) {
+        EXPECT_NE(std::string::npos, status.message().find(words))
+            << status.message();
+      }
+    }
+    EXPECT_TRUE(xla.requested.empty());
+  }
+}
+
+// The table of functions is too short, the extension is not there, or the group
+// has a communicator of its own.
+TEST(LentTest, NothingIsLent) {
+  for (int why : {0, 1, 2}) {
+    Xla xla;
+    if (why == 0) xla.api.base.struct_size = sizeof(XLA_FFI_Api);
+    if (why == 1) xla.other.next = nullptr;
+    const Domains domains = why == 2 ? Domains() : Pairs();
+    void* communicator = &xla;
+    EXPECT_TRUE(RequestCommunicators(xla.context(), domains).ok());
+    EXPECT_TRUE(FindCommunicator(xla.context(), domains, &communicator).ok());
+    EXPECT_EQ(nullptr, communicator);
+    EXPECT_TRUE(xla.requested.empty());
+  }
+}
+
+TEST(LentTest, AnErrorOfXlaIsPassedOn) {
+  Xla xla;
+  xla.fails = true;
+  void* communicator = nullptr;
+  for (const Status& status :
+       {RequestCommunicators(xla.context(), Pairs()),
+        FindCommunicator(xla.context(), Pairs(), &communicator)}) {
+    EXPECT_EQ(Code::kInternal, status.code());
+    EXPECT_NE(std::string::npos, status.message().find(": no clique"));
+  }
+  EXPECT_EQ(nullptr, communicator);
+}
+
+}  // namespace
+}  // namespace ep
