@@ -178,14 +178,18 @@ class Group {
   virtual int64_t num_experts() const = 0;
   virtual int64_t ep_size() const = 0;
 
+  // Returns the part of the group that runs the ops of a device. No part waits
+  // for another one of the same process. Null if the device has none.
+  virtual Group* OnDevice(int32_t) { return this; }
+
   // Computes the bytes of EpHandle.mem for a layer and the tokens of a rank.
   // Fails if the group cannot serve them.
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
 
-  // Gives a group XLA's communicator of its domain, before the first op.
-  // Collective over the domain.
-  virtual Status Connect(void*) {
+  // Gives the rank of a device XLA's communicator of its domain, before the
+  // first op. Collective over the domain.
+  virtual Status Connect(int32_t, void*) {
     return Status(Code::kInternal, "this backend takes no communicators");
   }
 

@@ -28,12 +28,11 @@ ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
   return ToError(Ask(xla, attributes));
 }
 
-auto BindRequest() {
-  return ffi::Ffi::BindPrepare().Ctx<XlaContext>().Attrs();
-}
+auto BindRequest() { return ffi::Ffi::BindPrepare().Ctx<XlaContext>().Attrs(); }
 
-Status GiveCommunicator(const XlaContext& xla, std::string_view name,
-                        ffi::Span<const int64_t> mesh, int64_t axis) {
+Status GiveCommunicator(const XlaContext& xla, int32_t device,
+                        std::string_view name, ffi::Span<const int64_t> mesh,
+                        int64_t axis) {
   Domains domains;
   EP_RETURN_IF_ERROR(DecodeDomains(mesh, axis, &domains));
   void* communicator = nullptr;
@@ -47,18 +46,19 @@ Status GiveCommunicator(const XlaContext& xla, std::string_view name,
   if (!group) {
     return Status(Code::kFailedPrecondition, "the group was closed");
   }
-  return group->Connect(communicator);
+  return group->Connect(device, communicator);
 }
 
-ffi::Error Connect(XlaContext xla, std::string_view group,
+ffi::Error Connect(XlaContext xla, int32_t device, std::string_view group,
                    ffi::Span<const int64_t> lent_mesh, int64_t lent_axis,
                    ffi::Result<ffi::AnyBuffer>) {
-  return ToError(GiveCommunicator(xla, group, lent_mesh, lent_axis));
+  return ToError(GiveCommunicator(xla, device, group, lent_mesh, lent_axis));
 }
 
 auto BindConnect() {
   return ffi::Ffi::Bind()
       .Ctx<XlaContext>()
+      .Ctx<ffi::DeviceOrdinal>()
       .Attr<std::string_view>("group")
       .Attr<ffi::Span<const int64_t>>("lent_mesh")
       .Attr<int64_t>("lent_axis")

@@ -56,11 +56,10 @@ ffi::ErrorOr<std::unique_ptr<OpState>> Instantiate(
   const Status decoded = DecodeDomains(lent_mesh, lent_axis, &domains);
   if (!decoded.ok()) return ffi::Unexpected(ToError(decoded));
   layer.name = layer_name;
-  auto state = std::make_unique<OpState>(
-      OpState{std::move(binding.group),
-              MakeSite(std::move(layer), std::string(program), position,
-                       binding.clone),
-              std::move(domains)});
+  auto state = std::make_unique<OpState>(OpState{
+      std::move(binding.group),
+      MakeSite(std::move(layer), std::string(program), position, binding.clone),
+      std::move(domains)});
   Handover::OfNewStates().ToXla();
   return state;
 }

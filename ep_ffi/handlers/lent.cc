@@ -62,7 +62,7 @@ struct ErrorDetailsArgs {
   size_t struct_size;
   void* extension_start;
   XLA_FFI_Error* error;
-  const char* message;  // out
+  const char* message;      // out
   XLA_FFI_Error_Code code;  // out
 };
 
@@ -129,8 +129,8 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
 std::vector<ReplicaGroup> Groups(const Domains& domains) {
   std::vector<ReplicaGroup> groups;
   for (size_t i = 0; i < domains.places.size(); i += domains.size) {
-    groups.push_back({domains.places.data() + i,
-                      static_cast<size_t>(domains.size)});
+    groups.push_back(
+        {domains.places.data() + i, static_cast<size_t>(domains.size)});
   }
   return groups;
 }

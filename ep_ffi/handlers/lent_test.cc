@@ -163,9 +163,11 @@ TEST(LentTest, WithoutAxesThereAreNoDomains) {
 
 TEST(LentTest, WhatIsNoMeshIsRefused) {
   const std::vector<std::pair<int64_t, Places>> cases = {
-      {-1, {2}},       {1, {2}},
+      {-1, {2}},
+      {1, {2}},
       {0, {0}},
-      {0, {2, -1}},    {0, {int64_t{1} << 62, int64_t{1} << 62}}};
+      {0, {2, -1}},
+      {0, {int64_t{1} << 62, int64_t{1} << 62}}};
   for (const auto& [axis, shape] : cases) {
     Domains domains;
     EXPECT_FALSE(Decode(axis, shape, &domains).ok());

@@ -71,7 +71,13 @@ ffi::Future Submit(
                done};
   Status started;
   try {
-    started = start(*context.state->group, std::move(call));
+    Group* const group = context.state->group->OnDevice(context.device);
+    started = group ? start(*group, std::move(call))
+                    : Status(Code::kFailedPrecondition,
+                             StrCat("device ", context.device,
+                                    " of this process has no rank of the "
+                                    "group; run the program on the mesh that "
+                                    "was given to ep_bootstrap"));
   } catch (const std::exception& e) {
     started = Status(Code::kInternal, e.what());
   }

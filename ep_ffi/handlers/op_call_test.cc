@@ -29,8 +29,8 @@ TEST(OpCallTest, AnOpAfterFinalizeIsNamed) {
   for (const auto& group : groups) (void)group->Close();
   Layer layer = {};
   layer.name = "moe_3";
-  const OpState state = {
-      groups[0], MakeSite(layer, "jit_step#0", 0, 0), /*domains=*/{}};
+  const OpState state = {groups[0], MakeSite(layer, "jit_step#0", 0, 0),
+                         /*domains=*/{}};
   OpCall context = {};
   context.state = &state;
   std::optional<std::string> message;

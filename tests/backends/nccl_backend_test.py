@@ -50,6 +50,17 @@ def test_a_mesh_that_nccl_cannot_serve_is_refused(refused, words):
     assert word in str(error.value)
 
 
+def test_a_process_may_have_several_gpus_with_communicators_of_xla(
+  monkeypatch,
+):
+  monkeypatch.setenv("EP_NCCL_COMMUNICATOR", "xla")
+  devices = [gpu(p) for p in (0, 0, 1, 1)]
+  NcclBackend().check_mesh(mesh(devices), "ep")
+  NcclBackend().check_mesh(mesh(devices, dp=2, ep=2), "ep")
+  with pytest.raises(ValueError, match="process 0 are in 2; give"):
+    NcclBackend().check_mesh(mesh(devices, ep=2, dp=2), "ep")
+
+
 def test_a_mesh_with_a_gpu_for_each_process_is_accepted():
   NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
 
@@ -151,9 +162,8 @@ def test_ranks_connect_with_the_id_of_their_domain(
   assert made == dict(
     name="ep0",
     config=group.program_text,
-    rank=me // 2,
+    ranks={me // 2: 0},
     domain=me % 2,
-    device=0,
     num_experts=8,
     ep_size=2,
     max_tokens=16,

@@ -37,9 +37,8 @@ def connect(names, **sizes):
     ffi.create_nccl_group(
       name=names[rank],
       config="",
-      rank=rank,
+      ranks={rank: rank},
       domain=0,
-      device=rank,
       unique_id=unique_id,
       nccl="",
       nccl_ep="",
@@ -80,9 +79,8 @@ def test_a_group_without_an_id_waits_for_a_communicator():
   ffi.create_nccl_group(
     name="waits",
     config="",
-    rank=0,
+    ranks={0: 0, 1: 1},
     domain=0,
-    device=0,
     unique_id=b"",
     nccl="",
     nccl_ep="",
@@ -97,12 +95,12 @@ def test_the_watchdog_tells_where_a_rank_stands():
   """And takes what is known of the others, until the group is closed."""
   names = ["place0", "place1"]
   connect(names)
-  *numbers, still_s, text = ffi.nccl_place("place0", 'of "others"')
+  *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')
   assert (numbers, text) == ([0, False, 0], "has enqueued no op")
-  assert ffi.nccl_place("place0", "")[3] > still_s >= 0
+  assert ffi.nccl_place("place0", 0, "")[3] > still_s >= 0
   close(names)
   with pytest.raises(ffi.NativeError, match="closed"):
-    ffi.nccl_place("place0", "")
+    ffi.nccl_place("place0", 0, "")
 
 
 def test_a_group_takes_the_place_of_a_smaller_one():

@@ -267,7 +267,9 @@ def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
 
 def program_mesh(ctx: mlir.LoweringRuleContext) -> Any:
   """Returns the mesh of the program being lowered, within a `shard_map`."""
-  return ctx.module_context.axis_context.mesh
+  context = ctx.module_context.axis_context
+  assert isinstance(context, mlir.SPMDAxisContext)
+  return context.mesh
 
 
 def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:

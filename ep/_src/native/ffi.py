@@ -26,7 +26,7 @@ PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 # connection.py use; the library carries its own (//ep_ffi/handlers:interface).
 # After a change on that side, the error of every test has the digest to write
 # here.
-INTERFACE = "8b45cde7054c"
+INTERFACE = "bf6ddae01fba"
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -271,9 +271,8 @@ def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
 def create_nccl_group(
   name: str,
   config: str,
-  rank: int,
+  ranks: dict[int, int],
   domain: int,
-  device: int,
   num_experts: int,
   ep_size: int,
   max_tokens: int,
@@ -288,20 +287,22 @@ def create_nccl_group(
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
-  `device` is the GPU's ordinal in this process, `rank` its place in the
-  `domain` whose ranks share `unique_id`, which is b"" if ep_connect gives the
-  group a communicator; `nccl` and `nccl_ep` as for `new_nccl_id`.
+  `ranks` has the ordinals of GPUs in this process by their ranks in the
+  `domain` whose ranks share `unique_id`, which is b"" if ep_connect gives each
+  rank a communicator; `nccl` and `nccl_ep` as for `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
+  array = ctypes.c_int32 * len(ranks)
   _call_for(
     "ep_bootstrap",
     "nccl",
     "ep_nccl_group_create",
     name.encode(),
     config.encode(),
-    ctypes.c_int32(rank),
+    array(*ranks),
+    array(*ranks.values()),
+    ctypes.c_int64(len(ranks)),
     ctypes.c_int32(domain),
-    ctypes.c_int32(device),
     *map(ctypes.c_int64, sizes),
     ctypes.c_double(timeout_s),
     ctypes.c_double(exit_after_s),
@@ -312,14 +313,17 @@ def create_nccl_group(
   )
 
 
-def nccl_place(name: str, others: str) -> tuple[int, bool, int, float, str]:
-  """Returns where a rank stands; see ep/_src/backends/nccl/peers.py.
+def nccl_place(
+  name: str, i: int, others: str
+) -> tuple[int, bool, int, float, str]:
+  """Returns where a rank stands, the i-th of `ranks` of this process's.
 
-  Its watchdog gets `others`, a sentence about the other ranks.
+  See ep/_src/backends/nccl/peers.py. Its watchdog gets `others`, a sentence
+  about the other ranks.
   """
   numbers = (ctypes.c_double * 4)()
   text = ctypes.create_string_buffer(_ERROR_BYTES)
-  args = name.encode(), others.encode(), numbers, text
+  args = name.encode(), ctypes.c_int64(i), others.encode(), numbers, text
   size = ctypes.c_int64(_ERROR_BYTES)
   _call("nccl", "ep_nccl_group_place", *args, size)
   num_ended, has_begun, num_left, still_s = numbers

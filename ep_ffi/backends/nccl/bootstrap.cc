@@ -7,8 +7,11 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "ep_ffi/backends/nccl/group.h"
+#include "ep_ffi/backends/nccl/ranks.h"
 #include "ep_ffi/core/export.h"
 #include "ep_ffi/core/registry.h"
 #include "ep_ffi/core/status.h"
@@ -29,45 +32,51 @@ EP_EXPORT int32_t ep_nccl_unique_id(const char* nccl, const char* nccl_ep,
   });
 }
 
-// Creates the group `name` on the GPU `device` of this process, which is
-// `rank` of EP domain `domain`; for `config` see `Registry::Add`. Collective
-// over the domain, whose ranks share `id`; without an id it is not, and
-// ep_connect gives the group a communicator.
+// Creates the group `name` on GPUs of this process, `devices`, each of which
+// has a rank of EP domain `domain`; for `config` see `Registry::Add`. With an
+// `id`, which the ranks of the domain share, there is one GPU, and it is
+// collective over the domain. Without, ep_connect gives each rank a
+// communicator.
 EP_EXPORT int32_t ep_nccl_group_create(
-    const char* name, const char* config, int32_t rank, int32_t domain,
-    int32_t device, int64_t num_experts, int64_t ep_size, int64_t max_tokens,
-    int64_t capacity, int64_t max_row_bytes, int64_t max_num_sms,
-    double timeout_s, double exit_after_s, const char* id, int64_t id_bytes,
-    const char* nccl, const char* nccl_ep, char* error, int64_t error_bytes) {
+    const char* name, const char* config, const int32_t* ranks,
+    const int32_t* devices, int64_t num_ranks, int32_t domain,
+    int64_t num_experts, int64_t ep_size, int64_t max_tokens, int64_t capacity,
+    int64_t max_row_bytes, int64_t max_num_sms, double timeout_s,
+    double exit_after_s, const char* id, int64_t id_bytes, const char* nccl,
+    const char* nccl_ep, char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
     ep::nccl::NcclGroup::Options options;
     options.name = name;
     options.sizes = {num_experts, ep_size,       max_tokens,
                      capacity,    max_row_bytes, max_num_sms};
-    options.rank = rank;
     options.domain = domain;
-    options.device = device;
     options.timeout_s = timeout_s;
     options.exit_after_s = exit_after_s;
     options.unique_id.assign(id, id_bytes);
     options.nccl_path = nccl;
     options.nccl_ep_path = nccl_ep;
-    std::shared_ptr<ep::Group> group;
-    EP_RETURN_IF_ERROR(ep::nccl::NcclGroup::Create(options, &group));
-    return ep::Registry::Get().Add(name, config, group);
+    std::vector<ep::nccl::NcclRanks::Rank> mine(num_ranks);
+    for (int64_t i = 0; i < num_ranks; ++i) {
+      options.rank = ranks[i];
+      options.device = mine[i].device = devices[i];
+      EP_RETURN_IF_ERROR(ep::nccl::NcclGroup::Create(options, &mine[i].group));
+    }
+    return ep::Registry::Get().Add(
+        name, config, std::make_shared<ep::nccl::NcclRanks>(std::move(mine)));
   });
 }
 
-// Gives the watchdog of a group a sentence about the `others`, and asks it for
-// the place of this rank; see Watchdog. `numbers` and `text` are the fields of
-// Watchdog::Place.
-EP_EXPORT int32_t ep_nccl_group_place(const char* name, const char* others,
-                                      double* numbers, char* text,
-                                      int64_t text_bytes, char* error,
-                                      int64_t error_bytes) {
+// Gives the watchdog of the i-th rank of this process a sentence about the
+// `others`, and asks it for the place of this rank; see Watchdog. `numbers` and
+// `text` are the fields of Watchdog::Place.
+EP_EXPORT int32_t ep_nccl_group_place(const char* name, int64_t i,
+                                      const char* others, double* numbers,
+                                      char* text, int64_t text_bytes,
+                                      char* error, int64_t error_bytes) {
   return ep::Export(error, error_bytes, [&] {
-    const auto group = std::dynamic_pointer_cast<ep::nccl::NcclGroup>(
+    const auto ranks = std::dynamic_pointer_cast<ep::nccl::NcclRanks>(
         ep::Registry::Get().Find(name));
+    ep::nccl::NcclGroup* const group = ranks ? ranks->At(i) : nullptr;
     if (!group) {
       return ep::Status(ep::Code::kFailedPrecondition, "the group was closed");
     }

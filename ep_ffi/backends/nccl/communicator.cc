@@ -64,9 +64,9 @@ Status Communicator::Create(std::shared_ptr<const Device> device,
   }
   std::memcpy(&id, unique_id.data(), sizeof(id));
   std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
-  EP_RETURN_IF_ERROR(RunWithin(
-      timeout_s, kConnect,
-      [made, sizes, rank, id] { return made->Init(sizes, rank, id); }));
+  EP_RETURN_IF_ERROR(RunWithin(timeout_s, kConnect, [made, sizes, rank, id] {
+    return made->Init(sizes, rank, id);
+  }));
   *out = std::move(made);
   return Status();
 }
@@ -76,9 +76,9 @@ Status Communicator::Borrow(std::shared_ptr<const Device> device,
                             double timeout_s,
                             std::shared_ptr<Communicator>* out) {
   std::shared_ptr<Communicator> made(new Communicator(std::move(device)));
-  EP_RETURN_IF_ERROR(RunWithin(
-      timeout_s, kConnect,
-      [made, sizes, rank, lent] { return made->InitLent(sizes, rank, lent); }));
+  EP_RETURN_IF_ERROR(RunWithin(timeout_s, kConnect, [made, sizes, rank, lent] {
+    return made->InitLent(sizes, rank, lent);
+  }));
   *out = std::move(made);
   return Status();
 }
@@ -103,15 +103,13 @@ Status Communicator::InitLent(const Sizes& sizes, int32_t rank,
   owns_ = false;
   comm_ = lent;
   ncclCommProperties_t properties;
-  EP_RETURN_IF_ERROR(
-      QueryProperties(device_->libraries(), comm_, &properties));
+  EP_RETURN_IF_ERROR(QueryProperties(device_->libraries(), comm_, &properties));
   if (properties.rank != rank || properties.nRanks != sizes.ep_size) {
     return Status(
         Code::kInternal,
         StrCat("XLA lends a communicator of ", properties.nRanks,
                " ranks whose rank ", properties.rank, " is rank ", rank, " of ",
-               sizes.ep_size,
-               " in the EP domain; unset EP_NCCL_COMMUNICATOR"));
+               sizes.ep_size, " in the EP domain; unset EP_NCCL_COMMUNICATOR"));
   }
   return InitGroup(sizes, properties);
 }

@@ -65,7 +65,8 @@ Status NewUniqueId(const std::string& nccl_path,
 
 // ---- Creation and end -------------------------------------------------------
 
-Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
+Status NcclGroup::Create(const Options& options,
+                         std::shared_ptr<NcclGroup>* out) {
   EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
   Libraries libraries;
   EP_RETURN_IF_ERROR(
@@ -75,9 +76,9 @@ Status NcclGroup::Create(const Options& options, std::shared_ptr<Group>* out) {
       Device::Open(libraries, options.device, Reports::kNumReports, &device));
   std::shared_ptr<Communicator> communicator;
   if (!options.unique_id.empty()) {
-    EP_RETURN_IF_ERROR(Communicator::Create(
-        device, options.sizes, options.rank, options.unique_id,
-        options.timeout_s, &communicator));
+    EP_RETURN_IF_ERROR(Communicator::Create(device, options.sizes, options.rank,
+                                            options.unique_id,
+                                            options.timeout_s, &communicator));
   }
   out->reset(
       new NcclGroup(options, std::move(device), std::move(communicator)));
@@ -96,8 +97,8 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
       reports_(device_, options.sizes, options.domain, options.timeout_s),
       stamps_(device_, options.sizes, options.rank) {
   if (communicator_) return;
-  failed_ = Status(Code::kFailedPrecondition,
-                   "the group has no communicator yet");
+  failed_ =
+      Status(Code::kFailedPrecondition, "the group has no communicator yet");
 }
 
 Status NcclGroup::Connect(void* communicator) {
@@ -106,10 +107,10 @@ Status NcclGroup::Connect(void* communicator) {
     return Status(Code::kFailedPrecondition,
                   "the group has a communicator already");
   }
-  EP_RETURN_IF_ERROR(Communicator::Borrow(
-      device_, options_.sizes, options_.rank,
-      static_cast<ncclComm_t>(communicator), options_.timeout_s,
-      &communicator_));
+  EP_RETURN_IF_ERROR(Communicator::Borrow(device_, options_.sizes,
+                                          options_.rank,
+                                          static_cast<ncclComm_t>(communicator),
+                                          options_.timeout_s, &communicator_));
   failed_ = Status();
   return Status();
 }

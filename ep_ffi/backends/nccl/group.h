@@ -79,7 +79,7 @@ class NcclGroup : public Group {
 
   // Connects the rank. Collective over the ranks of the domain, unless Connect
   // is to be called.
-  static Status Create(const Options& options, std::shared_ptr<Group>* out);
+  static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
 
   int64_t num_experts() const override { return options_.sizes.num_experts; }
@@ -87,7 +87,9 @@ class NcclGroup : public Group {
   Status MemBytes(const Layer& layer, int64_t num_tokens,
                   int64_t* out) const override;
 
-  Status Connect(void* communicator) override;
+  // Borrows XLA's communicator, before the first op. Collective over the
+  // domain.
+  Status Connect(void* communicator);
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/ranks.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
@@ -55,7 +56,7 @@ class LentTest : public NcclGroupTest {
 
   std::string id_;
   std::vector<std::shared_ptr<Lent>> lent_;  // outlive the groups
-  std::vector<std::shared_ptr<Group>> groups_;
+  std::vector<std::shared_ptr<NcclGroup>> groups_;
 };
 INSTANTIATE_TEST_SUITE_P(Fake, LentTest, ::testing::Values(LentNccl()));
 
@@ -71,12 +72,27 @@ TEST_P(LentTest, AGroupConnectsOnce) {
               groups_[0]->Connect(lent_[0]->comm()));
 }
 
+TEST_P(LentTest, RanksOfAProcessAreFoundByDevice) {
+  for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
+  NcclRanks ranks({{4, groups_[0]}, {6, groups_[1]}});
+  EXPECT_EQ(groups_[0].get(), ranks.OnDevice(4));
+  EXPECT_EQ(groups_[1].get(), ranks.OnDevice(6));
+  EXPECT_EQ(groups_[1].get(), ranks.At(1));
+  EXPECT_EQ(nullptr, ranks.OnDevice(5));
+  EXPECT_EQ(nullptr, ranks.At(2));
+  ExpectWords({"GPU 5", "no rank"}, ranks.Connect(5, nullptr));
+  ExpectWords({"several GPUs"}, ranks.StartTrace("trace"));
+  ExpectOk(ranks.Check());
+  ExpectOk(ranks.Close());
+  ExpectWords({"was finalized"}, groups_[1]->Check());
+}
+
 // Such as the one that XLA makes after a failure.
 TEST_P(LentTest, AnotherCommunicatorIsRefusedFromThenOn) {
   AllowLeaks();
   for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
-  for (ncclComm_t other : {static_cast<ncclComm_t>(nullptr),
-                           lent_[1]->comm(), lent_[0]->comm()}) {
+  for (ncclComm_t other :
+       {static_cast<ncclComm_t>(nullptr), lent_[1]->comm(), lent_[0]->comm()}) {
     EXPECT_NE(std::string::npos,
               Call(0, other).find("lends another communicator"));
   }

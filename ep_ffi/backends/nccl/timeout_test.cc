@@ -196,7 +196,7 @@ TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   options.sizes = SizesFor(kDims);
   options.timeout_s = 0.5;
   ExpectOk(NewUniqueId("", "", &options.unique_id));
-  std::shared_ptr<Group> group;
+  std::shared_ptr<NcclGroup> group;
   const Status status = NcclGroup::Create(options, &group);
   EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
   std::this_thread::sleep_for(std::chrono::milliseconds(1500));

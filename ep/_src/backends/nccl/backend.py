@@ -42,10 +42,14 @@ _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
 
 class NcclBackend(Backend):
-  """Serves GPUs, one for each process, that NCCL EP supports."""
+  """Serves GPUs that NCCL EP supports, one for each process.
+
+  With XLA's communicators, a process may have several of one EP domain.
+  """
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    devices = connection.mesh_of_devices("nccl", mesh).devices
+    mesh = connection.mesh_of_devices("nccl", mesh)
+    devices = mesh.devices
     what = 'ep_bootstrap: backend = "nccl" '
     for device in devices.flat:
       if device.platform != "gpu":
@@ -61,12 +65,24 @@ class NcclBackend(Backend):
       )
     counts = collections.Counter(d.process_index for d in devices.flat)
     process, count = counts.most_common(1)[0]
-    if count > 1:
+    if count > 1 and _communicator() == "own":
       raise CannotServe(
         f"{what}needs one process per GPU, but process {process} has {count}"
         " GPUs of the mesh; start a process for each and give it one with"
         " jax.distributed.initialize(local_device_ids=...) or"
-        " CUDA_VISIBLE_DEVICES (docs/gpu.md)."
+        f" CUDA_VISIBLE_DEVICES, or set {_COMMUNICATOR}=xla (docs/gpu.md)."
+      )
+    domains = collections.Counter(
+      process
+      for domain in meshes.domains(mesh, axis_name)
+      for process in {d.process_index for d in domain}
+    )
+    process, count = domains.most_common(1)[0]
+    if count > 1:
+      raise CannotServe(
+        f"{what}needs the GPUs of a process in one EP domain, but those of"
+        f" process {process} are in {count}; give mesh axis {axis_name!r} all"
+        " GPUs of a process, or start more processes (docs/gpu.md)."
       )
 
   def check_sizes(self, group: GroupConfig) -> None:
@@ -101,22 +117,22 @@ class NcclBackend(Backend):
     me = jax.process_index()
     mesh = connection.mesh_of_devices("nccl", group.mesh)
     domains = meshes.domains(mesh, group.axis_name)
-    (domain, rank), *_ = np.argwhere(
-      np.vectorize(lambda d: d.process_index == me)(domains)
-    )
-    device = domains[domain, rank]
+    places = np.argwhere(np.vectorize(lambda d: d.process_index == me)(domains))
+    domain = int(places[0, 0])
+    ranks = {int(r): domains[domain, r] for r in places[:, 1]}
+    device = next(iter(ranks.values()))
 
     def introduce():  # the others are told of a failure in here
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)
       mine = dict(host=platform.node(), communicator=_communicator())
-      if rank == 0 and mine["communicator"] == "own":
+      if 0 in ranks and mine["communicator"] == "own":
         unique_id = ffi.new_nccl_id(*libraries)
         mine["id"] = base64.b64encode(unique_id).decode()
       return mine
 
-    answers = join(group, introduce, int(domain))
+    answers = join(group, introduce, domain)
     kinds = {p: answer["communicator"] for p, answer in answers.items()}
     if len(set(kinds.values())) > 1:
       raise ValueError(
@@ -145,9 +161,8 @@ class NcclBackend(Backend):
     ffi.create_nccl_group(
       name=group.name,
       config=group.program_text,
-      rank=rank,
+      ranks={r: d.local_hardware_id for r, d in ranks.items()},
       domain=domain,
-      device=device.local_hardware_id,
       num_experts=group.num_experts,
       ep_size=group.ep_size,
       max_tokens=_size(group, "max_tokens_per_rank"),
@@ -170,13 +185,16 @@ class NcclBackend(Backend):
     return NcclConnection(
       group,
       is_lent,
-      Lookout(
-        f"ep/place/{group.name}/{domain}",
-        rank,
-        [d.process_index for d in domains[domain]],
-        group.timeout_s,
-        lambda others: Place(*ffi.nccl_place(group.name, others)),
-      ),
+      [
+        Lookout(
+          f"ep/place/{group.name}/{domain}",
+          rank,
+          [d.process_index for d in domains[domain]],
+          group.timeout_s,
+          functools.partial(_place, group.name, i),
+        )
+        for i, rank in enumerate(ranks)
+      ],
     )
 
 
@@ -185,11 +203,13 @@ class NcclConnection(connection.NativeConnection):
 
   weighs = False
 
-  def __init__(self, group: GroupConfig, is_lent: bool, lookout: Lookout):
-    """`is_lent` tells whether the communicator is XLA's."""
+  def __init__(
+    self, group: GroupConfig, is_lent: bool, lookouts: list[Lookout]
+  ):
+    """`is_lent` tells whether communicators are XLA's."""
     super().__init__(group)
     self._is_lent = is_lent
-    self._lookout = lookout
+    self._lookouts = lookouts
 
   def lower(
     self,
@@ -212,12 +232,20 @@ class NcclConnection(connection.NativeConnection):
     return _domains(self.group, compat.program_mesh(ctx))
 
   def _close(self) -> None:
-    self._lookout.stop()
+    self._stop_lookouts()
     super()._close()
 
   def _release(self) -> None:
-    self._lookout.stop()
+    self._stop_lookouts()
     super()._release()
+
+  def _stop_lookouts(self) -> None:
+    for lookout in self._lookouts:
+      lookout.stop()
+
+
+def _place(name: str, i: int, others: str) -> Place:
+  return Place(*ffi.nccl_place(name, i, others))
 
 
 def _communicator() -> str:

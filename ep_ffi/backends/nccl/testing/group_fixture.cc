@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/ranks.h"
 #include "ep_ffi/testing/formats.h"
 
 namespace ep::nccl {
@@ -123,12 +124,32 @@ std::vector<Status> ConnectOver(const Sizes& sizes, double timeout_s,
     NcclGroup::Options mine = common;
     mine.rank = rank;
     mine.device = first_device + rank;
-    statuses[rank] = NcclGroup::Create(mine, &(*groups)[rank]);
-    if (!lent || !statuses[rank].ok()) return;
-    (*lent)[rank] = std::make_shared<Lent>(mine.device, sizes.ep_size, rank, id);
-    statuses[rank] = (*groups)[rank]->Connect((*lent)[rank]->comm());
+    std::shared_ptr<NcclGroup> made_rank;
+    statuses[rank] = NcclGroup::Create(mine, &made_rank);
+    if (!statuses[rank].ok()) return;
+    (*groups)[rank] = made_rank;
+    if (!lent) return;
+    (*lent)[rank] =
+        std::make_shared<Lent>(mine.device, sizes.ep_size, rank, id);
+    statuses[rank] = made_rank->Connect((*lent)[rank]->comm());
   });
   return statuses;
+}
+
+// Returns the ranks as those of one process with several GPUs.
+std::vector<std::shared_ptr<Group>> InOneProcess(
+    const std::vector<std::shared_ptr<Group>>& groups, int32_t first_device) {
+  std::vector<NcclRanks::Rank> ranks;
+  for (const auto& group : groups) {
+    ranks.push_back({first_device + static_cast<int32_t>(ranks.size()),
+                     std::dynamic_pointer_cast<NcclGroup>(group)});
+  }
+  const auto all = std::make_shared<NcclRanks>(ranks);
+  std::vector<std::shared_ptr<Group>> parts;
+  for (const auto& rank : ranks) {
+    parts.emplace_back(all, all->OnDevice(rank.device));
+  }
+  return parts;
 }
 
 std::vector<Domain> MakeWorldOf(const WorldOptions& options, bool is_lent) {
@@ -139,11 +160,12 @@ std::vector<Domain> MakeWorldOf(const WorldOptions& options, bool is_lent) {
     Sizes sizes = SizesFor(options.dims);
     sizes.capacity += kMoreRows;
     std::vector<std::shared_ptr<Lent>> lent(ep_size);
-    for (const Status& status : ConnectOver(
-             sizes, options.timeout_s, i * ep_size, &domain.groups,
-             is_lent ? &lent : nullptr)) {
+    for (const Status& status :
+         ConnectOver(sizes, options.timeout_s, i * ep_size, &domain.groups,
+                     is_lent ? &lent : nullptr)) {
       ExpectOk(status);
     }
+    if (is_lent) domain.groups = InOneProcess(domain.groups, i * ep_size);
     std::vector<std::shared_ptr<CUstream_st>> streams;
     for (int64_t rank = 0; rank < ep_size; ++rank) {
       domain.groups[rank] =

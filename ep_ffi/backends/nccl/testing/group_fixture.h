@@ -73,7 +73,8 @@ void ExpectNan(const RowType& type, const testing::RankData& data);
 
 // Describes the backend for the conformance suite.
 testing::Backend FakeNccl();
-// The same, over communicators of the test, as XLA lends them.
+// The same for one process with all GPUs, over communicators of the test, as
+// XLA lends them.
 testing::Backend LentNccl();
 
 constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,

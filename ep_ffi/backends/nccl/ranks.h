@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The ranks of a group in this process. Each has a GPU of its own, on which XLA
+// calls the ops from a thread of its own.
+
+#ifndef EP_FFI_BACKENDS_NCCL_RANKS_H_
+#define EP_FFI_BACKENDS_NCCL_RANKS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/backends/nccl/group.h"
+#include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/status.h"
+
+namespace ep::nccl {
+
+// Thread-safe, as its ranks are.
+class NcclRanks : public Group {
+ public:
+  struct Rank {
+    int32_t device;  // as XLA numbers the devices of the process
+    std::shared_ptr<NcclGroup> group;
+  };
+
+  // There is at least one rank. All are of one EP domain.
+  explicit NcclRanks(std::vector<Rank> ranks) : ranks_(std::move(ranks)) {}
+  ~NcclRanks() override { (void)Close(); }
+
+  // Returns the group of a rank, by its place in the list; null if it has none.
+  NcclGroup* At(size_t i) const {
+    return i < ranks_.size() ? ranks_[i].group.get() : nullptr;
+  }
+
+  int64_t num_experts() const override { return first().num_experts(); }
+  int64_t ep_size() const override { return first().ep_size(); }
+  Status MemBytes(const Layer& layer, int64_t num_tokens,
+                  int64_t* out) const override {
+    return first().MemBytes(layer, num_tokens, out);
+  }
+
+  Status Connect(int32_t device, void* communicator) override;
+
+  NcclGroup* OnDevice(int32_t device) override;
+  void Prepare(Call call, const PrepareArgs& args) override {
+    OnDevice(call.device)->Prepare(std::move(call), args);
+  }
+  void Scatter(Call call, const ScatterArgs& args) override {
+    OnDevice(call.device)->Scatter(std::move(call), args);
+  }
+  void Gather(Call call, const GatherArgs& args) override {
+    OnDevice(call.device)->Gather(std::move(call), args);
+  }
+
+  // A stream ends with its program; there is no run to fail.
+  void FailRun(int64_t, const Status&) override {}
+  Status StartTrace(const std::string& path) override;
+  Status StopTrace() override { return first().StopTrace(); }
+  Status Check() override;
+  Status Close() override;
+
+ private:
+  NcclGroup& first() const { return *ranks_.front().group; }
+  const std::vector<Rank> ranks_;
+};
+
+}  // namespace ep::nccl
+
+#endif  // EP_FFI_BACKENDS_NCCL_RANKS_H_
