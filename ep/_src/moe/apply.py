@@ -20,6 +20,7 @@ from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.parts import in_parts
 from ep._src.moe.placement import Placement
+from ep._src.moe.shared import SharedExpert
 
 
 def of_rank(
@@ -51,10 +52,7 @@ def _apart(arrays):
 def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   params = _local_params(layer, config, params)
 
-  def present(rows):
-    return rows if mask is None else jnp.where(mask[..., None], rows, 0)
-
-  x = present(x)
+  x = x if mask is None else jnp.where(mask[..., None], x, 0)
   with jax.named_scope("route"):
     logits = jnp.matmul(
       x.astype(jnp.float32),
@@ -94,19 +92,19 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   def weigh_moved(used_idx):
     return route(forced_idx=used_idx)[1]
 
-  def shared():
-    return present(_shared(config, params, x_inner))
-
+  shared = None
+  if config.shared_inner:
+    shared = SharedExpert(config, params, mask)
   num_parts = min(config.token_chunks, math.prod(x.shape[:-1]))
   if num_parts > 1:
     y, received = in_parts(*args, num_parts, placement, weigh_moved)
-    y = y + shared() if config.shared_inner else y
+    y = y if shared is None else y + shared(x_inner)
   else:
     y, handle = through_experts(
       *args,
       placement=placement,
       weigh_moved=weigh_moved,
-      beside=shared if config.shared_inner else None,
+      shared=shared,
     )
     received = (
       handle.total_recv_tokens,
@@ -147,16 +145,6 @@ def _local_params(layer, config, params):
     is_first = lax.axis_index(axis) == 0
     params["b_down"] = jnp.where(is_first, params["b_down"], 0)
   return params
-
-
-@jax.named_scope("shared_experts")
-def _shared(config, params, x):
-  def product(x, name):
-    return x @ params["shared_" + name].astype(x.dtype)
-
-  names = ["up", "gate"] if config.gated else ["up"]
-  hidden = config.experts.hidden(*(product(x, name) for name in names))
-  return product(hidden, "down")
 
 
 def _metrics(

@@ -14,7 +14,8 @@ from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
-_FLAGS = ("gated", "biases", "router_bias", "normalize", "deterministic")
+_FLAGS = ("gated", "biases", "router_bias", "normalize")
+_FLAGS += ("overlap", "deterministic")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,6 +67,8 @@ class MoEConfig:
     wire: how tokens travel to experts, and the gradients of their sums in the
       backward pass: "mxfp8" or "fp8_block128" for one byte an element, as in
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
+    overlap: whether the shared experts run while rows are under way, where the
+      backend can do both at a time (docs/gpu.md); else they run after combine.
     tp_axis: a mesh axis over which inner sizes are split. It is none of the
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
@@ -107,6 +110,7 @@ class MoEConfig:
   num_candidates: int | None = None
   token_chunks: int = 1
   wire: Literal["mxfp8", "fp8_block128"] | None = None
+  overlap: bool = True
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False

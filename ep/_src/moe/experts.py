@@ -15,6 +15,7 @@ from ep._src.moe import chunked
 from ep._src.moe.network import Experts
 from ep._src.moe.placement import Placement
 from ep._src.moe.round_trip import round_trip
+from ep._src.moe.shared import SharedExpert
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
 
@@ -29,7 +30,7 @@ def through_experts(
   *,
   placement: Placement | None = None,
   weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
-  beside: Callable[[], jax.Array] | None = None,
+  shared: SharedExpert | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums what comes back. Local view.
 
@@ -37,9 +38,7 @@ def through_experts(
   b_down if there are any, in the order of the slots of `placement`, if there is
   one. If choices can move to other candidates, `weigh_moved` returns the
   weights of the experts [..., K] that they have got; without it, those of the
-  candidates stay. `beside` computes an addend that does not depend on the
-  exchange: it stands between dispatch and the experts, so that XLA may run it
-  while rows are under way.
+  candidates stay. The output of `shared` is added.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
   num_chunks = chunked.num_chunks(layer, experts, num_tokens)
@@ -57,6 +56,6 @@ def through_experts(
       topk_weights = weigh_moved(topk_idx)
   args = handle, experts, params, tokens, slots, topk_weights
   if num_chunks == 1:
-    return round_trip(*args, beside=beside), handle
+    return round_trip(*args, shared), handle
   out = chunked.round_trips(*args, num_chunks)
-  return (out if beside is None else out + beside()), handle
+  return (out if shared is None else out + shared(tokens)), handle

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 
 import jax
@@ -15,6 +15,7 @@ from ep._src.base import compat
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.row_map import map_used_rows, repeated, weighted
 from ep._src.moe.network import Experts
+from ep._src.moe.shared import SharedExpert, together
 from ep._src.ops.combine import ep_combine
 from ep._src.ops.dispatch import ep_dispatch
 from ep._src.ops.handle import EpHandle
@@ -27,26 +28,39 @@ def round_trip(
   tokens: jax.Array,
   topk_idx: jax.Array,
   topk_weights: jax.Array,
-  beside: Callable[[], jax.Array] | None = None,
+  shared: SharedExpert | None = None,
 ) -> jax.Array:
   """Sends tokens to their experts and sums what comes back.
 
   `handle` is their routing, prepared by a layer of `tail="unspecified"`.
-  `beside` computes an addend that does not depend on the exchange: it stands
-  between dispatch and the experts, so that XLA may run it while rows are under
-  way.
+  The output of `shared` is added. Its first half runs while dispatch moves rows
+  and its second half while combine does; in the backward pass, the second half
+  runs beside the gradient of combine and the first half beside that of dispatch.
   """
   segments = None
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
   rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
-  addend = None if beside is None else beside()
+  overlaps = shared is not None and shared.config.overlap
+  if overlaps:
+    rows, hidden = together(rows, shared.hidden(tokens))
   with jax.named_scope("experts"):
     early = row_weights if experts.weigh == "early" else None
     rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
+  if weights is not None and not handle.params.connection.weighs:
+    # Combine would do it, and its gradient then came between the two below.
+    rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
+    weights = None
+  if overlaps:
+    rows, hidden = together(rows, hidden)
   out = ep_combine(handle, rows, weights=weights)
-  return out if addend is None else out + addend
+  if shared is None:
+    return out
+  if not overlaps:
+    out, tokens = together(out, tokens)
+    hidden = shared.hidden(tokens)
+  return out + shared.output(hidden)
 
 
 def _rows_by_source(handle, topk_idx):
