@@ -9,6 +9,10 @@ import os
 import types
 from typing import Any
 
+import jax.numpy as jnp
+
+from ep._src.backends.nccl.backend import NcclConnection
+
 
 def gpu(process: int = 0, cuda: int = 13000, **attributes: Any) -> Any:
   """Returns a stand-in for the GPU of a process, as JAX describes it."""
@@ -39,3 +43,19 @@ def rank_threads(
   """
   with concurrent.futures.ThreadPoolExecutor(num_ranks) as threads:
     yield lambda function: list(threads.map(function, range(num_ranks)))
+
+
+class HostEngine(NcclConnection):
+  """Lowers as "nccl" does, to the host engine; checks what NCCL EP demands."""
+
+  is_lent = False
+
+  def __init__(self, group):
+    super().__init__(group, self.is_lent, [])
+
+  def _lower_call(self, op, ctx, *operands, params):
+    if op != "ep_prepare":
+      rows = ctx.avals_in[1]
+      assert rows.shape[1] % (16 if rows.dtype == jnp.uint8 else 8) == 0
+      assert op != "ep_combine" or len(operands) == 2
+    return super()._lower_call(op, ctx, *operands, params=params)

@@ -16,28 +16,12 @@ from cases import Case, lower
 from conftest import make_mesh
 import ep
 from ep._src.backends import host
-from ep._src.backends.nccl.backend import NcclConnection
 from ep._src.base import compat
 from ep._src.base.backend import OPS
 from ep._src.matmul import on_cuda
 from groups import bootstrap
+from nccl_testing import HostEngine
 from op_functions import dispatch, everything, Moved
-
-
-class HostEngine(NcclConnection):
-  """Lowers as "nccl" does, to the host engine; checks what NCCL EP demands."""
-
-  is_lent = False
-
-  def __init__(self, group):
-    super().__init__(group, self.is_lent, [])
-
-  def _lower_call(self, op, ctx, *operands, params):
-    if op != "ep_prepare":
-      rows = ctx.avals_in[1]
-      assert rows.shape[1] % (16 if rows.dtype == jnp.uint8 else 8) == 0
-      assert op != "ep_combine" or len(operands) == 2
-    return super()._lower_call(op, ctx, *operands, params=params)
 
 
 @pytest.fixture(name="case", params=[1, 7, 8, 13])

@@ -14,8 +14,10 @@ from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
-_FLAGS = ("gated", "biases", "router_bias", "normalize")
-_FLAGS += ("overlap", "deterministic")
+_FLAGS = (
+  *("gated", "biases", "router_bias", "normalize"),
+  *("overlap", "deterministic"),
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -33,31 +33,33 @@ def round_trip(
   """Sends tokens to their experts and sums what comes back.
 
   `handle` is their routing, prepared by a layer of `tail="unspecified"`.
-  The output of `shared` is added. Its first half runs while dispatch moves rows
-  and its second half while combine does; in the backward pass, the second half
-  runs beside the gradient of combine and the first half beside that of dispatch.
+  The output of `shared` is added. If its config says so, XLA may run its first
+  half while dispatch moves rows, and its second half while combine does. In the
+  backward pass, it may run the gradients of the second half while combine's
+  gradient moves, and those of the first half while that of dispatch does.
   """
   segments = None
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
   rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
-  overlaps = shared is not None and shared.config.overlap
-  if overlaps:
-    rows, hidden = together(rows, shared.hidden(tokens))
+  beside = shared if shared is not None and shared.config.overlap else None
+  if beside is not None:
+    rows, hidden = together(rows, beside.hidden(tokens))
   with jax.named_scope("experts"):
     early = row_weights if experts.weigh == "early" else None
     rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
   if weights is not None and not handle.params.connection.weighs:
-    # Combine would do it, and its gradient then came between the two below.
+    # Combine would do the same, but then XLA would have the gradients of this
+    # product to wait for, and would run no shared experts beside combine's.
     rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
     weights = None
-  if overlaps:
+  if beside is not None:
     rows, hidden = together(rows, hidden)
   out = ep_combine(handle, rows, weights=weights)
   if shared is None:
     return out
-  if not overlaps:
+  if beside is None:
     out, tokens = together(out, tokens)
     hidden = shared.hidden(tokens)
   return out + shared.output(hidden)
