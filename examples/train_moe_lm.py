@@ -46,6 +46,10 @@ _DENSE = flags.DEFINE_bool(
 _SCORE = flags.DEFINE_enum(
   "score", "softmax", ["softmax", "sigmoid"], "what the router scores with"
 )
+_BLOCKS = {"mxfp8": 32, "fp8_block128": 128}  # elements that share a scale
+_WIRE = flags.DEFINE_enum(
+  "wire", None, _BLOCKS, "how rows travel to experts; default: exact"
+)
 
 _STEPS = flags.DEFINE_integer("steps", 600, "where a run ends", 1)
 _EXTEND = flags.DEFINE_integer(
@@ -112,6 +116,11 @@ ranks.require(
   "hidden heads",
   "hidden must be a multiple of 2 * heads: dimensions rotate in pairs",
   lambda hidden, heads: hidden % (2 * heads) == 0,
+)
+ranks.require(
+  "hidden wire",
+  "hidden must be a multiple of 32 with mxfp8, of 128 with fp8_block128",
+  lambda hidden, wire: hidden % _BLOCKS.get(wire, 1) == 0,
 )
 ranks.require(
   "warmup decay_steps",
@@ -318,6 +327,7 @@ def describe(config: model.ModelConfig, state: train.State) -> str:
   """Returns the configuration in a line."""
   count = sum(x.size for x in jax.tree.leaves(state.params))
   inside = f"of {config.num_experts} experts, top {config.top_k}"
+  inside += f", whose rows travel as {config.wire}" if config.wire else ""
   if config.num_experts == 1:
     inside = f"without experts, of the inner size {config.inner}"
   return (

@@ -35,12 +35,15 @@ class ModelConfig:
   num_experts: int
   top_k: int
   score: str  # of the router, "softmax" or "sigmoid"
+  wire: str | None = None  # how rows travel to experts
 
   @property
   def dense(self) -> "ModelConfig":
     """A model of one expert, as large as those that a token visits."""
     inner = self.top_k * self.inner
-    return dataclasses.replace(self, inner=inner, num_experts=1, top_k=1)
+    return dataclasses.replace(
+      self, inner=inner, num_experts=1, top_k=1, wire=None
+    )
 
   @property
   def moe(self) -> ep.MoEConfig:
@@ -50,6 +53,7 @@ class ModelConfig:
       self.num_experts,
       self.top_k,
       score=self.score,
+      wire=self.wire,
       balance="sequence",
       deterministic=True,
     )

@@ -115,10 +115,13 @@ def draw(axes, steps, values, label):
   return line
 
 
+def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the records of a run."""
+  lines = pathlib.Path(path).read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
 if __name__ == "__main__":
   source, target, *more = sys.argv[1:]
-  runs = [
-    [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-    for path in (source, *more)
-  ]
+  runs = [read(path) for path in (source, *more)]
   plot(runs[0], target, dense=sum(runs[1:], []))

@@ -22,6 +22,7 @@ import pytest
 from conftest import make_mesh, TIMEOUT_S, to_global
 import ep
 from lm import (
+  compare,
   data,
   loop,
   metrics,
@@ -482,3 +483,15 @@ def test_a_picture_shows_a_run(program, tmp_path):
   picture = tmp_path / "run.png"
   plot.plot(records, picture, unigram=3.0, dense=records, title="a run")
   assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_compares_two_runs(tmp_path):
+  """The difference is that of the last 20 steps."""
+  steps = np.arange(1, 31)
+  runs = {
+    "a": [_record(n) for n in steps],
+    "b": [_record(n, loss=1.0 + (n > 20)) for n in steps],
+  }
+  picture = tmp_path / "losses.svg"
+  assert compare.compare(runs, picture) == 0.5
+  assert "b minus a" in picture.read_text()

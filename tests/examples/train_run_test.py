@@ -42,7 +42,7 @@ def _start(out, *more):
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   """It makes the steps after its checkpoint again, and more if asked.
 
-  Only the first run places experts anew.
+  Only the first run places experts anew. Rows travel rounded.
   """
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
@@ -50,14 +50,16 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   def lines():
     return path.read_bytes().splitlines() if path.exists() else []
 
+  wire = "--wire=mxfp8", "--hidden=32"
   on_two = "--dp=1", "--num_processes=2", "--placement_every=20"
-  process = _start(out, *on_two, f"--steps={_STEPS}")
+  process = _start(out, *wire, *on_two, f"--steps={_STEPS}")
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
   output = process.communicate()[0].decode(errors="replace")
   assert f"step {_SAVE_EVERY}: saved {out}/checkpoints/{_SAVE_EVERY}" in output
+  assert "top 2, whose rows travel as mxfp8" in output
   assert "step 40: experts placed anew; the busiest rank" in output
   before = lines()
   assert len(before) < _STEPS
@@ -65,7 +67,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   longer = _SAVE_EVERY + 60
   # One GPU has this backend.
   alone = "--dp=1", "--ep=1", "--backend=xla"
-  process = _start(out, *alone, "--extend=60", "--dense")
+  process = _start(out, *wire, *alone, "--extend=60", "--dense")
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "1 x 1 (dp, ep) mesh, processes: 1" in output
@@ -82,7 +84,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
 
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"
-  process = _start(out, "--dp=1", "--extend=5", trace, picture)
+  process = _start(out, *wire, "--dp=1", "--extend=5", trace, picture)
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "step if all loads were equal" in output
@@ -105,6 +107,7 @@ def parse(monkeypatch):
     ("--num_experts=5", "num_experts must be a multiple of ep"),
     ("--top_k=5", "top_k must not exceed num_experts"),
     ("--hidden=18", "hidden must be a multiple of 2 * heads"),
+    ("--wire=mxfp8", "hidden must be a multiple of 32 with mxfp8"),
     ("--warmup=600", "warmup must be shorter than decay_steps"),
     ("--prompt=", "a prompt has at least one byte"),
   ],
@@ -113,6 +116,12 @@ def test_bad_flags_are_refused(parse, flag, message):
   with pytest.raises(flags.IllegalFlagValueError) as info:
     parse(*flag.split())
   assert message in str(info.value)
+
+
+def test_layers_have_the_wire(parse):
+  parse("--wire=fp8_block128", "--hidden=128")
+  config, _ = train_moe_lm.configs()
+  assert config.moe.wire == "fp8_block128" and config.dense.moe.wire is None
 
 
 def test_ranks_may_share_a_gpu(parse, monkeypatch):
