@@ -25,11 +25,15 @@ from ep.testing._trial import Oracle, Trial
 
 
 class Rows(NamedTuple):
-  """Holds what all ranks received: `[P * C, H]`, `[P * C]` and `[P * L]`."""
+  """Holds what all ranks received: `[P * C, H]`, `[P * C]` and `[P * L]`.
+
+  If scales were sent, it has theirs, too, `[P * C, S]`.
+  """
 
   rows: Any
   weights: Any
   group_sizes: Any
+  scales: Any = None
 
 
 class RoundTrip(Trial):
@@ -41,7 +45,7 @@ class RoundTrip(Trial):
     def of_rank(*calls, scales=(1,)):
       # Every dispatch comes before the first combine.
       received = [
-        _checked(dispatch(tokens, topk_idx, weights), setting)
+        _checked(dispatch(tokens, topk_idx, weights), setting, tokens.dtype)
         for (topk_idx, _), (tokens, weights) in calls
       ]
       return [
@@ -53,6 +57,11 @@ class RoundTrip(Trial):
         for ((_, factor), _), x in zip(calls, received, strict=True)
       ]
 
+    def with_scales(topk_idx, tokens, weights, scales):
+      x = dispatch(tokens, topk_idx, weights, scales)
+      x = _checked(x, setting, tokens.dtype, scales)
+      return Rows(x.rows, x.weights, x.group_sizes, x.scales)
+
     ranks = PartitionSpec("ep")
     on_ranks = functools.partial(
       jax.shard_map,
@@ -63,6 +72,7 @@ class RoundTrip(Trial):
     )
     again = functools.partial(of_rank, scales=(1, -1))
     self._interleaved = jax.jit(on_ranks(again))
+    self._with_scales = jax.jit(on_ranks(with_scales))
     function = on_ranks(of_rank)
     super().__init__(setting, lambda *call: function(call)[0])
 
@@ -76,6 +86,12 @@ class RoundTrip(Trial):
     """
     placed = [tuple(self._place(x.route, inputs)) for x, inputs in calls]
     return self.finish(self._interleaved(*placed))
+
+  def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Rows:
+    """Returns what was received of rows, weights and scales."""
+    (topk_idx, _), (*inputs, scales) = oracle.route, inputs
+    (topk_idx,), inputs, (scales,) = self._place((topk_idx,), inputs, (scales,))
+    return self.finish(self._with_scales(topk_idx, *inputs, scales))
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:
     setting = self.setting
@@ -192,14 +208,31 @@ class RoundTripOracle(Oracle):
       weights = _numbers.with_specials(rng, weights)
     return tokens, weights
 
+  def scaled_inputs(
+    self, rng: np.random.Generator, row_dtype: str, scale_dtype: str
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draws rows and scales of any bits, and weights."""
+    tokens, weights = self.inputs(rng, "free")
+
+    def any_bits(width, name):
+      dtype = jnp.dtype(name)
+      shape = len(tokens), width * dtype.itemsize
+      return rng.integers(0, 256, shape, np.uint8).view(dtype)
+
+    rows = any_bits(tokens.shape[1], row_dtype)
+    return rows, weights, any_bits(int(rng.integers(1, 5)), scale_dtype)
+
   def received(self, inputs: Any) -> Rows:
     """Returns what all ranks receive, each as an `Expected`."""
-    rows, weights = self._dispatch(inputs)
-    sizes = self._routing.group_sizes
+    tokens, weights, *scales = inputs
+    rows, row_weights = self._dispatch((tokens, weights))
+    of_rows = [rows, *(self._dispatch((x, weights))[0] for x in scales)]
+    rows, *scales = (self._exactly(x, self._where_row) for x in of_rows)
     return Rows(
-      self._exactly(rows, self._where_row),
-      self._exactly(weights, self._where_row),
-      self._exactly(sizes, self._where_expert),
+      rows,
+      self._exactly(row_weights, self._where_row),
+      self._exactly(self._routing.group_sizes, self._where_expert),
+      *scales,
     )
 
   def output(self, inputs: Any) -> Expected:
@@ -305,7 +338,12 @@ class RoundTripOracle(Oracle):
     return f"rank {rank}, expert {at[0]}"
 
 
-def _checked(received: Any, setting: Setting) -> Received:
+def _checked(
+  received: Any,
+  setting: Setting,
+  dtype: np.dtype,
+  scales: jax.Array | None = None,
+) -> Received:
   """Returns the result of a dispatch, if it has the fields of a `Received`."""
   if not isinstance(received, Received):
     raise AssertionError(
@@ -313,10 +351,12 @@ def _checked(received: Any, setting: Setting) -> Received:
       " ep.testing.Received."
     )
   shapes = dict(
-    rows=((setting.capacity, setting.hidden), setting.dtype),
+    rows=((setting.capacity, setting.hidden), dtype),
     weights=((setting.capacity,), np.dtype("float32")),
     group_sizes=((setting.num_local_experts,), np.dtype("int32")),
   )
+  if scales is not None:
+    shapes["scales"] = (setting.capacity, scales.shape[1]), scales.dtype
   for name, (shape, dtype) in shapes.items():
     x = getattr(received, name)
     if jnp.shape(x) != shape or jnp.result_type(x) != dtype:

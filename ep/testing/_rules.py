@@ -12,12 +12,14 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable
 import dataclasses
+import itertools
 import sys
 from typing import Any
 
 import jax
 import numpy as np
 
+from ep._src.base.quantizers import ROW_DTYPES, SCALE_DTYPES
 from ep.testing import _ranks
 from ep.testing._bench import Bench, Draw, Variant
 from ep.testing._compare import compare, Expected
@@ -161,6 +163,35 @@ def tail(bench: Bench, variant: Variant) -> float:
   """Rows and weights past the last slab are zero."""
   got, want, oracle = _receive(bench, variant)
   return _compare_rows(got, want, only=oracle.in_tail)
+
+
+def _side_by_side(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  return np.concatenate([x.view(np.uint8) for x in (rows, scales)], axis=1)
+
+
+@_rule(
+  of=Transport,
+  needs=lambda transport: transport.scales,
+  declared_by="scales=True",
+)
+def scales(bench: Bench[Transport], variant: Variant) -> float:
+  """Rows of a byte and their scales come side by side; padding has zeros."""
+  trial, oracle, rng = bench.begin(variant)
+  for dtypes in zip(ROW_DTYPES, itertools.cycle(SCALE_DTYPES)):
+    inputs = rows, _, scales = oracle.scaled_inputs(rng, *dtypes)
+    got = trial.with_scales(oracle, inputs)
+    of_dtypes = oracle
+    if bench.subject.order == "any":
+      both = _side_by_side(got.rows, got.scales), _side_by_side(rows, scales)
+      of_dtypes = oracle.observed(*both)
+    want = of_dtypes.received(inputs)
+    written = np.ones_like(oracle.in_tail)
+    if bench.subject.tail != "zero":
+      written = ~oracle.in_tail
+    compare("group_sizes", got.group_sizes, want.group_sizes)
+    _compare_rows(got, want, only=written, nan_bits=True)
+    compare("scales", got.scales, want.scales, only=written, nan_bits=True)
+  return 0.0
 
 
 @_rule(

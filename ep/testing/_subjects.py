@@ -106,16 +106,19 @@ class Received(NamedTuple):
     weights: float32 `[C]`, the weight of each row's choice.
     group_sizes: int32 `[L]`, rows of each slab below C, padding included.
     state: a pytree that `combine` needs.
+    scales: `[C, S]`, the scales of each row, if `dispatch` got scales.
   """
 
   rows: jax.Array
   weights: jax.Array
   group_sizes: jax.Array
   state: Any
+  scales: jax.Array | None = None
 
 
-# dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K]) -> Received
-Dispatch = Callable[[jax.Array, jax.Array, jax.Array], Received]
+# dispatch(tokens [T, H], topk_idx [T, K], topk_weights [T, K]) -> Received, and
+# with scales=True also dispatch(..., scales [T, S])
+Dispatch = Callable[..., Received]
 # combine(rows [C, H], state) -> tokens [T, H]
 Combine = Callable[[jax.Array, Any], jax.Array]
 # apply(params, tokens [P * T, H], topk_idx [P * T, K], topk_weights [P * T, K])
@@ -243,6 +246,9 @@ class Transport(Subject):
     special_values: whether the bits of NaNs, infinities, zeros of both signs
       and denormal numbers arrive unchanged, and sums treat them as the contract
       says: a zero is +0, and denormal float32 numbers are zeros.
+    scales: whether `dispatch(tokens, topk_idx, topk_weights, scales)` takes
+      tokens of any type of one byte, with scales `[T, S]` of float32, bfloat16
+      or float8_e8m0fnu. Rows without a token have scales of zero.
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]
@@ -250,6 +256,7 @@ class Transport(Subject):
   tail: Tail = "unspecified"
   overflow: Overflow = None
   special_values: bool = False
+  scales: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

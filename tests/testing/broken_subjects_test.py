@@ -161,6 +161,39 @@ def writes_the_tail_after_padded_slabs(setting, dispatch, combine):
   return _then(dispatch, written), combine
 
 
+@_breaks("scales", rf"^scales: {ROW}, column 0 is \S+, but")
+def sends_scales_to_other_rows(setting, dispatch, combine):
+  return _with("scales", dispatch, lambda x: x.at[:2].set(x[1::-1])), combine
+
+
+@_breaks("scales", r"^scales: rank \d, .* in the tail, column 0 is \S+, but")
+def leaves_scales_in_the_tail(setting, dispatch, combine):
+  def written(received):
+    filled = jnp.where(_in_slabs(received), received.scales, 1)
+    return received._replace(scales=filled.astype(received.scales.dtype))
+
+  return _then(dispatch, written), combine
+
+
+@_breaks(
+  "scales", r"^scales: rank \d, expert \d+, row \d+ \(padding\), column 0 is"
+)
+def pads_scales_with_ones(setting, dispatch, combine):
+  def padded(received):
+    padding = _in_slabs(received) & (received.weights == 0)[:, None]
+    filled = jnp.where(padding, 1, received.scales)
+    return received._replace(scales=filled.astype(received.scales.dtype))
+
+  return _then(dispatch, padded), combine
+
+
+@_breaks(
+  "scales", r"row \d+ (.|\n)* is no token that chose expert", order="any"
+)
+def sends_scales_of_another_token(setting, dispatch, combine):
+  return _with("scales", dispatch, lambda x: x.at[0].set(x[1])), combine
+
+
 @_breaks("special_values", r"column \d+ is nan, but the oracle has nan")
 def makes_all_nans_alike(setting, dispatch, combine):
   def alike(rows):
@@ -545,9 +578,10 @@ def _waiting(setting):
   dispatch, _combine = _alone(setting)
 
   def waiting(tokens, topk_idx, weights):
-    rows, *others, state = dispatch(tokens, topk_idx, weights)
     waited = _called_with(step, topk_idx).sum()
-    return Received(rows + waited, *others, state)
+    return _with_rows(dispatch, lambda rows: rows + waited)(
+      tokens, topk_idx, weights
+    )
 
   return waiting, lambda rows, tokens: tokens + rows[: len(tokens)]
 

@@ -34,10 +34,12 @@ def _ep(setting, *, overflow="drop", **options):
   )
   layer = ep.EpLayerConfig(group)
 
-  def dispatch(tokens, topk_idx, topk_weights):
+  def dispatch(tokens, topk_idx, topk_weights, scales=None):
     handle = ep.ep_prepare(layer, topk_idx)
-    rows, weights = ep.ep_dispatch(handle, tokens, topk_weights)
-    return Received(rows, weights, handle.group_sizes, handle)
+    rows, weights, *scales = ep.ep_dispatch(
+      handle, tokens, topk_weights, scales=scales
+    )
+    return Received(rows, weights, handle.group_sizes, handle, *scales)
 
   return dispatch, lambda rows, handle: ep.ep_combine(handle, rows)
 
@@ -62,6 +64,7 @@ HOST = Transport(
   alignments=(1, 4, 16),
   overflow="drop",
   special_values=True,
+  scales=True,
 )
 
 # XLA's collectives wait for a process that died or disagrees as they please.
@@ -77,6 +80,7 @@ XLA = Transport(
   alignments=(1, 16),
   overflow="error",
   special_values=True,
+  scales=True,
 )
 
 
@@ -106,6 +110,7 @@ NCCL = Transport(
   tail="zero",
   alignments=(1, 4, 16),
   overflow="drop",
+  scales=True,
 )
 
 
