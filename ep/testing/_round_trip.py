@@ -211,7 +211,10 @@ class RoundTripOracle(Oracle):
   def scaled_inputs(
     self, rng: np.random.Generator, row_dtype: str, scale_dtype: str
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws rows and scales of any bits, and weights."""
+    """Draws rows and scales of any bits, and weights.
+
+    A row has at least eight scales, so that no two rows are alike.
+    """
     tokens, weights = self.inputs(rng, "free")
 
     def any_bits(width, name):
@@ -220,7 +223,7 @@ class RoundTripOracle(Oracle):
       return rng.integers(0, 256, shape, np.uint8).view(dtype)
 
     rows = any_bits(tokens.shape[1], row_dtype)
-    return rows, weights, any_bits(int(rng.integers(1, 5)), scale_dtype)
+    return rows, weights, any_bits(int(rng.integers(8, 13)), scale_dtype)
 
   def received(self, inputs: Any) -> Rows:
     """Returns what all ranks receive, each as an `Expected`."""

@@ -112,9 +112,13 @@ def takes_the_last_source_first(setting, dispatch, combine):
     return jnp.where(slots < ends[-1], mirrored, slots)
 
   def other(*args):
-    rows, weights, group_sizes, state = dispatch(*args)
-    at = order(group_sizes)
-    return Received(rows[at], weights[at], group_sizes, (state, at))
+    received = dispatch(*args)
+    at = order(received.group_sizes)
+    rows, weights, scales = jax.tree.map(
+      lambda x: x[at], (received.rows, received.weights, received.scales)
+    )
+    state = received.state, at
+    return Received(rows, weights, received.group_sizes, state, scales)
 
   return other, lambda rows, state: combine(rows[state[1]], state[0])
 
