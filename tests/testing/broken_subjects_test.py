@@ -357,7 +357,7 @@ def gives_dropped_choices_the_last_row(setting, dispatch, combine):
   dispatch, combine = HOST.build(roomy)
 
   def other(*args):
-    rows, weights, group_sizes, state = dispatch(*args)
+    rows, weights, group_sizes, state, _ = dispatch(*args)
     ends = jnp.cumsum(group_sizes).clip(max=setting.capacity)
     cut = jnp.diff(ends, prepend=0)
     return Received(
