@@ -248,7 +248,8 @@ class Transport(Subject):
       says: a zero is +0, and denormal float32 numbers are zeros.
     scales: whether `dispatch(tokens, topk_idx, topk_weights, scales)` takes
       tokens of any type of one byte, with scales `[T, S]` of float32, bfloat16
-      or float8_e8m0fnu. Rows without a token have scales of zero.
+      or float8_e8m0fnu, and brings both bit for bit, NaNs included. Rows
+      without a token have scales of zero.
   """
 
   build: Callable[[Setting], tuple[Dispatch, Combine]]

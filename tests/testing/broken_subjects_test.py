@@ -102,6 +102,12 @@ def swaps_two_rows(setting, dispatch, combine):
   return _with_rows(dispatch, lambda x: x.at[:2].set(x[1::-1])), combine
 
 
+def _taken(x, at):
+  """Returns rows bit for bit; XLA may make other NaNs of NaNs of floats."""
+  bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+  return lax.bitcast_convert_type(bits[at], x.dtype)
+
+
 @_breaks("rows", rf"^rows: {ROW}, column 0 {VALUES}")
 def takes_the_last_source_first(setting, dispatch, combine):
   def order(group_sizes):
@@ -115,7 +121,8 @@ def takes_the_last_source_first(setting, dispatch, combine):
     received = dispatch(*args)
     at = order(received.group_sizes)
     rows, weights, scales = jax.tree.map(
-      lambda x: x[at], (received.rows, received.weights, received.scales)
+      lambda x: _taken(x, at),
+      (received.rows, received.weights, received.scales),
     )
     state = received.state, at
     return Received(rows, weights, received.group_sizes, state, scales)
