@@ -70,6 +70,7 @@ struct Layer {
   Tail tail;
   int64_t fingerprint = 0;  // a hash of all that layer and group are made of
   bool checked = false;     // see ep/_src/base/checked.py
+  int64_t wire = 0;         // an index of WIRES of ep/_src/base/config.py
   std::string name = {};    // for messages
 };
 

@@ -16,14 +16,12 @@
 #include "ep_ffi/handlers/op_call.h"
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(ep::Tail);
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ep::Layer,  //
-                                      StructMember<int64_t>("top_k"),
-                                      StructMember<int64_t>("alignment"),
-                                      StructMember<int64_t>("capacity"),
-                                      StructMember<bool>("drop"),
-                                      StructMember<ep::Tail>("tail"),
-                                      StructMember<int64_t>("fingerprint"),
-                                      StructMember<bool>("checked"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ep::Layer,  //
+    StructMember<int64_t>("top_k"), StructMember<int64_t>("alignment"),
+    StructMember<int64_t>("capacity"), StructMember<bool>("drop"),
+    StructMember<ep::Tail>("tail"), StructMember<int64_t>("fingerprint"),
+    StructMember<bool>("checked"), StructMember<int64_t>("wire"));
 
 namespace ep {
 namespace {

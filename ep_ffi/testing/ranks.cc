@@ -78,10 +78,11 @@ void Disarm(std::vector<T>* output) {
 }
 
 Site SiteOf(const RankInput& input, const Place& place) {
-  const Layer layer = {
-      input.dims.top_k,  input.dims.alignment, input.dims.capacity,
-      input.dims.drop,   input.tail,
-      /*fingerprint=*/0, input.checked,        input.layer};
+  const Layer layer = {input.dims.top_k,    input.dims.alignment,
+                       input.dims.capacity, input.dims.drop,
+                       input.tail,
+                       /*fingerprint=*/0,   input.checked,
+                       /*wire=*/0,          input.layer};
   return MakeSite(layer, StrCat("jit_step#", place.program), place.position,
                   place.clone);
 }

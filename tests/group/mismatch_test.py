@@ -63,6 +63,7 @@ def expect_disagreement(group, fn, *words):
     ("recv_capacity_per_rank", 40, 44, ["capacity: 44 on rank 0", "40 on "]),
     ("overflow", "drop", "error", ["overflow: error on rank 0", "drop on "]),
     ("tail", "unspecified", "zero", ["tail: zero on rank 0", "unspecified on"]),
+    ("wire", "mxfp8", None, ["wire: None on rank 0", "mxfp8 on rank"]),
     ("name", "moe_4", "moe_3", ['(layer "moe_3")', '(layer "moe_4")']),
   ],
 )

@@ -103,7 +103,9 @@ def swaps_two_rows(setting, dispatch, combine):
 
 
 def _taken(x, at):
-  """Returns rows bit for bit; XLA may make other NaNs of NaNs of floats."""
+  """Returns rows bit for bit; XLA may make other NaNs of those of 16 bits."""
+  if x.dtype == jnp.float32:
+    return x[at]
   bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
   return lax.bitcast_convert_type(bits[at], x.dtype)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ep._src.base import backend, compat, meshes
 from ep._src.base.backend import GroupMemory, OpParams
-from ep._src.base.config import GroupConfig
+from ep._src.base.config import GroupConfig, WIRES
 from ep._src.base.meshes import Mesh
 from ep._src.base.program_names import ProgramNames
 from ep._src.native import ffi
@@ -120,6 +120,7 @@ class NativeConnection(backend.Connection):
           tail=np.int32(ffi.TAILS[params.tail]),
           fingerprint=np.int64(layer.fingerprint),
           checked=params.checked,
+          wire=np.int64(WIRES.index(layer.wire)),
         ),
         **self._lent(ctx),
       )

@@ -28,6 +28,7 @@ Signature SignatureOf(const Call& call, const PlanDims& dims) {
   s[Signature::kAlignment] = dims.alignment;
   s[Signature::kDrop] = dims.drop;
   s[Signature::kTail] = static_cast<int64_t>(call.site->layer.tail);
+  s[Signature::kWire] = call.site->layer.wire;
   return s;
 }
 

@@ -21,6 +21,7 @@ constexpr const char* kNames[Signature::kNumFields] = {
     "alignment",
     "overflow",
     "tail",
+    "wire",
     "the configuration of the layer (a hash of it)",
     "weights",
     "the routing (a hash of it)",
@@ -74,6 +75,8 @@ std::string Signature::ValueOf(Field field) const {
       return OneOf({"error", "drop"}, value);
     case kTail:
       return OneOf({"unspecified", "zero", "NaN"}, value);
+    case kWire:
+      return OneOf({"None", "fp8_block128", "mxfp8"}, value);
     case kWeighted:
       return OneOf({"none", "given"}, value);
     default:

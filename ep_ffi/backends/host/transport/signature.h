@@ -28,6 +28,7 @@ struct Signature {
     kAlignment,
     kDrop,
     kTail,
+    kWire,
     kFingerprint,
     kWeighted,
     kRouting,
