@@ -101,17 +101,31 @@ def moe(wire, **options):
 
 
 @WIRES
-def test_a_whole_layer(wire):
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(deterministic=BACKEND != "nccl"),
+    dict(token_chunks=T),
+    dict(overflow="drop", drop_by="slot"),
+    dict(overflow="drop", drop_by="weight", num_candidates=K + 2),
+    dict(overflow="drop", drop_by="fair", num_candidates=K + 2),
+  ],
+  ids=str,
+)
+def test_a_whole_layer(wire, options):
   """It is that without a wire if tokens, -1, 0 and 1, travel exactly."""
+  if "overflow" in options:
+    options = options | dict(capacity_factor=0.75)
   x = np.random.default_rng(0).integers(-1, 2, (4 * T, HIDDEN))
   outs = []
   for name in wire, None:
-    layer = moe(name, deterministic=BACKEND != "nccl")
+    layer = moe(name, **options)
     assert layer.ep_layer.wire == name
     params = layer.init(jax.random.key(0))
     placed = Case(layer.ep_layer).put(x.astype(jnp.bfloat16))
     outs.append(jax.jit(layer)(params, placed))
   assert_alike(*outs)
+  assert bool(outs[0][1].dropped) == ("overflow" in options)
 
 
 def test_vmap_makes_one_exchange():

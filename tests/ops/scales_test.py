@@ -19,6 +19,7 @@ from parameters import EVERY_ROUTING, LAYERS, LEADING_DIMS
 
 ROW_DTYPES = "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
 SCALE_DTYPES = "float32", "bfloat16", "float8_e8m0fnu"
+VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 
 
 def any_bits(shape, dtype, seed):
@@ -47,7 +48,7 @@ def test_dtypes(row_dtype, scale_dtype):
   case.check(moved, *inputs(case, row_dtype, scale_dtype))
 
 
-@pytest.mark.parametrize("view", [global_view, local_view])
+@VIEWS
 @EVERY_ROUTING
 def test_every_routing_in_both_views(routing, view):
   case = Case(layer(alignment=2), routing)
@@ -177,7 +178,8 @@ def test_without_jit():
   assert_same(actual, expected(case, moved, *arrays))
 
 
-def test_vmap():
+@VIEWS
+def test_vmap(view):
   """One exchange for each example, each with scales of its own."""
   case = Case(layer(), "skewed")
   rows, weights, scales = inputs(case)
@@ -192,11 +194,12 @@ def test_vmap():
     )
 
   stacked = [np.stack(x, -1) for x in zip(*batches, strict=True)]
-  actual = case.run(examples, *stacked)
+  actual = case.run(examples, *stacked, view=view)
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
 
 
-def test_scan_and_checkpoint():
+@VIEWS
+def test_scan_and_checkpoint(view):
   """In a loop of checkpointed blocks, whose rows are exact in float8."""
 
   def value(ops, x, weights):
@@ -207,32 +210,34 @@ def test_scan_and_checkpoint():
       recv = ep.quant.dequantize(recv, recv_scales, x.dtype)
       return total + ops.combine(recv, recv_weights), None
 
-    return lax.scan(block, x, jnp.arange(1.0, 3.0))[0].sum()
+    return lax.scan(block, x, jnp.arange(1.0, 3.0))[0]
 
   def exact(ops, x, weights):
     recv, recv_weights = ops.dispatch(lax.stop_gradient(x), weights)
-    return (x + 3 * ops.combine(recv, recv_weights)).sum()
+    return x + 3 * ops.combine(recv, recv_weights)
 
   with bootstrap(make_mesh({"ep": 4}), hidden_dim=32) as group:
     config = ep.EpLayerConfig(group)
     case = Case(config, "idle_rank", hidden=32, whole=True)
     x, weights = case.tokens(), np.ceil(4 * case.weights())
     run = functools.partial(_with_grads, value)
-    actual = case.run(run, x, weights)
+    actual = case.run(run, x, weights, view=view)
     want = expected(case, functools.partial(_with_grads, exact), x, weights)
     assert_same(actual, want)
 
 
 def _with_grads(fn, ops, *args):
-  return jax.value_and_grad(lambda *x: fn(ops, *x), (0, 1))(*args)
+  out, vjp = jax.vjp(functools.partial(fn, ops), *args)
+  return out, vjp(jnp.ones_like(out))
 
 
-def test_exported():
+@VIEWS
+def test_exported(view):
   config = layer()
   case = Case(config, "skewed")
   arrays = inputs(case)
   checks = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
-  program = jax.jit(in_program(config, dispatch))
+  program = jax.jit(view(config, dispatch))
   args = put(case, *arrays)
   exported = export.export(program, disabled_checks=checks)(*args)
   assert_same(Moved(exported.call(*args)), expected(case, moved, *arrays))

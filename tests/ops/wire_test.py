@@ -6,14 +6,16 @@ bits.
 """
 
 import collections
+import functools
 import json
 
 import jax
+from jax import export, lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, expected, local_view
+from cases import assert_same, Case, expected, global_view, local_view
 from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
@@ -22,6 +24,7 @@ from op_functions import combine, dispatch, Moved
 
 HIDDEN = 256
 WIRES = pytest.mark.parametrize("wire", ["mxfp8", "fp8_block128"])
+VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16, jnp.float16]
 )
@@ -173,6 +176,64 @@ def test_bytes_per_row(wire, folder):
       assert 0.5 * count < narrow[op] <= 0.53 * count
     else:
       assert narrow[op] == count
+
+
+@VIEWS
+def test_vmap(view):
+  case = case_of("mxfp8")
+  tokens, weights = case.tokens(), case.weights()
+  batches = [(tokens + i, weights + i) for i in range(2)]
+  want = [expected(case, dispatch, rounded("mxfp8", x), w) for x, w in batches]
+
+  def examples(ops, *stacked):
+    fn = functools.partial(dispatch, ops)
+    return jax.vmap(fn, in_axes=-1, out_axes=-1)(*stacked)
+
+  stacked = [np.stack(x, -1) for x in zip(*batches, strict=True)]
+  actual = case.run(examples, *stacked, view=view)
+  assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
+
+
+@VIEWS
+def test_scan_and_checkpoint(view):
+  """A loop of checkpointed blocks is these blocks one after another."""
+
+  def block(ops, weights, x, scale):
+    return x + ops.combine(*ops.dispatch(scale * x, weights)), None
+
+  def loop(ops, weights, x):
+    fn = jax.checkpoint(functools.partial(block, ops, weights))
+    return lax.scan(fn, x, jnp.array([1.0, 0.5]))[0]
+
+  def blocks(ops, weights, x):
+    for scale in 1.0, 0.5:
+      x, _ = block(ops, weights, x, scale)
+    return x
+
+  def with_grads(fn, ops, g, *args):
+    out, vjp = jax.vjp(functools.partial(fn, ops), *args)
+    return out, vjp(g)
+
+  case = case_of("mxfp8")
+  args = case.tokens(), case.weights(), case.tokens()
+  assert_alike(
+    *(
+      case.run(functools.partial(with_grads, fn), *args, view=view)
+      for fn in (loop, blocks)
+    )
+  )
+
+
+@VIEWS
+def test_exported(view):
+  case = case_of("mxfp8")
+  tokens, weights = case.tokens(), case.weights()
+  checks = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
+  program = jax.jit(view(case.layer, dispatch))
+  args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
+  exported = export.export(program, disabled_checks=checks)(*args)
+  want = expected(case, dispatch, rounded("mxfp8", tokens), weights)
+  assert_same(exported.call(*args), want)
 
 
 def bytes_by_op(path):

@@ -526,14 +526,19 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
 
 @pytest.mark.parametrize(
   "options",
-  [{"drop_by": "weight"}, {"drop_by": "fair", "num_candidates": 3}],
-  ids=["dropped", "moved"],
+  [
+    {"drop_by": "weight"},
+    {"drop_by": "fair", "num_candidates": 3},
+    {"drop_by": "weight", "num_candidates": 3, "wire": "mxfp8"},
+  ],
+  ids=["dropped", "moved", "rounded"],
 )
 def test_a_replay_drops_and_moves_again(folder, options):
   """So the outputs have the same bits as when they were recorded."""
-  mesh_group = group("ep4")
+  hidden = 32
+  mesh_group = group("ep4", hidden_dim=hidden)
   config = ep.MoEConfig(
-    H, 4, E, K, capacity_factor=1.0, overflow="drop", **options
+    hidden, 4, E, K, capacity_factor=1.0, overflow="drop", **options
   )
   layer = ep.MoE(config, mesh_group)
   params = ep.moe.init(jax.random.key(0), config)
@@ -544,7 +549,7 @@ def test_a_replay_drops_and_moves_again(folder, options):
     name: to_global(np.asarray(x), mesh_group.mesh, specs[name])
     for name, x in params.items()
   }
-  x = np.random.default_rng(0).normal(size=(4 * T, H)).astype(np.float32)
+  x = np.random.default_rng(0).normal(size=(4 * T, hidden)).astype(np.float32)
   x = to_global(x + 1, mesh_group.mesh, jax.sharding.PartitionSpec("ep"))
 
   @jax.jit
