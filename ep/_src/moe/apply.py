@@ -20,6 +20,7 @@ from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.parts import in_parts
 from ep._src.moe.placement import Placement
+from ep._src.moe.replicas import Replicas, with_room
 from ep._src.moe.shared import SharedExpert
 
 
@@ -87,6 +88,13 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
+  L = config.num_experts // layer.ep_size
+  slots = lax.axis_index(layer.group.axis_name) * L + jnp.arange(L)
+  where: Placement | Replicas | None = placement
+  if config.replica_slots:
+    layer = with_room(layer, config, math.prod(x.shape[:-1]))
+    where = Replicas.of(layer, config, topk_idx, placement)
+    experts, slots = where.copied(experts, config.hidden), where.experts
   args = layer, config.experts, experts, x_inner, topk_idx, topk_weights
 
   def weigh_moved(used_idx):
@@ -102,7 +110,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   else:
     y, handle = through_experts(
       *args,
-      placement=placement,
+      placement=where,
       weigh_moved=weigh_moved,
       shared=shared,
     )
@@ -116,7 +124,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   with jax.named_scope("metrics"):
     choices = topk_idx[..., : config.top_k]
     metrics = _metrics(
-      layer, config, logits, choices, mask, placement, *received
+      layer, config, logits, choices, mask, placement, slots, *received
     )
     return y, metrics
 
@@ -154,6 +162,7 @@ def _metrics(
   topk_idx,
   mask,
   placement,
+  slots,
   rows,
   dropped_counts,
   candidate,
@@ -164,7 +173,9 @@ def _metrics(
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
   load = choices.reshape(-1, experts).sum(axis=0)
-  numbers = load, *_drops_and_moves(layer, dropped_counts, candidate)
+  numbers = load, *_drops_and_moves(
+    layer, experts, slots, dropped_counts, candidate
+  )
   load, drops, moved = lax.psum(numbers, axes)
   if placement is not None:
     drops = drops[placement.slots]
@@ -181,16 +192,15 @@ def _metrics(
   )
 
 
-def _drops_and_moves(layer, dropped_counts, candidate):
+def _drops_and_moves(layer, num_experts, slots, dropped_counts, candidate):
   """Returns drops [E] of this rank's slots, and moves of its tokens."""
-  drops = jnp.zeros((layer.ep_size, layer.num_local_experts), jnp.int32)
+  drops = jnp.zeros(num_experts, jnp.int32)
   if layer.overflow != "chunk":  # else what the handle drops goes in chunks
-    me = lax.axis_index(layer.group.axis_name)
-    drops = drops.at[me].set(dropped_counts)
+    drops = drops.at[slots].add(dropped_counts)
   moved = jnp.zeros((), jnp.int32)
   if candidate is not None:
     moved += (candidate >= layer.top_k).sum(dtype=jnp.int32)
-  return drops.ravel(), moved
+  return drops, moved
 
 
 _BALANCE = {

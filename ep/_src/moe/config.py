@@ -71,6 +71,12 @@ class MoEConfig:
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
     overlap: whether the shared experts run while rows are under way, where the
       backend can do both at a time (docs/gpu.md); else they run after combine.
+    replica_slots: S, copies of other ranks' experts that a rank has room for.
+      Experts of the fullest ranks are copied in each step, and their tokens
+      divided among the copies, so that no rank has more rows than
+      `capacity_factor` says, or than the mean if that is None. With S = E / P,
+      that is so for any routing, and without a factor a rank has room for its
+      mean alone. With fewer, what stays too much is up to `overflow`.
     tp_axis: a mesh axis over which inner sizes are split. It is none of the
       group's token axes: its ranks hold the same tokens.
     fsdp_axis: a mesh axis over which matrices are split as well. They are
@@ -113,6 +119,7 @@ class MoEConfig:
   token_chunks: int = 1
   wire: Literal["mxfp8", "fp8_block128"] | None = None
   overlap: bool = True
+  replica_slots: int = 0
   tp_axis: str | None = None
   fsdp_axis: str | None = None
   deterministic: bool = False
@@ -127,7 +134,7 @@ class MoEConfig:
     for field in ("tp_axis", "fsdp_axis"):
       if getattr(self, field) is not None:
         arguments.string(what, field, getattr(self, field))
-    for field in (*_POSITIVE, "shared_inner"):
+    for field in (*_POSITIVE, "shared_inner", "replica_slots"):
       value = arguments.integer(what, field, getattr(self, field))
       object.__setattr__(self, field, value)
       least = 1 if field in _POSITIVE else 0
@@ -168,6 +175,15 @@ class MoEConfig:
       " the same bits for every split of the ranks into mesh axes, on which a"
       " sum over chunks depends; pass token_chunks = 1.",
     )
+    for field, without in _NO_REPLICAS.items():
+      arguments.check(
+        self.replica_slots == 0 or getattr(self, field) == without,
+        what,
+        f"replica_slots = {self.replica_slots} and {field} ="
+        f" {getattr(self, field)}: copies follow the choices of a whole step,"
+        f" and gradients are sums over copies; pass {field} = {without}, or"
+        " replica_slots = 0.",
+      )
     if self.wire is not None:
       quantizers.check_width(what, self.hidden, self.wire)
     arguments.function(what, "activation", self.activation)
@@ -205,6 +221,11 @@ class MoEConfig:
     )
 
 
+_NO_REPLICAS = {
+  "num_candidates": None,
+  "token_chunks": 1,
+  "deterministic": False,
+}
 _CHOICES = {
   "overflow": (None, "error", "drop", "chunk"),
   "drop_by": (None, "slot", "weight", "fair"),

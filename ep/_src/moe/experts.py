@@ -14,6 +14,7 @@ from ep._src.group.group import EpLayerConfig
 from ep._src.moe import chunked
 from ep._src.moe.network import Experts
 from ep._src.moe.placement import Placement
+from ep._src.moe.replicas import Replicas
 from ep._src.moe.round_trip import round_trip
 from ep._src.moe.shared import SharedExpert
 from ep._src.ops.handle import EpHandle
@@ -28,7 +29,7 @@ def through_experts(
   topk_idx: jax.Array,
   topk_weights: jax.Array,
   *,
-  placement: Placement | None = None,
+  placement: Placement | Replicas | None = None,
   weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
   shared: SharedExpert | None = None,
 ) -> tuple[jax.Array, EpHandle]:

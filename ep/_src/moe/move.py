@@ -65,7 +65,9 @@ def move(
   """
   op = "ep.moe.move"
   view = views.View.of(group, op)
-  E = group.num_experts
+  # The group of a layer with replica slots counts these, too.
+  sizes = [p.experts.shape[-1] for p in (old, new) if isinstance(p, Placement)]
+  E = min([group.num_experts, *sizes])
   for name, placement in dict(old=old, new=new).items():
     check_placement(op, name, placement, E)
 
@@ -81,7 +83,7 @@ def move(
       f"is split by {spec[at]}, but experts are split over"
       f" {group.axis_name!r} alone; give it another spec.",
     )
-    experts = group.num_local_experts if view.is_local else E
+    experts = E // group.ep_size if view.is_local else E
     arguments.check(
       x.ndim > at and x.shape[at] == experts,
       what,

@@ -13,7 +13,7 @@ experts of two others, and S = L slots are enough for any routing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -30,6 +30,7 @@ from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
 from ep._src.ops.dispatch import ep_dispatch
 from ep._src.ops.prepare import ep_prepare
+from ep._src.ops.taps import tapping
 
 
 class Division(NamedTuple):
@@ -92,6 +93,170 @@ def divide(rows: jax.Array, room: jax.Array | int, num_slots: int) -> Division:
     slots
   )
   return Division(first, donor, start, end, slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+  """The copies of a step, and the slots of a rank's choices.
+
+  Attributes:
+    layer: the layer's, whose group counts slots.
+    ids: int [..., K], the slot of each choice.
+    copies: int32 [L, P], the slots on each rank that get a copy of each of this
+      rank's own experts, or -1.
+    experts: int32 [L + S], what each slot of this rank holds, by the number
+      that it has where each expert has one slot.
+  """
+
+  layer: EpLayerConfig
+  ids: jax.Array
+  copies: jax.Array
+  experts: jax.Array
+
+  @classmethod
+  def of(
+    cls,
+    layer: EpLayerConfig,
+    config: MoEConfig,
+    ids: jax.Array,
+    placement: Placement | None,
+  ) -> Replicas:
+    """Decides on copies for choices [..., K]. Collective over the EP domain."""
+    ids = ids if placement is None else placement.slots_of(ids)
+    E, S, P = config.num_experts, config.replica_slots, layer.ep_size
+    L, me = E // P, lax.axis_index(layer.group.axis_name)
+    is_expert = (ids >= 0) & (ids < E)
+    flat = jnp.where(is_expert, ids, E).ravel()
+    sorted_ids, place = lax.sort((flat, _iota(flat.size)), num_keys=1)
+    start = jnp.searchsorted(sorted_ids, jnp.arange(E + 1)).astype(jnp.int32)
+    turn = jnp.zeros(flat.size, jnp.int32)
+    turn = turn.at[place].set(_iota(flat.size) - start[sorted_ids])
+    with jax.named_scope("ep_replicate"):
+      counts = lax.all_gather(jnp.diff(start), layer.group.axis_name)
+    counts = checkpoint_name(counts, "ep_routing")
+    rows = counts.sum(0, dtype=jnp.int32).reshape(P, L)
+    room = -(-rows.sum() // P)
+    if config.capacity_factor is not None:
+      num_tokens = math.prod(ids.shape[:-1])
+      padding = layer.num_local_experts * (layer.alignment - 1)
+      room = layer.capacity_for(num_tokens) - padding
+    division = divide(rows, room, S)
+    earlier = jnp.where(_iota(P)[:, None] < me, counts, 0).sum(0)
+    turn += jnp.append(earlier, 0)[flat]
+    slots = _slots_of_turns(division, rows, flat, turn, S)
+    # An id that is no expert stays none, so that the op finds it.
+    others = jnp.where(ids < 0, ids, ids + P * S)
+    ids = jnp.where(is_expert, slots.reshape(ids.shape), others)
+
+    slot = division.slots  # [P, L], of what the donor has
+    number = _iota(P)[:, None] * (L + S) + L + slot
+    is_mine = (division.donor == me)[:, None] & (slot >= 0)
+    taken = division.donor[me] * L + _iota(L)
+    experts = jnp.append(me * L + _iota(L), jnp.zeros(S, jnp.int32))
+    at = jnp.where(slot[me] >= 0, L + slot[me], L + S)
+    return cls(
+      layer,
+      ids,
+      jnp.where(is_mine, number, -1).T,
+      experts.at[at].set(taken, mode="drop"),
+    )
+
+  def slots_of(self, ids: jax.Array) -> jax.Array:
+    """Returns the slots of the choices that the copies are for."""
+    del ids
+    return self.ids
+
+  def copied(
+    self, params: Mapping[str, jax.Array], hidden: int
+  ) -> dict[str, jax.Array]:
+    """Returns parameters [L + S, ...] of a rank's slots, given its own [L, ...].
+
+    The entries of slots without a copy are zeros. Linear: a gradient is that of
+    the expert's own slot plus the sum of its copies', by ascending rank.
+    """
+    L, P = self.copies.shape
+    S = self.layer.num_local_experts - L
+    most = self.layer.group.max_tokens_per_rank
+    most = None if most is None else most // L
+
+    @functools.cache
+    def handle(height):
+      """Prepares copies of `height` rows of each expert."""
+      rows = max(S * height, L + S)
+      layer = dataclasses.replace(
+        self.layer,
+        top_k=P,
+        alignment=1,
+        recv_capacity_per_rank=rows,
+        overflow="error",
+        drop_by=None,
+        tail="zero",
+        wire=None,
+        name=f"{self.layer.name}.replicas",
+      )
+      ids = jnp.broadcast_to(self.copies[:, None], (L, height, P))
+      with tapping(None):  # these are no tokens
+        return ep_prepare(layer, ids)
+
+    def of(x):
+      rows = -(-math.prod(x.shape[1:]) // hidden)
+      num_parts = -(-rows // (most or rows))
+      height = -(-rows // num_parts)
+      parts = x.reshape(L, -1)
+      missing = num_parts * height * hidden - parts.shape[1]
+      parts = jnp.pad(parts, ((0, 0), (0, missing)))
+      parts = parts.reshape(L, num_parts, height, hidden).swapaxes(0, 1)
+      no_weights = jnp.zeros((L, height, P))
+
+      def send(part):
+        return ep_dispatch(handle(height), part, no_weights)[0][: S * height]
+
+      handle(height)  # outside of the loop
+      sent = lax.map(send, parts) if num_parts > 1 else send(parts[0])[None]
+      sent = sent.reshape(num_parts, S, -1).swapaxes(0, 1).reshape(S, -1)
+      sent = sent[:, : math.prod(x.shape[1:])].reshape(S, *x.shape[1:])
+      return jnp.concatenate(compat.vary_together(x, sent))
+
+    return {name: of(x) for name, x in params.items()}
+
+
+def with_room(
+  layer: EpLayerConfig, config: MoEConfig, num_tokens: int
+) -> EpLayerConfig:
+  """Returns the layer with room for the mean, if that is enough for all."""
+  L = config.num_experts // layer.ep_size
+  if (
+    config.replica_slots < L
+    or config.capacity_factor is not None
+    or layer.group.recv_capacity_per_rank is not None
+  ):
+    return layer
+  slots, unit = layer.num_local_experts, layer.alignment
+  rows = max(num_tokens * layer.top_k, slots) + slots * (unit - 1)
+  rows = min(-(-rows // unit) * unit, layer.worst_case(num_tokens))
+  return dataclasses.replace(
+    layer, recv_capacity_per_rank=rows, overflow="error", drop_by=None
+  )
+
+
+def _slots_of_turns(division, rows, ids, turn, num_slots):
+  """Returns [N] the slots of choices, of which each is an expert's n-th."""
+  P, L = rows.shape
+  load = rows.sum(1)
+  base = load.cumsum() - load  # all lines are one, one after another
+  none = jnp.iinfo(jnp.int32).max
+  start = (base[division.donor] + division.start).astype(jnp.int32)
+  start = jnp.where(division.end > division.start, start, none)
+  by_start = jnp.argsort(start)
+  end = base[division.donor] + division.end
+  rank, local = jnp.divmod(ids.clip(max=P * L - 1), L)
+  at = base[rank] + division.first[rank, local] + turn
+  i = jnp.searchsorted(start[by_start], at, side="right") - 1
+  taker = by_start[i.clip(0)]
+  slot = division.slots[taker, local]
+  moves = (i >= 0) & (at < end[taker]) & (slot >= 0)
+  rank = jnp.where(moves, taker, rank)
+  return rank * (L + num_slots) + jnp.where(moves, L + slot, local)
 
 
 def _iota(n: int) -> jax.Array:

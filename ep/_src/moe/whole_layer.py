@@ -49,6 +49,7 @@ class MoE:
           first = ep.MoE(cfg, mesh, name="first")
           second = ep.MoE(cfg, first.group, name="second")
 
+      The group of P ranks has E + P * `replica_slots` experts.
     name: for messages and traces; None is `config.name`.
     **options: of `ep_bootstrap`, with a mesh, such as `max_tokens_per_rank` and
       `backend`. `num_experts`, `top_k` and `hidden_dim` are those of `config`,
@@ -249,9 +250,10 @@ def _bootstrap(config, mesh, options):
   if config.tp_axis is not None and "data_axes" not in options:
     others = (a for a in mesh.axis_names if a not in (axis, config.tp_axis))
     options = {"data_axes": tuple(others)} | options
+  copies = config.replica_slots * dict(mesh.shape).get(axis, 0)
   return ep_bootstrap(
     mesh,
-    num_experts=config.num_experts,
+    num_experts=config.num_experts + copies,
     top_k=config.top_k,
     hidden_dim=config.hidden,
     **options,
@@ -261,10 +263,14 @@ def _bootstrap(config, mesh, options):
 def _bind(config, group, name):
   """Returns the layer's `EpLayerConfig`, if the group fits."""
   what = f'MoE(layer "{name}")'
+  slots, copies = config.num_experts, ""
+  if config.replica_slots:
+    slots += group.ep_size * config.replica_slots
+    copies = f" with replica_slots = {config.replica_slots} needs {slots}"
   arguments.check(
-    config.num_experts == group.num_experts,
+    slots == group.num_experts,
     what,
-    f"num_experts = {config.num_experts}, but the group has"
+    f"num_experts = {config.num_experts}{copies}, but the group has"
     f" {group.num_experts}; bootstrap a group for this model.",
   )
   arguments.check(
