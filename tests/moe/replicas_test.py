@@ -1,70 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with replica slots has the bits of one without, on ranks alike full."""
+"""Copies of experts change no output, and gradients are sums in their order."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from placement_test import in_slots, PLACEMENTS, put, R, step_of, whole
 import pytest
 
+from conftest import make_mesh, to_global
 import ep
 from ep._src.moe.replicas import divide
-from groups import E, group, H, K, T
-from placement_test import in_slots, put, R, step_of, whole
+from groups import bootstrap, E, failing, group, H, K, T
 
 F = 5
 PLAIN = ep.MoEConfig(H, F, E, K, biases=True, shared_inner=3)
 STATE = ep.moe.State(np.zeros(E, np.float32))
+_E = np.arange(E)
+
+# Logits of eight routings, from an even one to one of the experts of a rank.
+LOGITS = {
+  "even": 0.0 * _E,
+  "noise": np.random.default_rng(1).normal(size=E) / 4,
+  "zipf_half": -np.log(_E + 1) / 2,
+  "zipf": -np.log(_E + 1),
+  "halves": -np.log(2) * _E,
+  "one_expert": 9.0 * (_E == 5),
+  "one_rank": 9.0 * (_E < 2),
+  "idle_rank": -9.0 * (_E > 5),
+}
 
 
-def odds(name):
-  """Returns eight routings, from an even one to one of one rank's experts."""
-  e = np.arange(E)
-  return {
-    "even": 0.0 * e,
-    "noise": np.random.default_rng(1).normal(size=E) / 4,
-    "zipf_half": -np.log(e + 1) / 2,
-    "zipf": -np.log(e + 1),
-    "halves": -1.0 * e * np.log(2),
-    "one_hot": 9.0 * (e == 5),
-    "one_rank": 9.0 * (e < 2),
-    "one_idle_rank": -9.0 * (e > 5),
-  }[name]
-
-
-NAMES = [
-  "even",
-  "noise",
-  "zipf_half",
-  "zipf",
-  "halves",
-  "one_hot",
-  "one_rank",
-  "one_idle_rank",
-]
-
-
-def arrays(config, name):
-  """Returns whole parameters, tokens, a cotangent and routed experts."""
+def arrays(name):
+  """Returns whole parameters, tokens and a cotangent."""
   rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
+  shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), PLAIN))
   params = {
     n: rng.normal(size=s.shape).astype(np.float32) for n, s in shapes.items()
   }
   x, ct = rng.normal(size=(2, R * T, H)).astype(np.float32)
-  keys = odds(name) + rng.gumbel(size=(R * T, E))
-  params["router"] *= 0.1
-  x[:, 0], params["router"][0] = 1, odds(name)
-  del keys
+  x[:, 0], params["router"][0] = 1, 4 * LOGITS[name]
   return params, x, ct
 
 
-def layers(mesh, S, **options):
+def layer_of(mesh, num_slots, **options):
   ranks = 2 if mesh == "dp2_ep2" else 4
-  config = dataclasses.replace(PLAIN, replica_slots=S, **options)
-  wide = group(mesh, num_experts=E + ranks * S)
-  return ep.MoE(PLAIN, group(mesh)), ep.MoE(config, wide), ranks
+  config = dataclasses.replace(PLAIN, replica_slots=num_slots, **options)
+  return ep.MoE(config, group(mesh, num_experts=E + ranks * num_slots))
 
 
 def run(layer, view, params, *tokens, placement=None):
@@ -72,30 +55,227 @@ def run(layer, view, params, *tokens, placement=None):
   return whole(step_of(layer, view)(args, *others, STATE, placement))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_any_routing_fits_the_mean_and_has_the_same_bits(name):
-  plain, layer, ranks = layers("ep4", E // 4)
-  params, *tokens = arrays(PLAIN, name)
-  expected = run(plain, "global", params, *tokens)
-  y, metrics, grads, grad_x = run(layer, "global", params, *tokens)
-  np.testing.assert_array_equal(y, expected[0])
-  assert metrics.max_rank_rows == T * K
+def vose(rows, room, num_slots):
+  """Returns copies {(expert, rank): (slot, first, end)}, the turns it has.
+
+  It fills one rank after the other from the first of the fullest.
+  """
+  P, L = rows.shape
+  load, has = rows.sum(1), rows.sum(1)
+  queue = sorted(range(P), key=lambda r: load[r])
+  takers = [r for r in queue if load[r] <= room]
+  donors = [r for r in reversed(queue) if load[r] > room]
+  left, given = sum(load[donors] - room), np.zeros(P, int)
+  copies = {}
+  while donors and takers:
+    taker, donor = takers.pop(0), donors[0]
+    takes = room - has[taker]
+    if load[taker] <= room:
+      takes = min(takes, left)
+      left -= takes
+    start, given[donor] = given[donor], given[donor] + takes
+    has[taker], has[donor] = has[taker] + takes, has[donor] - takes
+    parts, first = [], 0
+    for j in np.argsort(-rows[donor], kind="stable"):
+      turns = np.clip([start - first, given[donor] - first], 0, rows[donor, j])
+      if turns[0] < turns[1]:
+        parts.append((turns[0] - turns[1], j, turns))
+      first += rows[donor, j]
+    for slot, (_, j, turns) in enumerate(sorted(parts, key=lambda p: p[:2])):
+      if slot < num_slots:
+        copies[donor * L + j, taker] = slot, *turns
+    if has[donor] <= room:
+      takers = [r for r in donors[:1] if has[r] < room] + takers
+      donors.pop(0)
+  return copies
+
+
+def slots_of(idx, copies, num_slots, ranks):
+  """Returns the slots of choices [N, K] of the tokens of a domain."""
+  L, turns, slots = E // ranks, np.zeros(E, int), np.zeros_like(idx)
+  for t, k in np.ndindex(idx.shape):
+    e = idx[t, k]
+    slots[t, k] = e // L * (L + num_slots) + e % L
+    for (expert, rank), (slot, first, end) in copies.items():
+      if expert == e and first <= turns[e] < end:
+        slots[t, k] = rank * (L + num_slots) + L + slot
+    turns[e] += 1
+  return slots
+
+
+def without_rows(metrics):
+  return metrics._replace(max_rank_rows=None)
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
+  params, *tokens = arrays(name)
+  y, metrics, grads, grad_x = run(
+    ep.MoE(PLAIN, group()), "global", params, *tokens
+  )
+  layer = layer_of("ep4", E // R)
+  got, got_metrics, got_grads, got_x = run(layer, "global", params, *tokens)
+  assert got_metrics.max_rank_rows == T * K <= metrics.max_rank_rows
   jax.tree.map(
     np.testing.assert_array_equal,
-    metrics._replace(max_rank_rows=None),
-    expected[1]._replace(max_rank_rows=None),
+    (got, without_rows(got_metrics), got_x),
+    (y, without_rows(metrics), grad_x),
   )
-  np.testing.assert_array_equal(grad_x, expected[3])
-  for n, grad in grads.items():
-    np.testing.assert_allclose(grad, expected[2][n], 1e-4, 1e-4, err_msg=n)
+  for n, grad in got_grads.items():
+    np.testing.assert_allclose(grad, grads[n], 1e-4, 1e-4, err_msg=n)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("name", ["zipf", "one_expert", "one_rank"])
+def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
+  """An ordinary layer of all slots computes them, and NumPy adds them."""
+  layer = layer_of("ep4", num_slots)
+  params, x, ct = arrays(name)
+  _, metrics, grads, _ = run(
+    ep.MoE(
+      dataclasses.replace(layer.config, biases=False, shared_inner=0),
+      layer.group,
+    ),
+    "global",
+    {n: p for n, p in params.items() if not n.startswith(("b_", "shared"))},
+    x,
+    ct,
+  )
+  logits = jnp.matmul(x, params["router"], precision="highest")
+  idx, weights = map(np.asarray, ep.route_topk(logits, K))
+  L, slots = E // R, E // R + num_slots
+  rows = np.bincount(idx.ravel(), minlength=E).reshape(R, L)
+  copies = vose(rows, T * K, num_slots)
+  assert copies
+  held = np.zeros((R, slots), np.int32)  # the expert of each slot
+  held[:, :L] = np.arange(E).reshape(R, L)
+  for (expert, rank), (slot, *_) in copies.items():
+    held[rank, L + slot] = expert
+  ids = slots_of(idx, copies, num_slots, R)
+  load = np.bincount(ids.ravel() // slots, minlength=R)
+  assert metrics.max_rank_rows == load.max()
+  names = "w_gate", "w_up", "w_down"
+  plain = ep.EpLayerConfig(layer.group, top_k=K)
+  spec = layer.specs()["w_up"]
+
+  @jax.jit
+  def of_slots(matrices, x, ct, ids, weights):
+    def loss(matrices):
+      return (ep.moe_layer(plain, x, ids, weights, **matrices) * ct).sum()
+
+    return jax.grad(loss)(matrices)
+
+  put_x = put(layer, {}, x, ct, ids, weights)[1:]
+  wide = {n: params[n][held.ravel()] for n in names}
+  mesh = layer.group.mesh
+  wide = {n: to_global(w, mesh, spec) for n, w in wide.items()}
+  for n, grad in whole(of_slots(wide, *put_x)).items():
+    grad = grad.reshape(R, slots, *grad.shape[1:])
+    sums = np.zeros_like(params[n])
+    for (expert, rank), (slot, *_) in sorted(copies.items()):
+      sums[expert] += grad[rank, L + slot]
+    expected = grad[:, :L].reshape(sums.shape) + sums
+    np.testing.assert_array_equal(grads[n], expected)
 
 
 @pytest.mark.parametrize("view", ["global", "local"])
 def test_data_parallel_domains_have_copies_of_their_own(view):
-  plain, layer, _ = layers("dp2_ep2", 1)
-  params, *tokens = arrays(PLAIN, "one_rank")
-  y, *_, grad_x = run(plain, view, params, *tokens)
-  got, metrics, grads, got_x = run(layer, view, params, *tokens)
-  np.testing.assert_array_equal(got, y)
-  np.testing.assert_array_equal(got_x, grad_x)
-  assert metrics.dropped == 0
+  """Experts are placed as well, and one slot is not enough for all rows."""
+  placement = PLACEMENTS[2]
+  params, *tokens = arrays("halves")
+  params = in_slots(placement, params)
+  y, metrics, _, grad_x = run(
+    ep.MoE(PLAIN, group("dp2_ep2")), view, params, *tokens, placement=placement
+  )
+  layer = layer_of("dp2_ep2", 1)
+  got = run(layer, view, params, *tokens, placement=placement)
+  np.testing.assert_array_equal(got[0], y)
+  np.testing.assert_array_equal(got[3], grad_x)
+  assert got[1].max_rank_rows < metrics.max_rank_rows and not got[1].drops.any()
+
+
+def test_drops_are_of_experts():
+  """With fewer slots than it needs, an expert keeps what does not fit."""
+  layer = layer_of("ep4", 1, capacity_factor=1.0, overflow="drop")
+  params, *tokens = arrays("one_rank")
+  _, metrics, *_ = run(layer, "global", params, *tokens)
+  rows = metrics.load.reshape(R, -1).sum(1)
+  copies = vose(metrics.load.astype(int).reshape(R, -1), T * K, 1)
+  moved = np.zeros(R, int)
+  for (expert, rank), (_, first, end) in copies.items():
+    moved[expert // (E // R)] -= end - first
+    moved[rank] += end - first
+  drops = metrics.drops.reshape(R, -1).sum(1)
+  np.testing.assert_array_equal(drops, (rows + moved - T * K).clip(0))
+  assert drops.any()
+
+
+@pytest.mark.parametrize("P, L", [(1, 3), (2, 1), (4, 2), (8, 4)])
+def test_no_rank_has_more_than_the_mean(P, L):
+  rng = np.random.default_rng(0)
+  of = jax.jit(divide, static_argnums=2)
+  for i in range(60):
+    spread = rng.pareto(0.5, (P, L)) * 10, rng.poisson(99, (P, L))
+    rows = np.clip(spread[i % 2], 0, 1e5).astype(np.int32)
+    rows *= rng.random((P, L)) < 0.7
+    room = -(-rows.sum() // P) + 7 * (i % 3)
+    division = jax.tree.map(np.asarray, of(rows, room, L))
+    load, copies = rows.sum(1), vose(rows, room, L)
+    for (expert, rank), (slot, first, end) in copies.items():
+      donor, j = divmod(expert, L)
+      assert (division.donor[rank], division.slots[rank, j]) == (donor, slot)
+      turns = division.start[rank], division.end[rank]
+      turns = (np.array(turns) - division.first[donor, j]).clip(
+        0, rows[donor, j]
+      )
+      np.testing.assert_array_equal(turns, [first, end])
+      load[[donor, rank]] += [first - end, end - first]
+    assert (division.slots >= 0).sum() == len(copies) and load.max() <= room
+
+
+def test_derivatives_of_all_orders():
+  """Reverse over forward has what the layer without copies has."""
+  params, x, ct = arrays("one_expert")
+
+  def curvature(layer):
+    @jax.jit
+    def of(params, x, ct):
+      def slope(params):
+        y, dy = jax.jvp(lambda p: layer(p, x)[0], (params,), (params,))
+        return (y * ct).sum() + (dy * ct).sum()
+
+      return jax.grad(slope)(params)
+
+    args, *others = put(layer, params, x, ct)
+    return whole(of(args, *others))
+
+  expected = curvature(ep.MoE(PLAIN, group()))
+  for n, got in curvature(layer_of("ep4", 2)).items():
+    np.testing.assert_allclose(got, expected[n], 1e-3, 1e-2, err_msg=n)
+
+
+def test_what_a_layer_with_replicas_refuses():
+  for options in (
+    dict(deterministic=True),
+    dict(token_chunks=2),
+    dict(num_candidates=K + 1),
+  ):
+    with pytest.raises(ValueError, match="replica_slots = 1 and"):
+      dataclasses.replace(PLAIN, replica_slots=1, **options)
+  config = dataclasses.replace(PLAIN, replica_slots=1)
+  with pytest.raises(ValueError, match="replica_slots = 1 needs 12, but the"):
+    ep.MoE(config, group())
+  with bootstrap(make_mesh({"ep": 4}), num_experts=E + 4) as wide:
+    assert ep.MoE(config, wide).group.num_experts == E + 4
+
+
+def test_an_id_that_is_no_expert_is_refused():
+  params, x, _ = arrays("even")
+  idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
+  idx[3, 1] = E
+  layer = layer_of("ep4", 1)
+  args = put(layer, params, x, idx)
+  run = jax.jit(lambda params, x, idx: layer(params, x, forced_idx=idx)[0])
+  with failing(layer.group) as error:
+    jax.block_until_ready(run(*args))
+  assert "topk_idx[3, 1]" in str(error.value)

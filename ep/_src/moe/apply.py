@@ -173,8 +173,9 @@ def _metrics(
   psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
   batch = dict(mask=mask, axis_name=axes, psum=psum)
   load = choices.reshape(-1, experts).sum(axis=0)
-  numbers = load, *_drops_and_moves(
-    layer, experts, slots, dropped_counts, candidate
+  numbers = (
+    load,
+    *_drops_and_moves(layer, experts, slots, dropped_counts, candidate),
   )
   load, drops, moved = lax.psum(numbers, axes)
   if placement is not None:

@@ -83,14 +83,13 @@ def divide(rows: jax.Array, room: jax.Array | int, num_slots: int) -> Division:
   first = jnp.put_along_axis(
     rows, by_size, size.cumsum(1) - size, axis=1, inplace=False
   )
-  taken_of = (
-    jnp.minimum(end[:, None], (first + rows)[donor])
-    - jnp.maximum(start[:, None], first[donor])
+  taken_of = jnp.minimum(end[:, None], (first + rows)[donor]) - jnp.maximum(
+    start[:, None], first[donor]
   )
   num_rows, experts = lax.top_k(taken_of, min(num_slots, L))
   slots = jnp.where(num_rows > 0, _iota(experts.shape[1]), -1)
-  slots = jnp.full((P, L), -1, jnp.int32).at[_iota(P)[:, None], experts].set(
-    slots
+  slots = (
+    jnp.full((P, L), -1, jnp.int32).at[_iota(P)[:, None], experts].set(slots)
   )
   return Division(first, donor, start, end, slots)
 
@@ -169,7 +168,7 @@ class Replicas:
   def copied(
     self, params: Mapping[str, jax.Array], hidden: int
   ) -> dict[str, jax.Array]:
-    """Returns parameters [L + S, ...] of a rank's slots, given its own [L, ...].
+    """Returns parameters [L + S, ...] of slots, given a rank's own [L, ...].
 
     The entries of slots without a copy are zeros. Linear: a gradient is that of
     the expert's own slot plus the sum of its copies', by ascending rank.
