@@ -77,6 +77,9 @@ _BIAS_RATE = flags.DEFINE_float(
 _PLACEMENT_EVERY = flags.DEFINE_integer(
   "placement_every", 0, "steps after which experts are placed anew; 0: never", 0
 )
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 0, "slots of a rank for copies of hot experts, in each step", 0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "of parameters, data and samples", 0)
 
 _TEXT_BYTES = flags.DEFINE_integer(
@@ -207,7 +210,7 @@ def run() -> None:
   out = ranks.here(_OUT.value) if _OUT.value else None
   with ep.ep_bootstrap(
     mesh,
-    num_experts=ranks.NUM_EXPERTS.value,
+    num_experts=ranks.NUM_EXPERTS.value + ranks.EP.value * _REPLICAS.value,
     max_tokens_per_rank=text.windows.tokens // _SHARDS.value,
     hidden_dim=_HIDDEN.value,
     top_k=ranks.TOP_K.value,

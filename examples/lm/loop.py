@@ -55,7 +55,9 @@ def run(
     if done % evaluate_every == 0:
       new["held_out"] = held_out(placing.in_order(state))
     agree(lambda new=new: history.append(new))
-    progress.show(new)
+    load, rows = report.sums.load, report.sums.max_rank_rows
+    mean = np.asarray(load).sum(axis=1) / jax.device_count()
+    progress.show(new, float((rows / mean).max()))
     if checkpoints and (done % save_every == 0 or done == steps):
       folder = checkpoints.save(placing.in_order(state))
       progress.note(f"step {done}: saved {folder}")

@@ -121,13 +121,13 @@ class Progress:
       disable=jax.process_index() != 0 or first >= steps,
     )
 
-  def show(self, new: Record) -> None:
-    """Shows a step that has ended."""
+  def show(self, new: Record, busiest: float) -> None:
+    """Shows a step that has ended; the busiest rank had so many mean rows."""
     self._times.append(time.monotonic())
     self._bar.set_description_str(
       f"step {new['step']}/{self._steps}"
       f"  loss {new['loss']:.3f} (unigram {self._unigram:.3f})"
-      f"  max/mean {max(new['imbalance']):.2f}"
+      f"  max/mean {max(new['imbalance']):.2f}, of ranks {busiest:.2f}"
       f"  dropped {sum(new['dropped'])}",
       refresh=False,
     )

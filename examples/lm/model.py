@@ -36,6 +36,7 @@ class ModelConfig:
   top_k: int
   score: str  # of the router, "softmax" or "sigmoid"
   wire: str | None = None  # how rows travel to experts
+  replicas: int = 0  # slots of a rank for copies of other ranks' experts
 
   @property
   def dense(self) -> "ModelConfig":
@@ -43,6 +44,7 @@ class ModelConfig:
     inner = self.top_k * self.inner
     return dataclasses.replace(
       self, inner=inner, num_experts=1, top_k=1, wire=None
+      self, inner=inner, num_experts=1, top_k=1, replicas=0
     )
 
   @property
@@ -55,7 +57,8 @@ class ModelConfig:
       score=self.score,
       wire=self.wire,
       balance="sequence",
-      deterministic=True,
+      replica_slots=self.replicas,
+      deterministic=self.replicas == 0,
     )
 
 

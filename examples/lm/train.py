@@ -81,6 +81,7 @@ class Sums(NamedTuple):
   entropy: jax.Array  # [layers], of the routers' odds, in nats
   load: jax.Array  # [layers, E], choices that fell on each expert
   dropped: jax.Array  # [layers], choices that found no room
+  max_rank_rows: jax.Array  # [layers], rows of the busiest rank
 
 
 class Report(NamedTuple):
@@ -313,6 +314,7 @@ def _sums(
     entropy=experts.entropy * (ranks * share),
     load=experts.load,
     dropped=experts.dropped,
+    max_rank_rows=experts.max_rank_rows,
   )
 
 
