@@ -4,13 +4,14 @@
     bazel run //benchmarks:replicas -- --picture=replicas.svg
 
 The program is a layer and the gradients of its parameters, for four devices of
-one process, on eight routings from an even one to one of a hot expert. All
-layers have room for the mean of a rank's rows, and take turns: with replicas,
-with drops, with moves to as many candidates again as a token has choices, and
-in chunks. It prints a table in Markdown: the busiest rank's rows over the mean,
-without copies and with them, megabytes of the copied matrices of all ranks, the
-choices that are dropped and moved, and times as multiples of the layer that
-drops.
+one process, on eight routings from an even one to one of a hot expert. Layers
+take turns: with replicas, with drops, with moves to as many candidates again as
+a token has choices, in chunks, all with room for the mean of a rank's rows, and
+one with room for any routing. It prints a table in Markdown: the busiest rank's
+rows over the mean, without copies and with them, megabytes of the copied
+matrices of all ranks, the choices that are dropped without candidates and with
+them, and milliseconds of each layer. Its last line has the programs'
+temporaries.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ def main() -> int:
     "drop": _FULL,
     "candidates": dataclasses.replace(_FULL, num_candidates=2 * _FULL.top_k),
     "chunk": dataclasses.replace(_FULL, overflow="chunk"),
+    "any": _PLAIN,
   }
   layers = {n: ep.MoE(c, mesh, name=n) for n, c in configs.items()}
   print(f"jax {jax.__version__}, medians of {driver.ROUNDS.value}, S = {slots}")
-  print("| routing | rows | with copies | MB | dropped | moved | replicas |")
-  print("|---|---|---|---|---|---|---|")
+  names = "rows", "with copies", "MB", "dropped", "still", *layers
+  print(f"| routing | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
   rows = {n: _measure(mesh, layers, n, slots) for n in _ROUTINGS}
   if _PICTURE.value:
     folder = os.environ.get("BUILD_WORKING_DIRECTORY", "")
@@ -89,33 +91,40 @@ def _measure(mesh, layers, routing, slots):
 
     return jax.jit(jax.grad(loss, has_aux=True))
 
-  steps = {n: step_of(layer) for n, layer in layers.items()}
+  steps = {
+    n: step_of(layer).lower(params, x).compile() for n, layer in layers.items()
+  }
   metrics = {n: step(params, x)[1] for n, step in steps.items()}
   seconds = timing.take_turns(
-    {n: lambda s=s: jax.block_until_ready(s(params, x)) for n, s in steps.items()},
+    {
+      n: lambda s=s: jax.block_until_ready(s(params, x))
+      for n, s in steps.items()
+    },
     mesh,
     rounds=driver.ROUNDS.value,
     warmup=1,
+    clock=driver.CLOCK.value,
   )
-  times = {n: np.median(s) for n, s in seconds.items()}
+  times = [f"{np.median(s) * 1e3:.0f}" for s in seconds.values()]
   load = np.asarray(metrics["drop"].load).astype(np.int32).reshape(P, -1)
   division = divide(jnp.asarray(load), mean, slots)
   num_copies = int((division.slots >= 0).sum())
   matrix = sum(params[n][0].nbytes for n in ("w_gate", "w_up", "w_down"))
   after = _rows(load, jax.tree.map(np.asarray, division))
   assert after.max() == metrics["replicas"].max_rank_rows
-  of_all = 100 / load.sum()
-  others = ", ".join(
-    f"{n} {times[n] / times['drop']:.2f}" for n in times if n != "drop"
-  )
+  lost = [
+    f"{metrics[n].dropped / load.sum():.1%}" for n in ("drop", "candidates")
+  ]
   print(
     f"| {routing} | {load.sum(1).max() / mean:.2f} | {after.max() / mean:.3f}"
     f" | {num_copies * matrix / 1e6:.1f}"
-    f" | {metrics['drop'].dropped * of_all:.1f}%"
-    f" | {metrics['candidates'].moved * of_all:.1f}%"
-    f" | {others} of {times['drop'] * 1e3:.0f} ms |",
+    f" | {' | '.join([*lost, *times])} |",
     flush=True,
   )
+  if routing == [*_ROUTINGS][-1]:
+    sizes = (s.memory_analysis().temp_size_in_bytes for s in steps.values())
+    sizes = " | ".join(f"{n / 1e6:.0f}" for n in sizes)
+    print(f"| MB of temporaries | | | | | | {sizes} |")
   return np.stack([load.sum(1), after])
 
 

@@ -43,8 +43,7 @@ class ModelConfig:
     """A model of one expert, as large as those that a token visits."""
     inner = self.top_k * self.inner
     return dataclasses.replace(
-      self, inner=inner, num_experts=1, top_k=1, wire=None
-      self, inner=inner, num_experts=1, top_k=1, replicas=0
+      self, inner=inner, num_experts=1, top_k=1, wire=None, replicas=0
     )
 
   @property

@@ -6,15 +6,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from placement_test import in_slots, PLACEMENTS, put, R, step_of, whole
 import pytest
 
 from conftest import make_mesh, to_global
 import ep
 from ep._src.moe.replicas import divide
 from groups import bootstrap, E, failing, group, H, K, T
+from layer_steps import in_slots, put, step_of, whole
 
-F = 5
+F, R = 5, 4  # inner size, and ranks
 PLAIN = ep.MoEConfig(H, F, E, K, biases=True, shared_inner=3)
 STATE = ep.moe.State(np.zeros(E, np.float32))
 _E = np.arange(E)
@@ -181,7 +181,7 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
 @pytest.mark.parametrize("view", ["global", "local"])
 def test_data_parallel_domains_have_copies_of_their_own(view):
   """Experts are placed as well, and one slot is not enough for all rows."""
-  placement = PLACEMENTS[2]
+  placement = ep.Placement(np.random.default_rng(7).permutation(E))
   params, *tokens = arrays("halves")
   params = in_slots(placement, params)
   y, metrics, _, grad_x = run(
