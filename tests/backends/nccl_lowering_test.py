@@ -4,6 +4,7 @@
 The engine gets what NCCL EP would get, and XLA what it would compile for GPUs.
 """
 
+import dataclasses
 import re
 import types
 
@@ -116,3 +117,33 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
     rows = rf"stablehlo\.(\w+).*tensor<{capacity}x(?:64|192)x"
   moves = {"custom_call", "tuple", "get_tuple_element", "optimization_barrier"}
   assert set(re.findall(rows, text)) == moves
+
+
+def test_matrices_are_copied_as_rows_of_tokens(monkeypatch):
+  """Replicas work as they do over the host engine; rows have its widths."""
+  config = ep.MoEConfig(13, 5, 8, 2, biases=True)
+  copies = dataclasses.replace(config, replica_slots=2)
+  params = ep.moe.init(jax.random.key(0), config)
+  params["router"] = params["router"].at[0].set(9.0 * (np.arange(8) < 2))
+  x = jax.random.normal(jax.random.key(1), (16, 13)).at[:, 0].set(1)
+
+  def step(config, num_slots):
+    with bootstrap(
+      make_mesh({"ep": 4}), num_experts=num_slots, top_k=2, hidden_dim=13
+    ) as group:
+      layer = ep.MoE(config, group)
+
+      def loss(params):
+        y, metrics = layer(params, x)
+        return jnp.square(y).sum(), metrics.max_rank_rows
+
+      return jax.block_until_ready(
+        jax.jit(jax.grad(loss, has_aux=True))(params)
+      )
+
+  expected, rows = step(config, 8)
+  monkeypatch.setattr(host, "HostConnection", HostEngine)
+  got, even = step(copies, 16)
+  assert rows == 32 and even == 8
+  for name, grad in got.items():
+    np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-4, err_msg=name)
