@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -60,17 +61,17 @@ _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
   np.int32
 )
 _SILENT = types.SimpleNamespace(
-  show=lambda record: None, note=lambda text: None
+  show=lambda record, busiest: None, note=lambda text: None
 )
 
 
 class _Program:
   """A tiny model on a mesh, with its step."""
 
-  def __init__(self, mesh, group):
-    self.layer = ep.MoE(_MODEL.moe, group)
+  def __init__(self, mesh, group, config=_MODEL):
+    self.layer = ep.MoE(config.moe, group)
     self.windows = data.Windows(_TEXT, _BATCH, _LENGTH, seed=0)
-    self.step = train.Step(mesh, self.layer, _MODEL, _TRAIN, _SHARDS)
+    self.step = train.Step(mesh, self.layer, config, _TRAIN, _SHARDS)
     self.like = train.abstract(mesh, _MODEL, _TRAIN)
 
   def state(self):
@@ -108,10 +109,10 @@ class _Program:
     return state, history.records
 
 
-def _group(mesh):
+def _group(mesh, num_experts=_MODEL.num_experts):
   return ep.ep_bootstrap(
     mesh,
-    num_experts=_MODEL.num_experts,
+    num_experts=num_experts,
     max_tokens_per_rank=_BATCH * _LENGTH // _SHARDS,
     hidden_dim=_MODEL.hidden,
     top_k=_MODEL.top_k,
@@ -182,6 +183,23 @@ def test_experts_move_to_where_ranks_are_balanced(program):
   moved = _shards(state)
   assert any((a != b).any() for a, b in zip(moved, first, strict=True))
   np.testing.assert_equal(_shards(where.in_order(state)), first)
+
+
+def test_replicas_level_the_ranks_and_move_with_experts(program):
+  mesh = program.layer.group.mesh
+  config = dataclasses.replace(_MODEL, replicas=2)
+  with _group(mesh, config.num_experts + 2 * config.replicas) as group:
+    with_copies = _Program(mesh, group, config)
+    _, records = program.run(program.state(), 4)
+    _, got = with_copies.run(with_copies.state(), 4, place_every=2)
+    _, report = with_copies.step(with_copies.state(), program.windows[0])
+  rows_of_a_rank = _BATCH // _SHARDS * _LENGTH * _MODEL.top_k
+  assert (np.asarray(report.sums.max_rank_rows) == rows_of_a_rank).all()
+  _, report = program.step(program.state(), program.windows[0])
+  assert (np.asarray(report.sums.max_rank_rows) > rows_of_a_rank).all()
+  for name in "loss", "entropy", "aux_loss":
+    losses = ([each[name] for each in run] for run in (got, records))
+    np.testing.assert_allclose(*losses, 1e-3, err_msg=name)
 
 
 def test_the_norm_of_gradients_adds_experts_in_their_order(program):
