@@ -103,7 +103,7 @@ def check_placement(
     ),
     what,
     f"{name} has slots {experts.shape} and not one for each of {num_experts}"
-    " experts; replicas are in ep.plan alone.",
+    " experts; copies of a step are those of MoEConfig.replica_slots.",
   )
 
 
