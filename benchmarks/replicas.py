@@ -142,6 +142,7 @@ def _rows(load, division):
 
 def _draw(rows, path):
   """Draws the ranks' rows of all routings, in order of size."""
+  import matplotlib
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(9, 2.2), layout="constrained")
@@ -153,7 +154,9 @@ def _draw(rows, path):
     ax.set(title=routing, xticks=at)
   axes[0].set_ylabel("rows of a rank / mean")
   axes[0].legend(fontsize="x-small")
-  figure.savefig(path, metadata={"Date": None})
+  style = {"svg.fonttype": "none", "svg.hashsalt": "ep"}
+  with matplotlib.rc_context(style):
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -267,6 +267,13 @@ def test_what_a_layer_with_replicas_refuses():
     ep.MoE(config, group())
   with bootstrap(make_mesh({"ep": 4}), num_experts=E + 4) as wide:
     assert ep.MoE(config, wide).group.num_experts == E + 4
+  with (
+    bootstrap(
+      make_mesh({"ep": 4}), num_experts=E + 4, max_tokens_per_rank=1
+    ) as wide,
+    pytest.raises(ValueError, match="max_tokens_per_rank = 1, but a copy"),
+  ):
+    ep.MoE(config, wide)
 
 
 def test_an_id_that_is_no_expert_is_refused():
@@ -279,3 +286,20 @@ def test_an_id_that_is_no_expert_is_refused():
   with failing(layer.group) as error:
     jax.block_until_ready(run(*args))
   assert "topk_idx[3, 1]" in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "mesh, ranks, options",
+  [("ep4", 4, dict(alignment=4)), ("dp4_ep1", 1, dict(max_tokens_per_rank=E))],
+  ids=["aligned", "alone"],
+)
+def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
+  num_slots = E // ranks
+  params, *tokens = arrays("one_rank")
+  config = dataclasses.replace(PLAIN, replica_slots=num_slots)
+  layer = ep.MoE(config, group(mesh, num_experts=2 * E, **options))
+  y, metrics, *_ = run(layer, "global", params, *tokens)
+  padding = 2 * num_slots * (options.get("alignment", 1) - 1)
+  assert metrics.max_rank_rows <= T * K + padding
+  expected = run(ep.MoE(PLAIN, group(mesh)), "global", params, *tokens)
+  np.testing.assert_array_equal(y, expected[0])

@@ -232,7 +232,7 @@ def with_room(
     return layer
   slots, unit = layer.num_local_experts, layer.alignment
   rows = max(num_tokens * layer.top_k, slots) + slots * (unit - 1)
-  rows = min(-(-rows // unit) * unit, layer.worst_case(num_tokens))
+  rows = min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
   return dataclasses.replace(
     layer, recv_capacity_per_rank=rows, overflow="error", drop_by=None
   )

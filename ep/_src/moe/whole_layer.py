@@ -312,6 +312,13 @@ def _bind(config, group, name):
   fits_all = (
     config.capacity_factor is None and group.recv_capacity_per_rank is None
   )
+  local = config.num_experts // group.ep_size
+  arguments.check(
+    not config.replica_slots or most is None or most >= local,
+    what,
+    f"max_tokens_per_rank = {most}, but a copy sends a row of each of a rank's"
+    f" {local} experts at once; raise it to that at least.",
+  )
   arguments.check(
     config.num_candidates is None or not fits_all,
     what,
