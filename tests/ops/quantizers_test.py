@@ -24,6 +24,9 @@ DTYPES = pytest.mark.parametrize(
 )
 LARGEST = 448.0
 
+quantize = jax.jit(ep.quant.quantize, static_argnums=1)
+dequantize = jax.jit(ep.quant.dequantize, static_argnums=2)
+
 
 def quantized(x, format):
   """Returns the rows and scales of `x` [..., H], block by block."""
@@ -72,10 +75,9 @@ def check(x, format):
   with np.errstate(all="ignore"):
     rows, scales = want = quantized(x, format)
     back = dequantized(rows, scales, x.dtype)
-  got = jax.jit(ep.quant.quantize, static_argnums=1)(x, format)
+  got = quantize(x, format)
   jax.tree.map(assert_shards_equal, got, want)
   assert_shards_equal(got[0], rows, nan_bits=True)
-  dequantize = jax.jit(ep.quant.dequantize, static_argnums=2)
   assert_shards_equal(dequantize(rows, scales, x.dtype), back)
 
 
@@ -150,7 +152,7 @@ def test_any_rows_of_one_byte_have_values(row_type, scale_type):
   scales = scales.astype(np.float32).astype(scale_type)
   with np.errstate(all="ignore"):
     want = dequantized(rows, scales, np.float32)
-  got = jax.jit(ep.quant.dequantize, static_argnums=2)(rows, scales, np.float32)
+  got = dequantize(rows, scales, np.float32)
   small = np.abs(want) < np.finfo(np.float32).tiny  # flushed by some
   assert_shards_equal(jnp.where(small, 0, got), np.where(small, 0, want))
 
@@ -162,19 +164,17 @@ def test_every_scale_of_8_bits():
   with np.errstate(all="ignore"):
     want = dequantized(rows, scales[:, None], np.float32)
   assert (want[:10] == 0).all() and np.isnan(want[255]).all()
-  assert_shards_equal(
-    ep.quant.dequantize(rows, scales[:, None], jnp.float32), want
-  )
+  assert_shards_equal(dequantize(rows, scales[:, None], jnp.float32), want)
 
 
 @FORMATS
 def test_no_token_shares_a_scale(format):
-  """A row alone has the bits that it has among others."""
+  """A row alone, jitted, has the bits that it has among others without jit."""
   x = normal((6, 256), jnp.bfloat16)
   x[3] *= 1000
   whole = ep.quant.quantize(x, format)
   for i in range(len(x)):
-    alone = ep.quant.quantize(x[i], format)
+    alone = quantize(x[i], format)
     jax.tree.map(assert_shards_equal, alone, tuple(part[i] for part in whole))
 
 
@@ -183,13 +183,13 @@ def test_no_derivative(format):
   x = jnp.asarray(normal((2, 128), jnp.float32))
 
   def there_and_back(x):
-    return ep.quant.dequantize(*ep.quant.quantize(x, format), x.dtype).sum()
+    return dequantize(*quantize(x, format), x.dtype).sum()
 
-  np.testing.assert_array_equal(jax.grad(there_and_back)(x), np.zeros_like(x))
+  grad = jax.jit(jax.grad(there_and_back))(x)
+  np.testing.assert_array_equal(grad, np.zeros_like(x))
 
 
 def test_errors():
-  quantize, dequantize = ep.quant.quantize, ep.quant.dequantize
   x = jnp.ones((2, 128))
   for error, words, call in [
     (ValueError, "'fp8'.*mxfp8", lambda: quantize(x, "fp8")),

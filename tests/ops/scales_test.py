@@ -17,8 +17,6 @@ from groups import bootstrap, H, K, layer
 from op_functions import dispatch, Moved, Ops
 from parameters import EVERY_ROUTING, LAYERS, LEADING_DIMS
 
-ROW_DTYPES = "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
-SCALE_DTYPES = "float32", "bfloat16", "float8_e8m0fnu"
 VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 
 
@@ -41,8 +39,16 @@ def moved(ops, *args):
   return Moved(dispatch(ops, *args))
 
 
-@pytest.mark.parametrize("row_dtype", ROW_DTYPES)
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+# All rows are of one byte, so where scales begin depends on the scales alone.
+@pytest.mark.parametrize(
+  "row_dtype, scale_dtype",
+  [
+    ("float8_e4m3fn", "float32"),
+    ("float8_e5m2", "bfloat16"),
+    ("int8", "float8_e8m0fnu"),
+    ("uint8", "float32"),
+  ],
+)
 def test_dtypes(row_dtype, scale_dtype):
   case = Case(layer(alignment=4), "with_unused_choices")
   case.check(moved, *inputs(case, row_dtype, scale_dtype))
