@@ -57,7 +57,7 @@ def hosts():
 class Job:
   """A launcher on each host."""
 
-  def __init__(self, hosts, folder, *argv, flags=({}, {}), grace=None):
+  def __init__(self, hosts, folder, *argv, flags=({}, {})):
     path = os.pathsep.join(filter(None, sys.path))
     env = {**os.environ, "PYTHONPATH": path}
     env["XLA_FLAGS"] = quick_compiler.FLAGS

@@ -30,24 +30,6 @@ def _example(path, title):
   return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
 
 
-_PROGRAMS = pytest.mark.parametrize("title", ["The layer", "Twenty lines"])
-
-
-@_PROGRAMS
-def test_a_program_of_the_readme(title, capsys):
-  """It prints what its last comment says."""
-  code = _example("README.md", title)
-  promised = code.splitlines()[-1].partition("  # ")[2]
-  names = {}
-  exec(compile(code, "README.md", "exec"), names)
-  assert capsys.readouterr().out == promised + "\n"
-  for grad in jax.tree.leaves(names["grads"]):
-    for shard in grad.addressable_shards:
-      values = np.asarray(shard.data)
-      assert np.isfinite(values).all() and values.any()
-  ep.ep_finalize(names["layer"].group)
-
-
 @pytest.mark.parametrize(
   "title, processes, devices, in_function",
   [("The layer", 4, 1, True), ("Twenty lines", 2, 2, False)],
