@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a layer with replica slots beside other cures of a full rank.
 
-    bazel run //benchmarks:replicas -- --picture=replicas.svg
+    bazel run //benchmarks:replicas -- --picture=replicas.png
 
 The program is a layer and the gradients of its parameters, for four devices of
 one process, on eight routings from an even one to one of a hot expert. Layers
@@ -31,7 +31,7 @@ import ep
 from ep._src.moe.replicas import divide
 
 _SLOTS = flags.DEFINE_integer("slots", None, "S; default: E / P", 1)
-_PICTURE = flags.DEFINE_string("picture", None, "of the ranks' rows: *.svg")
+_PICTURE = flags.DEFINE_string("picture", None, "of the ranks' rows: *.png")
 _PLAIN = ep.MoEConfig(256, 512, 16, 2)
 _TOKENS = 1024  # of a rank
 _FULL = dataclasses.replace(_PLAIN, capacity_factor=1.0, overflow="drop")
@@ -142,7 +142,6 @@ def _rows(load, division):
 
 def _draw(rows, path):
   """Draws the ranks' rows of all routings, in order of size."""
-  import matplotlib
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(9, 2.2), layout="constrained")
@@ -151,12 +150,11 @@ def _draw(rows, path):
     mean, at = before.mean(), np.arange(before.size)
     ax.bar(at - 0.2, before / mean, 0.4, label="before", color="#e69f00")
     ax.bar(at + 0.2, after / mean, 0.4, label="with copies", color="#0072b2")
-    ax.set(title=routing, xticks=at)
+    ax.set(title=routing, xticks=[])
+    ax.title.set_fontsize("small")
   axes[0].set_ylabel("rows of a rank / mean")
   axes[0].legend(fontsize="x-small")
-  style = {"svg.fonttype": "none", "svg.hashsalt": "ep"}
-  with matplotlib.rc_context(style):
-    figure.savefig(path, metadata={"Date": None})
+  figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":
