@@ -303,3 +303,32 @@ def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
   assert metrics.max_rank_rows <= T * K + padding
   expected = run(ep.MoE(PLAIN, group(mesh)), "global", params, *tokens)
   np.testing.assert_array_equal(y, expected[0])
+
+
+@pytest.mark.parametrize("axis", ["tp_axis", "fsdp_axis"])
+def test_the_parts_of_matrices_are_copied(axis):
+  """Ranks that split a matrix decide alike, and each copies its part."""
+  config = ep.MoEConfig(H + 1, 6, E, K, biases=True, **{axis: "x"})
+  params = ep.moe.init(jax.random.key(0), config)
+  params["router"] = params["router"].at[0].set(4 * LOGITS["one_rank"])
+  params, x = jax.tree.map(np.asarray, (params, np.ones((R * T, H + 1), "f")))
+
+  def step(num_slots):
+    cfg = dataclasses.replace(config, replica_slots=num_slots)
+    mesh, most = make_mesh({"ep": 2, "x": 2}), 2 * T
+    with bootstrap(
+      mesh,
+      num_experts=E + 2 * num_slots,
+      hidden_dim=H + 1,
+      max_tokens_per_rank=most,
+      data_axes=() if axis == "tp_axis" else ("x",),
+    ) as group:
+      layer = ep.MoE(cfg, group)
+      return run(layer, "local", params, x, x)
+
+  expected, got = step(0), step(E // 2)
+  assert got[1].max_rank_rows < expected[1].max_rank_rows
+  for name, grad in got[2].items():
+    np.testing.assert_allclose(
+      grad, expected[2][name], 1e-4, 1e-4, err_msg=name
+    )
