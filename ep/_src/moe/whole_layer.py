@@ -58,7 +58,8 @@ class MoE:
   Attributes:
     config: the configuration.
     ep_layer: the `EpLayerConfig` of the ops. `config.capacity_factor` gives its
-      capacity. If the group has no `max_tokens_per_rank`, that follows the
+      capacity; with `config.replica_slots` and none, calls may take less, as
+      docs/planner.md says. If the group has no `max_tokens_per_rank`, that follows the
       tokens of each call.
 
   Raises:
