@@ -59,8 +59,8 @@ class MoE:
     config: the configuration.
     ep_layer: the `EpLayerConfig` of the ops. `config.capacity_factor` gives its
       capacity; with `config.replica_slots` and none, calls may take less, as
-      docs/planner.md says. If the group has no `max_tokens_per_rank`, that follows the
-      tokens of each call.
+      docs/planner.md says. If the group has no `max_tokens_per_rank`, that
+      follows the tokens of each call.
 
   Raises:
     ValueError: the config does not fit the group: another number of experts, a
