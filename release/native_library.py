@@ -59,7 +59,8 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
     path
     for folder in _FOLDERS
     for path in sorted((native / folder).glob("*.cc"))
-    if not path.name.endswith("_test.cc") and path.name != "cuda.cc"
+    if not path.name.endswith("_test.cc")
+    and path.name not in ("connect.cc", "cuda.cc")
   ]
   sources.append(native / "older_runtimes.cc")
   # Package and library are of one tree, so their interfaces agree.
