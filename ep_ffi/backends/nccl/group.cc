@@ -101,7 +101,7 @@ NcclGroup::NcclGroup(const Options& options, std::shared_ptr<Device> device,
       Status(Code::kFailedPrecondition, "the group has no communicator yet");
 }
 
-Status NcclGroup::Connect(void* communicator) {
+Status NcclGroup::Borrow(void* communicator) {
   MutexLock lock(mutex_);
   if (communicator_) {
     return Status(Code::kFailedPrecondition,

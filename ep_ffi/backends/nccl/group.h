@@ -71,13 +71,13 @@ class NcclGroup : public Group {
     // See Watchdog.
     double exit_after_s = std::numeric_limits<double>::infinity();
     // Made by NewUniqueId on one rank of the domain. Empty if the group is to
-    // have XLA's communicator, by Connect.
+    // have XLA's communicator, by Borrow.
     std::string unique_id;
     std::string nccl_path;  // see Libraries::Load
     std::string nccl_ep_path;
   };
 
-  // Connects the rank. Collective over the ranks of the domain, unless Connect
+  // Connects the rank. Collective over the ranks of the domain, unless Borrow
   // is to be called.
   static Status Create(const Options& options, std::shared_ptr<NcclGroup>* out);
   ~NcclGroup() override { (void)Close(); }
@@ -89,7 +89,7 @@ class NcclGroup : public Group {
 
   // Borrows XLA's communicator, before the first op. Collective over the
   // domain.
-  Status Connect(void* communicator);
+  Status Borrow(void* communicator);
 
   void Prepare(Call call, const PrepareArgs& args) override;
   void Scatter(Call call, const ScatterArgs& args) override;
@@ -106,7 +106,7 @@ class NcclGroup : public Group {
   Watchdog& watchdog() const { return *watchdog_; }
 
  private:
-  // `communicator` is null if Connect is to be called.
+  // `communicator` is null if Borrow is to be called.
   NcclGroup(const Options& options, std::shared_ptr<Device> device,
             std::shared_ptr<Communicator> communicator);
 

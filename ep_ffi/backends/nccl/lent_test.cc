@@ -36,7 +36,7 @@ class LentTest : public NcclGroupTest {
       options.device = r;
       ExpectOk(NcclGroup::Create(options, &groups_[r]));
       lent_[r] = std::make_shared<Lent>(r, 2, rank, id_);
-      statuses[r] = groups_[r]->Connect(lent_[r]->comm());
+      statuses[r] = groups_[r]->Borrow(lent_[r]->comm());
     });
     return statuses;
   }
@@ -69,7 +69,7 @@ TEST_P(LentTest, ACommunicatorWithRanksInAnotherOrderIsRefused) {
 TEST_P(LentTest, AGroupConnectsOnce) {
   for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
   ExpectWords({"a communicator already"},
-              groups_[0]->Connect(lent_[0]->comm()));
+              groups_[0]->Borrow(lent_[0]->comm()));
 }
 
 TEST_P(LentTest, RanksOfAProcessAreFoundByDevice) {

@@ -14,7 +14,7 @@ NcclGroup* NcclRanks::OnDevice(int32_t device) {
 
 Status NcclRanks::Connect(int32_t device, void* communicator) {
   NcclGroup* const rank = OnDevice(device);
-  if (rank) return rank->Connect(communicator);
+  if (rank) return rank->Borrow(communicator);
   return Status(Code::kFailedPrecondition,
                 StrCat("GPU ", device, " of this process has no rank"));
 }

@@ -131,7 +131,7 @@ std::vector<Status> ConnectOver(const Sizes& sizes, double timeout_s,
     if (!lent) return;
     (*lent)[rank] =
         std::make_shared<Lent>(mine.device, sizes.ep_size, rank, id);
-    statuses[rank] = made_rank->Connect((*lent)[rank]->comm());
+    statuses[rank] = made_rank->Borrow((*lent)[rank]->comm());
   });
   return statuses;
 }
