@@ -68,8 +68,7 @@ TEST_P(LentTest, ACommunicatorWithRanksInAnotherOrderIsRefused) {
 
 TEST_P(LentTest, AGroupConnectsOnce) {
   for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
-  ExpectWords({"a communicator already"},
-              groups_[0]->Borrow(lent_[0]->comm()));
+  ExpectWords({"a communicator already"}, groups_[0]->Borrow(lent_[0]->comm()));
 }
 
 TEST_P(LentTest, RanksOfAProcessAreFoundByDevice) {
