@@ -6,6 +6,7 @@ that only the values show fails on every rank when the program runs, and the
 group goes on working.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -558,7 +559,9 @@ def test_the_end_of_a_group_while_programs_are_in_flight(waits):
     inputs = case.tokens(), case.weights()
     outs = [case.run(round_trip, *inputs) for _ in range(8)]
     if not waits:
-      ep.ep_finalize(group)
+      # It raises where ranks wait for a process that has ended the group before.
+      with contextlib.suppress(ep.EpError):
+        ep.ep_finalize(group)
   for out in outs:
     try:
       jax.block_until_ready(out)

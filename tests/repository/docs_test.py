@@ -51,7 +51,9 @@ def test_a_program_of_the_readme_under_the_launcher(
   )
   promised = lines.splitlines()[-1].partition("  # ")[2]
   for log in tmp_path.glob("rank_*.log"):
-    said = [x for x in log.read_text().splitlines() if "[Gloo]" not in x]
+    lines = log.read_text().splitlines()
+    # Threads of Gloo may divide each other's lines before the last number.
+    said = [x for x in lines if "[Gloo]" not in x and not x.isdigit()]
     assert said == [promised]
 
 
