@@ -559,7 +559,7 @@ def test_the_end_of_a_group_while_programs_are_in_flight(waits):
     inputs = case.tokens(), case.weights()
     outs = [case.run(round_trip, *inputs) for _ in range(8)]
     if not waits:
-      # It raises where ranks wait for a process that has ended the group before.
+      # It raises where ranks wait for a process that has ended the group.
       with contextlib.suppress(ep.EpError):
         ep.ep_finalize(group)
   for out in outs:
