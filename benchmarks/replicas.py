@@ -36,7 +36,7 @@ _PLAIN = ep.MoEConfig(256, 512, 16, 2)
 _TOKENS = 1024  # of a rank
 _FULL = dataclasses.replace(_PLAIN, capacity_factor=1.0, overflow="drop")
 _E = np.arange(_PLAIN.num_experts)
-# What is added to the logits of the experts, which spread by one.
+# These are added to the logits of the experts, which spread by one.
 _ROUTINGS = {
   "even": 0.0 * _E,
   "noise": np.random.default_rng(1).normal(size=_E.size) / 4,

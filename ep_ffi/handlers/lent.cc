@@ -32,30 +32,24 @@ struct ReplicaGroup {
   size_t size;
 };
 
-struct RequestArgs {
+struct Args {
   size_t struct_size;
   void* extension_start;
   int32_t group_mode;
   const ReplicaGroup* groups;
   size_t num_groups;
   int64_t communication_id;
+  void* communicator;  // out; a request ends before it
 };
 
-struct GetArgs {
-  size_t struct_size;
-  void* extension_start;
-  int32_t group_mode;
-  const ReplicaGroup* groups;
-  size_t num_groups;
-  int64_t communication_id;
-  void* communicator;  // out
-};
+struct Collectives;
+using Function = XLA_FFI_Error*(const Collectives* self, Args*);
 
 struct Collectives {
   Extension base;
   void* state;
-  XLA_FFI_Error* (*request)(const Collectives* self, RequestArgs*);
-  XLA_FFI_Error* (*get)(const Collectives* self, GetArgs*);
+  Function* request;
+  Function* get;
 };
 
 struct ErrorDetailsArgs {
@@ -126,13 +120,27 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   return Status();
 }
 
-std::vector<ReplicaGroup> Groups(const Domains& domains) {
+// Calls a function of XLA for the domains, with arguments of so many bytes.
+// `communicator` is null if XLA lends none, or if there are no domains.
+Status CallXla(const XlaContext& xla, const Domains& domains,
+               Function* Collectives::* function, size_t struct_size,
+               const char* what, void** communicator) {
+  *communicator = nullptr;
+  if (domains.size == 0) return Status();
+  const Collectives* collectives = nullptr;
+  EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
+  if (!collectives) return Status();
   std::vector<ReplicaGroup> groups;
   for (size_t i = 0; i < domains.places.size(); i += domains.size) {
     groups.push_back(
         {domains.places.data() + i, static_cast<size_t>(domains.size)});
   }
-  return groups;
+  Args args = {struct_size,   nullptr,          kFlattenedId, groups.data(),
+               groups.size(), kCommunicationId, nullptr};
+  EP_RETURN_IF_ERROR(
+      Take(xla.api, (collectives->*function)(collectives, &args), what));
+  *communicator = args.communicator;
+  return Status();
 }
 
 }  // namespace
@@ -167,33 +175,16 @@ Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
 }
 
 Status RequestCommunicators(const XlaContext& xla, const Domains& domains) {
-  const Collectives* collectives = nullptr;
-  if (domains.size > 0) {
-    EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
-  }
-  if (!collectives) return Status();
-  const std::vector<ReplicaGroup> groups = Groups(domains);
-  RequestArgs args = {sizeof(args),  nullptr,       kFlattenedId,
-                      groups.data(), groups.size(), kCommunicationId};
-  return Take(xla.api, collectives->request(collectives, &args),
-              "make a communicator for an EP domain");
+  void* none = nullptr;
+  return CallXla(xla, domains, &Collectives::request,
+                 offsetof(Args, communicator),
+                 "make a communicator for an EP domain", &none);
 }
 
 Status FindCommunicator(const XlaContext& xla, const Domains& domains,
                         void** out) {
-  *out = nullptr;
-  const Collectives* collectives = nullptr;
-  if (domains.size > 0) {
-    EP_RETURN_IF_ERROR(FindCollectives(xla, &collectives));
-  }
-  if (!collectives) return Status();
-  const std::vector<ReplicaGroup> groups = Groups(domains);
-  GetArgs args = {sizeof(args),  nullptr,          kFlattenedId, groups.data(),
-                  groups.size(), kCommunicationId, nullptr};
-  EP_RETURN_IF_ERROR(Take(xla.api, collectives->get(collectives, &args),
-                          "lend the communicator of an EP domain"));
-  *out = args.communicator;
-  return Status();
+  return CallXla(xla, domains, &Collectives::get, sizeof(Args),
+                 "lend the communicator of an EP domain", out);
 }
 
 }  // namespace ep

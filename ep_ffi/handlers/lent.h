@@ -30,7 +30,7 @@ struct Domains {
 Status DecodeDomains(xla::ffi::Span<const int64_t> mesh_shape, int64_t axis,
                      Domains* out);
 
-// What XLA passes to a handler.
+// This is what XLA passes to a handler.
 struct XlaContext {
   const XLA_FFI_Api* api;
   XLA_FFI_ExecutionContext* context;

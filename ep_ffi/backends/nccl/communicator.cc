@@ -18,7 +18,7 @@ ncclEpHandleConfig_t HandleConfig(const Layer& layer) {
   return config;
 }
 
-// What takes too long if a rank does not come.
+// RunWithin says that this took too long if a rank does not come.
 constexpr char kConnect[] = "to connect the ranks of an EP domain";
 
 Status CheckEnvironment() {
