@@ -68,7 +68,7 @@ def check(config, lead, run=jax.jit):
     assert_shards_close(a, np.asarray(b), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lead", [(1,), (6,), (2, 3), (3, 4)], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (2, 3)], ids=str)
 def test_any_batch(lead):
   """Also one of fewer tokens than ranks, and of any leading axes."""
   check(layer("dp2_ep2"), lead)

@@ -200,8 +200,6 @@ def run(case):
     ("ep4", None, 8, 40, K, jnp.bfloat16, BACKEND),
     ("ep4", "slot", 8, 32, K + 2, np.float32, BACKEND),
     ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16, BACKEND),
-    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, BACKEND),
-    ("ep4", "weight", 8, 40, K, jnp.bfloat16, "xla"),
     ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, "xla"),
   ],
 )
