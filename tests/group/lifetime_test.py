@@ -247,7 +247,8 @@ def test_at_exit_an_error_makes_the_code_1(
     ["-c", program], num_processes=2, timeout_s=50, log_dir=tmp_path
   )
   assert code == 1 and time.monotonic() - start < 45
-  assert told in (tmp_path / f"rank_{rank}.log").read_text().splitlines()[-1]
+  # Threads of Gloo write into the log, too.
+  assert told in (tmp_path / f"rank_{rank}.log").read_text()
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it is about one process")

@@ -498,9 +498,8 @@ def combine_bwd(ops, cotangent):
 @pytest.mark.parametrize(
   "op, corrupt",
   [
-    *itertools.product([dispatch, combine], CORRUPTIONS),
-    (dispatch_bwd, "one_bit_flipped"),
-    (combine_bwd, "one_bit_flipped"),
+    *zip(itertools.cycle([dispatch, combine]), CORRUPTIONS),
+    *((op, "one_bit_flipped") for op in (dispatch, dispatch_bwd, combine_bwd)),
   ],
 )
 def test_a_handle_that_was_not_prepared(corrupt, op):
