@@ -342,12 +342,6 @@ def test_what_belongs_to_a_process_is_not_pickled():
       assert word in str(error.value)
 
 
-def test_groups_are_named_apart():
-  mesh = make_mesh({"ep": 4})
-  with bootstrap(mesh) as a, bootstrap(mesh) as b:
-    assert a.name != b.name
-
-
 def test_finalize_twice_does_nothing():
   group = bootstrap(make_mesh({"ep": 4}))
   ep.ep_finalize(group)

@@ -26,12 +26,19 @@ LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 
 
 @only_native
-def test_a_rank_that_never_comes(tmp_path):
-  """The others fail when the time is up, and their errors name the rank.
+def test_a_rank_that_cannot_come_and_one_that_never_comes(tmp_path):
+  """If a rank has no library, the others have its error, and do not wait.
 
-  One of them says so earlier.
+  If it never comes to an op, the others fail when the time is up, and their
+  errors name the rank. One of them says so earlier.
   """
   notes = run_world(__file__, tmp_path, "absent")
+  refusals = [note.read_text() for note in tmp_path.glob("library_*")]
+  assert len(refusals) == RANKS
+  for note in refusals:
+    seconds, message = note.split(" s: ", 1)
+    assert float(seconds) < LONG_S / 10
+    assert "nowhere.so" in message
   assert notes.keys() == {0, 1, 2}
   for note in notes.values():
     seconds, message = note.split(" s: ", 1)
@@ -105,17 +112,6 @@ def test_a_library_of_another_version(tmp_path, monkeypatch, old, new):
 
 
 @only_native
-def test_no_library_on_one_rank(tmp_path):
-  """The error reaches the other ranks, and they do not wait for that rank."""
-  notes = run_world(__file__, tmp_path, "no_library_on_one")
-  assert notes.keys() == {0, 1, 2, 3}
-  for note in notes.values():
-    seconds, message = note.split(" s: ", 1)
-    assert float(seconds) < LONG_S / 10
-    assert "nowhere.so" in message
-
-
-@only_native
 @pytest.mark.parametrize(
   "mesh, processes, stuck",
   [
@@ -169,6 +165,10 @@ class Scenarios(Rank):
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
 
   def absent(self):
+    with pytest.MonkeyPatch.context() as patch:
+      if self.index == 3:
+        patch.setenv("EP_FFI_LIBRARY_PATH", "nowhere.so")
+      self.note_error(lambda: self.bootstrap(timeout_s=LONG_S), "library")
     group = self.bootstrap(timeout_s=TIMEOUT_S)
     if self.index == 3:
       self.wait_for("rank_*", 3)
@@ -188,11 +188,6 @@ class Scenarios(Rank):
       self.wait_for("rank_*", 3)
     else:
       self.note_error(lambda: self.bootstrap(timeout_s=TIMEOUT_S))
-
-  def no_library_on_one(self):
-    if self.index == 3:
-      os.environ["EP_FFI_LIBRARY_PATH"] = "nowhere.so"
-    self.note_error(lambda: self.bootstrap(timeout_s=LONG_S))
 
   def psum(self, axes):
     """Domain 0 fails after domain 1 has run its only op."""
@@ -274,7 +269,7 @@ class Scenarios(Rank):
     weights = Case(config).weights()
     return Case(config, routing_weights=weights).run(sizes)
 
-  def note_error(self, fn):
+  def note_error(self, fn, name="rank"):
     """Notes how long `fn` and its results took to fail, and how they did."""
     import jax
 
@@ -283,7 +278,7 @@ class Scenarios(Rank):
       jax.block_until_ready(fn())
     except (RuntimeError, ValueError, OSError) as error:
       seconds = time.monotonic() - start
-      self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
+      self.note(f"{name}_{self.index}", f"{seconds:.2f} s: {error}")
     else:
       raise AssertionError("no error came")
 

@@ -88,17 +88,6 @@ def test_large_logits_neither_tie_nor_overflow():
   np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
-def test_masked_tokens_choose_no_expert():
-  logits = logits_of(4)
-  mask = jnp.array([True, False, True, False])
-  idx, weights = _route(logits, K, mask=mask)
-  all_idx, all_weights = _route(logits, K)
-  np.testing.assert_array_equal(idx, np.where(mask[:, None], all_idx, -1))
-  np.testing.assert_array_equal(
-    weights, np.where(mask[:, None], all_weights, 0)
-  )
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("score", SCORES)
 def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):

@@ -50,11 +50,6 @@ def test_an_unspecified_tail_is_nan(dtype):
       assert np.isnan(rows[used[rank] :]).all()
 
 
-def test_a_zero_tail_stays_zero():
-  case = Case(layer(), "skewed")
-  case.check(dispatch, case.tokens(), case.weights())
-
-
 def test_good_results_are_the_same():
   case = Case(layer(alignment=4), "with_unused_choices")
   case.check(everything, *case.inputs())

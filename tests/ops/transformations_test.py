@@ -24,7 +24,7 @@ import ep
 from ep import launch
 from ep._src.base.backend import OPS
 from groups import bootstrap, E, GPU, H, layer, not_with_xla, spec
-from op_functions import block, block_and_back, Ops, round_trip, sizes
+from op_functions import block, block_and_back, Ops, round_trip
 
 LAYERS = 3
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
@@ -67,16 +67,6 @@ def with_grads(fn, primals, g):
 
 
 # --- Derivatives of a scalar -------------------------------------------------
-
-
-def test_value_and_grad(case):
-  def loss(ops, tokens, weights):
-    def value(*x):
-      return jnp.sum(jnp.square(round_trip(ops, *x)))
-
-    return jax.value_and_grad(value, argnums=(0, 1))(tokens, weights)
-
-  case.check(loss, *inputs(case))
 
 
 def test_hessian(case):
@@ -256,14 +246,6 @@ def test_a_loop_of_unknown_length(case):
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(program(0, *args), tokens)
   assert_same(program(1, *args), expected(case, round_trip, tokens, weights))
-
-
-def test_without_jit(case):
-  tokens, weights = inputs(case)
-  ops = prepared(case.layer, case.put(case.topk_idx))
-  assert_same(ops.sizes(), sizes(case.oracle))
-  out = round_trip(ops, case.put(tokens), case.put(weights))
-  assert_same(out, expected(case, round_trip, tokens, weights))
 
 
 # --- vmap --------------------------------------------------------------------

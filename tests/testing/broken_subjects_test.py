@@ -622,7 +622,7 @@ def test_each_rule_catches_something():
 @pytest.mark.parametrize(
   "subject, declared, rules",
   [
-    (takes_the_last_source_first, dict(order="any"), ["rows", "scales"]),
+    (takes_the_last_source_first, dict(order="any"), ["rows"]),
     (adds_up_in_another_order, dict(tolerance=Tolerance(1)), ["output"]),
   ],
   ids=lambda x: getattr(x, "name", None),
