@@ -15,7 +15,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from ep._src.group import bootstrap as closing
+from ep._src.group import bootstrap as groups_of_process
 from groups import BACKEND, bootstrap
 from op_functions import round_trip
 
@@ -46,7 +46,7 @@ def run_exit_handlers():
   JAX's handlers use the parent's connection to the coordination service, and
   would end the parent, too.
   """
-  closing._close_all()
+  groups_of_process._close_all()
   weakref.finalize._exitfunc()
 
 

@@ -79,8 +79,9 @@ def test_hessian(case):
   def hessian(ops, *x):
     return jax.hessian(loss)(jnp.ones(2), ops, *x)
 
-  want = jit_quickly(hessian)(case.oracle, *inputs(case))
-  assert_same(case.run(hessian, *inputs(case)), np.asarray(want))
+  arrays = inputs(case)
+  want = jit_quickly(hessian)(case.oracle, *arrays)
+  assert_same(case.run(hessian, *arrays), np.asarray(want))
 
 
 # --- Layers: scan, checkpoint ------------------------------------------------
