@@ -68,14 +68,12 @@ def check(config, lead, run=jax.jit):
     assert_shards_close(a, np.asarray(b), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lead", [(1,), (2, 3)], ids=str)
-def test_any_batch(lead):
+@pytest.mark.parametrize(
+  "lead, axis_type", [((1,), AxisType.Auto), ((2, 3), AxisType.Explicit)]
+)
+def test_any_batch(lead, axis_type):
   """Also one of fewer tokens than ranks, and of any leading axes."""
-  check(layer("dp2_ep2"), lead)
-
-
-def test_explicit_axes():
-  check(layer("dp2_ep2", AxisType.Explicit), (6,))
+  check(layer("dp2_ep2", axis_type), lead)
 
 
 def test_outside_of_jit():
