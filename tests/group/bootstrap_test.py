@@ -277,13 +277,6 @@ def test_a_refused_bootstrap_frees_its_name():
   ep.ep_finalize(bootstrap(mesh, name="reused"))
 
 
-def test_a_finalized_name_is_free():
-  for _ in range(2):
-    with bootstrap(make_mesh({"ep": 4}), name="again") as group:
-      case = Case(ep.EpLayerConfig(group))
-      case.check(round_trip, case.tokens(), case.weights())
-
-
 def test_a_refused_name_does_not_harm_its_group():
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, name="owner") as group:

@@ -287,9 +287,13 @@ def test_ids_are_distinct_whatever_the_logits_are():
 
 
 @pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+  "axis_type, spec",
+  [
+    (AxisType.Auto, P("dp", "ep")),
+    (AxisType.Explicit, P(("dp", "ep"))),
+    (AxisType.Explicit, P("dp", "ep")),
+  ],
 )
-@pytest.mark.parametrize("spec", [P(("dp", "ep")), P("dp", "ep")])
 def test_routing_is_sharded_as_the_logits_are(axis_type, spec):
   """In the global view, neither the choice nor its gradient communicates."""
   mesh = make_mesh({"dp": 2, "ep": 2}, (axis_type,) * 2)
