@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   option("--fuzz_seed", 0, 0)
   option("--lifetimes", 600, 160)
   option("--load_rounds", 4, 4)
-  option("--soak_steps", 3000, 3000, 100)
+  option("--soak_steps", 2000, 2000, 100)
   option("--plants", 5, 5, 5)
 
 

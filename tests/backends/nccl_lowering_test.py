@@ -25,19 +25,21 @@ from nccl_testing import HostEngine
 from op_functions import dispatch, everything, Moved
 
 
-@pytest.fixture(name="case", params=[1, 7, 8, 13])
+@pytest.fixture(name="case")
 def case_over_the_host_engine(monkeypatch, request):
   monkeypatch.setattr(host, "HostConnection", HostEngine)
-  hidden = request.param
+  hidden = getattr(request, "param", 13)
   with bootstrap(make_mesh({"ep": 4}), hidden_dim=hidden) as group:
     layer = ep.EpLayerConfig(group)
     yield Case(layer, "with_unused_choices", hidden=hidden, whole=True)
 
 
+@pytest.mark.parametrize("case", [1, 7, 8, 13], indirect=True)
 def test_rows_of_any_hidden_size_arrive(case):
   case.check(everything, *case.inputs())
 
 
+@pytest.mark.parametrize("case", [1, 7, 8, 13], indirect=True)
 def test_rows_of_bytes_arrive_with_their_scales(case):
   rng = np.random.default_rng(0)
   shape = case.tokens().shape

@@ -277,22 +277,6 @@ def test_a_refused_bootstrap_frees_its_name():
   ep.ep_finalize(bootstrap(mesh, name="reused"))
 
 
-def test_a_live_name_is_taken():
-  mesh = make_mesh({"ep": 4})
-  with (
-    bootstrap(mesh, name="taken"),
-    pytest.raises(ValueError, match="taken"),
-  ):
-    bootstrap(mesh, name="taken")
-
-
-def test_a_finalized_name_is_free():
-  for _ in range(2):
-    with bootstrap(make_mesh({"ep": 4}), name="again") as group:
-      case = Case(ep.EpLayerConfig(group))
-      case.check(round_trip, case.tokens(), case.weights())
-
-
 def test_a_refused_name_does_not_harm_its_group():
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, name="owner") as group:
@@ -351,12 +335,6 @@ def test_what_belongs_to_a_process_is_not_pickled():
       assert word in str(error.value)
 
 
-def test_groups_are_named_apart():
-  mesh = make_mesh({"ep": 4})
-  with bootstrap(mesh) as a, bootstrap(mesh) as b:
-    assert a.name != b.name
-
-
 def test_finalize_twice_does_nothing():
   group = bootstrap(make_mesh({"ep": 4}))
   ep.ep_finalize(group)
@@ -376,11 +354,6 @@ def test_an_address_that_is_taken_is_not_used(monkeypatch):
       assert not list(names)
       case = Case(ep.EpLayerConfig(group))
       case.check(round_trip, case.tokens(), case.weights())
-
-
-def test_many_groups_one_after_another():
-  for _ in range(20):
-    ep.ep_finalize(bootstrap(make_mesh({"ep": 4})))
 
 
 def test_a_group_of_other_sizes_is_what_its_ops_see():

@@ -26,12 +26,19 @@ LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 
 
 @only_native
-def test_a_rank_that_never_comes(tmp_path):
-  """The others fail when the time is up, and their errors name the rank.
+def test_a_rank_that_cannot_come_and_one_that_never_comes(tmp_path):
+  """If a rank has no library, the others have its error, and do not wait.
 
-  One of them says so earlier.
+  If it never comes to an op, the others fail when the time is up, and their
+  errors name the rank. One of them says so earlier.
   """
   notes = run_world(__file__, tmp_path, "absent")
+  refusals = [note.read_text() for note in tmp_path.glob("library_*")]
+  assert len(refusals) == RANKS
+  for note in refusals:
+    seconds, message = note.split(" s: ", 1)
+    assert float(seconds) < LONG_S / 10
+    assert "nowhere.so" in message
   assert notes.keys() == {0, 1, 2}
   for note in notes.values():
     seconds, message = note.split(" s: ", 1)
@@ -53,16 +60,21 @@ def test_a_rank_that_does_not_bootstrap(tmp_path):
       assert word in note
 
 
+def refusal(monkeypatch, library):
+  """Returns the error of a bootstrap with this file as the library."""
+  from conftest import make_mesh
+  from groups import bootstrap
+
+  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(library))
+  with pytest.raises((RuntimeError, OSError)) as error:
+    bootstrap(make_mesh({"ep": 1}))
+  return str(error.value)
+
+
 @only_native
-def test_no_library(tmp_path):
+def test_no_library(tmp_path, monkeypatch):
   """The message names the three places where it is looked for."""
-  (note,) = run_world(
-    __file__,
-    tmp_path,
-    "no_library",
-    processes=1,
-    env={"EP_FFI_LIBRARY_PATH": str(tmp_path / "nowhere.so")},
-  ).values()
+  message = refusal(monkeypatch, tmp_path / "nowhere.so")
   for word in [
     "EP_FFI_LIBRARY_PATH",
     "nowhere.so",
@@ -70,7 +82,7 @@ def test_no_library(tmp_path):
     "package",
     "libep_ffi",
   ]:
-    assert word in note
+    assert word in message
 
 
 @only_native
@@ -82,19 +94,13 @@ def test_no_library(tmp_path):
   ],
   ids=["stale", "older"],
 )
-def test_a_library_of_another_version(tmp_path, old, new):
+def test_a_library_of_another_version(tmp_path, monkeypatch, old, new):
   """The library is not called; the message names both and says what to do."""
   native = ffi.find_library("host").read_bytes()
   assert old in native
   library = tmp_path / "libep_ffi_cpu.so"
   library.write_bytes(native.replace(old, new))
-  (note,) = run_world(
-    __file__,
-    tmp_path,
-    "no_library",
-    processes=1,
-    env={"EP_FFI_LIBRARY_PATH": str(library)},
-  ).values()
+  message = refusal(monkeypatch, library)
   for word in [
     str(library),
     "0123456789ab" if new.isalnum() else "none",
@@ -102,18 +108,7 @@ def test_a_library_of_another_version(tmp_path, old, new):
     "EP_FFI_LIBRARY_PATH",
     "//ep_ffi:libep_ffi_cpu.so",
   ]:
-    assert word in note
-
-
-@only_native
-def test_no_library_on_one_rank(tmp_path):
-  """The error reaches the other ranks, and they do not wait for that rank."""
-  notes = run_world(__file__, tmp_path, "no_library_on_one")
-  assert notes.keys() == {0, 1, 2, 3}
-  for note in notes.values():
-    seconds, message = note.split(" s: ", 1)
-    assert float(seconds) < LONG_S / 10
-    assert "nowhere.so" in message
+    assert word in message
 
 
 @only_native
@@ -170,6 +165,10 @@ class Scenarios(Rank):
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
 
   def absent(self):
+    with pytest.MonkeyPatch.context() as patch:
+      if self.index == 3:
+        patch.setenv("EP_FFI_LIBRARY_PATH", "nowhere.so")
+      self.note_error(lambda: self.bootstrap(timeout_s=LONG_S), "library")
     group = self.bootstrap(timeout_s=TIMEOUT_S)
     if self.index == 3:
       self.wait_for("rank_*", 3)
@@ -189,14 +188,6 @@ class Scenarios(Rank):
       self.wait_for("rank_*", 3)
     else:
       self.note_error(lambda: self.bootstrap(timeout_s=TIMEOUT_S))
-
-  def no_library(self):
-    self.note_error(self.bootstrap)
-
-  def no_library_on_one(self):
-    if self.index == 3:
-      os.environ["EP_FFI_LIBRARY_PATH"] = "nowhere.so"
-    self.note_error(lambda: self.bootstrap(timeout_s=LONG_S))
 
   def psum(self, axes):
     """Domain 0 fails after domain 1 has run its only op."""
@@ -278,7 +269,7 @@ class Scenarios(Rank):
     weights = Case(config).weights()
     return Case(config, routing_weights=weights).run(sizes)
 
-  def note_error(self, fn):
+  def note_error(self, fn, name="rank"):
     """Notes how long `fn` and its results took to fail, and how they did."""
     import jax
 
@@ -287,7 +278,7 @@ class Scenarios(Rank):
       jax.block_until_ready(fn())
     except (RuntimeError, ValueError, OSError) as error:
       seconds = time.monotonic() - start
-      self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
+      self.note(f"{name}_{self.index}", f"{seconds:.2f} s: {error}")
     else:
       raise AssertionError("no error came")
 

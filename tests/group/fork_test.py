@@ -8,13 +8,14 @@ it has no threads in the child.
 import gc
 import multiprocessing
 import os
+import weakref
 
 import pytest
 
 from cases import Case
 from conftest import make_mesh, TIMEOUT_S
 import ep
-from forks import run_child, run_exit_handlers
+from ep._src.group import bootstrap as groups_of_process
 from groups import BACKEND, bootstrap
 from op_functions import round_trip
 
@@ -24,6 +25,29 @@ pytestmark = [
   ),
   pytest.mark.filterwarnings("ignore:os.fork"),
 ]
+
+
+def run_child(act):
+  """Forks a child that calls `act`, and checks that it ends well."""
+  pid = os.fork()
+  if pid == 0:
+    code = 1
+    try:
+      act()
+      code = 0
+    finally:
+      os._exit(code)
+  assert os.waitpid(pid, 0) == (pid, 0)
+
+
+def run_exit_handlers():
+  """Does what Python does at exit, except for JAX's own handlers.
+
+  JAX's handlers use the parent's connection to the coordination service, and
+  would end the parent, too.
+  """
+  groups_of_process._close_all()
+  weakref.finalize._exitfunc()
 
 
 def drop(group):

@@ -75,16 +75,6 @@ def result_of_run_program():
     return expected(case, round_trip, case.tokens(), case.weights())
 
 
-def test_groups_with_a_program(lifetimes, want, capsys):
-  """`jax.clear_caches` releases all that JAX keeps of a program."""
-
-  def use(group):
-    run_program(group, want)
-    jax.clear_caches()
-
-  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
-
-
 def test_a_program_is_released_with_its_function(lifetimes, want, capsys):
   """Its group is released too, even if JAX's caches keep parts of it."""
   check_lifetimes(
@@ -257,7 +247,8 @@ def test_at_exit_an_error_makes_the_code_1(
     ["-c", program], num_processes=2, timeout_s=50, log_dir=tmp_path
   )
   assert code == 1 and time.monotonic() - start < 45
-  assert told in (tmp_path / f"rank_{rank}.log").read_text().splitlines()[-1]
+  # Threads of Gloo write into the log, too.
+  assert told in (tmp_path / f"rank_{rank}.log").read_text()
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it is about one process")

@@ -106,7 +106,7 @@ def place(mesh, *args):
   return jax.tree.map(lambda x: to_global(x, mesh, spec), args)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_values_and_derivatives_are_exact(ranks):
   """Value, tangents, cotangents and second derivatives, of random slices."""
   mesh, groups = make_mesh({INNER: ranks}), [range(ranks)]
@@ -146,8 +146,7 @@ def test_values_and_derivatives_are_exact(ranks):
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_transformations_and_axes(check_vma):
+def test_transformations_and_axes():
   """Loops, examples, groups and several axes move the same rows."""
   mesh = make_mesh({OUTER: 2, INNER: 2})
   rng = np.random.default_rng(0)
@@ -192,6 +191,7 @@ def test_transformations_and_axes(check_vma):
 
   stack = functools.partial(jax.tree.map, lambda *x: np.stack(x, 1))
   args = place(mesh, operand, output, ct, *(stack(*x) for x in examples))
+  check_vma = jax.process_count() == 1  # each of them in a world
   actual = on_ranks(run, mesh, check_vma=check_vma)(*args)
 
   expected = {}

@@ -15,8 +15,9 @@ from ep._src.native import ffi
 C, F, G = 300, 5, 7
 
 # Sizes of slabs: within a tile, whole tiles, across tiles, empty, and C in all.
+# Those of as many slabs share their programs.
 SIZES = {
-  "one": [41],
+  "one": [41, 0, 0],
   "empty": [0, 33, 0, 0, 64, 0],
   "none": [0, 0, 0],
   "tiny": [1, 2, 3, 1, 1, 2],
@@ -57,6 +58,23 @@ def _inputs(sizes, dtype=jnp.float32):
   return rows, matrices, g
 
 
+@functools.cache
+def _program(implementation):
+  """Returns a program of the three operations."""
+  ops = IMPLEMENTATIONS[implementation]
+
+  @jax.jit
+  def call(sizes, rows, matrices, g):
+    whole = jnp.zeros((*sizes.shape, 0), jnp.int32)
+    return (
+      ops.expand(sizes, whole, rows, [matrices], "zero"),
+      ops.contract(sizes, whole, [g], [matrices], "zero"),
+      ops.outer(sizes, whole, rows, [g], jnp.float32),
+    )
+
+  return call
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", SIZES)
@@ -66,16 +84,7 @@ def test_the_operations_beside_unused_nans(case, implementation, dtype):
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes)
 
-  @jax.jit
-  def call(sizes, rows, matrices, g):
-    ops = IMPLEMENTATIONS[implementation]
-    whole = jnp.zeros((*sizes.shape, 0), jnp.int32)
-    return (
-      ops.expand(sizes, whole, rows, [matrices], "zero"),
-      ops.contract(sizes, whole, [g], [matrices], "zero"),
-      ops.outer(sizes, whole, rows, [g], jnp.float32),
-    )
-
+  call = _program(implementation)
   (out,), back, (sums,) = call(jnp.int32(sizes), rows, matrices, g)
   assert (out.dtype, back.dtype, sums.dtype) == (dtype, dtype, jnp.float32)
   rows, g, rounded = map(np.float64, (rows, g, matrices.astype(dtype)))
@@ -111,14 +120,18 @@ def test_the_library_computes_products_and_gradients(implementation_on_cpu):
   assert text.count("@ep_grouped_matmul(") == expected
 
 
+@jax.jit
+def _gradients(rows, matrices, sizes, g):
+  return jax.vjp(lambda x, w: gm.grouped_matmul(x, w, sizes), rows, matrices)[
+    1
+  ](g)
+
+
 @pytest.mark.parametrize("case", SIZES)
 def test_gradients_beside_unused_nans(case):
   sizes = SIZES[case]
   rows, matrices, g = _inputs(sizes)
-  _, vjp = jax.vjp(
-    lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), rows, matrices
-  )
-  g_rows, g_matrices = jax.jit(vjp)(jnp.asarray(g))
+  g_rows, g_matrices = _gradients(rows, matrices, jnp.int32(sizes), g)
   expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
   np.testing.assert_allclose(g_rows, expected, 1e-5, 1e-5)
   np.testing.assert_allclose(g_matrices, _outer(rows, g, sizes), 1e-4, 1e-4)

@@ -5,8 +5,6 @@ The function under test multiplies shared rows by two lists of matrices, as a
 gated expert does, and its dense counterpart looks up a matrix for each row.
 """
 
-import itertools
-
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -70,8 +68,6 @@ def linearized(fn):
 
 
 DERIVATIVES = {
-  "reverse": grad,
-  "forward": forward,
   "linearized": linearized,
   "reverse over reverse": lambda fn: grad(grad(fn)),
   "forward over reverse": lambda fn: forward(grad(fn)),
@@ -116,9 +112,7 @@ def test_a_gradient_of_one_output_alone():
 
 
 @pytest.mark.parametrize(
-  "batched",
-  [b for b in itertools.product([False, True], repeat=3) if any(b)],
-  ids=lambda b: "-".join(itertools.compress(("x", "w", "sizes"), b)),
+  "batched", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]
 )
 def test_vmap(batched):
   """Any of the operands may be batched, under and over a gradient."""
@@ -217,5 +211,5 @@ def test_arrays_that_xla_divides():
   shards = [jax.device_put(x, sharding) for x in stacked]
   close(
     jit_quickly(jax.vmap(grad(gated)))(*shards),
-    jax.vmap(grad(dense))(*stacked),
+    jit_quickly(jax.vmap(grad(dense)))(*stacked),
   )

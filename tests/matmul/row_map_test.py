@@ -143,13 +143,12 @@ def test_a_function_of_a_traced_value():
   close(got[1], expected[1])
 
 
-@pytest.mark.parametrize("count", [0, 1, 128, C])
-def test_any_number_of_rows(count):
+def test_any_number_of_rows():
   x = jnp.ones((C, F))
-  got = jit_quickly(lambda n, x: map_used_rows(jnp.sqrt, n, x, tail="zero"))(
-    jnp.int32([count]), x
-  )
-  np.testing.assert_array_equal(got, (np.arange(C)[:, None] < count) * x)
+  program = jit_quickly(lambda n: map_used_rows(jnp.sqrt, n, x, tail="zero"))
+  for count in 0, 1, 128, C:
+    expected = (np.arange(C)[:, None] < count) * x
+    np.testing.assert_array_equal(program(jnp.int32([count])), expected)
 
 
 def test_no_nan_of_an_unwritten_tail_reaches_a_gradient():

@@ -21,17 +21,6 @@ def claim(config, routing="skewed"):
   return case, everything, *case.inputs()
 
 
-def test_two_layers_do_not_alias():
-  check(
-    claim(layer(top_k=2, alignment=4, name="one")),
-    claim(layer(top_k=3, alignment=1, name="two")),
-  )
-
-
-def test_two_uses_of_one_layer_do_not_alias():
-  check(claim(layer(), "uniform"), claim(layer(), "skewed"))
-
-
 def test_two_groups_do_not_alias():
   options = [
     dict(top_k=K, alignment=4),

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same, exchanges
+from cases import assert_same
 from conftest import to_global
 import ep
 from ep._src.ops import reference
@@ -196,12 +196,9 @@ def run(case):
 @pytest.mark.parametrize(
   "mesh, drop_by, alignment, rows, candidates, dtype, backend",
   [
-    ("ep4", "weight", 1, 20, K, np.float32, BACKEND),
     ("ep4", None, 8, 40, K, jnp.bfloat16, BACKEND),
     ("ep4", "slot", 8, 32, K + 2, np.float32, BACKEND),
     ("dp2_ep2", "weight", 8, 32, K + 2, jnp.bfloat16, BACKEND),
-    ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, BACKEND),
-    ("ep4", "weight", 8, 40, K, jnp.bfloat16, "xla"),
     ("ep2_dp2", "fair", 1, 30, K + 2, np.float32, "xla"),
   ],
 )
@@ -347,11 +344,10 @@ def test_the_routing_of_a_checkpointed_block(spilling, is_saved):
 
     return block(tokens).sum()
 
-  step = jax.value_and_grad(loss)
-  program = jax.jit(step, compiler_options=quick_compiler.QUICK)
+  step = jax.jit(jax.value_and_grad(loss))
   args = (put(spilling, x[0]) for x in (case.tokens, case.ids, case.weights))
-  ops = exchanges(program.lower(*args).compile())
-  assert (ops.count("ep_prepare") == 2) == is_saved
+  prepares = step.lower(*args).as_text().count("custom_call @ep_prepare(")
+  assert prepares == (2 if is_saved else 4)
 
 
 def test_a_capacity_for_any_routing_needs_no_exchange():

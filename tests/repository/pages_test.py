@@ -110,11 +110,14 @@ def test_the_code_of_a_page(page, capsys, tmp_path, monkeypatch):
   for name in _LAUNCHED:  # readers start a page's program by itself
     monkeypatch.delenv(name, raising=False)
   names = {"__name__": "page"}
+  given = {}
   groups = set()
   for block in _python(page):
     code = _what_runs(block.code)
     if page in _FRAGMENTS:
-      exec(_GIVEN, names)
+      if not given or not given["group"].connection.is_open:
+        exec(_GIVEN, given)
+      names |= given
     capsys.readouterr()
     exec(compile("\n" * block.line + code, page, "exec"), names)
     printed = capsys.readouterr().out

@@ -279,12 +279,6 @@ def drops_the_gradient_of_weights(setting, dispatch, combine):
   return _with_weights(dispatch, lax.stop_gradient), combine
 
 
-@_breaks("gradients", rf"^the gradient of weights: {TOKEN}, choice \d+ is")
-def rounds_the_gradient_of_weights(setting, dispatch, combine):
-  moved = _identity(lambda g: g.astype(jnp.float16).astype(g.dtype))
-  return _with_weights(dispatch, moved), combine
-
-
 @_breaks("gradients", rf"^the gradient of tokens: {TOKEN}")
 def rounds_gradients_to_bfloat16(setting, dispatch, combine):
   moved = _identity(lambda g: g.astype(jnp.bfloat16).astype(g.dtype))
@@ -322,11 +316,6 @@ def _with_tangent(alter):
 
   same.defjvp(lambda primals, tangents: (*primals, alter(*tangents)))
   return same
-
-
-@_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")
-def doubles_the_tangent(setting, dispatch, combine):
-  return _with_rows(dispatch, _with_tangent(lambda t: 2 * t)), combine
 
 
 @_breaks("jvp", rf"^the tangent of tokens: {TOKEN}, column 0 {VALUES}")
@@ -393,44 +382,9 @@ def drops_gradients_of_fewer_ranks(setting, dispatch, combine):
   return _with_rows(dispatch, lax.stop_gradient), combine
 
 
-def _zeros_where(is_broken):
-  """Returns a fault: the sums are zero with some settings."""
-
-  def alter(setting, dispatch, combine):
-    if not is_broken(setting):
-      return dispatch, combine
-    return dispatch, lambda *args: 0 * combine(*args)
-
-  return alter
-
-
-for _name, _is_broken in {
-  "a_middle_alignment": lambda s: s.alignment == 4,
-  "one_choice": lambda s: s.top_k == 1,
-  "many_choices": lambda s: s.top_k > 4,
-  "hidden_beyond_64": lambda s: s.hidden > 64,
-  "hidden_beyond_256": lambda s: s.hidden > 256,
-  "odd_hidden": lambda s: s.hidden % 4,
-  "one_token": lambda s: s.tokens == 1,
-  "tokens_beyond_64": lambda s: s.tokens > 64,
-  "experts_beyond_256": lambda s: s.num_experts > 256,
-  "bfloat16": lambda s: s.dtype == jnp.bfloat16,
-}.items():
-  _alter = _zeros_where(_is_broken)
-  _alter.__name__ = f"is_zero_for_{_name}"
-  _breaks("output", f"^tokens: {TOKEN}", dtypes=HOST.dtypes)(_alter)
-
-
-def _wrapped(modulus):
-  def alter(setting, dispatch, combine):
-    return _with_sizes(dispatch, lambda sizes: sizes % modulus), combine
-
-  alter.__name__ = f"wraps_sizes_at_{modulus}"
-  return alter
-
-
-for _modulus in 1 << 8, 1 << 16:
-  _breaks("sizes", f"^group_sizes: rank .*{VALUES}")(_wrapped(_modulus))
+@_breaks("sizes", f"^group_sizes: rank .*{VALUES}")
+def wraps_sizes_at_16_bits(setting, dispatch, combine):
+  return _with_sizes(dispatch, lambda sizes: sizes % (1 << 16)), combine
 
 
 @_breaks("sizes", f"^group_sizes: rank .*{VALUES}")
@@ -439,16 +393,6 @@ def counts_one_less_if_counts_are_equal(setting, dispatch, combine):
     return sizes - ((sizes[0] == sizes).all() & (sizes[0] > 0))
 
   return _with_sizes(dispatch, counted), combine
-
-
-@_breaks("overflow", "^(rows|weights|tokens): ")
-def drops_a_whole_block(setting, dispatch, combine):
-  def dropped(rows):
-    block = jnp.arange(setting.capacity) >= setting.capacity - setting.alignment
-    lost = block & (setting.alignment > 1)
-    return jnp.where(lost[:, None], 0, rows)
-
-  return _with_rows(dispatch, dropped), combine
 
 
 @_breaks("second_order", rf"^the gradient of (tokens|weights|g): {TOKEN}")
@@ -474,26 +418,6 @@ def keeps_the_sign_of_a_zero_sum(setting, dispatch, combine):
     return jnp.where(sums == 0, jnp.array(-0.0, sums.dtype), sums)
 
   return dispatch, signed
-
-
-@_breaks("interleaved", rf"^tokens: {TOKEN}, column \d+ is")
-def combines_a_dispatch_once(setting, dispatch, combine):
-  seen = []
-
-  def once(rows, state):
-    again = any(x is state for x in seen)
-    seen.append(state)
-    return combine(rows, state) * (not again)
-
-  return dispatch, once
-
-
-@_breaks("gradients", rf"^the gradient of weights: {TOKEN}, .* is 0.0,")
-def drops_the_gradient_of_weights_of_padded_slabs(setting, dispatch, combine):
-  if setting.alignment != 4:
-    return dispatch, combine
-
-  return _with_weights(dispatch, lax.stop_gradient), combine
 
 
 def _called_with(fn, x):
@@ -571,9 +495,7 @@ ALONE = Transport(
   build=_alone,
   reports_disagreement=True,
 )
-NOWHERE = dataclasses.replace(ALONE, name="nowhere", location="nowhere:X")
 BROKEN += [
-  ("processes", NOWHERE, "^ModuleNotFoundError: No module named 'nowhere'"),
   ("processes", ALONE, "group_sizes: rank 0, expert 0 is 0, but the oracle"),
   ("disagreement", ALONE, "process 0 got no error, though process 1 has"),
 ]
@@ -698,17 +620,15 @@ def test_each_rule_catches_something():
 
 
 @pytest.mark.parametrize(
-  "subject, declared",
+  "subject, declared, rules",
   [
-    (takes_the_last_source_first, dict(order="any")),
-    (adds_up_in_another_order, dict(tolerance=Tolerance(1))),
+    (takes_the_last_source_first, dict(order="any"), ["rows"]),
+    (adds_up_in_another_order, dict(tolerance=Tolerance(1)), ["output"]),
   ],
   ids=lambda x: getattr(x, "name", None),
 )
-def test_what_declares_less_is_right(subject, declared):
-  """Rows in any order, or sums in any order, follow all other rules."""
-  weaker = dataclasses.replace(
-    subject, location=None, alignments=(1,), **declared
-  )
-  report = ep.testing.check(weaker)
+def test_what_declares_less_is_right(subject, declared, rules):
+  """Rows in any order, or sums in any order, are no faults then."""
+  weaker = dataclasses.replace(subject, alignments=(1,), **declared)
+  report = ep.testing.check(weaker, [*rules, "gradients"])
   assert report.passed, report

@@ -129,7 +129,10 @@ def test_the_drawn_sizes_cover_what_is_declared():
     assert {x.dtype for x in variants} == set(HOST.dtypes)
     for size in ("tokens", "hidden", "experts"):
       assert max(getattr(x, size) for x in variants) > 256
+    assert min(x.tokens for x in variants) == 1
+    assert any(x.hidden % 4 for x in variants)
     assert min(x.top_k for x in variants) == 1 < 3 <= variants[0].top_k
+    assert max(x.top_k for x in variants) > 4
     assert variants == Draw(HOST, seed).every_kind()
 
 
