@@ -4,7 +4,7 @@
 The pages are written for a code host, and Sphinx reads a copy of them in which
 three things differ:
 
-* Pages outside of docs/, where a code host wants them, have places on the site.
+* Pages that are where a code host wants them have places on the site.
 * A link to a file that is no page leads to the sources, if EP_SOURCE_URL is
   their address (//docs:source_url). Otherwise its path stands there.
 * A list of names in docs/reference becomes the docstrings of these names, and
@@ -31,18 +31,19 @@ import ep
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
-# The pages outside of docs/, and their places on the site.
+# The pages whose places on the site are not those in docs/.
 _ELSEWHERE = {
   "README.md": "index.md",
+  "docs/README.md": "use.md",
   "CHANGELOG.md": "changelog.md",
   "CONTRIBUTING.md": "contributing.md",
   "SECURITY.md": "security.md",
 }
 
 _CONTENTS = """
-Start: tutorial choices
-How to: howto/train howto/clusters howto/other_frameworks howto/profile \
-howto/replay howto/without_accelerators howto/test_a_transport
+Start: use tutorial choices
+How to: howto/train howto/clusters howto/other_frameworks howto/replay \
+howto/without_accelerators howto/test_a_transport
 The layer: moe router training planner sharp_bits errors
 Reference: reference/ep reference/moe reference/presets reference/launch \
 reference/quant reference/lax reference/debug reference/testing
