@@ -9,11 +9,27 @@ import sys
 import ep
 from ep._src.records import trace
 
+
+def main(args: list[str]) -> int | str:
+  """Prints explanations; returns the exit code, or what is wrong."""
+  if len(args) != 1:
+    return "usage: python -m ep.explain FILE_OR_FOLDER, of ep.trace"
+  try:
+    paths = trace.files(args[0])
+  except ValueError as e:
+    return str(e)
+  code = 0
+  for path in paths:
+    try:
+      found = str(ep.explain(path))
+    except (OSError, ValueError) as e:
+      found, code = str(e), 1
+    print(f"{path}:\n{found}")
+  return code
+
+
 if __name__ == "__main__":
-  if len(sys.argv) != 2:
-    sys.exit("usage: python -m ep.explain FILE_OR_FOLDER, of ep.trace")
-  for path in trace.files(sys.argv[1]):
-    print(f"{path}:\n{ep.explain(path)}")
+  sys.exit(main(sys.argv[1:]))
 else:
   # `import ep.explain` gives the function, and not this module in its place.
   sys.modules[__name__] = ep.explain  # type: ignore[assignment]
