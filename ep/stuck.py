@@ -110,13 +110,13 @@ def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
 
 
 def _value(fields: Any, name: str, kind: type) -> Any:
-  """Returns a value of `fields`; raises `ValueError` if it is no such thing."""
+  """Returns a value of this type; raises `ValueError` if there is none."""
   value = fields.get(name) if isinstance(fields, dict) else None
   if type(value) is not kind:
     raise ValueError(f'it has no field "{name}" that is a {kind.__name__}')
-  if kind is float and not 0 <= value < 1e12:
+  if isinstance(value, float) and not 0 <= value < 1e12:
     raise ValueError(f'"{name}" is {value}, which is no time')
-  return _printable(value) if kind is str else value
+  return _printable(value) if isinstance(value, str) else value
 
 
 def _printable(text: str) -> str:
