@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says why steps are slow: python -m ep.explain steps.json.gz.
 
-Of a folder, as $EP_TRACE names one, it explains each trace.
+Of a folder, as $EP_TRACE names one, it explains each trace. It merges the parts
+that processes have left.
 """
 
 import sys
@@ -21,6 +22,7 @@ def main(args: list[str]) -> int | str:
   code = 0
   for path in paths:
     try:
+      trace.merge_parts(path)
       found = str(ep.explain(path))
     except (OSError, ValueError) as e:
       found, code = str(e), 1

@@ -203,6 +203,15 @@ def test_parts_that_an_error_left_are_merged(folder):
     assert [x.name for x in folder.iterdir()] == ["steps.json"]
 
 
+def test_a_file_is_read_while_the_next_trace_of_it_begins(folder):
+  path = folder / "steps.json.gz"
+  with ep.trace(layer().group, path):
+    run(layer())
+  if jax.process_index() == 0:
+    path.with_name(f"{path.name}.part1").write_text("")
+    assert ep.explain(path).num_steps == 5
+
+
 def test_a_trace_changes_programs_of_xla_alone():
   config = layer()
   idx = Case(config).put(Case(config).topk_idx)
@@ -278,6 +287,13 @@ def test_all_late_ranks_are_blamed(seed):
   blames = explain_exchanges(exchanges).blames
   assert sorted(b.rank for b in blames) == sorted(late)
   assert {(b.op, b.share) for b in blames} == {("ep_dispatch", 1.0)}
+
+
+def test_a_long_trace_is_explained():
+  late = 2, "ep_dispatch", 0.01
+  exchanges = steps(np.random.default_rng(0), late, num_steps=2000)
+  (blame,) = explain_exchanges(list(exchanges)).blames
+  assert (blame.rank, blame.op) == (2, "ep_dispatch")
 
 
 def test_the_order_of_independent_ops_does_not_matter():

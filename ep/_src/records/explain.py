@@ -312,11 +312,17 @@ def _lateness(came: np.ndarray) -> np.ndarray:
 
 
 def _at_least(count: int, trials: int, p: float) -> float:
-  """Returns the chance of `count` or more of `trials`, each of chance `p`."""
-  return sum(
-    math.comb(trials, n) * p**n * (1 - p) ** (trials - n)
-    for n in range(count, trials + 1)
-  )
+  """Returns the chance of `count` or more of `trials`, each of chance `p`.
+
+  `p` is neither 0 nor 1.
+  """
+
+  def log_chance(n):  # the number of ways is no float if trials are many
+    ways = math.lgamma(trials + 1) - math.lgamma(n + 1)
+    ways -= math.lgamma(trials - n + 1)
+    return ways + n * math.log(p) + (trials - n) * math.log(1 - p)
+
+  return sum(math.exp(log_chance(n)) for n in range(count, trials + 1))
 
 
 def _with_equal_rows(took, rows):

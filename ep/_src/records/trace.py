@@ -53,9 +53,9 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   Collective over the processes of the group. Each writes a part beside the
   path, and the first one merges them. After an error in the context the parts
-  stay as they are; `ep.explain` merges them, and says which rank the error
-  began with. A process keeps 262144 exchanges; the file says how many came
-  after that.
+  stay as they are; `ep.explain` of their folder merges them, and says which
+  rank the error began with. A process keeps 262144 exchanges; the file says how
+  many came after that.
 
   To trace a program without editing it, set EP_TRACE to a folder: every group
   is traced from its begin to its end, and ep.explain merges the parts there.
@@ -92,7 +92,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   def merge_on_first():
     if jax.process_index() == processes[0]:
-      _merge_parts(path)
+      merge_parts(path)
 
   with stack, tracing.on(True):
     _do_on_all(group, start)
@@ -134,27 +134,29 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns what `merge` returned, from a file that `trace` wrote.
 
-  It merges the parts that the processes of an ended group have left. A folder
-  must have the trace of one group.
+  It merges the parts that the processes of an ended group have left in a
+  folder, or without a file. A folder must have the trace of one group.
 
   Raises:
+    OSError: the file cannot be read.
     ValueError: it is no trace, there are several, or a part is missing.
   """
-  (*others, path) = files(path)
+  (*others, file) = files(path)
   arguments.check(
     not others,
     "ep.explain",
-    f"{path.parent} has {1 + len(others)} traces; name one of them, as {path}.",
+    f"{path} has {1 + len(others)} traces; name one of them, as {file}.",
   )
-  if _parts(path.parent, glob.escape(path.name)):
-    _merge_parts(path)
-  data = path.read_bytes()
+  # A process may begin the next trace of a file while another one reads it.
+  if file != pathlib.Path(path) or not file.exists():
+    merge_parts(file)
+  data = file.read_bytes()
   try:
     if data.startswith(b"\x1f\x8b"):
       data = gzip.decompress(data)
     merged: dict[str, Any] = json.loads(data)["ep"]
   except (*DAMAGES, ValueError) as e:
-    raise damaged(path, e) from e
+    raise damaged(file, e) from e
   return merged
 
 
@@ -170,12 +172,17 @@ def _parts(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
   return sorted(folder.glob(f"{name}.part[0-9]*"))
 
 
-def _merge_parts(path: pathlib.Path) -> None:
-  """Writes the file of a trace, from the parts that processes have written.
+def merge_parts(path: pathlib.Path) -> None:
+  """Writes the file of a trace from the parts of all processes, if any.
 
   A part that has no end is merged only if another one tells of a failure.
+
+  Raises:
+    ValueError: a part is missing, or is none.
   """
   found = _parts(path.parent, glob.escape(path.name))
+  if not found:
+    return
   texts = {p.name.rpartition(".part")[2]: p.read_text() for p in found}
   try:
     heads = [json.loads(t.partition("\n")[0]) for t in texts.values() if t]
