@@ -16,6 +16,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
+from ep._src.backends.xla import stamps
 from ep._src.base import tracing
 from ep._src.records.explain import explain_exchanges
 from ep._src.records.trace import merge
@@ -114,22 +115,30 @@ def test_perfetto_binds_slices_and_arrows(folder):
       assert name.startswith("moving: ep_")
       assert stack[-1][2] >= begin
       assert (e["bp"], source[0]) == ("e", track[0])
-      arrows[source, track] += 1
+      arrows[track[0], source[1] % 2, track[1] % 2] += 1
   assert not begun
-  assert names == {
-    ("process_name", (0, 0)): "domain 0",
-    ("process_name", (1, 2)): "domain 1",
-    ("thread_name", (0, 0)): "rank 0",
-    ("thread_name", (0, 1)): "rank 1",
-    ("thread_name", (1, 2)): "rank 0",
-    ("thread_name", (1, 3)): "rank 1",
-  }
-  expected = collections.Counter()
-  for e in content["ep"]["exchanges"]:
-    tracks = [(e["domain"], 2 * e["domain"] + rank) for rank in range(2)]
-    last = int(np.argmax(e["came"]))
-    expected[tracks[last], tracks[1 - last]] += 1
-  assert arrows == expected
+  for (kind, (domain, tid)), name in names.items():
+    assert domain == tid // 2 % 2
+    is_rank = kind == "thread_name"
+    assert name == (f"rank {tid % 2}" if is_rank else f"domain {domain}")
+  assert open_slices.keys() <= {track for _, track in names}
+  lasts = (
+    (e["domain"], np.argmax(e["came"])) for e in content["ep"]["exchanges"]
+  )
+  assert arrows == collections.Counter((d, r, 1 - r) for d, r in lasts)
+
+
+@pytest.mark.skipif(BACKEND != "xla", reason="keeps its exchanges in C++")
+def test_a_trace_keeps_no_more_than_it_states(folder, monkeypatch):
+  monkeypatch.setattr(stamps, "_KEPT", 4)
+  path = folder / "steps.json"
+  group = layer().group
+  with ep.trace(group, path):
+    run(layer())
+    assert len(group.connection._stamps._ends) <= 4
+  content = json.loads(path.read_text())["ep"]
+  assert len(content["exchanges"]) == 4
+  assert content["lost"] > 0
 
 
 def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):

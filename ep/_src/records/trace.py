@@ -301,43 +301,58 @@ def _clock(a, b, first, process, domains) -> dict[str, Any]:
 def _events(merged: dict[str, Any]) -> list[dict[str, Any]]:
   """Returns Chrome's events of a merged trace, in the order of their times.
 
-  Perfetto binds an end of an arrow to the slice that began last on a track
-  before, and turns an arrow that leads to an earlier slice. So the last rank
-  begins to move when it comes, and no other rank before.
+  Slices of a track must not overlap, so a rank has more than one if it is in
+  several ops at a time. Perfetto binds an end of an arrow to the slice of the
+  track that began last before, and turns an arrow that leads to an earlier
+  slice. So the last rank begins to move when it comes, and no other rank
+  before.
   """
   size, exchanges = merged["ep_size"], merged["exchanges"]
+  num_domains = 1 + max((e["domain"] for e in exchanges), default=0)
+  ends: dict[tuple, list[float]] = collections.defaultdict(list)  # of tracks
   events: list[dict[str, Any]] = []
 
-  def add(ph, name, domain, rank, seconds, **fields):
-    track = dict(pid=domain, tid=domain * size + rank)
-    events.append(
-      dict(ph=ph, name=name, ts=_microseconds(seconds), **track, **fields)
-    )
+  def add(ph, name, domain, tid, seconds, **fields):
+    ts = _microseconds(seconds)
+    events.append(dict(ph=ph, name=name, ts=ts, pid=domain, tid=tid, **fields))
 
-  def add_slice(name, domain, rank, begin, end, args):
-    dur = _microseconds(max(begin, end)) - _microseconds(begin)
-    add("X", name, domain, rank, begin, dur=round(dur, 3), args=args)
+  def add_slice(name, domain, tid, begin, end, args):
+    dur = round(_microseconds(end) - _microseconds(begin), 3)
+    add("X", name, domain, tid, begin, dur=dur, args=args)
 
-  for domain in {e["domain"] for e in exchanges}:
-    add("M", "process_name", domain, 0, 0, args=dict(name=f"domain {domain}"))
-    for rank in range(size):
-      add("M", "thread_name", domain, rank, 0, args=dict(name=f"rank {rank}"))
+  def track(domain, rank, begin, end):
+    """Returns a track of the rank that is free, and names a new one."""
+    tracks = ends[domain, rank]
+    number = next((i for i, t in enumerate(tracks) if t <= begin), len(tracks))
+    tid = (number * num_domains + domain) * size + rank
+    if number == len(tracks):
+      add(
+        "M", "process_name", domain, tid, 0, args=dict(name=f"domain {domain}")
+      )
+      add("M", "thread_name", domain, tid, 0, args=dict(name=f"rank {rank}"))
+    tracks[number : number + 1] = [end]
+    return tid
+
   for number, e in enumerate(exchanges):
-    domain, last = e["domain"], int(np.argmax(e["came"]))
+    domain, came = e["domain"], e["came"]
+    last = int(np.argmax(came))
+    begins = np.maximum(e["began"], came[last])
+    begins[last] = came[last]
+    stops = np.maximum(e["ended"], begins).tolist()
+    begins = begins.tolist()
+    tids = [track(domain, r, came[r], stops[r]) for r in range(size)]
     name = f"{e['op']} {e['layer']}".strip()
-    begins = np.maximum(e["began"], e["came"][last])
-    begins[last] = e["came"][last]
-    for rank, begin in enumerate(begins.tolist()):
+    for rank, tid in enumerate(tids):
       args = {k: e[k][rank] for k in _COUNTS} | {"step": e["step"]}
       if rank != last:
         waiting = f"waiting for rank {last}: {name}"
-        add_slice(waiting, domain, rank, e["came"][rank], begin, args)
-      add_slice(f"moving: {name}", domain, rank, begin, e["ended"][rank], args)
-    for rank, begin in enumerate(begins.tolist()):
+        add_slice(waiting, domain, tid, came[rank], begins[rank], args)
+      add_slice(f"moving: {name}", domain, tid, begins[rank], stops[rank], args)
+    for rank, tid in enumerate(tids):
       if rank != last:
         arrow = dict(cat="last", id=number * size + rank)
-        add("s", "last", domain, last, begins[last], **arrow)
-        add("f", "last", domain, rank, begin, bp="e", **arrow)
+        add("s", "last", domain, tids[last], begins[last], **arrow)
+        add("f", "last", domain, tid, begins[rank], bp="e", **arrow)
     if e["op"] == "ep_prepare":
       rows, layer = np.array(e["rows"]), e["layer"]
       loads = enumerate(itertools.chain(*e["tokens"]))
@@ -347,7 +362,7 @@ def _events(merged: dict[str, Any]) -> list[dict[str, Any]]:
         ("drops", {"": sum(e["dropped"])}),
         ("tokens of experts", {str(i): n for i, n in loads}),
       ):
-        add("C", f"{name} {layer}", domain, 0, max(e["ended"]), args=args)
+        add("C", f"{name} {layer}", domain, tids[0], max(e["ended"]), args=args)
   return sorted(events, key=lambda event: event["ts"])
 
 
