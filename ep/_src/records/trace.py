@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import contextlib
 import glob
 import gzip
-import itertools
 import json
 import os
 import pathlib
@@ -21,8 +20,9 @@ import numpy as np
 from ep._src.base import arguments, meshes, tracing
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
+from ep._src.records import chrome
 
-_COUNTS = "rows", "dropped", "bytes"
+_COUNTS = "rows", "dropped", "bytes", "tokens"
 # What the use of a damaged file raises, apart from `ValueError`.
 DAMAGES = (
   ArithmeticError,
@@ -200,7 +200,7 @@ def merge_parts(path: pathlib.Path) -> None:
     )
   try:
     merged = merge([texts[process] for process in processes])
-    content = {"traceEvents": _events(merged), "ep": merged}
+    content = {"traceEvents": chrome.events(merged), "ep": merged}
   except (*DAMAGES, ValueError) as e:
     raise damaged(found[0], e) from e
   data = json.dumps(content).encode()
@@ -251,7 +251,7 @@ def merge(texts: list[str]) -> dict[str, Any]:
     for mine in zip(*launches, strict=True):
       merged = {k: mine[0][k] for k in ("op", "layer", "program", "domain")}
       merged |= {"step": step}
-      for name in "came", *_COUNTS, "tokens":
+      for name in "came", *_COUNTS:
         merged[name] = [e[name][r] for r, e in enumerate(mine)]
       merged["came"] = np.subtract(merged["came"], offsets).tolist()
       last = max(merged["came"])
@@ -296,76 +296,3 @@ def _clock(a, b, first, process, domains) -> dict[str, Any]:
   begin, end = sorted((max(low), min(high)))
   offset = float(np.clip(0, begin, end))
   return dict(offset_s=offset, bound_s=float(end - begin))
-
-
-def _events(merged: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns Chrome's events of a merged trace, in the order of their times.
-
-  Slices of a track must not overlap, so a rank has more than one if it is in
-  several ops at a time. Perfetto binds an end of an arrow to the slice of the
-  track that began last before, and turns an arrow that leads to an earlier
-  slice. So the last rank begins to move when it comes, and no other rank
-  before.
-  """
-  size, exchanges = merged["ep_size"], merged["exchanges"]
-  num_domains = 1 + max((e["domain"] for e in exchanges), default=0)
-  ends: dict[tuple, list[float]] = collections.defaultdict(list)  # of tracks
-  events: list[dict[str, Any]] = []
-
-  def add(ph, name, domain, tid, seconds, **fields):
-    ts = _microseconds(seconds)
-    events.append(dict(ph=ph, name=name, ts=ts, pid=domain, tid=tid, **fields))
-
-  def add_slice(name, domain, tid, begin, end, args):
-    dur = round(_microseconds(end) - _microseconds(begin), 3)
-    add("X", name, domain, tid, begin, dur=dur, args=args)
-
-  def track(domain, rank, begin, end):
-    """Returns a track of the rank that is free, and names a new one."""
-    tracks = ends[domain, rank]
-    number = next((i for i, t in enumerate(tracks) if t <= begin), len(tracks))
-    tid = (number * num_domains + domain) * size + rank
-    if number == len(tracks):
-      add(
-        "M", "process_name", domain, tid, 0, args=dict(name=f"domain {domain}")
-      )
-      add("M", "thread_name", domain, tid, 0, args=dict(name=f"rank {rank}"))
-    tracks[number : number + 1] = [end]
-    return tid
-
-  for number, e in enumerate(exchanges):
-    domain, came = e["domain"], e["came"]
-    last = int(np.argmax(came))
-    begins = np.maximum(e["began"], came[last])
-    begins[last] = came[last]
-    stops = np.maximum(e["ended"], begins).tolist()
-    begins = begins.tolist()
-    tids = [track(domain, r, came[r], stops[r]) for r in range(size)]
-    name = f"{e['op']} {e['layer']}".strip()
-    for rank, tid in enumerate(tids):
-      args = {k: e[k][rank] for k in _COUNTS} | {"step": e["step"]}
-      if rank != last:
-        waiting = f"waiting for rank {last}: {name}"
-        add_slice(waiting, domain, tid, came[rank], begins[rank], args)
-      add_slice(f"moving: {name}", domain, tid, begins[rank], stops[rank], args)
-    for rank, tid in enumerate(tids):
-      if rank != last:
-        arrow = dict(cat="last", id=number * size + rank)
-        add("s", "last", domain, tids[last], begins[last], **arrow)
-        add("f", "last", domain, tid, begins[rank], bp="e", **arrow)
-    if e["op"] == "ep_prepare":
-      rows, layer = np.array(e["rows"]), e["layer"]
-      loads = enumerate(itertools.chain(*e["tokens"]))
-      for name, args in (
-        ("rows", {str(r): int(n) for r, n in enumerate(rows)}),
-        ("imbalance", {"max/mean": float(rows.max() / max(rows.mean(), 1))}),
-        ("drops", {"": sum(e["dropped"])}),
-        ("tokens of experts", {str(i): n for i, n in loads}),
-      ):
-        add("C", f"{name} {layer}", domain, tids[0], max(e["ended"]), args=args)
-  return sorted(events, key=lambda event: event["ts"])
-
-
-def _microseconds(seconds: float) -> float:
-  """Returns Chrome's time, of whole nanoseconds."""
-  return round(seconds * 1e6, 3)
