@@ -19,8 +19,10 @@ from ep._src.records import trace
 # to a layer's op, and by how much, as a part of a step and in seconds. A busy
 # machine may let another thread run for 3 ms.
 _SHARE, _PART, _LATE_S = 0.5, 0.1, 3e-3
+_OF_LAST = 0.75  # Nobody waits for a rank that is late by a smaller part of it.
 _MORE_ROWS = 1.2  # so many times the mean rows are a cause
-_CHANCE = 0.05  # that a trace without a cause blames some rank for its share
+# That a trace without a cause blames some rank for its share, by each test.
+_CHANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +151,11 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   """Explains a file that `ep.trace` wrote, or a folder that EP_TRACE named.
 
   A rank is late at an op of a layer if it comes at least a tenth of a step, and
-  3 ms, after the lower median of all ranks, and half as late as the last one.
-  It is blamed if it is so in at least half of the steps. If all ranks were as
-  often late, some rank would be it so often in fewer than 5 % of such traces.
-  Its rows are the cause if the op follows its experts and they had at least 1.2
-  times the mean rows.
+  3 ms, after the lower median of all ranks, and at least 0.75 times as late as
+  the last one. It is blamed if it is so in at least half of the steps. If all
+  ranks were as often late, or last, some rank would be it so often in fewer
+  than 10 % of such traces. Its rows are the cause if the op follows its experts and they had
+  at least 1.2 times the mean rows.
 
   If an op has failed, the ranks are named that had not come to it, or had come
   with something else than most ranks; if processes were killed, theirs alone.
@@ -270,13 +272,17 @@ def _blames(
 ) -> Iterator[Blame]:
   """Yields whom the ranks waited for at an op, in all steps; often nobody."""
   late = np.array([o.late_s for o in seen])  # [step, rank]
-  least = np.maximum(late.max(axis=1) / 2, max(_PART * step_s, _LATE_S))
+  least = np.maximum(_OF_LAST * late.max(axis=1), max(_PART * step_s, _LATE_S))
   is_late = late >= least[:, np.newaxis]
   num_steps, num_ranks = late.shape
   for rank, count in enumerate(is_late.sum(axis=0).tolist()):
     if count < _SHARE * num_steps:
       continue
-    chance = _at_least(count, num_steps, float(is_late.mean()))
+    num_last = int(np.sum(late.argmax(axis=1) == rank))
+    chance = min(
+      _at_least(count, num_steps, float(is_late.mean())),
+      _at_least(num_last, num_steps, 1 / num_ranks),
+    )
     if num_ranks * num_places * chance > _CHANCE:
       continue
     own = [
