@@ -154,8 +154,8 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   3 ms, after the lower median of all ranks, and at least 0.75 times as late as
   the last one. It is blamed if it is so in at least half of the steps. If all
   ranks were as often late, or last, some rank would be it so often in fewer
-  than 10 % of such traces. Its rows are the cause if the op follows its experts and they had
-  at least 1.2 times the mean rows.
+  than 10 % of such traces. Its rows are the cause if the op follows its experts
+  and they had at least 1.2 times the mean rows.
 
   If an op has failed, the ranks are named that had not come to it, or had come
   with something else than most ranks; if processes were killed, theirs alone.
