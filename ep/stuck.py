@@ -32,7 +32,8 @@ import signal
 import struct
 import sys
 import time
-from typing import Any, BinaryIO
+import typing
+from typing import Any, BinaryIO, TypeVar
 
 _HEADER = struct.Struct("=8sQQQQ")  # shared_text.h explains it
 _MAX_BYTES = 1 << 26  # of a text
@@ -40,6 +41,7 @@ _IDLE_S = 1.0  # A rank that has been in no op for so long is asked why.
 _ANSWER_S = 0.6  # for stacks
 _QUIET_S = 0.05  # Stacks to which nothing came for so long are complete.
 _OLD_S = 3.0  # Processes that run publish more often.
+_Class = TypeVar("_Class")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,30 +83,11 @@ class Record:
       fields = json.loads(text)
     except RecursionError as e:
       raise ValueError("it is nested too deeply") from e
-    return cls(
-      pid=_field(fields, "pid", int),
-      time=_number(fields, "time"),
-      group=_text(fields, "group"),
-      job=_text(fields, "job"),
-      process=_field(fields, "process", int),
-      waits=tuple(
-        Wait(
-          op=_text(wait, "op"),
-          waiting=_text(wait, "waiting"),
-          missing=_text(wait, "missing"),
-          since=_number(wait, "since"),
-        )
-        for wait in _field(fields, "waits", list)
-      ),
-      others=tuple(
-        Other(
-          rank=_text(other, "rank"),
-          last=_text(other, "last"),
-          since=_number(other, "since"),
-        )
-        for other in _field(fields, "others", list)
-      ),
-      left_out=_field(fields, "left_out", int),
+    return _read(
+      cls,
+      fields,
+      waits=tuple(_read(Wait, x) for x in _value(fields, "waits", list)),
+      others=tuple(_read(Other, x) for x in _value(fields, "others", list)),
     )
 
 
@@ -118,22 +101,22 @@ class Process:
   stacks: tuple[str, int] | None  # the path of the file, and the signal
 
 
-def _field(fields: Any, name: str, kind: type) -> Any:
+def _read(cls: type[_Class], fields: Any, **known: Any) -> _Class:
+  """Returns an object of a dataclass, whose other values `fields` has."""
+  for name, kind in typing.get_type_hints(cls).items():
+    if name not in known:
+      known[name] = _value(fields, name, kind)
+  return cls(**known)
+
+
+def _value(fields: Any, name: str, kind: type) -> Any:
+  """Returns a value of this type; raises `ValueError` if there is none."""
   value = fields.get(name) if isinstance(fields, dict) else None
   if type(value) is not kind:
     raise ValueError(f'it has no field "{name}" that is a {kind.__name__}')
-  return value
-
-
-def _text(fields: Any, name: str) -> str:
-  return _printable(_field(fields, name, str))
-
-
-def _number(fields: Any, name: str) -> float:
-  value: float = _field(fields, name, float)
-  if not 0 <= value < 1e12:
+  if isinstance(value, float) and not 0 <= value < 1e12:
     raise ValueError(f'"{name}" is {value}, which is no time')
-  return value
+  return _printable(value) if isinstance(value, str) else value
 
 
 def _printable(text: str) -> str:
@@ -407,14 +390,14 @@ def main(args: list[str]) -> int | str:
     if not processes:
       print("No process of this user on this host has a group of ep.")
   else:
-    pid = int(args[0])
+    (pid,) = args
     try:
       is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:
       return f"ep.stuck: there is no process {pid} on this host."
     if not is_own:
       return f"ep.stuck: process {pid} is another user's; ask as that user."
-    processes = find([pid])
+    processes = find([int(pid)])
     if not processes:
       print(f"Process {pid} has no group of ep.")
   for line in report(processes):

@@ -26,8 +26,8 @@ def plot(trace: str | pathlib.Path, path: str | pathlib.Path) -> None:
   Raises:
     ValueError: there are fewer than two steps.
   """
-  text = gzip.decompress(pathlib.Path(trace).read_bytes())
-  exchanges = json.loads(text)["ep"]["exchanges"]
+  with (gzip.open if str(trace).endswith(".gz") else open)(trace) as file:
+    exchanges = json.load(file)["ep"]["exchanges"]
   counts = collections.Counter((e["program"], e["step"]) for e in exchanges)
   program, _ = max(counts, key=counts.get)
   steps = collections.defaultdict(list)

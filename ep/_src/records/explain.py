@@ -15,25 +15,28 @@ import numpy as np
 from ep._src.base import arguments
 from ep._src.records import trace
 
-# Nobody is blamed below these: the share of the steps in which a rank came last
+# Nobody is blamed below these: the share of the steps in which a rank came late
 # to a layer's op, and by how much, as a part of a step and in seconds. A busy
 # machine may let another thread run for 3 ms.
 _SHARE, _PART, _LATE_S = 0.5, 0.1, 3e-3
+_OF_LAST = 0.75  # Nobody waits for a rank that is late by a smaller part of it.
 _MORE_ROWS = 1.2  # so many times the mean rows are a cause
-_CHANCE = 0.05  # that a trace without a cause blames some rank for its share
+# That a trace without a cause blames some rank for its share, by each test.
+_CHANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
-  """A rank that the others waited for, at one op of a layer.
+  """A rank that others waited for, at one op of a layer.
 
   Attributes:
-    domain, rank, layer, op: who came last, and where.
+    domain, rank, layer, op: what came late, and where.
     share: the part of the steps in which it did.
-    late_s: by how much it came after the median of the others; a median.
+    late_s: by how much it came after the lower median of all ranks; a median
+      over these steps.
     rows_ratio: its rows, in times of the mean.
     expert: its expert with the most tokens; None if the op's layer has no
-      ep_prepare in the step.
+      ep_prepare in the step, and the rows are not known.
     expert_share: the part of its tokens that this expert has.
     balanced_s: what `late_s` would be if its rows were the mean; None if its
       rows are not the cause.
@@ -52,7 +55,7 @@ class Blame:
 
   def __str__(self) -> str:
     text = (
-      f"domain {self.domain}, rank {self.rank} came last to {self.op} in layer"
+      f"domain {self.domain}, rank {self.rank} came late to {self.op} in layer"
       f' "{self.layer}" in {self.share:.0%} of the steps, by'
       f" {self.late_s * 1e3:.1f} ms; "
     )
@@ -62,10 +65,12 @@ class Blame:
         f" ({self.expert_share:.0%} of them expert {self.expert}); balanced it"
         f" would have been {self.balanced_s * 1e3:.1f} ms."
       )
-    rows = "average"
-    if self.rows_ratio >= _MORE_ROWS:
-      rows = f"{self.rows_ratio:.1f} times the mean, which is not why"
-    return text + f"its rows were {rows}: it computed longer before."
+    rows = "were average"
+    if self.expert is None:
+      rows = "are not known"
+    elif not 1 / _MORE_ROWS < self.rows_ratio < _MORE_ROWS:
+      rows = f"were {self.rows_ratio:.1f} times the mean, which is not why"
+    return text + f"its rows {rows}: it computed longer before."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +150,12 @@ class Explanation:
 def explain(path: str | os.PathLike[str]) -> Explanation:
   """Explains a file that `ep.trace` wrote, or a folder that EP_TRACE named.
 
-  A rank is blamed if it came last to an op of a layer in at least half of the
-  steps, by at least a tenth of a step and 3 ms, both medians: it then came so
-  much after the median of the others. If all ranks were as often last,
-  some rank would be it so often in fewer than 5 % of such traces. Its rows are
-  the cause if the op follows its experts and they had at least 1.2 times the
-  mean rows.
+  A rank is late at an op of a layer if it comes at least a tenth of a step, and
+  3 ms, after the lower median of all ranks, and at least 0.75 times as late as
+  the last one. It is blamed if it is so in at least half of the steps. If all
+  ranks were as often late, or last, some rank would be it so often in fewer
+  than 10 % of such traces. Its rows are the cause if the op follows its experts
+  and they had at least 1.2 times the mean rows.
 
   If an op has failed, the ranks are named that had not come to it, or had come
   with something else than most ranks; if processes were killed, theirs alone.
@@ -158,13 +163,16 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   else the fewest ranks, or failed first.
 
   Raises:
+    OSError: the file cannot be read.
     ValueError: the file is another one, or has fewer than three steps and no
       failure; or the folder has no trace, several, or a part of one.
   """
   merged = trace.load(path)
-  return explain_exchanges(
-    merged["exchanges"], _first_failure(merged) if merged["failures"] else None
-  )
+  try:
+    failure = _first_failure(merged) if merged["failures"] else None
+    return explain_exchanges(merged["exchanges"], failure)
+  except trace.DAMAGES as e:
+    raise trace.damaged(path, e) from e
 
 
 def explain_exchanges(
@@ -184,21 +192,22 @@ def explain_exchanges(
   totals = []
   places = collections.defaultdict(list)
   for start, step in steps:
+    runs: collections.Counter = collections.Counter()
     ops = list(_look_at(start, step))
-    for number, (e, op) in enumerate(zip(step, ops, strict=True)):
-      places[e["domain"], e["layer"], e["op"], number].append(op)
-    moved, waited, late, unbalanced = np.sum(
-      [(o.moved_s, o.waited_s, o.late_s, o.late_s - o.balanced_s) for o in ops],
-      axis=0,
-    )
+    for e, op in zip(step, ops, strict=True):
+      place = e["domain"], e["layer"], e["op"]
+      places[*place, runs[place]].append(op)
+      runs[place] += 1
+    moved, waited, late, unbalanced = np.sum([o.times for o in ops], axis=0)
     step_s = np.max(step[-1]["ended"]) - np.max(start)
     totals.append((step_s, moved, waited, step_s - late, step_s - unbalanced))
   medians = np.median(totals, axis=0).tolist()
-  found = [
-    _blame(*place[:3], seen, medians[0], len(places))
+  blames = [
+    blame
     for place, seen in places.items()
+    for blame in _blames(*place[:3], seen, medians[0], len(places))
   ]
-  blames = sorted(filter(None, found), key=lambda b: -b.share * b.late_s)
+  blames.sort(key=lambda b: -b.share * b.late_s)
   times = dict(zip(names, medians, strict=True))
   return Explanation(len(steps), blames=tuple(blames), failure=failure, **times)
 
@@ -206,20 +215,17 @@ def explain_exchanges(
 def _first_failure(merged: dict[str, Any]) -> Failure:
   """Returns the failure that the others follow from; see `explain`."""
 
-  def ranks(failure) -> set[int]:
+  def killed(failure) -> list[int]:
     first = failure["domain"] * merged["ep_size"]
-    killed = {r - first for r in merged["killed"]}
-    return killed.intersection(failure["ranks"]) or set(failure["ranks"])
+    return [r for r in failure["ranks"] if first + r in merged["killed"]]
 
   def order(failure):
-    first = failure["domain"] * merged["ep_size"]
-    is_killed = any(first + r in merged["killed"] for r in ranks(failure))
-    return not is_killed, len(failure["ranks"]), failure["at"]
+    return not killed(failure), len(failure["ranks"]), failure["at"]
 
   first = min(merged["failures"], key=order)
   return Failure(
     first["domain"],
-    tuple(sorted(ranks(first))),
+    tuple(sorted(killed(first) or first["ranks"])),
     first["layer"],
     first["op"],
     first["step"],
@@ -229,16 +235,13 @@ def _first_failure(merged: dict[str, Any]) -> Failure:
 
 
 class _Op(NamedTuple):
-  """What an op of a step says; see `Blame` and `Explanation`."""
+  """What an op of a step says, of all ranks."""
 
-  size: int  # of the domain
-  rank: int  # which came last
-  late_s: float
-  rows_ratio: float
-  balanced_s: float
-  moved_s: float
-  waited_s: float
-  tokens: np.ndarray  # of each expert of the last rank
+  late_s: np.ndarray
+  balanced_s: np.ndarray  # the same, if all had the mean rows
+  rows_ratio: np.ndarray
+  tokens: list[list[int]]  # of each rank's experts; empty if not known
+  times: tuple[float, ...]  # moved, waited, late, and late because of rows
 
 
 def _look_at(start, step) -> Iterator[_Op]:
@@ -248,70 +251,84 @@ def _look_at(start, step) -> Iterator[_Op]:
     if e["op"] == "ep_prepare":
       prepared[e["layer"]] = np.maximum(e["rows"], 1), e["tokens"]
     came, end = np.array(e["came"]), np.array(e["ended"])
-    size, last = len(came), int(came.argmax())
-    rows, tokens = prepared.get(e["layer"], (np.ones(size), [[]] * size))
-    late = balanced = _lateness(came, last)
+    last = came.max()
+    rows, tokens = prepared.get(e["layer"], (np.ones(len(came)), []))
+    late = balanced = _lateness(came)
     if e["op"] in ("ep_combine", "ep_dispatch_bwd"):  # experts came before
-      even = _with_equal_rows(came - ends, rows)
-      after_last = even.max() - even[last]
-      balanced = np.clip(after_last + _lateness(even, last), 0.0, late)
+      balanced = _lateness(_with_equal_rows(came - ends, rows))
+    because_of_rows = max(0.0, late.max() - balanced.max())
     yield _Op(
-      size,
-      last,
       late,
-      rows_ratio=rows[last] / rows.mean(),
-      balanced_s=balanced,
-      moved_s=np.max(end - came.max()),
-      waited_s=np.mean(came.max() - came),
-      tokens=np.array(tokens[last]),
+      np.clip(balanced, 0.0, late),
+      rows / rows.mean(),
+      tokens,
+      (np.max(end - last), np.mean(last - came), late.max(), because_of_rows),
     )
     ends = end
 
 
-def _blame(
+def _blames(
   domain, layer, op, seen: list[_Op], step_s: float, num_places: int
-) -> Blame | None:
-  """Returns whom the ranks waited for at an op, in all steps; often nobody."""
-  size = seen[0].size
-  rank = collections.Counter(o.rank for o in seen).most_common(1)[0][0]
-  own = [o for o in seen if o.rank == rank]
-  share = len(own) / len(seen)
-  late, ratio, balanced = np.median([o[2:5] for o in own], axis=0).tolist()
-  chance = size * num_places * _at_least(len(own), len(seen), 1 / size)
-  is_late = share >= _SHARE and late >= max(_PART * step_s, _LATE_S)
-  if not is_late or chance > _CHANCE:
-    return None
-  tokens = np.sum([o.tokens for o in own], axis=0)
-  expert, expert_share = None, 0.0
-  if tokens.size:
-    expert = rank * tokens.size + int(tokens.argmax())
-    expert_share = float(tokens.max() / max(tokens.sum(), 1))
-  is_load = ratio >= _MORE_ROWS and balanced < late
-  return Blame(
-    domain,
-    rank,
-    layer,
-    op,
-    share,
-    late,
-    ratio,
-    expert,
-    expert_share,
-    balanced if is_load else None,
-  )
+) -> Iterator[Blame]:
+  """Yields whom the ranks waited for at an op, in all steps; often nobody."""
+  late = np.array([o.late_s for o in seen])  # [step, rank]
+  least = np.maximum(_OF_LAST * late.max(axis=1), max(_PART * step_s, _LATE_S))
+  is_late = late >= least[:, np.newaxis]
+  num_steps, num_ranks = late.shape
+  for rank, count in enumerate(is_late.sum(axis=0).tolist()):
+    if count < _SHARE * num_steps:
+      continue
+    num_last = int(np.sum(late.argmax(axis=1) == rank))
+    chance = min(
+      _at_least(count, num_steps, float(is_late.mean())),
+      _at_least(num_last, num_steps, 1 / num_ranks),
+    )
+    if num_ranks * num_places * chance > _CHANCE:
+      continue
+    own = [
+      o for o, is_own in zip(seen, is_late[:, rank], strict=True) if is_own
+    ]
+    late_s, balanced_s, ratio = np.median(
+      [(o.late_s[rank], o.balanced_s[rank], o.rows_ratio[rank]) for o in own],
+      axis=0,
+    ).tolist()
+    expert, expert_share = None, 0.0
+    if all(o.tokens for o in own):
+      tokens = np.sum([o.tokens[rank] for o in own], axis=0)
+      expert = rank * tokens.size + int(tokens.argmax())
+      expert_share = float(tokens.max() / max(tokens.sum(), 1))
+    is_load = ratio >= _MORE_ROWS and balanced_s < late_s
+    yield Blame(
+      domain,
+      rank,
+      layer,
+      op,
+      count / num_steps,
+      late_s,
+      ratio,
+      expert,
+      expert_share,
+      balanced_s if is_load else None,
+    )
 
 
-def _lateness(came: np.ndarray, rank: int) -> float:
-  """Returns by how much a rank came after the median of the others."""
-  return came[rank] - np.median(np.delete(came, rank)) if len(came) > 1 else 0.0
+def _lateness(came: np.ndarray) -> np.ndarray:
+  """Returns by how much each rank came after the lower median of all."""
+  return came - np.sort(came)[(len(came) - 1) // 2]
 
 
 def _at_least(count: int, trials: int, p: float) -> float:
-  """Returns the chance of `count` or more of `trials`, each of chance `p`."""
-  return sum(
-    math.comb(trials, n) * p**n * (1 - p) ** (trials - n)
-    for n in range(count, trials + 1)
-  )
+  """Returns the chance of `count` or more of `trials`, each of chance `p`.
+
+  `p` is neither 0 nor 1.
+  """
+
+  def log_chance(n):  # the number of ways is no float if trials are many
+    ways = math.lgamma(trials + 1) - math.lgamma(n + 1)
+    ways -= math.lgamma(trials - n + 1)
+    return ways + n * math.log(p) + (trials - n) * math.log(1 - p)
+
+  return sum(math.exp(log_chance(n)) for n in range(count, trials + 1))
 
 
 def _with_equal_rows(took, rows):

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 import contextlib
+import glob
 import gzip
-import itertools
 import json
 import os
 import pathlib
 from typing import Any
+import zlib
 
 import jax
 import numpy as np
@@ -19,8 +20,20 @@ import numpy as np
 from ep._src.base import arguments, meshes, tracing
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
+from ep._src.records import chrome
 
-_COUNTS = "rows", "dropped", "bytes"
+_COUNTS = "rows", "dropped", "bytes", "tokens"
+# What the use of a damaged file raises, apart from `ValueError`.
+DAMAGES = (
+  ArithmeticError,
+  AttributeError,
+  EOFError,
+  LookupError,
+  RecursionError,
+  TypeError,
+  gzip.BadGzipFile,
+  zlib.error,
+)
 
 
 @contextlib.contextmanager
@@ -33,10 +46,10 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
         jax.block_until_ready(state)
       print(ep.explain("steps.json.gz"))
 
-  Each rank has a track with slices "waiting"
-  and "moving"; an arrow runs from the rank that came last to those that waited.
-  Wait for the results of the last step, as above: what has not ended when the
-  context is left is not in the file.
+  Each rank has a track with slices "waiting" and "moving"; an arrow runs from
+  the rank that came last to those that waited. Wait for the results of the last
+  step, as above: what has not ended when the context is left is not in the
+  file.
 
   Collective over the processes of the group. Each writes a part beside the
   path, and the first one merges them. After an error in the context the parts
@@ -57,7 +70,8 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     path: the file; it is compressed if its name ends with ".gz".
 
   Raises:
-    ValueError, OSError: the group has no trace, or the file cannot be written.
+    ValueError, OSError: the group has no trace, or the file cannot be written;
+      on other processes a RuntimeError.
     RuntimeError: the group was finalized or is traced already, or a process did
       not come.
   """
@@ -68,42 +82,46 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     f'the group "{group.name}" has no trace, because its mesh has no devices.',
   )
   path = pathlib.Path(path).absolute()
-  group.connection.start_trace(str(path))
-  try:
-    with tracing.on(True):
-      yield
-  finally:
-    group.connection.stop_trace()
   processes = meshes.processes(group.mesh)
+  stack = contextlib.ExitStack()
+
+  def start():
+    arguments.check(not path.is_dir(), "ep.trace", f"{path} is a folder.")
+    group.connection.start_trace(str(path))
+    stack.callback(group.connection.stop_trace)
 
   def merge_on_first():
     if jax.process_index() == processes[0]:
-      _merge_parts(path, range(len(processes)))
+      merge_parts(path)
+
+  with stack, tracing.on(True):
+    _do_on_all(group, start)
+    yield
+    _do_on_all(group, stack.close)
+  _do_on_all(group, merge_on_first)
+
+
+def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
+  """Does something on each process; raises on all what it raises on one."""
+
+  def propose():
+    what()
     return group
 
-  agreement.agree("ep.trace", group, lambda: group)  # all parts are written
-  agreement.agree("ep.trace", group, merge_on_first)
+  agreement.agree("ep.trace", group, propose)
 
 
 def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
   """Returns the traces at `path`: a file, or those in a folder.
 
-  There it merges the parts that the processes of ended groups have written.
-
   Raises:
-    ValueError: there is no trace, or a part is missing.
+    ValueError: there is no trace.
   """
   path = pathlib.Path(path)
   if not path.is_dir():
     return [path]
-  for part in sorted(path.glob("*.part*")):
-    if not part.exists():  # it has been merged
-      continue
-    name, _, process = part.name.rpartition(".part")
-    head = json.loads(part.read_text().partition("\n")[0] or "{}")
-    processes = set(head.get("processes", [process]))
-    _merge_parts(part.with_name(name), processes)
-  found = sorted(path.glob("*.json.gz"))
+  parts = {p.with_name(p.name.rpartition(".")[0]) for p in _parts(path, "*")}
+  found = sorted(parts.union(path.glob("*.json.gz")))
   arguments.check(
     found != [],
     "ep.explain",
@@ -113,55 +131,90 @@ def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
   return found
 
 
-def _merge_parts(path: pathlib.Path, processes: Iterable[int]) -> None:
-  """Writes the file of a trace, from the parts of these processes.
-
-  A part that has no end is merged only if another one tells of a failure.
-  """
-  parts = [path.with_name(f"{path.name}.part{p}") for p in processes]
-  texts = [p.read_text() if p.exists() else "" for p in parts]
-  is_failure = any('"failed":' in text for text in texts)
-  for part, text in zip(parts, texts, strict=True):
-    arguments.check(
-      '"lost":' in text or (text != "" and is_failure),
-      "ep.trace",
-      f"{part} is missing or has no end: its process still runs, or was"
-      " killed.",
-    )
-  merged = merge(texts)
-  text = json.dumps({"traceEvents": list(_slices(merged)), "ep": merged})
-  data = text.encode()
-  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-  for part in parts:
-    part.unlink()
-
-
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns what `merge` returned, from a file that `trace` wrote.
 
-  A folder must have the trace of one group.
+  It merges the parts that the processes of an ended group have left in a
+  folder, or without a file. A folder must have the trace of one group.
+
+  Raises:
+    OSError: the file cannot be read.
+    ValueError: it is no trace, there are several, or a part is missing.
   """
-  (*others, path) = files(path)
+  (*others, file) = files(path)
   arguments.check(
     not others,
     "ep.explain",
-    f"{path.parent} has {1 + len(others)} traces; name one of them, as {path}.",
+    f"{path} has {1 + len(others)} traces; name one of them, as {file}.",
   )
-  data = path.read_bytes()
-  if data.startswith(b"\x1f\x8b"):
-    data = gzip.decompress(data)
-  content = json.loads(data)
-  arguments.check(
-    "ep" in content, "ep.explain", f"{path} is not a file of ep.trace."
+  # A process may begin the next trace of a file while another one reads it.
+  if file != pathlib.Path(path) or not file.exists():
+    merge_parts(file)
+  data = file.read_bytes()
+  try:
+    if data.startswith(b"\x1f\x8b"):
+      data = gzip.decompress(data)
+    merged: dict[str, Any] = json.loads(data)["ep"]
+  except (*DAMAGES, ValueError) as e:
+    raise damaged(file, e) from e
+  return merged
+
+
+def damaged(path: str | os.PathLike[str], error: Exception) -> ValueError:
+  """Returns the error for a file whose use has raised another one."""
+  return ValueError(
+    f"ep.explain: {path} is not a file of ep.trace, or is damaged: {error!r}"
   )
-  return content["ep"]
+
+
+def _parts(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+  """Returns the parts of traces, whose names match a pattern, in a folder."""
+  return sorted(folder.glob(f"{name}.part[0-9]*"))
+
+
+def merge_parts(path: pathlib.Path) -> None:
+  """Writes the file of a trace from the parts of all processes, if any.
+
+  A part that has no end is merged only if another one tells of a failure.
+
+  Raises:
+    ValueError: a part is missing, or is none.
+  """
+  found = _parts(path.parent, glob.escape(path.name))
+  if not found:
+    return
+  texts = {p.name.rpartition(".part")[2]: p.read_text() for p in found}
+  try:
+    heads = [json.loads(t.partition("\n")[0]) for t in texts.values() if t]
+    processes = [*map(str, sorted({*heads[0]["processes"]}))]
+  except (*DAMAGES, ValueError):
+    processes = [*texts]  # which have no begin
+  is_failure = any('"failed":' in text for text in texts.values())
+  for process in processes:
+    text = texts.get(process, "")
+    arguments.check(
+      '"lost":' in text or (text != "" and is_failure),
+      "ep.trace",
+      f"{path}.part{process} is missing or has no end: its process still runs,"
+      " or was killed.",
+    )
+  try:
+    merged = merge([texts[process] for process in processes])
+    content = {"traceEvents": chrome.events(merged), "ep": merged}
+  except (*DAMAGES, ValueError) as e:
+    raise damaged(found[0], e) from e
+  data = json.dumps(content).encode()
+  path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+  for part in found:
+    part.unlink()
 
 
 def merge(texts: list[str]) -> dict[str, Any]:
   """Merges the parts of all processes; ep_ffi's trace.h has their form.
 
   An exchange gets for each rank what its own process has measured, in the time
-  of the first process. Exchanges that a part lacks are left out. The clock of a
+  of the first process. An op of a launch is left out if parts do not have it
+  equally often: the trace began or ended within the launch. The clock of a
   process is moved as little as its exchanges allow, and not at all where it may
   be the first one's: a post is seen after it was sent, both ways.
 
@@ -169,12 +222,11 @@ def merge(texts: list[str]) -> dict[str, Any]:
   whose processes ended before their parts did.
   """
   heads: dict[int, dict[str, Any]] = {}
-  seen: dict[int, dict[tuple, dict[str, Any]]] = {}
+  seen: dict[int, dict[tuple, list[dict[str, Any]]]] = {}
   failures, lost, killed = [], 0, set()
   for text in texts:
     head, *events = map(json.loads, text.rpartition("\n")[0].splitlines())
-    runs: collections.Counter = collections.Counter()
-    own = seen[head["process"]] = {}
+    own = seen[head["process"]] = collections.defaultdict(list)
     heads[head["process"]] = head
     if events and "lost" in events[-1]:
       lost += events.pop()["lost"]
@@ -183,32 +235,32 @@ def merge(texts: list[str]) -> dict[str, Any]:
     for event in events:
       if "failed" in event:
         failures.append((head["process"], event))
-        continue
-      key = event["domain"], event["site"], event["step"]
-      own[*key, runs[key]] = event
-      runs[key] += 1
+      else:
+        own[event["domain"], event["site"], event["step"]].append(event)
   first = min(heads)
   size, owners = heads[first]["ep_size"], heads[first]["processes"]
-  clocks = {p: _clock(seen[first], seen[p], first, p, owners) for p in heads}
+  domains = np.reshape(owners, (-1, size))
+  clocks = {p: _clock(seen[first], seen[p], first, p, domains) for p in heads}
   exchanges = []
   for key in set().union(*seen.values()):
-    ranks = owners[key[0] * size : (key[0] + 1) * size]
-    if any(key not in seen.get(p, ()) for p in ranks):
+    domain, _, step = key
+    launches = [seen.get(p, {}).get(key, []) for p in domains[domain]]
+    if len({*map(len, launches)}) > 1:
       continue
-    mine = [seen[p][key] for p in ranks]
-    offsets = [clocks[p]["offset_s"] for p in ranks]
-    merged = {k: mine[0][k] for k in ("op", "layer", "program", "domain")}
-    merged |= {"step": key[2]}
-    for name in "came", *_COUNTS, "tokens":
-      merged[name] = [e[name][r] for r, e in enumerate(mine)]
-    merged["came"] = np.subtract(merged["came"], offsets).tolist()
-    last = max(merged["came"])
-    for name in "began", "ended":
-      merged[name] = [
-        last if e[name] is None else e[name] - offset
-        for e, offset in zip(mine, offsets, strict=True)
-      ]
-    exchanges.append(merged)
+    offsets = [clocks[p]["offset_s"] for p in domains[domain]]
+    for mine in zip(*launches, strict=True):
+      merged = {k: mine[0][k] for k in ("op", "layer", "program", "domain")}
+      merged |= {"step": step}
+      for name in "came", *_COUNTS:
+        merged[name] = [e[name][r] for r, e in enumerate(mine)]
+      merged["came"] = np.subtract(merged["came"], offsets).tolist()
+      last = max(merged["came"])
+      for name in "began", "ended":
+        merged[name] = [
+          last if e[name] is None else e[name] - offset
+          for e, offset in zip(mine, offsets, strict=True)
+        ]
+      exchanges.append(merged)
   for process, failure in failures:
     failure["at"] -= clocks[process]["offset_s"]
   exchanges.sort(key=lambda e: max(e["came"]))
@@ -222,55 +274,25 @@ def merge(texts: list[str]) -> dict[str, Any]:
   )
 
 
-def _clock(a, b, first, process, owners) -> dict[str, Any]:
+def _clock(a, b, first, process, domains) -> dict[str, Any]:
   """Returns by how much the clock of `b` is ahead of the clock of `a`.
 
   `bound_s` is the width of what the exchanges allow; None if they tell nothing.
   """
-  low, high = -np.inf, np.inf
-  for key in (a.keys() & b.keys()) if process != first else ():
-    came_a, came_b = a[key]["came"], b[key]["came"]
-    base = key[0] * len(came_a)
-    for r, (x, y) in enumerate(zip(came_a, came_b, strict=True)):
-      if owners[base + r] == first:
-        high = min(high, y - x)
-      elif owners[base + r] == process:
-        low = max(low, y - x)
-  is_known = bool(np.isfinite(high - low))
-  offset = float(np.clip(0, low, high)) if is_known else 0.0
-  bound = float(high - low) if is_known else None
-  return dict(offset_s=offset, bound_s=0.0 if process == first else bound)
-
-
-def _slices(merged: dict[str, Any]) -> Iterator[dict[str, Any]]:
-  """Yields Chrome's events of a merged trace; times are in microseconds."""
-  for number, e in enumerate(merged["exchanges"]):
-    last = int(np.argmax(e["came"]))
-    name = f"{e['op']} {e['layer']}".strip()
-    for rank, came in enumerate(e["came"]):
-      track = dict(pid=e["domain"], tid=rank)
-      begin, end = e["began"][rank], e["ended"][rank]
-      args = {k: e[k][rank] for k in _COUNTS} | {"step": e["step"]}
-      for kind, start, stop in (
-        (f"waiting for rank {last}: {name}", came, begin),
-        (f"moving: {name}", begin, end),
-      ):
-        times = dict(ts=start * 1e6, dur=max(0, stop - start) * 1e6)
-        yield dict(name=kind, ph="X", args=args, **times, **track)
-      if rank != last:
-        arrow = dict(name="last", cat="last", id=number * len(e["came"]) + rank)
-        yield dict(
-          ph="s", pid=e["domain"], tid=last, ts=e["began"][last] * 1e6, **arrow
-        )
-        yield dict(ph="f", bp="e", ts=begin * 1e6, **track, **arrow)
-    if e["op"] == "ep_prepare":
-      rows = np.array(e["rows"])
-      at = dict(ph="C", pid=e["domain"], ts=max(e["ended"]) * 1e6)
-      layer = e["layer"]
-      counts = {str(r): int(n) for r, n in enumerate(rows)}
-      yield dict(name=f"rows {layer}", args=counts, **at)
-      spread = {"max/mean": float(rows.max() / max(rows.mean(), 1))}
-      yield dict(name=f"imbalance {layer}", args=spread, **at)
-      yield dict(name=f"drops {layer}", args={"": sum(e["dropped"])}, **at)
-      loads = {str(i): n for i, n in enumerate(itertools.chain(*e["tokens"]))}
-      yield dict(name=f"tokens of experts {layer}", args=loads, **at)
+  if process == first:
+    return dict(offset_s=0.0, bound_s=0.0)
+  low: list[float] = []
+  high: list[float] = []
+  for key in a.keys() & b.keys():
+    if len(a[key]) == len(b[key]):
+      owners = domains[key[0]]
+      for x, y in zip(a[key], b[key], strict=True):
+        ahead = np.subtract(y["came"], x["came"])
+        low.extend(ahead[owners == process])
+        high.extend(ahead[owners == first])
+  if not low or not high:
+    return dict(offset_s=0.0, bound_s=None)
+  # They cross if the clocks do not run equally fast.
+  begin, end = sorted((max(low), min(high)))
+  offset = float(np.clip(0, begin, end))
+  return dict(offset_s=offset, bound_s=float(end - begin))

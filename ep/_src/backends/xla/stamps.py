@@ -111,7 +111,8 @@ class Stamps:
     with self._lock:
       if self._path:
         exchange, rank = self._exchange(site, int(index), "ended")
-        self._ends[exchange][rank] = now, np.asarray(counts).tolist()
+        if exchange in self._begins:
+          self._ends[exchange][rank] = now, np.asarray(counts).tolist()
 
   def _exchange(self, site, index, kind):
     domain, rank = divmod(index, self._group.ep_size)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace as events of chrome://tracing, which ui.perfetto.dev opens, too."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import Any
+
+import numpy as np
+
+
+def events(merged: dict[str, Any]) -> list[dict[str, Any]]:
+  """Returns the events of a trace, in the order of their times.
+
+  Slices of a track must not overlap, so a rank has more than one if it is in
+  several ops at a time. Perfetto binds an end of an arrow to the slice of the
+  track that began last before, and turns an arrow that leads to an earlier
+  slice. So the last rank begins to move when it comes, and no other rank
+  before.
+  """
+  size, exchanges = merged["ep_size"], merged["exchanges"]
+  num_domains = 1 + max((e["domain"] for e in exchanges), default=0)
+  ends: dict[tuple, list[float]] = collections.defaultdict(list)  # of tracks
+  found: list[dict[str, Any]] = []
+
+  def add(ph, name, domain, tid, seconds, **fields):
+    ts = _microseconds(seconds)
+    found.append(dict(ph=ph, name=name, ts=ts, pid=domain, tid=tid, **fields))
+
+  def add_slice(name, domain, tid, begin, end, args):
+    dur = round(_microseconds(end) - _microseconds(begin), 3)
+    add("X", name, domain, tid, begin, dur=dur, args=args)
+
+  def track(domain, rank, begin, end):
+    """Returns a track of the rank that is free, and names a new one."""
+    tracks = ends[domain, rank]
+    number = next((i for i, t in enumerate(tracks) if t <= begin), len(tracks))
+    tid = (number * num_domains + domain) * size + rank
+    if number == len(tracks):
+      names = dict(process_name=f"domain {domain}", thread_name=f"rank {rank}")
+      for kind, name in names.items():
+        add("M", kind, domain, tid, 0, args=dict(name=name))
+    tracks[number : number + 1] = [end]
+    return tid
+
+  for number, e in enumerate(exchanges):
+    domain, came = e["domain"], e["came"]
+    last = int(np.argmax(came))
+    begins = np.maximum(e["began"], came[last])
+    begins[last] = came[last]
+    stops = np.maximum(e["ended"], begins).tolist()
+    begins = begins.tolist()
+    tids = [track(domain, r, came[r], stops[r]) for r in range(size)]
+    name = f"{e['op']} {e['layer']}".strip()
+    for rank, tid in enumerate(tids):
+      args = {k: e[k][rank] for k in ("rows", "dropped", "bytes")}
+      args["step"] = e["step"]
+      if rank != last:
+        waiting = f"waiting for rank {last}: {name}"
+        add_slice(waiting, domain, tid, came[rank], begins[rank], args)
+      add_slice(f"moving: {name}", domain, tid, begins[rank], stops[rank], args)
+    for rank, tid in enumerate(tids):
+      if rank != last:
+        arrow = dict(cat="last", id=number * size + rank)
+        add("s", "last", domain, tids[last], begins[last], **arrow)
+        add("f", "last", domain, tid, begins[rank], bp="e", **arrow)
+    if e["op"] == "ep_prepare":
+      rows, layer = np.array(e["rows"]), e["layer"]
+      loads = enumerate(itertools.chain(*e["tokens"]))
+      for name, args in (
+        ("rows", {str(r): int(n) for r, n in enumerate(rows)}),
+        ("imbalance", {"max/mean": float(rows.max() / max(rows.mean(), 1))}),
+        ("drops", {"": sum(e["dropped"])}),
+        ("tokens of experts", {str(i): n for i, n in loads}),
+      ):
+        add("C", f"{name} {layer}", domain, tids[0], max(e["ended"]), args=args)
+  return sorted(found, key=lambda event: event["ts"])
+
+
+def _microseconds(seconds: float) -> float:
+  """Returns Chrome's time, of whole nanoseconds."""
+  return round(seconds * 1e6, 3)
