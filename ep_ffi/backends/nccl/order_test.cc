@@ -53,9 +53,7 @@ TEST_P(OrderTest, RanksThatMoveInOtherOrdersFailAtTheNextPrepare) {
     steps[i] = Step::Make(domain, Op::kDispatch, {NextRun(), 0, 0, i},
                           RandomInputs(Op::kDispatch, routed, AnyType()));
   }
-  const StepPtr prepare =
-      Step::Make(domain, Op::kPrepare, {NextRun()},
-                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  const StepPtr prepare = NewPrepare(domain, kDims);
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     for (int i : {0, 1}) {
       const StepPtr& step = steps[rank == 2 ? 1 - i : i];

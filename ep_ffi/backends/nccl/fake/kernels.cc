@@ -14,7 +14,7 @@
 #include <tuple>
 #include <utility>
 
-#include "ep_ffi/backends/nccl/fake/kernel_table.h"
+#include "ep_ffi/backends/nccl/fake/driver.h"
 
 #define __global__
 #define __device__

@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
-#include "ep_ffi/backends/nccl/fake/descriptors.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/transfers.h"

@@ -282,8 +282,7 @@ testing::Backend LentNccl() {
 Routed NcclGroupTest::PrepareFault(const Domain& domain, const PlanDims& dims) {
   Choices topk_idx = RandomChoices(random_, dims);
   topk_idx[1][2] = dims.num_experts;
-  const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
-                                  PrepareInputs(dims, topk_idx));
+  const StepPtr step = NewPrepare(domain, dims, topk_idx);
   for (const Status& status : step->Run()) {
     EXPECT_EQ(Code::kInvalidArgument, status.code()) << status.message();
   }

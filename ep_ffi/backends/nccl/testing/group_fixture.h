@@ -83,6 +83,12 @@ constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
 // The base of tests for properties that only this backend has.
 class NcclGroupTest : public testing::Conformance {
  protected:
+  // Makes a domain whose ranks wait for one second.
+  Domain MakeImpatient() {
+    WorldOptions options = kWorld;
+    options.timeout_s = 1;
+    return MakeDomain(options);
+  }
   // Prepares a routing in which rank 1 has a fault.
   Routed PrepareFault(const Domain& domain, const PlanDims& dims);
 };
