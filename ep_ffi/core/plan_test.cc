@@ -94,18 +94,6 @@ TEST_P(PlanProperty, MatchesTheContract) {
 
 INSTANTIATE_TEST_SUITE_P(KeepAndDrop, PlanProperty, ::testing::Bool());
 
-TEST(SortChoicesTest, TheTwoIndexTypesAgree) {
-  const std::vector<int64_t>& wide = kSmallChoices[1];
-  const std::vector<int32_t> narrow(wide.begin(), wide.end());
-  SortedChoices from_wide, from_narrow;
-  ASSERT_TRUE(SortChoices(kSmall, wide.data(), &from_wide).ok());
-  ASSERT_TRUE(SortChoices(kSmall, narrow.data(), &from_narrow).ok());
-  EXPECT_EQ(from_wide.starts, from_narrow.starts);
-  EXPECT_TRUE(std::equal(from_wide.order.begin(),
-                         from_wide.order.begin() + from_wide.starts.back(),
-                         from_narrow.order.begin()));
-}
-
 TEST(SortChoicesTest, RejectsIdsOutOfRange) {
   // The last one is 0 in its low 32 bits.
   for (int64_t bad : {int64_t{4}, int64_t{-2}, int64_t{1} << 32}) {
@@ -259,12 +247,6 @@ TEST(PlanTest, TheFingerprintTellsRoutingsAndDomainsApart) {
     }
   }
   EXPECT_EQ(4u, fingerprints.size());
-}
-
-TEST(ValidateDimsTest, AcceptsNoTokens) {
-  PlanDims dims = kSmall;
-  dims.num_tokens = 0;
-  EXPECT_TRUE(ValidateDims(dims).ok());
 }
 
 TEST(ValidateDimsTest, RejectsSizesThatMakeNoSense) {
