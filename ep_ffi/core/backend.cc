@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/core/backend.h"
 
-#include <string>
 #include <utility>
 
 #include "ep_ffi/core/hash.h"

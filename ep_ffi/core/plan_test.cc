@@ -9,7 +9,6 @@
 #include <limits>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/plans.h"
@@ -173,32 +172,21 @@ TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
   EXPECT_EQ(Build(kSmall, 1, kSmallChoices).mem, dropped.mem);
 }
 
-TEST(PlanTest, OpensOnlyOnTheRankThatMadeIt) {
-  const BuiltPlan prepared = Build(kSmall, 1, kSmallChoices);
-  EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, prepared.mem).code());
-}
-
-TEST(PlanTest, RejectsAnotherNumberOfBytes) {
-  std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
-  mem.resize(mem.size() - 1);
-  ExpectFailure({Code::kInvalidArgument,
-                 {StrCat("has ", mem.size(), " bytes"),
-                  StrCat("has ", PlanBytes(kSmall), " bytes")}},
-                Open(kSmall, 0, mem));
-}
-
-TEST(PlanTest, RejectsBytesThatAreNoPlan) {
+TEST(PlanTest, RejectsWhatIsNoPlanOfThisRank) {
+  const std::vector<std::byte> mem = Build(kSmall, 1, kSmallChoices).mem;
+  EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code());
   EXPECT_EQ(Code::kInvalidArgument,
-            Open(kSmall, 0, std::vector<std::byte>(PlanBytes(kSmall))).code());
-}
-
-TEST(PlanTest, RejectsBytesThatAreNotAligned) {
-  const std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
+            Open(kSmall, 1, std::vector<std::byte>(mem.size())).code());
+  const std::vector<std::byte> shorter(mem.begin(), mem.end() - 1);
+  ExpectFailure({Code::kInvalidArgument,
+                 {StrCat("has ", shorter.size(), " bytes"),
+                  StrCat("has ", PlanBytes(kSmall), " bytes")}},
+                Open(kSmall, 1, shorter));
   std::vector<std::byte> moved(mem.size() + 1);
   std::copy(mem.begin(), mem.end(), moved.begin() + 1);
   Plan plan;
   EXPECT_EQ(Code::kInvalidArgument,
-            Plan::Open(kSmall, 0, moved.data() + 1, mem.size(), &plan).code());
+            Plan::Open(kSmall, 1, moved.data() + 1, mem.size(), &plan).code());
 }
 
 // Movers do not read routes past the used slots, nor padding.

@@ -4,11 +4,9 @@
 // and makes XLA hold them while the program runs; ep_connect () -> ready [1]
 // gives a group the one of its domain, before the group's first op.
 
-#include <string>
 #include <string_view>
 
 #include "ep_ffi/core/registry.h"
-#include "ep_ffi/handlers/lent.h"
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {

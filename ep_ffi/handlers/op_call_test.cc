@@ -6,12 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 #include "xla/ffi/api/c_api.h"

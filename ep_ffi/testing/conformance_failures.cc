@@ -5,10 +5,6 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "ep_ffi/testing/conformance.h"
 
 namespace ep::testing {

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <numeric>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/testing/conformance.h"
 

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <type_traits>
-#include <vector>
 
 #include "ep_ffi/testing/conformance.h"
 

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <limits>
-#include <vector>
 
 #include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/conformance.h"

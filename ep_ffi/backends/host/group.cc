@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <memory>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/host/movers/movers.h"
 #include "ep_ffi/core/faults.h"

@@ -9,17 +9,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
-#include <memory>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/testing/world.h"
 #include "ep_ffi/testing/conformance.h"
-#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {

@@ -11,18 +11,13 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstring>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/processes.h"
-#include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/backends/host/transport/wire.h"
-#include "ep_ffi/core/plan.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {

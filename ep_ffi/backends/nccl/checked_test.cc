@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <limits>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 #include "ep_ffi/testing/formats.h"

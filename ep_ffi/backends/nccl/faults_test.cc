@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/backends/nccl/reports.h"

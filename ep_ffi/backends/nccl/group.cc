@@ -2,7 +2,6 @@
 #include "ep_ffi/backends/nccl/group.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "ep_ffi/backends/nccl/calls.h"

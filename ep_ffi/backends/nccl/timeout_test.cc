@@ -7,10 +7,7 @@
 #include <array>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/reports.h"

@@ -3,14 +3,8 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdint>
-#include <functional>
-#include <memory>
 #include <new>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/testing/ranks.h"
 

@@ -12,12 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <future>
-#include <limits>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/expect.h"

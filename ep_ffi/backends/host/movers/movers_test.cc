@@ -12,7 +12,6 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/plans.h"

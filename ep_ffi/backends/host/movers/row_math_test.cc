@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "ep_ffi/core/denormals.h"
 #include "ep_ffi/testing/formats.h"

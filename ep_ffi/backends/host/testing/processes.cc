@@ -17,7 +17,6 @@
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -25,7 +24,6 @@
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/transport/process_watch.h"
 #include "ep_ffi/core/clock.h"
-#include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/samples.h"
 
 namespace ep::host {

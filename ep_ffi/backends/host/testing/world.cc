@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <memory>
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/backends/host/testing/listener.h"

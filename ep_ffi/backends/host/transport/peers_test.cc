@@ -12,13 +12,8 @@
 
 #include <chrono>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/listener.h"
-#include "ep_ffi/core/mutex.h"
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/ranks.h"
 

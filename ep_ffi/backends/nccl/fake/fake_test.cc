@@ -12,16 +12,10 @@
 #include <nccl_ep.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <functional>
 #include <future>
-#include <memory>
 #include <sstream>
-#include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
