@@ -12,8 +12,8 @@
 #include <cstring>
 #include <thread>
 
+#include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/backends/host/testing/processes.h"
-#include "ep_ffi/backends/host/testing/world.h"
 #include "ep_ffi/testing/conformance.h"
 
 namespace ep::host {

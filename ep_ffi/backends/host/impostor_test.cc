@@ -4,8 +4,6 @@
 // the group fails with an error that says why, and nothing worse happens. The
 // fuzz targets look for cases that are not here.
 
-#include "ep_ffi/backends/host/testing/impostor.h"
-
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -15,6 +13,7 @@
 #include <cstring>
 #include <thread>
 
+#include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/backends/host/transport/wire.h"
