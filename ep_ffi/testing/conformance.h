@@ -92,6 +92,11 @@ inline constexpr PlanDims kDims = {
     /*drop=*/false};
 inline constexpr WorldOptions kWorld = {kDims};
 
+inline constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
+                                Op::kCombineBwd};
+inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
+                                    DType::kFloat16};
+
 // A routing that every rank of a domain has prepared.
 struct Routed {
   PlanDims dims;

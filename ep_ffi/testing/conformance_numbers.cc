@@ -11,11 +11,6 @@
 namespace ep::testing {
 namespace {
 
-constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
-                         Op::kCombineBwd};
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
-                             DType::kFloat16};
-
 TEST_P(GatherConformance, EveryOpMatchesTheOracle) {
   for (int i = 0; i < 12; ++i) {
     const int64_t ep_size = 1 + i % 4;

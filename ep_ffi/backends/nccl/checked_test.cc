@@ -51,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Fake, CheckedCombineTest,
 TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFull(domain);
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (DType dtype : kDTypes) {
     for (double value : {kNoNumber, kInfinity, -kInfinity}) {
       for (int64_t column : {300, 301}) {
         SCOPED_TRACE(StrCat(ByteWidth(dtype), " bytes, ", value));
@@ -76,7 +76,7 @@ TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
 TEST_P(CheckedCombineTest, LargeNumbersAreFinite) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFull(domain);
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (DType dtype : kDTypes) {
     std::vector<RankInput> inputs =
         CheckedInputs(Op::kCombine, routed, Fit({8, dtype}));
     const double large = dtype == DType::kFloat16 ? 65504 : 3e38;

@@ -24,7 +24,7 @@ TEST_P(FaultsTest, AFaultMakesNansOnEveryRank) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFault(domain, kDims);
   for (Op op : kMoves) {
-    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (DType dtype : kDTypes) {
       const RowType type = Conformance::Fit({8, dtype});
       const StepPtr step = NewStep(domain, op, RandomInputs(op, routed, type));
       ExpectRuns(step);

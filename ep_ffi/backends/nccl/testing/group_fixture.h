@@ -25,6 +25,8 @@ using testing::ExpectOk;
 using testing::ExpectWords;
 using testing::ForEachRank;
 using testing::kDims;
+using testing::kDTypes;
+using testing::kMoves;
 using testing::kWorld;
 using testing::RandomChoices;
 using testing::RankInput;
@@ -76,9 +78,6 @@ testing::Backend FakeNccl();
 // The same for one process with all GPUs, over communicators of the test, as
 // XLA lends them.
 testing::Backend LentNccl();
-
-constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
-                         Op::kCombineBwd};
 
 // The base of tests for properties that only this backend has.
 class NcclGroupTest : public testing::Conformance {
