@@ -2,7 +2,7 @@
 
 // The handlers of communicators that XLA lends: ep_request runs before each op
 // and makes XLA hold them while the program runs; ep_connect () -> ready [1]
-// gives a group the one of its domain, before the group's first op.
+// gives a group the communicator of its domain, before the group's first op.
 
 #include <string_view>
 

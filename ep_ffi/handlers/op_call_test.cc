@@ -66,7 +66,7 @@ XLA_FFI_Handler_Traits TraitsOf(XLA_FFI_Handler* handler) {
 }
 
 // A command buffer would record ops that load kernels, and replay them on
-// another stream than that of XLA's collectives.
+// another stream than XLA's collectives use.
 TEST(TraitsTest, NothingIsRecordedIntoCommandBuffers) {
   for (XLA_FFI_Handler* handler :
        {ep_prepare, ep_dispatch, ep_dispatch_bwd, ep_combine, ep_combine_bwd}) {

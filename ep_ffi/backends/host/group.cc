@@ -72,7 +72,7 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  // A timeout may be reported so much later.
+  // The tick checks timeouts, so a report may be up to `tick_s` late.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
   EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
