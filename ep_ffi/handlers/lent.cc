@@ -68,9 +68,9 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   return Status();
 }
 
-// Calls a function of XLA for the domains, with the first `struct_size` bytes of
-// its arguments.
-// `communicator` is null if XLA lends none, or if there are no domains.
+// Calls a function of XLA for the domains, with the first `struct_size` bytes
+// of its arguments. `communicator` is null if XLA lends none, or if there are
+// no domains.
 Status CallXla(const XlaContext& xla, const Domains& domains,
                Function* Collectives::* function, size_t struct_size,
                const char* what, void** communicator) {
