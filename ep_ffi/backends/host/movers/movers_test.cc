@@ -204,17 +204,5 @@ TEST(MoversTest, ACorruptRouteIsNamed) {
   }
 }
 
-TEST(MoversTest, NoTokensAreNoWork) {
-  Random random(10);
-  PlanDims dims = kDims;
-  dims.num_tokens = 0;
-  const Exchange e(random, dims, {3, DType::kFloat16});
-  RankData out;
-  EXPECT_TRUE(Run<GatherSum>(e, e.mem.data(), Sources(e.slots), &out).ok());
-  ASSERT_TRUE(Run<Scatter>(e, e.mem.data(), Sources(e.tokens), &out).ok());
-  EXPECT_EQ(std::vector<std::byte>(out.rows.size()), out.rows);
-  EXPECT_EQ(std::vector<float>(dims.capacity), out.weights);
-}
-
 }  // namespace
 }  // namespace ep::host
