@@ -65,10 +65,12 @@ class Lent {
 };
 
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
-// the results by rank.
+// the results by rank. `lent` gets the communicators that the groups borrow; if
+// it is null they make their own.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
-                            std::vector<std::shared_ptr<Group>>* groups);
+                            std::vector<std::shared_ptr<Group>>* groups,
+                            std::vector<std::shared_ptr<Lent>>* lent = nullptr);
 
 // Expects that each element is NaN.
 void ExpectNan(const RowType& type, const testing::RankData& data);
