@@ -105,8 +105,8 @@ struct Exchange {
 
 // Runs a mover on rank 0 by the plan in `mem`, into fenced outputs.
 template <typename Mover>
-Status Run(const Exchange& e, const std::byte* mem, const Sources& sources,
-           RankData* out) {
+Status RunMover(const Exchange& e, const std::byte* mem, const Sources& sources,
+                RankData* out) {
   constexpr bool kScatters = std::is_same_v<Mover, Scatter>;
   const int64_t num_rows = kScatters ? e.dims.capacity : e.dims.num_tokens;
   const int64_t num_weights =
@@ -146,12 +146,14 @@ TEST(MoversTest, ChunksCoverEveryRowOnce) {
     if (width > 3000) dims.num_tokens = 5, dims.capacity = 30;
     const Exchange e(random, dims, {width, DType::kFloat32});
     RankData out;
-    ASSERT_TRUE(Run<Scatter>(e, e.mem.data(), Sources(e.tokens), &out).ok());
+    ASSERT_TRUE(
+        RunMover<Scatter>(e, e.mem.data(), Sources(e.tokens), &out).ok());
     EXPECT_EQ("", Difference(e.type,
                              Apply(Op::kDispatch, e.dims, e.layout, e.type,
                                    e.tokens)[0],
                              out));
-    ASSERT_TRUE(Run<GatherSum>(e, e.mem.data(), Sources(e.slots), &out).ok());
+    ASSERT_TRUE(
+        RunMover<GatherSum>(e, e.mem.data(), Sources(e.slots), &out).ok());
     EXPECT_EQ("", Difference(e.type,
                              Apply(Op::kDispatchBwd, e.dims, e.layout, e.type,
                                    e.slots)[0],
@@ -173,8 +175,9 @@ TEST(MoversTest, CorruptPlansStayInBounds) {
     }
     SealPlan(e.dims, mem.bytes());
     RankData out;
-    for (const Status& status : {Run<Scatter>(e, mem.bytes(), tokens, &out),
-                                 Run<GatherSum>(e, mem.bytes(), slots, &out)}) {
+    for (const Status& status :
+         {RunMover<Scatter>(e, mem.bytes(), tokens, &out),
+          RunMover<GatherSum>(e, mem.bytes(), slots, &out)}) {
       if (status.ok()) continue;
       ++errors;
       ExpectFailure({Code::kInvalidArgument, {"handle.mem"}}, status);
@@ -195,11 +198,12 @@ TEST(MoversTest, ACorruptRouteIsNamed) {
       std::memcpy(&mem[at], &bad, sizeof(bad));
       SealPlan(e.dims, mem.data());
       RankData out;
-      ExpectFailure({Code::kInvalidArgument,
-                     {StrCat("row ", bad.index, " of rank ", bad.rank)}},
-                    at == header
-                        ? Run<GatherSum>(e, mem.data(), Sources(e.slots), &out)
-                        : Run<Scatter>(e, mem.data(), Sources(e.tokens), &out));
+      ExpectFailure(
+          {Code::kInvalidArgument,
+           {StrCat("row ", bad.index, " of rank ", bad.rank)}},
+          at == header
+              ? RunMover<GatherSum>(e, mem.data(), Sources(e.slots), &out)
+              : RunMover<Scatter>(e, mem.data(), Sources(e.tokens), &out));
     }
   }
 }
