@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/core/backend.h"
 
-#include <string>
+#include <iterator>
 #include <utility>
 
 #include "ep_ffi/core/hash.h"
@@ -10,19 +10,10 @@
 namespace ep {
 
 const char* OpName(Op op) {
-  switch (op) {
-    case Op::kPrepare:
-      return "ep_prepare";
-    case Op::kDispatch:
-      return "ep_dispatch";
-    case Op::kCombine:
-      return "ep_combine";
-    case Op::kDispatchBwd:
-      return "ep_dispatch_bwd";
-    case Op::kCombineBwd:
-      return "ep_combine_bwd";
-  }
-  return "ep_unknown";
+  constexpr const char* kNames[] = {"ep_prepare", "ep_dispatch", "ep_combine",
+                                    "ep_dispatch_bwd", "ep_combine_bwd"};
+  const auto i = static_cast<uint32_t>(op);  // a peer may send any number
+  return i < std::size(kNames) ? kNames[i] : "ep_unknown";
 }
 
 std::string OpName(Op op, const std::string& layer) {

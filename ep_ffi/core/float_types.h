@@ -13,9 +13,19 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ep_ffi/core/backend.h"
+
 #define EP_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace ep {
+
+// Returns the bits of the exponent, which are all ones if a number is not
+// finite.
+inline uint32_t ExponentBits(DType dtype) {
+  return dtype == DType::kFloat32    ? 0x7f800000
+         : dtype == DType::kBFloat16 ? 0x7f80
+                                     : 0x7c00;
+}
 
 struct BFloat16 {
   uint16_t bits;

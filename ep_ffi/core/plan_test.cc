@@ -9,7 +9,6 @@
 #include <limits>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/plans.h"
@@ -94,18 +93,6 @@ TEST_P(PlanProperty, MatchesTheContract) {
 
 INSTANTIATE_TEST_SUITE_P(KeepAndDrop, PlanProperty, ::testing::Bool());
 
-TEST(SortChoicesTest, TheTwoIndexTypesAgree) {
-  const std::vector<int64_t>& wide = kSmallChoices[1];
-  const std::vector<int32_t> narrow(wide.begin(), wide.end());
-  SortedChoices from_wide, from_narrow;
-  ASSERT_TRUE(SortChoices(kSmall, wide.data(), &from_wide).ok());
-  ASSERT_TRUE(SortChoices(kSmall, narrow.data(), &from_narrow).ok());
-  EXPECT_EQ(from_wide.starts, from_narrow.starts);
-  EXPECT_TRUE(std::equal(from_wide.order.begin(),
-                         from_wide.order.begin() + from_wide.starts.back(),
-                         from_narrow.order.begin()));
-}
-
 TEST(SortChoicesTest, RejectsIdsOutOfRange) {
   // The last one is 0 in its low 32 bits.
   for (int64_t bad : {int64_t{4}, int64_t{-2}, int64_t{1} << 32}) {
@@ -185,32 +172,21 @@ TEST(PlanTest, OpensForTheOtherOverflowPolicy) {
   EXPECT_EQ(Build(kSmall, 1, kSmallChoices).mem, dropped.mem);
 }
 
-TEST(PlanTest, OpensOnlyOnTheRankThatMadeIt) {
-  const BuiltPlan prepared = Build(kSmall, 1, kSmallChoices);
-  EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, prepared.mem).code());
-}
-
-TEST(PlanTest, RejectsAnotherNumberOfBytes) {
-  std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
-  mem.resize(mem.size() - 1);
-  ExpectFailure({Code::kInvalidArgument,
-                 {StrCat("has ", mem.size(), " bytes"),
-                  StrCat("has ", PlanBytes(kSmall), " bytes")}},
-                Open(kSmall, 0, mem));
-}
-
-TEST(PlanTest, RejectsBytesThatAreNoPlan) {
+TEST(PlanTest, RejectsWhatIsNoPlanOfThisRank) {
+  const std::vector<std::byte> mem = Build(kSmall, 1, kSmallChoices).mem;
+  EXPECT_EQ(Code::kInvalidArgument, Open(kSmall, 0, mem).code());
   EXPECT_EQ(Code::kInvalidArgument,
-            Open(kSmall, 0, std::vector<std::byte>(PlanBytes(kSmall))).code());
-}
-
-TEST(PlanTest, RejectsBytesThatAreNotAligned) {
-  const std::vector<std::byte> mem = Build(kSmall, 0, kSmallChoices).mem;
+            Open(kSmall, 1, std::vector<std::byte>(mem.size())).code());
+  const std::vector<std::byte> shorter(mem.begin(), mem.end() - 1);
+  ExpectFailure({Code::kInvalidArgument,
+                 {StrCat("has ", shorter.size(), " bytes"),
+                  StrCat("has ", PlanBytes(kSmall), " bytes")}},
+                Open(kSmall, 1, shorter));
   std::vector<std::byte> moved(mem.size() + 1);
   std::copy(mem.begin(), mem.end(), moved.begin() + 1);
   Plan plan;
   EXPECT_EQ(Code::kInvalidArgument,
-            Plan::Open(kSmall, 0, moved.data() + 1, mem.size(), &plan).code());
+            Plan::Open(kSmall, 1, moved.data() + 1, mem.size(), &plan).code());
 }
 
 // Movers do not read routes past the used slots, nor padding.
@@ -259,12 +235,6 @@ TEST(PlanTest, TheFingerprintTellsRoutingsAndDomainsApart) {
     }
   }
   EXPECT_EQ(4u, fingerprints.size());
-}
-
-TEST(ValidateDimsTest, AcceptsNoTokens) {
-  PlanDims dims = kSmall;
-  dims.num_tokens = 0;
-  EXPECT_TRUE(ValidateDims(dims).ok());
 }
 
 TEST(ValidateDimsTest, RejectsSizesThatMakeNoSense) {

@@ -2,8 +2,6 @@
 #include "ep_ffi/core/registry.h"
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 namespace ep {
 

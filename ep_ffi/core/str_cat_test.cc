@@ -6,9 +6,6 @@
 #include <clocale>
 #include <cstdint>
 #include <limits>
-#include <locale>
-#include <string>
-#include <string_view>
 
 namespace ep {
 namespace {

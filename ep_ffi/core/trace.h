@@ -73,7 +73,7 @@ class Trace {
   double Time() const { return is_on() ? Now() : 0; }
   bool is_on() const { return is_on_.load(std::memory_order_relaxed); }
 
-  // Keeps an exchange in which ranks of this process waited so many seconds, in
+  // Keeps an exchange in which ranks of this process waited `waited` seconds in
   // all. Once it has kKept exchanges, it counts the others. No effect if the
   // trace is off.
   void Add(TracedExchange exchange, double waited) EP_EXCLUDES(mutex_);

@@ -2,13 +2,11 @@
 
 // The handlers of communicators that XLA lends: ep_request runs before each op
 // and makes XLA hold them while the program runs; ep_connect () -> ready [1]
-// gives a group the one of its domain, before the group's first op.
+// gives a group the communicator of its domain, before the group's first op.
 
-#include <string>
 #include <string_view>
 
 #include "ep_ffi/core/registry.h"
-#include "ep_ffi/handlers/lent.h"
 #include "ep_ffi/handlers/op_call.h"
 
 namespace ep {

@@ -2,8 +2,6 @@
 
 // The context of a call on XLA:CPU is the id of the run, and a pool of threads.
 
-#include <memory>
-
 #include "ep_ffi/handlers/op_call.h"
 #include "ep_ffi/handlers/thread_pool.h"
 

@@ -9,12 +9,9 @@
 
 #include "ep_ffi/matmul/grouped_matmul.h"
 
-#include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <vector>
 
-#include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
 #include "ep_ffi/handlers/thread_pool.h"
 

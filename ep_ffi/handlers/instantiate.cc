@@ -3,16 +3,10 @@
 // The handler that runs once per op of a compiled program. It finds the op's
 // group and keeps it alive as long as the executable.
 
-#include <cstdint>
-#include <memory>
-#include <string>
 #include <string_view>
 #include <utility>
 
-#include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/registry.h"
-#include "ep_ffi/core/status.h"
-#include "ep_ffi/handlers/handover.h"
 #include "ep_ffi/handlers/op_call.h"
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(ep::Tail);

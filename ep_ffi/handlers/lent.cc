@@ -1,64 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep_ffi/handlers/lent.h"
 
-#include <cstddef>
 #include <string>
+
+#include "ep_ffi/handlers/collectives.h"
 
 namespace ep {
 namespace {
-
-// These are structs of XLA's c_api.h and collectives_c_api.h in jaxlib 0.11.2.
-// Later versions add fields at their ends.
-
-struct Extension {
-  size_t struct_size;
-  int64_t type;
-  int32_t major_version;
-  int32_t minor_version;
-  const Extension* next;
-};
-
-struct FindExtensionArgs {
-  size_t struct_size;
-  void* extension_start;
-  XLA_FFI_ExecutionContext* context;
-  int64_t type;
-  const Extension* extension;  // out
-};
-using FindExtension = XLA_FFI_Error*(FindExtensionArgs*);
-
-struct ReplicaGroup {
-  const int64_t* ids;
-  size_t size;
-};
-
-struct Args {
-  size_t struct_size;
-  void* extension_start;
-  int32_t group_mode;
-  const ReplicaGroup* groups;
-  size_t num_groups;
-  int64_t communication_id;
-  void* communicator;  // out; a request ends before it
-};
-
-struct Collectives;
-using Function = XLA_FFI_Error*(const Collectives* self, Args*);
-
-struct Collectives {
-  Extension base;
-  void* state;
-  Function* request;
-  Function* get;
-};
-
-struct ErrorDetailsArgs {
-  size_t struct_size;
-  void* extension_start;
-  XLA_FFI_Error* error;
-  const char* message;      // out
-  XLA_FFI_Error_Code code;  // out
-};
 
 constexpr int64_t kCollectives = 129;
 constexpr int32_t kMajorVersion = 0;
@@ -120,8 +68,9 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   return Status();
 }
 
-// Calls a function of XLA for the domains, with arguments of so many bytes.
-// `communicator` is null if XLA lends none, or if there are no domains.
+// Calls a function of XLA for the domains, with the first `struct_size` bytes
+// of its arguments. `communicator` is null if XLA lends none, or if there are
+// no domains.
 Status CallXla(const XlaContext& xla, const Domains& domains,
                Function* Collectives::* function, size_t struct_size,
                const char* what, void** communicator) {

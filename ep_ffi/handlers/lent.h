@@ -5,7 +5,7 @@
 // XLA hands them out in an extension of a call's context. Our FFI headers are
 // older, so lent.cc declares the extension, as far as it is used: a handler
 // asks for the communicators of all groups of ranks during the stage Prepare,
-// and gets the one of its own rank when it is executed.
+// and gets the communicator of its own rank when it is executed.
 
 #ifndef EP_FFI_HANDLERS_LENT_H_
 #define EP_FFI_HANDLERS_LENT_H_

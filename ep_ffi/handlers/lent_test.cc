@@ -8,11 +8,9 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <string>
-#include <vector>
 
-#include "xla/ffi/api/c_api.h"
+#include "ep_ffi/handlers/collectives.h"
 
 struct XLA_FFI_Error {
   std::string message;
@@ -23,62 +21,14 @@ namespace {
 
 using Places = std::vector<int64_t>;
 
-// The structs of xla/ffi/api/collectives_c_api.h, version 0.1, and what they
-// need of c_api.h in jaxlib 0.11.2.
-struct Extension {
-  size_t struct_size;
-  int64_t type;
-  int32_t major_version;
-  int32_t minor_version;
-  const Extension* next;
-};
-
-struct FindArgs {
-  size_t struct_size;
-  void* extension_start;
-  XLA_FFI_ExecutionContext* context;
-  int64_t type;
-  const Extension* extension;
-};
-
-struct Group {
-  const int64_t* ids;
-  size_t size;
-};
-
-struct Args {
-  size_t struct_size;
-  void* extension_start;
-  int32_t group_mode;
-  const Group* groups;
-  size_t num_groups;
-  int64_t communication_id;
-  void* communicator;  // of requests it is no field
-};
-
-struct DetailsArgs {
-  size_t struct_size;
-  void* extension_start;
-  XLA_FFI_Error* error;
-  const char* message;
-  XLA_FFI_Error_Code code;
-};
-
 struct Api {
   XLA_FFI_Api base;
-  XLA_FFI_Error* (*find)(FindArgs*);
+  FindExtension* find;
 };
 static_assert(offsetof(Api, find) == sizeof(XLA_FFI_Api));
 
 // XLA, whose context of a call is this object.
 struct Xla {
-  struct Collectives {
-    Extension base;
-    Xla* state;
-    XLA_FFI_Error* (*request)(const Collectives*, Args*);
-    XLA_FFI_Error* (*get)(const Collectives*, Args*);
-  };
-
   Extension other = {sizeof(Extension), 7, 0, 1, &collectives.base};
   Collectives collectives = {
       {sizeof(Collectives), 129, 0, 1, nullptr}, this, Request, Get};
@@ -90,15 +40,15 @@ struct Xla {
   Xla() {
     api.base.struct_size = sizeof(api);
     api.base.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* a) {
-      auto* args = reinterpret_cast<DetailsArgs*>(a);
-      EXPECT_EQ(sizeof(DetailsArgs), args->struct_size);
+      auto* args = reinterpret_cast<ErrorDetailsArgs*>(a);
+      EXPECT_EQ(sizeof(ErrorDetailsArgs), args->struct_size);
       args->message = args->error->message.c_str();
     };
     api.base.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) {
       delete args->error;
     };
-    api.find = [](FindArgs* args) -> XLA_FFI_Error* {
-      EXPECT_EQ(sizeof(FindArgs), args->struct_size);
+    api.find = [](FindExtensionArgs* args) -> XLA_FFI_Error* {
+      EXPECT_EQ(sizeof(FindExtensionArgs), args->struct_size);
       const Xla* xla = reinterpret_cast<Xla*>(args->context);
       args->extension = &xla->other;
       while (args->extension && args->extension->type != args->type) {
@@ -113,16 +63,19 @@ struct Xla {
     EXPECT_EQ(3, args->group_mode);
     EXPECT_EQ(0, args->communication_id);
     for (size_t i = 0; i < args->num_groups; ++i) {
-      const Group& group = args->groups[i];
-      self->state->requested.push_back({group.ids, group.ids + group.size});
+      const ReplicaGroup& group = args->groups[i];
+      Of(self).requested.push_back({group.ids, group.ids + group.size});
     }
-    return self->state->Fail();
+    return Of(self).Fail();
   }
   static XLA_FFI_Error* Get(const Collectives* self, Args* args) {
     EXPECT_EQ(sizeof(Args), args->struct_size);
-    EXPECT_EQ(self->state->requested.size(), args->num_groups);
-    args->communicator = &self->state->communicator;
-    return self->state->Fail();
+    EXPECT_EQ(Of(self).requested.size(), args->num_groups);
+    args->communicator = &Of(self).communicator;
+    return Of(self).Fail();
+  }
+  static Xla& Of(const Collectives* self) {
+    return *static_cast<Xla*>(self->state);
   }
   XLA_FFI_Error* Fail() const {
     return fails ? new XLA_FFI_Error{"no clique"} : nullptr;

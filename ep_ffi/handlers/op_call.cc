@@ -20,31 +20,23 @@ std::optional<ep::OpCall> xla::ffi::CtxDecoding<ep::OpCall>::Decode(
 namespace ep {
 namespace {
 
-ffi::ErrorCode ToErrorCode(Code code) {
-  switch (code) {
-    case Code::kInvalidArgument:
-      return ffi::ErrorCode::kInvalidArgument;
-    case Code::kFailedPrecondition:
-      return ffi::ErrorCode::kFailedPrecondition;
-    case Code::kResourceExhausted:
-      return ffi::ErrorCode::kResourceExhausted;
-    case Code::kDeadlineExceeded:
-      return ffi::ErrorCode::kDeadlineExceeded;
-    case Code::kUnavailable:
-      return ffi::ErrorCode::kUnavailable;
-    case Code::kInternal:
-      return ffi::ErrorCode::kInternal;
-    case Code::kOk:
-      break;
-  }
-  return ffi::ErrorCode::kUnknown;
-}
+// By `Code`.
+constexpr ffi::ErrorCode kErrorCodes[] = {
+    ffi::ErrorCode::kOk,
+    ffi::ErrorCode::kInvalidArgument,
+    ffi::ErrorCode::kFailedPrecondition,
+    ffi::ErrorCode::kResourceExhausted,
+    ffi::ErrorCode::kDeadlineExceeded,
+    ffi::ErrorCode::kUnavailable,
+    ffi::ErrorCode::kInternal,
+};
 
 }  // namespace
 
 ffi::Error ToError(const Status& status) {
   return status.ok() ? ffi::Error::Success()
-                     : ffi::Error(ToErrorCode(status.code()), status.message());
+                     : ffi::Error(kErrorCodes[static_cast<int>(status.code())],
+                                  status.message());
 }
 
 ffi::Future Submit(

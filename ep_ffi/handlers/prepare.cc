@@ -4,7 +4,6 @@
 // token_counts [L], total_recv_tokens [1], dropped_counts [L],
 // max_recv_tokens [1], kept [T, K]
 
-#include <cstdint>
 #include <utility>
 
 #include "ep_ffi/handlers/op_call.h"

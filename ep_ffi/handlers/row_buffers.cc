@@ -3,7 +3,6 @@
 // These handlers are for ep/_src/matmul/unwritten_rows.py: XLA:CPU has no such
 // operations. They belong to no group.
 
-#include <cstdint>
 #include <cstring>
 
 #include "ep_ffi/handlers/op_call.h"

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -13,7 +12,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/core/denormals.h"
 #include "ep_ffi/testing/formats.h"

@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cstdint>
-#include <functional>
 #include <new>
 #include <thread>
 #include <utility>

@@ -16,9 +16,12 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OrderConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CheckConformance);
 
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step) {
-  for (const Status& status : step->Run()) {
-    ExpectFailure(expected, status);
-  }
+  for (const Status& status : step->Run()) ExpectFailure(expected, status);
+}
+
+void ExpectWordsOnAll(const std::vector<std::string>& words,
+                      const StepPtr& step) {
+  for (const Status& status : step->Run()) ExpectWords(words, status);
 }
 
 void ExpectCounts(const Layout& expected, int64_t rank,
@@ -68,11 +71,29 @@ std::vector<RankInput> Conformance::PrepareInputs(
   return inputs;
 }
 
+StepPtr Conformance::NewStep(const Domain& domain, Op op,
+                             const std::vector<RankInput>& inputs) {
+  return Step::Make(domain, op, {NextRun()}, inputs);
+}
+
+StepPtr Conformance::NewPrepare(const Domain& domain, const PlanDims& dims,
+                                const Choices& topk_idx) {
+  return NewStep(domain, Op::kPrepare, PrepareInputs(dims, topk_idx));
+}
+
+StepPtr Conformance::NewPrepare(const Domain& domain, const PlanDims& dims) {
+  return NewPrepare(domain, dims, RandomChoices(random_, dims));
+}
+
+StepPtr Conformance::NewMove(const Domain& domain, Op op,
+                             const Routed& routed) {
+  return NewStep(domain, op, RandomInputs(op, routed, AnyType()));
+}
+
 Routed Conformance::Prepare(const Domain& domain, const PlanDims& dims,
                             const Choices& topk_idx) {
   Routed routed = {dims, LayOut(dims, topk_idx), {}};
-  const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
-                                  PrepareInputs(dims, topk_idx));
+  const StepPtr step = NewPrepare(domain, dims, topk_idx);
   ExpectRuns(step);
   for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
     ExpectCounts(routed.layout, rank, step->output(rank));
@@ -143,9 +164,10 @@ void Conformance::ExpectOracle(Op op, const Routed& routed,
 }
 
 void Conformance::ExpectWorks(const Domain& domain, Op op, const Routed& routed,
-                              const RowType& type) {
-  const std::vector<RankInput> inputs = RandomInputs(op, routed, type);
-  const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+                              const RowType& type, bool weighted) {
+  const std::vector<RankInput> inputs =
+      RandomInputs(op, routed, type, weighted);
+  const StepPtr step = NewStep(domain, op, inputs);
   ExpectRuns(step);
   ExpectOracle(op, routed, inputs, step);
 }

@@ -92,6 +92,11 @@ inline constexpr PlanDims kDims = {
     /*drop=*/false};
 inline constexpr WorldOptions kWorld = {kDims};
 
+inline constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
+                                Op::kCombineBwd};
+inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
+                                    DType::kFloat16};
+
 // A routing that every rank of a domain has prepared.
 struct Routed {
   PlanDims dims;
@@ -99,8 +104,10 @@ struct Routed {
   std::vector<std::vector<std::byte>> mems;  // by rank
 };
 
-// Runs a step and expects it to fail on every rank.
+// Run a step and expect it to fail on every rank.
 void ExpectFailureOnAll(const Failure& expected, const StepPtr& step);
+void ExpectWordsOnAll(const std::vector<std::string>& words,
+                      const StepPtr& step);
 // Compares all that ep_prepare has returned on a rank but `mem`.
 void ExpectCounts(const Layout& expected, int64_t rank,
                   const RankOutput& actual);
@@ -130,6 +137,14 @@ class Conformance : public ::testing::TestWithParam<Backend> {
   // Returns the inputs of ep_prepare.
   std::vector<RankInput> PrepareInputs(const PlanDims& dims,
                                        const Choices& topk_idx) const;
+  // Return a step of a new run: of any op, of ep_prepare with these or with
+  // random choices, and of another op with random inputs.
+  StepPtr NewStep(const Domain& domain, Op op,
+                  const std::vector<RankInput>& inputs);
+  StepPtr NewPrepare(const Domain& domain, const PlanDims& dims,
+                     const Choices& topk_idx);
+  StepPtr NewPrepare(const Domain& domain, const PlanDims& dims);
+  StepPtr NewMove(const Domain& domain, Op op, const Routed& routed);
   // Runs ep_prepare and expects the oracle's layout.
   Routed Prepare(const Domain& domain, const PlanDims& dims,
                  const Choices& topk_idx);
@@ -147,7 +162,7 @@ class Conformance : public ::testing::TestWithParam<Backend> {
                     const std::vector<RankInput>& inputs, const StepPtr& step);
   // Runs an op on random inputs and expects the oracle's outputs.
   void ExpectWorks(const Domain& domain, Op op, const Routed& routed,
-                   const RowType& type);
+                   const RowType& type, bool weighted = true);
 
  private:
   std::vector<Domain> domains_;

@@ -5,10 +5,6 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "ep_ffi/testing/conformance.h"
 
 namespace ep::testing {
@@ -21,8 +17,7 @@ TEST_P(FailureConformance, AnIdOutOfRangeFailsOnEveryRank) {
   ExpectFailureOnAll(
       {Code::kInvalidArgument,
        {"ep_prepare", kLayerName, "rank 2", "topk_idx[3, 1] = 8", "-1..7"}},
-      Step::Make(domain, Op::kPrepare, {NextRun()},
-                 PrepareInputs(kDims, topk_idx)));
+      NewPrepare(domain, kDims, topk_idx));
   PrepareRandom(domain, kDims);
 }
 
@@ -33,8 +28,7 @@ TEST_P(FailureConformance, AMeshThatHasARankElsewhereFailsOnEveryRank) {
   for (int32_t rank = 0; rank < kDims.ep_size; ++rank) {
     inputs[rank].place = {rank, 0};
   }
-  for (const Status& status :
-       Step::Make(domain, Op::kPrepare, {NextRun()}, inputs)->Run()) {
+  for (const Status& status : NewStep(domain, Op::kPrepare, inputs)->Run()) {
     EXPECT_TRUE(status.ok()) << status.message();
   }
   inputs[2].place[0] = 1;
@@ -42,7 +36,7 @@ TEST_P(FailureConformance, AMeshThatHasARankElsewhereFailsOnEveryRank) {
                       {"ep_prepare", kLayerName, "rank 2",
                        "the mesh of the program has this device as rank 1",
                        "in the mesh of the group it is rank 2"}},
-                     Step::Make(domain, Op::kPrepare, {NextRun()}, inputs));
+                     NewStep(domain, Op::kPrepare, inputs));
   PrepareRandom(domain, kDims);
 }
 
@@ -59,8 +53,7 @@ TEST_P(FailureConformance, AnOverflowFailsOnEveryRank) {
   ExpectFailureOnAll(
       {Code::kResourceExhausted,
        {"ep_prepare", kLayerName, "rank 3 needs 48", "per_rank = 24"}},
-      Step::Make(domain, Op::kPrepare, {NextRun()},
-                 PrepareInputs(dims, topk_idx)));
+      NewPrepare(domain, dims, topk_idx));
   PrepareRandom(domain, dims);
 }
 
@@ -101,7 +94,7 @@ TEST_P(FailureConformance, RanksThatPrepareDifferentLayersFail) {
         PrepareInputs(kDims, RandomChoices(random_, kDims));
     c.differ(&inputs[1]);
     ExpectFailureOnAll(ToFailure(c, GetParam().checks_every_op),
-                       Step::Make(domain, c.op, {NextRun()}, inputs));
+                       NewStep(domain, c.op, inputs));
   }
   PrepareRandom(domain, kDims);
 }
@@ -133,7 +126,7 @@ TEST_P(CheckConformance, RanksThatDisagreeFail) {
             : RandomInputs(c.op, routed, AnyType());
     c.differ(&inputs[1]);
     ExpectFailureOnAll(ToFailure(c, /*tells_what=*/true),
-                       Step::Make(domain, c.op, {NextRun()}, inputs));
+                       NewStep(domain, c.op, inputs));
   }
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
@@ -150,7 +143,7 @@ TEST_P(CheckConformance, AHandleOfAnotherLayerFails) {
     ExpectFailureOnAll(
         {Code::kInvalidArgument,
          {OpName(op), kLayerName, "rank 3", "handle.mem", "ep_prepare"}},
-        Step::Make(domain, op, {NextRun()}, inputs));
+        NewStep(domain, op, inputs));
   }
 }
 
@@ -165,7 +158,7 @@ TEST_P(CheckConformance, CorruptHandlesDoNoHarm) {
     std::vector<std::byte>& mem = inputs[i % kDims.ep_size].mem;
     mem[Uniform(random_, 0, mem.size() - 1)] ^=
         std::byte(1 << Uniform(random_, 0, 7));
-    (void)Step::Make(domain, op, {NextRun()}, inputs)->Run();
+    (void)NewStep(domain, op, inputs)->Run();
   }
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }

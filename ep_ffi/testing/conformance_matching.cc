@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <numeric>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/testing/conformance.h"
 
@@ -84,7 +83,7 @@ TEST_P(Conformance, PostingDoesNotWaitForPeers) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const auto inputs = RandomInputs(Op::kDispatch, routed, AnyType());
-  const StepPtr step = Step::Make(domain, Op::kDispatch, {NextRun()}, inputs);
+  const StepPtr step = NewStep(domain, Op::kDispatch, inputs);
   // One thread posts for all ranks, so a post that waited would not return.
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     // An op on a stream is done when it is enqueued.

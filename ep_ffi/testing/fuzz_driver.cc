@@ -16,7 +16,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -29,47 +28,25 @@
 namespace ep::testing {
 namespace {
 
-using Input = std::vector<uint8_t>;
-
-Input ToInput(const Seed& seed) {
-  return Input(seed.bytes.begin(), seed.bytes.end());
-}
-
 // Flags of the command line.
 int64_t iterations = 1000;
-uint64_t seed = 1;
+uint64_t first_seed = 1;
 std::vector<std::string> files;
 
-Input Read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  EXPECT_TRUE(file) << path;
-  return Input(std::istreambuf_iterator<char>(file), {});
+// Opens a file for the current input, which outlives a crash.
+int OpenLastInput() {
+  const char* folder = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR");
+  const std::string path = std::string(folder ? folder : ".") + "/input";
+  std::cout << "each input is first in " << path << std::endl;
+  return open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
 }
 
-// Keeps the current input in a file, which outlives a crash.
-class LastInput {
- public:
-  LastInput() {
-    const char* folder = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR");
-    const std::string path = std::string(folder ? folder : ".") + "/input";
-    fd_ = open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
-    std::cout << "each input is first in " << path << std::endl;
-  }
-
-  void Save(const Input& input) {
-    EXPECT_EQ(ssize_t(input.size()),
-              pwrite(fd_, input.data(), input.size(), 0));
-    EXPECT_EQ(0, ftruncate(fd_, input.size()));
-  }
-
- private:
-  int fd_;
-};
-
-bool Accepts(const Input& input) {
-  static LastInput* last = new LastInput();
-  last->Save(input);
-  return LLVMFuzzerTestOneInput(input.data(), input.size()) == 0;
+bool Accepts(const std::string& input) {
+  static const int last = OpenLastInput();
+  EXPECT_EQ(ssize_t(input.size()), pwrite(last, input.data(), input.size(), 0));
+  EXPECT_EQ(0, ftruncate(last, input.size()));
+  return LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(input.data()),
+                                input.size()) == 0;
 }
 
 // Numbers at which bounds and signs change.
@@ -83,14 +60,14 @@ class Mutator {
   // Takes half of the mutants from good seeds, since these pass more checks.
   explicit Mutator(const std::vector<Seed>& seeds) {
     for (const Seed& seed : seeds) {
-      seeds_.push_back(ToInput(seed));
-      if (seed.is_good) good_.push_back(seeds_.back());
+      seeds_.push_back(seed.bytes);
+      if (seed.is_good) good_.push_back(seed.bytes);
     }
   }
 
-  Input Next() {
-    const std::vector<Input>& seeds = Below(2) ? good_ : seeds_;
-    Input input = seeds[Below(seeds.size())];
+  std::string Next() {
+    const std::vector<std::string>& seeds = Below(2) ? good_ : seeds_;
+    std::string input = seeds[Below(seeds.size())];
     for (int64_t n = Below(4); n >= 0; --n) Change(&input);
     return input;
   }
@@ -98,7 +75,7 @@ class Mutator {
  private:
   uint64_t Below(uint64_t end) { return random_() % end; }
 
-  void Change(Input* input) {
+  void Change(std::string* input) {
     if (input->empty()) return input->push_back(Below(256));
     const size_t at = Below(input->size());
     switch (Below(8)) {
@@ -110,41 +87,45 @@ class Mutator {
         (*input)[at] = Below(256);
         return;
       case 3: {
-        const Input& other = seeds_[Below(seeds_.size())];
-        const size_t from = Below(other.size() + 1);
-        return Overwrite(at, &other[0] + from, other.size() - from, input);
+        const std::string& other = seeds_[Below(seeds_.size())];
+        return Overwrite(at, other.substr(Below(other.size() + 1)), input);
       }
-      case 4: {
-        const size_t from = Below(input->size());
-        const Input part(input->begin() + from, input->end());
-        return Overwrite(at, part.data(), 1 + Below(64), input, part.size());
-      }
+      case 4:
+        return Overwrite(at, input->substr(Below(input->size()), 1 + Below(64)),
+                         input);
       case 5: {
         const int64_t number = kNumbers[Below(std::size(kNumbers))];
         const size_t width = size_t{1} << Below(4);
-        return Overwrite(at / width * width, &number, width, input);
+        return Overwrite(
+            at / width * width,
+            std::string(reinterpret_cast<const char*>(&number), width), input);
       }
       default:
         (*input)[at] ^= 1 << Below(8);
     }
   }
 
-  static void Overwrite(size_t at, const void* bytes, size_t count,
-                        Input* input, size_t available = SIZE_MAX) {
-    count = std::min({count, available, input->size() - at});
-    if (count > 0) std::memcpy(input->data() + at, bytes, count);
+  // Writes what fits of some bytes.
+  static void Overwrite(size_t at, const std::string& bytes,
+                        std::string* input) {
+    const size_t count = std::min(bytes.size(), input->size() - at);
+    input->replace(at, count, bytes, 0, count);
   }
 
-  std::vector<Input> seeds_, good_;
-  std::mt19937_64 random_{seed};
+  std::vector<std::string> seeds_, good_;
+  std::mt19937_64 random_{first_seed};
 };
 
 // Without good seeds no mutant would pass the first checks.
 TEST(FuzzTest, GoodSeedsAreAccepted) {
-  for (const std::string& path : files) Accepts(Read(path));
+  for (const std::string& path : files) {
+    std::ifstream file(path, std::ios::binary);
+    EXPECT_TRUE(file) << path;
+    Accepts({std::istreambuf_iterator<char>(file), {}});
+  }
   if (!files.empty()) return;
   for (const Seed& seed : FuzzSeeds()) {
-    EXPECT_EQ(seed.is_good, Accepts(ToInput(seed))) << seed.name;
+    EXPECT_EQ(seed.is_good, Accepts(seed.bytes)) << seed.name;
   }
 }
 
@@ -158,26 +139,20 @@ TEST(FuzzTest, MutantsDoNoHarm) {
   std::cout << "accepted " << accepted << " of " << iterations << std::endl;
 }
 
-bool Parse(const char* argument, const char* flag, int64_t* value) {
-  const size_t length = std::strlen(flag);
-  if (std::strncmp(argument, flag, length) != 0) return false;
-  *value = std::atoll(argument + length);
-  return true;
-}
-
 }  // namespace
 }  // namespace ep::testing
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   for (int i = 1; i < argc; ++i) {
-    int64_t value;
-    if (ep::testing::Parse(argv[i], "--iterations=", &value)) {
-      ep::testing::iterations = value;
-    } else if (ep::testing::Parse(argv[i], "--seed=", &value)) {
-      ep::testing::seed = value;
+    const std::string argument = argv[i];
+    const auto value = argument.c_str() + argument.find('=') + 1;
+    if (argument.rfind("--iterations=", 0) == 0) {
+      ep::testing::iterations = std::atoll(value);
+    } else if (argument.rfind("--seed=", 0) == 0) {
+      ep::testing::first_seed = std::atoll(value);
     } else {
-      ep::testing::files.push_back(argv[i]);
+      ep::testing::files.push_back(argument);
     }
   }
   return RUN_ALL_TESTS();

@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <memory>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/host/movers/movers.h"
 #include "ep_ffi/core/faults.h"
@@ -74,7 +72,7 @@ ChoicesView Copy(const PlanDims& dims, const ChoicesView& choices,
 }  // namespace
 
 Status HostGroup::Create(Options options, std::shared_ptr<Group>* out) {
-  // A timeout may be reported so much later.
+  // The tick checks timeouts, so a report may be up to `tick_s` late.
   const double tick_s = std::clamp(options.timeout_s / 20, 0.01, 1.0);
   std::unique_ptr<Peers> peers;
   EP_RETURN_IF_ERROR(Peers::Connect(options.topology, options.listener,
@@ -123,23 +121,22 @@ HostMemory HostGroup::Memory() {
 }
 
 Status HostGroup::StartTrace(const std::string& path) {
-  const std::shared_ptr<Exchanges> open = exchanges();
+  const auto open = exchanges();
   return open ? open->StartTrace(path) : Status();
 }
 
 Status HostGroup::StopTrace() {
-  const std::shared_ptr<Exchanges> open = exchanges();
+  const auto open = exchanges();
   return open ? open->StopTrace() : Status();
 }
 
 double HostGroup::Waited() {
-  const std::shared_ptr<Exchanges> open = exchanges();
+  const auto open = exchanges();
   return open ? open->Waited() / topology_.num_local() : 0;
 }
 
 void HostGroup::FailRun(int64_t run_id, const Status& status) {
-  const std::shared_ptr<Exchanges> open = exchanges();
-  if (open) open->FailRunHere(run_id, status);
+  if (const auto open = exchanges()) open->FailRunHere(run_id, status);
 }
 
 Status HostGroup::Close() {
@@ -159,15 +156,13 @@ PlanDims HostGroup::Dims(const Layer& layer, int64_t num_tokens) const {
 
 Status HostGroup::Locate(const Call& call, Place* place) const {
   place->exchanges = exchanges();
+  if (!place->exchanges && !IsForked()) return Closed(name_);
   if (!place->exchanges) {
-    return Status(
-        Code::kFailedPrecondition,
-        StrCat("the group \"", name_, "\" ",
-               IsForked()
-                   ? StrCat("belongs to the process with the id ", process_,
-                            ", of which this one is a forked child; run ops "
-                            "in that process")
-                   : "was finalized; run no op after ep_finalize"));
+    return Status(Code::kFailedPrecondition,
+                  StrCat("the group \"", name_,
+                         "\" belongs to the process with the id ", process_,
+                         ", of which this one is a forked child; run ops in "
+                         "that process"));
   }
   const int32_t index = topology_.FindDevice(call.device);
   if (index < 0) {

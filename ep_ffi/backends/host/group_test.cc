@@ -5,21 +5,16 @@
 
 #include "ep_ffi/backends/host/group.h"
 
-#include <dirent.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <cstdint>
+#include <algorithm>
 #include <cstring>
-#include <fstream>
-#include <memory>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "ep_ffi/backends/host/testing/world.h"
+#include "ep_ffi/backends/host/testing/groups.h"
+#include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/testing/conformance.h"
-#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -131,20 +126,11 @@ struct Holdings {
 };
 
 Holdings CountHoldings() {
-  const auto count_files = [](const char* path) {
-    DIR* folder = opendir(path);
-    size_t count = 0;
-    while (readdir(folder)) ++count;
-    closedir(folder);
-    return count;
-  };
-  Holdings holdings = {count_files("/proc/self/fd"), 0,
-                       count_files("/proc/self/task")};
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    holdings.segments += line.find("memfd:ep_") != std::string::npos;
-  }
-  return holdings;
+  const std::string segments = Lines("/proc/self/maps", "memfd:ep_");
+  return {
+      CountEntries("/proc/self/fd"),
+      static_cast<size_t>(std::count(segments.begin(), segments.end(), '\n')),
+      CountEntries("/proc/self/task")};
 }
 
 // The groups are not destroyed, since a program that was compiled with one
@@ -163,15 +149,12 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
   const Holdings before = CountHoldings();
   for (int i = 0; i < 200; ++i) cycle();
   // The last threads end, and free what they hold, a moment later.
-  Holdings after = CountHoldings();
-  const auto is_settled = [&] {
+  Holdings after;
+  WaitFor(/*seconds=*/5, [&] {
+    after = CountHoldings();
     return after.descriptors <= before.descriptors &&
            after.segments <= before.segments && after.threads <= before.threads;
-  };
-  for (int i = 0; i < 500 && !is_settled(); ++i) {
-    usleep(10000);
-    after = CountHoldings();
-  }
+  });
   EXPECT_LE(after.descriptors, before.descriptors);
   EXPECT_LE(after.segments, before.segments);
   EXPECT_LE(after.threads, before.threads);

@@ -4,26 +4,19 @@
 // the group fails with an error that says why, and nothing worse happens. The
 // fuzz targets look for cases that are not here.
 
-#include "ep_ffi/backends/host/testing/impostor.h"
-
-#include <dirent.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "ep_ffi/backends/host/transport/fd.h"
+#include "ep_ffi/backends/host/testing/groups.h"
+#include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/backends/host/transport/wire.h"
-#include "ep_ffi/core/plan.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {
@@ -69,6 +62,25 @@ Message NextPost(Impostor& impostor) {
   return message;
 }
 
+// A segment that the impostor shares.
+struct Shared {
+  explicit Shared(const GroupWithImpostor& group) : impostor(*group.impostor) {
+    testing::ExpectOk(pool.Acquire(1, /*readers=*/{0}, &segment, &fd));
+  }
+  // Announces a segment, with these descriptors.
+  static void Announce(Impostor& impostor, const std::vector<int>& fds) {
+    Message message = {};
+    message.type = Message::kSegment;
+    impostor.Send(Encode(message, ""), fds);
+  }
+  void Announce() const { Announce(impostor, {fd.get()}); }
+
+  Impostor& impostor;
+  SegmentPool pool;
+  Segment* segment;
+  Fd fd;
+};
+
 TEST(ImpostorTest, AFailureWithoutAnErrorDoesNotCompleteAnOp) {
   const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
@@ -84,13 +96,8 @@ TEST(ImpostorTest, AFailureWithoutAnErrorDoesNotCompleteAnOp) {
 TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
   const GroupWithImpostor group({kDims, /*num_domains=*/2});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
-  Message segment = {};
-  segment.type = Message::kSegment;
-  SegmentPool pool;
-  Segment* shared;
-  Fd fd;
-  ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
-  group.impostor->Send(Encode(segment, ""), {fd.get()});
+  const Shared shared(group);
+  shared.Announce();
   Message post = NextPost(*group.impostor);
   post.segment = 0;
   post.domain = 1;
@@ -112,40 +119,24 @@ TEST(ImpostorTest, GarbageEndsTheConnection) {
 }
 
 TEST(ImpostorTest, NoDescriptorIsKept) {
-  const auto count = [] {
-    DIR* folder = opendir("/proc/self/fd");
-    int n = 0;
-    while (readdir(folder)) ++n;
-    closedir(folder);
-    return n;
-  };
   const GroupWithImpostor group({kDims});
-  const int before = count();
-  Message segment = {};
-  segment.type = Message::kSegment;
-  for (int i = 0; i < 10; ++i) {
-    group.impostor->Send(Encode(segment, ""), {0, 0, 0});
-  }
+  const size_t before = CountEntries("/proc/self/fd");
+  for (int i = 0; i < 10; ++i) Shared::Announce(*group.impostor, {0, 0, 0});
   group.impostor->Send("", {0});
   group.impostor->Leave();
   EXPECT_EQ(Code::kUnavailable, Prepare(group, 1)->Wait(0).code());
-  EXPECT_LT(count(), before);  // the impostor has closed its own
+  EXPECT_LT(CountEntries("/proc/self/fd"),
+            before);  // the impostor has closed its own
 }
 
 // A peer may write to its segment while it is read here.
 TEST(ImpostorTest, ChoicesThatChangeGiveAValidPlanOrAnError) {
   const GroupWithImpostor group({kDims});
-  SegmentPool pool;
-  Segment* theirs;
-  Fd fd;
-  ASSERT_TRUE(pool.Acquire(1, 1, &theirs, &fd).ok());
-  std::byte* shared = theirs->memory.data();
-  auto* starts = reinterpret_cast<volatile int32_t*>(shared);
-  auto* order = reinterpret_cast<volatile int32_t*>(shared + 64);
-  Message segment = {};
-  segment.type = Message::kSegment;
-  group.impostor->Send(Encode(segment, ""), {fd.get()});
-
+  const Shared shared(group);
+  std::byte* bytes = shared.segment->memory.data();
+  auto* starts = reinterpret_cast<volatile int32_t*>(bytes);
+  auto* order = reinterpret_cast<volatile int32_t*>(bytes + 64);
+  shared.Announce();
   starts[2] = kDims.num_choices();
   std::atomic<bool> stop{false};
   std::thread writer([&] {
@@ -219,12 +210,7 @@ TEST(LimitsTest, AnErrorSaysWhichLimitToRaise) {
 TEST(LimitsTest, AReceiverSaysSoAsWell) {
   const GroupWithImpostor group({kDims});
   const StepPtr prepare = Prepare(group, /*run_id=*/1);
-  Message segment = {};
-  segment.type = Message::kSegment;
-  SegmentPool pool;
-  Segment* shared;
-  Fd fd;
-  ASSERT_TRUE(pool.Acquire(1, 1, &shared, &fd).ok());
+  const Shared shared(group);
   Message post = NextPost(*group.impostor);
   post.segment = 0;
   Status status;
@@ -233,9 +219,9 @@ TEST(LimitsTest, AReceiverSaysSoAsWell) {
     const Limit limit(RLIMIT_NOFILE, 1000);
     std::vector<Fd> others;
     do {
-      others.emplace_back(dup(fd.get()));
+      others.emplace_back(dup(shared.fd.get()));
     } while (others.back().get() >= 0);
-    group.impostor->Send(Encode(segment, ""), {fd.get()});
+    shared.Announce();
     group.impostor->Send(Encode(post, ""));
     status = prepare->Wait(0);
   }

@@ -16,13 +16,9 @@
 
 #include <cstring>
 #include <deque>
-#include <functional>
 #include <iostream>
-#include <memory>
 #include <optional>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/testing/processes.h"

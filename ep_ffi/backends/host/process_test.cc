@@ -8,9 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/core/clock.h"

@@ -6,9 +6,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <string>
-#include <vector>
-
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/samples.h"

@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <limits>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 #include "ep_ffi/testing/formats.h"
@@ -45,10 +43,6 @@ class CheckedCombineTest : public NcclGroupTest {
     for (RankInput& input : inputs) input.checked = true;
     return inputs;
   }
-  StepPtr MakeStep(const Domain& domain, Op op,
-                   const std::vector<RankInput>& inputs) {
-    return Step::Make(domain, op, {NextRun()}, inputs);
-  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Fake, CheckedCombineTest,
@@ -57,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Fake, CheckedCombineTest,
 TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFull(domain);
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (DType dtype : kDTypes) {
     for (double value : {kNoNumber, kInfinity, -kInfinity}) {
       for (int64_t column : {300, 301}) {
         SCOPED_TRACE(StrCat(ByteWidth(dtype), " bytes, ", value));
@@ -67,7 +61,7 @@ TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
         SetTerm(routed, /*rank=*/2, /*choice=*/6, 302, value, &inputs);
         SetTerm(routed, /*rank=*/2, /*choice=*/8, 0, value, &inputs);
         const std::vector<Status> statuses =
-            MakeStep(domain, Op::kCombine, inputs)->Run();
+            NewStep(domain, Op::kCombine, inputs)->Run();
         for (int64_t rank : {0, 1, 3}) ExpectOk(statuses[rank]);
         EXPECT_EQ(Code::kInvalidArgument, statuses[2].code());
         EXPECT_EQ(StrCat("ep_combine(layer \"", testing::kLayerName,
@@ -82,7 +76,7 @@ TEST_P(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
 TEST_P(CheckedCombineTest, LargeNumbersAreFinite) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFull(domain);
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (DType dtype : kDTypes) {
     std::vector<RankInput> inputs =
         CheckedInputs(Op::kCombine, routed, Fit({8, dtype}));
     const double large = dtype == DType::kFloat16 ? 65504 : 3e38;
@@ -90,7 +84,7 @@ TEST_P(CheckedCombineTest, LargeNumbersAreFinite) {
       SetTerm(routed, /*rank=*/1, /*choice=*/4, column, large, &inputs);
       SetTerm(routed, /*rank=*/1, /*choice=*/5, column, 0, &inputs);
     }
-    const StepPtr step = MakeStep(domain, Op::kCombine, inputs);
+    const StepPtr step = NewStep(domain, Op::kCombine, inputs);
     ExpectRuns(step);
     ExpectOracle(Op::kCombine, routed, inputs, step);
   }
@@ -103,7 +97,7 @@ TEST_P(CheckedCombineTest, OtherOpsAreNotChecked) {
     std::vector<RankInput> inputs = CheckedInputs(op, routed, AnyType());
     for (RankInput& input : inputs) input.checked = checked;
     SetTerm(routed, /*rank=*/0, /*choice=*/0, 0, kNoNumber, &inputs);
-    ExpectRuns(MakeStep(domain, op, inputs));
+    ExpectRuns(NewStep(domain, op, inputs));
   };
   run(Op::kCombine, /*checked=*/false);
   run(Op::kDispatchBwd, /*checked=*/true);
@@ -123,7 +117,7 @@ TEST_P(CheckedCombineTest, TheFirstOpIsReported) {
       if (token < 0) continue;
       SetTerm(routed, rank, token * kDims.top_k, 6, kInfinity, &inputs);
     }
-    steps.push_back(MakeStep(domain, Op::kCombine, inputs));
+    steps.push_back(NewStep(domain, Op::kCombine, inputs));
   }
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     for (const StepPtr& step : steps) {
@@ -140,16 +134,14 @@ TEST_P(CheckedCombineTest, TheFirstOpIsReported) {
 TEST_P(CheckedCombineTest, NansOfAFaultyRoutingAreNotReported) {
   const Domain domain = MakeDomain(kWorld);
   Routed routed = PrepareFault(domain, kDims);
-  ExpectRuns(MakeStep(domain, Op::kCombine,
-                      CheckedInputs(Op::kCombine, routed, AnyType())));
+  ExpectRuns(NewStep(domain, Op::kCombine,
+                     CheckedInputs(Op::kCombine, routed, AnyType())));
 
   routed = PrepareFull(domain);
   std::rotate(routed.mems.begin(), routed.mems.begin() + 1, routed.mems.end());
-  const StepPtr foreign = MakeStep(
+  const StepPtr foreign = NewStep(
       domain, Op::kCombine, CheckedInputs(Op::kCombine, routed, AnyType()));
-  for (const Status& status : foreign->Run()) {
-    ExpectWords({"handle.mem", "ep_prepare"}, status);
-  }
+  ExpectWordsOnAll({"handle.mem", "ep_prepare"}, foreign);
   for (const auto& group : domain.groups) ExpectOk(group->Check());
 }
 

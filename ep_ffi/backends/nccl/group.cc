@@ -2,13 +2,13 @@
 #include "ep_ffi/backends/nccl/group.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "ep_ffi/backends/nccl/calls.h"
 #include "ep_ffi/backends/nccl/deadline.h"
 #include "ep_ffi/backends/nccl/libraries.h"
 #include "ep_ffi/backends/nccl/routing.h"
+#include "ep_ffi/core/float_types.h"
 
 namespace ep::nccl {
 namespace {
@@ -26,19 +26,6 @@ constexpr double kAbortS = 5;
 
 std::string Name(const Call& call) {
   return OpName(call.op, call.site->layer.name);
-}
-
-// Returns the bits that are all ones in a number that is not finite.
-uint32_t Exponent(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 0x7f800000;
-    case DType::kBFloat16:
-      return 0x7f80;
-    case DType::kFloat16:
-      return 0x7c00;
-  }
-  return 0;
 }
 
 // Hashes the op and all of it that must be equal on its ranks. The
@@ -307,7 +294,7 @@ Status NcclGroup::EnqueueMove(
   const bool is_checked = layer.checked && call.op == Op::kCombine;
   if (is_checked) {
     moved.row_elements = rows.width;
-    moved.exponent = Exponent(rows.dtype);
+    moved.exponent = ExponentBits(rows.dtype);
     moved.op = reports_.NumberOf(Name(call));
   }
   EP_RETURN_IF_ERROR(GiveUpUnlessOk(device_->LaunchBlocks(

@@ -128,7 +128,7 @@ class NcclGroup : public Group {
   // Returns the routing in `mem` for the op that is enqueued next.
   Routing NextRouting(const Layer& layer, int64_t num_tokens, std::byte* mem)
       EP_REQUIRES(mutex_);
-  // Notes that all of an op was enqueued, whose rows have so many bytes.
+  // Notes that all of an op was enqueued. Its rows have `row_bytes` each.
   void NoteEnqueued(const Call& call, const Routing& routing, int64_t row_bytes)
       EP_REQUIRES(mutex_);
 

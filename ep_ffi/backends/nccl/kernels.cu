@@ -18,8 +18,18 @@
 #include "kernels.h"
 
 #ifndef EP_NCCL_IS_FAKE  // which has its own
-#include "timer.h"
 #include "warp.h"
+
+namespace ep::nccl {
+
+// Returns the nanoseconds since 1970, as far as the GPU was told.
+__device__ inline uint64_t Nanoseconds() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+}  // namespace ep::nccl
 #endif
 
 namespace ep::nccl {

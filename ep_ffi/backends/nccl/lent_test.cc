@@ -5,10 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <memory>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/ranks.h"

@@ -6,13 +6,8 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdint>
 #include <cstdlib>
-#include <functional>
-#include <memory>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/communicator.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
@@ -49,12 +44,8 @@ TEST_P(LimitsTest, LayersBeyondTheLimitsAreRefused) {
     SCOPED_TRACE(c.words);
     PlanDims dims = kDims;
     c.change(&dims);
-    const StepPtr step =
-        Step::Make(domain, Op::kPrepare, {NextRun()},
-                   PrepareInputs(dims, RandomChoices(random_, dims)));
-    for (const Status& status : step->Run()) {
-      ExpectWords({"ep_prepare", testing::kLayerName, c.words}, status);
-    }
+    ExpectWordsOnAll({"ep_prepare", testing::kLayerName, c.words},
+                     NewPrepare(domain, dims));
   }
   PrepareRandom(domain, kDims);
 }
@@ -63,14 +54,10 @@ TEST_P(LimitsTest, RowsBeyondTheLimitsAreRefused) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   for (int64_t width : {4, 12, 2048}) {
-    const StepPtr step = Step::Make(
-        domain, Op::kDispatch, {NextRun()},
-        RandomInputs(Op::kDispatch, routed, {width, DType::kFloat32}));
-    for (const Status& status : step->Run()) {
-      ExpectWords(
-          {"ep_dispatch", testing::kLayerName, StrCat("rows of ", width)},
-          status);
-    }
+    ExpectWordsOnAll(
+        {"ep_dispatch", testing::kLayerName, StrCat("rows of ", width)},
+        NewStep(domain, Op::kDispatch,
+                RandomInputs(Op::kDispatch, routed, {width, DType::kFloat32})));
   }
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
@@ -80,7 +67,7 @@ TEST_P(LimitsTest, ACombineWithWeightsIsRefused) {
   const Routed routed = PrepareRandom(domain, kDims);
   std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
   for (RankInput& input : inputs) input.data.weights.resize(kDims.capacity);
-  const StepPtr step = Step::Make(domain, Op::kCombine, {NextRun()}, inputs);
+  const StepPtr step = NewStep(domain, Op::kCombine, inputs);
   const std::vector<Status> statuses = step->Run();
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     ExpectWords({"ep_combine", StrCat("rank ", rank, ":"), "weights"},

@@ -5,9 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
@@ -72,7 +69,7 @@ TEST_P(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
     for (Op op : kMoves) {
       SCOPED_TRACE(OpName(op));
       const std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
-      const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+      const StepPtr step = NewStep(domain, op, inputs);
       ExpectRuns(step);
       ExpectOracle(op, routed, inputs, step);
       for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
@@ -94,7 +91,7 @@ TEST_P(MovesTest, AnUnspecifiedTailIsNotWritten) {
   for (Op op : {Op::kDispatch, Op::kCombineBwd}) {
     std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
     for (RankInput& input : inputs) input.tail = Tail::kUnspecified;
-    const StepPtr step = Step::Make(domain, op, {NextRun()}, inputs);
+    const StepPtr step = NewStep(domain, op, inputs);
     ExpectRuns(step);
     for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
       const std::vector<std::byte>& rows = step->output(rank).data.rows;
@@ -129,21 +126,10 @@ TEST_P(MovesTest, OpsEnqueueNoMoreThanThis) {
   }
   std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
   for (RankInput& input : inputs) input.checked = true;
-  ExpectRuns(Step::Make(domain, Op::kCombine, {NextRun()}, inputs));
+  ExpectRuns(NewStep(domain, Op::kCombine, inputs));
   EXPECT_EQ((Names{"EpClearForeign", "ncclEpCombine", "EpFinish",
                    "EpFindNotFinite", "EpReportNotFinite"}),
             enqueued());
-}
-
-// Blocks of threads take time even if they find nothing to do.
-TEST_P(MovesTest, ManySlotsTakeFewBlocks) {
-  PlanDims dims = kDims;
-  dims.capacity = 4096;
-  const Domain domain = MakeDomain({dims});
-  const Routed routed = PrepareRandom(domain, dims);
-  fake::TakeLargestGrid("EpFinish");
-  for (Op op : kMoves) ExpectWorks(domain, op, routed, AnyType());
-  EXPECT_GE(512u, fake::TakeLargestGrid("EpFinish"));
 }
 
 }  // namespace

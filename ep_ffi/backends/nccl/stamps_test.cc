@@ -4,11 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdint>
 #include <fstream>
 #include <numeric>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
@@ -26,14 +23,12 @@ std::vector<std::string> Lines(const std::string& path) {
   return lines;
 }
 
-// Returns the text of a JSON list, or number, that follows its name.
-std::string Field(const std::string& line, const std::string& name) {
-  const size_t begin = line.find(StrCat("\"", name, "\":")) + name.size() + 3;
-  const size_t end = line[begin] == '['
-                         ? line.find(name == "tokens" ? "]]" : "]", begin) +
-                               (name == "tokens" ? 2 : 1)
-                         : line.find_first_of(",}", begin);
-  return line.substr(begin, end - begin);
+// Returns the number that follows these words and `i` commas.
+double NumberAfter(const std::string& words, int64_t i,
+                   const std::string& line) {
+  size_t at = line.find(words) + words.size();
+  for (; i > 0; --i) at = line.find(',', at) + 1;
+  return std::stod(line.substr(at));
 }
 
 // Returns a list by rank that has `own` at `rank`, and else `other`.
@@ -44,12 +39,6 @@ std::string ListWith(int64_t size, int64_t rank, const std::string& own,
     list += (r ? "," : "[") + (r == rank ? own : other);
   }
   return list + "]";
-}
-
-double OwnTime(const std::string& line, int64_t rank) {
-  std::string list = Field(line, "came").substr(1);
-  for (int64_t r = 0; r < rank; ++r) list = list.substr(list.find(',') + 1);
-  return std::stod(list);
 }
 
 TEST_P(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
@@ -88,28 +77,31 @@ TEST_P(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
         std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
     double last_end = 0;
     for (size_t i = 1; i < 6; ++i) {
-      const std::string& line = lines[i];
-      SCOPED_TRACE(line);
-      EXPECT_EQ("null", Field(line, "began"));
-      const double came = OwnTime(line, rank);
-      const double ended = std::stod(Field(line, "ended"));
+      const double came = NumberAfter("\"came\":[", rank, lines[i]);
+      const double ended = NumberAfter("\"ended\":", 0, lines[i]);
       EXPECT_LE(last_end, came);
       EXPECT_LE(came, ended);
       last_end = ended;
+      const Status line(Code::kInternal, lines[i]);
+      ExpectWords({"\"began\":null"}, line);
       if (i == 1) continue;
-      EXPECT_EQ(list(slots), Field(line, "rows"));
-      EXPECT_EQ(list(slots * row_bytes), Field(line, "bytes"));
-      EXPECT_EQ(list(0), Field(line, "dropped"));
+      ExpectWords({StrCat("\"rows\":", list(slots), ","),
+                   StrCat("\"bytes\":", list(slots * row_bytes), ","),
+                   StrCat("\"dropped\":", list(0), ",")},
+                  line);
     }
-    EXPECT_EQ(list(routed.layout.total_recv_tokens[rank]),
-              Field(lines[1], "rows"));
     const auto& dropped = routed.layout.dropped_counts[rank];
-    EXPECT_EQ(list(std::accumulate(dropped.begin(), dropped.end(), int64_t{0})),
-              Field(lines[1], "dropped"));
     const auto& tokens = routed.layout.token_counts[rank];
-    EXPECT_EQ(ListWith(dims.ep_size, rank,
-                       StrCat("[", tokens[0], ",", tokens[1], "]"), "[]"),
-              Field(lines[1], "tokens"));
+    ExpectWords(
+        {StrCat("\"rows\":", list(routed.layout.total_recv_tokens[rank]), ","),
+         StrCat(
+             "\"dropped\":",
+             list(std::accumulate(dropped.begin(), dropped.end(), int64_t{0})),
+             ","),
+         StrCat("\"tokens\":",
+                ListWith(dims.ep_size, rank,
+                         StrCat("[", tokens[0], ",", tokens[1], "]"), "[]"))},
+        Status(Code::kInternal, lines[1]));
     EXPECT_EQ("{\"lost\":0}", lines[6]);
   }
 }

@@ -7,10 +7,7 @@
 #include <array>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/reports.h"
@@ -36,9 +33,7 @@ void ExpectTimeouts(Step& step, const std::array<int64_t, 3>& ranks) {
 TEST_P(TimeoutTest, ClosingWaitsForTheDevice) {
   Domain domain = MakeDomain(kWorld);
   domain.synchronize = nullptr;
-  const StepPtr step =
-      Step::Make(domain, Op::kPrepare, {NextRun()},
-                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
+  const StepPtr step = NewPrepare(domain, kDims);
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     step->Post(rank);
@@ -53,33 +48,15 @@ TEST_P(TimeoutTest, ClosingWaitsForTheDevice) {
   }
 }
 
-// NCCL EP's kernels cannot be stopped, so the group is not freed.
-TEST_P(TimeoutTest, AnAbsentRankFailsTheOthersInTime) {
-  AllowLeaks();
-  WorldOptions options = kWorld;
-  options.timeout_s = 1;
-  const Domain domain = MakeDomain(options);
-  const StepPtr step =
-      Step::Make(domain, Op::kPrepare, {NextRun()},
-                 PrepareInputs(kDims, RandomChoices(random_, kDims)));
-  for (int64_t rank : {0, 1, 3}) step->Post(rank);
-  ExpectTimeouts(*step, {0, 1, 3});
-  AwaitStreams(domain);
-}
-
 // No rank calls Check here, but no prepare is more than a window ahead of the
 // device.
 TEST_P(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AllowLeaks();
-  WorldOptions options = kWorld;
-  options.timeout_s = 1;
-  Domain domain = MakeDomain(options);
+  Domain domain = MakeImpatient();
   domain.synchronize = nullptr;
   std::vector<StepPtr> steps;
   for (int64_t i = 0; i < kWindow + 2; ++i) {
-    steps.push_back(
-        Step::Make(domain, Op::kPrepare, {NextRun()},
-                   PrepareInputs(kDims, RandomChoices(random_, kDims))));
+    steps.push_back(NewPrepare(domain, kDims));
   }
   ForEachRank(3, [&](int64_t rank) {
     for (size_t i = 0; i < steps.size(); ++i) {
@@ -124,17 +101,16 @@ fake::Resources CountSettledHoldings() {
   }
 }
 
-// Freeing what the device may still use would wait for it, or break its work.
-TEST_P(TimeoutTest, AStuckDeviceKeepsWhatItUses) {
+// NCCL EP's kernels cannot be stopped. Freeing what the device may still use
+// would wait for it, or break its work.
+TEST_P(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
   AllowLeaks();
   const fake::Resources before = CountSettledHoldings();
   {
     WorldOptions options = kWorld;
     options.timeout_s = 1;
     const Domain domain = GetParam().make(options)[0];
-    const StepPtr step =
-        Step::Make(domain, Op::kPrepare, {NextRun()},
-                   PrepareInputs(kDims, RandomChoices(random_, kDims)));
+    const StepPtr step = NewPrepare(domain, kDims);
     for (int64_t rank : {0, 1, 3}) step->Post(rank);
     ExpectTimeouts(*step, {0, 1, 3});
     AwaitStreams(domain);
@@ -152,8 +128,6 @@ TEST_P(TimeoutTest, AStuckDeviceKeepsWhatItUses) {
 
 TEST_P(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
   AllowLeaks();
-  WorldOptions options = kWorld;
-  options.timeout_s = 1;
   struct {
     Op op;
     const char* function;
@@ -166,14 +140,11 @@ TEST_P(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
   for (const auto& c : cases) {
     SCOPED_TRACE(c.function);
     fake::TheMachine().failing.clear();
-    const Domain domain = MakeDomain(options);
+    const Domain domain = MakeImpatient();
     const Routed routed = PrepareRandom(domain, kDims);
     const auto post = [&](Op op) {
-      const StepPtr step =
-          Step::Make(domain, op, {NextRun()},
-                     op == Op::kPrepare
-                         ? PrepareInputs(kDims, RandomChoices(random_, kDims))
-                         : RandomInputs(op, routed, AnyType()));
+      const StepPtr step = op == Op::kPrepare ? NewPrepare(domain, kDims)
+                                              : NewMove(domain, op, routed);
       for (int64_t rank = 0; rank < kDims.ep_size; ++rank) step->Post(rank);
       return step;
     };

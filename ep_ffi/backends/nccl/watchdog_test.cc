@@ -6,12 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
@@ -27,20 +22,11 @@ void Sleep(double seconds) {
 
 class WatchdogTest : public NcclGroupTest {
  protected:
-  Domain MakeImpatient() {
-    WorldOptions options = kWorld;
-    options.timeout_s = kTimeoutS;
-    return MakeDomain(options);
-  }
   // As in XLA, the host does not wait for the device.
   Domain MakeAsynchronous() {
     Domain domain = MakeImpatient();
     domain.synchronize = nullptr;
     return domain;
-  }
-  StepPtr MakePrepare(const Domain& domain) {
-    return Step::Make(domain, Op::kPrepare, {NextRun()},
-                      PrepareInputs(kDims, RandomChoices(random_, kDims)));
   }
 };
 
@@ -74,9 +60,9 @@ void ExpectLines(const std::vector<int64_t>& ranks,
 
 TEST_P(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
   const Domain domain = MakeAsynchronous();
-  const StepPtr first = MakePrepare(domain);
-  const StepPtr missed = MakePrepare(domain);
-  const StepPtr later = MakePrepare(domain);
+  const StepPtr first = NewPrepare(domain, kDims);
+  const StepPtr missed = NewPrepare(domain, kDims);
+  const StepPtr later = NewPrepare(domain, kDims);
   ExpectRuns(first);
   ::testing::internal::CaptureStderr();
   for (int64_t rank : {0, 1, 3}) {
@@ -102,7 +88,7 @@ TEST_P(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
 // The rank that the others wait for has enqueued the op, too.
 TEST_P(WatchdogTest, ARankThatHasNotBegunItsOpSaysSo) {
   const Domain domain = MakeAsynchronous();
-  const StepPtr step = MakePrepare(domain);
+  const StepPtr step = NewPrepare(domain, kDims);
   ::testing::internal::CaptureStderr();
   fake::Enqueue(static_cast<CUstream>(domain.streams[2]),
                 [] { Sleep(3 * kTimeoutS); });
@@ -120,7 +106,7 @@ TEST_P(WatchdogTest, ARankThatHasNotBegunItsOpSaysSo) {
 TEST_P(WatchdogTest, NothingIsSaidOfAStreamThatMoves) {
   const Domain domain = MakeAsynchronous();
   std::vector<StepPtr> steps;
-  for (int i = 0; i < 4; ++i) steps.push_back(MakePrepare(domain));
+  for (int i = 0; i < 4; ++i) steps.push_back(NewPrepare(domain, kDims));
   ::testing::internal::CaptureStderr();
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     for (const StepPtr& step : steps) {
@@ -148,7 +134,7 @@ TEST_P(WatchdogTest, EveryOpCountsItsEnd) {
         input.tail = Tail::kUnspecified;
         input.checked = true;
       }
-      ExpectRuns(Step::Make(domain, op, {NextRun()}, inputs));
+      ExpectRuns(NewStep(domain, op, inputs));
     }
   }
   Sleep(2 * kTimeoutS);
@@ -158,7 +144,7 @@ TEST_P(WatchdogTest, EveryOpCountsItsEnd) {
 TEST_P(WatchdogTest, AGroupThatClosesNamesTheOpThatItWaitsFor) {
   AllowLeaks();
   const Domain domain = MakeAsynchronous();
-  const StepPtr step = MakePrepare(domain);
+  const StepPtr step = NewPrepare(domain, kDims);
   for (int64_t rank : {0, 1, 3}) step->Post(rank);
   Sleep(0.5 * kTimeoutS);
   ::testing::internal::CaptureStderr();

@@ -2,6 +2,7 @@
 #include "ep_ffi/backends/host/engine/batch.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "ep_ffi/core/denormals.h"
@@ -54,7 +55,13 @@ Status Batch::RunChunk(int64_t chunk) const {
       shares_.begin(), shares_.end(), chunk,
       [](int64_t c, const Share& share) { return c < share.first_chunk; });
   const Share& share = *std::prev(next);
-  return share.contribution->run(arrays_, chunk - share.first_chunk);
+  try {
+    return share.contribution->run(arrays_, chunk - share.first_chunk);
+  } catch (const std::exception& e) {  // no thread of XLA would catch it
+    return Status(Code::kResourceExhausted,
+                  StrCat("an array cannot be allocated: ", e.what(),
+                         "; leave more memory to this process"));
+  }
 }
 
 Status Batch::status() {

@@ -3,14 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
+#include <new>
 #include <utility>
-#include <vector>
+
+#include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
@@ -41,11 +37,7 @@ TEST(BatchTest, EachChunkRunsOnceAndOneThreadEndsTheLast) {
     return Status();
   }));
   std::atomic<int> num_last{0};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&] { num_last += batch.Work(); });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::ForEachRank(4, [&](int64_t) { num_last += batch.Work(); });
   EXPECT_EQ(1, num_last);
   EXPECT_TRUE(batch.status().ok());
   for (const auto& rank : runs) {
@@ -64,6 +56,15 @@ TEST(BatchTest, TheFirstFailureIsKeptAndTheOtherChunksRun) {
   EXPECT_TRUE(batch.Work());
   EXPECT_EQ(4, num_runs);
   EXPECT_EQ("ep_prepare(layer \"\"): bad 01", batch.status().message());
+}
+
+TEST(BatchTest, LackOfMemoryIsAFailure) {
+  Batch batch(MakeExchange({3}, [&](int64_t, int64_t chunk) {
+    if (chunk == 1) throw std::bad_alloc();
+    return Status();
+  }));
+  EXPECT_TRUE(batch.Work());
+  EXPECT_EQ(Code::kResourceExhausted, batch.status().code());
 }
 
 TEST(BatchTest, WithoutChunksTheWorkIsDoneAtOnce) {

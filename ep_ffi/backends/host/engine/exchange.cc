@@ -100,7 +100,7 @@ Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
   const Signature& signature = contribution.signature;
   Segment* segment;
   EP_RETURN_IF_ERROR(
-      peers_->Acquire(signature.staged_bytes(), readers.size(), &segment));
+      peers_->Acquire(signature.staged_bytes(), readers, &segment));
   StageArrays(contribution, segment->memory.data());
 
   Message message = {};

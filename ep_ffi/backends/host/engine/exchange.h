@@ -172,8 +172,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
       EP_EXCLUDES(mutex_);
   // Lets other processes read what the group does.
   void Publish() EP_REQUIRES(mutex_);
-  // Publishes. Fails what is late, and warns once, a third
-  // of timeout_s after its first post, of an exchange that still lacks posts.
+  // Publishes. Fails what is late, and warns once of an exchange that still
+  // lacks posts a third of timeout_s after its first post.
   // Ends the process if a run has failed, `exit_after_s` is over, and the
   // process has neither closed the group nor run another op on each of its
   // devices: one may wait for a failed rank in a collective of XLA.

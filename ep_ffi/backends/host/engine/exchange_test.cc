@@ -12,16 +12,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <future>
-#include <limits>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/testing/expect.h"
+#include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
@@ -33,20 +28,16 @@ class ExchangeTest : public ::testing::Test {
  protected:
   explicit ExchangeTest(double timeout_s = 30) : peers_(kRanks) {
     const Listeners listeners(kRanks);
-    std::vector<std::thread> threads;
-    for (int32_t p = 0; p < kRanks; ++p) {
+    testing::ForEachRank(kRanks, [&](int64_t p) {
       Topology topology = listeners.TopologyOf(p);
       topology.ep_size = kRanks;
       for (int32_t r = 0; r < kRanks; ++r) {
         topology.members.push_back({/*process=*/r, /*device=*/r});
       }
-      threads.emplace_back([this, p, topology, &listeners] {
-        testing::ExpectOk(Peers::Connect(topology, listeners.socket(p),
-                                         /*timeout_s=*/30,
-                                         /*tick_s=*/0.05, &peers_[p]));
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+      testing::ExpectOk(Peers::Connect(topology, listeners.socket(p),
+                                       /*timeout_s=*/30, /*tick_s=*/0.05,
+                                       &peers_[p]));
+    });
     exchanges_ =
         Exchanges::Create({"group", timeout_s,
                            [last = failed_run_](int64_t run_id, const Status&) {
@@ -60,7 +51,8 @@ class ExchangeTest : public ::testing::Test {
       int32_t rank, int64_t run_id, int32_t value,
       const std::function<void(Message*)>& forge = [](Message*) {}) {
     Segment* segment;
-    ASSERT_TRUE(peers_[rank]->Acquire(kInts * sizeof(value), 1, &segment).ok());
+    ASSERT_TRUE(
+        peers_[rank]->Acquire(kInts * sizeof(value), {0}, &segment).ok());
     for (int i = 0; i < kInts; ++i) {
       std::memcpy(segment->memory.data() + i * sizeof(value), &value,
                   sizeof(value));

@@ -14,6 +14,7 @@
 
 #include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/core/backend.h"
+#include "ep_ffi/core/status.h"
 
 namespace ep::host {
 
@@ -27,9 +28,19 @@ struct PostedOp {
 
   // Returns the name of the op: ep_dispatch(layer "moe_3"). In checked mode it
   // includes the step, i.e. how often the program was launched before.
-  std::string Name() const;
+  std::string Name() const { return NameOf(/*with_step=*/is_checked); }
   // Returns its name, step and place: what is needed where ranks are compared.
-  std::string FullName() const;
+  std::string FullName() const {
+    return StrCat(NameOf(/*with_step=*/true), " of \"", program, "\", op ",
+                  position);
+  }
+
+ private:
+  std::string NameOf(bool with_step) const {
+    std::string name = OpName(op, layer);
+    if (with_step) name += StrCat(", step ", launch.number);
+    return name;
+  }
 };
 
 }  // namespace ep::host

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <set>
 
 #include "ep_ffi/core/clock.h"

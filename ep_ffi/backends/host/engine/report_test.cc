@@ -5,11 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
 
 namespace ep::host {
 namespace {

@@ -5,7 +5,6 @@
 
 #include <chrono>
 #include <future>
-#include <memory>
 #include <utility>
 #include <vector>
 

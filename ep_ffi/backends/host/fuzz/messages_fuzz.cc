@@ -13,12 +13,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <string>
-#include <vector>
 
 #include "ep_ffi/backends/host/fuzz/sample.h"
-#include "ep_ffi/backends/host/testing/impostor.h"
+#include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/testing/fuzz.h"
 #include "ep_ffi/testing/ranks.h"

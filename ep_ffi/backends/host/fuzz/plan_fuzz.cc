@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/fuzz/sample.h"
-#include "ep_ffi/backends/host/testing/world.h"
+#include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/testing/fuzz.h"
 
 namespace ep::host {

@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "ep_ffi/testing/expect.h"
 #include "ep_ffi/testing/plans.h"
@@ -96,10 +96,6 @@ struct Exchange {
     mem = BuiltPlan(dims, 0, SortAll(dims, topk_idx)).mem;
   }
 
-  Status Open(const std::byte* plan_mem, Plan* plan) const {
-    return Plan::Open(dims, 0, plan_mem, mem.size(), plan);
-  }
-
   PlanDims dims;
   RowType type;
   Layout layout;
@@ -107,49 +103,34 @@ struct Exchange {
   std::vector<RankData> tokens, slots;  // by rank
 };
 
-template <typename Mover>
-Status RunAllChunks(const Mover& mover, const Sources& sources) {
-  for (int64_t chunk = mover.num_chunks() - 1; chunk >= 0; --chunk) {
-    Status status = mover.RunChunk(sources.ranks(), chunk);
-    if (!status.ok()) return status;
-  }
-  return Status();
-}
-
 // Runs a mover on rank 0 by the plan in `mem`, into fenced outputs.
-Status RunScatter(const Exchange& e, const std::byte* mem,
-                  const Sources& tokens, RankData* out) {
-  const Fenced rows(e.dims.capacity * e.type.bytes());
-  const Fenced weights(e.dims.capacity * sizeof(float));
-  Scatter mover = {e.dims, {}, Tail::kZero, {}};
-  Status opened = e.Open(mem, &mover.plan);
-  if (!opened.ok()) return opened;
-  mover.args.slots = {rows.bytes(), e.dims.capacity, e.type.width,
-                      e.type.dtype};
-  mover.args.slot_weights = weights.floats();
-  Status status = RunAllChunks(mover, tokens);
-  out->rows.assign(rows.bytes(),
-                   rows.bytes() + e.dims.capacity * e.type.bytes());
-  out->weights.assign(weights.floats(), weights.floats() + e.dims.capacity);
-  return status;
-}
-
-Status RunGather(const Exchange& e, const std::byte* mem, const Sources& slots,
-                 RankData* out) {
-  const Fenced rows(e.dims.num_tokens * e.type.bytes());
-  const Fenced weights(e.dims.num_choices() * sizeof(float));
-  GatherSum mover = {e.dims, {}, {}};
-  Status opened = e.Open(mem, &mover.plan);
-  if (!opened.ok()) return opened;
-  mover.args.tokens = {rows.bytes(), e.dims.num_tokens, e.type.width,
-                       e.type.dtype};
-  mover.args.topk_weights = weights.floats();
-  Status status = RunAllChunks(mover, slots);
-  out->rows.assign(rows.bytes(),
-                   rows.bytes() + e.dims.num_tokens * e.type.bytes());
-  out->weights.assign(weights.floats(),
-                      weights.floats() + e.dims.num_choices());
-  return status;
+template <typename Mover>
+Status RunMover(const Exchange& e, const std::byte* mem, const Sources& sources,
+                RankData* out) {
+  constexpr bool kScatters = std::is_same_v<Mover, Scatter>;
+  const int64_t num_rows = kScatters ? e.dims.capacity : e.dims.num_tokens;
+  const int64_t num_weights =
+      kScatters ? e.dims.capacity : e.dims.num_choices();
+  const Fenced rows(num_rows * e.type.bytes());
+  const Fenced weights(num_weights * sizeof(float));
+  const Rows outputs = {rows.bytes(), num_rows, e.type.width, e.type.dtype};
+  Mover mover = {};
+  mover.dims = e.dims;
+  if constexpr (kScatters) {
+    mover.tail = Tail::kZero;
+    mover.args.slots = outputs;
+    mover.args.slot_weights = weights.floats();
+  } else {
+    mover.args.tokens = outputs;
+    mover.args.topk_weights = weights.floats();
+  }
+  EP_RETURN_IF_ERROR(Plan::Open(e.dims, 0, mem, e.mem.size(), &mover.plan));
+  for (int64_t chunk = mover.num_chunks() - 1; chunk >= 0; --chunk) {
+    EP_RETURN_IF_ERROR(mover.RunChunk(sources.ranks(), chunk));
+  }
+  out->rows.assign(rows.bytes(), rows.bytes() + num_rows * e.type.bytes());
+  out->weights.assign(weights.floats(), weights.floats() + num_weights);
+  return Status();
 }
 
 constexpr PlanDims kDims = {/*num_experts=*/6, /*ep_size=*/3,
@@ -165,12 +146,14 @@ TEST(MoversTest, ChunksCoverEveryRowOnce) {
     if (width > 3000) dims.num_tokens = 5, dims.capacity = 30;
     const Exchange e(random, dims, {width, DType::kFloat32});
     RankData out;
-    ASSERT_TRUE(RunScatter(e, e.mem.data(), Sources(e.tokens), &out).ok());
+    ASSERT_TRUE(
+        RunMover<Scatter>(e, e.mem.data(), Sources(e.tokens), &out).ok());
     EXPECT_EQ("", Difference(e.type,
                              Apply(Op::kDispatch, e.dims, e.layout, e.type,
                                    e.tokens)[0],
                              out));
-    ASSERT_TRUE(RunGather(e, e.mem.data(), Sources(e.slots), &out).ok());
+    ASSERT_TRUE(
+        RunMover<GatherSum>(e, e.mem.data(), Sources(e.slots), &out).ok());
     EXPECT_EQ("", Difference(e.type,
                              Apply(Op::kDispatchBwd, e.dims, e.layout, e.type,
                                    e.slots)[0],
@@ -192,8 +175,9 @@ TEST(MoversTest, CorruptPlansStayInBounds) {
     }
     SealPlan(e.dims, mem.bytes());
     RankData out;
-    for (const Status& status : {RunScatter(e, mem.bytes(), tokens, &out),
-                                 RunGather(e, mem.bytes(), slots, &out)}) {
+    for (const Status& status :
+         {RunMover<Scatter>(e, mem.bytes(), tokens, &out),
+          RunMover<GatherSum>(e, mem.bytes(), slots, &out)}) {
       if (status.ok()) continue;
       ++errors;
       ExpectFailure({Code::kInvalidArgument, {"handle.mem"}}, status);
@@ -214,25 +198,14 @@ TEST(MoversTest, ACorruptRouteIsNamed) {
       std::memcpy(&mem[at], &bad, sizeof(bad));
       SealPlan(e.dims, mem.data());
       RankData out;
-      ExpectFailure({Code::kInvalidArgument,
-                     {StrCat("row ", bad.index, " of rank ", bad.rank)}},
-                    at == header
-                        ? RunGather(e, mem.data(), Sources(e.slots), &out)
-                        : RunScatter(e, mem.data(), Sources(e.tokens), &out));
+      ExpectFailure(
+          {Code::kInvalidArgument,
+           {StrCat("row ", bad.index, " of rank ", bad.rank)}},
+          at == header
+              ? RunMover<GatherSum>(e, mem.data(), Sources(e.slots), &out)
+              : RunMover<Scatter>(e, mem.data(), Sources(e.tokens), &out));
     }
   }
-}
-
-TEST(MoversTest, NoTokensAreNoWork) {
-  Random random(10);
-  PlanDims dims = kDims;
-  dims.num_tokens = 0;
-  const Exchange e(random, dims, {3, DType::kFloat16});
-  RankData out;
-  EXPECT_TRUE(RunGather(e, e.mem.data(), Sources(e.slots), &out).ok());
-  ASSERT_TRUE(RunScatter(e, e.mem.data(), Sources(e.tokens), &out).ok());
-  EXPECT_EQ(std::vector<std::byte>(out.rows.size()), out.rows);
-  EXPECT_EQ(std::vector<float>(dims.capacity), out.weights);
 }
 
 }  // namespace

@@ -68,23 +68,17 @@ EP_VECTORIZED void SumFloat16(const Term* terms, size_t num_terms,
 }  // namespace
 
 int64_t FindNotFinite(DType dtype, const std::byte* row, int64_t width) {
-  // A number is not finite if its exponent has ones only.
-  const auto find = [&](const auto* bits, auto exponent) -> int64_t {
+  const auto find = [&](const auto* bits) -> int64_t {
+    const auto exponent = ExponentBits(dtype);
     const auto* end = bits + width;
-    const auto* found = std::find_if(bits, end, [&](auto element) {
+    const auto* found = std::find_if(bits, end, [&](uint32_t element) {
       return (element & exponent) == exponent;
     });
     return found == end ? -1 : found - bits;
   };
-  switch (dtype) {
-    case DType::kFloat32:
-      return find(reinterpret_cast<const uint32_t*>(row), uint32_t{0x7f800000});
-    case DType::kBFloat16:
-      return find(reinterpret_cast<const uint16_t*>(row), uint16_t{0x7f80});
-    case DType::kFloat16:
-      return find(reinterpret_cast<const uint16_t*>(row), uint16_t{0x7c00});
-  }
-  return -1;
+  return dtype == DType::kFloat32
+             ? find(reinterpret_cast<const uint32_t*>(row))
+             : find(reinterpret_cast<const uint16_t*>(row));
 }
 
 void SumRows(DType dtype, const std::vector<Term>& terms, int64_t width,

@@ -17,7 +17,6 @@
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -25,7 +24,6 @@
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/transport/process_watch.h"
 #include "ep_ffi/core/clock.h"
-#include "ep_ffi/testing/oracle.h"
 #include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
@@ -83,14 +81,6 @@ struct Sample {
   }
 };
 
-int CountDescriptors() {
-  DIR* folder = opendir("/proc/self/fd");
-  int n = 0;
-  while (readdir(folder)) ++n;
-  closedir(folder);
-  return n;
-}
-
 // Returns the failures of this test so far. A child starts with its parent's.
 int CountFailures() {
   return ::testing::UnitTest::GetInstance()
@@ -108,6 +98,14 @@ bool WaitFor(double seconds, const std::function<bool()>& holds) {
     usleep(50);
   }
   return true;
+}
+
+size_t CountEntries(const char* folder) {
+  DIR* entries = opendir(folder);
+  size_t count = 0;
+  while (readdir(entries)) ++count;
+  closedir(entries);
+  return count;
 }
 
 std::string Lines(const std::string& path, const std::string& word) {
@@ -312,16 +310,15 @@ std::vector<Ending> World::Run(const std::function<std::string(Rank&)>& body) {
       setrlimit(RLIMIT_CORE, &no_core);
       close(report[0]);
       const int failures = CountFailures();
-      const int descriptors = CountDescriptors();
+      const size_t descriptors = CountEntries("/proc/self/fd");
       std::string said;
       {
         Rank rank(r, records);
         said = body(rank);
       }
-      EXPECT_TRUE(WaitFor(kPatienceS,
-                          [&] { return CountDescriptors() == descriptors; }))
-          << CountDescriptors() << " descriptors, but there were "
-          << descriptors;
+      WaitFor(kPatienceS,
+              [&] { return CountEntries("/proc/self/fd") == descriptors; });
+      EXPECT_EQ(descriptors, CountEntries("/proc/self/fd"));
       const ssize_t size = write(report[1], said.data(), said.size());
       _exit(size != ssize_t(said.size()) || CountFailures() > failures);
     }

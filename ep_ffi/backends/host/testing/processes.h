@@ -39,6 +39,9 @@ inline constexpr int kFewer = 1;
 // Waits until something holds. Returns false if time is up before.
 bool WaitFor(double seconds, const std::function<bool()>& holds);
 
+// Returns the number of entries of a folder.
+size_t CountEntries(const char* folder);
+
 // Returns the lines of a file that contain a word.
 std::string Lines(const std::string& path, const std::string& word);
 

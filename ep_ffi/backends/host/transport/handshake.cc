@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "ep_ffi/backends/host/transport/wire.h"
 #include "ep_ffi/core/clock.h"

@@ -143,9 +143,10 @@ Peers::~Peers() {
   }
 }
 
-Status Peers::Acquire(size_t bytes, int32_t num_readers, Segment** out) {
+Status Peers::Acquire(size_t bytes, const std::vector<int32_t>& readers,
+                      Segment** out) {
   Fd new_fd;
-  EP_RETURN_IF_ERROR(segments_->Acquire(bytes, num_readers, out, &new_fd));
+  EP_RETURN_IF_ERROR(segments_->Acquire(bytes, readers, out, &new_fd));
   if (new_fd.get() >= 0) {
     // The links share it: a copy for each could run into the limit of files.
     const auto fd = std::make_shared<const Fd>(std::move(new_fd));
@@ -308,7 +309,7 @@ void Peers::Handle(Link& link, const Message& message, const std::string& text,
           found == link.segments.end() ? nullptr : &found->second, link.mapped);
     }
     case Message::kRelease:
-      segments_->Release(message.segment);
+      segments_->Release(link.process, message.segment);
       return;
     case Message::kFail:
       return callbacks_.on_fail(message, text);

@@ -67,9 +67,10 @@ class Peers {
   // Begins to receive. What peers sent before waits in the sockets.
   void Start(Callbacks callbacks);
 
-  // Finds a segment of at least `bytes`, which all processes know and
-  // `num_readers` processes will read.
-  Status Acquire(size_t bytes, int32_t num_readers, Segment** out);
+  // Finds a segment of at least `bytes`, which all processes know and these
+  // will read.
+  Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
+                 Segment** out);
   void SendPost(const std::vector<int32_t>& processes, Message message,
                 const std::string& names);
   void SendRelease(int32_t process, uint64_t segment);

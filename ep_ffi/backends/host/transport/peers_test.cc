@@ -10,18 +10,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "ep_ffi/backends/host/testing/listener.h"
-#include "ep_ffi/core/mutex.h"
 #include "ep_ffi/testing/expect.h"
+#include "ep_ffi/testing/ranks.h"
 
 namespace ep::host {
 namespace {
@@ -41,13 +35,9 @@ Status Connect(const Listeners& listeners, const Topology& topology,
 std::vector<std::unique_ptr<Peers>> ConnectAll(int32_t num_processes) {
   const Listeners listeners(num_processes);
   std::vector<std::unique_ptr<Peers>> all(num_processes);
-  std::vector<std::thread> threads;
-  for (int32_t p = num_processes - 1; p >= 0; --p) {
-    threads.emplace_back([&, p] {
-      ExpectOk(Connect(listeners, listeners.TopologyOf(p), &all[p]));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::ForEachRank(num_processes, [&](int64_t p) {
+    ExpectOk(Connect(listeners, listeners.TopologyOf(p), &all[p]));
+  });
   return all;
 }
 
@@ -98,7 +88,7 @@ class Log {
 // Posts `text` as the rows of a run.
 void Post(Peers* from, int32_t to, int64_t run_id, const char* text) {
   Segment* segment;
-  ASSERT_TRUE(from->Acquire(std::strlen(text) + 1, 1, &segment).ok());
+  ASSERT_TRUE(from->Acquire(std::strlen(text) + 1, {to}, &segment).ok());
   std::strcpy(reinterpret_cast<char*>(segment->memory.data()), text);
   Message message = {};
   message.launch.run_id = run_id;
@@ -160,14 +150,14 @@ TEST(PeersTest, AReleasedSegmentIsUsedAgain) {
   auto peers = ConnectAll(2);
   peers[0]->Start(log.Callbacks());
   Segment *first, *second, *third;
-  ASSERT_TRUE(peers[0]->Acquire(10, 1, &first).ok());
-  ASSERT_TRUE(peers[0]->Acquire(10, 1, &second).ok());
+  ASSERT_TRUE(peers[0]->Acquire(10, {1}, &first).ok());
+  ASSERT_TRUE(peers[0]->Acquire(10, {1}, &second).ok());
   EXPECT_NE(first, second);
   peers[1]->SendRelease(0, first->id);
   // When this message has arrived, so has the release.
   peers[1]->SendFail({0, 1, 0}, Status(Code::kInternal, ""));
   log.Expect({StrCat("fail 1 with ", int(Code::kInternal), ": ")});
-  ASSERT_TRUE(peers[0]->Acquire(10, 1, &third).ok());
+  ASSERT_TRUE(peers[0]->Acquire(10, {1}, &third).ok());
   EXPECT_EQ(first, third);
 }
 
@@ -260,15 +250,10 @@ TEST(PeersTest, ANumberThatIsTakenIsAnError) {
   const Listeners listeners(2);
   Status statuses[3];
   std::unique_ptr<Peers> peers[3];
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 3; ++i) {
-    threads.emplace_back([&, i] {
-      statuses[i] =
-          Connect(listeners, listeners.TopologyOf(std::min(i, 1)), &peers[i],
-                  /*timeout_s=*/0.5);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::ForEachRank(3, [&](int64_t i) {
+    statuses[i] = Connect(listeners, listeners.TopologyOf(i > 0), &peers[i],
+                          /*timeout_s=*/0.5);
+  });
   ExpectOk(statuses[0]);
   EXPECT_NE(statuses[1].ok(), statuses[2].ok());
 }
@@ -277,16 +262,12 @@ TEST(PeersTest, ANumberThatIsTakenIsAnError) {
 TEST(PeersTest, AnotherProcessThanExpectedIsTurnedAway) {
   const Listeners listeners(2);
   Status statuses[2];
-  std::thread threads[2];
-  for (int32_t p = 0; p < 2; ++p) {
-    threads[p] = std::thread([&, p] {
-      Topology topology = listeners.TopologyOf(p);
-      if (p == 0) topology.processes[1].pid = getppid();
-      std::unique_ptr<Peers> peers;
-      statuses[p] = Connect(listeners, topology, &peers, /*timeout_s=*/0.5);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::ForEachRank(2, [&](int64_t p) {
+    Topology topology = listeners.TopologyOf(p);
+    if (p == 0) topology.processes[1].pid = getppid();
+    std::unique_ptr<Peers> peers;
+    statuses[p] = Connect(listeners, topology, &peers, /*timeout_s=*/0.5);
+  });
   EXPECT_EQ(Code::kDeadlineExceeded, statuses[0].code());
   EXPECT_EQ(Code::kUnavailable, statuses[1].code());
 }

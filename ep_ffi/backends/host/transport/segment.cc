@@ -7,6 +7,8 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "ep_ffi/core/pages.h"
 
 #ifndef F_SEAL_FUTURE_WRITE  // Linux 5.1
@@ -64,8 +66,8 @@ Status Mapping::OpenPeer(const Fd& fd, Mapping* out) {
   return Status();
 }
 
-Status SegmentPool::Acquire(size_t bytes, int32_t readers, Segment** out,
-                            Fd* new_fd) {
+Status SegmentPool::Acquire(size_t bytes, const std::vector<int32_t>& readers,
+                            Segment** out, Fd* new_fd) {
   *new_fd = Fd();
   MutexLock lock(mutex_);
   auto fit = free_.lower_bound(bytes);
@@ -98,14 +100,16 @@ HostMemory SegmentPool::Memory() {
   return memory;
 }
 
-bool SegmentPool::Release(uint64_t id) {
+bool SegmentPool::Release(int32_t process, uint64_t id) {
   MutexLock lock(mutex_);
   auto found = segments_.find(id);
-  if (found == segments_.end() || found->second->readers == 0) return false;
+  if (found == segments_.end()) return false;
   Segment* segment = found->second.get();
-  if (--segment->readers == 0) {
-    free_.emplace(segment->memory.bytes(), segment);
-  }
+  std::vector<int32_t>& readers = segment->readers;
+  const auto reader = std::find(readers.begin(), readers.end(), process);
+  if (reader == readers.end()) return false;
+  readers.erase(reader);
+  if (readers.empty()) free_.emplace(segment->memory.bytes(), segment);
   return true;
 }
 

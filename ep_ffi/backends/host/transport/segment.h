@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/core/backend.h"
@@ -58,7 +59,7 @@ class Mapping {
 struct Segment {
   uint64_t id;
   Mapping memory;
-  int32_t readers = 0;  // processes that have not released it yet
+  std::vector<int32_t> readers;  // processes that have not released it yet
 };
 
 // The segments that this process owns. One staged op takes a whole segment:
@@ -69,15 +70,17 @@ struct Segment {
 // have not released it; the rows in it are not guarded.
 class SegmentPool {
  public:
-  // Finds a free segment of at least `bytes`, for `readers` processes to
-  // release. If it was made for this, `*new_fd` is its descriptor, which the
-  // peers need; else it is empty.
-  Status Acquire(size_t bytes, int32_t readers, Segment** out, Fd* new_fd);
+  // Finds a free segment of at least `bytes`, which each of `readers` releases
+  // once. If it was made for this, `*new_fd` is its descriptor, which the peers
+  // need; else it is empty.
+  Status Acquire(size_t bytes, const std::vector<int32_t>& readers,
+                 Segment** out, Fd* new_fd);
 
   HostMemory Memory();
 
-  // Notes that a reader is done. Returns false for an id that is not in use.
-  bool Release(uint64_t id);
+  // Notes that a process is done. Returns false unless it is a reader: no peer
+  // can free what others still read.
+  bool Release(int32_t process, uint64_t id);
 
  private:
   Mutex mutex_;

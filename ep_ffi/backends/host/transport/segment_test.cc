@@ -19,13 +19,13 @@ namespace {
 class NewSegment : public ::testing::Test {
  protected:
   void SetUp() override {
-    ASSERT_TRUE(pool_.Acquire(1000, /*readers=*/2, &segment_, &fd_).ok());
+    ASSERT_TRUE(pool_.Acquire(1000, /*readers=*/{1, 2}, &segment_, &fd_).ok());
     ASSERT_GE(fd_.get(), 0);
   }
 
   Segment* Acquire(size_t bytes, Fd* new_fd) {
     Segment* segment = nullptr;
-    EXPECT_TRUE(pool_.Acquire(bytes, /*readers=*/1, &segment, new_fd).ok());
+    EXPECT_TRUE(pool_.Acquire(bytes, /*readers=*/{1}, &segment, new_fd).ok());
     return segment;
   }
 
@@ -62,26 +62,26 @@ TEST_F(NewSegment, OnlyThisUserMayOpenIt) {
 
 TEST_F(NewSegment, ItIsReusedOnceAllReadersReleasedIt) {
   Fd new_fd;
-  EXPECT_TRUE(pool_.Release(segment_->id));
-  const Segment* other = Acquire(1000, &new_fd);
-  EXPECT_NE(segment_, other);
-
-  EXPECT_TRUE(pool_.Release(segment_->id));
+  EXPECT_TRUE(pool_.Release(1, segment_->id));
+  EXPECT_NE(segment_, Acquire(1000, &new_fd));
+  EXPECT_TRUE(pool_.Release(2, segment_->id));
   EXPECT_EQ(segment_, Acquire(2000, &new_fd));
   EXPECT_EQ(-1, new_fd.get());
 }
 
-TEST_F(NewSegment, AReleaseTooManyIsRefused) {
-  EXPECT_TRUE(pool_.Release(segment_->id));
-  EXPECT_TRUE(pool_.Release(segment_->id));
-  EXPECT_FALSE(pool_.Release(segment_->id));
-  EXPECT_FALSE(pool_.Release(12345));
+TEST_F(NewSegment, NoReaderReleasesItForAnother) {
+  Fd new_fd;
+  EXPECT_TRUE(pool_.Release(1, segment_->id));
+  EXPECT_FALSE(pool_.Release(1, segment_->id));
+  EXPECT_FALSE(pool_.Release(3, segment_->id));
+  EXPECT_FALSE(pool_.Release(2, 12345));
+  EXPECT_NE(segment_, Acquire(1000, &new_fd));
 }
 
 TEST_F(NewSegment, ALargeOneIsNotSpentOnAFewBytes) {
   Fd new_fd;
   const Segment* large = Acquire(64 << 20, &new_fd);
-  ASSERT_TRUE(pool_.Release(large->id));
+  ASSERT_TRUE(pool_.Release(1, large->id));
   EXPECT_NE(large, Acquire(100, &new_fd));
   EXPECT_EQ(large, Acquire(60 << 20, &new_fd));
 }
@@ -109,7 +109,7 @@ TEST(SegmentTest, MoreThanThereIsIsAnError) {
   Segment* segment;
   Fd fd;
   testing::ExpectFailure({Code::kResourceExhausted, {"recv_capacity_per_rank"}},
-                         pool.Acquire(size_t{1} << 50, 1, &segment, &fd));
+                         pool.Acquire(size_t{1} << 50, {1}, &segment, &fd));
   EXPECT_EQ(-1, fd.get());
 }
 

@@ -7,10 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cstdint>
 #include <cstring>
-#include <string>
 #include <thread>
 #include <vector>
 

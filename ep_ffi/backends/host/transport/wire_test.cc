@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <string>
-
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {

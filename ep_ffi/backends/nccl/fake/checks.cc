@@ -6,13 +6,9 @@
 #include <nccl_ep.h>
 
 #include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/core/mutex.h"
 
 namespace ep::nccl::fake {
 namespace {

@@ -5,7 +5,6 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +19,6 @@
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/fake/kernel_table.h"
 #include "ep_ffi/core/mutex.h"
 
 struct CUfunc_st {
@@ -115,12 +113,6 @@ SharedMap<void*, unsigned>& HostAllocations() {
   return *allocations;
 }
 
-// The most blocks of a launch, by kernel.
-SharedMap<std::string, unsigned>& LargestGrids() {
-  static auto* grids = new SharedMap<std::string, unsigned>();
-  return *grids;
-}
-
 // Returns a stream that is never freed: a thread that the backend left behind
 // after a timeout may still synchronize with it.
 CUstream MakeStream(CUcontext context) {
@@ -153,6 +145,12 @@ CUcontext CurrentContext() {
   return current_contexts.empty() ? nullptr : current_contexts.back();
 }
 
+bool MayWait(Contract& contract) {
+  contract.RequireNoHandler();
+  contract.Require(CurrentContext(), "no context is current");
+  return contract.kept();
+}
+
 void RequireContext(Contract& contract, int device) {
   const CUcontext current = CurrentContext();
   if (contract.Require(current, "no context is current")) {
@@ -181,12 +179,6 @@ void Enqueue(CUstream stream, std::function<void()> task) {
 
 std::vector<std::string> TakeEnqueued(CUstream stream) {
   return stream->TakeNames();
-}
-
-unsigned TakeLargestGrid(const std::string& kernel) {
-  auto& grids = LargestGrids();
-  MutexLock lock(grids.mutex);
-  return std::exchange(grids.map[kernel], 0);
 }
 
 extern "C" {
@@ -226,14 +218,8 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
       *value = TheMachine().compute_capability_major;
       return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-      *value = 0;
-      return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
       *value = TheMachine().shared_bytes;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-      *value = 132;
       return CUDA_SUCCESS;
     default:
       RecordViolation(
@@ -286,9 +272,7 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
 
 CUresult cuCtxSynchronize() {
   Contract contract("cuCtxSynchronize");
-  contract.RequireNoHandler();
-  contract.Require(CurrentContext(), "no context is current");
-  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!MayWait(contract)) return CUDA_ERROR_INVALID_CONTEXT;
   for (CUstream stream : LiveObjects<CUstream_st>::Get().All()) {
     if (stream->context() == CurrentContext()) stream->Synchronize();
   }
@@ -297,19 +281,8 @@ CUresult cuCtxSynchronize() {
 
 CUresult cuStreamCreate(CUstream* stream, unsigned) {
   Contract contract("cuStreamCreate");
-  contract.RequireNoHandler();
-  contract.Require(CurrentContext(), "no context is current");
-  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!MayWait(contract)) return CUDA_ERROR_INVALID_CONTEXT;
   *stream = MakeStream(CurrentContext());
-  return CUDA_SUCCESS;
-}
-
-CUresult cuStreamSynchronize(CUstream stream) {
-  Contract contract("cuStreamSynchronize");
-  contract.RequireNoHandler();
-  RequireStream(contract, stream);
-  if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
-  stream->Synchronize();
   return CUDA_SUCCESS;
 }
 
@@ -324,18 +297,14 @@ CUresult cuStreamDestroy(CUstream stream) {
 
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
   Contract contract("cuMemGetInfo");
-  contract.RequireNoHandler();
-  contract.Require(CurrentContext(), "no context is current");
-  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!MayWait(contract)) return CUDA_ERROR_INVALID_CONTEXT;
   *free = *total = TheMachine().free_bytes;
   return CUDA_SUCCESS;
 }
 
 CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
   Contract contract("cuMemHostAlloc");
-  contract.RequireNoHandler();
-  contract.Require(CurrentContext(), "no context is current");
-  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!MayWait(contract)) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   *memory = std::malloc(bytes);
   std::memset(*memory, 0xc5, bytes);  // CUDA does not promise zeros
@@ -375,9 +344,7 @@ CUresult cuMemFreeHost(void* memory) {
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   Contract contract("cuModuleLoadData");
-  contract.RequireNoHandler();
-  contract.Require(CurrentContext(), "no context is current");
-  if (!contract.kept()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!MayWait(contract)) return CUDA_ERROR_INVALID_CONTEXT;
   if (!image) return CUDA_ERROR_INVALID_VALUE;
   *module =
       LiveObjects<CUmod_st>::Get().Add(new CUmod_st{CurrentContext(), {}});
@@ -422,12 +389,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
   if (grid_x < 1 || grid_x > kMaxGridSize || block_x < 1 ||
       block_x > kMaxBlockSize) {
     return CUDA_ERROR_INVALID_VALUE;
-  }
-  {
-    auto& grids = LargestGrids();
-    MutexLock lock(grids.mutex);
-    unsigned& largest = grids.map[function->name];
-    largest = std::max(largest, grid_x);
   }
   stream->Enqueue(function->name,
                   BindKernel(function->name, grid_x, block_x, parameters));

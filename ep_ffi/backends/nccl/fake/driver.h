@@ -11,7 +11,9 @@
 #include <cstddef>
 #include <deque>
 #include <functional>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/core/mutex.h"
@@ -62,10 +64,20 @@ size_t CountHostAllocations();
 // Returns the context that is current on this thread, or null.
 CUcontext CurrentContext();
 
+// Requires what a function needs that waits or allocates: a current context,
+// and that no handler calls it. Returns whether the contract was kept.
+bool MayWait(Contract& contract);
 // Requires that the context of this device is current.
 void RequireContext(Contract& contract, int device);
 // Requires that the stream exists and is of the current context.
 void RequireStream(Contract& contract, CUstream stream);
+
+// Returns whether the backend has a kernel of this name.
+bool HasKernel(const std::string& name);
+// Returns a function that runs a kernel on `num_blocks` blocks of threads. The
+// parameters are copied now, as a launch copies them.
+std::function<void()> BindKernel(const std::string& name, unsigned num_blocks,
+                                 unsigned block_size, void** parameters);
 
 }  // namespace ep::nccl::fake
 

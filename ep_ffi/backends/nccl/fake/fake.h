@@ -80,9 +80,6 @@ void Enqueue(CUstream stream, std::function<void()> task);
 // functions that enqueue.
 std::vector<std::string> TakeEnqueued(CUstream stream);
 
-// Returns the most blocks that a kernel was launched with since the last call.
-unsigned TakeLargestGrid(const std::string& kernel);
-
 // Marks this thread as inside an FFI handler with this EpHandle.mem, for as
 // long as the object lives. A handler must neither wait nor allocate, and it
 // must open handles of NCCL EP in exactly these bytes.

@@ -14,7 +14,7 @@
 #include <tuple>
 #include <utility>
 
-#include "ep_ffi/backends/nccl/fake/kernel_table.h"
+#include "ep_ffi/backends/nccl/fake/driver.h"
 
 #define __global__
 #define __device__
@@ -42,8 +42,8 @@ using std::min;
 
 #include "ep_ffi/backends/nccl/kernels.h"
 
-// Replaces timer.h and warp.h, which warp_test tests: here the first thread of
-// a warp stores what all its threads would, and each computes the result by
+// Replaces the clock, and warp.h, which warp_test tests: here the first thread
+// of a warp stores what all its threads would, and each computes the result by
 // itself.
 #define EP_NCCL_IS_FAKE
 

@@ -84,9 +84,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id,
                               int rank) {
   Contract contract("ncclCommInitRank");
-  contract.RequireNoHandler();
-  contract.Require(CurrentContext(), "no context is current");
-  if (!contract.kept()) return ncclInvalidUsage;
+  if (!MayWait(contract)) return ncclInvalidUsage;
   if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
     return ncclInvalidArgument;
   }

@@ -9,15 +9,9 @@
 #include <nccl.h>
 #include <nccl_ep.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <cstdlib>
-#include <string>
 #include <tuple>
-#include <vector>
 
-#include "ep_ffi/backends/nccl/fake/checks.h"
-#include "ep_ffi/backends/nccl/fake/descriptors.h"
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/transfers.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Groups and handles of the fake NCCL EP, and what the use of them requires.
+// Groups and handles of the fake NCCL EP, what the use of them requires, and
+// the structs that a caller fills in.
 
 #ifndef EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_
 #define EP_FFI_BACKENDS_NCCL_FAKE_NCCL_EP_H_
@@ -8,6 +9,7 @@
 #include <nccl.h>
 #include <nccl_ep.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -60,6 +62,71 @@ bool ExchangeAll(Member& member, const std::string& purpose, const T* mine,
   }
   if (number) *number = exchanged.number;
   return true;
+}
+
+// Requires that a struct is given and was initialized as its header says.
+template <typename Struct>
+bool RequireStruct(Contract& contract, const std::string& name,
+                   const Struct* given) {
+  if (!contract.Require(given, name, " is null")) return false;
+  contract.Require(given->size == sizeof(Struct), name, ".size = ", given->size,
+                   ", expected ", sizeof(Struct));
+  contract.Require(given->magic == NCCL_EP_MAGIC, name, ".magic is wrong");
+  return contract.kept();
+}
+
+// The content of a descriptor with one dimension, [rows], or two, [rows,
+// columns].
+struct Tensor {
+  ncclDataType_t type = ncclInt8;
+  std::byte* data = nullptr;
+  int64_t rows = 0;
+  int64_t columns = 1;
+
+  template <typename T>
+  T* As() const {
+    return reinterpret_cast<T*>(data);
+  }
+};
+
+// Reads a descriptor, which must have one of these types.
+inline Tensor OpenTensor(Contract& contract, const std::string& name,
+                         const ncclEpTensor_t* given, unsigned ndim,
+                         const std::vector<ncclDataType_t>& types) {
+  if (!contract.Require(given, name, " is missing")) return {};
+  contract.Require(given->size == sizeof(*given), name, ".size = ", given->size,
+                   ", expected ", sizeof(*given));
+  contract.Require(given->magic == NCCL_EP_TENSOR_MAGIC, name,
+                   ".magic is not a tensor's");
+  contract.Require(given->ndim == ndim, name, " has ", given->ndim,
+                   " dimensions, expected ", ndim);
+  contract.Require(given->sizes, name, ".sizes is null");
+  contract.Require(!given->win_hdl && given->win_offset == 0, name,
+                   " has a window, which the fake does not support");
+  contract.Require(
+      std::find(types.begin(), types.end(), given->datatype) != types.end(),
+      name, ".datatype = ", given->datatype);
+  if (!contract.kept()) return {};
+  Tensor tensor = {given->datatype, static_cast<std::byte*>(given->data),
+                   static_cast<int64_t>(given->sizes[0]),
+                   ndim == 2 ? static_cast<int64_t>(given->sizes[1]) : 1};
+  contract.Require(tensor.data || tensor.rows * tensor.columns == 0, name,
+                   ".data is null");
+  return tensor;
+}
+
+// Reads a descriptor, which must have exactly these sizes.
+inline Tensor OpenTensor(Contract& contract, const std::string& name,
+                         const ncclEpTensor_t* given, unsigned ndim,
+                         const std::vector<ncclDataType_t>& types, int64_t rows,
+                         int64_t columns = 1) {
+  const Tensor tensor = OpenTensor(contract, name, given, ndim, types);
+  if (contract.kept()) {
+    contract.Require(tensor.rows == rows && tensor.columns == columns, name,
+                     " is [", tensor.rows, ", ", tensor.columns,
+                     "], expected [", rows, ", ", columns, "]");
+  }
+  return tensor;
 }
 
 }  // namespace ep::nccl::fake

@@ -18,7 +18,6 @@
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/communicator.h"
-#include "ep_ffi/backends/nccl/fake/descriptors.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/nccl_ep.h"
 #include "ep_ffi/backends/nccl/fake/transfers.h"
@@ -27,7 +26,7 @@ namespace ep::nccl::fake {
 namespace {
 
 // Opens a descriptor of rows that dispatch and combine accept.
-Tensor OpenRows(Contract& contract, const char* name,
+Tensor OpenRows(Contract& contract, const std::string& name,
                 const ncclEpTensor_t* given, const ncclEpGroup& group) {
   const Tensor rows = OpenTensor(contract, name, given, 2,
                                  {ncclFloat32, ncclBfloat16, ncclFloat16});
@@ -50,10 +49,6 @@ DType DTypeOf(ncclDataType_t type) {
   }
 }
 
-// An enqueued op owns a copy of its handle, which may be destroyed before the
-// op runs.
-using HandleCopy = ncclEpHandle;
-
 // Copies a rank's choices to the handle's memory, and -1 for invalid ones.
 void CopyChoices(Contract& contract, const ncclEpGroup& group,
                  const Tensor& topk_idx, int64_t* out) {
@@ -71,19 +66,9 @@ void CopyChoices(Contract& contract, const ncclEpGroup& group,
   }
 }
 
-struct Counters {
-  Tensor slab_sizes, slab_offsets, total;
-};
-
-void Count(const Tensor& tensor, int64_t i, int64_t value) {
-  if (!tensor.data) return;
-  if (tensor.type == ncclInt32) tensor.As<int32_t>()[i] = value;
-  if (tensor.type == ncclInt64) tensor.As<int64_t>()[i] = value;
-}
-
-// Runs ncclEpUpdateHandle on the stream.
-void Update(const HandleCopy& handle, const Tensor& topk_idx,
-            const Counters& counters) {
+// Runs ncclEpUpdateHandle on the stream. An enqueued op owns a copy of its
+// handle, which may be destroyed before the op runs.
+void Update(const ncclEpHandle& handle, const Tensor& topk_idx) {
   Contract contract("ncclEpUpdateHandle");
   const ncclEpGroup& group = *handle.group;
   Member& member = *group.member;
@@ -97,32 +82,25 @@ void Update(const HandleCopy& handle, const Tensor& topk_idx,
                    mine, &routings, &mine->update)) {
     return;
   }
-  const Slots slots = SlotsOf(routings, member.rank(), group.num_local());
-  const int64_t total = slots.sources.size();
+  const int64_t total =
+      SlotsOf(routings, member.rank(), group.num_local()).size();
   const bool fits = contract.Require(
       total <= group.config.max_recv_tokens_per_rank, "traps, for rank ",
       member.rank(), " receives ", total, " rows");
-  int64_t offset = 0;
-  for (size_t j = 0; j < slots.slab_sizes.size(); ++j) {
-    Count(counters.slab_sizes, j, slots.slab_sizes[j]);
-    Count(counters.slab_offsets, j, offset);
-    offset += slots.slab_sizes[j];
-  }
-  Count(counters.total, 0, total);
   member.clique().Exchange(member.rank(), "the end of ncclEpUpdateHandle",
                            nullptr, nullptr);
   // Without a routing, the next op does not write out of bounds.
   if (!fits) mine->magic = 0;
 }
 
-bool IsZero(const HandleCopy& handle) {
+bool IsZero(const ncclEpHandle& handle) {
   return std::all_of(handle.mem, handle.mem + handle.bytes,
                      [](std::byte byte) { return byte == std::byte{0}; });
 }
 
 // Writes other bytes into a handle's scratch memory each time, and never the
 // zeros that it begins with.
-void OverwriteScratch(const HandleCopy& handle) {
+void OverwriteScratch(const ncclEpHandle& handle) {
   static std::atomic<int> last{0};
   std::memset(handle.mem + handle.bytes - kScratchBytes, 1 + ++last % 255,
               kScratchBytes);
@@ -138,7 +116,7 @@ struct Move {
 };
 
 // Runs dispatch or combine on the stream.
-void Run(const HandleCopy& handle, const Move& move, Transfer transfer) {
+void Run(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
   Contract contract(move.name);
   const ncclEpGroup& group = *handle.group;
   Member& member = *group.member;
@@ -180,6 +158,50 @@ void Run(const HandleCopy& handle, const Move& move, Transfer transfer) {
   OverwriteScratch(handle);
 }
 
+// The descriptors of dispatch or combine.
+struct Sides {
+  const ncclEpTensor_t *tokens, *weights;
+  const ncclEpTensor_t *slots, *slot_weights;
+};
+
+// Checks the descriptors, and enqueues the call.
+ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle,
+                         bool combines, ncclEpPassDir_t direction,
+                         const Sides& sides, cudaStream_t stream) {
+  const ncclEpGroup& group = *handle.group;
+  const int64_t num_slots = group.config.max_recv_tokens_per_rank;
+  const bool backward = direction == NCCL_EP_BWD_PASS;
+  const std::string token_side = combines ? "outputs" : "inputs";
+  const std::string slot_side = combines ? "inputs" : "outputs";
+  const Tensor tokens =
+      OpenRows(contract, token_side + ".tokens", sides.tokens, group);
+  const Tensor slots = OpenTensor(contract, slot_side + ".tokens", sides.slots,
+                                  2, {tokens.type}, num_slots, tokens.columns);
+  Tensor weights, slot_weights;
+  if (combines == backward) {
+    weights = OpenTensor(contract, token_side + ".topk_weights", sides.weights,
+                         2, {ncclFloat32}, tokens.rows, handle.num_topk);
+    slot_weights = OpenTensor(contract, slot_side + ".topk_weights",
+                              sides.slot_weights, 1, {ncclFloat32}, num_slots);
+  } else {
+    contract.Require(!sides.weights && !sides.slot_weights, "the ",
+                     backward ? "backward" : "forward",
+                     " pass forbids topk_weights");
+  }
+  if (!contract.kept()) return ncclInvalidArgument;
+  const Move move = {contract.function() + (backward ? " (backward)" : ""),
+                     combines, tokens.rows, tokens.type, tokens.columns};
+  Transfer transfer = {nullptr, tokens.data, weights.As<float>(), slots.data,
+                       slot_weights.As<float>()};
+  if (combines) {
+    transfer = {nullptr, slots.data, slot_weights.As<float>(), tokens.data,
+                weights.As<float>()};
+  }
+  return Member::Enqueue(
+      group.member, contract, stream,
+      [handle, move, transfer] { Run(handle, move, transfer); });
+}
+
 }  // namespace
 
 extern "C" {
@@ -190,6 +212,7 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
                                 cudaStream_t stream) {
   Contract contract("ncclEpUpdateHandle");
   RequireHandle(contract, handle, stream);
+  contract.Require(!layout_info, "the fake does not support layout_info");
   // NCCL EP takes narrower ones too, but a handle that is opened later on the
   // same memory reads them back as 64 bits wide.
   const Tensor choices =
@@ -199,29 +222,9 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
   contract.Require(choices.rows <= group.config.max_dispatch_tokens_per_rank &&
                        choices.columns == handle->num_topk,
                    "topk_idx is [", choices.rows, ", ", choices.columns, "]");
-  Counters counters;
-  if (layout_info && RequireStruct(contract, "layout_info", layout_info)) {
-    contract.Require(!layout_info->src_rank_counters,
-                     "src_rank_counters are for low latency");
-    std::set<ncclDataType_t> types;
-    const auto open = [&](const char* name, const ncclEpTensor_t* given,
-                          int64_t size, Tensor* out) {
-      if (!given) return;
-      *out = OpenTensor(contract, name, given, 1, {ncclInt32, ncclInt64}, size);
-      types.insert(out->type);
-    };
-    open("expert_counters", layout_info->expert_counters, group.num_local(),
-         &counters.slab_sizes);
-    open("expert_offsets", layout_info->expert_offsets, group.num_local(),
-         &counters.slab_offsets);
-    open("recv_total_counter", layout_info->recv_total_counter, 1,
-         &counters.total);
-    contract.Require(types.size() <= 1, "counters are of several types");
-  }
   if (!contract.kept()) return ncclInvalidArgument;
-  return Member::Enqueue(
-      group.member, contract, stream,
-      [copy = *handle, choices, counters] { Update(copy, choices, counters); });
+  return Member::Enqueue(group.member, contract, stream,
+                         [copy = *handle, choices] { Update(copy, choices); });
 }
 
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
@@ -234,44 +237,19 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
   RequireHandle(contract, handle, stream);
   RequireStruct(contract, "inputs", inputs);
   RequireStruct(contract, "outputs", outputs);
-  if (config) RequireStruct(contract, "config", config);
+  RequireStruct(contract, "config", config);
   contract.Require(!layout_info, "layout_info is for low latency");
   if (!contract.kept()) return ncclInvalidArgument;
-  const ncclEpGroup& group = *handle->group;
-  if (config) {
-    contract.Require(!config->send_only && !config->round_scales &&
-                         config->quant_recipe == NCCL_EP_DISP_QUANT_NONE,
-                     "the fake supports neither stages nor quantization");
-  }
-  contract.Require(!inputs->scales && !outputs->scales, "scales of no recipe");
+  contract.Require(!config->send_only && !config->round_scales &&
+                       config->quant_recipe == NCCL_EP_DISP_QUANT_NONE &&
+                       !inputs->scales && !outputs->scales,
+                   "the fake supports neither stages nor scales");
   contract.Require(!outputs->topk_idx, "topk_idx has no meaning for slots");
-
-  const int64_t num_slots = group.config.max_recv_tokens_per_rank;
-  const Tensor tokens =
-      OpenRows(contract, "inputs.tokens", inputs->tokens, group);
-  const Tensor slots = OpenTensor(contract, "outputs.tokens", outputs->tokens,
-                                  2, {tokens.type}, num_slots, tokens.columns);
-  const bool backward = config && config->pass_direction == NCCL_EP_BWD_PASS;
-  Tensor weights, slot_weights;
-  if (backward) {
-    contract.Require(!inputs->topk_weights && !outputs->topk_weights,
-                     "the backward pass forbids topk_weights");
-  } else {
-    weights = OpenTensor(contract, "inputs.topk_weights", inputs->topk_weights,
-                         2, {ncclFloat32}, tokens.rows, handle->num_topk);
-    slot_weights =
-        OpenTensor(contract, "outputs.topk_weights", outputs->topk_weights, 1,
-                   {ncclFloat32}, num_slots);
-  }
-  if (!contract.kept()) return ncclInvalidArgument;
-  const Move move = {backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch",
-                     /*combines=*/false, tokens.rows, tokens.type,
-                     tokens.columns};
-  const Transfer transfer = {nullptr, tokens.data, weights.As<float>(),
-                             slots.data, slot_weights.As<float>()};
-  return Member::Enqueue(
-      group.member, contract, stream,
-      [copy = *handle, move, transfer] { Run(copy, move, transfer); });
+  return EnqueueMove(contract, *handle, /*combines=*/false,
+                     config->pass_direction,
+                     {inputs->tokens, inputs->topk_weights, outputs->tokens,
+                      outputs->topk_weights},
+                     stream);
 }
 
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
@@ -283,43 +261,17 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
   RequireHandle(contract, handle, stream);
   RequireStruct(contract, "inputs", inputs);
   RequireStruct(contract, "outputs", outputs);
-  if (config) RequireStruct(contract, "config", config);
+  RequireStruct(contract, "config", config);
   if (!contract.kept()) return ncclInvalidArgument;
-  const ncclEpGroup& group = *handle->group;
-  if (config) {
-    contract.Require(
-        !config->send_only && config->quant_recipe == NCCL_EP_COMB_QUANT_NONE,
-        "the fake supports neither stages nor quantization");
-  }
-  contract.Require(!inputs->scales, "scales of no recipe");
-
-  const int64_t num_slots = group.config.max_recv_tokens_per_rank;
-  const Tensor tokens =
-      OpenRows(contract, "outputs.tokens", outputs->tokens, group);
-  const Tensor slots = OpenTensor(contract, "inputs.tokens", inputs->tokens, 2,
-                                  {tokens.type}, num_slots, tokens.columns);
-  const bool backward = config && config->pass_direction == NCCL_EP_BWD_PASS;
-  Tensor weights, slot_weights;
-  if (backward) {
-    slot_weights =
-        OpenTensor(contract, "inputs.topk_weights", inputs->topk_weights, 1,
-                   {ncclFloat32}, num_slots);
-    weights =
-        OpenTensor(contract, "outputs.topk_weights", outputs->topk_weights, 2,
-                   {ncclFloat32}, tokens.rows, handle->num_topk);
-  } else {
-    contract.Require(!inputs->topk_weights && !outputs->topk_weights,
-                     "the forward pass forbids topk_weights");
-  }
-  if (!contract.kept()) return ncclInvalidArgument;
-  const Move move = {backward ? "ncclEpCombine (backward)" : "ncclEpCombine",
-                     /*combines=*/true, tokens.rows, tokens.type,
-                     tokens.columns};
-  const Transfer transfer = {nullptr, slots.data, slot_weights.As<float>(),
-                             tokens.data, weights.As<float>()};
-  return Member::Enqueue(
-      group.member, contract, stream,
-      [copy = *handle, move, transfer] { Run(copy, move, transfer); });
+  contract.Require(!config->send_only &&
+                       config->quant_recipe == NCCL_EP_COMB_QUANT_NONE &&
+                       !inputs->scales,
+                   "the fake supports neither stages nor scales");
+  return EnqueueMove(contract, *handle, /*combines=*/true,
+                     config->pass_direction,
+                     {outputs->tokens, outputs->topk_weights, inputs->tokens,
+                      inputs->topk_weights},
+                     stream);
 }
 
 }  // extern "C"

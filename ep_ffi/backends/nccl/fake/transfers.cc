@@ -17,24 +17,24 @@ Routings RoutingsOf(const std::vector<const Transfer*>& ranks) {
 
 }  // namespace
 
-Slots SlotsOf(const Routings& routings, int32_t rank, int64_t num_local) {
+std::vector<Source> SlotsOf(const Routings& routings, int32_t rank,
+                            int64_t num_local) {
   const int64_t alignment = routings[rank]->alignment;
-  Slots slots;
+  std::vector<Source> slots;
   if (routings[rank]->IsEmpty()) return slots;
   for (int64_t j = 0; j < num_local; ++j) {
-    const size_t begin = slots.sources.size();
+    const size_t begin = slots.size();
     for (size_t source = 0; source < routings.size(); ++source) {
       const Routing& routing = *routings[source];
       for (int64_t i = 0; i < routing.num_choices(); ++i) {
         if (routing.choices()[i] == rank * num_local + j) {
-          slots.sources.push_back({static_cast<int32_t>(source), i});
+          slots.push_back({static_cast<int32_t>(source), i});
         }
       }
     }
-    while ((slots.sources.size() - begin) % alignment != 0) {
-      slots.sources.push_back({-1, 0});
+    while ((slots.size() - begin) % alignment != 0) {
+      slots.push_back({-1, 0});
     }
-    slots.slab_sizes.push_back(slots.sources.size() - begin);
   }
   return slots;
 }
@@ -42,9 +42,10 @@ Slots SlotsOf(const Routings& routings, int32_t rank, int64_t num_local) {
 void Dispatch(const std::vector<const Transfer*>& ranks, int32_t rank,
               const RowShape& shape) {
   const Transfer& mine = *ranks[rank];
-  const Slots slots = SlotsOf(RoutingsOf(ranks), rank, shape.num_local);
-  for (size_t slot = 0; slot < slots.sources.size(); ++slot) {
-    const Source& source = slots.sources[slot];
+  const std::vector<Source> slots =
+      SlotsOf(RoutingsOf(ranks), rank, shape.num_local);
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    const Source& source = slots[slot];
     std::byte* row = mine.out_rows + slot * shape.bytes();
     if (source.rank < 0) {
       std::memset(row, 0, shape.bytes());
@@ -74,10 +75,10 @@ void Combine(const std::vector<const Transfer*>& ranks, int32_t rank,
   }
   for (size_t r = 0; r < ranks.size(); ++r) {
     const Transfer& theirs = *ranks[r];
-    const Slots slots = SlotsOf(routings, r, shape.num_local);
+    const std::vector<Source> slots = SlotsOf(routings, r, shape.num_local);
     std::vector<float> partial(sums.size(), 0.0f);
-    for (size_t slot = 0; slot < slots.sources.size(); ++slot) {
-      const Source& source = slots.sources[slot];
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const Source& source = slots[slot];
       if (source.rank != rank) continue;
       const int64_t token = source.choice / routing.num_topk;
       for (int64_t h = 0; h < width; ++h) {

@@ -43,14 +43,9 @@ struct Source {
   int64_t choice;
 };
 
-// The slots of a rank, up to the end of its last slab, and the size of each
-// slab.
-struct Slots {
-  std::vector<Source> sources;
-  std::vector<int64_t> slab_sizes;  // [num_local]
-};
-
-Slots SlotsOf(const Routings& routings, int32_t rank, int64_t num_local);
+// Returns the slots of a rank, up to the end of its last slab.
+std::vector<Source> SlotsOf(const Routings& routings, int32_t rank,
+                            int64_t num_local);
 
 // The inputs and outputs of one rank. Dispatch reads rows of tokens and writes
 // rows of slots, and combine the reverse. Weights may be null.

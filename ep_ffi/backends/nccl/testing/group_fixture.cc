@@ -104,38 +104,6 @@ class InHandlerGroup : public Group {
   const std::shared_ptr<Group> group_;
 };
 
-// Connects the ranks of a domain. `lent` gets the communicators that the groups
-// borrow; if it is null they make their own.
-std::vector<Status> ConnectOver(const Sizes& sizes, double timeout_s,
-                                int32_t first_device,
-                                std::vector<std::shared_ptr<Group>>* groups,
-                                std::vector<std::shared_ptr<Lent>>* lent) {
-  NcclGroup::Options common = {};
-  common.name = "world";
-  common.sizes = sizes;
-  common.timeout_s = timeout_s;
-  std::string id;
-  const Status made = NewUniqueId("", "", &id);
-  if (!made.ok()) return {made};
-  if (!lent) common.unique_id = id;
-  groups->resize(sizes.ep_size);
-  std::vector<Status> statuses(sizes.ep_size);
-  ForEachRank(sizes.ep_size, [&](int64_t rank) {
-    NcclGroup::Options mine = common;
-    mine.rank = rank;
-    mine.device = first_device + rank;
-    std::shared_ptr<NcclGroup> made_rank;
-    statuses[rank] = NcclGroup::Create(mine, &made_rank);
-    if (!statuses[rank].ok()) return;
-    (*groups)[rank] = made_rank;
-    if (!lent) return;
-    (*lent)[rank] =
-        std::make_shared<Lent>(mine.device, sizes.ep_size, rank, id);
-    statuses[rank] = made_rank->Borrow((*lent)[rank]->comm());
-  });
-  return statuses;
-}
-
 // Returns the ranks as those of one process with several GPUs.
 std::vector<std::shared_ptr<Group>> InOneProcess(
     const std::vector<std::shared_ptr<Group>>& groups, int32_t first_device) {
@@ -152,7 +120,7 @@ std::vector<std::shared_ptr<Group>> InOneProcess(
   return parts;
 }
 
-std::vector<Domain> MakeWorldOf(const WorldOptions& options, bool is_lent) {
+std::vector<Domain> MakeWorld(const WorldOptions& options, bool is_lent) {
   std::vector<Domain> domains(options.num_domains);
   for (int32_t i = 0; i < options.num_domains; ++i) {
     const int64_t ep_size = options.dims.ep_size;
@@ -161,8 +129,8 @@ std::vector<Domain> MakeWorldOf(const WorldOptions& options, bool is_lent) {
     sizes.capacity += kMoreRows;
     std::vector<std::shared_ptr<Lent>> lent(ep_size);
     for (const Status& status :
-         ConnectOver(sizes, options.timeout_s, i * ep_size, &domain.groups,
-                     is_lent ? &lent : nullptr)) {
+         Connect(sizes, options.timeout_s, i * ep_size, &domain.groups,
+                 is_lent ? &lent : nullptr)) {
       ExpectOk(status);
     }
     if (is_lent) domain.groups = InOneProcess(domain.groups, i * ep_size);
@@ -179,14 +147,6 @@ std::vector<Domain> MakeWorldOf(const WorldOptions& options, bool is_lent) {
     };
   }
   return domains;
-}
-
-std::vector<Domain> MakeWorld(const WorldOptions& options) {
-  return MakeWorldOf(options, /*is_lent=*/false);
-}
-
-std::vector<Domain> MakeLentWorld(const WorldOptions& options) {
-  return MakeWorldOf(options, /*is_lent=*/true);
 }
 
 PlanDims Fit(PlanDims dims) {
@@ -241,8 +201,32 @@ Sizes SizesFor(const PlanDims& dims) {
 
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
-                            std::vector<std::shared_ptr<Group>>* groups) {
-  return ConnectOver(sizes, timeout_s, first_device, groups, nullptr);
+                            std::vector<std::shared_ptr<Group>>* groups,
+                            std::vector<std::shared_ptr<Lent>>* lent) {
+  NcclGroup::Options common = {};
+  common.name = "world";
+  common.sizes = sizes;
+  common.timeout_s = timeout_s;
+  std::string id;
+  const Status made = NewUniqueId("", "", &id);
+  if (!made.ok()) return {made};
+  if (!lent) common.unique_id = id;
+  groups->resize(sizes.ep_size);
+  std::vector<Status> statuses(sizes.ep_size);
+  ForEachRank(sizes.ep_size, [&](int64_t rank) {
+    NcclGroup::Options mine = common;
+    mine.rank = rank;
+    mine.device = first_device + rank;
+    std::shared_ptr<NcclGroup> made_rank;
+    statuses[rank] = NcclGroup::Create(mine, &made_rank);
+    if (!statuses[rank].ok()) return;
+    (*groups)[rank] = made_rank;
+    if (!lent) return;
+    (*lent)[rank] =
+        std::make_shared<Lent>(mine.device, sizes.ep_size, rank, id);
+    statuses[rank] = made_rank->Borrow((*lent)[rank]->comm());
+  });
+  return statuses;
 }
 
 void ExpectNan(const RowType& type, const testing::RankData& data) {
@@ -257,7 +241,9 @@ void ExpectNan(const RowType& type, const testing::RankData& data) {
 testing::Backend FakeNccl() {
   testing::Backend backend;
   backend.name = "nccl";
-  backend.make = MakeWorld;
+  backend.make = [](const WorldOptions& options) {
+    return MakeWorld(options, /*is_lent=*/false);
+  };
   backend.fit = Fit;
   backend.width_multiple = 8;
   backend.min_ep_size = 2;
@@ -275,15 +261,16 @@ testing::Backend FakeNccl() {
 
 testing::Backend LentNccl() {
   testing::Backend backend = FakeNccl();
-  backend.make = MakeLentWorld;
+  backend.make = [](const WorldOptions& options) {
+    return MakeWorld(options, /*is_lent=*/true);
+  };
   return backend;
 }
 
 Routed NcclGroupTest::PrepareFault(const Domain& domain, const PlanDims& dims) {
   Choices topk_idx = RandomChoices(random_, dims);
   topk_idx[1][2] = dims.num_experts;
-  const StepPtr step = Step::Make(domain, Op::kPrepare, {NextRun()},
-                                  PrepareInputs(dims, topk_idx));
+  const StepPtr step = NewPrepare(domain, dims, topk_idx);
   for (const Status& status : step->Run()) {
     EXPECT_EQ(Code::kInvalidArgument, status.code()) << status.message();
   }

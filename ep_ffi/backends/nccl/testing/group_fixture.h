@@ -25,6 +25,8 @@ using testing::ExpectOk;
 using testing::ExpectWords;
 using testing::ForEachRank;
 using testing::kDims;
+using testing::kDTypes;
+using testing::kMoves;
 using testing::kWorld;
 using testing::RandomChoices;
 using testing::RankInput;
@@ -63,10 +65,12 @@ class Lent {
 };
 
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
-// the results by rank.
+// the results by rank. `lent` gets the communicators that the groups borrow; if
+// it is null they make their own.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
-                            std::vector<std::shared_ptr<Group>>* groups);
+                            std::vector<std::shared_ptr<Group>>* groups,
+                            std::vector<std::shared_ptr<Lent>>* lent = nullptr);
 
 // Expects that each element is NaN.
 void ExpectNan(const RowType& type, const testing::RankData& data);
@@ -77,12 +81,15 @@ testing::Backend FakeNccl();
 // XLA lends them.
 testing::Backend LentNccl();
 
-constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
-                         Op::kCombineBwd};
-
 // The base of tests for properties that only this backend has.
 class NcclGroupTest : public testing::Conformance {
  protected:
+  // Makes a domain whose ranks wait for one second.
+  Domain MakeImpatient() {
+    WorldOptions options = kWorld;
+    options.timeout_s = 1;
+    return MakeDomain(options);
+  }
   // Prepares a routing in which rank 1 has a fault.
   Routed PrepareFault(const Domain& domain, const PlanDims& dims);
 };

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A process of a group that does not run our code: it connects as one of the
-// group, and then sends what no peer of ours would.
+// Groups of the host backend with threads in place of processes. A group knows
+// its process by a number alone, so that sockets and shared memory are as real
+// as between processes.
 
-#ifndef EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
-#define EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
+#ifndef EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
+#define EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
 
-#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,6 +19,13 @@
 
 namespace ep::host {
 
+// Returns the domains of one group. Ranks are given to processes in turn; each
+// process has one at least.
+std::vector<testing::Domain> MakeHostWorld(const testing::WorldOptions& options,
+                                           int32_t max_processes);
+
+// A process of a group that does not run our code: it connects as one of the
+// group, and then sends what no peer of ours would.
 class Impostor {
  public:
   // Connects as process 1 to process 0, which `connect` creates meanwhile.
@@ -48,4 +56,4 @@ struct GroupWithImpostor {
 
 }  // namespace ep::host
 
-#endif  // EP_FFI_BACKENDS_HOST_TESTING_IMPOSTOR_H_
+#endif  // EP_FFI_BACKENDS_HOST_TESTING_GROUPS_H_
