@@ -188,7 +188,7 @@ def test_more_copies_of_an_expert_than_ranks_need_no_more_time():
   np.testing.assert_array_equal(linear.experts, np.sort(experts))
 
 
-def test_a_record_and_its_steps(tmp_path):
+def test_a_record_and_its_steps(tmp_path, capsys):
   steps = [draw(8 * T, seed=seed) for seed in range(3)]
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
@@ -198,6 +198,10 @@ def test_a_record_and_its_steps(tmp_path):
   of_record = ep.plan(CFG, cluster(), tmp_path, ep_sizes=[4, 8])
   of_replay = ep.plan(CFG, cluster(), ep.replay(tmp_path), ep_sizes=[4, 8])
   assert str(of_record) == str(of_replay)
+  given = "--preset=small --nodes=2 --gpus=4 --ep=4,8 --layer=moe_3".split()
+  presets = {"small": dataclasses.replace(CFG, name="moe")}
+  command.main([*given, f"--routing={tmp_path}"], presets)
+  assert capsys.readouterr().out == f"{of_record}\n"
   assert of_record.tokens_per_rank == T
   of_steps = ep.plan(CFG, cluster(), steps, ep_sizes=[4, 8])
   for got, want in zip(of_record.forecasts, of_steps.forecasts, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 from typing import Any
 
 from ep._src.moe.config import MoEConfig
@@ -23,7 +24,9 @@ def main(arguments: Sequence[str], presets: Mapping[str, MoEConfig]) -> None:
   """
   parser = _parser(presets)
   options = vars(parser.parse_args(arguments))
-  cfg, picture = presets[options.pop("preset")], options.pop("picture")
+  preset, name = presets[options.pop("preset")], options.pop("layer")
+  cfg = dataclasses.replace(preset, name=name)
+  picture = options.pop("picture")
   sizes = (options.pop(name) for name in ("cluster", "nodes", "gpus"))
   try:
     found = plan(cfg, Cluster.named(*sizes), **options)
@@ -49,6 +52,7 @@ def _parser(presets):
     default="uniform",
     help='"uniform", "zipf:0.5", or the folder of a record',
   )
+  add("--layer", default="moe", help="of a record: its name")
   add(
     "--tokens",
     dest="tokens_per_rank",

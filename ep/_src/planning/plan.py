@@ -66,11 +66,11 @@ class Plan:
     for f in self.forecasts:
       size = f.receive_bytes / 1e9
       memory = f"{size:.2f}", f"{size / self.cluster.memory_gb:.0%}"
-      links = most(f, "nvlink"), most(f, "network")
+      moved = most(f, "nvlink"), most(f, "network")
       times = f"{f.exchange_s * 1e3:.2f}", f"{f.share:.0%}"
       sizes = map(str, (f.ep_size, f.replicas, f.placement, f.capacity))
       rows = f"{f.rows.max():.0f}", f"{f.dropped:.2%}"
-      lines.append((*sizes, *memory, *rows, *links, *times))
+      lines.append((*sizes, *memory, *rows, *moved, *times))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     title = (
       f"{self.cluster.num_ranks} ranks with {self.tokens_per_rank} tokens each,"
@@ -258,8 +258,8 @@ def _expected(cfg, name, loads, tokens_per_rank):
 
 
 def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
-  V = loads.size + arguments.integer("ep.plan", "replicas", replicas)
   P, N = domain("ep.plan", cluster, loads.size, replicas, ep_size)
+  V = loads.size + replicas
   if not isinstance(where, Placement):
     arguments.check(
       isinstance(where, str) and where in NAMED,
