@@ -7,7 +7,7 @@ import ep
 from ep._src.planning import command
 
 if __name__ == "__main__":
-  sys.exit(command.main(sys.argv[1:], ep.presets.BY_NAME))
+  command.main(sys.argv[1:], ep.presets.BY_NAME)
 else:
   # `import ep.plan` gives the function, and not this module in its place.
   sys.modules[__name__] = ep.plan  # type: ignore[assignment]

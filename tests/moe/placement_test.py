@@ -198,7 +198,8 @@ def test_an_id_that_is_no_expert_is_refused():
 
 
 @pytest.mark.parametrize(
-  "experts", [3, [0, 2], [-1, 0], [[0, 1], [1, 1]], np.zeros((0, 4), int)]
+  "experts",
+  [3, [0, 2], [0, 2**60], [-1, 0], [[0, 1], [1, 1]], np.zeros((0, 4), int)],
 )
 def test_a_placement_of_no_experts(experts):
   with pytest.raises(ValueError, match="ep.Placement: experts have shape"):
@@ -226,4 +227,6 @@ def test_a_placement_is_a_pytree_of_its_experts():
   assert leaf is PLACEMENTS[1].experts
   assert jax.tree.unflatten(tree, [None]).experts is None
   np.testing.assert_array_equal(leaf[PLACEMENTS[1].slots], np.arange(E))
+  of_bytes = ep.Placement(np.arange(128, dtype=np.int8))  # 128 is none of int8
+  assert of_bytes.experts.dtype == np.int32
   assert "Placement(array([5, 6" in repr(PLACEMENTS[1])

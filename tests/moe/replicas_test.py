@@ -292,6 +292,17 @@ def test_an_id_that_is_no_expert_is_refused():
   assert "topk_idx[3, 1]" in str(error.value)
 
 
+def test_tokens_that_visit_no_expert_take_no_room():
+  params, x, _ = arrays("one_expert")
+  layers = ep.MoE(PLAIN, group()), layer_of("ep4", E // R)
+  steps = [jax.jit(lambda *a, f=f: f(*a[:2], mask=a[2])) for f in layers]
+  for mask in np.arange(R * T) % 3 > 0, np.zeros(R * T, bool):
+    args = put(layers[0], params, x.astype(jnp.bfloat16), mask)
+    (y, _), (got, metrics) = (whole(step(*args)) for step in steps)
+    np.testing.assert_array_equal(got, y)
+    assert metrics.max_rank_rows == -(-mask.sum() * K // R)
+
+
 @pytest.mark.parametrize(
   "mesh, ranks, options",
   [("ep4", 4, dict(alignment=4)), ("dp4_ep1", 1, dict(max_tokens_per_rank=E))],

@@ -188,7 +188,7 @@ def test_more_copies_of_an_expert_than_ranks_need_no_more_time():
   np.testing.assert_array_equal(linear.experts, np.sort(experts))
 
 
-def test_a_record_and_its_steps(tmp_path):
+def test_a_record_and_its_steps(tmp_path, capsys):
   steps = [draw(8 * T, seed=seed) for seed in range(3)]
   files.Writer(tmp_path, 0).write(
     files.Call("moe_3", 2, 1, rank, step, 0, "jit_f#0/1", step, half)
@@ -198,6 +198,10 @@ def test_a_record_and_its_steps(tmp_path):
   of_record = ep.plan(CFG, cluster(), tmp_path, ep_sizes=[4, 8])
   of_replay = ep.plan(CFG, cluster(), ep.replay(tmp_path), ep_sizes=[4, 8])
   assert str(of_record) == str(of_replay)
+  given = "--preset=small --nodes=2 --gpus=4 --ep=4,8 --layer=moe_3".split()
+  presets = {"small": dataclasses.replace(CFG, name="moe")}
+  command.main([*given, f"--routing={tmp_path}"], presets)
+  assert capsys.readouterr().out == f"{of_record}\n"
   assert of_record.tokens_per_rank == T
   of_steps = ep.plan(CFG, cluster(), steps, ep_sizes=[4, 8])
   for got, want in zip(of_record.forecasts, of_steps.forecasts, strict=True):
@@ -233,9 +237,7 @@ def test_a_table_and_a_picture(tmp_path, capsys):
     "--preset=deepseek_v3 --nodes=4 --routing=zipf:0.3 --tokens=256 --ep=8,32"
     " --replicas=0,32 --placements=linear,balanced --capacity_factors=1.25,none"
   )
-  assert not command.main(
-    [*arguments.split(), f"--picture={path}"], ep.presets.BY_NAME
-  )
+  command.main([*arguments.split(), f"--picture={path}"], ep.presets.BY_NAME)
   title, heads, *rows = capsys.readouterr().out.splitlines()
   assert title.startswith("32 ranks with 256 tokens each, routing zipf:0.3")
   assert heads.split()[:4] == ["EP", "replicas", "placement", "capacity"]
@@ -243,10 +245,28 @@ def test_a_table_and_a_picture(tmp_path, capsys):
   texts = [e.text for e in xml.etree.ElementTree.parse(path).iter()]
   assert "EP 8, linear, capacity 1.25" in texts and "ep_dispatch_bwd" in texts
   assert sum(str(text).endswith(" ms") for text in texts) == 16
-  assert command.main(
-    ["--preset=deepseek_v3", "--nodes=3", "--ep=5"], ep.presets.BY_NAME
-  )
-  assert "must divide the 24 ranks" in capsys.readouterr().out
+
+
+def test_a_picture_of_no_time(tmp_path):
+  alone = dataclasses.replace(cluster(1, 1), latency_us=0)
+  plan = ep.plan(CFG, alone, "uniform", tokens_per_rank=T)
+  plan.picture(tmp_path / "plan.svg")
+  assert "0.00 ms" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize(
+  "argument, words",
+  [
+    ("--ep=5", "must divide the 24 ranks"),
+    ("--ep=8,x", "'8,x', but numbers with commas are expected"),
+    ("--picture=/none/plan.svg", "/none/plan.svg"),
+  ],
+)
+def test_a_command_that_cannot_be_run_says_why(argument, words, capsys):
+  given = "--preset=deepseek_v3", "--nodes=3", "--tokens=8", argument
+  with pytest.raises(SystemExit, match="2"):
+    command.main(given, ep.presets.BY_NAME)
+  assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")
@@ -298,6 +318,7 @@ def test_4096_ranks_take_seconds(sizes):
     (draw(8), dict(placements=["best"]), "name one of linear"),
     (draw(8), dict(placements=[np.arange(E)]), "name one of linear"),
     (draw(8), dict(placements=[ep.Placement(range(E - 8))]), "all of 0..15"),
+    (draw(8), dict(replicas=[]), "replicas is empty"),
     (draw(8), dict(transport="train"), "must be one of"),
     (draw(8), dict(dtype="int8"), "max_token_dtype = int8"),
   ],
@@ -310,6 +331,8 @@ def test_what_cannot_be_asked(routing, options, words):
 def test_a_cluster_is_checked():
   with pytest.raises(ValueError, match="nvlink_gb_s = 0, but it must be pos"):
     dataclasses.replace(cluster(), nvlink_gb_s=0)
+  with pytest.raises(ValueError, match="latency_us = -1, but it must not be"):
+    dataclasses.replace(cluster(), latency_us=-1)
   with pytest.raises(ValueError, match="'dgx_2' is not known; name one of"):
     ep.Cluster.named("dgx_2", 1)
   with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
@@ -328,3 +351,14 @@ def test_an_expert_that_all_tokens_choose():
   every = ep.MoEConfig(hidden=8, inner=4, num_experts=E, top_k=E)
   found = forecast(every, cluster(), np.full(E, 0.1), tokens_per_rank=T)
   np.testing.assert_allclose(found.rows, 8 * T * 2, rtol=0.1)
+  alone = dataclasses.replace(CFG, num_experts=8)  # one expert on each rank
+  found = forecast(alone, cluster(), loads[:8], tokens_per_rank=T)
+  assert found.capacity == 8 * T and found.dropped == 0
+
+
+def test_the_default_ep_size_fits_the_nodes():
+  """32 divides the experts and the ranks, but not the 72 GPUs of a node."""
+  machine = ep.Cluster.named("gb200_nvl72", num_nodes=4)
+  cfg = dataclasses.replace(CFG, num_experts=256)
+  assert forecast(cfg, machine, "uniform", tokens_per_rank=T).ep_size == 8
+  ep.place(np.arange(256), machine)

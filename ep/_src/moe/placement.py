@@ -116,8 +116,9 @@ def _checked(experts) -> np.ndarray:
   arguments.check(
     experts.size > 0
     and experts.ndim > 0
+    and experts.min() == 0
     and all(
-      np.array_equal(np.unique(of_layer), np.arange(of_layer.max() + 1))
+      np.unique(of_layer).size == int(of_layer.max()) + 1
       for of_layer in experts.reshape(-1, experts.shape[-1])
     ),
     "ep.Placement",

@@ -35,7 +35,7 @@ class Cluster:
       None is what published figures show (docs/planner.md).
 
   Raises:
-    ValueError: a value is not positive.
+    ValueError: a value is not positive, or the latency negative.
     TypeError: a value is no number.
   """
 
@@ -57,7 +57,12 @@ class Cluster:
         f"{field} = {value:g}, but it must be positive.",
       )
     if self.latency_us is not None:
-      arguments.number("ep.Cluster", "latency_us", self.latency_us)
+      value = arguments.number("ep.Cluster", "latency_us", self.latency_us)
+      arguments.check(
+        value >= 0,
+        "ep.Cluster",
+        f"latency_us = {value:g}, but it must not be negative.",
+      )
 
   @property
   def num_ranks(self) -> int:

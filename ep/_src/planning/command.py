@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 from typing import Any
 
 from ep._src.moe.config import MoEConfig
@@ -14,25 +15,26 @@ from ep._src.planning.place import NAMED
 from ep._src.planning.plan import plan
 
 
-def main(arguments: Sequence[str], presets: Mapping[str, MoEConfig]) -> int:
-  """Prints a plan, and returns the exit code.
+def main(arguments: Sequence[str], presets: Mapping[str, MoEConfig]) -> None:
+  """Prints a plan, or ends the process with what is wrong with a request.
 
   Args:
     arguments: of the command line.
     presets: layers by name.
   """
-  options = vars(_parser(presets).parse_args(arguments))
-  cfg, picture = presets[options.pop("preset")], options.pop("picture")
+  parser = _parser(presets)
+  options = vars(parser.parse_args(arguments))
+  preset, name = presets[options.pop("preset")], options.pop("layer")
+  cfg = dataclasses.replace(preset, name=name)
+  picture = options.pop("picture")
   sizes = (options.pop(name) for name in ("cluster", "nodes", "gpus"))
   try:
     found = plan(cfg, Cluster.named(*sizes), **options)
-  except ValueError as e:
-    print(e)
-    return 2
-  print(found)
-  if picture:
-    found.picture(picture)
-  return 0
+    print(found)
+    if picture:
+      found.picture(picture)
+  except (OSError, ValueError) as e:
+    parser.exit(2, f"{e}\n")
 
 
 def _parser(presets):
@@ -50,6 +52,7 @@ def _parser(presets):
     default="uniform",
     help='"uniform", "zipf:0.5", or the folder of a record',
   )
+  add("--layer", default="moe", help="of a record: its name")
   add(
     "--tokens",
     dest="tokens_per_rank",
@@ -78,7 +81,12 @@ def _parser(presets):
 
 def _several(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
   def several(text: str) -> list[Any]:
-    return [item(part) for part in text.split(",")]
+    try:
+      return [item(part) for part in text.split(",")]
+    except ValueError:
+      raise argparse.ArgumentTypeError(
+        f"{text!r}, but numbers with commas are expected"
+      ) from None
 
   return several
 

@@ -174,6 +174,7 @@ class Expected:
 
     rng = np.random.default_rng(_SEED)
     drawn = rng.multinomial(P * T * K, self._chances / K, (_STEPS, D))
+    drawn = drawn.clip(max=P * T)  # a token chooses an expert once
     turn = np.empty(V, int)  # of each copy among those of its expert
     turn[order] = np.arange(V) - first[experts[order]]
     yield Demand(

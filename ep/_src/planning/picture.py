@@ -14,7 +14,7 @@ def bars(seconds: Mapping[str, Mapping[str, float]]) -> str:
   """Returns a bar for each label, of one part for each of at most four ops."""
   ops = list(dict.fromkeys(op for parts in seconds.values() for op in parts))
   colors = dict(zip(ops, _COLORS, strict=False))
-  longest = max(sum(parts.values()) for parts in seconds.values())
+  longest = max(sum(parts.values()) for parts in seconds.values()) or 1.0
   width, height = _LABELS + _LONGEST + 90, _TOP + _HEIGHT * len(seconds) + 10
   drawn = [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'

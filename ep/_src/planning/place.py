@@ -51,7 +51,8 @@ def place(
     loads: [E], of each expert, or [S, E] of several steps, such as
       `ep.moe.Metrics.load`. Only ratios count.
     cluster: which consecutive ranks are a node.
-    ep_size: P; by default the largest that divides experts and ranks.
+    ep_size: P; by default the largest that divides the slots and the ranks, and
+      is a multiple or a divisor of the GPUs of a node.
     replicas: copies of experts besides one of each; P must divide E + replicas.
 
   Returns:
@@ -92,7 +93,10 @@ def checked_loads(
   what: str, loads: np.ndarray | jax.Array, num_experts: int | None = None
 ) -> np.ndarray:
   """Returns loads as float64 [S, E]; those of a plan are of one step."""
-  loads = np.asarray(loads, float)
+  try:
+    loads = np.asarray(loads, float)
+  except (TypeError, ValueError) as e:
+    raise ValueError(f"{what}: numbers are expected as loads: {e}.") from None
   fits = loads.ndim in (1, 2) and loads.size > 0
   expected = "[E] of the experts, or [S, E] of steps"
   if num_experts is not None:
@@ -101,10 +105,17 @@ def checked_loads(
   arguments.check(
     fits and loads.min() >= 0 and 0 < loads.sum() < np.inf,
     what,
-    f"loads have shape {loads.shape}, but {expected}, none negative and not all"
-    " zero, are expected.",
+    f"loads have shape {loads.shape}, but {expected}, all finite, none negative"
+    " and not all zero, are expected.",
   )
   return np.atleast_2d(loads)
+
+
+def default_ep_size(cluster: Cluster, num_experts: int) -> int:
+  """Returns the largest P that divides the experts, and that fits the nodes."""
+  common = math.gcd(num_experts, cluster.num_ranks)
+  sizes = (P for P in range(1, common + 1) if common % P == 0)
+  return max(P for P in sizes if _fits_nodes(P, cluster))
 
 
 def domain(
@@ -118,10 +129,10 @@ def domain(
   R, G = cluster.num_ranks, cluster.gpus_per_node
   V = num_experts + arguments.integer(what, "replicas", replicas)
   if ep_size is None:
-    ep_size = math.gcd(V, R)
+    ep_size = default_ep_size(cluster, V)
   P = arguments.integer(what, "an EP size", ep_size)
   arguments.check(
-    P > 0 and R % P == 0 and min(P % G, G % P) == 0,
+    P > 0 and R % P == 0 and _fits_nodes(P, cluster),
     what,
     f"an EP size is {P}, but it must divide the {R} ranks, and be a multiple or"
     f" a divisor of the {G} GPUs of a node.",
@@ -133,6 +144,11 @@ def domain(
     f" must be a multiple of the EP size {P}; change replicas or the EP size.",
   )
   return P, max(1, P // G)
+
+
+def _fits_nodes(ep_size, cluster):
+  G = cluster.gpus_per_node
+  return ep_size % G == 0 or G % ep_size == 0
 
 
 def _copies(loads, replicas):

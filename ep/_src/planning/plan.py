@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import math
 import os
 import pathlib
 import re
@@ -22,7 +21,12 @@ from ep._src.planning import links, picture
 from ep._src.planning.cluster import Cluster
 from ep._src.planning.demand import Counted, Expected, Layout
 from ep._src.planning.forecast import Forecast, Forecaster
-from ep._src.planning.place import checked_loads, domain, NAMED
+from ep._src.planning.place import (
+  checked_loads,
+  default_ep_size,
+  domain,
+  NAMED,
+)
 from ep._src.records import expert_loads
 from ep._src.records.replay import Replay, replay
 
@@ -62,11 +66,11 @@ class Plan:
     for f in self.forecasts:
       size = f.receive_bytes / 1e9
       memory = f"{size:.2f}", f"{size / self.cluster.memory_gb:.0%}"
-      links = most(f, "nvlink"), most(f, "network")
+      moved = most(f, "nvlink"), most(f, "network")
       times = f"{f.exchange_s * 1e3:.2f}", f"{f.share:.0%}"
       sizes = map(str, (f.ep_size, f.replicas, f.placement, f.capacity))
       rows = f"{f.rows.max():.0f}", f"{f.dropped:.2%}"
-      lines.append((*sizes, *memory, *rows, *links, *times))
+      lines.append((*sizes, *memory, *rows, *moved, *times))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     title = (
       f"{self.cluster.num_ranks} ranks with {self.tokens_per_rank} tokens each,"
@@ -122,8 +126,8 @@ def plan(
       `ep.replay` made of it, of which all complete steps of the layer
       `cfg.name` count.
     tokens_per_rank: T; ids have their own.
-    ep_sizes: P, each a divisor of the ranks; by default the largest that
-      divides the experts, too.
+    ep_sizes: P, each a divisor of the ranks, and a multiple or a divisor of the
+      GPUs of a node; by default the largest that divides the experts, too.
     placements: "linear", in the order of the experts; "balanced", by `place`
       for the routing's loads; or an `ep.Placement` of E + replicas slots.
     replicas: copies of experts besides one of each; P must divide E + replicas.
@@ -156,7 +160,7 @@ def plan(
         f" ep.{expected.__name__} is expected."
       )
   if ep_sizes is None:
-    ep_sizes = [math.gcd(cfg.num_experts, cluster.num_ranks)]
+    ep_sizes = [default_ep_size(cluster, cfg.num_experts)]
   if capacity_factors is None:
     capacity_factors = [cfg.capacity_factor]
   sequences = dict(
@@ -171,6 +175,9 @@ def plan(
         f"ep.plan: {name} is a {type(sequence).__name__}, but a list is"
         " expected; put a single value in brackets."
       )
+    arguments.check(
+      len(sequence) > 0, "ep.plan", f"{name} is empty; give a value or more."
+    )
   if compute_s is not None:
     compute_s = arguments.seconds("ep.plan", "compute_s", compute_s)
   arguments.check(
@@ -251,8 +258,8 @@ def _expected(cfg, name, loads, tokens_per_rank):
 
 
 def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
-  V = loads.size + arguments.integer("ep.plan", "replicas", replicas)
   P, N = domain("ep.plan", cluster, loads.size, replicas, ep_size)
+  V = loads.size + replicas
   if not isinstance(where, Placement):
     arguments.check(
       isinstance(where, str) and where in NAMED,
