@@ -125,7 +125,8 @@ def dequantize(
     f"rows have {rows.shape[-1]} elements and {num_blocks} scales, which must"
     " divide them; pass a scale for each block of a row.",
   )
-  blocks = _blocks(rows, num_blocks)
+  is_default = rows.dtype == jnp.float8_e4m3fn
+  blocks = _blocks(_values(rows) if is_default else rows, num_blocks)
   products = blocks * factors(scales)[..., None]
   return lax.stop_gradient(products.astype(dtype).reshape(rows.shape))
 
@@ -208,6 +209,21 @@ def _nearest(ratios: jax.Array) -> jax.Array:
   small = _float(jnp.minimum(bits, _bits(2.0**-6))) + np.float32(2.0**14)
   small = lax.bitcast_convert_type(small, jnp.uint32) - _bits(2.0**14)
   return normal + small - (_bits(2.0**-6) >> 20)
+
+
+def _values(rows: jax.Array) -> jax.Array:
+  """Returns float8_e4m3fn as float32, in fewer steps than XLA:CPU.
+
+  The bits of a magnitude are those of a float32 that is twice as large, less a
+  constant. If the number has no leading one, that float32 has one, 2^-6.
+  """
+  bits = lax.bitcast_convert_type(rows, jnp.uint8).astype(jnp.uint32)
+  magnitude = bits & 0x7F
+  twice = _float((magnitude << 20) + _bits(2.0**-6))
+  least = np.float32(2.0**-6)
+  values = jnp.where(magnitude < 8, twice - least, twice * np.float32(0.5))
+  values = jnp.where(magnitude == _NAN, np.float32(np.nan), values)
+  return jnp.where(bits > magnitude, -values, values)
 
 
 def _e8m0_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
