@@ -179,6 +179,16 @@ def test_no_token_shares_a_scale(format):
 
 
 @FORMATS
+def test_no_rows(format):
+  """There is no scale either, and shapes and types are as with rows."""
+  x = normal((2, 0, BLOCKS[format]), jnp.bfloat16)
+  rows, scales = quantize(x, format)
+  assert (rows.shape, scales.shape) == (x.shape, (2, 0, 1))
+  back = dequantize(rows, scales, x.dtype)
+  assert (back.shape, back.dtype) == (x.shape, x.dtype)
+
+
+@FORMATS
 def test_no_derivative(format):
   x = jnp.asarray(normal((2, 128), jnp.float32))
 
@@ -194,6 +204,7 @@ def test_errors():
   for error, words, call in [
     (ValueError, "'fp8'.*mxfp8", lambda: quantize(x, "fp8")),
     (ValueError, "multiple of 32", lambda: quantize(x[:, :33], "mxfp8")),
+    (ValueError, "0 elements", lambda: quantize(x[:, :0], "mxfp8")),
     (ValueError, "multiple of 128", lambda: quantize(x[0, 0], "fp8_block128")),
     (TypeError, "int32", lambda: quantize(x.astype(jnp.int32), "mxfp8")),
     (TypeError, "rows is float32", lambda: dequantize(x, x, x.dtype)),
