@@ -609,33 +609,29 @@ def main() -> int:
   parser.add_argument("--devices_per_process", type=int, default=1)
   parser.add_argument("--ranks_per_gpu", type=int, default=1)
   parser.add_argument("--log_dir")
-  parser.add_argument("--timeout", type=float, help="seconds")
+  parser.add_argument(
+    "--timeout", dest="timeout_s", type=float, help="seconds"
+  )
   parser.add_argument("--num_hosts", type=int, default=1)
   parser.add_argument("--host_id", type=int, default=0, help="of this host")
   parser.add_argument("--coordinator", help="host:port, a free port of host 0")
   parser.add_argument(
-    "--join_timeout", type=float, default=300.0, help="seconds for all hosts"
+    "--join_timeout",
+    dest="join_timeout_s",
+    type=float,
+    default=300.0,
+    help="seconds for all hosts",
   )
   rest = argparse.REMAINDER
   parser.add_argument("-m", dest="module", nargs=rest, help="module args...")
   parser.add_argument("script", nargs=rest, help="script.py args...")
-  args = parser.parse_args()
-  argv = ["-m", *args.module] if args.module else args.script
+  options = vars(parser.parse_args())
+  module, script = options.pop("module"), options.pop("script")
+  argv = ["-m", *module] if module else script
   if not argv:
     parser.error("name a program to run: a file, or -m and a module")
   try:
-    return launch(
-      argv,
-      num_processes=args.num_processes,
-      devices_per_process=args.devices_per_process,
-      ranks_per_gpu=args.ranks_per_gpu,
-      log_dir=args.log_dir,
-      timeout_s=args.timeout,
-      num_hosts=args.num_hosts,
-      host_id=args.host_id,
-      coordinator=args.coordinator,
-      join_timeout_s=args.join_timeout,
-    )
+    return launch(argv, **options)
   except ValueError as e:
     parser.error(str(e))
   except RuntimeError as e:

@@ -359,16 +359,10 @@ def introduce_model(config, state, steps) -> None:
   """Prints what is about to be trained, and from where on."""
   if jax.process_index():
     return
-  decay = _DECAY_STEPS.value
-  then = (
-    f", and constant to step {steps}"
-    if steps > decay
-    else ", which this run does not reach" * (steps < decay)
-  )
   print(
     f"{describe(config, state)}\n"
-    f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value}, "
-    f"{configs()[1].last_rate:g} after step {decay} (--decay_steps){then}"
+    f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value},"
+    f" {configs()[1].last_rate:g} from step {_DECAY_STEPS.value} on"
   )
   if done := int(state.step):
     more = "; --extend=100 adds steps" * (done >= steps)

@@ -20,10 +20,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from conftest import make_mesh, TIMEOUT_S, to_global
+from conftest import make_mesh, TIMEOUT_S
 import ep
 from lm import (
-  compare,
   data,
   loop,
   metrics,
@@ -207,35 +206,6 @@ def test_replicas_level_the_ranks_and_move_with_experts(program):
     np.testing.assert_allclose(*losses, 1e-3, err_msg=name)
 
 
-def test_the_norm_of_gradients_adds_experts_in_their_order(program):
-  rng = np.random.default_rng(0)
-  squares = rng.lognormal(0.0, 2.0, (2, 1024, 1))
-  grads = np.sqrt(squares).astype(np.float32)
-  mesh, spec = program.layer.group.mesh, P(None, "ep")
-
-  @jax.jit
-  def norm(grads, placement):
-    return jax.shard_map(
-      lambda *args: train._norm(args[0], spec, args[1]),
-      mesh=mesh,
-      in_specs=(spec, P()),
-      out_specs=P(),
-      check_vma=False,
-    )(grads, placement)
-
-  in_order = np.tile(np.arange(1024), (2, 1))
-  right, wrong = set(), set()
-  for _ in range(5):
-    experts = rng.permuted(in_order, axis=1)
-    by_slot = np.take_along_axis(grads, experts[..., None], axis=1)
-    by_slot = to_global(by_slot, mesh, spec)
-    right.add(float(norm(by_slot, ep.Placement(experts))))
-    wrong.add(float(norm(by_slot, ep.Placement(in_order))))
-  whole = to_global(grads, mesh, spec)
-  assert right == {float(norm(whole, ep.Placement(in_order)))}
-  assert len(wrong) > 1
-
-
 def test_the_dense_layer_is_an_moe_of_one_expert():
   """It is as large as the experts that a token of the MoE model visits."""
   config = _MODEL.dense
@@ -301,28 +271,18 @@ def _damaged(file, damage):
 
 def test_a_damaged_checkpoint_stops_all_processes(program, folder):
   """Whatever happened to a file, the sentence names it and has a cure."""
-  rng = np.random.default_rng(0)
-  others = b"[]", b"{}", b"null", b"7", b'{"a": {}}', b""
-
-  def flip(whole):
-    at = rng.integers(len(whole))
-    return (
-      whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :]
-    )
-
-  def cut(whole):
-    return whole[: rng.integers(len(whole))]
-
-  def other(whole):
-    return others[rng.integers(len(others))]
-
   checkpoints = Checkpoints(folder, {"a": 0.1})
   checkpoints.save(program.state())
+  damages = (
+    lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
+    lambda whole: whole[: len(whole) // 2],
+    lambda whole: b'{"a": {}}',
+  )
   for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-    for damage in (flip, flip, flip, cut, other):
+    for damage in damages:
       with _damaged(file, damage), pytest.raises(processes.Stop) as stop:
         checkpoints.restore(program.like)
-      assert file.name in str(stop.value), damage
+      assert file.name in str(stop.value)
       assert str(stop.value).endswith("or give another folder.")
   restored = checkpoints.restore(program.like)
   np.testing.assert_equal(_shards(restored), _shards(program.state()))
@@ -332,15 +292,6 @@ def test_a_folder_that_cannot_be_written_is_refused(folder):
   (folder / "file").write_text("")
   with pytest.raises(processes.Stop, match="Not a directory"):
     Checkpoints(folder / "file" / "run", {})
-
-
-def test_a_disk_without_room_stops_the_run(program, folder, monkeypatch):
-  checkpoints = Checkpoints(folder, {})
-  monkeypatch.setattr(
-    "shutil.disk_usage", lambda _: types.SimpleNamespace(free=1 << 10)
-  )
-  with pytest.raises(processes.Stop, match="but the disk has 0.0 MB left"):
-    checkpoints.save(program.state())
 
 
 # orbax abandons the other writes, each of which then finds no event loop.
@@ -464,15 +415,16 @@ def _record(step, loss=1.0):
 
 
 def test_history_keeps_the_lines_before_a_resume(tmp_path):
+  """It has no step twice, also if the lines of the first steps were lost."""
   path = tmp_path / "metrics.jsonl"
   first = metrics.History(path)
-  for step in range(1, 6):
+  for step in range(31, 36):
     first.append(_record(step))
   with path.open("a") as file:
     file.write('{"ste')  # a process was killed here
-  resumed = metrics.History(path, steps_done=3)
-  resumed.append(_record(4, loss=2.0))
-  wanted = [_record(1), _record(2), _record(3), _record(4, loss=2.0)]
+  resumed = metrics.History(path, steps_done=33)
+  resumed.append(_record(34, loss=2.0))
+  wanted = [_record(31), _record(32), _record(33), _record(34, loss=2.0)]
   assert resumed.records == wanted
   assert list(map(json.loads, path.read_text().splitlines())) == wanted
 
@@ -489,32 +441,8 @@ def test_a_damaged_line_of_a_history_is_named(tmp_path, line):
     metrics.History(path, steps_done=3)
 
 
-def test_history_of_a_run_whose_file_was_lost(tmp_path):
-  """It has no step twice, whatever the number of its lines is."""
-  path = tmp_path / "metrics.jsonl"
-  before = metrics.History(path)
-  for step in (31, 32, 33):
-    before.append(_record(step))
-  resumed = metrics.History(path, steps_done=32)
-  resumed.append(_record(33))
-  assert [each["step"] for each in resumed.records] == [31, 32, 33]
-  assert len(path.read_text().splitlines()) == 3
-
-
 def test_a_picture_shows_a_run(program, tmp_path):
   _, records = program.run(program.state(), 2)
   picture = tmp_path / "run.png"
   plot.plot(records, picture, unigram=3.0, dense=records, title="a run")
   assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_compares_two_runs(tmp_path):
-  """The difference is that of the last 20 steps."""
-  steps = np.arange(1, 31)
-  runs = {
-    "a": [_record(n) for n in steps],
-    "b": [_record(n, loss=1.0 + (n > 20)) for n in steps],
-  }
-  picture = tmp_path / "losses.svg"
-  assert compare.compare(runs, picture) == 0.5
-  assert "b minus a" in picture.read_text()
