@@ -15,6 +15,7 @@ import time
 import pytest
 
 from ep import launch
+from ep._src.launch import supervision
 from ep._src.native import gpus
 
 # Bazel runs this file as the only rank of a launcher, which sets these.
@@ -264,7 +265,7 @@ def test_timeout_ends_all_and_logs_their_stacks(tmp_path, capsys):
 
 
 def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch):
-  monkeypatch.setattr(launch, "_KILL_AFTER_S", 0.2)
+  monkeypatch.setattr(supervision, "_KILL_AFTER_S", 0.2)
   program = f"""
     import faulthandler, signal
     faulthandler.disable()

@@ -180,8 +180,9 @@ class EpLayerConfig(LayerConfig):
       " and give them to EpHandle with that layer",
     )
 
+  @functools.cached_property
   def unowned(self) -> EpLayerConfig:
-    """Returns an equal layer that does not keep the group open."""
+    """An equal layer that does not keep the group open."""
     return dataclasses.replace(self, group=dataclasses.replace(self.group))
 
   @functools.cached_property

@@ -143,7 +143,7 @@ class View:
       _program,
       op.partition("(")[0],
       local_fn,
-      tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
+      tuple(x.unowned if isinstance(x, EpLayerConfig) else x for x in static),
       group.connection.group,
       self.mesh,
       tuple(kinds),
