@@ -269,7 +269,7 @@ def train_model(
 ) -> Trained:
   """Trains a model, from its last checkpoint in `out` if there is one.
 
-  It has `steps` steps then in all, or as many as the flags say.
+  The model is trained up to step `steps`, or up to the one that flags name.
   """
   train_config = configs()[1]
   state = checkpoints = metrics_path = None

@@ -118,7 +118,7 @@ def _compare_rows(got, want, **options) -> float:
 
 @_rule(of=Transport)
 def sizes(bench: Bench, variant: Variant) -> float:
-  """Each slab has as many rows as its expert was chosen, and padding."""
+  """Each slab has a row for each choice of its expert, and padding."""
   got, want, _ = _receive(bench, variant)
   return compare("group_sizes", got.group_sizes, want.group_sizes)
 
@@ -406,7 +406,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
-  """Returns the EP sizes below that of all other rules.
+  """Returns smaller EP sizes than all other rules use.
 
   Every process has to take part, so there are none for several processes.
   """

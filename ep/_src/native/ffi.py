@@ -230,7 +230,7 @@ def create_host_group(
   ranks: list[tuple[int, int]],
   **fields: float,
 ) -> None:
-  """Creates the native group `name`; the `fields` are those of `_HostGroup`.
+  """Creates the native group `name`; `_HostGroup` has the other `fields`.
 
   `processes` lists (address, JAX's id, the system's id). `ranks` lists (index
   in `processes`, device id), domain-major. On CPU XLA tells a handler the id

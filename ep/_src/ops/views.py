@@ -77,7 +77,7 @@ class View:
 
   @property
   def is_local(self) -> bool:
-    """Whether arrays are those of one rank."""
+    """Whether arrays hold the part of one rank."""
     return self.mesh is None
 
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
