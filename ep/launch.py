@@ -328,7 +328,7 @@ def _reserved_port():
 
 @contextlib.contextmanager
 def _caught_signals():
-  """Yields a list that SIGINT and SIGTERM are appended to instead of acting."""
+  """Yields a list; SIGINT and SIGTERM are appended to it, and do no more."""
   caught: list[int] = []
   if threading.current_thread() is not threading.main_thread():
     yield caught  # only the main thread may set handlers

@@ -242,7 +242,7 @@ def unread(bench: Bench, variant: Variant) -> float:
 
 @_rule(_each_alignment, of=Transport)
 def interleaved(bench: Bench, variant: Variant) -> float:
-  """Two dispatches, their combines, and these again, in one program, work."""
+  """In one program, two dispatches precede their combines, which run twice."""
   trial, first, rng = bench.begin(variant)
   second = bench.begin(dataclasses.replace(variant, routing="uniform"))[1]
   calls = [(x, x.inputs(rng, "normal")) for x in (first, second)]

@@ -30,7 +30,7 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   """Returns the sum of all ranks' arrays, with the same bits on each.
 
   It gathers the arrays, so it needs memory for all of them and takes longer
-  than `lax.psum`, whose value it has but for rounding.
+  than `lax.psum`, from which it differs by rounding alone.
 
   Args:
     x: an array or a pytree of arrays; each rank of `axis_name` has its own.

@@ -123,7 +123,8 @@ def suggest_capacity(
 
   * `drop_by="weight"` with an alignment counts as "slot", because weights are
     not looked at. On each rank these two differ by less than `alignment` rows
-    for each of its experts. Without an alignment, all policies drop equally many choices.
+    for each of its experts. Without an alignment, all policies drop equally
+    many choices.
   * candidates: choices that find no room do not move, but are dropped. A choice
     that moved was recorded where it went, as `ep.record` says: record without
     candidates, to see what each token wanted.
