@@ -28,7 +28,6 @@ from lm import (
   metrics,
   model,
   placing,
-  plot,
   processes,
   sample,
   train,
@@ -288,12 +287,6 @@ def test_a_damaged_checkpoint_stops_all_processes(program, folder):
   np.testing.assert_equal(_shards(restored), _shards(program.state()))
 
 
-def test_a_folder_that_cannot_be_written_is_refused(folder):
-  (folder / "file").write_text("")
-  with pytest.raises(processes.Stop, match="Not a directory"):
-    Checkpoints(folder / "file" / "run", {})
-
-
 # orbax abandons the other writes, each of which then finds no event loop.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_write_that_fails_stops_all_processes(program, folder):
@@ -405,11 +398,6 @@ def test_text_is_held_out(size):
   assert 9 <= held_out.size <= max(9, size // 2) and trained.size >= 9
 
 
-def test_unigram_entropy_is_that_of_the_frequencies():
-  text = np.array([65, 65, 66, 67])
-  assert np.isclose(data.unigram_entropy(text), 1.5 * np.log(2))
-
-
 def _record(step, loss=1.0):
   return dict.fromkeys(metrics.Record.__annotations__, loss) | {"step": step}
 
@@ -439,10 +427,3 @@ def test_a_damaged_line_of_a_history_is_named(tmp_path, line):
     file.write(line + b"\n")
   with pytest.raises(ValueError, match="jsonl: line 2 is no .* move the file"):
     metrics.History(path, steps_done=3)
-
-
-def test_a_picture_shows_a_run(program, tmp_path):
-  _, records = program.run(program.state(), 2)
-  picture = tmp_path / "run.png"
-  plot.plot(records, picture, unigram=3.0, dense=records, title="a run")
-  assert picture.read_bytes().startswith(b"\x89PNG")
