@@ -49,9 +49,7 @@ PURE_XLA: dict[str, Callable[[Layout], Any]] = {
 LAYERS: dict[str, Callable[[Layout], Any]] = {
   "masked": layers.Masked,
   "one_hot": layers.OneHot,
-  "sorted_ep_matmul": lambda layout: layers.Sorted(
-    layout, Gathered(layout), ep.grouped_matmul
-  ),
+  "sorted_ep_matmul": lambda layout: layers.Sorted(layout, Gathered(layout)),
 }
 
 
