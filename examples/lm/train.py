@@ -283,9 +283,8 @@ def _sums(
   ranks = lax.axis_size(data.RANKS)
 
   def loss_fn(params):
-    logits, experts, _ = model.apply(
+    logits, experts = model.apply(
       params,
-      model_config,
       layer,
       batch[:, :-1],
       moe_state=moe_state,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the training example: steps, checkpoints, samples, metrics.
+"""The parts of the training example: steps, checkpoints, metrics.
 
 //tests/examples:train_run_test starts the whole program.
 """
@@ -29,7 +29,6 @@ from lm import (
   model,
   placing,
   processes,
-  sample,
   train,
 )
 from lm.checkpoint import Checkpoints
@@ -331,45 +330,6 @@ def test_processes_stop_together():
   with pytest.raises(processes.Stop, match="^the disk is full: é$"):
     processes.agree(fail_on_the_last)
   assert processes.agree(lambda: 7) == 7
-
-
-def test_samples_follow_the_model(program):
-  """Greedy bytes are those that the model without a cache finds likeliest."""
-  state = program.state()
-  params, moe_state = state.params, state.moe
-  write = functools.partial(
-    sample.generate,
-    params,
-    _MODEL,
-    program.layer,
-    moe_state=moe_state,
-    count=4,
-    temperature=0.0,
-    seed=0,
-  )
-  prompts = [b"im", b"d", b"return", b"x = ", b"def ", b"#"]
-  samples = write(prompts)
-  assert [len(s) for s in samples] == [len(p) + 4 for p in prompts]
-  assert all(s.startswith(p) for s, p in zip(samples, prompts, strict=True))
-  assert write(prompts[2:3]) == samples[2:3]
-
-  length = max(map(len, samples))
-  rows = np.zeros((8, length), np.int32)
-  for row, text in zip(rows, samples, strict=False):
-    row[: len(text)] = np.frombuffer(text, np.uint8)
-  mesh = program.layer.group.mesh
-
-  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-  def likeliest(params, moe_state, tokens):
-    logits, _, _ = model.apply(
-      params, _MODEL, program.layer, tokens, moe_state=moe_state
-    )
-    return logits.argmax(axis=-1)
-
-  best = np.asarray(likeliest(params, moe_state, data.place(rows, mesh)))
-  for text, prompt, row in zip(samples, prompts, best, strict=False):
-    wrote = list(text[len(prompt) :])
-    assert wrote == row[len(prompt) - 1 : len(text) - 1].tolist()
 
 
 def test_batches_are_windows_of_the_text():
