@@ -63,7 +63,7 @@ def is_pure_xla(name: str) -> bool:
 
 
 def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
-  """Returns the ops that a contender has, of those that are chosen."""
+  """Returns the chosen ops that a contender has."""
   known = ops.ALL
   if name in PURE_XLA:
     known = ops.OPS

@@ -160,7 +160,7 @@ def fail(error: Exception) -> int:
 
 
 def silence_failed_writes() -> None:
-  """Hides the tracebacks that orbax prints of errors that it raises, too.
+  """Hides the tracebacks that orbax prints; it raises the same errors.
 
   It also abandons the other writes, each of which then finds no event loop.
   """

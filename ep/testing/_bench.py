@@ -223,7 +223,7 @@ class Draw:
 
 
 class Bench(Generic[_Subject]):
-  """A subject, and what was built of it: one `Trial` for each setting."""
+  """A subject, and one `Trial` for each setting that it was built for."""
 
   def __init__(self, subject: _Subject):
     self.subject = subject

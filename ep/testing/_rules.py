@@ -132,7 +132,7 @@ def rows(bench: Bench, variant: Variant) -> float:
 
 @_rule(of=Transport)
 def weights(bench: Bench, variant: Variant) -> float:
-  """Each row has the float32 weight of its choice, whatever the tokens are."""
+  """Each row has the float32 weight of its choice, for tokens of any dtype."""
   got, want, oracle = _receive(bench, variant)
   return compare("weights", got.weights, want.weights, only=oracle.holds_token)
 
@@ -333,7 +333,7 @@ def second_order(bench: Bench, variant: Variant) -> float:
 
 @_rule(needs=lambda subject: subject.repeatable, declared_by="repeatable=True")
 def repeatable(bench: Bench, variant: Variant) -> float:
-  """The same inputs give the same bits each time, whatever the tolerance."""
+  """The same inputs give the same bits each time, for any tolerance."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   g = oracle.inputs(rng, "normal")[0]

@@ -41,7 +41,7 @@ class ModelConfig:
 
   @property
   def dense(self) -> "ModelConfig":
-    """A model of one expert, as large as those that a token visits."""
+    """A model of one expert, as large as the experts of a token together."""
     inner = self.top_k * self.inner
     return dataclasses.replace(
       self, inner=inner, num_experts=1, top_k=1, wire=None, replicas=0

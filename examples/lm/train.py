@@ -60,7 +60,7 @@ class TrainConfig:
 
 
 class State(NamedTuple):
-  """Everything that a step changes, hence what a checkpoint holds.
+  """Everything that a step changes. A checkpoint holds it.
 
   The data and the random numbers of a step are functions of the seed and
   `step`, so they need no state of their own.

@@ -73,7 +73,7 @@ class Process:
     self._process.send_signal(signum)
 
   def kill(self) -> None:
-    """Ends it and its process group, if it runs."""
+    """Ends the process and its process group, if the process runs."""
     self._process.kill()
     self._process.wait()
     self.running()
@@ -113,7 +113,7 @@ def watch(
       while True:
         running = [p for p in watched if p not in ended]
         news = [p for p in running if not p.running()]
-        # A rank that is killed takes others along, some of them at once.
+        # A rank that was killed comes before those that fail because of that.
         ended.extend(sorted(news, key=lambda p: (p.code or 0) >= 0))
         terminal.copy()
         is_over = signals or failures()

@@ -63,7 +63,7 @@ def all_gather(
 
 
 def tree_sum(parts: jax.Array) -> jax.Array:
-  """Returns the sum of parts [N, ...] over the first axis, in that order."""
+  """Returns the sum of parts [N, ...] over axis 0, in the order above."""
   while parts.shape[0] > 1:
     last = parts[parts.shape[0] // 2 * 2 :]
     parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])

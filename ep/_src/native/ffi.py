@@ -90,9 +90,9 @@ def _packages(backend: str) -> tuple[list[str], str]:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers its ops for its platform."""
   path = find_library(backend)
-  # JAX makes its clients here. When it makes one, it hands over to XLA what was
-  # registered before: first the handlers, which XLA refuses as long as it does
-  # not know the type of their state, and JAX fails to make the client.
+  # This makes JAX's clients, before anything is registered. A client that was
+  # made later would get the handlers before the type of their state, and fail:
+  # XLA refuses handlers whose state has an unknown type.
   jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)

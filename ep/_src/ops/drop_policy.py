@@ -252,7 +252,7 @@ def _take_turns(layer, rows, experts, order, quota_of):
   return jnp.minimum(wanted, quota * layer.alignment), gets_one
 
 
-# The rules get the blocks that each expert [P, L] of a rank has and wants, and
+# The rules get the blocks that each expert of a rank has and wants, [P, L], and
 # return the blocks that it has then. Those without offers take NumPy, too.
 
 
