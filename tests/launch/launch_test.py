@@ -213,6 +213,20 @@ def test_one_failure_ends_all(tmp_path, capsys, end, code, told):
   assert "most recent call first" in (tmp_path / "rank_0.log").read_text()
 
 
+def test_survivors_may_report_within_the_grace(tmp_path, capsys):
+  """The log of rank 0 is not shown again."""
+  program = """
+    import os, sys, time
+    rank = int(os.environ["JAX_PROCESS_ID"])
+    time.sleep(0.5 * rank)
+    sys.exit(f"error seen by {rank}" if rank else 5)
+  """
+  assert _launch(program, log_dir=tmp_path, grace_s=20.0) == 5
+  first, other = capsys.readouterr().out.splitlines()
+  assert "rank 0 failed with exit code 5; its log is" in first
+  assert "rank 1 failed with exit code 1: error seen by 1; its l" in other
+
+
 @pytest.mark.parametrize("way", ["os.kill(os.getpid(), 9)", "sys.exit(9)"])
 def test_the_culprit_is_reported_first(tmp_path, capsys, way):
   """A killed rank is it, even if others end at the same time."""
