@@ -231,14 +231,20 @@ def test_survivors_may_report_within_the_grace(tmp_path, capsys):
 def test_the_culprit_is_reported_first(tmp_path, capsys, way):
   """A killed rank is it, even if others end at the same time."""
   program = f"""
-    import os, pathlib, sys, time
+    import contextlib, os, pathlib, sys, time
     rank = int(os.environ["JAX_PROCESS_ID"])
     died = pathlib.Path({str(tmp_path / "died")!r})
     if rank == 2:
-      died.touch()
+      draft = died.with_suffix(".draft")
+      draft.write_text(str(os.getpid()))
+      draft.rename(died)
       {way}
     while not died.exists():
       time.sleep(0.001)
+    stat = pathlib.Path("/proc", died.read_text(), "stat")
+    with contextlib.suppress(OSError):  # the launcher has seen its end
+      while ") Z" not in stat.read_text():  # it is not dead yet
+        time.sleep(0.001)
     time.sleep(0.0 if "kill" in {way!r} else 0.5)
     print("line", 1)
     sys.exit(f"rank {{rank}} lost rank 2")
