@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import layers, nccl_ep, ops
+from benchmarks import layers, ops
 from benchmarks.gathered import Gathered
 from benchmarks.padded import PaddedGather, PaddedScatter
 from benchmarks.ragged import Ragged
@@ -38,9 +38,7 @@ import ep
 from ep._src.group.bootstrap import BACKENDS
 
 HAND_WRITTEN = "padded_scatter"  # the code that most people would write
-# These two are no such classes: other modules run them.
-MEMCPY = "memcpy"  # see copies.py
-NCCL_EP = "nccl_ep"  # see nccl_ep.py
+MEMCPY = "memcpy"  # no such class: see copies.py
 EP = ("host", "nccl", "xla")
 PURE_XLA: dict[str, Callable[[Layout], Any]] = {
   "padded_scatter": PaddedScatter,
@@ -51,18 +49,13 @@ PURE_XLA: dict[str, Callable[[Layout], Any]] = {
 LAYERS: dict[str, Callable[[Layout], Any]] = {
   "masked": layers.Masked,
   "one_hot": layers.OneHot,
-  "sorted": lambda layout: layers.Sorted(
-    layout, Gathered(layout), jax.lax.ragged_dot
-  ),
-  "sorted_ep_matmul": lambda layout: layers.Sorted(
-    layout, Gathered(layout), ep.grouped_matmul
-  ),
+  "sorted_ep_matmul": lambda layout: layers.Sorted(layout, Gathered(layout)),
 }
 
 
 def names() -> tuple[str, ...]:
   """Returns all contenders, in the order of tables."""
-  return (*EP, NCCL_EP, *PURE_XLA, *LAYERS, MEMCPY)
+  return (*EP, *PURE_XLA, *LAYERS, MEMCPY)
 
 
 def is_pure_xla(name: str) -> bool:
@@ -70,11 +63,9 @@ def is_pure_xla(name: str) -> bool:
 
 
 def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
-  """Returns the ops that a contender has, of those that are chosen."""
+  """Returns the chosen ops that a contender has."""
   known = ops.ALL
-  if name == NCCL_EP:
-    known = nccl_ep.CALLS
-  elif name in PURE_XLA:
+  if name in PURE_XLA:
     known = ops.OPS
   elif name in LAYERS:
     known = ops.LAYERS
@@ -83,11 +74,7 @@ def ops_of(name: str, chosen: Sequence[str]) -> list[str]:
 
 def why_not(name: str, mesh: jax.sharding.Mesh) -> str | None:
   """Returns why a contender cannot take part here, or None if it can."""
-  if name == NCCL_EP:
-    return why_not("nccl", mesh) or nccl_ep.why_not()
   if name in EP:
-    if name not in BACKENDS:
-      return f"ep has no backend {name!r} yet"
     try:
       BACKENDS[name].check_mesh(mesh, AXIS)
     except ValueError as error:

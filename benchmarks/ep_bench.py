@@ -5,10 +5,10 @@
 
 starts worlds of ranks: "4x1" stands for 4 processes with 1 device each. In
 each world all contenders take turns and run the same ops on the same inputs.
-The contenders are ep's backends, on GPUs NCCL EP itself, dispatch and combine
-written by hand in JAX, and a plain copy of the payload (workload.py defines
-it). The results of a contender are checked before it is timed. The shapes are
-TxHxKxE, with T tokens on a rank.
+The contenders are ep's backends, dispatch and combine written by hand in JAX,
+and a plain copy of the payload (workload.py defines it). The results of a
+contender are checked before it is timed. The shapes are TxHxKxE, with T tokens
+on a rank.
 
     ep_bench --shapes=2048x4096x4x64 --dtypes=bfloat16 --ops=round_trip
     ep_bench --shapes=1024x1024x2x16 --routings=skewed,to_one_expert

@@ -4,14 +4,15 @@
     export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776
     taskset -c 0 bazel-bin/benchmarks/grouped_matmul
 
-The product and the gradients of rows and matrices, which take turns with those
-of one matrix for all rows, and of a batched einsum of equal slabs, which reads
-as many matrices. "Bytes" is the dense matmul and after it copies by NumPy, of
-each matrix into a cache twice, and from a cache into as many new arrays. It is
-a floor for a program that does not read and compute at the same time.
+Each program computes a product and its gradients. Three programs take turns:
+the grouped matmul, a dense matmul of all rows with one matrix, and a batched
+einsum of equal slabs, which reads all matrices. "Bytes" is the time of the
+dense matmul plus the time in which NumPy copies each matrix twice into a cache,
+and then a cached matrix into a new array for each gradient. No program is
+faster unless it reads and computes at the same time.
 
-Without these variables (docs/performance.md, "Fresh memory"), the results are
-new pages each time, and most of the time is the kernel's.
+Without these variables (docs/performance.md, "Fresh memory"), each result lies
+on new pages, and the kernel takes most of the time to clear them.
 """
 
 import functools
@@ -41,7 +42,7 @@ def main(argv):
 
 
 def _measure(experts: int) -> None:
-  """Prints the times for so many matrices, as multiples of one matmul."""
+  """Prints the times for `experts` matrices, as multiples of one matmul."""
   rng = np.random.default_rng(0)
 
   def draw(*shape):

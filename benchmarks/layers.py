@@ -17,7 +17,6 @@ XLA may add in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import functools
 
 import jax
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks.padded import scale, sort_choices
 from benchmarks.workload import AXIS, Layout
+import ep
 
 
 def inner(dot, rows, w_gate, w_up):
@@ -56,23 +56,18 @@ def combine(exchange, handle, rows):
 
 
 class Sorted:
-  """Sorts rows by expert, by the ops of another contender, for `matmul`.
-
-  `matmul(rows, matrices, group_sizes)` is `lax.ragged_dot` or a function like
-  it.
-  """
+  """Sorts rows by expert, by the ops of another contender."""
 
   exact = False
 
-  def __init__(self, layout: Layout, exchange, matmul: Callable):
+  def __init__(self, layout: Layout, exchange):
     self._layout = layout
     self._exchange = exchange
-    self._matmul = matmul
 
   def moe(self, topk_idx, tokens, topk_weights, w_gate, w_up, w_down):
     handle = self._exchange.prepare(topk_idx)
     sizes = group_sizes(self._layout, topk_idx)
-    dot = functools.partial(self._matmul, group_sizes=sizes)
+    dot = functools.partial(ep.grouped_matmul, group_sizes=sizes)
     rows, weights = dispatch(self._exchange, handle, tokens, topk_weights)
     rows = dot(inner(dot, rows, w_gate, w_up), w_down)
     return combine(self._exchange, handle, scale(rows, weights))

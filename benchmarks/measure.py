@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from benchmarks import contenders, copies, memory, nccl_ep, timing
+from benchmarks import contenders, copies, memory, timing
 from benchmarks.ops import ALL, compile_op, with_handle
 from benchmarks.oracle import Oracle, WrongResult
 from benchmarks.workload import Workload
@@ -53,12 +53,6 @@ def measure(
       mine = contenders.ops_of(name, ops)
       if name == contenders.MEMCPY or not mine:
         continue
-      if name == contenders.NCCL_EP:
-        make_op = stack.enter_context(nccl_ep.connect(mesh, workload, shared))
-        for op in mine:
-          runs[op][name] = run = make_op(op)
-          _check(oracle, name, op, run(), exact=False, bare=True)
-        continue
       meter = memory.Meter()
       contender = make(name)
       inputs = with_handle(contender, mesh, shared, mine)
@@ -73,7 +67,10 @@ def measure(
           "planned_bytes": planned.temp_size_in_bytes * mesh.local_mesh.size,
         }
         if op != "prepare":  # checked through the ops that use its handle
-          _check(oracle, name, op, outputs, exact=contender.exact)
+          try:
+            oracle.check(op, outputs, exact=contender.exact)
+          except WrongResult as error:
+            raise WrongResult(f"{name}: {error}") from None
         del outputs
         runs[op][name] = _run(program, args)
     records = []
@@ -102,13 +99,6 @@ def measure(
           }
         )
     return records
-
-
-def _check(oracle: Oracle, name: str, op: str, outputs, **how: bool) -> None:
-  try:
-    oracle.check(op, outputs, **how)
-  except WrongResult as error:
-    raise WrongResult(f"{name}: {error}") from None
 
 
 def _run(program, args) -> Callable[[], Any]:

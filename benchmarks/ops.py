@@ -47,7 +47,7 @@ def _round_trip(contender, handle, tokens, topk_weights):
 
 
 def _experts(rows, weights):
-  """Returns the rows in such a way that XLA must write them to a buffer.
+  """Returns the rows, and makes XLA write them to a buffer.
 
   Without experts, XLA fuses the two gathers of a hand-written round trip, even
   through an optimization barrier, so that the received rows never exist. This

@@ -21,9 +21,9 @@ CASE = ("world", "shape", "dtype", "routing", "op")
 def add_statistics(record: Record) -> Record:
   """Returns the record with statistics of its times.
 
-  The spread is that of the middle half of the rounds. Tokens are those of all
-  ranks. workload.py defines "payload"; an op without payload, like prepare, has
-  no rate.
+  The quartiles show how far the rounds spread. The time per token is divided by
+  the tokens of all ranks. workload.py defines "payload"; an op without payload,
+  like prepare, has no rate.
   """
   seconds = record["seconds"]
   q1, median, q3 = (float(np.quantile(seconds, q)) for q in (0.25, 0.5, 0.75))

@@ -30,8 +30,7 @@ the devices of its ranks.
 from __future__ import annotations
 
 import argparse
-import codecs
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -39,35 +38,18 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from typing import TextIO
 
 import jax
 
 from ep._src.base import arguments, compat
 from ep._src.group import ending, liveness
-from ep._src.launch import hosts
+from ep._src.launch import hosts, supervision
 from ep._src.native import gpus
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
-# Becomes a rank, which the kernel kills if the launcher dies.
-_BECOME = """
-import ctypes, os, signal, sys
-launcher, *argv = sys.argv[1:]
-if sys.platform == "linux":
-  ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(launcher):  # it has not died before
-  os.execv(sys.executable, [sys.executable, *argv])
-"""
-_POLL_S = 0.05
-_KILL_AFTER_S = 3.0  # after a rank was asked to end, until it is killed
-_TAIL_LINES = 40
-_TIMED_OUT = 124  # as timeout(1) does
-
 # Variables in which launchers that JAX does not detect say how many processes
 # there are.
 _COUNTS_OF_PROCESSES = (
@@ -280,7 +262,7 @@ def launch(
     signals = stack.enter_context(_caught_signals())
 
     def start(name: str, argv: Sequence[str], env: Mapping[str, str]):
-      process = _Process(name, argv, logs / f"{name}.log", env)
+      process = supervision.Process(name, argv, logs / f"{name}.log", env)
       stack.callback(process.kill)
       return process
 
@@ -306,7 +288,7 @@ def launch(
     if total > 1 and host_id == 0:
       program = [_COORDINATOR, coordinator, str(total)]
       others = [start("coordinator", program, _python_env(os.environ))]
-    code = _watch(ranks, others, peers, signals, timeout_s, grace_s)
+    code = supervision.watch(ranks, others, peers, signals, timeout_s, grace_s)
     if total > 1 and not signals:
       started = {str(first + index) for index in range(num_processes)}
       alone = started - set(os.listdir(joined))
@@ -317,216 +299,16 @@ def launch(
   return code
 
 
-class _Process:
-  """One process and its log."""
-
-  def __init__(
-    self,
-    name: str,
-    argv: Sequence[str],
-    log: pathlib.Path,
-    env: Mapping[str, str],
-  ):
-    self.name = name.replace("_", " ")
-    self.log = log
-    self.where = f"; its log is {log}"
-    self.code: int | None = None  # None while it runs, -n after signal n
-    with log.open("wb") as stdout:
-      self._process = subprocess.Popen(
-        [sys.executable, "-ISc", _BECOME, str(os.getpid()), *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        env=env,
-        start_new_session=True,  # it gets signals from us alone, and only once
-      )
-
-  def running(self) -> bool:
-    """Returns whether it runs; when it has ended, sets `code`.
-
-    Then its process group ends, too.
-    """
-    if self.code is None and self._process.poll() is not None:
-      self.code = self._process.returncode
-      with contextlib.suppress(OSError):  # there is none, or another user's
-        os.killpg(self._process.pid, signal.SIGKILL)
-    return self.code is None
-
-  def send_signal(self, signum: int) -> None:
-    self._process.send_signal(signum)
-
-  def kill(self) -> None:
-    """Ends it and its process group, if it runs."""
-    self._process.kill()
-    self._process.wait()
-    self.running()
-
-  def last_lines(self, count: int) -> list[str]:
-    return self.log.read_text(errors="replace").splitlines()[-count:]
-
-  @property
-  def end(self) -> str:
-    """How it ended."""
-    if self.code is None or self.code >= 0:
-      return f"failed with exit code {self.code}"
-    why = "; out of memory?" if self.code == -signal.SIGKILL else ""
-    return f"was killed by signal {-self.code}{why}"
-
-
-def _watch(
-  ranks: Sequence[_Process],
-  others: Sequence[_Process],
-  peers: Sequence[hosts.Host],
-  signals: Sequence[int],
-  timeout_s: float | None,
-  grace_s: float,
-) -> int:
-  """Waits for the ranks, ends them as `launch` documents, and reports.
-
-  If one of the `others` ends, that is a failure, whatever its exit code. The
-  `peers` are waited for, too, and each is told when all else here has ended.
-  """
-  timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
-  watched: list[_Process | hosts.Host] = [*ranks, *others, *peers]
-  ended: list[_Process | hosts.Host] = []
-  with _Follower(ranks[0].log) as terminal:
-
-    def wait(limit: float, condition: Callable[[], object] = bool) -> None:
-      """Waits until all ranks have ended, a point in time, or a condition."""
-      while True:
-        running = [p for p in watched if p not in ended]
-        news = [p for p in running if not p.running()]
-        # A rank that is killed takes others along, some of them at once.
-        ended.extend(sorted(news, key=lambda p: (p.code or 0) >= 0))
-        terminal.copy()
-        is_over = signals or failures()
-        rest = {*ranks, *(() if is_over else peers)} - {*ended}
-        for peer in () if is_over else peers:
-          if rest <= {peer}:
-            peer.tell(0, "")
-        if not rest or time.monotonic() > limit or condition():
-          break
-        time.sleep(_POLL_S)
-
-    def failures() -> list[_Process | hosts.Host]:
-      return [p for p in ended if p.code or p in others]
-
-    wait(timeout_at, lambda: signals or failures())
-    for peer in peers:
-      if peer not in failures():  # otherwise it knows
-        peer.tell(*_end(signals, failures()))
-    if failures() and not signals:
-      wait(min(timeout_at, _in(grace_s)), lambda: signals)
-    if signals:
-      for rank in ranks:
-        rank.send_signal(signals[0])
-      wait(_in(grace_s))
-    failed = failures()
-    late = [p for p in watched if p not in (*ended, *others)]
-    stuck = [rank for rank in ranks if rank in late]
-    for rank in stuck:
-      rank.send_signal(signal.SIGABRT)  # its faulthandler dumps the stacks
-    wait(_in(_KILL_AFTER_S))
-
-  if signals:
-    _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
-    return 128 + signals[0]
-  if failed:
-    first, *rest = failed
-    _report(first, first.end, shown=first is ranks[0])
-    for process in rest:
-      _say_of(process, ": ".join([process.end, *process.last_lines(1)]))
-    for rank in stuck:
-      _say_of(rank, "was still running after another's failure")
-    return _exit_code(first)
-  for process in late:
-    _report(
-      process, "was still running at the timeout", shown=process is ranks[0]
-    )
-  return _TIMED_OUT if late else 0
-
-
-def _end(signals, failed) -> tuple[int, str]:
-  """Returns how this launcher will end, as it tells the other hosts."""
-  if signals:
-    name = signal.Signals(signals[0]).name
-    return 128 + signals[0], f"was ended by {name}"
-  if failed:
-    return _exit_code(failed[0]), f"says: {failed[0].name} {failed[0].end}"
-  return _TIMED_OUT, "was still running at the timeout"
-
-
-def _exit_code(first: _Process | hosts.Host) -> int:
-  code = first.code or 1  # a coordinator never ends
-  return 128 - code if code < 0 else code
-
-
-def _in(seconds: float) -> float:
-  return time.monotonic() + seconds
-
-
-def _report(process: _Process | hosts.Host, what: str, shown: bool) -> None:
-  """Says what became of a process, and shows the end of a log not shown."""
-  _say_of(process, what)
-  if not shown:
-    lines = process.last_lines(_TAIL_LINES)
-    _say("".join(f"  | {line}\n" for line in lines))
-
-
-def _say_of(process: _Process | hosts.Host, what: str) -> None:
-  _say(f"ep.launch: {process.name} {what}{process.where}\n")
-
-
 def _report_alone(ranks: Sequence[str], num_processes: int) -> None:
   """Says on stderr which ranks have not joined, if there are any."""
   if ranks:
-    _write(
+    supervision.write(
       sys.stderr,
       f"ep.launch: of {num_processes} ranks, these have not joined the others:"
       f" {', '.join(ranks)}. Such a rank sees its own devices only, and takes"
       " itself for the whole job. Call ep.launch.initialize() before anything"
       " else touches JAX.\n",
     )
-
-
-def _say(text: str) -> None:
-  """Writes to stdout, or to stderr if that is closed."""
-  for stream in (sys.stdout, sys.stderr):
-    if _write(stream, text):
-      break
-
-
-def _write(stream: TextIO | None, text: str) -> bool:
-  """Writes and flushes; returns False if that fails, as with a closed pipe.
-
-  Characters that the stream's encoding does not have are escaped.
-  """
-  if stream is None:
-    return False
-  try:
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
-  except (AttributeError, OSError, ValueError):  # no file; broken pipe; closed
-    return False
-  return True
-
-
-class _Follower:
-  """Copies what is appended to a file to stdout, as `tail -f` does."""
-
-  def __init__(self, path: pathlib.Path):
-    self._file = path.open("rb")
-    self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *exc_info):
-    self._file.close()
-
-  def copy(self) -> None:
-    _write(sys.stdout, self._decode(self._file.read()))
 
 
 @contextlib.contextmanager
@@ -546,7 +328,7 @@ def _reserved_port():
 
 @contextlib.contextmanager
 def _caught_signals():
-  """Yields a list that SIGINT and SIGTERM are appended to instead of acting."""
+  """Yields a list; SIGINT and SIGTERM are appended to it, and do no more."""
   caught: list[int] = []
   if threading.current_thread() is not threading.main_thread():
     yield caught  # only the main thread may set handlers
@@ -609,33 +391,27 @@ def main() -> int:
   parser.add_argument("--devices_per_process", type=int, default=1)
   parser.add_argument("--ranks_per_gpu", type=int, default=1)
   parser.add_argument("--log_dir")
-  parser.add_argument("--timeout", type=float, help="seconds")
+  parser.add_argument("--timeout", dest="timeout_s", type=float, help="seconds")
   parser.add_argument("--num_hosts", type=int, default=1)
   parser.add_argument("--host_id", type=int, default=0, help="of this host")
   parser.add_argument("--coordinator", help="host:port, a free port of host 0")
   parser.add_argument(
-    "--join_timeout", type=float, default=300.0, help="seconds for all hosts"
+    "--join_timeout",
+    dest="join_timeout_s",
+    type=float,
+    default=300.0,
+    help="seconds for all hosts",
   )
   rest = argparse.REMAINDER
   parser.add_argument("-m", dest="module", nargs=rest, help="module args...")
   parser.add_argument("script", nargs=rest, help="script.py args...")
-  args = parser.parse_args()
-  argv = ["-m", *args.module] if args.module else args.script
+  options = vars(parser.parse_args())
+  module, script = options.pop("module"), options.pop("script")
+  argv = ["-m", *module] if module else script
   if not argv:
     parser.error("name a program to run: a file, or -m and a module")
   try:
-    return launch(
-      argv,
-      num_processes=args.num_processes,
-      devices_per_process=args.devices_per_process,
-      ranks_per_gpu=args.ranks_per_gpu,
-      log_dir=args.log_dir,
-      timeout_s=args.timeout,
-      num_hosts=args.num_hosts,
-      host_id=args.host_id,
-      coordinator=args.coordinator,
-      join_timeout_s=args.join_timeout,
-    )
+    return launch(argv, **options)
   except ValueError as e:
     parser.error(str(e))
   except RuntimeError as e:

@@ -155,10 +155,10 @@ def rehearse() -> None:
 
 
 def check_bits(mesh, cfg, backend) -> None:
-  """Raises unless an exchange returns the very bits of its contract.
+  """Raises unless an exchange returns the bits of its contract.
 
-  What XLA computes, as the experts, may round differently in every program, so
-  that there are no experts here.
+  XLA may round what it computes differently in each program, so this exchange
+  has no experts.
   """
   rng = np.random.default_rng(0)
   x = rng.standard_normal((8 * 16, cfg.hidden), np.float32)

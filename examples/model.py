@@ -98,7 +98,7 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       params, layer, inputs, targets
     )
     grads = {
-      # An expert has received the tokens of its own EP domain already.
+      # An expert's gradient has the tokens of its own EP domain already.
       name: ep.ordered_psum(grad, "dp" if SHARDING[name] == EXPERTS else RANKS)
       for name, grad in grads.items()
     }
@@ -110,6 +110,6 @@ def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
       mesh=mesh,
       in_specs=(SHARDING, TOKENS, TOKENS),
       out_specs=(REPLICATED, TOKENS, SHARDING),
-      check_vma=False,  # so a gradient is that of a rank's own tokens
+      check_vma=False,  # so each rank has the gradient of its own tokens
     )
   )

@@ -23,7 +23,7 @@ def read(path: pathlib.Path, limit: int, least: int = 0) -> np.ndarray:
 
   Args:
     path: a file or folder.
-    limit: the number of bytes, if there are as many.
+    limit: the largest number of bytes.
     least: the number of bytes that are needed.
 
   Returns:

@@ -26,7 +26,7 @@ import numpy as np
 
 import ep
 from ep import launch
-from lm import data, loop, model, outputs, plot, sample, timeline, train
+from lm import data, loop, model, outputs, plot, timeline, train
 from lm.checkpoint import Checkpoints
 from lm.metrics import History, Progress, Record
 from lm.placing import Placing
@@ -80,7 +80,7 @@ _PLACEMENT_EVERY = flags.DEFINE_integer(
 _REPLICAS = flags.DEFINE_integer(
   "replicas", 0, "slots of a rank for copies of hot experts, in each step", 0
 )
-_SEED = flags.DEFINE_integer("seed", 0, "of parameters, data and samples", 0)
+_SEED = flags.DEFINE_integer("seed", 0, "of parameters and data", 0)
 
 _TEXT_BYTES = flags.DEFINE_integer(
   "text_bytes", 8_000_000, "of a longer text only these are read", 1
@@ -96,12 +96,6 @@ _PLOT = flags.DEFINE_string("plot", None, "picture of the run: *.png, *.svg")
 _TRACE = flags.DEFINE_string(
   "trace", None, "trace of all ranks, which is explained at the end: *.json.gz"
 )
-
-_PROMPTS = flags.DEFINE_multi_string(
-  "prompt", ["def ", "import "], "what samples begin with; may be repeated"
-)
-_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 200, "0 for no samples", 0)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "of samples", 0.0)
 
 flags.adopt_module_key_flags(ranks)
 ranks.require(
@@ -129,9 +123,6 @@ ranks.require(
   "warmup decay_steps",
   "warmup must be shorter than decay_steps",
   lambda warmup, decay_steps: warmup < decay_steps,
-)
-ranks.require(
-  "prompt", "a prompt has at least one byte", lambda prompts: all(prompts)
 )
 
 
@@ -169,7 +160,7 @@ def fail(error: Exception) -> int:
 
 
 def silence_failed_writes() -> None:
-  """Hides the tracebacks that orbax prints of errors that it raises, too.
+  """Hides the tracebacks that orbax prints; it raises the same errors.
 
   It also abandons the other writes, each of which then finds no event loop.
   """
@@ -202,7 +193,7 @@ class Trained(NamedTuple):
 
 
 def run() -> None:
-  """Trains, from the last checkpoint if there is one, then writes samples."""
+  """Trains, from the last checkpoint if there is one, and tells the result."""
   text = agree(read_text)
   first_does(check_outputs)
   config = configs()[0]
@@ -220,7 +211,6 @@ def run() -> None:
     introduce(text)
     with traced(group):
       moe = train_model(text, mesh, layer, config, out)
-    write_samples(moe.state, config, layer)
   dense = None
   if _DENSE.value:
     dense = train_model(
@@ -269,7 +259,7 @@ def train_model(
 ) -> Trained:
   """Trains a model, from its last checkpoint in `out` if there is one.
 
-  It has `steps` steps then in all, or as many as the flags say.
+  The model is trained up to step `steps`, or up to the one that flags name.
   """
   train_config = configs()[1]
   state = checkpoints = metrics_path = None
@@ -359,16 +349,10 @@ def introduce_model(config, state, steps) -> None:
   """Prints what is about to be trained, and from where on."""
   if jax.process_index():
     return
-  decay = _DECAY_STEPS.value
-  then = (
-    f", and constant to step {steps}"
-    if steps > decay
-    else ", which this run does not reach" * (steps < decay)
-  )
   print(
     f"{describe(config, state)}\n"
-    f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value}, "
-    f"{configs()[1].last_rate:g} after step {decay} (--decay_steps){then}"
+    f"learning rate {_LEARNING_RATE.value:g} after step {_WARMUP.value},"
+    f" {configs()[1].last_rate:g} from step {_DECAY_STEPS.value} on"
   )
   if done := int(state.step):
     more = "; --extend=100 adds steps" * (done >= steps)
@@ -402,24 +386,6 @@ def reached(trained: Trained) -> str:
   if trained.tokens_per_s:
     parts.append(f"{trained.tokens_per_s:,.0f} tokens/s")
   return ", ".join(parts)
-
-
-def write_samples(state, model_config, layer) -> None:
-  if not _SAMPLE_BYTES.value:
-    return
-  samples = sample.generate(
-    state.params,
-    model_config,
-    layer,
-    [prompt.encode() for prompt in _PROMPTS.value],
-    moe_state=state.moe,
-    count=_SAMPLE_BYTES.value,
-    temperature=_TEMPERATURE.value,
-    seed=_SEED.value,
-  )
-  if jax.process_index() == 0:
-    for each in samples:
-      print(f"\n--- {each.decode(errors='replace')}")
 
 
 def read_text() -> Text:

@@ -21,7 +21,7 @@ from stand_ins import write_wheel
 
 
 def pins(wheel: pathlib.Path) -> Iterator[tuple[str, str]]:
-  """Yields what a wheel requires in one version, and that is not ours."""
+  """Yields the packages of others that a wheel requires in one version."""
   with zipfile.ZipFile(wheel) as archive:
     (name,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
     metadata = archive.read(name).decode()

@@ -77,7 +77,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
       f"jax-ep compiles a library, but there is no compiler {compiler[0]!r};"
       " install g++ or clang, or set CXX to one of C++, or install a wheel."
     )
-  # The options that results depend on come last, so that they win.
+  # Options on which results depend come last, since the last option counts.
   options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
   options += [*_copts(native / "copts.bzl"), "-fPIC"]
   folders = [root, library.parent, pathlib.Path(jaxlib, "include")]

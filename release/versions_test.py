@@ -22,8 +22,8 @@ def pins(path: str) -> set[str]:
 
 def main() -> None:
   project = tomllib.loads(read("pyproject.toml"))
-  # The sdist and Bazel compile against the same headers, those of the oldest
-  # JAX that ep takes, which is that of the oldest Python.
+  # The sdist and Bazel compile against the same headers: of the oldest JAX that
+  # ep takes, which the lock of the oldest Python has.
   _, jaxlib = project["build-system"]["requires"]
   locked = pins("third_party/py/requirements_lock_3_11.txt")
   assert jaxlib in locked, f"{jaxlib} is not in the lock of Python 3.11"

@@ -30,7 +30,6 @@ _EXAMPLE = "--dp=1 --num_processes=2 --hidden=32 --tokens_per_rank=64".split()
 _TRAINING = (
   "--steps=2 --warmup=1 --num_processes=1 --dp=1 --ep=2 --layers=1 --hidden=16"
   " --inner=16 --heads=2 --batch=8 --length=16 --text_bytes=100000"
-  " --sample_bytes=1 --prompt=a"
 ).split()
 
 

@@ -88,10 +88,7 @@ def find_maintainers(root: pathlib.Path = _ROOT) -> list[str]:
 
 
 def write_entry(
-  folder: pathlib.Path,
-  repository: str,
-  archive: pathlib.Path,
-  root: pathlib.Path = _ROOT,
+  folder: pathlib.Path, repository: str, archive: pathlib.Path
 ) -> None:
   """Writes the module's files of a Bazel registry, for the current version.
 
@@ -99,9 +96,8 @@ def write_entry(
     folder: The root of the registry.
     repository: The repository on GitHub that has the release, "owner/name".
     archive: The source archive of the release.
-    root: The root of the source tree.
   """
-  version = find_version(root)
+  version = find_version()
   owner, name = repository.split("/")
   digest = base64.b64encode(hashlib.sha256(archive.read_bytes()).digest())
   values = {
@@ -116,12 +112,12 @@ def write_entry(
     ("metadata.template.json", module / "metadata.json"),
     ("source.template.json", module / version / "source.json"),
   ]:
-    text = (root / ".bcr" / template).read_text()
+    text = (_ROOT / ".bcr" / template).read_text()
     for placeholder, value in values.items():
       text = text.replace(placeholder, value)
     target.write_text(text)
-  shutil.copy(root / "MODULE.bazel", module / version)
-  shutil.copy(root / ".bcr" / "presubmit.yml", module / version)
+  shutil.copy(_ROOT / "MODULE.bazel", module / version)
+  shutil.copy(_ROOT / ".bcr" / "presubmit.yml", module / version)
 
 
 def main(command: str, *args: str) -> None:

@@ -148,7 +148,7 @@ class Draw:
     count = max(map(len, (_KINDS, subject.dtypes, subject.alignments)))
     kinds = itertools.islice(itertools.cycle(_KINDS), count)
     bases = [base for group in kinds for base in self.one(*group)]
-    # A case of long slabs takes the longest, and has no other routing.
+    # A case of long slabs takes longer than any other, so it has one routing.
     short = [x for x in bases if x.routing != _LONG_SLABS.routing]
     others = sorted(ROUTINGS.keys() - {x.routing for x in bases})
     routings, share = self._shuffled(others), -(-len(others) // len(short))
@@ -223,7 +223,7 @@ class Draw:
 
 
 class Bench(Generic[_Subject]):
-  """A subject, and what was built of it: one `Trial` for each setting."""
+  """A subject, and one `Trial` for each setting that it was built for."""
 
   def __init__(self, subject: _Subject):
     self.subject = subject

@@ -30,7 +30,7 @@ Note = dict[str, Any]
 
 
 def processes(subject: Subject, seed: int) -> Note:
-  """Checks one routing of each rule that one process can run, too."""
+  """Checks one routing of each rule that needs no further processes."""
   bench, worst = Bench(subject), 0.0
   for rule in RULES.values():
     if rule.starts_ranks or rule.left_out(subject):

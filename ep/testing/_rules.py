@@ -118,7 +118,7 @@ def _compare_rows(got, want, **options) -> float:
 
 @_rule(of=Transport)
 def sizes(bench: Bench, variant: Variant) -> float:
-  """Each slab has as many rows as its expert was chosen, and padding."""
+  """Each slab has a row for each choice of its expert, and padding."""
   got, want, _ = _receive(bench, variant)
   return compare("group_sizes", got.group_sizes, want.group_sizes)
 
@@ -132,7 +132,7 @@ def rows(bench: Bench, variant: Variant) -> float:
 
 @_rule(of=Transport)
 def weights(bench: Bench, variant: Variant) -> float:
-  """Each row has the float32 weight of its choice, whatever the tokens are."""
+  """Each row has the float32 weight of its choice, for tokens of any dtype."""
   got, want, oracle = _receive(bench, variant)
   return compare("weights", got.weights, want.weights, only=oracle.holds_token)
 
@@ -242,7 +242,7 @@ def unread(bench: Bench, variant: Variant) -> float:
 
 @_rule(_each_alignment, of=Transport)
 def interleaved(bench: Bench, variant: Variant) -> float:
-  """Two dispatches, their combines, and these again, in one program, work."""
+  """In one program, two dispatches precede their combines, which run twice."""
   trial, first, rng = bench.begin(variant)
   second = bench.begin(dataclasses.replace(variant, routing="uniform"))[1]
   calls = [(x, x.inputs(rng, "normal")) for x in (first, second)]
@@ -333,7 +333,7 @@ def second_order(bench: Bench, variant: Variant) -> float:
 
 @_rule(needs=lambda subject: subject.repeatable, declared_by="repeatable=True")
 def repeatable(bench: Bench, variant: Variant) -> float:
-  """The same inputs give the same bits each time, whatever the tolerance."""
+  """The same inputs give the same bits each time, for any tolerance."""
   trial, oracle, rng = bench.begin(variant)
   inputs = oracle.inputs(rng, "normal")
   g = oracle.inputs(rng, "normal")[0]
@@ -406,7 +406,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def _fewer_ranks(subject: Subject, seed: int) -> list[Variant]:
-  """Returns the EP sizes below that of all other rules.
+  """Returns smaller EP sizes than all other rules use.
 
   Every process has to take part, so there are none for several processes.
   """

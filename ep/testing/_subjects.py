@@ -169,7 +169,7 @@ class Subject:
     reports_death: whether an op fails if a process has died.
     reports_disagreement: whether an op, or building the subject, fails on every
       process if one of them uses another hidden size.
-    limit_s: seconds within which such an error has to come.
+    limit_s: seconds within which an error that is reported has to come.
   """
 
   name: str

@@ -9,7 +9,6 @@ import shutil
 from typing import Any
 
 from etils import epath
-import jax
 import orbax.checkpoint as ocp
 
 from lm.processes import agree, first_does, Stop
@@ -79,7 +78,6 @@ class Checkpoints:
       for step in self._steps()[:-_KEEP]:
         shutil.rmtree(self._folder / str(step))
 
-    agree(lambda: self._check_room(state))
     first_does(lambda: _explain("written", whole, make_folder))
     agree(lambda: _explain("written", whole, save_arrays))
     first_does(lambda: _explain("written", whole, finish))
@@ -141,17 +139,6 @@ class Checkpoints:
     self._folder.mkdir(parents=True, exist_ok=True)
     for path in self._folder.glob("*" + _UNFINISHED):
       shutil.rmtree(path)
-
-  def _check_room(self, state):
-    # Each process's part is merged into one file before it is removed.
-    needed = 2 * sum(x.nbytes for x in jax.tree.leaves(state))
-    free = shutil.disk_usage(self._folder).free
-    if free < needed:
-      raise OSError(
-        f"{self._folder}: a checkpoint takes {needed / 1e6:.1f} MB, but the"
-        f" disk has {free / 1e6:.1f} MB left; make room, and start the same"
-        " command again."
-      )
 
 
 def _sums(folder: pathlib.Path) -> set[str]:

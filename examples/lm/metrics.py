@@ -122,7 +122,10 @@ class Progress:
     )
 
   def show(self, new: Record, busiest: float) -> None:
-    """Shows a step that has ended; the busiest rank had so many mean rows."""
+    """Shows a step that has ended.
+
+    `busiest` is the number of rows of the busiest rank, over the mean of all.
+    """
     self._times.append(time.monotonic())
     self._bar.set_description_str(
       f"step {new['step']}/{self._steps}"

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
-Everything here is ordinary JAX, which works in both views: on the arrays of a
-rank, as in training, and on global arrays, as for samples. Experts are sharded
-over the EP axis of the mesh, which does not show in the code.
+Everything here is ordinary JAX, which works on the arrays of a rank, as in
+training, and on global arrays. Experts are sharded over the EP axis of the
+mesh, which does not show in the code.
+
 The layers are alike, so their parameters are stacked and one `lax.scan` runs
 them; a program of 64 layers compiles as fast as one of 2.
 """
 
 from collections.abc import Callable
 import dataclasses
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -40,7 +41,7 @@ class ModelConfig:
 
   @property
   def dense(self) -> "ModelConfig":
-    """A model of one expert, as large as those that a token visits."""
+    """A model of one expert, as large as the experts of a token together."""
     inner = self.top_k * self.inner
     return dataclasses.replace(
       self, inner=inner, num_experts=1, top_k=1, wire=None, replicas=0
@@ -59,19 +60,6 @@ class ModelConfig:
       replica_slots=self.replicas,
       deterministic=self.replicas == 0,
     )
-
-
-class Cache(NamedTuple):
-  """The keys and values of earlier positions: `[layers, B, T, heads, D]`."""
-
-  keys: jax.Array
-  values: jax.Array
-
-  @classmethod
-  def zeros(cls, config: ModelConfig, batch: int, length: int) -> "Cache":
-    dim = config.hidden // config.heads
-    shape = config.layers, batch, length, config.heads, dim
-    return cls(jnp.zeros(shape), jnp.zeros(shape))
 
 
 def init(key: jax.Array, config: ModelConfig) -> dict:
@@ -118,56 +106,44 @@ def partition_specs(config: ModelConfig) -> dict:
 
 def apply(
   params: dict,
-  config: ModelConfig,
   layer: Layer,
   tokens: jax.Array,
   *,
   moe_state: ep.moe.State,
-  start: jax.Array | int = 0,
-  cache: Cache | None = None,
-  mask: jax.Array | None = None,
   placement: ep.Placement | None = None,
-) -> tuple[jax.Array, ep.moe.Metrics, Cache | None]:
+) -> tuple[jax.Array, ep.moe.Metrics]:
   """Returns the logits of each next byte.
 
   Args:
     params: what `init` returns.
-    config: the shape of the model.
-    layer: `config.moe` on a mesh, or `dense_layer`.
+    layer: `ModelConfig.moe` on a mesh, or `dense_layer`.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
     moe_state: of all layers, stacked.
-    start: the position of the first token.
-    cache: keys and values of the positions before `start`; tokens attend to
-      these, too. Without it they attend to each other only.
-    mask: bool `[B, S]`, False for tokens that no expert needs to see.
     placement: where the experts of each layer are, `[layers, E]`.
 
   Returns:
-    Logits `[B, S, 256]`, the metrics of each MoE layer, stacked, and the cache
-    with the keys and values of these tokens written to it.
+    Logits `[B, S, 256]`, and the metrics of each MoE layer, stacked.
   """
-  positions = start + jnp.arange(tokens.shape[1])
 
   def block(x, block_params):
-    p, state, cache, placement = block_params
-    y, cache = _attend(p, _norm(x, p["attention_norm"]), positions, cache)
-    x = x + y
+    p, state, placement = block_params
+    x = x + _attend(p, _norm(x, p["attention_norm"]))
     y, metrics = layer(
-      p["moe"], _norm(x, p["moe_norm"]), state, mask=mask, placement=placement
+      p["moe"], _norm(x, p["moe_norm"]), state, placement=placement
     )
-    return x + y, (metrics, cache)
+    return x + y, metrics
 
   x = params["embed"][tokens]
-  of_layers = params["blocks"], moe_state, cache, placement
-  x, (metrics, cache) = lax.scan(block, x, of_layers)
-  return _norm(x, params["norm"]) @ params["unembed"], metrics, cache
+  of_layers = params["blocks"], moe_state, placement
+  x, metrics = lax.scan(block, x, of_layers)
+  return _norm(x, params["norm"]) @ params["unembed"], metrics
 
 
 def dense_layer(
-  params: dict, x: jax.Array, state: ep.moe.State, *, mask=None, placement=None
+  params: dict, x: jax.Array, state: ep.moe.State, *, placement=None
 ) -> tuple[jax.Array, ep.moe.Metrics]:
   """Computes what an `ep.MoE` of one expert does, without routing."""
-  del state, mask, placement
+  del state, placement
   hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
   zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
   metrics = ep.moe.Metrics(
@@ -182,20 +158,13 @@ def dense_layer(
   return hidden @ params["w_down"][0], metrics
 
 
-def _attend(p, x, positions, cache):
+def _attend(p, x):
   q, k, v = jnp.einsum("bsh,qhnd->qbsnd", x, p["qkv"])
-  q, k = _rotate(q, positions), _rotate(k, positions)
-  if cache is not None:
-    k, v = cache = Cache(
-      lax.dynamic_update_slice_in_dim(cache.keys, k, positions[0], axis=1),
-      lax.dynamic_update_slice_in_dim(cache.values, v, positions[0], axis=1),
-    )
-  past = jnp.arange(k.shape[1]) <= positions[:, None]
-  y = jax.nn.dot_product_attention(q, k, v, mask=past[None, None])
-  return jnp.einsum("bsnd,ndh->bsh", y, p["out"]), cache
+  y = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+  return jnp.einsum("bsnd,ndh->bsh", y, p["out"])
 
 
-def _rotate(x, positions):
+def _rotate(x):
   """Rotates pairs of dimensions by angles that grow with the position.
 
   The scalar product of a query and a key then depends on their distance (Su et
@@ -203,7 +172,8 @@ def _rotate(x, positions):
   """
   half = x.shape[-1] // 2
   frequencies = 10_000.0 ** (-jnp.arange(half) / half)
-  angles = positions[:, None, None] * frequencies  # [S, 1, D / 2]
+  positions = jnp.arange(x.shape[1])[:, None, None]
+  angles = positions * frequencies  # [S, 1, D / 2]
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   a, b = jnp.split(x, 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -26,7 +26,7 @@ def agree(action: Callable[[], Any]) -> Any:
 
   Raises:
     Stop: `action` raised `OSError` or `ValueError` on some process; the
-      sentence is that of the first.
+      sentence says why the first of these has failed.
   """
   result, message = None, b""
   try:

@@ -60,7 +60,7 @@ class TrainConfig:
 
 
 class State(NamedTuple):
-  """Everything that a step changes, hence what a checkpoint holds.
+  """Everything that a step changes. A checkpoint holds it.
 
   The data and the random numbers of a step are functions of the seed and
   `step`, so they need no state of their own.
@@ -204,7 +204,7 @@ class Step:
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        check_vma=False,  # so a gradient is that of a rank's own shard
+        check_vma=False,  # so each rank has the gradient of its own shard
       )
       return jax.jit(ranks, **options)
 
@@ -283,9 +283,8 @@ def _sums(
   ranks = lax.axis_size(data.RANKS)
 
   def loss_fn(params):
-    logits, experts, _ = model.apply(
+    logits, experts = model.apply(
       params,
-      model_config,
       layer,
       batch[:, :-1],
       moe_state=moe_state,
@@ -294,8 +293,8 @@ def _sums(
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch[:, 1:]
     ).mean()
-    # The routers' losses are means over the ranks. Their gradient is that of
-    # the sum of all ranks' copies, and so of the rank's own shard.
+    # The routers' losses are means over the ranks. JAX differentiates the sum
+    # of all ranks' copies, which is the gradient of the rank's own shard.
     total = (
       loss
       + train_config.aux_loss * experts.aux_loss.sum()

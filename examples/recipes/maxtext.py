@@ -100,8 +100,9 @@ def get_topk(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the weights and the ids [B, S, K] of the experts of each token.
 
-  With `pre_bias_logits` they are those of DeepSeek-V3: `gate_logits` are scores
-  with a bias, which chooses, and the weights are of the scores without it.
+  With `pre_bias_logits` the router is DeepSeek-V3's: `gate_logits` are scores
+  with a bias, by which experts are chosen, and the weights are the scores
+  without the bias.
   """
   # Outside of `shard_map`, XLA would gather the operand of `lax.top_k`.
   topk_idx, topk_weights = ep.route_topk(gate_logits, top_k)

@@ -5,8 +5,6 @@ import dataclasses
 import gc
 import json
 
-from absl import flags
-from absl.testing import flagsaver
 import jax
 from jax import lax
 from jax.sharding import AxisType
@@ -16,7 +14,7 @@ import pytest
 from benchmarks import compile_time, contenders, ep_bench, measure, report
 from benchmarks import workload as workload_lib
 from benchmarks.ops import compile_op, LAYERS, OPS, with_handle
-from benchmarks.oracle import Oracle, WrongResult
+from benchmarks.oracle import WrongResult
 from benchmarks.padded import PaddedGather
 import ep
 import programs
@@ -31,7 +29,7 @@ def _bench(*flags):
 def test_results_of_both_worlds_are_recorded(tmp_path):
   results = tmp_path / "results.json"
   # XLA compiles these contenders quickly.
-  names = ["host", "nccl", "nccl_ep", "padded_scatter", "gathered", "memcpy"]
+  names = ["host", "nccl", "padded_scatter", "gathered", "memcpy"]
   code, output = _bench(
     f"--shapes={SHAPE}",
     "--routings=skewed",
@@ -67,7 +65,7 @@ def test_results_of_both_worlds_are_recorded(tmp_path):
         assert record["peak_bytes"] is None or record["peak_bytes"] >= 0
         prepare = records.pop((world, "prepare", name))
         assert prepare["payload_gb_per_s"] is None
-    assert {name for _, name in skipped} == {"nccl", "nccl_ep"}
+    assert {name for _, name in skipped} == {"nccl"}
     assert f"round_trip  {SHAPE}  float32  skewed  world {world}" in output
   assert not records
   assert [(row["world"], row["op"]) for row in run["summary"]] == [
@@ -83,35 +81,6 @@ def test_the_gate_fails_below_its_bound(tmp_path):
     "--gate=1e9", f"--shapes={SHAPE}", "--rounds=2", "--worlds=1x4"
   )
   assert code == 1 and "FAILED: 1x4 " in output, output
-
-
-def test_a_wrong_contender_is_an_error_in_two_processes(tmp_path):
-  program = tmp_path / "program.py"
-  program.write_text(
-    """
-from absl import app
-from benchmarks import contenders, ep_bench, padded
-from jax import lax
-
-class Wrong(padded.PaddedGather):
-  def combine(self, handle, rows, weights=None):
-    tokens = super().combine(handle, rows, weights)
-    return tokens.at[2, 1].add(lax.axis_index("ep") == 1)
-
-contenders.PURE_XLA["padded_gather"] = Wrong
-app.run(ep_bench.main)
-"""
-  )
-  flags = f"--shapes={SHAPE}", "--rounds=1", "--ops=dispatch,combine"
-  code, output = programs.run(
-    *("-m", "ep.launch", "--num_processes=2", program, *flags),
-    "--contenders=padded_gather",
-  )
-  assert code != 0
-  assert (
-    "padded_gather: combine on rank 1: 1 of 30 values are wrong" in output
-  ), output
-  assert "dispatch on rank" not in output
 
 
 # --- In this process ----------------------------------------------------------
@@ -177,7 +146,6 @@ def test_every_contender_is_right(mesh, dtype, roomy, ops):
     ("dispatch", 1),
     ("combine", 0),
     ("dispatch_bwd", 1),
-    ("combine_bwd", 0),
   ],
 )
 def test_one_wrong_number_is_an_error(mesh, monkeypatch, op, leaf):
@@ -211,19 +179,6 @@ def test_round_trips_materialize_the_rows_that_experts_would_read():
   assert memory.temp_size_in_bytes >= rows_bytes
 
 
-def test_sums_of_an_exact_contender_must_have_the_right_bits(mesh, monkeypatch):
-  monkeypatch.setattr(PaddedGather, "exact", True)
-  _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
-  combine = PaddedGather.combine
-  monkeypatch.setattr(
-    PaddedGather, "combine", lambda *args: combine(*args) * (1 + 2e-7)
-  )
-  with pytest.raises(WrongResult):
-    _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
-  monkeypatch.setattr(PaddedGather, "exact", False)
-  _measure(mesh, _workload(mesh), ["padded_gather"], ["combine"])
-
-
 # --- Layers ------------------------------------------------------------------
 
 
@@ -249,26 +204,6 @@ def test_contenders_run_the_ops_that_they_have(mesh):
   assert [r["contender"] for r in records] == ["masked", "memcpy"]
 
 
-def test_one_wrong_number_of_a_layer_is_an_error(mesh):
-  workload = _of_layers(mesh)
-  contender = contenders.LAYERS["masked"](workload.layout)
-  inputs = workload.inputs(mesh, LAYERS["moe_grad"].inputs)
-  program, args = compile_op("moe_grad", contender, mesh, inputs)
-  grads = program(*args)
-  layout, dtype = workload.layout, workload.dtype
-  with contenders.make("xla", mesh, layout, dtype) as xla:
-    oracle = Oracle(mesh, workload, xla, inputs, ["moe_grad"])
-    oracle.check("moe_grad", grads, exact=False)
-    for at, right in enumerate(grads):
-      wrong = np.array(right)
-      wrong[(-1,) * wrong.ndim] += 1e-3
-      spoiled = list(grads)
-      spoiled[at] = jax.device_put(wrong, right.sharding)
-      message = f"moe_grad on rank {mesh.size - 1}: 1 of"
-      with pytest.raises(WrongResult, match=message):
-        oracle.check("moe_grad", spoiled, exact=False)
-
-
 def test_models_have_the_shapes_of_their_presets():
   shapes = workload_lib.parse_shapes(["models"], tokens=7, scale=16)
   assert len(shapes) == len(ep.presets.BY_NAME)
@@ -279,13 +214,6 @@ def test_models_have_the_shapes_of_their_presets():
     workload_lib.parse_shapes(["mixtral_8x7b"], tokens=7, scale=7)
   with pytest.raises(ValueError, match="'mixtral' is no shape; choose among"):
     workload_lib.parse_shapes(["mixtral"], tokens=7, scale=7)
-
-
-def test_layers_need_an_inner_size():
-  flags.FLAGS.mark_as_parsed()
-  with flagsaver.as_parsed(ops="moe", shapes="8x8x2x8"):
-    with pytest.raises(ValueError, match="need F, the inner size"):
-      ep_bench.all_cases(4)
 
 
 def test_compiled_models_differ_in_their_ffns_alone(mesh):
@@ -341,6 +269,7 @@ def test_ratios_are_of_rounds_and_of_the_best_contender(capsys):
     (["--shapes=8x8x2x8", "--capacity_factor=0.5"], "raise --capacity_factor"),
     (["--ops=sort"], "choose among prepare"),
     (["--contenders=me"], "choose among host"),
+    (["--ops=moe", "--shapes=8x8x2x8"], "need F, the inner size"),
     (["stray"], "unexpected arguments"),
   ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the training example: steps, checkpoints, samples, metrics.
+"""The parts of the training example: steps, checkpoints, metrics.
 
 //tests/examples:train_run_test starts the whole program.
 """
@@ -20,18 +20,15 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from conftest import make_mesh, TIMEOUT_S, to_global
+from conftest import make_mesh, TIMEOUT_S
 import ep
 from lm import (
-  compare,
   data,
   loop,
   metrics,
   model,
   placing,
-  plot,
   processes,
-  sample,
   train,
 )
 from lm.checkpoint import Checkpoints
@@ -207,35 +204,6 @@ def test_replicas_level_the_ranks_and_move_with_experts(program):
     np.testing.assert_allclose(*losses, 1e-3, err_msg=name)
 
 
-def test_the_norm_of_gradients_adds_experts_in_their_order(program):
-  rng = np.random.default_rng(0)
-  squares = rng.lognormal(0.0, 2.0, (2, 1024, 1))
-  grads = np.sqrt(squares).astype(np.float32)
-  mesh, spec = program.layer.group.mesh, P(None, "ep")
-
-  @jax.jit
-  def norm(grads, placement):
-    return jax.shard_map(
-      lambda *args: train._norm(args[0], spec, args[1]),
-      mesh=mesh,
-      in_specs=(spec, P()),
-      out_specs=P(),
-      check_vma=False,
-    )(grads, placement)
-
-  in_order = np.tile(np.arange(1024), (2, 1))
-  right, wrong = set(), set()
-  for _ in range(5):
-    experts = rng.permuted(in_order, axis=1)
-    by_slot = np.take_along_axis(grads, experts[..., None], axis=1)
-    by_slot = to_global(by_slot, mesh, spec)
-    right.add(float(norm(by_slot, ep.Placement(experts))))
-    wrong.add(float(norm(by_slot, ep.Placement(in_order))))
-  whole = to_global(grads, mesh, spec)
-  assert right == {float(norm(whole, ep.Placement(in_order)))}
-  assert len(wrong) > 1
-
-
 def test_the_dense_layer_is_an_moe_of_one_expert():
   """It is as large as the experts that a token of the MoE model visits."""
   config = _MODEL.dense
@@ -301,46 +269,21 @@ def _damaged(file, damage):
 
 def test_a_damaged_checkpoint_stops_all_processes(program, folder):
   """Whatever happened to a file, the sentence names it and has a cure."""
-  rng = np.random.default_rng(0)
-  others = b"[]", b"{}", b"null", b"7", b'{"a": {}}', b""
-
-  def flip(whole):
-    at = rng.integers(len(whole))
-    return (
-      whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :]
-    )
-
-  def cut(whole):
-    return whole[: rng.integers(len(whole))]
-
-  def other(whole):
-    return others[rng.integers(len(others))]
-
   checkpoints = Checkpoints(folder, {"a": 0.1})
   checkpoints.save(program.state())
+  damages = (
+    lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
+    lambda whole: whole[: len(whole) // 2],
+    lambda whole: b'{"a": {}}',
+  )
   for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-    for damage in (flip, flip, flip, cut, other):
+    for damage in damages:
       with _damaged(file, damage), pytest.raises(processes.Stop) as stop:
         checkpoints.restore(program.like)
-      assert file.name in str(stop.value), damage
+      assert file.name in str(stop.value)
       assert str(stop.value).endswith("or give another folder.")
   restored = checkpoints.restore(program.like)
   np.testing.assert_equal(_shards(restored), _shards(program.state()))
-
-
-def test_a_folder_that_cannot_be_written_is_refused(folder):
-  (folder / "file").write_text("")
-  with pytest.raises(processes.Stop, match="Not a directory"):
-    Checkpoints(folder / "file" / "run", {})
-
-
-def test_a_disk_without_room_stops_the_run(program, folder, monkeypatch):
-  checkpoints = Checkpoints(folder, {})
-  monkeypatch.setattr(
-    "shutil.disk_usage", lambda _: types.SimpleNamespace(free=1 << 10)
-  )
-  with pytest.raises(processes.Stop, match="but the disk has 0.0 MB left"):
-    checkpoints.save(program.state())
 
 
 # orbax abandons the other writes, each of which then finds no event loop.
@@ -389,45 +332,6 @@ def test_processes_stop_together():
   assert processes.agree(lambda: 7) == 7
 
 
-def test_samples_follow_the_model(program):
-  """Greedy bytes are those that the model without a cache finds likeliest."""
-  state = program.state()
-  params, moe_state = state.params, state.moe
-  write = functools.partial(
-    sample.generate,
-    params,
-    _MODEL,
-    program.layer,
-    moe_state=moe_state,
-    count=4,
-    temperature=0.0,
-    seed=0,
-  )
-  prompts = [b"im", b"d", b"return", b"x = ", b"def ", b"#"]
-  samples = write(prompts)
-  assert [len(s) for s in samples] == [len(p) + 4 for p in prompts]
-  assert all(s.startswith(p) for s, p in zip(samples, prompts, strict=True))
-  assert write(prompts[2:3]) == samples[2:3]
-
-  length = max(map(len, samples))
-  rows = np.zeros((8, length), np.int32)
-  for row, text in zip(rows, samples, strict=False):
-    row[: len(text)] = np.frombuffer(text, np.uint8)
-  mesh = program.layer.group.mesh
-
-  @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-  def likeliest(params, moe_state, tokens):
-    logits, _, _ = model.apply(
-      params, _MODEL, program.layer, tokens, moe_state=moe_state
-    )
-    return logits.argmax(axis=-1)
-
-  best = np.asarray(likeliest(params, moe_state, data.place(rows, mesh)))
-  for text, prompt, row in zip(samples, prompts, best, strict=False):
-    wrote = list(text[len(prompt) :])
-    assert wrote == row[len(prompt) - 1 : len(text) - 1].tolist()
-
-
 def test_batches_are_windows_of_the_text():
   text = np.arange(50)
   windows = data.Windows(text, batch=4, length=8, seed=1)
@@ -454,25 +358,21 @@ def test_text_is_held_out(size):
   assert 9 <= held_out.size <= max(9, size // 2) and trained.size >= 9
 
 
-def test_unigram_entropy_is_that_of_the_frequencies():
-  text = np.array([65, 65, 66, 67])
-  assert np.isclose(data.unigram_entropy(text), 1.5 * np.log(2))
-
-
 def _record(step, loss=1.0):
   return dict.fromkeys(metrics.Record.__annotations__, loss) | {"step": step}
 
 
 def test_history_keeps_the_lines_before_a_resume(tmp_path):
+  """It has no step twice, also if the lines of the first steps were lost."""
   path = tmp_path / "metrics.jsonl"
   first = metrics.History(path)
-  for step in range(1, 6):
+  for step in range(31, 36):
     first.append(_record(step))
   with path.open("a") as file:
     file.write('{"ste')  # a process was killed here
-  resumed = metrics.History(path, steps_done=3)
-  resumed.append(_record(4, loss=2.0))
-  wanted = [_record(1), _record(2), _record(3), _record(4, loss=2.0)]
+  resumed = metrics.History(path, steps_done=33)
+  resumed.append(_record(34, loss=2.0))
+  wanted = [_record(31), _record(32), _record(33), _record(34, loss=2.0)]
   assert resumed.records == wanted
   assert list(map(json.loads, path.read_text().splitlines())) == wanted
 
@@ -487,34 +387,3 @@ def test_a_damaged_line_of_a_history_is_named(tmp_path, line):
     file.write(line + b"\n")
   with pytest.raises(ValueError, match="jsonl: line 2 is no .* move the file"):
     metrics.History(path, steps_done=3)
-
-
-def test_history_of_a_run_whose_file_was_lost(tmp_path):
-  """It has no step twice, whatever the number of its lines is."""
-  path = tmp_path / "metrics.jsonl"
-  before = metrics.History(path)
-  for step in (31, 32, 33):
-    before.append(_record(step))
-  resumed = metrics.History(path, steps_done=32)
-  resumed.append(_record(33))
-  assert [each["step"] for each in resumed.records] == [31, 32, 33]
-  assert len(path.read_text().splitlines()) == 3
-
-
-def test_a_picture_shows_a_run(program, tmp_path):
-  _, records = program.run(program.state(), 2)
-  picture = tmp_path / "run.png"
-  plot.plot(records, picture, unigram=3.0, dense=records, title="a run")
-  assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_compares_two_runs(tmp_path):
-  """The difference is that of the last 20 steps."""
-  steps = np.arange(1, 31)
-  runs = {
-    "a": [_record(n) for n in steps],
-    "b": [_record(n, loss=1.0 + (n > 20)) for n in steps],
-  }
-  picture = tmp_path / "losses.svg"
-  assert compare.compare(runs, picture) == 0.5
-  assert "b minus a" in picture.read_text()

@@ -128,7 +128,7 @@ class Connection(abc.ABC):
     return self._process != os.getpid()
 
   def cached(self, make: Callable[..., Any], *args: Hashable) -> Any:
-    """Returns `make(*args)`, which it keeps until it is closed or released."""
+    """Returns `make(*args)`, and keeps the result until it is closed."""
     return self._cached(make, *args)
 
   def check_open(self, op: str) -> None:
@@ -280,7 +280,7 @@ class Connection(abc.ABC):
 
   @abc.abstractmethod
   def _release(self) -> None:
-    """Ends it when the programs that use it have died."""
+    """Ends the connection when no program that uses it is left."""
 
 
 class Join(Protocol):

@@ -304,7 +304,7 @@ def run_once_in_remat(primitive: Primitive) -> None:
 def lower_to_python(
   ctx: mlir.LoweringRuleContext, fn: Callable[..., Any], *operands: Any
 ) -> Sequence[Any]:
-  """Lowers to a call of `fn` with a device's arrays, which returns others.
+  """Lowers to a call of `fn`, which gets a device's arrays and returns arrays.
 
   Arguments and results are NumPy arrays, and the arguments are valid only until
   `fn` returns. An operation that uses a result waits for the call. The program

@@ -32,7 +32,7 @@ _OPTIONAL_SIZES = (
   "recv_capacity_per_rank",
 )
 
-# A field has this value until it is resolved; types are those of resolved ones.
+# A field has this value until it is resolved; its type is the resolved one.
 _INHERITED: Any = None
 
 # The fields of a group that a compiled program relies on, besides the shape of
@@ -353,7 +353,7 @@ class LayerConfig:
     return rows
 
   def check_tokens(self, what: str, num_tokens: int) -> None:
-    """Raises `ValueError` if an op on so many tokens of a rank is too large."""
+    """Raises `ValueError` if an op with T = `num_tokens` is too large."""
     most = self.group.max_tokens_per_rank
     arguments.check(
       most is None or num_tokens <= most,

@@ -77,11 +77,11 @@ class EpGroup(GroupConfig):
     return self.connection.waited()
 
   def __copy__(self) -> EpGroup:
-    """Returns this very group, which is closed when this object is lost."""
+    """Returns this group itself, since losing the object closes the group."""
     return self
 
   def __deepcopy__(self, memo: Any) -> EpGroup:
-    """Returns this very group, so that no two programs get the same name."""
+    """Returns this group itself, so that no two programs get the same name."""
     return self
 
   def __reduce__(self) -> NoReturn:
@@ -95,7 +95,7 @@ class EpGroup(GroupConfig):
 
   def __exit__(self, exc_type: Any, *exc: Any) -> None:
     if exc_type is not None:
-      # The failure inside is on its way to the user already.
+      # The user gets the exception of the block, and no other.
       with contextlib.suppress(ValueError, RuntimeError):
         return self.connection.close()
     try:
@@ -165,11 +165,11 @@ class EpLayerConfig(LayerConfig):
     super().__post_init__()
 
   def __copy__(self) -> EpLayerConfig:
-    """Returns this very layer, as a copy of its group is that group."""
+    """Returns this layer itself, as a copy of its group is that group."""
     return self
 
   def __deepcopy__(self, memo: Any) -> EpLayerConfig:
-    """Returns this very layer."""
+    """Returns this layer itself."""
     return self
 
   def __reduce__(self) -> NoReturn:
@@ -180,8 +180,9 @@ class EpLayerConfig(LayerConfig):
       " and give them to EpHandle with that layer",
     )
 
+  @functools.cached_property
   def unowned(self) -> EpLayerConfig:
-    """Returns an equal layer that does not keep the group open."""
+    """An equal layer that does not keep the group open."""
     return dataclasses.replace(self, group=dataclasses.replace(self.group))
 
   @functools.cached_property

@@ -31,7 +31,8 @@ from ep._src.group import liveness
 
 # The first process looks for digests after these, and for dead processes.
 _SOON_S, _LOOK_AFTER_S = 0.01, 0.5
-# The others look whether the first has died, at first and in a long wait.
+# The others look this often whether the first process has died: at first, and
+# in a long wait.
 _PATIENT_S, _RARELY_S = 2.0, 8.0
 
 
@@ -165,7 +166,7 @@ class Meeting:
 
   def _wait_for_verdict(self) -> dict[str, str]:
     first = self.members[0]
-    # The first process may have come later, and waits as long as this one.
+    # The first process may have come later, and it waits for `timeout_s`, too.
     deadline = time.monotonic() + self.timeout_s
     wait_s = _PATIENT_S
     while True:

@@ -143,9 +143,9 @@ def install() -> contextlib.ExitStack:
 
   On CPUs, JAX's op then runs as `ep.lax.ragged_all_to_all` does. Its rules,
   such as those for derivatives, stay JAX's, and other platforms are left as
-  they are. It is for this process alone: call it in all of them, in the same
-  place. Where it is installed already, neither the call nor the end of its
-  context changes anything.
+  they are. It changes this process alone: call it in every process, at the same
+  place of the program. Where it is installed already, neither the call nor the
+  end of its context changes anything.
 
   Returns:
     A context; its end, or its `close()`, restores what was there before. What
@@ -257,7 +257,7 @@ def _batch(axis, operands, dims, *, axis_name, **params):
 
 
 def _on_others(operand, output, *slices, back, **axis):
-  """Returns JAX's op, which cannot add."""
+  """Computes the op by JAX's own, which overwrites rows and does not add."""
 
   def move(operand, output, sources, sizes, targets, expected):
     if back:

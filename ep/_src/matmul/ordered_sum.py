@@ -30,7 +30,7 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   """Returns the sum of all ranks' arrays, with the same bits on each.
 
   It gathers the arrays, so it needs memory for all of them and takes longer
-  than `lax.psum`, whose value it has but for rounding.
+  than `lax.psum`, from which it differs by rounding alone.
 
   Args:
     x: an array or a pytree of arrays; each rank of `axis_name` has its own.
@@ -63,7 +63,7 @@ def all_gather(
 
 
 def tree_sum(parts: jax.Array) -> jax.Array:
-  """Returns the sum of parts [N, ...] over the first axis, in that order."""
+  """Returns the sum of parts [N, ...] over axis 0, in the order above."""
   while parts.shape[0] > 1:
     last = parts[parts.shape[0] // 2 * 2 :]
     parts = jnp.concatenate([parts[:-1:2] + parts[1::2], last])

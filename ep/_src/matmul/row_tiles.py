@@ -67,7 +67,7 @@ def slabs(sizes: jax.Array, num_rows: int) -> Slabs:
 
 
 def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
-  """Returns tiles of `height` rows of a buffer of `num_rows`, at least as many.
+  """Returns tiles of `height` rows of a buffer of at least that many rows.
 
   Tiles start at multiples of ALIGNMENT if both numbers are such.
   """

@@ -150,7 +150,7 @@ def route_topk(
   log_scores = _LOG_SCORES[score](logits)
   if forced_idx is None:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
-    # Logits order as their scores do, but do not saturate.
+    # Logits have the order of their scores, and do not saturate.
     if selection_bias is not None:
       bias = lax.stop_gradient(selection_bias).astype(jnp.float32)
       order = scores = scores + bias

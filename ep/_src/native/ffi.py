@@ -90,9 +90,9 @@ def _packages(backend: str) -> tuple[list[str], str]:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers its ops for its platform."""
   path = find_library(backend)
-  # JAX makes its clients here. When it makes one, it hands over to XLA what was
-  # registered before: first the handlers, which XLA refuses as long as it does
-  # not know the type of their state, and JAX fails to make the client.
+  # This makes JAX's clients, before anything is registered. A client that was
+  # made later would get the handlers before the type of their state, and fail:
+  # XLA refuses handlers whose state has an unknown type.
   jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)
@@ -230,7 +230,7 @@ def create_host_group(
   ranks: list[tuple[int, int]],
   **fields: float,
 ) -> None:
-  """Creates the native group `name`; the `fields` are those of `_HostGroup`.
+  """Creates the native group `name`; `_HostGroup` has the other `fields`.
 
   `processes` lists (address, JAX's id, the system's id). `ranks` lists (index
   in `processes`, device id), domain-major. On CPU XLA tells a handler the id

@@ -95,7 +95,7 @@ def rank_variables(
     )
   shared = {}
   if ranks_per_gpu > 1:
-    # Versions before NCCL 2.30 refuse to share a GPU even so.
+    # NCCL before 2.30 ignores this variable, and refuses to share a GPU.
     shared["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     if ranks_per_gpu > _RANKS_WITHOUT_LIMIT and _MAX_BLOCKS not in os.environ:
       shared[_MAX_BLOCKS] = str(max(1, _BLOCKS_OF_A_GPU // ranks_per_gpu))

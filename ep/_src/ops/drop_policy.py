@@ -252,12 +252,12 @@ def _take_turns(layer, rows, experts, order, quota_of):
   return jnp.minimum(wanted, quota * layer.alignment), gets_one
 
 
-# The rules get the blocks that each expert [P, L] of a rank has and wants, and
+# The rules get the blocks that each expert of a rank has and wants, [P, L], and
 # return the blocks that it has then. Those without offers take NumPy, too.
 
 
 def _quota_by_slot(layer, capacity, has, wants, offers=None):
-  """Gives blocks to the first experts of a rank, as many as they want."""
+  """Gives the experts of a rank what they want, in order, while blocks last."""
   del layer, offers
   more = wants - has
   free = capacity - _sum(has)
@@ -278,7 +278,7 @@ def _quota_fairly(layer, capacity, has, wants, offers=None):
     return xp.maximum(has, xp.minimum(wants, level))
 
   def raise_level(i, level):
-    """Adds a bit, from the highest to the lowest, if the blocks suffice."""
+    """Sets bit number i from the top, if the blocks suffice for that level."""
     higher = level + (1 << (bits - 1 - i))
     fits = _sum(filled(higher)) <= capacity
     return xp.where(fits, higher, level)

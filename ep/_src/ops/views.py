@@ -77,7 +77,7 @@ class View:
 
   @property
   def is_local(self) -> bool:
-    """Whether arrays are those of one rank."""
+    """Whether arrays hold the part of one rank."""
     return self.mesh is None
 
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class View:
       _program,
       op.partition("(")[0],
       local_fn,
-      tuple(x.unowned() if isinstance(x, EpLayerConfig) else x for x in static),
+      tuple(x.unowned if isinstance(x, EpLayerConfig) else x for x in static),
       group.connection.group,
       self.mesh,
       tuple(kinds),

@@ -116,19 +116,20 @@ def suggest_capacity(
         layer, recv_capacity_per_rank=suggestion.capacity, overflow="drop"
       )
 
-  It counts in NumPy, on this process alone: the drops are those of
-  `overflow="drop"`, for this layer's ranks, experts, alignment and `drop_by`
-  (None is "fair", as with weights), whatever its capacity. They are exact, with
+  It counts in NumPy, on this process alone: what `overflow="drop"` would have
+  dropped, for this layer's ranks, experts, alignment and `drop_by` (None is
+  "fair", as with weights), whatever its capacity. The numbers are exact, with
   two exceptions:
 
   * `drop_by="weight"` with an alignment counts as "slot", because weights are
     not looked at. On each rank these two differ by less than `alignment` rows
-    for each of its experts. Without an alignment, all policies drop as many.
-  * candidates: choices that find no room do not move, but are dropped. Those
-    that moved are recorded where they went, as `ep.record` says: record without
-    candidates, to see all that is wanted.
+    for each of its experts. Without an alignment, all policies drop equally
+    many choices.
+  * candidates: choices that find no room do not move, but are dropped. A choice
+    that moved was recorded where it went, as `ep.record` says: record without
+    candidates, to see what each token wanted.
 
-  Another EP size than the one that was recorded may be asked about.
+  The layer may have another EP size than the record.
 
   Args:
     layer: an `EpLayerConfig`.

@@ -61,7 +61,7 @@ class RoutingSummary:
 
   @property
   def imbalance(self) -> np.ndarray:
-    """float64 [N]: tokens of a rank's busiest expert over the mean of its own.
+    """float64 [N]: tokens of a rank's busiest expert over the rank's mean.
 
     It is 1 if the rank's experts have equal loads or none, and L at worst.
     """

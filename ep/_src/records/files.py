@@ -67,8 +67,8 @@ class Call(NamedTuple):
 class Writer:
   """Writes the calls of a process. Not thread-safe.
 
-  Of all writers for a process and a folder, whenever they begin, only one may
-  write: the first, until the folder is removed.
+  A folder takes the files of one writer of each process: the first one, until
+  the folder is removed.
 
   Raises:
     ValueError: the folder has files of the process.

@@ -212,7 +212,7 @@ class Replay:
 class _Calls:
   """Finds the calls of one layer, in a list by call and rank.
 
-  Its size is that of the record, whatever numbers the files hold.
+  Its memory grows with the record, not with the numbers that the files hold.
   """
 
   def __init__(self, what: str, parts: list[dict[str, np.ndarray]]):
