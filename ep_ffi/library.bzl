@@ -4,7 +4,7 @@
 load("@rules_cc//cc:cc_binary.bzl", "cc_binary")
 load(":copts.bzl", "EP_COPTS")
 
-def ep_library(name, deps, srcs = []):
+def ep_library(name, deps):
     """Declares a shared library of the FFI handlers and a backend.
 
     It serves every Python version, since it is loaded with ctypes and does not
@@ -13,11 +13,10 @@ def ep_library(name, deps, srcs = []):
     Args:
       name: The name of the file, libep_ffi_<platform>.so.
       deps: The platform's handlers and backends.
-      srcs: Other sources.
     """
     cc_binary(
         name = name,
-        srcs = srcs + ["//ep_ffi:older_runtimes.cc"],
+        srcs = ["//ep_ffi:older_runtimes.cc"],
         additional_linker_inputs = ["//ep_ffi:exports.lds"],
         copts = EP_COPTS,
         linkopts = [
