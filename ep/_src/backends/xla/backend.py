@@ -156,6 +156,7 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   failed = checks.check_routing(dims, idx.dtype, faults, configs[:, 0], needed)
   plan = plans.make_plan(dims, choices, slabs, digests[:, 0])
   mem = plans.pack(dims, plan) + failed
+  needed = jnp.where(failed, -1, needed)
   me = lax.axis_index(dims.axis)
   offset = slabs.offset[me].clip(max=dims.C)
   tokens = slabs.before[me, :, -1]
@@ -165,9 +166,9 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
     jnp.where(failed, 0, jnp.diff(offset)),
     jnp.where(failed, 0, token_counts),
-    jnp.where(failed, -1, needed[me][None]),
+    needed[me][None],
     jnp.where(failed, 0, tokens - token_counts),
-    jnp.where(failed, -1, needed.max()[None]),
+    needed.max()[None],
     jnp.where(failed, False, kept),
   ]
 
