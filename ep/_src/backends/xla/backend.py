@@ -194,7 +194,7 @@ def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
     plan.slots,
     is_sound,
     is_nan,
-    (tokens, lax.div(choices, dims.K)),
+    (tokens, plans.div(choices, dims.K)),
     *((array, choices) for array in weights),
   )
 

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla.exchanges import share
-from ep._src.backends.xla.plans import Choices, Dims, int32, mem_bytes, take
+from ep._src.backends.xla.plans import (
+  Choices,
+  Dims,
+  div,
+  int32,
+  mem_bytes,
+  take,
+)
 from ep._src.base.fail_if import fail_if
 
 _NO_FAULT = np.int32(2**31 - 1)
@@ -29,13 +36,15 @@ def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
   flat = idx.reshape(-1)
   is_wrong = (flat < -1) | (flat >= dims.E)
   order, expert, _ = choices
-  token = lax.div(order, dims.K)
+  token = div(order, dims.K)
   is_same = (jnp.diff(expert, prepend=-1) | jnp.diff(token, prepend=-1)) == 0
   fault = jnp.minimum(
-    jnp.where(is_wrong, jnp.arange(0, 2 * flat.size, 2), _NO_FAULT),
+    jnp.where(
+      is_wrong, jnp.arange(0, 2 * flat.size, 2, dtype=jnp.int32), _NO_FAULT
+    ),
     jnp.where(is_same & (expert < dims.E), 2 * order + 1, _NO_FAULT),
   ).min()
-  words = lax.bitcast_convert_type(take(flat, fault // 2), jnp.int32)
+  words = lax.bitcast_convert_type(take(flat, div(fault, 2)), jnp.int32)
   return jnp.concatenate([fault[None], words.reshape(-1)])
 
 

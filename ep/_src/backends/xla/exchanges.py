@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, End, take
+from ep._src.backends.xla.plans import Dims, div, End, take
 
 
 def exchange(
@@ -78,8 +78,9 @@ def exchange(
       receiver.size.clip(0, room),
       axis_name=dims.axis,
     )
-    start = take(receiver.start, lax.div(codes, B))
-    return take(received, start + lax.rem(codes, B))
+    rank = div(codes, B)
+    start = take(receiver.start, rank)
+    return take(received, start + codes - rank * B)
 
   if dims.P == 1:
     out = padded(*bits)

@@ -133,8 +133,8 @@ def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
     expert, order = key >> np.uint32(bits), key & np.uint32((1 << bits) - 1)
   else:
     expert, order = lax.sort((expert, order), num_keys=2, is_stable=False)
-  expert = int32(expert)
-  return Choices(int32(order), expert, _count_below(expert, dims.E + 1))
+  counts = jnp.zeros(dims.E, jnp.int32).at[expert].add(1, mode="drop")
+  return Choices(int32(order), int32(expert), _sums(counts))
 
 
 def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
@@ -143,7 +143,7 @@ def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
   counts = jnp.diff(start).T.reshape(P, L, P)
   before = _sums(counts)
   alignment = dims.layer.alignment
-  padded = lax.div(before[..., -1] + (alignment - 1), alignment) * alignment
+  padded = div(before[..., -1] + (alignment - 1), alignment) * alignment
   return Slabs(start, counts, before, _sums(padded))
 
 
@@ -160,16 +160,16 @@ def make_plan(
   size = jnp.diff(from_start)  # [destination, source]
   to_start = slabs.start[:, :-1:L]  # [source, destination]
 
-  of_choice = lax.div(choices.expert, L)
+  of_choice = div(choices.expert, L)
   to_codes = _codes(dims, of_choice, to_start[me], size[:, me])
 
   # The runs of rows from each rank for each expert, in sequence.
   first = lax.dynamic_slice_in_dim(slabs.start, me * L, L, 1)
   first = first - first[:, :1] + from_start[me, :-1, None]
   first = jnp.minimum(first, from_start[me, 1:, None]).reshape(-1)
-  run = _count_below(first, dims.C, 1) - 1
+  run = _last_at_most(first, dims.C)
   shift = slot[me].T.reshape(-1) - first
-  from_codes = _codes(dims, lax.div(run, L), from_start[me, :-1], size[me])
+  from_codes = _codes(dims, div(run, L), from_start[me, :-1], size[me])
   in_sequence = jnp.arange(dims.C, dtype=jnp.int32)
   slots = jnp.where(
     from_codes < dims.no_code, in_sequence + take(shift, run), dims.C
@@ -205,7 +205,7 @@ def _codes(
 def _by_place(dims: Dims, sequence: jax.Array, codes: jax.Array) -> jax.Array:
   """Returns the code of each place, for those of places in sequence."""
   none = jnp.full_like(codes, dims.no_code)
-  return none.at[sequence].set(codes, mode="drop", unique_indices=True)
+  return none.at[sequence].set(codes, mode="drop")
 
 
 def pack(dims: Dims, plan: Plan) -> jax.Array:
@@ -259,6 +259,11 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
   return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
+def div(x: jax.Array, n: int) -> jax.Array:
+  """Returns `x // n` of int32 that are not negative, in one instruction."""
+  return lax.div(x, np.int32(n))
+
+
 def int32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.int32)
 
@@ -274,15 +279,15 @@ def _sums(x: jax.Array, step: int = 1) -> jax.Array:
   return _sum(jnp.where(is_before, x[..., None, :], 0), -1)
 
 
-def _count_below(table: jax.Array, num: int, first: int = 0) -> jax.Array:
-  """Returns how many words of a sorted table are less than each of some words.
+def _last_at_most(table: jax.Array, num: int) -> jax.Array:
+  """Returns the places of the last words that are at most 0, 1... `num` - 1.
 
-  These are `num` whole numbers from `first` on. The steps of the search are
-  unrolled: a loop would have several kernels.
+  The table is sorted and begins with 0. The steps of the search are unrolled: a
+  loop would have several kernels.
   """
-  words = jnp.arange(first, first + num, dtype=jnp.int32)
-  count = jnp.zeros_like(words)
-  for bit in reversed(range(table.size.bit_length())):
-    more = count + (1 << bit)
-    count = jnp.where(take(table, more - 1) < words, more, count)
-  return jnp.minimum(count, table.size)
+  words = jnp.arange(num, dtype=jnp.int32)
+  last = jnp.zeros_like(words)
+  for bit in reversed(range((table.size - 1).bit_length())):
+    later = last + (1 << bit)
+    last = jnp.where(take(table, later) <= words, later, last)
+  return jnp.minimum(last, table.size - 1)
