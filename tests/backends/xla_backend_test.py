@@ -19,7 +19,7 @@ from cases import assert_same, Case, check, lower, run
 from conftest import assert_shards_equal, make_mesh
 import ep
 from ep._src.backends import host
-from ep._src.backends.xla import exchanges
+from ep._src.backends.xla import exchanges, plans
 from ep._src.base import compat
 from ep._src.base.backend import CannotServe
 from ep._src.group import bootstrap as bootstrap_module
@@ -92,6 +92,13 @@ def test_no_tokens():
   inputs = cases[0].inputs()
   actual, expected = run(*((case, everything, *inputs) for case in cases))
   jax.tree.map(assert_shards_same, actual, expected)
+
+
+def test_choices_that_are_too_many_for_one_word(monkeypatch):
+  """Their experts are sorted in an array of their own."""
+  monkeypatch.setattr(plans, "_KEYS", 0)
+  case = Case(layer(name="many"), "skewed")
+  case.check(round_trip, case.tokens(), case.weights())
 
 
 # --- Ragged exchanges --------------------------------------------------------

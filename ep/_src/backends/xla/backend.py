@@ -144,30 +144,31 @@ def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
 def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
   choices = plans.sort_choices(dims, idx)
   config = jnp.full(1, dims.layer.fingerprint % 2**31, jnp.int32)
-  faults, configs, counts, digests = exchanges.share(
+  faults, configs, start, digests = exchanges.share(
     dims,
-    checks.find_fault(dims, idx),
+    checks.find_fault(dims, idx, choices),
     config,
-    choices.counts,
+    choices.start,
     plans.digest(plans.int32(idx).reshape(-1))[None],
   )
-  slabs = plans.make_slabs(dims, counts)
-  failed = checks.check_routing(dims, idx.dtype, faults, configs[:, 0], slabs)
-  plan = plans.make_plan(dims, choices, counts, slabs, digests[:, 0])
+  slabs = plans.make_slabs(dims, start)
+  needed = slabs.offset[:, -1]
+  failed = checks.check_routing(dims, idx.dtype, faults, configs[:, 0], needed)
+  plan = plans.make_plan(dims, choices, slabs, digests[:, 0])
   mem = plans.pack(dims, plan) + failed
-  group_sizes = slabs.end.clip(max=dims.C) - slabs.offset.clip(max=dims.C)
-  token_counts = slabs.tokens.clip(max=(dims.C - slabs.offset).clip(0))
-  dropped_counts = slabs.tokens - token_counts
-  total = slabs.end[:, -1:]
-  kept = plan.code.reshape(idx.shape) < dims.no_code
+  needed = jnp.where(failed, -1, needed)
   me = lax.axis_index(dims.axis)
+  offset = slabs.offset[me].clip(max=dims.C)
+  tokens = slabs.before[me, :, -1]
+  token_counts = jnp.minimum(tokens, dims.C - offset[:-1])
+  kept = plan.choices.codes.reshape(idx.shape) < dims.no_code
   return [
     lax.bitcast_convert_type(mem, jnp.uint8).reshape(-1),
-    jnp.where(failed, 0, group_sizes[me]),
-    jnp.where(failed, 0, token_counts[me]),
-    jnp.where(failed, -1, total[me]),
-    jnp.where(failed, 0, dropped_counts[me]),
-    jnp.where(failed, -1, total.max(0)),
+    jnp.where(failed, 0, jnp.diff(offset)),
+    jnp.where(failed, 0, token_counts),
+    needed[me][None],
+    jnp.where(failed, 0, tokens - token_counts),
+    needed.max()[None],
     jnp.where(failed, False, kept),
   ]
 
@@ -180,19 +181,21 @@ def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
 
 
 def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
+  return _to_slots(dims, plan, is_sound, tokens, weights.reshape(-1))
+
+
+def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
+  """Returns the rows of each slot, from those of tokens and of choices."""
+  choices = plan.choices.sequence
+  is_nan = dims.nan_tail & (jnp.arange(dims.C) >= plan.used)
   return exchanges.exchange(
     dims,
-    exchanges.to_slots(dims, plan),
+    plan.choices,
+    plan.slots,
     is_sound,
-    (tokens, plan.order // dims.K),
-    (weights.reshape(-1), plan.order),
-  )
-
-
-def _combine_bwd(dims: Dims, plan, is_sound, tokens) -> list[jax.Array]:
-  side = exchanges.to_slots(dims, plan)
-  return exchanges.exchange(
-    dims, side, is_sound, (tokens, plan.order // dims.K)
+    is_nan,
+    (tokens, plans.div(choices, dims.K)),
+    *((array, choices) for array in weights),
   )
 
 
@@ -208,9 +211,9 @@ def _dispatch_bwd(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
 
 def _to_choices(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
   """Returns the rows of each choice, from arrays of the slots."""
-  side = exchanges.to_choices(plan)
+  parts = [(array, plan.slots.sequence) for array in arrays]
   return exchanges.exchange(
-    dims, side, is_sound, *((array, plan.slots) for array in arrays)
+    dims, plan.slots, plan.choices, is_sound, jnp.bool_(False), *parts
   )
 
 
@@ -244,5 +247,5 @@ _OPS: dict[str, Callable[..., Any]] = {
   "ep_dispatch": _dispatch,
   "ep_combine": _combine,
   "ep_dispatch_bwd": _dispatch_bwd,
-  "ep_combine_bwd": _combine_bwd,
+  "ep_combine_bwd": _to_slots,
 }

@@ -13,26 +13,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla.exchanges import share
-from ep._src.backends.xla.plans import Dims, int32, mem_bytes, Slabs
+from ep._src.backends.xla.plans import (
+  Choices,
+  Dims,
+  div,
+  int32,
+  mem_bytes,
+  take,
+)
 from ep._src.base.fail_if import fail_if
 
+_NO_FAULT = np.int32(2**31 - 1)
 
-def find_fault(dims: Dims, idx: jax.Array) -> jax.Array:
-  """Returns [kind, choice, id...] of the first wrong id.
 
-  Kind 0 is none, 1 an id out of range, 2 an expert that its token repeats. The
-  id takes as many words as its dtype.
+def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
+  """Returns [fault, id...] of the first wrong id.
+
+  The fault is twice its choice if the id is out of range, one more if its token
+  repeats an expert, and `_NO_FAULT` otherwise. The id takes as many words as
+  its dtype.
   """
-  T, K = idx.shape
-  wrong = (idx < -1) | (idx >= dims.E)
-  before = jnp.arange(K) < jnp.arange(K)[:, None]
-  repeats = ((idx[:, :, None] == idx[:, None, :]) & before).any(2) & (idx >= 0)
-  kind = jnp.where(wrong, 1, jnp.where(repeats, 2, 0)).reshape(T * K)
-  choice = jnp.argmax(kind > 0)
-  words = lax.bitcast_convert_type(idx.reshape(-1)[choice], jnp.int32)
-  return jnp.concatenate(
-    [int32(kind[choice])[None], int32(choice)[None], words.reshape(-1)]
-  )
+  flat = idx.reshape(-1)
+  is_wrong = (flat < -1) | (flat >= dims.E)
+  order, expert, _ = choices
+  token = div(order, dims.K)
+  is_same = (jnp.diff(expert, prepend=-1) | jnp.diff(token, prepend=-1)) == 0
+  fault = jnp.minimum(
+    jnp.where(
+      is_wrong, jnp.arange(0, 2 * flat.size, 2, dtype=jnp.int32), _NO_FAULT
+    ),
+    jnp.where(is_same & (expert < dims.E), 2 * order + 1, _NO_FAULT),
+  ).min()
+  words = lax.bitcast_convert_type(take(flat, div(fault, 2)), jnp.int32)
+  return jnp.concatenate([fault[None], words.reshape(-1)])
 
 
 def check_routing(
@@ -40,7 +53,7 @@ def check_routing(
   dtype: jnp.dtype,
   faults: jax.Array,
   configs: jax.Array,
-  slabs: Slabs,
+  needed: jax.Array,
 ) -> jax.Array:
   """Fails `ep_prepare` if a rank is at fault; see `fail_if`.
 
@@ -49,28 +62,29 @@ def check_routing(
     dtype: the dtype of `topk_idx`.
     faults: [P, n], `find_fault` of each rank.
     configs: [P], the hash of each rank's configuration.
-    slabs: the slabs of all ranks.
+    needed: [P], the rows that each rank needs.
   """
   layer = dims.layer
   op = f'ep_prepare(layer "{layer.name}")'
-  needed = slabs.end[:, -1]
 
   def fail(faults, configs, needed):
     if (configs != configs[0]).any():
       raise _disagreement(op, "a hash of the configuration", configs)
-    for rank, (kind, choice, *words) in enumerate(faults):
-      token, k = divmod(int(choice), dims.K)
+    for rank, (fault, *words) in enumerate(faults):
+      if fault == _NO_FAULT:
+        continue
+      choice, repeats = divmod(int(fault), 2)
+      token, k = divmod(choice, dims.K)
       expert = np.array(words, np.int32).view(dtype)[0]
       what = f"{op}, rank {rank}: topk_idx[{token}, {k}] = {expert}"
-      if kind == 1:
-        raise ValueError(
-          f"{what}, but num_experts = {dims.E}; valid ids are -1..{dims.E - 1}"
-        )
-      if kind == 2:
+      if repeats:
         raise ValueError(
           f"{what} repeats an expert of token {token}; the top-k experts of a"
           " token must be distinct (use -1 for an unused choice)"
         )
+      raise ValueError(
+        f"{what}, but num_experts = {dims.E}; valid ids are -1..{dims.E - 1}"
+      )
     rank = int(np.argmax(needed > dims.C))
     raise ValueError(
       f"{op}: rank {rank} needs {needed[rank]} receive rows, but"
@@ -78,11 +92,11 @@ def check_routing(
       ' routing, or use overflow="drop"'
     )
 
-  failed = (faults[:, 0] > 0).any() | (configs != configs[0]).any()
+  failed = (faults[:, 0] < _NO_FAULT) | (configs != configs[0])
   if not dims.drop:
-    failed |= (needed > dims.C).any()
+    failed |= needed > dims.C
   return fail_if(
-    failed, fail, faults, configs, needed, can_raise=dims.can_raise
+    failed.any(), fail, faults, configs, needed, can_raise=dims.can_raise
   )
 
 

@@ -7,60 +7,20 @@ a NaN.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.xla.plans import Dims, Plan
-
-
-class Side(NamedTuple):
-  """The streams that a rank sends and receives, and the rows that it wants."""
-
-  start: jax.Array  # [P] where the stream to each rank starts
-  size: jax.Array  # [P] rows of the stream to each rank
-  remote_start: jax.Array  # [P] where each rank puts the stream from this one
-  recv_start: jax.Array  # [P] where this rank puts the stream from each
-  recv_size: jax.Array  # [P] rows of the stream from each rank
-  codes: jax.Array  # [n] codes of the wanted rows
-  is_nan: jax.Array  # [n] or []: whether rows that are not sent are NaN
-
-
-def to_slots(dims: Dims, plan: Plan) -> Side:
-  """Returns the side of a rank that sends tokens and wants slots."""
-  streams = plan.by_rank
-  return Side(
-    streams.to_start,
-    streams.to_size,
-    streams.remote_from,
-    streams.from_start,
-    streams.from_size,
-    plan.source,
-    dims.nan_tail & (jnp.arange(dims.C) >= plan.used),
-  )
-
-
-def to_choices(plan: Plan) -> Side:
-  """Returns the side of a rank that sends slots and wants choices."""
-  streams = plan.by_rank
-  return Side(
-    streams.from_start,
-    streams.from_size,
-    streams.remote_to,
-    streams.to_start,
-    streams.to_size,
-    plan.code,
-    jnp.bool_(False),
-  )
+from ep._src.backends.xla.plans import Dims, div, End, take
 
 
 def exchange(
   dims: Dims,
-  side: Side,
+  sender: End,
+  receiver: End,
   is_sound: jax.Array,
+  is_nan: jax.Array,
   *parts: tuple[jax.Array, jax.Array],
 ) -> list[jax.Array]:
   """Sends rows, stream by stream, and returns the wanted rows.
@@ -79,10 +39,7 @@ def exchange(
   unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
   bits = [_words(x, unit) for x in arrays]
   nan = jnp.array(jnp.iinfo(unit).max, unit)
-  B, codes = dims.B, side.codes
-
-  def take(x, index):
-    return x.at[index].get(mode="clip", wrap_negative_indices=False)
+  B, codes = dims.B, receiver.codes
 
   def rows(bits, at=None):
     """Returns all rows in sequence, or those at some places of it."""
@@ -94,7 +51,7 @@ def exchange(
 
   def padded(*bits):
     """Sends one bucket of B rows to each rank."""
-    sent = rows(bits, side.start[:, None] + jnp.arange(B, dtype=jnp.int32))
+    sent = rows(bits, sender.start[:, None] + jnp.arange(B, dtype=jnp.int32))
     if dims.P > 1:
       sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
     return take(sent.reshape(dims.no_code, -1), codes)
@@ -103,9 +60,9 @@ def exchange(
     """Sends each stream in its own length."""
     sent = rows(bits)
     room = codes.size
-    start = side.start.clip(0, len(sent))
-    remote_start = side.remote_start.clip(0, room)
-    size = side.size.clip(0)
+    start = sender.start.clip(0, len(sent))
+    remote_start = receiver.remote.clip(0, room)
+    size = sender.size.clip(0)
     size = jnp.minimum(
       size, jnp.minimum(len(sent) - start, room - remote_start)
     )
@@ -118,11 +75,12 @@ def exchange(
       start,
       size,
       remote_start,
-      side.recv_size.clip(0, room),
+      receiver.size.clip(0, room),
       axis_name=dims.axis,
     )
-    recv_start = take(side.recv_start, codes // B)
-    return take(received, recv_start + codes % B)
+    rank = div(codes, B)
+    start = take(receiver.start, rank)
+    return take(received, start + codes - rank * B)
 
   if dims.P == 1:
     out = padded(*bits)
@@ -138,7 +96,7 @@ def exchange(
   # to LLVM a choice of casts, and if a bfloat16 is not only loaded and stored,
   # but one of two in a register, its code for x86 goes by way of float32.
   is_row = is_sound & (codes < dims.no_code)
-  filler = jnp.where(side.is_nan | ~is_sound, nan, jnp.zeros_like(nan))
+  filler = jnp.where(is_nan | ~is_sound, nan, jnp.zeros_like(nan))
   out = jnp.where(is_row[:, None], out, filler.reshape(-1, 1))
   starts = np.cumsum([x.shape[1] for x in bits])[:-1]
   columns = jnp.split(out, starts, axis=1)

@@ -22,6 +22,9 @@ import numpy as np
 
 from ep._src.base.config import LayerConfig
 
+# A choice and its expert are sorted as one word, if that has so many values.
+_KEYS = 1 << 32
+
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
@@ -76,172 +79,139 @@ class Dims:
     return self.P * self.B
 
 
-class Choices(NamedTuple):
-  """The choices of a rank, sorted by expert. Unused and invalid ones are last.
+class End(NamedTuple):
+  """One of the two ends between which rows travel: the choices or the slots.
+
+  Rows are sent, and received, in sequence: stream after stream. All are int32.
+  """
+
+  sequence: jax.Array  # [n] the choices, or slots; those without a row last
+  codes: jax.Array  # [n] code of each choice, or slot
+  start: jax.Array  # [P] where the stream to, or from, each rank starts
+  size: jax.Array  # [P] rows of the stream to, or from, each rank
+  remote: jax.Array  # [P] on each rank, `start` for this rank
+
+
+class Plan(NamedTuple):
+  """The source and destination of each row, seen from one rank.
 
   A choice is known by its index in `topk_idx.reshape(-1)`.
   """
+
+  choices: End  # n = T * K
+  slots: End  # n = C
+  used: jax.Array  # int32 [1] slots before the tail
+  routing: jax.Array  # int32 [1] a digest of all choices, alike on all ranks
+
+
+class Choices(NamedTuple):
+  """The choices of a rank, sorted by expert; unused and invalid ones last."""
 
   order: jax.Array  # [T * K] the choices
   expert: jax.Array  # [T * K] the expert of each; E if it is unused or invalid
   start: jax.Array  # [E + 1] where the choices of each expert start
 
-  @property
-  def counts(self) -> jax.Array:
-    """[E] how many tokens chose each expert."""
-    return jnp.diff(self.start)
-
 
 class Slabs(NamedTuple):
-  """The slabs of each rank: int32 [P, L], as in reference.py."""
+  """The slabs of each rank, int32, seen from the ranks that send to them."""
 
-  tokens: jax.Array  # tokens of the expert
-  offset: jax.Array  # first slot
-  end: jax.Array  # the slot after the last, padding included
-
-
-class Streams(NamedTuple):
-  """The streams to and from each rank, seen from one: int32 [P]."""
-
-  to_start: jax.Array  # where the stream to each rank starts in `order`
-  to_size: jax.Array  # rows of the stream to each rank
-  from_start: jax.Array  # where the stream from each starts in `slots`
-  from_size: jax.Array  # rows of the stream from each rank
-  remote_from: jax.Array  # on each rank, `from_start` of this rank
-  remote_to: jax.Array  # on each rank, `to_start` of this rank
-
-
-class Plan(NamedTuple):
-  """The source and destination of each row, seen from one rank: int32 [...].
-
-  Rows are sent, and received, in sequence: stream after stream.
-  """
-
-  order: jax.Array  # [T * K] the choices in sequence; unused ones at the end
-  code: jax.Array  # [T * K] code of each choice
-  slots: jax.Array  # [C] the slots in sequence
-  source: jax.Array  # [C] code of each slot
-  streams: jax.Array  # [6 * P] the arrays of `by_rank`
-  used: jax.Array  # [1] slots before the tail
-  routing: jax.Array  # [1] a digest of all choices, alike on all ranks
-
-  @property
-  def by_rank(self) -> Streams:
-    """The streams, of which `streams` has one array after the other."""
-    return Streams(*jnp.split(self.streams, len(Streams._fields)))
-
-
-class _Runs(NamedTuple):
-  """The rows from one rank to one expert: int32 [P, E], by rank and expert."""
-
-  slot: jax.Array  # the first slot
-  size: jax.Array  # rows that the capacity lets through
-  row: jax.Array  # the place of the first row in its stream
+  start: jax.Array  # [P, E + 1] `Choices.start` of each rank
+  counts: jax.Array  # [P, L, P] tokens for an expert of a rank, by source
+  before: jax.Array  # [P, L, P + 1] those from the ranks before
+  offset: jax.Array  # [P, L + 1] first slot of each slab, and after the last
 
 
 def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
   """Returns the choices of `topk_idx` [T, K] in the order of their experts."""
   flat = idx.reshape(-1)
   is_valid = (flat >= 0) & (flat < dims.E)
-  expert = int32(jnp.where(is_valid, flat, dims.E))
-  choice = jnp.arange(flat.size, dtype=jnp.int32)
-  expert, order = lax.sort((expert, choice), num_keys=1, is_stable=True)
-  experts = jnp.arange(dims.E + 1, dtype=jnp.int32)
-  return Choices(order, expert, int32(jnp.searchsorted(expert, experts)))
+  expert = jnp.where(is_valid, flat, dims.E).astype(jnp.uint32)
+  order = jnp.arange(flat.size, dtype=jnp.uint32)
+  bits = (flat.size - 1).bit_length()
+  if (dims.E + 1) << bits <= _KEYS:  # one array is sorted faster than two
+    key = lax.sort(expert << np.uint32(bits) | order, is_stable=False)
+    expert, order = key >> np.uint32(bits), key & np.uint32((1 << bits) - 1)
+  else:
+    expert, order = lax.sort((expert, order), num_keys=2, is_stable=False)
+  counts = jnp.zeros(dims.E, jnp.int32).at[expert].add(1, mode="drop")
+  return Choices(int32(order), int32(expert), _sums(counts))
 
 
-def make_slabs(dims: Dims, counts: jax.Array) -> Slabs:
-  """Returns the slabs for `counts` [P, E], by source rank and expert."""
-  tokens = _sum(counts, 0).reshape(dims.P, dims.L)
+def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
+  """Returns the slabs for `start` [P, E + 1] of all ranks."""
+  P, L = dims.P, dims.L
+  counts = jnp.diff(start).T.reshape(P, L, P)
+  before = _sums(counts)
   alignment = dims.layer.alignment
-  padded = -(-tokens // alignment) * alignment
-  offset = _sum_before(padded, 1)
-  return Slabs(tokens, offset, offset + padded)
+  padded = div(before[..., -1] + (alignment - 1), alignment) * alignment
+  return Slabs(start, counts, before, _sums(padded))
 
 
 def make_plan(
-  dims: Dims,
-  choices: Choices,
-  counts: jax.Array,
-  slabs: Slabs,
-  digests: jax.Array,
+  dims: Dims, choices: Choices, slabs: Slabs, digests: jax.Array
 ) -> Plan:
-  """Returns the plan of this rank.
-
-  `counts` is as in `make_slabs`, and `digests` [P] has one of each rank's ids.
-  """
+  """Returns the plan of this rank; `digests` [P] has one of each rank's ids."""
   P, L = dims.P, dims.L
   me = lax.axis_index(dims.axis)
-  by_rank = counts.reshape(P, P, L)  # [source, destination, expert there]
-  slot = slabs.offset.reshape(-1) + _sum_before(counts, 0)
-  runs = _Runs(
-    slot=slot,
-    size=jnp.clip(dims.C - slot, 0, counts),
-    row=_sum_before(by_rank, 2).reshape(P, dims.E),
-  )
-  size = _sum(runs.size.reshape(P, P, L), 2)
-  to_start = _sum_before(_sum(by_rank, 2), 1)
-  from_start = _sum_before(size, 0)
-  slots, source = _slots_of_rank(dims, runs, from_start)
-  streams = Streams(
-    to_start, size, from_start.T, size.T, from_start, to_start.T
+  slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
+  size = jnp.clip(dims.C - slot, 0, slabs.counts)
+  # Rows that the capacity drops are the last ones of their stream.
+  from_start = _sums(size.mT.reshape(P, -1), L)
+  size = jnp.diff(from_start)  # [destination, source]
+  to_start = slabs.start[:, :-1:L]  # [source, destination]
+
+  of_choice = div(choices.expert, L)
+  to_codes = _codes(dims, of_choice, to_start[me], size[:, me])
+
+  # The runs of rows from each rank for each expert, in sequence.
+  first = lax.dynamic_slice_in_dim(slabs.start, me * L, L, 1)
+  first = first - first[:, :1] + from_start[me, :-1, None]
+  first = jnp.minimum(first, from_start[me, 1:, None]).reshape(-1)
+  run = _last_at_most(first, dims.C)
+  shift = slot[me].T.reshape(-1) - first
+  from_codes = _codes(dims, div(run, L), from_start[me, :-1], size[me])
+  in_sequence = jnp.arange(dims.C, dtype=jnp.int32)
+  slots = jnp.where(
+    from_codes < dims.no_code, in_sequence + take(shift, run), dims.C
   )
   return Plan(
-    choices.order,
-    _codes_of_choices(dims, choices, runs),
-    slots,
-    source,
-    jnp.stack(streams)[:, me].reshape(-1),
-    used=slabs.end[me, -1:].clip(max=dims.C),
+    End(
+      choices.order,
+      _by_place(dims, choices.order, to_codes),
+      to_start[me],
+      size[:, me],
+      to_start[:, me],
+    ),
+    End(
+      slots,
+      _by_place(dims, slots, from_codes),
+      from_start[me, :-1],
+      size[me],
+      from_start[:, me],
+    ),
+    used=slabs.offset[me, -1:].clip(max=dims.C),
     routing=digest(digests)[None],
   )
 
 
-def _codes_of_choices(dims: Dims, choices: Choices, runs: _Runs) -> jax.Array:
-  """Returns the code of each of this rank's choices."""
-  me = lax.axis_index(dims.axis)
-  in_order = jnp.arange(choices.order.size, dtype=jnp.int32)
-  row = in_order - choices.start[choices.expert]  # in its run
-  expert = jnp.minimum(choices.expert, dims.E - 1)
-  is_sent = (choices.expert < dims.E) & (row < runs.size[me, expert])
-  code = expert // dims.L * dims.B + runs.row[me, expert] + row
-  code = jnp.where(is_sent, code, dims.no_code)
-  return (
-    jnp.zeros_like(code)
-    .at[choices.order]
-    .set(code, mode="promise_in_bounds", unique_indices=True)
-  )
+def _codes(
+  dims: Dims, rank: jax.Array, start: jax.Array, size: jax.Array
+) -> jax.Array:
+  """Returns the codes of rows in sequence, to or from these ranks [n]."""
+  row = jnp.arange(rank.size, dtype=jnp.int32) - take(start, rank)
+  return jnp.where(row < take(size, rank), rank * dims.B + row, dims.no_code)
 
 
-def _slots_of_rank(
-  dims: Dims, runs: _Runs, from_start: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns this rank's slots in sequence, and the code of each slot.
-
-  `from_start` [P, P] is where the stream from each rank starts on each rank.
-  """
-  me = lax.axis_index(dims.axis)
-
-  # The runs to this rank, in the order of their slots.
-  streams = jnp.broadcast_to(from_start[:, me, None], (dims.P, dims.L))
-  mine = [lax.dynamic_slice_in_dim(x, me * dims.L, dims.L, 1) for x in runs]
-  table = jnp.stack([*mine, streams]).mT.reshape(4, -1)
-  slots = jnp.arange(dims.C, dtype=jnp.int32)
-  run = int32(jnp.searchsorted(table[0], slots, side="right")) - 1
-  start, size, first, stream = table.T[run].T
-  row = slots - start
-  is_filled = row < size
-  in_stream = first + row
-  rank = run % dims.P
-  source = jnp.where(is_filled, rank * dims.B + in_stream, dims.no_code)
-  at = jnp.where(is_filled, stream + in_stream, dims.C)
-  return jnp.zeros_like(slots).at[at].set(slots, mode="drop"), source
+def _by_place(dims: Dims, sequence: jax.Array, codes: jax.Array) -> jax.Array:
+  """Returns the code of each place, for those of places in sequence."""
+  none = jnp.full_like(codes, dims.no_code)
+  return none.at[sequence].set(codes, mode="drop")
 
 
 def pack(dims: Dims, plan: Plan) -> jax.Array:
   """Returns a plan as int32 words: a stamp, then the plan's arrays."""
-  body = jnp.concatenate(plan)
-  return jnp.concatenate([_stamp(dims, body), body])
+  body = jnp.concatenate(jax.tree.leaves(plan))
+  return jnp.concatenate([_stamp(dims, body)[None], body])
 
 
 def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
@@ -250,26 +220,28 @@ def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
   `mem` has the bytes of `pack`, for these `dims`.
   """
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
-  stamp, *plan = jnp.split(words, np.cumsum(_word_counts(dims))[:-1])
-  return Plan(*plan), (stamp == _stamp(dims, words[stamp.size :])).all()
+  sizes, tree = jax.tree.flatten(_sizes(dims))
+  leaves = jnp.split(words[1:], np.cumsum(sizes)[:-1])
+  return tree.unflatten(leaves), words[0] == _stamp(dims, words[1:])
 
 
 def mem_bytes(dims: Dims) -> int:
   """Returns the bytes of a packed plan."""
-  return 4 * sum(_word_counts(dims))
+  return 4 * (1 + sum(jax.tree.leaves(_sizes(dims))))
 
 
-def _word_counts(dims: Dims) -> list[int]:
-  """Returns the lengths of the stamp and of each array of a plan."""
-  choices, slots, ranks = dims.T * dims.K, dims.C, dims.P
-  return [3, *[choices] * 2, *[slots] * 2, 6 * ranks, 1, 1]
+def _sizes(dims: Dims) -> Plan:
+  """Returns the length of each array of a plan."""
+  choices, slots = (End(n, n, *[dims.P] * 3) for n in (dims.T * dims.K, dims.C))
+  return Plan(choices, slots, 1, 1)
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
-  """Returns words that differ for other layers, tokens, ranks and bodies."""
+  """Returns a word that differs for other layers, tokens, ranks and bodies."""
   sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
   kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
-  return jnp.stack([kind, lax.axis_index(dims.axis), digest(body)])
+  rank = lax.axis_index(dims.axis) * np.int32(0x61C88647)
+  return digest(body) ^ (kind + rank)
 
 
 def digest(words: jax.Array) -> jax.Array:
@@ -282,6 +254,16 @@ def digest(words: jax.Array) -> jax.Array:
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
 
 
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns `x[index]`; an index out of range is taken for the nearest one."""
+  return x.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def div(x: jax.Array, n: int) -> jax.Array:
+  """Returns `x // n` of int32 that are not negative, in one instruction."""
+  return lax.div(x, np.int32(n))
+
+
 def int32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.int32)
 
@@ -290,9 +272,22 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
   return x.sum(axis, dtype=jnp.int32)
 
 
-def _sum_before(x: jax.Array, axis: int) -> jax.Array:
-  """Returns, for each element, the sum of those before it along an axis."""
-  x = jnp.moveaxis(x, axis, -1)
-  place = jnp.arange(x.shape[-1])
-  sums = _sum(jnp.where(place < place[:, None], x[..., None, :], 0), -1)
-  return jnp.moveaxis(sums, -1, axis)
+def _sums(x: jax.Array, step: int = 1) -> jax.Array:
+  """Returns the sums of the first 0, `step`, 2 * `step`... of the last axis."""
+  n = x.shape[-1]
+  is_before = jnp.arange(n) < jnp.arange(0, n + 1, step)[:, None]
+  return _sum(jnp.where(is_before, x[..., None, :], 0), -1)
+
+
+def _last_at_most(table: jax.Array, num: int) -> jax.Array:
+  """Returns the places of the last words that are at most 0, 1... `num` - 1.
+
+  The table is sorted and begins with 0. The steps of the search are unrolled: a
+  loop would have several kernels.
+  """
+  words = jnp.arange(num, dtype=jnp.int32)
+  last = jnp.zeros_like(words)
+  for bit in reversed(range((table.size - 1).bit_length())):
+    later = last + (1 << bit)
+    last = jnp.where(take(table, later) <= words, later, last)
+  return jnp.minimum(last, table.size - 1)
