@@ -220,20 +220,21 @@ def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
   `mem` has the bytes of `pack`, for these `dims`.
   """
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
-  sizes, tree = jax.tree.flatten(_sizes(dims))
-  leaves = jnp.split(words[1:], np.cumsum(sizes)[:-1])
-  return tree.unflatten(leaves), words[0] == _stamp(dims, words[1:])
+  leaves = jnp.split(words[1:], np.cumsum(_sizes(dims))[:-1])
+  plan = Plan(End(*leaves[:5]), End(*leaves[5:10]), *leaves[10:])
+  return plan, words[0] == _stamp(dims, words[1:])
 
 
 def mem_bytes(dims: Dims) -> int:
   """Returns the bytes of a packed plan."""
-  return 4 * (1 + sum(jax.tree.leaves(_sizes(dims))))
+  return 4 * (1 + sum(_sizes(dims)))
 
 
-def _sizes(dims: Dims) -> Plan:
+def _sizes(dims: Dims) -> list[int]:
   """Returns the length of each array of a plan."""
-  choices, slots = (End(n, n, *[dims.P] * 3) for n in (dims.T * dims.K, dims.C))
-  return Plan(choices, slots, 1, 1)
+  by_rank = [dims.P] * 3
+  choices, slots = dims.T * dims.K, dims.C
+  return [choices, choices, *by_rank, slots, slots, *by_rank, 1, 1]
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
