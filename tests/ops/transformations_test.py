@@ -209,6 +209,8 @@ def test_the_routing_of_a_checkpointed_moe_layer(case, policy, prepares):
   w = to_global(np.ones((E, H, 4), np.float32), mesh, PartitionSpec("ep"))
   args = map(case.put, (case.topk_idx, *inputs(case)))
   program = jax.jit(jax.grad(loss)).lower(w, *args).compile()
+  if case.layer.group.backend == "xla":
+    prepares = 1  # XLA merges equal ones of its own operations
   assert exchanges(program).count("ep_prepare") == prepares
 
 
