@@ -239,10 +239,9 @@ def test_exported(view):
 def bytes_by_op(path):
   """Returns the bytes that all ranks moved in each op of a trace."""
   moved = collections.Counter()
-  for event in json.loads(path.read_text())["traceEvents"]:
-    if count := event.get("args", {}).get("bytes"):
-      (op,) = (op for op in OPS if f"{op} " in event["name"])
-      moved[op] += count
+  for exchange in json.loads(path.read_text())["ep"]["exchanges"]:
+    if count := sum(exchange["bytes"]):
+      moved[exchange["op"]] += count
   return moved
 
 
