@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of an `ep.MoE` on whole arrays, which tests compare."""
 
+import functools
+
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
@@ -28,12 +30,20 @@ def whole(tree):
   everywhere = jax.tree.map(
     lambda x: NamedSharding(x.sharding.mesh, PartitionSpec()), tree
   )
-  tree = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
+  tree = jax.jit(_same, out_shardings=everywhere)(tree)
   return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), tree)
 
 
+def _same(tree):
+  return tree
+
+
+@functools.cache
 def step_of(layer, view="global"):
-  """Returns a program of outputs, metrics and gradients."""
+  """Returns a program of outputs, metrics and gradients.
+
+  Equal layers share it, so that XLA compiles it once.
+  """
 
   def step(params, x, ct, state, placement):
     def loss(params, x):

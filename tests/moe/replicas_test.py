@@ -2,6 +2,7 @@
 """Copies of experts change no output, and gradients are sums in their order."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,20 @@ def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
     np.testing.assert_allclose(grad, grads[n], 1e-4, 1e-4, err_msg=n)
 
 
+@functools.cache
+def slot_gradients(layer):
+  """Returns a program of the gradients of matrices, one of each slot."""
+
+  @jax.jit
+  def gradients(matrices, x, ct, ids, weights):
+    def loss(matrices):
+      return (ep.moe_layer(layer, x, ids, weights, **matrices) * ct).sum()
+
+    return jax.grad(loss)(matrices)
+
+  return gradients
+
+
 @pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("name", ["zipf", "one_expert", "one_rank"])
 def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
@@ -159,15 +174,8 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
   load = np.bincount(ids.ravel() // slots, minlength=R)
   assert metrics.max_rank_rows == load.max()
   names = "w_gate", "w_up", "w_down"
-  plain = ep.EpLayerConfig(layer.group, top_k=K)
+  of_slots = slot_gradients(ep.EpLayerConfig(layer.group, top_k=K))
   spec = layer.specs()["w_up"]
-
-  @jax.jit
-  def of_slots(matrices, x, ct, ids, weights):
-    def loss(matrices):
-      return (ep.moe_layer(plain, x, ids, weights, **matrices) * ct).sum()
-
-    return jax.grad(loss)(matrices)
 
   put_x = put(layer, {}, x, ct, ids, weights)[1:]
   wide = {n: params[n][held.ravel()] for n in names}
