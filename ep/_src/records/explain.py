@@ -17,8 +17,8 @@ from ep._src.records import trace
 
 # Nobody is blamed below these: the share of the steps in which a rank came late
 # to a layer's op, and by how much, as a part of a step and in seconds. A busy
-# machine may let another thread run for 3 ms.
-_SHARE, _PART, _LATE_S = 0.5, 0.1, 3e-3
+# machine may let another thread run for 3 ms and more.
+_SHARE, _PART, _LATE_S = 0.5, 0.1, 5e-3
 _OF_LAST = 0.75  # Nobody waits for a rank that is late by a smaller part of it.
 _MORE_ROWS = 1.2  # so many times the mean rows are a cause
 # That a trace without a cause blames some rank for its share, by each test.
@@ -151,7 +151,7 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
   """Explains a file that `ep.trace` wrote, or a folder that EP_TRACE named.
 
   A rank is late at an op of a layer if it comes at least a tenth of a step, and
-  3 ms, after the lower median of all ranks, and at least 0.75 times as late as
+  5 ms, after the lower median of all ranks, and at least 0.75 times as late as
   the last one. It is blamed if it is so in at least half of the steps. If all
   ranks were as often late, or last, some rank would be it so often in fewer
   than 10 % of such traces. Its rows are the cause if the op follows its experts
