@@ -21,7 +21,7 @@ from ep._src.records import trace
 _SHARE, _PART, _LATE_S = 0.5, 0.1, 5e-3
 _OF_LAST = 0.75  # Nobody waits for a rank that is late by a smaller part of it.
 _MORE_ROWS = 1.2  # so many times the mean rows are a cause
-# That a trace without a cause blames some rank for its share, by each test.
+# A trace without a cause blames some rank at most this often, by each test.
 _CHANCE = 0.05
 
 
@@ -235,7 +235,7 @@ def _first_failure(merged: dict[str, Any]) -> Failure:
 
 
 class _Op(NamedTuple):
-  """What an op of a step says, of all ranks."""
+  """The times and loads of all ranks at an op of a step, [P] each."""
 
   late_s: np.ndarray
   balanced_s: np.ndarray  # the same, if all had the mean rows

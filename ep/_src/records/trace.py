@@ -23,7 +23,7 @@ from ep._src.group.group import EpGroup
 from ep._src.records import chrome
 
 _COUNTS = "rows", "dropped", "bytes", "tokens"
-# What the use of a damaged file raises, apart from `ValueError`.
+# A use of a damaged file raises one of these, or `ValueError`.
 DAMAGES = (
   ArithmeticError,
   AttributeError,
