@@ -79,6 +79,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   option("--load_rounds", 4, 4)
   option("--soak_steps", 2000, 2000, 100)
   option("--plants", 5, 5, 5)
+  parser.addoption("--first_cases", action="store_true")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(
+  config: pytest.Config, items: list[pytest.Item]
+) -> None:
+  """Keeps the first case of each test function, if `--first_cases` asks so."""
+  if not config.option.first_cases:
+    return
+  first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+  kept = [item for item in items if item in first.values()]
+  config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+  items[:] = kept
 
 
 def pytest_configure(config: pytest.Config) -> None:

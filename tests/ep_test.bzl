@@ -58,6 +58,7 @@ def ep_test(
         worlds = ["1x4", "2x2"],
         gpu = None,
         xla = [],
+        first_cases = True,
         smoke = [],
         quick_compiler = False,
         size = "medium",
@@ -84,6 +85,9 @@ def ep_test(
         worlds has several processes.
       xla: the worlds in which backend="xla" is tested as well; XLA takes long
         to compile it.
+      first_cases: whether each test function runs only with its first parameters
+        in the world 2x2. It shows what a second process changes. How shapes and
+        options change results is seen in 1x4, at half the time.
       smoke: the variants, as "4x1_cpu", that //tests:smoke runs.
       quick_compiler: whether XLA:CPU may leave code as it is in worlds of one
         process. In those of many processes it always does; see conftest.py.
@@ -108,7 +112,8 @@ def ep_test(
             args = [
                 "--world=" + world,
                 "--timeout={}".format(_LIMITS[size] * 9 // 10),
-            ] + ["$(rootpath {})".format(src) for src in srcs],
+            ] + (["--first_cases"] if first_cases and world == "2x2" else []) +
+                   ["$(rootpath {})".format(src) for src in srcs],
             data = data + srcs,
             env = env | on.backend | {
                 "EP_TEST_QUICK_COMPILER": "1" if quick_compiler else "0",
