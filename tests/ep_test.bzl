@@ -110,9 +110,9 @@ def ep_test(
             srcs = srcs + ["//tests:run_ranks.py"],
             main = "//tests:run_ranks.py",
             args = [
-                "--world=" + world,
-                "--timeout={}".format(_LIMITS[size] * 9 // 10),
-            ] + (["--first_cases"] if first_cases and world == "2x2" else []) +
+                       "--world=" + world,
+                       "--timeout={}".format(_LIMITS[size] * 9 // 10),
+                   ] + (["--first_cases"] if first_cases and world == "2x2" else []) +
                    ["$(rootpath {})".format(src) for src in srcs],
             data = data + srcs,
             env = env | on.backend | {
