@@ -1,19 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
+
+// The matmul of slabs, and the work that its threads share.
+
 #include "ep_ffi/matmul/grouped_matmul.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <new>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "ep_ffi/core/denormals.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/matmul/shared_work.h"
 #include "ep_ffi/testing/formats.h"
 #include "ep_ffi/testing/samples.h"
 
@@ -27,7 +35,6 @@ using testing::Random;
 using testing::Store;
 using testing::Uniform;
 
-constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr Missing kMissing[] = {Missing::kRows, Missing::kMatrices,
                                 Missing::kOuts};
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -284,8 +291,8 @@ TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
 }
 
 TEST_P(GroupedMatmulTest, TakesAllPairsOfTypes) {
-  for (DType row_type : kTypes) {
-    for (DType matrix_type : kTypes) {
+  for (DType row_type : testing::kDTypes) {
+    for (DType matrix_type : testing::kDTypes) {
       for (Tail tail : {Tail::kUnspecified, Tail::kZero, Tail::kNan}) {
         Check(kernels_,
               {30, 19, {21, 16}, {5, 18}, {}, row_type, matrix_type, tail});
@@ -375,7 +382,7 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
 }
 
 TEST_P(GroupedMatmulTest, BitsDependOnARowAndItsMatrixAlone) {
-  for (DType row_type : kTypes) {
+  for (DType row_type : testing::kDTypes) {
     // The same rows and matrix, in a buffer of their own and in the middle of
     // others.
     const Case alone = {3, 70, {90, 40}, {3}, {}, row_type};
@@ -447,6 +454,95 @@ TEST_P(GroupedMatmulTest, RefusesSizesThatDoNotFitBeforeItWrites) {
       "grouped_matmul: segments[0, 0] is -1, but slab 0 has 3 rows; pass "
       "segments that lie in their slab.",
       message({10, 3, {2}, {3, 5}, {{-1, 1}, {2, 3}}}));
+}
+
+// Keeps tasks, as a pool does whose threads are busy.
+class BusyPool : public Executor {
+ public:
+  void Schedule(std::function<void()> task) override {
+    tasks.push_back(std::move(task));
+  }
+  int64_t num_threads() const override { return 4; }
+
+  std::vector<std::function<void()>> tasks;
+};
+
+TEST(SharedWorkTest, NoTaskIsWaitedForThatHasNotStarted) {
+  BusyPool pool;
+  std::vector<int> runs(10);
+  {
+    int num_workers = 0;
+    EXPECT_TRUE(RunShared(10, 4, &pool, [&] {
+                  ++num_workers;
+                  return [&](int64_t item) { ++runs[item]; };
+                }).ok());
+    EXPECT_EQ(1, num_workers);
+  }
+  EXPECT_EQ(std::vector<int>(10, 1), runs);
+  EXPECT_EQ(3u, pool.tasks.size());
+  // These find no item, and use nothing of the call.
+  for (const auto& task : pool.tasks) task();
+  EXPECT_EQ(std::vector<int>(10, 1), runs);
+}
+
+TEST(SharedWorkTest, OtherThreadsRunItemsThatTheCallAwaits) {
+  Threads threads(4);
+  std::atomic<int> num_workers{0}, num_ended{0};
+  // No item ends before four threads have one.
+  EXPECT_TRUE(RunShared(4, 4, &threads, [&] {
+                ++num_workers;
+                return [&](int64_t) {
+                  while (num_workers < 4) std::this_thread::yield();
+                  ++num_ended;
+                };
+              }).ok());
+  EXPECT_EQ(4, num_ended);
+}
+
+TEST(SharedWorkTest, LackOfMemoryIsAStatus) {
+  BusyPool pool;
+  int num_runs = 0;
+  const Status status = RunShared(3, 4, &pool, [&] {
+    return [&](int64_t item) {
+      ++num_runs;
+      if (item == 1) throw std::bad_alloc();
+    };
+  });
+  EXPECT_EQ(Code::kResourceExhausted, status.code());
+  EXPECT_EQ(2, num_runs);
+  for (const auto& task : pool.tasks) task();
+  EXPECT_EQ(2, num_runs);
+}
+
+TEST(SharedWorkTest, SeveralThreadsMayLackMemory) {
+  Threads threads(4);
+  std::atomic<int> num_workers{0};
+  // Four threads have an item before two of them fail.
+  const Status status = RunShared(50, 4, &threads, [&] {
+    const bool fails = num_workers++ % 2 == 0;
+    while (num_workers < 4) std::this_thread::yield();
+    if (fails) throw std::bad_alloc();
+    return [](int64_t) {};
+  });
+  EXPECT_EQ(Code::kResourceExhausted, status.code());
+}
+
+TEST(SharedWorkTest, APoolMayTakeNoTasks) {
+  class FullPool : public Executor {
+   public:
+    void Schedule(std::function<void()>) override { throw std::bad_alloc(); }
+    int64_t num_threads() const override { return 4; }
+  };
+  FullPool pool;
+  std::vector<int> runs(10);
+  EXPECT_TRUE(RunShared(10, 4, &pool, [&] {
+                return [&](int64_t item) { ++runs[item]; };
+              }).ok());
+  EXPECT_EQ(std::vector<int>(10, 1), runs);
+}
+
+TEST(SharedWorkTest, ThereMayBeNoItems) {
+  EXPECT_TRUE(RunShared(0, 4, nullptr, nullptr).ok());
 }
 
 }  // namespace

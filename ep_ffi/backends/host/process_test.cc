@@ -70,8 +70,7 @@ void DieLater(int64_t us, Way way, Rank& rank) {
 }
 
 std::string Name(int64_t op) {
-  return StrCat(OpName(static_cast<Op>(op % kNumOps)), "(layer \"",
-                testing::kLayerName, "\")");
+  return OpName(static_cast<Op>(op % kNumOps), testing::kLayerName);
 }
 
 // When a rank dies, relative to an op.
