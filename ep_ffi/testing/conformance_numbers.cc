@@ -23,6 +23,10 @@ TEST_P(GatherConformance, EveryOpMatchesTheOracle) {
         ExpectWorks(domain, op, routed, Fit({width, dtype}));
       }
     }
+    for (DType dtype : kDTypes) {
+      ExpectWorks(domain, Op::kCombine, routed, Fit({width, dtype}),
+                  /*weighted=*/false);
+    }
   }
 }
 
@@ -98,15 +102,6 @@ TEST_P(Conformance, AnUnspecifiedTailLeavesTheSlabsAlone) {
   const StepPtr step = NewStep(domain, Op::kDispatch, inputs);
   ExpectRuns(step);
   ExpectOracle(routed, step);
-}
-
-TEST_P(GatherConformance, CombineWithoutWeightsSumsTheRows) {
-  const Domain domain = MakeDomain(kWorld);
-  const Routed routed = PrepareRandom(domain, kDims);
-  for (DType dtype : kDTypes) {
-    ExpectWorks(domain, Op::kCombine, routed, Fit({9, dtype}),
-                /*weighted=*/false);
-  }
 }
 
 }  // namespace

@@ -269,19 +269,6 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
 
 INSTANTIATE_TEST_SUITE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
 
-// Each rank leaves as soon as its own last op is done; the others may still
-// be reading what it posted.
-TEST(ProcessTest, RanksThatLeaveDoNotDisturbTheOthers) {
-  for (int i = 0; i < 20; ++i) {
-    World world;
-    ExpectNothingSaid(world.Run([](Rank& rank) {
-      rank.Bootstrap(kTimeoutS);
-      for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
-      return rank.Close();
-    }));
-  }
-}
-
 // The child tries an op, closes the group, and destroys it.
 TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {
   World world;
