@@ -56,7 +56,8 @@ struct Backend {
 
   // ---- Promises. The suite that tests each is named beside it.
 
-  // It serves `Group::Gather`. (GatherConformance)
+  // It serves `Group::Gather`, with the contract's sums to the bit.
+  // (GatherConformance)
   bool gathers = true;
   // A failure on one rank fails the op on every rank, with a message that names
   // the op, the layer and the rank. (FailureConformance)

@@ -107,8 +107,10 @@ void Step::Post(int64_t rank) {
   }
   const auto entered =
       enter(inputs_[rank].mem.data(), inputs_[rank].mem.size());
-  IsScatter(op_) ? group.Scatter(std::move(call), ToScatterArgs(rank))
-                 : group.Gather(std::move(call), ToGatherArgs(rank));
+  if (IsScatter(op_)) {
+    return group.Scatter(std::move(call), ToScatterArgs(rank));
+  }
+  group.Gather(std::move(call), ToGatherArgs(rank));
 }
 
 PrepareArgs Step::ToPrepareArgs(int64_t rank) {
