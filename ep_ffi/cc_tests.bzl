@@ -2,7 +2,7 @@
 """One GoogleTest target per C++ test file."""
 
 load("@rules_cc//cc:cc_test.bzl", "cc_test")
-load(":copts.bzl", "EP_COPTS")
+load(":copts.bzl", "EP_TEST_COPTS")
 
 def cc_tests(srcs, deps, size = "small"):
     """Declares a cc_test of the same name for each file.
@@ -18,8 +18,7 @@ def cc_tests(srcs, deps, size = "small"):
             name = src.removesuffix(".cc"),
             size = size,
             srcs = [src],
-            # Compiling a test takes longer than running it.
-            copts = EP_COPTS + ["-O0"],
+            copts = EP_TEST_COPTS,
             linkstatic = True,
             deps = deps + [
                 "//ep_ffi/testing:expect",

@@ -35,3 +35,6 @@ EP_COPTS = [
     ],
     "//conditions:default": [],
 })
+
+# Compiling a test, and most of its support, takes longer than running it.
+EP_TEST_COPTS = EP_COPTS + ["-O0"]

@@ -5,9 +5,7 @@
 #ifndef EP_FFI_CORE_STR_CAT_H_
 #define EP_FFI_CORE_STR_CAT_H_
 
-#include <charconv>
-#include <locale>
-#include <sstream>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -15,8 +13,12 @@
 namespace ep {
 namespace internal {
 
-// Appends a text, a character, or a number as "%d" or "%g" would print it in
-// the locale "C".
+// Append a number as "%d" or "%g" would print it in the locale "C".
+void AppendInteger(int64_t number, std::string* out);
+void AppendUnsigned(uint64_t number, std::string* out);
+void AppendFraction(double number, std::string* out);
+
+// Appends a text, a character or a number.
 template <typename Part>
 void Append(const Part& part, std::string* out) {
   if constexpr (std::is_convertible_v<const Part&, std::string_view>) {
@@ -24,15 +26,11 @@ void Append(const Part& part, std::string* out) {
   } else if constexpr (std::is_same_v<Part, char>) {
     out->push_back(part);
   } else if constexpr (std::is_floating_point_v<Part>) {
-    // std::snprintf would use the program's locale. Only failures, which may
-    // take the time that a stream takes, have fractions.
-    std::ostringstream stream;
-    stream.imbue(std::locale::classic());
-    stream << part;
-    out->append(stream.str());
+    AppendFraction(part, out);
+  } else if constexpr (std::is_signed_v<decltype(+part)>) {
+    AppendInteger(+part, out);
   } else {
-    char text[32];
-    out->append(text, std::to_chars(text, text + sizeof(text), +part).ptr);
+    AppendUnsigned(+part, out);
   }
 }
 

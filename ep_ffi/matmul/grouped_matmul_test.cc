@@ -1,19 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
+
+// The matmul of slabs, and the work that its threads share.
+
 #include "ep_ffi/matmul/grouped_matmul.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <new>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "ep_ffi/core/denormals.h"
+#include "ep_ffi/core/mutex.h"
+#include "ep_ffi/matmul/shared_work.h"
 #include "ep_ffi/testing/formats.h"
 #include "ep_ffi/testing/samples.h"
 
@@ -27,7 +35,6 @@ using testing::Random;
 using testing::Store;
 using testing::Uniform;
 
-constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr Missing kMissing[] = {Missing::kRows, Missing::kMatrices,
                                 Missing::kOuts};
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -268,8 +275,10 @@ class GroupedMatmulTest : public ::testing::TestWithParam<const Kernels*> {
 INSTANTIATE_TEST_SUITE_P(AllKernels, GroupedMatmulTest,
                          ::testing::ValuesIn(SupportedKernels()));
 
+// So the bits of a row depend on it and on its matrix alone.
 TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
   Check(kernels_, {40, 17, {33, 5}, {3, 0, 9, 20}, {}});
+  Check(kernels_, {200, 70, {9, 4}, {20, 151, 5}, {}});
   Check(kernels_, {150, 16, {48}, {1, 149}, {}});   // copies of b
   Check(kernels_, {7, 600, {20}, {7}, {}});         // many steps
   Check(kernels_, {3, 2, {1500}, {1, 1}, {}});      // many columns
@@ -284,8 +293,8 @@ TEST_P(GroupedMatmulTest, EqualsPlainLoopsForAllShapes) {
 }
 
 TEST_P(GroupedMatmulTest, TakesAllPairsOfTypes) {
-  for (DType row_type : kTypes) {
-    for (DType matrix_type : kTypes) {
+  for (DType row_type : testing::kDTypes) {
+    for (DType matrix_type : testing::kDTypes) {
       for (Tail tail : {Tail::kUnspecified, Tail::kZero, Tail::kNan}) {
         Check(kernels_,
               {30, 19, {21, 16}, {5, 18}, {}, row_type, matrix_type, tail});
@@ -374,35 +383,6 @@ TEST_P(GroupedMatmulTest, ConvertsAllNumbers) {
   }
 }
 
-TEST_P(GroupedMatmulTest, BitsDependOnARowAndItsMatrixAlone) {
-  for (DType row_type : kTypes) {
-    // The same rows and matrix, in a buffer of their own and in the middle of
-    // others.
-    const Case alone = {3, 70, {90, 40}, {3}, {}, row_type};
-    const Case among = {400, 70, {90, 40}, {20, 301, 5}, {}, row_type};
-    constexpr int64_t kRow = 20 + 237;
-    for (Missing missing : {Missing::kRows, Missing::kOuts}) {
-      Arrays few(alone, 1), many(among, 2);
-      const auto copy = [](Array& from, Array& to, int64_t at, int64_t n) {
-        for (int64_t i = 0; i < n; ++i) to.Set(at + i, from.Get(i));
-      };
-      copy(few.rows, many.rows, kRow * 70, 3 * 70);
-      for (int i = 0; i < 2; ++i) {
-        const int64_t width = alone.widths[i];
-        copy(few.matrices[i], many.matrices[i], 70 * width, 70 * width);
-        copy(few.outs[i], many.outs[i], kRow * width, 3 * width);
-      }
-      ASSERT_TRUE(Compute(kernels_, alone, missing, &few).ok());
-      ASSERT_TRUE(Compute(kernels_, among, missing, &many).ok());
-      for (size_t i = 0; i < few.Of(missing).size(); ++i) {
-        const Array& x = *few.Of(missing)[i];
-        EXPECT_TRUE(x.Bits(0, x.size()) ==
-                    many.Of(missing)[i]->Bits(kRow * x.size() / 3, x.size()));
-      }
-    }
-  }
-}
-
 TEST_P(GroupedMatmulTest, BitsDoNotDependOnThreads) {
   // It is so large that it pays to wake other threads.
   Case c = {700, 64, {100, 48}, {300, 1, 260}, {{200, 99}, {0, 1}, {60, 77}}};
@@ -447,6 +427,95 @@ TEST_P(GroupedMatmulTest, RefusesSizesThatDoNotFitBeforeItWrites) {
       "grouped_matmul: segments[0, 0] is -1, but slab 0 has 3 rows; pass "
       "segments that lie in their slab.",
       message({10, 3, {2}, {3, 5}, {{-1, 1}, {2, 3}}}));
+}
+
+// Keeps tasks, as a pool does whose threads are busy.
+class BusyPool : public Executor {
+ public:
+  void Schedule(std::function<void()> task) override {
+    tasks.push_back(std::move(task));
+  }
+  int64_t num_threads() const override { return 4; }
+
+  std::vector<std::function<void()>> tasks;
+};
+
+TEST(SharedWorkTest, NoTaskIsWaitedForThatHasNotStarted) {
+  BusyPool pool;
+  std::vector<int> runs(10);
+  {
+    int num_workers = 0;
+    EXPECT_TRUE(RunShared(10, 4, &pool, [&] {
+                  ++num_workers;
+                  return [&](int64_t item) { ++runs[item]; };
+                }).ok());
+    EXPECT_EQ(1, num_workers);
+  }
+  EXPECT_EQ(std::vector<int>(10, 1), runs);
+  EXPECT_EQ(3u, pool.tasks.size());
+  // These find no item, and use nothing of the call.
+  for (const auto& task : pool.tasks) task();
+  EXPECT_EQ(std::vector<int>(10, 1), runs);
+}
+
+TEST(SharedWorkTest, OtherThreadsRunItemsThatTheCallAwaits) {
+  Threads threads(4);
+  std::atomic<int> num_workers{0}, num_ended{0};
+  // No item ends before four threads have one.
+  EXPECT_TRUE(RunShared(4, 4, &threads, [&] {
+                ++num_workers;
+                return [&](int64_t) {
+                  while (num_workers < 4) std::this_thread::yield();
+                  ++num_ended;
+                };
+              }).ok());
+  EXPECT_EQ(4, num_ended);
+}
+
+TEST(SharedWorkTest, LackOfMemoryIsAStatus) {
+  BusyPool pool;
+  int num_runs = 0;
+  const Status status = RunShared(3, 4, &pool, [&] {
+    return [&](int64_t item) {
+      ++num_runs;
+      if (item == 1) throw std::bad_alloc();
+    };
+  });
+  EXPECT_EQ(Code::kResourceExhausted, status.code());
+  EXPECT_EQ(2, num_runs);
+  for (const auto& task : pool.tasks) task();
+  EXPECT_EQ(2, num_runs);
+}
+
+TEST(SharedWorkTest, SeveralThreadsMayLackMemory) {
+  Threads threads(4);
+  std::atomic<int> num_workers{0};
+  // Four threads have an item before two of them fail.
+  const Status status = RunShared(50, 4, &threads, [&] {
+    const bool fails = num_workers++ % 2 == 0;
+    while (num_workers < 4) std::this_thread::yield();
+    if (fails) throw std::bad_alloc();
+    return [](int64_t) {};
+  });
+  EXPECT_EQ(Code::kResourceExhausted, status.code());
+}
+
+TEST(SharedWorkTest, APoolMayTakeNoTasks) {
+  class FullPool : public Executor {
+   public:
+    void Schedule(std::function<void()>) override { throw std::bad_alloc(); }
+    int64_t num_threads() const override { return 4; }
+  };
+  FullPool pool;
+  std::vector<int> runs(10);
+  EXPECT_TRUE(RunShared(10, 4, &pool, [&] {
+                return [&](int64_t item) { ++runs[item]; };
+              }).ok());
+  EXPECT_EQ(std::vector<int>(10, 1), runs);
+}
+
+TEST(SharedWorkTest, ThereMayBeNoItems) {
+  EXPECT_TRUE(RunShared(0, 4, nullptr, nullptr).ok());
 }
 
 }  // namespace

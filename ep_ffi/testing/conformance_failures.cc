@@ -28,9 +28,7 @@ TEST_P(FailureConformance, AMeshThatHasARankElsewhereFailsOnEveryRank) {
   for (int32_t rank = 0; rank < kDims.ep_size; ++rank) {
     inputs[rank].place = {rank, 0};
   }
-  for (const Status& status : NewStep(domain, Op::kPrepare, inputs)->Run()) {
-    EXPECT_TRUE(status.ok()) << status.message();
-  }
+  ExpectRuns(NewStep(domain, Op::kPrepare, inputs));
   inputs[2].place[0] = 1;
   ExpectFailureOnAll({Code::kFailedPrecondition,
                       {"ep_prepare", kLayerName, "rank 2",
@@ -93,7 +91,7 @@ TEST_P(FailureConformance, RanksThatPrepareDifferentLayersFail) {
     std::vector<RankInput> inputs =
         PrepareInputs(kDims, RandomChoices(random_, kDims));
     c.differ(&inputs[1]);
-    ExpectFailureOnAll(ToFailure(c, GetParam().checks_every_op),
+    ExpectFailureOnAll(ToFailure(c, backend_.checks_every_op),
                        NewStep(domain, c.op, inputs));
   }
   PrepareRandom(domain, kDims);

@@ -70,10 +70,6 @@ uint32_t Encode(DType dtype, double value) {
   return sign | std::min(magnitude, f.infinity());
 }
 
-double UnitRoundoff(DType dtype) {
-  return std::ldexp(0.5, -FormatOf(dtype).fraction_bits);
-}
-
 double Load(DType dtype, const std::byte* array, int64_t index) {
   const int64_t width = ByteWidth(dtype);
   uint32_t bits = 0;  // little-endian

@@ -25,10 +25,6 @@ uint32_t Encode(DType dtype, double value);
 double Load(DType dtype, const std::byte* array, int64_t index);
 void Store(DType dtype, double value, std::byte* array, int64_t index);
 
-// Returns the largest change that rounding to a format makes, relative to the
-// value.
-double UnitRoundoff(DType dtype);
-
 }  // namespace ep::testing
 
 #endif  // EP_FFI_TESTING_FORMATS_H_

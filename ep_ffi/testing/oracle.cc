@@ -2,16 +2,12 @@
 #include "ep_ffi/testing/oracle.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 
 #include "ep_ffi/core/status.h"
 #include "ep_ffi/testing/formats.h"
 
 namespace ep::testing {
 namespace {
-
-bool IsScatter(Op op) { return op == Op::kDispatch || op == Op::kCombineBwd; }
 
 RankData ScatterTo(int64_t rank, const PlanDims& dims, const Layout& layout,
                    const RowType& type, const std::vector<RankData>& inputs,
@@ -65,24 +61,19 @@ RankData GatherTo(int64_t rank, const PlanDims& dims, const Layout& layout,
 // Does the work of Difference for one array.
 std::string ArrayDifference(const char* what, DType dtype, int64_t width,
                             const std::byte* expected, const std::byte* actual,
-                            int64_t bytes, const std::vector<double>& slack) {
-  if (std::equal(expected, expected + bytes, actual)) return "";
-  const int64_t element = ByteWidth(dtype);
-  for (int64_t i = 0; i < bytes / element; ++i) {
-    if (std::memcmp(expected + i * element, actual + i * element, element) ==
-        0) {
-      continue;
-    }
-    const double want = Load(dtype, expected, i);
-    const double got = Load(dtype, actual, i);
-    if (!slack.empty() && std::abs(want - got) <= slack[i]) continue;
-    return StrCat(what, " differ at [", i / width, ", ", i % width,
-                  "]: expected ", want, ", got ", got);
-  }
-  return "";
+                            int64_t bytes) {
+  const std::byte* const end = expected + bytes;
+  const std::byte* const differs = std::mismatch(expected, end, actual).first;
+  if (differs == end) return "";
+  const int64_t i = (differs - expected) / ByteWidth(dtype);
+  return StrCat(what, " differ at [", i / width, ", ", i % width,
+                "]: expected ", Load(dtype, expected, i), ", got ",
+                Load(dtype, actual, i));
 }
 
 }  // namespace
+
+bool IsScatter(Op op) { return op == Op::kDispatch || op == Op::kCombineBwd; }
 
 bool Layout::Overflows(const PlanDims& dims) const {
   return max_recv_tokens > dims.capacity;
@@ -133,45 +124,27 @@ Layout LayOut(const PlanDims& dims, const Choices& topk_idx) {
   return layout;
 }
 
+RankData ApplyOn(int64_t rank, Op op, const PlanDims& dims,
+                 const Layout& layout, const RowType& type,
+                 const std::vector<RankData>& inputs) {
+  return IsScatter(op) ? ScatterTo(rank, dims, layout, type, inputs,
+                                   /*weighted=*/op == Op::kDispatch)
+                       : GatherTo(rank, dims, layout, type, inputs,
+                                  /*scale=*/op == Op::kCombine);
+}
+
 std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
                             const RowType& type,
                             const std::vector<RankData>& inputs) {
   std::vector<RankData> outputs;
   for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
-    outputs.push_back(IsScatter(op)
-                          ? ScatterTo(rank, dims, layout, type, inputs,
-                                      /*weighted=*/op == Op::kDispatch)
-                          : GatherTo(rank, dims, layout, type, inputs,
-                                     /*scale=*/op == Op::kCombine));
+    outputs.push_back(ApplyOn(rank, op, dims, layout, type, inputs));
   }
   return outputs;
 }
 
-std::vector<std::vector<double>> RoundingSlack(
-    Op op, const PlanDims& dims, const Layout& layout, const RowType& type,
-    const std::vector<RankData>& inputs, double roundings) {
-  std::vector<RankData> sizes = inputs;
-  for (RankData& data : sizes) {
-    std::byte* rows = data.rows.data();
-    for (size_t i = 0; i < data.rows.size() / ByteWidth(type.dtype); ++i) {
-      Store(type.dtype, std::abs(Load(type.dtype, rows, i)), rows, i);
-    }
-    for (float& weight : data.weights) weight = std::abs(weight);
-  }
-  std::vector<std::vector<double>> slack;
-  for (const RankData& sums : Apply(op, dims, layout, type, sizes)) {
-    std::vector<double>& mine = slack.emplace_back();
-    for (size_t i = 0; i < sums.rows.size() / ByteWidth(type.dtype); ++i) {
-      mine.push_back(roundings * UnitRoundoff(type.dtype) *
-                     Load(type.dtype, sums.rows.data(), i));
-    }
-  }
-  return slack;
-}
-
 std::string Difference(const RowType& type, const RankData& expected,
-                       const RankData& actual,
-                       const std::vector<double>& slack) {
+                       const RankData& actual) {
   if (expected.rows.size() != actual.rows.size() ||
       expected.weights.size() != actual.weights.size()) {
     return StrCat("sizes differ: expected ", expected.rows.size(),
@@ -181,13 +154,13 @@ std::string Difference(const RowType& type, const RankData& expected,
   }
   const std::string rows =
       ArrayDifference("rows", type.dtype, type.width, expected.rows.data(),
-                      actual.rows.data(), expected.rows.size(), slack);
+                      actual.rows.data(), expected.rows.size());
   if (!rows.empty()) return rows;
   return ArrayDifference(
       "weights", DType::kFloat32, 1,
       reinterpret_cast<const std::byte*>(expected.weights.data()),
       reinterpret_cast<const std::byte*>(actual.weights.data()),
-      expected.weights.size() * sizeof(float), {});
+      expected.weights.size() * sizeof(float));
 }
 
 }  // namespace ep::testing

@@ -43,6 +43,14 @@ struct RankData {
   std::vector<float> weights;
 };
 
+inline constexpr Op kMoves[] = {Op::kDispatch, Op::kCombine, Op::kDispatchBwd,
+                                Op::kCombineBwd};
+inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16,
+                                    DType::kFloat16};
+
+// Returns whether an op moves tokens to slots; the others sum slots.
+bool IsScatter(Op op);
+
 // The type of a row.
 struct RowType {
   int64_t width;
@@ -51,24 +59,18 @@ struct RowType {
   int64_t bytes() const { return width * ByteWidth(dtype); }
 };
 
-// Returns the outputs of an op other than ep_prepare, on every rank. The rows
-// of the tail are zero.
+// Returns the outputs of an op other than ep_prepare, on one rank or on every
+// rank. The rows of the tail are zero.
+RankData ApplyOn(int64_t rank, Op op, const PlanDims& dims,
+                 const Layout& layout, const RowType& type,
+                 const std::vector<RankData>& inputs);
 std::vector<RankData> Apply(Op op, const PlanDims& dims, const Layout& layout,
                             const RowType& type,
                             const std::vector<RankData>& inputs);
 
-// Returns by how much each element of an op's rows may differ if sums round
-// more often, or in another order: the sum of the sizes of its terms, times the
-// format's unit roundoff, times `roundings`.
-std::vector<std::vector<double>> RoundingSlack(
-    Op op, const PlanDims& dims, const Layout& layout, const RowType& type,
-    const std::vector<RankData>& inputs, double roundings);
-
-// Tells where the two first differ; empty if they are equal bit for bit. With
-// `slack`, each element of the rows may differ by that much.
+// Tells where the two first differ; empty if they are equal bit for bit.
 std::string Difference(const RowType& type, const RankData& expected,
-                       const RankData& actual,
-                       const std::vector<double>& slack = {});
+                       const RankData& actual);
 
 }  // namespace ep::testing
 

@@ -5,53 +5,19 @@
 
 #include <chrono>
 #include <cstring>
-#include <deque>
 #include <thread>
 #include <utility>
 
 namespace ep::testing {
 namespace {
 
-// Two threads that serve every call of the test program. Thread-safe.
-class Pool : public Executor {
+// Starts a thread for each task. Thread-safe.
+class Threads : public Executor {
  public:
-  static Pool* Get() {
-    static Pool* pool = new Pool();  // leaked because its threads never end
-    return pool;
-  }
-
   void Schedule(std::function<void()> task) override {
-    MutexLock lock(mutex_);
-    tasks_.push_back(std::move(task));
-    changed_.NotifyOne();
+    std::thread(std::move(task)).detach();
   }
-  int64_t num_threads() const override { return kThreads; }
-
- private:
-  static constexpr int kThreads = 2;
-
-  Pool() {
-    for (int i = 0; i < kThreads; ++i) {
-      std::thread([this] { Work(); }).detach();
-    }
-  }
-
-  // Waits for a task.
-  std::function<void()> Take() {
-    MutexLock lock(mutex_);
-    while (tasks_.empty()) changed_.Wait(mutex_);
-    std::function<void()> task = std::move(tasks_.front());
-    tasks_.pop_front();
-    return task;
-  }
-
-  void Work() {
-    while (true) Take()();
-  }
-
-  Mutex mutex_;
-  CondVar changed_;
-  std::deque<std::function<void()>> tasks_ EP_GUARDED_BY(mutex_);
+  int64_t num_threads() const override { return 2; }
 };
 
 constexpr size_t kCanaryElements = 16;
@@ -119,30 +85,35 @@ Step::Step(const Domain& domain, Op op, Place place,
 }
 
 void Step::Post(int64_t rank) {
+  static Threads threads;
   Call call = {op_,
                &sites_[rank],
                place_.run_id,
                domain_.devices[rank],
-               Pool::Get(),
+               &threads,
                domain_.stream(rank),
                /*communicator=*/nullptr,
                [self = shared_from_this(), rank](Status status) {
                  self->Complete(rank, std::move(status));
                }};
   Group& group = *domain_.groups[rank];
-  switch (op_) {
-    case Op::kPrepare:
-      return PostPrepare(rank, std::move(call));
-    case Op::kDispatch:
-    case Op::kCombineBwd:
-      return group.Scatter(std::move(call), ToScatterArgs(rank));
-    case Op::kCombine:
-    case Op::kDispatchBwd:
-      return group.Gather(std::move(call), ToGatherArgs(rank));
+  const auto enter = [&](const void* mem, int64_t bytes) {
+    return domain_.enter ? domain_.enter(rank, mem, bytes, &call) : nullptr;
+  };
+  if (op_ == Op::kPrepare) {
+    const PrepareArgs args = ToPrepareArgs(rank);
+    const auto entered = enter(args.mem, args.mem_bytes);
+    return group.Prepare(std::move(call), args);
   }
+  const auto entered =
+      enter(inputs_[rank].mem.data(), inputs_[rank].mem.size());
+  if (IsScatter(op_)) {
+    return group.Scatter(std::move(call), ToScatterArgs(rank));
+  }
+  group.Gather(std::move(call), ToGatherArgs(rank));
 }
 
-void Step::PostPrepare(int64_t rank, Call call) {
+PrepareArgs Step::ToPrepareArgs(int64_t rank) {
   const RankInput& in = inputs_[rank];
   RankOutput& out = outputs_[rank];
   int64_t mem_bytes = 0;  // stays 0 if the group refuses, as Prepare then does
@@ -155,13 +126,19 @@ void Step::PostPrepare(int64_t rank, Call call) {
   Arm(in.dims.num_choices(), &out.kept);
   const void* topk_idx = narrow_idx_[rank].data();
   if (in.index_is_int64) topk_idx = in.topk_idx.data();
-  domain_.groups[rank]->Prepare(
-      std::move(call),
-      {topk_idx, in.place.empty() ? nullptr : in.place.data(),
-       in.index_is_int64, in.dims.num_tokens, in.dims.top_k, out.mem.data(),
-       mem_bytes, out.group_sizes.data(), out.token_counts.data(),
-       &out.total_recv_tokens, out.dropped_counts.data(), &out.max_recv_tokens,
-       out.kept.data()});
+  return {topk_idx,
+          in.place.empty() ? nullptr : in.place.data(),
+          in.index_is_int64,
+          in.dims.num_tokens,
+          in.dims.top_k,
+          out.mem.data(),
+          mem_bytes,
+          out.group_sizes.data(),
+          out.token_counts.data(),
+          &out.total_recv_tokens,
+          out.dropped_counts.data(),
+          &out.max_recv_tokens,
+          out.kept.data()};
 }
 
 ScatterArgs Step::ToScatterArgs(int64_t rank) {

@@ -30,6 +30,12 @@ struct WorldOptions {
 
 // One EP domain as a backend made it. Ranks may share a group.
 struct Domain {
+  // If given, it is called before each op of a rank, with the bytes of its
+  // EpHandle.mem, and may change the call. What it returns lives until the
+  // backend returns.
+  std::function<std::shared_ptr<void>(int64_t rank, const void* mem,
+                                      int64_t bytes, Call* call)>
+      enter;
   std::vector<std::shared_ptr<Group>> groups;  // by rank
   std::vector<int32_t> devices;                // by rank
   // Empty unless ops are done when they are enqueued. Then the stream of each
@@ -106,7 +112,8 @@ class Step : public std::enable_shared_from_this<Step> {
   Status Wait(int64_t rank);
   // Posts and waits on all ranks at once. Returns the statuses by rank.
   std::vector<Status> Run();
-  const RankInput& input(int64_t rank) const { return inputs_[rank]; }
+  Op op() const { return op_; }
+  const std::vector<RankInput>& inputs() const { return inputs_; }
   const RankOutput& output(int64_t rank) const { return outputs_[rank]; }
 
  private:
@@ -114,7 +121,7 @@ class Step : public std::enable_shared_from_this<Step> {
 
   void Complete(int64_t rank, Status status);
   Status WaitForCall(int64_t rank);
-  void PostPrepare(int64_t rank, Call call);
+  PrepareArgs ToPrepareArgs(int64_t rank);
   ScatterArgs ToScatterArgs(int64_t rank);
   GatherArgs ToGatherArgs(int64_t rank);
 

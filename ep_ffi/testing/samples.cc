@@ -69,6 +69,15 @@ RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
   return data;
 }
 
+RankData RandomInput(Random& random, Op op, const PlanDims& dims,
+                     const RowType& type, bool weighted) {
+  const bool scatters = IsScatter(op);
+  int64_t num_weights = scatters ? dims.num_choices() : dims.capacity;
+  if (op == Op::kCombineBwd || !weighted) num_weights = 0;
+  return RandomData(random, type, scatters ? dims.num_tokens : dims.capacity,
+                    num_weights);
+}
+
 void PoisonUnusedSlots(const RowType& type, const std::vector<Route>& recv,
                        RankData* slots) {
   for (size_t c = 0; c < recv.size(); ++c) {

@@ -35,6 +35,11 @@ Choices RandomChoices(Random& random, const PlanDims& dims);
 RankData RandomData(Random& random, const RowType& type, int64_t num_rows,
                     int64_t num_weights);
 
+// Returns the inputs of an op other than ep_prepare. Without `weighted`, it has
+// no weights.
+RankData RandomInput(Random& random, Op op, const PlanDims& dims,
+                     const RowType& type, bool weighted = true);
+
 // Writes NaN to the slots that hold no token, since no op may read them.
 void PoisonUnusedSlots(const RowType& type, const std::vector<Route>& recv,
                        RankData* slots);

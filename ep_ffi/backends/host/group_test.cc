@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <thread>
 
@@ -120,12 +121,8 @@ TEST(HostGroupTest, AGroupMayCloseAtAnyMomentOfItsOps) {
   }
 }
 
-// The resources of the process that a group could leak.
-struct Holdings {
-  size_t descriptors, segments, threads;
-};
-
-Holdings CountHoldings() {
+// Returns the descriptors, segments and threads of the process.
+std::array<size_t, 3> CountHoldings() {
   const std::string segments = Lines("/proc/self/maps", "memfd:ep_");
   return {
       CountEntries("/proc/self/fd"),
@@ -146,18 +143,17 @@ TEST(HostGroupTest, ClosedGroupsHoldNothing) {
     for (const auto& group : domain.groups) (void)group->Close();
   };
   cycle();  // some things are made once and kept
-  const Holdings before = CountHoldings();
+  const auto before = CountHoldings();
   for (int i = 0; i < 200; ++i) cycle();
   // The last threads end, and free what they hold, a moment later.
-  Holdings after;
-  WaitFor(/*seconds=*/5, [&] {
-    after = CountHoldings();
-    return after.descriptors <= before.descriptors &&
-           after.segments <= before.segments && after.threads <= before.threads;
-  });
-  EXPECT_LE(after.descriptors, before.descriptors);
-  EXPECT_LE(after.segments, before.segments);
-  EXPECT_LE(after.threads, before.threads);
+  const auto has_no_more = [&] {
+    const auto after = CountHoldings();
+    return after[0] <= before[0] && after[1] <= before[1] &&
+           after[2] <= before[2];
+  };
+  EXPECT_TRUE(WaitFor(/*seconds=*/5, has_no_more))
+      << ::testing::PrintToString(before) << " became "
+      << ::testing::PrintToString(CountHoldings());
   for (const Status& status : PrepareStep(closed[0], kTwoRanks)->Run()) {
     ExpectFailure(
         {Code::kFailedPrecondition, {"ep_prepare(layer", "finalized"}}, status);

@@ -81,33 +81,6 @@ struct Shared {
   Fd fd;
 };
 
-TEST(ImpostorTest, AFailureWithoutAnErrorDoesNotCompleteAnOp) {
-  const GroupWithImpostor group({kDims});
-  const StepPtr prepare = Prepare(group, /*run_id=*/1);
-  Message fail = {};
-  fail.type = Message::kFail;
-  fail.code = static_cast<int32_t>(Code::kOk);
-  fail.launch.run_id = 1;
-  group.impostor->Send(Encode(fail, ""));
-  EXPECT_EQ(Code::kUnavailable, prepare->Wait(0).code());
-}
-
-// The impostor has all ranks of the second domain, and posts as each of them.
-TEST(ImpostorTest, PostsInADomainOfOthersFailTheirRun) {
-  const GroupWithImpostor group({kDims, /*num_domains=*/2});
-  const StepPtr prepare = Prepare(group, /*run_id=*/1);
-  const Shared shared(group);
-  shared.Announce();
-  Message post = NextPost(*group.impostor);
-  post.segment = 0;
-  post.domain = 1;
-  for (int32_t rank : {0, 1}) {
-    post.rank = rank;
-    group.impostor->Send(Encode(post, ""));
-  }
-  EXPECT_EQ(Code::kInternal, prepare->Wait(0).code());
-}
-
 TEST(ImpostorTest, GarbageEndsTheConnection) {
   const GroupWithImpostor group({kDims});
   const auto begin = std::chrono::steady_clock::now();

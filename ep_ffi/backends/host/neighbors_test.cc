@@ -163,6 +163,8 @@ TEST(NeighborsTest, NothingIsSentToAnotherUser) {
   }
 }
 
+// Each rank leaves as soon as its own last op is done; the others may still be
+// reading what it posted.
 TEST(NeighborsTest, AnotherUserCannotStopABootstrap) {
   for (int i = 0; i < 10; ++i) {
     World world;

@@ -70,8 +70,7 @@ void DieLater(int64_t us, Way way, Rank& rank) {
 }
 
 std::string Name(int64_t op) {
-  return StrCat(OpName(static_cast<Op>(op % kNumOps)), "(layer \"",
-                testing::kLayerName, "\")");
+  return OpName(static_cast<Op>(op % kNumOps), testing::kLayerName);
 }
 
 // When a rank dies, relative to an op.
@@ -269,19 +268,6 @@ TEST_P(DeathTest, ARankMayDieInFinalize) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, DeathTest, ::testing::ValuesIn(kWays));
-
-// Each rank leaves as soon as its own last op is done; the others may still
-// be reading what it posted.
-TEST(ProcessTest, RanksThatLeaveDoNotDisturbTheOthers) {
-  for (int i = 0; i < 20; ++i) {
-    World world;
-    ExpectNothingSaid(world.Run([](Rank& rank) {
-      rank.Bootstrap(kTimeoutS);
-      for (int64_t j = 0; j < kNumOps; ++j) rank.Next();
-      return rank.Close();
-    }));
-  }
-}
 
 // The child tries an op, closes the group, and destroys it.
 TEST(ProcessTest, AForkedChildDoesNotDisturbItsParent) {

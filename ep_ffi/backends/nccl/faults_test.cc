@@ -1,42 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of faults that the device finds in a routing or a handle.
+// Tests of faults that the device finds in a routing or a handle and, in
+// checked mode, in what ep_combine returns.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <utility>
 
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
+#include "ep_ffi/testing/formats.h"
 
 namespace ep::nccl {
 namespace {
 
 constexpr int64_t kWindow = Reports::kWindow;
 
-using FaultsTest = NcclGroupTest;
-INSTANTIATE_TEST_SUITE_P(Fake, FaultsTest, ::testing::Values(FakeNccl()));
+class FaultsTest : public NcclGroupTest {
+ protected:
+  // Returns steps of ep_prepare, one of which has a wrong id on rank 1.
+  std::vector<StepPtr> NewPrepares(const Domain& domain, int64_t count,
+                                   int64_t faulty) {
+    std::vector<StepPtr> steps;
+    for (int64_t i = 0; i < count; ++i) {
+      Choices topk_idx = RandomChoices(random_, kDims);
+      if (i == faulty) topk_idx[1][4] = -7;
+      steps.push_back(NewPrepare(domain, kDims, topk_idx));
+    }
+    return steps;
+  }
+};
 
-TEST_P(FaultsTest, AFaultMakesNansOnEveryRank) {
+void ExpectNans(const Step& step) {
+  for (size_t rank = 0; rank < step.inputs().size(); ++rank) {
+    ExpectNan(step.inputs()[rank].type, step.output(rank).data);
+  }
+}
+
+TEST_F(FaultsTest, AFaultMakesNansOnEveryRank) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareFault(domain, kDims);
   for (Op op : kMoves) {
     for (DType dtype : kDTypes) {
-      const RowType type = Conformance::Fit({8, dtype});
-      const StepPtr step = NewStep(domain, op, RandomInputs(op, routed, type));
+      const StepPtr step =
+          NewStep(domain, op, RandomInputs(op, routed, Fit({8, dtype})));
       ExpectRuns(step);
-      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-        ExpectNan(type, step->output(rank).data);
-      }
+      ExpectNans(*step);
     }
   }
   ExpectWorks(domain, Op::kDispatch, PrepareRandom(domain, kDims), AnyType());
 }
 
-TEST_P(FaultsTest, ARepeatedIdFails) {
+TEST_F(FaultsTest, ARepeatedIdFails) {
   const Domain domain = MakeDomain(kWorld);
   Choices topk_idx = RandomChoices(random_, kDims);
   topk_idx[3][8] = topk_idx[3][9] = 5;
@@ -46,7 +65,7 @@ TEST_P(FaultsTest, ARepeatedIdFails) {
 }
 
 // Each block of threads looks for the first one among its choices.
-TEST_P(FaultsTest, TheFirstOfManyWrongIdsIsNamed) {
+TEST_F(FaultsTest, TheFirstOfManyWrongIdsIsNamed) {
   PlanDims dims = kDims;
   dims.num_tokens = 700;
   dims.capacity = 4 * dims.num_choices();
@@ -61,15 +80,11 @@ TEST_P(FaultsTest, TheFirstOfManyWrongIdsIsNamed) {
   }
 }
 
-TEST_P(FaultsTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
+TEST_F(FaultsTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
   Domain domain = MakeDomain(kWorld);
   const auto synchronize = std::exchange(domain.synchronize, nullptr);
-  std::vector<StepPtr> steps;
-  for (int64_t i = 0; i < 3 * kWindow; ++i) {
-    Choices topk_idx = RandomChoices(random_, kDims);
-    if (i == 2) topk_idx[1][4] = -7;
-    steps.push_back(NewPrepare(domain, kDims, topk_idx));
-  }
+  const std::vector<StepPtr> steps =
+      NewPrepares(domain, 3 * kWindow, /*faulty=*/2);
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     for (size_t i = 0; i < steps.size(); ++i) {
       SCOPED_TRACE(i);
@@ -87,15 +102,11 @@ TEST_P(FaultsTest, AFaultFailsTheSameLaterPrepareOnEveryRank) {
 }
 
 // A rank that reads a fault earlier than its peers still enqueues the same ops.
-TEST_P(FaultsTest, ARankThatChecksAloneStaysInStep) {
+TEST_F(FaultsTest, ARankThatChecksAloneStaysInStep) {
   Domain domain = MakeDomain(kWorld);
   const auto check = std::exchange(domain.synchronize, nullptr);
-  std::vector<StepPtr> steps;
-  for (int64_t i = 0; i < 2 * kWindow; ++i) {
-    Choices topk_idx = RandomChoices(random_, kDims);
-    if (i == 0) topk_idx[1][4] = -7;
-    steps.push_back(NewPrepare(domain, kDims, topk_idx));
-  }
+  const std::vector<StepPtr> steps =
+      NewPrepares(domain, 2 * kWindow, /*faulty=*/0);
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
     for (size_t i = 0; i < steps.size(); ++i) {
       SCOPED_TRACE(i);
@@ -110,7 +121,7 @@ TEST_P(FaultsTest, ARankThatChecksAloneStaysInStep) {
 
 // The header of a handle says which routing it is. Here are routings that NCCL
 // EP cannot tell from the right one.
-TEST_P(FaultsTest, AForeignHandleMakesNans) {
+TEST_F(FaultsTest, AForeignHandleMakesNans) {
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
   other.alignment = 4;
@@ -127,9 +138,7 @@ TEST_P(FaultsTest, AForeignHandleMakesNans) {
     for (Op op : kMoves) {
       const StepPtr step = NewMove(domain, op, routed);
       ExpectWordsOnAll({"handle.mem", "ep_prepare"}, step);
-      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-        ExpectNan(AnyType(), step->output(rank).data);
-      }
+      ExpectNans(*step);
     }
   }
   for (const auto& group : domain.groups) ExpectOk(group->Check());
@@ -137,35 +146,33 @@ TEST_P(FaultsTest, AForeignHandleMakesNans) {
 }
 
 // All bytes of the handle are random, also in NCCL EP's part, which must not
-// read them, on one rank or on all.
-TEST_P(FaultsTest, RandomBytesMakeNans) {
+// read them.
+TEST_F(FaultsTest, RandomBytesMakeNans) {
   const Domain domain = MakeDomain(kWorld);
   const Routed good = PrepareRandom(domain, kDims);
-  for (bool on_all : {true, false}) {
+  for (const std::vector<int64_t>& ranks :
+       std::vector<std::vector<int64_t>>{{0, 1, 2, 3}, {2}}) {
     Routed routed = good;
-    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-      if (!on_all && rank != 2) continue;
+    for (int64_t rank : ranks) {
       for (std::byte& byte : routed.mems[rank]) byte = std::byte(random_());
     }
     for (Op op : kMoves) {
-      SCOPED_TRACE(StrCat(OpName(op), on_all ? " on all ranks" : " on one"));
+      SCOPED_TRACE(StrCat(OpName(op), " on ", ranks.size(), " ranks"));
       const StepPtr step = NewMove(domain, op, routed);
-      const std::vector<Status> statuses = step->Run();
-      for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-        if (!on_all && rank != 2) {
-          ExpectOk(statuses[rank]);
-          continue;
-        }
+      std::vector<Status> statuses = step->Run();
+      for (int64_t rank : ranks) {
         ExpectWords({"handle.mem", "ep_prepare"}, statuses[rank]);
         ExpectNan(AnyType(), step->output(rank).data);
+        statuses[rank] = Status();
       }
+      for (const Status& status : statuses) ExpectOk(status);
     }
   }
   ExpectWorks(domain, Op::kDispatch, good, AnyType());
 }
 
 // An op is identified by its position and its program.
-TEST_P(FaultsTest, RanksThatPrepareInDifferentPlacesFail) {
+TEST_F(FaultsTest, RanksThatPrepareInDifferentPlacesFail) {
   const Domain domain = MakeDomain(kWorld);
   const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
   const int64_t run = NextRun();
@@ -185,7 +192,7 @@ TEST_P(FaultsTest, RanksThatPrepareInDifferentPlacesFail) {
 
 // A rank that loads a program from a cache instantiates its ops more or less
 // often than one that compiles it.
-TEST_P(FaultsTest, RanksMayCountCopiesOfAnOpDifferently) {
+TEST_F(FaultsTest, RanksMayCountCopiesOfAnOpDifferently) {
   const Domain domain = MakeDomain(kWorld);
   const auto inputs = PrepareInputs(kDims, RandomChoices(random_, kDims));
   const int64_t run = NextRun();
@@ -199,7 +206,7 @@ TEST_P(FaultsTest, RanksMayCountCopiesOfAnOpDifferently) {
   });
 }
 
-TEST_P(FaultsTest, AHandleOfAnotherSizeIsRefused) {
+TEST_F(FaultsTest, AHandleOfAnotherSizeIsRefused) {
   const Domain domain = MakeDomain(kWorld);
   Routed routed = PrepareRandom(domain, kDims);
   for (std::vector<std::byte>& mem : routed.mems) mem.resize(mem.size() - 8);
@@ -207,6 +214,133 @@ TEST_P(FaultsTest, AHandleOfAnotherSizeIsRefused) {
     ExpectWordsOnAll({OpName(op), "handle.mem has", "ep_prepare"},
                      NewMove(domain, op, routed));
   }
+}
+
+// Sets a column of the row that an expert returns for a rank's choice.
+void SetTerm(const Routed& routed, int64_t rank, int64_t choice, int64_t column,
+             double value, std::vector<RankInput>* inputs) {
+  const Route route = routed.layout.send[rank][choice];
+  RankInput& holder = (*inputs)[route.rank];
+  testing::Store(holder.type.dtype, value, holder.data.rows.data(),
+                 route.index * holder.type.width + column);
+}
+
+class CheckedCombineTest : public NcclGroupTest {
+ protected:
+  static constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  static constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();
+
+  // Prepares a routing without unused choices.
+  Routed PrepareFull(const Domain& domain) {
+    std::vector<int64_t> topk_idx(kDims.num_choices());
+    for (size_t i = 0; i < topk_idx.size(); ++i) {
+      topk_idx[i] = i % kDims.num_experts;
+    }
+    return Prepare(domain, kDims, Choices(kDims.ep_size, topk_idx));
+  }
+  std::vector<RankInput> CheckedInputs(Op op, const Routed& routed,
+                                       const RowType& type) {
+    std::vector<RankInput> inputs = RandomInputs(op, routed, type);
+    for (RankInput& input : inputs) input.checked = true;
+    return inputs;
+  }
+};
+
+TEST_F(CheckedCombineTest, TheFirstElementThatIsNotFiniteIsNamedOnce) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareFull(domain);
+  for (DType dtype : kDTypes) {
+    for (double value : {kNoNumber, kInfinity, -kInfinity}) {
+      for (int64_t column : {300, 301}) {
+        SCOPED_TRACE(StrCat(ByteWidth(dtype), " bytes, ", value));
+        std::vector<RankInput> inputs =
+            CheckedInputs(Op::kCombine, routed, Fit({400, dtype}));
+        SetTerm(routed, /*rank=*/2, /*choice=*/7, column, value, &inputs);
+        SetTerm(routed, /*rank=*/2, /*choice=*/6, 302, value, &inputs);
+        SetTerm(routed, /*rank=*/2, /*choice=*/8, 0, value, &inputs);
+        const std::vector<Status> statuses =
+            NewStep(domain, Op::kCombine, inputs)->Run();
+        for (int64_t rank : {0, 1, 3}) ExpectOk(statuses[rank]);
+        EXPECT_EQ(Code::kInvalidArgument, statuses[2].code());
+        EXPECT_EQ(StrCat("ep_combine(layer \"", testing::kLayerName,
+                         "\"), rank 2: out[3, ", column, "] is not finite"),
+                  statuses[2].message());
+        ExpectOk(domain.groups[2]->Check());
+      }
+    }
+  }
+}
+
+TEST_F(CheckedCombineTest, LargeNumbersAreFinite) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareFull(domain);
+  for (DType dtype : kDTypes) {
+    std::vector<RankInput> inputs =
+        CheckedInputs(Op::kCombine, routed, Fit({8, dtype}));
+    const double large = dtype == DType::kFloat16 ? 65504 : 3e38;
+    for (int64_t column = 0; column < inputs[0].type.width; ++column) {
+      SetTerm(routed, /*rank=*/1, /*choice=*/4, column, large, &inputs);
+      SetTerm(routed, /*rank=*/1, /*choice=*/5, column, 0, &inputs);
+    }
+    const StepPtr step = NewStep(domain, Op::kCombine, inputs);
+    ExpectRuns(step);
+    ExpectOracle(routed, step);
+  }
+}
+
+TEST_F(CheckedCombineTest, OtherOpsAreNotChecked) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareFull(domain);
+  const auto run = [&](Op op, bool checked) {
+    std::vector<RankInput> inputs = CheckedInputs(op, routed, AnyType());
+    for (RankInput& input : inputs) input.checked = checked;
+    SetTerm(routed, /*rank=*/0, /*choice=*/0, 0, kNoNumber, &inputs);
+    ExpectRuns(NewStep(domain, op, inputs));
+  };
+  run(Op::kCombine, /*checked=*/false);
+  run(Op::kDispatchBwd, /*checked=*/true);
+}
+
+// Later ops run even if one has a fault, and the host may read it much later.
+TEST_F(CheckedCombineTest, TheFirstOpIsReported) {
+  Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareFull(domain);
+  const auto check = std::exchange(domain.synchronize, nullptr);
+  std::vector<StepPtr> steps;
+  for (int64_t token : {-1, 4, 2}) {  // the first op has no fault
+    std::vector<RankInput> inputs =
+        CheckedInputs(Op::kCombine, routed, AnyType());
+    for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+      inputs[rank].layer = StrCat("moe_", token);
+      if (token < 0) continue;
+      SetTerm(routed, rank, token * kDims.top_k, 6, kInfinity, &inputs);
+    }
+    steps.push_back(NewStep(domain, Op::kCombine, inputs));
+  }
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (const StepPtr& step : steps) {
+      step->Post(rank);
+      ExpectOk(step->Wait(rank));
+    }
+    ExpectWords({"\"moe_4\"", StrCat("rank ", rank, ": out[4, 6]")},
+                check(rank));
+    ExpectOk(check(rank));
+  });
+}
+
+// A routing with a fault makes NaNs, which are not reported as its own fault.
+TEST_F(CheckedCombineTest, NansOfAFaultyRoutingAreNotReported) {
+  const Domain domain = MakeDomain(kWorld);
+  Routed routed = PrepareFault(domain, kDims);
+  ExpectRuns(NewStep(domain, Op::kCombine,
+                     CheckedInputs(Op::kCombine, routed, AnyType())));
+
+  routed = PrepareFull(domain);
+  std::rotate(routed.mems.begin(), routed.mems.begin() + 1, routed.mems.end());
+  const StepPtr foreign = NewStep(
+      domain, Op::kCombine, CheckedInputs(Op::kCombine, routed, AnyType()));
+  ExpectWordsOnAll({"handle.mem", "ep_prepare"}, foreign);
+  for (const auto& group : domain.groups) ExpectOk(group->Check());
 }
 
 }  // namespace

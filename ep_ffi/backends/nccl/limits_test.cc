@@ -1,27 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of what is refused: libraries, GPUs, sizes, layers and rows.
+// Tests of what is refused: libraries, GPUs, sizes, layers, rows, and
+// communicators that XLA lends.
 
 #include "ep_ffi/backends/nccl/limits.h"
 
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <optional>
 #include <stdexcept>
 
 #include "ep_ffi/backends/nccl/communicator.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
+#include "ep_ffi/backends/nccl/ranks.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
 
 namespace ep::nccl {
 namespace {
 
 using LimitsTest = NcclGroupTest;
-INSTANTIATE_TEST_SUITE_P(Fake, LimitsTest, ::testing::Values(FakeNccl()));
+
+constexpr char kLimit[] = "NCCL EP's limit";
 
 // Expects that ranks cannot connect.
 void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
-  std::vector<std::shared_ptr<Group>> groups;
+  std::vector<std::shared_ptr<NcclGroup>> groups;
   for (const Status& status :
        Connect(sizes, /*timeout_s=*/10, /*first_device=*/0, &groups)) {
     ExpectWords(words, status);
@@ -29,7 +33,7 @@ void ExpectRefused(const Sizes& sizes, const std::vector<std::string>& words) {
 }
 
 // These layers are refused before anything is enqueued.
-TEST_P(LimitsTest, LayersBeyondTheLimitsAreRefused) {
+TEST_F(LimitsTest, LayersBeyondTheLimitsAreRefused) {
   const Domain domain = MakeDomain(kWorld);
   struct {
     const char* words;
@@ -50,7 +54,7 @@ TEST_P(LimitsTest, LayersBeyondTheLimitsAreRefused) {
   PrepareRandom(domain, kDims);
 }
 
-TEST_P(LimitsTest, RowsBeyondTheLimitsAreRefused) {
+TEST_F(LimitsTest, RowsBeyondTheLimitsAreRefused) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   for (int64_t width : {4, 12, 2048}) {
@@ -62,7 +66,7 @@ TEST_P(LimitsTest, RowsBeyondTheLimitsAreRefused) {
   ExpectWorks(domain, Op::kDispatch, routed, AnyType());
 }
 
-TEST_P(LimitsTest, ACombineWithWeightsIsRefused) {
+TEST_F(LimitsTest, ACombineWithWeightsIsRefused) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   std::vector<RankInput> inputs = RandomInputs(Op::kCombine, routed, AnyType());
@@ -72,6 +76,61 @@ TEST_P(LimitsTest, ACombineWithWeightsIsRefused) {
   for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
     ExpectWords({"ep_combine", StrCat("rank ", rank, ":"), "weights"},
                 statuses[rank]);
+  }
+}
+
+// With these sizes NCCL EP would end the process, fail at the first dispatch,
+// or count in too few bits.
+TEST(CreateTest, WhatNcclEpCannotServeIsRefused) {
+  struct {
+    std::vector<std::string> words;
+    std::function<void(Sizes*, fake::Machine*)> change;
+  } cases[] = {
+      {{"NCCL EP is 0.1.0", "0.2.0", "nccl-extensions==0.1.0"},
+       [](auto*, auto* m) { m->nccl_ep_version = 100; }},
+      {{"NCCL EP is 0.3.0"}, [](auto*, auto* m) { m->nccl_ep_version = 300; }},
+      {{"compute capability 8", "Hopper"},
+       [](auto*, auto* m) { m->compute_capability_major = 8; }},
+      {{"invalid device ordinal"}, [](auto*, auto* m) { m->num_devices = 0; }},
+      {{"ep_size = 1"}, [](auto* s, auto*) { s->ep_size = 1; }},
+      {{"num_experts = 6"},
+       [](auto* s, auto*) { s->ep_size = 2, s->num_experts = 6; }},
+      {{"num_experts = 10"}, [](auto* s, auto*) { s->num_experts = 10; }},
+      {{"num_experts = 1028"}, [](auto* s, auto*) { s->num_experts = 1028; }},
+      {{"recv_capacity_per_rank = 7"}, [](auto* s, auto*) { s->capacity = 7; }},
+      {{"4194305 rows"}, [](auto* s, auto*) { s->capacity = (1 << 22) + 1; }},
+      {{"24 bytes"}, [](auto* s, auto*) { s->max_row_bytes = 24; }},
+      {{"max_num_sms = 17"}, [](auto* s, auto*) { s->max_num_sms = 17; }},
+      {{"device API", kLimit}, [](auto*, auto* m) { m->device_api = false; }},
+      {{"2 ranks of an NVLink domain have 2 experts", kLimit},
+       [](auto* s, auto* m) { s->num_experts = 4, m->nvlink_ranks = 2; }},
+      // NCCL EP's own functions return the numbers below.
+      {{"rows of 76688 bytes need 232704 bytes", kLimit},
+       [](auto* s, auto*) { s->max_row_bytes = 76688; }},
+      {{"rows of 58000 bytes need 232704 bytes", kLimit},
+       [](auto* s, auto* m) { s->max_row_bytes = 58000, m->nvlink_ranks = 2; }},
+      {{"this GPU has 101376", kLimit},
+       [](auto* s, auto* m) {
+         s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
+       }},
+      // These are 32 MiB, and 128 rows of tokens and slots, weights, a bitmap.
+      {{"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
+        kLimit},
+       [](auto*, auto* m) { m->free_bytes = 34082847; }},
+      {{"times the 512 experts of an NVLink domain", kLimit},
+       [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
+      {{"times num_experts = 1024 is more", kLimit},
+       [](auto* s, auto*) {
+         s->num_experts = 1024;
+         s->max_tokens = s->capacity = (1 << 21);
+       }},
+  };
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.words[0]);
+    Sizes sizes = SizesFor(kDims);
+    fake::TheMachine() = fake::Machine();
+    c.change(&sizes, &fake::TheMachine());
+    ExpectRefused(sizes, c.words);
   }
 }
 
@@ -85,93 +144,12 @@ TEST(CreateTest, AnyOtherNcclIsRefused) {
   }
 }
 
-TEST(CreateTest, AnyOtherNcclEpIsRefused) {
-  for (int version : {100, 300}) {
-    fake::TheMachine().nccl_ep_version = version;
-    ExpectRefused(SizesFor(kDims),
-                  {StrCat("NCCL EP is 0.", version / 100, ".0"), "0.2.0",
-                   "nccl-extensions==0.1.0"});
-  }
-}
-
 TEST(CreateTest, AnotherLayoutOfRowsIsRefused) {
   for (const char* variable :
        {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
     setenv(variable, "on", /*overwrite=*/1);
     ExpectRefused(SizesFor(kDims), {variable, "on", "unset it"});
     unsetenv(variable);
-  }
-}
-
-TEST(CreateTest, AnOldGpuIsRefused) {
-  fake::TheMachine().compute_capability_major = 8;
-  ExpectRefused(SizesFor(kDims), {"compute capability 8", "Hopper"});
-}
-
-TEST(CreateTest, AMissingGpuIsRefused) {
-  fake::TheMachine().num_devices = 0;
-  ExpectRefused(SizesFor(kDims), {"invalid device ordinal"});
-}
-
-// NCCL EP would end the process with these sizes.
-TEST(CreateTest, SizesBeyondTheLimitsAreRefused) {
-  struct {
-    const char* words;
-    std::function<void(Sizes*)> change;
-  } cases[] = {
-      {"ep_size = 1", [](Sizes* s) { s->ep_size = 1; }},
-      {"num_experts = 6", [](Sizes* s) { s->ep_size = 2, s->num_experts = 6; }},
-      {"num_experts = 10", [](Sizes* s) { s->num_experts = 10; }},
-      {"num_experts = 1028", [](Sizes* s) { s->num_experts = 1028; }},
-      {"recv_capacity_per_rank = 7", [](Sizes* s) { s->capacity = 7; }},
-      {"4194305 rows", [](Sizes* s) { s->capacity = (1 << 22) + 1; }},
-      {"24 bytes", [](Sizes* s) { s->max_row_bytes = 24; }},
-      {"max_num_sms = 17", [](Sizes* s) { s->max_num_sms = 17; }},
-  };
-  for (const auto& c : cases) {
-    SCOPED_TRACE(c.words);
-    Sizes sizes = SizesFor(kDims);
-    c.change(&sizes);
-    ExpectRefused(sizes, {c.words});
-  }
-}
-
-// With these NCCL EP would end the process, fail at the first dispatch, or
-// count in too few bits.
-TEST(CreateTest, SizesBeyondTheMachineAreRefused) {
-  struct {
-    const char* words;
-    std::function<void(Sizes*, fake::Machine*)> change;
-  } cases[] = {
-      {"device API", [](auto*, auto* m) { m->device_api = false; }},
-      {"2 ranks of an NVLink domain have 2 experts",
-       [](auto* s, auto* m) { s->num_experts = 4, m->nvlink_ranks = 2; }},
-      // NCCL EP's own functions return the numbers below.
-      {"rows of 76688 bytes need 232704 bytes",
-       [](auto* s, auto*) { s->max_row_bytes = 76688; }},
-      {"rows of 58000 bytes need 232704 bytes",
-       [](auto* s, auto* m) { s->max_row_bytes = 58000, m->nvlink_ranks = 2; }},
-      {"this GPU has 101376",
-       [](auto* s, auto* m) {
-         s->max_row_bytes = 1 << 16, m->shared_bytes = 101376;
-       }},
-      // These are 32 MiB, and 128 rows of tokens and slots, weights, a bitmap.
-      {"needs 34082848 bytes of GPU memory beside JAX's, but 34082847",
-       [](auto*, auto* m) { m->free_bytes = 34082847; }},
-      {"times the 512 experts of an NVLink domain",
-       [](auto* s, auto*) { s->capacity = 1 << 22, s->num_experts = 512; }},
-      {"times num_experts = 1024 is more",
-       [](auto* s, auto*) {
-         s->num_experts = 1024;
-         s->max_tokens = s->capacity = (1 << 21);
-       }},
-  };
-  for (const auto& c : cases) {
-    SCOPED_TRACE(c.words);
-    Sizes sizes = SizesFor(kDims);
-    fake::TheMachine() = fake::Machine();
-    c.change(&sizes, &fake::TheMachine());
-    ExpectRefused(sizes, {c.words, "NCCL EP's limit"});
   }
 }
 
@@ -216,6 +194,72 @@ TEST(CreateTest, AnExceptionOfNcclEpIsAnError) {
   ExpectWords({"ncclEpDispatch failed: Assertion"},
               call([] { throw std::runtime_error("Assertion"); }));
   ExpectWords({"ncclEpDispatch failed"}, call([] { throw 7; }));
+}
+
+class LentTest : public NcclGroupTest {
+ protected:
+  // Connects two ranks; rank r borrows the communicator of rank (r + shift).
+  std::vector<Status> Borrow(int64_t shift) {
+    Sizes sizes = SizesFor(kDims);
+    sizes.ep_size = 2;
+    return Connect(sizes, /*timeout_s=*/10, /*first_device=*/0, &groups_,
+                   &lent_, shift);
+  }
+
+  // Calls an op, for which XLA lends a communicator.
+  std::string Call(int64_t rank, ncclComm_t communicator) {
+    Site site = {};
+    ep::Call call = {};
+    call.op = Op::kDispatch;
+    call.site = &site;
+    call.communicator = communicator;
+    std::optional<Status> result;
+    call.done = [&](Status status) { result = status; };
+    groups_[rank]->Scatter(call, {});
+    return result->message();
+  }
+
+  std::vector<std::shared_ptr<Lent>> lent_;  // outlive the groups
+  std::vector<std::shared_ptr<NcclGroup>> groups_;
+};
+
+TEST_F(LentTest, ACommunicatorWithRanksInAnotherOrderIsRefused) {
+  for (const Status& status : Borrow(/*shift=*/1)) {
+    ExpectWords({"2 ranks", "whose rank", "EP_NCCL_COMMUNICATOR"}, status);
+  }
+}
+
+TEST_F(LentTest, AGroupConnectsOnce) {
+  for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
+  ExpectWords({"a communicator already"}, groups_[0]->Borrow(lent_[0]->comm()));
+}
+
+TEST_F(LentTest, RanksOfAProcessAreFoundByDevice) {
+  for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
+  NcclRanks ranks({{4, groups_[0]}, {6, groups_[1]}});
+  EXPECT_EQ(groups_[0].get(), ranks.OnDevice(4));
+  EXPECT_EQ(groups_[1].get(), ranks.OnDevice(6));
+  EXPECT_EQ(groups_[1].get(), ranks.At(1));
+  EXPECT_EQ(nullptr, ranks.OnDevice(5));
+  EXPECT_EQ(nullptr, ranks.At(2));
+  ExpectWords({"GPU 5", "no rank"}, ranks.Connect(5, nullptr));
+  ExpectWords({"several GPUs"}, ranks.StartTrace("trace"));
+  ExpectOk(ranks.Check());
+  ExpectOk(ranks.Close());
+  ExpectWords({"was finalized"}, groups_[1]->Check());
+}
+
+// Such as the one that XLA makes after a failure.
+TEST_F(LentTest, AnotherCommunicatorIsRefusedFromThenOn) {
+  AllowLeaks();
+  for (const Status& status : Borrow(/*shift=*/0)) ExpectOk(status);
+  for (ncclComm_t other :
+       {static_cast<ncclComm_t>(nullptr), lent_[1]->comm(), lent_[0]->comm()}) {
+    EXPECT_NE(std::string::npos,
+              Call(0, other).find("lends another communicator"));
+  }
+  // Groups that have failed are left on their communicators, which XLA keeps.
+  for (const auto& lent : lent_) new std::shared_ptr<Lent>(lent);
 }
 
 }  // namespace

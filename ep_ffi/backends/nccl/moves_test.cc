@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of what the ops return, and of what they leave unchanged.
+// The conformance suite, and tests of what the ops return, and of what they
+// leave unchanged.
 
 #include <gtest/gtest.h>
 
@@ -12,12 +13,14 @@
 namespace ep::nccl {
 namespace {
 
+EP_INSTANTIATE_CONFORMANCE(Fake, FakeNccl());
+EP_INSTANTIATE_CONFORMANCE(Lent, LentNccl());
+
 using MovesTest = NcclGroupTest;
-INSTANTIATE_TEST_SUITE_P(Fake, MovesTest, ::testing::Values(FakeNccl()));
 
 // Each step copies its inputs, so every op gets mem at another address. Here
 // ops also alternate between routings of different sizes.
-TEST_P(MovesTest, OpsOfTwoLayersAlternate) {
+TEST_F(MovesTest, OpsOfTwoLayersAlternate) {
   const Domain domain = MakeDomain(kWorld);
   PlanDims other = kDims;
   other.top_k = 1;
@@ -31,7 +34,7 @@ TEST_P(MovesTest, OpsOfTwoLayersAlternate) {
   }
 }
 
-TEST_P(MovesTest, RoutingsWithoutTokensOrChoicesWork) {
+TEST_F(MovesTest, RoutingsWithoutTokensOrChoicesWork) {
   PlanDims dims = kDims;
   dims.num_tokens = 0;
   const Domain domain = MakeDomain({kDims});
@@ -47,7 +50,7 @@ TEST_P(MovesTest, RoutingsWithoutTokensOrChoicesWork) {
 
 // There are more choices than one block of threads counts, and more than the
 // capacity.
-TEST_P(MovesTest, ManyChoicesOfFewExpertsWork) {
+TEST_F(MovesTest, ManyChoicesOfFewExpertsWork) {
   const PlanDims dims = {
       /*num_experts=*/4, /*ep_size=*/2,    /*num_tokens=*/700,
       /*top_k=*/2,       /*capacity=*/704, /*alignment=*/16,
@@ -61,19 +64,18 @@ TEST_P(MovesTest, ManyChoicesOfFewExpertsWork) {
 // NCCL EP uses the end of a handle as scratch memory, although XLA treats the
 // handle as constant. No op reads what another has left there, and the bytes
 // before it stay as they are.
-TEST_P(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
+TEST_F(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
   const Domain domain = MakeDomain(kWorld);
   Routed routed = PrepareRandom(domain, kDims);
   const std::vector<std::vector<std::byte>> before = routed.mems;
   for (int round = 0; round < 2; ++round) {
     for (Op op : kMoves) {
       SCOPED_TRACE(OpName(op));
-      const std::vector<RankInput> inputs = RandomInputs(op, routed, AnyType());
-      const StepPtr step = NewStep(domain, op, inputs);
+      const StepPtr step = NewMove(domain, op, routed);
       ExpectRuns(step);
-      ExpectOracle(op, routed, inputs, step);
+      ExpectOracle(routed, step);
       for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
-        const std::vector<std::byte>& after = step->input(rank).mem;
+        const std::vector<std::byte>& after = step->inputs()[rank].mem;
         const auto first_change =
             std::mismatch(after.begin(), after.end(), before[rank].begin());
         EXPECT_EQ(fake::kScratchBytes, after.end() - first_change.first);
@@ -85,7 +87,7 @@ TEST_P(MovesTest, OpsChangeOnlyTheScratchMemoryOfAHandle) {
 
 // Writing the tail takes time, and a layer with an unspecified tail never reads
 // it.
-TEST_P(MovesTest, AnUnspecifiedTailIsNotWritten) {
+TEST_F(MovesTest, AnUnspecifiedTailIsNotWritten) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   for (Op op : {Op::kDispatch, Op::kCombineBwd}) {
@@ -106,7 +108,7 @@ TEST_P(MovesTest, AnUnspecifiedTailIsNotWritten) {
 }
 
 // A launch takes some microseconds, and an op of a small step few more.
-TEST_P(MovesTest, OpsEnqueueNoMoreThanThis) {
+TEST_F(MovesTest, OpsEnqueueNoMoreThanThis) {
   const Domain domain = MakeDomain(kWorld);
   using Names = std::vector<std::string>;
   const auto enqueued = [&] {
@@ -117,10 +119,10 @@ TEST_P(MovesTest, OpsEnqueueNoMoreThanThis) {
                    "EpPlaceSlabs", "EpWriteRouting", "ncclEpUpdateHandle"}),
             enqueued());
   for (Op op : kMoves) {
-    const bool scatters = op == Op::kDispatch || op == Op::kCombineBwd;
     ExpectWorks(domain, op, routed, AnyType());
     EXPECT_EQ(
-        (Names{"EpClearForeign", scatters ? "ncclEpDispatch" : "ncclEpCombine",
+        (Names{"EpClearForeign",
+               testing::IsScatter(op) ? "ncclEpDispatch" : "ncclEpCombine",
                "EpFinish"}),
         enqueued());
   }

@@ -94,25 +94,22 @@ TEST_F(RunsTest, RunsWithoutIdsAreNotRefused) {
 
 // Programs that ranks launch from several threads.
 using OrderTest = NcclGroupTest;
-INSTANTIATE_TEST_SUITE_P(Fake, OrderTest, ::testing::Values(FakeNccl()));
 
-TEST_P(OrderTest, NoKernelOfARunThatInterleavesIsEnqueued) {
+TEST_F(OrderTest, NoKernelOfARunThatInterleavesIsEnqueued) {
   AllowLeaks();
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   const int64_t first = NextRun(), second = NextRun();
-  const auto make = [&](Op op, const testing::Place& place) {
-    return Step::Make(domain, op, place, RandomInputs(op, routed, AnyType()));
-  };
-  ExpectRuns(make(Op::kDispatch, {first}));
-  ExpectRuns(make(Op::kDispatch, {second, 0, 0, /*program=*/1}));
+  ExpectRuns(NewMove(domain, Op::kDispatch, routed, {first}));
+  ExpectRuns(
+      NewMove(domain, Op::kDispatch, routed, {second, 0, 0, /*program=*/1}));
   for (void* stream : domain.streams) {
     fake::TakeEnqueued(static_cast<CUstream>(stream));
   }
   ExpectFailureOnAll(
       {Code::kFailedPrecondition,
        {"ep_combine", "rank", "jit_step#0", "jit_step#1", "thread"}},
-      make(Op::kCombine, {first, /*position=*/1}));
+      NewMove(domain, Op::kCombine, routed, {first, /*position=*/1}));
   for (void* stream : domain.streams) {
     EXPECT_EQ(std::vector<std::string>(),
               fake::TakeEnqueued(static_cast<CUstream>(stream)));
@@ -120,13 +117,12 @@ TEST_P(OrderTest, NoKernelOfARunThatInterleavesIsEnqueued) {
 }
 
 // NCCL EP pairs the ops of two programs if their rows are alike.
-TEST_P(OrderTest, RanksThatMoveInOtherOrdersFailAtTheNextPrepare) {
+TEST_F(OrderTest, RanksThatMoveInOtherOrdersFailAtTheNextPrepare) {
   const Domain domain = MakeDomain(kWorld);
   const Routed routed = PrepareRandom(domain, kDims);
   StepPtr steps[2];
   for (uint64_t i : {0, 1}) {
-    steps[i] = Step::Make(domain, Op::kDispatch, {NextRun(), 0, 0, i},
-                          RandomInputs(Op::kDispatch, routed, AnyType()));
+    steps[i] = NewMove(domain, Op::kDispatch, routed, {NextRun(), 0, 0, i});
   }
   const StepPtr prepare = NewPrepare(domain, kDims);
   ForEachRank(kDims.ep_size, [&](int64_t rank) {

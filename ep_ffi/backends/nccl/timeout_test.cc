@@ -1,25 +1,245 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests of ranks that are absent, late or fail: no other rank waits for ever.
+// Tests of ranks that are absent, late or fail: no other rank waits for ever,
+// and the watchdog names the op.
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
+#include <cstdlib>
 #include <thread>
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/reports.h"
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
+#include "ep_ffi/backends/nccl/watchdog.h"
 
 namespace ep::nccl {
 namespace {
 
+constexpr double kTimeoutS = 1;
+
+void Sleep(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+class WatchdogTest : public NcclGroupTest {
+ protected:
+  // As in XLA, the host does not wait for the device.
+  Domain MakeAsynchronous() {
+    Domain domain = MakeImpatient();
+    domain.synchronize = nullptr;
+    return domain;
+  }
+};
+
+// Returns the lines with this word.
+std::vector<std::string> LinesWith(const std::string& word,
+                                   const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string line = text.substr(begin, end - begin);
+    if (line.find(word) != std::string::npos) lines.push_back(line);
+    begin = end + 1;
+  }
+  return lines;
+}
+
+// Expects one line of each of these ranks, all with these words.
+void ExpectLines(const std::vector<int64_t>& ranks,
+                 const std::vector<std::string>& words,
+                 const std::string& text) {
+  EXPECT_EQ(ranks.size(), LinesWith("ep_ffi: ", text).size()) << text;
+  for (int64_t rank : ranks) {
+    const auto lines =
+        LinesWith(StrCat("rank ", rank, " of EP domain 0"), text);
+    ASSERT_EQ(1u, lines.size()) << "rank " << rank << " in: " << text;
+    ExpectWords(words, Status(Code::kInternal, lines[0]));
+  }
+}
+
+TEST_F(WatchdogTest, AllRanksThatWaitNameTheSameOp) {
+  const Domain domain = MakeAsynchronous();
+  const StepPtr first = NewPrepare(domain, kDims);
+  const StepPtr missed = NewPrepare(domain, kDims);
+  const StepPtr later = NewPrepare(domain, kDims);
+  ExpectRuns(first);
+  ::testing::internal::CaptureStderr();
+  for (int64_t rank : {0, 1, 3}) {
+    missed->Post(rank);
+    later->Post(rank);
+  }
+  Sleep(3 * kTimeoutS);
+  ExpectLines({0, 1, 3},
+              {"ep_prepare(layer \"moe_3\"), step 1 of \"jit_step#0\", op 0",
+               "timeout_s = 1 s", "for other ranks. Look for a rank",
+               "all ranks took part was ep_prepare(layer \"moe_3\"), step 0"},
+              ::testing::internal::GetCapturedStderr());
+  // It did no harm, and the ranks are not stuck: the last one comes.
+  ::testing::internal::CaptureStderr();
+  for (const StepPtr& step : {missed, later}) step->Post(2);
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    for (const StepPtr& step : {missed, later}) ExpectOk(step->Wait(rank));
+    ExpectOk(domain.groups[rank]->Check());
+  }
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+// The rank that the others wait for has enqueued the op, too.
+TEST_F(WatchdogTest, ARankThatHasNotBegunItsOpSaysSo) {
+  const Domain domain = MakeAsynchronous();
+  const StepPtr step = NewPrepare(domain, kDims);
+  ::testing::internal::CaptureStderr();
+  fake::Enqueue(static_cast<CUstream>(domain.streams[2]),
+                [] { Sleep(3 * kTimeoutS); });
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) step->Post(rank);
+  Sleep(2 * kTimeoutS);
+  AwaitStreams(domain);
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  ExpectLines({0, 1, 2, 3}, {"ep_prepare(layer \"moe_3\"), step 0"}, text);
+  const auto lines = LinesWith("wait for this rank", text);
+  ASSERT_EQ(1u, lines.size()) << text;
+  ExpectWords({"rank 2 of", "has not begun"},
+              Status(Code::kInternal, lines[0]));
+}
+
+TEST_F(WatchdogTest, NothingIsSaidOfAStreamThatMoves) {
+  const Domain domain = MakeAsynchronous();
+  std::vector<StepPtr> steps;
+  for (int i = 0; i < 4; ++i) steps.push_back(NewPrepare(domain, kDims));
+  ::testing::internal::CaptureStderr();
+  ForEachRank(kDims.ep_size, [&](int64_t rank) {
+    for (const StepPtr& step : steps) {
+      if (rank == 2) Sleep(0.5 * kTimeoutS);
+      step->Post(rank);
+    }
+  });
+  AwaitStreams(domain);
+  Sleep(2 * kTimeoutS);  // nothing is said of a group without work, either
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+// Each op is the last of its group once, also without tokens.
+TEST_F(WatchdogTest, EveryOpCountsItsEnd) {
+  PlanDims empty = kDims;
+  empty.num_tokens = 0;
+  ::testing::internal::CaptureStderr();
+  for (const PlanDims& dims : {kDims, empty}) {
+    PrepareRandom(MakeImpatient(), dims);
+    for (Op op : kMoves) {
+      const Domain domain = MakeImpatient();
+      std::vector<RankInput> inputs =
+          RandomInputs(op, PrepareRandom(domain, dims), AnyType());
+      for (RankInput& input : inputs) {
+        input.tail = Tail::kUnspecified;
+        input.checked = true;
+      }
+      ExpectRuns(NewStep(domain, op, inputs));
+    }
+  }
+  Sleep(2 * kTimeoutS);
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+TEST_F(WatchdogTest, AGroupThatClosesNamesTheOpThatItWaitsFor) {
+  AllowLeaks();
+  const Domain domain = MakeAsynchronous();
+  const StepPtr step = NewPrepare(domain, kDims);
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  Sleep(0.5 * kTimeoutS);
+  ::testing::internal::CaptureStderr();
+  ForEachRank(kDims.ep_size,
+              [&](int64_t rank) { (void)domain.groups[rank]->Close(); });
+  ExpectLines({0, 1, 3}, {"ep_prepare(layer \"moe_3\"), step 0"},
+              ::testing::internal::GetCapturedStderr());
+  AwaitStreams(domain);
+}
+
+std::shared_ptr<Device> OpenDevice() {
+  Libraries libraries;
+  ExpectOk(Libraries::Load("", "", &libraries));
+  std::shared_ptr<Device> device;
+  ExpectOk(Device::Open(libraries, /*ordinal=*/0, /*num_reports=*/1, &device));
+  return device;
+}
+
+TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+                    /*exit_after_s=*/10);
+  Routing routing = {};
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 2; ++i) {
+    watchdog.Number(&routing);
+    routing.progress->begun = routing.progress->ended = routing.number;
+    watchdog.Add("ep_dispatch");
+  }
+  Sleep(1);
+  EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
+}
+
+TEST(WatchdogAloneTest, TheMessageSaysWhatWasHeardOfOthers) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+                    /*exit_after_s=*/10);
+  Routing routing = {};
+  watchdog.Number(&routing);
+  routing.progress->begun = routing.number;
+  ::testing::internal::CaptureStderr();
+  watchdog.Hear("Missing: rank 3.");
+  watchdog.Add("ep_dispatch");
+  Sleep(1);
+  EXPECT_EQ(1u, LinesWith("for other ranks. Missing: rank 3.",
+                          ::testing::internal::GetCapturedStderr())
+                    .size());
+}
+
+TEST(WatchdogAloneTest, ItKnowsThePlaceOfItsRank) {
+  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/100,
+                    /*exit_after_s=*/100);
+  Routing routing = {};
+  const auto expect = [&](int64_t num_ended, bool has_begun, int64_t num_left,
+                          const std::string& text) {
+    const Watchdog::Place place = watchdog.FindPlace();
+    EXPECT_EQ(num_ended, place.num_ended);
+    EXPECT_EQ(has_begun, place.has_begun);
+    EXPECT_EQ(num_left, place.num_left);
+    EXPECT_EQ(text, place.text);
+    Sleep(0.1);
+    EXPECT_LT(place.still_s, watchdog.FindPlace().still_s);
+  };
+  expect(0, false, 0, "has enqueued no op");
+  for (int64_t i = 0; i < 2; ++i) {
+    watchdog.Number(&routing);
+    watchdog.Add("ep_dispatch");
+    expect(i, false, 1, "has not begun ep_dispatch");
+    routing.progress->begun = routing.number;
+    EXPECT_GT(0.1, watchdog.FindPlace().still_s);
+    expect(i, true, 1, "is in ep_dispatch");
+    routing.progress->ended = routing.number;
+    expect(i + 1, false, 0, "has enqueued nothing after ep_dispatch");
+  }
+}
+
+TEST(WatchdogDeathTest, TheProcessEndsIfThatIsAsked) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  const auto wait = [](double exit_after_s) {
+    Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2, exit_after_s);
+    watchdog.Add("ep_dispatch");
+    Sleep(1);
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(wait(0.2), ::testing::ExitedWithCode(kExitCode),
+              "ep_dispatch: rank 1 has not begun(.|\n)*"
+              "rank 1 ends its process: exit_after_s = 0.2.*ep_dispatch");
+  EXPECT_EXIT(wait(10), ::testing::ExitedWithCode(0), "ep_dispatch: rank 1");
+}
+
 constexpr int64_t kWindow = Reports::kWindow;
 
 using TimeoutTest = NcclGroupTest;
-INSTANTIATE_TEST_SUITE_P(Fake, TimeoutTest, ::testing::Values(FakeNccl()));
 
 // Expects that these three ranks time out, in the time that one rank takes.
 void ExpectTimeouts(Step& step, const std::array<int64_t, 3>& ranks) {
@@ -30,12 +250,12 @@ void ExpectTimeouts(Step& step, const std::array<int64_t, 3>& ranks) {
   });
 }
 
-TEST_P(TimeoutTest, ClosingWaitsForTheDevice) {
+TEST_F(TimeoutTest, ClosingWaitsForTheDevice) {
   Domain domain = MakeDomain(kWorld);
   domain.synchronize = nullptr;
   const StepPtr step = NewPrepare(domain, kDims);
   ForEachRank(kDims.ep_size, [&](int64_t rank) {
-    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (rank == 3) Sleep(0.1);
     step->Post(rank);
     ExpectOk(step->Wait(rank));
     (void)domain.groups[rank]->Close();
@@ -50,7 +270,7 @@ TEST_P(TimeoutTest, ClosingWaitsForTheDevice) {
 
 // No rank calls Check here, but no prepare is more than a window ahead of the
 // device.
-TEST_P(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
+TEST_F(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
   AllowLeaks();
   Domain domain = MakeImpatient();
   domain.synchronize = nullptr;
@@ -76,15 +296,10 @@ TEST_P(TimeoutTest, AnAbsentRankFailsALaterPrepareOfTheOthers) {
 
 TEST(GiveUpTest, TheErrorSaysWhatTheWatchdogHasHeard) {
   AllowLeaks();
-  std::vector<std::shared_ptr<Group>> groups;
-  for (const Status& status : Connect(SizesFor(kDims), /*timeout_s=*/0.5,
-                                      /*first_device=*/0, &groups)) {
-    ExpectOk(status);
-  }
+  const auto groups = ConnectAll(/*timeout_s=*/0.5);
   const auto stream = fake::NewStream(/*device=*/0);
-  fake::Enqueue(stream.get(),
-                [] { std::this_thread::sleep_for(std::chrono::seconds(1)); });
-  static_cast<NcclGroup&>(*groups[0]).watchdog().Hear("Missing: rank 3.");
+  fake::Enqueue(stream.get(), [] { Sleep(1); });
+  groups[0]->watchdog().Hear("Missing: rank 3.");
   for (int i = 0; i < 2; ++i) {
     ExpectWords({"timeout_s = 0.5", ". Missing: rank 3."}, groups[0]->Check());
   }
@@ -96,20 +311,20 @@ TEST(GiveUpTest, TheErrorSaysWhatTheWatchdogHasHeard) {
 fake::Resources CountSettledHoldings() {
   for (;;) {
     const fake::Resources holdings = fake::CountResources();
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    Sleep(0.3);
     if (fake::CountResources() == holdings) return holdings;
   }
 }
 
 // NCCL EP's kernels cannot be stopped. Freeing what the device may still use
 // would wait for it, or break its work.
-TEST_P(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
+TEST_F(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
   AllowLeaks();
   const fake::Resources before = CountSettledHoldings();
   {
     WorldOptions options = kWorld;
     options.timeout_s = 1;
-    const Domain domain = GetParam().make(options)[0];
+    const Domain domain = backend_.make(options)[0];
     const StepPtr step = NewPrepare(domain, kDims);
     for (int64_t rank : {0, 1, 3}) step->Post(rank);
     ExpectTimeouts(*step, {0, 1, 3});
@@ -117,16 +332,18 @@ TEST_P(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
   }
   const auto count = [&] {
     const fake::Resources now = fake::CountResources();
-    return std::vector<size_t>{now.contexts - before.contexts,
-                               now.modules - before.modules,
-                               now.host_allocations - before.host_allocations};
+    std::vector<size_t> more;
+    for (const char* what : {"contexts", "modules", "host allocations"}) {
+      more.push_back(now.at(what) - before.at(what));
+    }
+    return more;
   };
   const std::vector<size_t> stuck = {3, 3, 3};
   Await([&] { return count() == stuck; });
   EXPECT_EQ(stuck, count());
 }
 
-TEST_P(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
+TEST_F(TimeoutTest, ARankThatCannotEnqueueFailsOnEveryRankInTime) {
   AllowLeaks();
   struct {
     Op op;
@@ -170,7 +387,7 @@ TEST(ConnectTimeoutTest, AnAbsentRankFailsTheOthersInTime) {
   std::shared_ptr<NcclGroup> group;
   const Status status = NcclGroup::Create(options, &group);
   EXPECT_EQ(Code::kDeadlineExceeded, status.code()) << status.message();
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  Sleep(1.5);
   EXPECT_EQ(1u, fake::TakeViolations().size());
 }
 

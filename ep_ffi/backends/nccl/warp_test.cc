@@ -10,11 +10,11 @@
 #include <cstdint>
 #include <functional>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "ep_ffi/backends/nccl/kernels.h"
 #include "ep_ffi/core/mutex.h"
+#include "ep_ffi/testing/ranks.h"
 
 #define __device__
 
@@ -82,14 +82,10 @@ namespace {
 // Runs `body` on all lanes, which must return the same, and returns it.
 int32_t OnWarp(const std::function<int32_t(int32_t lane)>& body) {
   std::array<int32_t, kWarp> results;
-  std::vector<std::thread> threads;
-  for (int32_t i = 0; i < kWarp; ++i) {
-    threads.emplace_back([&, i] {
-      this_lane = i;
-      results[i] = body(i);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::ForEachRank(kWarp, [&](int64_t lane) {
+    this_lane = lane;
+    results[lane] = body(lane);
+  });
   for (int32_t result : results) EXPECT_EQ(results[0], result);
   return results[0];
 }

@@ -67,6 +67,10 @@ class ExchangeTest : public ::testing::Test {
     peers_[rank]->SendPost({0}, message, "");
   }
 
+  void AllPeersPost(int64_t run_id, int32_t value) {
+    for (int32_t rank : {1, 2, 3}) PeerPosts(rank, run_id, value);
+  }
+
   void PeerCloses(int32_t rank) {
     peers_[rank]->SendBye("");
     // Tries new runs until one fails because the peer is gone.
@@ -201,7 +205,7 @@ TEST_F(ExchangeTest, PostsThatMakeNoSenseFailTheirRun) {
     PeerPosts(1, run_id, 10, forge);
     ExpectError(Code::kInternal, "process 1", std::move(mine));
   }
-  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  AllPeersPost(7, 10);
   ExpectSum(62, Post(7));
 }
 
@@ -256,14 +260,14 @@ TEST_F(LateTest, AMissingRankIsNamedBeforeAnyError) {
 
 TEST_F(LateTest, AProcessThatOthersWaitForDoesNotWarn) {
   ::testing::internal::CaptureStderr();
-  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  AllPeersPost(7, 10);
   usleep(1000 * 1000);
   EXPECT_EQ("", ::testing::internal::GetCapturedStderr());
   ExpectSum(62, Post(7));
 }
 
 TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
-  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  AllPeersPost(7, 10);
   ExpectSum(62, Post(7));
   PeerPosts(1, 12, 10, [](Message* m) { m->launch.number = 5; });
   peers_[1]->SendFail({0, 12, 5}, Status(Code::kInternal, "late"));
@@ -274,7 +278,7 @@ TEST_F(ExchangeTest, ClosingReportsAnOpThatOnlyAPeerRan) {
 }
 
 TEST_F(ExchangeTest, ClosingDoesNotRepeatWhatAnOpHasReported) {
-  for (int32_t rank : {1, 2, 3}) PeerPosts(rank, 7, 10);
+  AllPeersPost(7, 10);
   ExpectSum(62, Post(7));
   PeerPosts(1, 8, 10, [](Message* m) { m->launch.site_id = 77; });
   peers_[1]->SendFail({0, 8, 1}, Status(Code::kInternal, "reported"));

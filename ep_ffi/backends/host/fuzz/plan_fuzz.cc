@@ -13,6 +13,7 @@
 #include "ep_ffi/backends/host/fuzz/sample.h"
 #include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/testing/fuzz.h"
+#include "ep_ffi/testing/samples.h"
 
 namespace ep::host {
 namespace {
@@ -35,18 +36,13 @@ struct World {
 
   // Runs the op with `mem` on rank 0. Returns whether it succeeded.
   bool Run(Op op, const std::vector<std::byte>& mem) {
-    const bool scatters = op == Op::kDispatch || op == Op::kCombineBwd;
-    const bool weighted = op != Op::kCombineBwd;
     std::vector<RankInput> inputs(dims.ep_size);
     for (int64_t rank = 0; rank < dims.ep_size; ++rank) {
       RankInput& input = inputs[rank];
       input.dims = dims;
       input.type = kType;
       input.mem = rank == 0 ? mem : mems[rank];
-      const int64_t rows = scatters ? dims.num_tokens : dims.capacity;
-      const int64_t weights = scatters ? dims.num_choices() : dims.capacity;
-      input.data.rows.resize(rows * kType.bytes());
-      if (weighted) input.data.weights.resize(weights);
+      input.data = RandomInput(random, op, dims, kType);
     }
     const StepPtr step = Step::Make(domain, op, {++run_id}, inputs);
     for (int64_t rank = 0; rank < dims.ep_size; ++rank) step->Post(rank);
@@ -66,6 +62,7 @@ struct World {
   const testing::Domain domain;
   std::vector<std::vector<std::byte>> mems;  // good ones, by rank
   int64_t run_id = 0;
+  testing::Random random;
 };
 
 }  // namespace
@@ -92,7 +89,6 @@ std::vector<ep::testing::Seed> ep::testing::FuzzSeeds() {
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using ep::Op;
   static ep::host::World* world = new ep::host::World();
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   std::vector<std::byte> mem(bytes, bytes + size);
@@ -101,9 +97,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     ep::SealPlan(world->dims, mem.data());
   }
   bool ran = true;
-  for (Op op :
-       {Op::kDispatch, Op::kCombine, Op::kDispatchBwd, Op::kCombineBwd}) {
-    ran = world->Run(op, mem) && ran;
-  }
+  for (ep::Op op : ep::testing::kMoves) ran = world->Run(op, mem) && ran;
   return ran ? 0 : -1;
 }

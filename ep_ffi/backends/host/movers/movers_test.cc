@@ -23,11 +23,11 @@ namespace {
 using testing::BuiltPlan;
 using testing::Choices;
 using testing::ExpectFailure;
+using testing::ExpectOk;
 using testing::Layout;
 using testing::LayOut;
 using testing::Random;
 using testing::RandomChoices;
-using testing::RandomData;
 using testing::RankData;
 using testing::RowType;
 using testing::SortAll;
@@ -66,20 +66,17 @@ class Fenced {
 };
 
 // The arrays that the ranks let each other read, copied between fences.
-class Sources {
- public:
+struct Sources {
   explicit Sources(const std::vector<RankData>& data) {
     for (const RankData& d : data) {
-      rows_.emplace_back(d.rows.data(), d.rows.size());
-      weights_.emplace_back(d.weights.data(), d.weights.size() * sizeof(float));
-      ranks_.push_back({rows_.back().bytes(), weights_.back().floats()});
+      rows.emplace_back(d.rows.data(), d.rows.size());
+      weights.emplace_back(d.weights.data(), d.weights.size() * sizeof(float));
+      ranks.push_back({rows.back().bytes(), weights.back().floats()});
     }
   }
-  const std::vector<RankRows>& ranks() const { return ranks_; }
 
- private:
-  std::vector<Fenced> rows_, weights_;
-  std::vector<RankRows> ranks_;
+  std::vector<Fenced> rows, weights;
+  std::vector<RankRows> ranks;
 };
 
 // A plan of rank 0, and the data of all ranks on both sides of it.
@@ -89,9 +86,8 @@ struct Exchange {
     const Choices topk_idx = RandomChoices(random, dims);
     layout = LayOut(dims, topk_idx);
     for (int64_t r = 0; r < dims.ep_size; ++r) {
-      tokens.push_back(
-          RandomData(random, type, dims.num_tokens, dims.num_choices()));
-      slots.push_back(RandomData(random, type, dims.capacity, dims.capacity));
+      tokens.push_back(RandomInput(random, Op::kDispatch, dims, type));
+      slots.push_back(RandomInput(random, Op::kDispatchBwd, dims, type));
     }
     mem = BuiltPlan(dims, 0, SortAll(dims, topk_idx)).mem;
   }
@@ -126,7 +122,7 @@ Status RunMover(const Exchange& e, const std::byte* mem, const Sources& sources,
   }
   EP_RETURN_IF_ERROR(Plan::Open(e.dims, 0, mem, e.mem.size(), &mover.plan));
   for (int64_t chunk = mover.num_chunks() - 1; chunk >= 0; --chunk) {
-    EP_RETURN_IF_ERROR(mover.RunChunk(sources.ranks(), chunk));
+    EP_RETURN_IF_ERROR(mover.RunChunk(sources.ranks, chunk));
   }
   out->rows.assign(rows.bytes(), rows.bytes() + num_rows * e.type.bytes());
   out->weights.assign(weights.floats(), weights.floats() + num_weights);
@@ -145,19 +141,14 @@ TEST(MoversTest, ChunksCoverEveryRowOnce) {
     PlanDims dims = kDims;
     if (width > 3000) dims.num_tokens = 5, dims.capacity = 30;
     const Exchange e(random, dims, {width, DType::kFloat32});
+    const auto expected = [&](Op op, const std::vector<RankData>& inputs) {
+      return ApplyOn(/*rank=*/0, op, e.dims, e.layout, e.type, inputs);
+    };
     RankData out;
-    ASSERT_TRUE(
-        RunMover<Scatter>(e, e.mem.data(), Sources(e.tokens), &out).ok());
-    EXPECT_EQ("", Difference(e.type,
-                             Apply(Op::kDispatch, e.dims, e.layout, e.type,
-                                   e.tokens)[0],
-                             out));
-    ASSERT_TRUE(
-        RunMover<GatherSum>(e, e.mem.data(), Sources(e.slots), &out).ok());
-    EXPECT_EQ("", Difference(e.type,
-                             Apply(Op::kDispatchBwd, e.dims, e.layout, e.type,
-                                   e.slots)[0],
-                             out));
+    ExpectOk(RunMover<Scatter>(e, e.mem.data(), Sources(e.tokens), &out));
+    EXPECT_EQ("", Difference(e.type, expected(Op::kDispatch, e.tokens), out));
+    ExpectOk(RunMover<GatherSum>(e, e.mem.data(), Sources(e.slots), &out));
+    EXPECT_EQ("", Difference(e.type, expected(Op::kDispatchBwd, e.slots), out));
   }
 }
 

@@ -66,15 +66,9 @@ struct Sample {
     dims = d;
     choices = testing::RandomChoices(random, dims);
     layout = testing::LayOut(dims, choices);
-    for (Op op :
-         {Op::kDispatch, Op::kCombine, Op::kDispatchBwd, Op::kCombineBwd}) {
-      const bool slots = op == Op::kCombine || op == Op::kDispatchBwd;
-      const int64_t rows = slots ? dims.capacity : dims.num_tokens;
-      const int64_t weights = slots                 ? dims.capacity
-                              : op == Op::kDispatch ? dims.num_choices()
-                                                    : 0;
+    for (Op op : testing::kMoves) {
       for (int64_t r = 0; r < dims.ep_size; ++r) {
-        inputs[op].push_back(RandomData(random, kType, rows, weights));
+        inputs[op].push_back(RandomInput(random, op, dims, kType));
       }
       outputs[op] = Apply(op, dims, layout, kType, inputs[op]);
     }

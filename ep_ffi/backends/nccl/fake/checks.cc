@@ -51,27 +51,12 @@ std::vector<std::string> TakeViolations() {
 }
 
 Resources CountResources() {
-  return {CountRetainedContexts(),
-          LiveObjects<CUmod_st>::Get().size(),
-          CountHostAllocations(),
-          LiveObjects<ncclComm>::Get().size(),
-          LiveObjects<ncclEpGroup>::Get().size(),
-          LiveObjects<ncclEpHandle>::Get().size()};
-}
-
-bool Resources::operator==(const Resources& other) const {
-  return contexts == other.contexts && modules == other.modules &&
-         host_allocations == other.host_allocations &&
-         communicators == other.communicators && groups == other.groups &&
-         handles == other.handles;
-}
-
-std::ostream& operator<<(std::ostream& out, const Resources& holdings) {
-  return out << holdings.contexts << " contexts, " << holdings.modules
-             << " modules, " << holdings.host_allocations
-             << " host allocations, " << holdings.communicators
-             << " communicators, " << holdings.groups << " groups, "
-             << holdings.handles << " handles";
+  return {{"contexts", CountRetainedContexts()},
+          {"modules", LiveObjects<CUmod_st>::Get().size()},
+          {"host allocations", LiveObjects<std::byte>::Get().size()},
+          {"communicators", LiveObjects<ncclComm>::Get().size()},
+          {"groups", LiveObjects<ncclEpGroup>::Get().size()},
+          {"handles", LiveObjects<ncclEpHandle>::Get().size()}};
 }
 
 void Contract::RequireNoHandler() {

@@ -10,21 +10,6 @@
 
 namespace ep::nccl::fake {
 
-namespace {
-
-// More exchanges than any clique has.
-constexpr uint64_t kManyExchanges = uint64_t{1} << 32;
-
-std::atomic<uint64_t> num_cliques{0};
-
-}  // namespace
-
-Clique::Clique(int size)
-    : size_(size),
-      first_number_(num_cliques++ * kManyExchanges),
-      next_(size, 0),
-      aborted_(size, false) {}
-
 bool Clique::Exchange(int rank, const std::string& purpose, const void* mine,
                       Exchanged* exchanged) {
   MutexLock lock(mutex_);
@@ -32,7 +17,9 @@ bool Clique::Exchange(int rank, const std::string& purpose, const void* mine,
   const uint64_t number = next_[rank]++;
   std::shared_ptr<Rendezvous>& entry = pending_[number];
   if (!entry) {
+    static std::atomic<uint64_t> last{0};
     entry = std::make_shared<Rendezvous>();
+    entry->number = ++last;
     entry->contributions.resize(size());
   }
   const std::shared_ptr<Rendezvous> rendezvous = entry;
@@ -66,7 +53,7 @@ bool Clique::Exchange(int rank, const std::string& purpose, const void* mine,
     changed_.NotifyAll();
   }
   if (exchanged) {
-    *exchanged = {first_number_ + number, rendezvous->contributions};
+    *exchanged = {rendezvous->number, rendezvous->contributions};
   }
   return !rendezvous->failed;
 }

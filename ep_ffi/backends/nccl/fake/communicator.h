@@ -28,7 +28,8 @@ namespace ep::nccl::fake {
 // that an exchange is in the table exactly until its last rank has joined.
 class Clique {
  public:
-  explicit Clique(int size);
+  explicit Clique(int size)
+      : size_(size), next_(size, 0), aborted_(size, false) {}
 
   int size() const { return size_; }
 
@@ -58,6 +59,7 @@ class Clique {
  private:
   // The lock of the clique guards it.
   struct Rendezvous {
+    uint64_t number = 0;
     std::map<int, std::string> purposes;  // of the ranks that have joined
     std::vector<const void*> contributions;
     bool done = false;
@@ -65,7 +67,6 @@ class Clique {
   };
 
   const int size_;
-  const uint64_t first_number_;
 
   Mutex mutex_;
   CondVar changed_;

@@ -20,9 +20,7 @@
 
 // The primary context of a device; there are no others.
 struct CUctx_st {
-  explicit CUctx_st(int device) : device(device) {}
-
-  const int device;
+  int device = 0;
   std::atomic<int> times_retained{0};
 };
 
@@ -33,8 +31,11 @@ struct CUctx_st {
 struct CUstream_st {
  public:
   explicit CUstream_st(CUcontext context);
-  // Waits for all tasks and ends the thread. The object itself is never freed.
+  // Waits for all tasks and ends the thread. The object itself is never freed:
+  // a thread that the backend left behind after a timeout may still synchronize
+  // with it.
   void Close();
+  bool IsClosed();
 
   CUcontext context() const { return context_; }
   // `name` is that of the function that enqueues, or of a kernel.
@@ -59,14 +60,13 @@ struct CUstream_st {
 namespace ep::nccl::fake {
 
 size_t CountRetainedContexts();
-size_t CountHostAllocations();
 
 // Returns the context that is current on this thread, or null.
 CUcontext CurrentContext();
 
 // Requires what a function needs that waits or allocates: a current context,
 // and that no handler calls it. Returns whether the contract was kept.
-bool MayWait(Contract& contract);
+bool MayWait(Contract contract);
 // Requires that the context of this device is current.
 void RequireContext(Contract& contract, int device);
 // Requires that the stream exists and is of the current context.

@@ -19,8 +19,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
-#include <ostream>
 #include <string>
 #include <vector>
 
@@ -54,20 +54,9 @@ constexpr int64_t kScratchBytes = 1024;
 // Returns the violations so far, in order, and forgets them.
 std::vector<std::string> TakeViolations();
 
-// Counts of the objects that were created and are not destroyed yet.
-struct Resources {
-  size_t contexts = 0;  // how often primary contexts are retained
-  size_t modules = 0;
-  size_t host_allocations = 0;
-  size_t communicators = 0;
-  size_t groups = 0;
-  size_t handles = 0;
-
-  bool operator==(const Resources& other) const;
-};
-
-std::ostream& operator<<(std::ostream& out, const Resources& holdings);
-
+// Counts of the objects that were created and are not destroyed yet, by what
+// they are. Of contexts it is how often they are retained.
+using Resources = std::map<std::string, size_t>;
 Resources CountResources();
 
 // Returns a new stream, as XLA would own it. Its destruction waits for the

@@ -5,10 +5,8 @@
 #include <nccl.h>
 #include <nccl_device/core.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -40,15 +38,6 @@ std::shared_ptr<Clique> CliqueOf(const ncclUniqueId& id, int size) {
   const std::shared_ptr<Clique> clique = entry.clique;
   if (--entry.num_missing == 0) forming->erase(key);
   return clique;
-}
-
-// The ranks that NCCL's documentation allows on a device, unless each uses
-// fewer of its blocks than by default.
-constexpr int kRanksOfDevice = 2;
-
-bool MayShareDevices() {
-  const char* value = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  return value && std::string(value) == "1";
 }
 
 // Requires that the communicator exists and is of the current context.
@@ -83,32 +72,12 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id,
                               int rank) {
-  Contract contract("ncclCommInitRank");
-  if (!MayWait(contract)) return ncclInvalidUsage;
-  if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
-    return ncclInvalidArgument;
-  }
+  if (!MayWait(Contract("ncclCommInitRank"))) return ncclInvalidUsage;
   const int device = CurrentContext()->device;
   const auto clique = CliqueOf(id, num_ranks);
-  Clique::Exchanged exchanged;
   if (!clique->Exchange(rank, StrCat("ncclCommInitRank of ", num_ranks),
-                        &device, &exchanged)) {
+                        nullptr, nullptr)) {
     return ncclSystemError;
-  }
-  std::map<int, int> ranks_of_device;
-  int most = 0;
-  for (int i = 0; i < num_ranks; ++i) {
-    most = std::max(most, ++ranks_of_device[exchanged.From<int>(i)]);
-  }
-  clique->Exchange(rank, "ncclCommInitRank, end", nullptr, nullptr);
-  if (most > 1 && !MayShareDevices()) {
-    return ncclInvalidUsage;  // "Duplicate GPU detected"
-  }
-  if (!contract.Require(most <= kRanksOfDevice || std::getenv("NCCL_MAX_CTAS"),
-                        "hangs later on, for ", most,
-                        " ranks share a device and "
-                        "NCCL_MAX_CTAS does not limit their blocks")) {
-    return ncclInvalidUsage;
   }
   *comm = LiveObjects<ncclComm>::Get().Add(
       new ncclComm{std::make_shared<Member>(clique, rank, device)});

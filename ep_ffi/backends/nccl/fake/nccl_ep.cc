@@ -9,28 +9,20 @@
 #include <nccl.h>
 #include <nccl_ep.h>
 
-#include <cstdlib>
-#include <tuple>
-
 #include "ep_ffi/backends/nccl/fake/driver.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
-#include "ep_ffi/backends/nccl/fake/transfers.h"
 
 namespace ep::nccl::fake {
 namespace {
 
 constexpr int64_t kMaxTopK = 32;
-constexpr int64_t kMaxLocalExperts = 256;
-constexpr int64_t kMaxSms = 16;
 constexpr uintptr_t kMemAlignment = 16;
-constexpr int64_t kMaxSlots = 1 << 22;
 
 bool IsPowerOfTwo(int64_t value) {
   return value > 0 && (value & (value - 1)) == 0;
 }
 
 int64_t AlignmentOf(const ncclEpHandleConfig_t* config) {
-  if (!config) return 1;
   return std::max<int64_t>(config->dispatch_output_per_expert_alignment, 1);
 }
 
@@ -45,7 +37,7 @@ int64_t BytesOf(const ncclEpGroup& group, int64_t num_topk) {
 void RequireHandleAttributes(Contract& contract, ncclEpLayout_t layout,
                              const ncclEpHandleConfig_t* config, int num_topk) {
   contract.Require(layout == NCCL_EP_LAYOUT_EXPERT_MAJOR, "layout = ", layout);
-  if (config) RequireStruct(contract, "config", config);
+  RequireStruct(contract, "config", config);
   contract.Require(IsPowerOfTwo(AlignmentOf(config)),
                    "alignment = ", AlignmentOf(config));
   contract.Require(num_topk >= 1 && num_topk <= kMaxTopK,
@@ -55,12 +47,10 @@ void RequireHandleAttributes(Contract& contract, ncclEpLayout_t layout,
 void RequireConfig(Contract& contract, const ncclEpGroupConfig_t& c,
                    int num_ranks, int nvlink_ranks) {
   const int64_t num_experts = c.num_experts;
-  contract.Require(c.version == NCCL_EP_API_VERSION, "version = ", c.version);
   contract.Require(c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT,
                    "algorithm = ", c.algorithm);
   contract.Require(num_experts > 0 && num_experts % num_ranks == 0 &&
-                       num_experts / num_ranks * nvlink_ranks % 4 == 0 &&
-                       num_experts / num_ranks <= kMaxLocalExperts,
+                       num_experts / num_ranks * nvlink_ranks % 4 == 0,
                    "num_experts = ", num_experts, " on ", num_ranks,
                    " ranks, of which NVLink connects ", nvlink_ranks);
   contract.Require(c.max_dispatch_tokens_per_rank > 0 &&
@@ -68,34 +58,8 @@ void RequireConfig(Contract& contract, const ncclEpGroupConfig_t& c,
                    "max_dispatch_tokens = ", c.max_dispatch_tokens_per_rank);
   contract.Require(c.max_recv_tokens_per_rank >= c.max_dispatch_tokens_per_rank,
                    "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
-  contract.Require(c.max_recv_tokens_per_rank <= kMaxSlots,
-                   "max_recv_tokens_per_rank = ", c.max_recv_tokens_per_rank);
   contract.Require(c.max_token_bytes > 0 && c.max_token_bytes % 16 == 0,
                    "max_token_bytes = ", c.max_token_bytes);
-  contract.Require(c.max_num_sms <= kMaxSms, "max_num_sms = ", c.max_num_sms);
-  contract.Require(!c.enable_mask, "masks are for low latency");
-  contract.Require(c.zero_copy != NCCL_EP_ZERO_COPY_ON,
-                   "zero copy needs windows");
-  contract.Require(c.overflow_policy != NCCL_EP_OVERFLOW_DROP,
-                   "the fake supports only a trap on overflow");
-  contract.Require(
-      2 * num_ranks * c.max_dispatch_tokens_per_rank * c.max_token_bytes +
-              size_t{c.max_recv_tokens_per_rank} * c.max_token_bytes <=
-          TheMachine().free_bytes,
-      "runs out of memory, and ends the process");
-  for (const char* variable :
-       {"NCCL_EP_HT_EM_LOCAL_DUP", "NCCL_EP_HT_EM_NVLINK_DUP"}) {
-    contract.Require(!std::getenv(variable), "the fake does not support ",
-                     variable);
-  }
-}
-
-// Returns the settings that all ranks must have in common.
-auto Common(const ncclEpGroupConfig_t& c) {
-  return std::make_tuple(c.num_experts, c.max_dispatch_tokens_per_rank,
-                         c.max_recv_tokens_per_rank, c.max_token_bytes,
-                         c.num_qp_per_rank, c.num_channels, c.max_num_sms,
-                         c.zero_copy, c.overflow_policy, c.num_topk);
 }
 
 }  // namespace
@@ -147,19 +111,17 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm,
   contract.Require(TheMachine().device_api, "NCCL has no device API");
   RequireConfig(contract, *config, size,
                 nvlink_ranks > 0 ? nvlink_ranks : size);
+  // Ranks with different settings would call for different purposes.
   std::vector<const ncclEpGroupConfig_t*> configs;
   uint64_t id = 0;
-  if (!ExchangeAll(member, "ncclEpCreateGroup",
+  if (!ExchangeAll(member,
+                   StrCat("ncclEpCreateGroup of ", config->num_experts, ", ",
+                          config->max_dispatch_tokens_per_rank, ", ",
+                          config->max_recv_tokens_per_rank, ", ",
+                          config->max_token_bytes, ", ", config->max_num_sms),
                    contract.kept() ? config : nullptr, &configs, &id)) {
     return ncclInvalidArgument;
   }
-  for (const ncclEpGroupConfig_t* theirs : configs) {
-    contract.Require(Common(*theirs) == Common(*config),
-                     "ranks have different configurations");
-  }
-  member.clique().Exchange(member.rank(), "the end of ncclEpCreateGroup",
-                           nullptr, nullptr);
-  if (!contract.kept()) return ncclInvalidArgument;
   ++comm->num_groups;
   *group = LiveObjects<ncclEpGroup>::Get().Add(
       new ncclEpGroup{comm, comm->member, *config, id});

@@ -19,6 +19,7 @@
 
 #include "ep_ffi/backends/nccl/fake/checks.h"
 #include "ep_ffi/backends/nccl/fake/communicator.h"
+#include "ep_ffi/core/plan.h"
 
 struct ncclEpGroup {
   ncclComm_t comm;
@@ -27,8 +28,13 @@ struct ncclEpGroup {
   uint64_t id;  // equal on all ranks
   std::atomic<int> num_handles{0};
 
-  int64_t num_local() const {
-    return config.num_experts / member->clique().size();
+  // The sizes of a routing are not known.
+  ep::PlanDims dims() const {
+    ep::PlanDims dims = {};
+    dims.num_experts = config.num_experts;
+    dims.ep_size = member->clique().size();
+    dims.capacity = config.max_recv_tokens_per_rank;
+    return dims;
   }
 };
 
@@ -41,6 +47,26 @@ struct ncclEpHandle {
 };
 
 namespace ep::nccl::fake {
+
+// The beginning of a handle's memory. The rank's choices [num_tokens, num_topk]
+// follow. It has no pointers, so it may be moved.
+struct Routing {
+  uint64_t magic;
+  uint64_t group;
+  uint64_t update;  // equal on ranks that updated their handles together
+  int64_t num_topk;
+  int64_t alignment;
+  int64_t num_tokens;
+
+  // Returns whether it is all zeros. Then this rank moves no rows.
+  bool IsEmpty() const { return magic == 0; }
+  int64_t num_choices() const { return num_tokens * num_topk; }
+  const int64_t* choices() const {
+    return reinterpret_cast<const int64_t*>(this + 1);
+  }
+};
+
+constexpr uint64_t kRoutingMagic = 0x656b6166702d6570;  // "ep-pfake"
 
 // Requires that the group may be used in the current context.
 void RequireGroup(Contract& contract, ncclEpGroup_t group);
@@ -89,10 +115,12 @@ struct Tensor {
   }
 };
 
-// Reads a descriptor, which must have one of these types.
+// Reads a descriptor, which must have one of these types and, unless they are
+// negative, these sizes.
 inline Tensor OpenTensor(Contract& contract, const std::string& name,
                          const ncclEpTensor_t* given, unsigned ndim,
-                         const std::vector<ncclDataType_t>& types) {
+                         const std::vector<ncclDataType_t>& types,
+                         int64_t rows = -1, int64_t columns = 1) {
   if (!contract.Require(given, name, " is missing")) return {};
   contract.Require(given->size == sizeof(*given), name, ".size = ", given->size,
                    ", expected ", sizeof(*given));
@@ -100,9 +128,6 @@ inline Tensor OpenTensor(Contract& contract, const std::string& name,
                    ".magic is not a tensor's");
   contract.Require(given->ndim == ndim, name, " has ", given->ndim,
                    " dimensions, expected ", ndim);
-  contract.Require(given->sizes, name, ".sizes is null");
-  contract.Require(!given->win_hdl && given->win_offset == 0, name,
-                   " has a window, which the fake does not support");
   contract.Require(
       std::find(types.begin(), types.end(), given->datatype) != types.end(),
       name, ".datatype = ", given->datatype);
@@ -112,20 +137,10 @@ inline Tensor OpenTensor(Contract& contract, const std::string& name,
                    ndim == 2 ? static_cast<int64_t>(given->sizes[1]) : 1};
   contract.Require(tensor.data || tensor.rows * tensor.columns == 0, name,
                    ".data is null");
-  return tensor;
-}
-
-// Reads a descriptor, which must have exactly these sizes.
-inline Tensor OpenTensor(Contract& contract, const std::string& name,
-                         const ncclEpTensor_t* given, unsigned ndim,
-                         const std::vector<ncclDataType_t>& types, int64_t rows,
-                         int64_t columns = 1) {
-  const Tensor tensor = OpenTensor(contract, name, given, ndim, types);
-  if (contract.kept()) {
-    contract.Require(tensor.rows == rows && tensor.columns == columns, name,
-                     " is [", tensor.rows, ", ", tensor.columns,
-                     "], expected [", rows, ", ", columns, "]");
-  }
+  contract.Require(
+      rows < 0 || (tensor.rows == rows && tensor.columns == columns), name,
+      " is [", tensor.rows, ", ", tensor.columns, "], expected [", rows, ", ",
+      columns, "]");
   return tensor;
 }
 

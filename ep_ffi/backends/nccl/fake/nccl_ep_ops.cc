@@ -20,10 +20,13 @@
 #include "ep_ffi/backends/nccl/fake/communicator.h"
 #include "ep_ffi/backends/nccl/fake/fake.h"
 #include "ep_ffi/backends/nccl/fake/nccl_ep.h"
-#include "ep_ffi/backends/nccl/fake/transfers.h"
+#include "ep_ffi/core/plan.h"
+#include "ep_ffi/testing/oracle.h"
 
 namespace ep::nccl::fake {
 namespace {
+
+using testing::IsScatter;
 
 // Opens a descriptor of rows that dispatch and combine accept.
 Tensor OpenRows(Contract& contract, const std::string& name,
@@ -66,6 +69,67 @@ void CopyChoices(Contract& contract, const ncclEpGroup& group,
   }
 }
 
+// The routings of all ranks.
+using Routings = std::vector<const Routing*>;
+
+// Returns where each choice goes. `dims` has the sizes of the group, and gets
+// those of the routing, which is not empty on `rank`.
+testing::Layout LayOut(const Routings& routings, int32_t rank, PlanDims* dims) {
+  dims->num_tokens = routings[rank]->num_tokens;
+  dims->top_k = routings[rank]->num_topk;
+  dims->alignment = routings[rank]->alignment;
+  testing::Choices choices;
+  for (const Routing* routing : routings) {
+    const int64_t* begin = routing->choices();
+    choices.emplace_back(begin, begin + routing->num_choices());
+    choices.back().resize(dims->num_choices(), -1);
+  }
+  return testing::LayOut(*dims, choices);
+}
+
+// The inputs and outputs of one rank. Dispatch reads rows of tokens and writes
+// rows of slots, and combine the reverse. Weights may be null.
+struct Transfer {
+  const Routing* routing;
+  const std::byte* rows;
+  const float* weights;
+  std::byte* out_rows;
+  float* out_weights;
+};
+
+// Writes the outputs of `rank`, except past the last slab. Unlike NCCL EP it
+// rounds each sum once.
+void Run(Op op, const std::vector<const Transfer*>& ranks, int32_t rank,
+         PlanDims dims, const testing::RowType& type) {
+  const Transfer& mine = *ranks[rank];
+  if (mine.routing->IsEmpty()) return;
+  Routings routings;
+  for (const Transfer* transfer : ranks) routings.push_back(transfer->routing);
+  const testing::Layout layout = LayOut(routings, rank, &dims);
+  std::vector<testing::RankData> inputs(ranks.size());
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const Transfer& theirs = *ranks[r];
+    const int64_t slots = layout.total_recv_tokens[r];
+    const int64_t rows = IsScatter(op) ? dims.num_tokens : slots;
+    const int64_t weights = IsScatter(op) ? dims.num_choices() : slots;
+    inputs[r].rows.resize(rows * type.bytes());
+    if (mine.out_weights) inputs[r].weights.resize(weights);
+    if (theirs.routing->IsEmpty()) continue;
+    std::copy_n(theirs.rows, rows * type.bytes(), inputs[r].rows.begin());
+    if (!mine.out_weights) continue;
+    std::copy_n(theirs.weights, weights, inputs[r].weights.begin());
+  }
+  testing::RankData outputs =
+      testing::ApplyOn(rank, op, dims, layout, type, inputs);
+  const int64_t slots = layout.total_recv_tokens[rank];
+  const int64_t rows = IsScatter(op) ? slots : dims.num_tokens;
+  const int64_t weights = IsScatter(op) ? slots : dims.num_choices();
+  std::copy_n(outputs.rows.begin(), rows * type.bytes(), mine.out_rows);
+  if (!mine.out_weights) return;
+  outputs.weights.resize(weights);  // it has none if no rank has slots
+  std::copy_n(outputs.weights.begin(), weights, mine.out_weights);
+}
+
 // Runs ncclEpUpdateHandle on the stream. An enqueued op owns a copy of its
 // handle, which may be destroyed before the op runs.
 void Update(const ncclEpHandle& handle, const Tensor& topk_idx) {
@@ -82,8 +146,9 @@ void Update(const ncclEpHandle& handle, const Tensor& topk_idx) {
                    mine, &routings, &mine->update)) {
     return;
   }
+  PlanDims dims = group.dims();
   const int64_t total =
-      SlotsOf(routings, member.rank(), group.num_local()).size();
+      LayOut(routings, member.rank(), &dims).total_recv_tokens[member.rank()];
   const bool fits = contract.Require(
       total <= group.config.max_recv_tokens_per_rank, "traps, for rank ",
       member.rank(), " receives ", total, " rows");
@@ -108,15 +173,14 @@ void OverwriteScratch(const ncclEpHandle& handle) {
 
 // The parameters that dispatch and combine have in common.
 struct Move {
+  Op op;
   std::string name;
-  bool combines;
   int64_t num_tokens;  // of the op's arguments
-  ncclDataType_t type;
-  int64_t width;
+  testing::RowType type;
 };
 
 // Runs dispatch or combine on the stream.
-void Run(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
+void RunMove(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
   Contract contract(move.name);
   const ncclEpGroup& group = *handle.group;
   Member& member = *group.member;
@@ -134,10 +198,11 @@ void Run(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
                      routing->num_tokens);
   }
   std::vector<const Transfer*> ranks;
-  if (!ExchangeAll(member,
-                   StrCat(move.name, " of group ", group.id, ", ", move.width,
-                          " elements of type ", move.type),
-                   contract.kept() ? &transfer : nullptr, &ranks, nullptr)) {
+  if (!ExchangeAll(
+          member,
+          StrCat(move.name, " of group ", group.id, ", ", move.type.width,
+                 " elements of type ", static_cast<int>(move.type.dtype)),
+          contract.kept() ? &transfer : nullptr, &ranks, nullptr)) {
     return;
   }
   const bool match =
@@ -145,13 +210,9 @@ void Run(const ncclEpHandle& handle, const Move& move, Transfer transfer) {
         return rank->routing->IsEmpty() || routing->IsEmpty() ||
                rank->routing->update == routing->update;
       });
-  const RowShape shape = {move.width, DTypeOf(move.type), group.num_local()};
-  if (!contract.Require(match, "ranks bring routings of different updates")) {
-    // All ranks come here, since they compare the same routings.
-  } else if (move.combines) {
-    Combine(ranks, member.rank(), shape);
-  } else {
-    Dispatch(ranks, member.rank(), shape);
+  // All ranks find the same, since they compare the same routings.
+  if (contract.Require(match, "ranks bring routings of different updates")) {
+    Run(move.op, ranks, member.rank(), group.dims(), move.type);
   }
   member.clique().Exchange(member.rank(), "the end of " + move.name, nullptr,
                            nullptr);
@@ -165,12 +226,12 @@ struct Sides {
 };
 
 // Checks the descriptors, and enqueues the call.
-ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle,
-                         bool combines, ncclEpPassDir_t direction,
+ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle, Op op,
                          const Sides& sides, cudaStream_t stream) {
   const ncclEpGroup& group = *handle.group;
   const int64_t num_slots = group.config.max_recv_tokens_per_rank;
-  const bool backward = direction == NCCL_EP_BWD_PASS;
+  const bool combines = !IsScatter(op);
+  const bool backward = op == Op::kDispatchBwd || op == Op::kCombineBwd;
   const std::string token_side = combines ? "outputs" : "inputs";
   const std::string slot_side = combines ? "inputs" : "outputs";
   const Tensor tokens =
@@ -189,8 +250,10 @@ ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle,
                      " pass forbids topk_weights");
   }
   if (!contract.kept()) return ncclInvalidArgument;
-  const Move move = {contract.function() + (backward ? " (backward)" : ""),
-                     combines, tokens.rows, tokens.type, tokens.columns};
+  const Move move = {op,
+                     contract.function() + (backward ? " (backward)" : ""),
+                     tokens.rows,
+                     {tokens.columns, DTypeOf(tokens.type)}};
   Transfer transfer = {nullptr, tokens.data, weights.As<float>(), slots.data,
                        slot_weights.As<float>()};
   if (combines) {
@@ -199,7 +262,7 @@ ncclResult_t EnqueueMove(Contract& contract, const ncclEpHandle& handle,
   }
   return Member::Enqueue(
       group.member, contract, stream,
-      [handle, move, transfer] { Run(handle, move, transfer); });
+      [handle, move, transfer] { RunMove(handle, move, transfer); });
 }
 
 }  // namespace
@@ -208,11 +271,10 @@ extern "C" {
 
 ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
                                 const ncclEpTensor_t* topk_idx,
-                                const ncclEpLayoutInfo_t* layout_info,
+                                const ncclEpLayoutInfo_t*,
                                 cudaStream_t stream) {
   Contract contract("ncclEpUpdateHandle");
   RequireHandle(contract, handle, stream);
-  contract.Require(!layout_info, "the fake does not support layout_info");
   // NCCL EP takes narrower ones too, but a handle that is opened later on the
   // same memory reads them back as 64 bits wide.
   const Tensor choices =
@@ -230,7 +292,7 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle,
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
                             const ncclEpDispatchInputs_t* inputs,
                             const ncclEpDispatchOutputs_t* outputs,
-                            const ncclEpLayoutInfo_t* layout_info,
+                            const ncclEpLayoutInfo_t*,
                             const ncclEpDispatchConfig_t* config,
                             cudaStream_t stream) {
   Contract contract("ncclEpDispatch");
@@ -238,15 +300,10 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle,
   RequireStruct(contract, "inputs", inputs);
   RequireStruct(contract, "outputs", outputs);
   RequireStruct(contract, "config", config);
-  contract.Require(!layout_info, "layout_info is for low latency");
   if (!contract.kept()) return ncclInvalidArgument;
-  contract.Require(!config->send_only && !config->round_scales &&
-                       config->quant_recipe == NCCL_EP_DISP_QUANT_NONE &&
-                       !inputs->scales && !outputs->scales,
-                   "the fake supports neither stages nor scales");
-  contract.Require(!outputs->topk_idx, "topk_idx has no meaning for slots");
-  return EnqueueMove(contract, *handle, /*combines=*/false,
-                     config->pass_direction,
+  const bool backward = config->pass_direction == NCCL_EP_BWD_PASS;
+  return EnqueueMove(contract, *handle,
+                     backward ? Op::kCombineBwd : Op::kDispatch,
                      {inputs->tokens, inputs->topk_weights, outputs->tokens,
                       outputs->topk_weights},
                      stream);
@@ -263,12 +320,9 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle,
   RequireStruct(contract, "outputs", outputs);
   RequireStruct(contract, "config", config);
   if (!contract.kept()) return ncclInvalidArgument;
-  contract.Require(!config->send_only &&
-                       config->quant_recipe == NCCL_EP_COMB_QUANT_NONE &&
-                       !inputs->scales,
-                   "the fake supports neither stages nor scales");
-  return EnqueueMove(contract, *handle, /*combines=*/true,
-                     config->pass_direction,
+  const bool backward = config->pass_direction == NCCL_EP_BWD_PASS;
+  return EnqueueMove(contract, *handle,
+                     backward ? Op::kDispatchBwd : Op::kCombine,
                      {outputs->tokens, outputs->topk_weights, inputs->tokens,
                       inputs->topk_weights},
                      stream);

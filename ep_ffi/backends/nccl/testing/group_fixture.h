@@ -65,12 +65,17 @@ class Lent {
 };
 
 // Connects the ranks of one domain, on devices from `first_device` on. Returns
-// the results by rank. `lent` gets the communicators that the groups borrow; if
-// it is null they make their own.
+// the results by rank. `lent` gets the communicators that the groups borrow,
+// each that of the rank `shift` further; if it is null they make their own.
 std::vector<Status> Connect(const Sizes& sizes, double timeout_s,
                             int32_t first_device,
-                            std::vector<std::shared_ptr<Group>>* groups,
-                            std::vector<std::shared_ptr<Lent>>* lent = nullptr);
+                            std::vector<std::shared_ptr<NcclGroup>>* groups,
+                            std::vector<std::shared_ptr<Lent>>* lent = nullptr,
+                            int64_t shift = 0);
+
+// Connects ranks on the devices from 0 on, and expects that all can.
+std::vector<std::shared_ptr<NcclGroup>> ConnectAll(
+    double timeout_s, std::vector<std::shared_ptr<Lent>>* lent = nullptr);
 
 // Expects that each element is NaN.
 void ExpectNan(const RowType& type, const testing::RankData& data);
@@ -82,8 +87,10 @@ testing::Backend FakeNccl();
 testing::Backend LentNccl();
 
 // The base of tests for properties that only this backend has.
-class NcclGroupTest : public testing::Conformance {
+class NcclGroupTest : public testing::BackendTest {
  protected:
+  NcclGroupTest() : BackendTest(FakeNccl()) {}
+
   // Makes a domain whose ranks wait for one second.
   Domain MakeImpatient() {
     WorldOptions options = kWorld;

@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The parts of the engine, each without the others.
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <limits>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "ep_ffi/backends/host/engine/batch.h"
+#include "ep_ffi/backends/host/engine/launches.h"
+#include "ep_ffi/backends/host/engine/outcomes.h"
+#include "ep_ffi/backends/host/engine/report.h"
+#include "ep_ffi/backends/host/engine/workers.h"
+#include "ep_ffi/testing/ranks.h"
+
+namespace ep::host {
+namespace {
+
+// Makes an exchange of local ranks, which have these numbers of chunks.
+ExchangePtr MakeExchange(
+    const std::vector<int64_t>& num_chunks,
+    const std::function<Status(int64_t rank, int64_t chunk)>& run) {
+  auto exchange = std::make_shared<Exchange>();
+  for (size_t rank = 0; rank < num_chunks.size(); ++rank) {
+    Part& part = exchange->parts.emplace_back();
+    part.is_posted = true;
+    part.done = [](const Status&) {};
+    part.contribution.num_chunks = num_chunks[rank];
+    part.contribution.run = [run, rank](const AllArrays&, int64_t chunk) {
+      return run(rank, chunk);
+    };
+  }
+  return exchange;
+}
+
+TEST(BatchTest, EachChunkRunsOnceAndOneThreadEndsTheLast) {
+  const std::vector<int64_t> num_chunks = {3, 0, 100, 1};
+  std::vector<std::vector<std::atomic<int>>> runs;
+  for (int64_t n : num_chunks) runs.emplace_back(n);
+  Batch batch(MakeExchange(num_chunks, [&](int64_t rank, int64_t chunk) {
+    ++runs[rank][chunk];
+    return Status();
+  }));
+  std::atomic<int> num_last{0};
+  testing::ForEachRank(4, [&](int64_t) { num_last += batch.Work(); });
+  EXPECT_EQ(1, num_last);
+  EXPECT_TRUE(batch.status().ok());
+  for (const auto& rank : runs) {
+    for (const auto& chunk : rank) EXPECT_EQ(1, chunk);
+  }
+}
+
+TEST(BatchTest, TheFirstFailureIsKeptAndTheOtherChunksRun) {
+  int num_runs = 0;
+  Batch batch(MakeExchange({2, 2}, [&](int64_t rank, int64_t chunk) {
+    ++num_runs;
+    return rank + chunk == 0
+               ? Status()
+               : Status(Code::kInvalidArgument, StrCat("bad ", rank, chunk));
+  }));
+  EXPECT_TRUE(batch.Work());
+  EXPECT_EQ(4, num_runs);
+  EXPECT_EQ("ep_prepare(layer \"\"): bad 01", batch.status().message());
+}
+
+TEST(BatchTest, LackOfMemoryIsAFailure) {
+  Batch batch(MakeExchange({3}, [&](int64_t, int64_t chunk) {
+    if (chunk == 1) throw std::bad_alloc();
+    return Status();
+  }));
+  EXPECT_TRUE(batch.Work());
+  EXPECT_EQ(Code::kResourceExhausted, batch.status().code());
+}
+
+TEST(BatchTest, WithoutChunksTheWorkIsDoneAtOnce) {
+  Batch batch(MakeExchange({0, 0}, nullptr));
+  EXPECT_EQ(1, batch.NumUsefulThreads(8));
+  EXPECT_TRUE(batch.Work());
+}
+
+TEST(BatchTest, SmallWorkIsForOneThread) {
+  const auto useful = [](int64_t bytes) {
+    ExchangePtr exchange = MakeExchange({5, 5}, nullptr);
+    exchange->parts[0].contribution.signature[Signature::kFirstBytes] = bytes;
+    return Batch(std::move(exchange)).NumUsefulThreads(8);
+  };
+  EXPECT_EQ(1, useful(1000));
+  EXPECT_EQ(8, useful(1 << 30));
+}
+
+constexpr uint64_t kSite = 5;
+
+TEST(LaunchesTest, RunIdsThatAreNearAreTheSame) {
+  Launches here, there;
+  (void)here.Name(kSite, 1001);
+  // A peer has seen the second launch first, and so counts from there.
+  for (int64_t run_id : {1002, 1001, 1003}) {
+    EXPECT_EQ(run_id, here.RunId(there.Name(kSite, run_id)));
+  }
+}
+
+TEST(LaunchesTest, RunIdsThatAreFarAreMatchedByNumber) {
+  constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  // The last are of fingerprints that are nearer than most.
+  for (int64_t first : {int64_t{1} << 40, kMin, kMax - 10, -kMax / 2,
+                        kMax / 2 + 1 - (1 << 19)}) {
+    Launches here, there;
+    (void)here.Name(kSite, kMax / 2 + 1);
+    for (int64_t i = 0; i < 3; ++i) {
+      EXPECT_EQ(kMax / 2 + 1 + i, here.RunId(there.Name(kSite, first + i)));
+    }
+  }
+}
+
+TEST(LaunchesTest, RunIdsStayNearAfterManyLaunches) {
+  constexpr uint64_t kOtherSite = 6;
+  Launches here;
+  for (int64_t run_id = 0; run_id < 10'000; ++run_id) {
+    (void)here.Name(kSite, run_id);
+  }
+  // The op at the other site runs in few launches, and a peer's is its first.
+  EXPECT_EQ(10'001, here.RunId({kOtherSite, 10'001, 0}));
+  EXPECT_FALSE(here.RunId({kOtherSite, 1, 0}).has_value());
+}
+
+// An op has two sites where there are two executables, and what is known of the
+// launches of the first says nothing about the second.
+TEST(LaunchesTest, ExecutablesAreLaunchedInAnyOrder) {
+  constexpr int64_t kFirst = int64_t{1} << 40, kSecond = 1000;
+  Launches here, there;
+  (void)here.Name(kSite, kFirst);
+  const Launch launch = there.Name(kSite + 1, kSecond);
+  EXPECT_EQ(kFirst, here.RunId(there.Name(kSite, kFirst)));
+  EXPECT_FALSE(here.RunId(launch).has_value());
+  (void)here.Name(kSite + 1, kSecond);
+  EXPECT_EQ(kSecond, here.RunId(launch));
+}
+
+TEST(LaunchesTest, ALaunchIsReachedWithThoseBeforeIt) {
+  Launches launches;
+  EXPECT_FALSE(launches.HasReached({7, 100, 0}));
+  launches.Reach({7, 102, 2});
+  launches.Reach({7, 101, 1});
+  EXPECT_TRUE(launches.HasReached({7, 100, 0}));
+  EXPECT_TRUE(launches.HasReached({7, 102, 2}));
+  EXPECT_FALSE(launches.HasReached({7, 103, 3}));
+  EXPECT_FALSE(launches.HasReached({8, 100, 0}));
+}
+
+Status Gone(const std::string& text) {
+  return Status(Code::kUnavailable, text);
+}
+
+TEST(OutcomesTest, TheLatestFailedRunsAreRemembered) {
+  Outcomes outcomes;
+  for (int64_t run = 0; run < 1000; ++run) {
+    EXPECT_TRUE(outcomes.FailRun(run, Gone("")));
+  }
+  EXPECT_TRUE(outcomes.OfRun(0).ok());
+  EXPECT_FALSE(outcomes.OfRun(900).ok());
+}
+
+TEST(OutcomesTest, AfterAProcessHasClosedTheOthersGoOn) {
+  Outcomes outcomes;
+  EXPECT_EQ(
+      "closed",
+      outcomes.Leave(1, /*is_orderly=*/true, Gone("closed"), "").message());
+  EXPECT_EQ("closed", outcomes.OfProcess(1).message());
+  EXPECT_TRUE(outcomes.OfProcess(2).ok());
+  EXPECT_TRUE(outcomes.OfNewExchange().ok());
+  EXPECT_EQ("", outcomes.LeavingReason());
+}
+
+TEST(OutcomesTest, AfterADeathNothingBegins) {
+  Outcomes outcomes;
+  EXPECT_EQ(
+      "died",
+      outcomes.Leave(1, /*is_orderly=*/false, Gone("died"), "").message());
+  EXPECT_EQ("died", outcomes.OfNewExchange().message());
+  EXPECT_TRUE(outcomes.OfGroup().ok());
+  EXPECT_TRUE(outcomes.OfProcess(2).ok());
+}
+
+TEST(OutcomesTest, WhatFollowsFromADeathIsToldAsThatDeath) {
+  Outcomes outcomes;
+  (void)outcomes.Leave(1, /*is_orderly=*/false, Gone("1 died"), "");
+  (void)outcomes.Leave(2, /*is_orderly=*/true, Gone("2 closed"), "");
+  (void)outcomes.Leave(3, /*is_orderly=*/false, Gone("3 died"), "");
+  for (int32_t process : {1, 2, 3}) {
+    EXPECT_EQ("1 died", outcomes.OfProcess(process).message());
+  }
+}
+
+TEST(OutcomesTest, AProcessThatClosesMayTellOfADeathFirst) {
+  Outcomes outcomes;
+  EXPECT_EQ("1 died",
+            outcomes.Leave(2, /*is_orderly=*/true, Gone("2 closed"), "1 died")
+                .message());
+  EXPECT_EQ("1 died", outcomes.OfNewExchange().message());
+  EXPECT_EQ("1 died", outcomes.LeavingReason());
+}
+
+TEST(OutcomesTest, ClosingComesBeforeAllOtherReasons) {
+  Outcomes outcomes;
+  (void)outcomes.Leave(1, /*is_orderly=*/false, Gone("died"), "");
+  outcomes.Close(Status(Code::kFailedPrecondition, "finalized"));
+  EXPECT_EQ("finalized", outcomes.OfGroup().message());
+  EXPECT_EQ("finalized", outcomes.OfNewExchange().message());
+}
+
+TEST(OutcomesTest, ALeavingProcessTellsOfTheRunThatLackedAnother) {
+  Outcomes outcomes;
+  EXPECT_TRUE(outcomes.FailRun(1, Gone("2 closed")));
+  EXPECT_TRUE(outcomes.FailRun(2, Status(Code::kInvalidArgument, "bad ids")));
+  EXPECT_EQ("2 closed", outcomes.LeavingReason());
+}
+
+// Process 1 has the ranks 1 and 2 of three. In an exchange it waits with rank 1
+// for rank 0, and rank 2 has run no op yet.
+class ProgressTest : public ::testing::Test {
+ protected:
+  ProgressTest() {
+    topology_.process = 1;
+    topology_.ep_size = 3;
+    topology_.processes = {{"address", 0, 0}, {"other", 1, 0}};
+    topology_.members = {{0, 0}, {1, 1}, {1, 2}};
+    exchange_.key = {};
+    exchange_.began_at = 2.5;
+    exchange_.parts.resize(3);
+    exchange_.parts[1].is_posted = true;
+    exchange_.parts[1].op = Posted(Op::kDispatch, /*step=*/7);
+    last_posts_ = {LastPost{Posted(Op::kPrepare, 7), 1.25},
+                   LastPost{Posted(Op::kDispatch, 7), 2.5}, std::nullopt};
+  }
+
+  static PostedOp Posted(Op op, int64_t step) {
+    PostedOp posted;
+    posted.op = op;
+    posted.launch.number = step;
+    posted.layer = "a\\b";
+    posted.program = "jit_step#0";
+    return posted;
+  }
+
+  // Returns the text after the time at which it was made.
+  std::string Text(size_t max_bytes) const {
+    const std::string text = Progress(topology_, "ep0", {&exchange_},
+                                      last_posts_, /*since=*/0.5, max_bytes);
+    EXPECT_LE(text.size(), max_bytes);
+    const std::string begin = StrCat("{\"pid\":", getpid(), ",\"time\":");
+    EXPECT_EQ(begin, text.substr(0, begin.size()));
+    return text.substr(text.find(",\"group\""));
+  }
+
+  Topology topology_;
+  Exchange exchange_;
+  LastPosts last_posts_;
+};
+
+// Returns a text with other quotes.
+std::string Json(std::string text) {
+  std::replace(text.begin(), text.end(), '\'', '"');
+  return text;
+}
+
+constexpr char kBegin[] =
+    ",'group':'ep0','job':'address','process':1,'waits':[";
+constexpr char kWait[] =
+    "{'op':'ep_dispatch(layer \\'a\\\\b\\'), step 7 of \\'jit_step#0\\', op "
+    "0','waiting':'rank 1 (process 1)','missing':'rank 0 (process 0) whose "
+    "last op was ep_prepare(layer \\'a\\\\b\\'), step 7 of \\'jit_step#0\\', "
+    "op 0, rank 2 (process 1) that has run no op yet','since':2.5000000}";
+constexpr char kOther[] =
+    "{'rank':'rank 2 (process 1)','last':'','since':0.5000000}";
+
+TEST_F(ProgressTest, SaysWhoWaitsAndWhoDoesNot) {
+  EXPECT_EQ(
+      Json(StrCat(kBegin, kWait, "],'others':[", kOther, "],'left_out':0}")),
+      Text(1000));
+}
+
+TEST_F(ProgressTest, LeavesOutWhatDoesNotFit) {
+  EXPECT_EQ(Json(StrCat(kBegin, "],'others':[", kOther, "],'left_out':1}")),
+            Text(300));
+  EXPECT_EQ(Json(StrCat(kBegin, "],'others':[],'left_out':2}")), Text(150));
+}
+
+bool IsReady(const std::future<void>& future) {
+  return future.wait_for(std::chrono::seconds(30)) == std::future_status::ready;
+}
+
+TEST(WorkersTest, TasksThatBlockDoNotHoldUpOthers) {
+  constexpr int kTasks = 50;
+  Workers workers;
+  std::promise<void> end;
+  std::vector<std::promise<void>> begun(kTasks);
+  const std::shared_future<void> ended = end.get_future().share();
+  for (std::promise<void>& mine : begun) {
+    workers.Run([&mine, ended] {
+      mine.set_value();
+      ended.wait();
+    });
+  }
+  for (std::promise<void>& mine : begun) {
+    EXPECT_TRUE(IsReady(mine.get_future()));
+  }
+  end.set_value();
+}
+
+TEST(WorkersTest, AcceptedTasksRunAfterTheirWorkersHaveEnded) {
+  std::promise<void> ran;
+  {
+    Workers workers;
+    workers.Run([&] { ran.set_value(); });
+  }
+  EXPECT_TRUE(IsReady(ran.get_future()));
+}
+
+TEST(WorkersTest, ATaskMayEndItsWorkers) {
+  auto workers = std::make_shared<Workers>();
+  std::promise<void> ended;
+  Workers* raw = workers.get();
+  raw->Run([workers = std::move(workers), &ended]() mutable {
+    workers.reset();
+    ended.set_value();
+  });
+  EXPECT_TRUE(IsReady(ended.get_future()));
+}
+
+}  // namespace
+}  // namespace ep::host

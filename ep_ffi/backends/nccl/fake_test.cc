@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Tests what the tests of the backend rely on: that the fake finds violations
+// of the contracts of the real libraries.
+
+#include "ep_ffi/backends/nccl/fake/fake.h"
+
+#include <cuda.h>
+#include <gtest/gtest.h>
+#include <nccl_ep.h>
+
+#include "ep_ffi/backends/nccl/testing/group_fixture.h"
+
+namespace ep::nccl {
+namespace {
+
+// Makes the context of a device current on this thread.
+class Current {
+ public:
+  explicit Current(int device) : device_(device) {
+    CUcontext context;
+    cuDevicePrimaryCtxRetain(&context, device);
+    cuCtxPushCurrent(context);
+  }
+  ~Current() {
+    cuCtxPopCurrent(nullptr);
+    cuDevicePrimaryCtxRelease(device_);
+  }
+
+ private:
+  const int device_;
+};
+
+class FakeTest : public NcclGroupTest {
+ protected:
+  // Expects violations, and these words in the first of them.
+  static void ExpectViolation(const std::string& words) {
+    const std::vector<std::string> sentences = fake::TakeViolations();
+    ExpectWords({words}, Status(Code::kInternal,
+                                sentences.empty() ? "nothing" : sentences[0]));
+  }
+};
+
+TEST_F(FakeTest, RanksThatCallDifferentFunctionsAreCaught) {
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const StepPtr dispatch = NewMove(domain, Op::kDispatch, routed);
+  const StepPtr combine = NewMove(domain, Op::kCombine, routed);
+  for (int64_t rank = 0; rank < kDims.ep_size; ++rank) {
+    (rank == 0 ? dispatch : combine)->Post(rank);
+  }
+  AwaitStreams(domain);
+  ExpectViolation("rank 0 calls");
+}
+
+TEST_F(FakeTest, AnAbsentRankIsCaught) {
+  fake::TheMachine().timeout_s = 0.5;
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const StepPtr step = NewMove(domain, Op::kDispatch, routed);
+  for (int64_t rank : {0, 1, 3}) step->Post(rank);
+  AwaitStreams(domain);
+  ExpectViolation("timed out");
+}
+
+TEST_F(FakeTest, TwoStreamsAtOnceAreCaught) {
+  AllowLeaks();
+  fake::TheMachine().timeout_s = 0.5;
+  const Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  const StepPtr step = NewMove(domain, Op::kDispatch, routed);
+  step->Post(0);
+  const auto stream = fake::NewStream(domain.devices[0]);
+  Domain other = domain;
+  other.streams[0] = stream.get();
+  const StepPtr second = NewMove(other, Op::kDispatch, routed);
+  second->Post(0);
+  ExpectViolation("two streams");
+  AwaitStreams(domain);
+  AwaitStreams(other);
+  (void)fake::TakeViolations();  // the other ranks have not come
+}
+
+TEST_F(FakeTest, AStaleAddressIsCaught) {
+  AllowLeaks();
+  Domain domain = MakeDomain(kWorld);
+  const Routed routed = PrepareRandom(domain, kDims);
+  domain.enter = [](int64_t, const void*, int64_t bytes, Call* call) {
+    return std::make_shared<fake::InHandler>(call, bytes);
+  };
+  const StepPtr step = NewMove(domain, Op::kDispatch, routed);
+  step->Post(0);
+  ExpectViolation("stale address");
+  AwaitStreams(domain);
+}
+
+TEST_F(FakeTest, WhatIsInUseIsNotDestroyed) {
+  std::vector<std::shared_ptr<Lent>> lent;
+  const auto groups = ConnectAll(/*timeout_s=*/10, &lent);
+  const fake::Resources live = fake::CountResources();
+  for (const char* what : {"contexts", "communicators", "groups"}) {
+    EXPECT_LE(4u, live.at(what)) << what;
+  }
+  const Current current(/*device=*/0);
+  ncclCommDestroy(lent[0]->comm());
+  ExpectViolation("a group of NCCL EP lives on it");
+}
+
+TEST_F(FakeTest, WrongCallsAreCaught) {
+  void* memory;
+  cuMemHostAlloc(&memory, 8, 0);
+  ExpectViolation("no context is current");
+  const Current current(/*device=*/1);
+  cuMemFreeHost(&memory);
+  ExpectViolation("did not make it");
+  {
+    const fake::InHandler handler(nullptr, 0);
+    cuCtxSynchronize();
+  }
+  ExpectViolation("cuCtxSynchronize: waits or allocates");
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  ncclComm_t comm;
+  EXPECT_EQ(ncclSuccess, ncclCommInitRank(&comm, 1, id, 0));
+  ncclEpGroup_t group;
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  ncclEpGroupConfig_t old = config;
+  --old.size;
+  ncclEpCreateGroup(&group, comm, &old);
+  ExpectViolation("config.size");
+  ncclEpCreateGroup(&group, comm, &config);
+  ExpectViolation("num_experts = ");
+  ncclCommDestroy(comm);
+}
+
+}  // namespace
+}  // namespace ep::nccl

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The parts of this folder that know no ranks.
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <clocale>
+#include <cstdint>
+#include <limits>
+#include <locale>
+
+#include "ep_ffi/core/denormals.h"
+#include "ep_ffi/core/pages.h"
+#include "ep_ffi/core/registry.h"
+#include "ep_ffi/core/str_cat.h"
+
+namespace ep {
+namespace {
+
+// Returns whether this thread reads denormals as zero, and writes zero instead.
+bool Flushes() {
+  volatile float smallest = std::numeric_limits<float>::min();
+  volatile float denormal = std::numeric_limits<float>::denorm_min();
+  volatile float half = 0.5f, large = 1e30f;
+  const float made = smallest * half;
+  const float taken = denormal * large;
+  EXPECT_EQ(made == 0, taken == 0);
+  return made == 0;
+}
+
+TEST(DenormalsTest, DenormalsAreZeroInTheScopeOnly) {
+  EXPECT_FALSE(Flushes());
+  {
+    const ScopedFlushDenormals outer;
+    EXPECT_TRUE(Flushes());
+    {
+      const ScopedFlushDenormals inner;
+      EXPECT_TRUE(Flushes());
+    }
+    EXPECT_TRUE(Flushes());
+  }
+  EXPECT_FALSE(Flushes());
+}
+
+constexpr std::byte kOld{0x5c};
+constexpr int64_t kBytes = 8 << 20;
+
+const int64_t kPage = sysconf(_SC_PAGESIZE);
+
+// Mapped memory that is full of old bytes.
+class Memory {
+ public:
+  explicit Memory(int flags, int fd = -1)
+      : data_(static_cast<std::byte*>(
+            mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, flags, fd, 0))) {
+    std::fill(data_, data_ + kBytes, kOld);
+  }
+  ~Memory() { munmap(data_, kBytes); }
+
+  std::byte* data() { return data_; }
+
+  // Expects that [begin, end) is zero, and the rest as it was.
+  void ExpectZeros(int64_t begin, int64_t end) const {
+    const auto count = [&](int64_t from, int64_t to, std::byte value) {
+      return std::count(data_ + from, data_ + to, value);
+    };
+    EXPECT_EQ(begin, count(0, begin, kOld));
+    EXPECT_EQ(end - begin, count(begin, end, std::byte{0}));
+    EXPECT_EQ(kBytes - end, count(end, kBytes, kOld));
+  }
+
+ private:
+  std::byte* data_;
+};
+
+TEST(PagesTest, ZerosCanHaveAnySizeAndPlace) {
+  for (int64_t begin : {int64_t{0}, int64_t{1}, kPage - 1, kPage, kPage + 1}) {
+    for (int64_t bytes : {int64_t{0}, int64_t{1}, kPage - 1, kPage, kPage + 1,
+                          int64_t{1} << 20, (int64_t{4} << 20) + 3}) {
+      Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+      WriteZeros(memory.data() + begin, bytes);
+      memory.ExpectZeros(begin, begin + bytes);
+    }
+  }
+}
+
+TEST(PagesTest, ZerosTakeNoMemory) {
+  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+  WriteZeros(memory.data() + 1, kBytes - 2);
+  EXPECT_EQ(2 * kPage, ResidentBytes(memory.data(), kBytes));
+}
+
+// If its pages were returned to the kernel, they would come back with the bytes
+// of the other mapping.
+TEST(PagesTest, ZerosReachMemoryThatIsShared) {
+  const int fd = memfd_create("pages_test", MFD_CLOEXEC);
+  ASSERT_EQ(0, ftruncate(fd, kBytes));
+  for (int flags : {MAP_SHARED, MAP_PRIVATE}) {
+    Memory other(MAP_SHARED, fd), memory(flags, fd);
+    WriteZeros(memory.data() + 1, kBytes - 2);
+    memory.ExpectZeros(1, kBytes - 1);
+    if (flags == MAP_SHARED) other.ExpectZeros(1, kBytes - 1);
+  }
+  close(fd);
+}
+
+TEST(PagesTest, ZerosReachMemoryThatIsLocked) {
+  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+  ASSERT_EQ(0, mlock(memory.data() + kBytes / 2, kPage));
+  WriteZeros(memory.data() + 1, kBytes - 2);
+  memory.ExpectZeros(1, kBytes - 1);
+}
+
+TEST(PagesTest, HugePagesChangeNoBytes) {
+  Memory memory(MAP_PRIVATE | MAP_ANONYMOUS);
+  for (int64_t bytes : {int64_t{0}, kPage, kBytes}) {
+    PreferHugePages(memory.data(), bytes);
+    PreferHugePages(memory.data() + 3, std::max<int64_t>(0, bytes - 3));
+  }
+  memory.ExpectZeros(0, 0);
+  std::fill(memory.data(), memory.data() + kBytes, kOld);
+  WriteZeros(memory.data() + kPage, kBytes / 2);
+  memory.ExpectZeros(kPage, kPage + kBytes / 2);
+}
+
+class NoGroup : public Group {
+  int64_t num_experts() const override { return 0; }
+  int64_t ep_size() const override { return 0; }
+  Status MemBytes(const Layer&, int64_t, int64_t*) const override {
+    return Status();
+  }
+  void Prepare(Call, const PrepareArgs&) override {}
+  void Scatter(Call, const ScatterArgs&) override {}
+  void Gather(Call, const GatherArgs&) override {}
+  void FailRun(int64_t, const Status&) override {}
+  Status Close() override { return Status(); }
+};
+
+TEST(RegistryTest, ANameIsTakenWhileItsGroupLives) {
+  Registry registry;
+  auto first = std::make_shared<NoGroup>();
+  EXPECT_EQ(nullptr, registry.Find("ep"));
+  EXPECT_TRUE(registry.Add("ep", "", first).ok());
+  EXPECT_NE(nullptr, registry.Find("ep"));
+  EXPECT_FALSE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
+  EXPECT_EQ(first, registry.Remove("ep"));
+  EXPECT_EQ(nullptr, registry.Find("ep"));
+  EXPECT_EQ(nullptr, registry.Remove("ep"));
+  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
+}
+
+TEST(RegistryTest, ABindingKeepsItsGroupAlive) {
+  Registry registry;
+  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
+  const Binding binding = registry.Bind("ep", "step#0", 0);
+  const std::weak_ptr<Group> group = registry.Remove("ep");
+  EXPECT_FALSE(group.expired());
+  EXPECT_EQ(nullptr, registry.Bind("ep", "step#0", 0).group);
+}
+
+TEST(RegistryTest, AReleasedGroupLivesAsLongAsItsBindings) {
+  Registry registry;
+  const std::weak_ptr<Group> group = [&] {
+    auto group = std::make_shared<NoGroup>();
+    EXPECT_TRUE(registry.Add("ep", "", group).ok());
+    return group;
+  }();
+  Binding binding = registry.Bind("ep", "step#0", 0);
+  registry.Release("ep");
+  EXPECT_EQ(nullptr, registry.Find("ep"));
+  EXPECT_FALSE(group.expired());
+  registry.CloseReleased();
+  binding.group = nullptr;
+  EXPECT_TRUE(group.expired());
+  registry.Release("ep");  // there is none any more
+}
+
+TEST(RegistryTest, CopiesOfAnOpAreCountedByProgramAndPosition) {
+  Registry registry;
+  EXPECT_TRUE(registry.Add("ep", "", std::make_shared<NoGroup>()).ok());
+  EXPECT_TRUE(registry.Add("other", "", std::make_shared<NoGroup>()).ok());
+  EXPECT_EQ(0, registry.Bind("ep", "step#0", 3).clone);
+  EXPECT_EQ(1, registry.Bind("ep", "step#0", 3).clone);
+  EXPECT_EQ(0, registry.Bind("ep", "step#0", 4).clone);
+  EXPECT_EQ(0, registry.Bind("ep", "step#1", 3).clone);
+  EXPECT_EQ(0, registry.Bind("other", "step#0", 3).clone);
+}
+
+TEST(StrCatTest, JoinsTexts) {
+  EXPECT_EQ("", StrCat());
+  EXPECT_EQ("abcd, ", StrCat("a", std::string("b"), std::string_view("cde", 2),
+                             ',', ' '));
+}
+
+TEST(StrCatTest, WritesWholeNumbers) {
+  EXPECT_EQ("-7 0 1", StrCat(-7, ' ', false, ' ', true));
+  EXPECT_EQ("-9223372036854775808",
+            StrCat(std::numeric_limits<int64_t>::min()));
+  EXPECT_EQ("18446744073709551615",
+            StrCat(std::numeric_limits<uint64_t>::max()));
+}
+
+// Messages quote durations: timeout_s = 1.5 s.
+TEST(StrCatTest, WritesFractionsAsAStreamWould) {
+  EXPECT_EQ("1 1.5 0.1 1e-09 inf",
+            StrCat(1.0, ' ', 1.5f, ' ', 0.1, ' ', 1e-9, ' ',
+                   std::numeric_limits<double>::infinity()));
+}
+
+TEST(StrCatTest, WritesFractionsAlikeInEveryLocale) {
+  // A program may have set any locale; few are installed on every machine.
+  for (const char* name : {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "C"}) {
+    if (!std::setlocale(LC_ALL, name)) continue;
+    EXPECT_EQ("0.5", StrCat(0.5));
+  }
+  struct Comma : std::numpunct<char> {
+    char do_decimal_point() const override { return ','; }
+  };
+  const std::locale before =
+      std::locale::global(std::locale(std::locale(), new Comma));
+  EXPECT_EQ("0.5", StrCat(0.5));
+  std::locale::global(before);
+}
+
+}  // namespace
+}  // namespace ep
