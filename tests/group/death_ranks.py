@@ -216,9 +216,9 @@ class FaultyRank(Rank):
     else:
       threading.Timer(seconds, self.die).start()
 
-  def stop(self):
-    """Stops rank 3 before ep_combine, first for a while, then for too long."""
-    self.death = Death(RANKS - 1, "stop", "combine", "before")
+  def run_rounds_of_stop(self, death):
+    """Works until the victim stops, first for a while, then for too long."""
+    self.death = death
     self.note(f"pid_{self.index}", str(os.getpid()))
 
     def wake(seconds, notes, count):
@@ -229,7 +229,7 @@ class FaultyRank(Rank):
 
     with self.bootstrap(SHORT_S) as group:
       work = Work(group, OPS)
-      for args in [(SHORT_S / 2, "died_0", 1), (0, "rank_*", RANKS - 1)]:
+      for args in [(SHORT_S / 2, "died_0", 1), (0, "late_*", RANKS - 1)]:
         if self.index == 0:
           threading.Thread(target=wake, args=args).start()
         if self.round == 0:
@@ -242,12 +242,10 @@ class FaultyRank(Rank):
             assert self.is_victim()
           except ep.EpError as error:
             seconds = time.monotonic() - start
-            self.note(f"rank_{self.index}", f"{seconds:.2f} s: {error}")
+            self.note(f"late_{self.index}", f"{seconds:.2f} s: {error}")
         self.round += 1
       for _ in range(3):
         work.step()
-    if self.is_victim():
-      self.note(f"rank_{self.index}")
 
 
 def descriptors():
@@ -269,12 +267,12 @@ def descriptors():
 
 def main(notes, *deaths):
   rank = FaultyRank(notes)
-  if deaths == ("stop",):
-    rank.stop()
-  else:
-    for death in map(Death.parse, deaths):
+  for death in map(Death.parse, deaths):
+    if death.way == "stop":
+      rank.run_rounds_of_stop(death)
+    else:
       rank.run_round(death)
-    rank.note(f"rank_{rank.index}")
+  rank.note(f"rank_{rank.index}")
   rank.leave(len(rank.alive))
 
 

@@ -77,7 +77,7 @@ XLA = Transport(
   second_order=True,
   jvp=True,
   tail="zero",
-  alignments=(1, 16),
+  alignments=(16,),
   overflow="error",
   special_values=True,
   scales=True,
@@ -151,8 +151,6 @@ PADDED = Transport(
   dtypes=("float32", "bfloat16"),
   tolerance=Tolerance(1),
   gradients=True,
-  second_order=True,
-  jvp=True,
   tail="zero",
 )
 
