@@ -9,7 +9,6 @@ another.
 
 import concurrent.futures
 import functools
-import os
 import threading
 
 import jax
@@ -26,12 +25,6 @@ from groups import BACKEND, bootstrap, GPU, layer, not_with_xla
 from op_functions import block, block_and_back, Ops, round_trip
 
 ROUTINGS = ["uniform", "skewed", "empty_experts", "with_unused_choices"]
-
-
-one_order_of_launches = pytest.mark.skipif(
-  (BACKEND == "xla" or GPU) and jax.process_count() > 1,
-  reason="all but host: processes launch programs in one order",
-)
 
 
 def claim(routing="uniform", fn=block_and_back, scale=1, **options):
@@ -72,13 +65,13 @@ def test_128_branches_on_one_handle():
   def fan_out(ops, tokens, weights):
     @jax.jit  # traces one for all
     def branch(handle, tokens):
-      return round_trip(Ops(handle), tokens, weights)
+      return Ops(handle).dispatch(tokens, weights)[0]
 
     return [branch(ops.handle, tokens * i) for i in range(128)]
 
-  want = round_trip(case.oracle, tokens, weights)
+  rows, _ = case.oracle.dispatch(tokens, weights)
   for i, out in enumerate(case.run(fan_out, tokens, weights)):
-    assert_same(out, want * np.float32(i))
+    assert_same(out, rows * np.float32(i))
 
 
 def test_two_programs_in_flight():
@@ -135,7 +128,10 @@ def test_a_run_goes_on_after_another():
       first.result()
 
 
-@one_order_of_launches
+@pytest.mark.skipif(
+  (BACKEND == "xla" or GPU) and jax.process_count() > 1,
+  reason="all but host: processes launch programs in one order",
+)
 def test_many_threads(request):
   """Each thread launches its own program, eight times before it waits.
 
@@ -223,15 +219,6 @@ def test_branches_and_loops_that_depend_on_data():
   for steps in (0, 3):
     actual = program(steps, *map(case.put, (case.topk_idx, *inputs)))
     assert_same(actual, expected(case, decided, steps, *inputs))
-
-
-def test_steps_leak_no_descriptors():
-  part = claim("skewed", block_and_back)
-  check(part)
-  before = os.listdir("/proc/self/fd")
-  for _ in range(100):
-    jax.block_until_ready(run(part))
-  assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_two_loops_in_parallel():

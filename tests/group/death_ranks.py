@@ -138,7 +138,8 @@ class FaultyRank(Rank):
       if where == "finalize":
         self.wait_for(f"died_{self.round}")
       if where.endswith("ms") and self.is_victim():
-        self.die_later(float(where.removesuffix("ms")) / 1e3)
+        seconds = float(where.removesuffix("ms")) / 1e3
+        threading.Timer(seconds, self.die).start()
       while True:
         self.step(work)
 
@@ -208,13 +209,6 @@ class FaultyRank(Rank):
     if self.death.way == "exit":
       sys.exit()
     signal.raise_signal(getattr(signal, f"SIG{self.death.way.upper()}"))
-
-  def die_later(self, seconds):
-    if self.death.way == "exit":  # Only the main thread can exit.
-      signal.signal(signal.SIGALRM, lambda *_: self.die())
-      signal.setitimer(signal.ITIMER_REAL, seconds)
-    else:
-      threading.Timer(seconds, self.die).start()
 
   def run_rounds_of_stop(self, death):
     """Works until the victim stops, first for a while, then for too long."""

@@ -14,7 +14,8 @@ of their own. These are the places and moments:
                 during: the rank has exchanged addresses, but has no connection
     finalize    before: the others finalize, and the rank never does
                 after: the rank has finalized, and the others go on working
-    7ms         that long after a program of all ops began
+    7ms         that long after a program of all ops began; no "exit", which
+                is the main thread's
 
 The way "stop" is no death, and can only come first: the rank stops before an op
 twice, and goes on, once in time and once after the others have failed.

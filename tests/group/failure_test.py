@@ -169,12 +169,12 @@ class Scenarios(Rank):
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
 
   def one_after_another(self):
-    self.goes_on()
-    self.differs()
     with pytest.MonkeyPatch.context() as patch:
       if self.index == 3:
         patch.setenv("EP_FFI_LIBRARY_PATH", "nowhere.so")
       self.note_error("library", lambda: self.bootstrap(timeout_s=LONG_S))
+    self.goes_on()
+    self.differs()
     group = self.bootstrap(timeout_s=TIMEOUT_S)
     if self.index == 3:
       return self.wait_for("lost_*", 3)

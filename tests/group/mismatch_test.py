@@ -25,6 +25,7 @@ pytestmark = [
 
 RANKS = jax.process_count()
 ODD = jax.process_index() == RANKS - 1
+LAST = f"rank {RANKS - 1}"
 SHORT_TIMEOUT_S = 3.0  # for groups in which some rank never joins an op
 
 
@@ -61,7 +62,7 @@ def expect_disagreement(group, fn, *words):
 @pytest.mark.parametrize(
   "option, odd, others, words",
   [
-    ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on rank {RANKS - 1}"]),
+    ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on {LAST}"]),
     ("alignment", 2, 1, ["capacity: ", " on rank 0"]),
     ("recv_capacity_per_rank", 40, 44, ["capacity: 44 on rank 0", "40 on "]),
     ("overflow", "drop", "error", ["overflow: error on rank 0", "drop on "]),
@@ -76,10 +77,17 @@ def test_other_layers(group, option, odd, others, words):
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
-def test_other_numbers_of_tokens(group):
-  case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
-  words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
-  expect_disagreement(group, lambda: case.run(sizes), *words)
+@pytest.mark.parametrize(
+  "option, odd, others, words",
+  [
+    ("lead", (4,), (5,), ["tokens per rank: 5 on rank 0", f"4 on {LAST}"]),
+    ("hidden", 6, 7, ["hidden size: 7 on rank 0", f"6 on {LAST}"]),
+  ],
+)
+def test_other_tokens(group, option, odd, others, words):
+  case = Case(ep.EpLayerConfig(group), **{option: either(odd, others)})
+  arrays = case.tokens(), case.weights()
+  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
 @pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
@@ -93,17 +101,10 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
   check_works(group)
 
 
-def test_other_hidden_sizes(group):
-  case = Case(ep.EpLayerConfig(group), hidden=either(6, 7))
-  arrays = case.tokens(), case.weights()
-  words = ["hidden size: 7 on rank 0", f"6 on rank {RANKS - 1}"]
-  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
-
-
 def test_other_dtypes(group):
   case = Case(ep.EpLayerConfig(group))
   arrays = case.tokens(either(jnp.bfloat16, jnp.float32)), case.weights()
-  words = ["dtype: float32 on rank 0", f"bfloat16 on rank {RANKS - 1}"]
+  words = ["dtype: float32 on rank 0", f"bfloat16 on {LAST}"]
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
@@ -121,7 +122,7 @@ def test_a_handle_of_another_routing(group, equal_counts):
     for case in cases
   )
   arrays = map(cases[0].put, (cases[0].tokens(), cases[0].weights()))
-  words = ["the routing", "on rank 0", f"on rank {RANKS - 1}"]
+  words = ["the routing", "on rank 0", f"on {LAST}"]
   expect_disagreement(
     group, lambda: ep.ep_dispatch(either(old, new), *arrays), *words
   )
@@ -213,10 +214,15 @@ def test_another_number_of_compilations():
   ep.ep_finalize(group)
 
 
-def test_other_arguments():
+def expect_no_bootstrap(*words, **options):
   with pytest.raises((ValueError, RuntimeError)) as error:
-    bootstrap(make_mesh({"ep": RANKS}), hidden_dim=either(8, 7))
-  expect_words(error, "ep_bootstrap", "hidden_dim", "7", "8")
+    bootstrap(make_mesh({"ep": RANKS}), **options)
+  expect_words(error, "ep_bootstrap", *words)
+  return str(error.value)
+
+
+def test_other_arguments():
+  expect_no_bootstrap("hidden_dim", "7", "8", hidden_dim=either(8, 7))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +237,8 @@ def test_other_flags_of_xla(monkeypatch, odd, others):
   count = f"--xla_force_host_platform_device_count={1 + ODD}"
   # Scripts that append to the variable may put a space before the first flag.
   monkeypatch.setenv("XLA_FLAGS", f" {count} {either(odd, others)}")
-  with pytest.raises(ValueError) as error:
-    bootstrap(make_mesh({"ep": RANKS}))
-  expect_words(error, "XLA_FLAGS = ", "--xla_a=1", "same options")
-  assert "device_count" not in str(error.value)
+  error = expect_no_bootstrap("XLA_FLAGS = ", "--xla_a=1", "same options")
+  assert "device_count" not in error
 
 
 def test_other_options_of_jax(monkeypatch):
@@ -244,11 +248,9 @@ def test_other_options_of_jax(monkeypatch):
   level = jax.config.jax_optimization_level
   jax.config.update("jax_optimization_level", either("O1", level))
   try:
-    with pytest.raises(ValueError) as error:
-      bootstrap(make_mesh({"ep": RANKS}))
+    expect_no_bootstrap("jax_optimization_level = ", "O1", "same options")
   finally:
     jax.config.update("jax_optimization_level", level)
-  expect_words(error, "jax_optimization_level = ", "O1", "same options")
 
 
 @pytest.mark.parametrize(
@@ -258,6 +260,4 @@ def test_other_versions(monkeypatch, name):
   if ODD:
     theirs = versions.versions("host") | {name: "another"}
     monkeypatch.setattr(agreement, "versions", lambda _: theirs)
-  with pytest.raises(ValueError) as error:
-    bootstrap(make_mesh({"ep": RANKS}))
-  expect_words(error, f"{name} = ", "another", "same versions")
+  expect_no_bootstrap(f"{name} = ", "another", "same versions")

@@ -4,13 +4,13 @@
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 
 import jax
 import pytest
 
 import ep
+import programs
 
 
 @pytest.fixture
@@ -54,19 +54,14 @@ def test_the_default_backend_runs(run, tmp_path, monkeypatch):
   assert "pip uninstall ep jax-ep;" in output
 
 
-def test_a_package_that_was_overwritten(tmp_path):
+def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   """Its first file is a stranger's."""
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
   (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
-  done = subprocess.run(
-    [sys.executable, "-m", "ep"],
-    cwd=tmp_path,  # Python looks there first
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  assert done.returncode == 1, done.stdout
-  assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in done.stdout
+  monkeypatch.chdir(tmp_path)  # Python looks there first
+  code, output = programs.run("-m", "ep")
+  assert code == 1, output
+  assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
 
 
 def test_kernels_are_compiled_by_a_command(run):
