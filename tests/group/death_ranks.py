@@ -20,7 +20,7 @@ from conftest import assert_shards_equal
 import ep
 from ep._src.native import ffi
 from groups import bootstrap
-from worlds import Rank, RANKS
+from worlds import Rank
 
 
 class Ops:
@@ -51,20 +51,28 @@ class Ops:
     g_tokens, g_weights = vjp((x["rows"], x["gates"]))
     return x | dict(g_tokens=g_tokens, g_weights=g_weights)
 
-  def all(self, x):
-    for op in OPS:
+  def run(self, ops, x):
+    for op in ops:
       x = getattr(self, op)(x)
     return x
 
 
+def parts(where):
+  """Splits the ops before and after a place; each part is one program."""
+  if where not in OPS:
+    return [OPS]
+  at = OPS.index(where)
+  return [part for part in (OPS[:at], [where], OPS[at + 1 :]) if part]
+
+
 class Work:
-  """Runs steps of every op in a group, as one program or as one per op.
+  """Runs steps of every op in a group, as one program or several.
 
   Its `ep_prepare` has a collective of XLA's, in a step that overflows, which
   none does. An error of the op comes before it.
   """
 
-  def __init__(self, group, programs):
+  def __init__(self, group, parts):
     narrow = dict(overflow="drop", drop_by="fair", recv_capacity_per_rank=29)
     self.case = Case(ep.EpLayerConfig(group, name="moe_3", **narrow))
     self.tokens, self.weights = self.case.tokens(), self.case.weights()
@@ -73,7 +81,9 @@ class Work:
     )
     self.inputs = {name: self.case.put(x) for name, x in arrays.items()}
     ops = Ops(self.case.layer)
-    self.programs = {op: jax.jit(getattr(ops, op)) for op in programs}
+    self.programs = {  # by their first ops
+      part[0]: jax.jit(functools.partial(ops.run, part)) for part in parts
+    }
 
   def step(self):
     """Runs a step in which no rank fails."""
@@ -102,7 +112,7 @@ class FaultyRank(Rank):
 
   def __init__(self, notes):
     super().__init__(notes)
-    self.alive = list(range(RANKS))
+    self.alive = list(range(jax.process_count()))
     self.round = 0
     self.death = None
 
@@ -122,10 +132,9 @@ class FaultyRank(Rank):
 
   def work(self):
     """Works in a new group until an error comes or this rank has to end."""
-    self.die_at("bootstrap", "before")
     with self.bootstrap(LONG_S) as group:
       where, when = self.death.where, self.death.when
-      work = Work(group, OPS if where in OPS else ["all"])
+      work = Work(group, parts(where))
       work.step()
       if where == "finalize" and self.is_victim():
         if when == "before":
@@ -173,7 +182,6 @@ class FaultyRank(Rank):
       if (self.death.where, self.death.when) == (op, "posted"):
         self.post_alone(work.programs[op], x)
       x = jax.block_until_ready(work.programs[op](x))
-      self.die_at(op, "after")
     return x
 
   def is_victim(self):
@@ -189,7 +197,7 @@ class FaultyRank(Rank):
     if not self.is_victim():
       return self.note(f"ready_{self.round}_{self.index}")
     self.wait_for(f"ready_{self.round}_*", len(self.alive) - 1)
-    if when == "during" or where == "bootstrap":
+    if when == "during":
       time.sleep(0.3)  # By then the others wait for this rank.
     self.die()
 
@@ -222,8 +230,9 @@ class FaultyRank(Rank):
       os.kill(pid, signal.SIGCONT)
 
     with self.bootstrap(SHORT_S) as group:
-      work = Work(group, OPS)
-      for args in [(SHORT_S / 2, "died_0", 1), (0, "late_*", RANKS - 1)]:
+      work = Work(group, parts(death.where))
+      late = 0, "late_*", len(self.alive) - 1
+      for args in [(SHORT_S / 2, "died_0", 1), late]:
         if self.index == 0:
           threading.Thread(target=wake, args=args).start()
         if self.round == 0:
@@ -231,7 +240,7 @@ class FaultyRank(Rank):
         else:
           start = time.monotonic()
           try:
-            self.run(work, OPS[:3])
+            self.run(work, [*work.programs][:2])
             # The victim may find everything that the others sent.
             assert self.is_victim()
           except ep.EpError as error:

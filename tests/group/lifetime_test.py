@@ -211,7 +211,7 @@ def prepare():
 
 def sleep():
   def wait(x):
-    time.sleep(5)
+    time.sleep(9)
     return np.asarray(x)
 
   return jax.jit(lambda x: jax.pure_callback(wait, x, x))(np.zeros(10**6))
@@ -242,9 +242,13 @@ def test_at_exit_an_op_that_others_did_not_run_is_an_error(tmp_path):
 
 @starts_its_own_ranks
 def test_at_exit_a_process_waits_for_its_programs(tmp_path):
-  """It waits up to `timeout_s`, and not at all after an exception."""
+  """It waits up to `timeout_s`, and not at all after an exception.
+
+  The exception comes while the other process waits.
+  """
   exception = "x = sleep(); sys.excepthook = sys.__excepthook__; 1 / 0"
-  logs = run_alone_at_exit(tmp_path, "x = sleep()", exception, 2)
+  exception = f"time.sleep(2); {exception}"
+  logs = run_alone_at_exit(tmp_path, "x = sleep()", exception, 4)
   assert "At exit: ep: programs that this process has" in logs[0]
   assert "by zero" in logs[1] and "At exit" not in logs[1]
 

@@ -4,6 +4,8 @@
 The last process differs from all others, which run the same program.
 """
 
+import functools
+
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -40,6 +42,15 @@ def group():
     yield group
 
 
+@pytest.fixture
+def make_layer(group, request):
+  """Returns a maker of layers that run no programs of another test.
+
+  A rank would compile fewer programs if it had the layers of another test.
+  """
+  return functools.partial(ep.EpLayerConfig, group, name=request.node.name)
+
+
 def expect_words(error, *words):
   message = str(error.value)
   for word in words:
@@ -71,9 +82,8 @@ def expect_disagreement(group, fn, *words):
     ("name", "moe_4", "moe_3", ['(layer "moe_3")', '(layer "moe_4")']),
   ],
 )
-def test_other_layers(group, option, odd, others, words):
-  config = ep.EpLayerConfig(group, **{option: either(odd, others)})
-  case = Case(config)
+def test_other_layers(group, make_layer, option, odd, others, words):
+  case = Case(make_layer(**{option: either(odd, others)}))
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
@@ -84,8 +94,8 @@ def test_other_layers(group, option, odd, others, words):
     ("hidden", 6, 7, ["hidden size: 7 on rank 0", f"6 on {LAST}"]),
   ],
 )
-def test_other_tokens(group, option, odd, others, words):
-  case = Case(ep.EpLayerConfig(group), **{option: either(odd, others)})
+def test_other_tokens(group, make_layer, option, odd, others, words):
+  case = Case(make_layer(), **{option: either(odd, others)})
   arrays = case.tokens(), case.weights()
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
@@ -101,17 +111,17 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
   check_works(group)
 
 
-def test_other_dtypes(group):
-  case = Case(ep.EpLayerConfig(group))
+def test_other_dtypes(group, make_layer):
+  case = Case(make_layer())
   arrays = case.tokens(either(jnp.bfloat16, jnp.float32)), case.weights()
   words = ["dtype: float32 on rank 0", f"bfloat16 on {LAST}"]
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
 @pytest.mark.parametrize("equal_counts", [False, True])
-def test_a_handle_of_another_routing(group, equal_counts):
+def test_a_handle_of_another_routing(group, make_layer, equal_counts):
   """A rank that uses the handle of the step before is detected."""
-  layer = ep.EpLayerConfig(group)
+  layer = make_layer()
   cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
   if equal_counts:  # two tokens of each rank change places
     choices = cases[0].topk_idx.reshape(RANKS, -1, layer.top_k)

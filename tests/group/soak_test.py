@@ -29,8 +29,8 @@ IN_FLIGHT = 4  # steps
 # A run is divided into so many parts, or fewer if it is short. The results of
 # the last step of each part are checked. No two parts end with the same inputs,
 # of which there are as many as this prime number.
-PARTS = 50
-INPUTS = 53
+PARTS = 20
+INPUTS = 23
 
 # Limits on the growth after the first tenth of the steps. A step that overlaps
 # with others may need a worker thread of its own.
