@@ -18,7 +18,6 @@ import pytest
 from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh
 import ep
-from ep._src.native import ffi
 import groups
 from groups import (
   BACKEND,
@@ -251,15 +250,6 @@ def test_a_timeout_without_end(timeout_s):
     if jax.process_index() == 0:
       time.sleep(1.5)
     case.check(round_trip, case.tokens(), case.weights())
-
-
-def test_a_library_that_is_not_there(monkeypatch, tmp_path):
-  """The error names the places searched, and what works without a library."""
-  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
-  with pytest.raises(FileNotFoundError) as error:
-    ffi.find_library("host")
-  for word in [str(tmp_path), "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
-    assert word in str(error.value)
 
 
 def test_a_refused_bootstrap_frees_its_name():

@@ -95,10 +95,10 @@ def refusal(monkeypatch, library):
 
 
 def test_no_library(tmp_path, monkeypatch):
-  """The message names the three places where it is looked for."""
+  """The message names the three places where it is looked for, and cures."""
   message = refusal(monkeypatch, tmp_path / "nowhere.so")
   places = ["EP_FFI_LIBRARY_PATH", "nowhere.so", "runfiles", "package"]
-  for word in [*places, "libep_ffi"]:
+  for word in [*places, "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
     assert word in message
 
 
