@@ -12,6 +12,9 @@ import pathlib
 import sys
 import time
 
+import jax
+
+import conftest  # noqa: F401  (It makes this process a rank.)
 from ep import launch
 
 RANKS = 4
@@ -25,7 +28,7 @@ def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
     [program, notes, *args],
     num_processes=processes,
     devices_per_process=devices,
-    timeout_s=60,
+    timeout_s=100,
     grace_s=40,
     env={
       "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -45,10 +48,6 @@ class Rank:
   """The rank of such a world that this process is."""
 
   def __init__(self, notes):
-    import jax
-
-    import conftest  # noqa: F401  (It makes this process a rank.)
-
     self.index = jax.process_index()
     self.notes = pathlib.Path(notes)
 

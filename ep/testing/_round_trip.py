@@ -213,7 +213,8 @@ class RoundTripOracle(Oracle):
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws rows and scales of any bits, and weights.
 
-    A row has at least eight scales, so that no two rows are alike.
+    A row has at least eight scales, so that no two rows are alike. A setting
+    has one number of them: a transport compiles a program for each.
     """
     tokens, weights = self.inputs(rng, "free")
 
@@ -223,7 +224,7 @@ class RoundTripOracle(Oracle):
       return rng.integers(0, 256, shape, np.uint8).view(dtype)
 
     rows = any_bits(tokens.shape[1], row_dtype)
-    return rows, weights, any_bits(int(rng.integers(8, 13)), scale_dtype)
+    return rows, weights, any_bits(8 + tokens.shape[1] % 5, scale_dtype)
 
   def received(self, inputs: Any) -> Rows:
     """Returns what all ranks receive, each as an `Expected`."""

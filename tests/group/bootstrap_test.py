@@ -18,7 +18,6 @@ import pytest
 from cases import assert_same, Case, check, expected, global_view
 from conftest import make_mesh
 import ep
-from ep._src.native import ffi
 import groups
 from groups import (
   BACKEND,
@@ -64,7 +63,6 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     ),
     (dict(recv_capacity_per_rank=0), ["recv_capacity_per_rank", "0"]),
     (dict(max_token_dtype=jnp.int32), ["max_token_dtype", "int32"]),
-    (dict(max_token_dtype=jnp.float64), ["max_token_dtype", "float64"]),
     (dict(max_token_dtype="float"), ["max_token_dtype", "float64"]),
     (dict(max_token_dtype="half precision"), ["max_token_dtype", "'half"]),
     (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
@@ -72,10 +70,8 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(backend="gloo"), ["backend", "gloo", "host"]),
     (dict(backend=OTHER_BACKEND), ["backend", OTHER_BACKEND, "cpu"]),
     (dict(timeout_s=0), ["timeout_s", "0"]),
-    (dict(timeout_s=-1.5), ["timeout_s", "-1.5"]),
     (dict(timeout_s=math.nan), ["timeout_s", "nan"]),
     (dict(timeout_s="60"), ["timeout_s", "'60'", "str"]),
-    (dict(timeout_s=None), ["timeout_s", "None"]),
     (dict(exit_after_s=0), ["exit_after_s", "0"]),
     (dict(max_num_sms=-1), ["max_num_sms", "-1"]),
     (dict(max_num_sms=2.0), ["max_num_sms", "2.0", "float", "integer"]),
@@ -83,7 +79,6 @@ OTHER_BACKEND = "host" if GPU else "nccl"
     (dict(max_tokens_per_rank=2.5), ["max_tokens_per_rank", "2.5", "float"]),
     (dict(hidden_dim="64"), ["hidden_dim", "'64'", "str", "integer"]),
     (dict(top_k=True), ["top_k", "True", "bool", "integer"]),
-    (dict(top_k="2"), ["top_k", "'2'", "integer"]),
     (dict(alignment=np.float32(2)), ["alignment", "float32", "integer"]),
     (dict(recv_capacity_per_rank=[8]), ["recv_capacity_per_rank", "[8]"]),
     (dict(num_experts=2**31), ["num_experts", "2147483648", "2^31"]),
@@ -108,15 +103,11 @@ def test_refuses(options, words):
   "options, words",
   [
     (dict(top_k=E + 1), ["top_k", "9", "8"]),
-    (dict(top_k=0), ["top_k", "0"]),
-    (dict(alignment=-1), ["alignment", "-1"]),
     (dict(alignment=4, recv_capacity_per_rank=4), ["capacity", "4", "8"]),
     (dict(alignment=4, recv_capacity_per_rank=10), ["capacity", "10", "4"]),
     (dict(overflow="wrap"), ["overflow", "wrap", "error", "drop"]),
     (dict(tail="nan"), ["tail", "nan", "zero", "unspecified"]),
     (dict(top_k=2.0), ["top_k", "2.0", "float", "integer"]),
-    (dict(alignment=False), ["alignment", "False", "bool", "integer"]),
-    (dict(recv_capacity_per_rank="8"), ["recv_capacity_per_rank", "str"]),
     (dict(recv_capacity_per_rank=2**31), ["recv_capacity_per_rank", "2^31"]),
     (dict(alignment=2**30), ["alignment = 1073741824", "32 bits"]),
   ],
@@ -259,15 +250,6 @@ def test_a_timeout_without_end(timeout_s):
     if jax.process_index() == 0:
       time.sleep(1.5)
     case.check(round_trip, case.tokens(), case.weights())
-
-
-def test_a_library_that_is_not_there(monkeypatch, tmp_path):
-  """The error names the places searched, and what works without a library."""
-  monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(tmp_path))
-  with pytest.raises(FileNotFoundError) as error:
-    ffi.find_library("host")
-  for word in [str(tmp_path), "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
-    assert word in str(error.value)
 
 
 def test_a_refused_bootstrap_frees_its_name():

@@ -8,15 +8,25 @@ import os
 import sys
 import time
 
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
 import pytest
 
+from cases import Case
+from conftest import make_mesh, to_global
+import ep
 from ep._src.native import ffi
+from groups import BACKEND, bootstrap, MESHES, spec
+from op_functions import sizes
 from worlds import Rank, RANKS, run_world
 
 # With backend="xla" a rank learns of these failures from bootstrap, from XLA's
 # collectives, or never.
-only_native = pytest.mark.skipif(
-  os.environ.get("EP_TEST_BACKEND") == "xla",
+pytestmark = pytest.mark.skipif(
+  BACKEND == "xla",
   reason="xla: peers are not watched, and there is no native library",
 )
 
@@ -25,67 +35,73 @@ EXIT_S = 3.0  # This is exit_after_s where a test waits for it.
 LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 
 
-@only_native
-def test_a_rank_that_cannot_come_and_one_that_never_comes(tmp_path):
-  """If a rank has no library, the others have its error, and do not wait.
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+  """Runs a world with one failure after another, and returns its notes."""
+  notes = tmp_path_factory.mktemp("world")
+  run_world(__file__, notes, "one_after_another")
+  return notes
 
-  If it never comes to an op, the others fail when the time is up, and their
-  errors name the rank. One of them says so earlier.
-  """
-  notes = run_world(__file__, tmp_path, "absent")
-  refusals = [note.read_text() for note in tmp_path.glob("library_*")]
-  assert len(refusals) == RANKS
-  for note in refusals:
-    seconds, message = note.split(" s: ", 1)
-    assert float(seconds) < LONG_S / 10
-    assert "nowhere.so" in message
-  assert notes.keys() == {0, 1, 2}
+
+def notes_of_errors(world, name, ranks):
+  """Returns the error that each rank noted, and after how many seconds."""
+  notes = {note.name: note.read_text() for note in world.glob(f"{name}_*")}
+  assert notes.keys() == {f"{name}_{rank}" for rank in ranks}
   for note in notes.values():
     seconds, message = note.split(" s: ", 1)
-    assert TIMEOUT_S <= float(seconds) < 3 * TIMEOUT_S
+    yield float(seconds), message
+
+
+def test_a_process_that_goes_on_after_a_failure_does_not_end(world):
+  assert len([*world.glob("went_on_*")]) == RANKS
+
+
+def test_a_trace_tells_which_rank_differs(world):
+  failure = ep.explain(world / "traces").failure
+  assert (failure.ranks, failure.are_absent) == ((3,), False)
+
+
+def test_if_a_rank_has_no_library_all_have_its_error_at_once(world):
+  for seconds, message in notes_of_errors(world, "library", range(RANKS)):
+    assert seconds < LONG_S / 10
+    assert "nowhere.so" in message
+
+
+def test_a_rank_that_never_comes_to_an_op(world):
+  """The others fail when the time is up; one of them says so earlier."""
+  for seconds, message in notes_of_errors(world, "late", range(3)):
+    assert TIMEOUT_S <= seconds < 3 * TIMEOUT_S
     for word in ["ep_prepare", '"moe_3"', "rank 3", "timeout_s"]:
       assert word in message
-  logs = [log.read_text() for log in (tmp_path / "logs").glob("rank_*.log")]
+  logs = [log.read_text() for log in (world / "logs").glob("rank_*.log")]
   warning = "waited a third of timeout_s"
   (log,) = [log for log in logs if warning in log]
   assert log.count(warning) == 1
   assert log.index(warning) < log.index("waited timeout_s")
 
 
-def test_a_rank_that_does_not_bootstrap(tmp_path):
-  notes = run_world(__file__, tmp_path, "no_bootstrap")
-  assert notes.keys() == {0, 1, 2}
-  for note in notes.values():
+def test_a_rank_that_does_not_bootstrap(world):
+  for _, message in notes_of_errors(world, "lost", range(3)):
     for word in ["ep_bootstrap", "process 3", "timeout_s"]:
-      assert word in note
+      assert word in message
 
 
 def refusal(monkeypatch, library):
   """Returns the error of a bootstrap with this file as the library."""
-  from conftest import make_mesh
-  from groups import bootstrap
-
   monkeypatch.setenv("EP_FFI_LIBRARY_PATH", str(library))
   with pytest.raises((RuntimeError, OSError)) as error:
     bootstrap(make_mesh({"ep": 1}))
   return str(error.value)
 
 
-@only_native
 def test_no_library(tmp_path, monkeypatch):
-  """The message names the three places where it is looked for."""
+  """The message names the three places where it is looked for, and cures."""
   message = refusal(monkeypatch, tmp_path / "nowhere.so")
-  for word in [
-    "EP_FFI_LIBRARY_PATH",
-    "nowhere.so",
-    "runfiles",
-    "package",
-    "libep_ffi",
-  ]:
+  places = ["EP_FFI_LIBRARY_PATH", "nowhere.so", "runfiles", "package"]
+  for word in [*places, "//ep_ffi:libep_ffi_cpu.so", 'backend="xla"']:
     assert word in message
 
 
-@only_native
 @pytest.mark.parametrize(
   "old, new",
   [
@@ -111,11 +127,10 @@ def test_a_library_of_another_version(tmp_path, monkeypatch, old, new):
     assert word in message
 
 
-@only_native
 @pytest.mark.parametrize(
   "mesh, processes, stuck",
   [
-    ("dp2_ep2", 4, {2, 3}),
+    ("dp2_ep2", 2, {1}),
     ("ep2_dp2", 2, {0, 1}),  # Each process has a rank that fails, too.
     ("dp2_ep2", 1, {0}),
   ],
@@ -144,12 +159,6 @@ def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, mesh, processes, stuck):
       assert word in last
 
 
-@only_native
-def test_a_process_that_goes_on_after_a_failure_does_not_end(tmp_path):
-  notes = run_world(__file__, tmp_path, "goes_on", processes=2, devices=2)
-  assert notes == {0: "went on", 1: "went on"}
-
-
 # --- The program of a rank ---------------------------------------------------
 
 
@@ -157,50 +166,25 @@ class Scenarios(Rank):
   """A rank that has a method for each scenario."""
 
   def bootstrap(self, **options):
-    import jax
-
-    from conftest import make_mesh
-    from groups import bootstrap
-
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
 
-  def absent(self):
+  def one_after_another(self):
     with pytest.MonkeyPatch.context() as patch:
       if self.index == 3:
         patch.setenv("EP_FFI_LIBRARY_PATH", "nowhere.so")
-      self.note_error(lambda: self.bootstrap(timeout_s=LONG_S), "library")
+      self.note_error("library", lambda: self.bootstrap(timeout_s=LONG_S))
+    self.goes_on()
+    self.differs()
     group = self.bootstrap(timeout_s=TIMEOUT_S)
     if self.index == 3:
-      self.wait_for("rank_*", 3)
-    else:
-      # The native op is the first of its collectives.
-      self.note_error(
-        lambda: self.prepare(
-          group,
-          overflow="drop",
-          drop_by="weight",
-          recv_capacity_per_rank=8,
-        )
-      )
-
-  def no_bootstrap(self):
-    if self.index == 3:
-      self.wait_for("rank_*", 3)
-    else:
-      self.note_error(lambda: self.bootstrap(timeout_s=TIMEOUT_S))
+      return self.wait_for("lost_*", 3)
+    # The native op is the first of its collectives.
+    options = dict(overflow="drop", drop_by="weight", recv_capacity_per_rank=8)
+    self.note_error("late", lambda: self.prepare(group, **options))
+    self.note_error("lost", lambda: self.bootstrap(timeout_s=TIMEOUT_S))
 
   def psum(self, axes):
     """Domain 0 fails after domain 1 has run its only op."""
-    import jax
-    from jax import lax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
-    import numpy as np
-
-    from conftest import make_mesh
-    import ep
-    from groups import bootstrap, MESHES
-
     mesh = make_mesh(MESHES[axes])
     group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
     layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
@@ -226,7 +210,7 @@ class Scenarios(Rank):
       return lax.psum(rows, ("dp", "ep"))
 
     specs = dict(in_specs=(), out_specs=PartitionSpec())
-    self.note_error(jax.jit(jax.shard_map(step, mesh=mesh, **specs)))
+    self.note_error("rank", jax.jit(jax.shard_map(step, mesh=mesh, **specs)))
     ep.ep_finalize(group)
     logs = self.notes.glob("logs/rank_*.log")
     others = [log for log in logs if log.stem != f"rank_{self.index}"]
@@ -236,13 +220,6 @@ class Scenarios(Rank):
     os._exit(0)
 
   def goes_on(self):
-    import jax
-    import numpy as np
-
-    from conftest import to_global
-    import ep
-    from groups import spec
-
     group = self.bootstrap(top_k=1, exit_after_s=EXIT_S)
     layer = ep.EpLayerConfig(group, recv_capacity_per_rank=8)
     program = jax.jit(lambda idx: ep.ep_prepare(layer, idx).total_recv_tokens)
@@ -258,21 +235,23 @@ class Scenarios(Rank):
     run(-1)
     time.sleep(2 * EXIT_S)
     run(-1)
-    self.note(f"rank_{self.index}", "went on")
+    self.note(f"went_on_{self.index}")
+
+  def differs(self):
+    folder = self.notes / "traces"
+    folder.mkdir(exist_ok=True)
+    with self.bootstrap() as group, pytest.raises(ep.EpError):
+      layer = ep.EpLayerConfig(group, alignment=1 + (self.index == 3))
+      with ep.trace(group, folder / "steps.json.gz"):
+        jax.block_until_ready(Case(layer).run(sizes))
 
   def prepare(self, group, **options):
-    from cases import Case
-    import ep
-    from op_functions import sizes
-
     config = ep.EpLayerConfig(group, name="moe_3", **options)
     weights = Case(config).weights()
     return Case(config, routing_weights=weights).run(sizes)
 
-  def note_error(self, fn, name="rank"):
+  def note_error(self, name, fn):
     """Notes how long `fn` and its results took to fail, and how they did."""
-    import jax
-
     start = time.monotonic()
     try:
       jax.block_until_ready(fn())

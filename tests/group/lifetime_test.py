@@ -8,7 +8,6 @@ Tests that compile a program for each group make fewer groups.
 
 import contextlib
 import gc
-import time
 
 import jax
 import pytest
@@ -22,6 +21,7 @@ from groups import bootstrap, not_with_xla
 from op_functions import everything, round_trip
 
 LIFETIMES_OF_A_PROGRAM = 20
+KEPT_PROGRAMS = 2
 
 # Limits on the growth in all lifetimes after the warm-up. JAX 0.12 fills caches
 # of 1.2 MiB in the first 30 programs, and no more after those. Threads of the
@@ -92,7 +92,7 @@ def test_groups_without_finalize(lifetimes, want, capsys):
     del group
     run_program(bootstrap(mesh), want)
 
-  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM, use, capsys)
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM // 2, use, capsys)
 
 
 def compile_program(group):
@@ -116,7 +116,7 @@ def test_resources_that_programs_keep(want):
     compile_program(group)[0]
   before = Footprint.now()
   kept = []
-  for _ in range(5):
+  for _ in range(KEPT_PROGRAMS):
     with bootstrap(mesh) as group:
       program, inputs = compile_program(group)
       assert_same(program(*inputs), want)
@@ -125,14 +125,14 @@ def test_resources_that_programs_keep(want):
   with pytest.raises((RuntimeError, ValueError), match="was finalized"):
     jax.block_until_ready(program(*inputs))
 
-  for _ in range(5):
+  for _ in range(KEPT_PROGRAMS):
     del group  # the last reference
     group = bootstrap(mesh)
     program, inputs = compile_program(group)
     kept.append(program)
   del group
   gc.collect()
-  for program in kept[5:]:
+  for program in kept[KEPT_PROGRAMS:]:
     assert_same(program(*inputs), want)
   del kept, program
   before.check_now(most)
@@ -142,7 +142,7 @@ def test_resources_that_programs_keep(want):
 def test_finalize_with_launches_in_flight(want):
   """Each launch gives the right result, or fails because of ep_finalize."""
   mesh = make_mesh({"ep": 4})
-  for launches in range(1, 11):
+  for launches in (1, 2, 4, 8):
     group = bootstrap(mesh)
     program, inputs = compile_program(group)
     assert_same(program(*inputs), want)
@@ -161,29 +161,25 @@ def test_finalize_with_launches_in_flight(want):
         assert_same(output, want)
 
 
+starts_its_own_ranks = pytest.mark.skipif(
+  jax.process_count() > 1, reason="it starts its own ranks"
+)
+
+
 def run_alone(tmp_path, program, num_processes):
   """Runs a program in other processes, and returns the log of the first."""
-  log_dir = tmp_path / str(jax.process_index())
-  assert not launch.launch(
-    ["-c", program],
-    num_processes=num_processes,
-    timeout_s=60,
-    log_dir=log_dir,
-  )
-  return (log_dir / "rank_0.log").read_text()
+  options = dict(num_processes=num_processes, timeout_s=60, log_dir=tmp_path)
+  assert not launch.launch(["-c", program], **options)
+  return (tmp_path / "rank_0.log").read_text()
 
 
+@starts_its_own_ranks
 def test_at_exit_a_group_closes_before_jax_ends(tmp_path):
   """JAX may wait for its peers at exit, which may wait for this process."""
   program = """
-import weakref
-
-class Thing:
-  pass
-
-thing = Thing()
+import atexit, weakref
+thing = lambda: 0
 weakref.finalize(thing, print, "finalizers")  # from now on, these come last
-import atexit
 import jax
 atexit.register(lambda: print("group is open:", group.connection.is_open))
 import ep
@@ -194,7 +190,7 @@ group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
   assert log == "group is open: False\nfinalizers\n"
 
 
-# Rank 0 launches what rank 1, which ends later, does not.
+# Each rank launches a program that the other does not run, if it runs at all.
 _LAUNCH_ALONE = """
 import sys, time
 import jax
@@ -207,51 +203,57 @@ mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,))
 group = ep.ep_bootstrap(mesh, num_experts=2, top_k=1, timeout_s={timeout_s})
 layer = ep.EpLayerConfig(group)
 
-def prepare(idx):
-  return ep.ep_prepare(layer, idx).mem
-
-def sum(idx):
-  return jax.lax.psum(idx, "ep")
-
-def run(f):
-  f = jax.shard_map(f, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"),
-                    check_vma=False)
-  jax.jit(f)(jax.make_array_from_callback(
+def prepare():
+  idx = jax.make_array_from_callback(
     (2 * 10**6, 1), jax.NamedSharding(mesh, P("ep")),
-    lambda _: np.zeros((10**6, 1), np.int32)))
+    lambda _: np.zeros((10**6, 1), np.int32))
+  jax.jit(lambda idx: ep.ep_prepare(layer, idx).mem)(idx)
+
+def sleep():
+  def wait(x):
+    time.sleep(9)
+    return np.asarray(x)
+
+  return jax.jit(lambda x: jax.pure_callback(wait, x, x))(np.zeros(10**6))
 
 if jax.process_index() == 0:
-  run({run})
-  {end}
+  {first}
 else:
-  time.sleep(4)
+  {second}
 """
 
 
-@pytest.mark.skipif(jax.process_count() > 1, reason="it starts its own ranks")
-@pytest.mark.parametrize(
-  "run, timeout_s, end, rank, told",
-  [
-    ("prepare", 60, "pass", 1, "rank 0 (process 0) ran ep_prepare"),
-    ("sum", 2, "pass", 0, "At exit: ep: programs that this process has"),
-    ("sum", 60, "sys.excepthook = sys.__excepthook__; 1 / 0", 0, "by zero"),
-  ],
-)
-def test_at_exit_an_error_makes_the_code_1(
-  tmp_path, run, timeout_s, end, rank, told
-):
-  """It waits no longer than `timeout_s`, and not at all after an exception."""
-  program = _LAUNCH_ALONE.format(run=run, timeout_s=timeout_s, end=end)
-  start = time.monotonic()
-  code = launch.launch(
-    ["-c", program], num_processes=2, timeout_s=50, log_dir=tmp_path
+def run_alone_at_exit(tmp_path, first, second, timeout_s):
+  """Returns the logs of two ranks, one of which ends with the code 1."""
+  program = _LAUNCH_ALONE.format(
+    first=first, second=second, timeout_s=timeout_s
   )
-  assert code == 1 and time.monotonic() - start < 45
-  # Threads of Gloo write into the log, too.
-  assert told in (tmp_path / f"rank_{rank}.log").read_text()
+  options = dict(num_processes=2, timeout_s=50, log_dir=tmp_path)
+  assert launch.launch(["-c", program], **options) == 1
+  # Threads of Gloo write into the logs, too.
+  return [(tmp_path / f"rank_{rank}.log").read_text() for rank in range(2)]
 
 
-@pytest.mark.skipif(jax.process_count() > 1, reason="it is about one process")
+@starts_its_own_ranks
+def test_at_exit_an_op_that_others_did_not_run_is_an_error(tmp_path):
+  logs = run_alone_at_exit(tmp_path, "prepare()", "time.sleep(4)", 60)
+  assert "rank 0 (process 0) ran ep_prepare" in logs[1]
+
+
+@starts_its_own_ranks
+def test_at_exit_a_process_waits_for_its_programs(tmp_path):
+  """It waits up to `timeout_s`, and not at all after an exception.
+
+  The exception comes while the other process waits.
+  """
+  exception = "x = sleep(); sys.excepthook = sys.__excepthook__; 1 / 0"
+  exception = f"time.sleep(2); {exception}"
+  logs = run_alone_at_exit(tmp_path, "x = sleep()", exception, 4)
+  assert "At exit: ep: programs that this process has" in logs[0]
+  assert "by zero" in logs[1] and "At exit" not in logs[1]
+
+
+@starts_its_own_ranks
 def test_at_exit_the_programs_of_one_process_end(tmp_path):
   """An op that failed would leave other devices waiting in the `psum`."""
   program = """
@@ -288,11 +290,6 @@ def staged_bytes(case):
   return max(slots, (tokens.nbytes + topk_weights.nbytes) // ranks) + 64
 
 
-def test_no_memory_before_the_first_exchange():
-  with bootstrap(make_mesh({"ep": 4})) as group:
-    assert group.memory() == (0, 0)
-
-
 @pytest.mark.skipif(jax.process_count() > 1, reason="needs one process")
 def test_ranks_of_a_process_need_no_segments():
   case = large_case("skewed")
@@ -304,17 +301,17 @@ def test_ranks_of_a_process_need_no_segments():
 @pytest.mark.skipif(jax.process_count() == 1, reason="needs several processes")
 def test_segments_are_used_again():
   case = large_case("skewed")
-  bytes = staged_bytes(case)
-  for _ in range(20):
-    jax.block_until_ready(case.run(everything, *case.inputs()))
+  bytes, inputs = staged_bytes(case), case.inputs()
+  for _ in range(8):
+    jax.block_until_ready(case.run(everything, *inputs))
     memory = case.layer.group.memory()
     # The five ops of `everything`, and a second combine, may run at once.
     assert bytes <= memory.reserved < 4 * 6 * bytes
     assert 0 < memory.resident <= memory.reserved
 
 
-def test_memory_after_finalize_is_an_error():
+def test_memory_before_the_first_exchange_and_after_finalize():
   with bootstrap(make_mesh({"ep": 4})) as group:
-    pass
+    assert group.memory() == (0, 0)
   with pytest.raises(RuntimeError, match="EpGroup.memory.*finalized"):
     group.memory()

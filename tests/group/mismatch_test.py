@@ -4,6 +4,8 @@
 The last process differs from all others, which run the same program.
 """
 
+import functools
+
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src.group import agreement, versions
-from groups import bootstrap, not_with_xla, T
+from groups import bootstrap, not_with_xla
 from op_functions import dispatch, round_trip, sizes
 
 pytestmark = [
@@ -25,6 +27,7 @@ pytestmark = [
 
 RANKS = jax.process_count()
 ODD = jax.process_index() == RANKS - 1
+LAST = f"rank {RANKS - 1}"
 SHORT_TIMEOUT_S = 3.0  # for groups in which some rank never joins an op
 
 
@@ -32,11 +35,20 @@ def either(odd, others):
   return odd if ODD else others
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def group():
-  """Makes a group for a test after which ep_finalize reports no error."""
+  """Makes a group for tests after which ep_finalize reports no error."""
   with bootstrap(make_mesh({"ep": RANKS})) as group:
     yield group
+
+
+@pytest.fixture
+def make_layer(group, request):
+  """Returns a maker of layers that run no programs of another test.
+
+  A rank would compile fewer programs if it had the layers of another test.
+  """
+  return functools.partial(ep.EpLayerConfig, group, name=request.node.name)
 
 
 def expect_words(error, *words):
@@ -45,20 +57,23 @@ def expect_words(error, *words):
     assert word in message, message
 
 
+def check_works(group):
+  case = Case(ep.EpLayerConfig(group))
+  case.check(round_trip, case.tokens(), case.weights())
+
+
 def expect_disagreement(group, fn, *words):
-  """Checks that `fn` fails on every rank, and not by a timeout."""
+  """Checks that `fn` fails on every rank, not by a timeout, and once."""
   with pytest.raises(ep.EpError) as error:
     jax.block_until_ready(fn())
   expect_words(error, "the ranks disagree on ", *words)
-  # The group still works.
-  case = Case(ep.EpLayerConfig(group))
-  case.check(round_trip, case.tokens(), case.weights())
+  check_works(group)
 
 
 @pytest.mark.parametrize(
   "option, odd, others, words",
   [
-    ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on rank {RANKS - 1}"]),
+    ("top_k", 2, 3, ["top_k: 3 on rank 0", f"2 on {LAST}"]),
     ("alignment", 2, 1, ["capacity: ", " on rank 0"]),
     ("recv_capacity_per_rank", 40, 44, ["capacity: 44 on rank 0", "40 on "]),
     ("overflow", "drop", "error", ["overflow: error on rank 0", "drop on "]),
@@ -67,28 +82,22 @@ def expect_disagreement(group, fn, *words):
     ("name", "moe_4", "moe_3", ['(layer "moe_3")', '(layer "moe_4")']),
   ],
 )
-def test_other_layers(group, option, odd, others, words):
-  config = ep.EpLayerConfig(group, **{option: either(odd, others)})
-  case = Case(config)
+def test_other_layers(group, make_layer, option, odd, others, words):
+  case = Case(make_layer(**{option: either(odd, others)}))
   expect_disagreement(group, lambda: case.run(sizes), *words)
 
 
-def test_a_trace_tells_which_rank_differs(group, folder):
-  case = Case(ep.EpLayerConfig(group, alignment=either(2, 1)))
-  with pytest.raises(ep.EpError), ep.trace(group, folder / "steps.json.gz"):
-    jax.block_until_ready(case.run(sizes))
-  multihost_utils.sync_global_devices("all have failed")
-  if jax.process_index() == 0:
-    failure = ep.explain(folder).failure
-    assert (failure.ranks, failure.are_absent) == ((RANKS - 1,), False)
-
-
-@pytest.mark.parametrize("limit", [None, T])
-def test_other_numbers_of_tokens(limit):
-  with bootstrap(make_mesh({"ep": RANKS}), max_tokens_per_rank=limit) as group:
-    case = Case(ep.EpLayerConfig(group), lead=either((4,), (5,)))
-    words = ["tokens per rank: 5 on rank 0", f"4 on rank {RANKS - 1}"]
-    expect_disagreement(group, lambda: case.run(sizes), *words)
+@pytest.mark.parametrize(
+  "option, odd, others, words",
+  [
+    ("lead", (4,), (5,), ["tokens per rank: 5 on rank 0", f"4 on {LAST}"]),
+    ("hidden", 6, 7, ["hidden size: 7 on rank 0", f"6 on {LAST}"]),
+  ],
+)
+def test_other_tokens(group, make_layer, option, odd, others, words):
+  case = Case(make_layer(), **{option: either(odd, others)})
+  arrays = case.tokens(), case.weights()
+  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
 @pytest.mark.parametrize("odd, others", [(8, 9), (0, 9)])
@@ -99,28 +108,20 @@ def test_other_sizes_of_a_group_that_is_resized(group, odd, others):
     ep.ep_resize(group, max_tokens_per_rank=either(odd, others))
   words = ["9", "same arguments"] if odd else ["0, but it must be positive"]
   expect_words(error, "max_tokens_per_rank = ", *words)
-  case = Case(ep.EpLayerConfig(group))
-  case.check(round_trip, case.tokens(), case.weights())
+  check_works(group)
 
 
-def test_other_hidden_sizes(group):
-  case = Case(ep.EpLayerConfig(group), hidden=either(6, 7))
-  arrays = case.tokens(), case.weights()
-  words = ["hidden size: 7 on rank 0", f"6 on rank {RANKS - 1}"]
-  expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
-
-
-def test_other_dtypes(group):
-  case = Case(ep.EpLayerConfig(group))
+def test_other_dtypes(group, make_layer):
+  case = Case(make_layer())
   arrays = case.tokens(either(jnp.bfloat16, jnp.float32)), case.weights()
-  words = ["dtype: float32 on rank 0", f"bfloat16 on rank {RANKS - 1}"]
+  words = ["dtype: float32 on rank 0", f"bfloat16 on {LAST}"]
   expect_disagreement(group, lambda: case.run(dispatch, *arrays), *words)
 
 
 @pytest.mark.parametrize("equal_counts", [False, True])
-def test_a_handle_of_another_routing(group, equal_counts):
+def test_a_handle_of_another_routing(group, make_layer, equal_counts):
   """A rank that uses the handle of the step before is detected."""
-  layer = ep.EpLayerConfig(group)
+  layer = make_layer()
   cases = [Case(layer, routing) for routing in ["uniform", "skewed"]]
   if equal_counts:  # two tokens of each rank change places
     choices = cases[0].topk_idx.reshape(RANKS, -1, layer.top_k)
@@ -131,7 +132,7 @@ def test_a_handle_of_another_routing(group, equal_counts):
     for case in cases
   )
   arrays = map(cases[0].put, (cases[0].tokens(), cases[0].weights()))
-  words = ["the routing", "on rank 0", f"on rank {RANKS - 1}"]
+  words = ["the routing", "on rank 0", f"on {LAST}"]
   expect_disagreement(
     group, lambda: ep.ep_dispatch(either(old, new), *arrays), *words
   )
@@ -223,10 +224,15 @@ def test_another_number_of_compilations():
   ep.ep_finalize(group)
 
 
-def test_other_arguments():
+def expect_no_bootstrap(*words, **options):
   with pytest.raises((ValueError, RuntimeError)) as error:
-    bootstrap(make_mesh({"ep": RANKS}), hidden_dim=either(8, 7))
-  expect_words(error, "ep_bootstrap", "hidden_dim", "7", "8")
+    bootstrap(make_mesh({"ep": RANKS}), **options)
+  expect_words(error, "ep_bootstrap", *words)
+  return str(error.value)
+
+
+def test_other_arguments():
+  expect_no_bootstrap("hidden_dim", "7", "8", hidden_dim=either(8, 7))
 
 
 @pytest.mark.parametrize(
@@ -241,10 +247,8 @@ def test_other_flags_of_xla(monkeypatch, odd, others):
   count = f"--xla_force_host_platform_device_count={1 + ODD}"
   # Scripts that append to the variable may put a space before the first flag.
   monkeypatch.setenv("XLA_FLAGS", f" {count} {either(odd, others)}")
-  with pytest.raises(ValueError) as error:
-    bootstrap(make_mesh({"ep": RANKS}))
-  expect_words(error, "XLA_FLAGS = ", "--xla_a=1", "same options")
-  assert "device_count" not in str(error.value)
+  error = expect_no_bootstrap("XLA_FLAGS = ", "--xla_a=1", "same options")
+  assert "device_count" not in error
 
 
 def test_other_options_of_jax(monkeypatch):
@@ -254,11 +258,9 @@ def test_other_options_of_jax(monkeypatch):
   level = jax.config.jax_optimization_level
   jax.config.update("jax_optimization_level", either("O1", level))
   try:
-    with pytest.raises(ValueError) as error:
-      bootstrap(make_mesh({"ep": RANKS}))
+    expect_no_bootstrap("jax_optimization_level = ", "O1", "same options")
   finally:
     jax.config.update("jax_optimization_level", level)
-  expect_words(error, "jax_optimization_level = ", "O1", "same options")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +270,4 @@ def test_other_versions(monkeypatch, name):
   if ODD:
     theirs = versions.versions("host") | {name: "another"}
     monkeypatch.setattr(agreement, "versions", lambda _: theirs)
-  with pytest.raises(ValueError) as error:
-    bootstrap(make_mesh({"ep": RANKS}))
-  expect_words(error, f"{name} = ", "another", "same versions")
+  expect_no_bootstrap(f"{name} = ", "another", "same versions")

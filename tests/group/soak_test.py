@@ -14,7 +14,7 @@ import time
 import jax
 import numpy as np
 
-from cases import assert_same, Case, expected, run
+from cases import assert_same, Case, expected, global_view
 from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep.testing._footprint import Footprint
@@ -27,8 +27,10 @@ TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
 
 # A run is divided into so many parts, or fewer if it is short. The results of
-# the last step of each part are checked.
-PARTS = 100
+# the last step of each part are checked. No two parts end with the same inputs,
+# of which there are as many as this prime number.
+PARTS = 20
+INPUTS = 23
 
 # Limits on the growth after the first tenth of the steps. A step that overlaps
 # with others may need a worker thread of its own.
@@ -44,41 +46,42 @@ TIMED_STEPS = 10_000
 SLOWER = 0.1
 
 
-def make_group():
-  ranks = jax.device_count()
-  return bootstrap(
-    make_mesh({"ep": ranks}),
-    num_experts=EXPERTS * ranks,
-    max_tokens_per_rank=TOKENS,
-    top_k=TOP_K,
-    timeout_s=10 * TIMEOUT_S,  # there may be many ranks for each core
-  )
+class Steps:
+  """Runs steps of a new group, whose routings come again after `INPUTS`."""
 
+  def __init__(self):
+    ranks = jax.device_count()
+    self.group = bootstrap(
+      make_mesh({"ep": ranks}),
+      num_experts=EXPERTS * ranks,
+      max_tokens_per_rank=TOKENS,
+      top_k=TOP_K,
+      timeout_s=10 * TIMEOUT_S,  # there may be many ranks for each core
+    )
+    layer = ep.EpLayerConfig(self.group)
+    self._program = jax.jit(global_view(layer, block_and_back))
+    self._claims, self._inputs = [], []
+    for seed in range(INPUTS):
+      rng = np.random.default_rng(seed)
+      odds = rng.choice([0, 1, 8], self.group.num_experts)  # 0: gets no tokens
+      routing = draw(rng, (TOKENS * ranks, TOP_K), odds)
+      case = Case(layer, routing, lead=(TOKENS,), whole=True)
+      tokens = case.tokens() * np.float32(1 + seed % 8)
+      arrays = tokens, case.weights(), case.tokens()
+      self._claims.append((case, block_and_back, *arrays))
+      self._inputs.append([*map(case.put, (routing, *arrays))])
 
-def claim(group, step):
-  """Returns the claim of a step, the same on all ranks; see cases.py."""
-  rng = np.random.default_rng(step)
-  odds = rng.choice([0, 1, 8], group.num_experts)  # 0: gets no tokens
-  routing = draw(rng, (TOKENS * group.ep_size, TOP_K), odds)
-  layer = ep.EpLayerConfig(group)
-  case = Case(layer, routing, lead=(TOKENS,), whole=True)
-  tokens = case.tokens() * np.float32(1 + step % 8)
-  return case, block_and_back, tokens, case.weights(), case.tokens()
-
-
-def seconds(group, steps):
-  """Runs the steps, checks the results of the last, and returns the time."""
-  start = time.monotonic()
-  pending = collections.deque()
-  for step in steps:
-    last = claim(group, step)
-    pending.append(run(last))
-    if len(pending) > IN_FLIGHT:
-      jax.block_until_ready(pending.popleft())
-  jax.block_until_ready(pending)
-  (out,) = pending[-1]
-  assert_same(out, expected(*last))
-  return time.monotonic() - start
+  def seconds(self, steps):
+    """Runs the steps, checks the results of the last, and returns the time."""
+    start = time.monotonic()
+    pending = collections.deque()
+    for step in steps:
+      pending.append(self._program(*self._inputs[step % INPUTS]))
+      if len(pending) > IN_FLIGHT:
+        jax.block_until_ready(pending.popleft())
+    jax.block_until_ready(pending)
+    assert_same(pending[-1], expected(*self._claims[step % INPUTS]))
+    return time.monotonic() - start
 
 
 def test_soak(request, capsys):
@@ -86,11 +89,12 @@ def test_soak(request, capsys):
   size = max(2 * IN_FLIGHT, steps // PARTS)
   parts = [range(i, i + size) for i in range(0, steps, size)]
   tenth = -(-len(parts) // 10)
-  with make_group() as group:
-    seconds(group, parts[0])  # compiles
-    first = [seconds(group, part) for part in parts[:tenth]]
+  soak = Steps()
+  with soak.group:
+    soak.seconds(parts[0])  # compiles
+    first = [soak.seconds(part) for part in parts[:tenth]]
     before = Footprint.now()
-    rest = [seconds(group, part) for part in parts[tenth:]]
+    rest = [soak.seconds(part) for part in parts[tenth:]]
     growth = before.check_now(MOST)
     rates = [size / statistics.median(x) for x in (first, rest[-tenth:])]
     figures = (
@@ -98,7 +102,7 @@ def test_soak(request, capsys):
       f" -> {rates[1]:.0f} steps/s, {growth}"
     )
     if steps >= TIMED_STEPS:
-      speed = compare_with_new_group(group, parts[-tenth:])
+      speed = compare_with_new_group(soak, parts[-tenth:])
       figures += f", {speed:.2f} of the speed of a new group"
       assert speed > 1 - SLOWER, figures
   with capsys.disabled():
@@ -106,13 +110,14 @@ def test_soak(request, capsys):
       print(f"\n{figures}")
 
 
-def compare_with_new_group(group, parts):
+def compare_with_new_group(old, parts):
   """Returns the speed of the group divided by that of a new one.
 
   The two run in turns, since the load of the machine may change.
   """
-  with make_group() as new:
-    seconds(new, parts[0])  # compiles
+  new = Steps()
+  with new.group:
+    new.seconds(parts[0])  # compiles
     return statistics.median(
-      seconds(new, part) / seconds(group, part) for part in parts
+      new.seconds(part) / old.seconds(part) for part in parts
     )

@@ -1,190 +1,183 @@
 # SPDX-License-Identifier: Apache-2.0
 """One job runs on two hosts, which start and end together."""
 
+from concurrent import futures
 import os
+import socket
 import sys
 import time
 
 from hosts import two_hosts
 import pytest
 
-import ep_moe
-import quick_compiler
-
-_JOIN = """
-import os, sys, time
 from ep import launch
-launch.initialize()
-import jax, jax.numpy as jnp
+
+# Two processes of each host exchange rows with each other, too.
+_PROGRAM = """
+import conftest  # makes this process a rank
 import ep
-mesh = jax.make_mesh((2,), ("ep",))
-"""
-_PICK = """
+from cases import Case
+from groups import group, layer
+from op_functions import everything
+
 for backend in None, "host":
   try:
-    with ep.ep_bootstrap(mesh, num_experts=4, backend=backend) as group:
-      print("picked", group.backend)
+    with ep.ep_bootstrap(group().mesh, num_experts=4, backend=backend) as new:
+      print("picked", new.backend)
   except ValueError as e:
     print("refused", e)
-"""
-_KIT = """
-import testing_subjects
-rules = "sizes rows weights tail output gradients repeatable".split()
-report = ep.testing.check(testing_subjects.XLA, rules)
-print(report)
-sys.exit(not report.passed)
-"""
-_STEPS = """
-layer = ep.EpLayerConfig(ep.ep_bootstrap(mesh, num_experts=4, top_k=1))
-idx = jnp.zeros((2, 1), jnp.int32)
+case = Case(layer(), "skewed", whole=True)
+inputs = case.inputs()
 while True:
-  jax.block_until_ready(ep.ep_prepare(layer, idx))
+  case.check(everything, *inputs)
   print("stepped", flush=True)
 """
-_FAIL = """
-if jax.process_index() == 1:
-  sys.exit(7)
-time.sleep(600)
-"""
-
-
-@pytest.fixture(scope="module")
-def hosts():
-  with two_hosts() as both:
-    yield both
 
 
 class Job:
-  """A launcher on each host."""
+  """What the launcher of each host wrote, and how long they took to end."""
 
-  def __init__(self, hosts, folder, *argv, flags=({}, {})):
-    path = os.pathsep.join(filter(None, sys.path))
-    env = {**os.environ, "PYTHONPATH": path}
-    env["XLA_FLAGS"] = quick_compiler.FLAGS
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"):
-      env.pop(name, None)
-    self.outputs = [folder / f"output_{i}" for i in range(len(hosts))]
-    self.launchers = []
-    for host, output, own in zip(hosts, self.outputs, flags, strict=True):
-      all_flags = {
-        "num_processes": 1,
-        "num_hosts": 2,
-        "host_id": host.number,
-        "coordinator": f"{hosts[0].address}:1234",
-        "join_timeout": 60,
-        "timeout": 300,
-        "log_dir": output.with_name(output.name + "_logs"),
-      } | own
-      words = [f"--{name}={value}" for name, value in all_flags.items()]
-      with output.open("wb") as file:
-        self.launchers.append(
-          host.start(
-            [sys.executable, "-m", "ep.launch", *words, *map(str, argv)],
-            env=env,
-            stdout=file,
-            stderr=file,
-          )
-        )
-
-  def wait(self):
-    """Returns the exit codes, and all that was written."""
-    codes = [launcher.wait(330) for launcher in self.launchers]
-    return codes, [output.read_text() for output in self.outputs]
-
-
-def script(folder, text):
-  path = folder / "program.py"
-  path.write_text(_JOIN + text)
-  return path
+  def __init__(self, folder):
+    program = folder / "program.py"
+    program.write_text(_PROGRAM)
+    env = {
+      **os.environ,
+      "EP_TEST_BACKEND": "xla",
+      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    with two_hosts() as hosts:
+      self.logs = [folder / str(host.number) for host in hosts]
+      outputs = [folder / f"output_{host.number}" for host in hosts]
+      launchers = []
+      for host, logs, output in zip(hosts, self.logs, outputs, strict=True):
+        flags = [
+          "--num_processes=2",
+          "--num_hosts=2",
+          f"--host_id={host.number}",
+          f"--coordinator={hosts[0].address}:1234",
+          "--timeout=300",
+          f"--log_dir={logs}",
+        ]
+        argv = [sys.executable, "-m", "ep.launch", *flags, str(program)]
+        with output.open("wb") as file:
+          launchers.append(host.start(argv, env=env, stdout=file, stderr=file))
+      last = self.logs[1] / "rank_3.log"
+      deadline = time.monotonic() + 200
+      while not (last.exists() and "stepped" in last.read_text()):
+        assert time.monotonic() < deadline, outputs[1].read_text()
+        time.sleep(0.1)
+      hosts[0].pull_the_cable()
+      begin = time.monotonic()
+      self.codes = [launcher.wait(100) for launcher in launchers]
+      self.seconds = time.monotonic() - begin
+      self.outputs = [output.read_text() for output in outputs]
 
 
-def test_the_backend_is_xla_and_host_says_why_not(hosts, tmp_path):
-  codes, outputs = Job(hosts, tmp_path, script(tmp_path, _PICK)).wait()
-  assert codes == [0, 0], outputs
-  for output, (me, other) in zip(outputs, [(0, 1), (1, 0)], strict=True):
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+  """Runs a job until someone pulls the cable in the middle of a step."""
+  return Job(tmp_path_factory.mktemp("job"))
+
+
+def test_the_backend_is_xla_and_host_says_why_not(job):
+  for output, (me, other) in zip(job.outputs, [(0, 2), (2, 0)], strict=True):
     assert "picked xla\n" in output
     assert f"processes {me} and {other} run on different hosts" in output
     assert "refused ep_bootstrap: " in output
 
 
-def test_the_example_is_right(hosts, tmp_path):
-  """Two processes of each host exchange rows with each other, too."""
-  program = [ep_moe.__file__, "--num_processes=4", "--iters=1"]
-  two = {"num_processes": 2}
-  codes, outputs = Job(hosts, tmp_path, *program, flags=(two, two)).wait()
-  assert codes == [0, 0], outputs
-  assert "processes: 4" in outputs[0]
-  assert "OK: no value deviates" in outputs[0]
+def test_all_ranks_exchange_rows_with_all(job):
+  """Each compares with the oracle, bit for bit, before the cable is pulled."""
+  for rank in range(4):
+    log = job.logs[rank // 2] / f"rank_{rank}.log"
+    assert "stepped" in log.read_text()
 
 
-def test_the_transport_is_conformant(hosts, tmp_path):
-  codes, outputs = Job(hosts, tmp_path, script(tmp_path, _KIT)).wait()
-  assert codes == [0, 0], outputs
+def test_a_pulled_cable_is_an_error_on_both_sides(job):
+  """In the middle of a step, each side names the other host."""
+  assert job.codes == [1, 1]
+  assert "host 1 (10.64.0.2) is out of reach" in job.outputs[0]
+  assert "host 0 (10.64.0.1) is out of reach" in job.outputs[1]
+  assert job.seconds < 60
+
+
+def launch_on(*hosts, argv=("-m", "this"), **options):
+  """Launches a job on hosts that share this machine, each with options.
+
+  Returns the exit code of each launcher, or its error, and the coordinator.
+  """
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+  options |= dict(coordinator=f"127.0.0.1:{port}", timeout_s=60.0)
+
+  def run(own):
+    try:
+      return launch.launch(
+        argv, **dict(num_processes=1, num_hosts=2) | options | own
+      )
+    except RuntimeError as error:
+      return str(error)
+
+  with futures.ThreadPoolExecutor(len(hosts)) as pool:
+    return list(pool.map(run, hosts)), port
 
 
 @pytest.mark.parametrize(
-  "flags, says",
+  "first, second, says",
   [
     (
-      ({}, {"num_processes": 2}),
+      {},
+      {"num_processes": 2},
       "host 1 was started with --num_processes=2, but host 0 with --num_pro",
     ),
     (
-      ({"num_hosts": 3, "join_timeout": 3}, {"num_hosts": 3}),
-      "of 3 hosts these did not come to host 0 at 10.64.0.1, port 1234, within"
-      " 3 s: 2;",
+      {"num_hosts": 3, "join_timeout_s": 1.0},
+      {"num_hosts": 3},
+      "of 3 hosts these did not come to host 0 at 127.0.0.1, port {port},"
+      " within 1 s: 2;",
     ),
   ],
   ids=["another number of processes", "a host is missing"],
 )
-def test_hosts_that_do_not_fit_say_so(hosts, tmp_path, flags, says):
-  codes, outputs = Job(hosts, tmp_path, "-m", "this", flags=flags).wait()
-  assert codes == [1, 1], outputs
-  for output in outputs:
-    assert f"ep.launch: {says}" in output
+def test_hosts_that_do_not_fit_say_so(tmp_path, first, second, says):
+  ends, port = launch_on(first, second | {"host_id": 1}, log_dir=tmp_path)
+  for end in ends:
+    assert end.startswith(f"ep.launch: {says.format(port=port)}")
 
 
-def test_two_hosts_with_one_number_say_so(hosts, tmp_path):
+def test_two_hosts_with_one_number_say_so(tmp_path):
   """Host 0 waits for two others; two launchers of one host come."""
-  one, two = hosts
-  flags = {"num_hosts": 3, "host_id": 1}
-  all_flags = ({"num_hosts": 3}, flags, flags)
-  job = Job((one, two, two), tmp_path, "-m", "this", flags=all_flags)
-  codes, outputs = job.wait()
-  assert codes == [1, 1, 1]
-  assert "both started with --host_id=1" in outputs[0]
+  one = {"host_id": 1}
+  ends, _ = launch_on({}, one, one, num_hosts=3, log_dir=tmp_path)
+  for end in ends:
+    assert "both started with --host_id=1" in end
 
 
-def test_a_host_alone_says_who_is_missing(hosts, tmp_path):
+def test_a_host_alone_says_who_is_missing(tmp_path, monkeypatch, capsys):
   """Host 1 says it here, and host 0 above."""
-  flags = {"join_timeout": 2, "coordinator": "10.64.0.1:1234"}
-  job = Job(hosts[1:], tmp_path, "-m", "this", flags=(flags,))
-  codes, outputs = job.wait()
-  assert codes == [1]
-  says = "host 0 did not come to 10.64.0.1, port 1234, within 2 s"
-  assert says in outputs[0]
+  flags = ["--num_processes=1", "--num_hosts=2", "--host_id=1"]
+  flags += ["--coordinator=127.0.0.1:1", "--join_timeout=1"]
+  argv = ["launch", f"--log_dir={tmp_path}", *flags, "-m", "this"]
+  monkeypatch.setattr(sys, "argv", argv)
+  with pytest.raises(SystemExit) as end:
+    launch.main()
+  assert end.value.code == 1
+  says = "ep.launch: host 0 did not come to 127.0.0.1, port 1, within 1 s"
+  assert says in capsys.readouterr().err
 
 
-def test_a_failure_ends_both_hosts(hosts, tmp_path):
-  codes, outputs = Job(hosts, tmp_path, script(tmp_path, _FAIL)).wait()
+def test_a_failure_ends_both_hosts(tmp_path, capsys):
+  program = """
+import os, sys, time
+if os.environ["JAX_PROCESS_ID"] == "1":
+  sys.exit(7)
+time.sleep(600)
+"""
+  codes, _ = launch_on(
+    {}, {"host_id": 1}, argv=["-c", program], grace_s=0.5, log_dir=tmp_path
+  )
   assert codes == [7, 7]
-  assert "host 1 (10.64.0.2) says: rank 1 failed with exit code 7" in outputs[0]
-  assert "ep.launch: rank 1 failed with exit code 7" in outputs[1]
-
-
-def test_a_pulled_cable_is_an_error_on_both_sides(tmp_path):
-  """In the middle of a step, each side names the other host."""
-  with two_hosts() as hosts:
-    job = Job(hosts, tmp_path, script(tmp_path, _STEPS))
-    log = tmp_path / "output_1_logs/rank_1.log"
-    deadline = time.monotonic() + 100
-    while not (log.exists() and "stepped" in log.read_text()):
-      assert time.monotonic() < deadline
-      time.sleep(0.1)
-    hosts[0].pull_the_cable()
-    begin = time.monotonic()
-    codes, outputs = job.wait()
-  assert codes == [1, 1]
-  assert "host 1 (10.64.0.2) is out of reach" in outputs[0]
-  assert "host 0 (10.64.0.1) is out of reach" in outputs[1]
-  assert time.monotonic() - begin < 60
+  output = capsys.readouterr().out
+  assert "host 1 (127.0.0.1) says: rank 1 failed with exit code 7" in output
+  assert "ep.launch: rank 1 failed with exit code 7" in output

@@ -3,6 +3,7 @@
 
 import ast
 import contextlib
+import io
 import os
 import pathlib
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -55,10 +57,8 @@ def _python(argv, env=None, **options):
   )
 
 
-def _launcher(log_dir, *args, **options):
-  """Starts `python -m ep.launch` with two ranks."""
-  flags = ["--num_processes=2", f"--log_dir={log_dir}"]
-  return _python(["-m", "ep.launch", *flags, *args], **options)
+def _logs(folder, ranks=2):
+  return [(folder / f"rank_{rank}.log").read_text() for rank in range(ranks)]
 
 
 def _wait_until(condition):
@@ -76,52 +76,37 @@ def _is_running(pid):
   return False
 
 
-def test_ranks_have_their_variables_and_logs_are_kept(tmp_path, capsys):
-  code = """
-    import os, sys
-    print(os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"])
-    print(sys.argv[1:], os.environ["EXTRA"], file=sys.stderr)
-  """
-  result = _launch(
-    code, "a b", num_processes=3, log_dir=tmp_path, env={"EXTRA": "é"}
-  )
-  assert result == 0
-  logs = [(tmp_path / f"rank_{r}.log").read_text() for r in range(3)]
-  assert logs == [f"{r} 3\n['a b'] é\n" for r in range(3)]
-  assert capsys.readouterr().out == logs[0]
+_SHOW_VARIABLES = """
+  import os, sys
+  print(sys.argv[1:], file=sys.stderr)
+  print(dict(os.environ))
+"""
 
 
-def test_device_count_replaces_an_earlier_one(tmp_path, monkeypatch):
-  monkeypatch.setenv(
-    "XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=4 --b=2"
-  )
-  code = "import os; print(os.environ['XLA_FLAGS'].split())"
-  assert _launch(code, log_dir=tmp_path, devices_per_process=3) == 0
-  flags = ["--a=1", "--b=2", "--xla_force_host_platform_device_count=3"]
-  assert (tmp_path / "rank_1.log").read_text() == f"{flags}\n"
+def _variables(log):
+  """Returns the variables that a rank has shown, and checks its argument."""
+  argument, variables = log.splitlines()
+  assert argument == "['a b']"
+  return ast.literal_eval(variables)
 
 
-@pytest.mark.parametrize("by_default", [True, False])
-def test_ranks_keep_freed_memory(tmp_path, monkeypatch, by_default):
-  """Ranks keep it unless the user has set malloc's variables."""
-  users = {} if by_default else {"MALLOC_MMAP_MAX_": "7"}
+def test_ranks_have_their_variables_and_logs_are_kept(
+  tmp_path, monkeypatch, capsys
+):
+  """A count of devices replaces an earlier one; the user's variables stay."""
+  count = "--xla_force_host_platform_device_count="
+  monkeypatch.setenv("XLA_FLAGS", f"--a=1 {count}4 --b=2")
   for name in launch._KEEP_MEMORY:
     monkeypatch.delenv(name, raising=False)
-  code = """
-    import os
-    print({k: v for k, v in os.environ.items() if k.startswith("MALLOC_")})
-  """
-  assert _launch(code, log_dir=tmp_path, env=users) == 0
-  wanted = launch._KEEP_MEMORY | users
-  assert ast.literal_eval((tmp_path / "rank_1.log").read_text()) == wanted
-
-
-_SHOW_GPU = """
-  import os
-  for name in ["CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE",
-               "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_MAX_CTAS"]:
-    print(os.environ.get(name))
-"""
+  users = {"EXTRA": "é", "MALLOC_MMAP_MAX_": "7"}
+  options = dict(num_processes=3, devices_per_process=5, env=users)
+  assert _launch(_SHOW_VARIABLES, "a b", log_dir=tmp_path, **options) == 0
+  logs = _logs(tmp_path, 3)
+  for rank, variables in enumerate(map(_variables, logs)):
+    own = {"JAX_PROCESS_ID": str(rank), "JAX_NUM_PROCESSES": "3"}
+    assert (launch._KEEP_MEMORY | users | own).items() <= variables.items()
+    assert variables["XLA_FLAGS"].split() == ["--a=1", "--b=2", f"{count}5"]
+  assert capsys.readouterr().out == logs[0]
 
 
 @pytest.mark.parametrize(
@@ -132,14 +117,21 @@ _SHOW_GPU = """
     (4, [["2", "1", "0.188", "4"]] * 2),
   ],
 )
-def test_each_rank_has_its_gpu(tmp_path, monkeypatch, ranks_per_gpu, expected):
-  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+def test_each_rank_has_its_gpu(monkeypatch, ranks_per_gpu, expected):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
   monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-  options = dict(ranks_per_gpu=ranks_per_gpu, log_dir=tmp_path)
-  assert _launch(_SHOW_GPU, **options) == 0
-  logs = [(tmp_path / f"rank_{r}.log").read_text().split() for r in range(2)]
-  assert logs == [[str(value) for value in rank] for rank in expected]
+  names = ["CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE"]
+  names += ["XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_MAX_CTAS"]
+  ranks = gpus.rank_variables(2, ranks_per_gpu)
+  assert [[own.get(name) for name in names] for own in ranks] == expected
+
+
+def test_ranks_get_the_variables_of_gpus(tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
+  assert _launch(_SHOW_VARIABLES, "a b", log_dir=tmp_path) == 0
+  variables = _variables(_logs(tmp_path)[1])
+  assert variables["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
 
 def test_ranks_that_share_a_gpu_keep_the_users_variables(monkeypatch):
@@ -190,27 +182,20 @@ def test_gpus_are_counted(monkeypatch, tmp_path):
   assert gpus.visible() == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-  "end, code, told",
-  [
-    ("sys.exit(7)", 7, "failed with exit code 7"),
-    ("os.kill(os.getpid(), 9)", 128 + 9, "was killed by signal 9; out of mem"),
-  ],
-)
-def test_one_failure_ends_all(tmp_path, capsys, end, code, told):
-  program = f"""
+def test_one_failure_ends_all(tmp_path, capsys):
+  program = """
     import os, sys, time
     print("hello from", os.environ["JAX_PROCESS_ID"])
     if os.environ["JAX_PROCESS_ID"] == "1":
-      {end}
+      sys.exit(7)
     time.sleep(600)
   """
-  assert _launch(program, log_dir=tmp_path) == code
+  assert _launch(program, log_dir=tmp_path) == 7
   out = capsys.readouterr().out
-  assert f"rank 1 {told}" in out
+  assert "rank 1 failed with exit code 7" in out
   assert "  | hello from 1" in out
   assert "rank 0 was still running after another's failure" in out
-  assert "most recent call first" in (tmp_path / "rank_0.log").read_text()
+  assert "most recent call first" in _logs(tmp_path)[0]
 
 
 def test_survivors_may_report_within_the_grace(tmp_path, capsys):
@@ -227,8 +212,14 @@ def test_survivors_may_report_within_the_grace(tmp_path, capsys):
   assert "rank 1 failed with exit code 1: error seen by 1; its l" in other
 
 
-@pytest.mark.parametrize("way", ["os.kill(os.getpid(), 9)", "sys.exit(9)"])
-def test_the_culprit_is_reported_first(tmp_path, capsys, way):
+@pytest.mark.parametrize(
+  "way, code, told",
+  [
+    ("os.kill(os.getpid(), 9)", 128 + 9, "was killed by signal 9; out of mem"),
+    ("sys.exit(9)", 9, "failed with exit code 9"),
+  ],
+)
+def test_the_culprit_is_reported_first(tmp_path, capsys, way, code, told):
   """A killed rank is it, even if others end at the same time."""
   program = f"""
     import contextlib, os, pathlib, sys, time
@@ -249,11 +240,11 @@ def test_the_culprit_is_reported_first(tmp_path, capsys, way):
     print("line", 1)
     sys.exit(f"rank {{rank}} lost rank 2")
   """
-  code = _launch(program, num_processes=3, log_dir=tmp_path, grace_s=20.0)
-  assert code == (128 + 9 if "kill" in way else 9)
+  options = dict(num_processes=3, log_dir=tmp_path, grace_s=20.0)
+  assert _launch(program, **options) == code
   out = capsys.readouterr().out.splitlines()
   first, *others = [line for line in out if line.startswith("ep.launch: ")]
-  assert first.startswith("ep.launch: rank 2 ")
+  assert first.startswith(f"ep.launch: rank 2 {told}")
   for rank, line in zip(range(2), sorted(others), strict=True):
     assert f"rank {rank} failed with exit code 1: rank {rank} lost" in line
   assert "  | line 1" not in out
@@ -280,8 +271,7 @@ def test_timeout_ends_all_and_logs_their_stacks(tmp_path, capsys):
   program = f"def am_stuck():\n  {_STUCK}\nam_stuck()"
   assert _launch(program, log_dir=tmp_path, timeout_s=1.0) == 124
   assert "rank 1 was still running at the timeout" in capsys.readouterr().out
-  for rank in range(2):
-    assert "in am_stuck" in (tmp_path / f"rank_{rank}.log").read_text()
+  assert all("in am_stuck" in log for log in _logs(tmp_path))
 
 
 def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch):
@@ -292,7 +282,7 @@ def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch):
     signal.signal(signal.SIGABRT, signal.SIG_IGN)
     {_STUCK}
   """
-  assert _launch(program, timeout_s=1.0) == 124
+  assert _launch(program, num_processes=1, timeout_s=1.0) == 124
 
 
 def test_temporary_logs_are_removed_unless_something_failed(
@@ -300,7 +290,7 @@ def test_temporary_logs_are_removed_unless_something_failed(
 ):
   monkeypatch.delenv("TEST_UNDECLARED_OUTPUTS_DIR", raising=False)
   monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-  assert _launch("") == 0
+  assert _launch("", num_processes=1) == 0
   assert not list(tmp_path.iterdir())
   assert _launch("raise SystemExit(1)") == 1
   assert len(list(tmp_path.glob("*/rank_*.log"))) == 2
@@ -309,8 +299,8 @@ def test_temporary_logs_are_removed_unless_something_failed(
 def test_bazel_keeps_the_logs_of_every_launch(tmp_path, monkeypatch):
   monkeypatch.setenv("TEST_UNDECLARED_OUTPUTS_DIR", str(tmp_path))
   for _ in range(2):
-    assert _launch("") == 0
-  assert len(list(tmp_path.glob("*/rank_*.log"))) == 4
+    assert _launch("", num_processes=1) == 0
+  assert len(list(tmp_path.glob("*/rank_*.log"))) == 2
 
 
 def test_a_child_of_a_rank_does_not_outlive_it(tmp_path):
@@ -319,71 +309,93 @@ def test_a_child_of_a_rank_does_not_outlive_it(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", {_STUCK!r}])
     print(child.pid)
   """
-  assert _launch(program, log_dir=tmp_path) == 0
-  for rank in range(2):
-    pid = int((tmp_path / f"rank_{rank}.log").read_text())
-    _wait_until(lambda pid=pid: not _is_running(pid))
+  assert _launch(program, num_processes=1, log_dir=tmp_path) == 0
+  (pid,) = map(int, _logs(tmp_path, 1))
+  _wait_until(lambda: not _is_running(pid))
+
+
+def _when_logged(log_dir, act):
+  """Calls `act` in a thread when both ranks have written something."""
+  last = log_dir / "rank_1.log"
+
+  def wait_and_act():
+    _wait_until(lambda: last.exists() and all(_logs(log_dir)))
+    act()
+
+  thread = threading.Thread(target=wait_and_act)
+  thread.start()
+  return thread
 
 
 def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
   """JAX's own handler of SIGTERM, which ignores it, is not installed."""
   program = """
-import time, jax
-from ep import launch
-launch.initialize()
-print(jax.device_count())
-time.sleep(600)
-"""
-  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
-  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
-  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
-  begin = time.monotonic()
-  launcher.send_signal(signal.SIGTERM)
-  assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
-  assert time.monotonic() - begin < 5  # The grace is 10 s.
-  assert [log.read_text() for log in logs] == ["2\n", "2\n"]
+    import os, time, jax, signal
+    from ep import launch
+    launch.initialize()
+    if jax.process_index() == 1:
+      told = lambda *_: print("told to end") or os._exit(0)
+      signal.signal(signal.SIGTERM, told)
+    print(jax.device_count())
+    time.sleep(600)
+  """
+  sent = []
+
+  def send():
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  thread = _when_logged(tmp_path, send)
+  code = _launch(program, log_dir=tmp_path, grace_s=10.0)
+  thread.join()
+  assert time.monotonic() - sent[0] < 5
+  assert code == 128 + signal.SIGTERM
+  assert _logs(tmp_path) == ["2\n", "2\ntold to end\n"]
 
 
-def test_the_job_continues_when_stdout_is_closed(tmp_path):
+def test_the_job_continues_when_stdout_is_closed(tmp_path, monkeypatch, capsys):
   """The job continues in a pipe to `head`, and reports errors to stderr."""
   program = """
-import os, sys, time
-print("first")
-time.sleep(0.5)
-for i in range(20_000):
-  print(i)
-time.sleep(0.5)
-open(os.environ["DONE"] + os.environ["JAX_PROCESS_ID"], "w").close()
-if os.environ["JAX_PROCESS_ID"] == "1":
-  sys.exit(3)
-"""
-  launcher = _launcher(
-    tmp_path,
-    str(_script(tmp_path, program)),
-    env={"DONE": str(tmp_path / "done_")},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-  )
-  assert launcher.stdout.readline() == b"first\n"
-  launcher.stdout.close()
-  stderr = launcher.stderr.read().decode()
-  assert launcher.wait(timeout=20) == 3
+    import os, sys, time
+    print("first")
+    time.sleep(0.5)
+    for i in range(20_000):
+      print(i)
+    time.sleep(0.5)
+    open(os.environ["DONE"] + os.environ["JAX_PROCESS_ID"], "w").close()
+    if os.environ["JAX_PROCESS_ID"] == "1":
+      sys.exit(3)
+  """
+  reader, writer = map(os.fdopen, os.pipe(), "rw")
+  monkeypatch.setattr(sys, "stdout", writer)
+  first = []
+
+  def head():
+    first.append(reader.readline())
+    reader.close()
+
+  thread = threading.Thread(target=head)
+  thread.start()
+  done = {"DONE": str(tmp_path / "done_")}
+  assert _launch(program, log_dir=tmp_path, env=done, grace_s=20.0) == 3
+  thread.join()
+  assert first == ["first\n"]
   assert all((tmp_path / f"done_{rank}").exists() for rank in range(2))
-  assert (tmp_path / "rank_0.log").read_text().endswith("\n19999\n")
+  assert _logs(tmp_path)[0].endswith("\n19999\n")
+  stderr = capsys.readouterr().err
   assert stderr.startswith("ep.launch: rank 1 failed with exit code 3")
   assert "  | 19999\n" in stderr
+  with contextlib.suppress(BrokenPipeError):
+    writer.close()
 
 
-def test_output_that_the_terminal_cannot_encode(tmp_path):
+def test_output_that_the_terminal_cannot_encode(monkeypatch):
   """Such characters are escaped, and all other output is kept."""
   program = r"import os; os.write(1, 'a caf\xe9\nand more\n'.encode())"
-  launcher = _launcher(
-    tmp_path,
-    str(_script(tmp_path, program)),
-    env={"PYTHONIOENCODING": "ascii"},
-    stdout=subprocess.PIPE,
-  )
-  assert launcher.communicate()[0] == b"a caf\\xe9\nand more\n"
+  terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+  monkeypatch.setattr(sys, "stdout", terminal)
+  assert _launch(program, num_processes=1) == 0
+  assert terminal.buffer.getvalue() == b"a caf\\xe9\nand more\n"
 
 
 @pytest.mark.parametrize(
@@ -412,25 +424,14 @@ def test_launch_refuses(options, error, words):
     assert word in str(info.value)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_the_launcher(tmp_path, signum):
-  program = f"""
-import os, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
-print(os.getpid())
-{_STUCK}
-"""
-  launcher = _launcher(tmp_path, str(_script(tmp_path, program)))
-  logs = [tmp_path / f"rank_{rank}.log" for rank in range(2)]
-  _wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
-  pids = [int(log.read_text()) for log in logs]
-  assert all(_is_running(pid) for pid in pids)
-  launcher.send_signal(signum)
-  expected = -signum if signum == signal.SIGKILL else 128 + signum
-  assert launcher.wait(timeout=20) == expected
-  _wait_until(lambda: not any(_is_running(pid) for pid in pids))
-  told = signum == signal.SIGTERM
-  assert all(("told to end" in log.read_text()) == told for log in logs)
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+  script = _script(tmp_path, f"import os; print(os.getpid()); {_STUCK}")
+  flags = ["--num_processes=2", f"--log_dir={tmp_path}"]
+  launcher = _python(["-m", "ep.launch", *flags, str(script)])
+  _when_logged(tmp_path, launcher.kill).join()
+  assert launcher.wait(timeout=20) == -signal.SIGKILL
+  pids = [*map(int, _logs(tmp_path))]
+  _wait_until(lambda: not any(map(_is_running, pids)))
 
 
 def _script(folder, text):
@@ -458,44 +459,38 @@ def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
   assert "num_processes = 0, but it must be" in capsys.readouterr().err
 
 
-def test_ranks_join_jax_and_an_exception_does_not_wait_for_the_others(
-  tmp_path, capsys
-):
+def test_ranks_join_jax_and_end_without_each_other(tmp_path, capsys):
+  """Rank 0 dies, and the exception of rank 1 does not wait for rank 2."""
   program = """
     from ep import launch
     launch.initialize()
     launch.initialize()
-    import jax, time
+    import jax, os, pathlib, signal, sys, time
     jax.config.update("jax_platforms", "cpu")  # there are no devices yet
     assert not jax._src.xla_bridge.backends_are_initialized()
-    print(jax.process_index(), jax.local_device_count(), jax.device_count())
-    if jax.process_index() == 1:
-      raise ValueError("as planned")
-    time.sleep(600)
-  """
-  code = _launch(program, devices_per_process=2, log_dir=tmp_path)
-  assert code == 1
-  for rank in range(2):
-    assert f"{rank} 2 4\n" in (tmp_path / f"rank_{rank}.log").read_text()
-  assert "ValueError: as planned" in (tmp_path / "rank_1.log").read_text()
-  assert capsys.readouterr().err == ""
-
-
-def test_ranks_survive_the_death_of_rank_0_and_end_without_it(tmp_path):
-  program = """
-    import jax, os, signal, time
-    from ep import launch
-    launch.initialize()
-    print(jax.device_count())
-    if jax.process_index() == 0:
+    rank = jax.process_index()
+    print(rank, jax.local_device_count(), jax.device_count())
+    if rank == 0:
       os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(2)
+    time.sleep(1)
+    pid = pathlib.Path(sys.argv[1])
+    if rank == 1:
+      pid.write_text(str(os.getpid()))
+      raise ValueError("as planned")
+    while not pid.exists() or not pid.read_text():
+      time.sleep(0.1)
+    while pathlib.Path("/proc", pid.read_text()).exists():
+      time.sleep(0.1)
     print("alive")
   """
-  code = _launch(program, num_processes=3, log_dir=tmp_path, grace_s=20.0)
+  options = dict(num_processes=3, devices_per_process=2, grace_s=20.0)
+  pid = str(tmp_path / "pid")
+  code = _launch(program, pid, log_dir=tmp_path, **options)
   assert code == 128 + signal.SIGKILL
-  for rank in range(1, 3):
-    assert (tmp_path / f"rank_{rank}.log").read_text() == "3\nalive\n"
+  logs = _logs(tmp_path, 3)
+  assert logs[0] == "0 2 6\n" and logs[2] == "2 2 6\nalive\n"
+  assert logs[1].startswith("1 2 6\n") and "ValueError: as planned" in logs[1]
+  assert capsys.readouterr().err == ""
 
 
 def test_without_a_coordinator_no_rank_waits_for_it(
@@ -510,23 +505,30 @@ def test_without_a_coordinator_no_rank_waits_for_it(
 
 
 def test_ep_has_the_launcher_and_initializes_no_devices(tmp_path):
-  """Importing ep.launch, or running it as a module, gives no warning."""
+  """Importing ep.launch, or running it as a module, gives no warning.
+
+  The native library may be loaded before JAX makes its devices.
+  """
   program = """
 from ep import launch
 import ep
 assert ep.launch is launch and not hasattr(ep, "lunch")
+ep.launch.initialize()
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
+from ep._src.native import ffi
+ffi.library("host")
+import jax
+print(jax.devices()[0].platform)
 """
-  process = _python(["-W", "error", "-c", program], stdout=subprocess.PIPE)
-  assert process.communicate()[0] == b"False\n"
-  script = _script(tmp_path, "import ep; ep.launch.initialize(); print('in')")
+  script = str(_script(tmp_path, program))
   process = _python(
-    ["-W", "error", "-m", "ep.launch", "--num_processes=1", str(script)],
+    ["-m", "ep.launch", "--num_processes=1", script],
+    {"PYTHONWARNINGS": "error"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )
-  assert process.communicate() == (b"in\n", b"")
+  assert process.communicate() == (b"False\ncpu\n", b"")
 
 
 @pytest.mark.parametrize(
@@ -553,18 +555,6 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path, jax, found):
     assert process.returncode == 1
     assert f"ImportError: {sentence}" in errors[-1]
     assert lines in (None, len(errors)), errors
-
-
-def test_the_library_may_be_loaded_before_jax_has_devices():
-  """JAX then makes its devices, which it could not do afterwards."""
-  program = """
-from ep._src.native import ffi
-ffi.library("host")
-import jax
-print(jax.devices()[0].platform)
-"""
-  process = _python(["-c", program], stdout=subprocess.PIPE)
-  assert process.communicate()[0] == b"cpu\n"
 
 
 def _slurm(rank, job):

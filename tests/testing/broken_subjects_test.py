@@ -97,11 +97,6 @@ def returns_a_tuple(setting, dispatch, combine):
   return _then(dispatch, tuple), combine
 
 
-@_breaks("rows", rf"^rows: {ROW}, column \d+ {VALUES}")
-def swaps_two_rows(setting, dispatch, combine):
-  return _with_rows(dispatch, lambda x: x.at[:2].set(x[1::-1])), combine
-
-
 def _taken(x, at):
   """Returns rows bit for bit; XLA may make other NaNs of those of 16 bits."""
   if x.dtype == jnp.float32:

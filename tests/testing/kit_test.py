@@ -21,10 +21,9 @@ from ep.testing._rules import RULES
 
 def _all_cases():
   subjects = SUBJECTS[jax.default_backend()]
-  if jax.process_count() > 1:
-    subjects = subjects[:1]
-  for subject in subjects:
-    for case in ep.testing.cases(subject):
+  alone = jax.process_count() == 1
+  for subject, rules in [*subjects.items()][: None if alone else 1]:
+    for case in ep.testing.cases(subject, rules):
       yield case._replace(id=f"{subject.name}-{case.id}".replace(" ", "_"))
 
 
