@@ -42,10 +42,7 @@ import sys
 import tempfile
 import threading
 
-import jax
-
-from ep._src.base import arguments, compat
-from ep._src.group import ending, liveness
+from ep._src.base import arguments
 from ep._src.launch import hosts, supervision
 from ep._src.native import gpus
 
@@ -92,6 +89,11 @@ def initialize() -> None:
     RuntimeError: the process is one of several, but does not know where the
       others are.
   """
+  import jax  # takes a second, and who launches does not need it
+
+  from ep._src.base import compat
+  from ep._src.group import ending, liveness
+
   if jax.distributed.is_initialized():
     return
   gpus.check_plugin()

@@ -21,6 +21,8 @@ sys.modules["ep"] = importlib.util.module_from_spec(_PACKAGE)
 from ep import launch  # noqa: E402
 from ep._src.native import shipped_files  # noqa: E402
 
+assert "jax" not in sys.modules
+
 # Variables for a native library that was built with a sanitizer.
 _SANITIZER_OPTIONS = {
   # Python and JAX exit without freeing all of their memory. The C++ tests look

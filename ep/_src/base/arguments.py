@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what users pass, and names the argument that is wrong."""
+"""Checks what users pass, and names the argument that is wrong.
+
+This module does not import JAX, which would take a second of every launch.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ import sys
 from typing import Any
 import warnings
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 INT32_MAX = 2**31 - 1
@@ -57,61 +58,13 @@ def integer(what: str, name: str, value: Any) -> int:
       raise TypeError
     result = operator.index(value)
   except TypeError:
-    raise _wrong_type(what, name, value, "an integer") from None
+    raise wrong_type(what, name, value, "an integer") from None
   if abs(result) > INT32_MAX:
     raise ValueError(
       f"{what}: {name} = {result}, but it must be less than 2^31: tokens, rows"
       " and experts are counted in 32 bits."
     )
   return result
-
-
-def array(what: str, name: str, value: Any) -> jax.Array:
-  """Returns an argument as `jnp.asarray` does, but cuts no integer to 32 bits.
-
-  The integers of NumPy and Python have 64 bits, of which JAX drops half unless
-  jax_enable_x64 is set.
-
-  Raises, with a message that begins with `what`:
-    ValueError: such an integer does not fit into 32 bits.
-  """
-  for part in jax.tree.leaves(value):
-    if isinstance(part, jax.Array) or not _is_integral(part):
-      continue
-    for x in map(int, [np.min(part, initial=0), np.max(part, initial=0)]):
-      check(
-        -INT32_MAX <= x <= INT32_MAX,
-        what,
-        f"{name} holds {x}, but tokens, rows and experts are counted in 32"
-        " bits; pass numbers below 2^31.",
-      )
-  return jnp.asarray(value)
-
-
-def integers(what: str, name: str, value: Any) -> jax.Array:
-  """Returns an argument that is an array of integers as int32.
-
-  A value that is known only when the program runs, and does not fit, becomes
-  the nearest int32, which is not a valid id or number of rows either.
-
-  Raises, with a message that begins with `what`:
-    TypeError: it holds no integers.
-    ValueError: as in `array`.
-  """
-  x = array(what, name, value)
-  if not jnp.issubdtype(x.dtype, jnp.integer):
-    raise TypeError(
-      f"{what}: {name} is {x.dtype}, but integers are expected; convert it."
-    )
-  return int32(x)
-
-
-def int32(x: jax.Array) -> jax.Array:
-  """Returns integers of any type as the nearest int32."""
-  has, room = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-  return x.clip(max(has.min, room.min), min(has.max, room.max)).astype(
-    jnp.int32
-  )
 
 
 def seconds(what: str, name: str, value: Any) -> float:
@@ -122,7 +75,7 @@ def seconds(what: str, name: str, value: Any) -> float:
     ValueError: it is not positive, or NaN.
   """
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise _wrong_type(what, name, value, "a number of seconds")
+    raise wrong_type(what, name, value, "a number of seconds")
   result = float(value)
   if not result > 0:  # as NaN is not
     raise ValueError(
@@ -169,7 +122,7 @@ def capacity_factor(what: str, value: Any) -> float:
 def flag(what: str, name: str, value: Any) -> bool:
   """Returns an argument that is a bool, or raises `TypeError`."""
   if not isinstance(value, bool | np.bool_):
-    raise _wrong_type(what, name, value, "True or False")
+    raise wrong_type(what, name, value, "True or False")
   return bool(value)
 
 
@@ -187,7 +140,7 @@ def number(what: str, name: str, value: Any) -> float:
     ValueError: it is NaN or infinite.
   """
   if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    raise _wrong_type(what, name, value, "a number")
+    raise wrong_type(what, name, value, "a number")
   check(
     math.isfinite(value),
     what,
@@ -216,39 +169,15 @@ def label(what: str, value: Any) -> str:
 def string(what: str, name: str, value: Any) -> str:
   """Returns an argument that is a string, or raises `TypeError`."""
   if not isinstance(value, str):
-    raise _wrong_type(what, name, value, "a string")
+    raise wrong_type(what, name, value, "a string")
   return value
 
 
 def strings(what: str, name: str, value: Any) -> tuple[str, ...]:
   """Returns an argument that is a tuple or list of strings as a tuple."""
   if not isinstance(value, tuple | list):
-    raise _wrong_type(what, name, value, "a tuple of strings")
+    raise wrong_type(what, name, value, "a tuple of strings")
   return tuple(string(what, f"an element of {name}", x) for x in value)
-
-
-def dtype(what: str, name: str, value: Any) -> np.dtype:
-  """Returns what names a dtype as that dtype, or raises `TypeError`."""
-  try:
-    return jnp.dtype(value)
-  except TypeError:
-    raise _wrong_type(what, name, value, "a dtype") from None
-
-
-def function(what: str, name: str, value: Any) -> None:
-  """Raises `TypeError` unless an argument is a function that has a hash."""
-  if not callable(value):
-    expected = "a function of an array"
-    if isinstance(value, str) and hasattr(jax.nn, value):
-      expected += f", like jax.nn.{value},"
-    raise _wrong_type(what, name, value, expected)
-  try:
-    hash(value)
-  except TypeError:
-    raise TypeError(
-      f"{what}: {name} is a {type(value).__name__} without a hash, but programs"
-      " are kept by their functions; pass a function."
-    ) from None
 
 
 def cannot_pickle(what: str, cure: str) -> TypeError:
@@ -266,11 +195,13 @@ def warn(message: str) -> None:
       return warnings.warn(message, stacklevel=level + 1)
 
 
-def _is_integral(value: Any) -> bool:
+def is_integral(value: Any) -> bool:
+  """Returns whether a value is an integer, or an array of them."""
   return isinstance(value, int) or np.asarray(value).dtype.kind in "iu"
 
 
-def _wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:
+def wrong_type(what: str, name: str, value: Any, expected: str) -> TypeError:
+  """Returns the error of an argument that is not what is expected."""
   return TypeError(
     f"{what}: {name} = {value!r} is a {type(value).__name__}, but {expected} is"
     " expected."

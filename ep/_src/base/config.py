@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ep._src.base import arguments, quantizers
+from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.meshes import Mesh
 
 _OVERFLOW = ("error", "drop", "chunk")
@@ -122,7 +122,7 @@ class GroupConfig:
       f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
       " positive number of streaming multiprocessors.",
     )
-    dtype = arguments.dtype(what, "max_token_dtype", self.max_token_dtype)
+    dtype = arrays.dtype(what, "max_token_dtype", self.max_token_dtype)
     resolve("max_token_dtype", dtype)
     arguments.check(
       self.max_token_dtype.name in _DTYPES,

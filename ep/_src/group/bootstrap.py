@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from ep._src.backends.host import HostBackend
 from ep._src.backends.nccl.backend import NcclBackend
 from ep._src.backends.xla.backend import XlaBackend
-from ep._src.base import arguments, meshes
+from ep._src.base import arguments, arrays, meshes
 from ep._src.base.backend import (
   Backend,
   CannotServe,
@@ -238,7 +238,7 @@ def ep_bootstrap(
     top_k=top_k,
     recv_capacity_per_rank=recv_capacity_per_rank,
     alignment=alignment,
-    max_token_dtype=arguments.dtype(
+    max_token_dtype=arrays.dtype(
       "ep_bootstrap", "max_token_dtype", max_token_dtype
     ),
     overflow=overflow,

@@ -23,7 +23,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, compat, primitive
+from ep._src.base import arrays, compat, primitive
 from ep._src.base.arguments import check
 from ep._src.base.compat import ad
 from ep._src.base.fail_if import fail_if
@@ -106,7 +106,7 @@ def ragged_all_to_all(
   """
   operand, output = map(jnp.asarray, (operand, output))
   slices = [
-    arguments.integers(_NAME, name, x)
+    arrays.integers(_NAME, name, x)
     for name, x in dict(
       input_offsets=input_offsets,
       send_sizes=send_sizes,
@@ -285,7 +285,7 @@ def _on_cpu(
   examples = slices[0].ndim - 1  # leading axes of examples
 
   # [..., source, target, slice between them] each.
-  every = gather(jnp.stack(list(map(arguments.int32, slices)), -1))
+  every = gather(jnp.stack(list(map(arrays.int32, slices)), -1))
   ranks, *_, count, _ = every.shape
   every = jnp.moveaxis(every, 0, examples)
   every = every.reshape(*every.shape[:-2], ranks, count // ranks, 4)

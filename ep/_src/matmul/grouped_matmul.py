@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, checked, compat, primitive
+from ep._src.base import arguments, arrays, checked, compat, primitive
 from ep._src.base.compat import ad
 from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda
 from ep._src.native import ffi
@@ -74,7 +74,7 @@ def grouped_matmul(
       is above C. With C = 0, a call outside of programs raises `ValueError`.
   """
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
-  group_sizes = arguments.integers("grouped_matmul", "group_sizes", group_sizes)
+  group_sizes = arrays.integers("grouped_matmul", "group_sizes", group_sizes)
   shapes = f"rows {rows.shape}, matrices {matrices.shape}, group_sizes " + (
     f"{group_sizes.shape}"
   )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from ep._src.base import arguments, quantizers
+from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.config import short_repr, WIRES
 from ep._src.moe import router
 from ep._src.moe.network import Activation, Experts
@@ -186,9 +186,9 @@ class MoEConfig:
       )
     if self.wire is not None:
       quantizers.check_width(what, self.hidden, self.wire)
-    arguments.function(what, "activation", self.activation)
+    arrays.function(what, "activation", self.activation)
     if self.up_activation is not None:
-      arguments.function(what, "up_activation", self.up_activation)
+      arrays.function(what, "up_activation", self.up_activation)
     arguments.check(
       self.gated or self.up_activation is None,
       what,

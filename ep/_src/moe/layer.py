@@ -8,7 +8,7 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import arguments
+from ep._src.base import arguments, arrays
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.moe import batching
 from ep._src.moe.experts import through_experts
@@ -131,12 +131,12 @@ def moe_layer(
       f"{op}: matrices are passed by name: w_up=..., w_down=..., and w_gate=..."
       " for experts with gates."
     )
-  arguments.function(op, "activation", activation)
+  arrays.function(op, "activation", activation)
   arguments.flags(op, return_handle=return_handle, pad=pad)
   params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
   if w_gate is not None:
     params["w_gate"] = jnp.asarray(w_gate)
-  topk_idx = arguments.array(op, "topk_idx", topk_idx)
+  topk_idx = arrays.array(op, "topk_idx", topk_idx)
   routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
   view = views.View.of(group, op)
   _check_matrices(view, routed[0], params)

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments
+from ep._src.base import arguments, arrays
 from ep._src.moe import router
 
 _Axes = str | Sequence[str]
@@ -170,7 +170,7 @@ def _per_token(op, logits, topk_idx, score, mask):
   that do not count. All are float32, so that one all-reduce sums them.
   """
   router.check_score(op, score)
-  topk_idx = arguments.integers(op, "topk_idx", topk_idx)
+  topk_idx = arrays.integers(op, "topk_idx", topk_idx)
   arguments.check(
     topk_idx.shape[:-1] == logits.shape[:-1],
     op,

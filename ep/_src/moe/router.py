@@ -15,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat
+from ep._src.base import arguments, arrays, compat
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -273,7 +273,7 @@ def check_candidates(
 
 
 def _checked_choice(op, forced_idx, shape):
-  forced_idx = arguments.integers(op, "forced_idx", forced_idx)
+  forced_idx = arrays.integers(op, "forced_idx", forced_idx)
   arguments.check(
     forced_idx.shape == shape,
     op,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ep._src.base import arguments, compat
+from ep._src.base import arguments, arrays, compat
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
 from ep._src.group.group import EpGroup, EpLayerConfig
@@ -201,7 +201,7 @@ class MoE:
     bias = _bias(op, state)
     x, bias, mask = jax.tree.map(jnp.asarray, (x, bias, mask), is_leaf=_is_list)
     if forced_idx is not None:
-      forced_idx = arguments.array(op, "forced_idx", forced_idx)
+      forced_idx = arrays.array(op, "forced_idx", forced_idx)
     view = views.View.of(group, op)
     _check_params(op, group, config, params, view.is_local)
     check_placement(op, "placement", placement, config.num_experts)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from ep._src.base import arguments
+from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
@@ -72,7 +72,7 @@ def ep_prepare(
   """
   check_layer("ep_prepare", layer)
   op = f'ep_prepare(layer "{layer.name}")'
-  topk_idx = arguments.array(op, "topk_idx", topk_idx)
+  topk_idx = arrays.array(op, "topk_idx", topk_idx)
   if topk_idx.dtype not in (jnp.int32, jnp.int64):
     raise TypeError(
       f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"

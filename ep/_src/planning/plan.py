@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from ep._src.base import arguments
+from ep._src.base import arguments, arrays
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
 from ep._src.planning import links, picture
@@ -192,7 +192,7 @@ def plan(
     cluster=cluster,
     tokens_per_rank=source.tokens_per_rank,
     alignment=arguments.alignment("ep.plan", alignment),
-    dtype=arguments.dtype("ep.plan", "dtype", dtype),
+    dtype=arrays.dtype("ep.plan", "dtype", dtype),
     transport=transport,
     compute_s=compute_s,
   )
