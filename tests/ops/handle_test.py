@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected
-from groups import layer
-from op_functions import block, block_and_back, everything, Ops, round_trip
+from groups import layer, of_one_process
+from op_functions import (
+  block,
+  block_and_back,
+  everything,
+  handle_of,
+  Ops,
+  round_trip,
+)
 
 STEPS = np.arange(1, 4)
 
@@ -20,10 +27,6 @@ STEPS = np.arange(1, 4)
 @pytest.fixture(name="case")
 def skewed_case():
   return Case(layer(top_k=2, alignment=4), "skewed", whole=True)
-
-
-def handle_of(ops):
-  return ops.handle
 
 
 @jax.jit
@@ -38,6 +41,7 @@ def check_handle(case, handle):
   assert_same(actual, expected(case, everything, *inputs))
 
 
+@of_one_process
 def test_flattened_and_back(case):
   leaves, structure = jax.tree.flatten(case.run(handle_of))
   dtypes = [jnp.uint8, *[jnp.int32] * 5, jnp.bool_]
@@ -66,6 +70,7 @@ def test_serialised_and_back(case):
   check_handle(case, structure.unflatten(loaded))
 
 
+@of_one_process
 def test_donated_tokens_and_handle(case):
   """A step can donate the state of a loop, and the next reuses its buffers."""
 
@@ -116,6 +121,7 @@ def test_scan(case, scan):
   assert_same(actual, (np.stack(steps), grads))
 
 
+@of_one_process
 def test_checkpoint(case):
   """A rematerialised block can take the handle."""
 

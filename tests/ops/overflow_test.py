@@ -7,7 +7,7 @@ import pytest
 from cases import Case
 from conftest import assert_shards_equal
 from groups import layer
-from op_functions import everything, sizes
+from op_functions import everything, round_trip, sizes
 
 
 def full_layer(overflow, capacity, **options):
@@ -24,13 +24,12 @@ def test_an_error_on_every_rank_after_which_the_group_works():
   case = Case(full_layer("error", 8, name="narrow"), "to_one_expert")
   assert needed_rows(case) == 20
   words = ["ep_prepare", '"narrow"', "20", "8", "drop"]
-  case.check_error(words, everything, *case.inputs())
+  case.check_error(words, round_trip, case.tokens(), case.weights())
   fits = Case(case.layer, np.full_like(case.topk_idx, -1))
-  fits.check(everything, *fits.inputs())
+  fits.check(round_trip, fits.tokens(), fits.weights())
 
 
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("overflow", ["error", "drop"])
+@pytest.mark.parametrize("overflow, alignment", [("error", 4), ("drop", 1)])
 def test_a_capacity_that_just_suffices(overflow, alignment):
   wanted = needed_rows(Case(layer(alignment=alignment), "skewed"))
   config = full_layer(overflow, wanted, alignment=alignment)
@@ -46,7 +45,7 @@ def test_one_row_too_few():
 
 @pytest.mark.parametrize(
   "mesh, alignment, capacity",
-  [("ep4", 1, 2), ("ep4", 4, 8), ("dp2_ep2", 1, 11), ("dp2_ep2", 4, 16)],
+  [("dp2_ep2", 1, 11), ("ep4", 4, 8)],
 )
 @pytest.mark.parametrize("routing", ["skewed", "to_one_expert", "idle"])
 def test_drop(mesh, routing, alignment, capacity):

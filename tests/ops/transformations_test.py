@@ -8,8 +8,6 @@ has no tokens to send.
 """
 
 import functools
-import pathlib
-import sys
 
 import jax
 from jax import export, lax
@@ -19,14 +17,13 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, exchanges, expected, jit_quickly
-from conftest import make_mesh, to_global
+from conftest import assert_alike, make_mesh, to_global
 import ep
-from ep import launch
 from ep._src.base.backend import OPS
-from groups import bootstrap, E, GPU, H, layer, not_with_xla, spec
+from groups import bootstrap, E, H, layer, not_with_xla, spec
 from op_functions import block, block_and_back, Ops, round_trip
 
-LAYERS = 3
+LAYERS = 2
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
 
 
@@ -64,24 +61,6 @@ def shifted(topk_idx, step):
 def with_grads(fn, primals, g):
   out, vjp = jax.vjp(fn, *primals)
   return out, vjp(g)
-
-
-# --- Derivatives of a scalar -------------------------------------------------
-
-
-def test_hessian(case):
-  """Forward over reverse mode works, with a `vmap` over directions in each."""
-
-  def loss(scales, ops, tokens, weights):
-    recv, recv_weights = ops.dispatch(tokens, weights * scales[0])
-    return jnp.sum(ops.combine(recv * scales[1], recv_weights) ** 2)
-
-  def hessian(ops, *x):
-    return jax.hessian(loss)(jnp.ones(2), ops, *x)
-
-  arrays = inputs(case)
-  want = jit_quickly(hessian)(case.oracle, *arrays)
-  assert_same(case.run(hessian, *arrays), np.asarray(want))
 
 
 # --- Layers: scan, checkpoint ------------------------------------------------
@@ -165,43 +144,38 @@ def checkpointed_layers(policy, config):
   return network
 
 
-@pytest.mark.parametrize(
-  "axis_type, view",
-  [(AxisType.Auto, "local"), (AxisType.Explicit, "global")],
-)
-def test_scan_over_layers_with_stacked_handles(axis_type, view):
+def case_on(axis_type):
   config = layer("dp2_ep2", axis_type, top_k=2)
-  case = Case(config, "idle_rank", whole=True)
-  program = check_layers(case, stacked_handles, view)
+  return Case(config, "idle_rank", whole=True)
+
+
+def test_scan_over_layers_with_stacked_handles():
+  case = case_on(AxisType.Explicit)
+  program = check_layers(case, stacked_handles, "global")
   assert exchanges(program).count("ep_prepare") == 1
 
 
 @pytest.mark.parametrize(
   "policy, prepares, axis_type, view",
   [
-    (None, 2, AxisType.Auto, "global"),
     (None, 2, AxisType.Explicit, "local"),
-    (SAVE_ROUTING, 1, AxisType.Auto, "local"),
-    (SAVE_ROUTING, 1, AxisType.Explicit, "global"),
+    (SAVE_ROUTING, 1, AxisType.Auto, "global"),
   ],
 )
 def test_checkpointed_layers(policy, prepares, axis_type, view):
   """Rematerialisation exchanges the routing again, unless it is saved."""
-  config = layer("dp2_ep2", axis_type, top_k=2)
-  case = Case(config, "idle_rank", whole=True)
   network = functools.partial(checkpointed_layers, policy)
-  program = check_layers(case, network, view)
+  program = check_layers(case_on(axis_type), network, view)
   assert exchanges(program).count("ep_prepare") == prepares
   assert exchanges(program).count("ep_dispatch") == 2
 
 
-@pytest.mark.parametrize("policy, prepares", [(None, 2), (SAVE_ROUTING, 1)])
-def test_the_routing_of_a_checkpointed_moe_layer(case, policy, prepares):
+def test_the_routing_of_a_checkpointed_moe_layer_can_be_saved(case):
   def loss(w, topk_idx, tokens, weights):
     w_up, w_down = w, w.swapaxes(1, 2)
     layer = jax.checkpoint(
       lambda *x: ep.moe_layer(case.layer, *x, w_up=w_up, w_down=w_down),
-      policy=policy,
+      policy=SAVE_ROUTING,
     )
     return jnp.sum(layer(tokens, topk_idx, weights) ** 2)
 
@@ -209,9 +183,7 @@ def test_the_routing_of_a_checkpointed_moe_layer(case, policy, prepares):
   w = to_global(np.ones((E, H, 4), np.float32), mesh, PartitionSpec("ep"))
   args = map(case.put, (case.topk_idx, *inputs(case)))
   program = jax.jit(jax.grad(loss)).lower(w, *args).compile()
-  if case.layer.group.backend == "xla":
-    prepares = 1  # XLA merges equal ones of its own operations
-  assert exchanges(program).count("ep_prepare") == prepares
+  assert exchanges(program).count("ep_prepare") == 1
 
 
 # --- Control flow, and eager execution ---------------------------------------
@@ -374,16 +346,28 @@ def test_export_asks_for_our_targets(case):
 
 
 def test_exported():
-  """An exported program uses the open group with the name of its group."""
+  """A program that was saved uses the open group with the name of its group."""
+  pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
   mesh = make_mesh({"ep": 4})
   with bootstrap(mesh, **EXPORTED) as group:
-    exported = export_program(exported_case(group))
+    saved = export_program(exported_case(group)).serialize(vjp_order=1)
+  loaded = export.deserialize(saved)
   with bootstrap(mesh, **EXPORTED) as group:
     case = exported_case(group)
-    check_call(case, jax.jit(exported.call))
-    check_call(case, exported.call)
-    twice = jax.jit(lambda *x: exported.call(*x) / 2 + exported.call(*x) / 2)
-    check_call(case, twice)
+    check_call(case, loaded.call)
+    check_call(
+      case, jax.jit(lambda *x: loaded.call(*x) / 2 + loaded.call(*x) / 2)
+    )
+
+    def grads(fn):
+      return jax.jit(
+        jax.grad(lambda x, idx, w: jnp.sum(jnp.square(fn(idx, x, w))))
+      )
+
+    tokens, weights = inputs(case)
+    args = [case.put(x) for x in (tokens, case.topk_idx, weights)]
+    programs = loaded.call, program_of(case.layer)
+    assert_alike(*(grads(fn)(*args) for fn in programs))
 
 
 @not_with_xla("its programs need no group to run")
@@ -398,42 +382,3 @@ def test_exported_for_a_group_of_other_sizes():
     jax.jit(exported.call)(*args)
   for word in ['group "exported"', "num_experts = 8", "num_experts = 16"]:
     assert word in str(error.value)
-
-
-def test_exported_in_a_file(tmp_path):
-  """Another program can load it: this file, run as a process with 4 devices."""
-  pytest.importorskip("flatbuffers", reason="the format of jax.export's files")
-  with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
-    case = exported_case(group)
-    saved = export_program(case).serialize(vjp_order=1)
-    loaded = export.deserialize(saved)
-    check_call(case, jax.jit(loaded.call))
-
-    def grads(fn):
-      return jax.jit(
-        jax.grad(lambda x, idx, w: jnp.sum(jnp.square(fn(idx, x, w))))
-      )
-
-    tokens, weights = inputs(case)
-    args = [case.put(x) for x in (tokens, case.topk_idx, weights)]
-    actual, want = (
-      [np.asarray(shard.data) for shard in grads(fn)(*args).addressable_shards]
-      for fn in (loaded.call, program_of(case.layer))
-    )
-    np.testing.assert_array_equal(actual, want)
-  if jax.process_count() == 1 and not GPU:  # or the ranks have the GPUs
-    path = tmp_path / "program"
-    path.write_bytes(saved)
-    argv = [__file__, path]
-    code = launch.launch(argv, num_processes=1, devices_per_process=4)
-    assert code == 0
-
-
-def main(path):
-  with bootstrap(make_mesh({"ep": 4}), **EXPORTED) as group:
-    exported = export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
-    check_call(exported_case(group), jax.jit(exported.call))
-
-
-if __name__ == "__main__":
-  main(sys.argv[1])
