@@ -107,6 +107,11 @@ def place(mesh, *args):
   return jax.tree.map(lambda x: to_global(x, mesh, spec), args)
 
 
+@pytest.fixture(name="mesh")
+def mesh_of_four():
+  return make_mesh({INNER: 4})
+
+
 @pytest.mark.parametrize("ranks", [4, 1])
 def test_values_and_derivatives_are_exact(ranks):
   """Value, tangents, cotangents and second derivatives, of random slices."""
@@ -208,9 +213,8 @@ def test_transformations_and_axes():
 
 
 @of_one_process
-def test_no_examples_have_values_and_derivatives():
+def test_no_examples_have_values_and_derivatives(mesh):
   """A `vmap` over none of them returns empty arrays, as JAX's ops do."""
-  mesh = make_mesh({INNER: 4})
   operand, output = (np.zeros((4, 0, rows, H), np.float32) for rows in (N, M))
   slices = Slices(*np.zeros((4, 4, 0, 8), np.int32))
 
@@ -247,12 +251,11 @@ _DTYPES = [
 ]
 
 
-def test_any_dtype_keeps_its_bits():
+def test_any_dtype_keeps_its_bits(mesh):
   """Denormals and payloads of NaNs arrive, in rows of any shape.
 
   Constants beside them are kept, and offsets may be of any integers.
   """
-  mesh = make_mesh({INNER: 4})
   rng = np.random.default_rng(0)
   slices = draw(rng, FOUR, each=1)
   typed = [
@@ -316,9 +319,8 @@ def two_arrays():
 
 
 @pytest.mark.parametrize("op", ["ep", "jax"])
-def test_a_bad_slice_fails_on_every_rank(op):
+def test_a_bad_slice_fails_on_every_rank(mesh, op):
   """The error has the numbers, and the next launch works."""
-  mesh = make_mesh({INNER: 4})
   operand, output = two_arrays()
   with ep.lax.install():
     op = {"ep": ep.lax, "jax": lax}[op].ragged_all_to_all
@@ -346,9 +348,8 @@ def test_a_bad_slice_fails_on_every_rank(op):
 
 
 @of_one_process
-def test_a_bad_slice_in_a_group_names_ranks_of_the_axis():
+def test_a_bad_slice_in_a_group_names_ranks_of_the_axis(mesh):
   """Groups count their ranks, but errors have indices of the axis."""
-  mesh = make_mesh({INNER: 4})
   slices = Slices(*np.zeros((4, 4, 2), np.int32))
   groups = [(3, 0), (1, 2)]
   slices.send_sizes[3, 1], slices.send_sizes[2, 0] = 5, 5
@@ -364,8 +365,7 @@ def test_a_bad_slice_in_a_group_names_ranks_of_the_axis():
 
 
 @of_one_process
-def test_keys_are_refused_where_the_op_of_jax_is_replaced():
-  mesh = make_mesh({INNER: 4})
+def test_keys_are_refused_where_the_op_of_jax_is_replaced(mesh):
   keys = jax.random.split(jax.random.key(0), 4)[:, None]
   args = keys, keys, jax.tree.map(jnp.asarray, one_slice())
   with ep.lax.install(), pytest.raises(TypeError, match="jax.random.key_data"):
@@ -383,8 +383,7 @@ def check_no_bad_slice_is_sent(run, operand, output):
 
 
 @of_one_process
-def test_an_exported_program_sends_no_bad_slice():
-  mesh = make_mesh({INNER: 4})
+def test_an_exported_program_sends_no_bad_slice(mesh):
   operand, output = two_arrays()
   args = place(mesh, operand, output, one_slice())
   exported = export.export(on_ranks(move, mesh))(*args)
@@ -429,9 +428,8 @@ def test_elements_may_be_sharded_over_an_explicit_axis():
 
 
 @of_one_process
-def test_install_is_for_code_of_others_and_can_be_undone():
+def test_install_is_for_code_of_others_and_can_be_undone(mesh):
   """JAX's op runs, with its derivatives, and then does not any more."""
-  mesh = make_mesh({INNER: 4})
   operand, output = two_arrays()
   slices = one_slice()
   args = place(mesh, operand, output, slices)
@@ -465,9 +463,8 @@ def test_install_is_for_code_of_others_and_can_be_undone():
 
 @of_one_process
 @pytest.mark.parametrize("fn", [move, jax.vmap(move)], ids=["one", "vmap"])
-def test_on_other_platforms_it_is_the_op_of_jax(fn):
+def test_on_other_platforms_it_is_the_op_of_jax(mesh, fn):
   """The program for a TPU has that collective alone, also for examples."""
-  mesh = make_mesh({INNER: 4})
   args = *two_arrays(), one_slice()
   if fn is not move:
     args = jax.tree.map(lambda x: np.stack([x, x], 1), args)
@@ -478,8 +475,7 @@ def test_on_other_platforms_it_is_the_op_of_jax(fn):
 
 
 @of_one_process
-def test_it_runs_outside_of_jit():
-  mesh = make_mesh({INNER: 4})
+def test_it_runs_outside_of_jit(mesh):
   operand, output = two_arrays()
   args = place(mesh, operand, output, one_slice())
   eager = on_ranks(move, mesh).__wrapped__
@@ -488,8 +484,7 @@ def test_it_runs_outside_of_jit():
 
 
 @of_one_process
-def test_offsets_of_64_bits_do_not_wrap():
-  mesh = make_mesh({INNER: 4})
+def test_offsets_of_64_bits_do_not_wrap(mesh):
   operand, output = two_arrays()
   with jax.enable_x64(True):
     slices = [x.astype(np.int64) for x in one_slice()]
@@ -500,9 +495,8 @@ def test_offsets_of_64_bits_do_not_wrap():
 
 
 @of_one_process
-def test_what_does_not_fit_is_refused_when_it_is_traced():
+def test_what_does_not_fit_is_refused_when_it_is_traced(mesh):
   """Each error names the argument."""
-  mesh = make_mesh({INNER: 4})
   sound = dict(operand=np.zeros((N, H)), output=np.zeros((M, H)))
   sound |= dict.fromkeys(Slices._fields, np.zeros(4, int))
 

@@ -14,7 +14,7 @@ from cases import assert_same, Case, global_view, local_view, lower
 from conftest import to_global
 import ep
 from ep._src.ops import reference
-from ep.testing._routings import draw
+from ep.testing._routings import ROUTINGS
 from groups import (
   BACKEND,
   E,
@@ -40,52 +40,30 @@ def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
   return ep.EpLayerConfig(wide, recv_capacity_per_rank=rows_per_rank, **options)
 
 
-def draw_candidates(rng, kind, shape):
-  """Returns int32 [N, M], with distinct experts for each token."""
-  n, _ = shape
-  if kind == "even":
-    return (np.arange(n)[:, None] + np.arange(shape[1])).astype(np.int32) % E
-  if kind == "idle":
-    return np.full(shape, -1, np.int32)
-  if kind == "one_expert":
-    others = draw(rng, shape, np.arange(E) != E - 2)
-    others[:, 0] = E - 2
-    return others
-  idx = draw(rng, shape, 2.0 ** -np.arange(E))
-  if kind == "half":  # a domain, of two
-    idx[: n // 2] = draw_candidates(rng, "even", shape)[: n // 2]
-  if kind == "unused":
-    idx[rng.random(shape) < 0.3] = -1
-  return idx
-
-
 def draw_weights(rng, kind, shape):
   """Returns float32 [N, M]."""
-  if kind == "equal":
-    return np.ones(shape, np.float32)
-  if kind == "zeros":
-    return np.where(rng.random(shape) < 0.5, 0.0, -0.0).astype(np.float32)
-  if kind == "ties":
-    return (rng.integers(-1, 3, shape) / 4).astype(np.float32)
-  weights = rng.standard_normal(shape).astype(np.float32)
-  if kind == "special":
-    values = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0])
-    weights = np.where(
-      rng.random(shape) < 0.7, rng.choice(values, shape), weights
-    )
-  return weights.astype(np.float32)
+  special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0])
+  values = {
+    "equal": [1.0],
+    "zeros": [0.0, -0.0],
+    "ties": [-0.25, 0.0, 0.25, 0.5],
+    "special": special,
+  }
+  if kind == "distinct":
+    return rng.standard_normal(shape).astype(np.float32)
+  return rng.choice(values[kind], shape).astype(np.float32)
 
 
-ROUTINGS = [
-  ("one_expert", "distinct"),
+KINDS = [
   ("skewed", "distinct"),
   ("skewed", "equal"),
   ("skewed", "ties"),
-  ("one_expert", "special"),
-  ("one_expert", "zeros"),
-  ("half", "distinct"),
-  ("unused", "ties"),
-  ("even", "distinct"),
+  ("skewed", "special"),
+  ("skewed", "zeros"),
+  ("to_one_expert", "distinct"),
+  ("idle_rank", "special"),
+  ("with_unused_choices", "ties"),
+  ("balanced", "distinct"),
   ("idle", "distinct"),
 ]
 
@@ -94,8 +72,8 @@ def cases_of(config, dtype=np.float32):
   """Yields a case of each routing, with M candidates for each token."""
   rng = np.random.default_rng(0)
   shape = ranks(config) * T, config.num_candidates or K
-  for kind, kind_of_weights in ROUTINGS:
-    ids = draw_candidates(rng, kind, shape)
+  for kind, kind_of_weights in KINDS:
+    ids = ROUTINGS[kind](rng, shape, E).astype(np.int32)
     weights = draw_weights(rng, kind_of_weights, shape).astype(dtype)
     yield Case(config, ids, lead=(T,), routing_weights=weights)
 

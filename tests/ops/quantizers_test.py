@@ -168,17 +168,6 @@ def test_every_scale_of_8_bits():
 
 
 @FORMATS
-def test_no_token_shares_a_scale(format):
-  """A row alone, jitted, has the bits that it has among others without jit."""
-  x = normal((6, 256), jnp.bfloat16)
-  x[3] *= 1000
-  whole = ep.quant.quantize(x, format)
-  for i in range(len(x)):
-    alone = quantize(x[i], format)
-    jax.tree.map(assert_shards_equal, alone, tuple(part[i] for part in whole))
-
-
-@FORMATS
 def test_no_rows(format):
   """There is no scale either, and shapes and types are as with rows."""
   x = normal((2, 0, BLOCKS[format]), jnp.bfloat16)

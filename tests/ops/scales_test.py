@@ -2,14 +2,12 @@
 """Rows of one byte and their scales go where the oracle says, bit for bit."""
 
 import jax
-from jax import export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected, global_view, local_view
 import ep
-from ep._src.base.backend import OPS
 from groups import E, H, K, layer
 from op_functions import dispatch, Moved
 from parameters import EVERY_ROUTING
@@ -90,13 +88,6 @@ def test_checked_mode_marks_the_tail():
       assert len(tail) and np.isnan(tail.astype(np.float32)).all()
 
 
-# --- Transformations ---------------------------------------------------------
-
-
-def put(case, *arrays):
-  return [case.put(x) for x in (case.topk_idx, *arrays)]
-
-
 def test_derivatives_of_weights():
   """Weights have the oracle's gradient; rows and scales have none."""
   case = Case(layer(alignment=4), "with_unused_choices")
@@ -116,26 +107,6 @@ def test_derivatives_of_weights():
   _, grad = case.oracle.dispatch_bwd((case.tokens(), weights), (case.rows(), g))
   actual = case.run(derivatives, rows, weights, scales, g)
   assert_same(actual, (tangent, (grad, np.zeros_like(scales))))
-
-
-def test_without_jit():
-  case = Case(layer(), "skewed")
-  arrays = inputs(case)
-  actual = global_view(case.layer, moved)(*put(case, *arrays))
-  assert_same(actual, expected(case, moved, *arrays))
-
-
-def test_exported():
-  case = Case(layer(), "skewed")
-  arrays = inputs(case)
-  checks = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]
-  program = jax.jit(global_view(case.layer, dispatch))
-  args = put(case, *arrays)
-  exported = export.export(program, disabled_checks=checks)(*args)
-  assert_same(Moved(exported.call(*args)), expected(case, moved, *arrays))
-
-
-# --- Errors ------------------------------------------------------------------
 
 
 def test_errors():

@@ -23,7 +23,7 @@ from ep._src.base.backend import OPS
 from groups import bootstrap, E, H, layer, not_with_xla, spec
 from op_functions import block, block_and_back, Ops, round_trip
 
-LAYERS = 2
+SCALES = np.arange(1, 3, dtype=np.float32)  # one for each layer
 SAVE_ROUTING = jax.checkpoint_policies.save_only_these_names("ep_routing")
 
 
@@ -37,16 +37,13 @@ def inputs(case):
   return case.tokens(), np.ceil(4 * case.weights())
 
 
-def in_view(view, config, fn, *, in_specs=None, out_specs=None):
+def in_view(view, config, fn, specs=None):
   """Returns `fn` itself, or a `shard_map` of it for the local view."""
   if view == "global":
     return fn
-  return jax.shard_map(
-    fn,
-    mesh=config.group.mesh,
-    in_specs=in_specs or spec(config),
-    out_specs=out_specs or spec(config),
-  )
+  specs = specs or spec(config)
+  mesh = config.group.mesh
+  return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs)
 
 
 def prepared(config, topk_idx):
@@ -73,9 +70,9 @@ def residual_block(ops, x, weights, scale):
 
 @jit_quickly
 def oracle_of_layers(oracles, g, *primals):
-  def network(x, weights, scales):
-    for step, ops in enumerate(oracles):
-      x = residual_block(ops, x, weights, scales[step])
+  def network(x, weights):
+    for ops, scale in zip(oracles, SCALES, strict=True):
+      x = residual_block(ops, x, weights, scale)
     return x
 
   return with_grads(network, primals, g)
@@ -92,28 +89,23 @@ def check_layers(case, network, view):
 
   Returns the compiled program, which computes both.
   """
-  config = case.layer
-  by_rank, alike = spec(config), PartitionSpec()
-  in_specs = by_rank, by_rank, by_rank, alike
-  network = in_view(view, config, network(config), in_specs=in_specs)
+  network = in_view(view, case.layer, network(case.layer))
 
   def program(topk_idx, g, *primals):
     return with_grads(lambda *x: network(topk_idx, *x), primals, g)
 
-  primals = *inputs(case), np.arange(1, LAYERS + 1, dtype=np.float32)
-  g = case.tokens()
-  args = [case.put(x) for x in (case.topk_idx, g, *primals[:2])]
-  args.append(to_global(primals[2], config.group.mesh))
+  arrays = case.tokens(), *inputs(case)
+  args = [case.put(x) for x in (case.topk_idx, *arrays)]
   compiled = jax.jit(program).lower(*args).compile()
-  oracles = [c.oracle for c in routings(case, LAYERS)]
-  assert_same(compiled(*args), oracle_of_layers(oracles, g, *primals))
+  oracles = [c.oracle for c in routings(case, len(SCALES))]
+  assert_same(compiled(*args), oracle_of_layers(oracles, *arrays))
   return compiled
 
 
 def stacked_handles(config):
   """Returns a network that prepares handles in one loop for another."""
 
-  def network(topk_idx, tokens, weights, scales):
+  def network(topk_idx, tokens, weights):
     def prepare(carry, step):
       return carry, ep.ep_prepare(config, shifted(topk_idx, step))
 
@@ -121,8 +113,8 @@ def stacked_handles(config):
       handle, scale = handle_and_scale
       return residual_block(Ops(handle), x, weights, scale), None
 
-    _, handles = lax.scan(prepare, None, jnp.arange(LAYERS))
-    return lax.scan(use, tokens, (handles, scales))[0]
+    _, handles = lax.scan(prepare, None, jnp.arange(len(SCALES)))
+    return lax.scan(use, tokens, (handles, SCALES))[0]
 
   return network
 
@@ -134,12 +126,12 @@ def checkpointed_layers(policy, config):
   def layer(x, topk_idx, weights, scale):
     return residual_block(prepared(config, topk_idx), x, weights, scale)
 
-  def network(topk_idx, tokens, weights, scales):
+  def network(topk_idx, tokens, weights):
     def body(x, step_and_scale):
       step, scale = step_and_scale
       return layer(x, shifted(topk_idx, step), weights, scale), None
 
-    return lax.scan(body, tokens, (jnp.arange(LAYERS), scales))[0]
+    return lax.scan(body, tokens, (jnp.arange(len(SCALES)), SCALES))[0]
 
   return network
 
@@ -240,8 +232,7 @@ def check_batch(case, view, transform):
   def example(topk_idx, tokens, weights):
     return block(prepared(config, topk_idx), tokens, weights)
 
-  specs = dict(in_specs=by_rank, out_specs=by_rank)
-  program = in_view(view, config, transform(example), **specs)
+  program = in_view(view, config, transform(example), by_rank)
   mesh = config.group.mesh
   arrays = [np.stack(x) for x in zip(*batch, strict=True)]
   actual = jax.jit(program)(*(to_global(x, mesh, by_rank) for x in arrays))
