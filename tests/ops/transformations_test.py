@@ -218,8 +218,22 @@ def test_a_loop_of_unknown_length(case):
 # --- vmap --------------------------------------------------------------------
 
 
-def check_batch(case, view, transform):
-  """Checks `transform(f)` of a batch against `block_and_back` by example."""
+def vmap_of_grad(f):
+  return jax.vmap(
+    lambda idx, x, w, g: with_grads(lambda *x: f(idx, *x), (x, w), g)
+  )
+
+
+def grad_of_vmap(f):
+  return lambda idx, x, w, g: with_grads(
+    lambda *x: jax.vmap(f)(idx, *x), (x, w), g
+  )
+
+
+@pytest.mark.parametrize(
+  "transform, view", [(vmap_of_grad, "local"), (grad_of_vmap, "global")]
+)
+def test_each_example_has_its_gradients(case, transform, view):
   config = case.layer
   by_rank = PartitionSpec(None, *spec(config))
   cases = routings(case, 3)
@@ -241,24 +255,6 @@ def check_batch(case, view, transform):
     for c, (_, *x) in zip(cases, batch, strict=True)
   ]
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x), *examples))
-
-
-def test_vmap_of_grad(case):
-  def transform(f):
-    return jax.vmap(
-      lambda idx, x, w, g: with_grads(lambda *x: f(idx, *x), (x, w), g)
-    )
-
-  check_batch(case, "local", transform)
-
-
-def test_grad_of_vmap(case):
-  def transform(f):
-    return lambda idx, x, w, g: with_grads(
-      lambda *x: jax.vmap(f)(idx, *x), (x, w), g
-    )
-
-  check_batch(case, "global", transform)
 
 
 # --- Ahead of time, shapes ---------------------------------------------------

@@ -132,29 +132,20 @@ def test_an_orthogonal_axis_makes_domains_that_do_not_mix():
       for i, case in enumerate(cases)
     ]
 
+    specs = PartitionSpec("tp", "ep")
+
     @jax.jit
     @functools.partial(
-      jax.shard_map,
-      mesh=group.mesh,
-      in_specs=PartitionSpec("tp", "ep"),
-      out_specs=PartitionSpec("tp", "ep"),
+      jax.shard_map, mesh=group.mesh, in_specs=specs, out_specs=specs
     )
     def local(*args):
-      topk_idx, tokens, weights = (x[0] for x in args)
-      handle = ep.ep_prepare(config, topk_idx)
-      recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
-      return ep.ep_combine(handle, recv, recv_weights)[None]
+      topk_idx, *arrays = (x[0] for x in args)
+      return round_trip(Ops(ep.ep_prepare(config, topk_idx)), *arrays)[None]
 
-    actual = local(
-      *(
-        to_global(np.stack(x), group.mesh, PartitionSpec("tp", "ep"))
-        for x in zip(*inputs, strict=True)
-      )
-    )
-    expected = np.stack(
-      [
-        case.oracle.combine(*case.oracle.dispatch(*arrays))
-        for case, (_, *arrays) in zip(cases, inputs, strict=True)
-      ]
-    )
-    assert_same(actual, expected)
+    stacked = (np.stack(x) for x in zip(*inputs, strict=True))
+    actual = local(*(to_global(x, group.mesh, specs) for x in stacked))
+    domains = [
+      expected(case, round_trip, *arrays)
+      for case, (_, *arrays) in zip(cases, inputs, strict=True)
+    ]
+    assert_same(actual, np.stack(domains))
