@@ -38,6 +38,11 @@ def not_with_xla(reason):
   return pytest.mark.skipif(BACKEND == "xla", reason=f"xla: {reason}")
 
 
+# Marks a test of what several processes do as one does. Each GPU has a process.
+of_one_process = pytest.mark.skipif(
+  jax.process_count() > 1 and not GPU, reason="worlds of one process show it"
+)
+
 has_no_limits = pytest.mark.skipif(
   GPU and BACKEND != "xla", reason="nccl allocates buffers of given sizes"
 )

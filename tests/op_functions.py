@@ -60,6 +60,10 @@ class LocalOps(Ops):
     return super().combine(*jax.tree.map(lambda x: x[0], (rows, weights)))
 
 
+def handle_of(ops):
+  return ops.handle
+
+
 def sizes(ops):
   return ops.sizes()
 

@@ -53,16 +53,13 @@ def test_a_mesh_that_nccl_cannot_serve_is_refused(refused, words):
 def test_a_process_may_have_several_gpus_with_communicators_of_xla(
   monkeypatch,
 ):
+  NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
   monkeypatch.setenv("EP_NCCL_COMMUNICATOR", "xla")
   devices = [gpu(p) for p in (0, 0, 1, 1)]
   NcclBackend().check_mesh(mesh(devices), "ep")
   NcclBackend().check_mesh(mesh(devices, dp=2, ep=2), "ep")
   with pytest.raises(ValueError, match="process 0 are in 2; give"):
     NcclBackend().check_mesh(mesh(devices, ep=2, dp=2), "ep")
-
-
-def test_a_mesh_with_a_gpu_for_each_process_is_accepted():
-  NcclBackend().check_mesh(mesh([gpu(p) for p in range(4)], dp=2, ep=2), "ep")
 
 
 @pytest.mark.parametrize("me", range(4))
@@ -442,23 +439,14 @@ def test_a_cached_compile_failure_is_refused(machine):
   assert str(good) not in refused(machine, str(bad), "Delete")
 
 
-def test_only_the_user_has_access_to_the_kernels(machine):
+def test_kernels_that_others_can_replace_are_refused(machine, monkeypatch):
   wheels(machine)
   prepare()
   assert stat.S_IMODE(kernels(machine).stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_kernels_that_others_can_replace_are_refused(machine, mode):
-  wheels(machine)
-  prepare()
-  kernels(machine).chmod(mode)
-  refused(machine, "chmod go-w", oct(mode)[2:])
-
-
-def test_kernels_of_another_user_are_refused(machine, monkeypatch):
-  wheels(machine)
-  prepare()
+  for mode in 0o770, 0o707:
+    kernels(machine).chmod(mode)
+    refused(machine, "chmod go-w", oct(mode)[2:])
+  kernels(machine).chmod(0o700)
   monkeypatch.setattr(installation, "_owner", foreign(kernels(machine)))
   refused(machine, f"{kernels(machine)} belongs to another user")
 

@@ -9,11 +9,12 @@ import re
 import types
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case, lower
+from cases import assert_same, Case, expected, global_view, lower
 from conftest import make_mesh
 import ep
 from ep._src.backends import host
@@ -22,7 +23,7 @@ from ep._src.base.backend import OPS
 from ep._src.matmul import on_cuda
 from groups import bootstrap
 from nccl_testing import HostEngine
-from op_functions import dispatch, everything, Moved
+from op_functions import dispatch, everything, Moved, round_trip
 
 
 @pytest.fixture(name="case")
@@ -34,12 +35,12 @@ def case_over_the_host_engine(monkeypatch, request):
     yield Case(layer, "with_unused_choices", hidden=hidden, whole=True)
 
 
-@pytest.mark.parametrize("case", [1, 7, 8, 13], indirect=True)
+@pytest.mark.parametrize("case", [7, 8], indirect=True)
 def test_rows_of_any_hidden_size_arrive(case):
   case.check(everything, *case.inputs())
 
 
-@pytest.mark.parametrize("case", [1, 7, 8, 13], indirect=True)
+@pytest.mark.parametrize("case", [1, 8], indirect=True)
 def test_rows_of_bytes_arrive_with_their_scales(case):
   rng = np.random.default_rng(0)
   shape = case.tokens().shape
@@ -52,12 +53,15 @@ def test_rows_of_bytes_arrive_with_their_scales(case):
   case.check(moved, rows, case.weights(), scales)
 
 
-def test_nothing_but_the_calls_is_on_the_stream_of_collectives(case):
+def test_the_calls_alone_are_on_the_stream_of_collectives(case):
+  """Each is in a function of its own, which XLA does not inline."""
   lowered = lower((case, everything, *case.inputs()))
   text = lowered.compiler_ir("hlo").as_hlo_text()
   annotated = [x for x in text.splitlines() if "_xla_stream_annotation" in x]
   assert len(annotated) == 6
-  assert all(" call(" in x for x in annotated)
+  for call in annotated:
+    for word in " call(", '="collective"', 'inlineable="false"':
+      assert word in call
 
 
 def test_xla_is_told_whose_communicators_to_lend(case, monkeypatch):
@@ -68,25 +72,26 @@ def test_xla_is_told_whose_communicators_to_lend(case, monkeypatch):
   with bootstrap(mesh, hidden_dim=8) as group:
     lent = Case(ep.EpLayerConfig(group), hidden=8)
     assert "lent_axis = 1 : i64, lent_mesh = dense<2>" in program_text(lent)
-    lent.check(everything, *lent.inputs())
+    lent.check(round_trip, lent.tokens(), lent.weights())
 
 
 def program_text(case):
-  return lower((case, everything, *case.inputs())).as_text()
+  return lower((case, round_trip, case.tokens(), case.weights())).as_text()
 
 
 def test_a_program_survives_its_export(case):
-  def program(tokens, weights):
-    handle = ep.ep_prepare(case.layer, case.topk_idx)
-    return ep.ep_combine(handle, *ep.ep_dispatch(handle, tokens, weights))
-
-  inputs = [*map(case.put, (case.tokens(), case.weights()))]
+  inputs = case.tokens(), case.weights()
+  args = [*map(case.put, (case.topk_idx, *inputs))]
   allowed = [jax.export.DisabledSafetyCheck.custom_call(op) for op in OPS]
-  export = jax.export.export(jax.jit(program), disabled_checks=allowed)
-  exported = export(*inputs)
+  program = jax.jit(global_view(case.layer, round_trip))
+  exported = jax.export.export(program, disabled_checks=allowed)(*args)
   loaded = jax.export.deserialize(exported.serialize())
-  got, expected = loaded.call(*inputs), program(*inputs)
-  assert (got == expected).all()
+  assert_same(loaded.call(*args), expected(case, round_trip, *inputs))
+
+
+def opaque_kernel(_, out_type, **__):
+  """Stands in for kernels: by_mosaic_test lowers them, which takes long."""
+  return jax.ffi.ffi_call("kernel", out_type)
 
 
 @pytest.mark.parametrize(("weigh", "alignment"), [("late", 1), ("early", 64)])
@@ -99,6 +104,7 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
   monkeypatch.setattr(compat, "local_device", lambda _: device)
   for compiles in ("_failure", "_failure_of_map"):
     monkeypatch.setattr(on_cuda, compiles, lambda *_: None)
+  monkeypatch.setattr(plgpu, "kernel", opaque_kernel)
   config = ep.MoEConfig(64, 192, 8, 3, weigh=weigh)
   with bootstrap(
     make_mesh({"ep": 4}),
@@ -107,8 +113,8 @@ def test_a_layer_on_hopper_touches_no_unused_rows(
     alignment=alignment,
   ) as group:
     layer = ep.MoE(config, group)
-    params = ep.moe.init(jax.random.key(0), config)
-    tokens = jnp.zeros((64, 64), jnp.bfloat16)
+    params = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
+    tokens = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 
     def loss(params, tokens):
       return jnp.sum(layer(params, tokens)[0].astype(jnp.float32))

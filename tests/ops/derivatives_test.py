@@ -6,10 +6,11 @@ so the results have the same bits whatever the order in which JAX adds up.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case
+from cases import assert_same, Case, jit_quickly
 from groups import layer
 from op_functions import Ops, round_trip
 
@@ -43,19 +44,9 @@ def linearized(ops, tokens, weights, g):
   return out, f(g, weights), f(tokens, weights)
 
 
-def transposed(ops, tokens, weights, g):
-  _, f = jax.linearize(lambda *x: block(ops, *x), tokens, weights)
-  return jax.linear_transpose(f, tokens, weights)(g)
-
-
 def reverse_over_reverse(ops, tokens, weights, g):
   _, vjp = jax.vjp(lambda *x: pullback(ops, *x), tokens, weights, g)
   return vjp((tokens, weights))
-
-
-def forward_over_reverse(ops, tokens, weights, g):
-  primals = tokens, weights, g
-  return jax.jvp(lambda *x: pullback(ops, *x), primals, primals)
 
 
 def reverse_over_forward(ops, tokens, weights, g):
@@ -73,9 +64,7 @@ def forward_over_forward(ops, tokens, weights, g):
   "derivative",
   [
     linearized,
-    transposed,
     reverse_over_reverse,
-    forward_over_reverse,
     reverse_over_forward,
     forward_over_forward,
   ],
@@ -84,6 +73,21 @@ def test_derivative(case, derivative):
   """Forward mode over another one has the results of the other one, too."""
   small_weights = np.ceil(4 * case.weights())
   case.check(derivative, case.tokens(), small_weights, case.tokens())
+
+
+def test_hessian(case):
+  """Forward over reverse mode works, with a `vmap` over directions in each."""
+
+  def loss(scales, ops, tokens, weights):
+    recv, recv_weights = ops.dispatch(tokens, weights * scales[0])
+    return jnp.sum(ops.combine(recv * scales[1], recv_weights) ** 2)
+
+  def hessian(ops, *x):
+    return jax.hessian(loss)(jnp.ones(2), ops, *x)
+
+  arrays = case.tokens(), np.ceil(4 * case.weights())
+  want = jit_quickly(hessian)(case.oracle, *arrays)
+  assert_same(case.run(hessian, *arrays), np.asarray(want))
 
 
 def test_a_gradient_of_one_output_alone(case):

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_dispatch and its gradients equal the oracle's."""
+"""ep_dispatch and its gradients equal the oracle's.
 
-import jax
+Other ops are here as well where shapes, layers and sizes of rows matter.
+"""
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from cases import Case, expected, large_case
-from conftest import assert_shards_equal
+from cases import Case, large_case
 from groups import layer
-from op_functions import dispatch, Moved, sizes
-from parameters import DTYPES, EVERY_ROUTING, LAYERS, LEADING_DIMS
+from op_functions import everything, Moved
+from parameters import EVERY_ROUTING, LAYERS, LEADING_DIMS
 
 
 def dispatch_and_back(ops, tokens, weights, g_rows, g_row_weights):
@@ -34,68 +36,56 @@ def test_every_routing(routing):
   check(Case(layer(), routing))
 
 
-@DTYPES
-def test_rows_are_copied(dtype):
-  """Dispatch copies rows bit for bit on every backend, GPUs included."""
-  case = Case(layer(alignment=4), "with_unused_choices")
-  inputs = case.tokens(dtype), case.weights()
-  wanted = expected(case, dispatch, *inputs)
-  jax.tree.map(assert_shards_equal, case.run(dispatch, *inputs), wanted)
-
-
-@DTYPES
-def test_token_dtypes(dtype):
-  check(Case(layer(), "with_unused_choices"), dtype)
-
-
-@DTYPES
-def test_weights_are_converted_and_their_gradient_comes_back(dtype):
-  check(Case(layer(), "with_unused_choices"), weight_dtype=dtype)
+@pytest.mark.parametrize(
+  "dtype, weight_dtype",
+  [(jnp.bfloat16, jnp.float16), (jnp.float16, jnp.bfloat16)],
+)
+def test_dtypes(dtype, weight_dtype):
+  """Weights are converted to float32, and their gradient is converted back."""
+  check(Case(layer(), "with_unused_choices"), dtype, weight_dtype)
 
 
 @LAYERS
-def test_meshes_alignments_and_top_k(options):
-  check(Case(layer(**options), "skewed"))
+def test_every_op_on_meshes_with_alignments_and_top_k(options):
+  case = Case(layer(**options), "skewed")
+  case.check(everything, *case.inputs())
 
 
 @LEADING_DIMS
-def test_leading_dims_of_tokens(lead):
-  check(Case(layer(), lead=lead))
+def test_every_op_with_leading_dims_of_tokens(lead):
+  case = Case(layer(), lead=lead)
+  case.check(everything, *case.inputs())
 
 
-def test_alignment_padding_and_tail_are_zero():
-  """The test reads this from the result itself, not from the oracle."""
-  case = Case(layer(alignment=4), "skewed")
-  tokens = np.ones_like(case.tokens())
-  recv = case.run(dispatch, tokens, case.weights())
-  counts = case.run(sizes)
-  found = (*recv, *counts[:3])
-  shards = zip(*(x.addressable_shards for x in found), strict=True)
-  for shard in shards:
-    rows, weights, padded, held, total = (np.asarray(s.data)[0] for s in shard)
-    holds_token = np.concatenate(
-      [np.arange(p) < c for p, c in zip(padded, held, strict=True)]
-    )
-    assert len(holds_token) == total
-    holds_token = np.pad(holds_token, (0, len(rows) - len(holds_token)))
-    np.testing.assert_array_equal(rows.any(1), holds_token)
-    np.testing.assert_array_equal(weights != 0, holds_token)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_op_on_large_rows(dtype):
+  case = large_case("skewed")
+  case.check(everything, *case.inputs(dtype))
 
 
-@DTYPES
-def test_large(dtype):
-  check(large_case("skewed"), dtype)
+def dispatch_each(ops, weights, *arrays):
+  return [Moved(ops.dispatch(tokens, weights)) for tokens in arrays]
+
+
+def test_bits_pass_unchanged():
+  """NaN payloads, infinities, subnormals and -0.0 are copied like all data.
+
+  Backends copy all of them, GPUs included.
+  """
+  case = Case(layer(), specials=True)
+  arrays = map(case.tokens, (jnp.float32, jnp.bfloat16, jnp.float16))
+  case.check(dispatch_each, case.weights(), *arrays)
 
 
 def dispatch_moved(ops, *inputs):
-  return Moved(dispatch(ops, *inputs))
+  return Moved(ops.dispatch(*inputs))
 
 
-@DTYPES
-def test_bits_pass_unchanged(dtype):
-  """NaN payloads, infinities, subnormals and -0.0 are copied like all data."""
-  case = Case(layer(), specials=True)
-  case.check(dispatch_moved, case.tokens(dtype), case.weights())
+def test_rows_of_bytes_come_with_their_scales():
+  case = Case(layer(alignment=4), "with_unused_choices")
+  rows = np.random.default_rng(0).integers(0, 256, case.tokens().shape)
+  scales = case.tokens()[:, :3].copy()
+  case.check(dispatch_moved, rows.astype(np.uint8), case.weights(), scales)
 
 
 def slabs(ops, tokens, weights):

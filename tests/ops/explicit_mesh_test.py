@@ -7,13 +7,14 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
 from conftest import assert_shards_close, make_mesh, to_global
 import ep
 from groups import bootstrap, E, H, K, T
+from layer_steps import whole
 
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 RANKS = PartitionSpec(("dp", "ep"))
@@ -22,61 +23,61 @@ CONFIG = ep.MoEConfig(H, 4, E, K, shared_inner=2, jitter=0.1)
 
 @functools.cache
 def inputs():
-  rng = np.random.default_rng(0)
+  x = np.random.default_rng(0).normal(size=(4 * T, H)).astype(np.float32)
   params = ep.moe.init(jax.random.key(0), CONFIG)
-  return dict(
-    x=rng.normal(size=(4 * T, H)).astype(np.float32),
-    params={n: np.asarray(p) for n, p in params.items()},
-  )
+  return x, {n: np.asarray(p) for n, p in params.items()}
 
 
-def everything(layer, args):
-  """Returns the results of the ops and of both layers."""
-  x, params = args["x"], args["params"]
+def ops(layer, x, params):
+  topk_idx, topk_weights = ep.route_topk(x @ params["router"], K)
+  handle = ep.ep_prepare(layer, topk_idx)
+  return ep.ep_combine(handle, *ep.ep_dispatch(handle, x, topk_weights))
+
+
+def moe_layer(layer, x, params):
   topk = ep.route_topk(x @ params["router"], K)
-  handle = ep.ep_prepare(layer, topk[0])
   matrices = {n: p for n, p in params.items() if n.startswith("w_")}
-  return dict(
-    ops=ep.ep_combine(handle, *ep.ep_dispatch(handle, x, topk[1])),
-    moe_layer=ep.moe_layer(layer, x, *topk, **matrices),
-    whole_layer=ep.MoE(CONFIG, layer.group)(params, x, key=jax.random.key(1))[
-      0
-    ],
-  )
+  return ep.moe_layer(layer, x, *topk, **matrices)
 
 
-def with_grads(layer):
-  def call(args):
-    out, vjp = jax.vjp(lambda args: everything(layer, args), args)
-    return out, *vjp(out)
+def whole_layer(layer, x, params):
+  key = jax.random.key(1)
+  return ep.MoE(CONFIG, layer.group)(params, x, key=key)[0]
+
+
+PARTS = ops, moe_layer, whole_layer
+
+
+def everything(layer, *args):
+  return {part.__name__: part(layer, *args) for part in PARTS}
+
+
+def with_grads(layer, parts=PARTS):
+  """Returns a function that gives the result and the gradients of each part."""
+
+  def call(*args):
+    found = {}
+    for part in parts:
+      out, vjp = jax.vjp(functools.partial(part, layer), *args)
+      found[part.__name__] = out, vjp(out)
+    return found
 
   return call
 
 
-def as_needed(mesh, args):
+def as_needed(mesh, x, params):
   specs = ep.moe.partition_specs(CONFIG)
-  place = {n: to_global(p, mesh, specs[n]) for n, p in args["params"].items()}
-  return dict(x=to_global(args["x"], mesh, RANKS), params=place)
+  place = {n: to_global(p, mesh, specs[n]) for n, p in params.items()}
+  return to_global(x, mesh, RANKS), place
 
 
-def otherwise(mesh, args):
+def otherwise(mesh, x, params):
   """Splits the first axis of each array, if it can be, over other axes."""
 
   def place(x, axes):
     return to_global(x, mesh, PartitionSpec(None if len(x) % 2 else axes))
 
-  params = {n: place(p, "dp") for n, p in args["params"].items()}
-  return dict(x=place(args["x"], ("ep", "dp")), params=params)
-
-
-PLACES = {
-  "numpy": lambda mesh, args: args,
-  "replicated": lambda mesh, args: jax.tree.map(
-    lambda x: to_global(x, mesh), args
-  ),
-  "as_needed": as_needed,
-  "otherwise": otherwise,
-}
+  return place(x, ("ep", "dp")), {n: place(p, "dp") for n, p in params.items()}
 
 
 @functools.cache
@@ -86,74 +87,77 @@ def layer(*axis_types):
 
 
 @functools.cache
-def program(*axis_types):
-  return jax.jit(with_grads(layer(*axis_types)))
-
-
-@functools.cache
 def compiled(*axis_types):
   """Returns a program whose arguments are where they are needed."""
-  args = as_needed(layer(*axis_types).group.mesh, inputs())
-  return program(*axis_types).lower(args).compile()
+  bound = layer(*axis_types)
+  args = as_needed(bound.group.mesh, *inputs())
+  return jax.jit(with_grads(bound)).lower(*args).compile()
 
 
 @functools.cache
 def expected():
   """Returns the results on Auto axes, as numpy arrays."""
-  mesh = layer(*AUTO).group.mesh
-  gather = jax.jit(
-    lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
-  )
-  results = gather(compiled(*AUTO)(as_needed(mesh, inputs())))
-  return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), results)
+  return whole(compiled(*AUTO)(*as_needed(layer(*AUTO).group.mesh, *inputs())))
 
 
-def check(run, place, *axis_types):
+def check_outputs(got):
+  for name, (want, _) in expected().items():
+    assert_shards_close(got[name], want, 1e-5, 1e-5)
+
+
+def check(run, place):
   """Checks results, and that gradients have the sharding of the arguments."""
-  given = PLACES[place](layer(*axis_types).group.mesh, inputs())
-  got = run(given)
-  for a, b in zip(*map(jax.tree.leaves, (got, expected())), strict=True):
-    assert_shards_close(a, b, 1e-5, 1e-5)
-  if place != "numpy":
-    for grad, arg in zip(*map(jax.tree.leaves, (got[1], given)), strict=True):
+  given = place(layer(*EXPLICIT).group.mesh, *inputs())
+  for name, (out, grads) in run(*given).items():
+    want, want_grads = expected()[name]
+    assert_shards_close(out, want, 1e-5, 1e-5)
+    leaves = map(jax.tree.leaves, (grads, want_grads, given))
+    for grad, want, arg in zip(*leaves, strict=True):
+      assert_shards_close(grad, want, 1e-5, 1e-5)
       assert grad.sharding.is_equivalent_to(arg.sharding, arg.ndim)
-  return got
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_arguments_of_any_sharding(place):
-  run = compiled if place == "as_needed" else program
-  out, _ = check(run(*EXPLICIT), place, *EXPLICIT)
+def test_arguments_where_they_are_needed():
+  check(compiled(*EXPLICIT), as_needed)
+
+
+def test_arguments_of_another_sharding():
+  check(jax.jit(with_grads(layer(*EXPLICIT), [ops, whole_layer])), otherwise)
+
+
+def test_replicated_arguments_in_the_context_of_the_mesh():
+  bound = layer(*EXPLICIT)
+  args = jax.tree.map(lambda x: to_global(x, bound.group.mesh), inputs())
+  with jax.set_mesh(bound.group.mesh):
+    out = jax.jit(functools.partial(everything, bound))(*args)
+  check_outputs(out)
   assert np.isfinite(jnp.sum(out["whole_layer"] ** 2).addressable_data(0))
 
 
-def test_in_the_context_of_the_mesh():
-  with jax.set_mesh(layer(*EXPLICIT).group.mesh):
-    check(program(*EXPLICIT), "otherwise", *EXPLICIT)
+def test_numpy_arrays_on_axes_of_both_kinds():
+  bound = layer(*EXPLICIT[:1], *AUTO[:1])
+  check_outputs(jax.jit(functools.partial(everything, bound))(*inputs()))
 
 
-def test_axes_of_both_kinds():
-  both = EXPLICIT[:1] + AUTO[:1]
-  check(program(*both), "numpy", *both)
-
-
-@pytest.mark.parametrize("place", ["numpy", "as_needed", "otherwise"])
-def test_outside_of_jit(place, recwarn):
+def test_outside_of_jit(recwarn):
   """An array that JAX moves gives a warning that names it."""
   bound = layer(*EXPLICIT)
-  out = everything(bound, PLACES[place](bound.group.mesh, inputs()))
-  for name, want in expected()[0].items():
-    assert_shards_close(out[name], want, 1e-5, 1e-5)
-  moved = {str(w.message).split(" of shape")[0] for w in recwarn}
-  names = {m.rpartition(": ")[2] for m in moved if "layer" in m}
+  check_outputs(everything(bound, *otherwise(bound.group.mesh, *inputs())))
   wrong = {"x", "tokens", "topk_idx", "topk_weights", "w_up", "w_gate"}
-  assert names >= wrong if place == "otherwise" else not names
+  assert moved_arrays(recwarn) >= wrong
 
 
-def test_gradients_outside_of_jit():
+def moved_arrays(warnings):
+  moved = {str(w.message).split(" of shape")[0] for w in warnings}
+  return {m.rpartition(": ")[2] for m in moved if "layer" in m}
+
+
+def test_gradients_outside_of_jit(recwarn):
   """JAX itself demands the context for them, even for those of a sum."""
-  with jax.set_mesh(layer(*EXPLICIT).group.mesh):
-    check(with_grads(layer(*EXPLICIT)), "as_needed", *EXPLICIT)
+  bound = layer(*EXPLICIT)
+  with jax.set_mesh(bound.group.mesh):
+    check(with_grads(bound, [moe_layer]), as_needed)
+  assert not moved_arrays(recwarn)
 
 
 def test_an_array_of_one_device_is_refused():

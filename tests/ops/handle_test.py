@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, expected
-from groups import layer
-from op_functions import block, block_and_back, everything, Ops, round_trip
+from groups import layer, of_one_process
+from op_functions import (
+  block,
+  block_and_back,
+  everything,
+  handle_of,
+  Ops,
+  round_trip,
+)
 
 STEPS = np.arange(1, 4)
 
@@ -22,34 +29,13 @@ def skewed_case():
   return Case(layer(top_k=2, alignment=4), "skewed", whole=True)
 
 
-def handle_of(ops):
-  return ops.handle
-
-
-@jax.jit
-def with_handle(handle, *inputs):
-  return everything(Ops(handle), *inputs)
-
-
-def check_handle(case, handle):
-  """Checks that all ops work on a handle that another program has made."""
-  inputs = case.inputs()
-  actual = with_handle(handle, *map(case.put, inputs))
-  assert_same(actual, expected(case, everything, *inputs))
-
-
-def test_flattened_and_back(case):
-  leaves, structure = jax.tree.flatten(case.run(handle_of))
-  dtypes = [jnp.uint8, *[jnp.int32] * 5, jnp.bool_]
-  assert [leaf.dtype for leaf in leaves] == dtypes
-  assert hash(structure) == hash(jax.tree.structure(case.run(handle_of)))
-  check_handle(case, structure.unflatten(leaves))
-
-
 def test_serialised_and_back(case):
   """Each process can pickle its shards of a handle and load them again."""
   handle = case.run(handle_of)
   leaves, structure = jax.tree.flatten(handle)
+  dtypes = [jnp.uint8, *[jnp.int32] * 5, jnp.bool_]
+  assert [leaf.dtype for leaf in leaves] == dtypes
+  assert hash(structure) == hash(jax.tree.structure(case.run(handle_of)))
   places = [(x.shape, x.sharding) for x in leaves]
   saved = pickle.dumps(
     [
@@ -63,9 +49,17 @@ def test_serialised_and_back(case):
     jax.make_array_from_callback(*place, lambda index, x=x: x[str(index)])
     for place, x in zip(places, pickle.loads(saved), strict=True)
   ]
-  check_handle(case, structure.unflatten(loaded))
+
+  @jax.jit
+  def with_handle(handle, *inputs):
+    return everything(Ops(handle), *inputs)
+
+  inputs = case.inputs()
+  actual = with_handle(structure.unflatten(loaded), *map(case.put, inputs))
+  assert_same(actual, expected(case, everything, *inputs))
 
 
+@of_one_process
 def test_donated_tokens_and_handle(case):
   """A step can donate the state of a loop, and the next reuses its buffers."""
 
@@ -116,6 +110,7 @@ def test_scan(case, scan):
   assert_same(actual, (np.stack(steps), grads))
 
 
+@of_one_process
 def test_checkpoint(case):
   """A rematerialised block can take the handle."""
 

@@ -141,7 +141,7 @@ def test_prepare(rng, alignment, capacity):
 
 @DTYPES
 @LAYOUTS
-def test_dispatch(rng, alignment, capacity, dtype):
+def test_ops(rng, alignment, capacity, dtype):
   routing, by_row = routings(rng, alignment, capacity)
   tokens = normal(rng, P, T, H, dtype=dtype)
   weights = normal(rng, P, T, K)
@@ -152,30 +152,15 @@ def test_dispatch(rng, alignment, capacity, dtype):
   assert_same_bits(recv, by_row.scatter(per_choice))
   assert_same_bits(recv_weights, by_row.scatter(weights))
 
-
-@DTYPES
-@LAYOUTS
-@pytest.mark.parametrize("weighted", [False, True])
-def test_combine(rng, alignment, capacity, dtype, weighted):
-  routing, by_row = routings(rng, alignment, capacity)
   rows = normal(rng, P, capacity, H, dtype=dtype)
-  weights = normal(rng, P, capacity) if weighted else None
-  actual = reference.combine(routing, rows, weights)
-  ones = np.ones((P, capacity), np.float32)
-  expected = by_row.sum_by_token(rows, ones if weights is None else weights)
-  assert_same_bits(actual, expected)
-
-
-@DTYPES
-@LAYOUTS
-def test_backward_of_dispatch(rng, alignment, capacity, dtype):
-  routing, by_row = routings(rng, alignment, capacity)
-  g_recv = normal(rng, P, capacity, H, dtype=dtype)
-  g_recv_weights = normal(rng, P, capacity)
-  g_tokens, g_weights = reference.dispatch_bwd(routing, g_recv, g_recv_weights)
-  ones = np.ones((P, capacity), np.float32)
-  assert_same_bits(g_tokens, by_row.sum_by_token(g_recv, ones))
-  assert_same_bits(g_weights, by_row.gather(g_recv_weights))
+  row_weights = normal(rng, P, capacity)
+  sums = by_row.sum_by_token(rows, np.ones_like(row_weights))
+  weighted = by_row.sum_by_token(rows, row_weights)
+  assert_same_bits(reference.combine(routing, rows), sums)
+  assert_same_bits(reference.combine(routing, rows, row_weights), weighted)
+  g_tokens, g_weights = reference.dispatch_bwd(routing, rows, row_weights)
+  assert_same_bits(g_tokens, sums)
+  assert_same_bits(g_weights, by_row.gather(row_weights))
 
 
 def test_backward_is_the_transpose_of_forward(rng):

@@ -12,7 +12,7 @@ import pytest
 from cases import assert_same, Case, expected, global_view, local_view
 from conftest import make_mesh, to_global
 import ep
-from groups import bootstrap, K, layer, spec
+from groups import bootstrap, K, layer, of_one_process, spec
 from op_functions import everything, Ops, round_trip
 
 VIEWS = {
@@ -20,40 +20,29 @@ VIEWS = {
   "local": local_view,
   "local_without_vma": functools.partial(local_view, check_vma=False),
 }
+BOTH_VIEWS = pytest.mark.parametrize("view", [global_view, local_view])
 
 
 @pytest.mark.parametrize(
-  "mesh, view",
+  "mesh, axis_type, view",
   [
-    ("ep4", "local"),
-    ("ep4", "local_without_vma"),
-    ("dp2_ep2", "global"),
-    ("dp2_ep2", "local"),
-    ("ep2_dp2", "global"),
-    ("ep2_dp2", "local_without_vma"),
+    ("dp2_ep2", AxisType.Explicit, "global"),
+    ("ep2_dp2", AxisType.Auto, "global"),
+    ("dp2_ep2", AxisType.Explicit, "local"),
+    ("ep2_dp2", AxisType.Auto, "local"),
+    ("ep4", AxisType.Auto, "local_without_vma"),
   ],
 )
-def test_views_agree(mesh, view):
-  case = Case(layer(mesh), "with_unused_choices", whole=True)
-  case.check(everything, *case.inputs(), view=VIEWS[view])
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_explicit_meshes(view):
-  case = Case(
-    layer("dp2_ep2", AxisType.Explicit), "with_unused_choices", whole=True
-  )
-  case.check(everything, *case.inputs(), view=view)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_results_are_split_over_the_ranks(axis_type):
+def test_views_agree(mesh, axis_type, view):
   """Every result is split over the ranks; nothing is replicated."""
-  config = layer("dp2_ep2", axis_type)
-  case = Case(config)
-  expected = NamedSharding(config.group.mesh, spec(config))
-  for leaf in jax.tree.leaves(case.run(everything, *case.inputs())):
-    assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+  config = layer(mesh, axis_type)
+  case = Case(config, "with_unused_choices", whole=True)
+  inputs = case.inputs()
+  actual = case.run(everything, *inputs, view=VIEWS[view])
+  assert_same(actual, expected(case, everything, *inputs))
+  over_ranks = NamedSharding(config.group.mesh, spec(config))
+  for leaf in jax.tree.leaves(actual):
+    assert leaf.sharding.is_equivalent_to(over_ranks, leaf.ndim)
 
 
 def test_resharding_an_array_gives_a_warning(recwarn):
@@ -74,6 +63,7 @@ def test_resharding_an_array_gives_a_warning(recwarn):
   assert_same(Ops(handle).sizes(), case.oracle.sizes())
 
 
+@of_one_process
 def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
   """There is no warning if each rank already has its part of the array."""
   config = layer("dp2_ep2")
@@ -88,7 +78,8 @@ def test_an_array_that_needs_no_transfer_gives_no_warning(recwarn):
   assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@of_one_process
+@BOTH_VIEWS
 def test_arguments_that_all_ranks_share(view):
   """Arguments may be constants, whose type in `shard_map` is not varying."""
 
@@ -101,7 +92,7 @@ def test_arguments_that_all_ranks_share(view):
   case.check(with_constants, case.tokens(), view=view)
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@BOTH_VIEWS
 def test_vmap(view):
   """The examples of a batch can share a routing."""
 
@@ -123,11 +114,7 @@ def test_vmap(view):
 
 @pytest.mark.parametrize(
   "axes, view",
-  [
-    (("ep", "tp"), "global"),
-    (("tp", "ep"), "local"),
-    (("ep", "tp"), "local_without_vma"),
-  ],
+  [(("ep", "tp"), "global"), (("tp", "ep"), "local_without_vma")],
 )
 def test_an_orthogonal_axis_holds_copies(axes, view):
   with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
@@ -135,10 +122,9 @@ def test_an_orthogonal_axis_holds_copies(axes, view):
     case.check(everything, *case.inputs(), view=VIEWS[view])
 
 
-@pytest.mark.parametrize("axes", [("ep", "tp"), ("tp", "ep")])
-def test_an_orthogonal_axis_makes_domains_that_do_not_mix(axes):
+def test_an_orthogonal_axis_makes_domains_that_do_not_mix():
   """Each `tp` rank can have its own tokens and its own routing."""
-  with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:
+  with bootstrap(make_mesh({"ep": 2, "tp": 2}), data_axes=()) as group:
     config = ep.EpLayerConfig(group)
     cases = [Case(config, routing) for routing in ("uniform", "skewed")]
     inputs = [
@@ -146,29 +132,20 @@ def test_an_orthogonal_axis_makes_domains_that_do_not_mix(axes):
       for i, case in enumerate(cases)
     ]
 
+    specs = PartitionSpec("tp", "ep")
+
     @jax.jit
     @functools.partial(
-      jax.shard_map,
-      mesh=group.mesh,
-      in_specs=PartitionSpec("tp", "ep"),
-      out_specs=PartitionSpec("tp", "ep"),
+      jax.shard_map, mesh=group.mesh, in_specs=specs, out_specs=specs
     )
     def local(*args):
-      topk_idx, tokens, weights = (x[0] for x in args)
-      handle = ep.ep_prepare(config, topk_idx)
-      recv, recv_weights = ep.ep_dispatch(handle, tokens, weights)
-      return ep.ep_combine(handle, recv, recv_weights)[None]
+      topk_idx, *arrays = (x[0] for x in args)
+      return round_trip(Ops(ep.ep_prepare(config, topk_idx)), *arrays)[None]
 
-    actual = local(
-      *(
-        to_global(np.stack(x), group.mesh, PartitionSpec("tp", "ep"))
-        for x in zip(*inputs, strict=True)
-      )
-    )
-    expected = np.stack(
-      [
-        case.oracle.combine(*case.oracle.dispatch(*arrays))
-        for case, (_, *arrays) in zip(cases, inputs, strict=True)
-      ]
-    )
-    assert_same(actual, expected)
+    stacked = (np.stack(x) for x in zip(*inputs, strict=True))
+    actual = local(*(to_global(x, group.mesh, specs) for x in stacked))
+    domains = [
+      expected(case, round_trip, *arrays)
+      for case, (_, *arrays) in zip(cases, inputs, strict=True)
+    ]
+    assert_same(actual, np.stack(domains))

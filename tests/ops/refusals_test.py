@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mistake that the shapes show is refused when the program is traced.
+
+The error names the op, the layer, and what is wrong.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+import numpy as np
+import pytest
+
+import ep
+from groups import E, group, H, K, layer, T
+
+N = 4 * T  # Tokens of all ranks.
+C = 4 * T * 2  # The worst case with two local experts.
+
+
+def zeros(*shape, dtype=np.float32):
+  return np.zeros(shape, dtype)
+
+
+def ids(*shape, dtype=np.int32):
+  return np.full(shape, -1, dtype)
+
+
+def assert_refused(fn, *words):
+  """Checks that tracing `fn` is enough to see the mistake."""
+  with pytest.raises((ValueError, TypeError)) as error:
+    jax.eval_shape(fn)
+  for word in words:
+    assert word in str(error.value)
+
+
+IDS, WEIGHTS = ids(N, K), zeros(N, K)
+
+
+def prepare(topk_idx=IDS, config=None):
+  return ep.ep_prepare(config or layer(name="moe_3"), topk_idx)
+
+
+def dispatch(tokens, weights=WEIGHTS, config=None):
+  return ep.ep_dispatch(prepare(config=config), tokens, weights)
+
+
+def combine(rows, weights=None):
+  return ep.ep_combine(prepare(), rows, weights)
+
+
+def moe(config, n=N, array=np.asarray, topk_idx=None, routed=None, **options):
+  routed = routed or n
+  return ep.moe_layer(
+    config,
+    array(zeros(n, H)),
+    array(ids(routed, K)) if topk_idx is None else topk_idx,
+    array(zeros(routed, K)),
+    w_up=array(zeros(E, H, 2)),
+    w_down=array(zeros(E, 2, H)),
+    **options,
+  )
+
+
+@pytest.mark.parametrize(
+  "op, args, words",
+  [
+    (prepare, [ids(N)], ["topk_idx", "(20,)", "top_k", "3"]),
+    (prepare, [ids(N, K + 1)], ["topk_idx", "(20, 4)", "top_k", "3"]),
+    (prepare, [zeros(N, K)], ["topk_idx", "float32", "int32"]),
+    (prepare, [zeros(N, K, dtype=np.uint32)], ["uint32", "int32"]),
+    (prepare, [ids(4, 2, 3, K)], ["max_tokens_per_rank", "6", "5"]),
+    (prepare, [ids(N - 1, K)], ["19", "4"]),
+    (dispatch, [zeros(N)], ["tokens", "(20,)"]),
+    (dispatch, [zeros(N, H + 1)], ["tokens", "8", "hidden_dim", "7"]),
+    (dispatch, [zeros(N - 4, H)], ["tokens", "(16, 7)", "5"]),
+    (dispatch, [zeros(4, T, H)], ["tokens", "(4, 5, 7)", "5"]),
+    (dispatch, [ids(N, H)], ["tokens", "int32", "float32"]),
+    (dispatch, [zeros(N, H), zeros(N)], ["topk_weights", "(20,)"]),
+    (dispatch, [zeros(N, H), zeros(N, 2)], ["topk_weights", "(20, 2)", "3"]),
+    (dispatch, [zeros(N, H), zeros(16, K)], ["topk_weights", "(16, 3)", "5"]),
+    (dispatch, [zeros(N, H), ids(N, K)], ["topk_weights", "int32", "float"]),
+    (combine, [zeros(4, H)], ["expert_out", "(4, 7)", "40"]),
+    (combine, [zeros(4, C - 1, H)], ["expert_out", "(4, 39, 7)", "40"]),
+    (combine, [zeros(2, C, H)], ["expert_out", "(2, 40, 7)", "4"]),
+    (combine, [zeros(4, C, H + 1)], ["expert_out", "8", "hidden_dim", "7"]),
+    (combine, [ids(4, C, H)], ["expert_out", "int32", "float32"]),
+    (combine, [zeros(4, C, H), zeros(4, C, 1)], ["weights", "4, 40, 1"]),
+    (combine, [zeros(4, C, H), zeros(N, K)], ["weights", "20, 3", "4, 40"]),
+    (combine, [zeros(4, C, H), ids(4, C)], ["weights", "int32", "float"]),
+  ],
+)
+def test_an_array_that_does_not_fit(op, args, words):
+  assert_refused(lambda: op(*args), f"ep_{op.__name__}", '"moe_3"', *words)
+
+
+def test_tokens_wider_than_the_group_allows():
+  config = ep.EpLayerConfig(group(max_token_dtype=jnp.bfloat16), name="moe_3")
+  words = "ep_dispatch", '"moe_3"', "float32", "bfloat16", "max_token_dtype"
+  assert_refused(lambda: dispatch(zeros(N, H), config=config), *words)
+
+
+def test_a_routing_of_other_tokens():
+  words = "moe_layer", "moe_3", "topk_idx", f"({N}, {H}), (8, {K})", "route"
+  assert_refused(lambda: moe(layer(name="moe_3"), routed=8), *words)
+
+
+@pytest.mark.parametrize("array", [np.asarray, np.ndarray.tolist])
+def test_arrays_of_numpy_and_lists(array):
+  """Whatever `jnp.asarray` takes is an array."""
+
+  def call():
+    handle = prepare(array(ids(N, K)))
+    rows, _ = ep.ep_dispatch(handle, array(zeros(N, H)), array(zeros(N, K)))
+    out = ep.ep_combine(handle, array(zeros(*rows.shape)))
+    return out, moe(layer(), array=array)
+
+  for out in jax.eval_shape(call):
+    assert (out.shape, out.dtype) == ((N, H), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "n, name, call",
+  [
+    (1, "topk_idx", lambda n: prepare(ids(n, K))),
+    (6, "tokens", lambda n: dispatch(zeros(n, H))),
+    (6, "topk_weights", lambda n: dispatch(zeros(N, H), zeros(n, K))),
+    (1, "tokens", lambda n: moe(layer(), n)),
+  ],
+)
+def test_a_batch_that_does_not_divide_over_the_ranks(n, name, call):
+  """The error names the array, the ranks and what to do."""
+  words = [name, f"({n}, ", "4 ranks", "multiple of 4", "-1", "pad=True"]
+  assert_refused(lambda: call(n), *words)
+
+
+@pytest.mark.parametrize(
+  "call, words",
+  [
+    (
+      lambda: prepare(config=group()),
+      ["ep_prepare", "EpGroup", "EpLayerConfig(group"],
+    ),
+    (lambda: moe(group()), ["moe_layer", "EpGroup", "EpLayerConfig(group"]),
+    (
+      lambda: moe(layer(), activation="gelu"),
+      ["moe_layer", "activation", "'gelu'", "str", "jax.nn.gelu"],
+    ),
+    (lambda: moe(layer(), activation="best"), ["'best'", "a function"]),
+    (lambda: ep.describe(layer()), ["describe", "EpLayerConfig", "EpHandle"]),
+    (
+      lambda: ep.ep_dispatch(group(), zeros(N, H), zeros(N, K)),
+      ["ep_dispatch", "EpGroup", "ep_prepare returned"],
+    ),
+    (
+      lambda: ep.ep_combine(jax.tree.leaves(prepare()), zeros(4, C, H)),
+      ["ep_combine", "list", "ep_prepare returned"],
+    ),
+  ],
+)
+def test_arguments_that_were_mixed_up(call, words):
+  assert_refused(call, *words)
+
+
+@pytest.mark.parametrize(
+  "axes, manual, words",
+  [
+    ({"ep": 4}, {"ep"}, ["4", "2"]),
+    ({"x": 4}, {"x"}, ["x", "ep"]),
+    ({"x": 2, "ep": 2}, {"x", "ep"}, ["x", "dp", "ep_bootstrap"]),
+    ({"dp": 2, "ep": 2}, {"ep"}, ["dp", "manual"]),
+  ],
+)
+def test_a_mesh_that_is_not_the_groups(axes, manual, words):
+  devices = np.array(jax.devices()[:4]).reshape(*axes.values())
+  mesh = Mesh(devices, [*axes], axis_types=(AxisType.Auto,) * len(axes))
+  config = layer("dp2_ep2", name="moe_3")
+  over_ranks = PartitionSpec(tuple(axis for axis in axes if axis in manual))
+  call = jax.shard_map(
+    lambda idx: prepare(idx, config).group_sizes,
+    mesh=mesh,
+    in_specs=over_ranks,
+    out_specs=over_ranks,
+    axis_names=manual,
+  )
+  words = "ep_prepare", '"moe_3"', "mesh", *words
+  assert_refused(lambda: call(ids(N, K)), *words)
+
+
+def exchange(offsets):
+  def move():
+    rows, zero = zeros(3, H), ids(4) * 0
+    return ep.lax.ragged_all_to_all(
+      rows, rows, offsets, zero, zero, zero, axis_name="ep"
+    )
+
+  specs = dict(in_specs=(), out_specs=PartitionSpec("ep"))
+  return jax.shard_map(move, mesh=group().mesh, **specs)()
+
+
+def whole_layer(ids):
+  config = ep.MoEConfig(H, 2, E, K)
+  params = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
+  return jax.eval_shape(
+    lambda params: ep.MoE(config, group())(params, zeros(N, H), forced_idx=ids),
+    params,
+  )
+
+
+@pytest.mark.parametrize(
+  "shape, call",
+  [
+    ((N, K), prepare),
+    ((N, K), lambda ids: ep.route_topk(zeros(N, E), K, forced_idx=ids)),
+    ((N, K), lambda ids: ep.load_balancing_loss(zeros(N, E), ids)),
+    ((N, K), lambda ids: moe(layer(), topk_idx=ids)),
+    ((N, K), whole_layer),
+    ((2,), lambda n: ep.grouped_matmul(zeros(3, 4), zeros(2, 4, 5), n)),
+    ((4,), exchange),
+  ],
+)
+def test_no_integer_of_numpy_or_python_wraps(shape, call):
+  """JAX would keep the low 32 bits of each, or the bits of a uint32 as -1."""
+  jax.eval_shape(lambda: call(np.zeros(shape, np.int64)))
+  for wide, form in [
+    (-(2**33) + 1, np.asarray),
+    (2**32 + 2, np.ndarray.tolist),
+    (np.uint32(2**32 - 1), np.asarray),
+    (np.uint64(2**63), np.ndarray.tolist),
+  ]:
+    array = form(np.full(shape, wide))
+    assert_refused(lambda array=array: call(array), f" holds {wide}", "2^31")
+
+
+def test_no_integer_of_a_program_wraps():
+  """A value that is refused when it runs is not a valid id or size."""
+  route = jax.jit(lambda i: ep.route_topk(zeros(1, E), 1, forced_idx=i)[0])
+  multiply = jax.jit(ep.grouped_matmul)
+  for value in 2**32 + 3, -(2**40) + 3, 2**32 - 1:
+    with jax.enable_x64(True):
+      wide = jnp.int64(value)
+      idx = route(wide.reshape(1, 1))
+      assert idx.dtype == jnp.int32 and not -1 <= idx[0, 0] < E
+      with pytest.raises(ep.EpError, match="group_sizes"):
+        jax.block_until_ready(multiply(zeros(4, 2), zeros(1, 2, 3), wide[None]))
