@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep.MoE, its metrics and its gradients are those of a dense layer.
 
-The dense layer applies every expert to every token, in float64.
+The dense layer applies every expert to every token, in float64, and has the
+losses that losses_test compares with their formulas.
 """
 
 import dataclasses
@@ -114,30 +115,18 @@ def dense(config, params, x, bias=None, mask=None):
   if config.shared_inner:
     shared = ffn(x, "...h,hs->...s", "...s,sh->...h", "shared_")
     y += keep[..., None] * shared
-  load = chosen.reshape(-1, config.num_experts).sum(axis=0)
-  count = keep.sum()
-
-  def imbalance(chosen, scores):
-    chosen, scores = (
-      x.reshape(-1, config.num_experts).sum(0) for x in (chosen, scores)
-    )
-    return config.num_experts * (chosen * scores).sum() / chosen.sum()
-
-  def mean(v):
-    return (keep[..., None] * v).reshape(-1, v.shape[-1]).sum(0) / count
-
-  affinities = scores / scores.sum(axis=-1, keepdims=True)
-  log_p = jax.nn.log_softmax(logits)
-  lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  if config.balance == "sequence":
-    aux_loss = jax.vmap(imbalance)(chosen, affinities).mean() / x.shape[-2]
-  else:
-    aux_loss = imbalance(chosen, keep[..., None] * affinities) / count
+  balance = {
+    "batch": ep.load_balancing_loss,
+    "sequence": ep.sequence_balancing_loss,
+  }
+  choices = order[..., : config.top_k]
   return y, dict(
-    load=load,
-    aux_loss=aux_loss,
-    z_loss=mean(lse**2)[0],
-    entropy=-mean(log_p * jnp.exp(log_p)).sum(),
+    load=chosen.reshape(-1, config.num_experts).sum(axis=0),
+    aux_loss=balance[config.balance](
+      logits, choices, score=config.score, mask=mask
+    ),
+    z_loss=ep.router_z_loss(logits, mask=mask),
+    entropy=ep.router_entropy(logits, mask=mask),
   )
 
 
