@@ -10,10 +10,12 @@ import pytest
 
 from conftest import to_global
 import ep
+from groups import GPU
 
-# Each process would compile the test's programs.
+# Each process would compile the test's programs. Each GPU has its own process.
 one_process = pytest.mark.skipif(
-  jax.process_count() > 1, reason="several processes make no difference"
+  jax.process_count() > 1 and not GPU,
+  reason="several processes make no difference",
 )
 
 
