@@ -1,13 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of an `ep.MoE` on whole arrays, which tests compare."""
+"""Steps of `ep.MoE` and `ep.moe_layer` on whole arrays, which tests compare."""
 
 import functools
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
+import pytest
 
 from conftest import to_global
+import ep
+from groups import GPU
+
+# Each process would compile the test's programs. Each GPU has its own process.
+one_process = pytest.mark.skipif(
+  jax.process_count() > 1 and not GPU,
+  reason="several processes make no difference",
+)
+
+
+def draw_params(config, draw):
+  """Returns whole parameters, `draw(shape)` of each in float32."""
+  shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), config))
+  return {n: np.float32(draw(s.shape)) for n, s in sorted(shapes.items())}
 
 
 def in_slots(placement, params):
@@ -22,11 +37,13 @@ def put(layer, params, *tokens):
   mesh, specs = layer.group.mesh, layer.specs()
   spec = PartitionSpec(layer.group.token_axes)
   params = {n: to_global(p, mesh, specs[n]) for n, p in params.items()}
-  return params, *(to_global(x, mesh, spec) for x in tokens)
+  return params, *(x if x is None else to_global(x, mesh, spec) for x in tokens)
 
 
 def whole(tree):
   """Returns arrays as each process has them whole."""
+  if jax.process_count() == 1:
+    return jax.tree.map(np.asarray, tree)
   everywhere = jax.tree.map(
     lambda x: NamedSharding(x.sharding.mesh, PartitionSpec()), tree
   )
@@ -63,3 +80,93 @@ def step_of(layer, view="global"):
       out_specs=(tokens, replicated, specs, tokens),
     )
   return jax.jit(step)
+
+
+def run_step(layer, params, *tokens, view="global", state=None, placement=None):
+  """Returns what `step_of` does, of whole arrays and in such."""
+  args, *others = put(layer, params, *tokens)
+  return whole(step_of(layer, view)(args, *others, state, placement))
+
+
+@functools.cache
+def _forward_of(layer):
+  def forward(params, x, forced_idx, mask, state, placement):
+    return layer(
+      params,
+      x,
+      state,
+      forced_idx=forced_idx,
+      mask=mask,
+      placement=placement,
+    )
+
+  return jax.jit(forward)
+
+
+def run_forward(
+  layer, params, x, forced_idx=None, mask=None, state=None, placement=None
+):
+  """Returns outputs and metrics of whole arrays, and in such."""
+  args = put(layer, params, x, forced_idx, mask)
+  return whole(_forward_of(layer)(*args, state, placement))
+
+
+@functools.cache
+def _moe_step_of(layer, view, activation):
+  def step(topk_idx, tokens, weights, matrices, ct):
+    def moe(tokens, weights, matrices):
+      return ep.moe_layer(
+        layer, tokens, topk_idx, weights, **matrices, activation=activation
+      )
+
+    out, vjp = jax.vjp(moe, tokens, weights, matrices)
+    return out, *vjp(ct)
+
+  if view != "global":
+    tokens = PartitionSpec(layer.group.token_axes)
+    experts = PartitionSpec(layer.group.axis_name)
+    step = jax.shard_map(
+      step,
+      mesh=layer.group.mesh,
+      in_specs=(tokens, tokens, tokens, experts, tokens),
+      out_specs=(tokens, tokens, tokens, experts),
+      check_vma=view == "local",
+    )
+  return jax.jit(step)
+
+
+def moe_step_of(layer, view="global", activation=jax.nn.silu):
+  """Returns a program of the output of `ep.moe_layer` and its gradients."""
+  return _moe_step_of(layer, view, activation)
+
+
+def put_moe(layer, topk_idx, tokens, weights, matrices, *others):
+  mesh, arrays = layer.group.mesh, (topk_idx, tokens, weights, *others)
+  spec = PartitionSpec(layer.group.token_axes)
+  experts = PartitionSpec(layer.group.axis_name)
+  idx, tokens, weights, *others = (to_global(x, mesh, spec) for x in arrays)
+  matrices = {n: to_global(w, mesh, experts) for n, w in matrices.items()}
+  return idx, tokens, weights, matrices, *others
+
+
+def run_moe_step(layer, *arrays, **options):
+  """Returns what `moe_step_of` does, of whole arrays and in such."""
+  return whole(moe_step_of(layer, **options)(*put_moe(layer, *arrays)))
+
+
+def assert_same_bits(actual, expected):
+  """Fails unless two trees of whole arrays are equal; -0 and +0 are not."""
+
+  def check(a, b):
+    assert a.dtype == b.dtype
+    bits = f"u{a.dtype.itemsize}"
+    np.testing.assert_array_equal(a.view(bits), b.view(bits))
+
+  jax.tree.map(check, actual, expected)
+
+
+def assert_close(actual, expected, rtol, atol):
+  """Fails unless two trees of whole arrays are near each other."""
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), actual, expected
+  )

@@ -2,6 +2,7 @@
 """Grouped matmuls and their derivatives equal a loop over the slabs."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,15 @@ C, F, G = 300, 5, 7
 # Sizes of slabs: within a tile, whole tiles, across tiles, empty, and C in all.
 # Those of as many slabs share their programs.
 SIZES = {
-  "one": [41, 0, 0],
+  "one": [41, 0, 0, 0, 0, 0],
   "empty": [0, 33, 0, 0, 64, 0],
-  "none": [0, 0, 0],
+  "none": [0, 0, 0, 0, 0, 0],
   "tiny": [1, 2, 3, 1, 1, 2],
-  "tiles": [128, 0, 128],
-  "full": [150, 17, 133],
-  "many": [3] * 100,
+  "tiles": [128, 0, 128, 0, 0, 0],
+  "full": [0, 150, 17, 0, 0, 133],
 }
+MANY = [3] * 100
+SEGMENTS = [[0, 0], [100, 50], [0, 17], [0, 0], [0, 0], [130, 0]]  # of "full"
 
 IMPLEMENTATIONS = {
   "tiles": by_tiles,
@@ -75,12 +77,16 @@ def _program(implementation):
   return call
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", SIZES)
-def test_the_operations_beside_unused_nans(case, implementation, dtype):
+@pytest.mark.parametrize(
+  "sizes, dtype",
+  [
+    (MANY, jnp.float32),
+    *itertools.product(SIZES.values(), [jnp.float32, jnp.bfloat16]),
+  ],
+)
+def test_the_operations_beside_unused_nans(sizes, dtype, implementation):
   """Matrices and their gradients are float32."""
-  sizes = SIZES[case]
   rows, _, g = _inputs(sizes, dtype)
   _, matrices, _ = _inputs(sizes)
 
@@ -127,9 +133,8 @@ def _gradients(rows, matrices, sizes, g):
   ](g)
 
 
-@pytest.mark.parametrize("case", SIZES)
-def test_gradients_beside_unused_nans(case):
-  sizes = SIZES[case]
+@pytest.mark.parametrize("sizes", [*SIZES.values(), MANY])
+def test_gradients_beside_unused_nans(sizes):
   rows, matrices, g = _inputs(sizes)
   g_rows, g_matrices = _gradients(rows, matrices, jnp.int32(sizes), g)
   expected = _matmul(g, matrices.swapaxes(1, 2), sizes)
@@ -137,41 +142,26 @@ def test_gradients_beside_unused_nans(case):
   np.testing.assert_allclose(g_matrices, _outer(rows, g, sizes), 1e-4, 1e-4)
 
 
+@pytest.mark.parametrize(
+  "implementation_on_cpu, dtype, matrix_dtype, segments",
+  [
+    ("native", jnp.float16, jnp.float16, None),
+    ("tiles", jnp.float16, jnp.float16, None),
+    ("native", jnp.bfloat16, jnp.bfloat16, None),
+    ("native", jnp.bfloat16, jnp.float32, None),
+    ("native", jnp.bfloat16, jnp.float32, SEGMENTS),
+    ("tiles", jnp.bfloat16, jnp.float32, SEGMENTS),
+  ],
+  indirect=["implementation_on_cpu"],
+)
 @pytest.mark.usefixtures("implementation_on_cpu")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision_is_summed_in_float32_and_rounded_once(dtype):
-  sizes = SIZES["full"]
-  rows, matrices, g = _inputs(sizes, dtype)
-
-  @jax.jit
-  def both(x, w, g):
-    out, vjp = jax.vjp(
-      lambda x, w: gm.grouped_matmul(x, w, jnp.int32(sizes)), x, w
-    )
-    return out, *vjp(g)
-
-  results = both(rows, matrices, g)
-  rows, matrices, g = (np.float64(x) for x in (rows, matrices, g))
-  expected = (
-    _matmul(rows, matrices, sizes),
-    _matmul(g, matrices.swapaxes(1, 2), sizes),
-    _outer(rows, g, sizes),
-  )
-  half_ulp = float(jnp.finfo(dtype).eps) / 2
-  for a, b in zip(results, expected, strict=True):
-    assert a.dtype == dtype
-    np.testing.assert_allclose(np.float64(a), b, 1.01 * half_ulp, 2e-5)
-
-
-@pytest.mark.usefixtures("implementation_on_cpu")
-@pytest.mark.parametrize("segments", [None, [[100, 50], [0, 17], [130, 0]]])
-def test_gradients_of_wide_matrices_are_not_rounded_to_the_dtype_of_rows(
-  segments,
+def test_low_precision_is_summed_in_float32_and_rounded_once(
+  dtype, matrix_dtype, segments
 ):
-  """Matrices are, before they are multiplied."""
+  """Wide matrices are rounded first, and their gradients are not."""
   sizes = SIZES["full"]
-  rows, _, g = _inputs(sizes, jnp.bfloat16)
-  _, matrices, _ = _inputs(sizes)
+  rows, _, g = _inputs(sizes, dtype)
+  _, matrices, _ = _inputs(sizes, matrix_dtype)
   rows[297:300] = 0  # They follow the segments.
   counts = None if segments is None else jnp.int32(segments)
 
@@ -183,18 +173,21 @@ def test_gradients_of_wide_matrices_are_not_rounded_to_the_dtype_of_rows(
     out, vjp = jax.vjp(product, x, w)
     return out, *vjp(g)
 
-  out, g_rows, g_matrices = both(rows, matrices, g)
-  assert (out.dtype, g_rows.dtype) == (rows.dtype, rows.dtype)
-  rows, rounded, g = map(np.float64, (rows, matrices.astype(rows.dtype), g))
-  half_ulp = float(jnp.finfo(jnp.bfloat16).eps) / 2
-  expected = _matmul(rows, rounded, sizes)
-  np.testing.assert_allclose(np.float64(out), expected, 1.01 * half_ulp, 2e-5)
-  expected = _matmul(g, rounded.swapaxes(1, 2), sizes)
-  np.testing.assert_allclose(
-    np.float64(g_rows), expected, 1.01 * half_ulp, 2e-5
+  *results, g_matrices = both(rows, matrices, g)
+  rows, rounded, g = map(np.float64, (rows, matrices.astype(dtype), g))
+  expected = (
+    _matmul(rows, rounded, sizes),
+    _matmul(g, rounded.swapaxes(1, 2), sizes),
   )
+  tolerance = 1.01 * float(jnp.finfo(dtype).eps) / 2, 2e-5
+  for a, b in zip(results, expected, strict=True):
+    assert a.dtype == dtype
+    np.testing.assert_allclose(np.float64(a), b, *tolerance)
+  assert g_matrices.dtype == matrix_dtype
+  if matrix_dtype == jnp.float32:
+    tolerance = 1e-4, 1e-4
   expected = _outer(rows, g, sizes)
-  np.testing.assert_allclose(g_matrices, expected, 1e-4, 1e-4)
+  np.testing.assert_allclose(np.float64(g_matrices), expected, *tolerance)
 
 
 def test_work_is_linear_in_the_rows_used():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases import jit_quickly
 import ep
 from ep._src.matmul import by_mosaic, by_ragged_dot, by_static_tiles, on_cuda
 
@@ -125,10 +126,12 @@ def test_an_exported_program_has_no_kernels():
 
 
 def test_the_loop_over_fewer_rows_than_a_tile():
-  sizes, rows = jnp.int32([1, 1]), jnp.ones((3, 4))
-  (out,) = by_static_tiles.expand(
-    sizes, None, rows, [jnp.ones((2, 4, 5))], "zero"
-  )
+
+  @jit_quickly
+  def expand(sizes, rows, matrices):
+    return by_static_tiles.expand(sizes, None, rows, [matrices], "zero")[0]
+
+  out = expand(np.int32([1, 1]), np.ones((3, 4), "f"), np.ones((2, 4, 5), "f"))
   np.testing.assert_array_equal(out, [[4] * 5, [4] * 5, [0] * 5])
 
 

@@ -5,19 +5,21 @@ In the backward pass it is the layer without one, of a rounded gradient. So
 both have the same bits, matmuls included.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
 from cases import Case, exchanges
-from conftest import assert_alike, to_global
+from conftest import assert_alike
 import ep
-from groups import BACKEND, E, group, K, T
+from groups import E, GPU, group, K, T
+from layer_steps import assert_same_bits, run_moe_step
 
 HIDDEN, INNER = 128, 8
-WIRES = pytest.mark.parametrize("wire", ["mxfp8", "fp8_block128"])
+MANY = 200  # tokens, of which each rank has several blocks of rows
 
 
 def rounded(wire, x):
@@ -25,70 +27,35 @@ def rounded(wire, x):
   return np.asarray(ep.quant.dequantize(*parts, x.dtype))
 
 
-def matrices(case, dtype):
-  """Returns random matrices, placed on their ranks."""
-  config = case.layer
-  rng = np.random.default_rng(1)
-  shapes = dict(
-    w_up=(E, HIDDEN, INNER),
-    w_gate=(E, HIDDEN, INNER),
-    w_down=(E, INNER, HIDDEN),
-  )
-  experts = PartitionSpec(config.group.axis_name)
-  return {
-    name: to_global(
-      rng.normal(size=shape).astype(dtype), config.group.mesh, experts
-    )
-    for name, shape in shapes.items()
-  }
-
-
-def output_and_gradients(case, tokens, weights, g):
-  def run(topk_idx, tokens, weights, matrices, g):
-    def of_floats(tokens, weights, matrices):
-      return ep.moe_layer(case.layer, tokens, topk_idx, weights, **matrices)
-
-    out, vjp = jax.vjp(of_floats, tokens, weights, matrices)
-    return out, vjp(g)
-
-  placed = [case.put(x) for x in (case.topk_idx, tokens, weights)]
-  return jax.jit(run)(*placed, matrices(case, tokens.dtype), case.put(g))
-
-
-@WIRES
 @pytest.mark.parametrize(
-  "options",
+  "wire, options",
   [
-    dict(mesh="ep4"),
-    dict(mesh="dp2_ep2", alignment=8),
-    dict(mesh="ep4", overflow="chunk", recv_capacity_per_rank=24),
-    dict(mesh="ep4", overflow="drop", recv_capacity_per_rank=8),
+    ("mxfp8", dict(mesh="dp2_ep2", alignment=8)),
+    ("fp8_block128", dict(overflow="chunk", recv_capacity_per_rank=24)),
   ],
-  ids=str,
 )
 def test_output_and_all_gradients(wire, options):
   options = dict(options)
-  wide = group(options.pop("mesh"), hidden_dim=HIDDEN)
-
-  def case_of(wire):
-    config = ep.EpLayerConfig(wide, wire=wire, **options)
-    return Case(config, "skewed", hidden=HIDDEN)
-
-  case = case_of(wire)
+  wide = group(options.pop("mesh", "ep4"), hidden_dim=HIDDEN)
+  plain = ep.EpLayerConfig(wide, **options)
+  case = Case(plain, "skewed", hidden=HIDDEN)
   x, g = case.tokens(jnp.bfloat16), case.tokens(jnp.bfloat16)
-  weights = case.weights()
-  actual = output_and_gradients(case, x, weights, g)
-  args = rounded(wire, x), weights, rounded(wire, g)
-  assert_alike(actual, output_and_gradients(case_of(None), *args))
-  exact, _ = output_and_gradients(case_of(None), x, weights, g)
-  assert not np.array_equal(*(_local(a) for a in (actual[0], exact)))
+  weights, rng = case.weights(), np.random.default_rng(1)
+  up, down = (E, HIDDEN, INNER), (E, INNER, HIDDEN)
+  matrices = {
+    name: rng.normal(size=shape).astype(x.dtype)
+    for name, shape in dict(w_up=up, w_gate=up, w_down=down).items()
+  }
+
+  def run(layer, x, g):
+    return run_moe_step(layer, case.topk_idx, x, weights, matrices, g)
+
+  actual = run(dataclasses.replace(plain, wire=wire), x, g)
+  assert_same_bits(actual, run(plain, rounded(wire, x), rounded(wire, g)))
+  assert not np.array_equal(actual[0], run(plain, x, g)[0])
 
 
-def _local(array):
-  return np.stack([np.asarray(s.data) for s in array.addressable_shards])
-
-
-def moe(wire, **options):
+def moe(wire, max_tokens_per_rank=T, **options):
   config = ep.MoEConfig(
     hidden=HIDDEN,
     inner=INNER,
@@ -97,35 +64,28 @@ def moe(wire, **options):
     wire=wire,
     **options,
   )
-  return ep.MoE(config, group("ep4", hidden_dim=HIDDEN), name="wire")
+  sizes = dict(hidden_dim=HIDDEN, max_tokens_per_rank=max_tokens_per_rank)
+  return ep.MoE(config, group("ep4", **sizes), name="wire")
 
 
-@WIRES
-@pytest.mark.parametrize(
-  "options",
-  [
-    dict(deterministic=BACKEND != "nccl"),
-    dict(token_chunks=T),
-    dict(overflow="drop", drop_by="slot"),
-    dict(overflow="drop", drop_by="weight", num_candidates=K + 2),
-    dict(overflow="drop", drop_by="fair", num_candidates=K + 2),
-  ],
-  ids=str,
-)
-def test_a_whole_layer(wire, options):
+def test_a_deterministic_layer_that_drops():
   """It is that without a wire if tokens, -1, 0 and 1, travel exactly."""
-  if "overflow" in options:
-    options = options | dict(capacity_factor=0.75)
-  x = np.random.default_rng(0).integers(-1, 2, (4 * T, HIDDEN))
+  options = dict(
+    deterministic=not GPU,
+    overflow="drop",
+    num_candidates=K + 2,
+    capacity_factor=0.75,
+  )
+  x = np.random.default_rng(0).integers(-1, 2, (4 * MANY, HIDDEN))
   outs = []
-  for name in wire, None:
-    layer = moe(name, **options)
+  for name in "mxfp8", None:
+    layer = moe(name, MANY, **options)
     assert layer.ep_layer.wire == name
     params = layer.init(jax.random.key(0))
     placed = Case(layer.ep_layer).put(x.astype(jnp.bfloat16))
     outs.append(jax.jit(layer)(params, placed))
   assert_alike(*outs)
-  assert bool(outs[0][1].dropped) == ("overflow" in options)
+  assert outs[0][1].dropped
 
 
 def test_vmap_makes_one_exchange():

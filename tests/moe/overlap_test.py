@@ -11,17 +11,14 @@ import dataclasses
 import re
 
 import jax
-from jax.experimental.multihost_utils import process_allgather
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import jit_quickly
-from conftest import assert_shards_equal, make_mesh, to_global
+from conftest import make_mesh
 import ep
 from ep._src.backends import host
-from ep._src.moe import round_trip, shared
 from groups import bootstrap, E, K, T
+from layer_steps import draw_params, put, step_of
 from nccl_testing import HostEngine
 
 HIDDEN, S = 16, 24  # no other size is S
@@ -78,36 +75,14 @@ class Body:
     ]
 
 
-def run(layer):
-  """Returns a function to the loss, the output and gradients of a layer."""
-
-  def loss(params, tokens):
-    y, metrics = layer(params, tokens)
-    return (y * jnp.round(tokens)).sum() + metrics.z_loss, y
-
-  return jax.value_and_grad(loss, (0, 1), has_aux=True)
-
-
-def arrays(group):
-  """Returns parameters and tokens of small whole numbers, for exact sums."""
-  rng = np.random.default_rng(0)
-  types = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), CONFIG))
-  shapes = {n: x.shape for n, x in types.items()}, (4 * T, HIDDEN)
-  return jax.tree.map(
-    lambda shape: to_global(
-      rng.integers(-1, 2, shape).astype(np.float32), group.mesh
-    ),
-    shapes,
-    is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
-  )
-
-
 def bodies(config):
   """Returns the forward and the backward pass on one rank."""
   sizes = dict(hidden_dim=HIDDEN, backend="host")
   with bootstrap(make_mesh({"ep": 4}), **sizes) as group:
     layer = ep.MoE(config, group)
-    traced = jax.jit(run(layer)).trace(*arrays(group))
+    x = np.zeros((4 * T, HIDDEN), np.float32)
+    args = *put(layer, draw_params(CONFIG, np.zeros), x, x), None, None
+    traced = step_of(layer).trace(*args)
     lowered = traced.lower(lowering_platforms=("cuda",))
   text = lowered.compiler_ir("hlo").as_hlo_text()
   return [Body(x) for x in text.split("\n\n") if "_xla_stream" in x]
@@ -147,30 +122,12 @@ def order(config):
   }
 
 
-@pytest.mark.parametrize("weigh", ["late", "early"])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+  "overlap, weigh", [(True, "late"), (True, "early"), (False, "late")]
+)
 def test_each_half_is_beside_an_exchange(on_gpus, weigh, overlap):
   config = dataclasses.replace(CONFIG, weigh=weigh, overlap=overlap)
   assert order(config) == (BESIDE if overlap else APART)
-
-
-def test_a_false_dependence_is_seen(on_gpus, monkeypatch):
-  """The test above sees a shared expert that waits for dispatch."""
-
-  def dispatch(handle, tokens, weights):
-    rows, weights = round_trip_dispatch(handle, tokens, weights)
-    tied.append(rows)
-    return rows, weights
-
-  def hidden(self, x):
-    return shared_hidden(self, shared.together(x, tied.pop())[0])
-
-  tied = []
-  round_trip_dispatch = round_trip.ep_dispatch
-  shared_hidden = shared.SharedExpert.hidden
-  monkeypatch.setattr(round_trip, "ep_dispatch", dispatch)
-  monkeypatch.setattr(shared.SharedExpert, "hidden", hidden)
-  assert order(CONFIG)["ep_dispatch"] == (0, 0, 3)
 
 
 def test_losses_and_metrics_are_beside_combine(on_gpus):
@@ -178,18 +135,3 @@ def test_losses_and_metrics_are_beside_combine(on_gpus):
   sums = [n for n, op in forward.opcodes.items() if op == "all-reduce"]
   assert forward.places("ep_combine", sums) == (0, len(sums), 0)
   assert sums
-
-
-@pytest.mark.parametrize("weigh", ["late", "early"])
-def test_the_option_changes_no_bit(weigh):
-  config = dataclasses.replace(CONFIG, weigh=weigh)
-  with bootstrap(make_mesh({"ep": 4}), hidden_dim=HIDDEN) as group:
-    on, off = (
-      jit_quickly(run(ep.MoE(dataclasses.replace(config, overlap=o), group)))
-      for o in (True, False)
-    )
-    args = arrays(group)
-    for got, expected in zip(
-      *map(jax.tree.leaves, (on(*args), off(*args))), strict=True
-    ):
-      assert_shards_equal(got, process_allgather(expected, tiled=True))

@@ -13,11 +13,17 @@ from conftest import make_mesh, to_global
 import ep
 from ep._src.moe.replicas import divide
 from groups import bootstrap, E, failing, group, H, K, T
-from layer_steps import in_slots, put, step_of, whole
+from layer_steps import (
+  draw_params,
+  put,
+  run_forward,
+  run_step,
+  whole,
+)
 
 F, R = 5, 4  # inner size, and ranks
 PLAIN = ep.MoEConfig(H, F, E, K, biases=True, shared_inner=3)
-STATE = ep.moe.State(np.zeros(E, np.float32))
+BARE = ep.MoEConfig(H, F, E, K)
 _E = np.arange(E)
 
 # Logits of eight routings, from an even one to one of the experts of a rank.
@@ -33,27 +39,18 @@ LOGITS = {
 }
 
 
-def arrays(name):
+def arrays(name, config=PLAIN):
   """Returns whole parameters, tokens and a cotangent."""
   rng = np.random.default_rng(0)
-  shapes = jax.eval_shape(lambda: ep.moe.init(jax.random.key(0), PLAIN))
-  params = {
-    n: rng.normal(size=s.shape).astype(np.float32) for n, s in shapes.items()
-  }
-  x, ct = rng.normal(size=(2, R * T, H)).astype(np.float32)
+  params = draw_params(config, lambda shape: rng.normal(size=shape))
+  x, ct = rng.normal(size=(2, R * T, config.hidden)).astype(np.float32)
   x[:, 0], params["router"][0] = 1, 4 * LOGITS[name]
   return params, x, ct
 
 
-def layer_of(mesh, num_slots, **options):
-  ranks = 2 if mesh == "dp2_ep2" else 4
+def layer_of(num_slots, **options):
   config = dataclasses.replace(PLAIN, replica_slots=num_slots, **options)
-  return ep.MoE(config, group(mesh, num_experts=E + ranks * num_slots))
-
-
-def run(layer, view, params, *tokens, placement=None):
-  args, *others = put(layer, params, *tokens)
-  return whole(step_of(layer, view)(args, *others, STATE, placement))
+  return ep.MoE(config, group("ep4", num_experts=E + R * num_slots))
 
 
 def vose(rows, room, num_slots):
@@ -111,11 +108,12 @@ def without_rows(metrics):
 @pytest.mark.parametrize("name", LOGITS)
 def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
   params, *tokens = arrays(name)
-  y, metrics, grads, grad_x = run(
-    ep.MoE(PLAIN, group()), "global", params, *tokens
+  y, metrics, grads, grad_x = run_step(
+    ep.MoE(PLAIN, group("ep4")), params, *tokens
   )
-  layer = layer_of("ep4", E // R)
-  got, got_metrics, got_grads, got_x = run(layer, "global", params, *tokens)
+  got, got_metrics, got_grads, got_x = run_step(
+    layer_of(E // R), params, *tokens
+  )
   assert got_metrics.max_rank_rows == T * K <= metrics.max_rank_rows
   jax.tree.map(
     np.testing.assert_array_equal,
@@ -128,34 +126,29 @@ def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
 
 @functools.cache
 def slot_gradients(layer):
-  """Returns a program of the gradients of matrices, one of each slot."""
+  """Returns a program of the gradients of parameters, some of each slot."""
 
   @jax.jit
-  def gradients(matrices, x, ct, ids, weights):
-    def loss(matrices):
-      return (ep.moe_layer(layer, x, ids, weights, **matrices) * ct).sum()
+  def gradients(params, x, ct, ids, weights):
+    def loss(params):
+      return (ep.moe_layer(layer, x, ids, weights, **params) * ct).sum()
 
-    return jax.grad(loss)(matrices)
+    return jax.grad(loss)(params)
 
   return gradients
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("name", ["zipf", "one_expert", "one_rank"])
-def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
-  """An ordinary layer of all slots computes them, and NumPy adds them."""
-  layer = layer_of("ep4", num_slots)
+def test_gradients_are_of_the_home_and_then_of_its_copies(name):
+  """An ordinary layer of all slots computes them, and NumPy adds them.
+
+  It has no biases, so these are zeros.
+  """
+  num_slots = E // R
+  layer = layer_of(num_slots)
   params, x, ct = arrays(name)
-  _, metrics, grads, _ = run(
-    ep.MoE(
-      dataclasses.replace(layer.config, biases=False, shared_inner=0),
-      layer.group,
-    ),
-    "global",
-    {n: p for n, p in params.items() if not n.startswith(("b_", "shared"))},
-    x,
-    ct,
-  )
+  params |= {n: 0 * p for n, p in params.items() if n.startswith("b_")}
+  _, metrics, grads, _ = run_step(layer, params, x, ct)
   # A product of all tokens may round in another way than those of the ranks.
   logits = [
     jnp.matmul(part, params["router"], precision="highest")
@@ -173,14 +166,13 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
   ids = slots_of(idx, copies, num_slots, R)
   load = np.bincount(ids.ravel() // slots, minlength=R)
   assert metrics.max_rank_rows == load.max()
-  names = "w_gate", "w_up", "w_down"
-  of_slots = slot_gradients(ep.EpLayerConfig(layer.group, top_k=K))
-  spec = layer.specs()["w_up"]
 
+  of_slots = slot_gradients(ep.EpLayerConfig(layer.group, top_k=K))
+  wide, mesh, specs = {}, layer.group.mesh, layer.specs()
+  for n, p in params.items():
+    if n.startswith("w_"):
+      wide[n] = to_global(p[held.ravel()], mesh, specs[n])
   put_x = put(layer, {}, x, ct, ids, weights)[1:]
-  wide = {n: params[n][held.ravel()] for n in names}
-  mesh = layer.group.mesh
-  wide = {n: to_global(w, mesh, spec) for n, w in wide.items()}
   for n, grad in whole(of_slots(wide, *put_x)).items():
     grad = grad.reshape(R, slots, *grad.shape[1:])
     sums = np.zeros_like(params[n])
@@ -190,27 +182,11 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name, num_slots):
     np.testing.assert_array_equal(grads[n], expected)
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
-def test_data_parallel_domains_have_copies_of_their_own(view):
-  """Experts are placed as well, and one slot is not enough for all rows."""
-  placement = ep.Placement(np.random.default_rng(7).permutation(E))
-  params, *tokens = arrays("halves")
-  params = in_slots(placement, params)
-  y, metrics, _, grad_x = run(
-    ep.MoE(PLAIN, group("dp2_ep2")), view, params, *tokens, placement=placement
-  )
-  layer = layer_of("dp2_ep2", 1)
-  got = run(layer, view, params, *tokens, placement=placement)
-  np.testing.assert_array_equal(got[0], y)
-  np.testing.assert_array_equal(got[3], grad_x)
-  assert got[1].max_rank_rows < metrics.max_rank_rows and not got[1].drops.any()
-
-
 def test_drops_are_of_experts():
   """With fewer slots than it needs, an expert keeps what does not fit."""
-  layer = layer_of("ep4", 1, capacity_factor=1.0, overflow="drop")
-  params, *tokens = arrays("one_rank")
-  _, metrics, *_ = run(layer, "global", params, *tokens)
+  layer = layer_of(1, capacity_factor=1.0, overflow="drop")
+  params, x, _ = arrays("one_rank")
+  _, metrics = run_forward(layer, params, x)
   rows = metrics.load.reshape(R, -1).sum(1)
   copies = vose(metrics.load.astype(int).reshape(R, -1), T * K, 1)
   moved = np.zeros(R, int)
@@ -247,7 +223,7 @@ def test_no_rank_has_more_than_the_mean(P, L):
 
 def test_derivatives_of_all_orders():
   """Reverse over forward has what the layer without copies has."""
-  params, x, ct = arrays("one_expert")
+  params, *tokens = arrays("one_expert", BARE)
 
   def curvature(layer):
     @jax.jit
@@ -258,11 +234,12 @@ def test_derivatives_of_all_orders():
 
       return jax.grad(slope)(params)
 
-    args, *others = put(layer, params, x, ct)
+    args, *others = put(layer, params, *tokens)
     return whole(of(args, *others))
 
-  expected = curvature(ep.MoE(PLAIN, group()))
-  for n, got in curvature(layer_of("ep4", 2)).items():
+  expected = curvature(ep.MoE(BARE, group("ep4")))
+  copying = layer_of(2, biases=False, shared_inner=0)
+  for n, got in curvature(copying).items():
     np.testing.assert_allclose(got, expected[n], 1e-3, 1e-2, err_msg=n)
 
 
@@ -276,7 +253,7 @@ def test_what_a_layer_with_replicas_refuses():
       dataclasses.replace(PLAIN, replica_slots=1, **options)
   config = dataclasses.replace(PLAIN, replica_slots=1)
   with pytest.raises(ValueError, match="replica_slots = 1 needs 12, but the"):
-    ep.MoE(config, group())
+    ep.MoE(config, group("ep4"))
   with bootstrap(make_mesh({"ep": 4}), num_experts=E + 4) as wide:
     assert ep.MoE(config, wide).group.num_experts == E + 4
   with (
@@ -292,21 +269,20 @@ def test_an_id_that_is_no_expert_is_refused():
   params, x, _ = arrays("even")
   idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
   idx[3, 1] = E
-  layer = layer_of("ep4", 1)
-  args = put(layer, params, x, idx)
-  run = jax.jit(lambda params, x, idx: layer(params, x, forced_idx=idx)[0])
+  layer = layer_of(1)
   with failing(layer.group) as error:
-    jax.block_until_ready(run(*args))
+    run_forward(layer, params, x, forced_idx=idx)
   assert "topk_idx[3, 1]" in str(error.value)
 
 
 def test_tokens_that_visit_no_expert_take_no_room():
   params, x, _ = arrays("one_expert")
-  layers = ep.MoE(PLAIN, group()), layer_of("ep4", E // R)
-  steps = [jax.jit(lambda *a, f=f: f(*a[:2], mask=a[2])) for f in layers]
+  x = x.astype(jnp.bfloat16)
+  layers = ep.MoE(PLAIN, group("ep4")), layer_of(E // R)
   for mask in np.arange(R * T) % 3 > 0, np.zeros(R * T, bool):
-    args = put(layers[0], params, x.astype(jnp.bfloat16), mask)
-    (y, _), (got, metrics) = (whole(step(*args)) for step in steps)
+    (y, _), (got, metrics) = (
+      run_forward(layer, params, x, mask=mask) for layer in layers
+    )
     np.testing.assert_array_equal(got, y)
     assert metrics.max_rank_rows == -(-mask.sum() * K // R)
 
@@ -318,40 +294,35 @@ def test_tokens_that_visit_no_expert_take_no_room():
 )
 def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
   num_slots = E // ranks
-  params, *tokens = arrays("one_rank")
+  params, x, _ = arrays("one_rank")
   config = dataclasses.replace(PLAIN, replica_slots=num_slots)
   layer = ep.MoE(config, group(mesh, num_experts=2 * E, **options))
-  y, metrics, *_ = run(layer, "global", params, *tokens)
+  y, metrics = run_forward(layer, params, x)
   padding = 2 * num_slots * (options.get("alignment", 1) - 1)
   assert metrics.max_rank_rows <= T * K + padding
-  expected = run(ep.MoE(PLAIN, group(mesh)), "global", params, *tokens)
+  expected = run_forward(ep.MoE(PLAIN, group(mesh)), params, x)
   np.testing.assert_array_equal(y, expected[0])
 
 
-@pytest.mark.parametrize("axis", ["tp_axis", "fsdp_axis"])
-def test_the_parts_of_matrices_are_copied(axis):
+def test_the_parts_of_matrices_are_copied():
   """Ranks that split a matrix decide alike, and each copies its part."""
-  config = ep.MoEConfig(H + 1, 6, E, K, biases=True, **{axis: "x"})
-  params = ep.moe.init(jax.random.key(0), config)
-  params["router"] = params["router"].at[0].set(4 * LOGITS["one_rank"])
-  params, x = jax.tree.map(np.asarray, (params, np.ones((R * T, H + 1), "f")))
-
-  def step(num_slots):
-    cfg = dataclasses.replace(config, replica_slots=num_slots)
-    mesh, most = make_mesh({"ep": 2, "x": 2}), 2 * T
+  config = ep.MoEConfig(H + 1, 6, E, K, biases=True)
+  params, x, ct = arrays("one_rank", config)
+  plain = ep.MoE(config, group("ep4", hidden_dim=H + 1))
+  _, metrics, expected, _ = run_step(plain, params, x, ct)
+  rows = metrics.load.reshape(2, -1).sum(1)
+  for axis, data_axes in ("tp_axis", ()), ("fsdp_axis", ("x",)):
     with bootstrap(
-      mesh,
-      num_experts=E + 2 * num_slots,
+      make_mesh({"ep": 2, "x": 2}),
+      num_experts=2 * E,
       hidden_dim=H + 1,
-      max_tokens_per_rank=most,
-      data_axes=() if axis == "tp_axis" else ("x",),
-    ) as group:
-      layer = ep.MoE(cfg, group)
-      return run(layer, "local", params, x, x)
-
-  expected, got = step(0), step(E // 2)
-  assert got[1].max_rank_rows < expected[1].max_rank_rows
-  for name, grad in got[2].items():
-    np.testing.assert_allclose(
-      grad, expected[2][name], 1e-4, 1e-4, err_msg=name
-    )
+      max_tokens_per_rank=2 * T,
+      data_axes=data_axes,
+    ) as wide:
+      options = {axis: "x", "replica_slots": E // 2}
+      layer = ep.MoE(dataclasses.replace(config, **options), wide)
+      _, metrics, grads, _ = run_step(layer, params, x, ct, view="local")
+    domains = 1 + len(data_axes)
+    assert metrics.max_rank_rows == rows.mean() / domains < rows.max() / domains
+    for name, grad in grads.items():
+      np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-4, err_msg=name)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a config, a layer and a call of it refuse is said in a sentence."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep
+from groups import E, group, H, K, T
+from layer_steps import draw_params
+
+R = 4  # ranks
+PLAIN = ep.MoEConfig(H, 6, E, K, gated=False, activation=jax.nn.gelu)
+
+
+def test_a_bias_of_other_experts_than_the_load():
+  with pytest.raises(ValueError, match=r"bias has shape \(3,\), but load \(4,"):
+    ep.moe.State(jnp.zeros(3)).after(jnp.zeros(4))
+
+
+def test_the_bias_rises_for_experts_below_the_mean_load():
+  load = jnp.array([[4.0, 2.0, 0.0], [1.0, 1.0, 1.0]])
+  state = ep.moe.State(jnp.zeros((2, 3))).after(load, rate=0.5)
+  np.testing.assert_array_equal(state.bias, [[-0.5, 0, 0.5], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(top_k=E + 1), "top_k = 9, but it must be in 1..num_experts = 8"),
+    (dict(inner=0), "inner = 0, but it must be at least 1"),
+    (dict(score="relu"), "score = 'relu', but it must be one of"),
+    (dict(capacity_factor=-1.0), "capacity_factor = -1.0"),
+    (dict(up_activation=jnp.tanh), "gated = False"),
+    (dict(num_groups=3), "num_groups = 3 does not divide"),
+    (dict(jitter=2.0), "jitter = 2.0"),
+    (dict(drop_by="first"), "drop_by = 'first'"),
+    (dict(num_candidates=E + 1), "num_candidates = 9, but"),
+    (dict(scale=np.nan), "scale = nan, but it must be a finite number"),
+    (dict(jitter=np.nan), "jitter = nan"),
+    (dict(capacity_factor=np.inf), "capacity_factor = inf"),
+    (dict(name="moe\0"), r"name = 'moe\\x00'"),
+  ],
+)
+def test_a_config_that_cannot_be(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(PLAIN, **{"name": "moe_3", **change})
+
+
+def test_candidates_that_no_choice_can_move_to():
+  """A group may have the capacity that a config leaves open."""
+  config = dataclasses.replace(PLAIN, num_candidates=E)
+  with pytest.raises(ValueError, match="num_candidates = 8, but .* no choice"):
+    ep.MoE(config, group("ep4", backend="xla"))
+  ep.MoE(config, group("ep4", recv_capacity_per_rank=R * T * K))
+
+
+def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():
+  """Their outputs would be added, though they are those of other tokens."""
+  config = dataclasses.replace(PLAIN, tp_axis="dp")
+  with pytest.raises(ValueError, match=r"splits tokens.*data_axes=\(\)"):
+    ep.MoE(config, group("dp2_ep2"))
+
+
+def test_a_copy_of_a_config_is_the_config():
+  config = dataclasses.replace(PLAIN, up_activation=jnp.tanh, gated=True)
+  assert copy.deepcopy([config])[0] is config
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    *[{f.name: "no"} for f in dataclasses.fields(PLAIN) if f.type == "bool"],
+    dict(biases=np.array([1, 0])),
+    dict(deterministic=1),
+    dict(scale="2"),
+    dict(jitter=True),
+    dict(num_groups="1"),
+    dict(tp_axis=1),
+    dict(capacity_factor="1.25"),
+  ],
+)
+def test_a_field_of_another_type(change):
+  (name,) = change
+  with pytest.raises(TypeError, match=f"MoEConfig.*: {name} = .* is expected"):
+    dataclasses.replace(PLAIN, **change)
+
+
+def test_an_activation_is_a_function():
+  with pytest.raises(TypeError, match="'gelu' is a str.*jax.nn.gelu"):
+    dataclasses.replace(PLAIN, activation="gelu")
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(x=np.zeros((R, H + 1), np.float32)), r"x has shape \(4, 8\)"),
+    (dict(params={}), r"params holds \[\], but the config has"),
+    (dict(router=np.zeros((H, E - 1))), r"params\['router'\] has shape"),
+    (dict(mask=np.ones(R + 1, bool)), r"mask has shape \(5,\)"),
+    (dict(state=np.zeros(E)), "state is a ndarray, but an ep.moe.State"),
+    (
+      dict(config=dataclasses.replace(PLAIN, balance="sequence")),
+      "balance = 'sequence' needs",
+    ),
+  ],
+)
+def test_arguments_that_do_not_fit(change, message):
+  mesh_group = group("ep4")
+  params = draw_params(PLAIN, np.zeros)
+  args = dict(params=params, x=np.zeros((R, H), np.float32))
+  change = dict(change)
+  layer = ep.MoE(change.pop("config", PLAIN), mesh_group)
+  if "router" in change:
+    change = dict(params={**params, **change})
+  with pytest.raises((ValueError, TypeError), match=message):
+    layer(**{**args, **change})
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(num_experts=4), "num_experts = 4, but the group has 8"),
+    (dict(hidden=H + 1), "but the group's rows have hidden_dim"),
+    (dict(tp_axis="ep"), "tp_axis = 'ep', but it must be one of the mesh axes"),
+    (
+      dict(drop_by="fair", overflow="drop"),
+      "drop_by = 'fair', but capacity_factor = None leaves room",
+    ),
+    (dict(drop_by="fair", capacity_factor=1.0), 'pass overflow="drop" as well'),
+  ],
+)
+def test_a_config_that_does_not_fit_the_group(change, message):
+  with pytest.raises(ValueError, match=message):
+    ep.MoE(dataclasses.replace(PLAIN, **change), group("ep4"))
