@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case
+from cases import Case
 import ep
 from ep.testing._routings import ROUTINGS
 from groups import E, layer, ranks, spec
-from op_functions import Ops
 
 
 def handle_of(ops):
@@ -131,10 +130,3 @@ def test_refuses_handles_without_numbers():
     ep.describe(case.oracle.sizes())
   with pytest.raises(ValueError, match="stacked.*take one"):
     ep.describe(case.run(lambda ops: stacked(ops.handle)))
-
-
-def test_it_leaves_the_handle_alone():
-  case = Case(layer(), "skewed")
-  handle = case.run(handle_of)
-  str(ep.describe(handle))
-  assert_same(Ops(handle).sizes(), case.oracle.sizes())
