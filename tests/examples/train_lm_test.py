@@ -60,9 +60,6 @@ _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
 in_one_process = pytest.mark.skipif(
   jax.process_count() > 1, reason="train_run_test takes steps in processes"
 )
-_SILENT = types.SimpleNamespace(
-  show=lambda record, busiest: None, note=lambda text: None
-)
 
 
 class _Program:
@@ -88,15 +85,13 @@ class _Program:
     return train.init(self.layer.group.mesh, 0, _MODEL, _TRAIN)
 
   def run(
-    self,
-    state,
-    steps,
-    checkpoints=None,
-    place_every=0,
-    notes=None,
-    evaluate_every=3,
+    self, state, steps, checkpoints=None, place_every=0, evaluate_every=3
   ):
-    """Returns the state after `steps` steps in all, and the new records."""
+    """Returns the state after `steps` steps in all, and the new records.
+
+    Leaves what the run notes in `notes`.
+    """
+    self.notes = []
     held_out = data.Windows(_TEXT[-200:], _BATCH, _LENGTH, seed=1)[0]
     history = metrics.History()
     state = loop.run(
@@ -108,9 +103,9 @@ class _Program:
       evaluate_every=evaluate_every,
       save_every=100,
       history=history,
-      progress=_SILENT
-      if notes is None
-      else types.SimpleNamespace(show=_SILENT.show, note=notes.append),
+      progress=types.SimpleNamespace(
+        show=lambda record, busiest: None, note=self.notes.append
+      ),
       checkpoints=checkpoints,
       placing=self.placing(place_every),
     )
@@ -166,13 +161,12 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
 def test_experts_that_are_placed_anew_leave_no_trace(program, folder):
   """Neither records nor checkpoints show it, so any run continues any other."""
   unbroken, records = program.run(program.state(), 6)
-  notes, every_two = [], dict(place_every=2)
-  _, before = program.run(
-    program.state(), 5, Checkpoints(folder, {}), **every_two, notes=notes
-  )
-  placed = [note for note in notes if "placed anew" in note]
+  every_two = dict(place_every=2)
+  checkpoints = Checkpoints(folder, {})
+  _, before = program.run(program.state(), 5, checkpoints, **every_two)
+  placed = [note for note in program.notes if "placed anew" in note]
   assert [note.partition(":")[0] for note in placed] == ["step 2", "step 4"]
-  state = Checkpoints(folder, {}).restore(program.like)
+  state = checkpoints.restore(program.like)
   state, after = program.run(state, 6, **every_two)
   assert before + after == records
   np.testing.assert_equal(_shards(state), _shards(unbroken))
