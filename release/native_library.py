@@ -9,6 +9,7 @@ jaxlib.
 
 import concurrent.futures
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -22,14 +23,18 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NAME = "libep_ffi_cpu.so"
-_FOLDERS = (
-  "core",
-  "handlers",
-  "matmul",
-  "backends/host",
-  "backends/host/engine",
-  "backends/host/movers",
-  "backends/host/transport",
+# The files of a pattern are compiled as one source, since most of the time goes
+# into the headers that they share.
+_PATTERNS = (
+  "older_runtimes.cc",
+  "core/*.cc",
+  "handlers/*.cc",
+  "matmul/kernels.cc",  # its pragmas hold to the end of a source
+  "matmul/[!k]*.cc",
+  "backends/host/*.cc",
+  "backends/host/engine/*.cc",
+  "backends/host/movers/*.cc",
+  "backends/host/transport/*.cc",
 )
 
 
@@ -55,14 +60,6 @@ class NativeLibrary(BuildHookInterface):
 def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   """Compiles the sources of //ep_ffi:libep_ffi_cpu.so with its options."""
   native = root / "ep_ffi"
-  sources = [
-    path
-    for folder in _FOLDERS
-    for path in sorted((native / folder).glob("*.cc"))
-    if not path.name.endswith("_test.cc")
-    and path.name not in ("connect.cc", "cuda.cc")
-  ]
-  sources.append(native / "older_runtimes.cc")
   # Package and library are of one tree, so their interfaces agree.
   (digest,) = re.findall(
     r'^INTERFACE = "(\w+)"$', (root / "ep/_src/native/ffi.py").read_text(), re.M
@@ -83,15 +80,23 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   folders = [root, library.parent, pathlib.Path(jaxlib, "include")]
   options += [f"-I{folder}" for folder in folders]
 
-  def compile(source: pathlib.Path) -> pathlib.Path:
-    target = library.parent / f"{source.parent.name}_{source.stem}.o"
+  def compile(number: int, pattern: str) -> pathlib.Path:
+    source = library.parent / f"{number}.cc"
+    files = [
+      file
+      for file in sorted(native.glob(pattern))
+      if not file.name.endswith("_test.cc")
+      and file.name not in ("connect.cc", "cuda.cc")
+    ]
+    source.write_text("".join(f'#include "{file}"\n' for file in files))
+    target = source.with_suffix(".o")
     subprocess.run(
       [*compiler, *options, "-c", source, "-o", target], check=True
     )
     return target
 
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    objects = list(pool.map(compile, sources))
+    objects = list(pool.map(compile, itertools.count(), _PATTERNS))
   subprocess.run(
     [*compiler, "-shared", *objects, "-o", library, "-pthread"]
     + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]

@@ -57,8 +57,8 @@ _BATCH, _LENGTH, _SHARDS = 12, 8, 4
 _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
   np.int32
 )
-_SILENT = types.SimpleNamespace(
-  show=lambda record, busiest: None, note=lambda text: None
+in_one_process = pytest.mark.skipif(
+  jax.process_count() > 1, reason="train_run_test takes steps in processes"
 )
 
 
@@ -84,8 +84,14 @@ class _Program:
   def _first_state(self):
     return train.init(self.layer.group.mesh, 0, _MODEL, _TRAIN)
 
-  def run(self, state, steps, checkpoints=None, place_every=0, notes=None):
-    """Returns the state after `steps` steps in all, and the new records."""
+  def run(
+    self, state, steps, checkpoints=None, place_every=0, evaluate_every=3
+  ):
+    """Returns the state after `steps` steps in all, and the new records.
+
+    Leaves what the run notes in `notes`.
+    """
+    self.notes = []
     held_out = data.Windows(_TEXT[-200:], _BATCH, _LENGTH, seed=1)[0]
     history = metrics.History()
     state = loop.run(
@@ -94,12 +100,12 @@ class _Program:
       self.windows,
       steps=steps,
       held_out=lambda state: self.step.loss(state, held_out),
-      evaluate_every=3,
+      evaluate_every=evaluate_every,
       save_every=100,
       history=history,
-      progress=_SILENT
-      if notes is None
-      else types.SimpleNamespace(show=_SILENT.show, note=notes.append),
+      progress=types.SimpleNamespace(
+        show=lambda record, busiest: None, note=self.notes.append
+      ),
       checkpoints=checkpoints,
       placing=self.placing(place_every),
     )
@@ -133,6 +139,7 @@ def _shards(state):
   ]
 
 
+@in_one_process
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   unbroken, records = program.run(program.state(), 6)
   assert records[-1]["loss"] < records[0]["loss"]
@@ -150,21 +157,22 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   assert before + after == records
 
 
+@in_one_process
 def test_experts_that_are_placed_anew_leave_no_trace(program, folder):
   """Neither records nor checkpoints show it, so any run continues any other."""
   unbroken, records = program.run(program.state(), 6)
-  notes, every_two = [], dict(place_every=2)
-  _, before = program.run(
-    program.state(), 5, Checkpoints(folder, {}), **every_two, notes=notes
-  )
-  placed = [note for note in notes if "placed anew" in note]
+  every_two = dict(place_every=2)
+  checkpoints = Checkpoints(folder, {})
+  _, before = program.run(program.state(), 5, checkpoints, **every_two)
+  placed = [note for note in program.notes if "placed anew" in note]
   assert [note.partition(":")[0] for note in placed] == ["step 2", "step 4"]
-  state = Checkpoints(folder, {}).restore(program.like)
+  state = checkpoints.restore(program.like)
   state, after = program.run(state, 6, **every_two)
   assert before + after == records
   np.testing.assert_equal(_shards(state), _shards(unbroken))
 
 
+@in_one_process
 def test_experts_move_to_where_ranks_are_balanced(program):
   """Two experts of a rank have all of the load, in each of the layers."""
   where = program.placing(every=3)
@@ -182,6 +190,7 @@ def test_experts_move_to_where_ranks_are_balanced(program):
   np.testing.assert_equal(_shards(where.in_order(state)), first)
 
 
+@in_one_process
 def test_replicas_level_the_ranks_and_move_with_experts(program):
   mesh = program.layer.group.mesh
   config = dataclasses.replace(_MODEL, replicas=2)
@@ -191,9 +200,11 @@ def test_replicas_level_the_ranks_and_move_with_experts(program):
     # its collectives would take all threads that the last one needs.
     last, records = program.run(program.state(), 4)
     jax.block_until_ready(last)
-    last, got = with_copies.run(with_copies.state(), 4, place_every=2)
+    last, got = with_copies.run(
+      program.state(), 4, place_every=2, evaluate_every=100
+    )
     jax.block_until_ready(last)
-    last, report = with_copies.step(with_copies.state(), program.windows[0])
+    last, report = with_copies.step(program.state(), program.windows[0])
     jax.block_until_ready(last)
   rows_of_a_rank = _BATCH // _SHARDS * _LENGTH * _MODEL.top_k
   assert (np.asarray(report.sums.max_rank_rows) == rows_of_a_rank).all()
@@ -204,6 +215,7 @@ def test_replicas_level_the_ranks_and_move_with_experts(program):
     np.testing.assert_allclose(*losses, 1e-3, err_msg=name)
 
 
+@in_one_process
 def test_the_dense_layer_is_an_moe_of_one_expert():
   """It is as large as the experts that a token of the MoE model visits."""
   config = _MODEL.dense
@@ -224,17 +236,17 @@ def test_the_dense_layer_is_an_moe_of_one_expert():
     assert next(kinds) == next(kinds)
 
 
+@in_one_process
 def test_a_run_has_the_same_bits_on_any_number_of_ranks(program, folder):
   """It moves to a mesh of one rank, and leaves the records of one mesh."""
-  if jax.process_count() > 1:
-    pytest.skip("processes would have no device of a smaller mesh")
-  unbroken, records = program.run(program.state(), 4)
+  never = dict(evaluate_every=100)
+  unbroken, records = program.run(program.state(), 4, **never)
   _, moving = program.run(program.state(), 2, Checkpoints(folder, {}))
   mesh = make_mesh(dict.fromkeys(data.RANKS, 1))
   with _group(mesh) as group:
     other = _Program(mesh, group)
     state = Checkpoints(folder, {}).restore(other.like)
-    state, new = other.run(state, 4)
+    state, new = other.run(state, 4, **never)
   assert moving + new == records
   jax.tree.map(np.testing.assert_array_equal, state, unbroken)
 
@@ -304,6 +316,7 @@ def test_a_write_that_fails_stops_all_processes(program, folder):
   assert checkpoints.restore(program.like) is None
 
 
+@in_one_process
 def test_the_learning_rate_is_a_function_of_the_step_alone(program):
   """Beyond the schedule it stays, so any number of steps can be added."""
   _, records = program.run(program.state(), 8)
@@ -313,6 +326,7 @@ def test_the_learning_rate_is_a_function_of_the_step_alone(program):
   assert rates[5] > rates[6] == rates[7]
 
 
+@in_one_process
 def test_a_loss_that_is_not_finite_stops_the_run(program):
   state = program.state()
   norm = jax.tree.map(lambda x: x * np.nan, state.params["norm"])

@@ -21,18 +21,21 @@ _STEPS, _SAVE_EVERY = 100, 30
 _TINY = (
   f"--save_every={_SAVE_EVERY} --warmup=5 --batch=8"
   " --length=16 --layers=1 --hidden=16 --heads=2 --inner=16 --num_experts=4"
-  " --num_processes=1"
+  " --num_processes=1 --text_bytes=100000"
 ).split()
 
 
-def _start(out, *more):
+def _start(out, *more, launcher=()):
   env = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
   }
   env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
   return subprocess.Popen(
-    [sys.executable, train_moe_lm.__file__, *_TINY, f"--out={out}", *more],
+    [
+      *(sys.executable, *launcher, train_moe_lm.__file__),
+      *(*_TINY, f"--out={out}", *more),
+    ],
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -51,8 +54,12 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
     return path.read_bytes().splitlines() if path.exists() else []
 
   wire = "--wire=mxfp8", "--hidden=32"
-  on_two = "--dp=1", "--num_processes=2", "--placement_every=20"
-  process = _start(out, *wire, *on_two, f"--steps={_STEPS}")
+  process = _start(
+    out,
+    *wire,
+    *("--dp=1", "--placement_every=20", f"--steps={_STEPS}"),
+    launcher=("-m", "ep.launch", "--num_processes=2"),
+  )
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
@@ -67,7 +74,9 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   longer = _SAVE_EVERY + 60
   # One GPU has this backend.
   alone = "--dp=1", "--ep=1", "--backend=xla"
-  process = _start(out, *wire, *alone, "--extend=60", "--dense")
+  trace = f"--trace={tmp_path}/steps.json.gz"
+  picture = f"--plot={tmp_path}/run.svg"
+  process = _start(out, *wire, *alone, "--extend=60", "--dense", trace, picture)
   output = process.communicate()[0].decode(errors="replace")
   assert process.returncode == 0, output
   assert "1 x 1 (dp, ep) mesh, processes: 1" in output
@@ -80,12 +89,6 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   assert lines()[: len(complete)] == complete
   dense = (out / "dense" / "metrics.jsonl").read_text().splitlines()
   assert len(dense) == longer
-
-  trace = f"--trace={tmp_path}/steps.json.gz"
-  picture = f"--plot={tmp_path}/run.svg"
-  process = _start(out, *wire, "--dp=1", "--extend=5", trace, picture)
-  output = process.communicate()[0].decode(errors="replace")
-  assert process.returncode == 0, output
   assert "step if all loads were equal" in output
   assert "mean of " in (tmp_path / "run_trace.svg").read_text()
 

@@ -89,8 +89,7 @@ def test_the_rows_of_each_link_are_those_of_each_token(
     np.testing.assert_array_equal(received[n], moved.sum(0))
 
 
-@pytest.mark.parametrize("groups, top_groups", [(1, 1), (8, 4)])
-@pytest.mark.parametrize("skew", [0.0, 0.7])
+@pytest.mark.parametrize("groups, top_groups, skew", [(1, 1, 0.0), (8, 4, 0.7)])
 def test_a_distribution_expects_what_tokens_do(groups, top_groups, skew):
   """The router of the package draws tokens, and their loads are given."""
   cfg = dataclasses.replace(

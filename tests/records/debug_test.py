@@ -66,19 +66,6 @@ def test_text_where_there_is_no_matplotlib(tmp_path, monkeypatch):
   assert (tmp_path / "routing.txt").read_text() == text + "\n"
 
 
-def test_global_arrays():
-  """If other processes hold a part, the error says how to gather it."""
-  case = Case(layer(), "skewed")
-  ids = case.put(case.topk_idx)
-  if jax.process_count() > 1:
-    with pytest.raises(ValueError, match="process_allgather"):
-      plot_routing(case.layer, ids)
-  else:
-    assert plot_routing(case.layer, ids) == plot_routing(
-      case.layer, case.topk_idx
-    )
-
-
 @pytest.mark.parametrize(
   "sizes, ids, error, words",
   [

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case
+from cases import Case
 import ep
 from ep.testing._routings import ROUTINGS
 from groups import E, layer, ranks, spec
-from op_functions import Ops
 
 
 def handle_of(ops):
@@ -133,8 +132,13 @@ def test_refuses_handles_without_numbers():
     ep.describe(case.run(lambda ops: stacked(ops.handle)))
 
 
-def test_it_leaves_the_handle_alone():
+def test_a_plot_needs_all_routing():
+  """If other processes hold a part, the error says how to gather it."""
   case = Case(layer(), "skewed")
-  handle = case.run(handle_of)
-  str(ep.describe(handle))
-  assert_same(Ops(handle).sizes(), case.oracle.sizes())
+  ids = case.put(case.topk_idx)
+  if jax.process_count() > 1:
+    with pytest.raises(ValueError, match="process_allgather"):
+      ep.debug.plot_routing(case.layer, ids)
+  else:
+    text = ep.debug.plot_routing(case.layer, case.topk_idx)
+    assert ep.debug.plot_routing(case.layer, ids) == text

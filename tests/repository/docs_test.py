@@ -9,7 +9,6 @@ import textwrap
 
 import jax
 import numpy as np
-import pytest
 
 from conftest import assert_shards_equal, make_mesh, to_global
 import ep
@@ -30,32 +29,29 @@ def _example(path, title):
   return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
 
 
-@pytest.mark.parametrize(
-  "title, in_function", [("The layer", True), ("Twenty lines", False)]
-)
-def test_a_program_of_the_readme_under_the_launcher(
-  tmp_path, title, in_function
-):
-  """It ends well although it waits for no result, or drops all of them."""
-  lines = _example("README.md", title)
-  imports, code = re.split(r"(?=^ep\.launch)", lines, flags=re.M)
-  if in_function:
-    code = "def main():\n" + textwrap.indent(code, "  ") + "main()\n"
+def test_the_programs_of_the_readme_under_the_launcher(tmp_path):
+  """They end well although one waits for no result, and one drops all."""
+  first, second = (
+    _example("README.md", title) for title in ("Twenty lines", "The layer")
+  )
+  code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"
   # Threads of Gloo write into the middle of lines of the process's own outputs.
   own_file = f"""import os, sys
 path = f"{tmp_path}/said_{{os.getpid()}}"
 sys.stdout = sys.stderr = open(path, "w")
 """
   assert not launch.launch(
-    ["-c", own_file + imports + code],
+    ["-c", own_file + code],
     num_processes=2,
     devices_per_process=2,
     timeout_s=100,
     log_dir=tmp_path,
   )
-  promised = lines.splitlines()[-1].partition("  # ")[2]
-  said = [path.read_text() for path in tmp_path.glob("said_*")]
-  assert said == [promised + "\n"] * 2
+  promised = [
+    lines.splitlines()[-1].partition("  # ")[2] for lines in (first, second)
+  ]
+  said = [path.read_text().splitlines() for path in tmp_path.glob("said_*")]
+  assert said == [promised] * 2
 
 
 def test_the_backward_ops_by_themselves():

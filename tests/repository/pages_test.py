@@ -103,14 +103,22 @@ _FRAGMENTS = {
 _LAUNCHED = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
+@pytest.fixture(scope="module")
+def given():
+  """Returns what the fragments of all pages assume."""
+  names = {}
+  yield names
+  if names:
+    ep.ep_finalize(names["group"])
+
+
 @pytest.mark.parametrize("page", [p for p in _PAGES if _python(p)])
-def test_the_code_of_a_page(page, capsys, tmp_path, monkeypatch):
-  """It runs, and prints what the page says."""
+def test_the_code_of_a_page(page, given, capsys, tmp_path, monkeypatch):
+  """It runs, prints what the page says, and draws what the page shows."""
   monkeypatch.chdir(tmp_path)
   for name in _LAUNCHED:  # readers start a page's program by itself
     monkeypatch.delenv(name, raising=False)
   names = {"__name__": "page"}
-  given = {}
   groups = set()
   for block in _python(page):
     code = _what_runs(block.code)
@@ -130,8 +138,11 @@ def test_the_code_of_a_page(page, capsys, tmp_path, monkeypatch):
     # closed, XLA ends the process after a while.
     with contextlib.suppress(*ep.EpError):
       jax.block_until_ready(jax.live_arrays())
-  for group in groups:
+  for group in groups - {given.get("group")}:
     ep.ep_finalize(group)
+  for drawn in tmp_path.glob("*.svg"):
+    shown = _ROOT / "docs/images" / drawn.name
+    assert drawn.read_text() == shown.read_text()
 
 
 @pytest.mark.parametrize("page", _PAGES)

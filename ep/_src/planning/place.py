@@ -230,19 +230,20 @@ class _Search:
 
   def _improve(self, order):
     """Swaps copies as long as a swap makes the norm smaller."""
-    norm = self._norm(order)
+    norm, loads = self._norm(order), [*self._loads(order)]
     is_better = True
     while is_better:
       is_better = False
       for i in range(order.size):
-        norms = self._norms_after_swaps(order, i)
-        if norms is None:
+        if not self._is_busy(loads, i):
           continue
+        norms = self._norms_after_swaps(order, loads, i)
         j = norms.argmin()
         if norms[j] < norm * (1 - 1e-9):
           order[[i, j]] = order[[j, i]]
           if (after := self._norm(order)) < norm:
             norm, is_better = after, True
+            loads = [*self._loads(order)]
           else:
             order[[i, j]] = order[[j, i]]
 
@@ -252,14 +253,19 @@ class _Search:
       for _, y in self._loads(order)
     )
 
-  def _norms_after_swaps(self, order, i):
-    """Returns the norm [V] after a swap of i with each; None of an idle one."""
-    norms, is_busy = np.zeros(order.size), False
+  def _is_busy(self, loads, i):
+    """Returns whether a part that has the copy i is above the mean."""
+    return any(
+      (y[:, self._parts[n][i]] > 1 + _TOLERANCE).any() for n, y in loads
+    )
+
+  def _norms_after_swaps(self, order, loads, i):
+    """Returns the norm [V] after a swap of i with each."""
+    norms = np.zeros(order.size)
     placed = self._shares[:, order]
-    for n, y in self._loads(order):
+    for n, y in loads:
       part = self._parts[n]
       a = part[i]
-      is_busy |= bool((y[:, a] > 1 + _TOLERANCE).any())
       more = (placed - placed[:, [i]]) * n
       powers = y**_POWER
       total = powers.sum(1, keepdims=True)
@@ -268,7 +274,7 @@ class _Search:
       changed += (total - powers[:, [a]] - powers[:, part]).clip(0)
       after = np.where(part == a, total, changed)
       norms += self._weights @ after ** (1 / _POWER)
-    return norms if is_busy else None
+    return norms
 
 
 def _spread(size, copies, num_parts):
