@@ -69,8 +69,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = one if count == 1 else four if count <= 4 else more
     parser.addoption(name, type=int, default=default)
 
-  option("--all_deaths", 0, 0)
-  option("--random_deaths", 0, 0)
   # Each process computes all expected values, so several check fewer cases.
   option("--fuzz_cases", 300, 60)
   option("--fuzz_first", 0, 0)

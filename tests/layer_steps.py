@@ -6,17 +6,9 @@ import functools
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
-import pytest
 
 from conftest import to_global
 import ep
-from groups import GPU
-
-# Each process would compile the test's programs. Each GPU has its own process.
-one_process = pytest.mark.skipif(
-  jax.process_count() > 1 and not GPU,
-  reason="several processes make no difference",
-)
 
 
 def draw_params(config, draw):

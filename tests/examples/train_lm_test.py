@@ -22,6 +22,7 @@ import pytest
 
 from conftest import make_mesh, TIMEOUT_S
 import ep
+from groups import of_one_process
 from lm import (
   data,
   loop,
@@ -56,9 +57,6 @@ _TRAIN = train.TrainConfig(
 _BATCH, _LENGTH, _SHARDS = 12, 8, 4
 _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
   np.int32
-)
-in_one_process = pytest.mark.skipif(
-  jax.process_count() > 1, reason="train_run_test takes steps in processes"
 )
 
 
@@ -139,7 +137,7 @@ def _shards(state):
   ]
 
 
-@in_one_process
+@of_one_process
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   unbroken, records = program.run(program.state(), 6)
   assert records[-1]["loss"] < records[0]["loss"]
@@ -157,7 +155,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(program, folder):
   assert before + after == records
 
 
-@in_one_process
+@of_one_process
 def test_experts_that_are_placed_anew_leave_no_trace(program, folder):
   """Neither records nor checkpoints show it, so any run continues any other."""
   unbroken, records = program.run(program.state(), 6)
@@ -172,7 +170,7 @@ def test_experts_that_are_placed_anew_leave_no_trace(program, folder):
   np.testing.assert_equal(_shards(state), _shards(unbroken))
 
 
-@in_one_process
+@of_one_process
 def test_experts_move_to_where_ranks_are_balanced(program):
   """Two experts of a rank have all of the load, in each of the layers."""
   where = program.placing(every=3)
@@ -190,7 +188,7 @@ def test_experts_move_to_where_ranks_are_balanced(program):
   np.testing.assert_equal(_shards(where.in_order(state)), first)
 
 
-@in_one_process
+@of_one_process
 def test_replicas_level_the_ranks_and_move_with_experts(program):
   mesh = program.layer.group.mesh
   config = dataclasses.replace(_MODEL, replicas=2)
@@ -215,7 +213,7 @@ def test_replicas_level_the_ranks_and_move_with_experts(program):
     np.testing.assert_allclose(*losses, 1e-3, err_msg=name)
 
 
-@in_one_process
+@of_one_process
 def test_the_dense_layer_is_an_moe_of_one_expert():
   """It is as large as the experts that a token of the MoE model visits."""
   config = _MODEL.dense
@@ -236,7 +234,7 @@ def test_the_dense_layer_is_an_moe_of_one_expert():
     assert next(kinds) == next(kinds)
 
 
-@in_one_process
+@of_one_process
 def test_a_run_has_the_same_bits_on_any_number_of_ranks(program, folder):
   """It moves to a mesh of one rank, and leaves the records of one mesh."""
   never = dict(evaluate_every=100)
@@ -316,7 +314,7 @@ def test_a_write_that_fails_stops_all_processes(program, folder):
   assert checkpoints.restore(program.like) is None
 
 
-@in_one_process
+@of_one_process
 def test_the_learning_rate_is_a_function_of_the_step_alone(program):
   """Beyond the schedule it stays, so any number of steps can be added."""
   _, records = program.run(program.state(), 8)
@@ -326,7 +324,7 @@ def test_the_learning_rate_is_a_function_of_the_step_alone(program):
   assert rates[5] > rates[6] == rates[7]
 
 
-@in_one_process
+@of_one_process
 def test_a_loss_that_is_not_finite_stops_the_run(program):
   state = program.state()
   norm = jax.tree.map(lambda x: x * np.nan, state.params["norm"])

@@ -26,12 +26,11 @@ from conftest import (
 )
 import ep
 from ep._src.ops import reference
-from groups import BACKEND, bootstrap, E, group, H, K, T
+from groups import BACKEND, bootstrap, E, group, H, K, of_one_process, T
 import layer_steps
 from layer_steps import (
   draw_params,
   in_slots,
-  one_process,
   put,
   run_forward,
   whole,
@@ -201,7 +200,7 @@ def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
   assert_close(got, expected_of(config, params, x, bias))
 
 
-@one_process
+@of_one_process
 def test_bfloat16_tokens_of_float32_parameters():
   layer, params = ep.MoE(SPLIT, group("dp2_ep2")), make_params(SPLIT)
   x = tokens(R, T, hidden=SPLIT.hidden).astype(jnp.bfloat16)
@@ -213,7 +212,7 @@ def test_bfloat16_tokens_of_float32_parameters():
   np.testing.assert_allclose(np.float64(y), expected, 4 * eps, tolerance)
 
 
-@one_process
+@of_one_process
 @pytest.mark.parametrize(
   "config, view",
   [
@@ -248,7 +247,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
   )
 
 
-@one_process
+@of_one_process
 def test_gradients_of_each_example_are_its_own():
   """`vmap(grad)` makes one exchange per example, and so sums nothing.
 
@@ -280,7 +279,7 @@ def test_gradients_of_each_example_are_its_own():
   assert_close(got, tuple(expected), 1e-4)
 
 
-@one_process
+@of_one_process
 def test_tangents_are_those_of_the_dense_layer():
   """Those of masked tokens, which are NaN, are zero."""
   layer = ep.MoE(SHARED, group("dp2_ep2"))
@@ -307,7 +306,7 @@ def test_tangents_are_those_of_the_dense_layer():
   assert_close(got, jax.tree.map(np.asarray, expected), 1e-4)
 
 
-@one_process
+@of_one_process
 def test_a_choice_can_be_forced_and_logits_be_noisy():
   config = dataclasses.replace(PLAIN, jitter=0.3, num_groups=4, top_groups=2)
   layer, params = ep.MoE(config, group("ep4")), make_params(config)
@@ -322,7 +321,7 @@ def test_a_choice_can_be_forced_and_logits_be_noisy():
   assert (first != second).any()
 
 
-@one_process
+@of_one_process
 def test_any_batch_is_padded_when_asked():
   layer = ep.MoE(PLAIN, group("dp2_ep2"))
   params, x = make_params(PLAIN), tokens(3, 2)
@@ -334,7 +333,7 @@ def test_any_batch_is_padded_when_asked():
   assert_close(got, expected_of(PLAIN, params, x))
 
 
-@one_process
+@of_one_process
 @pytest.mark.parametrize("placement", [None, PLACEMENT])
 def test_a_tight_capacity_drops_and_tells(placement):
   """It does so with a limit of tokens, and without any."""
@@ -365,7 +364,7 @@ def test_a_tight_capacity_drops_and_tells(placement):
   assert (metrics.drops <= load).all() and metrics.moved == 0
 
 
-@one_process
+@of_one_process
 def test_a_choice_without_room_moves_and_its_weight_follows():
   """The layer is the one in which those experts were chosen at first."""
   config = dataclasses.replace(
@@ -412,7 +411,7 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
   np.testing.assert_array_equal(metrics.load, wanted)
 
 
-@one_process
+@of_one_process
 def test_vmap_over_examples_makes_one_exchange():
   """Its gradients are those of the batch, and its bits those of one call.
 
@@ -441,7 +440,7 @@ def test_vmap_over_examples_makes_one_exchange():
     assert re.search(rf"[\"/]{scope}/", names)
 
 
-@one_process
+@of_one_process
 def test_tensor_parallel_experts_give_the_dense_layer():
   """Inner sizes are split over an axis whose ranks hold the same tokens."""
   mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})

@@ -16,8 +16,7 @@ import pytest
 
 from conftest import to_global
 import ep
-from groups import E, group, H, K
-from layer_steps import one_process
+from groups import E, group, H, K, of_one_process
 import quick_compiler
 
 # Programs that should round alike are compiled with one of the quick flags at
@@ -100,7 +99,7 @@ def test_layouts_and_views_give_the_same_bits():
   jax.tree.map(np.testing.assert_array_equal, second, first)
 
 
-@one_process
+@of_one_process
 def test_activations_may_be_narrower_than_parameters():
   first, second = (
     train(layout, "local", jnp.bfloat16) for layout in ("dp2_ep2", "ep4")
@@ -108,7 +107,7 @@ def test_activations_may_be_narrower_than_parameters():
   jax.tree.map(np.testing.assert_array_equal, second, first)
 
 
-@one_process
+@of_one_process
 def test_a_checkpoint_that_keeps_the_routing_exchanges_no_counts_again():
   """How many rows a rank has of each other one belongs to the routing."""
   policy = jax.checkpoint_policies.save_only_these_names("ep_routing")

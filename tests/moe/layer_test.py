@@ -17,12 +17,11 @@ import pytest
 from cases import assert_same, Case
 from conftest import assert_shards_close, to_global
 import ep
-from groups import E, H, K, layer, ranks, spec, T
+from groups import E, H, K, layer, of_one_process, ranks, spec, T
 from layer_steps import (
   assert_close,
   assert_same_bits,
   moe_step_of,
-  one_process,
   put_moe,
   run_moe_step,
 )
@@ -87,14 +86,14 @@ def test_output_and_gradients_are_those_of_the_dense_layer(mesh, view):
   _check(case, *_arrays(case), view=view)
 
 
-@one_process
+@of_one_process
 @pytest.mark.parametrize("routing", ["to_one_expert", "idle"])
 def test_experts_and_ranks_may_be_idle(routing):
   case = Case(layer("dp2_ep2", alignment=4), routing)
   _check(case, *_arrays(case, gated=False))
 
 
-@one_process
+@of_one_process
 def test_tokens_may_have_any_leading_dims():
   """The handle has those of a rank, and the routing of all tokens."""
   case = Case(layer(), lead=(1, T))
@@ -106,7 +105,7 @@ def test_tokens_may_have_any_leading_dims():
   assert (handle.layer, handle.token_shape) == (case.layer, (1, T))
 
 
-@one_process
+@of_one_process
 def test_callers_choose_the_activation_which_may_be_learned():
   case = Case(layer())
   topk_idx, tokens, weights, matrices = arrays = _arrays(case, gated=False)
@@ -125,14 +124,14 @@ def test_callers_choose_the_activation_which_may_be_learned():
   assert_shards_close(grad, expected.sum() / 2, 1e-3, 1e-3)
 
 
-@one_process
+@of_one_process
 def test_an_activation_may_have_an_infinite_derivative_at_zero():
   """No NaN comes from the rows that pad a slab, which hold zeros."""
   case = Case(layer("dp2_ep2", alignment=4), "idle_rank")
   _check(case, *_arrays(case), activation=jnp.cbrt, rtol=1e-4)
 
 
-@one_process
+@of_one_process
 def test_dropped_choices_add_nothing_and_have_no_gradient():
   dropping = dataclasses.replace(
     layer(), recv_capacity_per_rank=4, overflow="drop"
@@ -182,7 +181,7 @@ def test_matrices_that_do_not_fit(change, error, message):
     )
 
 
-@one_process
+@of_one_process
 def test_jax_debug_nans_finds_no_nan_of_ours():
   """It accepts a layer whose received rows are mostly tail.
 
@@ -195,7 +194,7 @@ def test_jax_debug_nans_finds_no_nan_of_ours():
     jax.block_until_ready(moe_step_of(case.layer, "local")(*arrays))
 
 
-@one_process
+@of_one_process
 def test_the_tail_does_not_affect_results():
   """Results have the same bits, whether the tail is zero or NaN."""
   case = Case(layer(), "one_token")
@@ -228,7 +227,7 @@ def _any_batch(*lead):
   [
     ((1,), AxisType.Auto, jax.jit),
     ((2, 3), AxisType.Explicit, jax.jit),
-    pytest.param((6,), AxisType.Auto, lambda fn: fn, marks=one_process),
+    pytest.param((6,), AxisType.Auto, lambda fn: fn, marks=of_one_process),
   ],
 )
 def test_any_batch_is_padded_when_asked(lead, axis_type, run):
@@ -251,7 +250,7 @@ def test_any_batch_is_padded_when_asked(lead, axis_type, run):
     assert_shards_close(a, np.asarray(b), 1e-4, 1e-4)
 
 
-@one_process
+@of_one_process
 def test_padded_examples_of_vmap():
   """They are one batch, whose first axis is that of the examples."""
   arrays = _any_batch(2, 5)

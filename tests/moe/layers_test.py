@@ -12,8 +12,17 @@ import pytest
 from cases import Case, check
 from conftest import make_mesh
 import ep
-from groups import bootstrap, E, group, has_no_limits, K, layer, ranks, T
-from layer_steps import one_process
+from groups import (
+  bootstrap,
+  E,
+  group,
+  has_no_limits,
+  K,
+  layer,
+  of_one_process,
+  ranks,
+  T,
+)
 from op_functions import everything, round_trip, sizes
 
 
@@ -59,7 +68,7 @@ def test_groups_over_halves_of_the_devices():
     ep.ep_finalize(half)
 
 
-@one_process
+@of_one_process
 def test_a_layer_inherits_what_it_leaves_out():
   with bootstrap(
     make_mesh({"ep": 4}),
@@ -85,7 +94,7 @@ def test_the_default_capacity_is_the_worst_case(mesh, top_k, alignment):
 
 
 @has_no_limits
-@one_process
+@of_one_process
 def test_without_a_limit_the_default_capacity_follows_the_tokens():
   config = ep.EpLayerConfig(
     group("dp2_ep2", max_tokens_per_rank=None), top_k=2, alignment=4
@@ -103,7 +112,7 @@ def test_without_a_limit_the_default_capacity_follows_the_tokens():
 
 
 @has_no_limits
-@one_process
+@of_one_process
 def test_a_capacity_factor_is_of_the_even_load():
   """There is room for a slab of each expert, and no more than is needed."""
   unlimited = group("dp2_ep2", max_tokens_per_rank=None)
@@ -162,7 +171,7 @@ def test_without_a_limit_tokens_are_counted_in_32_bits():
     jax.eval_shape(lambda x: ep.ep_prepare(config, x), ids)
 
 
-@one_process
+@of_one_process
 def test_the_default_capacity_suffices_for_the_worst_case():
   """The last rank can receive every token of every rank."""
   config = layer(top_k=2, alignment=4)

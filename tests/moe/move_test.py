@@ -10,8 +10,7 @@ import pytest
 
 from conftest import assert_shards_equal, to_global
 import ep
-from groups import E, group
-from layer_steps import one_process
+from groups import E, group, of_one_process
 
 LAYERS = 3
 _rng = np.random.default_rng(0)
@@ -67,8 +66,8 @@ def mover(here, specs, view):
   "mesh, view",
   [
     ("ep4", "jit"),
-    pytest.param("dp2_ep2", "local", marks=one_process),
-    pytest.param("ep4", "eager", marks=one_process),
+    pytest.param("dp2_ep2", "local", marks=of_one_process),
+    pytest.param("ep4", "eager", marks=of_one_process),
   ],
 )
 def test_arrays_of_experts_move_and_no_others(mesh, view):
@@ -107,7 +106,7 @@ def test_arrays_of_experts_move_and_no_others(mesh, view):
 DTYPES = "bool int8 uint32 int32 float16 float8_e4m3fn bfloat16 float32".split()
 
 
-@one_process
+@of_one_process
 def test_all_dtypes_keep_their_bits_and_layers_their_placements():
   here = group("dp2_ep2")
   specs = [P(None, "ep")] * len(DTYPES)
@@ -119,7 +118,7 @@ def test_all_dtypes_keep_their_bits_and_layers_their_placements():
   check(run(stacked, STACKED, ONE), expected)
 
 
-@one_process
+@of_one_process
 def test_a_mesh_of_explicit_axes():
   here = group("ep4", AxisType.Explicit)
   x = draw((E, 2), "float32")
@@ -127,7 +126,7 @@ def test_a_mesh_of_explicit_axes():
   check(ep.moe.move(here, arrays, P("ep"), old=None, new=TWO), x[TWO.experts])
 
 
-@one_process
+@of_one_process
 def test_the_gradient_moves_back():
   here = group("ep4")
   x, ct = (np.arange(2.0 * E).reshape(2, E) + 1).astype(np.float32)

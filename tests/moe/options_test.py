@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 import ep
-from groups import BACKEND, E, GPU, group, K, T
+from groups import BACKEND, E, GPU, group, K, of_one_process, T
 from layer_steps import (
   assert_close,
   assert_same_bits,
   draw_params,
   in_slots,
-  one_process,
   run_step,
 )
 
@@ -92,7 +91,7 @@ def test_results_are_those_without_the_options(options):
   check("ep4", "global", options)
 
 
-@one_process
+@of_one_process
 @pytest.mark.parametrize(
   "options",
   [

@@ -10,8 +10,7 @@ import pytest
 from cases import global_view, local_view
 from conftest import assert_shards_equal, to_global
 import ep
-from groups import E, failing, K, layer, spec, T
-from layer_steps import one_process
+from groups import E, failing, K, layer, of_one_process, spec, T
 from op_functions import sizes
 
 
@@ -72,7 +71,7 @@ def test_choices_and_gradients_are_those_of_the_map(axis_type):
     assert array.sharding.is_equivalent_to(args[0].sharding, 3)
 
 
-@one_process
+@of_one_process
 def test_a_row_with_too_many_experts():
   """An error names it, here or, from a compiled program, in ep_prepare."""
   a_layer = layer()

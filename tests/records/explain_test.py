@@ -46,7 +46,7 @@ def steps(rng, late=None, rows=(9, 9, 9, 9), num_steps=20):
       )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(100))
 def test_planted_causes_are_found(seed):
   rng = np.random.default_rng(seed)
   assert not explain_exchanges(list(steps(rng))).blames
@@ -66,7 +66,7 @@ def test_planted_causes_are_found(seed):
     assert "times the mean rows" in str(found)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(20))
 def test_all_late_ranks_are_blamed(seed):
   """So are three of eight, of which none is the last in half of the steps."""
   rng = np.random.default_rng(seed)
@@ -143,7 +143,7 @@ def test_any_value_of_a_file_may_be_wrong(tmp_path):
   )  # fmt: skip
   bad = None, "x", -1, 10**400, float("nan"), [], {}, [[1]], {"a": 1}
   path = tmp_path / "steps.json"
-  for number in range(150):
+  for number in range(300):
     whole = dict(ep_size=4, killed=[0], failures=[failure][: number % 2])
     whole |= dict(exchanges=list(steps(rng, num_steps=4)))
     place = content = {"ep": json.loads(json.dumps(whole))}

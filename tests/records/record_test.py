@@ -23,12 +23,20 @@ from conftest import (
 )
 import ep
 from ep.testing._routings import draw
-from groups import BACKEND, bootstrap, E, group, H, K, layer, spec, T
+from groups import (
+  BACKEND,
+  bootstrap,
+  E,
+  group,
+  H,
+  K,
+  layer,
+  of_one_process,
+  spec,
+  T,
+)
 
 R, STEPS = 4, 3
-in_one_process = pytest.mark.skipif(
-  jax.process_count() > 1, reason="each process writes alike, as others test"
-)
 
 
 def ids(*lead, seed=0):
@@ -140,7 +148,7 @@ def test_calls_outside_of_a_program_and_of_examples(folder):
     record.topk_weights("moe", 0)
 
 
-@in_one_process
+@of_one_process
 def test_moves_and_drops_are_recorded(folder):
   """A choice that moved is its candidate, and a dropped one is as it was."""
   a_layer = layer(
@@ -168,7 +176,7 @@ def test_moves_and_drops_are_recorded(folder):
   assert ep.suggest_capacity(a_layer, record).demand.max() > 10
 
 
-@in_one_process
+@of_one_process
 def test_chunks_are_one_call(folder):
   """A layer that runs in chunks is recorded as one that does not."""
   a_layer = layer(overflow="chunk", recv_capacity_per_rank=16)
@@ -326,7 +334,7 @@ def test_nothing_was_recorded(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@in_one_process
+@of_one_process
 def test_a_killed_run_leaves_what_it_wrote(tmp_path):
   """The process ends between two flushes, without any cleanup."""
   program = textwrap.dedent(f"""
@@ -350,7 +358,7 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
     np.testing.assert_array_equal(record.topk_idx("moe", step), choices[step])
 
 
-@in_one_process
+@of_one_process
 def test_a_replay_drops_and_moves_again(folder):
   """So the outputs have the same bits as when they were recorded."""
   hidden = 32
