@@ -36,7 +36,7 @@ if "JAX_COORDINATOR_ADDRESS" not in os.environ:
 # XLA:CPU compiles a program in a third of the time if it does not optimize
 # the code. The code that users get is tested on the host backend in the 1x4
 # world, by the files that BUILD does not compile quickly there as well, and on
-# the xla backend by xla_backend_test, which compares the bits of both.
+# the xla backend by xla_backend_test.
 if "cuda" not in os.environ.get("JAX_PLATFORMS", "") and (
   os.environ.get("JAX_NUM_PROCESSES", "1") != "1"
   or os.environ.get("EP_TEST_BACKEND") == "xla"
