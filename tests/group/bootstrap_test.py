@@ -327,7 +327,7 @@ def test_finalize_twice_does_nothing():
   GPU or BACKEND == "xla", reason="only host listens on sockets of its own"
 )
 def test_an_address_that_is_taken_is_not_used(monkeypatch):
-  name = f"test-{os.getpid()}"
+  name = secrets.token_hex(8)  # process ids repeat in containers
   names = iter([name, name, f"{name}-free"])
   monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
   with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:

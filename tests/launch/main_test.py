@@ -58,7 +58,7 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   """Its first file is a stranger's."""
   shutil.copytree(os.path.dirname(ep.__file__), tmp_path / "ep")
   (tmp_path / "ep/__init__.py").write_text('__version__ = "0.2.4"')
-  monkeypatch.chdir(tmp_path)  # Python looks there first
+  monkeypatch.syspath_prepend(tmp_path)
   code, output = programs.run("-m", "ep")
   assert code == 1, output
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
