@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import math
 from multiprocessing.reduction import ForkingPickler
-import os
 import secrets
 import socket
 import time
