@@ -87,9 +87,12 @@ def pytest_collection_modifyitems(
   """Keeps the first case of each test function, if `--first_cases` asks so."""
   if not config.option.first_cases:
     return
-  first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-  kept = [item for item in items if item in first.values()]
-  config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+  seen, kept, others = set(), [], []
+  for item in items:
+    function = item.nodeid.partition("[")[0]
+    (others if function in seen else kept).append(item)
+    seen.add(function)
+  config.hook.pytest_deselected(items=others)
   items[:] = kept
 
 

@@ -105,7 +105,7 @@ void ExpectWordsOnAll(const std::vector<std::string>& words,
 void ExpectCounts(const Layout& expected, int64_t rank,
                   const RankOutput& actual);
 
-// What the tests of a backend share.
+// Holds what the tests of a backend share.
 class BackendTest : public ::testing::Test {
  protected:
   explicit BackendTest(Backend backend) : backend_(std::move(backend)) {}

@@ -228,7 +228,7 @@ def run_alone_at_exit(tmp_path, first, second, timeout_s):
   program = _LAUNCH_ALONE.format(
     first=first, second=second, timeout_s=timeout_s
   )
-  options = dict(num_processes=2, timeout_s=50, log_dir=tmp_path)
+  options = dict(num_processes=2, timeout_s=45, log_dir=tmp_path)
   assert launch.launch(["-c", program], **options) == 1
   # Threads of Gloo write into the logs, too.
   return [(tmp_path / f"rank_{rank}.log").read_text() for rank in range(2)]

@@ -35,7 +35,7 @@ while True:
 
 
 class Job:
-  """What the launcher of each host wrote, and how long they took to end."""
+  """Holds what each host's launcher wrote, and how long both took to end."""
 
   def __init__(self, folder):
     program = folder / "program.py"

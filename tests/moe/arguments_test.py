@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config, a layer and a call of it refuse is said in a sentence."""
+"""A config, a layer and a call of it say in a sentence what they refuse."""
 
 import copy
 import dataclasses

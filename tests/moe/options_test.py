@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer computes does not depend on how tokens get to their experts.
+"""A layer computes the same, however tokens get to their experts.
 
 Numbers are whole and small: a wire rounds none of them.
 """

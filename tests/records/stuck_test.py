@@ -32,7 +32,7 @@ def output(*args):
 
 def wait_for(patterns, *args):
   """Returns the first output that has all patterns, within some seconds."""
-  deadline = time.monotonic() + 40
+  deadline = time.monotonic() + 20
   while True:
     text = output(*args)
     if all(re.search(pattern, text) for pattern in patterns):
