@@ -192,7 +192,7 @@ group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
 
 # Each rank launches a program that the other does not run, if it runs at all.
 _LAUNCH_ALONE = """
-import sys, time
+import pathlib, sys, time
 import jax
 from jax.sharding import AxisType, PartitionSpec as P
 import numpy as np
@@ -246,9 +246,16 @@ def test_at_exit_a_process_waits_for_its_programs(tmp_path):
 
   The exception comes while the other process waits.
   """
-  exception = "x = sleep(); sys.excepthook = sys.__excepthook__; 1 / 0"
-  exception = f"time.sleep(2); {exception}"
-  logs = run_alone_at_exit(tmp_path, "x = sleep()", exception, 4)
+  ended = tmp_path / "ended"
+  waits = f"x = sleep(); pathlib.Path({str(ended)!r}).touch()"
+  exception = f"""\
+while not pathlib.Path({str(ended)!r}).exists():
+    time.sleep(0.1)
+  time.sleep(1)
+  x = sleep()
+  sys.excepthook = sys.__excepthook__
+  1 / 0"""
+  logs = run_alone_at_exit(tmp_path, waits, exception, 4)
   assert "At exit: ep: programs that this process has" in logs[0]
   assert "by zero" in logs[1] and "At exit" not in logs[1]
 
