@@ -59,13 +59,13 @@ def _pip_packages_impl(rctx):
         lock,
     ], {"PIP_ROOT_USER_ACTION": "ignore"})
 
-    # Compiling here, in parallel, saves every test from compiling, and from
-    # writing into its inputs. A file that does not compile is no error: some
-    # packages contain templates, or code for another Python. Nobody imports the
-    # packages' own tests, which are a quarter of the files.
+    # Processes cannot write into their inputs, so each would compile what it
+    # imports. A file that does not compile is no error: some packages contain
+    # templates, or code for another Python. Nobody imports their own tests.
     rctx.report_progress("compiling to bytecode")
     rctx.execute(
-        [python.path, "-m", "compileall", "-q", "-j0", "-x/tests/", "site"],
+        [python.path, "-m", "compileall", "-q", "-j0", "-x/tests/"] +
+        ["site/" + folder for folder in rctx.attr.bytecode],
     )
     _run(rctx, [
         python.path,
@@ -83,6 +83,8 @@ A library is named like its package, in lower case with underscores, and hands
 its files over as whole folders: one link each in a runfiles tree or a sandbox
 instead of thousands.""",
     attrs = {
+        "bytecode": attr.string_list(doc = """\
+The folders that many processes import, which are compiled to bytecode."""),
         "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
         "_write_build": attr.label(default = ":pip_write_build.py"),
     },

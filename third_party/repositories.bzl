@@ -31,12 +31,24 @@ def ep_repositories():
 
     pip_packages(
         name = "ep_pypi",
+        bytecode = [
+            "_pytest",
+            "jax",
+            "jaxlib",
+            "numpy",
+        ],
         lock = _PY_LOCK,
     )
 
     # It holds none of the packages of @ep_pypi.
     pip_packages(
         name = "ep_examples_pypi",
+        bytecode = [
+            "equinox",
+            "flax",
+            "optax",
+            "orbax",
+        ],
         lock = "//third_party/py:requirements_examples_lock_{python}.txt",
     )
 

@@ -46,6 +46,9 @@ registry=$(python3 -c \
   option startup "--install_base=$base"
   option startup --trust_install_base
   option startup "--server_javabase=$prefix${jres[0]#"$stage"}"
+  # Compiling its own code well costs a server that lives for minutes as much
+  # time as it saves.
+  option startup "--host_jvm_args=-XX:TieredStopAtLevel=1"
   option common "--registry=$registry"
   # The sandbox hides /tmp, and the prefix may be there.
   option common "--sandbox_add_mount_pair=$prefix"
