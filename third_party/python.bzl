@@ -97,6 +97,7 @@ def _python_toolchain_impl(rctx):
         build += _EXEC_TOOLS_BUILD
     rctx.file("BUILD.bazel", build)
     rctx.file("python.json", json.encode(python))
+    rctx.file("version.bzl", "PYTHON = " + repr(python.version))
 
 python_toolchain = repository_rule(
     implementation = _python_toolchain_impl,

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python modules, compiled beside their sources."""
+
+load("@ep_python//:version.bzl", "PYTHON")
+
+def bytecode(name, srcs):
+    """Compiles modules to the files that Python looks for beside them.
+
+    A process cannot write into its runfiles, so without these files each process
+    compiles what it imports.
+
+    Args:
+      name: The name of the target.
+      srcs: The modules.
+    """
+    outs = []
+    for src in srcs:
+        folder, slash, module = src.rpartition("/")
+        outs.append("{}{}__pycache__/{}.cpython-{}.pyc".format(
+            folder,
+            slash,
+            module.removesuffix(".py"),
+            PYTHON.replace(".", ""),
+        ))
+    native.genrule(
+        name = name,
+        srcs = srcs,
+        outs = outs,
+        cmd = "$(execpath {}) $(SRCS) $(OUTS)".format(_COMPILER),
+        tools = [_COMPILER],
+    )
+
+_COMPILER = Label("//third_party:compile_bytecode")
