@@ -3,56 +3,56 @@
 
 load("@rules_cc//cc:cc_library.bzl", "cc_library")
 load(":cc_tests.bzl", "cc_tests")
-load(":copts.bzl", "EP_COPTS")
+load(":copts.bzl", "EP_COPTS", "EP_TEST_COPTS")
 
 def ep_cc_library(
         name,
         srcs,
         alone = [],
-        copts = EP_COPTS,
+        copts = [],
+        optimized = True,
         textual_hdrs = [],
         **kwargs):
     """Declares a cc_library.
 
     A compiler spends most of its time on headers that many sources include. So
     Bazel compiles one source that includes those of the library, in half the
-    time. In the mode opt it compiles each source by itself: many cores are done
+    time. In the mode opt it optimizes each source by itself: many cores are done
     sooner, and a source that does not include what it uses does not compile.
 
     Args:
       name: The name of the library.
       srcs: The sources and private headers.
       alone: Sources which others cannot be compiled with.
-      copts: The options of the compiler.
+      copts: Further options of the compiler.
+      optimized: Whether the time to compile it is worth it.
       textual_hdrs: The headers that do not compile on their own.
       **kwargs: passed on to cc_library.
     """
     sources = [src for src in srcs if src.endswith(".cc")]
     headers = [src for src in srcs if src not in sources]
-    included, including = [], sources
-    if len(sources) > 1:
-        including = [name + "_sources.cc"]
-        native.genrule(
-            name = name + "_sources",
-            outs = including,
-            cmd = "printf '#include \"%s\"\\n' {} > $@".format(" ".join([
-                native.package_name() + "/" + source
-                for source in sources
-            ])),
-        )
-        included = sources
+    including = name + "_sources.cc"
+    native.genrule(
+        name = name + "_sources",
+        outs = [including],
+        cmd = "printf '#include \"%s\"\\n' {} > $@".format(" ".join([
+            native.package_name() + "/" + source
+            for source in sources
+        ])),
+    )
+    mode = Label("//ep_ffi:opt")
     cc_library(
         name = name,
-        srcs = headers + alone + select({
-            Label("//ep_ffi:opt"): sources,
-            "//conditions:default": including,
-        }),
-        copts = copts,
+        srcs = headers + alone + select(
+            {"//conditions:default": [including]} |
+            ({mode: sources} if optimized else {}),
+        ),
+        copts = (EP_COPTS if optimized else EP_TEST_COPTS) + copts,
         linkstatic = True,  # EP_COPTS hide its symbols from other libraries
-        textual_hdrs = textual_hdrs + select({
-            Label("//ep_ffi:opt"): [],
-            "//conditions:default": included,
-        }),
+        textual_hdrs = textual_hdrs + select(
+            {"//conditions:default": sources} |
+            ({mode: []} if optimized else {}),
+        ),
         **kwargs
     )
 
