@@ -4,8 +4,7 @@
     analysis_test.py CONSUMER [CLASS...]
 
 CONSUMER is the folder of such a workspace. A Bazel test cannot query Bazel, so
-.ci/run starts this program. The variable CUDA_FLAGS may hold more flags for the
-build with CUDA.
+.ci/run starts this program. The variable FLAGS may hold more flags for Bazel.
 """
 
 import json
@@ -24,7 +23,7 @@ _CUDA = "@jax_ep//ep_ffi:libep_ffi_cuda.so"
 def bazel(*args: str, **environment: str) -> str:
   """Runs Bazel in the consumer, which is the current folder."""
   done = subprocess.run(
-    [_BAZELW, *args],
+    [_BAZELW, args[0], *os.environ.get("FLAGS", "").split(), *args[1:]],
     env=os.environ | environment,
     capture_output=True,
     text=True,
@@ -80,7 +79,7 @@ class Compilation(unittest.TestCase):
     ]:
       flags = f"--compilation_mode={mode}", *self.THEIRS
       lines = compilations(_CPU, *flags)
-      self.assertGreater(len(lines), 15)
+      self.assertGreater(len(lines), 6)
       for source, line in lines.items():
         with self.subTest(mode=mode, source=source):
           check_line(self, line, level)
@@ -97,14 +96,14 @@ class PyToolchain(unittest.TestCase):
 class Cuda(unittest.TestCase):
   """A line in the consumer's .bazelrc gives it a build for CUDA."""
 
-  CONFIG = "--config=cuda13", *os.environ.get("CUDA_FLAGS", "").split()
+  CONFIG = "--config=cuda13"
 
   def setUp(self):
     one_is_enough(self)
 
   def test_the_library_is_compiled_like_the_other(self):
-    lines = compilations(_CUDA, *self.CONFIG)
-    self.assertGreater(len(lines), 15)
+    lines = compilations(_CUDA, self.CONFIG)
+    self.assertGreater(len(lines), 6)
     for source, line in lines.items():
       with self.subTest(source=source):
         check_line(self, line, "-O2")
@@ -118,7 +117,7 @@ class Cuda(unittest.TestCase):
     programs = "examples:ep_moe", "benchmarks:ep_bench"
     labels = " + ".join(f"@jax_ep//{program}" for program in programs)
     query = f"rdeps({labels}, //:jax_gpu)"
-    with_cuda = bazel("cquery", *flags, *self.CONFIG, query)
+    with_cuda = bazel("cquery", *flags, self.CONFIG, query)
     for program in programs:
       self.assertRegex(with_cuda, rf"//{program} ")
     self.assertEqual(
