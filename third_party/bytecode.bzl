@@ -3,7 +3,9 @@
 
 load("@ep_python//:version.bzl", "PYTHON")
 
-def bytecode(name, srcs):
+_COMPILER = "//third_party:compile_bytecode"
+
+def bytecode(name, srcs, visibility):
     """Compiles modules to the files that Python looks for beside them.
 
     A process cannot write into its runfiles, so without these files each process
@@ -12,6 +14,7 @@ def bytecode(name, srcs):
     Args:
       name: The name of the target.
       srcs: The modules.
+      visibility: The packages that may depend on it.
     """
     outs = []
     for src in srcs:
@@ -28,6 +31,5 @@ def bytecode(name, srcs):
         outs = outs,
         cmd = "$(execpath {}) $(SRCS) $(OUTS)".format(_COMPILER),
         tools = [_COMPILER],
+        visibility = visibility,
     )
-
-_COMPILER = Label("//third_party:compile_bytecode")
