@@ -167,8 +167,8 @@ starts_its_own_ranks = pytest.mark.skipif(
 
 
 # Each rank launches a program that the other does not run, if it runs at all.
-# JAX would run `sleep` before its launch returns if the input were there by
-# then.
+# JAX runs a callback before its launch returns if its input is there by then, so
+# that of `sleep` has to be computed first.
 _LAUNCH_ALONE = """
 import atexit, pathlib, sys, time, weakref
 thing = lambda: 0
@@ -195,7 +195,10 @@ def sleep():
     time.sleep(9)
     return np.asarray(x)
 
-  return jax.jit(lambda x: jax.pure_callback(wait, x, x))(np.zeros(10**7))
+  x = np.zeros((600, 600), np.float32)
+  last = jax.jit(lambda x: jax.pure_callback(wait, x, x)).lower(x).compile()
+  first = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: y @ x, x))
+  return last(first(x))
 
 if jax.process_index() == 0:
   {first}
