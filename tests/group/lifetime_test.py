@@ -167,8 +167,8 @@ starts_its_own_ranks = pytest.mark.skipif(
 
 
 # Each rank launches a program that the other does not run, if it runs at all.
-# JAX runs a callback before its launch returns if its input is there by then, so
-# that of `sleep` has to be computed first.
+# The input of `sleep` has to be computed first: if it were there, JAX would run
+# the callback before the launch returns.
 _LAUNCH_ALONE = """
 import atexit, pathlib, sys, time, weakref
 thing = lambda: 0
