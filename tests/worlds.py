@@ -28,7 +28,7 @@ def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
     [program, notes, *args],
     num_processes=processes,
     devices_per_process=devices,
-    timeout_s=100,
+    timeout_s=200,
     grace_s=40,
     env={
       "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

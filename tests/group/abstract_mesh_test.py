@@ -14,6 +14,10 @@ import ep
 from groups import bootstrap, E, H, K, T
 from op_functions import Ops, round_trip, Sizes
 
+pytestmark = pytest.mark.skipif(
+  jax.process_count() > 1, reason="worlds of one process show it"
+)
+
 RANKS = 64
 # jax.export guarantees no custom call by itself, not even XLA's own.
 RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")

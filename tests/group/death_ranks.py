@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of the ranks in death_test, which defines the deaths."""
+"""The program of ranks that die; death_test defines the deaths."""
 
 import contextlib
 import functools
@@ -59,6 +59,8 @@ class Ops:
 
 def parts(where):
   """Returns the ops before a place, at it, and the next; each is a program."""
+  if where == "finalize":
+    return [OPS[:1]]
   if where not in OPS:
     return [OPS]
   at = OPS.index(where)

@@ -16,7 +16,8 @@ own. These are the places and moments:
                 is the main thread's
 
 The way "stop" is no death, and can only come first: the rank stops before an op
-twice, and goes on, once in time and once after the others have failed.
+twice, and goes on, once in time and once after the others have failed. Deaths
+in ops come in the world of failure_test, when all else has failed.
 """
 
 import concurrent.futures
@@ -83,35 +84,41 @@ OF_TWO_JOBS = [
 ]
 
 
-def test_survivors_get_an_error(tmp_path):
-  check_deaths(tmp_path, IN_OPS)
-
-
 def test_two_jobs_do_not_mix(tmp_path):
   """Two jobs can have groups of the same names at the same time."""
   folders = [tmp_path / "one", tmp_path / "other"]
   for folder in folders:
     folder.mkdir()
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    list(pool.map(check_deaths, folders, OF_TWO_JOBS))
+    list(pool.map(run_deaths, folders, OF_TWO_JOBS))
+
+
+def run_deaths(notes, deaths):
+  run_traced(PROGRAM, notes, *deaths, processes=1 + len(deaths))
+  check_deaths(notes, deaths)
+
+
+def run_traced(program, notes, *args, **options):
+  """Runs a world that traces all groups, and leaves no shared memory."""
+  shared_memory = set(os.listdir("/dev/shm"))
+  env = {"EP_TRACE": str(notes / "traces")}
+  run_world(program, notes, *args, **options, env=env)
+  assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
 def check_deaths(notes, deaths):
-  """Runs a world with these deaths, and checks the errors of the survivors."""
-  shared_memory = set(os.listdir("/dev/shm"))
+  """Checks the errors of those that survive the deaths of a world."""
   stopped = deaths[0].split()[1] == "stop"
-  ranks = 1 + len(deaths) - stopped
-  traces = {"EP_TRACE": str(notes / "traces")}
-  last_notes = run_world(PROGRAM, notes, *deaths, processes=ranks, env=traces)
   if stopped:
     check_stop(notes)
-  alive = set(range(ranks))
+  alive = set(range(1 + len(deaths) - stopped))
   slowest = 0.0
   for round, death in enumerate(
     map(Death.parse, deaths[stopped:]), start=2 * stopped
   ):
     if death.where != "bootstrap" and death.when != "before":
-      assert blamed(notes, round) == (sorted(alive).index(death.rank),)
+      blamed = failure(notes, f"round_{round}").ranks
+      assert blamed == (sorted(alive).index(death.rank),)
     alive.remove(death.rank)
     died = notes / f"died_{round}"
     for rank in alive:
@@ -124,23 +131,23 @@ def check_deaths(notes, deaths):
       assert re.search(rf"\bprocess {death.rank}\b", message), message
       assert any(op in message for op in death.ops), message
   assert slowest < AT_ONCE_S
-  assert last_notes.keys() == alive
-  assert set(os.listdir("/dev/shm")) <= shared_memory
+  ended = {int(note.name[5:]) for note in notes.glob("rank_*")}
+  assert ended == alive
   print(f"all errors came within {slowest:.2f} s")
 
 
-def blamed(notes, round):
-  """Returns the ranks for which the group of a round failed."""
-  folder = notes / f"traces_{round}"
+def failure(notes, group):
+  """Returns what the traces of a group tell about its failure."""
+  folder = notes / f"traces_{group}"
   folder.mkdir()
-  for part in (notes / "traces").glob(f"round_{round}.*"):
+  for part in (notes / "traces").glob(f"{group}.*"):
     part.rename(folder / part.name)
-  return ep.explain(folder).failure.ranks
+  return ep.explain(folder).failure
 
 
 def check_stop(notes):
   """Checks that the others fail once, when their time is up."""
-  assert blamed(notes, 0) == (RANKS - 1,)
+  assert failure(notes, "round_0").ranks == (RANKS - 1,)
   for rank in range(RANKS - 1):
     seconds, message = (notes / f"late_{rank}").read_text().split(" s: ", 1)
     assert SHORT_S <= float(seconds) < 3 * SHORT_S

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that never comes is an error, and so is a missing library.
 
-death_test has ranks that die, and mismatch_test ranks that differ.
+death_test describes how ranks die, and mismatch_test has ranks that differ.
 """
 
+import contextlib
 import os
 import sys
 import time
 
+import death_ranks
+from death_test import check_deaths, failure, IN_OPS, run_traced
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -39,7 +42,7 @@ LONG_S = 120.0  # This is timeout_s where a test must not wait for it.
 def world(tmp_path_factory):
   """Runs a world with one failure after another, and returns its notes."""
   notes = tmp_path_factory.mktemp("world")
-  run_world(__file__, notes, "one_after_another")
+  run_traced(__file__, notes, "one_after_another", *IN_OPS)
   return notes
 
 
@@ -57,8 +60,8 @@ def test_a_process_that_goes_on_after_a_failure_does_not_end(world):
 
 
 def test_a_trace_tells_which_rank_differs(world):
-  failure = ep.explain(world / "traces").failure
-  assert (failure.ranks, failure.are_absent) == ((3,), False)
+  told = failure(world, "differs")
+  assert (told.ranks, told.are_absent) == ((3,), False)
 
 
 def test_if_a_rank_has_no_library_all_have_its_error_at_once(world):
@@ -69,21 +72,26 @@ def test_if_a_rank_has_no_library_all_have_its_error_at_once(world):
 
 def test_a_rank_that_never_comes_to_an_op(world):
   """The others fail when the time is up; one of them says so earlier."""
-  for seconds, message in notes_of_errors(world, "late", range(3)):
+  for seconds, message in notes_of_errors(world, "alone", range(3)):
     assert TIMEOUT_S <= seconds < 3 * TIMEOUT_S
-    for word in ["ep_prepare", '"moe_3"', "rank 3", "timeout_s"]:
+    for word in ["ep_prepare", '"moe_5"', "rank 3", "timeout_s"]:
       assert word in message
   logs = [log.read_text() for log in (world / "logs").glob("rank_*.log")]
-  warning = "waited a third of timeout_s"
-  (log,) = [log for log in logs if warning in log]
-  assert log.count(warning) == 1
-  assert log.index(warning) < log.index("waited timeout_s")
+  lines = [[x for x in log.splitlines() if "moe_5" in x] for log in logs]
+  (told,) = [told for told in lines if "a third of timeout_s" in str(told)]
+  first, *others = told
+  assert "waited a third of timeout_s" in first
+  assert "waited timeout_s" in str(others) and "a third" not in str(others)
 
 
-def test_a_rank_that_does_not_bootstrap(world):
-  for _, message in notes_of_errors(world, "lost", range(3)):
+def test_a_rank_that_comes_to_no_bootstrap_in_time(world):
+  for _, message in notes_of_errors(world, "lost", range(RANKS)):
     for word in ["ep_bootstrap", "process 3", "timeout_s"]:
       assert word in message
+
+
+def test_survivors_of_deaths_get_an_error(world):
+  check_deaths(world, IN_OPS)
 
 
 def refusal(monkeypatch, library):
@@ -127,36 +135,26 @@ def test_a_library_of_another_version(tmp_path, monkeypatch, old, new):
     assert word in message
 
 
-@pytest.mark.parametrize(
-  "mesh, processes, stuck",
-  [
-    ("dp2_ep2", 2, {1}),
-    ("ep2_dp2", 2, {0, 1}),  # Each process has a rank that fails, too.
-    ("dp2_ep2", 1, {0}),
-  ],
-)
-def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, mesh, processes, stuck):
-  """Python raises nothing there, but the process ends, and says why."""
-  notes = run_world(
-    __file__,
-    tmp_path,
-    "psum",
-    mesh,
-    processes=processes,
-    devices=RANKS // processes,
-  )
-  assert notes.keys() == {*range(processes)} - stuck
-  failure = 'ep_prepare(layer "moe_3"): rank 0 needs 10 receive rows'
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_rank_that_waits_in_a_psum(tmp_path, capfd, processes):
+  """Python raises nothing there, but the process ends, and says why.
+
+  Ranks that fail are in another process, or in the same.
+  """
+  options = dict(processes=processes, devices=RANKS // processes)
+  notes = run_world(__file__, tmp_path, "psum", **options)
+  stuck = processes - 1
+  assert notes.keys() == {*range(stuck)}
+  words = 'ep_prepare(layer "moe_3"): rank 0 needs 10 receive rows'
   for note in notes.values():
-    assert failure in note
-  launcher = capfd.readouterr().out
-  for process in stuck:
-    assert f"rank {process} failed with exit code 70" in launcher
-    log = (tmp_path / f"logs/rank_{process}.log").read_text()
-    at_once, last = log.split("ep_ffi: ")[1:]
-    assert at_once.startswith(failure)
-    for word in [f"process {process} ends", "exit_after_s = 3 s", failure]:
-      assert word in last
+    assert words in note
+  told = f"rank {stuck} failed with exit code 70"
+  assert told in capfd.readouterr().out
+  log = (tmp_path / f"logs/rank_{stuck}.log").read_text()
+  at_once, last = log.split("ep_ffi: ")[1:]
+  assert at_once.startswith(words)
+  for word in [f"process {stuck} ends", "exit_after_s = 3 s", words]:
+    assert word in last
 
 
 # --- The program of a rank ---------------------------------------------------
@@ -168,7 +166,7 @@ class Scenarios(Rank):
   def bootstrap(self, **options):
     return bootstrap(make_mesh({"ep": jax.device_count()}), **options)
 
-  def one_after_another(self):
+  def one_after_another(self, *deaths):
     with pytest.MonkeyPatch.context() as patch:
       if self.index == 3:
         patch.setenv("EP_FFI_LIBRARY_PATH", "nowhere.so")
@@ -177,15 +175,19 @@ class Scenarios(Rank):
     self.differs()
     group = self.bootstrap(timeout_s=TIMEOUT_S)
     if self.index == 3:
-      return self.wait_for("lost_*", 3)
-    # The native op is the first of its collectives.
-    options = dict(overflow="drop", drop_by="weight", recv_capacity_per_rank=8)
-    self.note_error("late", lambda: self.prepare(group, **options))
+      self.wait_for("lost_*", 3)
+    else:
+      # The native op is the first of its collectives.
+      options = dict(drop_by="weight", recv_capacity_per_rank=8)
+      self.note_error("alone", lambda: self.prepare(group, **options))
     self.note_error("lost", lambda: self.bootstrap(timeout_s=TIMEOUT_S))
+    with contextlib.suppress(ep.EpError):
+      ep.ep_finalize(group)
+    death_ranks.main(self.notes, *deaths)
 
-  def psum(self, axes):
+  def psum(self):
     """Domain 0 fails after domain 1 has run its only op."""
-    mesh = make_mesh(MESHES[axes])
+    mesh = make_mesh(MESHES["dp2_ep2"])
     group = bootstrap(mesh, top_k=1, exit_after_s=EXIT_S)
     layer = ep.EpLayerConfig(group, name="moe_3", recv_capacity_per_rank=8)
 
@@ -238,15 +240,12 @@ class Scenarios(Rank):
     self.note(f"went_on_{self.index}")
 
   def differs(self):
-    folder = self.notes / "traces"
-    folder.mkdir(exist_ok=True)
-    with self.bootstrap() as group, pytest.raises(ep.EpError):
+    with self.bootstrap(name="differs") as group, pytest.raises(ep.EpError):
       layer = ep.EpLayerConfig(group, alignment=1 + (self.index == 3))
-      with ep.trace(group, folder / "steps.json.gz"):
-        jax.block_until_ready(Case(layer).run(sizes))
+      jax.block_until_ready(Case(layer).run(sizes))
 
   def prepare(self, group, **options):
-    config = ep.EpLayerConfig(group, name="moe_3", **options)
+    config = ep.EpLayerConfig(group, name="moe_5", overflow="drop", **options)
     weights = Case(config).weights()
     return Case(config, routing_weights=weights).run(sizes)
 

@@ -12,7 +12,6 @@ import pytest
 
 from ep import launch
 
-# Two processes of each host exchange rows with each other, too.
 _PROGRAM = """
 import conftest  # makes this process a rank
 import ep
@@ -51,7 +50,8 @@ class Job:
       launchers = []
       for host, logs, output in zip(hosts, self.logs, outputs, strict=True):
         flags = [
-          "--num_processes=2",
+          "--num_processes=1",
+          "--devices_per_process=2",
           "--num_hosts=2",
           f"--host_id={host.number}",
           f"--coordinator={hosts[0].address}:1234",
@@ -61,7 +61,7 @@ class Job:
         argv = [sys.executable, "-m", "ep.launch", *flags, str(program)]
         with output.open("wb") as file:
           launchers.append(host.start(argv, env=env, stdout=file, stderr=file))
-      last = self.logs[1] / "rank_3.log"
+      last = self.logs[1] / "rank_1.log"
       deadline = time.monotonic() + 200
       while not (last.exists() and "stepped" in last.read_text()):
         assert time.monotonic() < deadline, outputs[1].read_text()
@@ -80,7 +80,7 @@ def job(tmp_path_factory):
 
 
 def test_the_backend_is_xla_and_host_says_why_not(job):
-  for output, (me, other) in zip(job.outputs, [(0, 2), (2, 0)], strict=True):
+  for output, (me, other) in zip(job.outputs, [(0, 1), (1, 0)], strict=True):
     assert "picked xla\n" in output
     assert f"processes {me} and {other} run on different hosts" in output
     assert "refused ep_bootstrap: " in output
@@ -88,8 +88,8 @@ def test_the_backend_is_xla_and_host_says_why_not(job):
 
 def test_all_ranks_exchange_rows_with_all(job):
   """Each compares with the oracle, bit for bit, before the cable is pulled."""
-  for rank in range(4):
-    log = job.logs[rank // 2] / f"rank_{rank}.log"
+  for rank in range(2):
+    log = job.logs[rank] / f"rank_{rank}.log"
     assert "stepped" in log.read_text()
 
 
@@ -168,16 +168,16 @@ def test_a_host_alone_says_who_is_missing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_failure_ends_both_hosts(tmp_path, capsys):
+  """Ranks are counted over the hosts: host 1 has the ranks 2 and 3."""
   program = """
 import os, sys, time
-if os.environ["JAX_PROCESS_ID"] == "1":
+if os.environ["JAX_PROCESS_ID"] == "3":
   sys.exit(7)
 time.sleep(600)
 """
-  codes, _ = launch_on(
-    {}, {"host_id": 1}, argv=["-c", program], grace_s=0.5, log_dir=tmp_path
-  )
+  options = dict(num_processes=2, grace_s=0.5, log_dir=tmp_path)
+  codes, _ = launch_on({}, {"host_id": 1}, argv=["-c", program], **options)
   assert codes == [7, 7]
   output = capsys.readouterr().out
-  assert "host 1 (127.0.0.1) says: rank 1 failed with exit code 7" in output
-  assert "ep.launch: rank 1 failed with exit code 7" in output
+  assert "host 1 (127.0.0.1) says: rank 3 failed with exit code 7" in output
+  assert "ep.launch: rank 3 failed with exit code 7" in output

@@ -128,6 +128,9 @@ def test_each_call_is_recorded_once(folder):
       weights = record.topk_weights(name, step, call)
       assert weights.dtype == np.float32
       np.testing.assert_array_equal(weights, got / 4)
+  # The devices of another mesh have their parts of the choices.
+  forced = record.forced_idx(layer("ep2_dp2", name="one"), 2)
+  assert_shards_equal(forced, choices["one"][2, 0])
 
 
 def test_calls_outside_of_a_program_and_of_examples(folder):
@@ -200,6 +203,7 @@ def test_chunks_are_one_call(folder):
   np.testing.assert_array_equal(record.topk_idx("moe", 1), busy)
 
 
+@of_one_process
 def test_another_mesh_replays_the_choices(folder):
   """Ids come from the record, and weights from the logits of now."""
   config = ep.MoEConfig(H, 6, E, K)
@@ -216,9 +220,7 @@ def test_another_mesh_replays_the_choices(folder):
 
   with ep.record(folder):
     jax.block_until_ready(run(group("ep4"), 0)[1])
-  # One process also has the choice of two ranks.
-  one = jax.process_count() == 1
-  mesh = make_mesh({"ep": 2} if one else {"ep": 2, "dp": 2})
+  mesh = make_mesh({"ep": 2})
   with bootstrap(mesh, max_tokens_per_rank=R * T) as other:
     record = replayed(folder)
     forced = record.forced_idx(ep.MoE(config, other).ep_layer, 0)

@@ -51,7 +51,8 @@ def test_other_processes_are_refused(capsys):
   for pid in sleep.pid, 0, "9" * 5000:
     refusal = stuck.main([str(pid)])
     assert refusal == f"ep.stuck: there is no process {pid} on this host."
-  assert stuck.main(["one", "two"]) == "usage: python -m ep.stuck [PID]"
+  usage = "usage: python -m ep.stuck [PID]\n"
+  assert programs.run("-m", "ep.stuck", "one", "two") == (1, usage)
 
 
 def test_another_user_is_refused(monkeypatch):

@@ -17,7 +17,7 @@ from conftest import make_mesh
 import ep
 from ep._src.backends.xla import stamps
 from ep._src.base import tracing
-from groups import BACKEND, bootstrap, layer, spec
+from groups import BACKEND, bootstrap, layer, of_one_process, spec
 from op_functions import Ops
 import programs
 
@@ -147,6 +147,7 @@ def test_a_trace_keeps_no_more_than_it_states(folder, monkeypatch):
   assert content["lost"] > 0
 
 
+@of_one_process
 def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   folder = folder / "new"
   monkeypatch.setenv("EP_TRACE", str(folder))
@@ -157,9 +158,6 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
       with pytest.raises(RuntimeError, match="is traced already; end"):
         with ep.trace(group, folder / "x"):
           pass
-  multihost_utils.sync_global_devices("all parts are written")
-  if jax.process_index():
-    return
   with pytest.raises(ValueError, match="has 2 traces; name one of them"):
     ep.explain(folder)
   (folder / "d.json.gz").symlink_to(folder / "none")
