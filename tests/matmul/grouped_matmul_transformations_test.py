@@ -40,9 +40,7 @@ def dense(x, w, v, sizes=SIZES):
 def inputs(seed=0, lead=()):
   rng = np.random.default_rng(seed)
   shapes = (C, F), (3, F, G), (3, F, K)
-  return tuple(
-    rng.normal(size=(*lead, *s)).astype(np.float32) for s in shapes
-  )
+  return tuple(rng.normal(size=(*lead, *s)).astype(np.float32) for s in shapes)
 
 
 def close(actual, expected):
