@@ -18,9 +18,10 @@ from ep import launch
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
+# With one layer, XLA adds up the squares of all experts in one order.
 _TINY = (
   f"--save_every={_SAVE_EVERY} --warmup=5 --batch=8"
-  " --length=16 --layers=1 --hidden=16 --heads=2 --inner=16 --num_experts=4"
+  " --length=16 --layers=2 --hidden=16 --heads=2 --inner=16 --num_experts=4"
   " --num_processes=1 --text_bytes=100000"
 ).split()
 
@@ -45,7 +46,8 @@ def _start(out, *more, launcher=()):
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   """It makes the steps after its checkpoint again, and more if asked.
 
-  Only the first run places experts anew. Rows travel rounded.
+  Four ranks begin, and one rank goes on. Only the first run places experts
+  anew. Rows travel rounded.
   """
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
@@ -57,8 +59,13 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   process = _start(
     out,
     *wire,
-    *("--dp=1", "--placement_every=20", f"--steps={_STEPS}"),
-    launcher=("-m", "ep.launch", "--num_processes=2"),
+    *("--placement_every=20", f"--steps={_STEPS}"),
+    launcher=(
+      "-m",
+      "ep.launch",
+      "--num_processes=2",
+      "--devices_per_process=2",
+    ),
   )
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
