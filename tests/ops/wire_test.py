@@ -19,7 +19,7 @@ from cases import assert_same, Case, expected, global_view, local_view
 from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
-from groups import group, layer
+from groups import group, layer, not_with_xla
 from op_functions import combine, dispatch, Moved
 
 HIDDEN = 256
@@ -181,6 +181,7 @@ def test_vmap():
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
 
 
+@not_with_xla("a loop has the primitives of any backend")
 def test_scan_and_checkpoint():
   """A loop of checkpointed blocks is these blocks one after another."""
 
