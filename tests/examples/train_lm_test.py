@@ -60,6 +60,11 @@ _TEXT = np.frombuffer(pathlib.Path(__file__).read_bytes(), np.uint8).astype(
 )
 
 
+@jax.jit
+def _copy(state):
+  return jax.tree.map(jnp.copy, state)
+
+
 class _Program:
   """A tiny model on a mesh, with its step."""
 
@@ -71,7 +76,7 @@ class _Program:
 
   def state(self):
     """Returns the first state; a step takes the memory of its own copy."""
-    return jax.tree.map(jnp.copy, self._first_state)
+    return _copy(self._first_state)
 
   def placing(self, every):
     specs = train.partition_specs(_MODEL, _TRAIN)
