@@ -143,7 +143,8 @@ def _options(op, sums):
 def test_interpreted_beside_nans(op, dtype, sums, interpret):
   """In the tail and in a neighbour's rows."""
   run = jax.jit(functools.partial(_run, op, **_options(op, sums)))
-  for sizes in ALL, NONE:
+  # Matrices of empty slabs are zero among others, too.
+  for sizes in [ALL] if op == "outer" else [ALL, NONE]:
     inputs = _inputs(sizes, dtype)
     with interpret():
       results = run(jnp.int32(sizes), *inputs)
