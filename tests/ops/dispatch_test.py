@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case, large_case
-from groups import layer
+from groups import layer, of_one_process
 from op_functions import everything, Moved
 from parameters import EVERY_ROUTING, LAYERS, LEADING_DIMS
 
@@ -51,6 +51,7 @@ def test_every_op_on_meshes_with_alignments_and_top_k(options):
   case.check(everything, *case.inputs())
 
 
+@of_one_process
 @LEADING_DIMS
 def test_every_op_with_leading_dims_of_tokens(lead):
   case = Case(layer(), lead=lead)
