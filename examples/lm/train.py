@@ -344,11 +344,23 @@ def _norm(grads, specs, placement):
     if "ep" not in spec:
       return jnp.sum(grad * grad)
     axis = spec.index("ep")
-    experts = jnp.sum(grad * grad, range(axis + 1, grad.ndim))
+    experts = _row_sums(jnp.reshape(grad * grad, (*grad.shape[: axis + 1], -1)))
     slots = lax.all_gather(experts, "ep", axis=axis, tiled=True)
-    return jnp.take_along_axis(slots, placement.slots, axis).sum()
+    ordered = jnp.take_along_axis(slots, placement.slots, axis)
+    return _row_sums(ordered.reshape(-1))
 
   return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(square, grads, specs))))
+
+
+def _row_sums(x):
+  """Returns the sums over the last axis, added up as a tree of halves.
+
+  XLA would add up in another order where there are fewer experts.
+  """
+  while (size := x.shape[-1]) > 1:
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size % 2)])
+    x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+  return x[..., 0]
 
 
 def _decays(params):

@@ -22,6 +22,7 @@ from ep._src.base import compat
 from ep._src.base.backend import OPS
 from ep._src.matmul import on_cuda
 from groups import bootstrap
+from layer_steps import draw_params
 from nccl_testing import HostEngine
 from op_functions import dispatch, everything, Moved, round_trip
 
@@ -131,9 +132,11 @@ def test_matrices_are_copied_as_rows_of_tokens(monkeypatch):
   """Replicas work as they do over the host engine; rows have its widths."""
   config = ep.MoEConfig(13, 5, 8, 2, biases=True)
   copies = dataclasses.replace(config, replica_slots=2)
-  params = ep.moe.init(jax.random.key(0), config)
-  params["router"] = params["router"].at[0].set(9.0 * (np.arange(8) < 2))
-  x = jax.random.normal(jax.random.key(1), (16, 13)).at[:, 0].set(1)
+  rng = np.random.default_rng(0)
+  params = draw_params(config, lambda shape: rng.normal(size=shape) / 3)
+  params["router"][0] = 9.0 * (np.arange(8) < 2)
+  x = rng.normal(size=(16, 13)).astype(np.float32)
+  x[:, 0] = 1
 
   def step(config, num_slots):
     with bootstrap(

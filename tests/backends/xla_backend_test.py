@@ -69,10 +69,13 @@ def test_the_bits_of_the_contract_in_an_optimized_program(mesh, dtype):
 
 def test_collectives_are_along_the_ep_axis():
   case = Case(layer("dp2_ep2"))
-  program = lower((case, everything, *case.inputs())).compile()
+  claim = case, everything, *case.inputs()
+  program = lower(claim).compile()
   ep.assert_no_hidden_collectives(program)
   groups = re.findall(r"replica_groups=(\{\S+\}),", program.as_text())
   assert set(groups) == {"{{0,1},{2,3}}"}
+  args = jax.tree.map(case.put, [case.routing, *claim[2:]])
+  assert_same(program(args), [expected(*claim)])
 
 
 def test_no_tokens():

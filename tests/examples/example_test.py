@@ -3,48 +3,52 @@
 
 import os
 import re
+import sys
 
+from absl import flags
+from absl.testing import flagsaver
 import numpy as np
 import pytest
 
-from ep import launch
 import ep_moe
 import model
 import programs
 import text
 
 
-def _run(*flags):
-  """Returns the output of the example, which succeeds."""
-  code, output = programs.run(ep_moe.__file__, *flags)
-  assert code == 0, output
-  return output
+@pytest.fixture(name="run")
+def run_of_program(monkeypatch, capfd):
+  """Returns a function that runs the example, and returns its output."""
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+
+  def run(*given):
+    capfd.readouterr()
+    monkeypatch.setattr(sys, "argv", ["ep_moe", *given])
+    with flagsaver.flagsaver():
+      code = ep_moe.main(flags.FLAGS(sys.argv))
+    output = capfd.readouterr().out
+    assert code == 0, output
+    return output
+
+  return run
 
 
 def _digests(output):
   return re.findall(r"^(output|grad of \w+) +([0-9a-f]{16})", output, re.M)
 
 
-def test_worlds_agree_bit_for_bit_and_with_the_dense_model(tmp_path, capfd):
-  one = _run("--num_processes=1")
+def test_worlds_agree_bit_for_bit_and_with_the_dense_model(run):
+  one = run("--num_processes=1")
   assert "OK: no value deviates" in one
   names = ["output", *(f"grad of {name}" for name in model.SHARDING)]
   assert sorted(name for name, _ in _digests(one)) == sorted(names)
 
   # One GPU has this backend.
-  alone = _run("--dp=1", "--ep=1", "--num_processes=1", "--backend=xla")
+  alone = run("--dp=1", "--ep=1", "--num_processes=1", "--backend=xla")
   assert "1 x 1 (dp, ep) mesh, processes: 1" in alone
   assert "OK: no value deviates" in alone
 
-  capfd.readouterr()
-  code = launch.launch(
-    [ep_moe.__file__, "--nocheck"],
-    num_processes=2,
-    devices_per_process=2,
-    log_dir=tmp_path,
-  )
-  joined = capfd.readouterr().out
-  assert code == 0, joined
+  joined = run("--num_processes=2", "--nocheck")
   assert _digests(joined) == _digests(one)
   assert _table(joined) == _table(one)
   assert "OK" not in joined

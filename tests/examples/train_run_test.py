@@ -18,22 +18,25 @@ from ep import launch
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
+# With one layer, XLA adds up the squares of all experts in one order.
 _TINY = (
   f"--save_every={_SAVE_EVERY} --warmup=5 --batch=8"
-  " --length=16 --layers=1 --hidden=16 --heads=2 --inner=16 --num_experts=4"
+  " --length=16 --layers=2 --hidden=16 --heads=2 --inner=16 --num_experts=4"
   " --num_processes=1 --text_bytes=100000"
 ).split()
 
 
-def _start(out, *more, launcher=()):
+def _launched(out, *more):
+  """Starts a run of two processes under the launcher."""
   env = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
   }
   env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
+  world = "--num_processes=2", "--devices_per_process=2"
   return subprocess.Popen(
     [
-      *(sys.executable, *launcher, train_moe_lm.__file__),
+      *(sys.executable, "-m", "ep.launch", *world, train_moe_lm.__file__),
       *(*_TINY, f"--out={out}", *more),
     ],
     env=env,
@@ -42,10 +45,26 @@ def _start(out, *more, launcher=()):
   )
 
 
-def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
+@pytest.fixture
+def parse(monkeypatch):
+  """Returns a function that parses the flags of a run, and keeps them."""
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+
+  def parsed(*given):
+    monkeypatch.setattr(sys, "argv", ["train_moe_lm", *_TINY, *given])
+    return train_moe_lm.FLAGS(sys.argv)
+
+  with flagsaver.flagsaver():
+    yield parsed
+
+
+def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
+  tmp_path, parse, capfd
+):
   """It makes the steps after its checkpoint again, and more if asked.
 
-  Only the first run places experts anew. Rows travel rounded.
+  Four ranks begin, and one rank goes on. Only the first run places experts
+  anew. Rows travel rounded.
   """
   out = tmp_path / "run"
   path = out / "metrics.jsonl"
@@ -54,12 +73,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
     return path.read_bytes().splitlines() if path.exists() else []
 
   wire = "--wire=mxfp8", "--hidden=32"
-  process = _start(
-    out,
-    *wire,
-    *("--dp=1", "--placement_every=20", f"--steps={_STEPS}"),
-    launcher=("-m", "ep.launch", "--num_processes=2"),
-  )
+  process = _launched(out, *wire, "--placement_every=20", f"--steps={_STEPS}")
   while len(lines()) < _SAVE_EVERY + 20:
     assert process.poll() is None, process.stdout.read().decode()
     time.sleep(0.01)
@@ -76,9 +90,11 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   alone = "--dp=1", "--ep=1", "--backend=xla"
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"
-  process = _start(out, *wire, *alone, "--extend=60", "--dense", trace, picture)
-  output = process.communicate()[0].decode(errors="replace")
-  assert process.returncode == 0, output
+  more = "--extend=60", "--dense", trace, picture
+  argv = parse(*wire, *alone, *more, f"--out={out}")
+  code = train_moe_lm.main(argv)
+  output = "".join(capfd.readouterr())
+  assert code == 0, output
   assert "1 x 1 (dp, ep) mesh, processes: 1" in output
   assert "resuming after step " in output
   for model in "", "dense: ":
@@ -91,13 +107,6 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(tmp_path):
   assert len(dense) == longer
   assert "step if all loads were equal" in output
   assert "mean of " in (tmp_path / "run_trace.svg").read_text()
-
-
-@pytest.fixture
-def parse(monkeypatch):
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-  with flagsaver.flagsaver():
-    yield lambda *given: train_moe_lm.FLAGS(["train_moe_lm", *_TINY, *given])
 
 
 @pytest.mark.parametrize(

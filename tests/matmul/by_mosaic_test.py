@@ -32,7 +32,6 @@ BLOCKS = {
   "outer": Blocks(rows=128, columns=64, steps=2, panel=1),
 }
 ALL, NONE = [0, 1, 0, 77, 122], [0, 0, 0, 0, 0]
-SOME = np.random.default_rng(0).multinomial(150, [0.2] * L)
 
 
 def _run(op, sizes, rows, matrices, outs, *, tail="zero", **options):
@@ -144,7 +143,8 @@ def _options(op, sums):
 def test_interpreted_beside_nans(op, dtype, sums, interpret):
   """In the tail and in a neighbour's rows."""
   run = jax.jit(functools.partial(_run, op, **_options(op, sums)))
-  for sizes in ALL, SOME if op == "contract" else NONE:
+  # Matrices of empty slabs are zero among others, too.
+  for sizes in [ALL] if op == "outer" else [ALL, NONE]:
     inputs = _inputs(sizes, dtype)
     with interpret():
       results = run(jnp.int32(sizes), *inputs)

@@ -17,7 +17,7 @@ from conftest import make_mesh
 from ep._src.matmul import grouped_matmul as gm
 
 C, F, G, K = 11, 4, 6, 5
-SIZES = jnp.int32([3, 0, 6])
+SIZES = np.int32([3, 0, 6])
 USED = 9
 
 
@@ -40,9 +40,7 @@ def dense(x, w, v, sizes=SIZES):
 def inputs(seed=0, lead=()):
   rng = np.random.default_rng(seed)
   shapes = (C, F), (3, F, G), (3, F, K)
-  return tuple(
-    jnp.asarray(rng.normal(size=(*lead, *s)), jnp.float32) for s in shapes
-  )
+  return tuple(rng.normal(size=(*lead, *s)).astype(np.float32) for s in shapes)
 
 
 def close(actual, expected):
@@ -73,7 +71,7 @@ OF_DENSE = jit_quickly(lambda *args: (dense(*args), grad(dense)(*args)))
 def of_examples(*args):
   """Returns the results of `dense`, and its gradients, of stacked arguments."""
   results = [OF_DENSE(*example) for example in zip(*args, strict=True)]
-  return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+  return jax.tree.map(lambda *xs: np.stack(xs), *results)
 
 
 def test_derivatives():
@@ -109,7 +107,7 @@ def test_vmap(batched):
   rows, matrices, sizes = batched
   is_batched = rows, matrices, matrices, sizes
   x, w, v = inputs(lead=(2,))
-  stacked = x, w, v, jnp.stack([SIZES, jnp.int32([0, 4, 4])])
+  stacked = x, w, v, np.stack([SIZES, np.int32([0, 4, 4])])
   args = [a if b else a[0] for a, b in zip(stacked, is_batched, strict=True)]
   axes = [0 if b else None for b in is_batched]
 
@@ -121,7 +119,7 @@ def test_vmap(batched):
   inner, outer = of_all(*args)
   expected = of_examples(
     *(
-      a if b else jnp.stack([a, a])
+      a if b else np.stack([a, a])
       for a, b in zip(args, is_batched, strict=True)
     )
   )
@@ -158,10 +156,10 @@ def test_shard_map(check_vma):
       ),
       (0, 1, 2),
     )
-  )(jnp.concatenate(x), w[0], v[0])
-  same = (jnp.stack([m[0], m[0]]) for m in (w, v))
+  )(np.concatenate(x), w[0], v[0])
+  same = (np.stack([m[0], m[0]]) for m in (w, v))
   of_x, *of_matrices = of_examples(x, *same)[1]
-  close(got, (jnp.concatenate(of_x), *(g.sum(0) for g in of_matrices)))
+  close(got, (np.concatenate(of_x), *(g.sum(0) for g in of_matrices)))
 
 
 def test_scan_and_checkpoint():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases import assert_same, Case
-from groups import layer
+from groups import layer, of_one_process
 from op_functions import block_and_back, combine, everything
 from parameters import DTYPES, EVERY_ROUTING
 
@@ -43,6 +43,7 @@ def test_dtypes(dtype, weight_dtype):
   check(case, dtype, weighted=True, weight_dtype=weight_dtype)
 
 
+@of_one_process
 @DTYPES
 def test_a_weighted_sum_is_rounded_as_the_contract_says(dtype):
   case = Case(layer(), "with_unused_choices")
@@ -88,6 +89,7 @@ def test_special_values(options, hidden, dtype):
   case.check(everything, *case.inputs(dtype))
 
 
+@of_one_process
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_sums_start_at_plus_zero_and_flush(dtype):
   """A sum starts at +0.0, and subnormal float32 numbers count as zero.

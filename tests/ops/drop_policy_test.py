@@ -296,6 +296,7 @@ def test_wrong_ids_are_reported_on_every_rank(spilling, changes, words):
   case.check_error(words, sizes)
 
 
+@of_one_process
 def test_moves_can_prevent_the_error_of_an_overflow():
   """48 tokens choose expert 0, and each rank has 12 rows.
 

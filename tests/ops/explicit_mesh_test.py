@@ -14,7 +14,7 @@ import pytest
 from conftest import assert_shards_close, make_mesh, to_global
 import ep
 from groups import bootstrap, E, H, K, T
-from layer_steps import whole
+from layer_steps import draw_params, whole
 
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 RANKS = PartitionSpec(("dp", "ep"))
@@ -23,9 +23,9 @@ CONFIG = ep.MoEConfig(H, 4, E, K, shared_inner=2, jitter=0.1)
 
 @functools.cache
 def inputs():
-  x = np.random.default_rng(0).normal(size=(4 * T, H)).astype(np.float32)
-  params = ep.moe.init(jax.random.key(0), CONFIG)
-  return x, {n: np.asarray(p) for n, p in params.items()}
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(4 * T, H)).astype(np.float32)
+  return x, draw_params(CONFIG, lambda shape: rng.normal(size=shape) / 3)
 
 
 def ops(layer, x, params):

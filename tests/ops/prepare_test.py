@@ -88,6 +88,7 @@ def test_ranks_can_branch_on_the_largest_load():
     assert_same(out, expected(case, round_trip, *inputs))
 
 
+@of_one_process
 def test_int64_ids_are_those_of_int32():
   case = Case(layer(), "with_unused_choices")
   with jax.enable_x64(True):

@@ -19,18 +19,19 @@ from cases import assert_same, Case, expected, global_view, local_view
 from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
-from groups import group, layer
+from groups import group, layer, not_with_xla
 from op_functions import combine, dispatch, Moved
 
 HIDDEN = 256
-WIRES = pytest.mark.parametrize("wire", ["mxfp8", "fp8_block128"])
 
 
-def case_of(wire, routing="with_unused_choices", *, mesh="ep4", **options):
+def case_of(
+  wire, routing="with_unused_choices", *, mesh="ep4", specials=False, **options
+):
   options = dict(alignment=4) | options
   wide = group(mesh, hidden_dim=HIDDEN)
   config = ep.EpLayerConfig(wide, wire=wire, **options)
-  return Case(config, routing, hidden=HIDDEN)
+  return Case(config, routing, hidden=HIDDEN, specials=specials)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -53,19 +54,11 @@ def rounded(wire, rows):
   ],
 )
 def test_dispatch(wire, dtype, view, mesh):
-  case = case_of(wire, mesh=mesh)
+  """All numbers come as the quantizer rounds them, whatever is beside them."""
+  case = case_of(wire, mesh=mesh, specials=True)
   tokens, weights = case.tokens(dtype), case.weights()
   want = expected(case, dispatch, rounded(wire, tokens), weights)
   assert_same(case.run(dispatch, tokens, weights, view=view), want)
-
-
-@WIRES
-def test_special_numbers(wire):
-  """They come as the quantizer rounds them, whatever is beside them."""
-  case = Case(case_of(wire).layer, "skewed", hidden=HIDDEN, specials=True)
-  tokens, weights = case.tokens(jnp.bfloat16), case.weights()
-  want = expected(case, dispatch, rounded(wire, tokens), weights)
-  assert_same(case.run(dispatch, tokens, weights), want)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +174,7 @@ def test_vmap():
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x, -1), *want))
 
 
+@not_with_xla("a loop has the primitives of any backend")
 def test_scan_and_checkpoint():
   """A loop of checkpointed blocks is these blocks one after another."""
 

@@ -2,6 +2,7 @@
 """What ep.plan counts, expects, compares and refuses."""
 
 import dataclasses
+import functools
 import os
 import resource
 import subprocess
@@ -99,10 +100,10 @@ def test_a_distribution_expects_what_tokens_do(groups, top_groups, skew):
   rng = np.random.default_rng(1)
   odds = -skew * np.log(rng.permutation(64) + 1.0)
   logits = odds + rng.gumbel(size=(R * num_tokens, 64))
-  ids, _ = ep.route_topk(
-    logits.astype(np.float32), 8, num_groups=groups, top_groups=top_groups
+  route = functools.partial(
+    ep.route_topk, top_k=8, num_groups=groups, top_groups=top_groups
   )
-  ids = np.asarray(ids)
+  ids = np.asarray(jax.jit(route)(logits.astype(np.float32))[0])
   options = dict(placements=["balanced"], replicas=[16])
   counted = forecast(cfg, cluster(4, 2), ids, **options)
   expected = forecast(
