@@ -25,7 +25,7 @@ def run(*argv):
 
 
 def refusal(main, flags, monkeypatch, capfd):
-  """Returns the output of a program, in this process, that refuses its flags.
+  """Returns the output of a program, in this process, that ends with an error.
 
   Another process would import JAX, which takes a second.
   """
