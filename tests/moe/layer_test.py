@@ -79,7 +79,11 @@ def _moe(layer, **options):
 
 
 @pytest.mark.parametrize(
-  "mesh, view", [("ep4", "local_unchecked"), ("dp2_ep2", "local")]
+  "mesh, view",
+  [
+    ("ep4", "local_unchecked"),
+    pytest.param("dp2_ep2", "local", marks=of_one_process),
+  ],
 )
 def test_output_and_gradients_are_those_of_the_dense_layer(mesh, view):
   case = Case(layer(mesh), "with_unused_choices")
@@ -226,7 +230,7 @@ def _any_batch(*lead):
   "lead, axis_type, run",
   [
     ((1,), AxisType.Auto, jax.jit),
-    ((2, 3), AxisType.Explicit, jax.jit),
+    pytest.param((2, 3), AxisType.Explicit, jax.jit, marks=of_one_process),
     pytest.param((6,), AxisType.Auto, lambda fn: fn, marks=of_one_process),
   ],
 )
