@@ -339,15 +339,19 @@ def test_a_choice_can_be_forced_and_logits_be_noisy():
 
 @of_one_process
 def test_any_batch_is_padded_when_asked():
-  layer = ep.MoE(PLAIN, group("dp2_ep2"))
-  params, x = make_params(PLAIN), tokens(2, 3)
+  layer = ep.MoE(SHARED, group("dp2_ep2"))
+  params, x = make_params(SHARED), tokens(R, T, hidden=SHARED.hidden)
+  batch = np.s_[:2, :3]
   (placed,) = put(layer, params)
   with pytest.raises(ValueError, match="cannot be split over 4 ranks"):
-    layer(placed, x)
+    layer(placed, x[batch])
   padded = jax.jit(functools.partial(layer, pad=True))
-  y, metrics = padded(placed, to_global(x, layer.group.mesh))
-  expected = expected_of(PLAIN, params, x)[:2]
-  assert_close((y, {n: getattr(metrics, n) for n in expected[1]}), expected)
+  y, metrics = padded(placed, to_global(x[batch], layer.group.mesh))
+  mask = np.zeros((R, T), bool)
+  mask[batch] = True
+  expected, numbers, *_ = expected_of(SHARED, params, x, mask=mask)
+  assert_close(y, expected[batch])
+  assert_close({n: getattr(metrics, n) for n in numbers}, numbers)
 
 
 @of_one_process
@@ -473,12 +477,14 @@ def test_tensor_parallel_experts_give_the_dense_layer():
 def test_a_layer_is_bound_to_a_mesh():
   """It makes a group, and parameters and a state that are placed there."""
   mesh = make_mesh({"tp": 2, "ep": 2})
-  config = dataclasses.replace(PLAIN, tp_axis="tp")
-  options = dict(max_tokens_per_rank=T, timeout_s=TIMEOUT_S, backend=BACKEND)
+  config = dataclasses.replace(SHARED, tp_axis="tp")
+  options = dict(
+    max_tokens_per_rank=2 * T, timeout_s=TIMEOUT_S, backend=BACKEND
+  )
   layer = ep.MoE(config, mesh, **options)
   with layer.group as mesh_group:
     assert mesh_group.data_axes == ()
-    assert (mesh_group.hidden_dim, mesh_group.top_k) == (H, K)
+    assert (mesh_group.hidden_dim, mesh_group.top_k) == (config.hidden, K)
     params, state = layer.init(jax.random.key(0)), layer.init_state()
     for name, spec in layer.specs().items():
       assert params[name].sharding == NamedSharding(mesh, spec)
@@ -486,7 +492,7 @@ def test_a_layer_is_bound_to_a_mesh():
       jax.random.key(0)
     )
     assert_close(params, jax.tree.map(np.asarray, first), 1e-6)
-    x = tokens(2, 3)
+    x = tokens(R, T, hidden=config.hidden)
     y, metrics = jax.jit(layer)(
       params, to_global(x, mesh, PartitionSpec("ep")), state
     )

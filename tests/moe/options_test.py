@@ -63,29 +63,17 @@ def results(layer, placement=None):
   return y, metrics, grads, grad_x
 
 
-# Of the first three, several processes do what one does in another way.
 @pytest.mark.parametrize(
   "mesh, placement, options",
   [
-    pytest.param("ep4", None, dict(replica_slots=2), marks=has_copies),
+    pytest.param("ep2_dp2", PLACEMENT, dict(replica_slots=1), marks=has_copies),
     ("ep4", None, dict(token_chunks=99, wire="mxfp8")),
     (
       "ep2_dp2",
       None,
       dict(wire="mxfp8", overflow="chunk", capacity_factor=1.0),
     ),
-    pytest.param(
-      "dp2_ep2",
-      PLACEMENT,
-      dict(replica_slots=1),
-      marks=[has_copies, of_one_process],
-    ),
-    pytest.param(
-      "ep4",
-      PLACEMENT,
-      dict(overlap=False),
-      marks=of_one_process,
-    ),
+    pytest.param("ep4", PLACEMENT, dict(overlap=False), marks=of_one_process),
   ],
 )
 def test_results_are_those_without_options_on_one_domain(
