@@ -77,18 +77,21 @@ def test_a_rank_has_room_for_a_part():
 
 @functools.partial(jax.jit, static_argnums=0)
 def transformed(layer, params, x):
-  """Returns the output, derivatives, and what parts alone must show."""
+  """Returns derivatives in both modes, and the output in several ways."""
 
-  def both(x):
+  def output(x):
     return layer(params, x)[0]
 
-  y, tangent = jax.jvp(both, (x,), (jnp.ones_like(x),))
-  grad = jax.grad(lambda x: both(x).sum())
-  again = jax.grad(lambda x: (grad(x) ** 2).sum())
+  def loss(x):
+    y = output(x)
+    return (y * y).sum(), y
+
+  grad = jax.grad(loss, has_aux=True)
+  derivatives = jax.jvp(grad, (x,), (jnp.ones_like(x),))
   if layer.config.token_chunks == 1:
-    return y, tangent, again(x)
-  of_layers = jax.lax.scan(lambda x, _: (both(x), ()), x, length=2)[0]
-  return y, tangent, again(x), jax.vmap(both)(x), of_layers
+    return derivatives
+  of_layers = jax.lax.scan(lambda x, _: (output(x), ()), x, length=2)[0]
+  return derivatives, jax.vmap(output)(x), of_layers
 
 
 def test_transformations():
@@ -100,10 +103,11 @@ def test_transformations():
     layer = ep.MoE(config, group("ep4"))
     return whole(transformed(layer, *put(layer, params, x)))
 
-  one_layer = run(x, num=1)
-  two_layers, *_ = run(one_layer[0], num=1)
-  results = run(x, num=3), (*one_layer, one_layer[0], two_layers)
-  for got, expected in zip(*results, strict=True):
+  derivatives = run(x, num=1)
+  (_, y), _ = derivatives
+  (_, two_layers), _ = run(y, num=1)
+  results = run(x, num=3), (derivatives, y, two_layers)
+  for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
     tolerance = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(got, expected, 1e-5, tolerance)
 
