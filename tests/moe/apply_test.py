@@ -62,10 +62,11 @@ BIASED = ep.MoEConfig(
   biases=True,
   router_bias=True,
   shared_inner=S,
-  normalize=False,
   up_activation=lambda x: jnp.clip(x, -1, 1) + 1,
 )
-EARLY = dataclasses.replace(BIASED, weigh="early", balance="sequence")
+EARLY = dataclasses.replace(
+  BIASED, weigh="early", balance="sequence", normalize=False
+)
 SPLIT = dataclasses.replace(SHARED, fsdp_axis="dp")
 
 
@@ -231,34 +232,18 @@ def test_bfloat16_tokens_of_float32_parameters():
 
 
 @of_one_process
-@pytest.mark.parametrize(
-  "config, view",
-  [
-    pytest.param(
-      dataclasses.replace(SHARED, deterministic=DETERMINISTIC),
-      "local",
-      id="shared_deterministic",
-    ),
-    pytest.param(
-      dataclasses.replace(BIASED, capacity_factor=1.6, overflow="chunk"),
-      "global",
-      id="biases_chunk",
-    ),
-  ],
-)
-def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
+def test_masked_tokens_visit_no_expert_and_do_not_count():
   """A NaN or an infinity in masked tokens reaches no other value."""
+  config = dataclasses.replace(BIASED, deterministic=DETERMINISTIC)
   layer = ep.MoE(config, group("dp2_ep2"))
-  params, x = make_params(config), tokens(R, T, hidden=config.hidden)
+  params, x = make_params(config), tokens(R, T)
   mask = np.random.default_rng(3).random((R, T)) < 0.6
   junk = np.where(
     mask[..., None], x, np.resize([np.nan, np.inf, 3e38], x.shape)
   )
-  apply = layer if view == "global" else local_view(layer)
-  fn = with_grads(lambda params, x, mask: apply(params, x, mask=mask))
   args = put(layer, params, junk.astype(x.dtype), mask)
   assert_close(
-    jax.jit(fn)(*args),
+    jax.jit(with_grads(local_view(layer)))(*args),
     expected_of(config, params, x * mask[..., None], mask=mask),
   )
 
@@ -267,7 +252,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
 def test_gradients_of_each_example_are_its_own():
   """`vmap(grad)` makes one exchange per example, and so sums nothing.
 
-  That holds for examples of one model and for those of a model each.
+  Examples may have matrices of their own and share others.
   """
   config = dataclasses.replace(PLAIN, deterministic=DETERMINISTIC)
   layer, params = ep.MoE(config, group("ep4")), make_params(config)
@@ -280,19 +265,18 @@ def test_gradients_of_each_example_are_its_own():
     return jnp.tanh(dense(config, params, x)[0]).sum()
 
   @jax.jit
-  def of_one_model_and_of_two(*args):
-    grad = jax.grad(loss, (0, 1))
-    models, xs = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), args)
-    return jax.vmap(grad, (None, 0))(args[0], xs), jax.vmap(grad)(models, xs)
+  def of_two(params, x):
+    params["w_up"], xs = (jnp.stack([a, 2 * a]) for a in (params["w_up"], x))
+    axes = {n: 0 if n == "w_up" else None for n in params}
+    return jax.vmap(jax.grad(loss, (0, 1)), (axes, 0))(params, xs)
 
-  got = of_one_model_and_of_two(*args)
+  got = of_two(*args)
   grad = jit_quickly(jax.grad(dense_loss, (0, 1)))
-  x, twice = tokens(R), jax.tree.map(lambda p: 2 * p, params)
-  expected = [
-    jax.tree.map(lambda *g: np.stack(g), grad(params, x), grad(p, 2 * x))
-    for p in (params, twice)
-  ]
-  assert_close(got, tuple(expected), 1e-4)
+  x, other = tokens(R), params | {"w_up": 2 * params["w_up"]}
+  expected = jax.tree.map(
+    lambda *g: np.stack(g), grad(params, x), grad(other, 2 * x)
+  )
+  assert_close(got, expected, 1e-4)
 
 
 @of_one_process
@@ -355,10 +339,9 @@ def test_any_batch_is_padded_when_asked():
 
 
 @of_one_process
-@pytest.mark.parametrize("placement", [None, PLACEMENT])
-def test_a_tight_capacity_drops_and_tells(placement):
-  """It does so with a limit of tokens, and without any."""
-  limit = T if GPU or placement is not None else None
+def test_a_tight_capacity_drops_and_tells():
+  """Without a limit of tokens it follows those of the call."""
+  limit = T if GPU else None
   config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
   layer = ep.MoE(config, group("ep4", max_tokens_per_rank=limit))
   x, params = tokens(R * T), make_params(PLAIN)
@@ -367,11 +350,9 @@ def test_a_tight_capacity_drops_and_tells(placement):
   params = params | {"router": params["router"] * (np.arange(E) == 0)}
   choices = np.argsort(-x @ params["router"], axis=-1, kind="stable")[:, :K]
   load = np.bincount(choices.ravel(), minlength=E)
-  experts = np.arange(E)
-  if placement is not None:
-    params, experts = in_slots(placement, params), placement.experts
-    choices = placement.slots[choices]
-  _, metrics = run_forward(layer, params, x, placement=placement)
+  params, experts = in_slots(PLACEMENT, params), PLACEMENT.experts
+  choices = PLACEMENT.slots[choices]
+  _, metrics = run_forward(layer, params, x, placement=PLACEMENT)
   np.testing.assert_array_equal(metrics.load, load)
   rows = load[experts].reshape(R, -1).sum(axis=1)
   assert metrics.max_rank_rows == rows.max() > T * K
@@ -412,20 +393,19 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
   used = np.take_along_axis(candidates, assigned, axis=1)
 
   @functools.partial(jax.jit, static_argnums=0)
-  def value_and_grads(layer, params, x, **options):
-    def loss(params, x):
-      y, metrics = layer(params, x, placement=PLACEMENT, **options)
+  def value_and_grad(layer, params, x, **options):
+    def loss(router):
+      all_params = params | {"router": router}
+      y, metrics = layer(all_params, x, placement=PLACEMENT, **options)
       return jnp.tanh(y).sum(), (y, metrics)
 
-    return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+    return jax.grad(loss, has_aux=True)(params["router"])
 
   *args, used = put(layer, in_slots(PLACEMENT, params), x, used)
-  moved = value_and_grads(layer, *args, state=ep.moe.State(bias))
-  forced = value_and_grads(wide, *args, forced_idx=used)
-  (grads, (y, metrics)), (expected_grads, (expected, _)) = whole(
-    (moved, forced)
-  )
-  layer_steps.assert_close((y, grads), (expected, expected_grads), 1e-5, 1e-6)
+  moved = value_and_grad(layer, *args, state=ep.moe.State(bias))
+  forced = value_and_grad(wide, *args, forced_idx=used)
+  (grad, (y, metrics)), (expected_grad, (expected, _)) = whole((moved, forced))
+  layer_steps.assert_close((y, grad), (expected, expected_grad), 1e-5, 1e-6)
   assert metrics.dropped == 0
   assert metrics.moved == (assigned >= K).sum()
   wanted = np.bincount(candidates[:, :K].ravel(), minlength=E)
