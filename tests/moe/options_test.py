@@ -67,7 +67,9 @@ def results(layer, placement=None):
   "mesh, placement, options",
   [
     pytest.param("ep2_dp2", PLACEMENT, dict(replica_slots=1), marks=has_copies),
-    ("ep4", None, dict(token_chunks=99, wire="mxfp8")),
+    pytest.param(
+      "ep4", None, dict(token_chunks=99, wire="mxfp8"), marks=of_one_process
+    ),
     (
       "ep2_dp2",
       None,
