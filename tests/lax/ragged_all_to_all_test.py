@@ -318,7 +318,9 @@ def two_arrays():
   return small(rng, 4, N, H), small(rng, 4, M, H)
 
 
-@pytest.mark.parametrize("op", ["ep", "jax"])
+@pytest.mark.parametrize(
+  "op", ["ep", pytest.param("jax", marks=of_one_process)]
+)
 def test_a_bad_slice_fails_on_every_rank(mesh, op):
   """The error has the numbers, and the next launch works."""
   operand, output = two_arrays()

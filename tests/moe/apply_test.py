@@ -37,14 +37,14 @@ from layer_steps import (
 )
 import quick_compiler
 
-F, S = 6, 3  # inner sizes of an expert and of a shared one
+F, S = 6, 4  # inner sizes of an expert and of a shared one
 DETERMINISTIC = not GPU  # nccl refuses it
 R = 4  # ranks
 PLACEMENT = ep.Placement(np.random.default_rng(7).permutation(E))
 
 PLAIN = ep.MoEConfig(H, F, E, K, gated=False, activation=jax.nn.gelu)
 SHARED = ep.MoEConfig(
-  H,
+  H - 1,
   F,
   E,
   K,
@@ -52,6 +52,7 @@ SHARED = ep.MoEConfig(
   score="sigmoid",
   scale=2.5,
   shared_inner=S,
+  router_bias=True,
 )
 BIASED = ep.MoEConfig(
   H,
@@ -60,11 +61,13 @@ BIASED = ep.MoEConfig(
   K,
   biases=True,
   router_bias=True,
-  normalize=False,
+  shared_inner=S,
   up_activation=lambda x: jnp.clip(x, -1, 1) + 1,
 )
-EARLY = dataclasses.replace(BIASED, weigh="early", balance="sequence")
-SPLIT = dataclasses.replace(SHARED, hidden=6, shared_inner=4, fsdp_axis="dp")
+EARLY = dataclasses.replace(
+  BIASED, weigh="early", balance="sequence", normalize=False
+)
+SPLIT = dataclasses.replace(SHARED, fsdp_axis="dp")
 
 
 @functools.cache
@@ -169,6 +172,20 @@ def oracle(config):
 
 
 def expected_of(config, params, x, bias=None, mask=None):
+  """Returns what `with_grads` does of the dense layer.
+
+  Layers that compute the same share its program.
+  """
+  config = dataclasses.replace(
+    config,
+    capacity_factor=None,
+    overflow=None,
+    deterministic=False,
+    tp_axis=None,
+    fsdp_axis=None,
+  )
+  bias = np.zeros(E, np.float32) if bias is None else bias
+  mask = np.ones(x.shape[:-1], bool) if mask is None else mask
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
     return jax.tree.map(np.asarray, oracle(config)(*wide, bias, mask))
@@ -180,6 +197,7 @@ def assert_close(got, expected, tol=2e-5):
     assert_shards_close(a, b, tol, tol * max(np.abs(b).max(), 1e-3))
 
 
+@of_one_process
 @pytest.mark.parametrize(
   "config, mesh, biased",
   [
@@ -213,37 +231,19 @@ def test_bfloat16_tokens_of_float32_parameters():
 
 
 @of_one_process
-@pytest.mark.parametrize(
-  "config, view",
-  [
-    pytest.param(
-      dataclasses.replace(
-        SHARED, router_bias=True, deterministic=DETERMINISTIC
-      ),
-      "local",
-      id="shared_deterministic",
-    ),
-    pytest.param(
-      dataclasses.replace(
-        BIASED, shared_inner=S, capacity_factor=1.6, overflow="chunk"
-      ),
-      "global",
-      id="biases_chunk",
-    ),
-  ],
-)
-def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
+def test_masked_tokens_visit_no_expert_and_do_not_count():
   """A NaN or an infinity in masked tokens reaches no other value."""
+  config = dataclasses.replace(BIASED, deterministic=DETERMINISTIC)
   layer = ep.MoE(config, group("dp2_ep2"))
-  params, x = make_params(config), tokens(R * T)
-  mask = np.random.default_rng(3).random(R * T) < 0.6
-  junk = np.where(mask[:, None], x, np.resize([np.nan, np.inf, 3e38], x.shape))
-  apply = layer if view == "global" else local_view(layer)
-  fn = with_grads(lambda params, x, mask: apply(params, x, mask=mask))
+  params, x = make_params(config), tokens(R, T)
+  mask = np.random.default_rng(3).random((R, T)) < 0.6
+  junk = np.where(
+    mask[..., None], x, np.resize([np.nan, np.inf, 3e38], x.shape)
+  )
   args = put(layer, params, junk.astype(x.dtype), mask)
   assert_close(
-    jax.jit(fn)(*args),
-    expected_of(config, params, x * mask[:, None], mask=mask),
+    jax.jit(with_grads(local_view(layer)))(*args),
+    expected_of(config, params, x * mask[..., None], mask=mask),
   )
 
 
@@ -251,7 +251,7 @@ def test_masked_tokens_visit_no_expert_and_do_not_count(config, view):
 def test_gradients_of_each_example_are_its_own():
   """`vmap(grad)` makes one exchange per example, and so sums nothing.
 
-  That holds for examples of one model and for those of a model each.
+  Examples may have matrices of their own and share others.
   """
   config = dataclasses.replace(PLAIN, deterministic=DETERMINISTIC)
   layer, params = ep.MoE(config, group("ep4")), make_params(config)
@@ -264,26 +264,25 @@ def test_gradients_of_each_example_are_its_own():
     return jnp.tanh(dense(config, params, x)[0]).sum()
 
   @jax.jit
-  def of_one_model_and_of_two(*args):
-    grad = jax.grad(loss, (0, 1))
-    models, xs = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), args)
-    return jax.vmap(grad, (None, 0))(args[0], xs), jax.vmap(grad)(models, xs)
+  def of_two(params, x):
+    params["w_up"], xs = (jnp.stack([a, 2 * a]) for a in (params["w_up"], x))
+    axes = {n: 0 if n == "w_up" else None for n in params}
+    return jax.vmap(jax.grad(loss, (0, 1)), (axes, 0))(params, xs)
 
-  got = of_one_model_and_of_two(*args)
+  got = of_two(*args)
   grad = jit_quickly(jax.grad(dense_loss, (0, 1)))
-  x, twice = tokens(R), jax.tree.map(lambda p: 2 * p, params)
-  expected = [
-    jax.tree.map(lambda *g: np.stack(g), grad(params, x), grad(p, 2 * x))
-    for p in (params, twice)
-  ]
-  assert_close(got, tuple(expected), 1e-4)
+  x, other = tokens(R), params | {"w_up": 2 * params["w_up"]}
+  expected = jax.tree.map(
+    lambda *g: np.stack(g), grad(params, x), grad(other, 2 * x)
+  )
+  assert_close(got, expected, 1e-4)
 
 
 @of_one_process
 def test_tangents_are_those_of_the_dense_layer():
   """Those of masked tokens, which are NaN, are zero."""
   layer = ep.MoE(SHARED, group("dp2_ep2"))
-  params, x = make_params(SHARED), tokens(R * T)
+  params, x = make_params(SHARED), tokens(R * T, hidden=SHARED.hidden)
   mask = np.arange(R * T) % 3 > 0
   junk = np.where(mask[:, None], x, np.float32(np.nan))
 
@@ -323,21 +322,25 @@ def test_a_choice_can_be_forced_and_logits_be_noisy():
 
 @of_one_process
 def test_any_batch_is_padded_when_asked():
-  layer = ep.MoE(PLAIN, group("dp2_ep2"))
-  params, x = make_params(PLAIN), tokens(3, 2)
+  layer = ep.MoE(SHARED, group("dp2_ep2"))
+  params, x = make_params(SHARED), tokens(R, T, hidden=SHARED.hidden)
+  batch = np.s_[:2, :3]
   (placed,) = put(layer, params)
   with pytest.raises(ValueError, match="cannot be split over 4 ranks"):
-    layer(placed, x)
-  padded = with_grads(functools.partial(layer, pad=True))
-  got = jax.jit(padded)(placed, to_global(x, layer.group.mesh))
-  assert_close(got, expected_of(PLAIN, params, x))
+    layer(placed, x[batch])
+  padded = jax.jit(functools.partial(layer, pad=True))
+  y, metrics = padded(placed, to_global(x[batch], layer.group.mesh))
+  mask = np.zeros((R, T), bool)
+  mask[batch] = True
+  expected, numbers, *_ = expected_of(SHARED, params, x, mask=mask)
+  assert_close(y, expected[batch])
+  assert_close({n: getattr(metrics, n) for n in numbers}, numbers)
 
 
 @of_one_process
-@pytest.mark.parametrize("placement", [None, PLACEMENT])
-def test_a_tight_capacity_drops_and_tells(placement):
-  """It does so with a limit of tokens, and without any."""
-  limit = T if GPU or placement is not None else None
+def test_a_tight_capacity_drops_and_tells():
+  """Without a limit of tokens it follows those of the call."""
+  limit = T if GPU else None
   config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
   layer = ep.MoE(config, group("ep4", max_tokens_per_rank=limit))
   x, params = tokens(R * T), make_params(PLAIN)
@@ -346,11 +349,9 @@ def test_a_tight_capacity_drops_and_tells(placement):
   params = params | {"router": params["router"] * (np.arange(E) == 0)}
   choices = np.argsort(-x @ params["router"], axis=-1, kind="stable")[:, :K]
   load = np.bincount(choices.ravel(), minlength=E)
-  experts = np.arange(E)
-  if placement is not None:
-    params, experts = in_slots(placement, params), placement.experts
-    choices = placement.slots[choices]
-  _, metrics = run_forward(layer, params, x, placement=placement)
+  params, experts = in_slots(PLACEMENT, params), PLACEMENT.experts
+  choices = PLACEMENT.slots[choices]
+  _, metrics = run_forward(layer, params, x, placement=PLACEMENT)
   np.testing.assert_array_equal(metrics.load, load)
   rows = load[experts].reshape(R, -1).sum(axis=1)
   assert metrics.max_rank_rows == rows.max() > T * K
@@ -391,20 +392,19 @@ def test_a_choice_without_room_moves_and_its_weight_follows():
   used = np.take_along_axis(candidates, assigned, axis=1)
 
   @functools.partial(jax.jit, static_argnums=0)
-  def value_and_grads(layer, params, x, **options):
-    def loss(params, x):
-      y, metrics = layer(params, x, placement=PLACEMENT, **options)
+  def value_and_grad(layer, params, x, **options):
+    def loss(router):
+      all_params = params | {"router": router}
+      y, metrics = layer(all_params, x, placement=PLACEMENT, **options)
       return jnp.tanh(y).sum(), (y, metrics)
 
-    return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+    return jax.grad(loss, has_aux=True)(params["router"])
 
   *args, used = put(layer, in_slots(PLACEMENT, params), x, used)
-  moved = value_and_grads(layer, *args, state=ep.moe.State(bias))
-  forced = value_and_grads(wide, *args, forced_idx=used)
-  (grads, (y, metrics)), (expected_grads, (expected, _)) = whole(
-    (moved, forced)
-  )
-  layer_steps.assert_close((y, grads), (expected, expected_grads), 1e-5, 1e-6)
+  moved = value_and_grad(layer, *args, state=ep.moe.State(bias))
+  forced = value_and_grad(wide, *args, forced_idx=used)
+  (grad, (y, metrics)), (expected_grad, (expected, _)) = whole((moved, forced))
+  layer_steps.assert_close((y, grad), (expected, expected_grad), 1e-5, 1e-6)
   assert metrics.dropped == 0
   assert metrics.moved == (assigned >= K).sum()
   wanted = np.bincount(candidates[:, :K].ravel(), minlength=E)
@@ -444,9 +444,10 @@ def test_vmap_over_examples_makes_one_exchange():
 def test_tensor_parallel_experts_give_the_dense_layer():
   """Inner sizes are split over an axis whose ranks hold the same tokens."""
   mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})
-  config = dataclasses.replace(BIASED, shared_inner=4, tp_axis="tp")
-  params, x = make_params(config), tokens(2 * T)
-  with bootstrap(mesh, data_axes=("dp",)) as mesh_group:
+  config = dataclasses.replace(BIASED, tp_axis="tp")
+  params, x = make_params(config), tokens(R, T)
+  sizes = dict(max_tokens_per_rank=2 * T)
+  with bootstrap(mesh, data_axes=("dp",), **sizes) as mesh_group:
     layer = ep.MoE(config, mesh_group)
     got = jax.jit(with_grads(local_view(layer)))(*put(layer, params, x))
     assert_close(got, expected_of(config, params, x))
@@ -454,13 +455,15 @@ def test_tensor_parallel_experts_give_the_dense_layer():
 
 def test_a_layer_is_bound_to_a_mesh():
   """It makes a group, and parameters and a state that are placed there."""
-  mesh = make_mesh({"tp": 2, "ep": 2})
-  config = dataclasses.replace(PLAIN, tp_axis="tp")
-  options = dict(max_tokens_per_rank=T, timeout_s=TIMEOUT_S, backend=BACKEND)
+  mesh = make_mesh({"ep": 2, "tp": 2})
+  config = dataclasses.replace(SHARED, tp_axis="tp")
+  options = dict(
+    max_tokens_per_rank=2 * T, timeout_s=TIMEOUT_S, backend=BACKEND
+  )
   layer = ep.MoE(config, mesh, **options)
   with layer.group as mesh_group:
     assert mesh_group.data_axes == ()
-    assert (mesh_group.hidden_dim, mesh_group.top_k) == (H, K)
+    assert (mesh_group.hidden_dim, mesh_group.top_k) == (config.hidden, K)
     params, state = layer.init(jax.random.key(0)), layer.init_state()
     for name, spec in layer.specs().items():
       assert params[name].sharding == NamedSharding(mesh, spec)
@@ -468,13 +471,14 @@ def test_a_layer_is_bound_to_a_mesh():
       jax.random.key(0)
     )
     assert_close(params, jax.tree.map(np.asarray, first), 1e-6)
-    x = tokens(2 * T)
-    y, metrics = jax.jit(layer)(
+    x = tokens(R, T, hidden=config.hidden)
+    results = jax.jit(with_grads(layer))(
       params, to_global(x, mesh, PartitionSpec("ep")), state
     )
-    assert_close(y, expected_of(config, first, x)[0])
-    load = np.asarray(metrics.load)
-    state = jax.jit(ep.moe.State.after)(state, metrics.load)
+    assert_close(results, expected_of(config, first, x))
+    load = results[1]["load"]
+    state = jax.jit(ep.moe.State.after)(state, load)
+    load = np.asarray(load)
     bias = np.float32(1e-3) * np.sign(load.mean() - load)
     assert_shards_equal(state.bias, bias)
     with pytest.raises(TypeError, match="'timeout_s'. are options of ep_boot"):

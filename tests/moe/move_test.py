@@ -16,7 +16,6 @@ LAYERS = 3
 _rng = np.random.default_rng(0)
 ONE, TWO = (ep.Placement(_rng.permutation(E)) for _ in range(2))
 STACKED = ep.Placement([_rng.permutation(E) for _ in range(LAYERS)])
-MOVES = [(None, ONE), (ONE, TWO), (TWO, None), (TWO, TWO)]
 
 
 def draw(shape, dtype):
@@ -53,24 +52,27 @@ def mover(here, specs, view):
     return ep.moe.move(here, arrays, specs, old=old, new=new)
 
   if view == "local":
-    return jax.shard_map(
+    move = jax.shard_map(
       move,
       mesh=here.mesh,
       in_specs=(specs, P(), P()),
       out_specs=specs,
     )
-  return jax.jit(move) if view == "jit" else move
+  return move if view == "eager" else jax.jit(move)
 
 
 @pytest.mark.parametrize(
-  "mesh, view",
+  "mesh, view, moves, programs",
   [
-    ("ep4", "jit"),
-    pytest.param("dp2_ep2", "local", marks=of_one_process),
-    pytest.param("ep4", "eager", marks=of_one_process),
+    ("ep4", "global", [(ONE, TWO), (TWO, TWO)], 1),
+    pytest.param(
+      "dp2_ep2", "local", [(None, ONE), (TWO, None)], 2, marks=of_one_process
+    ),
+    pytest.param("ep4", "eager", [(None, ONE)], None, marks=of_one_process),
   ],
 )
-def test_arrays_of_experts_move_and_no_others(mesh, view):
+def test_arrays_of_experts_move_and_no_others(mesh, view, moves, programs):
+  """One program serves all placements, and one each the lack of either."""
   here = group(mesh)
   dp = here.data_axes[0] if here.data_axes else None
   specs = {"w": P("ep", None, dp), "m": [P(None, "ep")], "router": P(None, dp)}
@@ -86,7 +88,7 @@ def test_arrays_of_experts_move_and_no_others(mesh, view):
     return whole | {"w": w, "m": [m]}
 
   run = mover(here, specs, view)
-  for old, new in MOVES:
+  for old, new in moves:
     arrays = put(here.mesh, placed(old), specs)
     got = run(arrays, old, new)
     check(got, placed(new))
@@ -98,9 +100,7 @@ def test_arrays_of_experts_move_and_no_others(mesh, view):
         assert a.sharding.is_equivalent_to(wanted, a.ndim)
     if view == "eager":
       assert got["router"] is arrays["router"]
-  # One program serves all placements, and one each the lack of either.
-  if view == "jit":
-    assert run._cache_size() == 3
+  assert view == "eager" or run._cache_size() == programs
 
 
 DTYPES = "bool int8 uint32 int32 float16 float8_e4m3fn bfloat16 float32".split()
@@ -111,7 +111,7 @@ def test_all_dtypes_keep_their_bits_and_layers_their_placements():
   here = group("dp2_ep2")
   specs = [P(None, "ep")] * len(DTYPES)
   whole = [draw((LAYERS, E, 3), dtype) for dtype in DTYPES]
-  run = mover(here, P(None, "ep"), "jit")
+  run = mover(here, P(None, "ep"), "global")
   one_each = ep.Placement([ONE.experts] * LAYERS)
   stacked = put(here.mesh, [in_slots(x, STACKED) for x in whole], specs)
   expected = [in_slots(x, one_each) for x in whole]

@@ -8,6 +8,7 @@ XLA would compile for GPUs, with the host engine in NCCL EP's place.
 
 import collections
 import dataclasses
+import functools
 import re
 
 import jax
@@ -75,6 +76,7 @@ class Body:
     ]
 
 
+@functools.cache
 def bodies(config):
   """Returns the forward and the backward pass on one rank."""
   sizes = dict(hidden_dim=HIDDEN, backend="host")

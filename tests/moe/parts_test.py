@@ -2,6 +2,7 @@
 """token_chunks gives what one exchange gives, in less memory."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from layer_steps import draw_params, put, run_forward, step_of, whole
 F = 6  # inner size of an expert
 R = 4  # ranks
 CONFIG = ep.MoEConfig(
-  H, F, E, K, activation=jnp.tanh, gated=False, biases=True, shared_inner=3
+  H, F, E, K, activation=jnp.tanh, gated=False, shared_inner=3
 )
 
 
@@ -63,7 +64,7 @@ def test_a_rank_has_room_for_a_part():
   )
   params, x = arrays(config, 64)
   peaks = []
-  for num in 1, 2, 8:
+  for num in 1, 8:
     of_parts = dataclasses.replace(config, token_chunks=num)
     for here in limited, unlimited:
       layer = ep.MoE(of_parts, here)
@@ -71,33 +72,42 @@ def test_a_rank_has_room_for_a_part():
     args = *put(layer, params, x, x), None, None
     compiled = step_of(layer).lower(*args).compile()
     peaks.append(compiled.memory_analysis().temp_size_in_bytes)
-  assert peaks[1] < 0.7 * peaks[0]
-  assert peaks[2] < 0.7 * peaks[1]
+  assert peaks[1] < 0.49 * peaks[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def transformed(layer, params, x):
+  """Returns derivatives in both modes, and the output in several ways."""
+
+  def output(x):
+    return layer(params, x)[0]
+
+  def loss(x):
+    y = output(x)
+    return (y * y).sum(), y
+
+  grad = jax.grad(loss, has_aux=True)
+  derivatives = jax.jvp(grad, (x,), (jnp.ones_like(x),))
+  if layer.config.token_chunks == 1:
+    return derivatives
+  of_layers = jax.lax.scan(lambda x, _: (output(x), ()), x, length=2)[0]
+  return derivatives, jax.vmap(output)(x), of_layers
 
 
 def test_transformations():
   """vmap, scan over layers, and derivatives in both modes are the same."""
   params, x = arrays(CONFIG, 2, 2)
-  results = []
-  for num in 1, 2:
+
+  def run(x, num):
     config = dataclasses.replace(CONFIG, token_chunks=num)
     layer = ep.MoE(config, group("ep4"))
+    return whole(transformed(layer, *put(layer, params, x)))
 
-    @jax.jit
-    def run(params, x, layer=layer):
-      def both(x):
-        return layer(params, x)[0]
-
-      def two_layers(x):
-        return jax.lax.scan(lambda x, _: (both(x), ()), x, length=2)[0]
-
-      y, tangent = jax.jvp(both, (x,), (jnp.ones_like(x),))
-      grad = jax.grad(lambda x: both(x).sum())
-      again = jax.grad(lambda x: (grad(x) ** 2).sum())
-      return y, tangent, again(x), jax.vmap(both)(x), two_layers(x)
-
-    results.append(whole(run(*put(layer, params, x))))
-  for expected, got in zip(*results, strict=True):
+  derivatives = run(x, num=1)
+  (_, y), _ = derivatives
+  (_, two_layers), _ = run(y, num=1)
+  results = run(x, num=3), (derivatives, y, two_layers)
+  for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
     tolerance = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(got, expected, 1e-5, tolerance)
 

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from options_test import HIDDEN, layer_of, PLAIN, R
 import pytest
 
 from conftest import make_mesh, to_global
@@ -21,9 +22,6 @@ from layer_steps import (
   whole,
 )
 
-F, R = 5, 4  # inner size, and ranks
-PLAIN = ep.MoEConfig(H, F, E, K, biases=True, shared_inner=3)
-BARE = ep.MoEConfig(H, F, E, K)
 _E = np.arange(E)
 
 # Logits of eight routings, from an even one to one of the experts of a rank.
@@ -42,15 +40,11 @@ LOGITS = {
 def arrays(name, config=PLAIN):
   """Returns whole parameters, tokens and a cotangent."""
   rng = np.random.default_rng(0)
-  params = draw_params(config, lambda shape: rng.normal(size=shape))
+  size = 1 if config.hidden == H else 2
+  params = draw_params(config, lambda shape: rng.normal(size=shape) / size)
   x, ct = rng.normal(size=(2, R * T, config.hidden)).astype(np.float32)
   x[:, 0], params["router"][0] = 1, 4 * LOGITS[name]
   return params, x, ct
-
-
-def layer_of(num_slots, **options):
-  config = dataclasses.replace(PLAIN, replica_slots=num_slots, **options)
-  return ep.MoE(config, group("ep4", num_experts=E + R * num_slots))
 
 
 def vose(rows, room, num_slots):
@@ -108,11 +102,9 @@ def without_rows(metrics):
 @pytest.mark.parametrize("name", LOGITS)
 def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
   params, *tokens = arrays(name)
-  y, metrics, grads, grad_x = run_step(
-    ep.MoE(PLAIN, group("ep4")), params, *tokens
-  )
+  y, metrics, grads, grad_x = run_step(layer_of(), params, *tokens)
   got, got_metrics, got_grads, got_x = run_step(
-    layer_of(E // R), params, *tokens
+    layer_of(replica_slots=E // R), params, *tokens
   )
   assert got_metrics.max_rank_rows == T * K <= metrics.max_rank_rows
   jax.tree.map(
@@ -131,7 +123,10 @@ def slot_gradients(layer):
   @jax.jit
   def gradients(params, x, ct, ids, weights):
     def loss(params):
-      return (ep.moe_layer(layer, x, ids, weights, **params) * ct).sum()
+      y = ep.moe_layer(
+        layer, x, ids, weights, activation=PLAIN.activation, **params
+      )
+      return (y * ct).sum()
 
     return jax.grad(loss)(params)
 
@@ -145,7 +140,7 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name):
   It has no biases, so these are zeros.
   """
   num_slots = E // R
-  layer = layer_of(num_slots)
+  layer = layer_of(replica_slots=num_slots)
   params, x, ct = arrays(name)
   params |= {n: 0 * p for n, p in params.items() if n.startswith("b_")}
   _, metrics, grads, _ = run_step(layer, params, x, ct)
@@ -154,7 +149,8 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name):
     jnp.matmul(part, params["router"], precision="highest")
     for part in np.split(x, R)
   ]
-  idx, weights = map(np.asarray, ep.route_topk(np.concatenate(logits), K))
+  route = functools.partial(ep.route_topk, normalize=False)
+  idx, weights = map(np.asarray, route(np.concatenate(logits), K))
   L, slots = E // R, E // R + num_slots
   rows = np.bincount(idx.ravel(), minlength=E).reshape(R, L)
   copies = vose(rows, T * K, num_slots)
@@ -182,11 +178,12 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name):
     np.testing.assert_array_equal(grads[n], expected)
 
 
-def test_drops_are_of_experts():
+def test_drops_are_of_experts_and_other_ids_are_refused():
   """With fewer slots than it needs, an expert keeps what does not fit."""
-  layer = layer_of(1, capacity_factor=1.0, overflow="drop")
+  layer = layer_of(replica_slots=1, capacity_factor=1.0, overflow="drop")
   params, x, _ = arrays("one_rank")
-  _, metrics = run_forward(layer, params, x)
+  idx = np.argsort(-x @ params["router"])[:, :K].astype(np.int32)
+  _, metrics = run_forward(layer, params, x, idx)
   rows = metrics.load.reshape(R, -1).sum(1)
   copies = vose(metrics.load.astype(int).reshape(R, -1), T * K, 1)
   moved = np.zeros(R, int)
@@ -196,9 +193,13 @@ def test_drops_are_of_experts():
   drops = metrics.drops.reshape(R, -1).sum(1)
   np.testing.assert_array_equal(drops, (rows + moved - T * K).clip(0))
   assert drops.any()
+  idx[3, 1] = E
+  with failing(layer.group) as error:
+    run_forward(layer, params, x, idx)
+  assert "topk_idx[3, 1]" in str(error.value)
 
 
-@pytest.mark.parametrize("P, L", [(1, 3), (2, 1), (4, 2), (8, 4)])
+@pytest.mark.parametrize("P, L", [(1, 3), (2, 1), (8, 4)])
 def test_no_rank_has_more_than_the_mean(P, L):
   rng = np.random.default_rng(0)
   of = jax.jit(divide, static_argnums=2)
@@ -223,13 +224,19 @@ def test_no_rank_has_more_than_the_mean(P, L):
 
 def test_derivatives_of_all_orders():
   """Reverse over forward has what the layer without copies has."""
-  params, *tokens = arrays("one_expert", BARE)
+  config = ep.MoEConfig(H, 5, E, K)
+  params, *tokens = arrays("one_expert", config)
 
-  def curvature(layer):
+  def curvature(num_slots):
+    of_layer = dataclasses.replace(config, replica_slots=num_slots)
+    layer = ep.MoE(of_layer, group("ep4", num_experts=E + R * num_slots))
+
     @jax.jit
     def of(params, x, ct):
+      router = {"router": params.pop("router")}
+
       def slope(params):
-        y, dy = jax.jvp(lambda p: layer(p, x)[0], (params,), (params,))
+        y, dy = jax.jvp(lambda p: layer(router | p, x)[0], (params,), (params,))
         return (y * ct).sum() + (dy * ct).sum()
 
       return jax.grad(slope)(params)
@@ -237,9 +244,8 @@ def test_derivatives_of_all_orders():
     args, *others = put(layer, params, *tokens)
     return whole(of(args, *others))
 
-  expected = curvature(ep.MoE(BARE, group("ep4")))
-  copying = layer_of(2, biases=False, shared_inner=0)
-  for n, got in curvature(copying).items():
+  expected = curvature(0)
+  for n, got in curvature(2).items():
     np.testing.assert_allclose(got, expected[n], 1e-3, 1e-2, err_msg=n)
 
 
@@ -253,37 +259,26 @@ def test_what_a_layer_with_replicas_refuses():
       dataclasses.replace(PLAIN, replica_slots=1, **options)
   config = dataclasses.replace(PLAIN, replica_slots=1)
   with pytest.raises(ValueError, match="replica_slots = 1 needs 12, but the"):
-    ep.MoE(config, group("ep4"))
-  with bootstrap(make_mesh({"ep": 4}), num_experts=E + 4) as wide:
-    assert ep.MoE(config, wide).group.num_experts == E + 4
+    ep.MoE(config, layer_of().group)
   with (
     bootstrap(
-      make_mesh({"ep": 4}), num_experts=E + 4, max_tokens_per_rank=1
+      make_mesh({"ep": 4}),
+      num_experts=E + 4,
+      hidden_dim=HIDDEN,
+      max_tokens_per_rank=1,
     ) as wide,
     pytest.raises(ValueError, match="max_tokens_per_rank = 1, but a copy"),
   ):
     ep.MoE(config, wide)
 
 
-def test_an_id_that_is_no_expert_is_refused():
-  params, x, _ = arrays("even")
-  idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
-  idx[3, 1] = E
-  layer = layer_of(1)
-  with failing(layer.group) as error:
-    run_forward(layer, params, x, forced_idx=idx)
-  assert "topk_idx[3, 1]" in str(error.value)
-
-
 def test_tokens_that_visit_no_expert_take_no_room():
-  params, x, _ = arrays("one_expert")
-  x = x.astype(jnp.bfloat16)
-  layers = ep.MoE(PLAIN, group("ep4")), layer_of(E // R)
+  params, *tokens = arrays("one_expert")
+  y, *_ = run_step(layer_of(), params, *tokens)
+  layer = layer_of(replica_slots=E // R)
   for mask in np.arange(R * T) % 3 > 0, np.zeros(R * T, bool):
-    (y, _), (got, metrics) = (
-      run_forward(layer, params, x, mask=mask) for layer in layers
-    )
-    np.testing.assert_array_equal(got, y)
+    got, metrics = run_forward(layer, params, tokens[0], mask=mask)
+    np.testing.assert_array_equal(got, np.where(mask[:, None], y, 0))
     assert metrics.max_rank_rows == -(-mask.sum() * K // R)
 
 
@@ -294,35 +289,32 @@ def test_tokens_that_visit_no_expert_take_no_room():
 )
 def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
   num_slots = E // ranks
-  params, x, _ = arrays("one_rank")
+  params, *tokens = arrays("one_rank")
   config = dataclasses.replace(PLAIN, replica_slots=num_slots)
-  layer = ep.MoE(config, group(mesh, num_experts=2 * E, **options))
-  y, metrics = run_forward(layer, params, x)
+  options = dict(hidden_dim=HIDDEN, num_experts=2 * E) | options
+  layer = ep.MoE(config, group(mesh, **options))
+  y, metrics = run_forward(layer, params, tokens[0])
   padding = 2 * num_slots * (options.get("alignment", 1) - 1)
   assert metrics.max_rank_rows <= T * K + padding
-  expected = run_forward(ep.MoE(PLAIN, group(mesh)), params, x)
+  expected = run_step(layer_of(), params, *tokens)
   np.testing.assert_array_equal(y, expected[0])
 
 
 def test_the_parts_of_matrices_are_copied():
   """Ranks that split a matrix decide alike, and each copies its part."""
-  config = ep.MoEConfig(H + 1, 6, E, K, biases=True)
-  params, x, ct = arrays("one_rank", config)
-  plain = ep.MoE(config, group("ep4", hidden_dim=H + 1))
-  _, metrics, expected, _ = run_step(plain, params, x, ct)
+  params, x, ct = arrays("one_rank")
+  _, metrics, expected, _ = run_step(layer_of(), params, x, ct)
   rows = metrics.load.reshape(2, -1).sum(1)
-  for axis, data_axes in ("tp_axis", ()), ("fsdp_axis", ("x",)):
-    with bootstrap(
-      make_mesh({"ep": 2, "x": 2}),
-      num_experts=2 * E,
-      hidden_dim=H + 1,
-      max_tokens_per_rank=2 * T,
-      data_axes=data_axes,
-    ) as wide:
-      options = {axis: "x", "replica_slots": E // 2}
-      layer = ep.MoE(dataclasses.replace(config, **options), wide)
-      _, metrics, grads, _ = run_step(layer, params, x, ct, view="local")
-    domains = 1 + len(data_axes)
-    assert metrics.max_rank_rows == rows.mean() / domains < rows.max() / domains
-    for name, grad in grads.items():
-      np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-4, err_msg=name)
+  config = dataclasses.replace(PLAIN, tp_axis="tp", replica_slots=E // 2)
+  with bootstrap(
+    make_mesh({"ep": 2, "tp": 2}),
+    num_experts=2 * E,
+    hidden_dim=HIDDEN,
+    max_tokens_per_rank=2 * T,
+    data_axes=(),
+  ) as wide:
+    layer = ep.MoE(config, wide)
+    _, metrics, grads, _ = run_step(layer, params, x, ct, view="local")
+  assert metrics.max_rank_rows == rows.mean() < rows.max()
+  for name, grad in grads.items():
+    np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-4, err_msg=name)

@@ -37,7 +37,9 @@ def by_hand(routing_map, probs):
 
 
 @pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+  "axis_type",
+  [AxisType.Auto, pytest.param(AxisType.Explicit, marks=of_one_process)],
+  ids=lambda t: t.name,
 )
 def test_choices_and_gradients_are_those_of_the_map(axis_type):
   """They are sharded like the map, and nothing is communicated."""
