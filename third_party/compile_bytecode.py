@@ -11,6 +11,6 @@ for source, compiled in zip(files[:half], files[half:], strict=True):
     source,
     compiled,
     doraise=True,
-    # The times of files say nothing in a build, and tests change copies of files.
+    # Times of files mean nothing in a build, and tests change copies.
     invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
   )
