@@ -271,6 +271,16 @@ def expected(case, fn, *arrays):
 
 
 @functools.cache
+@functools.partial(jax.jit, static_argnums=0)
+def _rounded(wire, rows):
+  return ep.quant.dequantize(*ep.quant.quantize(rows, wire), rows.dtype)
+
+
+def rounded(wire, rows):
+  """Returns rows as a wire brings them."""
+  return np.asarray(_rounded(wire, rows))
+
+
 def jit_quickly(fn):
   """Jits `fn` with fast compilation, since it runs only once or twice."""
   return jax.jit(fn, compiler_options={} if GPU else quick_compiler.QUICK)

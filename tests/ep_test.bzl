@@ -9,13 +9,6 @@ QUICK_AND_ALIKE = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
 
-# These are the worlds of what processes do with each other. By default a test
-# runs in two processes with two devices each in the place of the second.
-FOUR_PROCESSES = [
-    "1x4",
-    "4x1",
-]
-
 # Bazel's limits for a test of each size, in seconds.
 _LIMITS = {"small": 60, "medium": 300, "large": 900}
 

@@ -190,9 +190,8 @@ group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
   assert log == "group is open: False\nfinalizers\n"
 
 
-# Each rank launches a program that the other does not run, if it runs at all.
-# The input of `sleep` has to be computed first: if it were there, JAX would run
-# the callback before the launch returns.
+# Each rank launches a program that the other does not run, if it runs at all. A
+# launch would wait for the callback in `sleep` if its input were there already.
 _LAUNCH_ALONE = """
 import pathlib, sys, time
 import jax

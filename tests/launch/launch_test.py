@@ -30,17 +30,10 @@ _VARIABLES_OF_A_RANK = [
 ]
 
 
-_COORDINATOR = launch._COORDINATOR
-
-
 @pytest.fixture(autouse=True)
-def environment_without_a_launcher(monkeypatch, tmp_path_factory):
-  """Ranks without JAX have a coordinator that starts in less time."""
+def environment_without_a_launcher(monkeypatch):
   for name in _VARIABLES_OF_A_RANK:
     monkeypatch.delenv(name, raising=False)
-  waits = tmp_path_factory.getbasetemp() / "coordinator.py"
-  waits.write_text("import signal; signal.pause()")
-  monkeypatch.setattr(launch, "_COORDINATOR", str(waits))
 
 
 _STUCK = "import time; time.sleep(600)"
@@ -334,9 +327,8 @@ def _when_logged(log_dir, act):
   return thread
 
 
-def test_sigterm_ends_ranks_of_jax_at_once(tmp_path, monkeypatch):
+def test_sigterm_ends_ranks_of_jax_at_once(tmp_path):
   """JAX's own handler of SIGTERM, which ignores it, is not installed."""
-  monkeypatch.setattr(launch, "_COORDINATOR", _COORDINATOR)
   program = """
     import os, time, jax, signal
     from ep import launch
@@ -433,16 +425,9 @@ def test_launch_refuses(options, error, words):
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-  rank = f"import os; print(os.getpid()); {_STUCK}"
-  options = dict(num_processes=2, log_dir=str(tmp_path))
-  program = f"""
-import importlib.util, sys  # without ep/__init__.py, which imports JAX
-sys.modules["ep"] = importlib.util.module_from_spec(
-  importlib.util.find_spec("ep"))
-from ep import launch
-launch.launch(["-c", {rank!r}], **{options})
-"""
-  launcher = _python(["-c", program])
+  script = _script(tmp_path, f"import os; print(os.getpid()); {_STUCK}")
+  flags = ["--num_processes=2", f"--log_dir={tmp_path}"]
+  launcher = _python(["-m", "ep.launch", *flags, str(script)])
   _when_logged(tmp_path, launcher.kill).join()
   assert launcher.wait(timeout=20) == -signal.SIGKILL
   pids = [*map(int, _logs(tmp_path))]
@@ -474,11 +459,8 @@ def test_command_line_takes_a_script_or_a_module(tmp_path, monkeypatch, capsys):
   assert "num_processes = 0, but it must be" in capsys.readouterr().err
 
 
-def test_ranks_join_jax_and_end_without_each_other(
-  tmp_path, monkeypatch, capsys
-):
+def test_ranks_join_jax_and_end_without_each_other(tmp_path, capsys):
   """Rank 0 dies, and the exception of rank 1 does not wait for rank 2."""
-  monkeypatch.setattr(launch, "_COORDINATOR", _COORDINATOR)
   program = """
     from ep import launch
     launch.initialize()

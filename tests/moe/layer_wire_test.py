@@ -6,14 +6,13 @@ both have the same bits, matmuls included.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import Case, exchanges
+from cases import Case, exchanges, rounded
 from conftest import assert_alike
 import ep
 from groups import E, GPU, group, K, T
@@ -28,15 +27,6 @@ from layer_steps import (
 
 HIDDEN, INNER = 128, 8
 MANY = 200  # tokens, of which each rank has several blocks of rows
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _rounded(wire, x):
-  return ep.quant.dequantize(*ep.quant.quantize(x, wire), x.dtype)
-
-
-def rounded(wire, x):
-  return np.asarray(_rounded(wire, x))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import assert_same, Case, expected, global_view, local_view
+from cases import (
+  assert_same,
+  Case,
+  expected,
+  global_view,
+  local_view,
+  rounded,
+)
 from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
@@ -32,16 +39,6 @@ def case_of(
   wide = group(mesh, hidden_dim=HIDDEN)
   config = ep.EpLayerConfig(wide, wire=wire, **options)
   return Case(config, routing, hidden=HIDDEN, specials=specials)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def there_and_back(wire, rows):
-  return ep.quant.dequantize(*ep.quant.quantize(rows, wire), rows.dtype)
-
-
-def rounded(wire, rows):
-  """Returns rows as a wire brings them."""
-  return np.asarray(there_and_back(wire, rows))
 
 
 @pytest.mark.parametrize(
