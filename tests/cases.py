@@ -270,7 +270,6 @@ def expected(case, fn, *arrays):
     return jit_quickly(fn)(case.oracle, *arrays)
 
 
-@functools.cache
 @functools.partial(jax.jit, static_argnums=0)
 def _rounded(wire, rows):
   return ep.quant.dequantize(*ep.quant.quantize(rows, wire), rows.dtype)
@@ -281,6 +280,7 @@ def rounded(wire, rows):
   return np.asarray(_rounded(wire, rows))
 
 
+@functools.cache
 def jit_quickly(fn):
   """Jits `fn` with fast compilation, since it runs only once or twice."""
   return jax.jit(fn, compiler_options={} if GPU else quick_compiler.QUICK)
