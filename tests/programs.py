@@ -24,15 +24,21 @@ def run(*argv):
   return done.returncode, done.stdout
 
 
-def refusal(main, flags, monkeypatch, capfd):
-  """Returns the output of a program, in this process, that ends with an error.
+def run_here(main, flags, monkeypatch, capfd):
+  """Runs a program in this process, and returns its exit code and output.
 
   Another process would import JAX, which takes a second.
   """
   monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
   monkeypatch.setattr(sys, "argv", ["program", *flags])
+  capfd.readouterr()
   with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
     app.run(main)
-  assert end.value.code != 0
-  # Python prints an exit code that is a text.
-  return "".join(capfd.readouterr()) + str(end.value)
+  return end.value.code, "".join(capfd.readouterr())
+
+
+def refusal(main, flags, monkeypatch, capfd):
+  """Returns the output of a program that ends with an error in this process."""
+  code, output = run_here(main, flags, monkeypatch, capfd)
+  assert code != 0
+  return output + str(code)  # Python prints an exit code that is a text.

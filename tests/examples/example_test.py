@@ -3,10 +3,7 @@
 
 import os
 import re
-import sys
 
-from absl import flags
-from absl.testing import flagsaver
 import numpy as np
 import pytest
 
@@ -19,14 +16,9 @@ import text
 @pytest.fixture(name="run")
 def run_of_program(monkeypatch, capfd):
   """Returns a function that runs the example, and returns its output."""
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
 
   def run(*given):
-    capfd.readouterr()
-    monkeypatch.setattr(sys, "argv", ["ep_moe", *given])
-    with flagsaver.flagsaver():
-      code = ep_moe.main(flags.FLAGS(sys.argv))
-    output = capfd.readouterr().out
+    code, output = programs.run_here(ep_moe.main, given, monkeypatch, capfd)
     assert code == 0, output
     return output
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ep import launch
+import programs
 import train_moe_lm
 
 _STEPS, _SAVE_EVERY = 100, 30
@@ -45,21 +46,8 @@ def _launched(out, *more):
   )
 
 
-@pytest.fixture
-def parse(monkeypatch):
-  """Returns a function that parses the flags of a run, and keeps them."""
-  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-
-  def parsed(*given):
-    monkeypatch.setattr(sys, "argv", ["train_moe_lm", *_TINY, *given])
-    return train_moe_lm.FLAGS(sys.argv)
-
-  with flagsaver.flagsaver():
-    yield parsed
-
-
 def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
-  tmp_path, parse, capfd
+  tmp_path, monkeypatch, capfd
 ):
   """It makes the steps after its checkpoint again, and more if asked.
 
@@ -91,9 +79,8 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"
   more = "--extend=60", "--dense", trace, picture
-  argv = parse(*wire, *alone, *more, f"--out={out}")
-  code = train_moe_lm.main(argv)
-  output = "".join(capfd.readouterr())
+  given = *_TINY, *wire, *alone, *more, f"--out={out}"
+  code, output = programs.run_here(train_moe_lm.main, given, monkeypatch, capfd)
   assert code == 0, output
   assert "1 x 1 (dp, ep) mesh, processes: 1" in output
   assert "resuming after step " in output
@@ -107,6 +94,13 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   assert len(dense) == longer
   assert "step if all loads were equal" in output
   assert "mean of " in (tmp_path / "run_trace.svg").read_text()
+
+
+@pytest.fixture
+def parse(monkeypatch):
+  monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+  with flagsaver.flagsaver():
+    yield lambda *given: train_moe_lm.FLAGS(["train_moe_lm", *_TINY, *given])
 
 
 @pytest.mark.parametrize(
