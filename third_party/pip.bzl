@@ -62,11 +62,13 @@ def _pip_packages_impl(rctx):
     # Processes cannot write into their inputs, so each would compile what it
     # imports. A file that does not compile is no error: some packages contain
     # templates, or code for another Python. Nobody imports their own tests.
-    rctx.report_progress("compiling to bytecode")
-    rctx.execute(
-        [python.path, "-m", "compileall", "-q", "-j0", "-x/tests/"] +
-        ["site/" + folder for folder in rctx.attr.bytecode],
-    )
+    # Without a folder, compileall would compile the machine's own packages.
+    if rctx.attr.bytecode:
+        rctx.report_progress("compiling to bytecode")
+        rctx.execute(
+            [python.path, "-m", "compileall", "-q", "-j0", "-x/tests/"] +
+            ["site/" + folder for folder in rctx.attr.bytecode],
+        )
     _run(rctx, [
         python.path,
         rctx.path(rctx.attr._write_build),
