@@ -92,7 +92,7 @@ class Work:
     x = self.inputs
     for program in self.programs.values():
       x = program(x)
-    self.check(x)
+    self.check(jax.block_until_ready(x))
 
   def check(self, x):
     """Checks that each choice of a token returned the token itself."""
