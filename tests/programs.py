@@ -10,13 +10,22 @@ from absl.testing import flagsaver
 import pytest
 
 
+def environment(**variables):
+  """Returns what a program needs to import what this process does.
+
+  This test may be a rank, and the program is not one.
+  """
+  inherited = {**os.environ}
+  inherited.pop("JAX_COORDINATOR_ADDRESS", None)
+  path = os.pathsep.join(filter(None, sys.path))
+  return inherited | {"PYTHONPATH": path} | variables
+
+
 def run(*argv):
   """Runs a program as a user does, and returns its exit code and output."""
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  env.pop("JAX_COORDINATOR_ADDRESS", None)  # this test may be a rank itself
   done = subprocess.run(
     [sys.executable, *map(str, argv)],
-    env=env,
+    env=environment(),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,

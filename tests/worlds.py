@@ -9,13 +9,13 @@ end.
 
 import os
 import pathlib
-import sys
 import time
 
 import jax
 
 import conftest  # noqa: F401  (It makes this process a rank.)
 from ep import launch
+import programs
 
 RANKS = 4
 
@@ -30,11 +30,7 @@ def run_world(program, notes, *args, processes=RANKS, devices=1, env=None):
     devices_per_process=devices,
     timeout_s=200,
     grace_s=40,
-    env={
-      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-      "TMPDIR": str(temporary),
-      **(env or {}),
-    },
+    env=programs.environment(TMPDIR=str(temporary), **(env or {})),
     log_dir=notes / "logs",
   )
   assert not list(temporary.iterdir())

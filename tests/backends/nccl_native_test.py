@@ -11,6 +11,7 @@ import pytest
 
 from ep._src.native import ffi
 from nccl_testing import load_fake_nccl, rank_threads
+import programs
 
 SIZES = dict(
   num_experts=8,
@@ -127,7 +128,7 @@ def in_a_new_process(program, *args):
       f"import ctypes, sys\nfrom ep._src.native import ffi\n{program}",
     ]
     + [str(arg) for arg in args],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    env=programs.environment(),
     check=True,
     capture_output=True,
     text=True,

@@ -2,7 +2,6 @@
 """One job runs on two hosts, which start and end together."""
 
 from concurrent import futures
-import os
 import socket
 import sys
 import time
@@ -11,6 +10,7 @@ from hosts import two_hosts
 import pytest
 
 from ep import launch
+import programs
 
 _PROGRAM = """
 import conftest  # makes this process a rank
@@ -39,11 +39,7 @@ class Job:
   def __init__(self, folder):
     program = folder / "program.py"
     program.write_text(_PROGRAM)
-    env = {
-      **os.environ,
-      "EP_TEST_BACKEND": "xla",
-      "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    env = programs.environment(EP_TEST_BACKEND="xla")
     with two_hosts() as hosts:
       self.logs = [folder / str(host.number) for host in hosts]
       outputs = [folder / f"output_{host.number}" for host in hosts]

@@ -19,6 +19,7 @@ import pytest
 from ep import launch
 from ep._src.launch import supervision
 from ep._src.native import gpus
+import programs
 
 # Bazel runs this file as the only rank of a launcher, which sets these.
 _VARIABLES_OF_A_RANK = [
@@ -49,10 +50,9 @@ def _launch(code, *args, **kwargs):
 
 def _python(argv, env=None, **options):
   """Starts a Python process with the import path of this one."""
-  path = os.pathsep.join(filter(None, sys.path))
   return subprocess.Popen(
     [sys.executable, *argv],
-    env={**os.environ, "PYTHONPATH": path, **(env or {})},
+    env=programs.environment(**(env or {})),
     **options,
   )
 

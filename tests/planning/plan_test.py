@@ -3,10 +3,7 @@
 
 import dataclasses
 import functools
-import os
 import resource
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree
 
@@ -19,6 +16,7 @@ from ep._src.planning import command, links
 from ep._src.planning.demand import Counted, Layout
 from ep._src.planning.place import NAMED
 from ep._src.records import files
+import programs
 
 E, K, T = 16, 3, 20
 CFG = ep.MoEConfig(hidden=8, inner=4, num_experts=E, top_k=K, name="moe_3")
@@ -271,15 +269,10 @@ def test_a_command_that_cannot_be_run_says_why(argument, words, capsys):
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")
 def test_the_module_is_a_program_and_the_name_a_function():
-  program = [sys.executable, "-m", "ep.plan", "--preset=mixtral_8x7b"]
-  out = subprocess.run(
-    [*program, "--nodes=1"],
-    check=True,
-    capture_output=True,
-    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    text=True,
+  code, output = programs.run(
+    *("-m", "ep.plan", "--preset=mixtral_8x7b", "--nodes=1")
   )
-  assert out.stdout.startswith("8 ranks") and not out.stderr
+  assert code == 0 and output.startswith("8 ranks")
   import ep.plan
 
   assert callable(ep.plan)

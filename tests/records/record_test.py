@@ -3,8 +3,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -35,6 +33,7 @@ from groups import (
   spec,
   T,
 )
+import programs
 
 R, STEPS = 4, 3
 
@@ -350,9 +349,7 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
         if len(list(pathlib.Path({str(tmp_path)!r}).glob("*.npz"))) > 1:
           os.kill(os.getpid(), signal.SIGKILL)
   """)
-  env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-  done = subprocess.run([sys.executable, "-c", program], env=env)
-  assert done.returncode == -signal.SIGKILL
+  assert programs.run("-c", program) == (-signal.SIGKILL, "")
   record, choices = ep.replay(tmp_path), ids(100)
   steps = record.steps("moe")
   assert steps and steps == tuple(range(len(steps)))
