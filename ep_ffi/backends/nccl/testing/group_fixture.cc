@@ -41,10 +41,20 @@ class FakeChecker : public ::testing::EmptyTestEventListener {
       ADD_FAILURE() << violation;
     }
     if (leaks_allowed_) return;
-    // A thread that has connected a group may destroy its objects a little
-    // later.
-    Await([this] { return fake::CountResources() == before_; });
-    EXPECT_EQ(before_, fake::CountResources());
+    Await([this] { return Leaked().empty(); });
+    EXPECT_EQ(fake::Resources(), Leaked());
+  }
+
+  // Returns how much more there is than before the test. A thread that has
+  // connected a group may destroy its objects a little later, also objects of
+  // the test before this one.
+  fake::Resources Leaked() const {
+    fake::Resources leaked;
+    for (const auto& [name, count] : fake::CountResources()) {
+      const size_t before = before_.at(name);
+      if (count > before) leaked[name] = count - before;
+    }
+    return leaked;
   }
 
   static bool leaks_allowed_;
