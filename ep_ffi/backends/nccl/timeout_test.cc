@@ -306,21 +306,11 @@ TEST(GiveUpTest, TheErrorSaysWhatTheWatchdogHasHeard) {
   fake::Synchronize(stream.get());
 }
 
-// Returns the live objects after the threads that earlier tests left behind
-// have ended.
-fake::Resources CountSettledHoldings() {
-  for (;;) {
-    const fake::Resources holdings = fake::CountResources();
-    Sleep(0.3);
-    if (fake::CountResources() == holdings) return holdings;
-  }
-}
-
 // NCCL EP's kernels cannot be stopped. Freeing what the device may still use
 // would wait for it, or break its work.
 TEST_F(TimeoutTest, AnAbsentRankFailsTheOthersWhichKeepWhatTheDeviceUses) {
   AllowLeaks();
-  const fake::Resources before = CountSettledHoldings();
+  const fake::Resources before = fake::CountResources();
   {
     WorldOptions options = kWorld;
     options.timeout_s = 1;

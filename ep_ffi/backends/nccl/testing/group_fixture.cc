@@ -24,6 +24,15 @@ constexpr int64_t kMaxRowBytes = 4096;
 // told of them, and writes none.
 constexpr int64_t kMoreRows = 8;
 
+// Waits until the threads that a test has left behind destroy nothing more.
+void AwaitThreadsOfEarlierTests() {
+  fake::Resources now;
+  while (now != fake::CountResources()) {
+    now = fake::CountResources();
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+}
+
 // Checks after each test that there is no violation, and that the test has
 // destroyed what it created.
 class FakeChecker : public ::testing::EmptyTestEventListener {
@@ -32,7 +41,7 @@ class FakeChecker : public ::testing::EmptyTestEventListener {
 
  private:
   void OnTestStart(const ::testing::TestInfo&) override {
-    leaks_allowed_ = false;
+    if (std::exchange(leaks_allowed_, false)) AwaitThreadsOfEarlierTests();
     before_ = fake::CountResources();
     fake::TheMachine() = fake::Machine();
   }
@@ -41,20 +50,10 @@ class FakeChecker : public ::testing::EmptyTestEventListener {
       ADD_FAILURE() << violation;
     }
     if (leaks_allowed_) return;
-    Await([this] { return Leaked().empty(); });
-    EXPECT_EQ(fake::Resources(), Leaked());
-  }
-
-  // Returns how much more there is than before the test. A thread that has
-  // connected a group may destroy its objects a little later, also objects of
-  // the test before this one.
-  fake::Resources Leaked() const {
-    fake::Resources leaked;
-    for (const auto& [name, count] : fake::CountResources()) {
-      const size_t before = before_.at(name);
-      if (count > before) leaked[name] = count - before;
-    }
-    return leaked;
+    // A thread that has connected a group may destroy its objects a little
+    // later.
+    Await([this] { return fake::CountResources() == before_; });
+    EXPECT_EQ(before_, fake::CountResources());
   }
 
   static bool leaks_allowed_;
