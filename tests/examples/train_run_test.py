@@ -68,7 +68,7 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   assert len(before) < _STEPS
 
   longer = _SAVE_EVERY + 60
-  # One GPU has this backend. Only without XLA's optimization it rounds alike.
+  # One GPU has this backend. It rounds alike only without optimization.
   alone = "--dp=1", "--ep=1", "--backend=xla"
   trace = f"--trace={tmp_path}/steps.json.gz"
   picture = f"--plot={tmp_path}/run.svg"

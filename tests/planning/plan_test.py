@@ -4,6 +4,8 @@
 import dataclasses
 import functools
 import resource
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree
 
@@ -269,10 +271,15 @@ def test_a_command_that_cannot_be_run_says_why(argument, words, capsys):
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="it starts a process")
 def test_the_module_is_a_program_and_the_name_a_function():
-  code, output = programs.run(
-    *("-m", "ep.plan", "--preset=mixtral_8x7b", "--nodes=1")
+  program = [sys.executable, "-m", "ep.plan", "--preset=mixtral_8x7b"]
+  out = subprocess.run(
+    [*program, "--nodes=1"],
+    check=True,
+    capture_output=True,
+    env=programs.environment(),
+    text=True,
   )
-  assert code == 0 and output.startswith("8 ranks")
+  assert out.stdout.startswith("8 ranks") and not out.stderr
   import ep.plan
 
   assert callable(ep.plan)

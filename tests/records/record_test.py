@@ -349,7 +349,8 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
         if len(list(pathlib.Path({str(tmp_path)!r}).glob("*.npz"))) > 1:
           os.kill(os.getpid(), signal.SIGKILL)
   """)
-  assert programs.run("-c", program) == (-signal.SIGKILL, "")
+  code, output = programs.run("-c", program)
+  assert code == -signal.SIGKILL, output
   record, choices = ep.replay(tmp_path), ids(100)
   steps = record.steps("moe")
   assert steps and steps == tuple(range(len(steps)))
