@@ -65,6 +65,9 @@ from ep._src.ops.hidden_collectives import (
   assert_no_hidden_collectives as assert_no_hidden_collectives,
 )
 from ep._src.ops.prepare import ep_prepare as ep_prepare
+from ep._src.ops.unordered_collectives import (
+  assert_ordered_collectives as assert_ordered_collectives,
+)
 from ep._src.planning.cluster import Cluster as Cluster
 from ep._src.planning.place import place as place
 from ep._src.planning.plan import Forecast as Forecast

@@ -13,7 +13,7 @@ from conftest import make_mesh, to_global
 import ep
 from ep._src.base.backend import OPS
 from ep._src.ops import hidden_collectives
-from groups import layer
+from groups import layer, not_with_xla, spec
 from op_functions import round_trip, sizes
 
 
@@ -132,3 +132,78 @@ def test_programs_that_are_not_compiled():
   for program in lowered, lowered.as_text(), jax.jit(lambda x: x):
     with pytest.raises(TypeError, match="compile()"):
       ep.assert_no_hidden_collectives(program)
+
+
+def loop_and_sum(last):
+  """Compiles a loop of ops and all-reduces, and the sum of `last(results, x)`.
+
+  XLA schedules the sum after the loop, since `last` takes long.
+  """
+  config = layer("dp2_ep2")
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=config.group.mesh,
+    in_specs=spec(config),
+    out_specs=PartitionSpec(None, "ep"),
+  )
+  def fn(topk_idx, x):
+    handle = ep.ep_prepare(config, topk_idx)
+    weights = jax.numpy.ones(topk_idx.shape)
+
+    def body(x, _):
+      rows, _ = ep.ep_dispatch(handle, x, weights)
+      x = ep.ep_combine(handle, rows)
+      return x, jax.lax.psum(x, "dp")
+
+    _, sums = jax.lax.scan(body, x, None, 2)
+    for _ in range(4):
+      x = jax.lax.fori_loop(0, 99, lambda _, x: jax.numpy.sin(x), x[::-1])
+    return sums, jax.lax.psum(last(sums, x), "dp")[None]
+
+  case = Case(config)
+  args = case.topk_idx, case.tokens()
+  args = [to_global(a, config.group.mesh, spec(config)) for a in args]
+  return jax.jit(fn).lower(*args).compile()
+
+
+@not_with_xla("all collectives are of XLA")
+def test_a_loop_around_ops_orders_what_needs_its_results_alone():
+  ep.assert_ordered_collectives(loop_and_sum(lambda sums, x: x + sums[1]))
+  program = loop_and_sum(lambda sums, x: x)
+  with pytest.raises(AssertionError, match="all-reduce .* beside while "):
+    ep.assert_ordered_collectives(program)
+  with pytest.raises(TypeError, match="assert_ordered_collectives: .*compile"):
+    ep.assert_ordered_collectives(jax.jit(lambda x: x))
+
+
+# `late` has an all-reduce after an op, and `early` has one before.
+BRANCHES = """HloModule jit_f
+
+%late (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %op = (f32[4]{0}, f32[4]{0}) custom-call(%p), custom_call_target="ep_dispatch"
+  %rows = f32[4]{0} get-tuple-element(%op), index=0
+  ROOT %sum = f32[4]{0} all-reduce(%rows), to_apply=%add
+}
+
+%early (p.1: f32[4]) -> f32[4] {
+  %p.1 = f32[4]{0} parameter(0)
+  %sum.1 = f32[4]{0} all-reduce(%p.1), to_apply=%add
+  ROOT %op.1 = f32[4]{0} custom-call(%sum.1), custom_call_target="ep_combine"
+}
+
+ENTRY %main (q: f32[4]) -> f32[4] {
+  %q = f32[4]{0} parameter(0)
+  %sum.2 = f32[4]{0} all-reduce(%q), to_apply=%add
+  %cond = f32[4]{0} conditional(%q, %q, %q), branch_computations={BRANCH}
+  ROOT %sum.3 = f32[4]{0} all-reduce(%q), to_apply=%add
+}
+"""
+
+
+def test_a_branch_orders_collectives_before_its_ops():
+  ep.assert_ordered_collectives(BRANCHES.replace("BRANCH", "%early, %early"))
+  program = BRANCHES.replace("BRANCH", "%early, %late")
+  with pytest.raises(AssertionError, match="all-reduce  beside conditional "):
+    ep.assert_ordered_collectives(program)

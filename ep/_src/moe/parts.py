@@ -15,6 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from ep._src.base import compat
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.network import Experts
 from ep._src.moe.placement import Placement
@@ -65,9 +66,13 @@ def in_parts(
   layer = dataclasses.replace(layer, tail="unspecified")
   parts = Parts(topk_idx.shape[:-1], num_parts)
   slots = topk_idx if placement is None else placement.slots_of(topk_idx)
-  handles = lax.map(
-    lambda routing: ep_prepare(layer, *routing),
+  # No loop may have a collective of XLA's beside ops: XLA:CPU would not order
+  # it (unordered_collectives.py). A layer that drops gathers what ranks want.
+  _, handles = lax.scan(
+    lambda _, routing: (None, ep_prepare(layer, *routing)),
+    None,
     (parts.split(slots, fill=-1), parts.split(topk_weights)),
+    unroll=layer.overflow == "drop",
   )
   candidate = None
   if handles.candidate is not None:
@@ -76,6 +81,14 @@ def in_parts(
     topk_weights = weigh_moved(
       jnp.take_along_axis(topk_idx, candidate, axis=-1)
     )
+
+  # A cast to vary over more mesh axes is a sum over them in the backward pass,
+  # which in the loop would be a collective for each part.
+  leaves, tree = jax.tree.flatten((params, handles))
+  *leaves, tokens, topk_weights = compat.vary_together(
+    *leaves, tokens, topk_weights
+  )
+  params, handles = jax.tree.unflatten(tree, leaves)
 
   @jax.checkpoint
   def of_part(params, handle, *arrays):

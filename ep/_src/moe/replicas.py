@@ -198,6 +198,10 @@ class Replicas:
         return ep_prepare(layer, ids)
 
     def of(x):
+      # A cast to vary over more mesh axes is a sum over them in the backward
+      # pass. In the loop it would be a collective beside our op, which XLA:CPU
+      # does not order (unordered_collectives.py).
+      x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
       height = -(-rows // num_parts)

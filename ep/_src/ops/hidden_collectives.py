@@ -107,7 +107,7 @@ def assert_no_hidden_collectives(
 
 def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
   """Returns the collectives that are no exchange of ours, in program order."""
-  hlo = _text(compiled)
+  hlo = as_text("assert_no_hidden_collectives", compiled)
   sources = _Sources(hlo)
   instructions = dict(re.findall(r"^\s*(?:ROOT )?%?(\S+) = (.*)$", hlo, re.M))
   found = []
@@ -119,8 +119,8 @@ def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
     collective = Collective(
       opcode=match["opcode"],
       name=match["name"],
-      op_name=_op_name(line),
-      cause=_op_name(named) or "a value without a name",
+      op_name=op_name(line),
+      cause=op_name(named) or "a value without a name",
       source=sources.of(named),
     )
     if collective.scopes.isdisjoint(_EXCHANGES):
@@ -128,14 +128,15 @@ def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
   return found
 
 
-def _op_name(instruction: str) -> str:
+def op_name(instruction: str) -> str:
+  """Returns the path of scopes that a line of HLO names, or an empty text."""
   found = re.search(r'op_name="([^"]*)"', instruction)
   return found[1] if found else ""
 
 
 def _with_metadata(instruction: str, instructions: dict[str, str]) -> str:
   """Returns the instruction, or the nearest that it works on, with a name."""
-  while not _op_name(instruction):
+  while not op_name(instruction):
     operand = re.search(r"[\w-]+\(%([^\s,)]+)", instruction)
     if not operand or operand[1] not in instructions:
       break
@@ -143,15 +144,16 @@ def _with_metadata(instruction: str, instructions: dict[str, str]) -> str:
   return instruction
 
 
-def _text(compiled: object) -> str:
+def as_text(function: str, compiled: object) -> str:
+  """Returns the HLO of a compiled program; `function` is for the error."""
   if isinstance(compiled, jax.stages.Compiled):
     compiled = compiled.as_text()
   if not isinstance(compiled, str) or not compiled.startswith("HloModule"):
     what = "text" if isinstance(compiled, str) else type(compiled).__name__
     raise TypeError(
-      f"assert_no_hidden_collectives: compiled is a {what} that is not a"
-      " compiled program; pass jax.jit(f).lower(...).compile(). Before"
-      " compilation there are no partitioner's collectives to be seen."
+      f"{function}: compiled is a {what} that is not a compiled program; pass"
+      " jax.jit(f).lower(...).compile(). Before compilation there are no"
+      " partitioner's collectives to be seen."
     )
   return compiled
 

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds collectives of XLA that nothing orders on CPUs.
+
+XLA:CPU matches the ranks' collectives by the order in which each rank starts
+them. A collective waits in place, so collectives of one computation start in
+program order. A loop is one step of this order, and the next step may start as
+soon as the loop's call returns. Our ops return before they are done (see "Why
+handlers never wait" in docs/architecture.md), and so does a loop around them:
+the rest of the loop runs in another thread, beside the program. A collective of
+the loop and a later collective of the program then start in any order, which
+may differ between ranks. Ranks exchange values of different collectives, and
+XLA ends the process if their sizes differ. A branch is like a loop if it has a
+collective after one of our ops.
+
+A loop in which both are is safe if all later collectives need its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import re
+
+import jax
+
+from ep._src.base.backend import OPS
+from ep._src.ops.hidden_collectives import as_text, OPCODES, op_name
+
+# The handlers of these targets return before they are done.
+_OP = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
+
+
+def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
+  """Fails if a loop around ops of `ep` leaves collectives of XLA unordered.
+
+  On CPUs, XLA runs a loop or a branch around ops of `ep` beside the rest of the
+  program. If the loop has collectives of XLA, such as the all-reduce of a
+  gradient, and a collective after the loop does not need the loop's results,
+  ranks may start the two in different orders. The ranks then exchange the
+  values of different collectives: results are wrong, or the process ends. In a
+  test of a training step,
+
+      compiled = jax.jit(step).lower(*args).compile()
+      ep.assert_ordered_collectives(compiled)
+
+  Reads text, runs nothing, and is not collective. Backend "xla" has nothing to
+  find, since all of its collectives are of XLA.
+
+  Args:
+    compiled: what `jax.jit(f).lower(...).compile()` returns, or its
+      `as_text()`.
+
+  Raises:
+    AssertionError: there are such collectives; the message names each, its
+      loop, and what to change.
+    TypeError: `compiled` is not a compiled program.
+  """
+  program = _Program(as_text("assert_ordered_collectives", compiled))
+  unordered = [
+    f"\n  {collective} beside {loop}"
+    for loop, collective in program.unordered()
+  ]
+  if unordered:
+    raise AssertionError(
+      "on CPUs, nothing orders these collectives and those of a loop around ops"
+      f" of ep:{''.join(unordered)}\nLet the later collective need a result of"
+      " the loop, unroll the loop (lax.scan(..., unroll=True)), or use"
+      ' ep_bootstrap(backend="xla").'
+    )
+
+
+def loops_with_collectives(compiled: jax.stages.Compiled | str) -> list[str]:
+  """Returns the loops and branches that start collectives after our ops."""
+  program = _Program(as_text("loops_with_collectives", compiled))
+  return [str(loop) for loop in program.loops()]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+  """An instruction, what it works on, and the computations that it calls."""
+
+  line: str
+  opcode: str
+  operands: frozenset[str]
+  called: tuple[str, ...]
+
+  def __str__(self):
+    return f"{self.opcode} {op_name(self.line)}"
+
+
+class _Program:
+  """The computations of a compiled program, in the order of their schedule."""
+
+  def __init__(self, hlo: str):
+    bodies = dict(
+      re.findall(r"^(?:ENTRY )?%?(\S+) \(.*\{\n((?:  .*\n)*)", hlo, re.M)
+    )
+    self._computations = {
+      computation: dict(_instructions(body, bodies))
+      for computation, body in bodies.items()
+    }
+    self._has_op = self._reaching(lambda x: _OP.search(x.line))
+    self._has_collective = self._reaching(
+      lambda x: x.opcode.removesuffix("-start") in OPCODES
+    )
+
+  def loops(self) -> Iterable[_Instruction]:
+    """Yields the loops and branches that start collectives after our ops."""
+    for instructions in self._computations.values():
+      for x in instructions.values():
+        if self._is_loose(x):
+          yield x
+
+  def unordered(self) -> Iterable[tuple[_Instruction, _Instruction]]:
+    """Yields each of these with a later collective that does not need it."""
+    for instructions in self._computations.values():
+      names = list(instructions)
+      for i, loop in enumerate(instructions.values()):
+        if not self._is_loose(loop):
+          continue
+        needing = {names[i]}
+        for later in names[i + 1 :]:
+          x = instructions[later]
+          if not needing.isdisjoint(x.operands):
+            needing.add(later)
+          elif self._is(x, self._has_collective):
+            yield loop, x
+
+  def _is_loose(self, x):
+    """Returns whether `x` may start a collective after it has returned."""
+    if x.opcode == "while":
+      return self._is(x, self._has_op) and self._is(x, self._has_collective)
+    return any(map(self._starts_late, x.called))
+
+  def _starts_late(self, computation):
+    is_late = False
+    for x in self._computations[computation].values():
+      if (is_late and self._is(x, self._has_collective)) or self._is_loose(x):
+        return True
+      is_late |= self._is(x, self._has_op)
+    return False
+
+  def _is(self, x, kind):
+    instructions, computations = kind
+    return x in instructions or not computations.isdisjoint(x.called)
+
+  def _reaching(self, is_kind):
+    """Returns instructions of a kind, and the computations that reach them."""
+    found: set[_Instruction] = set()
+    reaching: set[str] = set()
+    before = -1
+    for instructions in self._computations.values():
+      found.update(filter(is_kind, instructions.values()))
+    while len(reaching) > before:
+      before = len(reaching)
+      reaching.update(
+        computation
+        for computation, instructions in self._computations.items()
+        if any(self._is(x, (found, reaching)) for x in instructions.values())
+      )
+    return found, reaching
+
+
+def _instructions(
+  body: str, computations: Mapping[str, str]
+) -> Iterable[tuple[str, _Instruction]]:
+  for line in body.splitlines():
+    found = re.match(r"  (?:ROOT )?%?(\S+) = .*? ([a-z][a-z0-9-]*)\(", line)
+    if found is None:
+      continue
+    names = re.findall(r"%([^\s,(){}]+)", line[found.end() :])
+    called = tuple(n for n in names if n in computations)
+    yield (
+      found[1],
+      _Instruction(line, found[2], frozenset(names) - set(called), called),
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No collective of XLA is in a loop or a branch around ops of a layer.
+
+XLA:CPU would not order it with the collectives beside the loop; see
+unordered_collectives.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from conftest import make_mesh, TIMEOUT_S
+import ep
+from ep._src.ops.unordered_collectives import loops_with_collectives
+from groups import BACKEND
+from layer_steps import whole
+
+HIDDEN, E, K, T = 32, 8, 2, 16
+PLAIN = ep.MoEConfig(HIDDEN, 16, E, K, biases=True, shared_inner=8)
+TIGHT = dict(capacity_factor=1.0)
+SMALL, LARGE = {"dp": 2, "ep": 2}, {"dp": 2, "fsdp": 2, "ep": 2}
+OPTIONS = {
+  "plain": {},
+  "copies": dict(replica_slots=1),
+  "parts": dict(token_chunks=4),
+  "chunk": dict(overflow="chunk", **TIGHT),
+  "copies in chunks": dict(replica_slots=1, overflow="chunk", **TIGHT),
+  "fair": dict(overflow="drop", drop_by="fair", **TIGHT),
+  "spill": dict(overflow="drop", num_candidates=4, **TIGHT),
+  "drops in parts": dict(overflow="drop", token_chunks=2, **TIGHT),
+  "deterministic": dict(deterministic=True),
+  "fp8 rows": dict(wire="mxfp8", token_chunks=2),
+  "sequences": dict(balance="sequence", score="sigmoid", overlap=False),
+}
+
+
+def program_of(mesh, **options):
+  """Returns a compiled step of a layer, with gradients, and its arguments."""
+  fsdp = "fsdp" if "fsdp" in mesh else None
+  config = dataclasses.replace(PLAIN, fsdp_axis=fsdp, **options)
+  layer = ep.MoE(
+    config,
+    make_mesh(mesh),
+    max_tokens_per_rank=T,
+    timeout_s=TIMEOUT_S,
+    backend=BACKEND,
+  )
+  params, state = layer.init(jax.random.key(0)), layer.init_state()
+  tokens = NamedSharding(
+    layer.group.mesh, PartitionSpec(layer.group.token_axes)
+  )
+  shape = layer.group.mesh.size, T, HIDDEN
+  x = jax.jit(jax.random.normal, static_argnums=1, out_shardings=tokens)(
+    jax.random.key(1), shape
+  )
+
+  @jax.jit
+  def step(params, x, state):
+    def loss(params, x):
+      y, metrics = layer(params, x, state)
+      losses = metrics.aux_loss + metrics.z_loss + jnp.mean(y**2)
+      return losses, (y, metrics, state.after(metrics.load))
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+
+  args = params, x, state
+  return step.lower(*args).compile(), args
+
+
+@pytest.mark.parametrize(
+  "mesh, name",
+  [(SMALL, name) for name in OPTIONS]
+  + [(LARGE, name) for name in ("copies", "parts", "chunk")],
+)
+def test_launches_of_a_step_agree(mesh, name):
+  """Launches of one program have the same bits, with any option."""
+  program, args = program_of(mesh, **OPTIONS[name])
+  if BACKEND != "xla":
+    assert loops_with_collectives(program) == []
+  first = whole(program(*args))
+  for _ in range(20):
+    jax.tree.map(np.testing.assert_array_equal, whole(program(*args)), first)
