@@ -130,10 +130,7 @@ def test_layers_of_a_model_in_a_scan():
   x = to_global(x.astype(np.float32), mesh, PartitionSpec("ep"))
 
   def of_layers(layer):
-    @functools.partial(
-      jax.checkpoint,
-      policy=jax.checkpoint_policies.save_only_these_names("ep_routing"),
-    )
+    @jax.checkpoint
     def block(x, params):
       y, metrics = layer(params, x)
       return jnp.abs(x + y), metrics

@@ -246,10 +246,9 @@ def test_no_tokens(spilling):
 @of_one_process
 def test_the_routing_of_a_checkpointed_block_is_exchanged_once(spilling):
   """Rows are short, so that ranks exchange something for it twice."""
-  policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
 
   def loss(tokens, ids, weights):
-    @functools.partial(jax.checkpoint, policy=policy)
+    @jax.checkpoint
     def block(tokens):
       ops = Ops(ep.ep_prepare(spilling.layer, ids, weights))
       rows, gates = ops.dispatch(tokens, weights)

@@ -176,6 +176,7 @@ def inspection(handle: ep.EpHandle, compiled: jax.stages.Compiled) -> None:
   assert_type(summary.rank_imbalance, float | None)
   ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
   ep.assert_ordered_collectives(compiled)
+  assert_type(ep.keep_routing(jnp.zeros((8, 2), jnp.int32)), jax.Array)
   sizes = debug.RoutingSizes(num_experts=8, ep_size=2)
   idx = np.zeros((2, 4), np.int32)
   text = debug.plot_routing(sizes, idx, pathlib.Path("routing.png"))

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src.base import compat
+from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
@@ -132,7 +132,7 @@ class Replicas:
     turn = turn.at[place].set(_iota(flat.size) - start[sorted_ids])
     with jax.named_scope("ep_replicate"):
       counts = lax.all_gather(jnp.diff(start), layer.group.axis_name)
-    counts = checkpoint_name(counts, "ep_routing")
+    counts = keep_routing(counts)
     rows = counts.sum(0, dtype=jnp.int32).reshape(P, L)
     room = -(-rows.sum() // P)
     if config.capacity_factor is not None:

@@ -8,10 +8,10 @@ import dataclasses
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src.base import compat
+from ep._src.base.kept import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.row_map import map_used_rows, repeated, weighted
 from ep._src.moe.network import Experts
@@ -73,8 +73,7 @@ def _rows_by_source(handle, topk_idx):
   sent = jnp.bincount(ids, length=experts).reshape(layer.ep_size, -1)
   (sent,) = compat.vary_together(sent, axes=[axis])
   received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-  # It belongs to what `jax.checkpoint` keeps of the routing.
-  return checkpoint_name(received.astype(jnp.int32).T, "ep_routing")
+  return keep_routing(received.astype(jnp.int32).T)
 
 
 def _holds_token(handle):

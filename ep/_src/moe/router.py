@@ -16,6 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays, compat
+from ep._src.base.kept import keep_routing
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -162,6 +163,7 @@ def route_topk(
     topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
+  topk_idx = keep_routing(topk_idx)
   chosen = _chosen(log_scores, topk_idx)
 
   # XLA:CPU may turn the division of `jax.nn.softmax` into a product, in one

@@ -8,11 +8,11 @@ import math
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
+from ep._src.base.kept import keep_routing
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
@@ -42,12 +42,9 @@ def ep_prepare(
   room moves to a further candidate of its token that has some. The rules are in
   "Drops and moves" of docs/semantics.md.
 
-  The handle's arrays are named "ep_routing" for `jax.checkpoint`, so that a
-  block which prepares its own handle need not exchange the routing again in the
-  backward pass:
-
-      policy = jax.checkpoint_policies.save_only_these_names("ep_routing")
-      block = jax.checkpoint(block, policy=policy)
+  `jax.checkpoint` saves the handle with any policy, so that a block which
+  prepares its own handle does not exchange the routing again in the backward
+  pass. See `ep.keep_routing` for the `topk_idx` of a router of your own.
 
   Args:
     layer: the layer's configuration.
@@ -117,7 +114,7 @@ def ep_prepare(
     [views.TOKENS] * 2,
     LEAF_KINDS,
   )
-  leaves = jax.tree.map(lambda x: checkpoint_name(x, "ep_routing"), leaves)
+  leaves = keep_routing(leaves)
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
 
 

@@ -24,7 +24,7 @@ import re
 import jax
 
 from ep._src.base.backend import OPS
-from ep._src.ops.hidden_collectives import as_text, OPCODES, op_name
+from ep._src.ops.hidden_collectives import as_text, op_name, OPCODES
 
 # The handlers of these targets return before they are done.
 _OP = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under `jax.checkpoint`, the backward pass has the routing that ran."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import pytest
+
+import ep
+from groups import group
+
+H, E, K, T, LAYERS = 32, 32, 4, 16, 3
+
+
+def whole_layer(layer, params, x):
+  y, metrics = layer(params, x)
+  return x + y, metrics.aux_loss
+
+
+def raw_ops(layer, params, x):
+  topk_idx, weights = ep.route_topk(x @ params["router"], K)
+  matrices = {n: params[n] for n in ("w_up", "w_gate", "w_down")}
+  y = ep.moe_layer(layer.ep_layer, x, topk_idx, weights, **matrices)
+  return x + y, weights.sum()
+
+
+def own_router(layer, params, x):
+  logits = x @ params["router"]
+  topk_idx = ep.keep_routing(lax.top_k(logits, K)[1])
+  weights = jax.nn.softmax(jnp.take_along_axis(logits, topk_idx, axis=-1))
+  matrices = {n: params[n] for n in ("w_up", "w_gate", "w_down")}
+  return x + ep.moe_layer(
+    layer.ep_layer, x, topk_idx, weights, **matrices
+  ), weights.sum()
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize(
+  "block, options",
+  [
+    (whole_layer, {}),
+    (whole_layer, dict(token_chunks=2)),
+    (whole_layer, dict(replica_slots=2)),
+    (whole_layer, dict(overflow="chunk", capacity_factor=1.0)),
+    (whole_layer, dict(overflow="drop", capacity_factor=1.0)),
+    (whole_layer, dict(num_groups=4, top_groups=2, score="sigmoid")),
+    (raw_ops, {}),
+    (own_router, {}),
+  ],
+)
+def test_experts_are_chosen_once(block, options, unroll):
+  """A router that ran again could choose others, as bfloat16 rounds anew."""
+  config = ep.MoEConfig(H, 16, E, K, **options)
+  layer = ep.MoE(
+    config,
+    group(
+      "ep4",
+      hidden_dim=H,
+      num_experts=E + 4 * config.replica_slots,
+      top_k=K,
+      max_tokens_per_rank=T,
+    ),
+  )
+  block = functools.partial(block, layer)
+
+  def choices(block):
+    """Returns how often a step and its gradients choose experts."""
+
+    def loss(params, x):
+      def body(x, p):
+        return block(p, x)
+
+      x, aux = lax.scan(body, x, params, unroll=unroll)
+      return jnp.mean(x**2) + aux.sum()
+
+    init = jax.vmap(lambda key: ep.moe.init(key, config))
+    params = jax.eval_shape(init, jax.random.split(jax.random.key(0), LAYERS))
+    x = jax.ShapeDtypeStruct((4 * T, H), jnp.float32)
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, x))
+    return jaxpr.count("top_k["), jaxpr.count("ep_prepare[")
+
+  assert choices(jax.checkpoint(block)) == choices(block)
