@@ -344,7 +344,7 @@ def _bias(op, state):
       f"{op}: state is a {type(state).__name__}, but an ep.moe.State is"
       " expected, as from init_state(); of a bias, ep.moe.State(bias)."
     )
-  return state.bias
+  return arrays.float32(op, "state.bias", state.bias)
 
 
 def _is_list(x):
