@@ -129,6 +129,12 @@ def test_an_activation_is_a_function():
     dataclasses.replace(PLAIN, activation="gelu")
 
 
+@pytest.mark.parametrize("dtype", ["int8", bool, "no dtype"])
+def test_parameters_are_floats(dtype):
+  with pytest.raises(TypeError, match="ep.moe.init: dtype = "):
+    ep.moe.init(jax.random.key(0), PLAIN, dtype)
+
+
 @pytest.mark.parametrize(
   "change, message",
   [

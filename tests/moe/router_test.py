@@ -329,6 +329,11 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
     (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid'\]"),
     (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
     (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
+    (dict(top_k=2, mask=jnp.ones(3)), "route_topk: mask is float32, but bools"),
+    (
+      dict(top_k=2, logits=jnp.zeros((3, E), int)),
+      "route_topk: logits are int32, but floats are expected",
+    ),
     (dict(top_k=2, num_groups=3), "num_groups = 3 does not divide 8"),
     (dict(top_k=2, num_groups=0), "num_groups = 0 does not divide 8"),
     (dict(top_k=2, num_groups=4, top_groups=5), "between 1 and num_groups = 4"),
@@ -347,4 +352,4 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
 )
 def test_bad_arguments_are_named(options, message):
   with pytest.raises((ValueError, TypeError), match=message):
-    router.route_topk(logits_of(3), **options)
+    router.route_topk(**{"logits": logits_of(3), **options})

@@ -107,7 +107,7 @@ def route_topk(
   Raises:
     ValueError: for a `top_k`, `num_candidates`, `score`, group, jitter or shape
       that cannot be.
-    TypeError: an integer, a number or a bool is expected, and is none.
+    TypeError: an integer, a number, a bool or a dtype is expected, and is none.
   """
   op = "route_topk"
   num_experts = logits.shape[-1]
@@ -198,9 +198,17 @@ def masked_float32(
 
   So nothing that stands there, not even a NaN, reaches a value or a gradient.
   """
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"{op}: logits are {logits.dtype}, but floats are expected."
+    )
   logits = logits.astype(jnp.float32)
   if mask is None:
     return logits
+  if mask.dtype != bool:
+    raise TypeError(
+      f"{op}: mask is {mask.dtype}, but bools are expected; pass mask != 0."
+    )
   arguments.check(
     mask.shape == logits.shape[:-1],
     op,

@@ -116,7 +116,8 @@ class MoE:
     init = jax.jit(
       parameters.init, static_argnums=(1, 2), out_shardings=shardings
     )
-    return init(key, self.config, jnp.dtype(dtype))
+    dtype = arrays.dtype("MoE.init", "dtype", dtype)
+    return init(key, self.config, dtype)
 
   def init_state(self) -> State:
     """Returns the first state, of zeros, on all devices of the mesh."""
