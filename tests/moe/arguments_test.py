@@ -124,6 +124,15 @@ def test_a_field_of_another_type(change):
     dataclasses.replace(PLAIN, **change)
 
 
+def test_a_layer_of_one_normalized_choice_warns_where_it_is_called():
+  config = dataclasses.replace(PLAIN, top_k=1)
+  layer = ep.MoE(config, group("ep4", top_k=1))
+  params = draw_params(config, np.zeros)
+  with pytest.warns(UserWarning, match="normalize=False") as seen:
+    jax.eval_shape(layer, params, np.zeros((R, H), np.float32))
+  assert {w.filename for w in seen} == {__file__}
+
+
 def test_an_activation_is_a_function():
   with pytest.raises(TypeError, match="'gelu' is a str.*jax.nn.gelu"):
     dataclasses.replace(PLAIN, activation="gelu")

@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,25 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
     expected[at] = (formula(up) - formula(down)) / (2 * step)
   np.testing.assert_allclose(got, expected, atol=1e-5)
   np.testing.assert_array_equal(got_bias, np.zeros(E))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
+  """A router would train with K = 2, and with K = 1 as in Switch or Llama 4."""
+
+  def gradient(top_k, **options):
+    def loss(x):
+      return router.route_topk(x, top_k, score=score, **options)[1][:, 0].sum()
+
+    return jax.grad(loss)(logits_of(3))
+
+  with pytest.warns(UserWarning, match="top_k = 1.*pass normalize=Fal") as seen:
+    assert not gradient(1).any()
+  assert {w.filename for w in seen} == {__file__}
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert gradient(1, normalize=False).any() and gradient(2).any()
+    router.route_topk(jnp.zeros((3, 1)), 1)  # there is nothing to route
 
 
 def _choose_in_groups(order, groups, top_groups, best, k):

@@ -70,7 +70,9 @@ def route_topk(
       divisor; docs/router.md has how a token's weights sum to `scale` after a
       move. None is K. It has no effect with `forced_idx`.
     score: "softmax" over all experts, or each expert's own "sigmoid".
-    normalize: whether the weights of a token sum to `scale`.
+    normalize: whether the weights of a token sum to `scale`. With one choice
+      its weight is then always `scale`, the router gets no gradient through
+      it, and a warning says so; models with one choice pass False.
     scale: factor on all weights.
     selection_bias: `[E]`, added to the scores for the choice, not for the
       weights, so it gets no gradient. Raising it for idle experts and lowering
@@ -120,6 +122,13 @@ def route_topk(
   )
   check_score(op, score)
   arguments.flag(op, "normalize", normalize)
+  if normalize and top_k == 1 < num_experts:
+    arguments.warn(
+      f"{op}: top_k = 1 and normalize = True give every choice the same weight,"
+      " so the weights have no gradient, and the router is not trained by the"
+      " output of its experts; pass normalize=False, as Switch Transformer and"
+      " Llama 4 do."
+    )
   if not isinstance(scale, jax.Array):  # as one that is learned
     scale = arguments.number(op, "scale", scale)
   if selection_bias is not None:
