@@ -22,6 +22,9 @@ LOSSES = {
   "load_sigmoid": lambda x, i, m, a=(): ep.load_balancing_loss(
     x, i, score="sigmoid", mask=m, axis_name=a
   ),
+  "load_sqrtsoftplus": lambda x, i, m, a=(): ep.load_balancing_loss(
+    x, i, score="sqrtsoftplus", mask=m, axis_name=a
+  ),
   "sequence": lambda x, i, m, a=(): ep.sequence_balancing_loss(
     x, i, score="sigmoid", mask=m, axis_name=a
   ),
@@ -79,6 +82,7 @@ def _expected(logits, idx, mask):
   return {
     "load": _imbalance(soft, idx[mask]),
     "load_sigmoid": _imbalance(sigmoid[mask], idx[mask]),
+    "load_sqrtsoftplus": _imbalance(np.sqrt(np.log1p(np.exp(kept))), idx[mask]),
     "sequence": np.mean(sequences),
     "z": np.mean(np.log(np.exp(kept).sum(-1)) ** 2),
     "entropy": np.mean(-(soft * np.log(soft)).sum(-1)),

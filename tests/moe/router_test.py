@@ -23,7 +23,7 @@ import ep
 from ep._src.moe import router
 from router_cases import E, K, logits_of
 
-SCORES = "softmax", "sigmoid"
+SCORES = "softmax", "sigmoid", "sqrtsoftplus"
 
 
 def _route(logits, *args, **options):
@@ -36,6 +36,8 @@ def _scores(logits, score):
   x = np.asarray(logits, np.float64)
   if score == "sigmoid":
     return 1 / (1 + np.exp(-x))
+  if score == "sqrtsoftplus":
+    return np.sqrt(np.log1p(np.exp(x)))
   e = np.exp(x - x.max(-1, keepdims=True))
   return e / e.sum(-1, keepdims=True)
 
@@ -87,6 +89,19 @@ def test_large_logits_neither_tie_nor_overflow():
   bias = jnp.where(jnp.arange(E) == 0, -2.0, 0.0)
   _, weights = _route(underflowing, 2, selection_bias=bias)
   np.testing.assert_allclose(weights, [[0.5, 0.5]])
+
+
+@pytest.mark.parametrize("at", [-14, -16, -18, -90, -2e4])
+def test_small_sqrtsoftplus_scores_keep_their_ratios(at):
+  logits = np.float32(at) + np.linspace(-1.75, 1.75, E, dtype=np.float32)
+  route = functools.partial(router.route_topk, top_k=E, score="sqrtsoftplus")
+  _, weights = jit_quickly(route)(logits)
+  gradient = jit_quickly(jax.grad(lambda x: jnp.log(route(x)[1][0])))(logits)
+  expected = np.sqrt(np.exp(np.float64(logits - logits[-1])))[::-1]
+  expected /= expected.sum()
+  np.testing.assert_allclose(weights, expected, rtol=2e-6)
+  expected = -0.5 * expected[::-1] + 0.5 * np.eye(E)[-1]
+  np.testing.assert_allclose(gradient, expected, rtol=4e-6)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -346,7 +361,7 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
     (dict(top_k=9), "choose between 1 and 8"),
     (dict(top_k=2.0), "route_topk: top_k = 2.0 is a float"),
     (dict(top_k=True), "route_topk: top_k = True is a bool"),
-    (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid'\]"),
+    (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid', 'sqrt"),
     (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
     (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
     (dict(top_k=2, mask=jnp.ones(3)), "route_topk: mask is float32, but bools"),

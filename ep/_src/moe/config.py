@@ -104,7 +104,7 @@ class MoEConfig:
   router_bias: bool = False
   shared_inner: int = 0
   weigh: Literal["late", "early"] = "late"
-  score: Literal["softmax", "sigmoid"] = "softmax"
+  score: router.Score = "softmax"
   normalize: bool = True
   scale: float = 1.0
   jitter: float = 0.0
@@ -230,7 +230,7 @@ _CHOICES = {
   "overflow": (None, "error", "drop", "chunk"),
   "drop_by": (None, "slot", "weight", "fair"),
   "weigh": ("late", "early"),
-  "score": ("softmax", "sigmoid"),
+  "score": tuple(router.LOG_SCORES),
   "balance": ("batch", "sequence"),
   "wire": WIRES,
 }

@@ -40,8 +40,8 @@ def load_balancing_loss(
   Args:
     logits: `[..., E]`, any float dtype.
     topk_idx: integers `[..., K]`, -1 where a choice is unused.
-    score: the `score` of `route_topk`. The "sigmoid" scores of a token are
-      divided by their sum.
+    score: the `score` of `route_topk`. Scores other than "softmax" are divided
+      by their sum over the experts.
     mask: `[...]` bool; tokens where it is False count for nothing and get no
       gradient. If no token counts, the loss is 0.
     axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
@@ -183,7 +183,7 @@ def _per_token(op, logits, topk_idx, score, mask):
   )
   logits = router.masked_float32(op, logits, mask)
   # A softmax of log scores divides them by their sum, and cannot underflow.
-  logs = logits if score == "softmax" else jax.nn.log_sigmoid(logits)
+  logs = logits if score == "softmax" else router.LOG_SCORES[score](logits)
   choices = jax.nn.one_hot(topk_idx, logits.shape[-1]).sum(axis=-2)
   scores = jnp.exp(jax.nn.log_softmax(logs))  # as in route_topk
   counts = _counts(logits[..., 0], mask)

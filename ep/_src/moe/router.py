@@ -8,6 +8,7 @@ place of `route_topk`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from typing import Literal
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays, compat
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 def route_topk(
@@ -69,7 +70,8 @@ def route_topk(
       with `normalize` the first K sum to `scale`, and the others have the same
       divisor; docs/router.md has how a token's weights sum to `scale` after a
       move. None is K. It has no effect with `forced_idx`.
-    score: "softmax" over all experts, or each expert's own "sigmoid".
+    score: "softmax" over all experts, or of each expert's own logit "sigmoid" or
+      "sqrtsoftplus", the square root of softplus, as in DeepSeek-V4.
     normalize: whether the weights of a token sum to `scale`. With one choice
       its weight is then always `scale`, the router gets no gradient through
       it, and a warning says so; models with one choice pass False.
@@ -122,13 +124,6 @@ def route_topk(
   )
   check_score(op, score)
   arguments.flag(op, "normalize", normalize)
-  if normalize and top_k == 1 < num_experts:
-    arguments.warn(
-      f"{op}: top_k = 1 and normalize = True give every choice the same weight,"
-      " so the weights have no gradient, and the router is not trained by the"
-      " output of its experts; pass normalize=False, as Switch Transformer and"
-      " Llama 4 do."
-    )
   if not isinstance(scale, jax.Array):  # as one that is learned
     scale = arguments.number(op, "scale", scale)
   if selection_bias is not None:
@@ -146,6 +141,13 @@ def route_topk(
     num_chosen = check_candidates(
       op, num_candidates, top_k, num_experts // num_groups * top_groups
     )
+  if normalize and top_k == 1 < num_experts:
+    arguments.warn(
+      f"{op}: top_k = 1 and normalize = True give every choice the same weight,"
+      " so the weights have no gradient, and the router is not trained by the"
+      " output of its experts; pass normalize=False, as Switch Transformer and"
+      " Llama 4 do."
+    )
   logits = masked_float32(op, logits, mask)
   if jitter:
     if key is None:
@@ -156,7 +158,7 @@ def route_topk(
     logits *= jax.random.uniform(
       key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
     )
-  log_scores = _LOG_SCORES[score](logits)
+  log_scores = LOG_SCORES[score](logits)
   if forced_idx is None:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
     # Logits have the order of their scores, and do not saturate.
@@ -191,12 +193,12 @@ def route_topk(
   return topk_idx, jnp.where(used, weights, 0.0)
 
 
-def check_score(op: str, score: str) -> None:
+def check_score(op: str, score: Score) -> None:
   """Raises `ValueError` unless `score` is the name of a score."""
   arguments.check(
-    score in _LOG_SCORES,
+    score in LOG_SCORES,
     op,
-    f"score = {score!r}; it must be one of {[*_LOG_SCORES]}.",
+    f"score = {score!r}; it must be one of {[*LOG_SCORES]}.",
   )
 
 
@@ -366,7 +368,15 @@ def _best(values, k, allowed=None):
   return jnp.concatenate(places, axis=-1)
 
 
-_LOG_SCORES = {
+def _log_sqrtsoftplus(logits):
+  # To the last bit of float32, softplus(x) is exp(x) there, and may underflow.
+  is_low = logits < -16
+  logs = jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
+  return 0.5 * jnp.where(is_low, logits, logs)
+
+
+LOG_SCORES: dict[Score, Callable[[jax.Array], jax.Array]] = {
   "softmax": jax.nn.log_softmax,
   "sigmoid": jax.nn.log_sigmoid,
+  "sqrtsoftplus": _log_sqrtsoftplus,
 }
