@@ -70,7 +70,7 @@ def route_topk(
       with `normalize` the first K sum to `scale`, and the others have the same
       divisor; docs/router.md has how a token's weights sum to `scale` after a
       move. None is K. It has no effect with `forced_idx`.
-    score: "softmax" over all experts, or of each expert's own logit "sigmoid" or
+    score: "softmax" over all experts, or of each expert alone: "sigmoid", or
       "sqrtsoftplus", the square root of softplus, as in DeepSeek-V4.
     normalize: whether the weights of a token sum to `scale`. With one choice
       its weight is then always `scale`, the router gets no gradient through

@@ -153,6 +153,7 @@ class MoE:
     w_k,
 
         y = sum_k w_k expert[e_k](x) + shared(x)
+        y = sum_k expert[e_k](w_k x) + shared(x)      with weigh = "input"
 
     where `Experts` in ep/_src/moe/network.py has the formula of an expert, and
     the shared expert, if there is one, has the same without biases. Tokens and
