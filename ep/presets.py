@@ -137,8 +137,9 @@ DEEPSEEK_V4_PRO = dataclasses.replace(
 # and for Scout the defaults of Llama4TextConfig in transformers. The router,
 # whose sigmoid multiplies what the expert gets, and the shared expert, which
 # gets tokens as they are: models/llama4/moe.py of
-# github.com/meta-llama/llama-models, at 2b2e5b2. Every layer of Scout has
-# experts, and every second one of Maverick.
+# github.com/meta-llama/llama-models, at 2b2e5b2. A single weight that was
+# normalized would train no router. Every layer of Scout has experts, and every
+# second one of Maverick.
 LLAMA_4_SCOUT = MoEConfig(
   hidden=5120,
   inner=8192,

@@ -47,6 +47,8 @@ def route_topk(
 
       Mixtral (softmax over the chosen logits)   the defaults
       Switch Transformer, OLMoE                  normalize=False
+      Llama 4                                    score="sigmoid",
+                                                 normalize=False
       DeepSeek-V3                                score="sigmoid", scale=2.5,
                                                  selection_bias=bias,
                                                  num_groups=8, top_groups=4
