@@ -21,7 +21,13 @@ from ep._src.moe.config import MoEConfig
 __all__ = [
   "BY_NAME",
   "DEEPSEEK_V3",
+  "DEEPSEEK_V4_FLASH",
+  "DEEPSEEK_V4_PRO",
+  "GLM_4_5",
   "GPT_OSS_120B",
+  "KIMI_K2",
+  "LLAMA_4_MAVERICK",
+  "LLAMA_4_SCOUT",
   "MIXTRAL_8X7B",
   "OLMOE_1B_7B",
   "QWEN3_30B_A3B",
@@ -59,6 +65,92 @@ DEEPSEEK_V3 = MoEConfig(
   num_groups=8,
   top_groups=4,
 )
+
+# The sizes: README.md of github.com/MoonshotAI/Kimi-K2, at 11062d1. The router,
+# which is DeepSeek-V3's without groups: kimi-k2-1t.yml of
+# github.com/AI-Hypercomputer/maxtext, at 7c7f628, which gives config.json of
+# moonshotai/Kimi-K2-Instruct on Hugging Face; that could not be read itself.
+KIMI_K2 = MoEConfig(
+  hidden=7168,
+  inner=2048,
+  num_experts=384,
+  top_k=8,
+  shared_inner=2048,
+  score="sigmoid",
+  scale=2.827,
+)
+
+# The sizes: GLM-4.5 Team, "GLM-4.5", arXiv 2508.06471, table 1. The router,
+# which is DeepSeek-V3's without groups: modeling_glm4_moe.py of transformers.
+# Its scale: glm4.5-355B-A32B.sh of github.com/THUDM/slime, since its own
+# config.json could not be read.
+GLM_4_5 = MoEConfig(
+  hidden=5120,
+  inner=1536,
+  num_experts=160,
+  top_k=8,
+  shared_inner=1536,
+  score="sigmoid",
+  scale=2.5,
+)
+
+
+def _silu_up_to_10(x: jax.Array) -> jax.Array:
+  return jax.nn.silu(jnp.minimum(x, 10.0))
+
+
+def _clipped_to_10(x: jax.Array) -> jax.Array:
+  return jnp.clip(x, -10.0, 10.0)
+
+
+# The configuration: configuration_deepseek_v4.py of transformers, whose
+# defaults describe DeepSeek-V4-Flash, and deepseek4-284b.yml of MaxText, at
+# 00a1eaa. The router and the experts: inference/model.py of
+# deepseek-ai/DeepSeek-V4-Flash on Hugging Face, revision 60d8d707, which was
+# read in a repository that derives from it. It clamps the shared expert, too;
+# the revision before it and transformers do not. The first three layers of the
+# model take a token's experts from a table of token ids: pass these as
+# `forced_idx`.
+DEEPSEEK_V4_FLASH = MoEConfig(
+  hidden=4096,
+  inner=2048,
+  num_experts=256,
+  top_k=6,
+  activation=_silu_up_to_10,
+  up_activation=_clipped_to_10,
+  shared_inner=2048,
+  score="sqrtsoftplus",
+  scale=1.5,
+)
+
+# The same layer with other sizes: deepseek4-1600b.yml of MaxText, at bac1cfa.
+DEEPSEEK_V4_PRO = dataclasses.replace(
+  DEEPSEEK_V4_FLASH,
+  hidden=7168,
+  inner=3072,
+  num_experts=384,
+  shared_inner=3072,
+  scale=2.5,
+)
+
+# The sizes: llama4-17b-16e.yml and llama4-17b-128e.yml of MaxText, at 5505348,
+# and for Scout the defaults of Llama4TextConfig in transformers. The router,
+# whose sigmoid multiplies what the expert gets, and the shared expert, which
+# gets tokens as they are: models/llama4/moe.py of
+# github.com/meta-llama/llama-models, at 2b2e5b2. A single weight that was
+# normalized would train no router. Every layer of Scout has experts, and every
+# second one of Maverick.
+LLAMA_4_SCOUT = MoEConfig(
+  hidden=5120,
+  inner=8192,
+  num_experts=16,
+  top_k=1,
+  shared_inner=8192,
+  weigh="input",
+  score="sigmoid",
+  normalize=False,
+)
+LLAMA_4_MAVERICK = dataclasses.replace(LLAMA_4_SCOUT, num_experts=128)
 
 
 def _clamped_swish(x: jax.Array) -> jax.Array:
@@ -100,6 +192,12 @@ BY_NAME = types.MappingProxyType(
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss_120b": GPT_OSS_120B,
     "olmoe_1b_7b": OLMOE_1B_7B,
+    "kimi_k2": KIMI_K2,
+    "glm_4_5": GLM_4_5,
+    "deepseek_v4_flash": DEEPSEEK_V4_FLASH,
+    "deepseek_v4_pro": DEEPSEEK_V4_PRO,
+    "llama_4_scout": LLAMA_4_SCOUT,
+    "llama_4_maverick": LLAMA_4_MAVERICK,
   }
 )
 

@@ -44,7 +44,7 @@ _DENSE = flags.DEFINE_bool(
   "dense", False, "also train a dense model of the same active size"
 )
 _SCORE = flags.DEFINE_enum(
-  "score", "softmax", ["softmax", "sigmoid"], "what the router scores with"
+  "score", "softmax", ["softmax", "sigmoid", "sqrtsoftplus"], "of the router"
 )
 _BLOCKS = {"mxfp8": 32, "fp8_block128": 128}  # elements that share a scale
 _WIRE = flags.DEFINE_enum(

@@ -35,7 +35,7 @@ class ModelConfig:
   inner: int  # of each expert
   num_experts: int
   top_k: int
-  score: str  # of the router, "softmax" or "sigmoid"
+  score: str  # of the router, as in ep.MoEConfig
   wire: str | None = None  # how rows travel to experts
   replicas: int = 0  # slots of a rank for copies of other ranks' experts
 

@@ -67,6 +67,9 @@ BIASED = ep.MoEConfig(
 EARLY = dataclasses.replace(
   BIASED, weigh="early", balance="sequence", normalize=False
 )
+INPUT = dataclasses.replace(
+  BIASED, weigh="input", score="sqrtsoftplus", normalize=False, scale=1.5
+)
 SPLIT = dataclasses.replace(SHARED, fsdp_axis="dp")
 
 
@@ -85,7 +88,11 @@ def tokens(*lead, hidden=H):
 def dense(config, params, x, bias=None, mask=None):
   """Returns the layer's output and metrics; all arrays are whole."""
   logits = x @ params["router"] + params.get("router_bias", 0)
-  scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+  scores = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+  }
   scores = scores[config.score](logits)
   ranking = scores if bias is None else scores + bias
   order = jnp.argsort(-lax.stop_gradient(ranking), axis=-1, stable=True)
@@ -112,7 +119,10 @@ def dense(config, params, x, bias=None, mask=None):
       hidden = config.activation(hidden)
     return product(hidden, down, kind, "down")
 
-  out = ffn(x, "...h,ehf->...ef", "...ef,efh->...eh", "w_")
+  inputs = x[..., None, :]
+  if config.weigh == "input":
+    inputs, weights = inputs * weights[..., None], chosen
+  out = ffn(inputs, "...eh,ehf->...ef", "...ef,efh->...eh", "w_")
   y = jnp.einsum("...eh,...e->...h", out, weights)
   if config.shared_inner:
     shared = ffn(x, "...h,hs->...s", "...s,sh->...h", "shared_")
@@ -204,6 +214,7 @@ def assert_close(got, expected, tol=2e-5):
     pytest.param(SHARED, "ep4", True, id="sigmoid_bias_shared"),
     pytest.param(EARLY, "dp4_ep1", False, id="early_of_sequences"),
     pytest.param(SPLIT, "dp2_ep2", False, id="fsdp"),
+    pytest.param(INPUT, "dp2_ep2", True, id="weighted_inputs"),
   ],
 )
 def test_output_metrics_and_gradients_are_those_of_the_dense_layer(

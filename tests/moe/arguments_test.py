@@ -28,6 +28,40 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
   np.testing.assert_array_equal(state.bias, [[-0.5, 0, 0.5], [0, 0, 0]])
 
 
+@pytest.mark.parametrize("experts", [7, 60, 384])
+@pytest.mark.parametrize("load", [0, 3, 1_000_003, 2**24 - 1, 2**26 + 8, 0.1])
+def test_equal_loads_move_no_bias(experts, load):
+  state = ep.moe.State(jnp.zeros(experts))
+  after = jax.jit(ep.moe.State.after)(state, np.full(experts, load))
+  np.testing.assert_array_equal(after.bias, state.bias)
+
+
+@pytest.mark.parametrize("experts", [7, 60, 384])
+def test_loads_beside_their_mean_are_told_from_it(experts):
+  """Sums of loads, and products with E, are not whole numbers of float32."""
+  rng = np.random.default_rng(experts)
+  load = rng.integers(0, 2_000_000, (200, experts))
+  mean = load.mean(axis=1).astype(int)
+  load[:, 1:4] = mean[:, None] + [-1, 0, 1]
+  load[:, 0] += experts * mean - load.sum(axis=1)  # so that it is the mean
+  load = load[(load[:, 0] >= 0) & (load[:, 0] < 2**24)]
+  assert len(load) > 20 and (load.sum(axis=1) == experts * load[:, 2]).all()
+  state = ep.moe.State(jnp.zeros(load.shape))
+  after = jax.jit(ep.moe.State.after)(state, load, rate=1.0)
+  expected = np.sign(load.sum(axis=1, keepdims=True) - experts * load)
+  np.testing.assert_array_equal(after.bias, expected)
+
+
+def test_a_bias_that_would_lose_its_steps():
+  """In bfloat16, 100 steps of -0.001 from 0.5 end at 0.305."""
+  state = ep.moe.State(jnp.full(E, 0.5, jnp.bfloat16))
+  with pytest.raises(TypeError, match="bias is bfloat16, but float32 is exp"):
+    state.after(jnp.zeros(E))
+  layer, params = ep.MoE(PLAIN, group("ep4")), draw_params(PLAIN, np.zeros)
+  with pytest.raises(TypeError, match="state.bias is bfloat16, but float32"):
+    layer(params, np.zeros((R, H), np.float32), state)
+
+
 @pytest.mark.parametrize(
   "change, message",
   [
@@ -90,9 +124,24 @@ def test_a_field_of_another_type(change):
     dataclasses.replace(PLAIN, **change)
 
 
+def test_a_layer_of_one_normalized_choice_warns_where_it_is_called():
+  config = dataclasses.replace(PLAIN, top_k=1)
+  layer = ep.MoE(config, group("ep4", top_k=1))
+  params = draw_params(config, np.zeros)
+  with pytest.warns(UserWarning, match="normalize=False") as seen:
+    jax.eval_shape(layer, params, np.zeros((R, H), np.float32))
+  assert {w.filename for w in seen} == {__file__}
+
+
 def test_an_activation_is_a_function():
   with pytest.raises(TypeError, match="'gelu' is a str.*jax.nn.gelu"):
     dataclasses.replace(PLAIN, activation="gelu")
+
+
+@pytest.mark.parametrize("dtype", ["int8", bool, "no dtype"])
+def test_parameters_are_floats(dtype):
+  with pytest.raises(TypeError, match="ep.moe.init: dtype = "):
+    ep.moe.init(jax.random.key(0), PLAIN, dtype)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ LOSSES = {
   "load_sigmoid": lambda x, i, m, a=(): ep.load_balancing_loss(
     x, i, score="sigmoid", mask=m, axis_name=a
   ),
+  "load_sqrtsoftplus": lambda x, i, m, a=(): ep.load_balancing_loss(
+    x, i, score="sqrtsoftplus", mask=m, axis_name=a
+  ),
   "sequence": lambda x, i, m, a=(): ep.sequence_balancing_loss(
     x, i, score="sigmoid", mask=m, axis_name=a
   ),
@@ -79,6 +82,7 @@ def _expected(logits, idx, mask):
   return {
     "load": _imbalance(soft, idx[mask]),
     "load_sigmoid": _imbalance(sigmoid[mask], idx[mask]),
+    "load_sqrtsoftplus": _imbalance(np.sqrt(np.log1p(np.exp(kept))), idx[mask]),
     "sequence": np.mean(sequences),
     "z": np.mean(np.log(np.exp(kept).sum(-1)) ** 2),
     "entropy": np.mean(-(soft * np.log(soft)).sum(-1)),
@@ -139,16 +143,28 @@ def test_entropy_is_zero_for_one_expert_and_log_e_for_all():
     (lambda x, i: LOSSES["z"](x, i, jnp.ones(3, bool)), r"shape \(2, 4\)"),
     (lambda x, i: LOSSES["sequence"](x[0, 0], i[0, 0], None), "last two axes"),
     (lambda x, i: ep.load_balancing_loss(x, i, score="relu"), "one of"),
+    (
+      lambda x, i: ep.load_balancing_loss(x.astype(int), i),
+      "logits are int32, but floats",
+    ),
+    (
+      lambda x, i: LOSSES["sequence"](x, i, jnp.ones((2, 4))),
+      "mask is float32, but bools .*; pass mask != 0",
+    ),
+    (
+      lambda x, i: LOSSES["entropy"](x, i, jnp.ones((2, 4), int)),
+      "mask is int32",
+    ),
   ],
 )
 def test_bad_arguments_are_named(call, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((ValueError, TypeError), match=message):
     call(jnp.zeros((2, 4, E)), jnp.zeros((2, 4, K), jnp.int32))
 
 
 @jit_quickly
 def _loss_of_best(logits):
-  return ep.load_balancing_loss(logits, ep.route_topk(logits, 1)[0])
+  return ep.load_balancing_loss(logits, jnp.argmax(logits, -1)[..., None])
 
 
 def test_load_balancing_loss_is_one_when_even_and_e_at_worst():

@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import ep
 from ep._src.moe import router
 from router_cases import E, K, logits_of
 
-SCORES = "softmax", "sigmoid"
+SCORES = "softmax", "sigmoid", "sqrtsoftplus"
 
 
 def _route(logits, *args, **options):
@@ -35,6 +36,8 @@ def _scores(logits, score):
   x = np.asarray(logits, np.float64)
   if score == "sigmoid":
     return 1 / (1 + np.exp(-x))
+  if score == "sqrtsoftplus":
+    return np.sqrt(np.log1p(np.exp(x)))
   e = np.exp(x - x.max(-1, keepdims=True))
   return e / e.sum(-1, keepdims=True)
 
@@ -88,6 +91,19 @@ def test_large_logits_neither_tie_nor_overflow():
   np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
+@pytest.mark.parametrize("at", [-14, -16, -18, -90, -2e4])
+def test_small_sqrtsoftplus_scores_keep_their_ratios(at):
+  logits = np.float32(at) + np.linspace(-1.75, 1.75, E, dtype=np.float32)
+  route = functools.partial(router.route_topk, top_k=E, score="sqrtsoftplus")
+  _, weights = jit_quickly(route)(logits)
+  gradient = jit_quickly(jax.grad(lambda x: jnp.log(route(x)[1][0])))(logits)
+  expected = np.sqrt(np.exp(np.float64(logits - logits[-1])))[::-1]
+  expected /= expected.sum()
+  np.testing.assert_allclose(weights, expected, rtol=2e-6)
+  expected = -0.5 * expected[::-1] + 0.5 * np.eye(E)[-1]
+  np.testing.assert_allclose(gradient, expected, rtol=4e-6)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("score", SCORES)
 def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
@@ -119,6 +135,25 @@ def test_weights_are_differentiable_and_the_bias_is_not(score, normalize):
     expected[at] = (formula(up) - formula(down)) / (2 * step)
   np.testing.assert_allclose(got, expected, atol=1e-5)
   np.testing.assert_array_equal(got_bias, np.zeros(E))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_one_choice_whose_weight_never_changes_gives_a_warning(score):
+  """A router would train with K = 2, and with K = 1 as in Switch or Llama 4."""
+
+  def gradient(top_k, **options):
+    def loss(x):
+      return router.route_topk(x, top_k, score=score, **options)[1][:, 0].sum()
+
+    return jax.grad(loss)(logits_of(3))
+
+  with pytest.warns(UserWarning, match="top_k = 1.*pass normalize=Fal") as seen:
+    assert not gradient(1).any()
+  assert {w.filename for w in seen} == {__file__}
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert gradient(1, normalize=False).any() and gradient(2).any()
+    router.route_topk(jnp.zeros((3, 1)), 1)  # there is nothing to route
 
 
 def _choose_in_groups(order, groups, top_groups, best, k):
@@ -326,9 +361,14 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
     (dict(top_k=9), "choose between 1 and 8"),
     (dict(top_k=2.0), "route_topk: top_k = 2.0 is a float"),
     (dict(top_k=True), "route_topk: top_k = True is a bool"),
-    (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid'\]"),
+    (dict(top_k=2, score="relu"), r"one of \['softmax', 'sigmoid', 'sqrt"),
     (dict(top_k=2, selection_bias=jnp.zeros(7)), r"shape \(8,\)"),
     (dict(top_k=2, mask=jnp.ones((3, 1), bool)), r"shape \(3,\)"),
+    (dict(top_k=2, mask=jnp.ones(3)), "route_topk: mask is float32, but bools"),
+    (
+      dict(top_k=2, logits=jnp.zeros((3, E), int)),
+      "route_topk: logits are int32, but floats are expected",
+    ),
     (dict(top_k=2, num_groups=3), "num_groups = 3 does not divide 8"),
     (dict(top_k=2, num_groups=0), "num_groups = 0 does not divide 8"),
     (dict(top_k=2, num_groups=4, top_groups=5), "between 1 and num_groups = 4"),
@@ -347,4 +387,4 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
 )
 def test_bad_arguments_are_named(options, message):
   with pytest.raises((ValueError, TypeError), match=message):
-    router.route_topk(logits_of(3), **options)
+    router.route_topk(**{"logits": logits_of(3), **options})

@@ -103,6 +103,11 @@ def test_a_row_with_too_many_experts():
     assert f": topk_idx[1, 0] = -{K + 2}, but" in str(error.value)
 
 
+def test_a_map_of_one_expert_gives_no_warning(recwarn):
+  ep.topk_from_map(np.eye(E, dtype=bool), np.eye(E, dtype=np.float32), 1)
+  assert not recwarn.list
+
+
 def test_what_cannot_be_a_routing():
   good = np.zeros((4, E), bool), np.zeros((4, E), jnp.bfloat16), K
   _, weights = jax.eval_shape(lambda: ep.topk_from_map(*good))

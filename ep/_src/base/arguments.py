@@ -6,13 +6,10 @@ This module does not import JAX, which would take a second of every launch.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import numbers
 import operator
-import os
-import pathlib
 import sys
 from typing import Any
 import warnings
@@ -21,12 +18,9 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 
-# The folder of the package ep, with a separator at the end, and the module
-# whose functions leave the package's contexts.
-_NOT_OF_USERS = (
-  os.path.join(pathlib.Path(__file__).parents[2], ""),
-  contextlib.__file__,
-)
+# The package itself, the package through which it calls its own functions, and
+# the module whose functions leave its contexts.
+_NOT_OF_USERS = ("ep", "jax", "contextlib")
 
 
 def check(condition: bool, what: str, message: str) -> None:
@@ -191,7 +185,8 @@ def cannot_pickle(what: str, cure: str) -> TypeError:
 def warn(message: str) -> None:
   """Warns at the line of the user that called the package."""
   for level in itertools.count(1):
-    if not sys._getframe(level).f_code.co_filename.startswith(_NOT_OF_USERS):
+    module = sys._getframe(level).f_globals.get("__name__", "")
+    if module.partition(".")[0] not in _NOT_OF_USERS:
       return warnings.warn(message, stacklevel=level + 1)
 
 

@@ -52,6 +52,17 @@ def integers(what: str, name: str, value: Any) -> jax.Array:
   return int32(x)
 
 
+def float32(what: str, name: str, value: Any) -> jax.Array:
+  """Returns an argument that is an array of float32, or raises `TypeError`."""
+  x = jnp.asarray(value)
+  if x.dtype != jnp.float32:
+    raise TypeError(
+      f"{what}: {name} is {x.dtype}, but float32 is expected: other dtypes"
+      " round its small steps; keep it in float32."
+    )
+  return x
+
+
 def int32(x: jax.Array) -> jax.Array:
   """Returns integers of any type as the nearest int32."""
   has, room = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)

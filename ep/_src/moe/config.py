@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any, Literal
 
 import jax
@@ -11,7 +12,7 @@ import jax
 from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.config import short_repr, WIRES
 from ep._src.moe import router
-from ep._src.moe.network import Activation, Experts
+from ep._src.moe.network import Activation, Experts, Weigh
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
 _FLAGS = (
@@ -42,8 +43,10 @@ class MoEConfig:
       gradient, unlike the bias of `ep.moe.State`.
     shared_inner: S, the inner size of an expert that every token visits besides
       its own; 0 for none.
-    weigh: when routing weights multiply: "late", as outputs are summed, or
-      "early", before the last matrix.
+    weigh: what routing weights multiply: "late", the outputs of experts as they
+      are summed; "early", the inputs of the last matrix, which differs by
+      rounding alone; "input", the tokens that experts receive, so that outputs
+      are summed without weights, as in Llama 4.
     score, normalize, scale, jitter: as in `ep.route_topk`.
     num_groups, top_groups, group_best: as in `ep.route_topk`.
     balance: which loss `Metrics.aux_loss` is: that of a whole "batch"
@@ -103,8 +106,8 @@ class MoEConfig:
   biases: bool = False
   router_bias: bool = False
   shared_inner: int = 0
-  weigh: Literal["late", "early"] = "late"
-  score: Literal["softmax", "sigmoid"] = "softmax"
+  weigh: Weigh = "late"
+  score: router.Score = "softmax"
   normalize: bool = True
   scale: float = 1.0
   jitter: float = 0.0
@@ -229,8 +232,8 @@ _NO_REPLICAS = {
 _CHOICES = {
   "overflow": (None, "error", "drop", "chunk"),
   "drop_by": (None, "slot", "weight", "fair"),
-  "weigh": ("late", "early"),
-  "score": ("softmax", "sigmoid"),
+  "weigh": typing.get_args(Weigh),
+  "score": typing.get_args(router.Score),
   "balance": ("batch", "sequence"),
   "wire": WIRES,
 }

@@ -38,10 +38,10 @@ def load_balancing_loss(
   2101.03961, equations 4 to 6, with f over K choices instead of one).
 
   Args:
-    logits: `[..., E]`.
+    logits: `[..., E]`, any float dtype.
     topk_idx: integers `[..., K]`, -1 where a choice is unused.
-    score: the `score` of `route_topk`. The "sigmoid" scores of a token are
-      divided by their sum.
+    score: the `score` of `route_topk`. Scores other than "softmax" are divided
+      by their sum over the experts.
     mask: `[...]` bool; tokens where it is False count for nothing and get no
       gradient. If no token counts, the loss is 0.
     axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
@@ -56,6 +56,7 @@ def load_balancing_loss(
 
   Raises:
     ValueError: for a `score` or shape that cannot be.
+    TypeError: the logits are no floats, or the mask holds no bools.
   """
   parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
   lead = tuple(range(logits.ndim - 1))
@@ -79,8 +80,8 @@ def sequence_balancing_loss(
   its scores are "sigmoid").
 
   Args:
-    logits: `[..., S, E]`, of sequences of S tokens. In `jax.shard_map` a rank
-      holds whole sequences.
+    logits: `[..., S, E]`, any float dtype, of sequences of S tokens. In
+      `jax.shard_map` a rank holds whole sequences.
     topk_idx: integers `[..., S, K]`, -1 where a choice is unused.
     score: as in `load_balancing_loss`.
     mask: `[..., S]` bool, as in `load_balancing_loss`. A sequence without any
@@ -94,6 +95,7 @@ def sequence_balancing_loss(
 
   Raises:
     ValueError: for a `score` or shape that cannot be.
+    TypeError: the logits are no floats, or the mask holds no bools.
   """
   op = "sequence_balancing_loss"
   arguments.check(
@@ -120,7 +122,7 @@ def router_z_loss(
   equation 5).
 
   Args:
-    logits: `[..., E]`.
+    logits: `[..., E]`, any float dtype.
     mask, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
@@ -128,6 +130,7 @@ def router_z_loss(
 
   Raises:
     ValueError: the mask has another shape than the tokens.
+    TypeError: the logits are no floats, or the mask holds no bools.
   """
   logits = router.masked_float32("router_z_loss", logits, mask)
   return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, axis_name, psum)
@@ -146,7 +149,7 @@ def router_entropy(
   scores are equal.
 
   Args:
-    logits: `[..., E]`; -inf bars an expert.
+    logits: `[..., E]`, any float dtype; -inf bars an expert.
     mask, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
@@ -154,6 +157,7 @@ def router_entropy(
 
   Raises:
     ValueError: the mask has another shape than the tokens.
+    TypeError: the logits are no floats, or the mask holds no bools.
   """
   logits = router.masked_float32("router_entropy", logits, mask)
   logs = jax.nn.log_softmax(logits)
@@ -179,7 +183,7 @@ def _per_token(op, logits, topk_idx, score, mask):
   )
   logits = router.masked_float32(op, logits, mask)
   # A softmax of log scores divides them by their sum, and cannot underflow.
-  logs = logits if score == "softmax" else jax.nn.log_sigmoid(logits)
+  logs = logits if score == "softmax" else router.LOG_SCORES[score](logits)
   choices = jax.nn.one_hot(topk_idx, logits.shape[-1]).sum(axis=-2)
   scores = jnp.exp(jax.nn.log_softmax(logs))  # as in route_topk
   counts = _counts(logits[..., 0], mask)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 Activation = Callable[[jax.Array], jax.Array]
+Weigh = Literal["late", "early", "input"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +30,15 @@ class Experts:
     activation: elementwise.
     up_activation: elementwise; None is the identity.
     weigh: whether the routing weights multiply the outputs while they are
-      summed ("late"), or h ("early"), which gives the same but for rounding.
+      summed ("late"), or h ("early"), which gives the same but for rounding, or
+      x ("input"), which is another function.
     deterministic: whether gradients of parameters are sums over source ranks,
       added as in ordered_sum.py.
   """
 
   activation: Activation = jax.nn.silu
   up_activation: Activation | None = None
-  weigh: Literal["late", "early"] = "late"
+  weigh: Weigh = "late"
   deterministic: bool = False
 
   def is_traced(self) -> bool:

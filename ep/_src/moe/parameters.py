@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from ep._src.base import arrays
 from ep._src.moe.config import MoEConfig
 
 _Shape = tuple[int, ...]
@@ -36,8 +37,17 @@ def init(
   Args:
     key: a key of `jax.random`.
     config: the configuration of the layer.
-    dtype: the dtype of all parameters but the router.
+    dtype: the dtype of all parameters but the router, any of floats.
+
+  Raises:
+    TypeError: the dtype is none of floats.
   """
+  dtype = arrays.dtype("ep.moe.init", "dtype", dtype)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+      f"ep.moe.init: dtype = {dtype}, but parameters are drawn as floats; pass"
+      " a dtype such as jnp.bfloat16."
+    )
   params = {}
   for i, (name, (shape, _)) in enumerate(_parameters(config).items()):
     kind = jnp.float32 if name.startswith("router") else dtype

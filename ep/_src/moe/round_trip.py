@@ -46,6 +46,8 @@ def round_trip(
   if beside is not None:
     rows, hidden = together(rows, beside.hidden(tokens))
   with jax.named_scope("experts"):
+    if experts.weigh == "input":
+      rows = map_used_rows(weighted, handle.group_sizes, rows, row_weights)
     early = row_weights if experts.weigh == "early" else None
     rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None

@@ -8,6 +8,7 @@ place of `route_topk`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from typing import Literal
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from ep._src.base import arguments, arrays, compat
 from ep._src.base.kept import keep_routing
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 def route_topk(
@@ -47,6 +48,8 @@ def route_topk(
 
       Mixtral (softmax over the chosen logits)   the defaults
       Switch Transformer, OLMoE                  normalize=False
+      Llama 4                                    score="sigmoid",
+                                                 normalize=False
       DeepSeek-V3                                score="sigmoid", scale=2.5,
                                                  selection_bias=bias,
                                                  num_groups=8, top_groups=4
@@ -70,8 +73,11 @@ def route_topk(
       with `normalize` the first K sum to `scale`, and the others have the same
       divisor; docs/router.md has how a token's weights sum to `scale` after a
       move. None is K. It has no effect with `forced_idx`.
-    score: "softmax" over all experts, or each expert's own "sigmoid".
-    normalize: whether the weights of a token sum to `scale`.
+    score: "softmax" over all experts, or of each expert alone: "sigmoid", or
+      "sqrtsoftplus", the square root of softplus, as in DeepSeek-V4.
+    normalize: whether the weights of a token sum to `scale`. With one choice
+      its weight is then always `scale`, the router gets no gradient through
+      it, and a warning says so; models with one choice pass False.
     scale: factor on all weights.
     selection_bias: `[E]`, added to the scores for the choice, not for the
       weights, so it gets no gradient. Raising it for idle experts and lowering
@@ -108,7 +114,7 @@ def route_topk(
   Raises:
     ValueError: for a `top_k`, `num_candidates`, `score`, group, jitter or shape
       that cannot be.
-    TypeError: an integer, a number or a bool is expected, and is none.
+    TypeError: an integer, a number, a bool or a dtype is expected, and is none.
   """
   op = "route_topk"
   num_experts = logits.shape[-1]
@@ -138,6 +144,13 @@ def route_topk(
     num_chosen = check_candidates(
       op, num_candidates, top_k, num_experts // num_groups * top_groups
     )
+  if normalize and top_k == 1 < num_experts:
+    arguments.warn(
+      f"{op}: top_k = 1 and normalize = True give every choice the same weight,"
+      " so the weights have no gradient, and the router is not trained by the"
+      " output of its experts; pass normalize=False, as Switch Transformer and"
+      " Llama 4 do."
+    )
   logits = masked_float32(op, logits, mask)
   if jitter:
     if key is None:
@@ -148,7 +161,7 @@ def route_topk(
     logits *= jax.random.uniform(
       key, logits.shape, logits.dtype, 1 - jitter, 1 + jitter
     )
-  log_scores = _LOG_SCORES[score](logits)
+  log_scores = LOG_SCORES[score](logits)
   if forced_idx is None:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
     # Logits have the order of their scores, and do not saturate.
@@ -184,12 +197,12 @@ def route_topk(
   return topk_idx, jnp.where(used, weights, 0.0)
 
 
-def check_score(op: str, score: str) -> None:
+def check_score(op: str, score: Score) -> None:
   """Raises `ValueError` unless `score` is the name of a score."""
   arguments.check(
-    score in _LOG_SCORES,
+    score in LOG_SCORES,
     op,
-    f"score = {score!r}; it must be one of {[*_LOG_SCORES]}.",
+    f"score = {score!r}; it must be one of {[*LOG_SCORES]}.",
   )
 
 
@@ -200,9 +213,17 @@ def masked_float32(
 
   So nothing that stands there, not even a NaN, reaches a value or a gradient.
   """
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"{op}: logits are {logits.dtype}, but floats are expected."
+    )
   logits = logits.astype(jnp.float32)
   if mask is None:
     return logits
+  if mask.dtype != bool:
+    raise TypeError(
+      f"{op}: mask is {mask.dtype}, but bools are expected; pass mask != 0."
+    )
   arguments.check(
     mask.shape == logits.shape[:-1],
     op,
@@ -351,7 +372,15 @@ def _best(values, k, allowed=None):
   return jnp.concatenate(places, axis=-1)
 
 
-_LOG_SCORES = {
+def _log_sqrtsoftplus(logits):
+  # To the last bit of float32, softplus(x) is exp(x) there, and may underflow.
+  is_low = logits < -16
+  logs = jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
+  return 0.5 * jnp.where(is_low, logits, logs)
+
+
+LOG_SCORES: dict[Score, Callable[[jax.Array], jax.Array]] = {
   "softmax": jax.nn.log_softmax,
   "sigmoid": jax.nn.log_sigmoid,
+  "sqrtsoftplus": _log_sqrtsoftplus,
 }

@@ -74,7 +74,8 @@ def topk_from_map(
   if not is_traced and routing_map.is_fully_addressable:
     _check_rows(op, np.asarray(routing_map), top_k)
   # Of equal logits, the router chooses the lowest ids.
-  experts, _ = router.route_topk(routing_map.astype(jnp.float32), top_k)
+  marks = routing_map.astype(jnp.float32)
+  experts, _ = router.route_topk(marks, top_k, normalize=False)
   used = jnp.take_along_axis(routing_map, experts, axis=-1)
   weights = jnp.take_along_axis(probs, experts, axis=-1).astype(jnp.float32)
   count = routing_map.sum(axis=-1, keepdims=True, dtype=jnp.int32)

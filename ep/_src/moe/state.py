@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ep._src.base import arguments
+from ep._src.base import arguments, arrays
 
 
 class State(NamedTuple):
@@ -31,6 +31,9 @@ class State(NamedTuple):
     Strategy for Mixture-of-Experts", arXiv 2408.15664, algorithm 1; DeepSeek-V3
     uses a rate of 0.001).
 
+    Loads are compared as whole numbers: an expert with exactly the mean keeps
+    its entry.
+
     Args:
       load: [..., E], the `Metrics.load` of the step, or the sum of the loads of
         its microbatches.
@@ -38,13 +41,23 @@ class State(NamedTuple):
 
     Raises:
       ValueError: the shapes differ.
+      TypeError: the bias is not float32.
     """
+    what = "ep.moe.State.after"
+    bias = arrays.float32(what, "bias", self.bias)
+    load = jnp.asarray(load).astype(jnp.float32)
     arguments.check(
-      jnp.shape(self.bias) == jnp.shape(load),
-      "ep.moe.State.after",
-      f"bias has shape {jnp.shape(self.bias)}, but load {jnp.shape(load)}; pass"
-      " the Metrics.load of the same layers.",
+      bias.shape == load.shape,
+      what,
+      f"bias has shape {bias.shape}, but load {load.shape}; pass the"
+      " Metrics.load of the same layers.",
     )
-    mean = load.mean(axis=-1, keepdims=True)
-    change = rate * jnp.sign(mean - load)
-    return State(self.bias + change.astype(self.bias.dtype))
+    # A mean of float32 rounds, and the product E * load, which needs no mean,
+    # would round as well. The sums of quotients and of remainders are small.
+    experts = load.shape[-1]
+    load -= load.min(axis=-1, keepdims=True)
+    quotient = jnp.floor(load / experts)
+    remainder = load - experts * quotient
+    above = load - quotient.sum(axis=-1, keepdims=True)
+    side = jnp.sign(remainder.sum(axis=-1, keepdims=True) - experts * above)
+    return State(bias + (rate * side).astype(bias.dtype))

@@ -116,7 +116,8 @@ class MoE:
     init = jax.jit(
       parameters.init, static_argnums=(1, 2), out_shardings=shardings
     )
-    return init(key, self.config, jnp.dtype(dtype))
+    dtype = arrays.dtype("MoE.init", "dtype", dtype)
+    return init(key, self.config, dtype)
 
   def init_state(self) -> State:
     """Returns the first state, of zeros, on all devices of the mesh."""
@@ -152,6 +153,7 @@ class MoE:
     w_k,
 
         y = sum_k w_k expert[e_k](x) + shared(x)
+        y = sum_k expert[e_k](w_k x) + shared(x)      with weigh = "input"
 
     where `Experts` in ep/_src/moe/network.py has the formula of an expert, and
     the shared expert, if there is one, has the same without biases. Tokens and
@@ -344,7 +346,7 @@ def _bias(op, state):
       f"{op}: state is a {type(state).__name__}, but an ep.moe.State is"
       " expected, as from init_state(); of a bias, ep.moe.State(bias)."
     )
-  return state.bias
+  return arrays.float32(op, "state.bias", state.bias)
 
 
 def _is_list(x):

@@ -97,15 +97,15 @@ def ep_prepare(
   params = layer.op_params(math.prod(token_shape))
   layer.check_tokens(op, params.num_tokens)
   is_ordered = layer.rule(topk_weights is not None) != "slot"
-  if not (is_ordered or tapping.value):
-    topk_weights = None
-  elif topk_weights is not None:
+  if topk_weights is not None:
     topk_weights = _checked_weights(op, topk_idx, topk_weights)
   elif is_ordered:
     raise ValueError(
       f'{op}: drop_by = "{layer.drop_by}" keeps the choices of the largest'
       " weights, but topk_weights is None; pass the weights of topk_idx."
     )
+  if not (is_ordered or tapping.value):
+    topk_weights = None
 
   leaves = view.call(
     _prepare,
