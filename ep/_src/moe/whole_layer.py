@@ -175,7 +175,8 @@ class MoE:
         even the shared one, and do not count in the metrics: y is 0 there, and
         what x holds, even NaN, reaches no value and no gradient.
       forced_idx: int32 [..., K] or None, the experts to visit in the place of
-        those with the highest scores, as in `ep.route_topk`.
+        those with the highest scores, as in `ep.route_topk`. With a placement,
+        `replica_slots` or `token_chunks`, a collective of XLA checks them.
       key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
         folds in its number.
       pad: whether x may have a first axis that does not divide over the ranks
