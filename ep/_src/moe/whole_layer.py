@@ -438,6 +438,14 @@ def _check_params(op, group, config, params, is_local):
       f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
       f" expected, {part}. Of stacked layers, pass those of one.",
     )
+    dtype = jnp.result_type(params[name])
+    if config.deterministic and dtype != jnp.float32:
+      raise TypeError(
+        f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"
+        " gradients in float32, and rounding them before would depend on the"
+        " split of the ranks; keep parameters in float32, which are multiplied"
+        " in the dtype of x, or pass deterministic=False."
+      )
   if is_local and config.tp_axis:
     arguments.check(
       compat.checks_vma(),
