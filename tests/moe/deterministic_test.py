@@ -124,3 +124,14 @@ def test_nccl_is_refused():
   of_nccl = dataclasses.replace(group(), backend="nccl")
   with pytest.raises(ValueError, match='deterministic.*backend="xla"'):
     ep.MoE(CONFIG, of_nccl)
+
+
+@pytest.mark.parametrize("name", ["router", "w_up", "shared_down"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_parameters_are_refused(name, dtype):
+  """Their gradients would be rounded before they are added."""
+  layer, params = ep.MoE(CONFIG, group()), draw_params(CONFIG, np.zeros)
+  params[name] = params[name].astype(dtype)
+  words = rf"params\['{name}'\] is {dtype}, but deterministic = True .* float32"
+  with pytest.raises(TypeError, match=words):
+    layer(params, np.zeros((R, H), dtype))

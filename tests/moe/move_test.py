@@ -108,9 +108,11 @@ DTYPES = "bool int8 uint32 int32 float16 float8_e4m3fn bfloat16 float32".split()
 
 @of_one_process
 def test_all_dtypes_keep_their_bits_and_layers_their_placements():
+  """Arrays without elements have none to keep."""
   here = group("dp2_ep2")
-  specs = [P(None, "ep")] * len(DTYPES)
   whole = [draw((LAYERS, E, 3), dtype) for dtype in DTYPES]
+  whole += [draw((LAYERS, E, *width), "float32") for width in [(0,), (2, 0)]]
+  specs = [P(None, "ep")] * len(whole)
   run = mover(here, P(None, "ep"), "global")
   one_each = ep.Placement([ONE.experts] * LAYERS)
   stacked = put(here.mesh, [in_slots(x, STACKED) for x in whole], specs)
@@ -140,6 +142,15 @@ def test_the_gradient_moves_back():
   by_expert = x[ONE.slots]
   expected = (2 * by_expert * ct[TWO.slots])[ONE.experts]
   check(got, expected)
+
+
+def test_nothing_moves_without_a_placement():
+  """The group of a layer with copies has more slots than there are experts."""
+  here = group("ep4", num_experts=E + 4)
+  x = draw((E, 2), "float32")
+  arrays = {"w": to_global(x, here.mesh, P("ep"))}
+  got = ep.moe.move(here, arrays, P("ep"), old=None, new=None)
+  check(got, {"w": x})
 
 
 def test_what_cannot_move():

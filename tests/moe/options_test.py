@@ -11,12 +11,23 @@ import numpy as np
 import pytest
 
 import ep
-from groups import BACKEND, E, GPU, group, K, MESHES, of_one_process, T
+from groups import (
+  BACKEND,
+  E,
+  failing,
+  GPU,
+  group,
+  K,
+  MESHES,
+  of_one_process,
+  T,
+)
 from layer_steps import (
   assert_close,
   assert_same_bits,
   draw_params,
   in_slots,
+  run_forward,
   run_step,
 )
 
@@ -114,3 +125,32 @@ def test_results_are_those_without_options_on_one_domain(
   most = of_domains.max() * of_ranks / R
   assert rows < most or "replica_slots" not in options
   assert rows > T * K or "overflow" not in options
+
+
+@pytest.mark.parametrize(
+  "placement, options",
+  [
+    pytest.param(PLACEMENT, dict(replica_slots=1), marks=has_copies),
+    (PLACEMENT, {}),
+    (PLACEMENT, dict(token_chunks=T)),
+  ],
+)
+def test_wrong_choices_are_named_as_they_were_written(placement, options):
+  """Neither by slots of experts, nor by tokens of a part."""
+  layer = layer_of(**options)
+  params = draw_params(PLAIN, np.zeros)
+  x = np.zeros((R * T, HIDDEN), np.float32)
+  # Many tokens of an expert share its copies.
+  idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
+  run_forward(layer, params, x, idx, placement=placement)
+  for choices, fault in [
+    ([3, 2, 3], "topk_idx[3, 2] = 3 repeats an expert of token 3;"),
+    ([1, 1, 0], "topk_idx[3, 1] = 1 repeats an expert of token 3;"),
+    ([0, E, 1], "topk_idx[3, 1] = 8, but num_experts = 8;"),
+    ([-2, 0, 0], "topk_idx[3, 0] = -2, but num_experts = 8;"),
+  ]:
+    wrong = idx.copy()
+    wrong[2 * T + 3] = choices
+    with failing(layer.group) as error:
+      run_forward(layer, params, x, wrong, placement=placement)
+    assert f'ep_prepare(layer "moe"), rank 2: {fault}' in str(error.value)

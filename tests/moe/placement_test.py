@@ -126,9 +126,51 @@ def test_moe_layer_takes_slots_and_refuses_other_ids():
   assert f"= {E}" in str(error.value)
 
 
+def test_moe_layer_takes_slots_of_copies():
+  """The tokens of an expert visit its copies in turn."""
+  placement = ep.place(
+    1 / np.arange(1, E + 1), ep.Cluster.named("dgx_h100", 1, R), replicas=R
+  )
+  held = np.bincount(placement.experts)
+  assert (placement.num_experts, held.size, held.max()) == (E, E, 4)
+  params, x, _ = arrays(PLAIN)
+  params = {n: p for n, p in params.items() if n in ("w_up", "w_down")}
+  idx = (np.arange(K) + np.arange(R * T)[:, None] // 2) % E
+  idx = np.where(np.arange(R * T)[:, None] % 5 == 0, -1, idx).astype(np.int32)
+  weights = np.ones((R * T, K), np.float32)
+
+  def run(num_slots, placement):
+    group_of_slots = group("ep4", num_experts=num_slots)
+    layer = ep.MoE(ep.MoEConfig(H, F, num_slots, K), group_of_slots)
+
+    @jax.jit
+    def of(params, x, idx, weights, placement):
+      ids = idx if placement is None else placement.slots_of(idx)
+      return ids, ep.moe_layer(layer.ep_layer, x, ids, weights, **params)
+
+    placed = params if placement is None else in_slots(placement, params)
+    args = put(layer, placed, x, idx, weights)
+    return *whole(of(*args, placement)), group_of_slots
+
+  _, expected, _ = run(E, None)
+  slots, y, of_slots = run(E + R, placement)
+  np.testing.assert_array_equal(y, expected)
+  is_used = idx >= 0
+  np.testing.assert_array_equal(slots < 0, ~is_used)
+  np.testing.assert_array_equal(placement.experts[slots[is_used]], idx[is_used])
+  hottest = placement.slots_of(np.zeros((10, 1), np.int32)).ravel()
+  assert sorted(np.bincount(hottest))[-4:] == [2, 2, 3, 3]
+  idx[4, 1] = E  # a slot, but no expert
+  with failing(of_slots):
+    run(E + R, placement)
+
+
 @pytest.mark.parametrize(
   "experts",
-  [3, [0, 2], [0, 2**60], [-1, 0], [[0, 1], [1, 1]], np.zeros((0, 4), int)],
+  [
+    *(3, [0, 2], [0, 2**60], [-1, 0]),
+    *([[0, 1], [1, 1]], [[0, 1, 1], [0, 1, 2]], np.zeros((0, 4), int)),
+  ],
 )
 def test_a_placement_of_no_experts(experts):
   with pytest.raises(ValueError, match="ep.Placement: experts have shape"):
@@ -149,6 +191,14 @@ def test_a_placement_that_does_not_fit():
   ]:
     with pytest.raises(ValueError, match=words):
       layer(params, x, placement=ep.Placement(experts))
+    with pytest.raises(ValueError, match=words):  # also if JAX traces it
+      jax.eval_shape(
+        lambda p: layer(params, x, placement=p), ep.Placement(experts)
+      )
+  with pytest.raises(ValueError, match="9 slots hold 8 experts, .* slots_of"):
+    _ = ep.Placement([*range(E), 0]).slots
+  with pytest.raises(ValueError, match=r"slots_of: .* \(1, 8\) are of several"):
+    ep.Placement([range(E)]).slots_of(np.zeros((1, K), np.int32))
 
 
 def test_a_placement_is_a_pytree_of_its_experts():

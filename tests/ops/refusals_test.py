@@ -72,6 +72,7 @@ def moe(config, n=N, array=np.asarray, topk_idx=None, routed=None, **options):
     (prepare, [ids(N - 1, K)], ["19", "4"]),
     (dispatch, [zeros(N)], ["tokens", "(20,)"]),
     (dispatch, [zeros(N, H + 1)], ["tokens", "8", "hidden_dim", "7"]),
+    (dispatch, [zeros(N, 0)], ["tokens", "(20, 0)", "at least one element"]),
     (dispatch, [zeros(N - 4, H)], ["tokens", "(16, 7)", "5"]),
     (dispatch, [zeros(4, T, H)], ["tokens", "(4, 5, 7)", "5"]),
     (dispatch, [ids(N, H)], ["tokens", "int32", "float32"]),

@@ -15,6 +15,7 @@ from ep._src.base import compat
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
+from ep._src.moe.choices import checked_choices
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
@@ -81,6 +82,10 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
       key=key,
     )
     topk_idx, topk_weights = route(forced_idx=forced_idx)
+    as_written = placement is None and not config.replica_slots
+    as_written &= config.token_chunks == 1
+    if forced_idx is not None and not as_written:
+      topk_idx = checked_choices(layer, config.num_experts, topk_idx)
   # Ranks of `tp_axis` multiply tokens and weights by different parts of the
   # inner size. So tokens vary over that axis from here on, and weights from
   # dispatch on. At these places their gradients are summed over the axis,

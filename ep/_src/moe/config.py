@@ -87,8 +87,8 @@ class MoEConfig:
     deterministic: whether gradients of parameters are added in an order that
       depends on the number of ranks alone, so that losses of a training run
       have the same bits for every split of the ranks into mesh axes whose
-      sizes are powers of two. Parameters must be float32; tokens need not be.
-      It costs time and memory (docs/performance.md).
+      sizes are powers of two. A call refuses parameters that are not float32;
+      tokens need not be. It costs time and memory (docs/performance.md).
     name: for messages and traces.
 
   Raises:

@@ -52,9 +52,9 @@ def move(
     specs: a `PartitionSpec` for each array, or a pytree of them whose leaves
       stand for all arrays below.
     old: where experts are now; None for their own order.
-    new: where they shall be. If a placement has axes of layers in front, arrays
-      have the same axes in front of that of the experts; a placement without
-      them is that of all layers.
+    new: where they shall be. If both are None, nothing moves. If a placement
+      has axes of layers in front, arrays have the same axes in front of that of
+      the experts; a placement without them is that of all layers.
 
   Returns:
     A pytree like `arrays`, in which arrays of no experts are the same objects.
@@ -65,6 +65,8 @@ def move(
   """
   op = "ep.moe.move"
   view = views.View.of(group, op)
+  if old is None and new is None:
+    return arrays
   # The group of a layer with replica slots counts these, too.
   sizes = [p.experts.shape[-1] for p in (old, new) if isinstance(p, Placement)]
   E = min([group.num_experts, *sizes])
@@ -120,6 +122,8 @@ def _moved(axis_name, at, old, new, x):
   Each expert of each layer is a slice for each rank, which has one row on its
   new rank, and none on the others.
   """
+  if not x.size:
+    return x
   P, L = lax.axis_size(axis_name), x.shape[at]
   to = _new_slots(old, new, P * L)
   to = jnp.broadcast_to(to, (*x.shape[:at], P * L)).reshape(-1, P, L)

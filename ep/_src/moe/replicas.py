@@ -124,7 +124,7 @@ class Replicas:
     ids = ids if placement is None else placement.slots_of(ids)
     E, S, P = config.num_experts, config.replica_slots, layer.ep_size
     L, me = E // P, lax.axis_index(layer.group.axis_name)
-    is_expert = (ids >= 0) & (ids < E)
+    is_expert = ids >= 0
     flat = jnp.where(is_expert, ids, E).ravel()
     sorted_ids, place = lax.sort((flat, _iota(flat.size)), num_keys=1)
     start = jnp.searchsorted(sorted_ids, jnp.arange(E + 1)).astype(jnp.int32)
@@ -143,9 +143,7 @@ class Replicas:
     earlier = jnp.where(_iota(P)[:, None] < me, counts, 0).sum(0)
     turn += jnp.append(earlier, 0)[flat]
     slots = _slots_of_turns(division, rows, flat, turn, S)
-    # An id that is no expert stays none, so that the op finds it.
-    others = jnp.where(ids < 0, ids, ids + P * S)
-    ids = jnp.where(is_expert, slots.reshape(ids.shape), others)
+    ids = jnp.where(is_expert, slots.reshape(ids.shape), ids)
 
     slot = division.slots  # [P, L], of what the donor has
     number = _iota(P)[:, None] * (L + S) + L + slot

@@ -177,7 +177,8 @@ class MoE:
         even the shared one, and do not count in the metrics: y is 0 there, and
         what x holds, even NaN, reaches no value and no gradient.
       forced_idx: int32 [..., K] or None, the experts to visit in the place of
-        those with the highest scores, as in `ep.route_topk`.
+        those with the highest scores, as in `ep.route_topk`. With a placement,
+        `replica_slots` or `token_chunks`, a collective of XLA checks them.
       key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
         folds in its number.
       pad: whether x may have a first axis that does not divide over the ranks
@@ -439,6 +440,14 @@ def _check_params(op, group, config, params, is_local):
       f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
       f" expected, {part}. Of stacked layers, pass those of one.",
     )
+    dtype = jnp.result_type(params[name])
+    if config.deterministic and dtype != jnp.float32:
+      raise TypeError(
+        f"{op}: params[{name!r}] is {dtype}, but deterministic = True adds"
+        " gradients in float32, and rounding them before would depend on the"
+        " split of the ranks; keep parameters in float32, which are multiplied"
+        " in the dtype of x, or pass deterministic=False."
+      )
   if is_local and config.tp_axis:
     arguments.check(
       compat.checks_vma(),

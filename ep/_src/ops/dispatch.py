@@ -199,10 +199,15 @@ def _check_shape(op, name, rows, layer):
       " the hidden axis are expected."
     )
   hidden, most = rows.shape[-1], layer.group.hidden_dim
-  if hidden < 1 or (most is not None and hidden > most):
+  if not hidden:
     raise ValueError(
-      f"{op}: {name} has hidden size {hidden}, but it must be positive and no"
-      f" more than the group's hidden_dim = {most}; raise it with ep_resize."
+      f"{op}: {name} has shape {rows.shape}, but a row has at least one"
+      " element."
+    )
+  if most is not None and hidden > most:
+    raise ValueError(
+      f"{op}: {name} has hidden size {hidden}, but it must be no more than the"
+      f" group's hidden_dim = {most}; raise it with ep_resize."
     )
 
 

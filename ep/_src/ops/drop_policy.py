@@ -95,6 +95,13 @@ def with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
   return ids.at[:, K - 1].set(last)
 
 
+def repeated(ids: jax.Array) -> jax.Array:
+  """Returns bool [T, M]: whether an earlier column of the token has the id."""
+  M = ids.shape[1]
+  is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
+  return ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
+
+
 def assign(
   params: OpParams, topk_idx: jax.Array, weights: jax.Array | None
 ) -> Assignment:
@@ -157,10 +164,8 @@ def _assign(
 
 def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
   """Puts -1 for each further candidate that repeats an earlier one."""
-  M = ids.shape[1]
-  is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
-  repeats = ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
-  return jnp.where(repeats & (_iota(M) >= layer.top_k), -1, ids)
+  is_further = _iota(ids.shape[1]) >= layer.top_k
+  return jnp.where(repeated(ids) & is_further, -1, ids)
 
 
 def _by_weight(weights: jax.Array) -> jax.Array:

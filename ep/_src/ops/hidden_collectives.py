@@ -31,7 +31,10 @@ _INSTRUCTION = re.compile(
 )
 
 # A backend without custom calls names the scope of its collectives like the op.
-_EXCHANGES = {*OPS, "ep_assign", "ep_replicate", "ep_weighted_combine"}
+_EXCHANGES = {
+  *OPS,
+  *("ep_assign", "ep_check", "ep_replicate", "ep_weighted_combine"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

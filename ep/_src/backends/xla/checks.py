@@ -21,17 +21,17 @@ from ep._src.backends.xla.plans import (
   mem_bytes,
   take,
 )
+from ep._src.base import errors
 from ep._src.base.fail_if import fail_if
 
 _NO_FAULT = np.int32(2**31 - 1)
 
 
 def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
-  """Returns [fault, id...] of the first wrong id.
+  """Returns [fault, id...] of the first wrong id; see `errors.wrong_choice`.
 
-  The fault is twice its choice if the id is out of range, one more if its token
-  repeats an expert, and `_NO_FAULT` otherwise. The id takes as many words as
-  its dtype.
+  The fault is `_NO_FAULT` if there is none. The id takes as many words as its
+  dtype.
   """
   flat = idx.reshape(-1)
   is_wrong = (flat < -1) | (flat >= dims.E)
@@ -73,17 +73,9 @@ def check_routing(
     for rank, (fault, *words) in enumerate(faults):
       if fault == _NO_FAULT:
         continue
-      choice, repeats = divmod(int(fault), 2)
-      token, k = divmod(choice, dims.K)
       expert = np.array(words, np.int32).view(dtype)[0]
-      what = f"{op}, rank {rank}: topk_idx[{token}, {k}] = {expert}"
-      if repeats:
-        raise ValueError(
-          f"{what} repeats an expert of token {token}; the top-k experts of a"
-          " token must be distinct (use -1 for an unused choice)"
-        )
-      raise ValueError(
-        f"{what}, but num_experts = {dims.E}; valid ids are -1..{dims.E - 1}"
+      raise errors.wrong_choice(
+        f"{op}, rank {rank}", int(fault), expert, dims.K, dims.E
       )
     rank = int(np.argmax(needed > dims.C))
     raise ValueError(
