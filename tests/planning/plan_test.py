@@ -382,6 +382,12 @@ def test_what_cannot_be_asked(routing, options, words):
     ep.plan(CFG, cluster(), routing, **options)
 
 
+def test_a_placement_of_arrays_of_jax_is_checked():
+  missing = ep.Placement(jax.numpy.arange(E) // 2 * 2)
+  with pytest.raises(ValueError, match=r"each of 0\.\.E-1 once or more"):
+    ep.plan(CFG, cluster(), draw(8), placements=[missing])
+
+
 def test_a_cluster_is_checked():
   with pytest.raises(ValueError, match="nvlink_gb_s = 0, but it must be pos"):
     dataclasses.replace(cluster(), nvlink_gb_s=0)

@@ -23,6 +23,7 @@ from ep._src.planning.demand import Counted, Expected, Layout
 from ep._src.planning.forecast import Forecast, Forecaster
 from ep._src.planning.place import (
   checked_loads,
+  checked_slots,
   default_ep_size,
   domain,
   NAMED,
@@ -272,7 +273,7 @@ def _exponent(routing):
 
 
 def _expected(cfg, name, loads, tokens_per_rank):
-  (loads,) = checked_loads("ep.plan", loads, cfg.num_experts)
+  loads = checked_loads("ep.plan", loads, cfg.num_experts)
   arguments.check(
     tokens_per_rank is not None,
     "ep.plan",
@@ -297,11 +298,5 @@ def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
       " pass an ep.Placement.",
     )
     where = NAMED[where](loads, cluster, ep_size=P, replicas=replicas)
-  experts = np.asarray(where.experts)
-  arguments.check(
-    experts.shape == (V,) and experts.max() == loads.size - 1,
-    "ep.plan",
-    f"a placement has shape {experts.shape} and experts up to {experts.max()},"
-    f" but it must be [{V}], with all of 0..{loads.size - 1}.",
-  )
+  experts = checked_slots("ep.plan", "a placement", where, (V,), loads.size)
   return Layout(cluster.num_ranks // P, P, N, experts)
