@@ -78,7 +78,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """The results of a subject. `str` makes a table of it."""
+  """The results of a subject. It prints as a table."""
 
   subject: str
   seed: int
@@ -94,7 +94,7 @@ class Report:
     """The errors, by the ids of the cases that failed."""
     return {k: v for line in self.lines for k, v in line.failures.items()}
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     lines = [
       f"{'rule':<16}{'cases':>6}{'ulps':>7}  result of {self.subject},"
       f" seed={self.seed}"

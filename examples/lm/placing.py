@@ -49,8 +49,8 @@ class Placing:
     loads = np.stack(self._loads, axis=1)  # [layers, steps, E]
     # Only which ranks share a node counts, and here all of them do.
     node = ep.Cluster.named("dgx_h100", 1, gpus_per_node=self._group.ep_size)
-    found = [ep.place(of_layer, node).experts for of_layer in loads]
-    old, self.placement = self.placement, ep.Placement(found)
+    old = self.placement
+    self.placement = ep.place(loads, node, old=old)
     self._loads = []
     before, after = (self._busiest(loads, p) for p in (old, self.placement))
     return self._move(state, old, self.placement), (

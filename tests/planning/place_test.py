@@ -39,7 +39,13 @@ def cost(experts, loads, num_nodes, gpus_per_node):
   return np.sum(most) / placed.sum()
 
 
-def least_cost(loads, num_nodes, gpus_per_node, time_limit=20):
+def moves(experts, old, ranks):
+  """Returns how many slots have an expert of which their rank had no copy."""
+  pairs = zip(experts.reshape(ranks, -1), old.reshape(ranks, -1), strict=True)
+  return sum((~np.isin(now, before)).sum() for now, before in pairs)
+
+
+def least_cost(loads, num_nodes, gpus_per_node, old=None, move_cost=0.0):
   """Returns a bound of the cost of every placement, by SciPy's HiGHS.
 
   Whether rank r has expert e is a variable, and so is the load of the busiest
@@ -75,14 +81,17 @@ def least_cost(loads, num_nodes, gpus_per_node, time_limit=20):
     weights[most] = n / loads.sum()
   upper = np.where(np.arange(size) < E * R, 1, np.inf)
   for e in range(min(E, R)):  # ranks of a node are alike: break symmetry
-    if num_nodes == 1:
+    if num_nodes == 1 and old is None:
       upper[has[e, e + 1 :]] = 0
+  if old is not None:
+    weights[has] = move_cost
+    weights[has[old, np.arange(E) * R // E]] = 0
   found = optimize.milp(
     weights,
     constraints=optimize.LinearConstraint(sparse.csr_array(rows), low, high),
     integrality=np.arange(size) < E * R,
     bounds=optimize.Bounds(0, upper),
-    options=dict(time_limit=time_limit, mip_rel_gap=0.01),
+    options=dict(time_limit=20, mip_rel_gap=0.01),
   )
   return found.mip_dual_bound
 
@@ -111,6 +120,94 @@ def test_no_placement_is_better_by_more_than_5_percent(
     assert 0.999 * least <= got <= 1.05 * least
     in_order = cost(np.arange(experts), loads, num_nodes, gpus_per_node)
     assert got < in_order
+
+
+def drifted(rng, loads, part):
+  return loads * (1 + part * rng.standard_normal(loads.shape))
+
+
+@pytest.mark.parametrize(
+  "num_nodes, gpus_per_node, experts, steps, drift",
+  [(1, 4, 12, 1, 0.02), (1, 3, 9, 2, 0.2), (2, 2, 8, 1, 0.2)],
+)
+def test_no_sum_of_cost_and_moves_is_less_by_more_than_2_percent(
+  num_nodes, gpus_per_node, experts, steps, drift
+):
+  ranks = num_nodes * gpus_per_node
+  where = num_nodes, gpus_per_node
+  for seed in range(2):
+    rng = np.random.default_rng(seed)
+    loads = rng.lognormal(size=(steps, experts))
+    old = ep.place(loads, cluster(*where))
+    loads = drifted(rng, loads, drift).clip(0)
+    for move_cost in (0.003, 0.03):
+      found = ep.place(loads, cluster(*where), old=old, move_cost=move_cost)
+      got = cost(found.experts, loads, *where)
+      got += move_cost * moves(found.experts, old.experts, ranks)
+      assert got <= cost(old.experts, loads, *where)
+      least = least_cost(loads, *where, old.experts, move_cost)
+      assert 0.989 * least <= got <= 1.02 * least
+
+
+def test_experts_move_only_for_what_they_save():
+  """After a drift of 2% a search from nothing moves almost all experts."""
+  rng = np.random.default_rng(0)
+  loads = rng.lognormal(sigma=0.5, size=(1, 256))
+  here = cluster(1, 32)
+  old = ep.place(loads, here)
+  loads = drifted(rng, loads, 0.02)
+  kept = cost(old.experts, loads, 1, 32)
+
+  def of(**options):
+    found = ep.place(loads, here, **options).experts
+    moved = moves(found, old.experts, 32)
+    if options:  # who stays on a rank stays in a slot
+      assert (found != old.experts).sum() == moved
+    return moved, cost(found, loads, 1, 32)
+
+  anew = of()
+  assert anew[0] > 200 and anew[1] < 1.003 < 1.02 < kept
+  few = of(old=old)
+  assert 0 < few[0] <= 16 and few[1] <= kept - 1e-3 * few[0]
+  more = of(old=old, move_cost=1e-4)
+  assert few[0] < more[0] <= 64 and more[1] < few[1]
+  assert of(old=old, move_cost=0)[1] < 1.003
+  assert of(old=old, move_cost=1) == (0, kept)
+
+
+def test_copies_stay_where_they_are():
+  rng = np.random.default_rng(0)
+  loads, here = 1 / np.arange(1.0, 33), cluster(1, 8)
+  old = ep.place(loads, here, replicas=16)
+  drift = drifted(rng, loads, 0.02)
+  found = ep.place(drift, here, replicas=16, old=old)
+  assert moves(found.experts, old.experts, 8) <= 2
+  # An expert that has become hot gets copies, and most others do not move.
+  loads[-1] = 2.0
+  found = ep.place(loads, here, replicas=16, old=old).experts
+  number = np.bincount(found)
+  assert number.min() == 1 and number.argmax() == 31
+  assert cost(found, (loads / number)[None], 1, 8) < 1.1
+  anew = ep.place(loads, here, replicas=16).experts
+  moved, of_all = (moves(x, old.experts, 8) for x in (found, anew))
+  assert moved < 0.6 * of_all
+
+
+def test_layers_are_placed_in_one_call():
+  loads = np.random.default_rng(0).lognormal(size=(2, 3, 8))
+  here = cluster(1, 4)
+  found = ep.place(loads, here)
+  assert found.experts.shape == (2, 8)
+  again = ep.place(loads[::-1], here, old=found, move_cost=0.01)
+  for layer, experts, from_old in zip(
+    range(2), found.experts, again.experts, strict=True
+  ):
+    alone = ep.place(loads[layer], here)
+    np.testing.assert_array_equal(experts, alone.experts)
+    alone = ep.place(loads[1 - layer], here, old=alone, move_cost=0.01)
+    np.testing.assert_array_equal(from_old, alone.experts)
+  of_ones = ep.place(np.ones((2, 1, 8)), here, replicas=4, old=None)
+  assert of_ones.experts.shape == (2, 12)
 
 
 def test_the_busiest_ranks_of_steps_count_and_not_of_their_sum():
@@ -159,9 +256,10 @@ def test_many_experts_take_seconds():
 
 
 def test_what_cannot_be_placed():
-  here = cluster(2, 4)
+  here, in_order = cluster(2, 4), ep.Placement(range(8))
   for loads, options, words in [
-    (np.ones((2, 2, 8)), {}, r"loads have shape \(2, 2, 8\), but \[E\]"),
+    (np.ones((1, 2, 2, 8)), {}, r"loads have shape \(1, 2, 2, 8\), but \[E\]"),
+    (np.stack([np.ones((3, 8)), np.zeros((3, 8))]), {}, "not all zero"),
     (-np.ones(8), {}, "none negative"),
     (np.zeros(8), {}, "not all zero"),
     (np.full(8, np.nan), {}, "all finite"),
@@ -170,8 +268,17 @@ def test_what_cannot_be_placed():
     (np.ones(8), dict(ep_size=3), "must divide the 8 ranks"),
     (np.ones(9), dict(ep_size=8), "a multiple of the EP size 8"),
     (np.ones(8), dict(replicas=-8), "a multiple of the EP size"),
+    (np.ones(8), dict(old=ep.Placement(range(4))), r"old has shape \(4,\)"),
+    (np.ones((2, 1, 8)), dict(old=in_order), r"must be \[2, 8\]"),
+    (np.ones(8), dict(replicas=8, old=in_order), r"must be \[16\]"),
+    (np.ones(8), dict(move_cost=-1), "must not be negative"),
+    (np.ones(8), dict(move_cost=np.inf), "a finite number"),
   ]:
     with pytest.raises(ValueError, match=f"ep.place: .*{words}"):
       ep.place(loads, here, **options)
   with pytest.raises(TypeError, match="cluster is a int, but an ep.Cluster"):
     ep.place(np.ones(8), 8)
+  with pytest.raises(TypeError, match="ep.place: old = .* an ep.Placement is"):
+    ep.place(np.ones(8), here, old=range(8))
+  with pytest.raises(ValueError, match=r"each of 0\.\.E-1 once or more"):
+    ep.place(np.ones(8), here, old=ep.Placement(jax.numpy.arange(8) // 2 * 2))

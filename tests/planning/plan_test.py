@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import pathlib
 import resource
 import subprocess
 import sys
@@ -143,6 +144,41 @@ def test_drops_are_those_of_the_steps():
   assert got[0] == 0 < got[2] < got[1]
 
 
+@pytest.mark.parametrize(
+  "exponent, always", [(1.2, 0), (3, 1), (5, 1), (100, 2)]
+)
+def test_no_choice_of_concentrated_loads_is_lost(exponent, always):
+  """Each token has K experts: those of the largest loads, and some other."""
+  cfg = dataclasses.replace(CFG, num_experts=8, top_k=2)
+  found = forecast(cfg, cluster(), f"zipf:{exponent}", tokens_per_rank=T)
+  tokens = 8 * T
+  assert found.rows.sum() == tokens * 2 and found.dropped == 0
+  assert found.rows.max() <= tokens
+  assert (found.rows == tokens).sum() == always
+  # Nor does a token go twice to a node.
+  rows = found.sent["ep_combine_bwd"]["network"] / (2 * cfg.hidden)
+  assert rows.max() <= T
+
+
+@pytest.mark.parametrize(
+  "name, same",
+  [
+    ("Uniform", "uniform"),
+    ("zipf:0", "uniform"),
+    ("zipf:2.", "zipf:2"),
+    ("ZIPF:.5", "zipf:5e-1"),
+  ],
+)
+def test_a_distribution_is_no_folder(name, same):
+  one, other = (
+    forecast(CFG, cluster(), routing, tokens_per_rank=T)
+    for routing in (name, same)
+  )
+  np.testing.assert_array_equal(one.rows, other.rows)
+  with pytest.raises(ValueError, match="ep.replay: .*holds no record"):
+    ep.plan(CFG, cluster(), pathlib.Path(name))
+
+
 def test_where_experts_are_decides_what_moves():
   """All tokens choose the experts of rank 0, until others have them."""
   ids = np.tile(np.arange(2), (8 * T, 1))
@@ -254,6 +290,16 @@ def test_a_picture_of_no_time(tmp_path):
   assert "0.00 ms" in (tmp_path / "plan.svg").read_text()
 
 
+def test_a_notebook_shows_a_table():
+  plan = ep.plan(CFG, cluster(), "uniform", tokens_per_rank=T)
+  assert repr(plan) == str(plan) and len(repr(plan).splitlines()) == 3
+  (found,) = plan.forecasts
+  assert repr(found) == (
+    "<ep.Forecast of EP 8, linear:"
+    f" {found.exchange_s * 1e3:.2f} ms, 0.00% dropped>"
+  )
+
+
 @pytest.mark.parametrize(
   "argument, words",
   [
@@ -305,10 +351,16 @@ def test_4096_ranks_take_seconds(sizes):
   [
     ("uniform", {}, "tokens_per_rank is None"),
     ("uniform", dict(tokens_per_rank=0), "must be positive"),
-    ("zipf:much", {}, "zipf:much holds no record"),
+    ("zipf:much", {}, "'zipf:much', but \"zipf:A\" has a finite number"),
+    ("zipf", {}, "'zipf', but"),
+    ("zipf:-1", {}, "A >= 0"),
+    ("zipf:inf", {}, "a finite number"),
+    ("unifrom", {}, 'neither "uniform" nor "zipf:A" nor a folder'),
     (np.ones(E + 1), dict(tokens_per_rank=8), "loads have shape"),
     (np.eye(E)[0], dict(tokens_per_rank=8), "more experts"),
+    ("zipf:1e3", dict(tokens_per_rank=8), "more experts"),
     (np.full((8, K), E), {}, "step 0: topk_idx has ids in 16"),
+    (np.zeros((8, K), int), {}, r"topk_idx\[0\] = \[0, 0, 0\] repeats an exp"),
     (np.zeros((7, K), int), {}, "R = 8 ranks"),
     ([], {}, "there is no step"),
     (draw(8, top_k=2), {}, "top_k = 3 choices are expected"),
@@ -320,12 +372,20 @@ def test_4096_ranks_take_seconds(sizes):
     (draw(8), dict(placements=[ep.Placement(range(E - 8))]), "all of 0..15"),
     (draw(8), dict(replicas=[]), "replicas is empty"),
     (draw(8), dict(transport="train"), "must be one of"),
-    (draw(8), dict(dtype="int8"), "max_token_dtype = int8"),
+    (draw(8), dict(transport=[]), "must be one of"),
+    (draw(8), dict(dtype="int8"), "dtype = int8, but it must be one of"),
+    (draw(8), dict(capacity_factors=[-1]), "capacity_factor = -1"),
   ],
 )
 def test_what_cannot_be_asked(routing, options, words):
-  with pytest.raises(ValueError, match=words):
+  with pytest.raises(ValueError, match=f"ep.plan: .*{words}"):
     ep.plan(CFG, cluster(), routing, **options)
+
+
+def test_a_placement_of_arrays_of_jax_is_checked():
+  missing = ep.Placement(jax.numpy.arange(E) // 2 * 2)
+  with pytest.raises(ValueError, match=r"each of 0\.\.E-1 once or more"):
+    ep.plan(CFG, cluster(), draw(8), placements=[missing])
 
 
 def test_a_cluster_is_checked():

@@ -91,7 +91,7 @@ def test_a_recorded_folder_and_its_table(tmp_path):
   )
   got = ep.suggest_capacity(a_layer, tmp_path, drop_probability=0.05)
   expected = ep.suggest_capacity(a_layer, steps, drop_probability=0.05)
-  assert str(got) == str(expected)
+  assert repr(got) == str(got) == str(expected)
   title, heads, *rows = str(got).splitlines()
   assert title.startswith('layer "moe_3": 6 steps')
   assert "choices dropped" in heads and len(rows) == len(got.candidates)
@@ -140,6 +140,7 @@ def test_what_cannot_be_asked():
     (routings(), 1.0, ValueError, "drop_probability = 1.0"),
     (routings(), "0", TypeError, "drop_probability = '0'"),
     ([np.full((4, K), E)], 0, ValueError, "ids in 8..8"),
+    ([np.zeros((4, K), int)], 0, ValueError, "repeats an expert"),
     ([np.zeros((3, K), int)], 0, ValueError, "R = 4 ranks"),
     ([np.zeros((4, K + 1), int)], 0, ValueError, "has 3 columns; pass the"),
     ([np.zeros((4, K - 1), int)], 0, ValueError, "has 3 columns; pass the"),

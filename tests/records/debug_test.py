@@ -71,6 +71,7 @@ def test_text_where_there_is_no_matplotlib(tmp_path, monkeypatch):
   [
     (SIZES, IDS[:3], ValueError, "R = 2"),
     (SIZES, IDS + 2, ValueError, "1..5.*-1..3"),
+    (SIZES, IDS.clip(2), ValueError, r"idx\[0\] = \[2, 2\] repeats an"),
     (SIZES, IDS / 2, TypeError, "float64.*integers"),
     (None, IDS, TypeError, "NoneType"),
   ],

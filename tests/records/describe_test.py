@@ -95,6 +95,7 @@ def test_table():
     name="moe_3", recv_capacity_per_rank=8, overflow="drop", alignment=4
   )
   summary = ep.describe(Case(config, "to_one_expert").run(handle_of))
+  assert repr(summary) == str(summary)
   head, *lines = str(summary).splitlines()
   assert 'layer "moe_3": 8 experts' in head and "capacity 8" in head
   if 3 in summary.ranks:

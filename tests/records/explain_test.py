@@ -63,7 +63,7 @@ def test_planted_causes_are_found(seed):
     assert (blame.rank, blame.op) == (rank, "ep_combine")
     assert blame.balanced_s < 0.5 * blame.late_s
     assert (blame.expert, blame.expert_share > 0.5) == (2 * rank, True)
-    assert "times the mean rows" in str(found)
+    assert "times the mean rows" in repr(found) == str(found)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -605,7 +605,7 @@ def test_a_report_shows_each_failure():
   assert line.result == f"FAILED in {line.cases}"
   assert len(report.failures) == line.cases
   for id, failure in report.failures.items():
-    assert id in str(report)
+    assert id in repr(report) == str(report)
     assert failure in str(report).replace("\n  ", "\n")
   assert f"seed={SEED}" in str(report)
 

@@ -122,14 +122,8 @@ class GroupConfig:
       f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
       " positive number of streaming multiprocessors.",
     )
-    dtype = arrays.dtype(what, "max_token_dtype", self.max_token_dtype)
+    dtype = token_dtype(what, "max_token_dtype", self.max_token_dtype)
     resolve("max_token_dtype", dtype)
-    arguments.check(
-      self.max_token_dtype.name in _DTYPES,
-      what,
-      f"max_token_dtype = {self.max_token_dtype.name}, but it must be one of"
-      f" {_DTYPES}.",
-    )
     arguments.check_choices(what, self, overflow=_OVERFLOW, drop_by=_DROP_BY)
 
   @property
@@ -410,6 +404,22 @@ class LayerConfig:
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
     return -(-rows // self.alignment) * self.alignment
+
+
+def token_dtype(what: str, name: str, value: Any) -> jnp.dtype:
+  """Returns what names a dtype of tokens as that dtype.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it names no dtype.
+    ValueError: it is another dtype.
+  """
+  dtype = arrays.dtype(what, name, value)
+  arguments.check(
+    dtype.name in _DTYPES,
+    what,
+    f"{name} = {dtype.name}, but it must be one of {_DTYPES}.",
+  )
+  return dtype
 
 
 def short_repr(values: Any, **shown: Any) -> str:

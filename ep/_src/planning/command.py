@@ -92,4 +92,4 @@ def _several(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def _factor(text: str) -> float | None:
-  return None if text == "none" else float(text)
+  return None if text.lower() == "none" else float(text)

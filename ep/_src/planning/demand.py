@@ -25,6 +25,7 @@ _SEED = 0
 _DRAWN = 16384  # tokens for the ratios; a quarter for each round of a fit
 _ROUNDS = 16  # of the fit of odds to loads
 _STEPS = 8  # that are drawn for what differs from step to step
+_ORDERS = 4  # of experts, in which the tokens of a step are drawn
 
 
 class Layout(NamedTuple):
@@ -167,14 +168,15 @@ class Expected:
       ways = _distinct(part)
       found = np.bincount(ways[ways >= 0], minlength=parts)
       ratio = np.where(wanted > 0, found / np.maximum(wanted, 1), 1)
-      return chances.reshape(parts, -1).sum(1) * ratio
+      return (chances.reshape(parts, -1).sum(1) * ratio).clip(max=1)
 
     def of_all(chances):
       return np.broadcast_to(T * chances, (1, P, chances.size))
 
     rng = np.random.default_rng(_SEED)
-    drawn = rng.multinomial(P * T * K, self._chances / K, (_STEPS, D))
-    drawn = drawn.clip(max=P * T)  # a token chooses an expert once
+    drawn = np.stack(
+      [_counts(rng, self._chances, K, P * T, D) for _ in range(_STEPS)]
+    )
     turn = np.empty(V, int)  # of each copy among those of its expert
     turn[order] = np.arange(V) - first[experts[order]]
     yield Demand(
@@ -207,14 +209,40 @@ def _chances(loads, top_k):
   arguments.check(
     (loads > 0).sum() >= top_k,
     "ep.plan",
-    f"the loads have fewer experts than top_k = {top_k} that are ever chosen;"
-    " give loads of more experts.",
+    f"fewer experts than top_k = {top_k} have a load; give more experts one (a"
+    ' large A of "zipf:A" leaves few).',
   )
   most = np.sort(loads)[::-1]
   full = next(
     n for n in range(top_k) if (top_k - n) * most[n] <= most[n:].sum()
   )
-  return np.minimum(1, (top_k - full) / most[full:].sum() * loads)
+  with np.errstate(over="ignore"):  # the largest loads of tiny ones
+    return np.minimum(1, loads / most[full:].sum() * (top_k - full))
+
+
+def _counts(rng, chances, top_k, num_tokens, num_domains):
+  """Draws how many of a domain's tokens choose each expert, int [D, E].
+
+  It samples systematically. The chances of all experts lie side by side on a
+  line of length K. A token draws a number u in [0, 1), and chooses the K
+  experts that lie at u, u + 1, ..., u + K - 1. They differ, because no chance
+  is longer than 1. All tokens whose u lies between the same two borders of
+  experts choose the same experts, so only these tokens are counted. Neighbors
+  on the line exclude each other, so the experts have several random orders.
+  """
+  counts = np.zeros((num_domains, chances.size), int)
+  for tokens in np.diff(num_tokens * np.arange(_ORDERS + 1) // _ORDERS):
+    order = rng.permutation(chances.size)
+    ends = chances[order].cumsum()
+    ends *= top_k / ends[-1]
+    borders = np.unique([0, 1, *(ends % 1).round(12)])
+    at = (borders[:-1] + borders[1:])[:, None] / 2 + np.arange(top_k)
+    is_chosen = np.zeros((len(at), chances.size))
+    chosen = order[np.searchsorted(ends, at)]
+    np.put_along_axis(is_chosen, chosen, 1, axis=1)
+    drawn = rng.multinomial(tokens, np.diff(borders), num_domains)
+    counts += (drawn @ is_chosen).astype(int)
+  return counts
 
 
 def _draw(cfg, chances):
@@ -233,7 +261,7 @@ def _route(cfg, odds, num_tokens):
   """Returns the ids [n, K] of the best scores, of the best groups if any."""
   rng = np.random.default_rng(_SEED)
   waits = rng.standard_exponential((num_tokens, odds.size), np.float32)
-  with np.errstate(divide="ignore"):
+  with np.errstate(divide="ignore", over="ignore"):
     scores = 1 / (1 + waits / odds)  # without replacement, with these odds
   if cfg.top_groups < cfg.num_groups:
     groups = scores.reshape(num_tokens, cfg.num_groups, -1)

@@ -64,6 +64,22 @@ class Forecast:
   seconds: Mapping[str, float]
   compute_s: float
 
+  def __repr__(self) -> str:
+    return (
+      f"<ep.Forecast of {self.label}: {self.exchange_s * 1e3:.2f} ms,"
+      f" {self.dropped:.2%} dropped>"
+    )
+
+  @property
+  def label(self) -> str:
+    """Names the choice of sizes."""
+    text = f"EP {self.ep_size}, {self.placement}"
+    if self.replicas:
+      text += f", {self.replicas} replicas"
+    if self.capacity_factor is not None:
+      text += f", capacity {self.capacity_factor:g}"
+    return text
+
   @property
   def exchange_s(self) -> float:
     """The time of all four exchanges of a step."""

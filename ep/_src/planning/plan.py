@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import itertools
+import math
 import os
 import pathlib
-import re
 from typing import Literal
 
 import jax
 import numpy as np
 
-from ep._src.base import arguments, arrays
+from ep._src.base import arguments, config
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
 from ep._src.planning import links, picture
@@ -23,6 +23,7 @@ from ep._src.planning.demand import Counted, Expected, Layout
 from ep._src.planning.forecast import Forecast, Forecaster
 from ep._src.planning.place import (
   checked_loads,
+  checked_slots,
   default_ep_size,
   domain,
   NAMED,
@@ -33,12 +34,10 @@ from ep._src.records.replay import Replay, replay
 Ids = np.ndarray | jax.Array
 Routing = str | os.PathLike[str] | Replay | Ids | Sequence[Ids]
 
-_NAMED = re.compile(r"uniform|zipf:(\d*\.?\d+)")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-  """A comparison of forecasts. Made by `plan`; `str` is a table.
+  """A comparison of forecasts. Made by `plan`; it prints as a table.
 
   Attributes:
     cluster: as it was given.
@@ -52,7 +51,7 @@ class Plan:
   tokens_per_rank: int
   forecasts: tuple[Forecast, ...]
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     def most(forecast, link):
       """Returns the most GB that a rank sends or receives in all ops."""
       ways = (forecast.sent, forecast.received)
@@ -83,7 +82,7 @@ class Plan:
 
   def picture(self, path: str | os.PathLike[str]) -> None:
     """Draws the time of each op of each forecast, as an SVG."""
-    bars = {_label(f): f.seconds for f in self.forecasts}
+    bars = {f.label: f.seconds for f in self.forecasts}
     pathlib.Path(path).write_text(picture.bars(bars))
 
 
@@ -121,10 +120,10 @@ def plan(
       ranks.
     routing: which experts tokens choose. "uniform"; "zipf:A", where the load of
       the expert of rank n goes with n^-A, in an order that is shuffled with a
-      fixed seed; loads [E]; ids of a step, int [R * T, K] in the order of the
-      global view, or a list of them; a folder of `ep.record` or what
-      `ep.replay` made of it, of which all complete steps of the layer
-      `cfg.name` count.
+      fixed seed, for a number A >= 0; loads [E]; ids of a step, int [R * T, K]
+      in the order of the global view, or a list of them; a folder of
+      `ep.record` or what `ep.replay` made of it, of which all complete steps of
+      the layer `cfg.name` count.
     tokens_per_rank: T; ids have their own.
     ep_sizes: P, each a divisor of the ranks, and a multiple or a divisor of the
       GPUs of a node; by default the largest that divides the experts, too.
@@ -178,10 +177,14 @@ def plan(
     arguments.check(
       len(sequence) > 0, "ep.plan", f"{name} is empty; give a value or more."
     )
+  capacity_factors = [
+    f if f is None else arguments.capacity_factor("ep.plan", f)
+    for f in capacity_factors
+  ]
   if compute_s is not None:
     compute_s = arguments.seconds("ep.plan", "compute_s", compute_s)
   arguments.check(
-    transport in links.TRANSPORTS,
+    transport in tuple(links.TRANSPORTS),
     "ep.plan",
     f"transport = {transport!r}, but it must be one of"
     f" {tuple(links.TRANSPORTS)}.",
@@ -192,7 +195,7 @@ def plan(
     cluster=cluster,
     tokens_per_rank=source.tokens_per_rank,
     alignment=arguments.alignment("ep.plan", alignment),
-    dtype=arrays.dtype("ep.plan", "dtype", dtype),
+    dtype=config.token_dtype("ep.plan", "dtype", dtype),
     transport=transport,
     compute_s=compute_s,
   )
@@ -213,10 +216,17 @@ def plan(
 def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
   """Returns where the demand of a routing comes from."""
   E, name = cfg.num_experts, "given"
-  if isinstance(routing, str) and (found := _NAMED.fullmatch(routing)):
-    place = np.random.default_rng(0).permutation(E) + 1.0
-    loads = place ** -float(found[1] or 0)
-    return _expected(cfg, routing, loads, tokens_per_rank)
+  if isinstance(routing, str):
+    exponent = _exponent(routing)
+    if exponent is not None:
+      place = np.random.default_rng(0).permutation(E) + 1.0
+      return _expected(cfg, routing, place**-exponent, tokens_per_rank)
+    arguments.check(
+      os.path.isdir(routing),
+      "ep.plan",
+      f'routing = {routing!r} is neither "uniform" nor "zipf:A" nor a folder of'
+      " ep.record.",
+    )
   if isinstance(routing, str | os.PathLike):
     routing = replay(routing)
   if isinstance(routing, Replay):
@@ -242,8 +252,28 @@ def _source(cfg, num_ranks, routing, tokens_per_rank) -> Counted | Expected:
   return Counted(name, steps, E, num_ranks)
 
 
+def _exponent(routing):
+  """Returns the exponent of a distribution, or None if it is a folder."""
+  name, _, number = routing.lower().partition(":")
+  if routing.lower() == "uniform":
+    return 0.0
+  if name != "zipf":
+    return None
+  try:
+    exponent = float(number)
+  except ValueError:
+    exponent = math.nan
+  arguments.check(
+    0 <= exponent < math.inf,
+    "ep.plan",
+    f'routing = {routing!r}, but "zipf:A" has a finite number A >= 0, such as'
+    ' "zipf:0.5"; pass a folder of that name as a pathlib.Path.',
+  )
+  return exponent
+
+
 def _expected(cfg, name, loads, tokens_per_rank):
-  (loads,) = checked_loads("ep.plan", loads, cfg.num_experts)
+  loads = checked_loads("ep.plan", loads, cfg.num_experts)
   arguments.check(
     tokens_per_rank is not None,
     "ep.plan",
@@ -268,20 +298,5 @@ def _layout(cluster, loads, ep_size, replicas, where) -> Layout:
       " pass an ep.Placement.",
     )
     where = NAMED[where](loads, cluster, ep_size=P, replicas=replicas)
-  experts = np.asarray(where.experts)
-  arguments.check(
-    experts.shape == (V,) and experts.max() == loads.size - 1,
-    "ep.plan",
-    f"a placement has shape {experts.shape} and experts up to {experts.max()},"
-    f" but it must be [{V}], with all of 0..{loads.size - 1}.",
-  )
+  experts = checked_slots("ep.plan", "a placement", where, (V,), loads.size)
   return Layout(cluster.num_ranks // P, P, N, experts)
-
-
-def _label(forecast: Forecast) -> str:
-  text = f"EP {forecast.ep_size}, {forecast.placement}"
-  if forecast.replicas:
-    text += f", {forecast.replicas} replicas"
-  if forecast.capacity_factor is not None:
-    text += f", capacity {forecast.capacity_factor:g}"
-  return text

@@ -25,7 +25,7 @@ _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapacitySuggestion:
-  """Capacities and their drops. Made by `suggest_capacity`; `str` is a table.
+  """Capacities and their drops, of `suggest_capacity`. It prints as a table.
 
   All arrays are numpy's. A step here is one routing.
 
@@ -54,7 +54,7 @@ class CapacitySuggestion:
   dropped_steps: np.ndarray
   demand: np.ndarray
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     columns: list[tuple[int, str, Any]] = [
       (9, "capacity", self.candidates),
       (7, "factor", [f"{c / self.balanced:.2f}" for c in self.candidates]),

@@ -19,7 +19,7 @@ _MAX_EXPERT_LINES = 64  # beyond that the table has one line for each rank
 class RoutingSummary:
   """The routing of a step as N ranks see it. Made by `describe`.
 
-  All arrays are numpy's. `str` makes a table of it.
+  All arrays are numpy's. It prints as a table.
 
   Attributes:
     layer: the handle's layer.
@@ -82,7 +82,7 @@ class RoutingSummary:
     domains = self.total_recv_tokens.reshape(-1, self.layer.ep_size)
     return float(_imbalance(domains).max())
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     layer = self.layer
     lines = [
       f'layer "{layer.name}": {layer.group.num_experts} experts,'

@@ -17,8 +17,8 @@ def choices(
 
   Raises, with a message that begins with `what`:
     TypeError: `topk_idx` is being traced, or holds no integers.
-    ValueError: its shape or an id does not fit, or other processes hold a part
-      of it.
+    ValueError: its shape or an id does not fit, a token repeats an expert, or
+      other processes hold a part of `topk_idx`.
   """
   if isinstance(topk_idx, jax.core.Tracer):
     raise TypeError(
@@ -46,6 +46,15 @@ def choices(
     raise ValueError(
       f"{what}: topk_idx has ids in {idx.min()}..{idx.max()}, but valid ids are"
       f" -1..{num_experts - 1}."
+    )
+  ids = np.sort(idx, axis=-1)
+  repeats = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)
+  if repeats.any():
+    *token, _ = np.argwhere(repeats)[0].tolist()
+    raise ValueError(
+      f"{what}: topk_idx{token} = {idx[tuple(token)].tolist()} repeats an"
+      " expert; the top-k experts of a token must be distinct (use -1 for an"
+      " unused choice)."
     )
   return np.stack(
     [

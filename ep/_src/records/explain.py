@@ -131,7 +131,7 @@ class Explanation:
   blames: tuple[Blame, ...]
   failure: Failure | None = None
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     if self.num_steps < 2:
       return str(self.failure)
     rows = (
