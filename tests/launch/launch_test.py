@@ -493,6 +493,27 @@ def test_ranks_join_jax_and_end_without_each_other(tmp_path, capsys):
   assert capsys.readouterr().err == ""
 
 
+def test_barriers_are_those_of_jax(tmp_path):
+  """One that has failed stays so, also for a rank that comes later."""
+  program = """
+    from ep import launch
+    launch.initialize()
+    import jax
+    rank, client = jax.process_index(), jax._src.distributed.global_state.client
+    if rank == 0:
+      client.blocking_key_value_get("failed", 20_000)
+    try:
+      client.wait_at_barrier("of 0", 20_000, process_ids=[0])
+    except jax.errors.JaxRuntimeError as e:
+      print(str(e).partition(" (")[0])
+    if rank == 1:
+      client.key_value_set("failed", "")
+  """
+  assert _launch(program, log_dir=tmp_path) == 0
+  says = "INVALID_ARGUMENT: A non-participating task\n"
+  assert _logs(tmp_path) == [says, says]
+
+
 def test_without_a_coordinator_no_rank_waits_for_it(
   tmp_path, monkeypatch, capsys
 ):
