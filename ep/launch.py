@@ -43,7 +43,7 @@ import tempfile
 import threading
 
 from ep._src.base import arguments
-from ep._src.launch import hosts, supervision
+from ep._src.launch import hosts, room, supervision
 from ep._src.native import gpus
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
@@ -88,6 +88,7 @@ def initialize() -> None:
   Raises:
     RuntimeError: the process is one of several, but does not know where the
       others are.
+    ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
   """
   import jax  # takes a second, and who launches does not need it
 
@@ -105,6 +106,9 @@ def initialize() -> None:
     count = count or cluster_count or 1
   if count == 1:
     return
+  if inside_launcher():
+    name = "JAX_COORDINATOR_ADDRESS"
+    arguments.check_address("ep.launch.initialize", name, os.environ[name])
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
@@ -146,6 +150,7 @@ def launch(
   host_id: int = 0,
   coordinator: str | None = None,
   join_timeout_s: float = 300.0,
+  oversubscribe: bool = False,
 ) -> int:
   """Runs `python *argv` in `num_processes` processes and waits for them all.
 
@@ -200,6 +205,8 @@ def launch(
       several hosts. Collectives of XLA between CPUs take the network by which a
       host reaches this address.
     join_timeout_s: seconds that hosts wait for each other at the start.
+    oversubscribe: whether to start more processes than this host can hold, by
+      its memory and its processors.
 
   Returns:
     0 if every rank succeeded. Otherwise the exit code of the first that did
@@ -208,7 +215,8 @@ def launch(
 
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
-      range, no log can be written, or `coordinator` is no address.
+      range or too large for this host, no log can be written, or `coordinator`
+      is no address.
     RuntimeError: on every host that has come: some host has not come in time,
       has another's number, or other numbers of hosts, processes or devices.
     TypeError: a number is of a wrong type.
@@ -234,6 +242,10 @@ def launch(
       f"ep.launch: num_hosts = {num_hosts}, but there is no coordinator; pass"
       " an address of host 0 with a free port, as in 10.0.0.1:1234."
     )
+  if not arguments.flag("ep.launch", "oversubscribe", oversubscribe):
+    room.check(num_processes, devices_per_process)
+  if coordinator is not None:
+    arguments.check_address("ep.launch", "coordinator", coordinator)
   env = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
   own: Sequence[Mapping[str, str]] = [{}] * num_processes
   if gpus.wanted(env):
@@ -403,6 +415,11 @@ def main() -> int:
     type=float,
     default=300.0,
     help="seconds for all hosts",
+  )
+  parser.add_argument(
+    "--oversubscribe",
+    action="store_true",
+    help="start more processes than this host can hold",
   )
   rest = argparse.REMAINDER
   parser.add_argument("-m", dest="module", nargs=rest, help="module args...")

@@ -17,7 +17,7 @@ import time
 import pytest
 
 from ep import launch
-from ep._src.launch import supervision
+from ep._src.launch import room, supervision
 from ep._src.native import gpus
 import programs
 
@@ -413,6 +413,18 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
       ValueError,
       ["coordinator = 'nowhere'", "10.0.0.1:1234"],
     ),
+    (dict(coordinator="localhost:65536"), ValueError, ["from 1 to 65535"]),
+    (dict(coordinator="localhost:0"), ValueError, ["from 1 to 65535"]),
+    (
+      dict(num_processes=1_000_000),
+      ValueError,
+      ["num_processes = 1000000", "can hold", "--oversubscribe"],
+    ),
+    (
+      dict(devices_per_process=100_000_000),
+      ValueError,
+      ["devices_per_process = 100000000", "can hold 0 such"],
+    ),
     (dict(log_dir="/proc/nope"), ValueError, ["log_dir = '/proc/n", "another"]),
   ],
   ids=str,
@@ -422,6 +434,18 @@ def test_launch_refuses(options, error, words):
     _launch("", **options)
   for word in ["ep.launch", *words]:
     assert word in str(info.value)
+
+
+def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
+  monkeypatch.setattr(room, "_RANKS_PER_PROCESSOR", 0)
+  with pytest.raises(ValueError, match="can hold 0 such processes"):
+    _launch("")
+  monkeypatch.setattr(
+    sys,
+    "argv",
+    ["launch", "--num_processes=1", "--oversubscribe", "-m", "this"],
+  )
+  assert launch.main() == 0
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
@@ -626,6 +650,16 @@ def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
     RuntimeError, match=f"{name} = 4.*JAX_COORDINATOR_ADDRESS"
   ):
     launch.initialize()
+
+
+def test_initialize_refuses_an_address_without_a_port(monkeypatch):
+  """JAX would wait for 300 s, at another port."""
+  monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+  monkeypatch.setenv("JAX_PROCESS_ID", "1")
+  for address in "localhost:65536", "localhost":
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    with pytest.raises(ValueError, match=f"'{address}', but .* to 65535"):
+      launch.initialize()
 
 
 def test_initialize_does_nothing_alone(monkeypatch):
