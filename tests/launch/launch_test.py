@@ -258,13 +258,104 @@ def test_ranks_that_run_alone_are_named(capsys, joins, code):
   program = f"""
     import os, sys
     if os.environ["JAX_PROCESS_ID"] in {str(joins)!r}:
-      open(os.environ["EP_LAUNCH_JOINED"], "w").close()
+      open(os.environ["EP_LAUNCH_STATE"] + ".joined", "w").close()
   """
   assert _launch(program) == code
   errors = capsys.readouterr().err
   alone = ", ".join(str(rank) for rank in range(2) if rank not in joins)
   assert alone in errors
   assert ("Call ep.launch.initialize() before" in errors) == bool(alone)
+
+
+def test_a_rank_that_ends_before_it_joins_ends_the_job(capsys):
+  """JAX would let the others wait for 300 s."""
+  program = """
+    import os
+    if os.environ["JAX_PROCESS_ID"] == "0":
+      from ep import launch
+      launch.initialize()
+  """
+  assert _launch(program) == 1
+  output, errors = capsys.readouterr()
+  assert "rank 1 ended with exit code 0 before it joined the other" in output
+  assert "rank 0 was still running after another's failure" in output
+  assert "of 2 ranks, these have not joined the others: 1." in errors
+
+
+def test_the_rank_that_was_the_first_to_begin_its_end_decides(capsys):
+  """Rank 1 exits slowly, and rank 0 fails because of that, but quickly."""
+  program = """
+    import os, pathlib, sys, time
+    one = pathlib.Path(os.environ["EP_LAUNCH_STATE"]).with_name("rank_1.ending")
+    if os.environ["JAX_PROCESS_ID"] == "1":
+      one.write_text(str(time.monotonic()))
+      time.sleep(1)
+      sys.exit(75)
+    while not one.exists():
+      time.sleep(0.01)
+    sys.exit("lost rank 1")
+  """
+  assert _launch(program, grace_s=20.0) == 75
+  output = capsys.readouterr().out
+  assert output.index("rank 1 failed with exit code 75") < output.index(
+    "rank 0 failed with exit code 1: lost rank 1"
+  )
+
+
+def test_a_rank_keeps_its_code_when_its_group_cannot_close(tmp_path, capsys):
+  """Rank 0 has come to an op that rank 1 never runs."""
+  program = """
+    from ep import launch
+    launch.initialize()
+    import jax, sys, time
+    import jax.numpy as jnp
+    import ep
+    mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
+    layer = ep.EpLayerConfig(ep.ep_bootstrap(mesh, num_experts=2, top_k=1))
+    rows = jax.NamedSharding(mesh, jax.P("ep"))
+    topk_idx = jax.device_put(jnp.zeros((2, 1), jnp.int32), rows)
+    prepare = jax.jit(lambda topk_idx: ep.ep_prepare(layer, topk_idx).mem)
+    with jax.set_mesh(mesh):
+      jax.block_until_ready(prepare(topk_idx))
+      if jax.process_index() == 1:
+        time.sleep(1)
+        sys.exit(75)
+      jax.block_until_ready(prepare(topk_idx))
+  """
+  assert _launch(program, log_dir=tmp_path, grace_s=20.0) == 75
+  assert "At exit: ep_finalize: rank 0 (process 0) ran" in _logs(tmp_path)[1]
+  assert "ep.launch: rank 1 failed with exit code 75" in capsys.readouterr().out
+
+
+def test_the_cause_is_an_exception_or_a_fatal_error(capsys):
+  """Whatever comes after it in the log."""
+  program = """
+    import os, sys, time
+    rank = os.environ["JAX_PROCESS_ID"]
+    if rank == "0":
+      sys.exit(7)
+    time.sleep(0.5)
+    if rank == "1":
+      error = ValueError("as planned\\nwith a second line")
+      error.add_note("-" * 20)
+      error.add_note("For simplicity, JAX has removed its internal frames.")
+      raise error
+    if rank == "2":
+      print("F1125 10:58:22.683026 180 client.h:80] Terminating")
+      os.abort()
+    exec("1 +")
+  """
+  assert _launch(program, num_processes=4, grace_s=20.0) == 7
+  output = capsys.readouterr().out
+  for rank, words in enumerate(
+    [
+      "rank 1 failed with exit code 1: ValueError: as planned;",
+      "rank 2 was killed by signal 6: F1125 10:58:22.683026 180 client.h:80]"
+      " Terminating;",
+      "rank 3 failed with exit code 1: SyntaxError: invalid syntax;",
+    ]
+  ):
+    assert f"ep.launch: {words} its log is" in output, rank
 
 
 def test_timeout_ends_all_and_logs_their_stacks(tmp_path, capsys):

@@ -71,7 +71,8 @@ def _close_all() -> None:
         ending.wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
-    ending.exit_now()  # Python would end with the code 0
+    # Python might end with the code 0.
+    ending.exit_now(ending.exit_code())
 
 
 def _check(group: GroupConfig) -> Backend:
