@@ -5,6 +5,7 @@ The exit code is 0 if the default backend can run. `python -m ep compile` makes
 NCCL EP's kernels where there is no GPU (docs/gpu.md).
 """
 
+import argparse
 import importlib.metadata
 import pathlib
 import platform
@@ -23,8 +24,15 @@ from ep._src.native import gpus
 _DISTRIBUTION = "jax-ep"
 
 
-def main() -> int:
+def main(args: list[str]) -> int:
   """Prints the report, and returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog="python -m ep",
+    description="Prints what is installed, and which backends can run here.",
+    epilog="`python -m ep compile` makes NCCL EP's kernels where there is no"
+    " GPU; --help after it has its options.",
+  )
+  parser.parse_args(args)
   folder = pathlib.Path(__file__).parent
   for other in other_distributions():
     print(
@@ -82,4 +90,4 @@ def outcome(name: str) -> str | Exception:
 if __name__ == "__main__":
   if sys.argv[1:2] == ["compile"]:
     sys.exit(command.main(sys.argv[2:], ep.presets.BY_NAME))
-  sys.exit(main())
+  sys.exit(main(sys.argv[1:]))

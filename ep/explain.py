@@ -5,6 +5,7 @@ Of a folder, as $EP_TRACE names one, it explains each trace. It merges the parts
 that processes have left.
 """
 
+import argparse
 import sys
 
 import ep
@@ -13,10 +14,15 @@ from ep._src.records import trace
 
 def main(args: list[str]) -> int | str:
   """Prints explanations; returns the exit code, or what is wrong."""
-  if len(args) != 1:
-    return "usage: python -m ep.explain FILE_OR_FOLDER, of ep.trace"
+  parser = argparse.ArgumentParser(
+    prog="python -m ep.explain",
+    description="Says why the steps of a trace are slow.",
+  )
+  parser.add_argument(
+    "path", help="a file of ep.trace, or a folder, as EP_TRACE names one"
+  )
   try:
-    paths = trace.files(args[0])
+    paths = trace.files(parser.parse_args(args).path)
   except ValueError as e:
     return str(e)
   code = 0

@@ -20,8 +20,9 @@ connects to it.
 Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
 job, Cloud TPU) `initialize` needs no variables.
 
-A rank that has joined makes the file that EP_LAUNCH_JOINED names, if there is
-such a variable: so this launcher can tell which ranks ran alone.
+If there is a variable EP_LAUNCH_STATE, ranks tell this launcher how far they
+have come (ep/_src/launch/states.py). So it can name ranks that ran alone, ranks
+for which others wait in vain, and the rank that failed first.
 
 Only `initialize` touches JAX's devices: a process that launches must not hold
 the devices of its ranks.
@@ -43,7 +44,7 @@ import tempfile
 import threading
 
 from ep._src.base import arguments
-from ep._src.launch import hosts, supervision
+from ep._src.launch import hosts, room, states, supervision
 from ep._src.native import gpus
 
 _COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
@@ -83,11 +84,13 @@ def initialize() -> None:
   From here on an uncaught exception ends this rank at once, as it does under
   `python -m mpi4py`. Python's orderly exit may first wait for programs on the
   devices and, where a cluster's launcher leaves the coordination service to
-  rank 0, for all the other ranks; and those may be waiting for this one.
+  rank 0, for all the other ranks; and those may be waiting for this one. The
+  code of `sys.exit` is the rank's even if its groups cannot be closed.
 
   Raises:
     RuntimeError: the process is one of several, but does not know where the
       others are.
+    ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
   """
   import jax  # takes a second, and who launches does not need it
 
@@ -105,18 +108,16 @@ def initialize() -> None:
     count = count or cluster_count or 1
   if count == 1:
     return
+  if inside_launcher():
+    name = "JAX_COORDINATOR_ADDRESS"
+    arguments.check_address("ep.launch.initialize", name, os.environ[name])
+  states.tell("joining")
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )
   compat.bind_cpu_collectives()
   liveness.announce()  # a death before ep_bootstrap is noticed, too
-  report = sys.excepthook
-
-  def report_and_exit(*exc_info):
-    report(*exc_info)
-    ending.exit_now()
-
-  sys.excepthook = report_and_exit
+  ending.take_over()
 
 
 def _check_alone() -> None:
@@ -146,6 +147,7 @@ def launch(
   host_id: int = 0,
   coordinator: str | None = None,
   join_timeout_s: float = 300.0,
+  oversubscribe: bool = False,
 ) -> int:
   """Runs `python *argv` in `num_processes` processes and waits for them all.
 
@@ -170,7 +172,8 @@ def launch(
   stderr.
 
   If ranks end that have not called `initialize`, a line on stderr says so: each
-  of them sees its own devices only, and takes itself for the whole job.
+  of them sees its own devices only, and takes itself for the whole job. It is a
+  failure, whatever the exit code, if other ranks wait for it in `initialize`.
 
   SIGINT and SIGTERM are passed on to the ranks, which get `grace_s` to end.
 
@@ -200,6 +203,8 @@ def launch(
       several hosts. Collectives of XLA between CPUs take the network by which a
       host reaches this address.
     join_timeout_s: seconds that hosts wait for each other at the start.
+    oversubscribe: whether to start more processes than this host can hold, by
+      its memory and its processors.
 
   Returns:
     0 if every rank succeeded. Otherwise the exit code of the first that did
@@ -208,7 +213,8 @@ def launch(
 
   Raises:
     ValueError: there are fewer GPUs than the ranks need, a number is out of
-      range, no log can be written, or `coordinator` is no address.
+      range or too large for this host, no log can be written, or `coordinator`
+      is no address.
     RuntimeError: on every host that has come: some host has not come in time,
       has another's number, or other numbers of hosts, processes or devices.
     TypeError: a number is of a wrong type.
@@ -234,6 +240,10 @@ def launch(
       f"ep.launch: num_hosts = {num_hosts}, but there is no coordinator; pass"
       " an address of host 0 with a free port, as in 10.0.0.1:1234."
     )
+  if not arguments.flag("ep.launch", "oversubscribe", oversubscribe):
+    room.check(num_processes, devices_per_process)
+  if coordinator is not None:
+    arguments.check_address("ep.launch", "coordinator", coordinator)
   env = {"JAX_PLATFORMS": "cpu", **os.environ, **(env or {})}
   own: Sequence[Mapping[str, str]] = [{}] * num_processes
   if gpus.wanted(env):
@@ -247,13 +257,13 @@ def launch(
   with contextlib.ExitStack() as stack:
     try:
       logs.mkdir(parents=True, exist_ok=True)
-      folder = tempfile.TemporaryDirectory(prefix="joined_", dir=logs)
+      folder = tempfile.TemporaryDirectory(prefix="states_", dir=logs)
     except OSError as e:
       raise ValueError(
         f"ep.launch: log_dir = {str(logs)!r}, but no file can be written there"
         f" ({e.strerror}); pass another folder."
       ) from e
-    joined = pathlib.Path(stack.enter_context(folder))
+    states_of_ranks = pathlib.Path(stack.enter_context(folder))
     peers: list[hosts.Host] = []
     if num_hosts > 1:
       assert coordinator
@@ -264,7 +274,9 @@ def launch(
     signals = stack.enter_context(_caught_signals())
 
     def start(name: str, argv: Sequence[str], env: Mapping[str, str]):
-      process = supervision.Process(name, argv, logs / f"{name}.log", env)
+      process = supervision.Process(
+        name, argv, logs / f"{name}.log", env, states_of_ranks / name
+      )
       stack.callback(process.kill)
       return process
 
@@ -277,11 +289,7 @@ def launch(
           total,
           devices_per_process,
           coordinator,
-          {
-            **env,
-            **own[index],
-            "EP_LAUNCH_JOINED": str(joined / str(first + index)),
-          },
+          {**env, **own[index]},
         ),
       )
       for index in range(num_processes)
@@ -292,24 +300,26 @@ def launch(
       others = [start("coordinator", program, _python_env(os.environ))]
     code = supervision.watch(ranks, others, peers, signals, timeout_s, grace_s)
     if total > 1 and not signals:
-      started = {str(first + index) for index in range(num_processes)}
-      alone = started - set(os.listdir(joined))
-      _report_alone(sorted(alone, key=int), num_processes)
+      alone = [r for r in ranks if not (r.told("joining") or r.told("joined"))]
+      _report_alone(alone, num_processes)
       code = code or int(0 < len(alone) < num_processes)
   if code == 0 and not keep_logs:
     shutil.rmtree(logs)
   return code
 
 
-def _report_alone(ranks: Sequence[str], num_processes: int) -> None:
+def _report_alone(
+  ranks: Sequence[supervision.Process], num_processes: int
+) -> None:
   """Says on stderr which ranks have not joined, if there are any."""
   if ranks:
+    names = ", ".join(rank.name.removeprefix("rank ") for rank in ranks)
     supervision.write(
       sys.stderr,
       f"ep.launch: of {num_processes} ranks, these have not joined the others:"
-      f" {', '.join(ranks)}. Such a rank sees its own devices only, and takes"
-      " itself for the whole job. Call ep.launch.initialize() before anything"
-      " else touches JAX.\n",
+      f" {names}. Such a rank sees its own devices only, and takes itself for"
+      " the whole job. Call ep.launch.initialize() before anything else touches"
+      " JAX.\n",
     )
 
 
@@ -403,6 +413,11 @@ def main() -> int:
     type=float,
     default=300.0,
     help="seconds for all hosts",
+  )
+  parser.add_argument(
+    "--oversubscribe",
+    action="store_true",
+    help="start more processes than this host can hold",
   )
   rest = argparse.REMAINDER
   parser.add_argument("-m", dest="module", nargs=rest, help="module args...")

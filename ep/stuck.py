@@ -20,6 +20,7 @@ This file needs neither JAX nor the rest of the package.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator
 import contextlib
 import dataclasses
@@ -379,18 +380,33 @@ def report(processes: list[Process]) -> Iterator[str]:
         yield f"process {process.pid} ({command}): {line}"
 
 
+def _number(text: str) -> str:
+  """Returns a text that has decimal digits only."""
+  if not text.isdecimal():
+    raise argparse.ArgumentTypeError(f"{text!r} is no process id")
+  return text
+
+
 def main(args: list[str]) -> int | str:
   """Prints the report; returns the exit code, or what is wrong."""
-  if len(args) > 1 or not all(arg.isdecimal() for arg in args):
-    return "usage: python -m ep.stuck [PID]"
+  parser = argparse.ArgumentParser(
+    prog="python -m ep.stuck",
+    description="Says which ranks wait, for whom, and what the others do.",
+  )
+  parser.add_argument(
+    "pid",
+    nargs="?",
+    type=_number,
+    help="of a process; by default all runs of this user on this host",
+  )
+  pid = parser.parse_args(args).pid
   if not hasattr(os, "pidfd_open") or not os.path.exists("/proc/self/fd"):
     return "ep.stuck: this system has no /proc and pidfd; it needs Linux."
-  if not args:
+  if pid is None:
     processes = find(own_pids())
     if not processes:
       print("No process of this user on this host has a group of ep.")
   else:
-    (pid,) = args
     try:
       is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:

@@ -140,7 +140,7 @@ def failure(notes, group):
   """Returns what the traces of a group tell about its failure."""
   folder = notes / f"traces_{group}"
   folder.mkdir()
-  for part in (notes / "traces").glob(f"{group}.*"):
+  for part in (notes / "traces").glob(f"{group}[.%]*"):
     part.rename(folder / part.name)
   return ep.explain(folder).failure
 

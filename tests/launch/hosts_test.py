@@ -177,3 +177,19 @@ time.sleep(600)
   output = capsys.readouterr().out
   assert "host 1 (127.0.0.1) says: rank 3 failed with exit code 7" in output
   assert "ep.launch: rank 3 failed with exit code 7" in output
+
+
+def test_a_rank_that_another_host_waits_for_ends_both(tmp_path, capsys):
+  """Rank 0 waits for rank 1, which ends well before it joins."""
+  program = """
+import os, time
+if os.environ["JAX_PROCESS_ID"] == "0":
+  open(os.environ["EP_LAUNCH_STATE"] + ".joining", "w").close()
+  time.sleep(600)
+"""
+  options = dict(grace_s=0.5, log_dir=tmp_path)
+  codes, _ = launch_on({}, {"host_id": 1}, argv=["-c", program], **options)
+  assert codes == [1, 1]
+  output = capsys.readouterr().out
+  says = "says: rank 1 ended with exit code 0 before it joined the other ranks"
+  assert f"ep.launch: host 1 (127.0.0.1) {says}" in output

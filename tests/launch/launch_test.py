@@ -17,7 +17,7 @@ import time
 import pytest
 
 from ep import launch
-from ep._src.launch import supervision
+from ep._src.launch import room, supervision
 from ep._src.native import gpus
 import programs
 
@@ -258,13 +258,104 @@ def test_ranks_that_run_alone_are_named(capsys, joins, code):
   program = f"""
     import os, sys
     if os.environ["JAX_PROCESS_ID"] in {str(joins)!r}:
-      open(os.environ["EP_LAUNCH_JOINED"], "w").close()
+      open(os.environ["EP_LAUNCH_STATE"] + ".joined", "w").close()
   """
   assert _launch(program) == code
   errors = capsys.readouterr().err
   alone = ", ".join(str(rank) for rank in range(2) if rank not in joins)
   assert alone in errors
   assert ("Call ep.launch.initialize() before" in errors) == bool(alone)
+
+
+def test_a_rank_that_ends_before_it_joins_ends_the_job(capsys):
+  """JAX would let the others wait for 300 s."""
+  program = """
+    import os
+    if os.environ["JAX_PROCESS_ID"] == "0":
+      from ep import launch
+      launch.initialize()
+  """
+  assert _launch(program) == 1
+  output, errors = capsys.readouterr()
+  assert "rank 1 ended with exit code 0 before it joined the other" in output
+  assert "rank 0 was still running after another's failure" in output
+  assert "of 2 ranks, these have not joined the others: 1." in errors
+
+
+def test_the_rank_that_was_the_first_to_begin_its_end_decides(capsys):
+  """Rank 1 exits slowly, and rank 0 fails because of that, but quickly."""
+  program = """
+    import os, pathlib, sys, time
+    one = pathlib.Path(os.environ["EP_LAUNCH_STATE"]).with_name("rank_1.ending")
+    if os.environ["JAX_PROCESS_ID"] == "1":
+      one.write_text(str(time.monotonic()))
+      time.sleep(1)
+      sys.exit(75)
+    while not one.exists():
+      time.sleep(0.01)
+    sys.exit("lost rank 1")
+  """
+  assert _launch(program, grace_s=20.0) == 75
+  output = capsys.readouterr().out
+  assert output.index("rank 1 failed with exit code 75") < output.index(
+    "rank 0 failed with exit code 1: lost rank 1"
+  )
+
+
+def test_a_rank_keeps_its_code_when_its_group_cannot_close(tmp_path, capsys):
+  """Rank 0 has come to an op that rank 1 never runs."""
+  program = """
+    from ep import launch
+    launch.initialize()
+    import jax, sys, time
+    import jax.numpy as jnp
+    import ep
+    mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
+    layer = ep.EpLayerConfig(ep.ep_bootstrap(mesh, num_experts=2, top_k=1))
+    rows = jax.NamedSharding(mesh, jax.P("ep"))
+    topk_idx = jax.device_put(jnp.zeros((2, 1), jnp.int32), rows)
+    prepare = jax.jit(lambda topk_idx: ep.ep_prepare(layer, topk_idx).mem)
+    with jax.set_mesh(mesh):
+      jax.block_until_ready(prepare(topk_idx))
+      if jax.process_index() == 1:
+        time.sleep(1)
+        sys.exit(75)
+      jax.block_until_ready(prepare(topk_idx))
+  """
+  assert _launch(program, log_dir=tmp_path, grace_s=20.0) == 75
+  assert "At exit: ep_finalize: rank 0 (process 0) ran" in _logs(tmp_path)[1]
+  assert "ep.launch: rank 1 failed with exit code 75" in capsys.readouterr().out
+
+
+def test_the_cause_is_an_exception_or_a_fatal_error(capsys):
+  """Whatever comes after it in the log."""
+  program = """
+    import os, sys, time
+    rank = os.environ["JAX_PROCESS_ID"]
+    if rank == "0":
+      sys.exit(7)
+    time.sleep(0.5)
+    if rank == "1":
+      error = ValueError("as planned\\nwith a second line")
+      error.add_note("-" * 20)
+      error.add_note("For simplicity, JAX has removed its internal frames.")
+      raise error
+    if rank == "2":
+      print("F1125 10:58:22.683026 180 client.h:80] Terminating")
+      os.abort()
+    exec("1 +")
+  """
+  assert _launch(program, num_processes=4, grace_s=20.0) == 7
+  output = capsys.readouterr().out
+  for rank, words in enumerate(
+    [
+      "rank 1 failed with exit code 1: ValueError: as planned;",
+      "rank 2 was killed by signal 6: F1125 10:58:22.683026 180 client.h:80]"
+      " Terminating;",
+      "rank 3 failed with exit code 1: SyntaxError: invalid syntax;",
+    ]
+  ):
+    assert f"ep.launch: {words} its log is" in output, rank
 
 
 def test_timeout_ends_all_and_logs_their_stacks(tmp_path, capsys):
@@ -413,6 +504,18 @@ def test_output_that_the_terminal_cannot_encode(monkeypatch):
       ValueError,
       ["coordinator = 'nowhere'", "10.0.0.1:1234"],
     ),
+    (dict(coordinator="localhost:65536"), ValueError, ["from 1 to 65535"]),
+    (dict(coordinator="localhost:0"), ValueError, ["from 1 to 65535"]),
+    (
+      dict(num_processes=1_000_000),
+      ValueError,
+      ["num_processes = 1000000", "can hold", "--oversubscribe"],
+    ),
+    (
+      dict(devices_per_process=100_000_000),
+      ValueError,
+      ["devices_per_process = 100000000", "can hold 0 such"],
+    ),
     (dict(log_dir="/proc/nope"), ValueError, ["log_dir = '/proc/n", "another"]),
   ],
   ids=str,
@@ -422,6 +525,18 @@ def test_launch_refuses(options, error, words):
     _launch("", **options)
   for word in ["ep.launch", *words]:
     assert word in str(info.value)
+
+
+def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
+  monkeypatch.setattr(room, "_RANKS_PER_PROCESSOR", 0)
+  with pytest.raises(ValueError, match="can hold 0 such processes"):
+    _launch("")
+  monkeypatch.setattr(
+    sys,
+    "argv",
+    ["launch", "--num_processes=1", "--oversubscribe", "-m", "this"],
+  )
+  assert launch.main() == 0
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
@@ -491,6 +606,27 @@ def test_ranks_join_jax_and_end_without_each_other(tmp_path, capsys):
   assert logs[0] == "0 2 6\n" and logs[2] == "2 2 6\nalive\n"
   assert logs[1].startswith("1 2 6\n") and "ValueError: as planned" in logs[1]
   assert capsys.readouterr().err == ""
+
+
+def test_barriers_are_those_of_jax(tmp_path):
+  """One that has failed stays so, also for a rank that comes later."""
+  program = """
+    from ep import launch
+    launch.initialize()
+    import jax
+    rank, client = jax.process_index(), jax._src.distributed.global_state.client
+    if rank == 0:
+      client.blocking_key_value_get("failed", 20_000)
+    try:
+      client.wait_at_barrier("of 0", 20_000, process_ids=[0])
+    except jax.errors.JaxRuntimeError as e:
+      print(str(e).partition(" (")[0])
+    if rank == 1:
+      client.key_value_set("failed", "")
+  """
+  assert _launch(program, log_dir=tmp_path) == 0
+  says = "INVALID_ARGUMENT: A non-participating task\n"
+  assert _logs(tmp_path) == [says, says]
 
 
 def test_without_a_coordinator_no_rank_waits_for_it(
@@ -605,6 +741,16 @@ def test_initialize_does_not_make_one_process_of_many(monkeypatch, name):
     RuntimeError, match=f"{name} = 4.*JAX_COORDINATOR_ADDRESS"
   ):
     launch.initialize()
+
+
+def test_initialize_refuses_an_address_without_a_port(monkeypatch):
+  """JAX would wait for 300 s, at another port."""
+  monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+  monkeypatch.setenv("JAX_PROCESS_ID", "1")
+  for address in "localhost:65536", "localhost":
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    with pytest.raises(ValueError, match=f"'{address}', but .* to 65535"):
+      launch.initialize()
 
 
 def test_initialize_does_nothing_alone(monkeypatch):

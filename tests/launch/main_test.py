@@ -2,6 +2,7 @@
 """`python -m ep` says what runs here, and what to do about the rest."""
 
 import os
+import pathlib
 import runpy
 import shutil
 import sys
@@ -62,6 +63,29 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
   code, output = programs.run("-m", "ep")
   assert code == 1, output
   assert f"{tmp_path / 'ep/__init__.py'} is missing, or another" in output
+
+
+def commands():
+  """Returns the modules that people run, each with its subcommand."""
+  package = pathlib.Path(ep.__file__).parent
+  stems = [
+    p.stem for p in package.glob("[!_]*.py") if "__main__" in p.read_text()
+  ]
+  return ["ep", "ep compile", *(f"ep.{stem}" for stem in stems)]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_explains_itself(command, monkeypatch, capsys):
+  """It knows --help, and refuses an option that it does not know."""
+  module, *arguments = command.split()
+  if module != "ep":  # runpy would find the function instead
+    monkeypatch.delitem(sys.modules, module, raising=False)
+  for option, code in ("--help", 0), ("--nope", 2):
+    monkeypatch.setattr(sys, "argv", [module, *arguments, option])
+    with pytest.raises(SystemExit) as end:
+      runpy.run_module(module, run_name="__main__")
+    assert end.value.code == code
+    assert f"usage: python -m {command} " in "".join(capsys.readouterr())
 
 
 def test_kernels_are_compiled_by_a_command(run):

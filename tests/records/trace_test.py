@@ -170,6 +170,28 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   assert left == ["a%2Fb.json.gz", "c.json.gz", "d.json.gz"]
 
 
+def test_groups_of_one_name_have_files_of_their_own(folder, monkeypatch):
+  """One is resized, and then each process has one of that name alone."""
+  monkeypatch.setenv("EP_TRACE", str(folder))
+  group = bootstrap(make_mesh({"ep": 4}), name="x/y")
+  with tracing.on(True):
+    run(ep.EpLayerConfig(group), num_steps=3)
+    with ep.ep_resize(group, max_tokens_per_rank=9) as larger:
+      run(ep.EpLayerConfig(larger), num_steps=2)
+  own = jax.sharding.Mesh(np.array(jax.local_devices()), "ep")
+  ep.ep_finalize(bootstrap(own, name="x/y"))
+  multihost_utils.sync_global_devices("all parts are written")
+  if jax.process_index() == 0:
+    records = ep._src.records.trace
+    found = {
+      path.name: len(records.load(path)["exchanges"])
+      for path in records.files(folder)
+    }
+    assert found.pop("x%2Fy.json.gz") == 9
+    assert found.pop("x%2Fy@2.json.gz") == 6
+    assert [*found.values()] == [0] * jax.process_count()
+
+
 def test_a_group_that_ends_in_the_block_is_traced(folder):
   path = folder / "steps.json"
   group = bootstrap(make_mesh({"ep": 4}))

@@ -79,6 +79,22 @@ def seconds(what: str, name: str, value: Any) -> float:
   return result
 
 
+def check_address(what: str, name: str, value: Any) -> None:
+  """Raises unless an argument is a host and a port, as host:port.
+
+  Raises, with a message that begins with `what`:
+    TypeError: it is no string.
+    ValueError: it has no port from 1 to 65535.
+  """
+  port = string(what, name, value).rpartition(":")[2]
+  check(
+    port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16,
+    what,
+    f"{name} = {value!r}, but it must be a host and a port from 1 to 65535, as"
+    " in 10.0.0.1:1234.",
+  )
+
+
 def alignment(what: str, value: Any) -> int:
   """Returns an alignment in rows; 0 means none, as in TransformerEngine.
 

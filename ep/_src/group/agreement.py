@@ -9,9 +9,10 @@ which they must agree, and what native groups need to find each other.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import itertools
 from typing import Any
+import urllib.parse
 
 import jax
 
@@ -21,8 +22,8 @@ from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
 from ep._src.group.versions import compiler_settings, versions
 
-# For each set of processes these count the bootstraps, or the meetings, so far.
-# The numbers are equal on all processes of the set.
+# For each set of processes these count the bootstraps, the meetings, or the
+# files of one name so far. The numbers are equal on all processes of the set.
 _serials: collections.defaultdict[str, itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
@@ -39,10 +40,28 @@ def group_name(mesh: meshes.Mesh, name: str | None) -> str:
   if name is not None:
     return name
   members = meshes.processes(mesh)
-  serial = next(_serials[digest(members)])
+  return f"ep{next(_serials[digest(members)])}{_ending(members)}"
+
+
+def file_name(group: GroupConfig) -> str:
+  """Returns the name, without an ending, of a file about a new group.
+
+  It is equal on all processes. No other group of the job gets it: neither a
+  later one with the same name, as `ep_resize` makes it, nor one of other
+  processes.
+  """
+  ending = _ending(meshes.processes(group.mesh))
+  name = group.name.removesuffix(ending) + ending
+  earlier = next(_serials[f"files of {name}"])
+  file = urllib.parse.quote(name, safe="")  # has no "@"
+  return f"{file}@{1 + earlier}" if earlier else file
+
+
+def _ending(members: Sequence[int]) -> str:
+  """Returns the end of names of groups that not all processes have."""
   if len(members) == jax.process_count():
-    return f"ep{serial}"
-  return f"ep{serial}@{digest(members)}"
+    return ""
+  return f"@{digest(members)}"
 
 
 def join(

@@ -16,7 +16,6 @@ import os
 import pathlib
 import sys
 from typing import TypedDict, Unpack
-import urllib.parse
 import weakref
 
 import jax.numpy as jnp
@@ -72,7 +71,8 @@ def _close_all() -> None:
         ending.wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
-    ending.exit_now()  # Python would end with the code 0
+    # Python might end with the code 0.
+    ending.exit_now(ending.exit_code())
 
 
 def _check(group: GroupConfig) -> Backend:
@@ -102,13 +102,14 @@ def _connect(group: GroupConfig) -> EpGroup:
 
 def _trace(connection: Connection, folder: pathlib.Path) -> None:
   """Traces a group from its begin to its end, to a file in a folder."""
-  name = connection.group.name
   if not connection.has_trace:
-    _logger.warning('EP_TRACE: the group "%s" has no devices', name)
+    _logger.warning(
+      'EP_TRACE: the group "%s" has no devices', connection.group.name
+    )
     return
   try:
+    file = f"{agreement.file_name(connection.group)}.json.gz"
     folder.mkdir(parents=True, exist_ok=True)
-    file = f"{urllib.parse.quote(name, safe='')}.json.gz"
     connection.start_trace(str(folder / file))
   except BaseException:
     connection.close()

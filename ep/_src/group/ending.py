@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable
 import os
 import sys
+import threading
 import time
 from typing import NoReturn
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from ep._src.base import meshes
 from ep._src.base.config import GroupConfig
+from ep._src.launch import states
 
 _POLL_S = 0.005
 
@@ -59,8 +62,41 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
     time.sleep(_POLL_S)
 
 
-def exit_now() -> NoReturn:
-  """Ends this process with the code 1, and runs no further exit handler."""
+def take_over() -> None:
+  """Changes how this process, one of several ranks, ends from now on.
+
+  An uncaught exception ends it immediately. The launcher hears of an end before
+  other ranks can, so that it knows which rank was the first. `exit_now` uses
+  the code that the program has given to `sys.exit`.
+  """
+  rank, report, leave = os.getpid(), sys.excepthook, sys.exit
+
+  def tell():
+    if os.getpid() == rank:  # this is no forked child
+      states.tell("ending")
+
+  def report_and_exit(*exc_info):
+    tell()
+    report(*exc_info)
+    exit_now(1)
+
+  def keep_and_exit(status=None, /):
+    if threading.current_thread() is threading.main_thread():
+      keep_and_exit.status = status  # type: ignore[attr-defined]
+    leave(status)
+
+  atexit.register(tell)
+  sys.excepthook, sys.exit = report_and_exit, keep_and_exit
+
+
+def exit_code() -> int:
+  """Returns the code of the last `sys.exit` if that is a failure, or else 1."""
+  status = getattr(sys.exit, "status", None)
+  return status if isinstance(status, int) and status else 1
+
+
+def exit_now(code: int) -> NoReturn:
+  """Ends this process with a code, and runs no further exit handler."""
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(1)
+  os._exit(code)

@@ -18,14 +18,13 @@ from typing import Any
 import jax
 
 from ep._src.base import compat, process_ids
+from ep._src.launch import states
 
 
 def announce() -> None:
   """Publishes the identity of this process, if it has joined. Idempotent."""
   if client := compat.distributed_client():
-    if joined := os.environ.get("EP_LAUNCH_JOINED"):  # see ep/launch.py
-      with contextlib.suppress(OSError):  # that launcher has ended
-        pathlib.Path(joined).touch()
+    states.tell("joined")
     key = _key(compat.distributed_process())
     client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 

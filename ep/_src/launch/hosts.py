@@ -28,7 +28,9 @@ class Host:
   def __init__(self, name: str, connection: socket.socket):
     self.name = name
     self.code: int | None = None  # None while it runs
-    self.end = ""  # how it ended
+    self.end = ""  # how it ended, unless well
+    self.ended_at = 0.0
+    self.cause = ""  # is in its log
     self.where = ""  # is its log, on its own host
     self._is_told = False
     self._connection = connection
@@ -44,8 +46,13 @@ class Host:
         level = socket.IPPROTO_TCP
         connection.setsockopt(level, getattr(socket, option), value)
 
+  @property
+  def was_alone(self) -> bool:
+    """Whether a rank there ended well before it joined the others."""
+    return self.code == 0 and self.end != ""
+
   def running(self) -> bool:
-    """Returns whether it runs; when it has ended, sets `code` and `end`."""
+    """Returns whether it runs; when it has ended, sets how and when."""
     connection = self._connection
     if self.code is None and select.select([connection], [], [], 0)[0]:
       try:
@@ -54,6 +61,7 @@ class Host:
         self.code, self.end = 1, "has ended without a word"
       except OSError as e:
         self.code, self.end = 1, f"is out of reach ({e.strerror})"
+      self.ended_at = time.monotonic()
     return self.code is None
 
   def last_lines(self, count: int) -> list[str]:

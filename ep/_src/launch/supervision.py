@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
 from typing import TextIO
 
-from ep._src.launch import hosts
+from ep._src.launch import hosts, states
 
 # Becomes a rank, which the kernel kills if the launcher dies.
 _BECOME = """
@@ -33,9 +34,14 @@ _KILL_AFTER_S = 3.0  # after a rank was asked to end, until it is killed
 _TAIL_LINES = 40
 _TIMED_OUT = 124  # as timeout(1) does
 
+# A line of a traceback, which has the exception after the last such line, and
+# the line of C++ code that aborts a process.
+_FRAME = re.compile(r'  File ".*", line \d+(, in |$)')
+_FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")
+
 
 class Process:
-  """One process and its log."""
+  """One process, its log, and its states (states.py)."""
 
   def __init__(
     self,
@@ -43,18 +49,21 @@ class Process:
     argv: Sequence[str],
     log: pathlib.Path,
     env: Mapping[str, str],
+    state: pathlib.Path,
   ):
     self.name = name.replace("_", " ")
     self.log = log
     self.where = f"; its log is {log}"
     self.code: int | None = None  # None while it runs, -n after signal n
+    self.ended_at = 0.0  # when it began to end, as far as this process knows
+    self._state = state
     with log.open("wb") as stdout:
       self._process = subprocess.Popen(
         [sys.executable, "-ISc", _BECOME, str(os.getpid()), *argv],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,
-        env=env,
+        env={**env, states.VARIABLE: str(state)},
         start_new_session=True,  # it gets signals from us alone, and only once
       )
 
@@ -65,6 +74,9 @@ class Process:
     """
     if self.code is None and self._process.poll() is not None:
       self.code = self._process.returncode
+      # A rank that was killed comes before those that fail because of that.
+      latest = time.monotonic() - (_POLL_S if self.code < 0 else 0)
+      self.ended_at = states.time_told(self._state, "ending") or latest
       with contextlib.suppress(OSError):  # there is none, or another user's
         os.killpg(self._process.pid, signal.SIGKILL)
     return self.code is None
@@ -81,9 +93,36 @@ class Process:
   def last_lines(self, count: int) -> list[str]:
     return self.log.read_text(errors="replace").splitlines()[-count:]
 
+  def told(self, state: str) -> bool:
+    """Returns whether it has said a state."""
+    return states.told(self._state, state)
+
+  @property
+  def was_alone(self) -> bool:
+    """Whether it ended well before it joined the others."""
+    return self.code == 0 and not self.told("joined")
+
+  @property
+  def cause(self) -> str:
+    """The line of its log that says why it failed, if one does."""
+    lines = self.log.read_text(errors="replace").splitlines()
+    if fatal := [line for line in lines if _FATAL.match(line)]:
+      return fatal[-1]
+    tail = lines[-_TAIL_LINES:]
+    frames = [at for at, line in enumerate(tail) if _FRAME.match(line)]
+    # After the exception JAX, for one, adds advice about its tracebacks.
+    after = tail[1 + frames[-1] :] if frames else []
+    exceptions = [line for line in after if not line.startswith(" ")]
+    return (exceptions[:1] or tail[-1:] or [""])[0]
+
   @property
   def end(self) -> str:
     """How it ended."""
+    if self.was_alone:
+      return (
+        "ended with exit code 0 before it joined the other ranks, which wait"
+        " for it; all ranks must call ep.launch.initialize()"
+      )
     if self.code is None or self.code >= 0:
       return f"failed with exit code {self.code}"
     why = "; out of memory?" if self.code == -signal.SIGKILL else ""
@@ -106,39 +145,51 @@ def watch(
   timeout_at = _in(float("inf") if timeout_s is None else timeout_s)
   watched: list[Process | hosts.Host] = [*ranks, *others, *peers]
   ended: list[Process | hosts.Host] = []
+  failed: list[Process | hosts.Host] = []
   with _Follower(ranks[0].log) as terminal:
 
     def wait(limit: float, condition: Callable[[], object] = bool) -> None:
       """Waits until all ranks have ended, a point in time, or a condition."""
       while True:
-        running = [p for p in watched if p not in ended]
-        news = [p for p in running if not p.running()]
-        # A rank that was killed comes before those that fail because of that.
-        ended.extend(sorted(news, key=lambda p: (p.code or 0) >= 0))
+        ended.extend(p for p in watched if p not in ended and not p.running())
+        failed.extend(p for p in ended if p not in failed and has_failed(p))
+        failed.sort(key=lambda p: p.ended_at)
         terminal.copy()
-        is_over = signals or failures()
+        is_over = signals or failed
         rest = {*ranks, *(() if is_over else peers)} - {*ended}
         for peer in () if is_over else peers:
           if rest <= {peer}:
-            peer.tell(0, "")
+            peer.tell(0, _alone(ranks))
         if not rest or time.monotonic() > limit or condition():
           break
         time.sleep(_POLL_S)
 
-    def failures() -> list[Process | hosts.Host]:
-      return [p for p in ended if p.code or p in others]
+    def has_failed(process: Process | hosts.Host) -> bool:
+      others_wait = any(
+        rank.told("joining") and not rank.told("joined")
+        for rank in ranks
+        if rank not in ended
+      )
+      is_missed = process.was_alone and others_wait
+      return bool(process.code) or process in others or is_missed
 
-    wait(timeout_at, lambda: signals or failures())
+    def is_ending() -> bool:
+      return any(r.told("ending") for r in ranks if r not in ended)
+
+    wait(timeout_at, lambda: signals or failed)
+    grace_at = min(timeout_at, _in(grace_s))
+    if failed:  # a rank that is still ending may have failed before
+      wait(grace_at, lambda: signals or not is_ending())
     for peer in peers:
-      if peer not in failures():  # otherwise it knows
-        peer.tell(*_end(signals, failures()))
-    if failures() and not signals:
-      wait(min(timeout_at, _in(grace_s)), lambda: signals)
+      if peer not in failed or not peer.code:  # otherwise it knows
+        peer.tell(*_end(signals, failed))
+    if failed and not signals:
+      wait(grace_at, lambda: signals)
     if signals:
       for rank in ranks:
         rank.send_signal(signals[0])
       wait(_in(grace_s))
-    failed = failures()
+    causes = [*failed]
     late = [p for p in watched if p not in (*ended, *others)]
     stuck = [rank for rank in ranks if rank in late]
     for rank in stuck:
@@ -148,11 +199,11 @@ def watch(
   if signals:
     _say(f"ep.launch: ended by {signal.Signals(signals[0]).name}\n")
     return 128 + signals[0]
-  if failed:
-    first, *rest = failed
+  if causes:
+    first, *rest = causes
     _report(first, first.end, shown=first is ranks[0])
     for process in rest:
-      _say_of(process, ": ".join([process.end, *process.last_lines(1)]))
+      _say_of(process, ": ".join(filter(None, [process.end, process.cause])))
     for rank in stuck:
       _say_of(rank, "was still running after another's failure")
     return _exit_code(first)
@@ -161,6 +212,11 @@ def watch(
       process, "was still running at the timeout", shown=process is ranks[0]
     )
   return _TIMED_OUT if late else 0
+
+
+def _alone(ranks: Sequence[Process]) -> str:
+  """Returns which rank ended alone, as this launcher tells the other hosts."""
+  return next((f"says: {r.name} {r.end}" for r in ranks if r.was_alone), "")
 
 
 def _end(signals, failed) -> tuple[int, str]:

@@ -59,9 +59,13 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   To trace a program without editing it, set EP_TRACE to a folder: every group
   is traced from its begin to its end, and ep.explain merges the parts there.
+  Each group has its own file, "NAME.json.gz". The second group with a name, as
+  `ep_resize` makes it, has "NAME@2.json.gz". Another run in the folder
+  overwrites the files.
 
   Args:
-    group: a group with devices. With "host" and "nccl" programs do not change;
+    group: a group with devices; the group that replaces it in an `ep_resize` is
+      not traced. With "host" and "nccl" programs do not change;
       with "nccl" times are of the GPUs' clocks, and `group.check()`, or the end
       of the context, waits for the device. With "xla" programs that run in the
       context are traced anew: they call Python before and after each op, which

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many ranks this host can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+# A rank that has imported JAX has about 100 MB to itself, and runs for a second
+# or two until it joins the others, which wait for it.
+_RANK_BYTES = 128 << 20
+_RANKS_PER_PROCESSOR = 64
+_DEVICE_BYTES = 1 << 20  # a CPU device has a thread, and few arrays
+
+# The files in which a container finds its limit.
+_LIMITS = (
+  "/sys/fs/cgroup/memory.max",
+  "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+
+
+def check(num_processes: int, devices_per_process: int) -> None:
+  """Raises `ValueError` if this host cannot hold so many ranks."""
+  memory, processors = _memory(), os.cpu_count() or 1
+  each = _RANK_BYTES + devices_per_process * _DEVICE_BYTES
+  most = min(memory // each, processors * _RANKS_PER_PROCESSOR)
+  if num_processes > most:
+    raise ValueError(
+      f"ep.launch: num_processes = {num_processes} with devices_per_process ="
+      f" {devices_per_process}, but this host can hold {most} such processes:"
+      f" it has {memory >> 20} MiB of memory and {processors} processors, for"
+      f" {each >> 20} MiB of each process and {_RANKS_PER_PROCESSOR} processes"
+      " on each processor; start fewer, or pass --oversubscribe"
+      " (oversubscribe=True) to try it."
+    )
+
+
+def _memory() -> int:
+  """Returns the bytes of memory of this host, or of its container."""
+  found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+  for path in _LIMITS:
+    with contextlib.suppress(OSError, ValueError):  # it is "max"
+      found.append(int(pathlib.Path(path).read_text()))
+  return min(found)
