@@ -2,7 +2,7 @@
 """Prints what is installed, and which backends can run here: python -m ep.
 
 The exit code is 0 if the default backend can run. `python -m ep compile` makes
-NCCL EP's kernels where there is no GPU (docs/gpu.md).
+NCCL EP's kernels where there is no GPU.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 """Starts the ranks of a program on each host, and joins them from inside.
 
     python -m ep.launch --num_processes=4 train.py --steps=10
-    python -m ep.launch --num_processes=4 -m pytest tests/ops/dispatch_test.py
+    python -m ep.launch --num_processes=4 -m pytest tests
 
 `launch` is the same as a function, and `initialize`, which the program calls
 before anything else touches JAX, makes each process one rank. `launch` and
@@ -13,9 +13,8 @@ can replace `launch`:
     JAX_NUM_PROCESSES         how many ranks there are
     JAX_PROCESS_ID            which of them this process is
 
-The service is a process of the launcher's (ep/_src/launch/coordinator.py), so
-that it survives the death of any rank. JAX makes rank 0 start one too; nothing
-connects to it.
+The service is a process of the launcher's, so that it survives the death of any
+rank. JAX makes rank 0 start one too; nothing connects to it.
 
 Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
 job, Cloud TPU) `initialize` needs no variables.

@@ -6,8 +6,7 @@
 
 A preset holds what the layer computes: its sizes, its router and its experts.
 Attention, norms and the number of layers belong to the model around it. The
-comment at each preset says where its numbers come from; docs/moe.md maps the
-names of checkpoints to those of parameters.
+comment at each preset says where its numbers come from.
 """
 
 import dataclasses

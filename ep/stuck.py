@@ -8,9 +8,8 @@ For each group of the backend "host" it prints which ranks wait in which op of
 which layer and step, for how long and for whom; of every other rank the last
 op; and the Python stacks of the process of a rank that has been in no op for a
 second. The processes need not answer for it, but for the stacks: engines of
-groups publish what they do at least once per second (ep_ffi/backends/host/
-transport/shared_text.h), and a process that can run writes its stacks when it
-is asked to (ep/_src/group/stacks.py).
+groups publish what they do at least once per second, and a process that can run
+writes its stacks when it is asked to.
 
 Of processes whose groups have another backend it prints the stacks alone.
 

@@ -43,9 +43,9 @@ inline Status OtherPlace(int64_t program, int64_t group, int64_t ep_size) {
 inline Status Overflow(int64_t rank, int64_t needed, int64_t capacity) {
   return Status(Code::kResourceExhausted,
                 StrCat("rank ", rank, " needs ", needed,
-                       " receive rows, but recv_capacity_per_rank = ", capacity,
-                       "; raise the capacity, balance the routing, or use "
-                       "overflow=\"drop\""));
+                       " receive rows, but the capacity is ", capacity,
+                       "; raise capacity_factor or recv_capacity_per_rank, "
+                       "balance the routing, or use overflow=\"drop\""));
 }
 
 }  // namespace ep

@@ -125,15 +125,19 @@ class Progress:
     """Shows a step that has ended.
 
     `busiest` is the number of rows of the busiest rank, over the mean of all.
+    A dense model, which has one expert, has no balance to show.
     """
     self._times.append(time.monotonic())
-    self._bar.set_description_str(
+    text = (
       f"step {new['step']}/{self._steps}"
       f"  loss {new['loss']:.3f} (unigram {self._unigram:.3f})"
-      f"  max/mean {max(new['imbalance']):.2f}, of ranks {busiest:.2f}"
-      f"  dropped {sum(new['dropped'])}",
-      refresh=False,
     )
+    if len(new["load"][0]) > 1:
+      text += (
+        f"  max/mean {max(new['imbalance']):.2f}, of ranks {busiest:.2f}"
+        f"  dropped {sum(new['dropped'])}"
+      )
+    self._bar.set_description_str(text, refresh=False)
     self._bar.update(self._tokens)
 
   def note(self, text: str) -> None:

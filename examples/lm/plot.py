@@ -45,11 +45,13 @@ def plot(
   figure = Figure(figsize=(12, 5 + layers), layout="constrained")
   figure.suptitle(title)
   top, bottom = figure.subfigures(2, 1, height_ratios=(5, layers))
-  loss, imbalance, entropy = top.subplots(1, 3, sharex=True)
+  panels = top.subplots(1, 4 if dense else 3, sharex=True)
+  loss, *differences, imbalance, entropy = panels
 
   draw_loss(loss, records, "")
   if dense:
     draw_loss(loss, dense, "dense: ")
+    draw_difference(differences[0], records, dense)
   if unigram is not None:
     loss.axhline(unigram, color="gray", linestyle="--", label="unigram entropy")
   loss.set_title("loss, nats per byte")
@@ -102,6 +104,23 @@ def draw_loss(axes, records, model):
     color=line.get_color(),
     label=f"{model}held out",
   )
+
+
+def draw_difference(axes, records, dense):
+  """Draws the differences of losses, which are small beside the losses."""
+  others = {each["step"]: each["loss"] for each in dense}
+  differences = [
+    (each["step"], others[each["step"]] - each["loss"])
+    for each in records
+    if each["step"] in others
+  ]
+  steps, values = np.reshape(differences, (-1, 2)).T
+  draw(axes, steps, values, "training")
+  axes.axhline(0, color="gray", linestyle="--")
+  # The first steps differ most, and would hide the others.
+  bound = np.abs(values[len(values) // 6 :]).max(initial=1e-3)
+  axes.set_ylim(-bound, bound)
+  axes.set_title("loss: dense minus MoE")
 
 
 def draw(axes, steps, values, label):

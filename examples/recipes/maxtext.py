@@ -5,7 +5,11 @@ Between the router and the sum of outputs, theirs are `permute`, a
 `ragged_all_to_all`, `local_permute`, three `gmm`, the permutation back, a
 second `ragged_all_to_all` and `unpermute`. Here `ep_dispatch` and `ep_combine`
 are around the three grouped matmuls.
+
+The routers and experts of some models are left out: `refuse` names them.
 """
+
+from typing import Any
 
 import jax
 from jax import lax
@@ -14,9 +18,20 @@ from jax.sharding import PartitionSpec as P
 
 import ep
 
+# The values of `decoder_block` whose models have the same router and experts.
+_BLOCKS = (
+  "mixtral",
+  "qwen3_moe",
+  "qwen3_custom_moe",
+  "qwen3_next",
+  "qwen3_5",
+  "deepseek",
+)
+
 
 def sparse_matmul(
   layer: ep.EpLayerConfig,
+  config: Any,
   inputs: jax.Array,
   gate_logits: jax.Array,
   pre_bias_logits: jax.Array | None,
@@ -26,17 +41,19 @@ def sparse_matmul(
   w0_bias: jax.Array | None,
   w1_bias: jax.Array | None,
   wo_bias: jax.Array | None,
-  *,
-  load_balance_loss_weight: float = 0.01,
-  routed_bias_update_rate: float = 0.001,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns output [B, S, H], lb_loss, and bias_updates [E].
 
-  `inputs` are [B, S, H], sharded over the axes "data", "fsdp" and "expert" of
-  the batch, and `gate_logits` [B, S, E]. Kernels may be sharded over "fsdp",
-  too, and over "tensor" along the inner size. The output is split over
-  "tensor" along H: each of its ranks returns a part of each row only.
+  `config` is MaxText's. `inputs` are [B, S, H], sharded over the axes "data",
+  "fsdp" and "expert" of the batch, and `gate_logits` [B, S, E]. Kernels may be
+  sharded over "fsdp", too, and over "tensor" along the inner size. The output
+  is split over "tensor" along H: each of its ranks returns a part of each row
+  only.
+
+  Raises:
+    ValueError: MaxText would compute something else; see `refuse`.
   """
+  refuse(config, pre_bias_logits is not None)
   group, top_k = layer.group, layer.top_k
   topk_weights, topk_idx = get_topk(gate_logits, pre_bias_logits, top_k)
   tokens, inner = P(group.token_axes), P("expert", None, "tensor")
@@ -60,8 +77,39 @@ def sparse_matmul(
   lb_loss = top_k * ep.sequence_balancing_loss(gate_logits, topk_idx)
   load = jnp.bincount(topk_idx.ravel(), length=group.num_experts)
   no_bias = ep.moe.State(jnp.zeros(group.num_experts))
-  bias_updates = no_bias.after(load, routed_bias_update_rate).bias
-  return output, load_balance_loss_weight * lb_loss, bias_updates
+  bias_updates = no_bias.after(load, config.routed_bias_update_rate).bias
+  return output, config.load_balance_loss_weight * lb_loss, bias_updates
+
+
+def refuse(config: Any, has_pre_bias_logits: bool) -> None:
+  """Raises `ValueError` for what MaxText computes and this recipe does not.
+
+  Args:
+    config: MaxText's; the error names the field.
+    has_pre_bias_logits: whether `pre_bias_logits` were passed, which MaxText
+      has if `model_name` begins with "deepseek3".
+  """
+  block = config.decoder_block.value
+  is_deepseek = block == "deepseek"
+  is_refused = {
+    "decoder_block": block not in _BLOCKS,
+    "model_name": is_deepseek != has_pre_bias_logits,
+    "routed_score_func": is_deepseek
+    and config.routed_score_func not in ("sigmoid", "sqrtsoftplus"),
+    "routed_scaling_factor": is_deepseek and config.routed_scaling_factor != 1,
+    "n_routing_groups": is_deepseek and config.n_routing_groups != -1,
+    "use_random_routing": config.use_random_routing,
+    "mlp_activations": config.mlp_activations[0] != "silu",
+    "mlp_activations_limit": is_deepseek and config.mlp_activations_limit > 0,
+    "quantization": bool(config.quantization),
+  }
+  for field, refused in is_refused.items():
+    if refused:
+      raise ValueError(
+        f"MaxText's {field} = {getattr(config, field)!r} changes its results,"
+        " but not those of this recipe; keep MaxText's own sparse_matmul for"
+        " this model."
+      )
 
 
 def _of_rank(layer, inputs, topk_idx, topk_weights, kernels, biases):

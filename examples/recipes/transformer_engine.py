@@ -7,6 +7,7 @@ Code that was written for its ops runs on these.
 import dataclasses
 
 import jax
+import numpy as np
 
 import ep
 
@@ -42,6 +43,17 @@ def ep_combine(
   """Returns the sums of the rows [R, C, H], which were weighted before.
 
   The handle knows what the other three arguments say.
+
+  Raises:
+    ValueError: `num_local_tokens` is not the shape of the tokens that were
+      dispatched, which the sums have here.
   """
-  del cfg, token_counts, num_local_tokens
-  return ep.ep_combine(handle_mem, expert_out)
+  del cfg, token_counts
+  out = ep.ep_combine(handle_mem, expert_out)
+  shape = np.atleast_1d(num_local_tokens)
+  if out.shape[:-1] != tuple(shape):
+    raise ValueError(
+      f"num_local_tokens = {num_local_tokens}, but the tokens that were"
+      f" dispatched are {out.shape[:-1]}; pass that, and reshape the result."
+    )
+  return out

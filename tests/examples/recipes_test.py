@@ -8,6 +8,7 @@ computes every token: outputs, and the gradients of all that they read.
 
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import equinox as eqx
 from flax import nnx
@@ -217,6 +218,28 @@ def _check(expected, group, specs, model, gathers=False):
   return others
 
 
+def _maxtext_config(block, model, **fields):
+  """Returns the fields of MaxText's config that a recipe reads."""
+  config = dict(
+    decoder_block=SimpleNamespace(value=block),
+    model_name=model,
+    mlp_activations=["silu", "linear"],
+    mlp_activations_limit=-1.0,
+    routed_score_func="",
+    routed_scaling_factor=1.0,
+    n_routing_groups=-1,
+    use_random_routing=False,
+    quantization="",
+    load_balance_loss_weight=0.01,
+    routed_bias_update_rate=0.001,
+  )
+  return SimpleNamespace(**config | fields)
+
+
+_MIXTRAL = _maxtext_config("mixtral", "mixtral-8x7b")
+_DEEPSEEK = "deepseek", "deepseek3-671b"
+
+
 @pytest.mark.parametrize("fsdp, tensor", [(2, 1), (1, 2)])
 def test_maxtext(expected, fsdp, tensor):
   axes = {"data": 1, "fsdp": fsdp, "expert": 2, "tensor": tensor}
@@ -231,10 +254,13 @@ def test_maxtext(expected, fsdp, tensor):
   )
 
   def model(v, kernels, biases):
-    gate, scores = v["x"] @ v["router"], None
+    gate, scores, config = v["x"] @ v["router"], None, _MIXTRAL
     if tensor > 1:  # as DeepSeek does, with a bias of zero
       gate = scores = jax.nn.softmax(gate)
-    return maxtext.sparse_matmul(layer, v["x"], gate, scores, *kernels, *biases)
+      config = _maxtext_config(*_DEEPSEEK, routed_score_func="sigmoid")
+    return maxtext.sparse_matmul(
+      layer, config, v["x"], gate, scores, *kernels, *biases
+    )
 
   with _layer_on(axes, "expert", ("data", "fsdp")) as layer:
     lb_loss, updates = _check(
@@ -257,6 +283,38 @@ def test_maxtext(expected, fsdp, tensor):
   np.testing.assert_allclose(updates, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  "field, config",
+  [
+    ("decoder_block", _maxtext_config("gpt_oss", "gpt-oss-20b")),
+    ("decoder_block", _maxtext_config("llama4", "llama4-17b-16e")),
+    ("decoder_block", _maxtext_config("gemma4", "gemma4-26b")),
+    ("decoder_block", _maxtext_config("deepseek4", "deepseek4-284b")),
+    ("model_name", _maxtext_config("deepseek", "deepseek2-16b")),
+    ("model_name", _maxtext_config("deepseek", "kimi-k2-1t")),
+    ("routed_score_func", _maxtext_config(*_DEEPSEEK)),
+    *(
+      (field, _maxtext_config(*block, routed_score_func="sigmoid", **changes))
+      for block, changes in [
+        (_DEEPSEEK, dict(routed_scaling_factor=2.5)),
+        (_DEEPSEEK, dict(n_routing_groups=8)),
+        (_DEEPSEEK, dict(mlp_activations_limit=7.0)),
+        (("mixtral", "mixtral-8x7b"), dict(mlp_activations=["gelu"])),
+        (("mixtral", "mixtral-8x7b"), dict(use_random_routing=True)),
+        (("mixtral", "mixtral-8x7b"), dict(quantization="fp8_full")),
+      ]
+      for field in changes
+    ),
+  ],
+)
+def test_maxtext_refuses_what_its_recipe_does_not_compute(field, config):
+  """The error names the field of MaxText's config."""
+  scores = jnp.zeros((B, S, E))
+  pre_bias = scores if config.model_name.startswith("deepseek3") else None
+  with pytest.raises(ValueError, match=f"MaxText's {field} = "):
+    maxtext.sparse_matmul(None, config, None, scores, pre_bias, *[None] * 6)
+
+
 _RANKS = P(("dp", "ep"))
 _SPECS = dict(
   x=_RANKS, router=P(), **dict.fromkeys((*_KERNELS, *_BIASES), P("ep"))
@@ -273,7 +331,7 @@ def test_transformer_engine_ops(expected, layer):
     up = lax.ragged_dot(rows, w1, sizes) + b1
     return (lax.ragged_dot(jax.nn.silu(gate) * up, wo, sizes) + bo)[None]
 
-  def model(v, kernels, biases):
+  def model(v, kernels, biases, shape=(B, S)):
     topk_idx, topk_weights = ep.route_topk(v["x"] @ v["router"], K)
     capacity = layer.capacity_for(B * S // 4)
     rows, weights, mem, counts, total = transformer_engine.ep_dispatch(
@@ -286,9 +344,11 @@ def test_transformer_engine_ops(expected, layer):
       out_specs=_RANKS,
     )(rows, counts, kernels, biases)
     y = transformer_engine.ep_combine(
-      layer, mem, counts, out * weights[..., None], (B, S)
+      layer, mem, counts, out * weights[..., None], shape
     )
     return y, total
 
   (total,) = _check(expected, layer.group, _SPECS, model)
+  with pytest.raises(ValueError, match="num_local_tokens = 16, but"):
+    _check(expected, layer.group, _SPECS, functools.partial(model, shape=B * S))
   assert total.shape == (4, 1) and total.sum() == B * S * K

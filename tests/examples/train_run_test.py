@@ -86,6 +86,8 @@ def test_a_killed_run_continues_bit_for_bit_on_other_ranks(
   assert lines()[: len(complete)] == complete
   dense = (out / "dense" / "metrics.jsonl").read_text().splitlines()
   assert len(dense) == longer
+  assert "dense minus MoE" in (tmp_path / "run.svg").read_text()
+  assert "of ranks 0.00" not in output
   assert "step if all loads were equal" in output
   assert "mean of " in (tmp_path / "run_trace.svg").read_text()
 

@@ -224,7 +224,10 @@ def test_what_chunks_cannot_do():
     return ep.moe_layer(*args, **matrices, activation=activation).sum()
 
   for change, message in [
-    (dict(recv_capacity_per_rank=2), "may need 8 rows"),
+    (
+      dict(recv_capacity_per_rank=2),
+      "capacity is 2 rows.* may need 8; raise capacity_factor",
+    ),
     (dict(num_candidates=K + 1), "num_candidates = 4"),
   ]:
     with pytest.raises(ValueError, match=rf'"moe_3".*{message}'):

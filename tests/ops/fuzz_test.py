@@ -131,7 +131,7 @@ def check(case, draw):
   # Ranks of other domains may have finished before.
   for rank, error in case.errors(sizes).items():
     if error or too_few[rank // case.layer.ep_size]:
-      assert f"recv_capacity_per_rank = {case.layer.capacity}" in error
+      assert f"the capacity is {case.layer.capacity};" in error
 
 
 def reproducer(seed, index):

@@ -28,6 +28,14 @@ def test_an_error_on_every_rank_after_which_the_group_works():
   fits.check(round_trip, fits.tokens(), fits.weights())
 
 
+def test_the_cure_has_the_argument_that_was_passed():
+  """The error of a layer with a capacity_factor names it."""
+  config = layer(overflow="error", capacity_factor=1.0)
+  case = Case(config, "to_one_expert")
+  rows = case.layer.capacity
+  case.check_error([f"capacity is {rows}; raise capacity_factor or"], sizes)
+
+
 @pytest.mark.parametrize("overflow, alignment", [("error", 4), ("drop", 1)])
 def test_a_capacity_that_just_suffices(overflow, alignment):
   wanted = needed_rows(Case(layer(alignment=alignment), "skewed"))

@@ -14,6 +14,7 @@ from conftest import assert_shards_equal, make_mesh, to_global
 import ep
 from ep import launch
 from groups import bootstrap
+import programs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -52,6 +53,18 @@ sys.stdout = sys.stderr = open(path, "w")
   ]
   said = [path.read_text().splitlines() for path in tmp_path.glob("said_*")]
   assert said == [promised] * 2
+
+
+def test_pytest_under_the_launcher(tmp_path):
+  """Processes join with the conftest.py of the page."""
+  page = "docs/howto/without_accelerators.md"
+  (tmp_path / "conftest.py").write_text(_example(page, "Several processes"))
+  test = tmp_path / "count_test.py"
+  code = "import jax\ndef test_it():\n  assert jax.process_count() == 2\n"
+  test.write_text(code)
+  pytest = ["-m", "pytest", "-p", "no:cacheprovider", test]
+  code, output = programs.run("-m", "ep.launch", "--num_processes=2", *pytest)
+  assert code == 0, output
 
 
 def test_the_backward_ops_by_themselves():

@@ -21,6 +21,7 @@ import pytest
 from docs.site import pictures
 import ep
 import ep.launch
+import programs
 from tools import check_links
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -140,9 +141,19 @@ def test_the_code_of_a_page(page, given, capsys, tmp_path, monkeypatch):
       jax.block_until_ready(jax.live_arrays())
   for group in groups - {given.get("group")}:
     ep.ep_finalize(group)
+  if (tmp_path / "checkpoints").exists():
+    _check_that_it_goes_on(page, int(names["train"].step))
   for drawn in tmp_path.glob("*.svg"):
     shown = _ROOT / "docs/images" / drawn.name
     assert drawn.read_text() == shown.read_text()
+
+
+def _check_that_it_goes_on(page: str, step: int) -> None:
+  """Fails unless a new process makes further steps after a checkpoint."""
+  program = [_what_runs(block.code) for block in _python(page)]
+  program.append(f"assert train.step == {2 * step}, train.step")
+  code, output = programs.run("-c", "\n".join(program))
+  assert code == 0, output
 
 
 @pytest.mark.parametrize("page", _PAGES)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public modules present their names as their own."""
 
+import ast
 import inspect
 import os
 import pathlib
@@ -14,6 +15,8 @@ import pytest
 
 import ep
 
+_MODULES = ep, ep.debug, ep.launch, ep.lax, ep.moe, ep.presets, ep.quant
+_MODULES += (ep.testing,)
 _INSIDE = [
   (module, name)
   for module in (ep, ep.lax, ep.moe, ep.quant, ep.testing)
@@ -68,9 +71,7 @@ def test_a_traceback_names_the_public_class():
 def _functions():
   """Yields the functions of public modules and classes, with their names."""
   folder = os.path.dirname(ep.__file__)
-  modules = ep, ep.debug, ep.launch, ep.lax, ep.moe, ep.presets, ep.quant
-  modules += (ep.testing,)
-  for module in modules:
+  for module in _MODULES:
     public = {k: v for k, v in vars(module).items() if not k.startswith("_")}
     for name, value in public.items():
       members = vars(value) if inspect.isclass(value) else {"": value}
@@ -90,6 +91,28 @@ def test_every_signature_has_its_types():
     for parameter in signature.parameters.values():
       if parameter.name != "self":
         assert parameter.annotation is not parameter.empty, name
+
+
+def _docstrings():
+  """Yields the docstrings of public modules, names and programs."""
+  for path in pathlib.Path(ep.__file__).parent.glob("*.py"):
+    yield path.name, ast.get_docstring(ast.parse(path.read_text()))
+  for module in _MODULES:
+    for name in dir(module):
+      value = getattr(module, name)
+      if getattr(value, "__module__", "").startswith("ep"):
+        members = vars(value) if inspect.isclass(value) else {}
+        for member, owner in [("", value), *members.items()]:
+          yield f"{name} {member}", inspect.getdoc(owner)
+
+
+def test_docstrings_name_no_file_of_the_repository():
+  """An installed package has neither pages nor tests."""
+  docstrings = list(_docstrings())
+  assert len(docstrings) > 200
+  for name, text in docstrings:
+    found = re.search(r"\b(_src|docs|ep_ffi|examples|tests)/\w+", text or "")
+    assert not found, (name, found)
 
 
 def test_every_name_is_type_checked():

@@ -23,7 +23,14 @@ import numpy as np
 
 from ep._src.base import arguments
 
-ROW_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+# The least positive number of each dtype of rows.
+_LEAST = {
+  "float8_e4m3fn": 2.0**-9,
+  "float8_e5m2": 2.0**-16,
+  "int8": 1.0,
+  "uint8": 1.0,
+}
+ROW_DTYPES = tuple(_LEAST)
 SCALE_DTYPES = ("float32", "bfloat16", "float8_e8m0fnu")
 
 _SIGN, _INFINITY, _LEAST_NORMAL = 1 << 31, 0x7F800000, 1 << 23  # of float32
@@ -99,9 +106,11 @@ def dequantize(
 ) -> jax.Array:
   """Returns each element times the scale of its block.
 
-  The product is rounded to float32 and then to `dtype`. A float8_e8m0fnu below
-  2^-117 counts as zero, so that no product is a denormal float32. It has no
-  derivative.
+  The product is rounded to float32 and then to `dtype`. A scale counts as zero
+  if its magnitude is below 2^-117 for rows of float8_e4m3fn, 2^-110 for
+  float8_e5m2, or 2^-126 for int8 and uint8. So no product is a denormal
+  float32, which some compilers would flush to zero: the result has the same
+  bits on every backend, except those of a NaN. It has no derivative.
 
   Args:
     rows: float8_e4m3fn, float8_e5m2, int8 or uint8 [..., H].
@@ -125,9 +134,16 @@ def dequantize(
     f"rows have {rows.shape[-1]} elements and {num_blocks} scales, which must"
     " divide them; pass a scale for each block of a row.",
   )
+  return multiply(rows, factors(scales, rows.dtype), dtype)
+
+
+def multiply(
+  rows: jax.Array, factors: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+  """Returns what `dequantize` does, given the `factors` of the scales."""
   is_default = rows.dtype == jnp.float8_e4m3fn
-  blocks = _blocks(_values(rows) if is_default else rows, num_blocks)
-  products = blocks * factors(scales)[..., None]
+  blocks = _blocks(_values(rows) if is_default else rows, factors.shape[-1])
+  products = blocks * factors[..., None]
   return lax.stop_gradient(products.astype(dtype).reshape(rows.shape))
 
 
@@ -242,13 +258,16 @@ def _float32_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
   return floored * np.float32(1 / _LARGEST), np.float32(_LARGEST) / floored
 
 
-def factors(scales: jax.Array) -> jax.Array:
-  """Returns scales as float32, which `dequantize` takes for the same."""
-  if scales.dtype != jnp.float8_e8m0fnu:
-    return scales.astype(jnp.float32)
-  exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
-  bits = jnp.where(exponent < _LEAST_E8M0, 0, exponent << 23)
-  return _float(jnp.where(exponent == 255, np.uint32(0x7FC00000), bits))
+def factors(scales: jax.Array, row_dtype: jnp.dtype) -> jax.Array:
+  """Returns scales as float32, and those that count as zero as zeros."""
+  least = np.float32(2.0**-126 / _LEAST[row_dtype.name])
+  if scales.dtype == jnp.float8_e8m0fnu:
+    exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+    nan = np.uint32(0x7FC00000)
+    floats = _float(jnp.where(exponent == 255, nan, exponent << 23))
+  else:
+    floats = scales.astype(jnp.float32)
+  return jnp.where(jnp.abs(floats) < least, 0, floats)
 
 
 def _bits(x: float) -> np.uint32:

@@ -183,8 +183,7 @@ def ep_bootstrap(
       none.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
       Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
-      are half as large (docs/gpu.md). With other backends a wider dtype costs
-      nothing.
+      are half as large. With other backends a wider dtype costs nothing.
     overflow: the default policy of a layer: "error", "drop" or "chunk"; see
       `EpLayerConfig`.
     drop_by: which choices a layer drops by default, "slot", "weight", "fair" or

@@ -80,11 +80,14 @@ def round_trips(
   return run(floats, *routing)
 
 
+_ANY_ROUTING = (
+  "a capacity for any routing (capacity_factor=None,"
+  " recv_capacity_per_rank=None)"
+)
 _FORWARD = (
   'overflow="chunk" (layer "{}"): the layer has reverse mode alone (jax.grad,'
   " jax.vjp), because its backward pass computes each chunk again; for forward"
-  " mode (jax.jvp, jax.linearize) give it a capacity for any routing"
-  " (capacity_factor=None, recv_capacity_per_rank=None)."
+  f" mode (jax.jvp, jax.linearize) give it {_ANY_ROUTING}."
 )
 
 
@@ -103,23 +106,23 @@ def _check(layer, experts, capacity, chunk_tokens):
   arguments.check(
     chunk_tokens > 0,
     what,
-    f"recv_capacity_per_rank = {capacity}, but a chunk of one token of each"
-    f" rank may need {layer.worst_case(1)} rows; raise the capacity to that at"
-    " least, and the larger it is, the fewer chunks.",
+    f"the capacity is {capacity} rows, but a chunk of one token of each rank"
+    f" may need {layer.worst_case(1)}; raise capacity_factor or"
+    " recv_capacity_per_rank to that at least, and the larger it is, the fewer"
+    " chunks.",
   )
   arguments.check(
     not experts.deterministic,
     what,
     "deterministic = True promises the same bits for every split of the ranks"
-    " into mesh axes, but sums over chunks depend on it; give the layer a"
-    " capacity for any routing (capacity_factor=None).",
+    " into mesh axes, but sums over chunks depend on it; give the layer"
+    f" {_ANY_ROUTING}.",
   )
   arguments.check(
     not experts.is_traced(),
     what,
     "an activation closes over values that are traced, which get no gradient"
-    " here; give the layer a capacity for any routing"
-    " (recv_capacity_per_rank=None).",
+    f" here; give the layer {_ANY_ROUTING}.",
   )
 
 

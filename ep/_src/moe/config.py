@@ -73,7 +73,7 @@ class MoEConfig:
       backward pass: "mxfp8" or "fp8_block128" for one byte an element, as in
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
     overlap: whether the shared experts run while rows are under way, where the
-      backend can do both at a time (docs/gpu.md); else they run after combine.
+      backend can do both at a time; else they run after combine.
     replica_slots: S, copies of other ranks' experts that a rank has room for.
       Experts of the fullest ranks are copied in each step, and their tokens
       divided among the copies, so that no rank has more rows than
@@ -88,7 +88,7 @@ class MoEConfig:
       depends on the number of ranks alone, so that losses of a training run
       have the same bits for every split of the ranks into mesh axes whose
       sizes are powers of two. A call refuses parameters that are not float32;
-      tokens need not be. It costs time and memory (docs/performance.md).
+      tokens need not be. It costs time and memory.
     name: for messages and traces.
 
   Raises:

@@ -54,9 +54,6 @@ def route_topk(
                                                  selection_bias=bias,
                                                  num_groups=8, top_groups=4
 
-  docs/router.md has more models, and the names that other libraries give to
-  these arguments.
-
   Everything is computed in float32, and without the overflow or division by
   zero that scores themselves could meet. Weights are differentiable in
   `logits`; the choice has no gradient. The choice is the same as `lax.top_k`
@@ -71,8 +68,9 @@ def route_topk(
       the best K, for `ep_prepare` to move a choice to one of the others where
       its own expert has no room. The weights are those of `top_k` alone, so
       with `normalize` the first K sum to `scale`, and the others have the same
-      divisor; docs/router.md has how a token's weights sum to `scale` after a
-      move. None is K. It has no effect with `forced_idx`.
+      divisor. For weights that sum to `scale` after a move, call again with
+      the experts that the choices use as `forced_idx`. None is K. It has no
+      effect with `forced_idx`.
     score: "softmax" over all experts, or of each expert alone: "sigmoid", or
       "sqrtsoftplus", the square root of softplus, as in DeepSeek-V4.
     normalize: whether the weights of a token sum to `scale`. With one choice

@@ -58,9 +58,9 @@ class MoE:
   Attributes:
     config: the configuration.
     ep_layer: the `EpLayerConfig` of the ops. `config.capacity_factor` gives its
-      capacity; with `config.replica_slots` and none, calls may take less, as
-      docs/planner.md says. If the group has no `max_tokens_per_rank`, that
-      follows the tokens of each call.
+      capacity; with `config.replica_slots` and none, calls may take less: the
+      mean of the ranks, if copies suffice for it. If the group has no
+      `max_tokens_per_rank`, the capacity follows the tokens of each call.
 
   Raises:
     ValueError: the config does not fit the group: another number of experts, a
@@ -154,11 +154,17 @@ class MoE:
 
         y = sum_k w_k expert[e_k](x) + shared(x)
         y = sum_k expert[e_k](w_k x) + shared(x)      with weigh = "input"
+        expert(x) = h @ w_down + b_down
 
-    where `Experts` in ep/_src/moe/network.py has the formula of an expert, and
-    the shared expert, if there is one, has the same without biases. Tokens and
-    matrices are multiplied in the dtype of `x`, whatever the dtype of the
-    parameters; logits, scores and metrics are float32.
+    where h is, with gates and without,
+
+        activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
+        activation(x @ w_up + b_up)
+
+    Biases are there with `config.biases`; the shared expert, if there is one,
+    has none. Tokens and matrices are multiplied in the dtype of
+    `x`, whatever the dtype of the parameters; logits, scores and metrics are
+    float32.
 
     Works in the local view, in `jax.shard_map` with the parameters that `specs`
     gives a rank, and in the global one. Differentiable in `params`, `x` and
@@ -187,8 +193,9 @@ class MoE:
         is the loss of the batch whatever `config.balance` is.
       placement: where experts are, of E slots; None is their own order. The
         experts' parameters have the order of its slots along the first axis,
-        as `ep.moe.move` brings them there; all else numbers experts. What
-        stays the same is in docs/planner.md.
+        as `ep.moe.move` brings them there; all else numbers experts. Results
+        are as without it, up to rounding, unless they depend on the experts
+        that share a rank: `max_rank_rows`, drops, moves to candidates, chunks.
 
     Returns:
       y, like `x`, and `Metrics`. What `overflow="chunk"` means is in

@@ -43,7 +43,7 @@ def ep_combine(
   no choice points to (padding, tail) are never read.
 
   The derivative sends `grad_out[t]` to the slots of token t, times their
-  weights if given; no sum is involved. See docs/semantics.md.
+  weights if given; no sum is involved.
 
   Args:
     handle: from `ep_prepare`.

@@ -74,7 +74,7 @@ def ep_dispatch(
 
   The derivative sums, for each token, the cotangents of its slots, in float32
   and ascending k; the cotangent of a weight is the cotangent of its slot's
-  weight. See docs/semantics.md. The routing is not exchanged again.
+  weight. The routing is not exchanged again.
 
   Rows of one byte travel with their scales, and both arrive as they are:
 

@@ -39,8 +39,7 @@ def ep_prepare(
 
   Where not all choices can have a row, `layer.overflow` and `layer.drop_by` say
   which have one. With M > K candidates in `topk_idx`, a choice that finds no
-  room moves to a further candidate of its token that has some. The rules are in
-  "Drops and moves" of docs/semantics.md.
+  room moves to a further candidate of its token that has some.
 
   `jax.checkpoint` saves the handle with any policy, so that a block which
   prepares its own handle does not exchange the routing again in the backward

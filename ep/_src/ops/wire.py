@@ -33,30 +33,30 @@ def move(
   )
   # In one loop, XLA:CPU would compute a block's scale again for each element.
   columns = packing.columns(parts)
-  scales = map_used_rows(_Scales(columns), group_sizes, moved)
+  factors = map_used_rows(_Factors(columns), group_sizes, moved)
   read = _Rows(columns, rows.dtype)
-  rows = map_used_rows(read, group_sizes, moved, scales, tail=params.tail)
+  rows = map_used_rows(read, group_sizes, moved, factors, tail=params.tail)
   return [rows, *weights]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scales:
-  """A function of blocks: packed rows to their scales in float32."""
+class _Factors:
+  """A function of blocks: packed rows to the factors of their scales."""
 
   columns: tuple[packing.Columns, ...]
 
   def __call__(self, moved: jax.Array) -> jax.Array:
-    _, scales = packing.unpacked(moved, self.columns)
-    return quantizers.factors(scales)
+    rows, scales = packing.unpacked(moved, self.columns)
+    return quantizers.factors(scales, rows.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-  """A function of blocks: packed rows and their scales to rows of `dtype`."""
+  """A function of blocks: packed rows and their factors to rows of `dtype`."""
 
   columns: tuple[packing.Columns, ...]
   dtype: jnp.dtype
 
-  def __call__(self, moved: jax.Array, scales: jax.Array) -> jax.Array:
+  def __call__(self, moved: jax.Array, factors: jax.Array) -> jax.Array:
     rows, _ = packing.unpacked(moved, self.columns)
-    return quantizers.dequantize(rows, scales, self.dtype)
+    return quantizers.multiply(rows, factors, self.dtype)

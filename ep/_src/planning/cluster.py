@@ -32,7 +32,7 @@ class Cluster:
     memory_gb: 10^9 bytes of a GPU's memory.
     tflops: of dense bfloat16 products on a GPU, at its peak.
     latency_us: microseconds that an exchange takes besides moving its rows.
-      None is what published figures show (docs/planner.md).
+      None is what published figures show.
 
   Raises:
     ValueError: a value is not positive, or the latency negative.
@@ -76,7 +76,7 @@ class Cluster:
     """Returns a number of nodes of a published machine.
 
     Args:
-      name: one of docs/planner.md's table, such as "dgx_h100".
+      name: "dgx_h100", "h800", "dgx_b200", "gb200_nvl72", "mi300x" or "mi355x".
       num_nodes: how many of its nodes.
       gpus_per_node: how many GPUs of each; None for all.
 

@@ -47,8 +47,7 @@ def place(
   rank's; to this the same of nodes is added where an EP domain has several with
   several ranks each. Each rank has as many slots. The search begins with nodes,
   goes on within each, and then swaps. In small cases the sum is within 5% of
-  the least (tests/planning/place_test.py). It is the same on all processes,
-  since it draws with a fixed seed.
+  the least. It is the same on all processes, since it draws with a fixed seed.
 
   With `old`, the search begins there, and adds `move_cost` for each slot whose
   rank had no copy of its expert. So experts move only for what they save:

@@ -110,9 +110,8 @@ def plan(
       ))
 
   There is a forecast for each combination of the sequences. Bytes and rows are
-  exact for ids, and means for a distribution; times are a model, whose errors
-  docs/planner.md shows. It counts in NumPy, on this process alone, without
-  devices.
+  exact for ids, and means for a distribution; times are a model. It counts in
+  NumPy, on this process alone, without devices.
 
   Args:
     cfg: the layer. Its sizes, groups, capacity_factor and drop_by count.

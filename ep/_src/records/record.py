@@ -51,8 +51,7 @@ def record(
   ranks and layer drops it again.
 
   Each process writes the ids of its own ranks to NumPy archives in the folder,
-  and all processes must do the same. The head of ep/_src/records/files.py has
-  their arrays, which any tool that reads .npz files can load. A process that is
+  and all processes must do the same. `ep.replay` reads them. A process that is
   killed loses what came in the last `flush_s` seconds. Leaving the context
   waits for all arrays that are alive, and writes the rest. So keep a result of
   the last step, or wait for it. If nothing came, it warns.

@@ -79,9 +79,9 @@ def check_routing(
       )
     rank = int(np.argmax(needed > dims.C))
     raise ValueError(
-      f"{op}: rank {rank} needs {needed[rank]} receive rows, but"
-      f" recv_capacity_per_rank = {dims.C}; raise the capacity, balance the"
-      ' routing, or use overflow="drop"'
+      f"{op}: rank {rank} needs {needed[rank]} receive rows, but the capacity"
+      f" is {dims.C}; raise capacity_factor or recv_capacity_per_rank, balance"
+      ' the routing, or use overflow="drop"'
     )
 
   failed = (faults[:, 0] < _NO_FAULT) | (configs != configs[0])
