@@ -12,12 +12,12 @@ import functools
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import compat, errors, primitive
 from ep._src.base.fail_if import fail_if
+from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import drop_policy
 
@@ -41,7 +41,7 @@ def checked_choices(
     axis_name=layer.group.axis_name,
     num_experts=num_experts,
   )
-  return checkpoint_name(ids, "ep_routing")
+  return keep_routing(ids)
 
 
 def _check(ids, *, name, axis_name, num_experts, can_raise):
