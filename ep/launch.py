@@ -20,7 +20,7 @@ Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
 job, Cloud TPU) `initialize` needs no variables.
 
 If there is a variable EP_LAUNCH_STATE, ranks tell this launcher how far they
-have come (ep/_src/launch/states.py). So it can name ranks that ran alone, ranks
+have come: joining, joined or ending. So it can name ranks that ran alone, ranks
 for which others wait in vain, and the rank that failed first.
 
 Only `initialize` touches JAX's devices: a process that launches must not hold
