@@ -50,7 +50,7 @@ TEST_P(FailureConformance, AnOverflowFailsOnEveryRank) {
   }
   ExpectFailureOnAll(
       {Code::kResourceExhausted,
-       {"ep_prepare", kLayerName, "rank 3 needs 48", "per_rank = 24"}},
+       {"ep_prepare", kLayerName, "rank 3 needs 48", "capacity is 24"}},
       NewPrepare(domain, dims, topk_idx));
   PrepareRandom(domain, dims);
 }
