@@ -71,6 +71,11 @@ def int32(x: jax.Array) -> jax.Array:
   )
 
 
+def iota(n: int) -> jax.Array:
+  """Returns 0, 1... n - 1 as int32, also under jax_enable_x64."""
+  return jnp.arange(n, dtype=jnp.int32)
+
+
 def dtype(what: str, name: str, value: Any) -> np.dtype:
   """Returns what names a dtype as that dtype, or raises `TypeError`."""
   try:

@@ -332,7 +332,7 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   its first row comes to row here[k]. If several slices come to a row, the last
   one counts; if `adds`, their sum does, from the last to the first.
   """
-  at = jnp.arange(len(output), dtype=jnp.int32)
+  at = arrays.iota(len(output))
 
   def before(k):
     """Returns the last slice before k that comes to each row, or -1."""

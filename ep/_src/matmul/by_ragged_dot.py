@@ -20,7 +20,7 @@ def expand(sizes, segments, rows, matrices, tail):
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
-  return [cut(out, sizes.sum(), tail) for out in dots]
+  return [cut(out, _sum(sizes), tail) for out in dots]
 
 
 def contract(sizes, segments, outs, matrices, tail):
@@ -31,7 +31,7 @@ def contract(sizes, segments, outs, matrices, tail):
     for y, w in zip(outs, matrices, strict=True)
   ]
   rows = functools.reduce(jnp.add, terms).astype(outs[0].dtype)
-  return cut(rows, sizes.sum(), tail)
+  return cut(rows, _sum(sizes), tail)
 
 
 def outer(sizes, segments, rows, outs, dtype):
@@ -42,11 +42,11 @@ def outer(sizes, segments, rows, outs, dtype):
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
   )
-  rows = cut(rows, sizes.sum(), "zero")
+  rows = cut(rows, _sum(sizes), "zero")
   return [
     lax.ragged_dot_general(
       rows,
-      cut(y, sizes.sum(), "zero"),
+      cut(y, _sum(sizes), "zero"),
       sizes,
       dimensions,
       preferred_element_type=jnp.float32,
@@ -60,3 +60,7 @@ def _dot(sizes, rows, matrices):
   return lax.ragged_dot(
     rows, matrices, sizes, preferred_element_type=jnp.float32
   )
+
+
+def _sum(sizes):
+  return sizes.sum(dtype=jnp.int32)

@@ -17,6 +17,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from ep._src.base.arrays import iota
 from ep._src.matmul import row_tiles
 
 _HEIGHT = 128  # rows of a tile
@@ -72,7 +73,7 @@ class _Tile:
 
   def __init__(self, tiles: row_tiles.Tiles, i: jax.Array, height: int):
     self.slab, self.start = tiles.slab[i], tiles.start[i]
-    row = jnp.arange(height)[:, None]
+    row = iota(height)[:, None]
     self.inside = (row >= tiles.begin[i]) & (row < tiles.end[i])
     self._height = height
 

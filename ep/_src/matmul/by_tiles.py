@@ -28,6 +28,7 @@ import functools
 from jax import lax
 import jax.numpy as jnp
 
+from ep._src.base.arrays import iota
 from ep._src.matmul import ordered_sum, unwritten_rows
 
 _HEIGHT = 64  # rows of a tile
@@ -155,13 +156,13 @@ class _Tile:
 
   def inside(self, rows):
     """Returns the rows, with zeros for those outside the slab."""
-    return jnp.where((jnp.arange(_HEIGHT) < self._num_inside)[:, None], rows, 0)
+    return jnp.where((iota(_HEIGHT) < self._num_inside)[:, None], rows, 0)
 
   def write(self, buffer, rows):
     """Returns the buffer with the rows inside the slab."""
     rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
     rows = _slice(rows, self._stored - self._early, self._stored)
-    place = jnp.arange(self._stored) - self._early
+    place = iota(self._stored) - self._early
     inside = (place >= 0) & (place < self._num_inside)
     return unwritten_rows.write(buffer, rows, self._start, inside)
 

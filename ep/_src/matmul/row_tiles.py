@@ -26,6 +26,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ep._src.base.arrays import iota
+
 ALIGNMENT = 8
 
 
@@ -77,7 +79,7 @@ def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
   # The tiles of a slab have fewer than ALIGNMENT rows before it, and fewer than
   # `height` after it.
   excess = ALIGNMENT + height - 2
-  tile = jnp.arange((num_rows + len(sizes) * excess) // height, dtype=jnp.int32)
+  tile = iota((num_rows + len(sizes) * excess) // height)
   slab = (counts_up_to <= tile[:, None]).sum(1, dtype=jnp.int32)
   slab = jnp.minimum(slab, len(sizes) - 1)
   skipped = height * (tile - (counts_up_to - counts)[slab])

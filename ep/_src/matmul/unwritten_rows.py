@@ -21,6 +21,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat, primitive
+from ep._src.base.arrays import iota
 from ep._src.native import ffi
 
 _TAILS = {"zero": 0, "nan": jnp.nan}
@@ -59,7 +60,7 @@ def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
 
   def fill(i, buffer):
     start = jnp.minimum(num_used + i * height, num_rows - height)
-    return write(buffer, filling, start, start + jnp.arange(height) >= num_used)
+    return write(buffer, filling, start, start + iota(height) >= num_used)
 
   num_blocks = lax.div(num_rows - num_used + (height - 1), jnp.int32(height))
   return _retyped(lax.fori_loop(0, num_blocks, fill, buffer), dtype)
@@ -69,7 +70,7 @@ def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   """Returns the rows, with a tail of zeros, NaNs, or as it is."""
   if tail == "unspecified":
     return rows
-  used = jnp.arange(rows.shape[0]) < num_used
+  used = iota(rows.shape[0]) < num_used
   return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, _TAILS[tail])
 
 

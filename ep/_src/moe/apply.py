@@ -11,7 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import compat
+from ep._src.base import arrays, compat
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
@@ -94,7 +94,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
   L = config.num_experts // layer.ep_size
-  slots = lax.axis_index(layer.group.axis_name) * L + jnp.arange(L)
+  slots = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
   where: Placement | Replicas | None = placement
   if config.replica_slots:
     layer = with_room(layer, config, math.prod(x.shape[:-1]))

@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import compat, errors, primitive
+from ep._src.base import arrays, compat, errors, primitive
 from ep._src.base.fail_if import fail_if
 from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
@@ -65,7 +65,7 @@ def _first_fault(ids, num_experts):
   """Returns int32 [fault, id]; see `errors.wrong_choice`."""
   is_wrong = (ids < -1) | (ids >= num_experts)
   repeats = drop_policy.repeated(ids) & (ids >= 0)
-  fault = 2 * jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+  fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
   fault += jnp.where(is_wrong, 0, 1)
   fault = jnp.where(is_wrong | repeats, fault, _NO_FAULT).min()
   return jnp.stack([fault, ids.ravel().at[fault // 2].get(mode="clip")])

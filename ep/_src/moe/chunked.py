@@ -165,6 +165,7 @@ class _Chunks:
 
       _, vjp = jax.vjp(of_floats, params, tokens, weights)
       terms, *grads = vjp(ct)
+      terms = jax.tree.map(lambda g: g.astype(jnp.float32), terms)
       return jax.tree.map(jnp.add, sums, terms), grads
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)

@@ -184,7 +184,8 @@ def _per_token(op, logits, topk_idx, score, mask):
   logits = router.masked_float32(op, logits, mask)
   # A softmax of log scores divides them by their sum, and cannot underflow.
   logs = logits if score == "softmax" else router.LOG_SCORES[score](logits)
-  choices = jax.nn.one_hot(topk_idx, logits.shape[-1]).sum(axis=-2)
+  choices = jax.nn.one_hot(topk_idx, logits.shape[-1], dtype=jnp.float32)
+  choices = choices.sum(axis=-2)
   scores = jnp.exp(jax.nn.log_softmax(logs))  # as in route_topk
   counts = _counts(logits[..., 0], mask)
   return choices * counts[..., None], scores * counts[..., None], counts

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Metrics(NamedTuple):
@@ -36,4 +37,4 @@ class Metrics(NamedTuple):
   @property
   def dropped(self) -> jax.Array:
     """int32 [], choices that found no row."""
-    return self.drops.sum(axis=-1)
+    return self.drops.sum(axis=-1, dtype=jnp.int32)

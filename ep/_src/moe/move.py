@@ -10,6 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import arguments
+from ep._src.base.arrays import iota
 from ep._src.group.group import EpGroup
 from ep._src.lax.ragged_all_to_all import ragged_all_to_all
 from ep._src.moe.placement import check_placement, Placement
@@ -127,10 +128,10 @@ def _moved(axis_name, at, old, new, x):
   P, L = lax.axis_size(axis_name), x.shape[at]
   to = _new_slots(old, new, P * L)
   to = jnp.broadcast_to(to, (*x.shape[:at], P * L)).reshape(-1, P, L)
-  rank, me = jnp.arange(P)[:, None, None], lax.axis_index(axis_name)
+  rank, me = iota(P)[:, None, None], lax.axis_index(axis_name)
   own = to[:, me]
   goes, comes = own // L == rank, to.swapaxes(0, 1) // L == me  # [P, layers, L]
-  first = L * jnp.arange(len(to))[:, None]
+  first = L * iota(len(to))[:, None]
 
   def of_slices(values):
     return jnp.broadcast_to(values, goes.shape).ravel().astype(jnp.int32)
@@ -139,7 +140,7 @@ def _moved(axis_name, at, old, new, x):
   moved = ragged_all_to_all(
     rows,
     jnp.zeros_like(rows),
-    of_slices(first + jnp.arange(L)),
+    of_slices(first + iota(L)),
     of_slices(goes),
     of_slices(first + own % L),
     of_slices(comes),
@@ -150,7 +151,7 @@ def _moved(axis_name, at, old, new, x):
 
 def _new_slots(old, new, num_experts):
   """Returns [..., E], the new slot of what each old slot holds."""
-  experts = jnp.arange(num_experts) if old is None else jnp.asarray(old.experts)
+  experts = iota(num_experts) if old is None else jnp.asarray(old.experts)
   if new is None:
     return experts
   slots = jnp.asarray(new.slots)

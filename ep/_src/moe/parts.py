@@ -96,5 +96,8 @@ def in_parts(
 
   arrays = map(parts.split, (tokens, slots, topk_weights))
   out = lax.map(lambda args: of_part(params, *args), (handles, *arrays))
-  received = handles.total_recv_tokens.sum(0), handles.dropped_counts.sum(0)
+  received = (
+    x.sum(0, dtype=jnp.int32)
+    for x in (handles.total_recv_tokens, handles.dropped_counts)
+  )
   return parts.join(out), (*received, candidate)

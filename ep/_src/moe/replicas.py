@@ -24,6 +24,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat
+from ep._src.base.arrays import iota
 from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
@@ -61,9 +62,9 @@ def divide(rows: jax.Array, room: jax.Array | int, num_slots: int) -> Division:
   next one. With fewer than L slots the largest parts move.
   """
   P, L = rows.shape
-  load = rows.sum(1)
+  load = rows.sum(1, dtype=jnp.int32)
   order = jnp.argsort(load)
-  rank = jnp.zeros(P, jnp.int32).at[order].set(_iota(P))
+  rank = jnp.zeros(P, jnp.int32).at[order].set(iota(P))
   given = jnp.maximum(load - room, 0)[order[::-1]].cumsum()
   taken = jnp.maximum(room - load, 0)[order].cumsum()
   taken = jnp.minimum(taken, given[-1])
@@ -87,9 +88,9 @@ def divide(rows: jax.Array, room: jax.Array | int, num_slots: int) -> Division:
     start[:, None], first[donor]
   )
   num_rows, experts = lax.top_k(taken_of, min(num_slots, L))
-  slots = jnp.where(num_rows > 0, _iota(experts.shape[1]), -1)
+  slots = jnp.where(num_rows > 0, iota(experts.shape[1]), -1)
   slots = (
-    jnp.full((P, L), -1, jnp.int32).at[_iota(P)[:, None], experts].set(slots)
+    jnp.full((P, L), -1, jnp.int32).at[iota(P)[:, None], experts].set(slots)
   )
   return Division(first, donor, start, end, slots)
 
@@ -126,30 +127,31 @@ class Replicas:
     L, me = E // P, lax.axis_index(layer.group.axis_name)
     is_expert = ids >= 0
     flat = jnp.where(is_expert, ids, E).ravel()
-    sorted_ids, place = lax.sort((flat, _iota(flat.size)), num_keys=1)
-    start = jnp.searchsorted(sorted_ids, jnp.arange(E + 1)).astype(jnp.int32)
+    sorted_ids, place = lax.sort((flat, iota(flat.size)), num_keys=1)
+    start = jnp.searchsorted(sorted_ids, iota(E + 1)).astype(jnp.int32)
     turn = jnp.zeros(flat.size, jnp.int32)
-    turn = turn.at[place].set(_iota(flat.size) - start[sorted_ids])
+    turn = turn.at[place].set(iota(flat.size) - start[sorted_ids])
     with jax.named_scope("ep_replicate"):
       counts = lax.all_gather(jnp.diff(start), layer.group.axis_name)
     counts = keep_routing(counts)
     rows = counts.sum(0, dtype=jnp.int32).reshape(P, L)
-    room = -(-rows.sum() // P)
+    room = -(-rows.sum(dtype=jnp.int32) // P)
     if config.capacity_factor is not None:
       num_tokens = math.prod(ids.shape[:-1])
       padding = layer.num_local_experts * (layer.alignment - 1)
       room = layer.capacity_for(num_tokens) - padding
     division = divide(rows, room, S)
-    earlier = jnp.where(_iota(P)[:, None] < me, counts, 0).sum(0)
+    earlier = jnp.where(iota(P)[:, None] < me, counts, 0)
+    earlier = earlier.sum(0, dtype=jnp.int32)
     turn += jnp.append(earlier, 0)[flat]
     slots = _slots_of_turns(division, rows, flat, turn, S)
     ids = jnp.where(is_expert, slots.reshape(ids.shape), ids)
 
     slot = division.slots  # [P, L], of what the donor has
-    number = _iota(P)[:, None] * (L + S) + L + slot
+    number = iota(P)[:, None] * (L + S) + L + slot
     is_mine = (division.donor == me)[:, None] & (slot >= 0)
-    taken = division.donor[me] * L + _iota(L)
-    experts = jnp.append(me * L + _iota(L), jnp.zeros(S, jnp.int32))
+    taken = division.donor[me] * L + iota(L)
+    experts = jnp.append(me * L + iota(L), jnp.zeros(S, jnp.int32))
     at = jnp.where(slot[me] >= 0, L + slot[me], L + S)
     return cls(
       layer,
@@ -243,12 +245,12 @@ def with_room(
 def _slots_of_turns(division, rows, ids, turn, num_slots):
   """Returns [N] the slots of choices, of which each is an expert's n-th."""
   P, L = rows.shape
-  load = rows.sum(1)
+  load = rows.sum(1, dtype=jnp.int32)
   base = load.cumsum() - load  # all lines are one, one after another
   none = jnp.iinfo(jnp.int32).max
   start = (base[division.donor] + division.start).astype(jnp.int32)
   start = jnp.where(division.end > division.start, start, none)
-  by_start = jnp.argsort(start)
+  by_start = jnp.argsort(start).astype(jnp.int32)
   end = base[division.donor] + division.end
   rank, local = jnp.divmod(ids.clip(max=P * L - 1), L)
   at = base[rank] + division.first[rank, local] + turn
@@ -258,7 +260,3 @@ def _slots_of_turns(division, rows, ids, turn, num_slots):
   moves = (i >= 0) & (at < end[taker]) & (slot >= 0)
   rank = jnp.where(moves, taker, rank)
   return rank * (L + num_slots) + jnp.where(moves, L + slot, local)
-
-
-def _iota(n: int) -> jax.Array:
-  return jnp.arange(n, dtype=jnp.int32)

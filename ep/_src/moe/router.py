@@ -322,7 +322,7 @@ def _chosen_jvp(primals, tangents):
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps only places
 def _sum_of_chosen(values, places):
-  is_chosen = places[..., None] == jnp.arange(values.shape[-1])
+  is_chosen = places[..., None] == arrays.iota(values.shape[-1])
   return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
 
 
@@ -332,7 +332,7 @@ def _of_best_groups(scores, num_groups, top_groups, group_best):
   groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
   best = jnp.take_along_axis(groups, _best(groups, group_best), axis=-1)
   chosen = _best(best.sum(axis=-1), top_groups)
-  is_chosen = (chosen[..., None] == jnp.arange(num_groups)).any(axis=-2)
+  is_chosen = (chosen[..., None] == arrays.iota(num_groups)).any(axis=-2)
   return jnp.repeat(is_chosen, num_experts // num_groups, axis=-1)
 
 
@@ -365,7 +365,7 @@ def _best(values, k, allowed=None):
   places = []
   for _ in range(k):
     place = jnp.argmax(keys, axis=-1, keepdims=True).astype(jnp.int32)
-    keys = jnp.where(jnp.arange(keys.shape[-1]) == place, least, keys)
+    keys = jnp.where(arrays.iota(keys.shape[-1]) == place, least, keys)
     places.append(place)
   return jnp.concatenate(places, axis=-1)
 

@@ -121,7 +121,8 @@ class MoE:
 
   def init_state(self) -> State:
     """Returns the first state, of zeros, on all devices of the mesh."""
-    zeros = functools.partial(jnp.zeros, self.config.num_experts)
+    E = self.config.num_experts
+    zeros = functools.partial(jnp.zeros, E, jnp.float32)
     everywhere = NamedSharding(self.group.mesh, PartitionSpec())
     return State(jax.jit(zeros, out_shardings=everywhere)())
 

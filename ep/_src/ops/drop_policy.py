@@ -25,6 +25,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from ep._src.base.arrays import iota
 from ep._src.base.backend import OpParams
 from ep._src.base.config import LayerConfig
 
@@ -98,7 +99,7 @@ def with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
 def repeated(ids: jax.Array) -> jax.Array:
   """Returns bool [T, M]: whether an earlier column of the token has the id."""
   M = ids.shape[1]
-  is_earlier = jnp.arange(M) < jnp.arange(M)[:, None]
+  is_earlier = iota(M) < iota(M)[:, None]
   return ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
 
 
@@ -149,7 +150,7 @@ def _assign(
   is_dropped = (choices >= 0) & (assigned < 0) & drop
   dropped = jnp.where(is_dropped, choices, E)
   dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
-  candidate = jnp.where(assigned < 0, _iota(K), assigned)
+  candidate = jnp.where(assigned < 0, iota(K), assigned)
   chosen = jnp.take_along_axis(all_ids, candidate, axis=1)
   chosen = jnp.where(is_dropped, -1, chosen)
   me = lax.axis_index(axis)
@@ -164,7 +165,7 @@ def _assign(
 
 def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
   """Puts -1 for each further candidate that repeats an earlier one."""
-  is_further = _iota(ids.shape[1]) >= layer.top_k
+  is_further = iota(ids.shape[1]) >= layer.top_k
   return jnp.where(repeated(ids) & is_further, -1, ids)
 
 
@@ -195,7 +196,7 @@ def _place(
     quota_of: the rule, of the blocks of a rank.
   """
   E, K = layer.group.num_experts, layer.top_k
-  choices = _iota(K)
+  choices = iota(K)
   used = ids[:, :K] >= 0
 
   def offer(rows, experts, order):
@@ -212,14 +213,14 @@ def _place(
     rows, assigned = state
     m, experts, order = candidates
     waits = used & (assigned < 0)
-    first = choices == jnp.argmax(waits, axis=1)[:, None]
+    first = choices == lax.argmax(waits, 1, jnp.int32)[:, None]
     experts = jnp.where(waits.any(1), experts, E)
     rows, gets_one = offer(rows, experts, order)
     assigned = jnp.where(waits & first & gets_one[:, None], m, assigned)
     return (rows, assigned), None
 
   if ids.shape[1] > K:
-    further = _iota(ids.shape[1])[K:]
+    further = iota(ids.shape[1])[K:]
     candidates = further, ids[:, K:].T, order[:, K:].T
     (_, assigned), _ = lax.scan(spill, (rows, assigned), candidates)
   return assigned
@@ -243,11 +244,11 @@ def _take_turns(layer, rows, experts, order, quota_of):
   Returns the new rows, and bool [n], whether each candidate gets a row.
   """
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  place = _iota(experts.size)
+  place = iota(experts.size)
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
-  start = jnp.searchsorted(expert, _iota(E + 1)).astype(jnp.int32)
+  start = jnp.searchsorted(expert, iota(E + 1)).astype(jnp.int32)
   wanted = rows + jnp.diff(start)
-  row = jnp.append(rows, 0)[expert] + _iota(place.size) - start[expert]
+  row = jnp.append(rows, 0)[expert] + iota(place.size) - start[expert]
   has = _blocks(layer, rows).reshape(P, L)
   wants = _blocks(layer, wanted).reshape(P, L)
   offers = _Offers(expert, order, place, row)
@@ -296,7 +297,8 @@ def _quota_fairly(layer, capacity, has, wants, offers=None):
   quota = filled(level)
   wants_more = (quota == level) & (wants > quota)
   rest = capacity - _sum(quota)
-  return quota + (wants_more & (_sum_before(wants_more) < rest))
+  before = _sum_before(wants_more.astype(np.int32))
+  return quota + (wants_more & (before < rest)).astype(np.int32)
 
 
 def _quota_by_weight(layer, capacity, has, wants, offers):
@@ -308,8 +310,8 @@ def _quota_by_weight(layer, capacity, has, wants, offers):
   rank, _, _, expert = lax.sort(
     (rank, offers.order, offers.place, offers.expert), num_keys=3
   )
-  start = jnp.searchsorted(rank, _iota(P + 1)).astype(jnp.int32)
-  turn = _iota(rank.size) - start[rank]
+  start = jnp.searchsorted(rank, iota(P + 1)).astype(jnp.int32)
+  turn = iota(rank.size) - start[rank]
   free = jnp.append(capacity - _sum(has)[:, 0], 0)
   expert = jnp.where(turn < free[rank], expert, E)
   return has.reshape(E).at[expert].add(1, mode="drop")
@@ -324,10 +326,6 @@ _QUOTAS: dict[str, _QuotaOf] = {
 
 def _blocks(layer, rows):
   return -(-rows // layer.alignment)
-
-
-def _iota(n: int) -> jax.Array:
-  return jnp.arange(n, dtype=jnp.int32)
 
 
 def _sum(x):

@@ -20,6 +20,7 @@ import numpy as np
 from ep._src.backends.xla import checks, exchanges, plans, stamps
 from ep._src.backends.xla.plans import Dims, Plan
 from ep._src.base import compat, meshes
+from ep._src.base.arrays import iota
 from ep._src.base.backend import (
   Backend,
   Connection,
@@ -187,7 +188,7 @@ def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
 def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
   """Returns the rows of each slot, from those of tokens and of choices."""
   choices = plan.choices.sequence
-  is_nan = dims.nan_tail & (jnp.arange(dims.C) >= plan.used)
+  is_nan = dims.nan_tail & (iota(dims.C) >= plan.used)
   return exchanges.exchange(
     dims,
     plan.choices,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.xla.plans import Dims, div, End, take
+from ep._src.base.arrays import iota
 
 
 def exchange(
@@ -51,7 +52,7 @@ def exchange(
 
   def padded(*bits):
     """Sends one bucket of B rows to each rank."""
-    sent = rows(bits, sender.start[:, None] + jnp.arange(B, dtype=jnp.int32))
+    sent = rows(bits, sender.start[:, None] + iota(B))
     if dims.P > 1:
       sent = lax.all_to_all(lax.optimization_barrier(sent), dims.axis, 0, 0)
     return take(sent.reshape(dims.no_code, -1), codes)

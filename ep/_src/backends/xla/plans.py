@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
 # A choice and its expert are sorted as one word, if that has so many values.
@@ -170,7 +171,7 @@ def make_plan(
   run = _last_at_most(first, dims.C)
   shift = slot[me].T.reshape(-1) - first
   from_codes = _codes(dims, div(run, L), from_start[me, :-1], size[me])
-  in_sequence = jnp.arange(dims.C, dtype=jnp.int32)
+  in_sequence = iota(dims.C)
   slots = jnp.where(
     from_codes < dims.no_code, in_sequence + take(shift, run), dims.C
   )
@@ -198,7 +199,7 @@ def _codes(
   dims: Dims, rank: jax.Array, start: jax.Array, size: jax.Array
 ) -> jax.Array:
   """Returns the codes of rows in sequence, to or from these ranks [n]."""
-  row = jnp.arange(rank.size, dtype=jnp.int32) - take(start, rank)
+  row = iota(rank.size) - take(start, rank)
   return jnp.where(row < take(size, rank), rank * dims.B + row, dims.no_code)
 
 
@@ -276,7 +277,8 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
 def _sums(x: jax.Array, step: int = 1) -> jax.Array:
   """Returns the sums of the first 0, `step`, 2 * `step`... of the last axis."""
   n = x.shape[-1]
-  is_before = jnp.arange(n) < jnp.arange(0, n + 1, step)[:, None]
+  ends = jnp.arange(0, n + 1, step, dtype=jnp.int32)
+  is_before = iota(n) < ends[:, None]
   return _sum(jnp.where(is_before, x[..., None, :], 0), -1)
 
 
@@ -286,7 +288,7 @@ def _last_at_most(table: jax.Array, num: int) -> jax.Array:
   The table is sorted and begins with 0. The steps of the search are unrolled: a
   loop would have several kernels.
   """
-  words = jnp.arange(num, dtype=jnp.int32)
+  words = iota(num)
   last = jnp.zeros_like(words)
   for bit in reversed(range((table.size - 1).bit_length())):
     later = last + (1 << bit)
