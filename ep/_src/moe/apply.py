@@ -82,6 +82,8 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
       key=key,
     )
     topk_idx, topk_weights = route(forced_idx=forced_idx)
+    # Forced choices may be a constant, which all ranks share.
+    (topk_idx,) = compat.vary_together(topk_idx, axes=layer.group.token_axes)
     as_written = placement is None and not config.replica_slots
     as_written &= config.token_chunks == 1
     if forced_idx is not None and not as_written:
