@@ -33,7 +33,8 @@ class LayerTrial(Trial):
     def dense(topk_idx, tokens, weights, params):
       experts = range(setting.num_experts)
       rows = jnp.stack([layer.expert(params, e, tokens) for e in experts])
-      chosen = jax.nn.one_hot(topk_idx, setting.num_experts)
+      E = setting.num_experts
+      chosen = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
       return jnp.einsum("nke,nk,enh->nh", chosen, weights, rows)
 
     def dense_pullback(topk_idx, inputs, g):

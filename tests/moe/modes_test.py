@@ -50,7 +50,10 @@ LAYERS = {
     dict(shared_inner=INNER, score="sigmoid", num_groups=4, top_groups=2),
     dict(state=ep.moe.State(np.zeros(E, np.float32)), mask=np.arange(T) > 1),
   ),
-  "forced": ({}, dict(forced_idx=ids(T, K), placement=PLACEMENT)),
+  "forced": (
+    dict(score="sqrtsoftplus", weigh="input"),
+    dict(forced_idx=ids(T, K), placement=PLACEMENT),
+  ),
   "fsdp": (dict(fsdp_axis="dp"), {}),
   "tp": (dict(tp_axis="dp", biases=True), {}),
   "moved": (dict(num_candidates=5, **SHORT), {}),
@@ -63,7 +66,7 @@ LAYERS = {
 
 # Options of `EpLayerConfig`.
 OPS = {
-  "error": {},
+  "error": dict(tail="unspecified"),
   "fair": SHORT,
   "slot": dict(drop_by="slot", **SHORT),
   "weight": dict(drop_by="weight", **SHORT),
@@ -150,10 +153,16 @@ def of_function(fn, *arrays, backend=None):
   return on_ranks(step, TOKENS, TOKENS, *arrays)
 
 
-def routes(_, logits, marks):
+def routes(_, logits, scale, marks):
   mask = jnp.arange(T) > 1
   topk_idx, weights = ep.route_topk(
-    logits, K, num_candidates=5, num_groups=4, top_groups=3, mask=mask
+    logits,
+    K,
+    num_candidates=5,
+    scale=scale[0],
+    num_groups=4,
+    top_groups=3,
+    mask=mask,
   )
   loss = ep.sequence_balancing_loss(logits, topk_idx, mask=mask)
   return topk_idx, weights, loss, ep.topk_from_map(marks, logits, K)
@@ -183,7 +192,7 @@ def experts(group, tokens, ids, weights, up, down):
 
 
 FUNCTIONS = {
-  "routes": (routes, floats(R * T, E), ids(R * T, E) < K),
+  "routes": (routes, floats(R * T, E), floats(R), ids(R * T, E) < K),
   "exchanges": (exchanges, floats(R * L, HIDDEN), ids(R * 2) % 2),
   "experts": (
     experts,

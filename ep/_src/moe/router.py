@@ -125,7 +125,9 @@ def route_topk(
   )
   check_score(op, score)
   arguments.flag(op, "normalize", normalize)
-  if not isinstance(scale, jax.Array):  # as one that is learned
+  if isinstance(scale, jax.Array):  # as one that is learned
+    scale = scale.astype(jnp.float32)
+  else:
     scale = arguments.number(op, "scale", scale)
   if selection_bias is not None:
     arguments.check(
