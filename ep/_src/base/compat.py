@@ -78,7 +78,7 @@ def _varying(x) -> frozenset[str]:
 
 
 def vary_together(*xs, axes: Iterable[str] = ()):
-  """Casts values to vary over the union of their mesh axes and `axes`.
+  """Casts pytrees of values to vary over all their mesh axes and `axes`.
 
   Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
   of a loop before and after a step, must vary over the same mesh axes. The
@@ -86,13 +86,13 @@ def vary_together(*xs, axes: Iterable[str] = ()):
   """
   if not checks_vma():
     return xs
-  axes = frozenset(axes).union(*map(_varying, xs))
+  axes = frozenset(axes).union(*map(_varying, jax.tree.leaves(xs)))
 
   def cast(x):
     missing = tuple(sorted(axes - _varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-  return tuple(map(cast, xs))
+  return jax.tree.map(cast, xs)
 
 
 def is_batched(tree: Any) -> bool:

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """EpError, for `except`, and an error that several backends raise."""
 
+from __future__ import annotations
+
+import numpy as np
+
+from ep._src.base import arguments
+
 # This is a tuple, not a class of our own, because JAX raises the failures of a
 # running program. Usually it raises `jax.errors.JaxRuntimeError`, a
 # RuntimeError. Where a repeated call of a jitted function fails before it
 # returns, JAX's C++ path raises a ValueError with the same message.
 EpError: tuple[type[Exception], ...] = (RuntimeError, ValueError)
+
+# The number that backends compute in place of a fault where all choices are
+# right: it is above all of them.
+NO_FAULT = np.int32(arguments.INT32_MAX)
 
 
 def wrong_choice(

@@ -4,7 +4,7 @@
 A router that ran again in the backward pass could choose other experts. XLA
 keeps some bfloat16 values in float32 where it fuses operations, and reads them
 rounded where they are computed again, so the logits of near ties change order.
-The gradients would then be those of another routing than the one that ran.
+The gradients would then belong to a routing that never ran.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def keep_routing(x: _Tree) -> _Tree:
 
 
 _keep_p = primitive.new("ep_keep", lambda x: [x], lambda ctx, x: [x])
-compat.compile_eager(_keep_p, static=())
+_keep_p.def_impl(lambda x: [x])
 primitive.batch_elementwise(_keep_p)
 compat.run_once_in_remat(_keep_p)

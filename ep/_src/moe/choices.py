@@ -21,20 +21,17 @@ from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.ops import drop_policy
 
-_NO_FAULT = np.int32(2**31 - 1)
-
 
 def checked_choices(
   layer: EpLayerConfig, num_experts: int, ids: jax.Array
 ) -> jax.Array:
   """Returns choices int32 [..., K], or fails on all ranks as `ep_prepare` does.
 
-  Collective over the EP domain. A program that cannot call Python returns ids
+  Collective over the EP domain, over whose axis `ids` varies. A program that cannot call Python returns ids
   that `ep_prepare` refuses.
   """
   if not ids.size:
     return ids
-  (ids,) = compat.vary_together(ids, axes=[layer.group.axis_name])
   (ids,) = _check_p.bind(
     ids,
     name=layer.name,
@@ -48,7 +45,7 @@ def _check(ids, *, name, axis_name, num_experts, can_raise):
   K = ids.shape[-1]
 
   def fail(faults):
-    rank = int(np.argmax(faults[:, 0] < _NO_FAULT))
+    rank = int(np.argmax(faults[:, 0] < errors.NO_FAULT))
     what = f'ep_prepare(layer "{name}"), rank {rank}'
     fault, expert = faults[rank].tolist()
     raise errors.wrong_choice(what, fault, expert, K, num_experts)
@@ -56,7 +53,7 @@ def _check(ids, *, name, axis_name, num_experts, can_raise):
   fault = _first_fault(ids.reshape(-1, K), num_experts)
   faults = lax.all_gather(fault, axis_name)
   failed = fail_if(
-    (faults[:, 0] < _NO_FAULT).any(), fail, faults, can_raise=can_raise
+    (faults[:, 0] < errors.NO_FAULT).any(), fail, faults, can_raise=can_raise
   )
   return [jnp.where(failed > 0, -2, ids)]
 
@@ -67,7 +64,7 @@ def _first_fault(ids, num_experts):
   repeats = drop_policy.repeated(ids) & (ids >= 0)
   fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
   fault += jnp.where(is_wrong, 0, 1)
-  fault = jnp.where(is_wrong | repeats, fault, _NO_FAULT).min()
+  fault = jnp.where(is_wrong | repeats, fault, errors.NO_FAULT).min()
   return jnp.stack([fault, ids.ravel().at[fault // 2].get(mode="clip")])
 
 

@@ -69,9 +69,7 @@ def round_trips(
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
   # in which all ranks take part. So it is done here, and in no branch.
   args = (dict(params), tokens, topk_weights), topk_idx, handle
-  leaves, tree = jax.tree.flatten(args)
-  args = jax.tree.unflatten(tree, compat.vary_together(*leaves))
-  floats, *routing = args
+  floats, *routing = compat.vary_together(*args)
   floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
   # All chunks have the capacity of the whole, whose factor is of all tokens.
   of_chunk = dataclasses.replace(layer, recv_capacity_per_rank=handle.capacity)
@@ -169,9 +167,7 @@ class _Chunks:
       return jax.tree.map(jnp.add, sums, terms), grads
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    leaves, tree = jax.tree.flatten(zeros)
-    leaves = compat.vary_together(*leaves, ct)[:-1]
-    zeros = jax.tree.unflatten(tree, leaves)
+    zeros, _ = compat.vary_together(zeros, ct)
     parts = Parts(topk_idx.shape[:-1], self.num_chunks)
     tokens, weights, ct = map(parts.split, (tokens, weights, ct))
     chunks = tokens, weights, parts.split(topk_idx, -1), ct

@@ -84,11 +84,9 @@ def in_parts(
 
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
   # which in the loop would be a collective for each part.
-  leaves, tree = jax.tree.flatten((params, handles))
-  *leaves, tokens, topk_weights = compat.vary_together(
-    *leaves, tokens, topk_weights
+  params, handles, tokens, topk_weights = compat.vary_together(
+    params, handles, tokens, topk_weights
   )
-  params, handles = jax.tree.unflatten(tree, leaves)
 
   @jax.checkpoint
   def of_part(params, handle, *arrays):

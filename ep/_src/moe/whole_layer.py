@@ -163,9 +163,8 @@ class MoE:
         activation(x @ w_up + b_up)
 
     Biases are there with `config.biases`; the shared expert, if there is one,
-    has none. Tokens and matrices are multiplied in the dtype of
-    `x`, whatever the dtype of the parameters; logits, scores and metrics are
-    float32.
+    has none. Tokens and matrices are multiplied in the dtype of `x`, whatever
+    the dtype of the parameters; logits, scores and metrics are float32.
 
     Works in the local view, in `jax.shard_map` with the parameters that `specs`
     gives a rank, and in the global one. Differentiable in `params`, `x` and

@@ -21,8 +21,9 @@ from ep._src.base import arguments
 from ep._src.moe.placement import Placement
 from ep._src.planning.cluster import Cluster
 
-# Of the norms that stand for a maximum while copies are swapped. The first one
-# sees all parts that are far too large; the second one weighs small gains.
+# These are the powers of the norms that replace a maximum while copies are
+# swapped. The first norm sees all parts that are far too large; the second norm
+# weighs small gains.
 _POWERS = (24, 384)
 _TOLERANCE = 2e-3  # a part of the mean that is not worth a swap
 _SEED = 0

@@ -24,14 +24,12 @@ from ep._src.backends.xla.plans import (
 from ep._src.base import errors
 from ep._src.base.fail_if import fail_if
 
-_NO_FAULT = np.int32(2**31 - 1)
-
 
 def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
   """Returns [fault, id...] of the first wrong id; see `errors.wrong_choice`.
 
-  The fault is `_NO_FAULT` if there is none. The id takes as many words as its
-  dtype.
+  The fault is `errors.NO_FAULT` if there is none. The id takes as many words as
+  its dtype.
   """
   flat = idx.reshape(-1)
   is_wrong = (flat < -1) | (flat >= dims.E)
@@ -40,9 +38,11 @@ def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
   is_same = (jnp.diff(expert, prepend=-1) | jnp.diff(token, prepend=-1)) == 0
   fault = jnp.minimum(
     jnp.where(
-      is_wrong, jnp.arange(0, 2 * flat.size, 2, dtype=jnp.int32), _NO_FAULT
+      is_wrong,
+      jnp.arange(0, 2 * flat.size, 2, dtype=jnp.int32),
+      errors.NO_FAULT,
     ),
-    jnp.where(is_same & (expert < dims.E), 2 * order + 1, _NO_FAULT),
+    jnp.where(is_same & (expert < dims.E), 2 * order + 1, errors.NO_FAULT),
   ).min()
   words = lax.bitcast_convert_type(take(flat, div(fault, 2)), jnp.int32)
   return jnp.concatenate([fault[None], words.reshape(-1)])
@@ -71,7 +71,7 @@ def check_routing(
     if (configs != configs[0]).any():
       raise _disagreement(op, "a hash of the configuration", configs)
     for rank, (fault, *words) in enumerate(faults):
-      if fault == _NO_FAULT:
+      if fault == errors.NO_FAULT:
         continue
       expert = np.array(words, np.int32).view(dtype)[0]
       raise errors.wrong_choice(
@@ -84,7 +84,7 @@ def check_routing(
       ' the routing, or use overflow="drop"'
     )
 
-  failed = (faults[:, 0] < _NO_FAULT) | (configs != configs[0])
+  failed = (faults[:, 0] < errors.NO_FAULT) | (configs != configs[0])
   if not dims.drop:
     failed |= needed > dims.C
   return fail_if(
