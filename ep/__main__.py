@@ -28,7 +28,7 @@ def main(args: list[str]) -> int:
   """Prints the report, and returns the exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m ep",
-    description="Prints installed versions, and the backends that can run here.",
+    description="Prints installed versions, and backends that can run here.",
     epilog="`python -m ep compile` makes NCCL EP's kernels where there is no"
     " GPU; --help after it has its options.",
   )

@@ -27,8 +27,8 @@ def checked_choices(
 ) -> jax.Array:
   """Returns choices int32 [..., K], or fails on all ranks as `ep_prepare` does.
 
-  Collective over the EP domain, over whose axis `ids` varies. A program that cannot call Python returns ids
-  that `ep_prepare` refuses.
+  Collective over the EP domain, over whose axis `ids` varies. A program that
+  cannot call Python returns ids that `ep_prepare` refuses.
   """
   if not ids.size:
     return ids
