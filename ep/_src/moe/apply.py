@@ -15,12 +15,11 @@ from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
 from ep._src.moe.choices import checked_choices
+from ep._src.moe.chunks import through_experts
 from ep._src.moe.config import MoEConfig
-from ep._src.moe.experts import through_experts
 from ep._src.moe.metrics import Metrics
-from ep._src.moe.parts import in_parts
 from ep._src.moe.placement import Placement
-from ep._src.moe.replicas import Replicas, with_room
+from ep._src.moe.replicas import Replicas, room_for_mean
 from ep._src.moe.shared import SharedExpert
 
 
@@ -94,22 +93,36 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
   L = config.num_experts // layer.ep_size
   slots = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
-  where: Placement | Replicas | None = placement
+  ids, capacity = topk_idx, None
   if config.replica_slots:
-    layer = with_room(layer, config, math.prod(x.shape[:-1]))
-    where = Replicas.of(layer, config, topk_idx, placement)
-    experts, slots = where.copied(experts, config.hidden), where.experts
-  args = layer, config.experts, experts, x_inner, topk_idx, topk_weights
+    capacity = room_for_mean(layer, config, math.prod(x.shape[:-1]))
+    replicas = Replicas.of(layer, config, topk_idx, placement)
+    experts = replicas.copied(experts, config.hidden)
+    ids, slots = replicas.ids, replicas.experts
+  elif placement is not None:
+    ids = placement.slots_of(topk_idx)
   shared = None
   if config.shared_inner:
     shared = SharedExpert(config, params, mask)
-  num_parts = min(config.token_chunks, math.prod(x.shape[:-1]))
-  if num_parts > 1:
-    y, received = in_parts(*args, num_parts, placement)
-    y = y if shared is None else y + shared(x_inner)
-  else:
-    y, handle = through_experts(*args, placement=where, shared=shared)
-    received = handle.total_recv_tokens, handle.dropped_counts
+  y, handle = through_experts(
+    layer,
+    config.experts,
+    experts,
+    x_inner,
+    ids,
+    topk_weights,
+    shared=shared,
+    token_chunks=config.token_chunks,
+    capacity=capacity,
+  )
+  # The handle of several chunks has an axis of them in front.
+  received = (
+    x.reshape(-1, n).sum(0, dtype=jnp.int32)
+    for x, n in [
+      (handle.total_recv_tokens, 1),
+      (handle.dropped_counts, len(slots)),
+    ]
+  )
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):

@@ -160,11 +160,6 @@ class Replicas:
       experts.at[at].set(taken, mode="drop"),
     )
 
-  def slots_of(self, ids: jax.Array) -> jax.Array:
-    """Returns the slots of the choices that the copies are for."""
-    del ids
-    return self.ids
-
   def copied(
     self, params: Mapping[str, jax.Array], hidden: int
   ) -> dict[str, jax.Array]:
@@ -182,15 +177,12 @@ class Replicas:
     def handle(height):
       """Prepares copies of `height` rows of each expert."""
       rows = max(S * height, L + S)
-      layer = dataclasses.replace(
-        self.layer,
+      layer = EpLayerConfig(
+        self.layer.group,
         top_k=P,
         alignment=1,
         recv_capacity_per_rank=rows,
         overflow="error",
-        drop_by=None,
-        tail="zero",
-        wire=None,
         name=f"{self.layer.name}.replicas",
       )
       ids = jnp.broadcast_to(self.copies[:, None], (L, height, P))
@@ -223,23 +215,24 @@ class Replicas:
     return {name: of(x) for name, x in params.items()}
 
 
-def with_room(
+def room_for_mean(
   layer: EpLayerConfig, config: MoEConfig, num_tokens: int
-) -> EpLayerConfig:
-  """Returns the layer with room for the mean, if that is enough for all."""
+) -> int | None:
+  """Returns a capacity for the mean of the ranks, or None if it is too little.
+
+  It is enough for any routing if there are as many slots for copies as experts,
+  and nothing else limits the capacity.
+  """
   L = config.num_experts // layer.ep_size
   if (
     config.replica_slots < L
     or config.capacity_factor is not None
     or layer.group.recv_capacity_per_rank is not None
   ):
-    return layer
+    return None
   slots, unit = layer.num_local_experts, layer.alignment
   rows = max(num_tokens * layer.top_k, slots) + slots * (unit - 1)
-  rows = min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
-  return dataclasses.replace(
-    layer, recv_capacity_per_rank=rows, overflow="error", drop_by=None
-  )
+  return min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
 
 
 def _slots_of_turns(division, rows, ids, turn, num_slots):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""overflow="chunk" gives what a capacity for any routing gives.
+"""Layers that send tokens in chunks give what one exchange gives.
 
-The numbers are whole and small, so that XLA rounds none, in whatever order it
-adds: all results have the same bits.
+`overflow="chunk"` gives what a capacity for any routing gives, and
+`token_chunks` the same in less memory. The numbers are whole and small, so that
+XLA rounds none, in whatever order it adds: all results have the same bits.
 """
 
 import dataclasses
@@ -19,18 +20,26 @@ import pytest
 from cases import Case
 from conftest import to_global
 import ep
-from groups import E, group, H, K, layer, T
+from groups import E, group, H, has_no_limits, K, layer, T
 from layer_steps import (
   assert_close,
   assert_same_bits,
   draw_params,
   moe_step_of,
+  put,
   put_moe,
+  run_forward,
   run_moe_step,
+  run_step,
+  step_of,
   whole,
 )
 
 F = 9  # inner size of an expert
+R = 4  # ranks
+TANH = ep.MoEConfig(
+  H, 6, E, K, activation=jnp.tanh, gated=False, shared_inner=3
+)
 
 # Rows of capacities that need 3 and 2 chunks of the tokens of a rank.
 CAPACITIES = {"ep4": 16, "dp2_ep2": 24}
@@ -223,15 +232,9 @@ def test_what_chunks_cannot_do():
     args = layer, tokens, case.topk_idx, weights
     return ep.moe_layer(*args, **matrices, activation=activation).sum()
 
-  for change, message in [
-    (
-      dict(recv_capacity_per_rank=2),
-      "capacity is 2 rows.* may need 8; raise capacity_factor",
-    ),
-    (dict(num_candidates=K + 1), "num_candidates = 4"),
-  ]:
-    with pytest.raises(ValueError, match=rf'"moe_3".*{message}'):
-      call(dataclasses.replace(chunked, **change))
+  needs_more = '"moe_3".*capacity is 2 rows.* may need 8; raise capacity_factor'
+  with pytest.raises(ValueError, match=needs_more):
+    call(dataclasses.replace(chunked, recv_capacity_per_rank=2))
   closes = '"moe_3".*closes over values that are traced'
   with pytest.raises(ValueError, match=closes):
     jax.grad(lambda slope: call(activation=lambda x: slope * x))(1.0)
@@ -268,3 +271,123 @@ def test_forward_mode_is_refused_in_a_sentence():
       match='overflow="chunk" .layer "moe".: the layer has reverse mode alone',
     ):
       call(tokens)
+
+
+def moe_arrays(config, *lead):
+  """Returns whole parameters and tokens, which are small whole numbers."""
+  rng = np.random.default_rng(0)
+  params = draw_params(config, lambda shape: rng.integers(-1, 2, shape))
+  x = rng.integers(-1, 2, (R * lead[0], *lead[1:], config.hidden))
+  return params, x.astype(np.float32)
+
+
+def test_each_chunk_has_its_own_capacity():
+  """Drops are those of a layer that gets each chunk by itself."""
+  config = dataclasses.replace(TANH, overflow="drop", shared_inner=0)
+  mesh_group = group(
+    "dp2_ep2", recv_capacity_per_rank=11, max_tokens_per_rank=8
+  )
+  params, x = moe_arrays(config, 8)
+  chunked = ep.MoE(dataclasses.replace(config, token_chunks=2), mesh_group)
+  y, metrics = run_forward(chunked, params, x)
+  assert metrics.dropped > 0
+
+  alone = ep.MoE(config, mesh_group)
+  of_ranks = x.reshape(R, 2, 4, H)
+  halves = [
+    run_forward(alone, params, of_ranks[:, i].reshape(-1, H)) for i in range(2)
+  ]
+  ys = [y.reshape(R, 4, H) for y, _ in halves]
+  np.testing.assert_array_equal(y, np.stack(ys, axis=1).reshape(x.shape))
+  first, second = (metrics for _, metrics in halves)
+  np.testing.assert_array_equal(metrics.drops, first.drops + second.drops)
+
+
+@has_no_limits
+def test_a_rank_has_room_for_a_chunk():
+  """XLA's own figure of a step with gradients falls, and the capacity."""
+  config = ep.MoEConfig(hidden=64, inner=64, num_experts=E, top_k=K)
+  limited, unlimited = (
+    group("ep4", max_tokens_per_rank=limit, hidden_dim=64)
+    for limit in (64, None)
+  )
+  params, x = moe_arrays(config, 64)
+  peaks = []
+  for num in 1, 8:
+    in_chunks = dataclasses.replace(config, token_chunks=num)
+    for here in limited, unlimited:
+      layer = ep.MoE(in_chunks, here)
+      assert layer.ep_layer.capacity_for(64 // num) == 64 * 2 * R // num
+    args = *put(layer, params, x, x), None, None
+    compiled = step_of(layer).lower(*args).compile()
+    peaks.append(compiled.memory_analysis().temp_size_in_bytes)
+  assert peaks[1] < 0.49 * peaks[0]
+
+
+@pytest.mark.parametrize(
+  "options",
+  [dict(token_chunks=9), dict(overflow="chunk", capacity_factor=0.44)],
+)
+def test_gradients_of_matrices_are_added_in_float32(options):
+  """A sum in bfloat16 would lose what is added to 256."""
+  config = ep.MoEConfig(
+    H, 6, E, 1, gated=False, activation=jax.nn.relu, score="sigmoid", scale=2.0
+  )
+  config = dataclasses.replace(config, normalize=False, **options)
+  layer = ep.MoE(config, group("ep4", max_tokens_per_rank=9))
+  params = draw_params(config, np.zeros)
+  params["w_up"][:, 0, 0] = 1
+  params = {n: p.astype(jnp.bfloat16) for n, p in params.items()}
+  x = np.zeros((R * 9, H), jnp.bfloat16)
+  x[:9, 0] = [1, 1, 1, 1, 256, 1, 1, 1, 1]
+  _, _, grads, _ = run_step(layer, params, x, np.ones_like(x))
+  assert (grads["w_down"][0, 0] == 264).all()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def transformed(layer, params, x):
+  """Returns derivatives in both modes, and the output in several ways."""
+
+  def output(x):
+    return layer(params, x)[0]
+
+  def loss(x):
+    y = output(x)
+    return (y * y).sum(), y
+
+  grad = jax.grad(loss, has_aux=True)
+  derivatives = jax.jvp(grad, (x,), (jnp.ones_like(x),))
+  if layer.config.token_chunks == 1:
+    return derivatives
+  of_layers = jax.lax.scan(lambda x, _: (output(x), ()), x, length=2)[0]
+  return derivatives, jax.vmap(output)(x), of_layers
+
+
+def test_transformations_of_token_chunks():
+  """vmap, scan over layers, and derivatives in both modes are the same."""
+  params, x = moe_arrays(TANH, 2, 2)
+
+  def run(x, num):
+    config = dataclasses.replace(TANH, token_chunks=num)
+    layer = ep.MoE(config, group("ep4"))
+    return whole(transformed(layer, *put(layer, params, x)))
+
+  derivatives = run(x, num=1)
+  (_, y), _ = derivatives
+  (_, two_layers), _ = run(y, num=1)
+  results = run(x, num=3), (derivatives, y, two_layers)
+  for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
+    tolerance = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, 1e-5, tolerance)
+
+
+def test_what_token_chunks_cannot_do():
+  with pytest.raises(ValueError, match="token_chunks = 0, but it must be at"):
+    dataclasses.replace(TANH, token_chunks=0)
+  with pytest.raises(ValueError, match="token_chunks = 2, but deterministic"):
+    dataclasses.replace(TANH, token_chunks=2, deterministic=True)
+  config = dataclasses.replace(
+    TANH, token_chunks=2, capacity_factor=1.5, overflow="chunk"
+  )
+  with pytest.raises(ValueError, match="token_chunks = 2 splits the tokens of"):
+    ep.MoE(config, group("ep4"))

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of a rank go through the experts in one exchange, or in chunks.
+
+Buffers then have the rows of a chunk, in the forward and the backward pass. Of
+a chunk, only the routing is kept. The backward pass computes the rest again.
+
+`token_chunks=n` runs n chunks in every step. `overflow="chunk"` runs chunks in
+a step that does not fit. Any routing of T' tokens of each rank fits into a
+capacity of C rows if
+
+    P * T' * min(K, L) + L * (alignment - 1) <= C
+
+so that such a step needs no more chunks than this bound allows. If the bound
+holds for all tokens, there is nothing to decide. All ranks of a domain decide
+alike, because `ep_prepare` tells them the rows of the busiest rank. Ranks of
+other domains may decide otherwise. So neither way may have a collective over
+other axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import arguments, compat, reverse_mode
+from ep._src.group.group import EpLayerConfig
+from ep._src.moe.network import Experts
+from ep._src.moe.round_trip import round_trip
+from ep._src.moe.shared import SharedExpert
+from ep._src.ops.handle import EpHandle
+from ep._src.ops.prepare import ep_prepare
+from ep._src.ops.taps import tapping
+
+
+def through_experts(
+  layer: EpLayerConfig,
+  experts: Experts,
+  params: Mapping[str, jax.Array],
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  shared: SharedExpert | None = None,
+  token_chunks: int = 1,
+  capacity: int | None = None,
+) -> tuple[jax.Array, EpHandle]:
+  """Sends tokens to their experts and sums what comes back. Local view.
+
+  Args:
+    layer: the layer's configuration.
+    experts: the network of an expert.
+    params: w_up, w_down, and w_gate, b_up, b_gate, b_down if there are any, of
+      the rank's own experts.
+    tokens: [..., H].
+    topk_idx: int [..., K], the slots of the choices.
+    topk_weights: float [..., K].
+    shared: an expert of all tokens, whose output is added.
+    token_chunks: the chunks of every step, or fewer if there are fewer tokens.
+    capacity: rows into which any routing of this step fits; None is the
+      layer's capacity, into which a step may not fit.
+
+  Returns:
+    The output [..., H], and the handle. With several `token_chunks`, the arrays
+    of the handle have an axis of chunks in front.
+  """
+  num_tokens = math.prod(topk_idx.shape[:-1])
+  exchange = _exchange(layer, capacity)
+  args = dict(params), tokens, topk_idx, topk_weights
+  token_chunks = min(token_chunks, num_tokens)
+  if token_chunks > 1:
+    out, handle = _in_chunks(exchange, experts, token_chunks, *args)
+    return _with_shared(out, shared, tokens), handle
+  handle = ep_prepare(exchange, topk_idx, topk_weights)
+  num_chunks = 1
+  if layer.overflow == "chunk" and capacity is None:
+    num_chunks = _num_chunks(layer, experts, num_tokens)
+  if num_chunks == 1:
+    return round_trip(handle, experts, *args, shared), handle
+  out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
+  return _with_shared(out, shared, tokens), handle
+
+
+def _exchange(layer, capacity=None):
+  """Returns the configuration of one exchange; see `through_experts`."""
+  changes: dict[str, Any] = dict(tail="unspecified")
+  if capacity is not None:
+    changes |= dict(
+      recv_capacity_per_rank=capacity, overflow="error", drop_by=None
+    )
+  elif layer.overflow == "chunk":  # what a handle drops goes in chunks
+    changes |= dict(overflow="drop", drop_by="slot")
+  return dataclasses.replace(layer, **changes)
+
+
+def _with_shared(out, shared, tokens):
+  return out if shared is None else out + shared(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks:
+  """Splits arrays of tokens [*lead, n] into `num` chunks of as many tokens.
+
+  Chunk i has the i-th part of the tokens, in order. Tokens that choose no
+  expert are added to the last one.
+  """
+
+  lead: tuple[int, ...]
+  num: int
+
+  def split(self, x: jax.Array, fill: int = 0) -> jax.Array:
+    """Returns [num, tokens of a chunk, n] of x [*lead, n]."""
+    x = x.reshape(-1, x.shape[-1])
+    missing = -len(x) % self.num
+    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+    return x.reshape(self.num, -1, x.shape[-1])
+
+  def join(self, x: jax.Array) -> jax.Array:
+    """Returns the array of which `split` would have made x."""
+    rows = x.reshape(-1, x.shape[-1])[: math.prod(self.lead)]
+    return rows.reshape(*self.lead, -1)
+
+
+def _in_chunks(
+  layer, experts, num_chunks, params, tokens, topk_idx, topk_weights
+):
+  """Returns the output of chunks in turn, and the handle of all of them."""
+  chunks = _Chunks(topk_idx.shape[:-1], num_chunks)
+  ids = chunks.split(topk_idx, fill=-1)
+  # No loop may have a collective of XLA's beside ops: XLA:CPU would not order
+  # it (unordered_collectives.py). A layer that drops gathers what ranks want.
+  # And a cast to vary over more mesh axes is a sum over them in the backward
+  # pass, which in the loop would be a collective for each chunk.
+  _, handles = lax.scan(
+    lambda _, routing: (None, ep_prepare(layer, *routing)),
+    None,
+    (ids, chunks.split(topk_weights)),
+    unroll=layer.overflow == "drop",
+  )
+  args = compat.vary_together(params, tokens, topk_weights, handles)
+
+  @jax.checkpoint  # or else it would keep chunks of tokens beside the tokens
+  def run(params, tokens, topk_weights, handles):
+    sums = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+    @jax.checkpoint
+    def of_chunk(sums, handle, *arrays):
+      summed = jax.tree.map(_summed_as, params, sums)
+      return round_trip(handle, experts, summed, *arrays)
+
+    arrays = chunks.split(tokens), ids, chunks.split(topk_weights)
+    outs = lax.map(lambda chunk: of_chunk(sums, *chunk), (handles, *arrays))
+    return chunks.join(outs)
+
+  return run(*args), handles
+
+
+@jax.custom_jvp
+def _summed_as(x, wide):
+  """Returns x, whose gradients are added in the dtype of `wide`, an equal."""
+  del wide
+  return x
+
+
+@_summed_as.defjvp
+def _summed_as_jvp(primals, tangents):
+  x, _ = primals
+  _, tangent = tangents
+  return x, tangent.astype(x.dtype)
+
+
+_ANY_ROUTING = (
+  "a capacity for any routing (capacity_factor=None,"
+  " recv_capacity_per_rank=None)"
+)
+_FORWARD = (
+  'overflow="chunk" (layer "{}"): the layer has reverse mode alone (jax.grad,'
+  " jax.vjp), because its backward pass computes each chunk again; for forward"
+  f" mode (jax.jvp, jax.linearize) give it {_ANY_ROUTING}."
+)
+
+
+def _num_chunks(layer, experts, num_tokens):
+  """Returns how many chunks of tokens a step may need; 1 is one exchange.
+
+  Raises:
+    ValueError: it may need several, but not even one token fits, or the layer's
+      experts cannot work on chunks.
+  """
+  capacity, local = layer.capacity_for(num_tokens), layer.num_local_experts
+  # It is not negative: a capacity has a slab of the alignment for each expert.
+  rows = capacity - local * (layer.alignment - 1)
+  chunk_tokens = rows // (layer.ep_size * min(layer.top_k, local))
+  if num_tokens <= chunk_tokens:
+    return 1
+  what = f'overflow="chunk" (layer "{layer.name}")'
+  arguments.check(
+    chunk_tokens > 0,
+    what,
+    f"the capacity is {capacity} rows, but a chunk of one token of each rank"
+    f" may need {layer.worst_case(1)}; raise capacity_factor or"
+    " recv_capacity_per_rank to that at least, and the larger it is, the fewer"
+    " chunks.",
+  )
+  arguments.check(
+    not experts.deterministic,
+    what,
+    "deterministic = True promises the same bits for every split of the ranks"
+    " into mesh axes, but sums over chunks depend on it; give the layer"
+    f" {_ANY_ROUTING}.",
+  )
+  arguments.check(
+    not experts.is_traced(),
+    what,
+    "an activation closes over values that are traced, which get no gradient"
+    f" here; give the layer {_ANY_ROUTING}.",
+  )
+  return -(-num_tokens // chunk_tokens)
+
+
+def _one_exchange_or_chunks(
+  handle, experts, num_chunks, params, tokens, topk_idx, topk_weights
+):
+  """Returns the output of one exchange if its rows fit, and else of chunks."""
+  # All chunks have the capacity of the whole, whose factor is of all tokens.
+  layer = _exchange(handle.layer, handle.capacity)
+
+  def whole(floats, topk_idx, handle):
+    params, tokens, weights = floats
+    return round_trip(handle, experts, params, tokens, topk_idx, weights)
+
+  def chunks(floats, topk_idx, handle):
+    del handle
+    params, tokens, weights = floats
+    with tapping(None):  # the tap has read all tokens
+      args = params, tokens, topk_idx, weights
+      return _in_chunks(layer, experts, num_chunks, *args)[0]
+
+  # A cast to vary over more mesh axes is a sum over them in the backward pass,
+  # in which all ranks take part. So it is done here, and in no branch.
+  floats, *routing = compat.vary_together(
+    (params, tokens, topk_weights), topk_idx, handle
+  )
+  floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
+  return _either(whole, chunks)(floats, *routing)
+
+
+def _either(
+  whole: Callable[..., jax.Array], chunks: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+  """Returns a function that is `whole` if all rows fit, and else `chunks`.
+
+  Its derivative is written by hand. The derivative of `lax.cond` would return a
+  copy of the matrices from the forward pass, for the backward pass to read.
+  This one keeps the arrays that JAX keeps, except the arguments, which exist
+  anyway.
+  """
+  branches = _Derivative(whole), _Derivative(chunks)
+
+  def either(functions, handle, *args):
+    fits = handle.max_recv_tokens[0] <= handle.capacity
+    return lax.cond(fits, *functions, *args)
+
+  @jax.custom_vjp
+  def run(*args):
+    return either([whole, chunks], args[-1], *args)
+
+  def run_and_save(*args):
+    kept = [jax.eval_shape(branch.save, *args)[1] for branch in branches]
+
+    def save(i, *args):
+      out, own = branches[i].save(*args)
+      every = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
+      every[i] = own
+      return compat.vary_together(out, every)
+
+    saves = [functools.partial(save, i) for i in range(2)]
+    out, every = either(saves, args[-1], *args)
+    return out, (args, every)
+
+  def gradients(residuals, ct):
+    args, every = residuals
+
+    def of_branch(i, args, every, ct):
+      return branches[i].gradients(every[i], args, ct)
+
+    both = [functools.partial(of_branch, i) for i in range(2)]
+    return either(both, args[-1], args, every, ct), None, None
+
+  run.defvjp(run_and_save, gradients)
+  return run
+
+
+class _Derivative:
+  """Keeps the arrays that a function's derivative saves, but no argument."""
+
+  def __init__(self, fn: Callable[..., jax.Array]):
+    self._fn = fn
+
+  def save(self, *args: Any) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns the output, and the arrays to keep."""
+    floats, *routing = args
+    out, vjp = jax.vjp(lambda floats: self._fn(floats, *routing), floats)
+    places = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
+    leaves, self._tree = jax.tree.flatten(vjp)
+    self._places = [places.get(id(x)) for x in leaves]
+    pairs = zip(leaves, self._places, strict=True)
+    return out, [x for x, place in pairs if place is None]
+
+  def gradients(self, kept: list[jax.Array], args: Any, ct: jax.Array) -> Any:
+    """Returns the gradients of the floats, given what `save` returned."""
+    given, others = jax.tree.leaves(args), iter(kept)
+    leaves = [next(others) if i is None else given[i] for i in self._places]
+    (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)
+    return grads
