@@ -103,8 +103,8 @@ def make_oracle(layer, topk_idx, weights=None):
 
   The weights have its shape, and order drops if `layer.drop_by` asks for them.
   """
-  sizes, rule = _sizes(layer, topk_idx), _rule(layer, weights)
-  ids = _of_domains(layer, topk_idx)
+  sizes, ids = _sizes(layer, topk_idx), _of_domains(layer, topk_idx)
+  rule = "slot" if weights is None else layer.drop_by or "fair"
   if rule == "slot":
     routings = [reference.prepare(x, **sizes) for x in ids]
   else:
@@ -115,11 +115,6 @@ def make_oracle(layer, topk_idx, weights=None):
       for x, w in zip(ids, _of_domains(layer, weights), strict=True)
     ]
   return Oracle(tuple(routings), sizes["capacity"], topk_idx.shape[:-1])
-
-
-def _rule(layer, weights):
-  """Returns which choices have rows; by default, weights decide."""
-  return layer.drop_by or ("slot" if weights is None else "fair")
 
 
 def _sizes(layer, topk_idx):
