@@ -17,10 +17,10 @@ from ep._src.moe import losses, parameters, router
 from ep._src.moe.choices import checked_choices
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.config import MoEConfig
+from ep._src.moe.experts import SharedExpert
 from ep._src.moe.metrics import Metrics
 from ep._src.moe.placement import Placement
 from ep._src.moe.replicas import Replicas, room_for_mean
-from ep._src.moe.shared import SharedExpert
 
 
 def of_rank(
@@ -103,7 +103,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     ids = placement.slots_of(topk_idx)
   shared = None
   if config.shared_inner:
-    shared = SharedExpert(config, params, mask)
+    shared = SharedExpert(config.experts, params, mask, config.overlap)
   y, handle = through_experts(
     layer,
     config.experts,

@@ -31,9 +31,7 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, compat, reverse_mode
 from ep._src.group.group import EpLayerConfig
-from ep._src.moe.network import Experts
-from ep._src.moe.round_trip import round_trip
-from ep._src.moe.shared import SharedExpert
+from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
 from ep._src.ops.taps import tapping

@@ -12,7 +12,7 @@ import jax
 from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.config import short_repr, WIRES
 from ep._src.moe import router
-from ep._src.moe.network import Activation, Experts, Weigh
+from ep._src.moe.experts import Activation, Experts, Weigh
 
 _POSITIVE = ("hidden", "inner", "num_experts", "top_k", "token_chunks")
 _FLAGS = (

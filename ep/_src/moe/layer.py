@@ -12,7 +12,7 @@ from ep._src.base import arguments, arrays
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.moe import batching
 from ep._src.moe.chunks import through_experts
-from ep._src.moe.network import Activation, Experts
+from ep._src.moe.experts import Activation, Experts
 from ep._src.moe.padding import Padding
 from ep._src.ops import views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS

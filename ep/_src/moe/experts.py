@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round trip of a layer: dispatch, the experts on their slabs, combine."""
+"""The experts of a layer, and one round trip of tokens to them and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
+from typing import Literal
 
 import jax
 from jax import lax
@@ -14,11 +15,97 @@ from ep._src.base import compat
 from ep._src.base.kept import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.row_map import map_used_rows, repeated, weighted
-from ep._src.moe.network import Experts
-from ep._src.moe.shared import SharedExpert, together
 from ep._src.ops.combine import ep_combine
 from ep._src.ops.dispatch import ep_dispatch
 from ep._src.ops.handle import EpHandle
+
+Activation = Callable[[jax.Array], jax.Array]
+Weigh = Literal["late", "early", "input"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+  """Describes the network of an expert, for a row x.
+
+  The hidden activations h are, with gates and without,
+
+      activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
+      activation(x @ w_up + b_up)
+
+  and the expert's output is h @ w_down + b_down. An expert has gates and biases
+  if its parameters do.
+
+  Attributes:
+    activation: elementwise.
+    up_activation: elementwise; None is the identity.
+    weigh: whether the routing weights multiply the outputs while they are
+      summed ("late"), or h ("early"), which gives the same but for rounding, or
+      x ("input"), which is another function.
+    deterministic: whether gradients of parameters are sums over source ranks,
+      added as in ordered_sum.py.
+  """
+
+  activation: Activation = jax.nn.silu
+  up_activation: Activation | None = None
+  weigh: Weigh = "late"
+  deterministic: bool = False
+
+  def is_traced(self) -> bool:
+    """Returns whether its functions close over values that are traced now.
+
+    Then programs with it must not be kept: they would keep these values.
+    """
+    block = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    return any(
+      isinstance(value, jax.core.Tracer)
+      for fn in (self.activation, self.up_activation)
+      if fn is not None
+      for value in jax.make_jaxpr(fn)(block).consts
+    )
+
+  def hidden(self, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """Returns h of the two products with x, biases included."""
+    if gate is None:
+      return self.activation(up)
+    if self.up_activation is not None:
+      up = self.up_activation(up)
+    return self.activation(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExpert:
+  """The expert of all tokens, in two halves: products before and after h.
+
+  Attributes:
+    experts: the network of an expert.
+    params: shared_up, shared_down, and shared_gate if there are gates.
+    mask: bool [...]; the output is 0 where it is False.
+    overlap: whether it may run while rows are under way.
+  """
+
+  experts: Experts
+  params: Mapping[str, jax.Array]
+  mask: jax.Array | None = None
+  overlap: bool = True
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.output(self.hidden(x))
+
+  @jax.named_scope("shared_experts")
+  def hidden(self, x: jax.Array) -> jax.Array:
+    """Returns h [..., S] of tokens [..., H]."""
+    names = ["up", "gate"] if "shared_gate" in self.params else ["up"]
+    products = (self._product(x, name) for name in names)
+    return self.experts.hidden(*products)
+
+  @jax.named_scope("shared_experts")
+  def output(self, hidden: jax.Array) -> jax.Array:
+    """Returns the output [..., H] of h."""
+    out = self._product(hidden, "down")
+    return out if self.mask is None else jnp.where(self.mask[..., None], out, 0)
+
+  def _product(self, x, name):
+    return x @ self.params["shared_" + name].astype(x.dtype)
 
 
 def round_trip(
@@ -33,7 +120,7 @@ def round_trip(
   """Sends tokens to their experts and sums what comes back.
 
   `handle` is their routing, prepared by a layer of `tail="unspecified"`.
-  The output of `shared` is added. If its config says so, XLA may run its first
+  The output of `shared` is added. With its `overlap`, XLA may run its first
   half while dispatch moves rows, and its second half while combine does. In the
   backward pass, it may run the gradients of the second half while combine's
   gradient moves, and those of the first half while that of dispatch does.
@@ -42,9 +129,9 @@ def round_trip(
   if experts.deterministic:
     segments = _rows_by_source(handle, topk_idx)
   rows, row_weights = ep_dispatch(handle, tokens, topk_weights)
-  beside = shared if shared is not None and shared.config.overlap else None
+  beside = shared if shared is not None and shared.overlap else None
   if beside is not None:
-    rows, hidden = together(rows, beside.hidden(tokens))
+    rows, hidden = _together(rows, beside.hidden(tokens))
   with jax.named_scope("experts"):
     if experts.weigh == "input":
       rows = map_used_rows(weighted, handle.group_sizes, rows, row_weights)
@@ -57,14 +144,23 @@ def round_trip(
     rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
     weights = None
   if beside is not None:
-    rows, hidden = together(rows, hidden)
+    rows, hidden = _together(rows, hidden)
   out = ep_combine(handle, rows, weights=weights)
   if shared is None:
     return out
   if beside is None:
-    out, tokens = together(out, tokens)
+    out, tokens = _together(out, tokens)
     hidden = shared.hidden(tokens)
   return out + shared.output(hidden)
+
+
+def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
+  """Returns arrays, none of which XLA uses before it has computed all.
+
+  The same holds for their cotangents. So where one array comes from an
+  exchange, the others are computed while rows are under way.
+  """
+  return tuple(lax.optimization_barrier(compat.vary_together(*xs)))
 
 
 def _rows_by_source(handle, topk_idx):
