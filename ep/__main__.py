@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints what is installed, and which backends can run here: python -m ep.
 
-The exit code is 0 if the default backend can run. `python -m ep compile` makes
-NCCL EP's kernels where there is no GPU.
+The exit code is 0 if the default backend can run.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import jaxlib
 import numpy as np
 
 import ep
-from ep._src.backends.nccl import command
 from ep._src.base.backend import CannotServe
 from ep._src.group.bootstrap import BACKENDS, NATIVE
 from ep._src.native import gpus
@@ -29,8 +27,6 @@ def main(args: list[str]) -> int:
   parser = argparse.ArgumentParser(
     prog="python -m ep",
     description="Prints installed versions, and backends that can run here.",
-    epilog="`python -m ep compile` makes NCCL EP's kernels where there is no"
-    " GPU; --help after it has its options.",
   )
   parser.parse_args(args)
   folder = pathlib.Path(__file__).parent
@@ -88,6 +84,4 @@ def outcome(name: str) -> str | Exception:
 
 
 if __name__ == "__main__":
-  if sys.argv[1:2] == ["compile"]:
-    sys.exit(command.main(sys.argv[2:], ep.presets.BY_NAME))
   sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,6 @@ import pytest
 from ep._src.backends.nccl import backend as nccl_backend
 from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.backend import NcclBackend
-from ep._src.backends.nccl.variants import Sizes
 from ep._src.base import backend
 from ep._src.base.config import GroupConfig
 from ep._src.native import ffi, shipped_files
@@ -102,11 +101,9 @@ def test_ranks_connect_with_the_id_of_their_domain(
     for process in (domain, domain + 2):
       said[process] = dict(
         id=base64.b64encode(bytes([process])).decode(),
-        host=f"host{process % 2}",
         communicator=communicator,
       )
     mine = introduce()
-    assert mine.pop("host") == f"host{me % 2}"
     assert mine.pop("communicator") == communicator
     assert mine == ({"id": "bWluZQ=="} if me in (0, 1) and is_own else {})
     return said
@@ -121,11 +118,6 @@ def test_ranks_connect_with_the_id_of_their_domain(
   monkeypatch.setattr(
     ffi, "create_nccl_group", lambda **what: made.update(what)
   )
-  compiled = []
-  monkeypatch.setattr(
-    nccl_backend.kernels, "start", lambda sizes, _: compiled.append(sizes)
-  )
-  monkeypatch.setattr(nccl_backend.platform, "node", lambda: f"host{me % 2}")
   monkeypatch.setattr(backend, "_open", {})
   lookouts = []
   monkeypatch.setattr(
@@ -142,17 +134,6 @@ def test_ranks_connect_with_the_id_of_their_domain(
   ]:  # `join` tells the others
     with pytest.raises(ValueError, match=message):
       NcclBackend().connect(dataclasses.replace(group, **unknown), join)
-  (sizes,) = compiled
-  assert sizes == Sizes(
-    num_experts=8,
-    ep_size=2,
-    nvlink_ranks=2,  # the ranks of a domain are on one host
-    max_tokens=16,
-    width=32,
-    dtype=jnp.dtype(jnp.bfloat16),
-    top_k=2,
-    max_num_sms=0,
-  )
   # Layers inherit the group's capacity, which is by default the worst case's.
   resolved = dataclasses.replace(group, recv_capacity_per_rank=64)
   assert connection.group == resolved
@@ -256,9 +237,9 @@ def machine(monkeypatch, tmp_path):
   monkeypatch.setattr(
     installation.shipped_files, "in_runfiles", lambda path: None
   )
-  installation.prepare_for.cache_clear()
+  installation._prepare.cache_clear()
   yield tmp_path
-  installation.prepare_for.cache_clear()
+  installation._prepare.cache_clear()
 
 
 def prepare(**what):
@@ -420,7 +401,7 @@ def foreign(place):
 
 def refused(machine, *words):
   """Checks that `prepare` refuses the folder of kernels, and tells a cure."""
-  installation.prepare_for.cache_clear()
+  installation._prepare.cache_clear()
   with pytest.raises(RuntimeError, match="^ep_bootstrap: ") as error:
     prepare()
   for word in [str(kernels(machine)), "NCCL_EP_JIT_CACHE_DIR", *words]:

@@ -18,8 +18,8 @@ import programs
 def run(monkeypatch, capsys):
   """Returns a function that runs the module, and returns code and output."""
 
-  def run_module(*arguments):
-    monkeypatch.setattr(sys, "argv", ["ep", *arguments])
+  def run_module():
+    monkeypatch.setattr(sys, "argv", ["ep"])
     with pytest.raises(SystemExit) as end:
       runpy.run_module("ep", run_name="__main__")
     return end.value.code, capsys.readouterr().out
@@ -66,30 +66,22 @@ def test_a_package_that_was_overwritten(tmp_path, monkeypatch):
 
 
 def commands():
-  """Returns the modules that people run, each with its subcommand."""
+  """Returns the modules that people run."""
   package = pathlib.Path(ep.__file__).parent
   stems = [
     p.stem for p in package.glob("[!_]*.py") if "__main__" in p.read_text()
   ]
-  return ["ep", "ep compile", *(f"ep.{stem}" for stem in stems)]
+  return ["ep", *(f"ep.{stem}" for stem in stems)]
 
 
 @pytest.mark.parametrize("command", commands())
 def test_each_command_explains_itself(command, monkeypatch, capsys):
   """It knows --help, and refuses an option that it does not know."""
-  module, *arguments = command.split()
-  if module != "ep":  # runpy would find the function instead
-    monkeypatch.delitem(sys.modules, module, raising=False)
+  if command != "ep":  # runpy would find the function instead
+    monkeypatch.delitem(sys.modules, command, raising=False)
   for option, code in ("--help", 0), ("--nope", 2):
-    monkeypatch.setattr(sys, "argv", [module, *arguments, option])
+    monkeypatch.setattr(sys, "argv", [command, option])
     with pytest.raises(SystemExit) as end:
-      runpy.run_module(module, run_name="__main__")
+      runpy.run_module(command, run_name="__main__")
     assert end.value.code == code
     assert f"usage: python -m {command} " in "".join(capsys.readouterr())
-
-
-def test_kernels_are_compiled_by_a_command(run):
-  """It says what is wrong with sizes before it looks for a compiler."""
-  code, output = run("compile", "--preset=mixtral_8x7b", "--ranks=3")
-  assert code == 1
-  assert output.startswith("compile: --ranks=3 does not divide the 8 experts")

@@ -228,6 +228,20 @@ def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
 
 
 @of_one_process
+@pytest.mark.parametrize("config, mesh", [(SHARED, "ep4"), (EARLY, "dp2_ep2")])
+def test_all_metrics_cost_one_sum_over_ranks(config, mesh):
+  """Nothing, if a program does not use them."""
+  layer = ep.MoE(config, group(mesh))
+  args = put(layer, make_params(config), tokens(R, T, hidden=config.hidden))
+
+  def num_sums(program):
+    hlo = jit_quickly(program).lower(*args).compile().as_text()
+    return len(re.findall(r" all-reduce(?:-start)?\(", hlo))
+
+  assert num_sums(layer) == num_sums(lambda *args: layer(*args)[0]) + 1
+
+
+@of_one_process
 def test_bfloat16_tokens_of_float32_parameters():
   layer, params = ep.MoE(SPLIT, group("dp2_ep2")), make_params(SPLIT)
   x = tokens(R, T, hidden=SPLIT.hidden).astype(jnp.bfloat16)

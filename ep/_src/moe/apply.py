@@ -171,29 +171,48 @@ def _metrics(
 ):
   axes = layer.group.token_axes
   experts = config.num_experts
-  choices = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
-  psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
-  batch = dict(mask=mask, axis_name=axes, psum=psum)
-  load = choices.reshape(-1, experts).sum(axis=0)
+  load = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
   drops = jnp.zeros(experts, jnp.int32)
   if layer.overflow != "chunk":  # else what the handle drops goes in chunks
     drops = drops.at[slots].add(dropped_counts)
-  load, drops = lax.psum((load, drops), axes)
+  of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
+  sums = dict(
+    load=load.reshape(-1, experts).sum(axis=0),
+    drops=_halves(drops),
+    rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows[0])),
+  )
+  terms = dict(
+    aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
+    z_loss=losses.logit_size(logits, mask),
+    entropy=losses.score_entropy(logits, mask),
+  )
+  psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
+  sums, of_terms = losses.summed(
+    (sums, {name: term.sums for name, term in terms.items()}), axes, psum
+  )
+  drops = _whole(sums["drops"])
   if placement is not None:
     drops = drops[placement.slots]
   return Metrics(
-    load=load,
-    aux_loss=_BALANCE[config.balance](
-      logits, topk_idx, score=config.score, **batch
-    ),
-    z_loss=losses.router_z_loss(logits, **batch),
-    entropy=losses.router_entropy(logits, **batch),
+    load=sums["load"],
     drops=drops,
-    max_rank_rows=lax.pmax(rows[0], axes),
+    max_rank_rows=_whole(sums["rows"]).max(),
+    **{name: term.loss(*of_terms[name]) for name, term in terms.items()},
   )
 
 
+def _halves(x):
+  """Returns float32 arrays whose sums over up to 4096 ranks are exact."""
+  return (x >> 12).astype(jnp.float32), (x & 4095).astype(jnp.float32)
+
+
+def _whole(halves):
+  """Returns the integers of which `halves` are sums of `_halves`."""
+  high, low = (x.astype(jnp.int32) for x in halves)
+  return (high << 12) + low
+
+
 _BALANCE = {
-  "batch": losses.load_balancing_loss,
-  "sequence": losses.sequence_balancing_loss,
+  "batch": losses.batch_balance,
+  "sequence": losses.sequence_balance,
 }

@@ -8,10 +8,11 @@ whole batch's value on every rank when they are told the axes of the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
@@ -19,6 +20,25 @@ from ep._src.moe import router
 
 _Axes = str | Sequence[str]
 _Psum = Callable[[Any, _Axes], Any]
+
+
+class Terms(NamedTuple):
+  """What a loss sums over all ranks, and the loss as a function of the sums."""
+
+  sums: tuple[jax.Array, ...]  # float32, of one rank
+  loss: Callable[..., jax.Array]
+
+  def over(self, axes: _Axes, psum: _Psum) -> jax.Array:
+    """Returns the loss of all ranks of the axes."""
+    return self.loss(*summed(self.sums, axes, psum))
+
+
+def summed(arrays: Any, axes: _Axes, psum: _Psum) -> Any:
+  """Returns the sums of a rank's float32 arrays over the axes, in one psum."""
+  if not axes:
+    return arrays
+  flat, unravel = ravel_pytree(arrays)
+  return unravel(psum(flat, axes))
 
 
 def load_balancing_loss(
@@ -58,10 +78,7 @@ def load_balancing_loss(
     ValueError: for a `score` or shape that cannot be.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
-  lead = tuple(range(logits.ndim - 1))
-  sums = [x.sum(lead) for x in parts]
-  return _imbalance(*(psum(sums, axis_name) if axis_name else sums))
+  return batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
 
 
 def sequence_balancing_loss(
@@ -97,16 +114,8 @@ def sequence_balancing_loss(
     ValueError: for a `score` or shape that cannot be.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  op = "sequence_balancing_loss"
-  arguments.check(
-    logits.ndim >= 2,
-    op,
-    f"logits have shape {logits.shape}; the last two axes must be the tokens "
-    "of a sequence and the experts.",
-  )
-  parts = _per_token(op, logits, topk_idx, score, mask)
-  choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
-  return _mean(_imbalance(choices, scores, tokens), tokens > 0, axis_name, psum)
+  terms = sequence_balance(logits, topk_idx, score, mask)
+  return terms.over(axis_name, psum)
 
 
 def router_z_loss(
@@ -132,8 +141,7 @@ def router_z_loss(
     ValueError: the mask has another shape than the tokens.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  logits = router.masked_float32("router_z_loss", logits, mask)
-  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask, axis_name, psum)
+  return logit_size(logits, mask).over(axis_name, psum)
 
 
 def router_entropy(
@@ -159,11 +167,43 @@ def router_entropy(
     ValueError: the mask has another shape than the tokens.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
+  return score_entropy(logits, mask).over(axis_name, psum)
+
+
+def batch_balance(logits, topk_idx, score, mask) -> Terms:
+  """Returns the terms of `load_balancing_loss`."""
+  parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
+  lead = tuple(range(logits.ndim - 1))
+  return Terms(tuple(x.sum(lead) for x in parts), _imbalance)
+
+
+def sequence_balance(logits, topk_idx, score, mask) -> Terms:
+  """Returns the terms of `sequence_balancing_loss`."""
+  op = "sequence_balancing_loss"
+  arguments.check(
+    logits.ndim >= 2,
+    op,
+    f"logits have shape {logits.shape}; the last two axes must be the tokens "
+    "of a sequence and the experts.",
+  )
+  parts = _per_token(op, logits, topk_idx, score, mask)
+  choices, scores, tokens = (x.sum(logits.ndim - 2) for x in parts)
+  return _mean(_imbalance(choices, scores, tokens), tokens > 0)
+
+
+def logit_size(logits, mask) -> Terms:
+  """Returns the terms of `router_z_loss`."""
+  logits = router.masked_float32("router_z_loss", logits, mask)
+  return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
+
+
+def score_entropy(logits, mask) -> Terms:
+  """Returns the terms of `router_entropy`."""
   logits = router.masked_float32("router_entropy", logits, mask)
   logs = jax.nn.log_softmax(logits)
   scores = jnp.exp(logs)
   terms = scores * jnp.where(scores > 0, logs, 0.0)
-  return _mean(-terms.sum(axis=-1), mask, axis_name, psum)
+  return _mean(-terms.sum(axis=-1), mask)
 
 
 def _per_token(op, logits, topk_idx, score, mask):
@@ -198,19 +238,14 @@ def _imbalance(choices, scores, tokens):
   return scores.shape[-1] * (f * p).sum(axis=-1)
 
 
-def _mean(values, mask, axis_name, psum):
-  """Returns the mean of finite values where `mask` is True; 0 without any.
+def _mean(values, mask):
+  """Returns the terms of the mean where `mask` is True, which is 0 without any.
 
-  The mean is a sum of the ranks' shares, and is not divided after the sum. If
-  all ranks have the same number of tokens, and it is a power of two, the sum of
-  several such means, each divided by the number of means, has the bits of one
-  mean.
+  The values are finite.
   """
-  count = values.size if mask is None else mask.sum(dtype=jnp.float32)
-  if axis_name:
-    count = lax.psum(count, axis_name)
-  share = (values * _counts(values, mask)).sum() / jnp.maximum(count, 1.0)
-  return psum(share, axis_name) if axis_name else share
+  counts = _counts(values, mask)
+  sums = (values * counts).sum(), counts.sum()
+  return Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
 
 
 def _counts(values, mask):

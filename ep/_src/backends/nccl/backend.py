@@ -9,16 +9,14 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import os
-import platform
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.backends.nccl import installation, kernels
+from ep._src.backends.nccl import installation
 from ep._src.backends.nccl.peers import Lookout, Place
-from ep._src.backends.nccl.variants import Sizes
 from ep._src.base import compat, meshes
 from ep._src.base.backend import (
   Backend,
@@ -126,7 +124,7 @@ class NcclBackend(Backend):
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)
-      mine = dict(host=platform.node(), communicator=_communicator())
+      mine = dict(communicator=_communicator())
       if 0 in ranks and mine["communicator"] == "own":
         unique_id = ffi.new_nccl_id(*libraries)
         mine["id"] = base64.b64encode(unique_id).decode()
@@ -144,20 +142,6 @@ class NcclBackend(Backend):
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
     nccl, nccl_ep = installation.prepare(device)
-    hosts = [answers[d.process_index]["host"] for d in domains[domain]]
-    kernels.start(
-      Sizes(
-        num_experts=group.num_experts,
-        ep_size=group.ep_size,
-        nvlink_ranks=hosts.count(platform.node()),
-        max_tokens=_size(group, "max_tokens_per_rank"),
-        width=padded_width(_size(group, "hidden_dim")),
-        dtype=group.max_token_dtype,
-        top_k=group.top_k,
-        max_num_sms=group.max_num_sms,
-      ),
-      device,
-    )
     ffi.create_nccl_group(
       name=group.name,
       config=group.program_text,
@@ -167,7 +151,7 @@ class NcclBackend(Backend):
       ep_size=group.ep_size,
       max_tokens=_size(group, "max_tokens_per_rank"),
       capacity=capacity,
-      max_row_bytes=padded_width(_size(group, "hidden_dim"))
+      max_row_bytes=_padded_width(_size(group, "hidden_dim"))
       * group.max_token_dtype.itemsize,
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
@@ -300,7 +284,7 @@ def _size(group: GroupConfig, name: str) -> int:
   return size
 
 
-def padded_width(hidden: int, itemsize: int = 2) -> int:
+def _padded_width(hidden: int, itemsize: int = 2) -> int:
   """Returns the elements of the rows that NCCL EP moves."""
   multiple = _WIDTH_MULTIPLE * (2 if itemsize == 1 else 1)
   return -(-hidden // multiple) * multiple
@@ -315,12 +299,12 @@ def _with_fitting_rows(
   rows: Any  # not any `AbstractValue`, which has no shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
   hidden = rows.shape[1]
-  width = padded_width(hidden, rows.dtype.itemsize)
+  width = _padded_width(hidden, rows.dtype.itemsize)
   if width == hidden:
     return lower(ctx, *operands)
 
   def fit(mem, rows, *weights):
-    return [mem, _padded(rows, width), *weights]
+    return [mem, jnp.pad(rows, ((0, 0), (0, width - hidden))), *weights]
 
   def cut(rows, *weights):
     return [rows[:, :hidden], *weights]
@@ -334,10 +318,6 @@ def _with_fitting_rows(
   wide = jax.core.ShapedArray((moved.shape[0], width), moved.dtype)
   outs = lower(ctx.replace(avals_out=[wide, *others]), *operands)
   return compat.lower_local(cut)(ctx.replace(avals_in=[wide, *others]), *outs)
-
-
-def _padded(rows: jax.Array, width: int) -> jax.Array:
-  return jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
 def _check_capability(device: jax.Device) -> None:

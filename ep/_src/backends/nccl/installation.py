@@ -11,7 +11,6 @@ here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 import os
 import pathlib
@@ -36,52 +35,7 @@ _PROBE = '#include "device/ht_ep.cuh"\n'
 _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _TIMEOUT_S = 120
 
-CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
-
-
-class CompileError(Exception):
-  """nvcc has failed; the message contains its output."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-  """nvcc with the headers and options with which NCCL EP calls it."""
-
-  nvcc: pathlib.Path
-  sources: pathlib.Path  # NCCL EP's headers
-  nccl: pathlib.Path  # NCCL's headers
-  toolkit: pathlib.Path  # CUDA's headers
-  sm: int  # the compute capability, such as 90
-
-  @property
-  def options(self) -> list[str]:
-    """Returns the options, in the order of NCCL EP's own command."""
-    folders = (
-      *(self.sources.parent, self.sources, self.sources / "device"),
-      *(self.nccl, self.nccl / "nccl_device"),
-      *(self.toolkit, self.toolkit / "cccl"),
-    )
-    return [
-      *_OPTIONS,
-      *(_flags("NVCC_ARCH_FLAGS") or [f"-arch=sm_{self.sm}"]),
-      *(f"-I{folder}" for folder in folders),
-      *_flags("NVCC_EXTRA_FLAGS"),
-    ]
-
-  def compile(self, folder: pathlib.Path, source: str, cubin: str) -> None:
-    """Compiles a source in a folder; raises `CompileError` if that fails."""
-    try:
-      subprocess.run(
-        [self.nvcc, "--cubin", source, "-o", cubin, *self.options],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=_TIMEOUT_S,
-      )
-    except (OSError, subprocess.SubprocessError) as e:
-      output = (getattr(e, "stdout", None) or b"").decode(errors="replace")
-      raise CompileError(f"{e} {output}") from e
+_CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
 
 
 def prepare(device: jax.Device) -> tuple[str, str]:
@@ -93,30 +47,13 @@ def prepare(device: jax.Device) -> tuple[str, str]:
   Raises:
     RuntimeError: NCCL EP could not compile its kernels.
   """
-  return prepare_for(*target(device))[:2]
-
-
-def target(device: jax.Device) -> tuple[int, int]:
-  """Returns the arguments of `prepare_for` for a device."""
   found = re.search(r"cuda (\d+)", device.client.platform_version)
   cuda = int(found[1]) // 1000 if found else 13
-  return cuda, int(device.compute_capability.replace(".", ""))
+  return _prepare(cuda, device.compute_capability.replace(".", ""))
 
 
 @functools.cache
-def prepare_for(cuda: int, sm: int) -> tuple[str, str, Compiler]:
-  """Does what `prepare` does, also for GPUs that are not here.
-
-  Args:
-    cuda: the major version of CUDA.
-    sm: the compute capability, such as 90.
-
-  Returns:
-    What `prepare` returns, and the compiler.
-
-  Raises:
-    RuntimeError: NCCL EP could not compile its kernels.
-  """
+def _prepare(cuda: int, sm: str) -> tuple[str, str]:
   nvcc = find_nvcc(cuda)
   os.environ["NCCL_EP_JIT_NVCC"] = str(nvcc)
   sources = _default(
@@ -138,8 +75,12 @@ def prepare_for(cuda: int, sm: int) -> tuple[str, str, Compiler]:
     "nvidia-cuda-runtime",
   )
   _check_nccl_headers(nccl, cuda)
-  compiler = Compiler(nvcc, sources, nccl, toolkit, sm)
-  _check_compiler(compiler)
+  folders = [
+    *(sources.parent, sources, sources / "device"),
+    *(nccl, nccl / "nccl_device"),
+    *(toolkit, toolkit / "cccl"),
+  ]
+  _check_compiler(nvcc, folders, sm)
   _check_cache()
   libnccl = _find(
     f"ep_nccl{cuda}/lib/libnccl.so.2", ("nvidia.nccl", "lib/libnccl.so.2")
@@ -148,7 +89,7 @@ def prepare_for(cuda: int, sm: int) -> tuple[str, str, Compiler]:
     f"ep_nccl{cuda}/lib/cu{cuda}/libnccl_ep.so",
     ("nccl.ep", f"lib/cu{cuda}/libnccl_ep.so"),
   )
-  return str(libnccl or ""), str(libnccl_ep or ""), compiler
+  return str(libnccl or ""), str(libnccl_ep or "")
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
@@ -216,8 +157,10 @@ def _check_nccl_headers(folder: pathlib.Path, cuda: int) -> None:
   )
 
 
-def _check_compiler(compiler: Compiler) -> None:
-  """Raises `RuntimeError` if the header of all kernels does not compile.
+def _check_compiler(
+  nvcc: pathlib.Path, folders: Sequence[pathlib.Path], sm: str
+) -> None:
+  """Raises `RuntimeError` if nvcc cannot compile the header of all kernels.
 
   The compiler, headers or a host compiler may be missing, or too old for one
   another or for the GPU.
@@ -225,11 +168,24 @@ def _check_compiler(compiler: Compiler) -> None:
   with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "probe.cu").write_text(_PROBE)
     try:
-      compiler.compile(pathlib.Path(folder), "probe.cu", "probe.cubin")
-    except CompileError as e:
+      subprocess.run(
+        [
+          *(nvcc, "--cubin", "probe.cu", "-o", "probe.cubin", *_OPTIONS),
+          *(_flags("NVCC_ARCH_FLAGS") or [f"-arch=sm_{sm}"]),
+          *(f"-I{folder}" for folder in folders),
+          *_flags("NVCC_EXTRA_FLAGS"),
+        ],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=_TIMEOUT_S,
+      )
+    except (OSError, subprocess.SubprocessError) as e:
+      output = (getattr(e, "stdout", None) or b"").decode(errors="replace")
       raise RuntimeError(
         "ep_bootstrap: NCCL EP compiles kernels when they first run, but"
-        f" {compiler.nvcc} cannot compile what they include: {e} Set"
+        f" {nvcc} cannot compile what they include: {e} {output} Set"
         " NCCL_EP_JIT_NVCC to an nvcc of CUDA 12 or newer that works, and"
         " install a C++ compiler and the headers that are missing"
         " (nvidia-cuda-cccl, nvidia-cuda-runtime, nvidia-cuda-crt). See"
@@ -255,7 +211,7 @@ def _check_cache() -> None:
   try:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     cache = pathlib.Path(
-      os.environ.get(CACHE_VARIABLE)
+      os.environ.get(_CACHE_VARIABLE)
       or pathlib.Path(home, "ep", "nccl_ep", platform.node())
     ).absolute()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -263,9 +219,9 @@ def _check_cache() -> None:
   except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home
     raise RuntimeError(
       "ep_bootstrap: NCCL EP has no folder to write the kernels to that it"
-      f" compiles: {e}; set {CACHE_VARIABLE} to one. See docs/gpu.md."
+      f" compiles: {e}; set {_CACHE_VARIABLE} to one. See docs/gpu.md."
     ) from e
-  os.environ[CACHE_VARIABLE] = str(cache)
+  os.environ[_CACHE_VARIABLE] = str(cache)
   _check_private(cache)
   failures = sorted(cache.glob("*/compile.failed"))
   if failures:
@@ -273,7 +229,7 @@ def _check_cache() -> None:
     raise RuntimeError(
       "ep_bootstrap: NCCL EP has failed to compile kernels before. It does not"
       " try again, though the compiler works now, but ends the process. Delete"
-      f" what it remembers: {folders}. Or set {CACHE_VARIABLE} to another"
+      f" what it remembers: {folders}. Or set {_CACHE_VARIABLE} to another"
       " folder. See docs/gpu.md."
     )
 
@@ -281,7 +237,7 @@ def _check_cache() -> None:
 def _check_private(cache: pathlib.Path) -> None:
   """Raises `RuntimeError` if a user other than root can replace kernels."""
   what = f"ep_bootstrap: NCCL EP loads and runs the kernels in {cache}, but"
-  cure = f"set {CACHE_VARIABLE} to a folder of your own. See docs/gpu.md."
+  cure = f"set {_CACHE_VARIABLE} to a folder of your own. See docs/gpu.md."
   folder = cache.resolve()
   links = [path for path in (cache, *cache.parents) if path.is_symlink()]
   for path in (*links, folder):
