@@ -1,283 +1,462 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moe_layer and its derivatives are close to those of a dense layer.
+"""ep.MoE, its metrics and its gradients are those of a dense layer.
 
-The dense layer applies every expert to every token. Results are close, not
-equal, because XLA computes the matmuls.
+The dense layer applies every expert to every token, in float64, and has the
+losses that losses_test compares with their formulas.
 """
 
 import dataclasses
 import functools
+import re
 
 import jax
+from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from cases import assert_same, Case
-from conftest import assert_shards_close, to_global
-import ep
-from groups import E, H, K, layer, of_one_process, ranks, spec, T
-from layer_steps import (
-  assert_close,
-  assert_same_bits,
-  moe_step_of,
-  put_moe,
-  run_moe_step,
+from cases import GPU, jit_quickly
+from conftest import (
+  assert_shards_close,
+  assert_shards_equal,
+  make_mesh,
+  TIMEOUT_S,
+  to_global,
 )
-from op_functions import Ops
+import ep
+from groups import BACKEND, bootstrap, E, group, H, K, of_one_process, T
+from layer_steps import (
+  draw_params,
+  in_slots,
+  put,
+  run_forward,
+  whole,
+)
+import quick_compiler
 
-F = 9  # inner size of an expert
+F, S = 6, 4  # inner sizes of an expert and of a shared one
+DETERMINISTIC = not GPU  # nccl refuses it
+R = 4  # ranks
+PLACEMENT = ep.Placement(np.random.default_rng(7).permutation(E))
+
+PLAIN = ep.MoEConfig(H, F, E, K, gated=False, activation=jax.nn.gelu)
+SHARED = ep.MoEConfig(
+  H - 1,
+  F,
+  E,
+  K,
+  activation=jax.nn.gelu,
+  score="sigmoid",
+  scale=2.5,
+  shared_inner=S,
+  router_bias=True,
+)
+BIASED = ep.MoEConfig(
+  H,
+  F,
+  E,
+  K,
+  biases=True,
+  router_bias=True,
+  shared_inner=S,
+  up_activation=lambda x: jnp.clip(x, -1, 1) + 1,
+)
+EARLY = dataclasses.replace(
+  BIASED, weigh="early", balance="sequence", normalize=False
+)
+INPUT = dataclasses.replace(
+  BIASED, weigh="input", score="sqrtsoftplus", normalize=False, scale=1.5
+)
+SPLIT = dataclasses.replace(SHARED, fsdp_axis="dp")
 
 
-def _matrices(gated=True):
+@functools.cache
+def make_params(config):
+  """Draws parameters, as numpy arrays."""
   rng = np.random.default_rng(1)
-  shapes = {"w_up": (E, H, F), "w_down": (E, F, H)}
-  if gated:
-    shapes["w_gate"] = (E, H, F)
-  return {n: np.float32(rng.normal(size=s)) for n, s in shapes.items()}
+  return draw_params(config, lambda shape: 0.3 * rng.normal(size=shape))
 
 
-def _dense(topk_idx, tokens, weights, matrices, activation=jax.nn.silu):
-  """Applies all experts to all tokens, and sums those chosen."""
-  hidden = jnp.einsum("...h,ehf->...ef", tokens, matrices["w_up"])
-  if "w_gate" in matrices:
-    gates = jnp.einsum("...h,ehf->...ef", tokens, matrices["w_gate"])
-    hidden = activation(gates) * hidden
-  else:
-    hidden = activation(hidden)
-  out = jnp.einsum("...ef,efh->...eh", hidden, matrices["w_down"])
-  chosen = jax.nn.one_hot(topk_idx, E)  # zeros where an id is -1
-  return jnp.einsum("...k,...ke,...eh->...h", weights, chosen, out)
+def tokens(*lead, hidden=H):
+  rng = np.random.default_rng(2)
+  return rng.normal(size=(*lead, hidden)).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames="activation")
-def _dense_step(topk_idx, tokens, weights, matrices, ct, **options):
-  dense = functools.partial(_dense, topk_idx, **options)
-  out, vjp = jax.vjp(dense, tokens, weights, matrices)
-  return out, *vjp(ct)
+def dense(config, params, x, bias=None, mask=None):
+  """Returns the layer's output and metrics; all arrays are whole."""
+  logits = x @ params["router"] + params.get("router_bias", 0)
+  scores = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+  }
+  scores = scores[config.score](logits)
+  ranking = scores if bias is None else scores + bias
+  order = jnp.argsort(-lax.stop_gradient(ranking), axis=-1, stable=True)
+  chosen = order.argsort(axis=-1) < config.top_k
+  keep = jnp.ones(x.shape[:-1]) if mask is None else mask
+  chosen = chosen * keep[..., None]
+  weights = chosen * scores
+  if config.normalize:
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total, total, 1)
+  weights = config.scale * weights
+
+  def product(x, spec, kind, name):
+    out = jnp.einsum(spec, x, params[kind + name])
+    return out + params.get("b_" + name, 0) if kind == "w_" else out
+
+  def ffn(x, up, down, kind):
+    hidden = product(x, up, kind, "up")
+    if config.gated:
+      if config.up_activation:
+        hidden = config.up_activation(hidden)
+      hidden *= config.activation(product(x, up, kind, "gate"))
+    else:
+      hidden = config.activation(hidden)
+    return product(hidden, down, kind, "down")
+
+  inputs = x[..., None, :]
+  if config.weigh == "input":
+    inputs, weights = inputs * weights[..., None], chosen
+  out = ffn(inputs, "...eh,ehf->...ef", "...ef,efh->...eh", "w_")
+  y = jnp.einsum("...eh,...e->...h", out, weights)
+  if config.shared_inner:
+    shared = ffn(x, "...h,hs->...s", "...s,sh->...h", "shared_")
+    y += keep[..., None] * shared
+  balance = {
+    "batch": ep.load_balancing_loss,
+    "sequence": ep.sequence_balancing_loss,
+  }
+  choices = order[..., : config.top_k]
+  return y, dict(
+    load=chosen.reshape(-1, config.num_experts).sum(axis=0),
+    aux_loss=balance[config.balance](
+      logits, choices, score=config.score, mask=mask
+    ),
+    z_loss=ep.router_z_loss(logits, mask=mask),
+    entropy=ep.router_entropy(logits, mask=mask),
+  )
 
 
-def _arrays(case, **options):
-  """Returns the choices of a case, tokens, weights and matrices."""
-  return case.topk_idx, case.tokens(), case.weights(), _matrices(**options)
+def with_grads(fn):
+  """Returns output, metrics, and gradients of a loss of them all."""
 
+  def loss(params, x, *others):
+    y, metrics = fn(params, x, *others)
+    if not isinstance(metrics, dict):
+      metrics = metrics._asdict()
+    floats = {n: metrics[n] for n in ("aux_loss", "z_loss", "entropy", "load")}
+    terms = 0.1 * floats["aux_loss"] + 0.01 * floats["z_loss"]
+    terms += 0.02 * floats["entropy"]
+    return jnp.tanh(y).sum() + terms, (y, floats)
 
-def _check(case, *arrays, view="global", rtol=1e-5, **options):
-  """Checks the output and the gradients of a layer."""
-  args = *arrays, case.tokens()
-  got = run_moe_step(case.layer, *args, view=view, **options)
-  expected = _dense_step(*args, **options)
-  assert_close(got, jax.tree.map(np.asarray, expected), rtol, 1e-4)
-
-
-def _moe(layer, **options):
-  def call(topk_idx, tokens, weights, matrices):
-    return ep.moe_layer(layer, tokens, topk_idx, weights, **matrices, **options)
+  def call(*args):
+    grads, outs = jax.grad(loss, argnums=(0, 1), has_aux=True)(*args)
+    return *outs, *grads
 
   return call
 
 
-def test_output_and_gradients_are_those_of_the_dense_layer():
-  case = Case(layer(), "with_unused_choices")
-  _check(case, *_arrays(case), view="local_unchecked")
+def local_view(layer):
+  """Returns `apply` to parameters and tokens, as of one rank, of whole ones."""
+  ranks = PartitionSpec(layer.group.token_axes)
+
+  def call(params, x, mask=None):
+    return jax.shard_map(
+      lambda params, x, mask: layer(params, x, mask=mask),
+      mesh=layer.group.mesh,
+      in_specs=(layer.specs(), ranks, ranks),
+      out_specs=(ranks, PartitionSpec()),
+    )(params, x, mask)
+
+  return call
 
 
-@of_one_process
-@pytest.mark.parametrize("routing", ["to_one_expert", "idle"])
-def test_experts_and_ranks_may_be_idle(routing):
-  case = Case(layer("dp2_ep2", alignment=4), routing)
-  _check(case, *_arrays(case, gated=False))
+@functools.cache
+def oracle(config):
+  return jit_quickly(with_grads(functools.partial(dense, config)))
 
 
-@of_one_process
-def test_tokens_may_have_any_leading_dims():
-  """The handle has those of a rank, and the routing of all tokens."""
-  case = Case(layer(), lead=(1, T))
-  arrays = _arrays(case)
-  moe = jax.jit(_moe(case.layer, return_handle=True))
-  out, handle = moe(*put_moe(case.layer, *arrays))
-  assert_shards_close(out, np.asarray(_dense(*arrays)), 1e-5, 1e-4)
-  assert_same(Ops(handle).sizes(), case.oracle.sizes())
-  assert (handle.layer, handle.token_shape) == (case.layer, (1, T))
+def expected_of(config, params, x, bias=None, mask=None):
+  """Returns what `with_grads` does of the dense layer.
 
-
-@of_one_process
-def test_callers_choose_the_activation_which_may_be_learned():
-  case = Case(layer())
-  topk_idx, tokens, weights, matrices = arrays = _arrays(case, gated=False)
-
-  def loss(factor, *arrays):
-    out = _moe(case.layer, activation=lambda x: factor * x)(*arrays)
-    return out.sum(), out
-
-  placed = put_moe(case.layer, *arrays)
-  with jax.checking_leaks():
-    grad, got = jax.jit(jax.grad(loss, has_aux=True))(2.0, *placed)
-  products = 2 * matrices["w_up"] @ matrices["w_down"]
-  out = np.einsum("th,ehg->teg", tokens, products)
-  expected = np.einsum("tk,tke,teh->th", weights, np.eye(E)[topk_idx], out)
-  assert_shards_close(got, expected, 1e-4, 1e-4)
-  assert_shards_close(grad, expected.sum() / 2, 1e-3, 1e-3)
-
-
-@of_one_process
-def test_an_activation_may_have_an_infinite_derivative_at_zero():
-  """No NaN comes from the rows that pad a slab, which hold zeros."""
-  case = Case(layer("dp2_ep2", alignment=4), "idle_rank")
-  _check(case, *_arrays(case), activation=jnp.cbrt, rtol=1e-4)
-
-
-@of_one_process
-def test_dropped_choices_add_nothing_and_have_no_gradient():
-  dropping = dataclasses.replace(
-    layer(), recv_capacity_per_rank=4, overflow="drop"
-  )
-  weights = Case(dropping, "skewed").weights()
-  case = Case(dropping, "skewed", routing_weights=weights)  # it is fair
-  # The oracle decides what is kept: weights of ones come back from kept slots.
-  tokens, ones = case.tokens(), np.ones_like(weights)
-  rows = np.zeros((ranks(dropping), dropping.capacity, H), np.float32)
-  _, kept = case.oracle.dispatch_bwd(
-    (tokens, ones), (rows, np.ones(rows.shape[:2], np.float32))
-  )
-  assert 0 < kept.sum() < kept.size
-  kept_idx = np.where(np.asarray(kept) > 0, case.topk_idx, -1)
-  args = tokens, weights, _matrices(), case.tokens()
-  got = run_moe_step(dropping, case.topk_idx, *args)
-  expected = jax.tree.map(np.asarray, _dense_step(kept_idx, *args))
-  assert_close(got, expected, 1e-5, 1e-4)
-
-
-def test_matrices_are_passed_by_name():
-  case = Case(layer("ep4"))
-  routed = case.tokens(), case.topk_idx, case.weights()
-  for matrices in [(), (case.tokens(), case.tokens())]:
-    with pytest.raises(TypeError, match=r'"moe"\): .*by name: w_up=\.\.\.'):
-      ep.moe_layer(case.layer, *routed, *matrices)
-
-
-@pytest.mark.parametrize(
-  "change, error, message",
-  [
-    (dict(w_up=np.zeros((E, H + 1, F), np.float32)), ValueError, "w_up has"),
-    (dict(w_down=np.zeros((E, H, F), np.float32)), ValueError, "w_down has"),
-    (dict(w_gate=np.zeros((E, H, F - 1), np.float32)), ValueError, "w_gate"),
-    (dict(w_up=np.zeros((1, H, F), np.float32)), ValueError, "all experts"),
-    (dict(w_down=np.zeros((E, F, H), np.float16)), TypeError, "w_down is"),
-  ],
-)
-def test_matrices_that_do_not_fit(change, error, message):
-  case = Case(layer(name="moe_3"))
-  matrices = {**_matrices(), **change}
-  with pytest.raises(
-    error, match=rf"moe_layer\(layer \"moe_3\"\): .*{message}"
-  ):
-    ep.moe_layer(
-      case.layer, case.tokens(), case.topk_idx, case.weights(), **matrices
-    )
-
-
-@of_one_process
-def test_jax_debug_nans_finds_no_nan_of_ours():
-  """It accepts a layer whose received rows are mostly tail.
-
-  Eager mode compiles each operation, so it checks the forward pass only.
+  Layers that compute the same share its program.
   """
-  case = Case(layer(), "one_token")
-  arrays = put_moe(case.layer, *_arrays(case, gated=False), case.tokens())
-  with jax.debug_nans(True), ep.checked():
-    jax.block_until_ready(_moe(case.layer)(*arrays[:4]))
-    jax.block_until_ready(moe_step_of(case.layer, "local")(*arrays))
+  config = dataclasses.replace(
+    config,
+    capacity_factor=None,
+    overflow=None,
+    deterministic=False,
+    tp_axis=None,
+    fsdp_axis=None,
+  )
+  bias = np.zeros(E, np.float32) if bias is None else bias
+  mask = np.ones(x.shape[:-1], bool) if mask is None else mask
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+    return jax.tree.map(np.asarray, oracle(config)(*wide, bias, mask))
+
+
+def assert_close(got, expected, tol=2e-5):
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    assert_shards_close(a, b, tol, tol * max(np.abs(b).max(), 1e-3))
 
 
 @of_one_process
-def test_the_tail_does_not_affect_results():
-  """Results have the same bits, whether the tail is zero or NaN."""
-  case = Case(layer(), "one_token")
-  args = *_arrays(case), case.tokens()
-  with jax.debug_nans(True):  # makes the tail zero
-    expected = run_moe_step(case.layer, *args)
-  with ep.checked():  # makes the tail NaN
-    actual = run_moe_step(
-      dataclasses.replace(case.layer, name="checked"), *args
-    )
-  assert_same_bits(actual, expected)
-  assert all(np.isfinite(x).all() for x in jax.tree.leaves(actual))
-
-
-def _padded(config):
-  return _moe(config, pad=True)
-
-
-def _any_batch(*lead):
-  """Returns choices, tokens, weights and matrices of a batch."""
-  rng = np.random.default_rng(0)
-  idx = rng.permuted(np.tile(np.arange(E), (*lead, 1)), axis=-1)[..., :K]
-  tokens = rng.normal(size=(*lead, H)).astype(np.float32)
-  weights = rng.uniform(size=(*lead, K)).astype(np.float32)
-  return idx.astype(np.int32), tokens, weights, _matrices(gated=False)
-
-
 @pytest.mark.parametrize(
-  "lead, axis_type",
+  "config, mesh, biased",
   [
-    ((1,), AxisType.Auto),
-    pytest.param((2, 3), AxisType.Explicit, marks=of_one_process),
+    pytest.param(SHARED, "ep4", True, id="sigmoid_bias_shared"),
+    pytest.param(EARLY, "dp4_ep1", False, id="early_of_sequences"),
+    pytest.param(SPLIT, "dp2_ep2", False, id="fsdp"),
+    pytest.param(INPUT, "dp2_ep2", True, id="weighted_inputs"),
   ],
 )
-def test_any_batch_is_padded_when_asked(lead, axis_type):
-  """Also one of fewer tokens than ranks, and of any leading axes."""
-  config = layer("dp2_ep2", axis_type)
-  *tokens, matrices = arrays = _any_batch(*lead)
-  mesh = config.group.mesh
-  experts = PartitionSpec(config.group.axis_name)
-  args = [to_global(x, mesh) for x in (*tokens, tokens[1])]
-  args.insert(3, {n: to_global(w, mesh, experts) for n, w in matrices.items()})
-
-  def step(topk_idx, *args):
-    *floats, ct = args
-    fn = functools.partial(_padded(config), topk_idx)
-    out, vjp = jax.vjp(fn, *floats)
-    return out, *vjp(ct)
-
-  got, expected = jax.jit(step)(*args), _dense_step(*arrays, tokens[1])
-  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-    assert_shards_close(a, np.asarray(b), 1e-4, 1e-4)
+def test_output_metrics_and_gradients_are_those_of_the_dense_layer(
+  config, mesh, biased
+):
+  layer, params = ep.MoE(config, group(mesh)), make_params(config)
+  x = tokens(R, T, hidden=config.hidden)
+  bias = np.linspace(-0.2, 0.2, E, dtype=np.float32) if biased else None
+  state = ep.moe.State(bias) if biased else None
+  apply = functools.partial(layer, state=state)
+  got = jax.jit(with_grads(apply))(*put(layer, params, x))
+  assert_close(got, expected_of(config, params, x, bias))
 
 
 @of_one_process
-def test_padded_examples_of_vmap():
-  """They are one batch, whose first axis is that of the examples."""
-  arrays = _any_batch(2, 5)
-  batched = jax.vmap(_padded(layer()), in_axes=(0, 0, 0, None))
-  got = jax.jit(batched)(*arrays)
-  assert_shards_close(got, np.asarray(_dense(*arrays)), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("config, mesh", [(SHARED, "ep4"), (EARLY, "dp2_ep2")])
+def test_all_metrics_cost_one_sum_over_ranks(config, mesh):
+  """Nothing, if a program does not use them."""
+  layer = ep.MoE(config, group(mesh))
+  args = put(layer, make_params(config), tokens(R, T, hidden=config.hidden))
+
+  def num_sums(program):
+    hlo = jit_quickly(program).lower(*args).compile().as_text()
+    return len(re.findall(r" all-reduce(?:-start)?\(", hlo))
+
+  assert num_sums(layer) == num_sums(lambda *args: layer(*args)[0]) + 1
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-def test_what_needs_no_padding_stays_as_it_is(is_local):
-  """A batch that divides, or a rank's, has the program of no such option."""
-  config = layer()
-  fns = _padded(config), _moe(config)
-  if is_local:
-    sharded, experts = spec(config), PartitionSpec("ep")
-    specs = dict(in_specs=(*[sharded] * 3, experts), out_specs=sharded)
-    fns = [jax.shard_map(f, mesh=config.group.mesh, **specs) for f in fns]
-  programs = [jax.make_jaxpr(f)(*_any_batch(12)) for f in fns]
-  assert str(programs[0]) == str(programs[1])
+@of_one_process
+def test_bfloat16_tokens_of_float32_parameters():
+  layer, params = ep.MoE(SPLIT, group("dp2_ep2")), make_params(SPLIT)
+  x = tokens(R, T, hidden=SPLIT.hidden).astype(jnp.bfloat16)
+  y, metrics = run_forward(layer, params, x)
+  assert (y.dtype, metrics.dropped) == (jnp.bfloat16, 0)
+  expected = expected_of(SPLIT, params, x)[0]
+  eps = float(jnp.finfo(jnp.bfloat16).eps)
+  tolerance = 4 * eps * np.abs(expected).max()
+  np.testing.assert_allclose(np.float64(y), expected, 4 * eps, tolerance)
 
 
-def test_the_handle_is_of_the_padded_tokens():
-  config = layer()
-  padded = _moe(config, pad=True, return_handle=True)
-  out, handle = jax.eval_shape(padded, *_any_batch(6))
-  assert out.shape == (6, H)
-  assert handle.token_shape == (2,)
-  assert handle.kept.shape == (ranks(config) * 2, K)
+@of_one_process
+def test_masked_tokens_visit_no_expert_and_do_not_count():
+  """A NaN or an infinity in masked tokens reaches no other value."""
+  config = dataclasses.replace(BIASED, deterministic=DETERMINISTIC)
+  layer = ep.MoE(config, group("dp2_ep2"))
+  params, x = make_params(config), tokens(R, T)
+  mask = np.random.default_rng(3).random((R, T)) < 0.6
+  junk = np.where(
+    mask[..., None], x, np.resize([np.nan, np.inf, 3e38], x.shape)
+  )
+  args = put(layer, params, junk.astype(x.dtype), mask)
+  assert_close(
+    jax.jit(with_grads(local_view(layer)))(*args),
+    expected_of(config, params, x * mask[..., None], mask=mask),
+  )
 
 
-def test_more_padded_tokens_than_a_rank_may_have():
-  config = layer()
-  with pytest.raises(ValueError, match="max_tokens_per_rank"):
-    jax.eval_shape(_padded(config), *_any_batch(ranks(config) * T + 1))
+@of_one_process
+def test_gradients_of_each_example_are_its_own():
+  """`vmap(grad)` makes one exchange per example, and so sums nothing.
+
+  Examples may have matrices of their own and share others.
+  """
+  config = dataclasses.replace(PLAIN, deterministic=DETERMINISTIC)
+  layer, params = ep.MoE(config, group("ep4")), make_params(config)
+  args = put(layer, params, tokens(R))
+
+  def loss(params, x):
+    return jnp.tanh(layer(params, x)[0]).sum()
+
+  def dense_loss(params, x):
+    return jnp.tanh(dense(config, params, x)[0]).sum()
+
+  @jax.jit
+  def of_two(params, x):
+    params["w_up"], xs = (jnp.stack([a, 2 * a]) for a in (params["w_up"], x))
+    axes = {n: 0 if n == "w_up" else None for n in params}
+    return jax.vmap(jax.grad(loss, (0, 1)), (axes, 0))(params, xs)
+
+  got = of_two(*args)
+  grad = jit_quickly(jax.grad(dense_loss, (0, 1)))
+  x, other = tokens(R), params | {"w_up": 2 * params["w_up"]}
+  expected = jax.tree.map(
+    lambda *g: np.stack(g), grad(params, x), grad(other, 2 * x)
+  )
+  assert_close(got, expected, 1e-4)
+
+
+@of_one_process
+def test_tangents_are_those_of_the_dense_layer():
+  """Those of masked tokens, which are NaN, are zero."""
+  layer = ep.MoE(SHARED, group("dp2_ep2"))
+  params, x = make_params(SHARED), tokens(R * T, hidden=SHARED.hidden)
+  mask = np.arange(R * T) % 3 > 0
+  junk = np.where(mask[:, None], x, np.float32(np.nan))
+
+  def tangents(fn):
+    def call(params, x, mask):
+      def of(*args):
+        y, metrics = fn(*args, mask=mask)
+        if not isinstance(metrics, dict):
+          metrics = metrics._asdict()
+        return y, [metrics[n] for n in ("aux_loss", "z_loss", "entropy")]
+
+      return jax.jvp(of, (params, x), (params, x))
+
+    return call
+
+  got = jax.jit(tangents(layer))(*put(layer, params, junk, mask))
+  expected = jit_quickly(tangents(functools.partial(dense, SHARED)))(
+    params, x * mask[:, None], mask
+  )
+  assert_close(got, jax.tree.map(np.asarray, expected), 1e-4)
+
+
+@of_one_process
+def test_a_choice_can_be_forced_and_logits_be_noisy():
+  config = dataclasses.replace(PLAIN, jitter=0.3, num_groups=4, top_groups=2)
+  layer, params = ep.MoE(config, group("ep4")), make_params(config)
+  idx = np.tile(np.arange(K, dtype=np.int32), (R * T, 1))
+  args = put(layer, params, tokens(R * T), idx)
+  run = jax.jit(
+    lambda params, x, idx, key: layer(params, x, forced_idx=idx, key=key)
+  )
+  keys = jax.random.split(jax.random.key(0))
+  (first, metrics), (second, _) = whole([run(*args, key) for key in keys])
+  np.testing.assert_array_equal(metrics.load, [R * T] * 3 + [0] * 5)
+  assert (first != second).any()
+
+
+@of_one_process
+def test_any_batch_is_padded_when_asked():
+  layer = ep.MoE(SHARED, group("dp2_ep2"))
+  params, x = make_params(SHARED), tokens(R, T, hidden=SHARED.hidden)
+  batch = np.s_[:2, :3]
+  (placed,) = put(layer, params)
+  with pytest.raises(ValueError, match="cannot be split over 4 ranks"):
+    layer(placed, x[batch])
+  padded = jax.jit(functools.partial(layer, pad=True))
+  y, metrics = padded(placed, to_global(x[batch], layer.group.mesh))
+  mask = np.zeros((R, T), bool)
+  mask[batch] = True
+  expected, numbers, *_ = expected_of(SHARED, params, x, mask=mask)
+  assert_close(y, expected[batch])
+  assert_close({n: getattr(metrics, n) for n in numbers}, numbers)
+
+
+@of_one_process
+def test_a_tight_capacity_drops_and_tells():
+  """Without a limit of tokens it follows those of the call."""
+  limit = T if GPU else None
+  config = dataclasses.replace(PLAIN, capacity_factor=1.0, overflow="drop")
+  layer = ep.MoE(config, group("ep4", max_tokens_per_rank=limit))
+  x, params = tokens(R * T), make_params(PLAIN)
+  assert layer.ep_layer.capacity_for(T) == T * K
+  # All tokens of one sign choose expert 0.
+  params = params | {"router": params["router"] * (np.arange(E) == 0)}
+  choices = np.argsort(-x @ params["router"], axis=-1, kind="stable")[:, :K]
+  load = np.bincount(choices.ravel(), minlength=E)
+  params, experts = in_slots(PLACEMENT, params), PLACEMENT.experts
+  choices = PLACEMENT.slots[choices]
+  _, metrics = run_forward(layer, params, x, placement=PLACEMENT)
+  np.testing.assert_array_equal(metrics.load, load)
+  rows = load[experts].reshape(R, -1).sum(axis=1)
+  assert metrics.max_rank_rows == rows.max() > T * K
+  dropped = np.maximum(rows - T * K, 0).astype(np.int32)
+  assert metrics.dropped == dropped.sum()
+  handle = ep.ep_prepare(layer.ep_layer, choices.astype(np.int32))
+  assert handle.capacity == T * K
+  assert_shards_equal(handle.dropped_counts.sum(axis=1), dropped)
+  by_rank = metrics.drops[experts].reshape(R, -1).sum(axis=1)
+  np.testing.assert_array_equal(by_rank, dropped)
+  assert (metrics.drops <= load).all()
+
+
+@of_one_process
+def test_vmap_over_examples_makes_one_exchange():
+  """Its gradients are those of the batch, and its bits those of one call.
+
+  Profilers see the parts of the layer by name.
+  """
+  layer = ep.MoE(PLAIN, group("dp2_ep2"))
+  args = put(layer, make_params(PLAIN), tokens(R, T))
+
+  def mapped(params, x):
+    y, metrics = jax.vmap(layer, in_axes=(None, 0))(params, x)
+    return y, jax.tree.map(lambda m: m[0], metrics)
+
+  def compare(*args):
+    results = with_grads(layer)(*args)
+    equal = jax.tree.map(jnp.array_equal, with_grads(mapped)(*args), results)
+    return jnp.stack(jax.tree.leaves(equal))
+
+  # With both flags of quick_compiler.py, two programs may round differently.
+  options = quick_compiler.OPTIMIZED | {"xla_backend_optimization_level": 0}
+  options = None if GPU else options
+  lowered = jax.jit(compare).lower(*args)
+  assert np.asarray(lowered.compile(options)(*args)).all()
+  assert lowered.as_text().count("custom_call @ep_prepare") == 2
+  names = lowered.as_text(debug_info=True)
+  for scope in ("route", "experts", "metrics"):
+    assert re.search(rf"[\"/]{scope}/", names)
+
+
+@of_one_process
+def test_tensor_parallel_experts_give_the_dense_layer():
+  """Inner sizes are split over an axis whose ranks hold the same tokens."""
+  mesh = make_mesh({"dp": 1, "ep": 2, "tp": 2})
+  config = dataclasses.replace(BIASED, tp_axis="tp")
+  params, x = make_params(config), tokens(R, T)
+  sizes = dict(max_tokens_per_rank=2 * T)
+  with bootstrap(mesh, data_axes=("dp",), **sizes) as mesh_group:
+    layer = ep.MoE(config, mesh_group)
+    got = jax.jit(with_grads(local_view(layer)))(*put(layer, params, x))
+    assert_close(got, expected_of(config, params, x))
+
+
+def test_a_layer_is_bound_to_a_mesh():
+  """It makes a group, and parameters and a state that are placed there."""
+  mesh = make_mesh({"ep": 2, "tp": 2})
+  config = dataclasses.replace(SHARED, tp_axis="tp")
+  options = dict(
+    max_tokens_per_rank=2 * T, timeout_s=TIMEOUT_S, backend=BACKEND
+  )
+  layer = ep.MoE(config, mesh, **options)
+  with layer.group as mesh_group:
+    assert mesh_group.data_axes == ()
+    assert (mesh_group.hidden_dim, mesh_group.top_k) == (config.hidden, K)
+    params, state = layer.init(jax.random.key(0)), layer.init_state()
+    for name, spec in layer.specs().items():
+      assert params[name].sharding == NamedSharding(mesh, spec)
+    first = jit_quickly(functools.partial(ep.moe.init, config=config))(
+      jax.random.key(0)
+    )
+    assert_close(params, jax.tree.map(np.asarray, first), 1e-6)
+    x = tokens(R, T, hidden=config.hidden)
+    results = jax.jit(with_grads(layer))(
+      params, to_global(x, mesh, PartitionSpec("ep")), state
+    )
+    assert_close(results, expected_of(config, first, x))
+    load = results[1]["load"]
+    state = jax.jit(ep.moe.State.after)(state, load)
+    load = np.asarray(load)
+    bias = np.float32(1e-3) * np.sign(load.mean() - load)
+    assert_shards_equal(state.bias, bias)
+    with pytest.raises(TypeError, match="'timeout_s'. are options of ep_boot"):
+      ep.MoE(config, mesh_group, timeout_s=1.0)

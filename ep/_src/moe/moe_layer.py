@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""moe_layer: a feed-forward layer of experts, for a routing that is given."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from ep._src.base import arguments, arrays
+from ep._src.group.group import check_layer, EpLayerConfig
+from ep._src.moe import batching
+from ep._src.moe.chunks import through_experts
+from ep._src.moe.experts import Activation, Experts
+from ep._src.moe.padding import Padding
+from ep._src.ops import views
+from ep._src.ops.handle import EpHandle, LEAF_KINDS
+
+
+@overload
+def moe_layer(
+  layer: EpLayerConfig,
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  w_gate: jax.Array | None = None,
+  activation: Activation = jax.nn.silu,
+  return_handle: Literal[False] = False,
+  pad: bool = False,
+) -> jax.Array: ...
+@overload
+def moe_layer(
+  layer: EpLayerConfig,
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  w_gate: jax.Array | None = None,
+  activation: Activation = jax.nn.silu,
+  return_handle: Literal[True],
+  pad: bool = False,
+) -> tuple[jax.Array, EpHandle]: ...
+def moe_layer(
+  layer: EpLayerConfig,
+  tokens: jax.Array,
+  topk_idx: jax.Array,
+  topk_weights: jax.Array,
+  *positional: jax.Array,
+  w_up: jax.Array | None = None,
+  w_down: jax.Array | None = None,
+  w_gate: jax.Array | None = None,
+  activation: Activation = jax.nn.silu,
+  return_handle: bool = False,
+  pad: bool = False,
+) -> jax.Array | tuple[jax.Array, EpHandle]:
+  """Applies a mixture-of-experts feed-forward layer, spread over ranks.
+
+  Collective over the EP domain. The result for a token x is the weighted sum of
+  the outputs of its experts. The output of expert e is
+
+      (activation(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
+
+  as in Mixtral and DeepSeek, or activation(x @ w_up[e]) @ w_down[e] without
+  gates. The routing can be that of `route_topk`:
+
+      topk = ep.route_topk(tokens @ w_router, layer.top_k)
+      out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
+
+  `ep.MoE` is the layer with a router, losses, biases and shared experts.
+  Both are `ep_prepare`, `ep_dispatch`, grouped matmuls and `ep_combine`, and
+  experts of another kind take the same steps. Differentiable in tokens,
+  weights and matrices, in both modes and to any order. `jax.vmap` over tokens
+  makes one exchange of all examples.
+
+  With `overflow="chunk"`, a step that needs more rows than the capacity C of
+  the layer on a rank is computed in chunks of tokens that fit with any routing,
+  `(C - L * (alignment - 1)) // (P * min(K, L))` of each rank or less, one after
+  another. Ranks of other EP domains need not do the same. The backward pass
+  exchanges and computes each chunk once more, and adds the gradients of
+  matrices in float32, in the order of the chunks. A layer with a capacity below
+  the worst case then has reverse mode, of any order, but no forward mode.
+
+  Args:
+    layer: the layer's configuration. Its `tail` has no effect: rows after the
+      last slab are neither written nor read.
+    tokens: float32, bfloat16 or float16 [..., H].
+    topk_idx: int32 or int64 [..., K], as in `ep_prepare`.
+    topk_weights: float [..., K], as in `ep_dispatch`.
+    w_up: [L, H, F] in the local view, [E, H, F] in the global one, sharded
+      over the EP axis; this and the next two have the tokens' dtype.
+    w_down: [L, F, H], or [E, F, H].
+    w_gate: like `w_up`, or None.
+    activation: an elementwise function, hashable and without state that
+      changes: compiled programs are kept by it. If it closes over values that
+      are traced, such as a learned slope, no program is kept, and all rows of
+      the capacity are activated.
+    return_handle: whether to return the handle as well, for `ep.describe` or
+      more ops of the same routing. With `overflow="chunk"` it is the handle of
+      one exchange of all tokens, as the ops alone make it. If its
+      `max_recv_tokens` exceeds its `capacity`, it counts drops, though the
+      layer dropped nothing.
+    pad: whether tokens whose first axis does not divide over the ranks may be
+      given in the global view, such as a batch of 1 when text is sampled.
+      Tokens that visit no expert are added, and the result is not split over
+      the ranks. A handle is of all tokens, the added ones included, in one
+      axis.
+
+  Returns:
+    [..., H], like `tokens`; with `return_handle`, a tuple of it and the
+    `EpHandle`.
+
+  Raises:
+    ValueError, TypeError: a shape or dtype does not fit; with
+      `overflow="chunk"`, one token of each rank may need more rows than the
+      capacity, or an activation closes over values that are traced.
+    ep.EpError: when the program runs; see `ep_prepare`.
+  """
+  check_layer("moe_layer", layer)
+  group = layer.group
+  op = f'moe_layer(layer "{layer.name}")'
+  if positional or w_up is None or w_down is None:
+    raise TypeError(
+      f"{op}: matrices are passed by name: w_up=..., w_down=..., and w_gate=..."
+      " for experts with gates."
+    )
+  arrays.function(op, "activation", activation)
+  arguments.flags(op, return_handle=return_handle, pad=pad)
+  params = {"w_up": jnp.asarray(w_up), "w_down": jnp.asarray(w_down)}
+  if w_gate is not None:
+    params["w_gate"] = jnp.asarray(w_gate)
+  topk_idx = arrays.array(op, "topk_idx", topk_idx)
+  routed = (jnp.asarray(tokens), topk_idx, jnp.asarray(topk_weights))
+  view = views.View.of(group, op)
+  _check_matrices(view, routed[0], params)
+
+  experts = Experts(activation)
+  keep = not experts.is_traced()
+
+  def run(routed, params):
+    lead = _check_lead(op, routed)
+    padding = Padding.of(view, lead) if pad else Padding(lead)
+    routed = [*map(padding.add, routed, [0, -1, 0])]
+    token_shape = view.lead("tokens", routed[0].shape)
+    out, leaves = view.call(
+      _of_rank,
+      [layer, experts],
+      [params, *routed],
+      [views.EXPERTS] + [views.TOKENS] * 3,
+      (views.TOKENS, LEAF_KINDS),
+      keep=keep,
+    )
+    handle = EpHandle(*leaves, layer=layer, token_shape=token_shape)
+    return padding.remove(out), handle
+
+  if return_handle:
+    return run(routed, params)
+  out, _ = batching.examples(lambda *args: (run(*args)[0], ()), routed, params)
+  return out
+
+
+def _of_rank(layer, experts, params, tokens, topk_idx, topk_weights):
+  out, handle = through_experts(
+    layer, experts, params, tokens, topk_idx, topk_weights
+  )
+  return out, handle.leaves
+
+
+def _check_lead(op, routed):
+  """Returns the leading axes of the tokens, which the routing must have too."""
+  _, ids, weights = routed
+  if ids.shape != weights.shape:
+    raise ValueError(
+      f"{op}: topk_weights has shape {weights.shape}, but topk_idx {ids.shape};"
+      " pass a weight for each id."
+    )
+  shapes = {x.shape[:-1] for x in routed}
+  if len(shapes) > 1:
+    raise ValueError(
+      f"{op}: tokens, topk_idx and topk_weights have the shapes"
+      f" {', '.join(str(x.shape) for x in routed)}, but all axes but the last"
+      " must be the same; route these very tokens."
+    )
+  return shapes.pop()
+
+
+def _check_matrices(view, tokens, params):
+  op, group = view.op, view.group
+  experts = group.num_local_experts if view.is_local else group.num_experts
+  hidden, inner = tokens.shape[-1], params["w_up"].shape[-1]
+  for name, matrices in params.items():
+    shape = (experts, hidden, inner)
+    if name == "w_down":
+      shape = (experts, inner, hidden)
+    if matrices.shape != shape:
+      which = "a rank's own experts" if view.is_local else "all experts"
+      raise ValueError(
+        f"{op}: {name} has shape {matrices.shape}, but {shape} is expected:"
+        f" a matrix for each of {which}, for tokens of hidden size {hidden} and"
+        f" w_up of inner size {inner}."
+      )
+    if matrices.dtype != tokens.dtype:
+      raise TypeError(
+        f"{op}: {name} is {matrices.dtype}, but tokens are {tokens.dtype};"
+        " convert one, so that it is clear which precision is meant."
+      )
