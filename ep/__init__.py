@@ -48,17 +48,17 @@ from ep._src.group.group import EpLayerConfig as EpLayerConfig
 from ep._src.matmul.grouped_matmul import grouped_matmul as grouped_matmul
 from ep._src.matmul.ordered_sum import ordered_psum as ordered_psum
 from ep._src.moe.config import MoEConfig as MoEConfig
-from ep._src.moe.moe_layer import moe_layer as moe_layer
+from ep._src.moe.layer import MoE as MoE
 from ep._src.moe.losses import load_balancing_loss as load_balancing_loss
 from ep._src.moe.losses import router_entropy as router_entropy
 from ep._src.moe.losses import router_z_loss as router_z_loss
 from ep._src.moe.losses import (
   sequence_balancing_loss as sequence_balancing_loss,
 )
+from ep._src.moe.moe_layer import moe_layer as moe_layer
 from ep._src.moe.placement import Placement as Placement
 from ep._src.moe.router import route_topk as route_topk
-from ep._src.moe.routing_map import topk_from_map as topk_from_map
-from ep._src.moe.layer import MoE as MoE
+from ep._src.moe.router import topk_from_map as topk_from_map
 from ep._src.ops.combine import ep_combine as ep_combine
 from ep._src.ops.dispatch import ep_dispatch as ep_dispatch
 from ep._src.ops.handle import EpHandle as EpHandle

@@ -26,11 +26,11 @@ SMALL, LARGE = {"dp": 2, "ep": 2}, {"dp": 2, "fsdp": 2, "ep": 2}
 OPTIONS = {
   "plain": {},
   "copies": dict(replica_slots=1),
-  "parts": dict(token_chunks=4),
+  "token_chunks": dict(token_chunks=4),
   "chunk": dict(overflow="chunk", **TIGHT),
   "copies in chunks": dict(replica_slots=1, overflow="chunk", **TIGHT),
   "fair": dict(overflow="drop", drop_by="fair", **TIGHT),
-  "drops in parts": dict(overflow="drop", token_chunks=2, **TIGHT),
+  "drops in token_chunks": dict(overflow="drop", token_chunks=2, **TIGHT),
   "deterministic": dict(deterministic=True),
   "fp8 rows": dict(wire="mxfp8", token_chunks=2),
   "sequences": dict(balance="sequence", score="sigmoid", overlap=False),
@@ -73,7 +73,7 @@ def program_of(mesh, **options):
 @pytest.mark.parametrize(
   "mesh, name",
   [(SMALL, name) for name in OPTIONS]
-  + [(LARGE, name) for name in ("copies", "parts", "chunk")],
+  + [(LARGE, name) for name in ("copies", "token_chunks", "chunk")],
 )
 def test_launches_of_a_step_agree(mesh, name):
   """Launches of one program have the same bits, with any option."""

@@ -136,7 +136,7 @@ def test_results_are_those_without_options_on_one_domain(
   ],
 )
 def test_wrong_choices_are_named_as_they_were_written(placement, options):
-  """Neither by slots of experts, nor by tokens of a part."""
+  """Neither by slots of experts, nor by tokens of a chunk."""
   layer = layer_of(**options)
   params = draw_params(PLAIN, np.zeros)
   x = np.zeros((R * T, HIDDEN), np.float32)

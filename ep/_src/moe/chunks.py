@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, compat, reverse_mode
 from ep._src.group.group import EpLayerConfig
+from ep._src.moe.config import exchange_of
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
@@ -69,7 +70,7 @@ def through_experts(
     of the handle have an axis of chunks in front.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
-  exchange = _exchange(layer, capacity)
+  exchange = exchange_of(layer, capacity)
   args = dict(params), tokens, topk_idx, topk_weights
   token_chunks = min(token_chunks, num_tokens)
   if token_chunks > 1:
@@ -83,18 +84,6 @@ def through_experts(
     return round_trip(handle, experts, *args, shared), handle
   out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
   return _with_shared(out, shared, tokens), handle
-
-
-def _exchange(layer, capacity=None):
-  """Returns the configuration of one exchange; see `through_experts`."""
-  changes: dict[str, Any] = dict(tail="unspecified")
-  if capacity is not None:
-    changes |= dict(
-      recv_capacity_per_rank=capacity, overflow="error", drop_by=None
-    )
-  elif layer.overflow == "chunk":  # what a handle drops goes in chunks
-    changes |= dict(overflow="drop", drop_by="slot")
-  return dataclasses.replace(layer, **changes)
 
 
 def _with_shared(out, shared, tokens):
@@ -227,7 +216,7 @@ def _one_exchange_or_chunks(
 ):
   """Returns the output of one exchange if its rows fit, and else of chunks."""
   # All chunks have the capacity of the whole, whose factor is of all tokens.
-  layer = _exchange(handle.layer, handle.capacity)
+  layer = exchange_of(handle.layer, handle.capacity)
 
   def whole(floats, topk_idx, handle):
     params, tokens, weights = floats

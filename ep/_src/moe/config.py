@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoEConfig: the sizes and choices of a MoE layer, without a mesh."""
+"""MoEConfig describes a MoE layer; `layer_of` makes its layer of a group."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import jax
 
 from ep._src.base import arguments, arrays, quantizers
 from ep._src.base.config import short_repr, WIRES
+from ep._src.group.group import EpGroup, EpLayerConfig
+from ep._src.matmul import row_map
 from ep._src.moe import router
 from ep._src.moe.experts import Activation, Experts, Weigh
 
@@ -59,12 +61,13 @@ class MoEConfig:
     drop_by: what "drop" drops: "slot", "weight" or "fair", as in
       `ep.EpLayerConfig`; None inherits from the group, and if that has None,
       too, is "fair".
-    token_chunks: n: the tokens of a rank go through the experts in n parts of
+    token_chunks: n: the tokens of a rank go through the experts in n chunks of
       as many tokens, one after another, forward and backward. A rank then has
-      room for the rows of a part. Outputs have the same bits for every n,
-      unless choices are dropped: the capacity is a part's. It takes time: the
-      backward pass computes the experts again. Not with overflow = "chunk" or
-      `deterministic`.
+      room for the rows of a chunk. Outputs have the same bits for every n,
+      unless choices are dropped: the capacity is a chunk's. The gradients of
+      matrices are rounded for each chunk, and added in float32. It takes time:
+      the backward pass computes the experts again. Not with overflow = "chunk"
+      or `deterministic`.
     wire: how tokens travel to experts, and the gradients of their sums in the
       backward pass: "mxfp8" or "fp8_block128" for one byte an element, as in
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
@@ -225,3 +228,132 @@ _CHOICES = {
   "balance": ("batch", "sequence"),
   "wire": WIRES,
 }
+
+
+def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
+  """Returns the layer of a group that `config` describes.
+
+  Raises:
+    ValueError: the config does not fit the group; see `ep.MoE`.
+  """
+  what = f'MoE(layer "{name}")'
+  slots, copies = config.num_experts, ""
+  if config.replica_slots:
+    slots += group.ep_size * config.replica_slots
+    copies = f" with replica_slots = {config.replica_slots} needs {slots}"
+  arguments.check(
+    slots == group.num_experts,
+    what,
+    f"num_experts = {config.num_experts}{copies}, but the group has"
+    f" {group.num_experts}; bootstrap a group for this model.",
+  )
+  arguments.check(
+    group.hidden_dim is None or config.hidden <= group.hidden_dim,
+    what,
+    f"hidden = {config.hidden}, but the group's rows have"
+    f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
+  )
+  arguments.check(
+    not config.deterministic or group.backend != "nccl",
+    what,
+    'deterministic = True, but backend = "nccl" adds the outputs of experts in'
+    " an order of its own; pass deterministic=False, or bootstrap the group"
+    ' with backend="xla".',
+  )
+  _check_axes(what, group, config)
+  most, local = group.max_tokens_per_rank, config.num_experts // group.ep_size
+  arguments.check(
+    not config.replica_slots or most is None or most >= local,
+    what,
+    f"max_tokens_per_rank = {most}, but a copy sends a row of each of a rank's"
+    f" {local} experts at once; raise it to that at least.",
+  )
+  arguments.check(
+    config.drop_by in (None, "slot") or not _holds_any_routing(config, group),
+    what,
+    f"drop_by = {config.drop_by!r}, but capacity_factor = None leaves room for"
+    " any routing; give a factor, such as 1.25.",
+  )
+  options: dict[str, Any] = dict(
+    top_k=config.top_k,
+    capacity_factor=config.capacity_factor,
+    # Blocks of rows then are alike, also the last one (row_map.py).
+    capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
+    overflow=config.overflow,
+    drop_by=config.drop_by,
+    wire=config.wire,
+    name=name,
+  )
+  layer = EpLayerConfig(group, **options)
+  if config.token_chunks == 1:
+    return layer
+  arguments.check(
+    layer.overflow != "chunk",
+    what,
+    f"token_chunks = {config.token_chunks} splits the tokens of every step,"
+    ' and overflow = "chunk" those of a step that does not fit; choose one.',
+  )
+  if most is None:  # then the capacity follows the tokens of each chunk
+    return layer
+  rows = layer.rows_for(-(-most // config.token_chunks))
+  return EpLayerConfig(group, recv_capacity_per_rank=rows, **options)
+
+
+def exchange_of(
+  layer: EpLayerConfig, capacity: int | None = None
+) -> EpLayerConfig:
+  """Returns the configuration of one exchange of a layer.
+
+  Any routing fits into `capacity` rows; None is the layer's own capacity.
+  """
+  changes: dict[str, Any] = dict(tail="unspecified")
+  if capacity is not None:
+    changes |= dict(
+      recv_capacity_per_rank=capacity, overflow="error", drop_by=None
+    )
+  elif layer.overflow == "chunk":  # what a handle drops goes in chunks
+    changes |= dict(overflow="drop", drop_by="slot")
+  return dataclasses.replace(layer, **changes)
+
+
+def room_for_mean(
+  config: MoEConfig, layer: EpLayerConfig, num_tokens: int
+) -> int | None:
+  """Returns a capacity for the mean of the ranks, or None if it is too little.
+
+  Any routing fits into it if there are as many slots for copies as experts.
+  """
+  L = config.num_experts // layer.ep_size
+  if config.replica_slots < L or not _holds_any_routing(config, layer.group):
+    return None
+  slots, unit = layer.num_local_experts, layer.alignment
+  rows = max(num_tokens * layer.top_k, slots) + slots * (unit - 1)
+  return min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
+
+
+def _holds_any_routing(config, group):
+  """Returns whether nothing limits the capacity to less than any routing."""
+  return config.capacity_factor is None and group.recv_capacity_per_rank is None
+
+
+def _check_axes(op, group, config):
+  """Raises unless `tp_axis` and `fsdp_axis` can split parameters."""
+  for name, axis in [
+    ("tp_axis", config.tp_axis),
+    ("fsdp_axis", config.fsdp_axis),
+  ]:
+    if axis is None:
+      continue
+    arguments.check(
+      axis in group.mesh.shape and axis != group.axis_name,
+      op,
+      f"{name} = {axis!r}, but it must be one of the mesh axes"
+      f" {tuple(group.mesh.shape)} and not the EP axis {group.axis_name!r}.",
+    )
+  arguments.check(
+    config.tp_axis not in group.token_axes,
+    op,
+    f"tp_axis = {config.tp_axis!r}, but the group splits tokens over that axis,"
+    f" whose ranks must hold the same tokens; pass ep_bootstrap(data_axes="
+    f"{tuple(a for a in group.data_axes if a != config.tp_axis)}).",
+  )

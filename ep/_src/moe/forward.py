@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import functools
 import math
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
-from ep._src.base import arrays, compat
+from ep._src.base import arrays, compat, errors, primitive
+from ep._src.base.fail_if import fail_if
+from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
-from ep._src.moe.choices import checked_choices
 from ep._src.moe.chunks import through_experts
-from ep._src.moe.config import MoEConfig
+from ep._src.moe.config import MoEConfig, room_for_mean
 from ep._src.moe.experts import SharedExpert
-from ep._src.moe.metrics import Metrics
 from ep._src.moe.placement import Placement
-from ep._src.moe.replicas import Replicas, room_for_mean
+from ep._src.moe.replicas import Replicas
 
 
 def of_rank(
@@ -33,7 +35,7 @@ def of_rank(
   bias: jax.Array | None,
   key: jax.Array | None,
   placement: Placement | None,
-) -> tuple[jax.Array, Metrics]:
+) -> tuple[jax.Array, losses.Metrics]:
   """Returns what `ep.MoE` does, for the tokens and the parameters of a rank."""
   others = bias, key, placement
   if not config.deterministic:
@@ -83,7 +85,7 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     as_written = placement is None and not config.replica_slots
     as_written &= config.token_chunks == 1
     if forced_idx is not None and not as_written:
-      topk_idx = checked_choices(layer, config.num_experts, topk_idx)
+      topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
   # Ranks of `tp_axis` multiply tokens and weights by different parts of the
   # inner size. So tokens vary over that axis from here on, and weights from
   # dispatch on. At these places their gradients are summed over the axis,
@@ -92,15 +94,17 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
   L = config.num_experts // layer.ep_size
-  slots = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
+  held = lax.axis_index(layer.group.axis_name) * L + arrays.iota(L)
   ids, capacity = topk_idx, None
   if config.replica_slots:
-    capacity = room_for_mean(layer, config, math.prod(x.shape[:-1]))
+    capacity = room_for_mean(config, layer, math.prod(x.shape[:-1]))
     replicas = Replicas.of(layer, config, topk_idx, placement)
     experts = replicas.copied(experts, config.hidden)
-    ids, slots = replicas.ids, replicas.experts
+    ids, held = replicas.ids, replicas.experts
   elif placement is not None:
     ids = placement.slots_of(topk_idx)
+  if placement is not None:
+    held = jnp.asarray(placement.experts)[held]
   shared = None
   if config.shared_inner:
     shared = SharedExpert(config.experts, params, mask, config.overlap)
@@ -115,19 +119,11 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     token_chunks=config.token_chunks,
     capacity=capacity,
   )
-  # The handle of several chunks has an axis of them in front.
-  received = (
-    x.reshape(-1, n).sum(0, dtype=jnp.int32)
-    for x, n in [
-      (handle.total_recv_tokens, 1),
-      (handle.dropped_counts, len(slots)),
-    ]
-  )
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
-    metrics = _metrics(
-      layer, config, logits, topk_idx, mask, placement, slots, *received
+    metrics = losses.measure(
+      layer, config, logits, topk_idx, mask, handle, held
     )
     return y, metrics
 
@@ -158,61 +154,65 @@ def _local_params(layer, config, params):
   return params
 
 
-def _metrics(
-  layer,
-  config,
-  logits,
-  topk_idx,
-  mask,
-  placement,
-  slots,
-  rows,
-  dropped_counts,
-):
-  axes = layer.group.token_axes
-  experts = config.num_experts
-  load = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
-  drops = jnp.zeros(experts, jnp.int32)
-  if layer.overflow != "chunk":  # else what the handle drops goes in chunks
-    drops = drops.at[slots].add(dropped_counts)
-  of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
-  sums = dict(
-    load=load.reshape(-1, experts).sum(axis=0),
-    drops=_halves(drops),
-    rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows[0])),
+def _checked_choices(
+  layer: EpLayerConfig, num_experts: int, ids: jax.Array
+) -> jax.Array:
+  """Returns choices int32 [..., K], or fails on all ranks as `ep_prepare` does.
+
+  `ep_prepare` checks the ids that it gets. If the layer gives it slots of
+  experts, or a chunk of the tokens, then its errors name slots, or tokens of
+  the chunk. And a token that repeats an expert may get two copies of it, which
+  are two slots.
+
+  Collective over the EP domain, over whose axis `ids` varies. A program that
+  cannot call Python returns ids that `ep_prepare` refuses.
+  """
+  if not ids.size:
+    return ids
+  (ids,) = _check_p.bind(
+    ids,
+    name=layer.name,
+    axis_name=layer.group.axis_name,
+    num_experts=num_experts,
   )
-  terms = dict(
-    aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
-    z_loss=losses.logit_size(logits, mask),
-    entropy=losses.score_entropy(logits, mask),
+  return keep_routing(ids)
+
+
+def _check(ids, *, name, axis_name, num_experts, can_raise):
+  K = ids.shape[-1]
+
+  def fail(faults):
+    rank = int(np.argmax(faults[:, 0] < errors.NO_FAULT))
+    what = f'ep_prepare(layer "{name}"), rank {rank}'
+    fault, expert = faults[rank].tolist()
+    raise errors.wrong_choice(what, fault, expert, K, num_experts)
+
+  fault = _first_fault(ids.reshape(-1, K), num_experts)
+  faults = lax.all_gather(fault, axis_name)
+  failed = fail_if(
+    (faults[:, 0] < errors.NO_FAULT).any(), fail, faults, can_raise=can_raise
   )
-  psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
-  sums, of_terms = losses.summed(
-    (sums, {name: term.sums for name, term in terms.items()}), axes, psum
+  return [jnp.where(failed > 0, -2, ids)]
+
+
+def _first_fault(ids, num_experts):
+  """Returns int32 [fault, id]; see `errors.wrong_choice`."""
+  K = ids.shape[1]
+  is_wrong = (ids < -1) | (ids >= num_experts)
+  is_earlier = arrays.iota(K) < arrays.iota(K)[:, None]
+  is_same = ids[:, :, None] == ids[:, None, :]
+  repeats = (is_same & is_earlier).any(2) & (ids >= 0)
+  fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
+  fault += jnp.where(is_wrong, 0, 1)
+  fault = jnp.where(is_wrong | repeats, fault, errors.NO_FAULT).min()
+  return jnp.stack([fault, ids.ravel().at[fault // 2].get(mode="clip")])
+
+
+def _lower(ctx, ids, **params):
+  check = functools.partial(
+    _check, can_raise=compat.can_call_python(ctx), **params
   )
-  drops = _whole(sums["drops"])
-  if placement is not None:
-    drops = drops[placement.slots]
-  return Metrics(
-    load=sums["load"],
-    drops=drops,
-    max_rank_rows=_whole(sums["rows"]).max(),
-    **{name: term.loss(*of_terms[name]) for name, term in terms.items()},
-  )
+  return compat.lower_local(jax.named_scope("ep_check")(check))(ctx, ids)
 
 
-def _halves(x):
-  """Returns float32 arrays whose sums over up to 4096 ranks are exact."""
-  return (x >> 12).astype(jnp.float32), (x & 4095).astype(jnp.float32)
-
-
-def _whole(halves):
-  """Returns the integers of which `halves` are sums of `_halves`."""
-  high, low = (x.astype(jnp.int32) for x in halves)
-  return (high << 12) + low
-
-
-_BALANCE = {
-  "batch": losses.batch_balance,
-  "sequence": losses.sequence_balance,
-}
+_check_p = primitive.new("ep_check", lambda ids, **_: [ids], _lower)

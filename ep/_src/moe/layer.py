@@ -17,13 +17,12 @@ from ep._src.base import arguments, arrays, compat
 from ep._src.base.meshes import Mesh
 from ep._src.group.bootstrap import ep_bootstrap
 from ep._src.group.group import EpGroup, EpLayerConfig
-from ep._src.matmul import row_map
 from ep._src.moe import batching, forward, parameters
-from ep._src.moe.config import MoEConfig
-from ep._src.moe.metrics import Metrics
-from ep._src.moe.padding import Padding
+from ep._src.moe.batching import Padding
+from ep._src.moe.config import layer_of, MoEConfig
+from ep._src.moe.losses import Metrics
+from ep._src.moe.parameters import State
 from ep._src.moe.placement import check_placement, Placement
-from ep._src.moe.state import State
 from ep._src.ops import views
 
 
@@ -94,7 +93,7 @@ class MoE:
       group = where
     else:
       group = _bootstrap(config, where, options)
-    ep_layer = _bind(config, group, name or config.name)
+    ep_layer = layer_of(config, group, name or config.name)
     object.__setattr__(self, "config", config)
     object.__setattr__(self, "ep_layer", ep_layer)
 
@@ -271,73 +270,6 @@ def _bootstrap(config, mesh, options):
   )
 
 
-def _bind(config, group, name):
-  """Returns the layer's `EpLayerConfig`, if the group fits."""
-  what = f'MoE(layer "{name}")'
-  slots, copies = config.num_experts, ""
-  if config.replica_slots:
-    slots += group.ep_size * config.replica_slots
-    copies = f" with replica_slots = {config.replica_slots} needs {slots}"
-  arguments.check(
-    slots == group.num_experts,
-    what,
-    f"num_experts = {config.num_experts}{copies}, but the group has"
-    f" {group.num_experts}; bootstrap a group for this model.",
-  )
-  arguments.check(
-    group.hidden_dim is None or config.hidden <= group.hidden_dim,
-    what,
-    f"hidden = {config.hidden}, but the group's rows have"
-    f" hidden_dim = {group.hidden_dim}; bootstrap a group for this model.",
-  )
-  arguments.check(
-    not config.deterministic or group.backend != "nccl",
-    what,
-    'deterministic = True, but backend = "nccl" adds the outputs of experts in'
-    " an order of its own; pass deterministic=False, or bootstrap the group"
-    ' with backend="xla".',
-  )
-  _check_axes(what, group, config)
-  layer = EpLayerConfig(
-    group,
-    top_k=config.top_k,
-    capacity_factor=config.capacity_factor,
-    # Blocks of rows then are alike, also the last one (row_map.py).
-    capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
-    overflow=config.overflow,
-    drop_by=config.drop_by,
-    wire=config.wire,
-    name=name,
-  )
-  arguments.check(
-    config.token_chunks == 1 or layer.overflow != "chunk",
-    what,
-    f"token_chunks = {config.token_chunks} splits the tokens of every step,"
-    ' and overflow = "chunk" those of a step that does not fit; choose one.',
-  )
-  most = group.max_tokens_per_rank
-  if most is not None and config.token_chunks > 1:
-    of_part = layer.rows_for(-(-most // config.token_chunks))
-    layer = dataclasses.replace(layer, recv_capacity_per_rank=of_part)
-  fits_all = (
-    config.capacity_factor is None and group.recv_capacity_per_rank is None
-  )
-  local = config.num_experts // group.ep_size
-  arguments.check(
-    not config.replica_slots or most is None or most >= local,
-    what,
-    f"max_tokens_per_rank = {most}, but a copy sends a row of each of a rank's"
-    f" {local} experts at once; raise it to that at least.",
-  )
-  arguments.check(
-    config.drop_by in (None, "slot") or not fits_all,
-    what,
-    f"drop_by = {config.drop_by!r}, but capacity_factor = None leaves room for"
-    " any routing; give a factor, such as 1.25.",
-  )
-  return layer
-
-
 def _bias(op, state):
   if state is None:
     return None
@@ -385,29 +317,6 @@ def _check_tokens(op, config, x, bias, mask, forced_idx):
       f"{name} has shape {array.shape}, but {shape} is expected for x of shape"
       f" {x.shape}.",
     )
-
-
-def _check_axes(op, group, config):
-  """Raises unless `tp_axis` and `fsdp_axis` can split parameters."""
-  for name, axis in [
-    ("tp_axis", config.tp_axis),
-    ("fsdp_axis", config.fsdp_axis),
-  ]:
-    if axis is None:
-      continue
-    arguments.check(
-      axis in group.mesh.shape and axis != group.axis_name,
-      op,
-      f"{name} = {axis!r}, but it must be one of the mesh axes"
-      f" {tuple(group.mesh.shape)} and not the EP axis {group.axis_name!r}.",
-    )
-  arguments.check(
-    config.tp_axis not in group.token_axes,
-    op,
-    f"tp_axis = {config.tp_axis!r}, but the group splits tokens over that axis,"
-    f" whose ranks must hold the same tokens; pass ep_bootstrap(data_axes="
-    f"{tuple(a for a in group.data_axes if a != config.tp_axis)}).",
-  )
 
 
 def _check_params(op, group, config, params, is_local):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and a metric of a router's logits: balance, size and entropy.
+"""What a layer measures: losses and the entropy of its router, and metrics.
 
-Each is a mean over tokens, or over sequences. All take a `mask`, and give the
+A loss is a mean over tokens, or over sequences. All take a `mask`, and give the
 whole batch's value on every rank when they are told the axes of the ranks.
 """
 
@@ -16,13 +16,17 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
+from ep._src.group.group import EpLayerConfig
+from ep._src.matmul import ordered_sum
 from ep._src.moe import router
+from ep._src.moe.config import MoEConfig
+from ep._src.ops.handle import EpHandle
 
 _Axes = str | Sequence[str]
 _Psum = Callable[[Any, _Axes], Any]
 
 
-class Terms(NamedTuple):
+class _Terms(NamedTuple):
   """What a loss sums over all ranks, and the loss as a function of the sums."""
 
   sums: tuple[jax.Array, ...]  # float32, of one rank
@@ -30,10 +34,10 @@ class Terms(NamedTuple):
 
   def over(self, axes: _Axes, psum: _Psum) -> jax.Array:
     """Returns the loss of all ranks of the axes."""
-    return self.loss(*summed(self.sums, axes, psum))
+    return self.loss(*_summed(self.sums, axes, psum))
 
 
-def summed(arrays: Any, axes: _Axes, psum: _Psum) -> Any:
+def _summed(arrays: Any, axes: _Axes, psum: _Psum) -> Any:
   """Returns the sums of a rank's float32 arrays over the axes, in one psum."""
   if not axes:
     return arrays
@@ -78,7 +82,7 @@ def load_balancing_loss(
     ValueError: for a `score` or shape that cannot be.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  return batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
+  return _batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
 
 
 def sequence_balancing_loss(
@@ -114,7 +118,7 @@ def sequence_balancing_loss(
     ValueError: for a `score` or shape that cannot be.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  terms = sequence_balance(logits, topk_idx, score, mask)
+  terms = _sequence_balance(logits, topk_idx, score, mask)
   return terms.over(axis_name, psum)
 
 
@@ -141,7 +145,7 @@ def router_z_loss(
     ValueError: the mask has another shape than the tokens.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  return logit_size(logits, mask).over(axis_name, psum)
+  return _logit_size(logits, mask).over(axis_name, psum)
 
 
 def router_entropy(
@@ -167,17 +171,17 @@ def router_entropy(
     ValueError: the mask has another shape than the tokens.
     TypeError: the logits are no floats, or the mask holds no bools.
   """
-  return score_entropy(logits, mask).over(axis_name, psum)
+  return _score_entropy(logits, mask).over(axis_name, psum)
 
 
-def batch_balance(logits, topk_idx, score, mask) -> Terms:
+def _batch_balance(logits, topk_idx, score, mask) -> _Terms:
   """Returns the terms of `load_balancing_loss`."""
   parts = _per_token("load_balancing_loss", logits, topk_idx, score, mask)
   lead = tuple(range(logits.ndim - 1))
-  return Terms(tuple(x.sum(lead) for x in parts), _imbalance)
+  return _Terms(tuple(x.sum(lead) for x in parts), _imbalance)
 
 
-def sequence_balance(logits, topk_idx, score, mask) -> Terms:
+def _sequence_balance(logits, topk_idx, score, mask) -> _Terms:
   """Returns the terms of `sequence_balancing_loss`."""
   op = "sequence_balancing_loss"
   arguments.check(
@@ -191,13 +195,13 @@ def sequence_balance(logits, topk_idx, score, mask) -> Terms:
   return _mean(_imbalance(choices, scores, tokens), tokens > 0)
 
 
-def logit_size(logits, mask) -> Terms:
+def _logit_size(logits, mask) -> _Terms:
   """Returns the terms of `router_z_loss`."""
   logits = router.masked_float32("router_z_loss", logits, mask)
   return _mean(jax.nn.logsumexp(logits, axis=-1) ** 2, mask)
 
 
-def score_entropy(logits, mask) -> Terms:
+def _score_entropy(logits, mask) -> _Terms:
   """Returns the terms of `router_entropy`."""
   logits = router.masked_float32("router_entropy", logits, mask)
   logs = jax.nn.log_softmax(logits)
@@ -245,9 +249,98 @@ def _mean(values, mask):
   """
   counts = _counts(values, mask)
   sums = (values * counts).sum(), counts.sum()
-  return Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
+  return _Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
 
 
 def _counts(values, mask):
   """Returns float32 1 for each value that counts, and 0 for the others."""
   return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)
+
+
+class Metrics(NamedTuple):
+  """Numbers of a layer in a step, over all ranks' tokens; equal on all ranks.
+
+  Attributes:
+    load: float32 [E], choices that fell on each expert, dropped ones included.
+    aux_loss: float32 [], the balancing loss; 1 if the load is even. It has a
+      gradient, and so has `z_loss`.
+    z_loss: float32 [], the mean of `logsumexp(logits)**2`.
+    entropy: float32 [], the mean entropy of the softmax of a token's logits, in
+      nats, from 0 to log E. It shows a router that never decides (near log E),
+      and one that is always certain (near 0).
+    drops: int32 [E], choices that found no row, by their expert.
+    max_rank_rows: int32 [], rows wanted by the busiest rank.
+  """
+
+  load: jax.Array
+  aux_loss: jax.Array
+  z_loss: jax.Array
+  entropy: jax.Array
+  drops: jax.Array
+  max_rank_rows: jax.Array
+
+  @property
+  def dropped(self) -> jax.Array:
+    """int32 [], choices that found no row."""
+    return self.drops.sum(axis=-1, dtype=jnp.int32)
+
+
+def measure(
+  layer: EpLayerConfig,
+  config: MoEConfig,
+  logits: jax.Array,
+  topk_idx: jax.Array,
+  mask: jax.Array | None,
+  handle: EpHandle,
+  experts: jax.Array,
+) -> Metrics:
+  """Returns the metrics of a step. Collective over all ranks, one sum.
+
+  The arrays of `handle` may have an axis of chunks in front. `experts` holds
+  the expert of each slot of the rank.
+  """
+  axes, E = layer.group.token_axes, config.num_experts
+  load = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
+  dropped = handle.dropped_counts.reshape(-1, len(experts))
+  drops = jnp.zeros(E, jnp.int32)
+  if layer.overflow != "chunk":  # else what the handle drops goes in chunks
+    drops = drops.at[experts].add(dropped.sum(0, dtype=jnp.int32))
+  rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
+  of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
+  sums = dict(
+    load=load.reshape(-1, E).sum(axis=0),
+    drops=_halves(drops),
+    rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows)),
+  )
+  terms = dict(
+    aux_loss=_BALANCE[config.balance](logits, topk_idx, config.score, mask),
+    z_loss=_logit_size(logits, mask),
+    entropy=_score_entropy(logits, mask),
+  )
+  psum = ordered_sum.ordered_psum if config.deterministic else lax.psum
+  sums, of_terms = _summed(
+    (sums, {name: term.sums for name, term in terms.items()}), axes, psum
+  )
+  return Metrics(
+    load=sums["load"],
+    drops=_whole(sums["drops"]),
+    max_rank_rows=_whole(sums["rows"]).max(),
+    **{name: term.loss(*of_terms[name]) for name, term in terms.items()},
+  )
+
+
+def _halves(x):
+  """Returns float32 arrays whose sums over up to 4096 ranks are exact."""
+  return (x >> 12).astype(jnp.float32), (x & 4095).astype(jnp.float32)
+
+
+def _whole(halves):
+  """Returns the integers of which `halves` are sums of `_halves`."""
+  high, low = (x.astype(jnp.int32) for x in halves)
+  return (high << 12) + low
+
+
+_BALANCE = {
+  "batch": _batch_balance,
+  "sequence": _sequence_balance,
+}

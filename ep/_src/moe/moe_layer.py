@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from ep._src.base import arguments, arrays
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.moe import batching
+from ep._src.moe.batching import Padding
 from ep._src.moe.chunks import through_experts
 from ep._src.moe.experts import Activation, Experts
-from ep._src.moe.padding import Padding
 from ep._src.ops import views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
 
@@ -83,7 +83,7 @@ def moe_layer(
   `(C - L * (alignment - 1)) // (P * min(K, L))` of each rank or less, one after
   another. Ranks of other EP domains need not do the same. The backward pass
   exchanges and computes each chunk once more, and adds the gradients of
-  matrices in float32, in the order of the chunks. A layer with a capacity below
+  matrices in float32, those of the last chunk first. A layer with a capacity below
   the worst case then has reverse mode, of any order, but no forward mode.
 
   Args:

@@ -215,26 +215,6 @@ class Replicas:
     return {name: of(x) for name, x in params.items()}
 
 
-def room_for_mean(
-  layer: EpLayerConfig, config: MoEConfig, num_tokens: int
-) -> int | None:
-  """Returns a capacity for the mean of the ranks, or None if it is too little.
-
-  It is enough for any routing if there are as many slots for copies as experts,
-  and nothing else limits the capacity.
-  """
-  L = config.num_experts // layer.ep_size
-  if (
-    config.replica_slots < L
-    or config.capacity_factor is not None
-    or layer.group.recv_capacity_per_rank is not None
-  ):
-    return None
-  slots, unit = layer.num_local_experts, layer.alignment
-  rows = max(num_tokens * layer.top_k, slots) + slots * (unit - 1)
-  return min(-(-rows // unit) * unit, layer.capacity_for(num_tokens))
-
-
 def _slots_of_turns(division, rows, ids, turn, num_slots):
   """Returns [N] the slots of choices, of which each is an expert's n-th."""
   P, L = rows.shape
