@@ -83,8 +83,8 @@ def moe_layer(
   `(C - L * (alignment - 1)) // (P * min(K, L))` of each rank or less, one after
   another. Ranks of other EP domains need not do the same. The backward pass
   exchanges and computes each chunk once more, and adds the gradients of
-  matrices in float32, those of the last chunk first. A layer with a capacity below
-  the worst case then has reverse mode, of any order, but no forward mode.
+  matrices in float32, those of the last chunk first. A layer with a capacity
+  below the worst case then has reverse mode, of any order, but no forward mode.
 
   Args:
     layer: the layer's configuration. Its `tail` has no effect: rows after the
