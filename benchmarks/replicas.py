@@ -5,13 +5,11 @@
 
 The program is a layer and the gradients of its parameters, for four devices of
 one process, on eight routings from an even one to one of a hot expert. Layers
-take turns: with replicas, with drops, with moves to as many candidates again as
-a token has choices, in chunks, all with room for the mean of a rank's rows, and
-one with room for any routing. It prints a table in Markdown: the busiest rank's
-rows over the mean, without copies and with them, megabytes of the copied
-matrices of all ranks, the choices that are dropped without candidates and with
-them, and milliseconds of each layer. Its last line has the programs'
-temporaries.
+take turns: with replicas, with drops, in chunks, all with room for the mean of
+a rank's rows, and one with room for any routing. It prints a table in Markdown:
+the busiest rank's rows over the mean, without copies and with them, megabytes
+of the copied matrices of all ranks, the choices that are dropped, and
+milliseconds of each layer. Its last line has the programs' temporaries.
 """
 
 from __future__ import annotations
@@ -56,13 +54,12 @@ def main() -> int:
   configs = {
     "replicas": dataclasses.replace(_PLAIN, replica_slots=slots),
     "drop": _FULL,
-    "candidates": dataclasses.replace(_FULL, num_candidates=2 * _FULL.top_k),
     "chunk": dataclasses.replace(_FULL, overflow="chunk"),
     "any": _PLAIN,
   }
   layers = {n: ep.MoE(c, mesh, name=n) for n, c in configs.items()}
   print(f"jax {jax.__version__}, medians of {driver.ROUNDS.value}, S = {slots}")
-  names = "rows", "with copies", "MB", "dropped", "still", *layers
+  names = "rows", "with copies", "MB", "dropped", *layers
   print(f"| routing | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
   rows = {n: _measure(mesh, layers, n, slots) for n in _ROUTINGS}
   if _PICTURE.value:
@@ -112,19 +109,17 @@ def _measure(mesh, layers, routing, slots):
   matrix = sum(params[n][0].nbytes for n in ("w_gate", "w_up", "w_down"))
   after = _rows(load, jax.tree.map(np.asarray, division))
   assert after.max() == metrics["replicas"].max_rank_rows
-  lost = [
-    f"{metrics[n].dropped / load.sum():.1%}" for n in ("drop", "candidates")
-  ]
   print(
     f"| {routing} | {load.sum(1).max() / mean:.2f} | {after.max() / mean:.3f}"
     f" | {num_copies * matrix / 1e6:.1f}"
-    f" | {' | '.join([*lost, *times])} |",
+    f" | {metrics['drop'].dropped / load.sum():.1%}"
+    f" | {' | '.join(times)} |",
     flush=True,
   )
   if routing == [*_ROUTINGS][-1]:
     sizes = (s.memory_analysis().temp_size_in_bytes for s in steps.values())
     sizes = " | ".join(f"{n / 1e6:.0f}" for n in sizes)
-    print(f"| MB of temporaries | | | | | | {sizes} |")
+    print(f"| MB of temporaries | | | | | {sizes} |")
   return np.stack([load.sum(1), after])
 
 

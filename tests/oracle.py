@@ -99,43 +99,22 @@ class Oracle:
 
 
 def make_oracle(layer, topk_idx, weights=None):
-  """Returns the oracle of a routing `[R * T, K]`, or `[R * T, M]`.
+  """Returns the oracle of a routing `[R * T, K]`.
 
   The weights have its shape, and order drops if `layer.drop_by` asks for them.
   """
-  sizes = _sizes(layer, topk_idx)
-  ids = _of_domains(layer, topk_idx)
-  if _rule(layer, weights) == "slot" and topk_idx.shape[-1] == layer.top_k:
+  sizes, ids = _sizes(layer, topk_idx), _of_domains(layer, topk_idx)
+  rule = "slot" if weights is None else layer.drop_by or "fair"
+  if rule == "slot":
     routings = [reference.prepare(x, **sizes) for x in ids]
   else:
     routings = [
-      reference.prepare_assigned(x, candidates, **sizes)
-      for x, candidates in zip(
-        ids, assigned(layer, topk_idx, weights), strict=True
+      reference.prepare_assigned(
+        x, reference.assign(x, w, drop_by=rule, **sizes), **sizes
       )
+      for x, w in zip(ids, _of_domains(layer, weights), strict=True)
     ]
   return Oracle(tuple(routings), sizes["capacity"], topk_idx.shape[:-1])
-
-
-def assigned(layer, topk_idx, weights):
-  """Returns `reference.assign` of each domain: int32 `[P, T, K]`."""
-  ids, rule = _of_domains(layer, topk_idx), _rule(layer, weights)
-  if weights is None:
-    weights = np.zeros(topk_idx.shape, np.float32)
-  return [
-    reference.assign(
-      *x,
-      top_k=layer.top_k,
-      drop_by=rule,
-      **_sizes(layer, topk_idx),
-    )
-    for x in zip(ids, _of_domains(layer, weights), strict=True)
-  ]
-
-
-def _rule(layer, weights):
-  """Returns which choices have rows; by default, weights decide."""
-  return layer.drop_by or ("slot" if weights is None else "fair")
 
 
 def _sizes(layer, topk_idx):

@@ -90,8 +90,6 @@ def plot_routing(
   """
   num_tokens = math.prod(np.shape(topk_idx)[:-1])
   sizes = _sizes(layer_or_sizes, num_tokens)
-  if isinstance(layer_or_sizes, EpLayerConfig):
-    topk_idx = topk_idx[..., : layer_or_sizes.top_k]  # no further candidates
   choices = expert_loads.choices(
     "plot_routing", topk_idx, sizes.num_experts, sizes.num_ranks
   )

@@ -152,7 +152,6 @@ def dense_layer(
     z_loss=zero,
     entropy=zero,
     drops=none[None],
-    moved=none,
     max_rank_rows=none,
   )
   return hidden @ params["w_down"][0], metrics

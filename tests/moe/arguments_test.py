@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ep
-from groups import E, group, H, K, T
+from groups import E, group, H, K
 from layer_steps import draw_params
 
 R = 4  # ranks
@@ -73,7 +73,6 @@ def test_a_bias_that_would_lose_its_steps():
     (dict(num_groups=3), "num_groups = 3 does not divide"),
     (dict(jitter=2.0), "jitter = 2.0"),
     (dict(drop_by="first"), "drop_by = 'first'"),
-    (dict(num_candidates=E + 1), "num_candidates = 9, but"),
     (dict(scale=np.nan), "scale = nan, but it must be a finite number"),
     (dict(jitter=np.nan), "jitter = nan"),
     (dict(capacity_factor=np.inf), "capacity_factor = inf"),
@@ -83,14 +82,6 @@ def test_a_bias_that_would_lose_its_steps():
 def test_a_config_that_cannot_be(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(PLAIN, **{"name": "moe_3", **change})
-
-
-def test_candidates_that_no_choice_can_move_to():
-  """A group may have the capacity that a config leaves open."""
-  config = dataclasses.replace(PLAIN, num_candidates=E)
-  with pytest.raises(ValueError, match="num_candidates = 8, but .* no choice"):
-    ep.MoE(config, group("ep4", backend="xla"))
-  ep.MoE(config, group("ep4", recv_capacity_per_rank=R * T * K))
 
 
 def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():

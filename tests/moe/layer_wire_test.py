@@ -83,7 +83,6 @@ def test_a_deterministic_layer_that_drops():
   options = dict(
     deterministic=not GPU,
     overflow="drop",
-    num_candidates=K + 2,
     capacity_factor=0.75,
   )
   rng = np.random.default_rng(0)

@@ -30,7 +30,6 @@ OPTIONS = {
   "chunk": dict(overflow="chunk", **TIGHT),
   "copies in chunks": dict(replica_slots=1, overflow="chunk", **TIGHT),
   "fair": dict(overflow="drop", drop_by="fair", **TIGHT),
-  "spill": dict(overflow="drop", num_candidates=4, **TIGHT),
   "drops in parts": dict(overflow="drop", token_chunks=2, **TIGHT),
   "deterministic": dict(deterministic=True),
   "fp8 rows": dict(wire="mxfp8", token_chunks=2),

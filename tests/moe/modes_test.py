@@ -56,7 +56,7 @@ LAYERS = {
   ),
   "fsdp": (dict(fsdp_axis="dp"), {}),
   "tp": (dict(tp_axis="dp", biases=True), {}),
-  "moved": (dict(num_candidates=5, **SHORT), {}),
+  "fair": (SHORT, {}),
   "chunk": (dict(capacity_factor=2.0, overflow="chunk"), {}),
   "token_chunks": (dict(token_chunks=2, **SHORT), {}),
   "copies": (dict(replica_slots=1), dict(placement=PLACEMENT)),
@@ -70,7 +70,6 @@ OPS = {
   "fair": SHORT,
   "slot": dict(drop_by="slot", **SHORT),
   "weight": dict(drop_by="weight", **SHORT),
-  "moved": dict(num_candidates=5, **SHORT),
   "mxfp8": dict(wire="mxfp8"),
   "fp8_block128": dict(wire="fp8_block128"),
 }
@@ -118,20 +117,20 @@ def of_layer(options, call):
 
 def of_ops(options, backend=None):
   layer = ep.EpLayerConfig(bound(backend), **options)
-  M, C = layer.num_candidates or K, layer.capacity_for(T)
+  C = layer.capacity_for(T)
 
   def step(ids, weights, *arrays):
     handle = ep.ep_prepare(layer, ids.astype(int), weights)
     tokens, *rows = arrays
-    out = everything(Ops(handle), tokens, weights[:, :K], *rows)
+    out = everything(Ops(handle), tokens, weights, *rows)
     return handle.leaves, out
 
   return on_ranks(
     step,
     TOKENS,
     TOKENS,
-    ids(R * T, M),
-    floats(R * T, M, dtype=np.float32),
+    ids(R * T, K),
+    floats(R * T, K, dtype=np.float32),
     floats(R * T, HIDDEN),
     floats(R * C, HIDDEN),
     floats(R * C, dtype=np.float32),
@@ -158,7 +157,6 @@ def routes(_, logits, scale, marks):
   topk_idx, weights = ep.route_topk(
     logits,
     K,
-    num_candidates=5,
     scale=scale[0],
     num_groups=4,
     top_groups=3,
@@ -238,7 +236,7 @@ def test_programs(name):
 
 
 @pytest.mark.parametrize(
-  "name", ["ops error", "ops moved", "ops mxfp8", "exchanges", "experts"]
+  "name", ["ops error", "ops fair", "ops mxfp8", "exchanges", "experts"]
 )
 def test_programs_for_other_platforms(name):
   step, args = PROGRAMS[name](backend="xla")

@@ -29,10 +29,8 @@ def arrays(config, *lead):
 
 
 def test_each_part_has_its_own_capacity():
-  """Drops and moves are those of a layer that gets each part by itself."""
-  config = dataclasses.replace(
-    CONFIG, overflow="drop", num_candidates=K + 2, shared_inner=0
-  )
+  """Drops are those of a layer that gets each part by itself."""
+  config = dataclasses.replace(CONFIG, overflow="drop", shared_inner=0)
   mesh_group = group(
     "dp2_ep2", recv_capacity_per_rank=11, max_tokens_per_rank=8
   )
@@ -40,7 +38,6 @@ def test_each_part_has_its_own_capacity():
   parts = ep.MoE(dataclasses.replace(config, token_chunks=2), mesh_group)
   y, metrics = run_forward(parts, params, x)
   assert metrics.dropped > 0
-  assert metrics.moved > 0
 
   alone = ep.MoE(config, mesh_group)
   of_ranks = x.reshape(R, 2, 4, H)
@@ -51,7 +48,6 @@ def test_each_part_has_its_own_capacity():
   np.testing.assert_array_equal(y, np.stack(ys, axis=1).reshape(x.shape))
   first, second = (metrics for _, metrics in halves)
   np.testing.assert_array_equal(metrics.drops, first.drops + second.drops)
-  assert metrics.moved == first.moved + second.moved
 
 
 @has_no_limits

@@ -231,27 +231,6 @@ def test_a_forced_choice_gets_the_weights_of_its_scores(normalize):
   np.testing.assert_array_equal(gradient[3], np.zeros(E))
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_further_candidates_come_after_the_choices(normalize):
-  """Choices are as without candidates, and all weights have their divisor."""
-  logits, mask = logits_of(4, 3), np.arange(12).reshape(4, 3) % 5 > 0
-  options = dict(normalize=normalize, scale=2.5, mask=mask)
-  idx, weights = _route(logits, K, num_candidates=E, **options)
-  plain_idx, plain_weights = _route(logits, K, **options)
-  np.testing.assert_array_equal(idx[..., :K], plain_idx)
-  np.testing.assert_allclose(weights[..., :K], plain_weights, rtol=1e-6)
-  scores = _scores(logits, "softmax")
-  order = np.argsort(-scores, axis=-1, kind="stable")
-  np.testing.assert_array_equal(idx, np.where(mask[..., None], order, -1))
-  scores = np.take_along_axis(scores, order, -1)
-  if normalize:
-    scores = scores / scores[..., :K].sum(-1, keepdims=True)
-  expected = np.where(mask[..., None], 2.5 * scores, 0)
-  np.testing.assert_allclose(weights, expected, rtol=1e-5)
-  forced, _ = _route(logits, K, num_candidates=E, forced_idx=plain_idx)
-  np.testing.assert_array_equal(forced, plain_idx)
-
-
 def test_jitter_multiplies_each_logit_by_a_number_of_its_own():
   logits, key = jnp.ones((64, E)), jax.random.key(0)
   idx = jnp.tile(jnp.arange(E), (64, 1))
@@ -377,8 +356,6 @@ def test_routing_is_sharded_as_the_logits_are(axis_type):
       "groups of 2 experts hold only",
     ),
     (dict(top_k=1, num_groups=8), "group_best = 2, but groups have 1 experts"),
-    (dict(top_k=2, num_candidates=1), "num_candidates = 1, but a token has"),
-    (dict(top_k=2, num_candidates=9), "and may choose of 8 experts"),
     (dict(top_k=2, jitter=0.1), r"pass key=jax.random.key\("),
     (dict(top_k=2, jitter=1.0), "at least 0 and less than 1"),
     (dict(top_k=2, forced_idx=jnp.zeros((3, 2))), "forced_idx is float32"),

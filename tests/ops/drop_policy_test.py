@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drops, and moves to other candidates, are those of the reference."""
+"""Drops are those of the reference."""
 
 import dataclasses
 import functools
@@ -26,8 +26,7 @@ from groups import (
   ranks,
   spec,
 )
-from op_functions import handle_of, Moved, Ops, round_trip, sizes
-from oracle import assigned
+from op_functions import Moved, Ops, sizes
 import quick_compiler
 
 T = 12
@@ -41,7 +40,7 @@ def narrow_layer(mesh, rows_per_rank, backend=BACKEND, **options):
 
 
 def draw_weights(rng, kind, shape):
-  """Returns float32 [N, M]."""
+  """Returns float32 [N, K]."""
   special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0])
   values = {
     "equal": [1.0],
@@ -69,32 +68,13 @@ KINDS = [
 
 
 def cases_of(config, dtype=np.float32):
-  """Yields a case of each routing, with M candidates for each token."""
+  """Yields a case of each routing."""
   rng = np.random.default_rng(0)
-  shape = ranks(config) * T, config.num_candidates or K
+  shape = ranks(config) * T, K
   for kind, kind_of_weights in KINDS:
     ids = ROUTINGS[kind](rng, shape, E).astype(np.int32)
     weights = draw_weights(rng, kind_of_weights, shape).astype(dtype)
     yield Case(config, ids, lead=(T,), routing_weights=weights)
-
-
-def assignment(case):
-  """Returns the reference's: a candidate [N, K] of each choice, or -1."""
-  return np.concatenate(assigned(case.layer, *case.routing)).reshape(-1, K)
-
-
-def candidate_of(case):
-  """Returns the candidate [N, K] that each choice uses."""
-  given = assignment(case)
-  return np.where(given < 0, np.arange(K, dtype=np.int32), given)
-
-
-def decisions(ops):
-  return ops.sizes(), ops.handle.candidate
-
-
-def expected_decisions(case):
-  return case.oracle.sizes(), candidate_of(case)
 
 
 def everything(ops, weights, tokens, rows, row_weights):
@@ -107,44 +87,34 @@ def everything(ops, weights, tokens, rows, row_weights):
   )
 
 
-def expected_everything(case, weights, tokens, *cotangents):
-  candidate = candidate_of(case)
-  chosen = np.take_along_axis(weights, candidate, axis=1)
-  expected = everything(case.oracle, chosen, tokens, *cotangents)
-  g_tokens, g_weights = expected["dispatch_bwd"]
-  of_candidates = np.zeros_like(weights)
-  np.put_along_axis(of_candidates, candidate, g_weights, axis=1)
-  return expected | dict(dispatch_bwd=(g_tokens, of_candidates))
-
-
 @pytest.mark.parametrize(
-  "mesh, drop_by, rows, candidates, view",
+  "mesh, drop_by, rows, view",
   [
-    ("dp2_ep2", "weight", 32, K + 2, local_view),
-    ("ep4", None, 40, K, global_view),
+    ("dp2_ep2", "weight", 32, local_view),
+    ("ep4", None, 40, global_view),
   ],
 )
-def test_policies(mesh, drop_by, rows, candidates, view):
-  options = dict(drop_by=drop_by, alignment=8, num_candidates=candidates)
+def test_policies(mesh, drop_by, rows, view):
+  options = dict(drop_by=drop_by, alignment=8)
   for case in cases_of(narrow_layer(mesh, rows, **options), jnp.bfloat16):
     _, weights = case.routing
     inputs = weights, case.tokens(), case.rows(), case.row_weights()
     with np.errstate(all="ignore"):
-      expected = expected_everything(case, *inputs)
+      expected = everything(case.oracle, *inputs)
     assert_same(case.run(everything, *inputs, view=view), expected)
 
 
 @of_one_process
 def test_policies_on_xla():
   """It decides by the same code."""
-  options = dict(drop_by="slot", alignment=8, num_candidates=K + 2)
+  options = dict(drop_by="fair", alignment=8)
   for case in cases_of(narrow_layer("ep2_dp2", 32, "xla", **options)):
-    assert_same(case.run(decisions), expected_decisions(case))
+    case.check(sizes)
 
 
 @of_one_process
 def test_vmap_is_one_exchange_for_each_example():
-  config = narrow_layer("ep4", 30, drop_by="fair", num_candidates=K + 2)
+  config = narrow_layer("ep4", 30, drop_by="fair")
   cases = list(cases_of(config))
   routings = zip(*(case.routing for case in cases), strict=True)
   axes = PartitionSpec(None, *spec(config))
@@ -153,21 +123,19 @@ def test_vmap_is_one_exchange_for_each_example():
   @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
   @jax.vmap
   def program(*routing):
-    return decisions(Ops(ep.ep_prepare(config, *routing)))
+    return sizes(Ops(ep.ep_prepare(config, *routing)))
 
-  expected = map(expected_decisions, cases)
+  expected = [sizes(case.oracle) for case in cases]
   assert_same(program(*args), jax.tree.map(lambda *x: np.stack(x), *expected))
 
 
 @of_one_process
-def test_a_layer_with_candidates_is_that_of_what_they_became():
-  """Output and gradients are those of a routing with the final choices."""
-  config = narrow_layer("ep4", 16, drop_by="weight", num_candidates=K + 1)
+def test_a_layer_that_drops_is_that_of_the_kept_choices():
+  """Output and gradients are those of a routing without the others."""
+  config = narrow_layer("ep4", 16, drop_by="weight")
   case = next(cases_of(config))
   ids, weights = case.routing
-  candidate = candidate_of(case)
-  final = np.take_along_axis(ids, candidate, axis=1)
-  final = np.where(assignment(case) < 0, -1, final).astype(np.int32)
+  kept = np.where(sizes(case.oracle).kept, ids, -1).astype(np.int32)
   wide = ep.EpLayerConfig(config.group)
   rng = np.random.default_rng(1)
   matrices = dict(
@@ -179,10 +147,8 @@ def test_a_layer_with_candidates_is_that_of_what_they_became():
     n: to_global(x, wide.group.mesh, axis) for n, x in matrices.items()
   }
 
-  def grads(layer, experts, ids, candidate, tokens, weights):
+  def grads(layer, experts, ids, tokens, weights):
     def loss(tokens, weights):
-      if candidate is not None:
-        weights = jnp.take_along_axis(weights, candidate, axis=1)
       out, handle = ep.moe_layer(
         layer, tokens, ids, weights, **experts, return_handle=True
       )
@@ -191,73 +157,65 @@ def test_a_layer_with_candidates_is_that_of_what_they_became():
     return jax.grad(loss, argnums=(0, 1), has_aux=True)(tokens, weights)
 
   @functools.partial(jax.jit, compiler_options=quick_compiler.QUICK)
-  def both(experts, ids, final, candidate, *args):
+  def both(experts, ids, kept, *args):
     return (
-      grads(config, experts, ids, None, *args),
-      grads(wide, experts, final, candidate, *args),
+      grads(config, experts, ids, *args),
+      grads(wide, experts, kept, *args),
     )
 
-  arrays = ids, final, candidate, case.tokens(), weights
-  args = map(case.put, arrays)
-  moved, expected = both(experts, *args)
-  for a, b in zip(*map(jax.tree.leaves, (moved, expected)), strict=True):
+  args = map(case.put, (ids, kept, case.tokens(), weights))
+  results = both(experts, *args)
+  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
     for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
       np.testing.assert_allclose(x.data, y.data, rtol=1e-5, atol=1e-5)
 
 
-# The example of docs/semantics.md: tokens A to F, and what each one gets.
-EXAMPLE = np.array([[[0, 2], [0, 1], [0, 3]], [[0, 2], [1, 3], [2, 0]]])
-WEIGHTS = np.array([[[9, 1], [5, 4], [4, 3]], [[7, 2], [2, 1], [6, 3]]]) / 10
+# The example of docs/semantics.md: tokens A to F, and which of them are kept.
+EXAMPLE = np.array([[[0], [0], [0]], [[0], [1], [2]]])
+WEIGHTS = np.array([[[9], [5], [4]], [[7], [2], [6]]]) / 10
 
 
 @pytest.mark.parametrize(
-  "drop_by, kept, moved",
-  [("slot", "ABF", "D"), ("weight", "ADF", "C"), ("fair", "AEF", "C")],
+  "drop_by, kept", [("slot", "ABF"), ("weight", "ADF"), ("fair", "AEF")]
 )
-def test_the_worked_example(drop_by, kept, moved):
+def test_the_worked_example(drop_by, kept):
   """The reference has these results, which were found by hand."""
-  for candidates, also in (1, ""), (2, moved):
-    assigned = reference.assign(
-      EXAMPLE[..., :candidates],
-      WEIGHTS[..., :candidates],
-      top_k=1,
-      num_experts=4,
-      capacity=2,
-      drop_by=drop_by,
-    )
-    for token, got in zip("ABCDEF", assigned.flat, strict=True):
-      assert got == (0 if token in kept else 1 if token in also else -1)
+  is_kept = reference.assign(
+    EXAMPLE, WEIGHTS, num_experts=4, capacity=2, drop_by=drop_by
+  )
+  names = zip("ABCDEF", is_kept.flat, strict=True)
+  assert "".join(name for name, is_kept in names if is_kept) == kept
 
 
 @pytest.fixture(scope="module")
-def spilling():
+def short():
   """Returns a case of a layer without enough rows."""
-  config = narrow_layer("ep4", 16, drop_by="fair", num_candidates=K + 1)
+  config = narrow_layer("ep4", 16, drop_by="fair")
   return next(cases_of(config))
 
 
-def test_no_tokens(spilling):
-  none = np.zeros((0, K + 1))
+def test_no_tokens(short):
+  none = np.zeros((0, K))
   ids, weights = none.astype(np.int32), none.astype(np.float32)
-  case = Case(spilling.layer, ids, lead=(0,), routing_weights=weights)
-  assert case.run(handle_of).candidate.shape == (0, K)
+  case = Case(short.layer, ids, lead=(0,), routing_weights=weights)
+  assert case.run(sizes).kept.shape == (0, K)
 
 
 @of_one_process
-def test_the_routing_of_a_checkpointed_block_is_exchanged_once(spilling):
+def test_the_routing_of_a_checkpointed_block_is_exchanged_once(short):
   """Rows are short, so that ranks exchange something for it twice."""
 
   def loss(tokens, ids, weights):
     @jax.checkpoint
     def block(tokens):
-      ops = Ops(ep.ep_prepare(spilling.layer, ids, weights))
+      ops = Ops(ep.ep_prepare(short.layer, ids, weights))
       rows, gates = ops.dispatch(tokens, weights)
       return ops.combine(jnp.sin(rows), gates)
 
     return block(tokens).sum()
 
   step = jax.jit(jax.value_and_grad(loss))
-  args = map(spilling.put, (spilling.tokens(), *spilling.routing))
+  args = map(short.put, (short.tokens(), *short.routing))
   assert step.lower(*args).as_text().count("custom_call @ep_prepare(") == 2
 
 
@@ -282,43 +240,17 @@ def test_a_capacity_for_any_routing_needs_no_exchange():
   [
     ({(13, 1): E}, ["topk_idx[1, 1] = 8", "rank 1"]),
     ({(2, 0): 0, (2, 1): 1, (2, 2): 0}, ["topk_idx[2, 2] = 0 repeats"]),
-    ({(2, 3): -2}, ["topk_idx[2, 2] = -2", "rank 0"]),
+    ({(2, 2): -2}, ["topk_idx[2, 2] = -2", "rank 0"]),
   ],
 )
-def test_wrong_ids_are_reported_on_every_rank(spilling, changes, words):
+def test_wrong_ids_are_reported_on_every_rank(short, changes, words):
   """Although choices are dropped, and perhaps the wrong one."""
-  ids, weights = spilling.routing
+  ids, weights = short.routing
   ids = ids.copy()
   for at, value in changes.items():
     ids[at] = value
-  case = Case(spilling.layer, ids, lead=(T,), routing_weights=weights)
+  case = Case(short.layer, ids, lead=(T,), routing_weights=weights)
   case.check_error(words, sizes)
-
-
-@of_one_process
-def test_moves_can_prevent_the_error_of_an_overflow():
-  """48 tokens choose expert 0, and each rank has 12 rows.
-
-  The handle serves all ops, whether choices moved or not. If the last rank is
-  no candidate, 12 tokens stay where they are too many.
-  """
-  ids = np.tile(np.arange(E, dtype=np.int32), (4 * T, 1))
-  options = dict(overflow="error", top_k=1, num_candidates=E, name="full")
-  config = narrow_layer("ep4", 12, **options)
-
-  def exchange(ops, tokens, weights):
-    return ops.handle.candidate, round_trip(ops, tokens, weights)
-
-  tokens, weights = np.ones((2, 4 * T, H), np.float32)
-  inputs = tokens, weights[:, :1]
-  candidates = np.repeat(np.arange(4, dtype=np.int32) * 2, T)[:, None]
-  for moved in True, False:
-    choices = ids if moved else (ids + candidates) % E
-    actual = Case(config, choices, lead=(T,)).run(exchange, *inputs)
-    assert_same(actual, (moved * candidates, tokens))
-  few = np.where(ids < 6, ids, -1).astype(np.int32)
-  words = "full", "24", "12", "capacity"
-  Case(config, few, lead=(T,)).check_error(words, exchange, *inputs)
 
 
 @pytest.mark.parametrize(
@@ -326,8 +258,6 @@ def test_moves_can_prevent_the_error_of_an_overflow():
   [
     (dict(drop_by="first"), ["drop_by", "first", "weight", "fair"]),
     (dict(drop_by="fair", overflow="error"), ["drop_by", 'overflow="drop"']),
-    (dict(num_candidates=K - 1), ["num_candidates", "3..8"]),
-    (dict(num_candidates=E + 1), ["num_candidates", "3..8"]),
   ],
 )
 def test_layers_that_cannot_be(make, words):
@@ -338,9 +268,9 @@ def test_layers_that_cannot_be(make, words):
 
 
 @of_one_process
-def test_weights_that_do_not_fit_are_refused(spilling):
-  ids = jnp.zeros((4 * T, K + 1), jnp.int32)
-  weights = jnp.zeros((4 * T, K + 1))
+def test_weights_that_do_not_fit_are_refused(short):
+  ids = jnp.zeros((4 * T, K), jnp.int32)
+  weights = jnp.zeros((4 * T, K))
 
   def refuse(fn, *words):
     with pytest.raises((ValueError, TypeError)) as error:
@@ -348,18 +278,17 @@ def test_weights_that_do_not_fit_are_refused(spilling):
     for word in words:
       assert word in str(error.value)
 
-  prepare = functools.partial(ep.ep_prepare, spilling.layer)
+  prepare = functools.partial(ep.ep_prepare, short.layer)
   refuse(lambda: prepare(ids), "topk_weights is None", "fair")
-  refuse(lambda: prepare(ids, weights[:, 1:]), "topk_weights", "(48, 3)")
+  refuse(lambda: prepare(ids, weights[:, 1:]), "topk_weights", "(48, 2)")
   refuse(lambda: prepare(ids, ids), "int32", "floating")
-  refuse(lambda: prepare(ids[:, 2:], weights[:, 2:]), "top_k", "num_candidates")
+  refuse(lambda: prepare(ids[:, 1:], weights[:, 1:]), "(48, 2)", "top_k")
 
-  def dispatch(columns, routed):
-    handle = prepare(ids[:, :routed], weights[:, :routed])
+  def dispatch(columns):
+    handle = prepare(ids, weights)
     return ep.ep_dispatch(handle, jnp.zeros((4 * T, H)), weights[:, :columns])
 
-  refuse(lambda: dispatch(2, K + 1), "topk_weights", "(48, 2)", "candidate")
-  refuse(lambda: dispatch(K + 1, K), "topk_weights", "(48, 4)")
+  refuse(lambda: dispatch(2), "topk_weights", "(48, 2)", "top_k")
 
 
 @of_one_process
@@ -370,23 +299,23 @@ def test_a_layer_of_chunks_is_no_layer_of_an_op():
 
 
 @of_one_process
-def test_layers_of_other_names_share_the_assignment(spilling):
+def test_layers_of_other_names_share_the_assignment(short):
   """A program has it once, and its length does not grow with its layers."""
-  layers = [dataclasses.replace(spilling.layer, name=f"{i}") for i in range(3)]
+  layers = [dataclasses.replace(short.layer, name=f"{i}") for i in range(3)]
 
   def call(ids, weights):
     return [ep.ep_prepare(layer, ids, weights) for layer in layers]
 
-  args = map(spilling.put, spilling.routing)
+  args = map(short.put, short.routing)
   text = jax.jit(call).lower(*args).as_text()
   assert text.count("call @_assign(") == 3
   assert text.count("func.func private @_assign(") == 1
 
 
 @of_one_process
-def test_its_collectives_are_no_hidden_ones(spilling):
+def test_its_collectives_are_no_hidden_ones(short):
   """The check knows these, and goes on seeing others."""
-  compiled = lower((spilling, sizes)).compile()
+  compiled = lower((short, sizes)).compile()
   assert "all-gather" in compiled.as_text()
   ep.assert_no_hidden_collectives(compiled)
   without = (

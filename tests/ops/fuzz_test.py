@@ -32,7 +32,6 @@ class Draw(NamedTuple):
 
   mesh: str
   options: dict[str, Any]  # of the group
-  candidates: int
   dtype: jnp.dtype
 
 
@@ -47,7 +46,6 @@ def draw_layer(rng):
   slabs = int(rng.integers(local, max(local, worst // alignment) + 1))
   overflow = str(rng.choice(["error", "drop"]))
   policies = ["slot", "slot", "weight", "fair"] if overflow == "drop" else []
-  most = local * ep_size if rng.random() < 0.5 else top_k
   options = dict(
     num_experts=local * ep_size,
     top_k=top_k,
@@ -58,16 +56,17 @@ def draw_layer(rng):
     recv_capacity_per_rank=None if rng.random() < 0.4 else slabs * alignment,
     drop_by=str(rng.choice(policies or ["slot"])),
   )
-  candidates = int(rng.integers(top_k, most + 1))
-  return Draw(mesh, options, candidates, DTYPES[rng.integers(len(DTYPES))])
+  return Draw(mesh, options, DTYPES[rng.integers(len(DTYPES))])
 
 
 def draw_routing(rng, draw, ranks):
-  """Draws `[ranks * T, M]`, some of it unused, some experts frequent."""
+  """Draws `[ranks * T, K]`, some of it unused, some experts frequent."""
   num_experts = draw.options["num_experts"]
   shape = ranks * draw.options["max_tokens_per_rank"], num_experts
   demand = rng.choice([0, 1, 4]) * rng.permutation(num_experts)
-  idx = (rng.gumbel(size=shape) + demand).argsort(-1)[:, -draw.candidates :]
+  idx = (rng.gumbel(size=shape) + demand).argsort(-1)[
+    :, -draw.options["top_k"] :
+  ]
   used = rng.random(idx.shape) < rng.choice([0, 0.3, 0.9, 1])
   return np.where(used, idx, -1).astype(np.int32)
 
@@ -96,10 +95,10 @@ def test_fuzz(request, layer, backend):
   draw = draw_layer(rng)
   if backend == "xla":  # It decides by the same code, and compiles it for long.
     options = draw.options | dict(drop_by="slot")
-    draw = draw._replace(options=options, candidates=options["top_k"])
+    draw = draw._replace(options=options)
   mesh = make_mesh(MESHES[draw.mesh])
   with bootstrap(mesh, backend=backend, **draw.options) as group:
-    config = ep.EpLayerConfig(group, num_candidates=draw.candidates)
+    config = ep.EpLayerConfig(group)
     for index in range(layer * ROUTINGS, (layer + 1) * ROUTINGS):
       if index not in wanted:
         continue
@@ -122,8 +121,7 @@ def test_fuzz(request, layer, backend):
 
 def check(case, draw):
   """Checks the results of every op, or the error if rows do not fit."""
-  is_used = case.topk_idx[:, : case.layer.top_k] >= 0
-  is_lost = is_used & ~case.oracle.sizes().kept
+  is_lost = (case.topk_idx >= 0) & ~case.oracle.sizes().kept
   domains = ranks(case.layer) // case.layer.ep_size
   too_few = is_lost.reshape(domains, -1).any(-1)
   if draw.options["overflow"] == "drop" or not too_few.any():

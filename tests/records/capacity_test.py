@@ -32,16 +32,15 @@ def dropped(a_layer, capacity, topk_idx):
   P, L = a_layer.ep_size, a_layer.num_local_experts
   counts = []
   for ids in topk_idx.reshape(-1, P, T, K):
-    assigned = reference.assign(
+    kept = reference.assign(
       ids,
       np.ones(ids.shape),
-      top_k=K,
       num_experts=E,
       capacity=capacity,
       alignment=a_layer.alignment,
       drop_by=a_layer.drop_by or "fair",
     )
-    lost = ids[(ids >= 0) & (assigned < 0)]
+    lost = ids[(ids >= 0) & ~kept]
     counts.append(np.bincount(lost, minlength=E).reshape(P, L).sum(axis=1))
   return np.concatenate(counts)
 

@@ -151,30 +151,22 @@ def test_calls_outside_of_a_program_and_of_examples(folder):
 
 
 @of_one_process
-def test_moves_and_drops_are_recorded(folder):
-  """A choice that moved is its candidate, and a dropped one is as it was."""
-  a_layer = layer(
-    overflow="drop", drop_by="fair", recv_capacity_per_rank=10, num_candidates=5
-  )
+def test_drops_are_recorded(folder):
+  """A choice that is dropped is recorded as it was."""
+  a_layer = layer(overflow="drop", drop_by="fair", recv_capacity_per_rank=10)
   rng = np.random.default_rng(0)
-  ids = draw(rng, (R * T, 5), np.exp(-np.arange(E)))
+  ids = draw(rng, (R * T, K), np.exp(-np.arange(E)))
   weights = rng.random(ids.shape, np.float32)
   with ep.record(folder, weights=True):
     handle = jax.jit(lambda *x: ep.ep_prepare(a_layer, *x))(
       put(a_layer, ids), put(a_layer, weights)
     )
-    kept, candidate = (
-      multihost_utils.process_allgather(x, tiled=True)
-      for x in (handle.kept, handle.candidate)
-    )
-  assert (candidate >= K).any() and not kept.all()
+    kept = multihost_utils.process_allgather(handle.kept, tiled=True)
+  assert not kept.all()
   record = replayed(folder)
   assert record.steps("moe") == (0,)
-  moved = np.take_along_axis(ids, candidate, 1)
-  np.testing.assert_array_equal(record.topk_idx("moe", 0), moved)
-  np.testing.assert_array_equal(
-    record.topk_weights("moe", 0), np.take_along_axis(weights, candidate, 1)
-  )
+  np.testing.assert_array_equal(record.topk_idx("moe", 0), ids)
+  np.testing.assert_array_equal(record.topk_weights("moe", 0), weights)
   assert ep.suggest_capacity(a_layer, record).demand.max() > 10
 
 
@@ -359,7 +351,7 @@ def test_a_killed_run_leaves_what_it_wrote(tmp_path):
 
 
 @of_one_process
-def test_a_replay_drops_and_moves_again(folder):
+def test_a_replay_drops_again(folder):
   """So the outputs have the same bits as when they were recorded."""
   hidden = 32
   mesh_group = group("ep4", hidden_dim=hidden)
@@ -371,7 +363,6 @@ def test_a_replay_drops_and_moves_again(folder):
     capacity_factor=1.0,
     overflow="drop",
     drop_by="weight",
-    num_candidates=3,
     wire="mxfp8",
   )
   layer = ep.MoE(config, mesh_group)

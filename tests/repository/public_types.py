@@ -51,13 +51,10 @@ def ops(
   assert_type(handle.kept, jax.Array)
   assert_type(handle.layer, ep.EpLayerConfig)
   assert_type(handle.capacity, int)
-  fair = ep.EpLayerConfig(
-    layer.group, overflow="drop", drop_by="fair", num_candidates=4
-  )
-  moved = ep.ep_prepare(fair, *ep.route_topk(logits, 2, num_candidates=4))
-  assert_type(moved.candidate, jax.Array | None)
-  assert_type(moved.dropped_counts, jax.Array)
-  assert_type(moved.max_recv_tokens, jax.Array)
+  fair = ep.EpLayerConfig(layer.group, overflow="drop", drop_by="fair")
+  weighted = ep.ep_prepare(fair, topk_idx, topk_weights)
+  assert_type(weighted.dropped_counts, jax.Array)
+  assert_type(weighted.max_recv_tokens, jax.Array)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   assert_type(rows, jax.Array)
   matrices = jnp.ones((4, 32, 32))

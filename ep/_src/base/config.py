@@ -188,7 +188,6 @@ class LayerConfig:
   capacity_multiple: int = 1
   overflow: str = _INHERITED
   drop_by: str | None = None
-  num_candidates: int | None = None
   tail: str = "zero"
   wire: str | None = None
   name: str = _INHERITED
@@ -220,7 +219,6 @@ class LayerConfig:
       arguments.capacity_factor(what, self.capacity_factor)
     for field in (
       "top_k",
-      "num_candidates",
       "recv_capacity_per_rank",
       "capacity_multiple",
     ):
@@ -233,14 +231,6 @@ class LayerConfig:
       f"top_k = {self.top_k}, but it must be in 1..num_experts ="
       f" {group.num_experts}.",
     )
-    arguments.check(
-      self.num_candidates is None
-      or self.top_k <= self.num_candidates <= group.num_experts,
-      what,
-      f"num_candidates = {self.num_candidates}, but it must be in"
-      f" top_k..num_experts = {self.top_k}..{group.num_experts}; None is for no"
-      " other candidates than the choices.",
-    )
     arguments.check_choices(
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS, wire=WIRES
     )
@@ -250,12 +240,6 @@ class LayerConfig:
       f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
       f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
       ' drop_by="slot".',
-    )
-    arguments.check(
-      self.overflow != "chunk" or self.num_candidates is None,
-      what,
-      f"num_candidates = {self.num_candidates}, but with overflow = 'chunk'"
-      " each choice finds room, and none moves; pass num_candidates=None.",
     )
     # Without a limit, an op may have as little as one token.
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank

@@ -138,9 +138,6 @@ class EpLayerConfig(LayerConfig):
       some rank overflows, a collective of XLA's and a second exchange. None
       inherits from the group, and if that has None, too, it is "fair" where
       `ep_prepare` gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
-    num_candidates: M >= K, for `topk_idx` with M columns: a choice that finds
-      no room moves to one of the last M - K. It costs the same. None is for no
-      moves, which "chunk" demands.
     tail: what dispatch writes past the last slab: "zero", or nothing
       ("unspecified": never read those rows).
     wire: how dispatch sends float rows, and the backward pass of combine its

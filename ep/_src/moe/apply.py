@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import functools
 import math
 
 import jax
@@ -65,11 +64,9 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
       logits += params["router_bias"].astype(jnp.float32)
     if key is not None:
       key = jax.random.fold_in(key, lax.axis_index(layer.group.token_axes))
-    route = functools.partial(
-      router.route_topk,
+    topk_idx, topk_weights = router.route_topk(
       logits,
       config.top_k,
-      num_candidates=config.num_candidates,
       score=config.score,
       normalize=config.normalize,
       scale=config.scale,
@@ -78,10 +75,10 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
       num_groups=config.num_groups,
       top_groups=config.top_groups,
       group_best=config.group_best,
+      forced_idx=forced_idx,
       jitter=config.jitter,
       key=key,
     )
-    topk_idx, topk_weights = route(forced_idx=forced_idx)
     # Forced choices may be a constant, which all ranks share.
     (topk_idx,) = compat.vary_together(topk_idx, axes=layer.group.token_axes)
     as_written = placement is None and not config.replica_slots
@@ -103,35 +100,21 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     where = Replicas.of(layer, config, topk_idx, placement)
     experts, slots = where.copied(experts, config.hidden), where.experts
   args = layer, config.experts, experts, x_inner, topk_idx, topk_weights
-
-  def weigh_moved(used_idx):
-    return route(forced_idx=used_idx)[1]
-
   shared = None
   if config.shared_inner:
     shared = SharedExpert(config, params, mask)
   num_parts = min(config.token_chunks, math.prod(x.shape[:-1]))
   if num_parts > 1:
-    y, received = in_parts(*args, num_parts, placement, weigh_moved)
+    y, received = in_parts(*args, num_parts, placement)
     y = y if shared is None else y + shared(x_inner)
   else:
-    y, handle = through_experts(
-      *args,
-      placement=where,
-      weigh_moved=weigh_moved,
-      shared=shared,
-    )
-    received = (
-      handle.total_recv_tokens,
-      handle.dropped_counts,
-      handle.candidate,
-    )
+    y, handle = through_experts(*args, placement=where, shared=shared)
+    received = handle.total_recv_tokens, handle.dropped_counts
   if config.tp_axis:
     y = lax.psum(y, config.tp_axis)
   with jax.named_scope("metrics"):
-    choices = topk_idx[..., : config.top_k]
     metrics = _metrics(
-      layer, config, logits, choices, mask, placement, slots, *received
+      layer, config, logits, topk_idx, mask, placement, slots, *received
     )
     return y, metrics
 
@@ -172,19 +155,17 @@ def _metrics(
   slots,
   rows,
   dropped_counts,
-  candidate,
 ):
   axes = layer.group.token_axes
   experts = config.num_experts
   load = jax.nn.one_hot(topk_idx, experts, dtype=jnp.float32)
-  drops, moved = _drops_and_moves(
-    layer, experts, slots, dropped_counts, candidate
-  )
+  drops = jnp.zeros(experts, jnp.int32)
+  if layer.overflow != "chunk":  # else what the handle drops goes in chunks
+    drops = drops.at[slots].add(dropped_counts)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
   sums = dict(
     load=load.reshape(-1, experts).sum(axis=0),
     drops=_halves(drops),
-    moved=_halves(moved),
     rows=_halves(of_ranks.at[lax.axis_index(axes)].set(rows[0])),
   )
   terms = dict(
@@ -202,7 +183,6 @@ def _metrics(
   return Metrics(
     load=sums["load"],
     drops=drops,
-    moved=_whole(sums["moved"]),
     max_rank_rows=_whole(sums["rows"]).max(),
     **{name: term.loss(*of_terms[name]) for name, term in terms.items()},
   )
@@ -217,17 +197,6 @@ def _whole(halves):
   """Returns the integers of which `halves` are sums of `_halves`."""
   high, low = (x.astype(jnp.int32) for x in halves)
   return (high << 12) + low
-
-
-def _drops_and_moves(layer, num_experts, slots, dropped_counts, candidate):
-  """Returns drops [E] of this rank's slots, and moves of its tokens."""
-  drops = jnp.zeros(num_experts, jnp.int32)
-  if layer.overflow != "chunk":  # else what the handle drops goes in chunks
-    drops = drops.at[slots].add(dropped_counts)
-  moved = jnp.zeros((), jnp.int32)
-  if candidate is not None:
-    moved += (candidate >= layer.top_k).sum(dtype=jnp.int32)
-  return drops, moved
 
 
 _BALANCE = {

@@ -19,7 +19,6 @@ from ep._src.base import arrays, compat, errors, primitive
 from ep._src.base.fail_if import fail_if
 from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
-from ep._src.ops import drop_policy
 
 
 def checked_choices(
@@ -60,8 +59,11 @@ def _check(ids, *, name, axis_name, num_experts, can_raise):
 
 def _first_fault(ids, num_experts):
   """Returns int32 [fault, id]; see `errors.wrong_choice`."""
+  K = ids.shape[1]
   is_wrong = (ids < -1) | (ids >= num_experts)
-  repeats = drop_policy.repeated(ids) & (ids >= 0)
+  is_earlier = arrays.iota(K) < arrays.iota(K)[:, None]
+  is_same = ids[:, :, None] == ids[:, None, :]
+  repeats = (is_same & is_earlier).any(2) & (ids >= 0)
   fault = 2 * arrays.iota(ids.size).reshape(ids.shape)
   fault += jnp.where(is_wrong, 0, 1)
   fault = jnp.where(is_wrong | repeats, fault, errors.NO_FAULT).min()

@@ -59,10 +59,6 @@ class MoEConfig:
     drop_by: what "drop" drops: "slot", "weight" or "fair", as in
       `ep.EpLayerConfig`; None inherits from the group, and if that has None,
       too, is "fair".
-    num_candidates: M >= K, the candidates of a token, as in `ep.route_topk`: a
-      choice without room moves to one of the others. The weights of a token are
-      those that the router gives to the experts that it gets. None for no
-      moves. It needs a `capacity_factor`, or a group with a capacity.
     token_chunks: n: the tokens of a rank go through the experts in n parts of
       as many tokens, one after another, forward and backward. A rank then has
       room for the rows of a part. Outputs have the same bits for every n,
@@ -118,7 +114,6 @@ class MoEConfig:
   capacity_factor: float | None = None
   overflow: Literal["error", "drop", "chunk"] | None = None
   drop_by: Literal["slot", "weight", "fair"] | None = None
-  num_candidates: int | None = None
   token_chunks: int = 1
   wire: Literal["mxfp8", "fp8_block128"] | None = None
   overlap: bool = True
@@ -164,12 +159,6 @@ class MoEConfig:
       self.group_best,
       self.jitter,
     )
-    if self.num_candidates is not None:
-      allowed = self.num_experts // self.num_groups * self.top_groups
-      candidates = router.check_candidates(
-        what, self.num_candidates, self.top_k, allowed
-      )
-      object.__setattr__(self, "num_candidates", candidates)
     arguments.check_choices(what, self, **_CHOICES)
     arguments.check(
       self.token_chunks == 1 or not self.deterministic,
@@ -225,7 +214,6 @@ class MoEConfig:
 
 
 _NO_REPLICAS = {
-  "num_candidates": None,
   "token_chunks": 1,
   "deterministic": False,
 }

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe import chunked
@@ -30,16 +29,13 @@ def through_experts(
   topk_weights: jax.Array,
   *,
   placement: Placement | Replicas | None = None,
-  weigh_moved: Callable[[jax.Array], jax.Array] | None = None,
   shared: SharedExpert | None = None,
 ) -> tuple[jax.Array, EpHandle]:
   """Sends tokens to their experts and sums what comes back. Local view.
 
   `params` holds the rank's own experts: w_up, w_down, and w_gate, b_up, b_gate,
   b_down if there are any, in the order of the slots of `placement`, if there is
-  one. If choices can move to other candidates, `weigh_moved` returns the
-  weights of the experts [..., K] that they have got; without it, those of the
-  candidates stay. The output of `shared` is added.
+  one. The output of `shared` is added.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
   num_chunks = chunked.num_chunks(layer, experts, num_tokens)
@@ -48,13 +44,6 @@ def through_experts(
     layer = dataclasses.replace(layer, overflow="drop", drop_by="slot")
   slots = topk_idx if placement is None else placement.slots_of(topk_idx)
   handle = ep_prepare(layer, slots, topk_weights)
-  if handle.candidate is not None:
-    topk_idx, slots = (
-      jnp.take_along_axis(ids, handle.candidate, axis=-1)
-      for ids in (topk_idx, slots)
-    )
-    if weigh_moved is not None:
-      topk_weights = weigh_moved(topk_idx)
   args = handle, experts, params, tokens, slots, topk_weights
   if num_chunks == 1:
     return round_trip(*args, shared), handle

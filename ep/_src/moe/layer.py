@@ -90,10 +90,8 @@ def moe_layer(
     layer: the layer's configuration. Its `tail` has no effect: rows after the
       last slab are neither written nor read.
     tokens: float32, bfloat16 or float16 [..., H].
-    topk_idx: int32 or int64 [..., K], or [..., M] with further candidates, as
-      in `ep_prepare`.
-    topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`: a
-      choice that moves has the weight of its candidate.
+    topk_idx: int32 or int64 [..., K], as in `ep_prepare`.
+    topk_weights: float [..., K], as in `ep_dispatch`.
     w_up: [L, H, F] in the local view, [E, H, F] in the global one, sharded
       over the EP axis; this and the next two have the tokens' dtype.
     w_down: [L, F, H], or [E, F, H].

@@ -20,9 +20,7 @@ class Metrics(NamedTuple):
     entropy: float32 [], the mean entropy of the softmax of a token's logits, in
       nats, from 0 to log E. It shows a router that never decides (near log E),
       and one that is always certain (near 0).
-    drops: int32 [E], choices that found no row, by the expert that they chose
-      first.
-    moved: int32 [], choices that have the row of a further candidate.
+    drops: int32 [E], choices that found no row, by their expert.
     max_rank_rows: int32 [], rows wanted by the busiest rank.
   """
 
@@ -31,7 +29,6 @@ class Metrics(NamedTuple):
   z_loss: jax.Array
   entropy: jax.Array
   drops: jax.Array
-  moved: jax.Array
   max_rank_rows: jax.Array
 
   @property

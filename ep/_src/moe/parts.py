@@ -7,7 +7,7 @@ routing is kept, and the backward pass computes the rest again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import math
 
@@ -56,12 +56,11 @@ def in_parts(
   topk_weights: jax.Array,
   num_parts: int,
   placement: Placement | None,
-  weigh_moved: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Does what `through_experts` does, a part of the tokens at a time.
 
-  Returns the output, and `total_recv_tokens`, `dropped_counts` and `candidate`
-  of all parts, as `EpHandle` has them.
+  Returns the output, and `total_recv_tokens` and `dropped_counts` of all parts,
+  as `EpHandle` has them.
   """
   layer = dataclasses.replace(layer, tail="unspecified")
   parts = Parts(topk_idx.shape[:-1], num_parts)
@@ -74,14 +73,6 @@ def in_parts(
     (parts.split(slots, fill=-1), parts.split(topk_weights)),
     unroll=layer.overflow == "drop",
   )
-  candidate = None
-  if handles.candidate is not None:
-    candidate = parts.join(handles.candidate)
-    slots = jnp.take_along_axis(slots, candidate, axis=-1)
-    topk_weights = weigh_moved(
-      jnp.take_along_axis(topk_idx, candidate, axis=-1)
-    )
-
   # A cast to vary over more mesh axes is a sum over them in the backward pass,
   # which in the loop would be a collective for each part.
   params, handles, tokens, topk_weights = compat.vary_together(
@@ -94,8 +85,6 @@ def in_parts(
 
   arrays = map(parts.split, (tokens, slots, topk_weights))
   out = lax.map(lambda args: of_part(params, *args), (handles, *arrays))
-  received = (
-    x.sum(0, dtype=jnp.int32)
-    for x in (handles.total_recv_tokens, handles.dropped_counts)
-  )
-  return parts.join(out), (*received, candidate)
+  rows, dropped = handles.total_recv_tokens, handles.dropped_counts
+  received = rows.sum(0, dtype=jnp.int32), dropped.sum(0, dtype=jnp.int32)
+  return parts.join(out), received

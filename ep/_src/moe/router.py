@@ -26,7 +26,6 @@ def route_topk(
   logits: jax.Array,
   top_k: int,
   *,
-  num_candidates: int | None = None,
   score: Score = "softmax",
   normalize: bool = True,
   scale: float = 1.0,
@@ -64,13 +63,6 @@ def route_topk(
   Args:
     logits: `[..., E]`, any float dtype.
     top_k: K, from 1 to E.
-    num_candidates: M, from K to E: returns the best M experts in the place of
-      the best K, for `ep_prepare` to move a choice to one of the others where
-      its own expert has no room. The weights are those of `top_k` alone, so
-      with `normalize` the first K sum to `scale`, and the others have the same
-      divisor. For weights that sum to `scale` after a move, call again with
-      the experts that the choices use as `forced_idx`. None is K. It has no
-      effect with `forced_idx`.
     score: "softmax" over all experts, or of each expert alone: "sigmoid", or
       "sqrtsoftplus", the square root of softplus, as in DeepSeek-V4.
     normalize: whether the weights of a token sum to `scale`. With one choice
@@ -107,11 +99,10 @@ def route_topk(
 
   Returns:
     `topk_idx` int32 `[..., K]`, distinct within a token, and `topk_weights`
-    float32 `[..., K]`; `[..., M]` with `num_candidates`.
+    float32 `[..., K]`.
 
   Raises:
-    ValueError: for a `top_k`, `num_candidates`, `score`, group, jitter or shape
-      that cannot be.
+    ValueError: for a `top_k`, `score`, group, jitter or shape that cannot be.
     TypeError: an integer, a number, a bool or a dtype is expected, and is none.
   """
   op = "route_topk"
@@ -139,11 +130,6 @@ def route_topk(
   check_choice(
     op, num_experts, top_k, num_groups, top_groups, group_best, jitter
   )
-  num_chosen = top_k
-  if num_candidates is not None and forced_idx is None:
-    num_chosen = check_candidates(
-      op, num_candidates, top_k, num_experts // num_groups * top_groups
-    )
   if normalize and top_k == 1 < num_experts:
     arguments.warn(
       f"{op}: top_k = 1 and normalize = True give every choice the same weight,"
@@ -171,7 +157,7 @@ def route_topk(
     allowed = None
     if top_groups < num_groups:
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
-    topk_idx = _best(order, num_chosen, allowed)
+    topk_idx = _best(order, top_k, allowed)
   else:
     topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
   if mask is not None:
@@ -183,9 +169,8 @@ def route_topk(
   # program and not in another. A difference of logarithms rounds alike in both.
   def weigh(chosen):
     if normalize:
-      best = slice(0, top_k)  # the others are further candidates
-      chosen -= lax.stop_gradient(chosen[..., best].max(-1, keepdims=True))
-      chosen -= jnp.log(jnp.exp(chosen[..., best]).sum(-1, keepdims=True))
+      chosen -= lax.stop_gradient(chosen.max(-1, keepdims=True))
+      chosen -= jnp.log(jnp.exp(chosen).sum(-1, keepdims=True))
     return jnp.exp(chosen) * scale
 
   if mask is None and forced_idx is None:
@@ -276,23 +261,6 @@ def check_choice(
     f"group_best = {group_best}, but groups have {size} experts; choose "
     f"between 1 and {size}.",
   )
-
-
-def check_candidates(
-  op: str, num_candidates: int, top_k: int, allowed: int
-) -> int:
-  """Returns M as an `int`; raises unless a token can have M candidates.
-
-  `allowed` is the number of experts in the groups that a token may choose of.
-  """
-  num_candidates = arguments.integer(op, "num_candidates", num_candidates)
-  arguments.check(
-    top_k <= num_candidates <= allowed,
-    op,
-    f"num_candidates = {num_candidates}, but a token has top_k = {top_k}"
-    f" choices and may choose of {allowed} experts; choose between these.",
-  )
-  return num_candidates
 
 
 def _checked_choice(op, forced_idx, shape):

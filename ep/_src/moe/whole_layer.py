@@ -64,8 +64,8 @@ class MoE:
 
   Raises:
     ValueError: the config does not fit the group: another number of experts, a
-      smaller hidden size, axes that cannot split parameters, no choice that can
-      move to one of `num_candidates`, or `deterministic` with "nccl".
+      smaller hidden size, axes that cannot split parameters, or `deterministic`
+      with "nccl".
     TypeError: an argument has another type, or a group comes with options.
   """
 
@@ -195,7 +195,7 @@ class MoE:
         experts' parameters have the order of its slots along the first axis,
         as `ep.moe.move` brings them there; all else numbers experts. Results
         are as without it, up to rounding, unless they depend on the experts
-        that share a rank: `max_rank_rows`, drops, moves to candidates, chunks.
+        that share a rank: `max_rank_rows`, drops, chunks.
 
     Returns:
       y, like `x`, and `Metrics`. What `overflow="chunk"` means is in
@@ -306,7 +306,6 @@ def _bind(config, group, name):
     capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
     overflow=config.overflow,
     drop_by=config.drop_by,
-    num_candidates=config.num_candidates,
     wire=config.wire,
     name=name,
   )
@@ -329,13 +328,6 @@ def _bind(config, group, name):
     what,
     f"max_tokens_per_rank = {most}, but a copy sends a row of each of a rank's"
     f" {local} experts at once; raise it to that at least.",
-  )
-  arguments.check(
-    config.num_candidates is None or not fits_all,
-    what,
-    f"num_candidates = {config.num_candidates}, but capacity_factor = None"
-    " leaves room for any routing, and no choice moves; give a factor, such as"
-    " 1.25, or pass num_candidates=None.",
   )
   arguments.check(
     config.drop_by in (None, "slot") or not fits_all,

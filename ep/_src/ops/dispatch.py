@@ -92,9 +92,7 @@ def ep_dispatch(
     tokens: float32, bfloat16 or float16 [..., H], no wider than the group's
       `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`. With
       scales float8_e4m3fn, float8_e5m2, int8 or uint8.
-    topk_weights: float [..., K]; converted to float32. If the topk_idx of the
-      handle has M > K candidates, also [..., M], a weight of each: a choice
-      uses the weight of the candidate that it has got.
+    topk_weights: float [..., K]; converted to float32.
     scales: float32, bfloat16 or float8_e8m0fnu [..., S], S scales of each row
       of one byte.
 
@@ -128,14 +126,10 @@ def ep_dispatch(
         f" but the handle was prepared for {handle.token_shape}; pass the"
         " tokens that its topk_idx routes."
       )
-  candidate = handle.candidate
-  if topk_weights.shape[-1] == layer.top_k:
-    candidate = None
-  elif candidate is None or topk_weights.shape[-1] != layer.num_candidates:
+  if topk_weights.shape[-1] != layer.top_k:
     raise ValueError(
       f"{op}: topk_weights has shape {topk_weights.shape}, but [..., top_k] ="
-      f" [..., {layer.top_k}] is expected, or a weight of each candidate in the"
-      " topk_idx of the handle."
+      f" [..., {layer.top_k}] is expected."
     )
   if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
     raise TypeError(
@@ -144,22 +138,19 @@ def ep_dispatch(
     )
 
   weights = topk_weights.astype(jnp.float32)
-  operands = [tokens, weights, candidate, scales]
   received = view.call(
     _dispatch,
     [params],
-    [handle.mem, handle.group_sizes, *operands],
-    [views.RANK] * 2 + [views.TOKENS] * 4,
+    [handle.mem, handle.group_sizes, tokens, weights, scales],
+    [views.RANK] * 2 + [views.TOKENS] * 3,
     views.RANK,
   )
   return tuple(received)
 
 
 def _dispatch(
-  params: OpParams, mem, group_sizes, tokens, weights, candidate, scales
+  params: OpParams, mem, group_sizes, tokens, weights, scales
 ) -> list[jax.Array]:
-  if candidate is not None:
-    weights = jnp.take_along_axis(weights, candidate, axis=-1)
   tokens, weights = (
     x.reshape(params.num_tokens, x.shape[-1]) for x in (tokens, weights)
   )

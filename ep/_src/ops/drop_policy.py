@@ -10,12 +10,12 @@ its blocks; so it is enough to know how many blocks each expert gets, its
 *quota*.
 
 All ranks of a domain share their choices, which are valid, and compute the
-same. So the op is then given choices that fit, whatever the backend.
+same. So the op is then given choices that fit, whatever the backend. By "slot",
+the op itself drops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -29,37 +29,10 @@ from ep._src.base.arrays import iota
 from ep._src.base.backend import OpParams
 from ep._src.base.config import LayerConfig
 
-_QuotaOf = Callable[..., jax.Array]
 
-
-class Assignment(NamedTuple):
-  """The experts and candidates that the choices of a rank use.
-
-  Attributes:
-    chosen: int32 [T, K], the expert of each choice, for the op: -1 if it is
-      dropped or unused.
-    candidate: int32 [T, K], the candidate of each choice, its own if it is
-      dropped or unused.
-    dropped_counts: int32 [L], choices of the domain that are dropped, by the
-      local expert that they chose first.
-  """
-
-  chosen: jax.Array
-  candidate: jax.Array
-  dropped_counts: jax.Array
-
-
-def may_be_needed(
-  params: OpParams, num_candidates: int, is_ordered: bool
-) -> bool:
-  """Returns whether a routing may have to be assigned.
-
-  It need not be if the op itself decides what is dropped, by slot and not as
-  weights order it, or if any routing of the tokens fits the capacity.
-  """
-  layer, T = params.layer, params.num_tokens
-  decides = is_ordered or num_candidates > layer.top_k
-  return decides and layer.worst_case(T) > params.capacity
+def may_be_needed(params: OpParams) -> bool:
+  """Returns whether some routing of the tokens does not fit the capacity."""
+  return params.layer.worst_case(params.num_tokens) > params.capacity
 
 
 def dropped(
@@ -74,99 +47,56 @@ def dropped(
     tokens: of each local expert, in NumPy.
     capacity: C, rows of a rank.
   """
-  is_fair = layer.drop_by in (None, "fair")
-  quota_of = _quota_fairly if is_fair else _quota_by_slot
-  wants = _blocks(layer, tokens)
-  has = np.zeros_like(wants)
-  quota = quota_of(layer, capacity // layer.alignment, has, wants)
+  wants, blocks = _blocks(layer, tokens), capacity // layer.alignment
+  if layer.drop_by in (None, "fair"):
+    quota = _quota_fairly(blocks, wants)
+  else:
+    quota = (blocks - _sum_before(wants)).clip(0, wants)
   return (tokens - quota * layer.alignment).clip(0).sum(axis=1)
 
 
-def with_faults(layer: LayerConfig, ids: jax.Array) -> jax.Array:
-  """Puts an id that is out of range after column K into column K - 1.
-
-  So the op, which gets the K choices, finds it.
-  """
-  K = layer.top_k
-  further = ids[:, K:]
-  is_wrong = (further < -1) | (further >= layer.group.num_experts)
-  first = jnp.argmax(is_wrong, axis=1)[:, None]
-  fault = jnp.take_along_axis(further, first, axis=1)[:, 0]
-  last = jnp.where(is_wrong.any(1), fault, ids[:, K - 1])
-  return ids.at[:, K - 1].set(last)
-
-
-def repeated(ids: jax.Array) -> jax.Array:
-  """Returns bool [T, M]: whether an earlier column of the token has the id."""
-  M = ids.shape[1]
-  is_earlier = iota(M) < iota(M)[:, None]
-  return ((ids[:, :, None] == ids[:, None, :]) & is_earlier).any(2)
-
-
 def assign(
-  params: OpParams, topk_idx: jax.Array, weights: jax.Array | None
-) -> Assignment:
+  params: OpParams, topk_idx: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Assigns the choices of a rank. Collective over the EP domain.
 
   Layers that are alike but for their names share one function in a program,
   and JAX traces it once for all programs.
 
   Args:
-    params: the parameters of the op. If the op does not drop, neither does
-      this: the op gets the choices without a row, and fails.
-    topk_idx: int [T, M], candidates of each token, of which the first K are its
-      choices. All are in -1..E-1, and the choices of a token are distinct. A
-      further candidate that repeats an earlier one is none.
-    weights: float [T, M], or None if the rule is "slot".
+    params: the parameters of the op.
+    topk_idx: int [T, K], in -1..E-1 and distinct within a token.
+    weights: float [T, K].
+
+  Returns:
+    `topk_idx` as int32, with -1 for choices that are dropped, and int32 [L],
+    how many of the domain's choices of each local expert are dropped.
   """
   nameless = dataclasses.replace(params.layer, name="any")
-  return _assign(nameless, params.drop, topk_idx, weights)
+  return _assign(nameless, topk_idx, weights)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _assign(
-  layer: LayerConfig,
-  drop: bool,
-  topk_idx: jax.Array,
-  weights: jax.Array | None,
-) -> Assignment:
+  layer: LayerConfig, topk_idx: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   axis = layer.group.axis_name
-  L, E = layer.num_local_experts, layer.group.num_experts
-  T, K = len(topk_idx), layer.top_k
-  ids = _without_repeats(layer, topk_idx.astype(jnp.int32))
-  # Without weights, the ids of an expert are all equal, and order nothing.
-  orders = [] if weights is None else [_by_weight(weights)]
-  shared = jnp.stack([ids, *orders], axis=2)
+  ids = topk_idx.astype(jnp.int32)
+  shared = jnp.stack([ids, _by_weight(weights)], axis=2)
   if layer.ep_size > 1:
     shared = lax.all_gather(shared, axis, tiled=True)
-  all_ids, all_order = shared[..., 0], shared[..., -1]
-  choices = all_ids[:, :K]
-  quota_of = functools.partial(
-    _QUOTAS[layer.rule(weights is not None)],
-    layer,
-    layer.capacity_for(T) // layer.alignment,
+  blocks = layer.capacity_for(len(ids)) // layer.alignment
+  gets_row, dropped_counts = _place(
+    layer, blocks, shared[..., 0].reshape(-1), shared[..., 1].reshape(-1)
   )
-  assigned = _place(layer, all_ids, all_order, quota_of)
-  is_dropped = (choices >= 0) & (assigned < 0) & drop
-  dropped = jnp.where(is_dropped, choices, E)
-  dropped_counts = jnp.zeros(E, jnp.int32).at[dropped].add(1, mode="drop")
-  candidate = jnp.where(assigned < 0, iota(K), assigned)
-  chosen = jnp.take_along_axis(all_ids, candidate, axis=1)
-  chosen = jnp.where(is_dropped, -1, chosen)
   me = lax.axis_index(axis)
 
   def mine(x, size):
     return lax.dynamic_slice_in_dim(x, me * size, size)
 
-  return Assignment(
-    mine(chosen, T), mine(candidate, T), mine(dropped_counts, L)
-  )
-
-
-def _without_repeats(layer: LayerConfig, ids: jax.Array) -> jax.Array:
-  """Puts -1 for each further candidate that repeats an earlier one."""
-  is_further = iota(ids.shape[1]) >= layer.top_k
-  return jnp.where(repeated(ids) & is_further, -1, ids)
+  gets_row = mine(gets_row, ids.size).reshape(ids.shape)
+  dropped_counts = mine(dropped_counts, layer.num_local_experts)
+  return jnp.where(gets_row, ids, -1), dropped_counts
 
 
 def _by_weight(weights: jax.Array) -> jax.Array:
@@ -183,145 +113,82 @@ def _by_weight(weights: jax.Array) -> jax.Array:
   return jnp.where(is_nan, largest, ~ascending)
 
 
-def _place(
-  layer: LayerConfig, ids: jax.Array, order: jax.Array, quota_of: _QuotaOf
-) -> jax.Array:
-  """Returns int32 [N, K], the candidate that gets a row for each choice, or -1.
+class _Choices(NamedTuple):
+  """[n] choices by expert, then in the order in which the expert takes them.
 
-  Args:
-    layer: the layer.
-    ids: [N, M], candidates of all N tokens of a domain.
-    order: [N, M], numbers by which the candidates of an expert are ordered;
-      equal numbers keep the order of the candidates.
-    quota_of: the rule, of the blocks of a rank.
-  """
-  E, K = layer.group.num_experts, layer.top_k
-  choices = iota(K)
-  used = ids[:, :K] >= 0
-
-  def offer(rows, experts, order):
-    """Offers [n] candidates; returns what `_take_turns` does."""
-    experts = jnp.where(experts < 0, E, experts)
-    return _take_turns(layer, rows, experts, order, quota_of)
-
-  rows, gets_one = offer(
-    jnp.zeros(E, jnp.int32), ids[:, :K].reshape(-1), order[:, :K].reshape(-1)
-  )
-  assigned = jnp.where(gets_one.reshape(used.shape), choices, -1)
-
-  def spill(state, candidates):
-    rows, assigned = state
-    m, experts, order = candidates
-    waits = used & (assigned < 0)
-    first = choices == lax.argmax(waits, 1, jnp.int32)[:, None]
-    experts = jnp.where(waits.any(1), experts, E)
-    rows, gets_one = offer(rows, experts, order)
-    assigned = jnp.where(waits & first & gets_one[:, None], m, assigned)
-    return (rows, assigned), None
-
-  if ids.shape[1] > K:
-    further = iota(ids.shape[1])[K:]
-    candidates = further, ids[:, K:].T, order[:, K:].T
-    (_, assigned), _ = lax.scan(spill, (rows, assigned), candidates)
-  return assigned
-
-
-class _Offers(NamedTuple):
-  """[n] candidates by expert, then in the order in which the expert takes them.
-
-  Those that are not offered have the expert E.
+  Unused ones have the expert E.
   """
 
   expert: jax.Array
-  order: jax.Array  # candidates are ordered by it, then by place
+  order: jax.Array  # choices are ordered by it, then by place
   place: jax.Array  # among the n, before they were sorted
   row: jax.Array  # its row in the slab, if all of the expert get one
 
 
-def _take_turns(layer, rows, experts, order, quota_of):
-  """Gives out rows to candidates [n], where `rows` [E] are given away already.
+def _place(layer, blocks, experts, order):
+  """Gives out the rows of all ranks, `blocks` of each, to the choices [n].
 
-  Returns the new rows, and bool [n], whether each candidate gets a row.
+  `order` has numbers by which the choices of an expert are taken, and equal
+  ones keep their order. Returns bool [n], whether each choice gets a row, and
+  int32 [E], how many get none.
   """
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  place = iota(experts.size)
+  experts, place = jnp.where(experts < 0, E, experts), iota(experts.size)
   expert, order, place = lax.sort((experts, order, place), num_keys=3)
   start = jnp.searchsorted(expert, iota(E + 1)).astype(jnp.int32)
-  wanted = rows + jnp.diff(start)
-  row = jnp.append(rows, 0)[expert] + iota(place.size) - start[expert]
-  has = _blocks(layer, rows).reshape(P, L)
-  wants = _blocks(layer, wanted).reshape(P, L)
-  offers = _Offers(expert, order, place, row)
-  quota = quota_of(has, wants, offers).reshape(E)
-  room = jnp.append(quota * layer.alignment, 0)[expert]
-  gets_one = jnp.zeros(place.shape, bool).at[place].set(row < room)
-  return jnp.minimum(wanted, quota * layer.alignment), gets_one
+  wanted = jnp.diff(start)
+  row = iota(place.size) - start[expert]
+  if layer.rule(is_weighted=True) == "fair":
+    quota = _quota_fairly(blocks, _blocks(layer, wanted).reshape(P, L))
+  else:
+    quota = _quota_by_weight(layer, blocks, _Choices(expert, order, place, row))
+  rows = quota.reshape(E) * layer.alignment
+  gets_row = row < jnp.append(rows, 0)[expert]
+  gets_row = jnp.zeros(place.shape, bool).at[place].set(gets_row)
+  return gets_row, wanted - jnp.minimum(wanted, rows)
 
 
-# The rules get the blocks that each expert of a rank has and wants, [P, L], and
-# return the blocks that it has then. Those without offers take NumPy, too.
+def _quota_fairly(blocks, wants):
+  """Returns the blocks [P, L] that experts get of those that they want.
 
-
-def _quota_by_slot(layer, capacity, has, wants, offers=None):
-  """Gives the experts of a rank what they want, in order, while blocks last."""
-  del layer, offers
-  more = wants - has
-  free = capacity - _sum(has)
-  return has + (free - _sum_before(more)).clip(0, more)
-
-
-def _quota_fairly(layer, capacity, has, wants, offers=None):
-  """Gives one block to each expert in turn, as long as it wants one.
-
-  So all experts are filled up to a common level of blocks, except that some
-  have more already or want fewer. The blocks that are left, fewer than one for
-  each expert, go to the first experts that are at the level and want more.
+  Each expert gets one block in turn, as long as it wants one. So all experts
+  are filled up to a common level of blocks, except that some want fewer. The
+  blocks that are left, fewer than one for each expert, go to the first experts
+  that want more. It takes NumPy arrays, too.
   """
-  del layer, offers
   xp = wants.__array_namespace__()
-
-  def filled(level):
-    return xp.maximum(has, xp.minimum(wants, level))
 
   def raise_level(i, level):
     """Sets bit number i from the top, if the blocks suffice for that level."""
     higher = level + (1 << (bits - 1 - i))
-    fits = _sum(filled(higher)) <= capacity
+    fits = _sum(xp.minimum(wants, higher)) <= blocks
     return xp.where(fits, higher, level)
 
-  level, bits = xp.zeros((len(has), 1), np.int32), capacity.bit_length()
+  level, bits = xp.zeros((len(wants), 1), np.int32), blocks.bit_length()
   if isinstance(level, np.ndarray):
     level = functools.reduce(lambda x, i: raise_level(i, x), range(bits), level)
   else:
     level = lax.fori_loop(0, bits, raise_level, level)
-  quota = filled(level)
-  wants_more = (quota == level) & (wants > quota)
-  rest = capacity - _sum(quota)
+  quota = xp.minimum(wants, level)
+  wants_more = wants > quota
+  rest = blocks - _sum(quota)
   before = _sum_before(wants_more.astype(np.int32))
   return quota + (wants_more & (before < rest)).astype(np.int32)
 
 
-def _quota_by_weight(layer, capacity, has, wants, offers):
-  """Gives blocks in the order of the choices that would open them."""
-  del wants
+def _quota_by_weight(layer, blocks, choices):
+  """Gives blocks in the order of the choices that would open them: [E]."""
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
-  opens = (offers.row % layer.alignment == 0) & (offers.expert < E)
-  rank = jnp.where(opens, offers.expert // L, P)
+  opens = (choices.row % layer.alignment == 0) & (choices.expert < E)
+  rank = jnp.where(opens, choices.expert // L, P)
   rank, _, _, expert = lax.sort(
-    (rank, offers.order, offers.place, offers.expert), num_keys=3
+    (rank, choices.order, choices.place, choices.expert), num_keys=3
   )
   start = jnp.searchsorted(rank, iota(P + 1)).astype(jnp.int32)
   turn = iota(rank.size) - start[rank]
-  free = jnp.append(capacity - _sum(has)[:, 0], 0)
-  expert = jnp.where(turn < free[rank], expert, E)
-  return has.reshape(E).at[expert].add(1, mode="drop")
-
-
-_QUOTAS: dict[str, _QuotaOf] = {
-  "slot": _quota_by_slot,
-  "weight": _quota_by_weight,
-  "fair": _quota_fairly,
-}
+  is_given = (turn < blocks) & (rank < P)
+  expert = jnp.where(is_given, expert, E)
+  return jnp.zeros(E, jnp.int32).at[expert].add(1, mode="drop")
 
 
 def _blocks(layer, rows):

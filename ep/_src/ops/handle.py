@@ -13,7 +13,7 @@ from ep._src.group.group import EpLayerConfig
 from ep._src.ops import views
 
 # The kind of each leaf of a handle, for `View.call`.
-LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS] * 2
+LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
 
 
 @jax.tree_util.register_dataclass
@@ -40,17 +40,13 @@ class EpHandle:
     total_recv_tokens: int32 [1], rows that this rank would receive with an
       unlimited capacity, padding included. Those past the capacity are dropped.
     dropped_counts: int32 [L], tokens that chose each local expert and were
-      dropped; unless choices move, it was chosen `token_counts +
-      dropped_counts` times.
+      dropped; it was chosen `token_counts + dropped_counts` times.
     max_recv_tokens: int32 [1], the largest `total_recv_tokens` of the ranks of
       the EP domain. It is equal on all of them, so that a program can take the
       same branch on all.
     kept: bool [*token_shape, K], whether each choice has a row: False if it is
       unused (-1) or was dropped. In the global view it has the leading axes and
       the sharding of `topk_idx`.
-    candidate: int32 [*token_shape, K], which of the M candidates in `topk_idx`
-      each choice uses: its own, k, unless it has moved. None if `topk_idx` has
-      K columns. In the global view it is sharded like `topk_idx`.
     layer: static; the configuration that it was prepared with.
     token_shape: static; leading dims of this rank's tokens, whose product is T.
   """
@@ -62,13 +58,12 @@ class EpHandle:
   dropped_counts: jax.Array
   max_recv_tokens: jax.Array
   kept: jax.Array
-  candidate: jax.Array | None = None
   _: dataclasses.KW_ONLY
   layer: EpLayerConfig = dataclasses.field(metadata=dict(static=True))
   token_shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
   @property
-  def leaves(self) -> list[jax.Array | None]:
+  def leaves(self) -> list[jax.Array]:
     """The arrays, which have `LEAF_KINDS`."""
     fields = dataclasses.fields(self)
     return [getattr(self, field.name) for field in fields if not field.kw_only]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
@@ -38,8 +37,7 @@ def ep_prepare(
   and holds its tokens by ascending source rank, then ascending token.
 
   Where not all choices can have a row, `layer.overflow` and `layer.drop_by` say
-  which have one. With M > K candidates in `topk_idx`, a choice that finds no
-  room moves to a further candidate of its token that has some.
+  which have one.
 
   `jax.checkpoint` saves the handle with any policy, so that a block which
   prepares its own handle does not exchange the routing again in the backward
@@ -49,9 +47,7 @@ def ep_prepare(
     layer: the layer's configuration.
     topk_idx: int32 or int64 [..., K], the experts of each token, distinct
       within a token; -1 is an unused choice. Outside `jax.shard_map` the first
-      axis is global, sharded over the data axes and the EP axis. With [..., M],
-      M = `layer.num_candidates`, the first K are the choices, and the others
-      are candidates for those that find no room, the best first.
+      axis is global, sharded over the data axes and the EP axis.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
       if `layer.drop_by` is "weight" or "fair". If it is None and the layer
       drops, choices are dropped by "fair" with weights, and by "slot" without.
@@ -74,15 +70,11 @@ def ep_prepare(
       f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"
       " convert them."
     )
-  columns = layer.top_k, layer.num_candidates
-  if topk_idx.ndim < 2 or topk_idx.shape[-1] not in columns:
-    or_more = (
-      f", or num_candidates = {columns[1]} columns" if columns[1] else ""
-    )
+  if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
     raise ValueError(
       f"{op}: topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
       f" [..., {layer.top_k}] with at least one axis of tokens is"
-      f" expected{or_more}."
+      " expected."
     )
   arguments.check(
     layer.overflow != "chunk",
@@ -134,84 +126,57 @@ def _checked_weights(op, topk_idx, topk_weights):
 
 def _prepare(
   params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
-) -> list[jax.Array | None]:
-  """Returns the leaves of the handle, of which `candidate` may be None."""
-  layer, K, M = params.layer, params.layer.top_k, topk_idx.shape[-1]
-  ids = topk_idx.reshape(params.num_tokens, M)
-  if M > K:
-    ids = drop_policy.with_faults(layer, ids)
-  orders = topk_weights if layer.rule(is_weighted=True) != "slot" else None
-  if drop_policy.may_be_needed(params, M, orders is not None):
-    operands = [ids]
-    if orders is not None:
-      operands.append(orders.reshape(ids.shape))
-    leaves = primitives.bind(assigned_prepare_p, params, *operands)
+) -> list[jax.Array]:
+  """Returns the leaves of the handle."""
+  layer = params.layer
+  ids = topk_idx.reshape(params.num_tokens, layer.top_k)
+  may_assign = layer.rule(
+    is_weighted=True
+  ) != "slot" and drop_policy.may_be_needed(params)
+  if may_assign and topk_weights is not None:
+    weights = topk_weights.reshape(ids.shape)
+    leaves = primitives.bind(assigned_prepare_p, params, ids, weights)
   else:
-    leaves = primitives.bind(prepare_p, params, ids[:, :K])
-    leaves.append(_own_candidates(params))
-  *sizes, kept, candidate = leaves
-  kept, candidate = (
-    x.reshape(*topk_idx.shape[:-1], K) for x in (kept, candidate)
-  )
-
-  def used(x):
-    if x is None or M == K:
-      return x
-    return jnp.take_along_axis(x, candidate, axis=-1)
-
-  results = [*sizes, kept, candidate if M > K else None]
+    leaves = primitives.bind(prepare_p, params, ids)
+  *sizes, kept = leaves
+  results = [*sizes, kept.reshape(topk_idx.shape)]
   tap = tapping.value
   if tap is None:
     return results
-  return tap(layer, used(topk_idx), used(topk_weights), results)
+  return tap(layer, topk_idx, topk_weights, results)
 
 
 def _assigned_prepare(
-  params: OpParams, ids: jax.Array, weights: jax.Array | None = None
+  params: OpParams, ids: jax.Array, weights: jax.Array
 ) -> list[jax.Array]:
-  """Prepares the choices, and if rows are short, what is assigned to them.
+  """Prepares the choices, and if rows are short, those that are assigned one.
 
   The first op keeps all choices, unless rows are short. Once it has succeeded,
   all ranks have come, and their choices are valid. So it is the op that reports
   a late rank or a wrong id, and no collective of XLA's waits before. Where an
   op fails without ending the program, its totals are -1, and nothing is
   assigned after it.
-
-  Returns:
-    The results of `prepare_p`, and `candidate` [T, K].
   """
-  choices = ids[:, : params.layer.top_k]
-  first = prepare_p.bind(choices, params=dataclasses.replace(params, drop=True))
+  first = prepare_p.bind(ids, params=params)
   *_, wanted_here, _, wanted, _ = first
 
   def assigned():
-    got = drop_policy.assign(params, ids, weights)
-    *sizes, total, _, largest, kept = prepare_p.bind(got.chosen, params=params)
+    chosen, dropped_counts = drop_policy.assign(params, ids, weights)
+    *sizes, total, _, largest, kept = prepare_p.bind(chosen, params=params)
     failed = total < 0
     return [
       *sizes,
       jnp.where(failed, total, wanted_here),
-      got.dropped_counts,
+      dropped_counts,
       jnp.where(failed, largest, wanted),
       kept,
-      got.candidate,
     ]
 
-  return lax.cond(
-    wanted[0] > params.capacity,
-    assigned,
-    lambda: [*first, _own_candidates(params)],
-  )
+  return lax.cond(wanted[0] > params.capacity, assigned, lambda: first)
 
 
-def _own_candidates(params: OpParams) -> jax.Array:
-  """Returns the candidates [T, K] of choices of which none has moved."""
-  shape = params.num_tokens, params.layer.top_k
-  return lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def _out_types(params: OpParams, topk_idx):
-  del topk_idx
+def _out_types(params: OpParams, topk_idx, weights=None):
+  del topk_idx, weights
   layer = params.layer
   per_expert = jax.ShapeDtypeStruct((layer.num_local_experts,), jnp.int32)
   per_rank = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -230,16 +195,7 @@ def _out_types(params: OpParams, topk_idx):
   ]
 
 
-def _assigned_out_types(params: OpParams, ids, weights=None):
-  del weights
-  candidate = params.num_tokens, params.layer.top_k
-  return [
-    *_out_types(params, ids),
-    jax.ShapeDtypeStruct(candidate, jnp.int32),
-  ]
-
-
 prepare_p = primitives.op("ep_prepare", _out_types)
 assigned_prepare_p = primitives.of_rank(
-  "ep_assign", _assigned_out_types, _assigned_prepare
+  "ep_assign", _out_types, _assigned_prepare
 )

@@ -83,98 +83,62 @@ def prepare(topk_idx, *, num_experts, capacity, alignment=1):
 
 
 def assign(
-  candidates,
-  weights,
-  *,
-  top_k,
-  num_experts,
-  capacity,
-  alignment=1,
-  drop_by="slot",
+  topk_idx, weights, *, num_experts, capacity, alignment=1, drop_by="slot"
 ):
-  """Returns which candidate each choice gets: int32 [P, T, K], -1 for none.
+  """Returns which choices get a row: bool [P, T, K].
 
-  `candidates` are NumPy ids [P, T, M], of which the first `top_k` are the
-  choices, and `weights` float [P, T, M], or None for `drop_by="slot"`. There is
-  one loop over the choices, and another for each further candidate. Each loop
-  takes them one after the other, in the order that `drop_by` names, and keeps
-  what has room.
+  `topk_idx` are NumPy ids [P, T, K], and `weights` float [P, T, K], or None for
+  `drop_by="slot"`. The loop takes the choices one after the other, in the order
+  that `drop_by` names, and keeps what has room.
   """
-  P, T, M = candidates.shape
-  K, L = top_k, num_experts // P
-  assigned = np.full((P, T, K), -1, np.int32)
+  L = num_experts // len(topk_idx)
+  kept = np.zeros(topk_idx.shape, bool)
   rows = np.zeros(num_experts, int)  # rows that each expert has given away
 
   def has_room(expert):
     """Returns whether the slabs of its rank fit with one more row."""
     wanted = rows + (np.arange(num_experts) == expert)
-    slabs = wanted.reshape(P, L)[expert // L]
+    slabs = wanted.reshape(-1, L)[expert // L]
     return (-(-slabs // alignment) * alignment).sum() <= capacity
 
-  def in_order(offers):
-    """Returns offers (r, t, k, m) in the order in which they are taken."""
-    source = sorted(offers)
+  def expert(choice):
+    return topk_idx[choice]
 
-    def expert(offer):
-      r, t, _, m = offer
-      return candidates[r, t, m]
+  def lightness(choice):
+    weight = float(weights[choice])
+    return (True, 0.0) if math.isnan(weight) else (False, -weight)
 
-    def lightness(offer):
-      r, t, _, m = offer
-      weight = float(weights[r, t, m])
-      return (True, 0.0) if math.isnan(weight) else (False, -weight)
-
+  def in_order(choices):
+    """Returns choices (r, t, k) in the order in which they are taken."""
     if drop_by == "slot":
-      return sorted(source, key=expert)
-    by_weight = sorted(source, key=lightness)
+      return sorted(choices, key=expert)
+    by_weight = sorted(choices, key=lightness)
     if drop_by == "weight":
       return by_weight
     turns = []  # an expert gets one block of rows in each turn
-    for e, own in itertools.groupby(sorted(by_weight, key=expert), expert):
-      for row, offer in enumerate(own, start=rows[e]):
-        turns.append((row // alignment, offer))
-    return [offer for _, offer in sorted(turns, key=lambda turn: turn[0])]
+    for _, own in itertools.groupby(sorted(by_weight, key=expert), expert):
+      turns += [(row // alignment, c) for row, c in enumerate(own)]
+    return [choice for _, choice in sorted(turns, key=lambda turn: turn[0])]
 
-  def place(offers):
-    for r, t, k, m in in_order(offers):
-      if has_room(expert := candidates[r, t, m]):
-        rows[expert] += 1
-        assigned[r, t, k] = m
-
-  used = candidates >= 0
-  for m in range(K, M):  # a repeated candidate does not count
-    earlier, own = candidates[:, :, :m], candidates[:, :, m : m + 1]
-    used[:, :, m] &= (earlier != own).all(2)
-  tokens = [*np.ndindex(P, T)]
-  place([(r, t, k, k) for r, t in tokens for k in range(K) if used[r, t, k]])
-  for m in range(K, M):
-    waiting = used[:, :, :K] & (assigned < 0)
-    place(
-      [
-        (r, t, waiting[r, t].argmax(), m)
-        for r, t in tokens
-        if waiting[r, t].any() and used[r, t, m]
-      ]
-    )
-  return assigned
+  for choice in in_order([*zip(*np.nonzero(topk_idx >= 0), strict=True)]):
+    if has_room(expert(choice)):
+      rows[expert(choice)] += 1
+      kept[choice] = True
+  return kept
 
 
-def prepare_assigned(candidates, assigned, *, num_experts, **sizes):
-  """Returns the routing of what `assign` has assigned, in NumPy.
+def prepare_assigned(topk_idx, kept, *, num_experts, **sizes):
+  """Returns the routing of what `assign` has kept, in NumPy.
 
-  What is wanted, and what is dropped of it, is counted for the choices before
-  any of them moved.
+  What is wanted, and what is dropped of it, is counted for all choices.
   """
-  P, _, K = assigned.shape
-  choices = candidates[..., :K]
-  wanted = prepare(choices, num_experts=num_experts, **sizes)
-  got = np.take_along_axis(candidates, assigned.clip(0), axis=2)
-  got = np.where(assigned < 0, -1, got)
-  dropped = choices[(choices >= 0) & (assigned < 0)]
+  wanted = prepare(topk_idx, num_experts=num_experts, **sizes)
+  got = np.where(kept, topk_idx, -1)
+  dropped = topk_idx[(topk_idx >= 0) & ~kept]
   dropped_counts = np.bincount(dropped, minlength=num_experts)
   return prepare(got, num_experts=num_experts, **sizes)._replace(
     total_recv_tokens=wanted.total_recv_tokens,
-    dropped_counts=dropped_counts.reshape(P, -1).astype(np.int32),
+    dropped_counts=dropped_counts.reshape(len(topk_idx), -1).astype(np.int32),
     max_recv_tokens=wanted.max_recv_tokens,
   )
 

@@ -119,15 +119,10 @@ def suggest_capacity(
   It counts in NumPy, on this process alone: what `overflow="drop"` would have
   dropped, for this layer's ranks, experts, alignment and `drop_by` (None is
   "fair", as with weights), whatever its capacity. The numbers are exact, with
-  two exceptions:
-
-  * `drop_by="weight"` with an alignment counts as "slot", because weights are
-    not looked at. On each rank these two differ by less than `alignment` rows
-    for each of its experts. Without an alignment, all policies drop equally
-    many choices.
-  * candidates: choices that find no room do not move, but are dropped. A choice
-    that moved was recorded where it went, as `ep.record` says: record without
-    candidates, to see what each token wanted.
+  one exception: `drop_by="weight"` with an alignment counts as "slot", because
+  weights are not looked at. On each rank these two differ by less than
+  `alignment` rows for each of its experts. Without an alignment, all policies
+  drop equally many choices.
 
   The layer may have another EP size than the record.
 
@@ -135,8 +130,7 @@ def suggest_capacity(
     layer: an `EpLayerConfig`.
     routings: a folder of `ep.record` or what `ep.replay` made of it, of which
       all complete steps of the layer's name count; or arrays [R * n, ..., K] of
-      the global view, with values, one for each step. Of [R * n, ..., M] with
-      the layer's candidates, the first K columns count.
+      the global view, with values, one for each step.
     drop_probability: the largest fraction of choices that may be dropped, from
       0 to before 1. With 0, the capacity fits every step that was given, and
       `overflow="error"` would not have failed.
@@ -162,20 +156,19 @@ def suggest_capacity(
   if isinstance(routings, Replay):
     routings = routings.routings(layer)
   group, unit = layer.group, layer.alignment
-  columns = {layer.top_k, layer.num_candidates or layer.top_k}
   steps: list[np.ndarray] = []
   most_tokens = 1
   for topk_idx in map(np.asarray, routings):
     arguments.check(
-      topk_idx.ndim > 0 and topk_idx.shape[-1] in columns,
+      topk_idx.ndim > 0 and topk_idx.shape[-1] == layer.top_k,
       op,
       f"topk_idx has shape {topk_idx.shape}, but the layer"
-      f' "{layer.name}" has {" or ".join(map(str, sorted(columns)))} columns;'
+      f' "{layer.name}" has {layer.top_k} columns;'
       " pass the routing of a layer with its top_k.",
     )
-    choices = expert_loads.choices(  # not of further candidates
+    choices = expert_loads.choices(
       f"{op}: step {len(steps)}",
-      topk_idx[..., : layer.top_k],
+      topk_idx,
       group.num_experts,
       group.num_token_ranks,
     )

@@ -46,9 +46,8 @@ def record(
   is the call `n % calls_per_step` of the step `n // calls_per_step`. So layers
   of other places of a model need other names, or share the calls of a step.
 
-  The ids are [..., K]. A choice that moves to a further candidate is recorded
-  as that, and one that is dropped as it was chosen: a replay with the same
-  ranks and layer drops it again.
+  The ids are [..., K]. A choice that is dropped is recorded as it was chosen: a
+  replay with the same ranks and layer drops it again.
 
   Each process writes the ids of its own ranks to NumPy archives in the folder,
   and all processes must do the same. `ep.replay` reads them. A process that is

@@ -101,8 +101,7 @@ class Replay:
 
     Returns:
       int32 or int64 [R * n, ..., K], of R ranks with [n, ..., K] each: what
-      `ep_prepare` got, or where it moved choices; `ep.record`
-      says when.
+      `ep_prepare` got.
 
     Raises:
       ValueError: the call was not recorded, or not by all ranks, or a file has
