@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.ops import ALL, compile_op, LAYERS, with_handle
 from benchmarks.workload import Workload
-from ep._src.records import expert_loads
+from ep._tools.records import expert_loads
 
 # A sum may deviate by at most this share of the largest value of its array.
 BOUNDS = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep import presets
-from ep._src.records import expert_loads
+from ep._tools.records import expert_loads
 from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"

@@ -17,7 +17,7 @@
     plan, Cluster       predict what a layer's exchanges cost on a cluster
     place, Placement    find and say which rank holds which expert
 
-`ep.launch` starts processes and joins them; `python -m ep.stuck` says why a job
+`ep.launch` starts processes and joins them; `python -m ep stuck` says why a job
 hangs; `ep.moe` has parameters, state and metrics of layers, `ep.presets`
 configurations of published models, `ep.quant` rows of one byte with scales,
 `ep.debug` a picture of a routing, `ep.lax` collectives that CPUs lack, and
@@ -32,6 +32,7 @@ from ep._src.base import jax_version as _jax_version  # noqa: F401, fails first
 # isort: split
 
 from ep import debug as debug
+from ep import launch as launch
 from ep import lax as lax
 from ep import moe as moe
 from ep import presets as presets
@@ -69,24 +70,24 @@ from ep._src.ops.prepare import ep_prepare as ep_prepare
 from ep._src.ops.unordered_collectives import (
   assert_ordered_collectives as assert_ordered_collectives,
 )
-from ep._src.planning.cluster import Cluster as Cluster
-from ep._src.planning.place import place as place
-from ep._src.planning.plan import Forecast as Forecast
-from ep._src.planning.plan import Plan as Plan
-from ep._src.planning.plan import plan as plan
-from ep._src.records.capacity import CapacitySuggestion as CapacitySuggestion
-from ep._src.records.capacity import suggest_capacity as suggest_capacity
-from ep._src.records.describe import describe as describe
-from ep._src.records.describe import RoutingSummary as RoutingSummary
-from ep._src.records.explain import explain as explain
-from ep._src.records.explain import Explanation as Explanation
-from ep._src.records.record import record as record
-from ep._src.records.replay import Replay as Replay
-from ep._src.records.replay import replay as replay
-from ep._src.records.trace import trace as trace
+from ep._tools.planning.cluster import Cluster as Cluster
+from ep._tools.planning.place import place as place
+from ep._tools.planning.plan import Forecast as Forecast
+from ep._tools.planning.plan import Plan as Plan
+from ep._tools.planning.plan import plan as plan
+from ep._tools.records.capacity import CapacitySuggestion as CapacitySuggestion
+from ep._tools.records.capacity import suggest_capacity as suggest_capacity
+from ep._tools.records.describe import describe as describe
+from ep._tools.records.describe import RoutingSummary as RoutingSummary
+from ep._tools.records.record import record as record
+from ep._tools.records.replay import Replay as Replay
+from ep._tools.records.replay import replay as replay
+from ep._tools.trace.explain import explain as explain
+from ep._tools.trace.explain import Explanation as Explanation
+from ep._tools.trace.trace import trace as trace
 
 __version__ = "0.1.0"  # pyproject.toml reads it; MODULE.bazel has it, too
-__all__ = list(_public.names(globals()) + ["launch", "testing"])
+__all__ = list(_public.names(globals()) + ["testing"])
 
 
 def __dir__() -> list[str]:
@@ -94,13 +95,10 @@ def __dir__() -> list[str]:
 
 
 if _typing.TYPE_CHECKING:
-  from ep import launch as launch
   from ep import testing as testing
 else:
 
   def __getattr__(name: str) -> _typing.Any:
-    # Python would warn in `python -m ep.launch` if it were imported above, and
-    # ep.testing imports it.
-    if name in ("launch", "testing"):
-      return _importlib.import_module(f"ep.{name}")
+    if name == "testing":  # which imports ep
+      return _importlib.import_module("ep.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,87 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what is installed, and which backends can run here: python -m ep.
-
-The exit code is 0 if the default backend can run.
-"""
+"""Runs the commands of the package: python -m ep COMMAND."""
 
 import argparse
-import importlib.metadata
-import pathlib
-import platform
+import contextlib
+import importlib
 import sys
 
-import jax
-import jaxlib
-import numpy as np
+# The module of each command, whose `main` takes the arguments after the name.
+_COMMANDS = {
+  "check": ("ep._tools.check", "print versions, and backends that can run"),
+  "explain": (
+    "ep._tools.trace.command",
+    "say why the steps of a trace are slow",
+  ),
+  "launch": ("ep.launch._command", "start the ranks of a program"),
+  "plan": ("ep._tools.planning.command", "predict the cost of exchanges"),
+  "stuck": ("ep._tools.stuck", "say which ranks wait, and for whom"),
+}
 
-import ep
-from ep._src.base.backend import CannotServe
-from ep._src.group.bootstrap import BACKENDS, NATIVE
-from ep._src.native import gpus
 
-_DISTRIBUTION = "jax-ep"
-
-
-def main(args: list[str]) -> int:
-  """Prints the report, and returns the exit code."""
+def main(args: list[str]) -> int | str | None:
+  """Runs the command that the first argument names; returns its exit code."""
   parser = argparse.ArgumentParser(
     prog="python -m ep",
-    description="Prints installed versions, and backends that can run here.",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    description="\n".join(f"{n:9}{c[1]}" for n, c in _COMMANDS.items()),
+    epilog="python -m ep COMMAND --help lists the arguments of a command.",
   )
-  parser.parse_args(args)
-  folder = pathlib.Path(__file__).parent
-  for other in other_distributions():
-    print(
-      f'WARNING: the distribution "{other}" also has a package ep. The one that'
-      " was installed last has overwritten files of the other, and to uninstall"
-      f" one removes files of both. Run: pip uninstall {other} {_DISTRIBUTION};"
-      f" then install {_DISTRIBUTION} again."
-    )
-  if not hasattr(ep, "ep_bootstrap"):
-    print(
-      f"{folder / '__init__.py'} is missing, or another package's; install"
-      f" {_DISTRIBUTION} again, with pip's option --force-reinstall."
-    )
-    return 1
-  print(f"ep {ep.__version__} in {folder}")
-  print(
-    f"python {platform.python_version()}, jax {jax.__version__}, jaxlib"
-    f" {jaxlib.__version__}, numpy {np.__version__}"
-  )
-  try:
-    gpus.check_plugin()
-    devices = jax.local_devices()
-  except RuntimeError as e:
-    print(f"JAX has no devices here: {e}")
-    return 1
-  print(f"devices of this process: {len(devices)} x {devices[0].device_kind}")
-  outcomes = {name: outcome(name) for name in BACKENDS}
-  default = NATIVE.get(devices[0].platform, "xla")
-  if isinstance(outcomes[default], CannotServe):
-    default = "xla"  # as ep_bootstrap chooses
-  for name, found in outcomes.items():
-    label = f"{name:4} {'(the default) ' if name == default else ''}"
-    if isinstance(found, Exception):
-      why = str(found).removeprefix("ep_bootstrap: ")
-      print(f"{label}cannot run: {why}")
-    else:
-      print(f"{label}can run{f' on {found}' if found else ''}")
-  return 1 if isinstance(outcomes[default], Exception) else 0
-
-
-def other_distributions() -> list[str]:
-  """Returns the names of other distributions that have a package `ep`."""
-  found = importlib.metadata.packages_distributions().get("ep", [])
-  return sorted(set(found) - {_DISTRIBUTION})
-
-
-def outcome(name: str) -> str | Exception:
-  """Returns what a backend would run on here, or why it cannot run."""
-  try:
-    return BACKENDS[name].probe()
-  except (OSError, RuntimeError, ValueError) as e:
-    return e
+  parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
+  command = parser.parse_args(args[:1]).command
+  return importlib.import_module(_COMMANDS[command][0]).main(args[1:])
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  _code: int | str | None = 0
+  with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+    _code = main(sys.argv[1:])
+  with contextlib.suppress(AttributeError, OSError):
+    sys.stdout.close()  # Python's own flush could change the exit code
+  sys.exit(_code)

@@ -52,7 +52,7 @@ def main() -> None:
     found = [f"--find-links={folder}" for folder in (wheels, *folders)]
     environment.install(*found, f"jax-ep[cuda{cuda}]")
 
-    report = environment.run(environment.python, "-m", "ep")
+    report = environment.run(environment.python, "-m", "ep", "check")
     library = environment.site / f"jax_ep_cuda{cuda}/libep_ffi_cuda.so"
     assert f"Its library is there, {library}." in report
 

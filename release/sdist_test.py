@@ -40,7 +40,7 @@ def main() -> None:
     write_wheel(wheels, *jaxlib.split("=="), files)
 
     environment.install(f"--find-links={wheels}", str(sdist), CXXFLAGS="-O0")
-    report = environment.run(environment.python, "-m", "ep")
+    report = environment.run(environment.python, "-m", "ep", "check")
     library = environment.site / "ep/libep_ffi_cpu.so"
     assert f"host (the default) can run on {library}" in report
 

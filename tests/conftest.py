@@ -4,7 +4,7 @@
 Worlds are named processes x devices of each. A test file runs in any of them:
 
     python -m pytest tests/foo_test.py                                    # 1x4
-    python -m ep.launch --num_processes=4 -m pytest tests/foo_test.py     # 4x1
+    python -m ep launch --num_processes=4 -m pytest tests/foo_test.py     # 4x1
     ./bazelw test //tests:foo_test_1x4_cpu //tests:foo_test_2x2_cpu
 
 Every process runs every test, so a test is an SPMD program: it builds the same

@@ -2,7 +2,7 @@
 
 // Keeps the times and the rows of each exchange of a group in this process, and
 // writes them to a file, of which Python has written the first line
-// (ep/_src/base/backend.py). ep/_src/records/trace.py merges the files of all
+// (ep/_src/base/backend.py). ep/_tools/trace/trace.py merges the files of all
 // processes.
 //
 // A trace that is off costs an exchange a relaxed load.

@@ -31,7 +31,7 @@ def _launched(out, *more):
   world = "--num_processes=2", "--devices_per_process=2"
   return subprocess.Popen(
     [
-      *(sys.executable, "-m", "ep.launch", *world, train_moe_lm.__file__),
+      *(sys.executable, "-m", "ep", "launch", *world, train_moe_lm.__file__),
       *(*_TINY, f"--out={out}", *more),
     ],
     env=programs.environment(),

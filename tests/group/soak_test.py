@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long runs with changing routings keep their speed and use no more resources.
 
-    python -m ep.launch --num_processes=4 \
+    python -m ep launch --num_processes=4 \
         -m pytest tests/group/soak_test.py --soak_steps=50000
 
 All devices of the world form one domain. Process 0 prints the figures.

@@ -54,7 +54,7 @@ class Job:
           "--timeout=300",
           f"--log_dir={logs}",
         ]
-        argv = [sys.executable, "-m", "ep.launch", *flags, str(program)]
+        argv = [sys.executable, "-m", "ep", "launch", *flags, str(program)]
         with output.open("wb") as file:
           launchers.append(host.start(argv, env=env, stdout=file, stderr=file))
       last = self.logs[1] / "rank_1.log"

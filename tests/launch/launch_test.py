@@ -17,8 +17,9 @@ import time
 import pytest
 
 from ep import launch
-from ep._src.launch import room, supervision
 from ep._src.native import gpus
+from ep.launch import _room as room
+from ep.launch import _supervision as supervision
 import programs
 
 # Bazel runs this file as the only rank of a launcher, which sets these.
@@ -542,7 +543,7 @@ def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
   script = _script(tmp_path, f"import os; print(os.getpid()); {_STUCK}")
   flags = ["--num_processes=2", f"--log_dir={tmp_path}"]
-  launcher = _python(["-m", "ep.launch", *flags, str(script)])
+  launcher = _python(["-m", "ep", "launch", *flags, str(script)])
   _when_logged(tmp_path, launcher.kill).join()
   assert launcher.wait(timeout=20) == -signal.SIGKILL
   pids = [*map(int, _logs(tmp_path))]
@@ -659,7 +660,7 @@ print(jax.devices()[0].platform)
 """
   script = str(_script(tmp_path, program))
   process = _python(
-    ["-m", "ep.launch", "--num_processes=1", script],
+    ["-m", "ep", "launch", "--num_processes=1", script],
     {"PYTHONWARNINGS": "error"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -683,8 +684,8 @@ def test_an_old_jax_is_refused_with_the_cure(tmp_path, jax, found):
   )
   for argv, lines in [
     (["-c", "import ep"], None),  # an ImportError
-    (["-m", "ep"], 1),
-    (["-m", "ep.launch", "--help"], 1),
+    (["-m", "ep", "check"], 1),
+    (["-m", "ep", "launch", "--help"], 1),
   ]:
     process = _python(argv, {"PYTHONPATH": path}, stderr=subprocess.PIPE)
     errors = process.communicate()[1].decode().splitlines()

@@ -8,7 +8,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
-from ep._src.records import trace
+from ep._tools.trace import trace
 from groups import bootstrap, E, H, K, not_with_xla, T
 from op_functions import Ops
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import ep
-from ep._src.planning import links
-from ep._src.planning.demand import Expected, Layout
+from ep._tools.planning import links
+from ep._tools.planning.demand import Expected, Layout
 
 _HIDDEN, _TOP_K = 7168, 8
 # The bytes of a row, and the ops that the sources measure.

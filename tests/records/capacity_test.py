@@ -10,7 +10,7 @@ import pytest
 from conftest import make_mesh
 import ep
 from ep._src.ops import reference
-from ep._src.records import files
+from ep._tools.records import files
 from ep.testing._routings import draw
 from groups import BACKEND, E, has_no_limits, K, layer, T
 from oracle import make_oracle

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import assert_shards_equal
 import ep
-from ep._src.records import files
+from ep._tools.records import files
 from groups import E, K, layer
 
 

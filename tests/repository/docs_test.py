@@ -63,7 +63,9 @@ def test_pytest_under_the_launcher(tmp_path):
   code = "import jax\ndef test_it():\n  assert jax.process_count() == 2\n"
   test.write_text(code)
   pytest = ["-m", "pytest", "-p", "no:cacheprovider", test]
-  code, output = programs.run("-m", "ep.launch", "--num_processes=2", *pytest)
+  code, output = programs.run(
+    "-m", "ep", "launch", "--num_processes=2", *pytest
+  )
   assert code == 0, output
 
 

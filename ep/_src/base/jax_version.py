@@ -17,5 +17,5 @@ if _found is None or _found < tuple(map(int, _FLOOR.split("."))):
   raise ImportError(
     f"ep needs jax {_FLOOR} or newer, but {found} is installed;"
     f' run: pip install --upgrade "jax>={_FLOOR}"',
-    name="ep",  # with it, `python -m ep` prints a line in place of a traceback
+    name="ep",  # with it, `python -m ep check` prints a line in place of a traceback
   )

@@ -9,10 +9,10 @@ from typing import Any, get_type_hints
 def names(module: dict[str, Any]) -> list[str]:
   """Returns the public names of a module's globals, for its `__all__`.
 
-  Functions and classes from ep/_src and from the module's private files become
+  Functions and classes of ep/_src, ep/_tools and the module's private files are
   members of the module: in `help`, in tracebacks, and when they are pickled.
   """
-  private = "ep._src.", f"{module['__name__']}._"
+  private = "ep._src.", "ep._tools.", f"{module['__name__']}._"
   found = sorted(name for name in module if not name.startswith("_"))
   for value in map(module.__getitem__, found):
     if getattr(value, "__module__", "").startswith(private):

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
-from ep._src.base import meshes
+from ep._src.base import launch_states, meshes
 from ep._src.base.config import GroupConfig
-from ep._src.launch import states
 
 _POLL_S = 0.005
 
@@ -73,7 +72,7 @@ def take_over() -> None:
 
   def tell():
     if os.getpid() == rank:  # this is no forked child
-      states.tell("ending")
+      launch_states.tell("ending")
 
   def report_and_exit(*exc_info):
     tell()

@@ -17,14 +17,13 @@ from typing import Any
 
 import jax
 
-from ep._src.base import compat, process_ids
-from ep._src.launch import states
+from ep._src.base import compat, launch_states, process_ids
 
 
 def announce() -> None:
   """Publishes the identity of this process, if it has joined. Idempotent."""
   if client := compat.distributed_client():
-    states.tell("joined")
+    launch_states.tell("joined")
     key = _key(compat.distributed_process())
     client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 

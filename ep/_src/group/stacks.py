@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets `python -m ep.stuck` see the Python stacks of this process.
+"""Lets `python -m ep stuck` see the Python stacks of this process.
 
 faulthandler writes the stacks when the process gets a signal. Unlike a thread
 of Python, it also does so while another thread holds Python's lock in native

@@ -44,7 +44,7 @@ std::string Slow(const Topology& topology, const Exchange& exchange,
 Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s);
 
-// Returns what this process knows of its group, for `python -m ep.stuck`: JSON
+// Returns what this process knows of its group, for `python -m ep stuck`: JSON
 // of at most `max_bytes`, without what does not fit. Times are of Now().
 // `since` is when the group began.
 std::string Progress(const Topology& topology, const std::string& group_name,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // A text that other processes of the same user can read, also while this
-// process is stopped or Python is blocked. `python -m ep.stuck` is the reader.
+// process is stopped or Python is blocked. `python -m ep stuck` is the reader.
 //
 // The memory is a sealed, anonymous memfd of mode 0600. It ends with the
 // process. A reader finds it among the descriptors of the process in /proc,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ep._src.base import arguments
-from ep._src.records import trace
+from ep._tools.trace import trace
 
 # Nobody is blamed below these: the share of the steps in which a rank came late
 # to a layer's op, and by how much, as a part of a step and in seconds. A busy

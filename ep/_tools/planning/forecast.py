@@ -13,10 +13,10 @@ import numpy as np
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.moe.config import MoEConfig
 from ep._src.ops import drop_policy
-from ep._src.planning import links
-from ep._src.planning.cluster import Cluster
-from ep._src.planning.demand import Demand, Layout
-from ep._src.records import expert_loads
+from ep._tools.planning import links
+from ep._tools.planning.cluster import Cluster
+from ep._tools.planning.demand import Demand, Layout
+from ep._tools.records import expert_loads
 
 # The ops of a step, as ep.trace names them: whether rows go from tokens to
 # experts, and whether routing weights, or their gradients, go along.

@@ -1,35 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a program on each host, and joins them from inside.
-
-    python -m ep.launch --num_processes=4 train.py --steps=10
-    python -m ep.launch --num_processes=4 -m pytest tests
-
-`launch` is the same as a function, and `initialize`, which the program calls
-before anything else touches JAX, makes each process one rank. `launch` and
-`initialize` share only a few environment variables, so a cluster's own launcher
-can replace `launch`:
-
-    JAX_COORDINATOR_ADDRESS   host:port of JAX's coordination service
-    JAX_NUM_PROCESSES         how many ranks there are
-    JAX_PROCESS_ID            which of them this process is
-
-The service is a process of the launcher's, so that it survives the death of any
-rank. JAX makes rank 0 start one too; nothing connects to it.
-
-Under another launcher that JAX knows (SLURM, Open MPI, an indexed Kubernetes
-job, Cloud TPU) `initialize` needs no variables.
-
-If there is a variable EP_LAUNCH_STATE, ranks tell this launcher how far they
-have come: joining, joined or ending. So it can name ranks that ran alone, ranks
-for which others wait in vain, and the rank that failed first.
-
-Only `initialize` touches JAX's devices: a process that launches must not hold
-the devices of its ranks.
-"""
+"""Starts the ranks of a program, and waits for them all."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 import contextlib
 import os
@@ -43,18 +16,12 @@ import tempfile
 import threading
 
 from ep._src.base import arguments
-from ep._src.launch import hosts, room, states, supervision
 from ep._src.native import gpus
+from ep.launch import _hosts as hosts
+from ep.launch import _room as room
+from ep.launch import _supervision as supervision
 
-_COORDINATOR = str(pathlib.Path(__file__).parent / "_src/launch/coordinator.py")
-# Variables in which launchers that JAX does not detect say how many processes
-# there are.
-_COUNTS_OF_PROCESSES = (
-  "JAX_NUM_PROCESSES",
-  "OMPI_COMM_WORLD_SIZE",  # Open MPI 5; JAX detects 4
-  "PMI_SIZE",  # MPICH, Intel MPI
-  "WORLD_SIZE",  # torchrun
-)
+_COORDINATOR = str(pathlib.Path(__file__).parent / "_coordinator.py")
 
 # Ranks on the CPU get these variables. XLA takes memory for every result from
 # malloc, which by default returns large pieces to the kernel and gets them back
@@ -64,72 +31,6 @@ _KEEP_MEMORY = {
   "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
   "MALLOC_ARENA_MAX": "1",
 }
-
-
-def inside_launcher() -> bool:
-  """Returns whether a launcher set the variables for this process."""
-  return "JAX_COORDINATOR_ADDRESS" in os.environ
-
-
-def initialize() -> None:
-  """Joins the other ranks of the launcher that started this process.
-
-  The launcher is `launch`, another program that sets the variables of the
-  module's docstring, or a launcher that JAX knows: JAX asks it for values that
-  are not in the variables. Does nothing without a launcher, or as its only
-  rank. Call it before anything else touches JAX devices; calling it again is
-  harmless.
-
-  From here on an uncaught exception ends this rank at once, as it does under
-  `python -m mpi4py`. Python's orderly exit may first wait for programs on the
-  devices and, where a cluster's launcher leaves the coordination service to
-  rank 0, for all the other ranks; and those may be waiting for this one. The
-  code of `sys.exit` is the rank's even if its groups cannot be closed.
-
-  Raises:
-    RuntimeError: the process is one of several, but does not know where the
-      others are.
-    ValueError: JAX_COORDINATOR_ADDRESS is not host:port.
-  """
-  import jax  # takes a second, and who launches does not need it
-
-  from ep._src.base import compat
-  from ep._src.group import ending, liveness
-
-  if jax.distributed.is_initialized():
-    return
-  gpus.check_plugin()
-  count = _int_from_env("JAX_NUM_PROCESSES")
-  if not inside_launcher():
-    cluster_count = compat.cluster_process_count()
-    if cluster_count is None:
-      _check_alone()
-    count = count or cluster_count or 1
-  if count == 1:
-    return
-  if inside_launcher():
-    name = "JAX_COORDINATOR_ADDRESS"
-    arguments.check_address("ep.launch.initialize", name, os.environ[name])
-  states.tell("joining")
-  jax.distributed.initialize(
-    num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
-  )
-  compat.bind_cpu_collectives()
-  liveness.announce()  # a death before ep_bootstrap is noticed, too
-  ending.take_over()
-
-
-def _check_alone() -> None:
-  """Raises `RuntimeError` if a launcher that JAX does not know started this."""
-  for name in _COUNTS_OF_PROCESSES:
-    if os.environ.get(name, "1") != "1":
-      raise RuntimeError(
-        f"ep.launch.initialize: {name} = {os.environ[name]}, so this process is"
-        " one of several, but JAX does not find the others; set"
-        " JAX_COORDINATOR_ADDRESS (a free port of rank 0's host, as host:port),"
-        " JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process, or call"
-        " jax.distributed.initialize first."
-      )
 
 
 def launch(
@@ -383,59 +284,3 @@ def _rank_env(
 def _python_env(env: Mapping[str, str]) -> dict[str, str]:
   # A Bazel launcher may have put its packages on sys.path alone.
   return {**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def _int_from_env(name: str) -> int | None:
-  value = os.environ.get(name)
-  return None if value is None else int(value)
-
-
-def main() -> int:
-  """Launches what the arguments of the command line name."""
-  parser = argparse.ArgumentParser(
-    prog="python -m ep.launch",
-    description="Starts the ranks of a Python program on this host.",
-  )
-  parser.add_argument(
-    "--num_processes", type=int, required=True, help="on each host"
-  )
-  parser.add_argument("--devices_per_process", type=int, default=1)
-  parser.add_argument("--ranks_per_gpu", type=int, default=1)
-  parser.add_argument("--log_dir")
-  parser.add_argument("--timeout", dest="timeout_s", type=float, help="seconds")
-  parser.add_argument("--num_hosts", type=int, default=1)
-  parser.add_argument("--host_id", type=int, default=0, help="of this host")
-  parser.add_argument("--coordinator", help="host:port, a free port of host 0")
-  parser.add_argument(
-    "--join_timeout",
-    dest="join_timeout_s",
-    type=float,
-    default=300.0,
-    help="seconds for all hosts",
-  )
-  parser.add_argument(
-    "--oversubscribe",
-    action="store_true",
-    help="start more processes than this host can hold",
-  )
-  rest = argparse.REMAINDER
-  parser.add_argument("-m", dest="module", nargs=rest, help="module args...")
-  parser.add_argument("script", nargs=rest, help="script.py args...")
-  options = vars(parser.parse_args())
-  module, script = options.pop("module"), options.pop("script")
-  argv = ["-m", *module] if module else script
-  if not argv:
-    parser.error("name a program to run: a file, or -m and a module")
-  try:
-    return launch(argv, **options)
-  except ValueError as e:
-    parser.error(str(e))
-  except RuntimeError as e:
-    parser.exit(1, f"{e}\n")
-
-
-if __name__ == "__main__":
-  _code = main()
-  with contextlib.suppress(AttributeError, OSError):
-    sys.stdout.close()  # Python's own flush could change the exit code
-  sys.exit(_code)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.stuck reads only what it should, of this process and of others."""
+"""ep stuck reads only what it should, of this process and of others."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
-from ep import stuck
+from ep._tools import stuck
 from groups import bootstrap, not_with_xla
 import programs
 
@@ -50,7 +50,7 @@ def test_other_processes_are_refused(capsys):
     sleep.wait()
   for pid in sleep.pid, 0, "9" * 5000:
     refusal = stuck.main([str(pid)])
-    assert refusal == f"ep.stuck: there is no process {pid} on this host."
+    assert refusal == f"ep stuck: there is no process {pid} on this host."
   with pytest.raises(SystemExit):
     stuck.main(["-1"])
   assert "'-1' is no process id" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_the_signal_of_a_program_stays_its_own():
   program = """
 import faulthandler, os, signal, time
 signal.signal(signal.SIGRTMAX - 7, lambda *_: print("a signal"))
-from ep import stuck
+from ep._tools import stuck
 from ep._src.group import stacks
 stacks.offer()
 assert stuck.find([os.getpid()]) == []

@@ -15,7 +15,7 @@ import numpy as np
 
 from ep._src.base import arguments
 from ep._src.group.group import check_layer, EpLayerConfig
-from ep._src.records import files
+from ep._tools.records import files
 
 _MOST_NAMED = 16  # ranks in an error
 _CACHED = 64  # arrays of files; each process writes one for a layer at a time
@@ -101,8 +101,7 @@ class Replay:
 
     Returns:
       int32 or int64 [R * n, ..., K], of R ranks with [n, ..., K] each: what
-      `ep_prepare` got, or where it moved choices; `ep.record`
-      says when.
+      `ep_prepare` got.
 
     Raises:
       ValueError: the call was not recorded, or not by all ranks, or a file has

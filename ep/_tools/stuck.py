@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which ranks wait, for whom, and what the others do: python -m ep.stuck.
+"""Says which ranks wait, for whom, and what the others do: python -m ep stuck.
 
-    python -m ep.stuck         # all runs of this user on this host
-    python -m ep.stuck 4242    # the part of one process
+    python -m ep stuck         # all runs of this user on this host
+    python -m ep stuck 4242    # the part of one process
 
 For each group of the backend "host" it prints which ranks wait in which op of
 which layer and step, for how long and for whom; of every other rank the last
@@ -30,7 +30,6 @@ import pathlib
 import re
 import signal
 import struct
-import sys
 import time
 import typing
 from typing import Any, BinaryIO, TypeVar
@@ -256,7 +255,7 @@ class _Request:
       try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
-        return "another ep.stuck reads its stacks now; try again"
+        return "another ep stuck reads its stacks now; try again"
       file.truncate(0)
       signal.pidfd_send_signal(handle, number)
       self._file = file
@@ -389,7 +388,7 @@ def _number(text: str) -> str:
 def main(args: list[str]) -> int | str:
   """Prints the report; returns the exit code, or what is wrong."""
   parser = argparse.ArgumentParser(
-    prog="python -m ep.stuck",
+    prog="python -m ep stuck",
     description="Says which ranks wait, for whom, and what the others do.",
   )
   parser.add_argument(
@@ -400,7 +399,7 @@ def main(args: list[str]) -> int | str:
   )
   pid = parser.parse_args(args).pid
   if not hasattr(os, "pidfd_open") or not os.path.exists("/proc/self/fd"):
-    return "ep.stuck: this system has no /proc and pidfd; it needs Linux."
+    return "ep stuck: this system has no /proc and pidfd; it needs Linux."
   if pid is None:
     processes = find(own_pids())
     if not processes:
@@ -409,16 +408,12 @@ def main(args: list[str]) -> int | str:
     try:
       is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:
-      return f"ep.stuck: there is no process {pid} on this host."
+      return f"ep stuck: there is no process {pid} on this host."
     if not is_own:
-      return f"ep.stuck: process {pid} is another user's; ask as that user."
+      return f"ep stuck: process {pid} is another user's; ask as that user."
     processes = find([int(pid)])
     if not processes:
       print(f"Process {pid} has no group of ep.")
   for line in report(processes):
     print(line)
   return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))

@@ -17,19 +17,19 @@ import numpy as np
 from ep._src.base import arguments, config
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
-from ep._src.planning import links, picture
-from ep._src.planning.cluster import Cluster
-from ep._src.planning.demand import Counted, Expected, Layout
-from ep._src.planning.forecast import Forecast, Forecaster
-from ep._src.planning.place import (
+from ep._tools.planning import links, picture
+from ep._tools.planning.cluster import Cluster
+from ep._tools.planning.demand import Counted, Expected, Layout
+from ep._tools.planning.forecast import Forecast, Forecaster
+from ep._tools.planning.place import (
   checked_loads,
   checked_slots,
   default_ep_size,
   domain,
   NAMED,
 )
-from ep._src.records import expert_loads
-from ep._src.records.replay import Replay, replay
+from ep._tools.records import expert_loads
+from ep._tools.records.replay import Replay, replay
 
 Ids = np.ndarray | jax.Array
 Routing = str | os.PathLike[str] | Replay | Ids | Sequence[Ids]

@@ -4,27 +4,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from ep._src.moe.config import MoEConfig
-from ep._src.planning import links
-from ep._src.planning.cluster import Cluster, NODES
-from ep._src.planning.place import NAMED
-from ep._src.planning.plan import plan
+from ep import presets
+from ep._tools.planning import links
+from ep._tools.planning.cluster import Cluster, NODES
+from ep._tools.planning.place import NAMED
+from ep._tools.planning.plan import plan
 
 
-def main(arguments: Sequence[str], presets: Mapping[str, MoEConfig]) -> None:
-  """Prints a plan, or ends the process with what is wrong with a request.
-
-  Args:
-    arguments: of the command line.
-    presets: layers by name.
-  """
-  parser = _parser(presets)
+def main(arguments: list[str]) -> None:
+  """Prints a plan, or ends the process with what is wrong with a request."""
+  parser = _parser()
   options = vars(parser.parse_args(arguments))
-  preset, name = presets[options.pop("preset")], options.pop("layer")
+  preset, name = presets.BY_NAME[options.pop("preset")], options.pop("layer")
   cfg = dataclasses.replace(preset, name=name)
   picture = options.pop("picture")
   sizes = (options.pop(name) for name in ("cluster", "nodes", "gpus"))
@@ -37,13 +32,13 @@ def main(arguments: Sequence[str], presets: Mapping[str, MoEConfig]) -> None:
     parser.exit(2, f"{e}\n")
 
 
-def _parser(presets):
+def _parser():
   parser = argparse.ArgumentParser(
-    prog="python -m ep.plan",
+    prog="python -m ep plan",
     description="Predicts what a layer's exchanges cost on a cluster.",
   )
   add = parser.add_argument
-  add("--preset", choices=presets, required=True, help="the layer")
+  add("--preset", choices=presets.BY_NAME, required=True, help="the layer")
   add("--nodes", type=int, required=True, help="how many")
   add("--cluster", choices=NODES, default="dgx_h100", help="kind of nodes")
   add("--gpus", type=int, help="of each node; all by default")

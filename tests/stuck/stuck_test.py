@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.stuck, in a process of its own, says what hangs and where."""
+"""ep stuck, in a process of its own, says what hangs and where."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import pytest
 from cases import Case
 from conftest import assert_shards_equal, make_mesh
 import ep
-from ep import stuck
+from ep._tools import stuck
 from groups import bootstrap, not_with_xla, spec
 import programs
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ep._src.base import arguments
 from ep._src.moe.placement import Placement
-from ep._src.planning.cluster import Cluster
+from ep._tools.planning.cluster import Cluster
 
 # These are the powers of the norms that replace a maximum while copies are
 # swapped. The first norm sees all parts that are far too large; the second norm

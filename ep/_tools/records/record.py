@@ -20,7 +20,7 @@ from ep._src.base import arguments, compat, primitive
 from ep._src.base.errors import EpError
 from ep._src.base.program_names import ProgramNames
 from ep._src.ops.taps import tapping
-from ep._src.records import files
+from ep._tools.records import files
 
 
 @contextlib.contextmanager

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ep._src.planning.cluster import Cluster
-from ep._src.planning.demand import Demand
+from ep._tools.planning.cluster import Cluster
+from ep._tools.planning.demand import Demand
 
 LINKS = ("local", "nvlink", "network")
 

@@ -78,7 +78,7 @@ def test_the_late_rank_is_blamed(folder):
   assert (first.rank, first.layer, first.op) == (2, "moe_3", "ep_combine")
   assert first.share == 1
   assert 0.08 < first.late_s < 0.5
-  events = ep._src.records.trace.load(path)["exchanges"]
+  events = ep._tools.trace.trace.load(path)["exchanges"]
   assert [e["op"] for e in events].count("ep_combine") == 6
   assert all(min(e["rows"]) >= 0 for e in events)
 
@@ -161,7 +161,7 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   with pytest.raises(ValueError, match="has 2 traces; name one of them"):
     ep.explain(folder)
   (folder / "d.json.gz").symlink_to(folder / "none")
-  code, output = programs.run("-m", "ep.explain", folder)
+  code, output = programs.run("-m", "ep", "explain", folder)
   assert code == 1 and "Traceback" not in output
   assert output.count("c.json.gz:\nep.explain: the trace has fewer than") == 1
   assert output.count('rank 1 came late to ep_combine in layer "moe_3"') == 1
@@ -182,7 +182,7 @@ def test_groups_of_one_name_have_files_of_their_own(folder, monkeypatch):
   ep.ep_finalize(bootstrap(own, name="x/y"))
   multihost_utils.sync_global_devices("all parts are written")
   if jax.process_index() == 0:
-    records = ep._src.records.trace
+    records = ep._tools.trace.trace
     found = {
       path.name: len(records.load(path)["exchanges"])
       for path in records.files(folder)

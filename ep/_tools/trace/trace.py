@@ -20,7 +20,7 @@ import numpy as np
 from ep._src.base import arguments, meshes, tracing
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
-from ep._src.records import chrome
+from ep._tools.trace import chrome
 
 _COUNTS = "rows", "dropped", "bytes", "tokens"
 # A use of a damaged file raises one of these, or `ValueError`.

@@ -3,15 +3,14 @@
 
 import contextlib
 import gzip
-import importlib
 import json
 
 import numpy as np
 import pytest
 
 import ep
-from ep._src.records.explain import explain_exchanges
-from ep._src.records.trace import merge
+from ep._tools.trace.explain import explain_exchanges
+from ep._tools.trace.trace import merge
 
 
 def test_a_part_that_is_missing_is_named(tmp_path):
@@ -161,10 +160,6 @@ def test_any_value_of_a_file_may_be_wrong(tmp_path):
     path.write_text(json.dumps(content))
     with contextlib.suppress(ValueError):
       str(ep.explain(path))
-
-
-def test_import_of_the_program_keeps_the_function():
-  assert importlib.import_module("ep.explain") is ep.explain
 
 
 def part(process, came, step):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ep.explain blames the rank and the layer that a cause was planted in.
 
-    python -m ep.launch --num_processes=4 \
-        -m pytest tests/records/blame_test.py --plants=100
+    python -m ep launch --num_processes=4 \
+        -m pytest tests/trace/blame_test.py --plants=100
 
 plants as many causes, and runs as many times without one. Process 0 prints what
 was blamed wrongly. A dead rank is death_test's.

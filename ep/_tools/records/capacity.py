@@ -16,8 +16,8 @@ import numpy as np
 from ep._src.base import arguments
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy
-from ep._src.records import expert_loads
-from ep._src.records.replay import Replay, replay
+from ep._tools.records import expert_loads
+from ep._tools.records.replay import Replay, replay
 
 # The candidates of every table, as factors of the rows of a balanced step.
 _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)

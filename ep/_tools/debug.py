@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the routing of a step, before any exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from typing import Any
+import warnings
+
+import jax
+import numpy as np
+
+from ep._src.group.group import EpLayerConfig
+from ep._tools.records import expert_loads
+
+_COLUMNS, _LINES, _BAR = 64, 32, 56  # characters of a picture in text
+_SHADES = " .:-=+*#%@"
+
+_ONE_DOMAIN: Any = None  # until `RoutingSizes` resolves it
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingSizes:
+  """The sizes of a layer that a picture needs, without a group.
+
+  Attributes:
+    num_experts: E.
+    ep_size: P, a divisor of E.
+    num_ranks: R, a multiple of P; None: P, i.e. one domain.
+    alignment: rows to a multiple of which each expert's slab is padded.
+    capacity: C, rows that a rank can receive; None: no limit is drawn.
+    name: the name of the layer, for the title.
+  """
+
+  num_experts: int
+  ep_size: int
+  num_ranks: int = _ONE_DOMAIN
+  alignment: int = 1
+  capacity: int | None = None
+  name: str = "routing"
+
+  def __post_init__(self) -> None:
+    if self.num_ranks is None:
+      object.__setattr__(self, "num_ranks", self.ep_size)
+    if self.num_experts % self.ep_size or self.num_ranks % self.ep_size:
+      raise ValueError(
+        f"RoutingSizes: num_experts = {self.num_experts} and num_ranks ="
+        f" {self.num_ranks}, but both must be multiples of ep_size ="
+        f" {self.ep_size}."
+      )
+
+
+def plot_routing(
+  layer_or_sizes: EpLayerConfig | RoutingSizes,
+  topk_idx: jax.Array | np.ndarray,
+  path: str | os.PathLike[str] | None = None,
+) -> str:
+  """Draws how often each rank chooses each expert, and the load of each rank.
+
+  The picture is a heat map of the choices by expert and source rank, and a bar
+  for the rows that each rank should receive, padding included, beside its
+  capacity:
+
+      print(ep.debug.plot_routing(layer, topk_idx))            # as text
+      ep.debug.plot_routing(layer, topk_idx, "routing.png")    # as a picture
+
+  It needs no exchange and no devices: a routing that was saved can be drawn
+  anywhere, with `RoutingSizes` in place of the layer.
+
+  Args:
+    layer_or_sizes: an `EpLayerConfig`, or the same sizes without a group.
+    topk_idx: integers [R * n, ..., K] of the global view, with values: ids in
+      -1..E-1 of the n * ... tokens of each of the R ranks. Domains, of P
+      consecutive ranks, are drawn below each other.
+    path: a PNG to write, with matplotlib. Where that is not installed, the text
+      is written instead, to `path` with the suffix ".txt", with a warning.
+
+  Returns:
+    The picture as text, of at most 80 columns. If there are more than 64
+    experts or 32 ranks, neighbours share a column or a line: their choices are
+    added, and the largest of their loads is shown.
+
+  Raises:
+    TypeError: `topk_idx` is being traced.
+    ValueError: its shape or an id does not fit, or other processes hold a part
+      of it.
+  """
+  num_tokens = math.prod(np.shape(topk_idx)[:-1])
+  sizes = _sizes(layer_or_sizes, num_tokens)
+  choices = expert_loads.choices(
+    "plot_routing", topk_idx, sizes.num_experts, sizes.num_ranks
+  )
+  tokens = expert_loads.received(choices, sizes.ep_size)
+  rows = expert_loads.slabs(tokens, sizes.alignment).sum(axis=1)
+  text = _as_text(sizes, choices, rows)
+  if path is not None:
+    try:
+      _write_png(sizes, choices, rows, path)
+    except ModuleNotFoundError as e:
+      path = pathlib.Path(path).with_suffix(".txt")
+      path.write_text(text + "\n")
+      warnings.warn(
+        f"plot_routing: {e}; wrote {path} instead. Install matplotlib for a"
+        " PNG.",
+        stacklevel=2,
+      )
+  return text
+
+
+def _sizes(
+  layer_or_sizes: EpLayerConfig | RoutingSizes, num_tokens: int
+) -> RoutingSizes:
+  if isinstance(layer_or_sizes, RoutingSizes):
+    return layer_or_sizes
+  if not isinstance(layer_or_sizes, EpLayerConfig):
+    raise TypeError(
+      f"plot_routing: layer_or_sizes is a {type(layer_or_sizes).__name__}, but"
+      " an EpLayerConfig or ep.debug.RoutingSizes is expected."
+    )
+  layer, ranks = layer_or_sizes, layer_or_sizes.group.num_token_ranks
+  return RoutingSizes(
+    layer.group.num_experts,
+    layer.ep_size,
+    ranks,
+    layer.alignment,
+    layer.capacity_for(num_tokens // ranks),
+    layer.name,
+  )
+
+
+def _as_text(sizes: RoutingSizes, choices, wanted) -> str:
+  experts = range(0, sizes.num_experts, -(-sizes.num_experts // _COLUMNS))
+  ranks = range(0, sizes.num_ranks, -(-sizes.num_ranks // _LINES))
+  heat = np.add.reduceat(np.add.reduceat(choices, experts, 1), ranks, 0)
+  most = max(heat.max(), 1)
+  shades = -(-heat * (len(_SHADES) - 1) // most)  # only zeros are blank
+  lines = [
+    f"{sizes.name}: choices of experts 0 to {sizes.num_experts - 1} (across)"
+    " by source rank (down)"
+  ]
+  for rank, row in zip(ranks, shades, strict=True):
+    lines.append(f"{rank:>6} |{''.join(_SHADES[s] for s in row)}|")
+  key = f"{_SHADES[0]!r} is none, {_SHADES[-1]!r} is {most}"
+  for what, bins in {"column": experts, "line": ranks}.items():
+    if bins.step > 1:
+      key += f"; a {what} is {bins.step} of them"
+  lines.append(f"{'':8}{key}")
+  lines.append(
+    f"rows wanted by each rank, mean {wanted.mean():.1f}"
+    + ("" if sizes.capacity is None else f", capacity {sizes.capacity}")
+  )
+  full = int(max(wanted.max(), sizes.capacity or 0, 1))
+  for rank, rows in zip(ranks, np.maximum.reduceat(wanted, ranks), strict=True):
+    bar = "#" * -(-int(rows) * _BAR // full)
+    over = sizes.capacity is not None and rows > sizes.capacity
+    lines.append(f"{rank:>6} |{bar:<{_BAR}}| {rows}{'!' if over else ''}")
+  return "\n".join(lines)
+
+
+def _write_png(sizes: RoutingSizes, choices, wanted, path) -> None:
+  from matplotlib.figure import Figure  # an optional dependency
+
+  figure = Figure(figsize=(10, 8), layout="constrained")
+  heat, bars = figure.subplots(2, height_ratios=(2, 1))
+  image = heat.imshow(choices, aspect="auto", interpolation="nearest")
+  figure.colorbar(image, ax=heat, label="choices")
+  heat.set(title=sizes.name, xlabel="expert", ylabel="source rank")
+  bars.bar(np.arange(sizes.num_ranks), wanted)
+  bars.axhline(wanted.mean(), linestyle="--", color="gray", label="mean")
+  if sizes.capacity is not None:
+    bars.axhline(sizes.capacity, color="red", label="capacity")
+  bars.set(xlabel="rank", ylabel="rows wanted, padding included")
+  bars.legend()
+  figure.savefig(path, format="png")
