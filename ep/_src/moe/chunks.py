@@ -132,7 +132,8 @@ def _in_chunks(
   )
   args = compat.vary_together(params, tokens, topk_weights, handles)
 
-  @jax.checkpoint  # or else it would keep chunks of tokens beside the tokens
+  # Without this, the chunks of the tokens would be kept beside the tokens.
+  @functools.partial(jax.checkpoint, prevent_cse=False)
   def run(params, tokens, topk_weights, handles):
     sums = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
