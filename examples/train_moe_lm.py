@@ -30,7 +30,7 @@ import tqdm
 import ep
 from ep import launch
 from lm import data, model, plot
-from lm.checkpoint import RunFolder
+from lm.checkpoint import RunFolder, Stop
 from lm.step import init, State, Step
 import ranks
 
@@ -119,21 +119,29 @@ def main(argv) -> int:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.FATAL)  # orbax logs the errors that it raises
-  is_rank = launch.inside_launcher()
+  if launch.inside_launcher():
+    return run_ranks()
   try:
-    if is_rank:
-      # Ctrl-C ends a rank at once, without a traceback. A run resumes after it.
-      signal.signal(signal.SIGINT, signal.SIG_DFL)
-      ranks.initialize(threads=_SHARDS.value)
-      run()
-      return 0
-    check()  # an error is reported once, not by every rank
+    check()  # here an error is reported once, not by every rank
   except (OSError, ValueError) as error:
-    # All ranks raise a ValueError alike. An OSError may be of one of them.
-    if not is_rank or isinstance(error, OSError) or jax.process_index() == 0:
-      print(f"train_moe_lm: {error}", flush=True)
+    print(f"train_moe_lm: {error}")
     return 1
   return ranks.launch_ranks(__file__)
+
+
+def run_ranks() -> int:
+  """Runs the ranks of this process; returns the exit code."""
+  # Ctrl-C ends a rank without a traceback. A run resumes after it.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+  ranks.initialize(threads=_SHARDS.value)
+  try:
+    run()
+  except (Stop, OSError) as error:
+    # All processes stop alike. An OSError may be of one of them.
+    if jax.process_index() == 0 or isinstance(error, OSError):
+      print(f"train_moe_lm: {error}")
+    return 1
+  return 0
 
 
 def check() -> None:
@@ -252,7 +260,7 @@ def train(
       # Waiting here takes little time, and the numbers decide what follows.
       report = jax.tree.map(np.ndarray.tolist, jax.device_get(report))
       if not math.isfinite(report["loss"] + report["grad_norm"]):
-        raise ValueError(
+        raise Stop(
           f"step {n}: the loss is {report['loss']} and the norm of its gradient"
           f" {report['grad_norm']}; start again with a lower --learning_rate or"
           " a longer --warmup."

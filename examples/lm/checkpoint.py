@@ -15,6 +15,10 @@ import orbax.checkpoint as ocp
 from lm.step import State
 
 
+class Stop(Exception):
+  """A run cannot go on, on all processes alike; its sentence says why."""
+
+
 class RunFolder:
   """What a run keeps, in a folder that all processes share.
 
@@ -48,7 +52,7 @@ class RunFolder:
 
     Raises:
       OSError: a checkpoint cannot be read.
-      ValueError: it is of a run with another description, or a line of metrics
+      Stop: it is of a run with another description, or a line of metrics
         is damaged.
     """
     state = start
@@ -84,7 +88,7 @@ class RunFolder:
       for name in {**saved, **ours}
       if saved.get(name) != ours.get(name)
     ]:
-      raise ValueError(
+      raise Stop(
         f"{folder}: the checkpoint is of another run, with"
         f" {'; '.join(differing)}. Give the flags of that run, or another"
         " folder."
@@ -105,7 +109,7 @@ class RunFolder:
       records = [json.loads(line) for line in lines if line.endswith(b"\n")]
       records = [each for each in records if each["step"] <= done]
     except (ValueError, TypeError, LookupError) as error:
-      raise ValueError(
+      raise Stop(
         f"{path}: a line is no record of a step ({error}); move the file away,"
         " and start the same command again."
       ) from error

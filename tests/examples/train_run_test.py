@@ -14,6 +14,7 @@ import pytest
 
 from ep import launch
 from lm import data, model
+from lm.checkpoint import Stop
 import programs
 import ranks
 import train_moe_lm
@@ -133,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(parse, tmp_path):
   config = train_moe_lm.config().dense
   text = data.read(ranks.text_path(), config.length)
   mesh = ranks.make_mesh(dp=1, ep=1)
-  with pytest.raises(ValueError, match="step 1: the loss is nan"):
+  with pytest.raises(Stop, match="step 1: the loss is nan"):
     train_moe_lm.train(config, layer, mesh, text, tmp_path)
   assert not (tmp_path / "metrics.jsonl").read_text()
 
