@@ -141,7 +141,7 @@ def init_params(
 
 
 def embed_and_route(params, layer: ep.EpLayerConfig, inputs):
-  """Maps a rank's `[T]` bytes to `[T, H]` tokens, and their choices `[T, K]`."""
+  """Maps a rank's `[T]` bytes to `[T, H]` tokens and `[T, K]` choices."""
   # The lookup is in float32, because its gradient sums over all tokens of the
   # same byte.
   tokens = params["embed"].astype(jnp.float32)[inputs]

@@ -84,7 +84,6 @@ _TRACE = flags.DEFINE_string(
 )
 
 _EVALUATE_EVERY = 50  # steps
-_HELD_OUT_BATCHES = 4
 
 flags.adopt_module_key_flags(ranks)
 ranks.require(
@@ -162,9 +161,10 @@ def run() -> None:
   """Trains, from the last checkpoint if there is one, and tells the result."""
   cfg = config()
   text = data.read(ranks.text_path(), cfg.length)
-  out = ranks.here(_OUT.value) if _OUT.value else None
-  picture = ranks.here(_PLOT.value) if _PLOT.value else None
-  trace = ranks.here(_TRACE.value) if _TRACE.value else None
+  out, picture, trace = (
+    ranks.here(flag.value) if flag.value else None
+    for flag in (_OUT, _PLOT, _TRACE)
+  )
   say(
     f"{ranks.DP.value} x {ranks.EP.value} (dp, ep) mesh, processes: "
     f"{jax.process_count()}\n"
@@ -184,10 +184,13 @@ def run() -> None:
       state, moe = train(cfg, layer, mesh, text, out)
   dense = []
   if _DENSE.value:
-    mesh = ranks.make_mesh(dp=mesh.size, ep=1)  # one expert is not split
-    last, out_of_dense = int(state.step), out and out / "dense"
     _, dense = train(
-      cfg.dense, model.dense_layer, mesh, text, out_of_dense, last
+      cfg.dense,
+      model.dense_layer,
+      ranks.make_mesh(dp=mesh.size, ep=1),  # one expert is not split
+      text,
+      out and out / "dense",
+      last=int(state.step),
     )
 
   if out:
@@ -223,7 +226,7 @@ def train(
     mesh: of the ranks.
     text: to train on, and to evaluate on.
     out: the folder of the run.
-    last: the step after which the run ends. Flags say it by default.
+    last: the step after which the run ends, by default as flags say.
 
   Returns:
     The state, and a record of each step on the first process.
@@ -237,8 +240,7 @@ def train(
   step = Step(cfg, layer, mesh)
 
   def held_out(state):
-    numbers = range(_HELD_OUT_BATCHES)
-    batches = [data.batch(text.held_out, n, cfg) for n in numbers]
+    batches = [data.batch(text.held_out, n, cfg) for n in range(4)]
     return float(np.mean([step.loss(state, batch) for batch in batches]))
 
   say(describe(cfg, state))
@@ -278,7 +280,8 @@ def train(
       bar.update()
       if folder and (n % _SAVE_EVERY.value == 0 or n == last):
         folder.save(state)
-        bar.write(f"step {n}: saved in {out}", file=sys.stdout)
+        if not bar.disable:
+          bar.write(f"step {n}: saved in {out}", file=sys.stdout)
 
   losses = [each["loss"] for each in records[-20:]]
   say(
