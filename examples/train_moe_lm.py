@@ -250,7 +250,7 @@ def train(
   bar = tqdm.tqdm(
     initial=done,
     total=last,
-    unit=" steps",
+    unit="step",
     mininterval=1.0,
     postfix="compiling",
     file=sys.stdout,
