@@ -9,14 +9,12 @@ one rank inside `jax.shard_map` over the axis "ep":
   combine(handle, rows, weights=None) -> tokens
   dispatch_bwd(handle, rows, row_weights) -> tokens, topk_weights
   combine_bwd(handle, tokens) -> rows
-  exact: whether sums must have the bits of the oracle
 
-The shapes are those of `Workload.inputs`, and the meaning is that of
-ep/_src/ops/reference.py. The hand-written contenders define their derivatives
-as gathers, because JAX would turn the derivative of a gather into a
-scatter-add.
+`Workload.inputs` says the shapes, and ep/_src/ops/reference.py the meaning. The
+hand-written contenders define their derivatives as gathers, because JAX would
+turn the derivative of a gather into a scatter-add.
 
-Those of whole layers are in layers.py; ep takes part in both.
+Contenders of whole layers are in layers.py; ep takes part in both.
 """
 
 from __future__ import annotations
@@ -30,21 +28,17 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import layers, ops
-from benchmarks.gathered import Gathered
-from benchmarks.padded import PaddedGather, PaddedScatter
-from benchmarks.ragged import Ragged
+from benchmarks.exchanges import Gathered, PaddedGather, PaddedScatter
 from benchmarks.workload import AXIS, Layout
 import ep
 from ep._src.group.bootstrap import BACKENDS
 
 HAND_WRITTEN = "padded_scatter"  # the code that most people would write
-MEMCPY = "memcpy"  # no such class: see copies.py
 EP = ("host", "nccl", "xla")
 PURE_XLA: dict[str, Callable[[Layout], Any]] = {
   "padded_scatter": PaddedScatter,
   "padded_gather": PaddedGather,
   "gathered": Gathered,
-  "ragged": Ragged,
 }
 LAYERS: dict[str, Callable[[Layout], Any]] = {
   "masked": layers.Masked,
@@ -55,7 +49,7 @@ LAYERS: dict[str, Callable[[Layout], Any]] = {
 
 def names() -> tuple[str, ...]:
   """Returns all contenders, in the order of tables."""
-  return (*EP, *PURE_XLA, *LAYERS, MEMCPY)
+  return (*EP, *PURE_XLA, *LAYERS)
 
 
 def is_pure_xla(name: str) -> bool:
@@ -95,7 +89,6 @@ def make(name: str, mesh: jax.sharding.Mesh, layout: Layout, dtype):
     hidden_dim=layout.shape.hidden,
     top_k=layout.shape.top_k,
     recv_capacity_per_rank=layout.capacity,
-    overflow=layout.overflow,
     max_token_dtype=dtype,
     backend=name,
   ) as group:
@@ -109,7 +102,6 @@ class Ep:
   def __init__(self, layer: ep.EpLayerConfig, layout: Layout):
     self._layer = layer
     self._layout = layout
-    self.exact = layer.group.backend != "nccl"
 
   def prepare(self, topk_idx):
     return ep.ep_prepare(self._layer, topk_idx)

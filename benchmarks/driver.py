@@ -1,37 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the benchmarks of one process with four devices; has common flags."""
+"""Starts the ranks of a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+import inspect
 import sys
+from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
-from benchmarks import timing
 from ep import launch
 
-DEVICES = 4
 ROUNDS = flags.DEFINE_integer("rounds", 20, "runs that are timed", 1)
-CLOCK = flags.DEFINE_enum(
-  "clock",
-  "wall",
-  list(timing.CLOCKS),
-  "wall time, or CPU time of all threads of a process",
-)
 
 
-def run(measure: Callable[[], int | None]) -> None:
-  """Calls `measure`, which returns the exit code, in a process of its own."""
+def make_main(
+  measure: Callable[[], int | None],
+  worlds: Callable[[], Iterable[dict[str, Any]]],
+) -> Callable:
+  """Returns a `main` that calls `measure` on the ranks of each world.
+
+  `measure` returns the exit code. The first that is not 0 ends the program.
+  Each of `worlds()` has keyword arguments of `ep.launch.launch`.
+  """
 
   def main(argv):
     if len(argv) > 1:
       raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    if not launch.inside_launcher():
-      return launch.launch(
-        sys.argv, num_processes=1, devices_per_process=DEVICES
-      )
-    launch.initialize()
-    return measure()
+    logging.set_verbosity(logging.WARNING)
+    if launch.inside_launcher():
+      launch.initialize()
+      return measure()
+    program = [inspect.getfile(measure), *sys.argv[1:]]
+    codes = (launch.launch(program, **world) for world in worlds())
+    return next(filter(None, codes), 0)
 
-  app.run(main)
+  return main

@@ -11,8 +11,7 @@ its weight, of
 
   (silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
-and it is differentiable in everything but `topk_idx`. `exact` is False for all:
-XLA may add in any order.
+and it is differentiable in everything but `topk_idx`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 import jax.numpy as jnp
 
-from benchmarks.padded import scale, sort_choices
+from benchmarks.exchanges import scale, sort_choices
 from benchmarks.workload import AXIS, Layout
 import ep
 
@@ -58,8 +57,6 @@ def combine(exchange, handle, rows):
 class Sorted:
   """Sorts rows by expert, by the ops of another contender."""
 
-  exact = False
-
   def __init__(self, layout: Layout, exchange):
     self._layout = layout
     self._exchange = exchange
@@ -75,8 +72,6 @@ class Sorted:
 
 class Masked:
   """Applies every expert to every token; the weights of most are zero."""
-
-  exact = False
 
   def __init__(self, layout: Layout):
     self._layout = layout
@@ -100,8 +95,6 @@ class OneHot:
   Each rank has a block of `expert_rows` for each expert (Lepikhin et al.,
   "GShard", arXiv 2006.16668, algorithm 1; the groups there are the ranks).
   """
-
-  exact = False
 
   def __init__(self, layout: Layout):
     self._layout = layout

@@ -24,21 +24,19 @@ class Op:
     run: the function; it takes a contender and the inputs.
     inputs: the names of the inputs in `Workload.inputs`; "handle" is the result
       of the contender's prepare.
-    directions: how often the payload travels between the ranks.
   """
 
   run: Callable[..., Any]
   inputs: tuple[str, ...]
-  directions: int
 
 
-def _method(name: str, directions: int, *inputs: str) -> Op:
+def _method(name: str, *inputs: str) -> Op:
   """Returns the op that calls the contender's method of this name."""
 
   def run(contender, *args):
     return getattr(contender, name)(*args)
 
-  return Op(run, inputs, directions)
+  return Op(run, inputs)
 
 
 def _round_trip(contender, handle, tokens, topk_weights):
@@ -66,12 +64,12 @@ def _moe_grad(contender, topk_idx, *differentiated):
 # The round trip is a MoE layer without experts: combine multiplies the rows by
 # the weights that dispatch has delivered.
 OPS = {
-  "prepare": _method("prepare", 0, "topk_idx"),
-  "dispatch": _method("dispatch", 1, "handle", "tokens", "topk_weights"),
-  "combine": _method("combine", 1, "handle", "rows"),
-  "dispatch_bwd": _method("dispatch_bwd", 1, "handle", "rows", "row_weights"),
-  "combine_bwd": _method("combine_bwd", 1, "handle", "tokens"),
-  "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights"), 2),
+  "prepare": _method("prepare", "topk_idx"),
+  "dispatch": _method("dispatch", "handle", "tokens", "topk_weights"),
+  "combine": _method("combine", "handle", "rows"),
+  "dispatch_bwd": _method("dispatch_bwd", "handle", "rows", "row_weights"),
+  "combine_bwd": _method("combine_bwd", "handle", "tokens"),
+  "round_trip": Op(_round_trip, ("handle", "tokens", "topk_weights")),
 }
 
 # A whole layer: its experts are down(silu(gate(x)) * up(x)). One op is the
@@ -85,8 +83,8 @@ _MOE_INPUTS = (
   "w_down",
 )
 LAYERS = {
-  "moe": _method("moe", 2, *_MOE_INPUTS),
-  "moe_grad": Op(_moe_grad, _MOE_INPUTS, 4),
+  "moe": _method("moe", *_MOE_INPUTS),
+  "moe_grad": Op(_moe_grad, _MOE_INPUTS),
 }
 
 ALL = ChainMap(LAYERS, OPS)  # it iterates over the last map first

@@ -1,157 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes numbers, tables and verdicts from records."""
+"""Makes tables and the gate's verdict from results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-import itertools
+from collections.abc import Mapping
 import statistics
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks import contenders
-from benchmarks.ops import ALL
-
-Record = dict[str, Any]
-
-CASE = ("world", "shape", "dtype", "routing", "op")
+from benchmarks.timing import ratio
 
 
-def add_statistics(record: Record) -> Record:
-  """Returns the record with statistics of its times.
+class Case(NamedTuple):
+  """What contenders were measured with in turns."""
 
-  The quartiles show how far the rounds spread. The time per token is divided by
-  the tokens of all ranks. workload.py defines "payload"; an op without payload,
-  like prepare, has no rate.
+  world: str
+  shape: str
+  dtype: str
+  op: str
+
+
+class Result(NamedTuple):
+  """What was measured of one contender.
+
+  Attributes:
+    seconds: in each round.
+    peak_bytes: resident memory that the op adds, of all processes; or NaN.
+    planned_bytes: XLA's temporaries, of all processes.
   """
-  seconds = record["seconds"]
-  q1, median, q3 = (float(np.quantile(seconds, q)) for q in (0.25, 0.5, 0.75))
-  payload = record["payload_bytes"] * ALL[record["op"]].directions
-  return {
-    **record,
-    "median_s": median,
-    "q1_s": q1,
-    "q3_s": q3,
-    "payload_gb_per_s": payload / median / 1e9 if payload else None,
-    "ns_per_token": median * 1e9 / record["tokens"],
-  }
+
+  seconds: np.ndarray
+  peak_bytes: float
+  planned_bytes: float
 
 
-def cases(records: Iterable[Record]) -> Iterator[tuple[tuple, list[Record]]]:
-  """Yields the records of each world, shape, dtype, routing and op."""
-  key = lambda record: tuple(record[name] for name in CASE)  # noqa: E731
-  for case, group in itertools.groupby(records, key):
-    yield case, list(group)
+Results = Mapping[Case, Mapping[str, Result]]
 
 
-def ratio(slow: Record, fast: Record) -> float:
-  """Returns how many times as fast one is: the median over the rounds.
-
-  Both run in every round, one soon after the other, so other work that lasts
-  longer than a round does not affect the ratio.
-  """
-  pairs = zip(slow["seconds"], fast["seconds"], strict=True)
-  return statistics.median(a / b for a, b in pairs)
-
-
-def best_pure_xla(group: list[Record]) -> Record | None:
-  rivals = [r for r in group if contenders.is_pure_xla(r["contender"])]
-  return min(rivals, key=lambda r: r["median_s"], default=None)
-
-
-def find(group: list[Record], contender: str) -> Record | None:
-  return next((r for r in group if r["contender"] == contender), None)
-
-
-def print_tables(records: list[Record]) -> None:
+def print_tables(results: Results) -> None:
   """Prints a table for each case; its ratios are medians over the rounds."""
-  for case, group in cases(records):
-    world, shape, dtype, routing, op = case
-    print(f"\n{op}  {shape}  {dtype}  {routing}  world {world}")
+  for case, of_case in results.items():
+    print(f"\n{case.op}  {case.shape}  {case.dtype}  world {case.world}")
     print(
-      "                     median      middle half    payload   per token"
-      "    peak planned  host is  of memcpy"
+      "                     median      middle half     peak  planned  host is"
     )
-    for record in group:
-      print(_row(record, find(group, "host"), find(group, contenders.MEMCPY)))
-
-
-def _row(record: Record, host: Record | None, memcpy: Record | None) -> str:
-  def show(value, form, unit, width):
-    text = "" if value is None else f"{value:{form}}{unit}"
-    return text.rjust(width)
-
-  def megabytes(key):
-    return show(record[key] and record[key] / 2**20, ".0f", " MB", 7)
-
-  rate = record["payload_gb_per_s"]
-  times = host and ratio(record, host)
-  share = memcpy and ratio(memcpy, record)
-  return (
-    f"{record['contender']:16}"
-    f" {record['median_s'] * 1e3:7.2f} ms"
-    f" {record['q1_s'] * 1e3:7.2f}..{record['q3_s'] * 1e3:7.2f}"
-    f" {show(rate, '.2f', ' GB/s', 10)}"
-    f" {record['ns_per_token']:8.0f} ns"
-    f" {megabytes('peak_bytes')} {megabytes('planned_bytes')}"
-    f" {show(times, '.2f', ' x', 8)}"
-    f" {show(share, '.2f', '', 9)}"
-  )
-
-
-def summary(records: list[Record]) -> list[Record]:
-  """Returns geometric means over the shapes, per world, dtype, routing and op.
-
-  The means are of how many times as fast host is as the best pure-XLA contender
-  of each shape, and of the share of one thread's memcpy that host reaches.
-  Either is None if one of the two contenders did not take part.
-  """
-  means: dict[tuple, list[tuple]] = {}
-  for (world, _, dtype, routing, op), group in cases(records):
-    host = find(group, "host")
-    best = best_pure_xla(group)
-    memcpy = find(group, contenders.MEMCPY)
-    means.setdefault((world, dtype, routing, op), []).append(
-      (
-        ratio(best, host) if host and best else None,
-        ratio(memcpy, host) if host and memcpy else None,
+    host = of_case.get("host")
+    for name, result in of_case.items():
+      q1, median, q3 = np.quantile(result.seconds, (0.25, 0.5, 0.75)) * 1e3
+      times = f"{ratio(result.seconds, host.seconds):.2f} x" if host else ""
+      print(
+        f"{name:16} {median:7.2f} ms {q1:7.2f}..{q3:7.2f}"
+        f" {result.peak_bytes / 1e6:5.0f} MB {result.planned_bytes / 1e6:5.0f}"
+        f" MB {times:>8}"
       )
-    )
-  return [
-    {
-      **dict(zip(("world", "dtype", "routing", "op"), key, strict=True)),
-      "shapes": len(pairs),
-      "times_best_pure_xla": _geometric_mean([a for a, _ in pairs]),
-      "share_of_memcpy": _geometric_mean([b for _, b in pairs]),
-    }
-    for key, pairs in means.items()
+
+
+def times_best_xla(of_case: Mapping[str, Result]) -> float:
+  """Returns how many times as fast host is as the best pure-XLA contender."""
+  host = of_case.get("host")
+  rivals = [
+    result.seconds
+    for name, result in of_case.items()
+    if contenders.is_pure_xla(name)
   ]
+  if host is None or not rivals:
+    return float("nan")
+  return ratio(min(rivals, key=np.median), host.seconds)
 
 
-def print_summary(rows: list[Record]) -> None:
-  print("\nhost, geometric mean over the shapes")
-  print(
-    "world  dtype     routing       op            shapes"
-    "  times the best pure XLA  of memcpy"
-  )
-  for row in rows:
-    best, share = (
-      "-" if x is None else f"{x:.2f}"
-      for x in (row["times_best_pure_xla"], row["share_of_memcpy"])
-    )
-    print(
-      f"{row['world']:6} {row['dtype']:9} {row['routing'][-13:]:13}"
-      f" {row['op']:13} {row['shapes']:6} {best:>24} {share:>10}"
-    )
+def print_summary(results: Results) -> None:
+  """Prints geometric means over the shapes."""
+  means: dict[str, list[float]] = {}
+  for case, of_case in results.items():
+    row = f"{case.world:6} {case.dtype:9} {case.op:13}"
+    means.setdefault(row, []).append(times_best_xla(of_case))
+  print("\nhost, times as fast as the best pure XLA, geometric mean of shapes")
+  for row, times in means.items():
+    print(f"{row} {statistics.geometric_mean(times):6.2f}")
 
 
-def gate(records: list[Record], bound: float) -> bool:
+def gate(results: Results, bound: float) -> bool:
   """Prints and returns if host is `bound` times as fast as HAND_WRITTEN."""
-  passed = bool(records)
-  for case, group in cases(records):
-    host, rival = find(group, "host"), find(group, contenders.HAND_WRITTEN)
-    times = ratio(rival, host) if host and rival else float("nan")
+  passed = bool(results)
+  for case, of_case in results.items():
+    times = float("nan")
+    if {"host", contenders.HAND_WRITTEN} <= of_case.keys():
+      rival, host = of_case[contenders.HAND_WRITTEN], of_case["host"]
+      times = ratio(rival.seconds, host.seconds)
     good = times >= bound
     passed &= good
     print(
@@ -160,9 +97,3 @@ def gate(records: list[Record], bound: float) -> bool:
       " demanded."
     )
   return passed
-
-
-def _geometric_mean(values: list[float | None]) -> float | None:
-  if not values or None in values:
-    return None
-  return statistics.geometric_mean(values)

@@ -3,48 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 import random
 import time
+from typing import TypeVar
 
 import jax
 from jax.experimental import multihost_utils
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 import numpy as np
 
-from benchmarks.workload import SPEC
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+_WARMUP = 2
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 def take_turns(
-  runs: Mapping[str, Callable[[], object]],
-  mesh: jax.sharding.Mesh,
-  *,
-  rounds: int,
-  warmup: int,
-  clock: str = "wall",
-) -> dict[str, np.ndarray]:
+  runs: Mapping[_Name, Callable[[], object]], rounds: int
+) -> dict[_Name, np.ndarray]:
   """Returns each function's seconds in each round, on the slowest process.
 
-  A round is one run of each function, in a random order, so that other work on
-  the machine affects all of them alike. Every run starts on all processes at
-  once. Rounds of warm-up do not count. The clock is among `CLOCKS`: "cpu" adds
-  the time of all threads of a process, which other work hardly affects.
-  Collective.
+  A round runs each function once, in a random order, so that other work on the
+  machine affects all of them alike. Every run starts on all processes at the
+  same time. Rounds of warm-up do not count. Collective.
   """
-  clock = CLOCKS[clock]
-  barrier = _make_barrier(mesh)
   draw = random.Random(0)  # the same order on all processes
   names = list(runs)
   times = np.zeros((len(names), rounds), np.float32)
-  for round in range(-warmup, rounds):
+  for round in range(-_WARMUP, rounds):
     for at in draw.sample(range(len(names)), len(names)):
-      barrier()
-      start = clock()
+      if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("turn")
+      start = time.perf_counter()
       result = runs[names[at]]()
-      seconds = clock() - start
+      seconds = time.perf_counter() - start
       del result  # the time to free it does not count
       if round >= 0:
         times[at, round] = seconds
@@ -52,11 +42,10 @@ def take_turns(
   return dict(zip(names, times.max(axis=0), strict=True))
 
 
-def _make_barrier(mesh: jax.sharding.Mesh) -> Callable[[], None]:
-  if jax.process_count() == 1:
-    return lambda: None
-  ones = jax.make_array_from_callback(
-    (mesh.size,), NamedSharding(mesh, SPEC), lambda _: np.ones(1, np.float32)
-  )
-  total = jax.jit(jnp.sum).lower(ones).compile()
-  return lambda: total(ones).block_until_ready()
+def ratio(slow: np.ndarray, fast: np.ndarray) -> float:
+  """Returns how many times as fast one function is: the median of the rounds.
+
+  Both run in every round, one soon after the other, so other work that lasts
+  longer than a round does not affect the ratio.
+  """
+  return float(np.median(slow / fast))

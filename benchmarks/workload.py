@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workload: a shape, a routing, and the inputs of every op.
-
-The **payload** of one direction is, in bytes, the number of rows that dispatch
-delivers on all ranks together, times H, times the bytes of an element. A row
-counts wherever it comes from, even from its own rank, and once for each expert
-that it is sent to. Weights, routing, padding and tails do not count. The
-payload is the same for every contender, whatever that contender really moves,
-and the same for combine as for dispatch. A round trip carries it twice.
-"""
+"""The workload: a shape, a routing, and the inputs of every op."""
 
 from __future__ import annotations
 
@@ -20,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep import presets
-from ep._tools.records import expert_loads
-from ep.testing._routings import ROUTINGS
 
 AXIS = "ep"
 SPEC = PartitionSpec(AXIS)
@@ -31,7 +21,7 @@ SPEC = PartitionSpec(AXIS)
 class Shape:
   """T tokens of a rank, hidden size H, K choices of a token, E experts.
 
-  Whole layers need F, the inner size of an expert, too.
+  A whole layer also needs F, the inner size of an expert.
   """
 
   tokens: int
@@ -45,7 +35,8 @@ class Shape:
     return "x".join(str(size) for size in sizes if size is not None)
 
 
-PRESETS = {
+# The shapes of docs/performance.md, and the shape of CI's gate.
+NAMED = {
   "goals": (
     Shape(1024, 1024, 2, 16),
     Shape(1024, 2048, 8, 64),
@@ -53,14 +44,13 @@ PRESETS = {
     Shape(256, 7168, 8, 256),
   ),
   "gate": (Shape(512, 1024, 2, 16),),
-  "tiny": (Shape(16, 32, 2, 8),),
 }
 
 
 def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
   """Returns the shapes of names.
 
-  A name is a preset, a model of `ep.presets`, "models" for all of those, or
+  A name is in `NAMED`, a model of `ep.presets`, "models" for all of them, or
   sizes like "TxHxKxE" or "TxHxKxExF". The layer of a model gets `tokens` on a
   rank, and its H and F are divided by `scale`.
   """
@@ -68,15 +58,15 @@ def parse_shapes(names: list[str], *, tokens: int, scale: int) -> list[Shape]:
   for name in names:
     if re.fullmatch(r"\d+(x\d+){3,4}", name):
       shapes.append(Shape(*map(int, name.split("x"))))
-    elif name in PRESETS:
-      shapes.extend(PRESETS[name])
+    elif name in NAMED:
+      shapes.extend(NAMED[name])
     elif name in (*presets.BY_NAME, "models"):
       models = presets.BY_NAME if name == "models" else [name]
       shapes.extend(_of_model(model, tokens, scale) for model in models)
     else:
       raise ValueError(
         f"{name!r} is no shape; choose among"
-        f" {', '.join([*PRESETS, *presets.BY_NAME])} and models, or write"
+        f" {', '.join([*NAMED, *presets.BY_NAME])} and models, or write"
         " TxHxKxE or TxHxKxExF, as in 1024x2048x8x64."
       )
   return shapes
@@ -87,13 +77,15 @@ def _of_model(name: str, tokens: int, scale: int) -> Shape:
   return Shape(tokens, cfg.hidden, cfg.top_k, cfg.num_experts, cfg.inner)
 
 
-def draw(routing: str, shape: Shape, ranks: int) -> np.ndarray:
-  """Returns the experts of all ranks' tokens, `[P * T, K]`, or -1.
+def uniform(shape: Shape, ranks: int) -> np.ndarray:
+  """Returns random experts of all ranks' tokens, `[P * T, K]`.
 
-  `routing` is a name in `ROUTINGS`. All processes draw the same.
+  All processes draw the same.
   """
-  size, rng = (ranks * shape.tokens, shape.top_k), np.random.default_rng(0)
-  return ROUTINGS[routing](rng, size, shape.num_experts).astype(np.int32)
+  odds = np.random.default_rng(0).random(
+    (ranks * shape.tokens, shape.num_experts)
+  )
+  return odds.argsort(-1)[:, : shape.top_k].astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +100,8 @@ class Layout:
       the default capacity no routing overflows, and with a smaller one a
       contender pads no more than with a perfect guess.
     expert_rows: the most rows that a rank sends an expert in this routing, for
-      contenders that pad to it: a perfect guess, too.
+      contenders that pad to it: also a perfect guess.
     zero_tail: whether rows past the last one that arrives must be zero.
-    overflow: the policy of ep's layers, as in ep.
   """
 
   shape: Shape
@@ -119,60 +110,63 @@ class Layout:
   pair_rows: int
   expert_rows: int
   zero_tail: bool
-  overflow: str = "error"
 
   @property
   def num_local_experts(self) -> int:
     return self.shape.num_experts // self.ranks
 
 
-def make_layout(
-  shape: Shape,
-  choices: np.ndarray,
-  ranks: int,
-  *,
-  capacity_factor: float | None,
-  zero_tail: bool,
-  overflow: str = "error",
-) -> Layout:
-  """Returns the layout for a routing; raises `ValueError` if there is none.
-
-  The capacity is `capacity_factor` times the rows of a balanced routing.
-  Without a factor it is the worst case. A routing may need more if `overflow`
-  is "chunk".
-  """
-  if shape.num_experts % ranks or shape.top_k > shape.num_experts:
-    raise ValueError(
-      f"{shape}: E must be a multiple of the {ranks} ranks and not less than K."
-    )
-  local = shape.num_experts // ranks
-  capacity = ranks * shape.tokens * min(shape.top_k, local)
-  if capacity_factor is not None:
-    balanced = capacity_factor * shape.tokens * shape.top_k
-    capacity = min(capacity, max(local, int(balanced)))
-  to_experts = expert_loads.choices(
-    str(shape), choices, shape.num_experts, ranks
-  )
-  loads = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
-  if loads.sum(axis=0).max() > capacity and overflow != "chunk":
-    raise ValueError(
-      f"{shape}: {loads.sum(axis=0).max()} rows for one rank, but its capacity"
-      f" is {capacity}; raise --capacity_factor, or leave it out."
-    )
-  pair_rows = max(-(-capacity // ranks), int(loads.max()))
-  expert_rows = int(to_experts.max())
-  return Layout(
-    shape, ranks, capacity, pair_rows, expert_rows, zero_tail, overflow
-  )
-
-
 class Workload:
   """A layout, a routing and a dtype, and the inputs that they determine."""
 
-  def __init__(self, layout: Layout, choices: np.ndarray, dtype: np.dtype):
-    self.layout = layout
+  def __init__(
+    self,
+    shape: Shape,
+    choices: np.ndarray,
+    ranks: int,
+    *,
+    dtype: str = "float32",
+    capacity_factor: float | None = None,
+    zero_tail: bool = True,
+  ):
+    """Makes the workload; raises `ValueError` if the sizes do not fit.
+
+    The capacity is `capacity_factor` times the rows of a balanced routing.
+    Without a factor it is the worst case.
+    """
+    if shape.num_experts % ranks or shape.top_k > shape.num_experts:
+      raise ValueError(
+        f"{shape}: E must be a multiple of the {ranks} ranks and not less than"
+        " K."
+      )
+    local = shape.num_experts // ranks
+    capacity = ranks * shape.tokens * min(shape.top_k, local)
+    if capacity_factor is not None:
+      balanced = capacity_factor * shape.tokens * shape.top_k
+      capacity = min(capacity, max(local, int(balanced)))
+    to_experts = np.stack(
+      [
+        np.bincount(part[part >= 0], minlength=shape.num_experts)
+        for part in choices.reshape(ranks, -1)
+      ]
+    )
+    to_ranks = to_experts.reshape(ranks, ranks, local).sum(axis=-1)
+    self.received = to_ranks.sum(axis=0)
+    if self.received.max() > capacity:
+      raise ValueError(
+        f"{shape}: {self.received.max()} rows for one rank, but its capacity is"
+        f" {capacity}; raise --capacity_factor, or leave it out."
+      )
+    self.layout = Layout(
+      shape,
+      ranks,
+      capacity,
+      pair_rows=max(-(-capacity // ranks), int(to_ranks.max())),
+      expert_rows=int(to_experts.max()),
+      zero_tail=zero_tail,
+    )
     self.choices = choices
-    self.dtype = dtype
+    self.dtype = np.dtype(dtype)
 
   def inputs(
     self, mesh: jax.sharding.Mesh, names: Collection[str]
@@ -210,8 +204,8 @@ class Workload:
   def _part(self, name: str, sizes: tuple[int, ...], start: int) -> np.ndarray:
     """Returns the part of an input that begins at an index of its first axis.
 
-    Its numbers are of a short table, again and again, which is fast. No two
-    rows are alike, because the length of the table is a prime.
+    Its numbers repeat a short table, which is fast. No two rows are alike,
+    because the length of the table is a prime.
     """
     if name == "topk_idx":
       return self.choices[start : start + sizes[0]]
@@ -222,9 +216,3 @@ class Workload:
     is_weight = name.endswith("weights")
     dtype = np.dtype("float32") if is_weight else self.dtype
     return np.resize(table.astype(dtype), sizes)
-
-  @property
-  def payload_bytes(self) -> int:
-    """The payload of one direction; see the top of this file."""
-    rows = int((self.choices >= 0).sum())
-    return rows * self.layout.shape.hidden * self.dtype.itemsize

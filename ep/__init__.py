@@ -27,7 +27,9 @@ configurations of published models, `ep.quant` rows of one byte with scales,
 import importlib as _importlib
 import typing as _typing
 
-from ep._src.base import jax_version as _jax_version  # noqa: F401, fails first
+from ep._src.base import public as _public
+
+_public.check_jax()  # before a module imports JAX
 
 # isort: split
 
@@ -37,8 +39,7 @@ from ep import lax as lax
 from ep import moe as moe
 from ep import presets as presets
 from ep import quant as quant
-from ep._src.base import public as _public
-from ep._src.base.checked import checked as checked
+from ep._src.base.contexts import checked as checked
 from ep._src.base.errors import EpError as EpError
 from ep._src.base.kept import keep_routing as keep_routing
 from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same model in one process, with every expert applied to every token.
 
-The results of ep and of `model.py` are checked against this file, so it shares
-no code with them. It computes in float64, so that its own rounding is no
+The results of `ep_moe.py` are checked against this file, so it shares no code
+with that program. It computes in float64, so that its own rounding is no
 deviation.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def loss_output_and_grads(params, inputs, targets, top_k: int):
-  """Returns what `step` of `model.py` returns, on whole arrays."""
+  """Returns what `step` of `ep_moe.py` returns, on whole arrays."""
   loss_fn = functools.partial(_loss, top_k=top_k)
   with jax.enable_x64(True):
     params = {name: x.astype(np.float64) for name, x in params.items()}

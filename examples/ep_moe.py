@@ -4,12 +4,14 @@
     bazel run //examples:ep_moe -- --num_experts=32 --top_k=4
 
 starts the ranks of a (dp, ep) mesh as processes on this host, or joins a
-launcher that has started them. The ranks embed the bytes of a text, route,
-dispatch, run their experts, combine, and compute the gradients of the loss.
-Then they print how many tokens each rank sent and received, how long that took,
-and whether all results equal those of a dense model.
+launcher that has started them. The model has one layer, and predicts each next
+byte of a text from one byte. The ranks embed the bytes, route, dispatch, run
+their experts, combine, and compute the gradients of the loss. Then they print
+how many tokens each rank sent and received, how long that took, and whether all
+results equal those of a dense model.
 """
 
+from collections.abc import Callable
 import hashlib
 import statistics
 import sys
@@ -17,14 +19,14 @@ import time
 
 from absl import app, flags, logging
 import jax
+from jax import lax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 import dense_reference
 import ep
 from ep import launch
-import model
 import ranks
 import text
 
@@ -37,6 +39,18 @@ _DTYPE = flags.DEFINE_enum(
 )
 _ITERS = flags.DEFINE_integer("iters", 10, "runs of each op to be timed", 1)
 _CHECK = flags.DEFINE_bool("check", True, "compare with a dense reference")
+
+TOKENS = PartitionSpec(ranks.AXES)
+EXPERTS = PartitionSpec("ep")
+REPLICATED = PartitionSpec()
+SHARDING = {
+  "embed": REPLICATED,
+  "router": REPLICATED,
+  "w_gate": EXPERTS,
+  "w_up": EXPERTS,
+  "w_down": EXPERTS,
+  "unembed": REPLICATED,
+}
 
 # A value may deviate by at most this share of its array's largest value.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-1, "float16": 1e-2}
@@ -63,7 +77,7 @@ def run_ranks() -> int:
   tokens = read_text()
   inputs, targets = tokens[:-1], tokens[1:]
   dtype = jnp.dtype(_DTYPE.value)
-  params = model.init(ranks.NUM_EXPERTS.value, _HIDDEN.value, dtype)
+  params = init_params(ranks.NUM_EXPERTS.value, _HIDDEN.value, dtype)
   results, traffic = run_step(params, inputs, targets)
   if jax.process_index() != 0:
     return 0
@@ -83,10 +97,9 @@ def run_step(params, inputs, targets):
   """Returns the results of a training step, by name, and its ranks' traffic."""
   mesh = ranks.make_mesh()
   params = {
-    name: shard(param, mesh, model.SHARDING[name])
-    for name, param in params.items()
+    name: shard(param, mesh, SHARDING[name]) for name, param in params.items()
   }
-  inputs, targets = (shard(x, mesh, model.TOKENS) for x in (inputs, targets))
+  inputs, targets = (shard(x, mesh, TOKENS) for x in (inputs, targets))
   with ep.ep_bootstrap(
     mesh,
     num_experts=ranks.NUM_EXPERTS.value,
@@ -97,9 +110,94 @@ def run_step(params, inputs, targets):
     backend=ranks.BACKEND.value,
   ) as group:
     layer = ep.EpLayerConfig(group)
-    step = model.make_step(mesh, layer)
+    step = make_step(mesh, layer)
     results = fetch(mesh, step(params, inputs, targets))
     return name_results(*results), measure(mesh, layer, params, inputs)
+
+
+def init_params(
+  num_experts: int, hidden: int, dtype: jnp.dtype
+) -> dict[str, np.ndarray]:
+  """Returns whole parameters, the same on every process."""
+  inner = 2 * hidden
+  shapes = {
+    "embed": (text.VOCABULARY, hidden),
+    "router": (hidden, num_experts),
+    "w_gate": (num_experts, hidden, inner),
+    "w_up": (num_experts, hidden, inner),
+    "w_down": (num_experts, inner, hidden),
+    "unembed": (hidden, text.VOCABULARY),
+  }
+  rng = np.random.default_rng(0)
+  params = {}
+  for name, shape in shapes.items():
+    scale = 1.0 if name == "embed" else shape[-2] ** -0.5
+    # The router stays in float32, as is usual, so that rounding cannot change
+    # a choice.
+    params[name] = (scale * rng.standard_normal(shape)).astype(
+      np.float32 if name == "router" else dtype
+    )
+  return params
+
+
+def embed_and_route(params, layer: ep.EpLayerConfig, inputs):
+  """Maps a rank's `[T]` bytes to `[T, H]` tokens and `[T, K]` choices."""
+  # The lookup is in float32, because its gradient sums over all tokens of the
+  # same byte.
+  tokens = params["embed"].astype(jnp.float32)[inputs]
+  logits = tokens @ params["router"]
+  tokens = tokens.astype(params["embed"].dtype)
+  return tokens, *ep.route_topk(logits, layer.top_k)
+
+
+def loss_and_output(params, layer: ep.EpLayerConfig, inputs, targets):
+  """Returns a rank's share of the mean cross-entropy, and outputs `[T, H]`."""
+  tokens, topk_idx, topk_weights = embed_and_route(params, layer, inputs)
+  output = tokens + ep.moe_layer(
+    layer,
+    tokens,
+    topk_idx,
+    topk_weights,
+    w_gate=params["w_gate"],
+    w_up=params["w_up"],
+    w_down=params["w_down"],
+  )
+  logits = (output @ params["unembed"]).astype(jnp.float32)
+  log_probs = jnp.take_along_axis(
+    jax.nn.log_softmax(logits), targets[:, None], axis=-1
+  )
+  return -log_probs.mean() / lax.axis_size(ranks.AXES), output
+
+
+def make_step(mesh: Mesh, layer: ep.EpLayerConfig) -> Callable:
+  """Builds `step(params, inputs, targets) -> loss, output, gradients`.
+
+  Inputs and targets are int32 `[N]`, sharded over all ranks. The loss is the
+  mean over all ranks.
+  """
+
+  def step(params, inputs, targets):
+    (loss, output), grads = jax.value_and_grad(loss_and_output, has_aux=True)(
+      params, layer, inputs, targets
+    )
+    grads = {
+      # An expert's gradient has the tokens of its own EP domain already.
+      name: ep.ordered_psum(
+        grad, "dp" if SHARDING[name] == EXPERTS else ranks.AXES
+      )
+      for name, grad in grads.items()
+    }
+    return ep.ordered_psum(loss, ranks.AXES), output, grads
+
+  return jax.jit(
+    jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(SHARDING, TOKENS, TOKENS),
+      out_specs=(REPLICATED, TOKENS, SHARDING),
+      check_vma=False,  # so each rank has the gradient of its own tokens
+    )
+  )
 
 
 def read_text() -> np.ndarray:
@@ -129,7 +227,7 @@ def fetch(mesh, tree):
 def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
   """Returns each rank's traffic and times of dispatch and combine: `[R]`."""
   tokens, topk_idx, topk_weights = jax.jit(
-    lambda params, inputs: model.embed_and_route(params, layer, inputs)
+    lambda params, inputs: embed_and_route(params, layer, inputs)
   )(params, inputs)
   handle = jax.jit(lambda idx: ep.ep_prepare(layer, idx))(topk_idx)
   dispatch, combine = jax.jit(ep.ep_dispatch), jax.jit(ep.ep_combine)
@@ -140,7 +238,7 @@ def measure(mesh, layer, params, inputs) -> dict[str, np.ndarray]:
   ]
   times = jax.make_array_from_callback(
     (mesh.size, 2),
-    NamedSharding(mesh, model.TOKENS),
+    NamedSharding(mesh, TOKENS),
     lambda _: np.array([times], np.float32),  # for each rank of this process
   )
   topk_idx, times, handle = fetch(mesh, (topk_idx, times, handle))

@@ -23,18 +23,15 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NAME = "libep_ffi_cpu.so"
-# The files of a pattern are compiled as one source, since most of the time goes
-# into the headers that they share.
-_PATTERNS = (
-  "older_runtimes.cc",
-  "core/*.cc",
-  "handlers/*.cc",
-  "matmul/kernels.cc",  # its pragmas hold to the end of a source
-  "matmul/[!k]*.cc",
-  "backends/host/*.cc",
-  "backends/host/engine/*.cc",
-  "backends/host/movers/*.cc",
-  "backends/host/transport/*.cc",
+_FOLDERS = (
+  ".",
+  "core",
+  "handlers",
+  "matmul",
+  "backends/host",
+  "backends/host/engine",
+  "backends/host/movers",
+  "backends/host/transport",
 )
 
 
@@ -60,13 +57,6 @@ class NativeLibrary(BuildHookInterface):
 def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   """Compiles the sources of //ep_ffi:libep_ffi_cpu.so with its options."""
   native = root / "ep_ffi"
-  # Package and library are of one tree, so their interfaces agree.
-  (digest,) = re.findall(
-    r'^INTERFACE = "(\w+)"$', (root / "ep/_src/native/ffi.py").read_text(), re.M
-  )
-  header = library.parent / "ep_ffi/handlers/interface.h"
-  header.parent.mkdir(parents=True)
-  header.write_text(f'#define EP_INTERFACE "{digest}"\n')
   jaxlib = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
   compiler = shlex.split(os.environ.get("CXX", "c++"))
   if not shutil.which(compiler[0]):
@@ -77,26 +67,25 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   # Options on which results depend come last, since the last option counts.
   options = ["-O2", "-DNDEBUG", *shlex.split(os.environ.get("CXXFLAGS", ""))]
   options += [*_copts(native / "copts.bzl"), "-fPIC"]
-  folders = [root, library.parent, pathlib.Path(jaxlib, "include")]
-  options += [f"-I{folder}" for folder in folders]
+  include = pathlib.Path(jaxlib, "include")
+  options += [f"-I{root}", f"-I{include}"]
+  sources = [
+    file
+    for folder in _FOLDERS
+    for file in sorted(native.joinpath(folder).glob("*.cc"))
+    if not file.name.endswith("_test.cc")
+    and file.name not in ("connect.cc", "cuda.cc")
+  ]
 
-  def compile(number: int, pattern: str) -> pathlib.Path:
-    source = library.parent / f"{number}.cc"
-    files = [
-      file
-      for file in sorted(native.glob(pattern))
-      if not file.name.endswith("_test.cc")
-      and file.name not in ("connect.cc", "cuda.cc")
-    ]
-    source.write_text("".join(f'#include "{file}"\n' for file in files))
-    target = source.with_suffix(".o")
+  def compile(number: int, source: pathlib.Path) -> pathlib.Path:
+    target = library.with_name(f"{number}.o")
     subprocess.run(
       [*compiler, *options, "-c", source, "-o", target], check=True
     )
     return target
 
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    objects = list(pool.map(compile, itertools.count(), _PATTERNS))
+    objects = list(pool.map(compile, itertools.count(), sources))
   subprocess.run(
     [*compiler, "-shared", *objects, "-o", library, "-pthread"]
     + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]

@@ -24,7 +24,7 @@ def main() -> None:
   with tarfile.open(sdist) as archive:
     names = archive.getnames()
     (project,) = [n for n in names if n.endswith("pyproject.toml")]
-    assert project.replace("pyproject.toml", "examples/lm/train.py") in names
+    assert project.replace("pyproject.toml", "examples/lm/step.py") in names
     required = tomllib.load(archive.extractfile(project))["build-system"]
   with tempfile.TemporaryDirectory() as scratch:
     environment = Environment(pathlib.Path(scratch).resolve())

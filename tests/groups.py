@@ -2,6 +2,8 @@
 """Makes the groups and layers of the tests, for the backend under test."""
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import math
 import os
@@ -97,6 +99,13 @@ def layer(mesh="ep4", axis_type=AxisType.Auto, **options):
   sizes = ("alignment", "top_k") if GPU else ()
   shared = {k: options[k] for k in sizes if k in options}
   return ep.EpLayerConfig(group(mesh, axis_type, **shared), **options)
+
+
+def with_values(group, **changes):
+  """Returns a group that says other values than it was bootstrapped with."""
+  connection = copy.copy(group.connection)
+  connection.group = dataclasses.replace(connection.group, **changes)
+  return ep.EpGroup(connection)
 
 
 def ranks(layer):

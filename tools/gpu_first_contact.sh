@@ -79,7 +79,7 @@ step 5 10 streams_dump grep -rl --include='*thunk*' ep_dispatch "$OUT/dump"
 export XLA_FLAGS=$QUIET
 step 6 180 costs "$PYTHON" benchmarks/ep_bench.py --worlds=2x1 \
   --ranks_per_gpu=2 --tail=unspecified --contenders=nccl,xla \
-  --dtypes=bfloat16 --shapes=1024x4096x4x16 "--json=$OUT/costs.json" \
+  --dtypes=bfloat16 --shapes=1024x4096x4x16 \
   --ops=dispatch,combine,dispatch_bwd,combine_bwd
 step 7 50 never_finalized $(end 2 never_finalized)
 # The survivors must fail, and before the time limit.

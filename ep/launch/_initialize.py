@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from ep._src.base import arguments, launch_states
+from ep._src.base import arguments, processes
 from ep._src.native import gpus
 
 # Variables in which launchers that JAX does not detect say how many processes
@@ -62,7 +62,7 @@ def initialize() -> None:
   if inside_launcher():
     name = "JAX_COORDINATOR_ADDRESS"
     arguments.check_address("ep.launch.initialize", name, os.environ[name])
-  launch_states.tell("joining")
+  processes.tell("joining")
   jax.distributed.initialize(
     num_processes=count, process_id=_int_from_env("JAX_PROCESS_ID")
   )

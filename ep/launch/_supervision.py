@@ -18,7 +18,7 @@ import sys
 import time
 from typing import TextIO
 
-from ep._src.base import launch_states
+from ep._src.base import processes
 from ep.launch import _hosts as hosts
 
 # Becomes a rank, which the kernel kills if the launcher dies.
@@ -42,7 +42,7 @@ _FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")
 
 
 class Process:
-  """One process, its log, and its states (launch_states.py)."""
+  """One process, its log, and its states (processes.py)."""
 
   def __init__(
     self,
@@ -64,7 +64,7 @@ class Process:
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,
-        env={**env, launch_states.VARIABLE: str(state)},
+        env={**env, processes.VARIABLE: str(state)},
         start_new_session=True,  # it gets signals from us alone, and only once
       )
 
@@ -77,7 +77,7 @@ class Process:
       self.code = self._process.returncode
       # A rank that was killed comes before those that fail because of that.
       latest = time.monotonic() - (_POLL_S if self.code < 0 else 0)
-      self.ended_at = launch_states.time_told(self._state, "ending") or latest
+      self.ended_at = processes.time_told(self._state, "ending") or latest
       with contextlib.suppress(OSError):  # there is none, or another user's
         os.killpg(self._process.pid, signal.SIGKILL)
     return self.code is None
@@ -96,7 +96,7 @@ class Process:
 
   def told(self, state: str) -> bool:
     """Returns whether it has said a state."""
-    return launch_states.told(self._state, state)
+    return processes.told(self._state, state)
 
   @property
   def was_alone(self) -> bool:

@@ -27,6 +27,9 @@ int32_t OnGroup(const char* name, char* error, int64_t error_bytes, Call call) {
 
 }  // namespace
 
+// Returns the version of the interface. Python calls this function first.
+EP_EXPORT int32_t ep_interface_version() { return ep::kInterfaceVersion; }
+
 // Computes the bytes of EpHandle.mem; see Group::MemBytes.
 EP_EXPORT int32_t ep_group_mem_bytes(const char* name, int64_t num_tokens,
                                      int64_t top_k, int64_t alignment,

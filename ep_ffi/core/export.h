@@ -17,6 +17,13 @@
 
 namespace ep {
 
+// The version of the interface between Python and the library: the types of the
+// exported functions and of the handlers, the handlers' attributes, and the C
+// structs and enums that Python fills in. Raise the version with every change of
+// these, here and in ep/_src/native/ffi.py: Python refuses a library of another
+// version before it calls anything else.
+inline constexpr int32_t kInterfaceVersion = 1;
+
 // Runs `body`, and returns its status in that form.
 template <typename Body>
 int32_t Export(char* error, int64_t error_bytes, Body body) {

@@ -1,166 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that was killed goes on as if it had not been."""
+"""The folder of a run: checkpoints, and a line of metrics for each step."""
 
-from collections.abc import Callable, Mapping
-import hashlib
+from collections.abc import Mapping
 import json
+import os
 import pathlib
-import shutil
 from typing import Any
 
-from etils import epath
+import jax
+from jax import lax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from lm.processes import agree, first_does, Stop
-from lm.train import State
-
-_KEEP = 2
-_STATE, _DESCRIPTION, _SUMS = "state", "description.json", "SHA256SUMS"
-_UNFINISHED = ".unfinished"
-_CURES = {
-  "written": "make room, and start the same command again. It continues after"
-  " the checkpoint before.",
-  "read": "remove the folder of this checkpoint to continue after the one"
-  " before, or give another folder.",
-}
+from lm.step import State
 
 
-class Checkpoints:
-  """The checkpoints of one run, in a folder that all processes share.
+class Stop(Exception):
+  """A run cannot go on, on all processes alike; its sentence says why."""
 
-  A checkpoint is the folder `<steps done>`. It is written under another name
-  and renamed when it is complete, so a process may be killed at any time. It
-  can be restored on any mesh: each process writes its shards, and reads those
-  that it needs. The sums of its files show whether one was damaged since:
-  damaged JSON makes orbax-checkpoint raise errors of any kind, and damaged
-  numbers would train on.
 
-  orbax-checkpoint writes the arrays. What surrounds that is done here, since in
-  `ocp.CheckpointManager` a process whose disk is full leaves the others waiting
-  for it.
+class RunFolder:
+  """What a run keeps, in a folder that all processes share.
+
+  A process may be killed at any time. A checkpoint fits any mesh: each process
+  writes its shards, and reads those that it needs.
 
   Args:
     folder: created if missing.
-    description: what the run must have in common with the run that continues
-      it, as plain values by name.
-
-  Raises:
-    Stop: the folder cannot be written.
+    description: plain values by name, which the run must have in common with
+      the run that continues it.
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
     self._folder = folder.absolute()
     self._description = dict(description)
-    self._handler = ocp.StandardCheckpointHandler()
-    first_does(self._clean_folder)
+    self._manager = ocp.CheckpointManager(
+      self._folder / "checkpoints",
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=2,
+        cleanup_tmp_directories=True,
+        enable_async_checkpointing=False,
+      ),
+    )
 
-  def save(self, state: State) -> pathlib.Path:
-    """Writes a checkpoint and returns its folder.
-
-    Raises:
-      Stop: it cannot be written.
-    """
-    whole = self._folder / str(int(state.step))
-    unfinished = whole.with_suffix(_UNFINISHED)
-    arrays = epath.Path(unfinished / _STATE)
-
-    def make_folder():
-      arrays.mkdir(parents=True)
-
-    def save_arrays():
-      self._handler.save(arrays, args=ocp.args.StandardSave(state))
-
-    def finish():
-      self._handler.finalize(arrays)
-      (unfinished / _DESCRIPTION).write_text(json.dumps(self._description))
-      (unfinished / _SUMS).write_text("\n".join(sorted(_sums(unfinished))))
-      unfinished.rename(whole)
-      for step in self._steps()[:-_KEEP]:
-        shutil.rmtree(self._folder / str(step))
-
-    first_does(lambda: _explain("written", whole, make_folder))
-    agree(lambda: _explain("written", whole, save_arrays))
-    first_does(lambda: _explain("written", whole, finish))
-    return whole
-
-  def restore(self, like: State) -> State | None:
-    """Returns the latest state, or None if there is no checkpoint.
+  def restore(self, start: State) -> tuple[State, list[dict[str, Any]]]:
+    """Returns the latest state, and its records on the first process.
 
     Args:
-      like: says how the arrays of the result are sharded; see `train.abstract`.
+      start: the state if there is no checkpoint. Its shardings are the
+        result's.
 
     Raises:
-      Stop: the checkpoint is of a run with another description, or it cannot
-        be read.
+      OSError: a checkpoint cannot be read.
+      Stop: it is of a run with another description, or a line of metrics
+        is damaged.
     """
-    steps = self._steps()
-    if not steps:
-      return None
-    checkpoint = self._folder / str(steps[-1])
+    state = start
+    if (step := self._manager.latest_step()) is not None:
+      state = self._read_checkpoint(step, start)
+    if jax.process_index():
+      return state, []
+    return state, self._open_metrics(int(state.step))
 
-    def check_files():
-      text = (checkpoint / _SUMS).read_text(errors="replace")
-      if wrong := _sums(checkpoint) ^ set(text.split("\n")):
-        first = min(line.partition("  ")[2] for line in wrong)
-        raise ValueError(f"{first!r} is missing or not as {_SUMS} has it")
+  def _read_checkpoint(self, step, start):
+    folder = self._manager.directory / str(step)
 
-    def read_description():
-      return json.loads((checkpoint / _DESCRIPTION).read_text())
-
-    def read_arrays():
-      return self._handler.restore(
-        epath.Path(checkpoint / _STATE), args=ocp.args.StandardRestore(like)
+    def cannot_be_read(reason):
+      return OSError(
+        f"{folder}: the checkpoint cannot be read ({reason}); remove this"
+        " folder to continue after the checkpoint before, or give another one."
       )
 
-    first_does(lambda: _explain("read", checkpoint, check_files))
-    saved = agree(lambda: _explain("read", checkpoint, read_description))
-    self._compare(steps[-1], saved)
-    return agree(lambda: _explain("read", checkpoint, read_arrays))
+    def read(item):
+      try:
+        args = ocp.args.Composite(**item)
+        (value,) = self._manager.restore(step, args=args).values()
+      except Exception as error:  # damaged files raise errors of any kind
+        raise cannot_be_read(_first_line(error)) from error
+      return value
 
-  def _steps(self) -> list[int]:
-    names = (path.name for path in self._folder.iterdir())
-    return sorted(int(name) for name in names if name.isdecimal())
-
-  def _compare(self, step, saved):
+    # The description comes first: another run's state has other shapes.
+    saved = read({"run": ocp.args.JsonRestore()})
+    checksum = saved.pop("checksum", None)
     ours = self._description
-    differing = [
+    if differing := [
       f"{name} = {saved.get(name)}, here {ours.get(name)}"
       for name in {**saved, **ours}
       if saved.get(name) != ours.get(name)
-    ]
-    if differing:
+    ]:
       raise Stop(
-        f"{self._folder}: the checkpoint of step {step} is of another run, with"
+        f"{folder}: the checkpoint is of another run, with"
         f" {'; '.join(differing)}. Give the flags of that run, or another"
         " folder."
       )
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, start)
+    state = read({"state": ocp.args.StandardRestore(like)})
+    if checksum != _checksum(state):
+      raise cannot_be_read("its numbers have changed since they were saved")
+    return state
 
-  def _clean_folder(self):
-    self._folder.mkdir(parents=True, exist_ok=True)
-    for path in self._folder.glob("*" + _UNFINISHED):
-      shutil.rmtree(path)
+  def _open_metrics(self, done):
+    """Returns the records up to step `done`, and drops the lines after them."""
+    path = self._folder / "metrics.jsonl"
+    self._metrics = path.open("a", buffering=1)  # lines, for `tail -f`
+    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+      # A process may have been killed in the middle of the last line.
+      records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+      records = [each for each in records if each["step"] <= done]
+    except (ValueError, TypeError, LookupError) as error:
+      raise Stop(
+        f"{path}: a line is no record of a step ({error}); move the file away,"
+        " and start the same command again."
+      ) from error
+    os.truncate(path, sum(map(len, lines[: len(records)])))
+    return records
+
+  def append(self, record: Mapping[str, Any]) -> None:
+    """Writes a record after `restore`; only the first process does."""
+    if jax.process_index() == 0:
+      self._metrics.write(json.dumps(record) + "\n")
+
+  def save(self, state: State) -> None:
+    """Writes a checkpoint; raises OSError if it cannot be written."""
+    step = int(state.step)
+    run = self._description | {"checksum": _checksum(state)}
+    try:
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          run=ocp.args.JsonSave(run), state=ocp.args.StandardSave(state)
+        ),
+      )
+    except Exception as error:
+      raise OSError(
+        f"{self._manager.directory / str(step)}: the checkpoint cannot be"
+        f" written ({_first_line(error)}); make room, and start the same"
+        " command again. It continues after the checkpoint before."
+      ) from error
 
 
-def _sums(folder: pathlib.Path) -> set[str]:
-  """Returns a line for each file, which `sha256sum --check` reads."""
-  lines = set()
-  for path in folder.rglob("*"):
-    if path.is_file() and path.name != _SUMS:
-      with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-      lines.add(f"{digest}  {path.relative_to(folder)}")
-  return lines
+@jax.jit
+def _sum_of_bits(state):
+  return sum(
+    jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
+    for x in jax.tree.leaves(state)
+  )
 
 
-def _explain(
-  verb: str, checkpoint: pathlib.Path, action: Callable[[], Any]
-) -> Any:
-  """Returns `action()`; an error becomes an `OSError` with a cure."""
-  try:
-    return action()
-  except (OSError, ValueError) as error:
-    reason = str(error).partition(" [")[0]  # TensorStore appends details.
-    raise OSError(
-      f"{checkpoint}: the checkpoint cannot be {verb} ({reason});"
-      f" {_CURES[verb]}"
-    ) from error
+def _checksum(state: State) -> int:
+  """Returns a number that is the same on any mesh.
+
+  Damage to a file of numbers is an error of orbax-checkpoint only if the file
+  cannot be decompressed.
+  """
+  return int(_sum_of_bits(state))
+
+
+def _first_line(error):
+  return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,80 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of a text, each a function of its number alone.
 
-So a run that resumes at step n reads what the unbroken run would have read, and
-no position in the data has to be saved.
+A run that resumes at step n therefore reads the same batches as an unbroken
+run, and a checkpoint needs no position in the data.
 """
 
 import hashlib
+import pathlib
+from typing import NamedTuple
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from text import VOCABULARY
+from lm.model import Config
+import text
 
-RANKS = ("dp", "ep")  # the axes of a mesh; a batch is sharded over both
+_LIMIT = 8_000_000  # bytes that are read of a longer text
 
 
-class Windows:
-  """Random windows of a text.
+class Data(NamedTuple):
+  """A text as int32 bytes: the part to train on, and the part held out."""
 
-  Args:
-    text: bytes as int32 `[N]`.
-    batch: B, windows of a batch.
-    length: S, predictions of a window.
-    seed: decides which windows are drawn.
+  train: np.ndarray
+  held_out: np.ndarray
+  unigram: float  # loss, in nats, of the best guess that ignores the context
+  digest: str  # differs between texts
+
+
+def read(path: pathlib.Path, length: int) -> Data:
+  """Reads a file or a folder.
 
   Raises:
-    ValueError: the text is shorter than one window.
+    ValueError: there is no text, or less than windows of `length` take.
   """
-
-  def __init__(self, text: np.ndarray, batch: int, length: int, seed: int):
-    if text.size <= length:
-      raise ValueError(
-        f"the text has {text.size} bytes to train on, but a window takes"
-        f" {length + 1}; name a longer text, or shorten the windows with"
-        " --length."
-      )
-    self.tokens = batch * length  # predictions of a batch
-    self._text = text
-    self._batch = batch
-    self._length = length
-    self._seed = seed
-
-  def __getitem__(self, number: int) -> np.ndarray:
-    """Returns a batch, int32 `[B, S + 1]`; there is no last one."""
-    rng = np.random.default_rng((self._seed, number))
-    starts = rng.integers(self._text.size - self._length, size=self._batch)
-    return self._text[starts[:, None] + np.arange(self._length + 1)]
+  whole = text.read(path, _LIMIT)
+  train, held_out = split(whole, length)
+  if train.size <= length:
+    raise ValueError(
+      f"{path}: the text has {train.size} bytes to train on, but a window"
+      f" takes {length + 1}; name a longer text, or shorten the windows with"
+      " --length."
+    )
+  counts = np.bincount(whole)
+  shares = counts[counts > 0] / whole.size
+  digest = hashlib.sha256(whole.astype(np.uint8)).hexdigest()[:16]
+  return Data(train, held_out, -np.sum(shares * np.log(shares)), digest)
 
 
-def split(text: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def split(whole: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the text to train on, and blocks of it that are held out.
 
   These are a block of every 20, or of all if there are fewer. A block has 4096
   bytes, or as few as a window of `length` predictions takes.
   """
-  block = max(length + 1, min(4096, text.size // 20))
-  numbers = np.arange(text.size) // block
-  is_held_out = numbers % 20 == min(19, max(0, text.size // block - 1))
-  return text[~is_held_out], text[is_held_out]
+  block = max(length + 1, min(4096, whole.size // 20))
+  numbers = np.arange(whole.size) // block
+  is_held_out = numbers % 20 == min(19, max(0, whole.size // block - 1))
+  return whole[~is_held_out], whole[is_held_out]
 
 
-def place(batch: np.ndarray, mesh: Mesh) -> jax.Array:
-  """Returns a batch that every process has as an array sharded over ranks."""
-  return jax.make_array_from_process_local_data(
-    NamedSharding(mesh, PartitionSpec(RANKS)), batch, batch.shape
-  )
-
-
-def unigram_entropy(text: np.ndarray) -> float:
-  """Returns the loss, in nats, of the best guess that ignores what precedes."""
-  counts = np.bincount(text, minlength=VOCABULARY)
-  shares = counts[counts > 0] / text.size
-  return float(-np.sum(shares * np.log(shares)))
-
-
-def digest(text: np.ndarray) -> str:
-  """Returns a name for the contents of a text."""
-  return hashlib.sha256(text.astype(np.uint8).tobytes()).hexdigest()[:16]
+def batch(part: np.ndarray, number: int, config: Config) -> np.ndarray:
+  """Returns random windows of a part of a text, int32 `[B, S + 1]`."""
+  rng = np.random.default_rng((config.seed, number))
+  starts = rng.integers(part.size - config.length, size=config.batch)
+  return part[starts[:, None] + np.arange(config.length + 1)]

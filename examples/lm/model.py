@@ -1,50 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
-Everything here is ordinary JAX, which works on the arrays of a rank, as in
+Everything here is ordinary JAX. It works on the arrays of a rank, as in
 training, and on global arrays. Experts are sharded over the EP axis of the
 mesh, which does not show in the code.
-
-The layers are alike, so their parameters are stacked and one `lax.scan` runs
-them; a program of 64 layers compiles as fast as one of 2.
 """
 
 from collections.abc import Callable
 import dataclasses
-from typing import TypeAlias
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import optax
 
 import ep
 from text import VOCABULARY
 
-# Maps parameters, tokens and a state to tokens and metrics, as `ep.MoE` does.
-Layer: TypeAlias = Callable[..., tuple[jax.Array, ep.moe.Metrics]]
+HEAD = 32  # dimensions of an attention head
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-  """The shape of a model. A head has `hidden / heads` dimensions, in pairs."""
+class Config:
+  """What a run computes: the model, its data, and how it is trained.
+
+  Experts are balanced in two ways, which can be combined. `aux_loss` weighs a
+  term of the loss that is least when all experts are chosen equally often
+  (Switch Transformer). `bias_rate` is the step by which a router's selection
+  bias rises for idle experts and falls for busy ones (DeepSeek-V3).
+  """
 
   layers: int
   hidden: int
-  heads: int
   inner: int  # of each expert
   num_experts: int
   top_k: int
-  score: str  # of the router, as in ep.MoEConfig
-  wire: str | None = None  # how rows travel to experts
-  replicas: int = 0  # slots of a rank for copies of other ranks' experts
+  wire: str | None  # how rows travel to experts
+  batch: int  # windows of text in a step
+  shards: int  # parts of a batch
+  length: int  # bytes of a window
+  learning_rate: float  # at its peak
+  warmup: int  # steps up to the peak
+  decay_steps: int  # steps until the rate is a tenth of the peak, and stays
+  aux_loss: float
+  bias_rate: float
+  seed: int
 
   @property
-  def dense(self) -> "ModelConfig":
+  def dense(self) -> "Config":
     """A model of one expert, as large as the experts of a token together."""
     inner = self.top_k * self.inner
     return dataclasses.replace(
-      self, inner=inner, num_experts=1, top_k=1, wire=None, replicas=0
+      self, inner=inner, num_experts=1, top_k=1, wire=None
     )
 
   @property
@@ -54,18 +62,38 @@ class ModelConfig:
       self.inner,
       self.num_experts,
       self.top_k,
-      score=self.score,
       wire=self.wire,
       balance="sequence",
-      replica_slots=self.replicas,
-      deterministic=self.replicas == 0,
+      deterministic=True,
     )
 
+  @property
+  def schedule(self) -> optax.Schedule:
+    """The learning rate of a step, which does not depend on a run's end."""
+    return optax.warmup_cosine_decay_schedule(
+      init_value=0.0,
+      peak_value=self.learning_rate,
+      warmup_steps=self.warmup,
+      decay_steps=self.decay_steps,
+      end_value=0.1 * self.learning_rate,
+    )
 
-def init(key: jax.Array, config: ModelConfig) -> dict:
-  """Returns the parameters; those below "blocks" lead with `[layers]`."""
+  @property
+  def optimizer(self) -> optax.GradientTransformation:
+    return optax.adamw(self.schedule, b2=0.95, weight_decay=0.1, mask=_decays)
+
+
+def _decays(params):
+  """Returns which parameters decay: all but the scales of the norms."""
+  return jax.tree.map_with_path(
+    lambda path, _: not path[-1].key.endswith("norm"), params
+  )
+
+
+def init(key: jax.Array, config: Config) -> dict:
+  """Returns the parameters. Those of "blocks" have an axis of layers first."""
   embed_key, unembed_key, blocks_key = jax.random.split(key, 3)
-  hidden, heads = config.hidden, config.heads
+  hidden, heads = config.hidden, config.hidden // HEAD
 
   def normal(key, shape, fan_in):
     return jax.random.normal(key, shape) * fan_in**-0.5
@@ -74,8 +102,8 @@ def init(key: jax.Array, config: ModelConfig) -> dict:
     qkv_key, out_key, moe_key = jax.random.split(key, 3)
     return {
       "attention_norm": jnp.ones(hidden),
-      "qkv": normal(qkv_key, (3, hidden, heads, hidden // heads), hidden),
-      "out": normal(out_key, (heads, hidden // heads, hidden), hidden),
+      "qkv": normal(qkv_key, (3, hidden, heads, HEAD), hidden),
+      "out": normal(out_key, (heads, HEAD, hidden), hidden),
       "moe_norm": jnp.ones(hidden),
       "moe": ep.moe.init(moe_key, config.moe, jnp.float32),
     }
@@ -88,72 +116,48 @@ def init(key: jax.Array, config: ModelConfig) -> dict:
   }
 
 
-def partition_specs(config: ModelConfig) -> dict:
+def partition_specs(config: Config) -> dict:
   """Returns the specs of `init`'s arrays: only experts are sharded."""
-  return {
-    "embed": P(),
-    "blocks": {
-      "attention_norm": P(),
-      "qkv": P(),
-      "out": P(),
-      "moe_norm": P(),
-      "moe": ep.moe.partition_specs(config.moe, lead=1),
-    },
-    "norm": P(),
-    "unembed": P(),
-  }
+  blocks = dict.fromkeys(("attention_norm", "qkv", "out", "moe_norm"), P())
+  blocks["moe"] = ep.moe.partition_specs(config.moe, lead=1)
+  return {"embed": P(), "blocks": blocks, "norm": P(), "unembed": P()}
 
 
 def apply(
-  params: dict,
-  layer: Layer,
-  tokens: jax.Array,
-  *,
-  moe_state: ep.moe.State,
-  placement: ep.Placement | None = None,
+  params: dict, layer: Callable, tokens: jax.Array, moe_state: ep.moe.State
 ) -> tuple[jax.Array, ep.moe.Metrics]:
   """Returns the logits of each next byte.
 
+  One `lax.scan` runs all layers, so 64 of them compile as fast as 2.
+
   Args:
     params: what `init` returns.
-    layer: `ModelConfig.moe` on a mesh, or `dense_layer`.
+    layer: an `ep.MoE` of `Config.moe`, or `dense_layer`.
     tokens: int32 `[B, S]`, sharded over all ranks along B.
     moe_state: of all layers, stacked.
-    placement: where the experts of each layer are, `[layers, E]`.
 
   Returns:
-    Logits `[B, S, 256]`, and the metrics of each MoE layer, stacked.
+    Logits `[B, S, 256]`, and the metrics of all MoE layers, stacked.
   """
 
-  def block(x, block_params):
-    p, state, placement = block_params
+  def block(x, params_and_state):
+    p, state = params_and_state
     x = x + _attend(p, _norm(x, p["attention_norm"]))
-    y, metrics = layer(
-      p["moe"], _norm(x, p["moe_norm"]), state, placement=placement
-    )
+    y, metrics = layer(p["moe"], _norm(x, p["moe_norm"]), state)
     return x + y, metrics
 
   x = params["embed"][tokens]
-  of_layers = params["blocks"], moe_state, placement
-  x, metrics = lax.scan(block, x, of_layers)
+  x, metrics = lax.scan(block, x, (params["blocks"], moe_state))
   return _norm(x, params["norm"]) @ params["unembed"], metrics
 
 
 def dense_layer(
-  params: dict, x: jax.Array, state: ep.moe.State, *, placement=None
+  params: dict, x: jax.Array, state: ep.moe.State
 ) -> tuple[jax.Array, ep.moe.Metrics]:
-  """Computes what an `ep.MoE` of one expert does, without routing."""
-  del state, placement
+  """Computes the outputs of an `ep.MoE` of one expert, without routing."""
   hidden = jax.nn.silu(x @ params["w_gate"][0]) * (x @ params["w_up"][0])
-  zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-  metrics = ep.moe.Metrics(
-    load=jnp.ones(1),
-    aux_loss=zero,
-    z_loss=zero,
-    entropy=zero,
-    drops=none[None],
-    max_rank_rows=none,
-  )
+  zeros = dict.fromkeys(ep.moe.Metrics._fields, jnp.zeros(()))
+  metrics = ep.moe.Metrics(**zeros | {"load": jnp.ones(1)})
   return hidden @ params["w_down"][0], metrics
 
 
@@ -169,10 +173,10 @@ def _rotate(x):
   The scalar product of a query and a key then depends on their distance (Su et
   al., "RoFormer", arXiv 2104.09864).
   """
-  half = x.shape[-1] // 2
+  half = HEAD // 2
   frequencies = 10_000.0 ** (-jnp.arange(half) / half)
   positions = jnp.arange(x.shape[1])[:, None, None]
-  angles = positions * frequencies  # [S, 1, D / 2]
+  angles = positions * frequencies  # [S, 1, HEAD / 2]
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   a, b = jnp.split(x, 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

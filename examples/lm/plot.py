@@ -1,84 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of a run: loss, load of experts, routers' entropy.
+"""Pictures, 1200 pixels wide: of a run, and of a step in its trace."""
 
-python examples/lm/plot.py METRICS.jsonl PICTURE.png [METRICS_OF_DENSE.jsonl]
-"""
-
+import collections
 from collections.abc import Mapping, Sequence
+import gzip
 import json
 import pathlib
-import sys
 from typing import Any
 
 from matplotlib.figure import Figure
 import numpy as np
 
-
-def check(path: pathlib.Path) -> None:
-  """Raises ValueError if no picture can have this name."""
-  kinds = Figure().canvas.get_supported_filetypes()
-  if path.suffix[1:].lower() not in kinds:
-    raise ValueError(
-      f"{path}: a picture's name must end with one of .{', .'.join(kinds)}."
-    )
+Records = Sequence[Mapping[str, Any]]
 
 
-def plot(
-  records: Sequence[Mapping[str, Any]],
-  path: str | pathlib.Path,
-  unigram: float | None = None,
-  dense: Sequence[Mapping[str, Any]] = (),
-  title: str | None = None,
+def plot_run(
+  path: pathlib.Path, moe: Records, dense: Records, unigram: float, title: str
 ) -> None:
-  """Draws the records of `metrics.record`, 1200 pixels wide.
+  """Draws losses, the load of experts, and the routers' entropy.
 
   Args:
-    records: of consecutive steps.
     path: of the picture.
-    unigram: the unigram entropy of the text, in nats.
-    dense: the records of a dense model of the same active size.
+    moe: the records of consecutive steps.
+    dense: the records of a dense model, or none.
+    unigram: the loss of the best guess that ignores the context.
     title: what the run is.
   """
-  steps = np.array([each["step"] for each in records])
-  load = np.array([each["load"] for each in records], float)  # [N, layers, E]
-  layers = load.shape[1]
+  runs = {"": _arrays(moe)} | ({"dense: ": _arrays(dense)} if dense else {})
+  of_moe = runs[""]
+  steps, load = of_moe["step"], of_moe["load"]  # [N], [N, layers, E]
+  layers, experts = load.shape[1:]
   figure = Figure(figsize=(12, 5 + layers), layout="constrained")
   figure.suptitle(title)
   top, bottom = figure.subfigures(2, 1, height_ratios=(5, layers))
-  panels = top.subplots(1, 4 if dense else 3, sharex=True)
-  loss, *differences, imbalance, entropy = panels
+  loss, *difference, imbalance, entropy = top.subplots(1, 2 + len(runs))
 
-  draw_loss(loss, records, "")
-  if dense:
-    draw_loss(loss, dense, "dense: ")
-    draw_difference(differences[0], records, dense)
-  if unigram is not None:
-    loss.axhline(unigram, color="gray", linestyle="--", label="unigram entropy")
+  for name, run in runs.items():
+    color = _draw(loss, run["step"], run["loss"], f"{name}training")
+    there = ~np.isnan(run["held_out"])
+    points = run["step"][there], run["held_out"][there]
+    loss.plot(*points, "o--", color=color, label=f"{name}held out")
+  loss.axhline(unigram, color="gray", linestyle="--", label="unigram entropy")
   loss.set_title("loss, nats per byte")
   loss.legend()
-  for axes, name, what in [
-    (imbalance, "imbalance", "busiest expert's load / mean"),
-    (entropy, "entropy", "router's entropy, nats"),
-  ]:
-    of_layers = np.array([each[name] for each in records]).T
-    for layer, values in enumerate(of_layers):
-      draw(axes, steps, values, layer)
-    axes.set_title(what)
-  imbalance.legend(title="layer", ncols=2)
-  dropped = np.sum([each["dropped"] for each in records])
-  imbalance.set_xlabel(f"step ({dropped:,} choices dropped)")
 
-  even = load.mean(axis=2, keepdims=True)
+  for axes in difference:  # which is small beside the losses
+    both, i, j = np.intersect1d(steps, run["step"], return_indices=True)
+    more = run["loss"][j] - of_moe["loss"][i]
+    _draw(axes, both, more, "training")
+    axes.axhline(0, color="gray", linestyle="--")
+    # The first steps differ most, and would hide the others.
+    bound = np.abs(more[len(more) // 6 :]).max(initial=1e-3)
+    axes.set_ylim(-bound, bound)
+    axes.set_title("loss: dense minus MoE")
+
+  for layer in range(layers):
+    _draw(imbalance, steps, of_moe["imbalance"][:, layer], str(layer))
+    _draw(entropy, steps, of_moe["entropy"][:, layer], str(layer))
+  imbalance.set_title("busiest expert's load / mean")
+  imbalance.legend(title="layer", ncols=2)
+  dropped = of_moe["dropped"].sum()
+  imbalance.set_xlabel(f"step ({dropped:,.0f} choices dropped)")
+  entropy.set_title("router's entropy, nats")
+
   maps = bottom.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
   for layer, axes in enumerate(maps):
     image = axes.imshow(
-      (load / even)[:, layer].T,
+      (load / load.mean(axis=2, keepdims=True))[:, layer].T,
       aspect="auto",
       interpolation="nearest",
       cmap="coolwarm",
       vmin=0,
       vmax=2,
-      extent=(steps[0] - 0.5, steps[-1] + 0.5, load.shape[2] - 0.5, -0.5),
+      extent=(steps[0] - 0.5, steps[-1] + 0.5, experts - 0.5, -0.5),
     )
     axes.set_ylabel(f"layer {layer}")
   maps[0].set_title("load of each expert / mean")
@@ -87,43 +81,15 @@ def plot(
   figure.savefig(path, dpi=100)
 
 
-def draw_loss(axes, records, model):
-  """Draws what a model has reached on text of training and on other text."""
-  steps = [each["step"] for each in records]
-  line = draw(
-    axes, steps, [each["loss"] for each in records], f"{model}training"
-  )
-  held_out = [
-    (each["step"], each["held_out"])
-    for each in records
-    if each["held_out"] is not None
-  ]
-  axes.plot(
-    *np.reshape(held_out, (-1, 2)).T,
-    "o--",
-    color=line.get_color(),
-    label=f"{model}held out",
-  )
+def _arrays(records):
+  """Returns an array `[N, ...]` for each name; None becomes NaN."""
+  return {
+    name: np.array([each[name] for each in records], float)
+    for name in records[0]
+  }
 
 
-def draw_difference(axes, records, dense):
-  """Draws the differences of losses, which are small beside the losses."""
-  others = {each["step"]: each["loss"] for each in dense}
-  differences = [
-    (each["step"], others[each["step"]] - each["loss"])
-    for each in records
-    if each["step"] in others
-  ]
-  steps, values = np.reshape(differences, (-1, 2)).T
-  draw(axes, steps, values, "training")
-  axes.axhline(0, color="gray", linestyle="--")
-  # The first steps differ most, and would hide the others.
-  bound = np.abs(values[len(values) // 6 :]).max(initial=1e-3)
-  axes.set_ylim(-bound, bound)
-  axes.set_title("loss: dense minus MoE")
-
-
-def draw(axes, steps, values, label):
+def _draw(axes, steps, values, label):
   """Draws a faint curve, and over it means over a 30th of the steps."""
   sums = np.concatenate([[0], np.cumsum(values)])
   last = np.arange(len(values)) + 1
@@ -131,16 +97,53 @@ def draw(axes, steps, values, label):
   means = (sums[last] - sums[first]) / (last - first)
   (line,) = axes.plot(steps, means, label=label)
   axes.plot(steps, values, color=line.get_color(), linewidth=0.6, alpha=0.3)
-  return line
+  return line.get_color()
 
 
-def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the records of a run."""
-  lines = pathlib.Path(path).read_text().splitlines()
-  return [json.loads(line) for line in lines]
+def plot_step(path: pathlib.Path, trace: pathlib.Path) -> None:
+  """Draws a step in a file of `ep.trace`, with a line for each rank.
 
+  It is the step of the median length, of the program with the most exchanges
+  in a step.
 
-if __name__ == "__main__":
-  source, target, *more = sys.argv[1:]
-  runs = [read(path) for path in (source, *more)]
-  plot(runs[0], target, dense=sum(runs[1:], []))
+  Raises:
+    ValueError: there are fewer than two steps.
+  """
+  with (gzip.open if trace.suffix == ".gz" else open)(trace) as file:
+    exchanges = json.load(file)["ep"]["exchanges"]
+  steps = collections.defaultdict(list)
+  for e in exchanges:
+    steps[e["program"], e["step"]].append(e)
+  program, _ = max(steps, key=lambda key: len(steps[key]))
+  ends = {
+    step: max(max(e["ended"]) for e in each)
+    for (name, step), each in steps.items()
+    if name == program
+  }
+  # A step begins where the one before ends.
+  lengths = {n: ends[n] - ends[n - 1] for n in ends if n - 1 in ends}
+  if not lengths:
+    raise ValueError(f"{trace} has fewer than two steps; trace more of them.")
+  median = sorted(lengths, key=lengths.get)[len(lengths) // 2]
+
+  figure = Figure(figsize=(12, 3), layout="constrained")
+  axes = figure.subplots()
+  for e in sorted(steps[program, median], key=lambda e: e["domain"]):
+    rows = [f"{e['domain']}.{rank}" for rank in range(len(e["came"]))]
+    came, began, ended = (
+      1e3 * (np.array(e[name]) - ends[median - 1])
+      for name in ("came", "began", "ended")
+    )
+    waiting = axes.barh(rows, began - came, left=came, color="tab:red")
+    moving = axes.barh(rows, ended - began, left=began, color="tab:blue")
+  axes.set_xlim(0, 1e3 * lengths[median])
+  axes.invert_yaxis()
+  axes.set_ylabel("domain.rank")
+  axes.set_title(f"step {median}")
+  axes.set_xlabel("ms")
+  figure.legend(
+    [waiting, moving],
+    ["waiting for ranks", "moving rows"],
+    loc="outside right upper",
+  )
+  figure.savefig(path, dpi=100)

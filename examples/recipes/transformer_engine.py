@@ -4,8 +4,6 @@
 Code that was written for its ops runs on these.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 
@@ -25,9 +23,7 @@ def ep_dispatch(
   place of their handle_mem, token_counts [R, L] with padding, total_recv_tokens
   [R, 1].
   """
-  layer = dataclasses.replace(
-    cfg, recv_capacity_per_rank=recv_capacity_per_rank
-  )
+  layer = cfg.replace(recv_capacity_per_rank=recv_capacity_per_rank)
   handle = ep.ep_prepare(layer, topk_idx, topk_weights)
   rows, row_weights = ep.ep_dispatch(handle, tokens, topk_weights)
   return rows, row_weights, handle, handle.group_sizes, handle.total_recv_tokens

@@ -2,7 +2,6 @@
 """ep_bootstrap and EpLayerConfig check arguments; ep_finalize ends a group."""
 
 import copy
-import dataclasses
 import math
 from multiprocessing.reduction import ForkingPickler
 import secrets
@@ -335,10 +334,3 @@ def test_an_address_that_is_taken_is_not_used(monkeypatch):
       assert not list(names)
       case = Case(ep.EpLayerConfig(group))
       case.check(round_trip, case.tokens(), case.weights())
-
-
-def test_a_group_of_other_sizes_is_what_its_ops_see():
-  with bootstrap(make_mesh({"ep": 4})) as group:
-    other = dataclasses.replace(group, num_experts=2 * E)
-    params = ep.EpLayerConfig(other).op_params(num_tokens=1)
-    assert params.layer.group.num_experts == 2 * E

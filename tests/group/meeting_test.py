@@ -15,7 +15,7 @@ import time
 from jax._src.lib import _jax
 import pytest
 
-from ep._src.base import process_ids
+from ep._src.base import processes
 from ep._src.group.meeting import Meeting
 
 TERMS = {f"field {n}": "x" * 40 for n in range(30)} | {"top_k": "2"}
@@ -158,7 +158,7 @@ def die(m):
   """Publishes the identity of a process that has ended."""
   ended = subprocess.Popen(["true"])
   ended.wait()
-  identity = dict(namespace=process_ids.namespace(), pid=ended.pid, start=1)
+  identity = dict(namespace=processes.namespace(), pid=ended.pid, start=1)
   m.client.key_value_set(f"ep/process/{m.me}", json.dumps(identity))
   raise TimeoutError
 

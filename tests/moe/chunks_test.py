@@ -234,7 +234,7 @@ def test_what_chunks_cannot_do():
 
   needs_more = '"moe_3".*capacity is 2 rows.* may need 8; raise capacity_factor'
   with pytest.raises(ValueError, match=needs_more):
-    call(dataclasses.replace(chunked, recv_capacity_per_rank=2))
+    call(chunked.replace(recv_capacity_per_rank=2))
   closes = '"moe_3".*closes over values that are traced'
   with pytest.raises(ValueError, match=closes):
     jax.grad(lambda slope: call(activation=lambda x: slope * x))(1.0)

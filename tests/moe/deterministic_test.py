@@ -4,7 +4,6 @@
 They do in both views, too.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -16,7 +15,7 @@ import pytest
 
 from conftest import to_global
 import ep
-from groups import E, group, H, K, of_one_process
+from groups import E, group, H, K, of_one_process, with_values
 from layer_steps import draw_params
 import quick_compiler
 
@@ -121,7 +120,7 @@ def test_a_checkpoint_exchanges_no_counts_again():
 
 
 def test_nccl_is_refused():
-  of_nccl = dataclasses.replace(group(), backend="nccl")
+  of_nccl = with_values(group(), backend="nccl")
   with pytest.raises(ValueError, match='deterministic.*backend="xla"'):
     ep.MoE(CONFIG, of_nccl)
 

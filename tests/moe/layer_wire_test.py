@@ -5,7 +5,6 @@ In the backward pass it is the layer without one, of a rounded gradient. So
 both have the same bits, matmuls included.
 """
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +53,7 @@ def test_output_and_all_gradients(wire, mesh, options):
     out = ep.moe_layer(layer, x, case.topk_idx, weights, **matrices)
     return [whole(out)]
 
-  actual = run(dataclasses.replace(plain, wire=wire), x, g)
+  actual = run(plain.replace(wire=wire), x, g)
   assert_same_bits(actual, run(plain, rounded(wire, x), rounded(wire, g)))
   assert not np.array_equal(actual[0], run(plain, x, g)[0])
 

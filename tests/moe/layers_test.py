@@ -119,14 +119,14 @@ def test_a_capacity_factor_is_of_the_even_load():
   config = ep.EpLayerConfig(unlimited, capacity_factor=1.25, alignment=4)
   assert config.capacity_for(8) == 32  # 1.25 * 8 * K, rounded up
   assert config.capacity_for(1) == 16  # a slab for each of 4 experts
-  assert dataclasses.replace(config, capacity_factor=9.0).capacity_for(8) == 60
-  rounded = dataclasses.replace(config, capacity_multiple=24)
+  assert config.replace(capacity_factor=9.0).capacity_for(8) == 60
+  rounded = config.replace(capacity_multiple=24)
   assert rounded.capacity_for(8) == 48
-  stated = dataclasses.replace(config, recv_capacity_per_rank=20)
+  stated = config.replace(recv_capacity_per_rank=20)
   assert stated.capacity_for(8) == stated.capacity == 20
   limited = ep.EpLayerConfig(group("dp2_ep2"), capacity_factor=1.0)
   assert limited.capacity == limited.capacity_for(1) == T * K
-  drop = dataclasses.replace(config, overflow="drop")
+  drop = config.replace(overflow="drop")
   Case(drop, "skewed", lead=(8,)).check(sizes)
 
 
@@ -194,15 +194,23 @@ def test_a_capacity_is_for_a_number_of_tokens(bad):
 
 
 def test_a_replaced_layer_inherits_its_policy_anew():
-  """The policy of the group is lost in no `dataclasses.replace`."""
+  """The policy of the group is lost in no `replace`."""
   fails = ep.EpLayerConfig(group(drop_by="fair"))
-  drops = dataclasses.replace(fails, overflow="drop")
-  chunks = dataclasses.replace(fails, overflow="chunk")
+  drops = fails.replace(overflow="drop")
+  chunks = fails.replace(overflow="chunk")
   assert {x.drop_by for x in (fails, drops, chunks)} == {"fair"}
-  assert dataclasses.replace(drops, overflow="error") == fails
+  assert drops.replace(overflow="error") == fails
   stated = ep.EpLayerConfig(fails.group, drop_by="slot")
-  assert dataclasses.replace(stated, overflow="drop").drop_by == "slot"
-  assert drops.fingerprint == dataclasses.replace(drops).fingerprint
+  assert stated.replace(overflow="drop").drop_by == "slot"
+  assert drops.fingerprint == drops.replace().fingerprint
+
+
+def test_a_group_and_a_layer_have_what_their_configuration_has():
+  for holder in (layer(), layer().group):
+    for field in dataclasses.fields(holder.config):
+      if field.name != "group":
+        value = getattr(holder.config, field.name)
+        assert getattr(holder, field.name) == value
 
 
 def test_a_policy_that_is_copied_to_another_group_is_stated():

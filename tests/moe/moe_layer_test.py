@@ -5,7 +5,6 @@ The dense layer applies every expert to every token. Results are close, not
 equal, because XLA computes the matmuls.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -130,9 +129,7 @@ def test_an_activation_may_have_an_infinite_derivative_at_zero():
 
 @of_one_process
 def test_dropped_choices_add_nothing_and_have_no_gradient():
-  dropping = dataclasses.replace(
-    layer(), recv_capacity_per_rank=4, overflow="drop"
-  )
+  dropping = layer().replace(recv_capacity_per_rank=4, overflow="drop")
   weights = Case(dropping, "skewed").weights()
   case = Case(dropping, "skewed", routing_weights=weights)  # it is fair
   # The oracle decides what is kept: weights of ones come back from kept slots.
@@ -199,9 +196,7 @@ def test_the_tail_does_not_affect_results():
   with jax.debug_nans(True):  # makes the tail zero
     expected = run_moe_step(case.layer, *args)
   with ep.checked():  # makes the tail NaN
-    actual = run_moe_step(
-      dataclasses.replace(case.layer, name="checked"), *args
-    )
+    actual = run_moe_step(case.layer.replace(name="checked"), *args)
   assert_same_bits(actual, expected)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(actual))
 

@@ -10,7 +10,7 @@ import pytest
 
 from cases import assert_same, Case, global_view
 import ep
-from ep._src.base import checked
+from ep._src.base import contexts
 from groups import BACKEND, GPU, layer, of_one_process
 from op_functions import combine, everything, sizes
 
@@ -135,4 +135,4 @@ def test_jax_debug_nans_finds_a_nan_of_the_data(mode):
 @pytest.mark.parametrize("value, expected", [("1", True), ("0", False)])
 def test_the_environment_turns_it_on(value, expected, monkeypatch):
   monkeypatch.setenv("EP_CHECKED", value)
-  assert runpy.run_path(checked.__file__)["is_on"]() == expected
+  assert runpy.run_path(contexts.__file__)["is_checked"]() == expected

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drops are those of the reference."""
 
-import dataclasses
 import functools
 
 import jax
@@ -301,7 +300,7 @@ def test_a_layer_of_chunks_is_no_layer_of_an_op():
 @of_one_process
 def test_layers_of_other_names_share_the_assignment(short):
   """A program has it once, and its length does not grow with its layers."""
-  layers = [dataclasses.replace(short.layer, name=f"{i}") for i in range(3)]
+  layers = [short.layer.replace(name=f"{i}") for i in range(3)]
 
   def call(ids, weights):
     return [ep.ep_prepare(layer, ids, weights) for layer in layers]

@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 import ep
 from ep.testing._routings import ROUTINGS
-from groups import E, layer, ranks, spec
+from groups import E, layer, ranks, spec, with_values
 
 
 def handle_of(ops):
@@ -107,13 +107,13 @@ def test_table():
 def test_the_table_tells_what_nccl_keeps():
   config = layer()
   summary = ep.describe(Case(config).run(handle_of))
-  group = dataclasses.replace(config.group, backend="nccl", hidden_dim=1 << 18)
+  group = with_values(config.group, backend="nccl", hidden_dim=1 << 18)
   for dtype, words in [
     (jnp.float32, " rows of 262144 float32: 104 MiB (half with bfloat16)"),
     (jnp.bfloat16, " rows of 262144 bfloat16: 52 MiB"),
   ]:
-    on_gpu = dataclasses.replace(group, max_token_dtype=jnp.dtype(dtype))
-    on_gpu = dataclasses.replace(config, group=on_gpu)
+    on_gpu = with_values(group, max_token_dtype=jnp.dtype(dtype))
+    on_gpu = config.replace(group=on_gpu)
     table = str(dataclasses.replace(summary, layer=on_gpu)).splitlines()
     # 2 P T + C, with T rounded up to a multiple of 4.
     assert table[1] == f"nccl keeps {2 * 4 * 8 + config.capacity}{words}"

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from benchmarks import layers
-from benchmarks.padded import PaddedScatter
+from benchmarks.exchanges import PaddedScatter
 from benchmarks.workload import Layout, Shape
 import ep
 from ep.testing import Layer, Received, Tolerance, Transport

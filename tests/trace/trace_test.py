@@ -16,7 +16,7 @@ from cases import Case
 from conftest import make_mesh
 import ep
 from ep._src.backends.xla import stamps
-from ep._src.base import tracing
+from ep._src.base import contexts
 from groups import BACKEND, bootstrap, layer, of_one_process, spec
 from op_functions import Ops
 import programs
@@ -153,7 +153,7 @@ def test_a_variable_traces_each_group_to_its_end(folder, monkeypatch):
   monkeypatch.setenv("EP_TRACE", str(folder))
   for name, num_steps in ("a/b", 6), ("c", 1):
     group = bootstrap(make_mesh({"ep": 4}), name=name)
-    with tracing.on(True), group:  # as after an import with the variable
+    with contexts.in_trace(True), group:  # as after an import with the variable
       run(ep.EpLayerConfig(group, name="moe_3"), 1, num_steps)
       with pytest.raises(RuntimeError, match="is traced already; end"):
         with ep.trace(group, folder / "x"):
@@ -174,7 +174,7 @@ def test_groups_of_one_name_have_files_of_their_own(folder, monkeypatch):
   """One is resized, and then each process has one of that name alone."""
   monkeypatch.setenv("EP_TRACE", str(folder))
   group = bootstrap(make_mesh({"ep": 4}), name="x/y")
-  with tracing.on(True):
+  with contexts.in_trace(True):
     run(ep.EpLayerConfig(group), num_steps=3)
     with ep.ep_resize(group, max_tokens_per_rank=9) as larger:
       run(ep.EpLayerConfig(larger), num_steps=2)
@@ -245,7 +245,7 @@ def test_a_trace_changes_programs_of_xla_alone():
     return program.lower(idx).as_text().count("callback")
 
   before = calls()
-  with tracing.on(True):
+  with contexts.in_trace(True):
     assert calls() - before == (2 if BACKEND == "xla" else 0)
   assert calls() == before
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ep._src.base import meshes, process_ids
+from ep._src.base import meshes, processes
 from ep._src.base.backend import Backend, CannotServe, Connection, Join
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
@@ -50,14 +50,14 @@ class HostBackend(Backend):
         listener = stack.enter_context(_listen())
         return dict(
           host=[
-            process_ids.boot_id(),
-            process_ids.namespace("net"),  # has the addresses of sockets
-            process_ids.namespace("user"),
+            processes.boot_id(),
+            processes.namespace("net"),  # has the addresses of sockets
+            processes.namespace("user"),
             os.geteuid(),
           ],
           address=listener.getsockname()[1:].decode(),
           pid=os.getpid(),
-          namespace=process_ids.namespace(),
+          namespace=processes.namespace(),
         )
 
       answers = join(group, introduce)
@@ -118,5 +118,5 @@ def _listen() -> socket.socket:
 
 def _pid(answer: dict[str, Any]) -> int:
   """Returns the system's id of a process; 0 if it has no meaning here."""
-  is_known = answer["namespace"] == process_ids.namespace()
+  is_known = answer["namespace"] == processes.namespace()
   return answer["pid"] if is_known else 0

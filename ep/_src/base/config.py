@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that describe a group and a layer, without any connection.
 
-`EpGroup` and `EpLayerConfig` (group.py), which users hold, extend them.
-Backends and the parameters of ops use only what is here: JAX's caches keep
-parameters longer than the functions that they belong to, and must not keep a
-group open.
+`EpGroup` and `EpLayerConfig` (group.py) hold them. Backends and the parameters
+of ops use only the values, because JAX's caches keep parameters longer than the
+functions that they belong to, and must not keep a group open.
 """
 
 from __future__ import annotations
@@ -148,15 +147,15 @@ class GroupConfig:
 
   def __repr__(self) -> str:
     given = {f: getattr(self, f) for f in _OPTIONAL_SIZES}
-    return short_repr(
-      self,
-      name=self.name,
-      mesh=dict(self.mesh.shape),
-      axis_name=self.axis_name,
-      num_experts=self.num_experts,
+    shown = {
+      "name": self.name,
+      "mesh": dict(self.mesh.shape),
+      "axis_name": self.axis_name,
+      "num_experts": self.num_experts,
       **{name: value for name, value in given.items() if value is not None},
-      backend=self.backend,
-    )
+      "backend": self.backend,
+    }
+    return short_repr("GroupConfig", shown)
 
   @property
   def program_text(self) -> str:
@@ -173,12 +172,16 @@ class GroupConfig:
 
   def texts(self) -> dict[str, str]:
     """Returns each field as text; equal on all processes of the mesh."""
-    return _texts(GroupConfig, self)
+    return {name: str(value) for name, value in vars(self).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-  """The static configuration of one MoE layer; see `EpLayerConfig`."""
+  """The arguments of `EpLayerConfig`, with defaults resolved.
+
+  Raises:
+    ValueError, TypeError: as `EpLayerConfig` does.
+  """
 
   group: GroupConfig
   top_k: int = _INHERITED
@@ -277,7 +280,8 @@ class LayerConfig:
       for name, value in values.items()
       if name == "top_k" or value != defaults[name]
     }
-    return short_repr(self, name=self.name, group=self.group.name, **shown)
+    shown = {"name": self.name, "group": self.group.name, **shown}
+    return short_repr("LayerConfig", shown)
 
   @property
   def capacity(self) -> int:
@@ -377,7 +381,8 @@ class LayerConfig:
   @property
   def fingerprint(self) -> int:
     """A hash, of 63 bits, of layer and group: equal on all processes."""
-    texts = self.group.texts() | _texts(LayerConfig, self)
+    own = {name: str(value) for name, value in vars(self).items()}
+    texts = self.group.texts() | own
     del texts["group"]
     digest = hashlib.sha256(repr(texts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
@@ -406,12 +411,7 @@ def token_dtype(what: str, name: str, value: Any) -> jnp.dtype:
   return dtype
 
 
-def short_repr(values: Any, **shown: Any) -> str:
-  """Returns what `repr` prints of a configuration: its class and `shown`."""
-  fields = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-  return f"{type(values).__name__}({fields})"
-
-
-def _texts(cls: type, values: Any) -> dict[str, str]:
-  fields = dataclasses.fields(cls)
-  return {field.name: str(getattr(values, field.name)) for field in fields}
+def short_repr(name: str, values: dict[str, Any]) -> str:
+  """Returns the `repr` of an object of class `name` with these values."""
+  fields = ", ".join(f"{name}={value!r}" for name, value in values.items())
+  return f"{name}({fields})"

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpError, for `except`, and an error that several backends raise."""
+"""The errors of ops: for `except`, by several backends, in XLA's programs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
+from jax import lax
+import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments
+from ep._src.base import arguments, compat
 
 # This is a tuple, not a class of our own, because JAX raises the failures of a
 # running program. Usually it raises `jax.errors.JaxRuntimeError`, a
@@ -42,4 +47,31 @@ def wrong_choice(
   return ValueError(
     f"{what}, but num_experts = {num_experts}; valid ids are"
     f" -1..{num_experts - 1}"
+  )
+
+
+def fail_if(
+  failed: jax.Array,
+  fail: Callable[..., None],
+  *args: jax.Array,
+  can_raise: bool,
+) -> jax.Array:
+  """Raises an error from inside a jitted program that has no custom call.
+
+  If `failed`, it calls `fail`, which raises, with `args` as NumPy arrays.
+
+  Returns 0, or 1 where it failed and the program cannot call Python. `failed`
+  is alike on all ranks. Whatever the ranks exchange from here on must depend on
+  the result, so that no rank waits in an exchange for a rank that has failed.
+  """
+  if not can_raise:
+    return failed.astype(jnp.int32)
+  result = jax.ShapeDtypeStruct((), jnp.int32)
+  return lax.cond(
+    failed,
+    lambda *args: compat.io_callback(
+      lambda *args: fail(*map(np.asarray, args)), result, *args
+    ),
+    lambda *_: jnp.int32(0),
+    *args,
   )

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes JAX primitives. Derivatives are added by the files that need them."""
+"""Makes JAX primitives, and names the programs in which they are lowered.
+
+The files that need derivatives add them.
+"""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
+import itertools
 from typing import Any
 
 import jax
@@ -81,3 +86,27 @@ def batch_elementwise(primitive: compat.Primitive) -> None:
     return primitive.bind(*args, **params), dims
 
   compat.batching.primitive_batchers[primitive] = batch
+
+
+class ProgramNames:
+  """Numbers the programs of a group in the order of their lowering.
+
+  Ops of different ranks are matched by their program, among other things, and
+  two programs may have the same text: `jax.jit` of equal functions. The number
+  in the name makes their texts differ, and so the fingerprints that XLA derives
+  from them. Thread-safe.
+  """
+
+  def __init__(self, group: str):
+    self._group = group
+    # Two threads may lower at a time: `next` of a count is one atomic step.
+    self._count: collections.defaultdict[str, itertools.count[int]]
+    self._count = collections.defaultdict(itertools.count)
+
+  def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
+    """Returns the name of the program being lowered, like "jit_step#0"."""
+    return compat.module_note(ctx, self._group, lambda: self._next(ctx))
+
+  def _next(self, ctx: compat.mlir.LoweringRuleContext) -> str:
+    module = compat.module_name(ctx)
+    return f"{module}#{next(self._count[module])}"

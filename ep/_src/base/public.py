@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the names of a public module its own, wherever they are defined."""
+"""Serves the public modules: their names, and the JAX that they need."""
 
 from __future__ import annotations
 
 from typing import Any, get_type_hints
+
+_FLOOR = "0.10.2"
 
 
 def names(module: dict[str, Any]) -> list[str]:
@@ -22,3 +24,22 @@ def names(module: dict[str, Any]) -> list[str]:
         value.__annotations__ = {n: hints[n] for n in value.__annotations__}
       value.__module__ = module["__name__"]
   return found
+
+
+def check_jax() -> None:
+  """Raises `ImportError` if JAX is missing, or too old for the package."""
+  try:
+    import jax
+  except ModuleNotFoundError as error:
+    if error.name != "jax":
+      raise
+    found = "no jax"
+  else:
+    if jax.__version_info__ >= tuple(map(int, _FLOOR.split("."))):
+      return
+    found = f"jax {jax.__version__}"
+  raise ImportError(
+    f"ep needs jax {_FLOOR} or newer, but {found} is installed;"
+    f' run: pip install --upgrade "jax>={_FLOOR}"',
+    name="ep",  # so `python -m ep check` prints one line, not a traceback
+  )

@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import sys
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 import weakref
 
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def _connect(group: GroupConfig) -> EpGroup:
   stacks.offer()
   if folder := os.environ.get("EP_TRACE"):
     _trace(connection, pathlib.Path(folder))
-  connected = EpGroup(**vars(connection.group), connection=connection)
+  connected = EpGroup(connection)
   weakref.finalize(connected, connection.release).atexit = False
   return connected
 
@@ -358,15 +358,14 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
       " group and bootstrap another one."
     )
   group.connection.check_open("ep_resize")
-  fields = dataclasses.fields(GroupConfig)
-  old = {field.name: getattr(group, field.name) for field in fields}
 
   def propose():
-    ending.wait_for_programs("ep_resize", [group])
-    new = GroupConfig(**{**old, "recv_capacity_per_rank": None, **sizes})
+    ending.wait_for_programs("ep_resize", [group.config])
+    changes: dict[str, Any] = {"recv_capacity_per_rank": None, **sizes}
+    new = dataclasses.replace(group.config, **changes)
     _check(new).check_sizes(new)
     return new
 
-  new = agreement.agree("ep_resize", group, propose)
+  new = agreement.agree("ep_resize", group.config, propose)
   ep_finalize(group)
   return _connect(new)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
-from ep._src.base import launch_states, meshes
+from ep._src.base import meshes, processes
 from ep._src.base.config import GroupConfig
 
 _POLL_S = 0.005
@@ -72,7 +72,7 @@ def take_over() -> None:
 
   def tell():
     if os.getpid() == rank:  # this is no forked child
-      launch_states.tell("ending")
+      processes.tell("ending")
 
   def report_and_exit(*exc_info):
     tell()

@@ -5,29 +5,80 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, overload, Self, TypeVar
 
-from ep._src.base import arguments, checked, tracing
+import jax.numpy as jnp
+
+from ep._src.base import arguments, contexts
 from ep._src.base.backend import Connection, GroupMemory, OpParams
 from ep._src.base.config import GroupConfig, LayerConfig
+from ep._src.base.meshes import Mesh
 from ep._src.group import ending
 
-_Config = TypeVar("_Config", GroupConfig, LayerConfig)
+_T = TypeVar("_T")
+
+
+class _Held(Generic[_T]):
+  """An attribute of the configuration that an object holds."""
+
+  def __set_name__(self, owner: type, name: str) -> None:
+    self._name = name
+
+  @overload
+  def __get__(self, holder: None, owner: type) -> Self: ...
+
+  @overload
+  def __get__(self, holder: Any, owner: type) -> _T: ...
+
+  def __get__(self, holder: Any, owner: type) -> Any:
+    return self if holder is None else getattr(holder.config, self._name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class EpGroup(GroupConfig):
+class EpGroup:
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
   Frozen and hashable, so programs may close over it. A context manager that
   waits for all programs that this process has launched, for at most
-  `timeout_s`, and calls `ep_finalize`. An exception closes the group at once.
+  `timeout_s`, and calls `ep_finalize`. An exception closes the group
+  immediately.
 
-  The attributes are the arguments of `ep_bootstrap`, with defaults resolved.
+  The attributes are the arguments of `ep_bootstrap`, with defaults resolved,
+  and what follows from them: `ep_size` is P, `num_local_experts` L,
+  `token_axes` are the mesh axes that shard tokens, and `num_token_ranks` is R.
   """
 
   connection: Connection
+
+  name = _Held[str]()
+  mesh = _Held[Mesh]()
+  axis_name = _Held[str]()
+  data_axes = _Held[tuple[str, ...]]()
+  num_experts = _Held[int]()
+  max_tokens_per_rank = _Held[int | None]()
+  hidden_dim = _Held[int | None]()
+  top_k = _Held[int | None]()
+  recv_capacity_per_rank = _Held[int | None]()
+  alignment = _Held[int]()
+  max_token_dtype = _Held[jnp.dtype]()
+  overflow = _Held[str]()
+  drop_by = _Held[str | None]()
+  backend = _Held[str]()
+  max_num_sms = _Held[int]()
+  timeout_s = _Held[float]()
+  exit_after_s = _Held[float]()
+  ep_size = _Held[int]()
+  num_local_experts = _Held[int]()
+  token_axes = _Held[tuple[str, ...]]()
+  num_token_ranks = _Held[int]()
+
+  @property
+  def config(self) -> GroupConfig:
+    """The arguments of `ep_bootstrap`, without the connection."""
+    return self.connection.group
+
+  def __repr__(self) -> str:
+    return repr(self.config).replace("GroupConfig", "EpGroup", 1)
 
   def check(self) -> None:
     """Raises what the device has found wrong and no op has reported.
@@ -100,13 +151,13 @@ class EpGroup(GroupConfig):
         return self.connection.close()
     try:
       if self.connection.is_open:
-        ending.wait_for_programs("the end of `with group`", [self])
+        ending.wait_for_programs("the end of `with group`", [self.config])
     finally:
       self.connection.finalize()
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class EpLayerConfig(LayerConfig):
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class EpLayerConfig:
   """The static configuration of one MoE layer. Frozen and hashable.
 
   Args:
@@ -152,14 +203,94 @@ class EpLayerConfig(LayerConfig):
   """
 
   group: EpGroup
+  config: LayerConfig
 
-  def __post_init__(self) -> None:
-    if not isinstance(self.group, EpGroup):
+  top_k = _Held[int]()
+  alignment = _Held[int]()
+  recv_capacity_per_rank = _Held[int | None]()
+  capacity_factor = _Held[float | None]()
+  capacity_multiple = _Held[int]()
+  overflow = _Held[str]()
+  drop_by = _Held[str | None]()
+  tail = _Held[str]()
+  wire = _Held[str | None]()
+  name = _Held[str]()
+  ep_size = _Held[int]()
+  num_local_experts = _Held[int]()
+  capacity = _Held[int]()
+  fingerprint = _Held[int]()
+
+  def __init__(
+    self,
+    group: EpGroup,
+    top_k: int | None = None,
+    alignment: int | None = None,
+    recv_capacity_per_rank: int | None = None,
+    capacity_factor: float | None = None,
+    capacity_multiple: int = 1,
+    overflow: str | None = None,
+    drop_by: str | None = None,
+    tail: str = "zero",
+    wire: str | None = None,
+    name: str | None = None,
+  ) -> None:
+    if not isinstance(group, EpGroup):
       raise TypeError(
-        f"EpLayerConfig: group is a {type(self.group).__name__}, but an EpGroup"
-        " is expected; get one from ep_bootstrap."
+        f"EpLayerConfig: group is a {type(group).__name__}, but an EpGroup is"
+        " expected; get one from ep_bootstrap."
       )
-    super().__post_init__()
+    values: dict[str, Any] = dict(
+      top_k=top_k,
+      alignment=alignment,
+      recv_capacity_per_rank=recv_capacity_per_rank,
+      capacity_factor=capacity_factor,
+      capacity_multiple=capacity_multiple,
+      overflow=overflow,
+      drop_by=drop_by,
+      tail=tail,
+      wire=wire,
+      name=name,
+    )
+    self._hold(group, LayerConfig(group.config, **values))
+
+  def _hold(self, group: EpGroup, config: LayerConfig) -> None:
+    vars(self).update(group=group, config=config)
+
+  @classmethod
+  def of(cls, connection: Connection, config: LayerConfig) -> EpLayerConfig:
+    """Returns a layer that does not keep the group of the user open."""
+    layer = cls.__new__(cls)
+    layer._hold(EpGroup(connection), config)
+    return layer
+
+  def replace(self, **changes: Any) -> EpLayerConfig:
+    """Returns a layer of the same group with other values.
+
+    Args:
+      **changes: arguments of `EpLayerConfig`; the others stay as they are.
+
+    Raises:
+      ValueError, TypeError: as `EpLayerConfig` does.
+    """
+    values = {**vars(self.config), "group": self.group, **changes}
+    return EpLayerConfig(**values)
+
+  __replace__ = replace  # of copy.replace
+
+  def capacity_for(self, num_tokens: int) -> int:
+    """Returns C: rows that a rank can receive if T = `num_tokens`.
+
+    It is the same for all T if the layer has a capacity, or the group a limit
+    of tokens. If not, it is the capacity of one token at least.
+
+    Raises:
+      ValueError: `num_tokens` is negative.
+      TypeError: it is no integer.
+    """
+    return self.config.capacity_for(num_tokens)
+
+  def __repr__(self) -> str:
+    return f"Ep{self.config}"
 
   def __copy__(self) -> EpLayerConfig:
     """Returns this layer itself, as a copy of its group is that group."""
@@ -177,29 +308,19 @@ class EpLayerConfig(LayerConfig):
       " and give them to EpHandle with that layer",
     )
 
-  @functools.cached_property
-  def unowned(self) -> EpLayerConfig:
-    """An equal layer that does not keep the group open."""
-    return dataclasses.replace(self, group=dataclasses.replace(self.group))
-
-  @functools.cached_property
-  def _frozen(self) -> LayerConfig:
-    """The values of layer and group, which do not keep the group open."""
-    return _values(LayerConfig, self, group=_values(GroupConfig, self.group))
-
   def op_params(self, num_tokens: int) -> OpParams:
     """Returns the parameters of an op that is traced now.
 
-    They do not refer to the group, and so do not keep it open.
+    They do not keep the group open, since JAX's caches keep them.
     """
     return OpParams(
       connection=self.group.connection,
-      layer=self._frozen,
+      layer=self.config,
       num_tokens=num_tokens,
       drop=self.overflow != "error",
-      tail=checked.tail(self.tail),
-      checked=checked.is_on(),
-      in_trace=tracing.is_on(),
+      tail=contexts.tail(self.tail),
+      checked=contexts.is_checked(),
+      in_trace=contexts.in_trace.value,
     )
 
 
@@ -210,10 +331,3 @@ def check_layer(op: str, layer: EpLayerConfig) -> None:
       f"{op}: layer is a {type(layer).__name__}, but an EpLayerConfig is"
       " expected; make one of the group, EpLayerConfig(group, top_k=...)."
     )
-
-
-def _values(cls: type[_Config], source: _Config, **changes: Any) -> _Config:
-  """Returns the fields that `source` inherits from `cls`, as a `cls`."""
-  fields = dataclasses.fields(cls)
-  values = {field.name: getattr(source, field.name) for field in fields}
-  return cls(**values | changes)

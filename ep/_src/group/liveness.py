@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 
-from ep._src.base import compat, launch_states, process_ids
+from ep._src.base import compat, processes
 
 
 def announce() -> None:
   """Publishes the identity of this process, if it has joined. Idempotent."""
   if client := compat.distributed_client():
-    launch_states.tell("joined")
+    processes.tell("joined")
     key = _key(compat.distributed_process())
     client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
 
@@ -47,10 +47,10 @@ def _key(process: int | str) -> str:
 
 def _identity() -> dict[str, Any]:
   """Returns the identity of this process; empty if the namespace is unknown."""
-  if process_ids.namespace() is None:
+  if processes.namespace() is None:
     return {}
   pid = os.getpid()
-  return dict(namespace=process_ids.namespace(), pid=pid, start=_start(pid))
+  return dict(namespace=processes.namespace(), pid=pid, start=_start(pid))
 
 
 def _lives(published: str) -> bool:
@@ -59,7 +59,7 @@ def _lives(published: str) -> bool:
   True if its id has no meaning in this namespace.
   """
   theirs = json.loads(published)
-  is_near = theirs.get("namespace") == process_ids.namespace() and theirs
+  is_near = theirs.get("namespace") == processes.namespace() and theirs
   return not is_near or _start(theirs["pid"]) == theirs["start"]
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from ep._src.base import arrays, compat, primitive
 from ep._src.base.arguments import check
 from ep._src.base.compat import ad
-from ep._src.base.fail_if import fail_if
+from ep._src.base.errors import fail_if
 
 _NAME = "ragged_all_to_all"
 

@@ -76,7 +76,7 @@ def _products(
   (num_rows, _), dtype = lefts[0].shape, lefts[0].dtype
   num_slabs, *shape = matrices[0].shape
   width = shape[0 if is_transposed else 1]
-  b = blocks or blocks_for(op, shape, num_rows, width)
+  b = blocks or blocks_for(op, num_rows, width)
   if tail != "unspecified":  # The tail is one more slab, which is filled.
     sizes = jnp.append(sizes, num_rows - sizes.sum(dtype=jnp.int32))
   tiles = row_tiles.tiles(sizes, num_rows, b.rows)
@@ -139,7 +139,7 @@ def _outer(
 ):
   num_rows, height = rows.shape
   width = outs.shape[1]
-  b = blocks or blocks_for("outer", (height, width), height, width)
+  b = blocks or blocks_for("outer", height, width)
 
   def body(starts, begins, ends, left, right, out):
     def compute(slab, row, column):

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep._src.base import arguments, arrays, checked, compat, primitive
+from ep._src.base import arguments, arrays, compat, contexts, primitive
 from ep._src.base.compat import ad
 from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda
 from ep._src.native import ffi
@@ -133,7 +133,7 @@ def grouped_matmuls(
     *(w.astype(matrix_dtype) for w in operands[3:]),
     missing=_OUTS,
     matrix_dtype=matrix_dtype,
-    tail=checked.tail(tail),
+    tail=contexts.tail(tail),
   )
 
 

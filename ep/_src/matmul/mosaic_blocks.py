@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the blocks of the kernels of by_mosaic.py are.
-
-`benchmarks/mosaic_blocks.py` finds the best ones on a card, and prints lines
-for the table below.
-"""
+"""How large the blocks of the kernels of by_mosaic.py are."""
 
 from __future__ import annotations
 
@@ -34,15 +30,10 @@ class Blocks:
   panel: int = 8
 
 
-# By op, rows of a matrix, and columns of a matrix.
-_MEASURED: dict[tuple[str, int, int], Blocks] = {}
-
-
-def blocks_for(op: str, shape: tuple[int, int], height: int, width: int):
-  """Returns the blocks for matrices of `shape` and results [height, width]."""
+def blocks_for(op: str, height: int, width: int) -> Blocks:
+  """Returns the blocks for results [height, width]."""
   columns = 128 if op == "outer" else 192
-  default = Blocks(
+  return Blocks(
     next(n for n in _ROWS if n <= height),
     next(n for n in _COLUMNS if n <= min(width, columns)),
   )
-  return _MEASURED.get((op, *shape), default)

@@ -23,7 +23,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import checked, compat, primitive
+from ep._src.base import compat, contexts, primitive
 from ep._src.base.compat import ad
 from ep._src.matmul import on_cuda, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
@@ -68,7 +68,7 @@ def map_used_rows(
     outs = fn(*(cut(x, num_used) for x in arrays))
     return jax.tree.map(lambda x: cut(x, num_used), outs)
   num_used, *arrays = compat.vary_together(num_used, *arrays)
-  outs = _map_p.bind(num_used, *arrays, fn=_Flat(fn), tail=checked.tail(tail))
+  outs = _map_p.bind(num_used, *arrays, fn=_Flat(fn), tail=contexts.tail(tail))
   return jax.tree.unflatten(jax.tree.structure(types), outs)
 
 

@@ -30,12 +30,12 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import arguments, compat, reverse_mode
+from ep._src.base.contexts import tapping
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import exchange_of
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
 from ep._src.ops.handle import EpHandle
 from ep._src.ops.prepare import ep_prepare
-from ep._src.ops.taps import tapping
 
 
 def through_experts(
@@ -192,7 +192,7 @@ def _num_chunks(layer, experts, num_tokens):
     chunk_tokens > 0,
     what,
     f"the capacity is {capacity} rows, but a chunk of one token of each rank"
-    f" may need {layer.worst_case(1)}; raise capacity_factor or"
+    f" may need {layer.config.worst_case(1)}; raise capacity_factor or"
     " recv_capacity_per_rank to that at least, and the larger it is, the fewer"
     " chunks.",
   )

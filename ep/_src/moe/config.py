@@ -198,7 +198,7 @@ class MoEConfig:
       for field in dataclasses.fields(self)
       if (value := getattr(self, field.name)) != field.default
     }
-    return short_repr(self, **shown)
+    return short_repr("MoEConfig", shown)
 
   def __copy__(self) -> MoEConfig:
     """Returns this very object, which never changes."""
@@ -295,7 +295,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   )
   if most is None:  # then the capacity follows the tokens of each chunk
     return layer
-  rows = layer.rows_for(-(-most // config.token_chunks))
+  rows = layer.config.rows_for(-(-most // config.token_chunks))
   return EpLayerConfig(group, recv_capacity_per_rank=rows, **options)
 
 
@@ -313,7 +313,7 @@ def exchange_of(
     )
   elif layer.overflow == "chunk":  # what a handle drops goes in chunks
     changes |= dict(overflow="drop", drop_by="slot")
-  return dataclasses.replace(layer, **changes)
+  return layer.replace(**changes)
 
 
 def room_for_mean(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arrays, compat, errors, primitive
-from ep._src.base.fail_if import fail_if
+from ep._src.base.errors import fail_if
 from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum

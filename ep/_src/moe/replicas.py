@@ -25,13 +25,13 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 from ep._src.base.arrays import iota
+from ep._src.base.contexts import tapping
 from ep._src.base.kept import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
 from ep._src.ops.dispatch import ep_dispatch
 from ep._src.ops.prepare import ep_prepare
-from ep._src.ops.taps import tapping
 
 
 class Division(NamedTuple):

@@ -17,7 +17,7 @@ from ep._src.base import backend, compat, meshes
 from ep._src.base.backend import GroupMemory, OpParams
 from ep._src.base.config import GroupConfig, WIRES
 from ep._src.base.meshes import Mesh
-from ep._src.base.program_names import ProgramNames
+from ep._src.base.primitive import ProgramNames
 from ep._src.native import ffi
 
 # The abstract value of what `_place` returns.

@@ -22,11 +22,8 @@ from ep._src.native import gpus, shipped_files
 # For each backend: the platform in its library's name, and XLA's name of it.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
-# This is a digest of the C++ functions and attributes that ffi.py and
-# connection.py use; the library carries its own (//ep_ffi/handlers:interface).
-# After a change on that side, the error of every test has the digest to write
-# here.
-INTERFACE = "91747b660aa1"
+# kInterfaceVersion of ep_ffi/core/export.h, which says when to raise it.
+INTERFACE_VERSION = 1
 
 # These are the values of `Tail` in ep_ffi/core/backend.h.
 TAILS = {"unspecified": 0, "zero": 1, "nan": 2}
@@ -132,7 +129,7 @@ def library(backend: str) -> ctypes.CDLL:
 def path_and_interface(backend: str) -> str:
   """Loads a backend's library; returns its path and its interface."""
   library(backend)
-  return f"{find_library(backend)} (interface {INTERFACE})"
+  return f"{find_library(backend)} (interface {INTERFACE_VERSION})"
 
 
 def has_library(backend: str) -> bool:
@@ -157,16 +154,15 @@ def is_native(ctx: Any) -> bool:
 
 def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
   """Raises if the library is not of the version that this package calls."""
-  found = "none (it is from before libraries had one)"
-  if hasattr(lib, "ep_interface"):
-    lib.ep_interface.restype = ctypes.c_char_p
-    found = lib.ep_interface().decode()
-  if found != INTERFACE:
+  found: int | str = "none (it is from before libraries had one)"
+  if hasattr(lib, "ep_interface_version"):
+    found = lib.ep_interface_version()
+  if found != INTERFACE_VERSION:
     raise NativeError(
       f"ep_bootstrap: {path} is of another version than this ep package, which"
-      f" calls the interface {INTERFACE}; that of the library is {found}. Build"
-      f" //ep_ffi:{path.name} from the same sources as the package, or set"
-      f" ${_VARIABLE} to the library that came with it."
+      f" calls the interface {INTERFACE_VERSION}; that of the library is"
+      f" {found}. Build //ep_ffi:{path.name} from the same sources as the"
+      f" package, or set ${_VARIABLE} to the library that came with it."
     )
 
 

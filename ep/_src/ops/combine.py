@@ -68,7 +68,7 @@ def ep_combine(
   ranks = () if view.is_local else (group.num_token_ranks,)
   lead = (*ranks, handle.capacity)
   expert_out = jnp.asarray(expert_out)
-  check_rows(op, "expert_out", expert_out, layer)
+  check_rows(op, "expert_out", expert_out, layer.config)
   if expert_out.shape[:-1] != lead:
     raise ValueError(
       f"{op}: expert_out has shape {expert_out.shape}, but"

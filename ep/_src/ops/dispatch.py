@@ -113,7 +113,7 @@ def ep_dispatch(
   view = View.of(group, op)
   arrays = dict(tokens=tokens, topk_weights=topk_weights)
   if scales is None:
-    check_rows(op, "tokens", tokens, layer)
+    check_rows(op, "tokens", tokens, layer.config)
   else:
     arrays["scales"] = scales = jnp.asarray(scales)
     quantizers.check_bytes(op, "tokens", tokens, scales)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
+from ep._src.base.contexts import tapping
 from ep._src.base.kept import keep_routing
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
-from ep._src.ops.taps import tapping
 from ep._src.ops.views import View
 
 
@@ -86,8 +86,8 @@ def ep_prepare(
   view = View.of(layer.group, op)
   token_shape = view.lead("topk_idx", topk_idx.shape)
   params = layer.op_params(math.prod(token_shape))
-  layer.check_tokens(op, params.num_tokens)
-  is_ordered = layer.rule(topk_weights is not None) != "slot"
+  layer.config.check_tokens(op, params.num_tokens)
+  is_ordered = layer.config.rule(topk_weights is not None) != "slot"
   if topk_weights is not None:
     topk_weights = _checked_weights(op, topk_idx, topk_weights)
   elif is_ordered:

@@ -24,8 +24,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ep._src.base import arguments, checked, compat
-from ep._src.base.config import GroupConfig
+from ep._src.base import arguments, compat, contexts
+from ep._src.base.backend import Connection
+from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import has_devices, Mesh
 from ep._src.group.group import EpGroup, EpLayerConfig
 
@@ -118,8 +119,8 @@ class View:
     Calls that differ only in `args` share a jitted program, so that outside of
     `jax.jit` only the first one compiles. Inside, the program is inlined: each
     of its ops gets a position of its own. The group's connection keeps the
-    program, which must not keep the group open in turn. So a layer in `static`
-    is replaced by an equal one.
+    program, which must not keep the group open in turn. So the program holds
+    the configuration of a layer in `static`, and not the layer.
 
     Args:
       local_fn: a function of a module, since a closure is new in each call. It
@@ -143,13 +144,13 @@ class View:
       _program,
       op.partition("(")[0],
       local_fn,
-      tuple(x.unowned if isinstance(x, EpLayerConfig) else x for x in static),
-      group.connection.group,
+      tuple(x.config if isinstance(x, EpLayerConfig) else x for x in static),
+      group.connection,
       self.mesh,
       tuple(kinds),
       tree,
       compat.in_a_program(),
-      checked.tail("unspecified"),
+      contexts.tail("unspecified"),
     )
     return program(*args)
 
@@ -179,7 +180,7 @@ def _program(
   name: str,
   local_fn: Callable[..., Any],
   static: tuple[Hashable, ...],
-  group: GroupConfig,
+  connection: Connection,
   mesh: Mesh | None,
   kinds: tuple[Any, ...],
   tree: Any,
@@ -192,9 +193,14 @@ def _program(
   program does.
   """
   del tail
+  group = connection.group
 
   def fn(*args):
-    return local_fn(*static, *args)
+    made = (
+      EpLayerConfig.of(connection, x) if isinstance(x, LayerConfig) else x
+      for x in static
+    )
+    return local_fn(*made, *args)
 
   if mesh is not None:
     of_rank = fn
@@ -281,7 +287,7 @@ def _check_places(
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
     return
-  specs = jax.tree.broadcast(_specs(group, tuple(kinds)), tuple(args))
+  specs = jax.tree.broadcast(_specs(group.config, tuple(kinds)), tuple(args))
   leaves = jax.tree.leaves_with_path(tuple(args))
   for (path, x), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):

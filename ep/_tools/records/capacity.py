@@ -112,8 +112,8 @@ def suggest_capacity(
 
       suggestion = ep.suggest_capacity(layer, "routing", drop_probability=1e-3)
       print(suggestion)                                    # a table
-      layer = dataclasses.replace(
-        layer, recv_capacity_per_rank=suggestion.capacity, overflow="drop"
+      layer = layer.replace(
+        recv_capacity_per_rank=suggestion.capacity, overflow="drop"
       )
 
   It counts in NumPy, on this process alone: what `overflow="drop"` would have
@@ -183,12 +183,16 @@ def suggest_capacity(
   # All that the group may have, or else all that came.
   num_tokens = group.max_tokens_per_rank or most_tokens
   balanced = num_tokens * layer.top_k
-  least = min(layer.num_local_experts * unit, layer.worst_case(num_tokens))
+  least = min(
+    layer.num_local_experts * unit, layer.config.worst_case(num_tokens)
+  )
   total = max(tokens.sum(), 1)
 
   def dropped(capacity):  # [S, R]
     of_ranks = tokens.reshape(-1, layer.num_local_experts)
-    return drop_policy.dropped(layer, of_ranks, capacity).reshape(demand.shape)
+    return drop_policy.dropped(layer.config, of_ranks, capacity).reshape(
+      demand.shape
+    )
 
   def is_enough(blocks):
     return dropped(blocks * unit).sum() <= limit * total

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments, compat, primitive
+from ep._src.base.contexts import tapping
 from ep._src.base.errors import EpError
-from ep._src.base.program_names import ProgramNames
-from ep._src.ops.taps import tapping
+from ep._src.base.primitive import ProgramNames
 from ep._tools.records import files
 
 

@@ -17,7 +17,7 @@ import zlib
 import jax
 import numpy as np
 
-from ep._src.base import arguments, meshes, tracing
+from ep._src.base import arguments, contexts, meshes
 from ep._src.group import agreement
 from ep._src.group.group import EpGroup
 from ep._tools.trace import chrome
@@ -98,7 +98,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
     if jax.process_index() == processes[0]:
       merge_parts(path)
 
-  with stack, tracing.on(True):
+  with stack, contexts.in_trace(True):
     _do_on_all(group, start)
     yield
     _do_on_all(group, stack.close)
@@ -110,9 +110,9 @@ def _do_on_all(group: EpGroup, what: Callable[[], None]) -> None:
 
   def propose():
     what()
-    return group
+    return group.config
 
-  agreement.agree("ep.trace", group, propose)
+  agreement.agree("ep.trace", group.config, propose)
 
 
 def files(path: str | os.PathLike[str]) -> list[pathlib.Path]:

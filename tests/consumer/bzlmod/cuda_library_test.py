@@ -14,8 +14,8 @@ import sys
 
 def main() -> int:
   library = ctypes.CDLL(os.path.abspath(sys.argv[1]))
-  # One function of the handlers, and one of the backend.
-  for name in "ep_interface", "ep_nccl_group_create":
+  # One function of all backends, and one of this one.
+  for name in "ep_interface_version", "ep_nccl_group_create":
     ctypes.cast(getattr(library, name), ctypes.c_void_p)
   return 0
 

@@ -30,7 +30,7 @@ from ep._src.base.backend import (
 )
 from ep._src.base.config import GroupConfig
 from ep._src.base.meshes import Mesh
-from ep._src.base.program_names import ProgramNames
+from ep._src.base.primitive import ProgramNames
 
 
 class XlaBackend(Backend):

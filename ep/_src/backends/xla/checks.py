@@ -22,7 +22,7 @@ from ep._src.backends.xla.plans import (
   take,
 )
 from ep._src.base import errors
-from ep._src.base.fail_if import fail_if
+from ep._src.base.errors import fail_if
 
 
 def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:

@@ -1,8 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GoogleTest target per C++ test file."""
+"""C++ libraries and tests with our options."""
 
+load("@rules_cc//cc:cc_library.bzl", "cc_library")
 load("@rules_cc//cc:cc_test.bzl", "cc_test")
-load(":copts.bzl", "EP_TEST_COPTS")
+load(":copts.bzl", "EP_COPTS", "EP_TEST_COPTS")
+
+def ep_cc_library(name, copts = EP_COPTS, **kwargs):
+    """Declares a cc_library.
+
+    Args:
+      name: The name of the library.
+      copts: The options of the compiler.
+      **kwargs: passed on to cc_library.
+    """
+    cc_library(
+        name = name,
+        copts = copts,
+        linkstatic = True,  # EP_COPTS hide its symbols from other libraries
+        **kwargs
+    )
 
 def cc_tests(srcs, deps, size = "small"):
     """Declares a cc_test of the same name for each file.

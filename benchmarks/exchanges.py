@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hand-written contender: sort, padded all_to_all, scatter-add.
+"""Exchanges that are written by hand in JAX.
 
-A rank's choices are sorted by expert, so that those for one rank are together.
-Each rank sends every rank a block of `S = pair_rows` rows, the first of which
-are real. In prepare the ranks exchange how many rows each expert receives. From
-that the receiver computes the slot of every row in the blocks.
-
-Everything that depends only on the routing is computed in prepare. Rows that
-pad a block hold anything, because they are never read. No op donates an input:
-only the output of a round trip could use the memory of an input of the same
-size and sharding, and a round trip would then have to copy its tokens first.
+contenders.py says what their members do. Everything that depends only on the
+routing is computed in prepare. Rows that pad a block hold anything, because
+they are never read. No op donates an input: only the output of a round trip
+could use the memory of an input of the same size and sharding, and a round trip
+would then have to copy its tokens first.
 """
 
 from __future__ import annotations
@@ -61,9 +57,14 @@ def scale(rows, weights):
 
 
 class PaddedScatter:
-  """Sums the returned rows into tokens by scatter-add, in float32."""
+  """Sort, padded all_to_all, and a scatter-add in float32.
 
-  exact = False
+  A rank's choices are sorted by expert, so that the choices of one rank's
+  experts are together. Each rank sends every rank a block of `S = pair_rows`
+  rows, the first of which are real. In prepare the ranks exchange how many rows
+  each expert receives. From that the receiver computes the slot of every row in
+  the blocks.
+  """
 
   def __init__(self, layout: Layout):
     self._layout = layout
@@ -141,3 +142,54 @@ class PaddedGather(PaddedScatter):
   def _sum(self, handle, blocks):
     rows = blocks.reshape(-1, blocks.shape[-1])
     return take_sum(rows, handle["home"], blocks.dtype)
+
+
+class Gathered:
+  """All-gather, then reduce-scatter.
+
+  Every rank receives all tokens and takes those of its experts. In combine each
+  rank first sums, for every token, the outputs of its own experts, and then the
+  ranks add these sums. That moves P rows per token instead of K, in regular
+  blocks.
+  """
+
+  def __init__(self, layout: Layout):
+    self._layout = layout
+
+  def prepare(self, topk_idx):
+    layout = self._layout
+    all_idx = lax.all_gather(topk_idx, AXIS, tiled=True)  # [P * T, K]
+    local = all_idx.reshape(-1) - lax.axis_index(AXIS) * (
+      layout.num_local_experts
+    )
+    mine = (local >= 0) & (local < layout.num_local_experts)
+    # The order of the slots is by expert, then by token of all ranks.
+    key = jnp.where(mine, local, layout.num_local_experts)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    slots = jnp.arange(layout.capacity, dtype=jnp.int32)
+    order = order[: layout.capacity]
+    choice = jnp.where(slots < mine.sum(), order, mine.size)
+    slot = jnp.full(mine.size, layout.capacity, jnp.int32)
+    return {
+      "choice": choice,  # [C], indices into the choices of all ranks
+      "slot": slot.at[choice].set(slots, mode="drop").reshape(all_idx.shape),
+    }
+
+  def dispatch(self, handle, tokens, topk_weights):
+    weights = lax.all_gather(topk_weights, AXIS, tiled=True).reshape(-1)
+    weights = take(weights, handle["choice"], zeros=self._layout.zero_tail)
+    return self.combine_bwd(handle, tokens), weights
+
+  def combine(self, handle, rows, weights=None):
+    total = take_sum(scale(rows, weights), handle["slot"], rows.dtype)
+    return lax.psum_scatter(total, AXIS, tiled=True)
+
+  def dispatch_bwd(self, handle, rows, row_weights):
+    weights = take(row_weights, handle["slot"], zeros=True)
+    weights = lax.psum_scatter(weights, AXIS, tiled=True)
+    return self.combine(handle, rows), weights
+
+  def combine_bwd(self, handle, tokens):
+    tokens = lax.all_gather(tokens, AXIS, tiled=True)
+    token = handle["choice"] // self._layout.shape.top_k
+    return take(tokens, token, zeros=self._layout.zero_tail)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a rank has come: the rank says it, and its launcher reads it.
+"""Processes: which share a namespace, and how far each rank has come.
 
-The launcher names a path in a variable. The rank writes a file for each state,
+A rank says how far it has come, and its launcher reads it. The launcher names a path in a variable. The rank writes a file for each state,
 whose path has the state's name at the end. The file holds the first time at
 which the rank said so:
 
@@ -13,6 +13,7 @@ which the rank said so:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import time
@@ -43,3 +44,25 @@ def time_told(path: pathlib.Path, state: str) -> float | None:
 
 def _file(path: pathlib.Path, state: str) -> pathlib.Path:
   return path.with_name(f"{path.name}.{state}")
+
+
+@functools.cache
+def boot_id() -> str:
+  """Returns the id of this boot of the machine. Only Linux has one.
+
+  Raises:
+    OSError: this is another system.
+  """
+  return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
+def namespace(kind: str = "pid") -> str | None:
+  """Returns what identifies a namespace of this process, or None.
+
+  Within one of the kind "pid", a process id has a meaning.
+  """
+  try:
+    return f"{boot_id()}/{os.readlink(f'/proc/self/ns/{kind}')}"
+  except OSError:
+    return None

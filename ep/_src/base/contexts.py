@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked mode, which costs time and finds mistakes where they are made."""
+"""Contexts that change how programs are traced.
+
+The value of each is a part of the key of `jax.jit`'s caches.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import os
 
 import jax
 
-# The value of this context is a part of the key of `jax.jit`'s caches.
-_on = jax.make_user_context(
+# Checked mode costs time and finds mistakes where they are made.
+_checked = jax.make_user_context(
   default_value=os.environ.get("EP_CHECKED", "0") not in ("", "0")
 )
 
@@ -37,12 +40,12 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
   Checked or not, `ep_prepare` compares a hash of the configuration of group and
   layer across the ranks.
   """
-  return _on(enabled)
+  return _checked(enabled)
 
 
-def is_on() -> bool:
+def is_checked() -> bool:
   """Returns whether ops that are traced here are checked."""
-  return _on.value
+  return _checked.value
 
 
 def tail(asked: str) -> str:
@@ -54,4 +57,16 @@ def tail(asked: str) -> str:
   """
   if asked == "zero" or jax.debug_nans.value or jax.debug_infs.value:
     return "zero"
-  return "nan" if is_on() else asked
+  return "nan" if is_checked() else asked
+
+
+# Whether ops that are traced here belong to a trace; see `ep.trace`.
+in_trace = jax.make_user_context(
+  default_value=os.environ.get("EP_TRACE", "") != ""
+)
+
+# The function that sees every routing which `ep_prepare` traces here, or None.
+# It is called as `tap(layer, topk_idx, topk_weights, leaves)` with the arrays of
+# a rank, where `topk_weights` may be None, and the leaves of its handle. It
+# returns the leaves, so that a use of one has the tap look. It is hashable.
+tapping = jax.make_user_context(default_value=None)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step: loss, gradients, AdamW, and the balance of the experts.
+
+Its bits do not depend on the number of ranks. A batch consists of shards. Each
+rank works on one shard at a time, in the same shapes whatever the number of
+ranks is. The shards that the ranks work on together are an exchange. Sums over
+shards are added in one order, as a balanced binary tree: first over the ranks
+of an exchange, by `ep.ordered_psum`, then over exchanges. The tree is the same
+for all numbers of ranks that are powers of two.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import ep
+from lm import model
+from lm.model import Config
+
+RANKS = ("dp", "ep")  # the axes of a mesh; a batch is sharded over both
+_CLIP = 1.0  # the largest norm of the gradient
+_Z_LOSS = 1e-3  # the weight of a term that keeps the router's logits small
+
+
+class State(NamedTuple):
+  """Everything that a step changes. A checkpoint holds it.
+
+  The data of a step is a function of the seed and `step`.
+  """
+
+  step: jax.Array  # steps done
+  params: dict
+  optimizer: optax.OptState
+  moe: ep.moe.State  # of all layers, stacked
+
+
+class Sums(NamedTuple):
+  """Sums over shards. A mean over the batch is a sum of the shards' parts."""
+
+  grads: dict  # of the loss with its further terms
+  loss: jax.Array  # cross-entropy in nats per byte, without further terms
+  aux_loss: jax.Array  # [layers], of balance; 1 if balanced
+  entropy: jax.Array  # [layers], of the routers' odds, in nats
+  load: jax.Array  # [layers, E], choices that fell on each expert
+  dropped: jax.Array  # [layers], choices that found no row
+
+
+def partition_specs(config: Config) -> State:
+  """Returns a spec for each array of `State`."""
+  params = model.partition_specs(config)
+  shapes = jax.eval_shape(
+    lambda: config.optimizer.init(model.init(jax.random.key(0), config))
+  )
+  # The moments of a parameter lie where it lies; all else is a scalar.
+  moments = optax.tree_utils.tree_map_params(
+    config.optimizer,
+    lambda _, spec: spec,
+    shapes,
+    params,
+    transform_non_params=lambda _: P(),
+  )
+  return State(P(), params, moments, ep.moe.State(P()))
+
+
+def init(config: Config, mesh: Mesh) -> State:
+  """Returns the state before the first step; each device makes its shards."""
+
+  def first():
+    params = model.init(jax.random.key(config.seed), config)
+    bias = jnp.zeros((config.layers, config.num_experts))
+    moments = config.optimizer.init(params)
+    return State(jnp.int32(0), params, moments, ep.moe.State(bias))
+
+  shardings = jax.tree.map(
+    lambda spec: NamedSharding(mesh, spec), partition_specs(config)
+  )
+  return jax.jit(first, out_shardings=shardings)()
+
+
+class Step:
+  """A training step of a model on a mesh of the axes `RANKS`.
+
+  An exchange is a program of its own, in the local view. XLA would compile a
+  loop over exchanges, and a loop of one trip, in other ways, which may round
+  differently.
+
+  Args:
+    config: of the run.
+    layer: the feed-forward layer, as in `model.apply`.
+    mesh: whose number of ranks divides `config.shards`.
+  """
+
+  def __init__(self, config: Config, layer: Callable, mesh: Mesh):
+    self._exchanges = config.shards // mesh.size
+    self._batch_sharding = NamedSharding(mesh, P(RANKS))
+    # XLA multiplies constants in advance where no collective stands between
+    # them, which is on one rank only. So the program gets this as an argument.
+    self._share = np.float32(1 / config.shards)
+    specs = partition_specs(config)
+    sum_specs = Sums(specs.params, *[P()] * (len(Sums._fields) - 1))
+
+    def program(fn, in_specs, out_specs, **options):
+      ranks = jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,  # so each rank has the gradient of its own shard
+      )
+      return jax.jit(ranks, **options)
+
+    self._sums = program(
+      lambda *args: _sums(config, layer, specs.params, *args),
+      (specs.params, specs.moe, P(), P(RANKS)),
+      sum_specs,
+    )
+    self._add = jax.jit(
+      lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0
+    )
+    self._update = program(
+      lambda *args: _update(config, specs.params, *args),
+      (specs, sum_specs),
+      (specs, P()),
+      donate_argnums=0,
+    )
+
+  def __call__(
+    self, state: State, batch: np.ndarray
+  ) -> tuple[State, dict[str, jax.Array]]:
+    """Returns the next state, in the memory of this one, and a report.
+
+    Args:
+      state: as of `init`.
+      batch: int32 `[B, S + 1]`, which every process has whole. Its shards are
+        consecutive rows.
+    """
+    return self._update(state, self._total(state, self._split(batch)))
+
+  def loss(self, state: State, batch: np.ndarray) -> float:
+    """Returns the cross-entropy of a batch, in nats per byte.
+
+    It runs the program of a step, gradients included, so that the bits depend
+    on the number of ranks as little as a step's.
+    """
+    return float(self._total(state, self._split(batch)).loss)
+
+  def _split(self, batch):
+    return [
+      jax.make_array_from_process_local_data(
+        self._batch_sharding, exchange, exchange.shape
+      )
+      for exchange in np.split(batch, self._exchanges)
+    ]
+
+  def _total(self, state, exchanges):
+    """Returns the sums of exchanges, of which 2^n are added first."""
+    if len(exchanges) == 1:
+      # Waiting keeps the memory of later exchanges from being taken now.
+      return jax.block_until_ready(
+        self._sums(state.params, state.moe, self._share, *exchanges)
+      )
+    first = 1 << (len(exchanges) - 1).bit_length() - 1
+    return self._add(
+      self._total(state, exchanges[:first]),
+      self._total(state, exchanges[first:]),
+    )
+
+
+def _sums(config, layer, specs, params, moe_state, share, batch) -> Sums:
+  """Returns the sums over an exchange.
+
+  `batch` is the rank's shard, `[B / shards, S + 1]`, and `share` its weight.
+  """
+
+  def loss_fn(params):
+    logits, experts = model.apply(params, layer, batch[:, :-1], moe_state)
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+      logits, batch[:, 1:]
+    ).mean()
+    # The routers' losses are means over the ranks. JAX differentiates the sum
+    # of all ranks' copies, which is the gradient of the rank's own shard.
+    total = (
+      loss
+      + config.aux_loss * experts.aux_loss.sum()
+      + _Z_LOSS * experts.z_loss.sum()
+    )
+    return total * share, (loss * share, experts)
+
+  def sum_copies(grad, spec):
+    return ep.ordered_psum(grad, [a for a in RANKS if a not in spec])
+
+  grads, (loss, experts) = jax.grad(loss_fn, has_aux=True)(params)
+  ranks = lax.axis_size(RANKS)
+  return Sums(
+    grads=jax.tree.map(sum_copies, grads, specs),
+    loss=ep.ordered_psum(loss, RANKS),
+    aux_loss=experts.aux_loss * (ranks * share),
+    entropy=experts.entropy * (ranks * share),
+    load=experts.load,
+    dropped=experts.drops.sum(axis=-1),
+  )
+
+
+def _update(config, specs, state, sums) -> tuple[State, dict[str, Any]]:
+  """Returns the next state and a report, of the sums over all shards."""
+  norm = _norm(sums.grads, specs)
+  scale = jnp.minimum(1.0, _CLIP / norm)
+  updates, optimizer = config.optimizer.update(
+    jax.tree.map(lambda g: g * scale, sums.grads), state.optimizer, state.params
+  )
+  report = sums._asdict() | {
+    "grad_norm": norm,  # before clipping
+    "learning_rate": config.schedule(state.step),
+    "imbalance": sums.load.max(axis=1) / sums.load.mean(axis=1),
+  }
+  del report["grads"]
+  state = State(
+    step=state.step + 1,
+    params=optax.apply_updates(state.params, updates),
+    optimizer=optimizer,
+    moe=state.moe.after(sums.load, rate=config.bias_rate),
+  )
+  return state, report
+
+
+def _norm(grads, specs):
+  """Returns the norm of all gradients, which adds up each expert first."""
+
+  def square(grad, spec):
+    if "ep" not in spec:
+      return jnp.sum(grad * grad)
+    layers, experts = grad.shape[:2]
+    squares = _row_sums(jnp.reshape(grad * grad, (layers, experts, -1)))
+    squares = lax.all_gather(squares, "ep", axis=1, tiled=True)
+    return _row_sums(squares.reshape(-1))
+
+  return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(square, grads, specs))))
+
+
+def _row_sums(x):
+  """Returns the sums over the last axis, added up as a tree of halves.
+
+  XLA would add up in another order where there are fewer experts.
+  """
+  while (size := x.shape[-1]) > 1:
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size % 2)])
+    x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+  return x[..., 0]
