@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 import json
+import logging
 import os
 import pathlib
 from typing import Any
@@ -32,6 +33,9 @@ class RunFolder:
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
+    # Where orbax-checkpoint raises an error, it abandons other reads and writes.
+    # asyncio would log the errors of each.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     folder = folder.absolute()
     self._metrics = folder / "metrics.jsonl"
     self._description = dict(description)
