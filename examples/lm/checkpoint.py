@@ -33,8 +33,8 @@ class RunFolder:
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
-    # Where orbax-checkpoint raises an error, it abandons other reads and writes.
-    # asyncio would log the errors of each.
+    # If orbax-checkpoint raises an error, it abandons other reads and writes.
+    # asyncio would log all their errors.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     folder = folder.absolute()
     self._metrics = folder / "metrics.jsonl"
