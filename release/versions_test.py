@@ -15,18 +15,18 @@ def read(path: str) -> str:
 
 
 def pins(path: str) -> set[str]:
-  """Returns the requirements in a file, without their hashes."""
+  """Returns the requirements in a file, without markers and hashes."""
   lines = read(path).splitlines()
-  return {line.removesuffix(" \\") for line in lines if "==" in line}
+  return {line.split(" ")[0] for line in lines if "==" in line}
 
 
 def main() -> None:
   project = tomllib.loads(read("pyproject.toml"))
   # The sdist and Bazel compile against the same headers: of the oldest JAX that
-  # ep takes, which the lock of the oldest Python has.
+  # ep takes, which the lock has for the oldest Python.
   _, jaxlib = project["build-system"]["requires"]
-  locked = pins("third_party/py/requirements_lock_3_11.txt")
-  assert jaxlib in locked, f"{jaxlib} is not in the lock of Python 3.11"
+  locked = pins("third_party/py/requirements_lock.txt")
+  assert jaxlib in locked, f"{jaxlib} is not in the lock"
   jax, _ = project["project"]["dependencies"]
   assert jax == jaxlib.replace("jaxlib==", "jax>="), f"{jax}, but {jaxlib}"
 

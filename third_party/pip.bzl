@@ -8,8 +8,10 @@ lock.
 
 load(":python.bzl", "host_python")
 
-_LOCK_DOC = """\
-Label of the lock in this module; "{python}" stands for a version, "3_11"."""
+# The Pythons that the locks were resolved for.
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+
+_LOCK_DOC = "Label of the lock, which serves every Python by its markers."
 
 def _run(rctx, arguments, environment = {}):
     result = rctx.execute(
@@ -36,18 +38,12 @@ def _pip(rctx, python):
         return [python.path, wheel + "/pip"]
     fail("{} has no pip. Install it (on Debian: apt-get install python3-pip) and run this again.".format(python.path))
 
-def _lock(rctx, version):
-    """Returns the path of the lock for a Python version."""
-    label = Label(rctx.attr.lock.format(python = version.replace(".", "_")))
-    lock = rctx.path(label)
-    rctx.watch(lock)  # Bazel watches what it reads itself, but pip reads it
-    if not lock.exists:
-        fail("There is no {} for this machine's Python {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, add the lock with tools/update_locks.sh, or, in a module that uses jax_ep, put its own packages in the place of these: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(label, version))
-    return lock
-
 def _pip_packages_impl(rctx):
     python = host_python(rctx)
-    lock = _lock(rctx, python.version)
+    if python.version not in PYTHONS:
+        fail("The locks are for Python {}, and this machine has {}. Name another Python with --repo_env=HERMETIC_PYTHON_VERSION=3.11, or, in a module that uses jax_ep, replace these packages by that module's: --@jax_ep//third_party/py:jax=@their_pip//jax.".format(", ".join(PYTHONS), python.version))
+    lock = rctx.path(rctx.attr.lock)
+    rctx.watch(lock)  # Bazel watches what it reads itself, but pip reads it
     rctx.report_progress("pip installs {}".format(lock.basename))
     _run(rctx, _pip(rctx, python) + [
         "install",
@@ -87,19 +83,23 @@ instead of thousands.""",
     attrs = {
         "bytecode": attr.string_list(doc = """\
 The folders that many processes import, which are compiled to bytecode."""),
-        "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
+        "lock": attr.label(mandatory = True, doc = _LOCK_DOC),
         "_write_build": attr.label(default = ":pip_write_build.py"),
     },
 )
 
 def _requirement(lock, package):
-    """Returns the lines that pin `package` in `lock`, the text of a lock."""
+    """Returns the lines that pin `package` in `lock`, the text of a lock.
+
+    If its version depends on the Python, these are the lines of the oldest one,
+    without the marker.
+    """
     start = ("\n" + lock).find("\n" + package + "==")
     if start < 0:
         fail("The lock does not pin {}.".format(package))
     lines = []
     for line in lock[start:].split("\n"):
-        lines.append(line)
+        lines.append(line.partition(" ;")[0] + " \\" if " ;" in line else line)
         if not line.endswith("\\"):
             break
     return "\n".join(lines) + "\n"
@@ -108,7 +108,7 @@ def _pip_archive_impl(rctx):
     python = host_python(rctx)
     pip = _pip(rctx, python)
     version = rctx.attr.python_version
-    lock = rctx.read(_lock(rctx, version or python.version))
+    lock = rctx.read(rctx.attr.lock)
     wheels = []
     if version:
         wheels = ["--only-binary=:all:", "--python-version=" + version]
@@ -157,15 +157,14 @@ pip_archive = repository_rule(
         "build_requires": attr.string_list(
             doc = "The build backend, if the lock pins a source archive.",
         ),
-        "lock": attr.string(mandatory = True, doc = _LOCK_DOC),
+        "lock": attr.label(mandatory = True, doc = _LOCK_DOC),
         "packages": attr.string_dict(
             mandatory = True,
             doc = "The packages, and the folder to unpack of each.",
         ),
         "python_version": attr.string(
             doc = """\
-The version whose lock and wheels are taken, if not that of this machine's
-Python.""",
+The Python whose wheels are taken, if not this machine's.""",
         ),
     },
 )

@@ -5,7 +5,7 @@ load("//third_party/cuda:version.bzl", "cuda_version")
 load(":pip.bzl", "pip_archive", "pip_packages")
 load(":python.bzl", "python_toolchain")
 
-_PY_LOCK = "//third_party/py:requirements_lock_{python}.txt"
+_PY_LOCK = Label("//third_party/py:requirements_lock.txt")
 
 # Both result in the layout of a CUDA installation: include/, lib/, bin/, nvvm/.
 _CUDA_PACKAGES = {
@@ -49,7 +49,7 @@ def ep_repositories():
             "optax",
             "orbax",
         ],
-        lock = "//third_party/py:requirements_examples_lock_{python}.txt",
+        lock = Label("//third_party/py:requirements_examples_lock.txt"),
     )
 
     # The headers are those of the oldest JAX, whatever this machine's Python. A
@@ -68,7 +68,7 @@ def ep_repositories():
         name = "ep_googletest",
         build_file = Label("//third_party/cc:googletest.BUILD"),
         build_requires = ["setuptools"],
-        lock = "//third_party/cc:requirements_lock.txt",
+        lock = Label("//third_party/cc:requirements_lock.txt"),
         packages = {
             "grpcio": "grpcio-1.85.1/third_party/boringssl-with-bazel/third_party/googletest/googletest",
         },
@@ -76,13 +76,13 @@ def ep_repositories():
     pip_archive(
         name = "ep_zig",
         build_file = Label("//third_party/cc:zig.BUILD"),
-        lock = "//third_party/cc:requirements_lock.txt",
+        lock = Label("//third_party/cc:requirements_lock.txt"),
         packages = {"ziglang": "ziglang"},
     )
 
     cuda_version(name = "ep_cuda_version")
     for version, packages in _CUDA_PACKAGES.items():
-        lock = "//third_party/cuda:requirements_lock_cuda{}.txt".format(version)
+        lock = Label("//third_party/cuda:requirements_lock_cuda{}.txt".format(version))
         pip_archive(
             name = "ep_cuda" + version,
             build_file = Label("//third_party/cuda:cuda.BUILD"),
@@ -102,14 +102,14 @@ def ep_repositories():
     for version in ["12", "13"]:
         pip_packages(
             name = "ep_pypi_cuda" + version,
-            lock = "//third_party/py:requirements_lock_cuda" + version + "_{python}.txt",
+            lock = Label("//third_party/py:requirements_lock_cuda" + version + ".txt"),
         )
 
     pip_packages(
         name = "ep_docs_pypi",
-        lock = "//third_party/docs:requirements_lock.txt",
+        lock = Label("//third_party/docs:requirements_lock.txt"),
     )
     pip_packages(
         name = "ep_tools_pypi",
-        lock = "//third_party/tools:requirements_lock.txt",
+        lock = Label("//third_party/tools:requirements_lock.txt"),
     )
