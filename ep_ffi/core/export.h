@@ -19,8 +19,8 @@ namespace ep {
 
 // The version of the interface between Python and the library: the types of the
 // exported functions and of the handlers, the handlers' attributes, and the C
-// structs and enums that Python fills in. Raise the version with every change of
-// these, here and in ep/_src/native/ffi.py: Python refuses a library of another
+// structs and enums that Python fills in. Raise it with every change of these,
+// here and in ep/_src/native/ffi.py. Python refuses a library of another
 // version before it calls anything else.
 inline constexpr int32_t kInterfaceVersion = 1;
 
