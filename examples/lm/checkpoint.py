@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 import json
+import logging
 import os
 import pathlib
 from typing import Any
@@ -32,10 +33,14 @@ class RunFolder:
   """
 
   def __init__(self, folder: pathlib.Path, description: Mapping[str, Any]):
-    self._folder = folder.absolute()
+    # If orbax-checkpoint raises an error, it abandons other reads and writes.
+    # asyncio would log all their errors.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    folder = folder.absolute()
+    self._metrics = folder / "metrics.jsonl"
     self._description = dict(description)
     self._manager = ocp.CheckpointManager(
-      self._folder / "checkpoints",
+      folder / "checkpoints",
       options=ocp.CheckpointManagerOptions(
         max_to_keep=2,
         cleanup_tmp_directories=True,
@@ -60,7 +65,7 @@ class RunFolder:
       state = self._read_checkpoint(step, start)
     if jax.process_index():
       return state, []
-    return state, self._open_metrics(int(state.step))
+    return state, self._read_metrics(int(state.step))
 
   def _read_checkpoint(self, step, start):
     folder = self._manager.directory / str(step)
@@ -99,10 +104,10 @@ class RunFolder:
       raise cannot_be_read("its numbers have changed since they were saved")
     return state
 
-  def _open_metrics(self, done):
+  def _read_metrics(self, done):
     """Returns the records up to step `done`, and drops the lines after them."""
-    path = self._folder / "metrics.jsonl"
-    self._metrics = path.open("a", buffering=1)  # lines, for `tail -f`
+    path = self._metrics
+    path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
     try:
       # A process may have been killed in the middle of the last line.
@@ -117,9 +122,10 @@ class RunFolder:
     return records
 
   def append(self, record: Mapping[str, Any]) -> None:
-    """Writes a record after `restore`; only the first process does."""
+    """Writes a line of metrics; only the first process does."""
     if jax.process_index() == 0:
-      self._metrics.write(json.dumps(record) + "\n")
+      with self._metrics.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
   def save(self, state: State) -> None:
     """Writes a checkpoint; raises OSError if it cannot be written."""
