@@ -153,12 +153,9 @@ class Replicas:
     taken = division.donor[me] * L + iota(L)
     experts = jnp.append(me * L + iota(L), jnp.zeros(S, jnp.int32))
     at = jnp.where(slot[me] >= 0, L + slot[me], L + S)
-    return cls(
-      layer,
-      ids,
-      jnp.where(is_mine, number, -1).T,
-      experts.at[at].set(taken, mode="drop"),
-    )
+    experts = experts.at[at].set(taken, mode="drop")
+    copies = jnp.where(is_mine, number, -1).T
+    return cls(layer, ids, copies, keep_routing(experts))
 
   def copied(
     self, params: Mapping[str, jax.Array], hidden: int
