@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that describe a group and a layer, without any connection.
+"""The configurations of a group and a layer, without a connection.
 
-`EpGroup` and `EpLayerConfig` (group.py) hold them. Backends and the parameters
-of ops use only the values, because JAX's caches keep parameters longer than the
-functions that they belong to, and must not keep a group open.
+`EpGroup` and `EpLayerConfig` (group.py) hold them. The parameters of ops hold a
+`LayerConfig`, because JAX's caches keep parameters, and must not keep a group
+open.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _OPTIONAL_SIZES = (
   "recv_capacity_per_rank",
 )
 
-# A field has this value until it is resolved; its type is the resolved one.
+# The value of a field before it is resolved. The annotation of the field is the
+# type of the resolved value.
 _INHERITED: Any = None
 
-# The fields of a group that a compiled program relies on, besides the shape of
-# its mesh. The others travel with each op or do not change what it computes.
+# The fields of a group on which a compiled program depends, besides the shape
+# of its mesh. The others are attributes of each op, or do not change results.
 _OF_PROGRAMS = (
   "axis_name",
   "data_axes",
@@ -48,11 +49,7 @@ _OF_PROGRAMS = (
 
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
-  """The arguments of `ep_bootstrap`, with defaults resolved.
-
-  Raises:
-    ValueError, TypeError: an argument is wrong by itself or with the others.
-  """
+  """The arguments of `ep_bootstrap`, with defaults resolved and checked."""
 
   name: str
   mesh: Mesh
@@ -159,10 +156,10 @@ class GroupConfig:
 
   @property
   def program_text(self) -> str:
-    """Describes what programs of the group rely on, for messages.
+    """The fields on which programs of the group depend, as text.
 
-    A program that was exported names its group, and is refused by a live group
-    of that name for which this differs.
+    An exported program contains the name and this text of its group. A live
+    group of the same name with another text refuses the program.
     """
     mesh = ", ".join(f"{a} = {n}" for a, n in self.mesh.shape.items())
     texts = self.texts()
@@ -177,11 +174,7 @@ class GroupConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-  """The arguments of `EpLayerConfig`, with defaults resolved.
-
-  Raises:
-    ValueError, TypeError: as `EpLayerConfig` does.
-  """
+  """The arguments of `EpLayerConfig`, with defaults resolved and checked."""
 
   group: GroupConfig
   top_k: int = _INHERITED
@@ -220,11 +213,7 @@ class LayerConfig:
     )
     if self.capacity_factor is not None:
       arguments.capacity_factor(what, self.capacity_factor)
-    for field in (
-      "top_k",
-      "recv_capacity_per_rank",
-      "capacity_multiple",
-    ):
+    for field in ("top_k", "recv_capacity_per_rank", "capacity_multiple"):
       if (value := getattr(self, field)) is not None:
         resolve(field, arguments.integer(what, field, value))
     resolve("alignment", arguments.alignment(what, self.alignment))
@@ -244,7 +233,7 @@ class LayerConfig:
       f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
       ' drop_by="slot".',
     )
-    # Without a limit, an op may have as little as one token.
+    # Without a limit, an op may have as few as one token.
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
     self.check_tokens(what, most)
     worst_case = self.worst_case(most)
@@ -271,7 +260,7 @@ class LayerConfig:
     )
 
   def __repr__(self) -> str:
-    """Names the group, and leaves out what the layer has from it."""
+    """Names the group, and leaves out values that the layer inherits."""
     others = dataclasses.fields(LayerConfig)[1:-1]
     defaults = {f.name: getattr(self.group, f.name, f.default) for f in others}
     values = {name: getattr(self, name) for name in defaults}
@@ -285,30 +274,22 @@ class LayerConfig:
 
   @property
   def capacity(self) -> int:
-    """C: rows that a rank can receive in an op, if all ops have the same.
+    """C: receive rows of a rank, if it is the same for all ops.
 
     Raises:
-      ValueError: it follows the tokens of each op; see `capacity_for`.
+      ValueError: C depends on the tokens of an op; see `capacity_for`.
     """
     arguments.check(
       self.recv_capacity_per_rank is not None,
       f'EpLayerConfig(name="{self.name}")',
       "the capacity follows the tokens of each op, because neither the layer"
       " has a recv_capacity_per_rank nor its group a max_tokens_per_rank; take"
-      " that of an op, handle.capacity or layer.capacity_for(num_tokens).",
+      " handle.capacity or layer.capacity_for(num_tokens).",
     )
     return self.capacity_for(0)
 
   def capacity_for(self, num_tokens: int) -> int:
-    """Returns C: rows that a rank can receive if T = `num_tokens`.
-
-    It is the same for all T if the layer has a capacity, or the group a limit
-    of tokens. If not, it is the capacity of one token at least.
-
-    Raises:
-      ValueError: `num_tokens` is negative.
-      TypeError: it is no integer.
-    """
+    """Returns C for T = `num_tokens`; see `EpLayerConfig.capacity_for`."""
     what = f'EpLayerConfig(name="{self.name}").capacity_for'
     num_tokens = arguments.integer(what, "num_tokens", num_tokens)
     arguments.check(
@@ -321,7 +302,7 @@ class LayerConfig:
     return self.rows_for(max(num_tokens, 1))
 
   def rows_for(self, num_tokens: int) -> int:
-    """Returns the capacity for T > 0 tokens if the layer states none."""
+    """Returns C for T > 0 tokens if the layer has no fixed capacity."""
     rows = self.group.recv_capacity_per_rank
     if rows is None:
       rows = self.worst_case(num_tokens)
@@ -359,10 +340,9 @@ class LayerConfig:
     )
 
   def rule(self, is_weighted: bool) -> str:
-    """Returns which choices find room: `drop_by`, or its default.
+    """Returns by which rule choices are kept: `drop_by`, or its default.
 
-    Without weights no choice comes before another, and if nothing is dropped,
-    none needs to.
+    The default is "slot" without weights, or if no choice is ever dropped.
     """
     if self.overflow != "drop":
       return "slot"
@@ -380,7 +360,7 @@ class LayerConfig:
 
   @property
   def fingerprint(self) -> int:
-    """A hash, of 63 bits, of layer and group: equal on all processes."""
+    """A 63-bit hash of layer and group; equal on all processes."""
     own = {name: str(value) for name, value in vars(self).items()}
     texts = self.group.texts() | own
     del texts["group"]
@@ -388,7 +368,7 @@ class LayerConfig:
     return int.from_bytes(digest[:8], "little") >> 1
 
   def worst_case(self, num_tokens: int) -> int:
-    """Returns the rows that any routing of T = `num_tokens` fits into."""
+    """Returns the capacity that fits any routing of T = `num_tokens`."""
     local = self.num_local_experts
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
@@ -396,11 +376,11 @@ class LayerConfig:
 
 
 def token_dtype(what: str, name: str, value: Any) -> jnp.dtype:
-  """Returns what names a dtype of tokens as that dtype.
+  """Returns a dtype of tokens.
 
   Raises, with a message that begins with `what`:
-    TypeError: it names no dtype.
-    ValueError: it is another dtype.
+    TypeError: `value` names no dtype.
+    ValueError: it names a dtype that tokens cannot have.
   """
   dtype = arrays.dtype(what, name, value)
   arguments.check(
