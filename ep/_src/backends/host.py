@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="host": serves CPU devices of one host, over shared memory."""
+"""backend="host": CPU devices of one host, over shared memory."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import socket
@@ -23,17 +22,13 @@ class HostBackend(Backend):
   """Serves CPU devices of processes that share memory."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    del axis_name
-    devices = connection.mesh_of_devices("host", mesh).devices
-    platform = devices.flat[0].platform
+    mesh = connection.mesh_of_devices("host", mesh)
+    platform = mesh.devices.flat[0].platform
     if platform != "cpu":
       raise CannotServe(
         f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
         f" {platform!r} devices; build the mesh from jax.devices('cpu')."
       )
-
-  def check_sizes(self, group: GroupConfig) -> None:
-    pass
 
   def probe(self) -> str:
     jax.local_devices(backend="cpu")
@@ -44,14 +39,14 @@ class HostBackend(Backend):
     listener: socket.socket
     with contextlib.ExitStack() as stack:
 
-      def introduce():  # a failure in here is told to the other processes
+      def introduce():  # `join` tells other processes of a failure in here
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(_listen())
         return dict(
           host=[
             processes.boot_id(),
-            processes.namespace("net"),  # has the addresses of sockets
+            processes.namespace("net"),  # for the addresses of sockets
             processes.namespace("user"),
             os.geteuid(),
           ],
@@ -93,20 +88,14 @@ class HostBackend(Backend):
 
 
 class HostConnection(connection.NativeConnection):
-  """The ranks of a group in this process, and sockets to the other ones."""
+  """A group of the host engine."""
 
 
 def _listen() -> socket.socket:
   """Listens at an abstract address with a random name; see handshake.h."""
   try:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    while True:
-      try:
-        listener.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
-        break
-      except OSError as e:
-        if e.errno != errno.EADDRINUSE:
-          raise
+    listener.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
     listener.listen(socket.SOMAXCONN)
     return listener
   except OSError as e:
@@ -117,6 +106,6 @@ def _listen() -> socket.socket:
 
 
 def _pid(answer: dict[str, Any]) -> int:
-  """Returns the system's id of a process; 0 if it has no meaning here."""
+  """Returns the system's id of a process, or 0 in another pid namespace."""
   is_known = answer["namespace"] == processes.namespace()
   return answer["pid"] if is_known else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the files that a build or a package brings along."""
+"""Finds files of Bazel's runfiles and of installed packages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def in_runfiles(path: str) -> pathlib.Path | None:
 def in_package(package: str, path: str) -> pathlib.Path | None:
   """Returns the path of an installed package's file, or None.
 
-  The package is not imported.
+  Does not import the package.
   """
   try:
     spec = importlib.util.find_spec(package)
-  except ModuleNotFoundError:  # the package's parent is not there
+  except ModuleNotFoundError:  # there is no parent package
     return None
   for folder in (spec and spec.submodule_search_locations) or ():
     if found := _existing(pathlib.Path(folder, path)):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
 
-NCCL EP compiles its kernels when they are first launched. It takes compiler and
-headers from environment variables; variables that are not set are set here, to
-the files of the Bazel runfiles or of the installed wheels. If it cannot compile
-a kernel then, it ends the process; so everything that it will use is tried
-here.
+NCCL EP compiles each kernel at its first launch, with the compiler and headers
+that environment variables name. This module sets the missing variables to files
+of the Bazel runfiles or installed wheels. NCCL EP terminates the process if it
+cannot compile a kernel, so this module tries the compiler and headers before.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ import jax
 
 from ep._src.native import shipped_files
 
-# NCCL EP 0.2.0 was built with headers of this NCCL_VERSION_CODE. Its kernels
-# must be compiled with the same: see ep_ffi/backends/nccl/libraries.cc.
+# The NCCL_VERSION_CODE of the headers with which NCCL EP 0.2.0 was built. Its
+# kernels need the same headers: see ep_ffi/backends/nccl/libraries.cc.
 _NCCL_VERSION = 23007
 
-# Each of NCCL EP's kernels includes this header, and has these flags.
+# All kernels of NCCL EP include this header, and are compiled with these flags.
 _PROBE = '#include "device/ht_ep.cuh"\n'
 _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _TIMEOUT_S = 120
@@ -39,7 +38,7 @@ _CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
 
 
 def prepare(device: jax.Device) -> tuple[str, str]:
-  """Sets NCCL EP up for the CUDA version of a device's client.
+  """Sets up NCCL EP for the CUDA version of a device's client.
 
   Returns:
     Paths of libnccl and libnccl_ep, or "" for the system's.
@@ -93,7 +92,7 @@ def _prepare(cuda: int, sm: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """Returns the nvcc for NCCL EP: the user's, else ours, else PATH's."""
+  """Returns the nvcc that the user set, else a wheel's, else PATH's."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
@@ -162,8 +161,7 @@ def _check_compiler(
 ) -> None:
   """Raises `RuntimeError` if nvcc cannot compile the header of all kernels.
 
-  The compiler, headers or a host compiler may be missing, or too old for one
-  another or for the GPU.
+  The compiler, a header or the host compiler may be missing or too old.
   """
   with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "probe.cu").write_text(_PROBE)
@@ -200,13 +198,12 @@ def _flags(variable: str) -> Sequence[str]:
 def _check_cache() -> None:
   """Makes the folder of compiled kernels, which NCCL EP loads and runs.
 
-  By default each host has its own, because NCCL EP's locks and temporary names
-  are those of one host, and home folders may be shared.
+  The default folder is different for each host, because hosts may share home
+  folders, and NCCL EP's locks and temporary names are unique only in a host.
 
   Raises:
-    RuntimeError: the folder cannot be made; another user can write to it; or a
-      file in it says that a kernel did not compile, which NCCL EP would not try
-      again.
+    RuntimeError: the folder cannot be made; another user can write to it; or
+      NCCL EP has failed to compile a kernel, and would not try again.
   """
   try:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -216,7 +213,7 @@ def _check_cache() -> None:
     ).absolute()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=cache).close()
-  except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home
+  except (OSError, RuntimeError) as e:  # RuntimeError: there is no home folder
     raise RuntimeError(
       "ep_bootstrap: NCCL EP has no folder to write the kernels to that it"
       f" compiles: {e}; set {_CACHE_VARIABLE} to one. See docs/gpu.md."
