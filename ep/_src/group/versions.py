@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions and compiler options, which all processes must have in common."""
+"""Versions and compiler options, which must be equal on all processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
 @functools.cache
 def versions(backend: str) -> dict[str, str]:
-  """Returns the versions of the software that a backend runs on, by name.
+  """Returns the versions of the software of a backend, by name.
 
-  Our own files have no version number: digests stand for it.
+  The versions of ep's files are digests.
   """
   package = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
   found = {
@@ -39,18 +39,17 @@ def versions(backend: str) -> dict[str, str]:
 
 
 def compiler_settings() -> dict[str, str]:
-  """Returns the options that XLA gets for every program, by name.
+  """Returns the options of XLA for all programs, by name.
 
-  XLA may make several copies of an op (a jitted function that is called twice),
-  and ops of ranks are matched by the order of the copies, which the compiler
-  decides.
+  XLA may copy an op (if a jitted function is called twice) and chooses the
+  order of the copies. The engine matches copies of ranks by this order.
   """
   return {"XLA_FLAGS": _xla_flags(), **compat.compiler_options()}
 
 
 def _xla_flags() -> str:
   text = os.environ.get("XLA_FLAGS", "").strip()
-  if text and not text.startswith("-"):  # it names a file of flags
+  if text and not text.startswith("-"):  # the name of a file of flags
     text = pathlib.Path(text).read_text()
   flags = shlex.split(text)
   last = {flag.partition("=")[0]: flag for flag in flags}
