@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -95,7 +96,13 @@ def _listen() -> socket.socket:
   """Listens at an abstract address with a random name; see handshake.h."""
   try:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
+    while True:
+      try:
+        listener.bind(f"\0ep_ffi-{secrets.token_hex(16)}")
+        break
+      except OSError as e:
+        if e.errno != errno.EADDRINUSE:
+          raise
     listener.listen(socket.SOMAXCONN)
     return listener
   except OSError as e:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ep._src.base import compat, meshes
+from ep._src.base import meshes
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
 
@@ -251,11 +252,7 @@ class Connection:
     raise NotImplementedError
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     """Lowers one of `OPS` to values of the module in `ctx`.
 

@@ -34,6 +34,7 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval
 from jax.interpreters.ad import instantiate_zeros as instantiate_zeros
+from jax.interpreters.mlir import LoweringRuleContext as LoweringContext
 
 
 def manual_axes() -> frozenset[str]:
@@ -130,20 +131,6 @@ def varying_aval(aval, axes: Iterable[str]) -> Any:
   return aval.update(manual_axis_type=aval.mat.update(varying=varying))
 
 
-def compile_eager(primitive: Primitive, static: Sequence[str]) -> None:
-  """Makes eager calls of a primitive compile once for each set of avals.
-
-  `static` names its parameters. `jax.disable_jit` has no effect on such calls.
-  """
-  program = jax.jit(primitive.bind, static_argnames=static)
-
-  def run(*operands, **params):
-    with jax.disable_jit(False):
-      return program(*operands, **params)
-
-  primitive.def_impl(run)
-
-
 def zero_tangent(x):
   """Returns the symbolic zero that is the tangent of `x`."""
   return ad.Zero(jax.typeof(x).to_tangent_aval())
@@ -209,7 +196,7 @@ def lower_instead(
   return undo
 
 
-def next_position(ctx: mlir.LoweringRuleContext) -> int:
+def next_position(ctx: LoweringContext) -> int:
   """Returns the next number of the lowered module; equal on all processes."""
   return ctx.module_context.new_channel()
 
@@ -223,14 +210,14 @@ def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
 
 
-def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
+def can_call_python(ctx: LoweringContext) -> bool:
   """Returns whether the program being lowered will run in this process."""
   module = ctx.module_context
   exported = module.lowering_parameters.for_export
   return not exported and module.get_backend(optional=True) is not None
 
 
-def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
+def local_device(ctx: LoweringContext) -> jax.Device | None:
   """Returns a device of this process that will run the operation.
 
   Returns None if the program may run elsewhere, or XLA partitions the
@@ -242,7 +229,7 @@ def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
   return client.local_devices()[0] if client else None
 
 
-def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
+def leaves_axes_automatic(ctx: LoweringContext) -> bool:
   """Returns whether this is a `shard_map` that leaves axes Auto.
 
   JAX cannot call Python in it.
@@ -253,14 +240,14 @@ def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
   return context.manual_axes != frozenset(context.mesh.axis_names)
 
 
-def program_mesh(ctx: mlir.LoweringRuleContext) -> Any:
+def program_mesh(ctx: LoweringContext) -> Any:
   """Returns the mesh of the `shard_map` that is lowered."""
   context = ctx.module_context.axis_context
   assert isinstance(context, mlir.SPMDAxisContext)
   return context.mesh
 
 
-def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+def is_partitioned(ctx: LoweringContext) -> bool:
   """Returns whether XLA partitions the operation among devices."""
   context = ctx.module_context.axis_context
   if isinstance(context, mlir.ShardingContext):
@@ -287,7 +274,7 @@ def run_once_in_remat(primitive: Primitive) -> None:
 
 
 def lower_to_python(
-  ctx: mlir.LoweringRuleContext, fn: Callable[..., Any], *operands: Any
+  ctx: LoweringContext, fn: Callable[..., Any], *operands: Any
 ) -> Sequence[Any]:
   """Lowers to a call of `fn` with NumPy arrays, which returns NumPy arrays.
 
@@ -352,7 +339,7 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def module_note(
-  ctx: mlir.LoweringRuleContext, key: str, make: Callable[[str], str]
+  ctx: LoweringContext, key: str, make: Callable[[str], str]
 ) -> str:
   """Returns the attribute "ep.<key>" of the lowered module.
 

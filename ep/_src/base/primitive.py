@@ -37,7 +37,7 @@ def new(
     on_cpu: another lowering for CPUs.
     on_cuda: another lowering for NVIDIA GPUs.
     static: the names of the parameters. Eager calls then compile once for each
-      set of abstract values and parameters.
+      set of abstract values and parameters, also under `jax.disable_jit`.
     cacheable: whether JAX may lower equal calls of a program only once. It must
       not if each call has a separate position.
   """
@@ -51,7 +51,12 @@ def new(
         primitive, rule, platform, cacheable=cacheable
       )
   if static:
-    compat.compile_eager(primitive, static)
+    program = jax.jit(primitive.bind, static_argnames=static)
+
+    @primitive.def_impl
+    def run(*operands, **params):
+      with jax.disable_jit(False):
+        return program(*operands, **params)
 
   def batch(args, dims, **params):
     is_batched = [d is not None for d in dims]
@@ -99,7 +104,7 @@ class ProgramNames:
     self._count: collections.defaultdict[str, itertools.count[int]]
     self._count = collections.defaultdict(itertools.count)
 
-  def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
+  def name(self, ctx: compat.LoweringContext) -> str:
     """Returns the name of the program being lowered, like "jit_step#0"."""
     return compat.module_note(
       ctx, self._group, lambda module: f"{module}#{next(self._count[module])}"

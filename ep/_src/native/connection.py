@@ -15,6 +15,7 @@ import numpy as np
 
 from ep._src.base import backend, compat, meshes
 from ep._src.base.backend import GroupMemory, OpParams
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, WIRES
 from ep._src.base.meshes import Mesh
 from ep._src.base.primitive import ProgramNames
@@ -75,11 +76,7 @@ class NativeConnection(backend.Connection):
     )
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     if op == "ep_prepare":
       place = compat.lower_local(lambda *_: [_place(params.layer.group)])
@@ -92,11 +89,7 @@ class NativeConnection(backend.Connection):
     return functools.partial(self._lower_call, op)
 
   def _lower_call(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     layer = params.layer
     with compat.named_instruction(f"{op}[{layer.name}]"):
@@ -121,9 +114,7 @@ class NativeConnection(backend.Connection):
         **self._borrowed_domains(ctx),
       )
 
-  def _borrowed_domains(
-    self, ctx: compat.mlir.LoweringRuleContext
-  ) -> dict[str, Any]:
+  def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
     """Returns the attributes of domains that borrow communicators: none."""
     del ctx
     return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))

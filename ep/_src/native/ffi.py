@@ -316,18 +316,14 @@ def nccl_place(
   return int(num_ended), bool(has_begun), int(num_left), still_s, words
 
 
-def mem_bytes(
-  backend: str,
-  name: str,
-  num_tokens: int,
-  top_k: int,
-  alignment: int,
-  capacity: int,
-) -> int:
-  """Returns the bytes of `EpHandle.mem` in the group `name`."""
-  sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
+def mem_bytes(backend: str, name: str, *sizes: int) -> int:
+  """Returns the bytes of `EpHandle.mem` in the group `name`.
+
+  The sizes are num_tokens, top_k, alignment and capacity.
+  """
+  args = name.encode(), *map(ctypes.c_int64, sizes)
   out = ctypes.c_int64()
-  _call(backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out))
+  _call(backend, "ep_group_mem_bytes", *args, ctypes.byref(out))
   return out.value
 
 

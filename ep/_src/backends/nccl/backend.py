@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.nccl import installation
-from ep._src.backends.nccl.peers import Lookout, Place
+from ep._src.backends.nccl.peers import Lookout
 from ep._src.base import compat, meshes
 from ep._src.base.backend import (
   Backend,
@@ -25,6 +25,7 @@ from ep._src.base.backend import (
   Join,
   OpParams,
 )
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
 from ep._src.native import connection, ffi
@@ -170,7 +171,7 @@ class NcclBackend(Backend):
         rank,
         members,
         group.timeout_s,
-        lambda others, i=i: Place(*ffi.nccl_place(group.name, i, others)),
+        functools.partial(ffi.nccl_place, group.name, i),
       )
       for i, rank in enumerate(ranks)
     ]
@@ -191,11 +192,7 @@ class NcclConnection(connection.NativeConnection):
     self._lookouts = lookouts
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     lower = functools.partial(super().lower, op, params=params)
     if op != "ep_prepare":
@@ -205,9 +202,7 @@ class NcclConnection(connection.NativeConnection):
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
 
-  def _borrowed_domains(
-    self, ctx: compat.mlir.LoweringRuleContext
-  ) -> dict[str, Any]:
+  def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
     if not self._borrows:
       return super()._borrowed_domains(ctx)
     return _domains(self.group, compat.program_mesh(ctx))
@@ -284,9 +279,7 @@ def _padded_width(hidden: int, itemsize: int = 2) -> int:
 
 
 def _with_fitting_rows(
-  lower: Callable[..., Any],
-  ctx: compat.mlir.LoweringRuleContext,
-  *operands: Any,
+  lower: Callable[..., Any], ctx: LoweringContext, *operands: Any
 ) -> Any:
   """Lowers an op on rows, padded to a width that NCCL EP supports."""
   rows: Any  # an `AbstractValue` with a shape

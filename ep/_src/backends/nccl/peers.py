@@ -10,11 +10,11 @@ waits also reads the published places, and gives the watchdog a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import json
 import math
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -43,7 +43,7 @@ class Lookout:
     rank: int,
     processes: list[int],
     timeout_s: float,
-    look: Callable[[str], Place],
+    look: Callable[[str], Iterable[Any]],
   ):
     """Starts the thread.
 
@@ -53,8 +53,8 @@ class Lookout:
       rank: this rank of the domain.
       processes: the process of each rank.
       timeout_s: seconds without progress until the watchdog prints.
-      look: takes the sentence about other ranks, and returns the place of this
-        rank. Raises `NativeError` when the group is closed.
+      look: takes the sentence about other ranks, and returns the fields of the
+        `Place` of this rank. Raises `NativeError` when the group is closed.
     """
     self._key = key
     self._rank = rank
@@ -77,7 +77,7 @@ class Lookout:
     first: dict[int, Place] = {}  # the first place of each rank in this wait
     while not self._is_stopped.wait(self._timeout_s / 16):
       try:
-        place = self._look(others)
+        place = Place(*self._look(others))
       except ffi.NativeError:
         return
       others = ""

@@ -22,6 +22,7 @@ from ep._src.backends.xla.plans import Dims, Plan
 from ep._src.base import compat, meshes
 from ep._src.base.arrays import iota
 from ep._src.base.backend import Backend, Connection, Join, OpParams
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig
 from ep._src.base.primitive import ProgramNames
 
@@ -47,11 +48,7 @@ class XlaConnection(Connection):
     return plans.mem_bytes(Dims(params.layer, params.num_tokens))
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     dims = Dims(
       params.layer,
