@@ -8,7 +8,6 @@ import errno
 import os
 import secrets
 import socket
-from typing import Any
 
 import jax
 
@@ -67,6 +66,11 @@ class HostBackend(Backend):
             ' host, as one user, or use backend="xla".'
           )
       members = list(answers)
+
+      def pid(answer):  # 0 for a process of another namespace
+        is_known = answer["namespace"] == processes.namespace()
+        return answer["pid"] if is_known else 0
+
       ffi.create_host_group(
         name=group.name,
         config=group.program_text,
@@ -79,7 +83,7 @@ class HostBackend(Backend):
         ],
         process=members.index(me),
         processes=[
-          (answer["address"], process, _pid(answer))
+          (answer["address"], process, pid(answer))
           for process, answer in answers.items()
         ],
         timeout_s=group.timeout_s,
@@ -110,9 +114,3 @@ def _listen() -> socket.socket:
       f"ep_bootstrap: cannot listen for other processes: {e.strerror}; if there"
       " are too many open files, raise the limit (ulimit -n)."
     ) from e
-
-
-def _pid(answer: dict[str, Any]) -> int:
-  """Returns the system's id of a process, or 0 in another pid namespace."""
-  is_known = answer["namespace"] == processes.namespace()
-  return answer["pid"] if is_known else 0

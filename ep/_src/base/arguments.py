@@ -104,8 +104,8 @@ def capacity_factor(what: str, value: Any) -> float:
   check(
     factor > 0,
     what,
-    f"capacity_factor = {factor}, but it must be positive: 1.25 leaves room for"
-    " a quarter more rows than an even load, None for any routing.",
+    f"capacity_factor = {factor}, but it must be positive: 1.25 is a quarter"
+    " more rows than an even load, None is enough for any routing.",
   )
   return factor
 

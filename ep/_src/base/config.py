@@ -229,8 +229,8 @@ class LayerConfig:
     arguments.check(
       self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),
       what,
-      f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
-      f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
+      f"drop_by = {self.drop_by!r} has no effect, because overflow ="
+      f' {self.overflow!r} drops nothing; also pass overflow="drop", or'
       ' drop_by="slot".',
     )
     # Without a limit, an op may have as few as one token.

@@ -24,15 +24,10 @@ NO_FAULT = np.int32(arguments.INT32_MAX)
 def wrong_choice(
   what: str, fault: int, expert: int, top_k: int, num_experts: int
 ) -> ValueError:
-  """Returns the error of a choice, with the text of ep_ffi/core/faults.h.
+  """Returns the error of a choice of `expert`, as in ep_ffi/core/faults.h.
 
-  Args:
-    what: the op and the rank.
-    fault: twice the index of the choice in `topk_idx.reshape(-1)`, plus one if
-      the expert is repeated rather than out of range.
-    expert: the id.
-    top_k: K.
-    num_experts: E.
+  `fault` is twice the index of the choice in `topk_idx.reshape(-1)`, plus one
+  if the expert is repeated rather than out of range.
   """
   choice, repeats = divmod(fault, 2)
   token, k = divmod(choice, top_k)

@@ -28,15 +28,11 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
   A program may end with an error, and Python may have deleted its results. But
   a device runs the programs of a thread in order, so this launches one more
   program, and waits for it. For programs of other threads, this waits for their
-  live results.
-
-  Args:
-    what: the operation that waits, for the message.
-    groups: the groups that the programs may use. Their largest `timeout_s` is
-      the limit.
+  live results. The programs may use `groups`.
 
   Raises:
-    RuntimeError: a program has not ended after `timeout_s`.
+    RuntimeError: a program has not ended within the largest `timeout_s`; the
+      message begins with `what`.
   """
   groups = [group for group in groups if meshes.has_devices(group.mesh)]
   results: list[jax.Array] = []

@@ -34,8 +34,21 @@ class _Held(Generic[_T]):
     return self if holder is None else getattr(holder.config, self._name)
 
 
+class _NotCopied:
+  """An object whose copies are the object itself.
+
+  Python closes a group that it collects, and program names must be unique.
+  """
+
+  def __copy__(self) -> Self:
+    return self
+
+  def __deepcopy__(self, memo: Any) -> Self:
+    return self
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class EpGroup:
+class EpGroup(_NotCopied):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
   Frozen and hashable, so programs may close over it. As a context manager, it
@@ -126,14 +139,6 @@ class EpGroup:
     self.connection.check_open("EpGroup.waited")
     return self.connection.waited()
 
-  def __copy__(self) -> EpGroup:
-    """Returns this group, because Python closes a group that it collects."""
-    return self
-
-  def __deepcopy__(self, memo: Any) -> EpGroup:
-    """Returns this group, because program names must be unique."""
-    return self
-
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
       f'the group "{self.name}"',
@@ -156,7 +161,7 @@ class EpGroup:
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
-class EpLayerConfig:
+class EpLayerConfig(_NotCopied):
   """The static configuration of one MoE layer. Frozen and hashable.
 
   Args:
@@ -250,16 +255,13 @@ class EpLayerConfig:
       wire=wire,
       name=name,
     )
-    self._hold(group, LayerConfig(group.config, **values))
-
-  def _hold(self, group: EpGroup, config: LayerConfig) -> None:
-    vars(self).update(group=group, config=config)
+    vars(self).update(group=group, config=LayerConfig(group.config, **values))
 
   @classmethod
   def of(cls, connection: Connection, config: LayerConfig) -> EpLayerConfig:
     """Returns a layer that does not keep the group of the user open."""
     layer = cls.__new__(cls)
-    layer._hold(EpGroup(connection), config)
+    vars(layer).update(group=EpGroup(connection), config=config)
     return layer
 
   def replace(self, **changes: Any) -> EpLayerConfig:
@@ -290,14 +292,6 @@ class EpLayerConfig:
 
   def __repr__(self) -> str:
     return f"Ep{self.config}"
-
-  def __copy__(self) -> EpLayerConfig:
-    """Returns this layer, because a copy of its group is that group."""
-    return self
-
-  def __deepcopy__(self, memo: Any) -> EpLayerConfig:
-    """Returns this layer."""
-    return self
 
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(

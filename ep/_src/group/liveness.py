@@ -25,7 +25,10 @@ def announce() -> None:
   if client := compat.distributed_client():
     processes.tell("joined")
     key = _key(compat.distributed_process())
-    client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
+    pid, namespace = os.getpid(), processes.namespace()
+    identity = dict(namespace=namespace, pid=pid, start=_start(pid))
+    text = json.dumps(identity if namespace else {})
+    client.key_value_set(key, text, allow_overwrite=True)
 
 
 def dead(client: Any, processes: Collection[int]) -> list[int]:
@@ -43,14 +46,6 @@ def dead(client: Any, processes: Collection[int]) -> list[int]:
 
 def _key(process: int | str) -> str:
   return f"ep/process/{process}"
-
-
-def _identity() -> dict[str, Any]:
-  """Returns the identity of this process; empty if the namespace is unknown."""
-  if processes.namespace() is None:
-    return {}
-  pid = os.getpid()
-  return dict(namespace=processes.namespace(), pid=pid, start=_start(pid))
 
 
 def _lives(published: str) -> bool:

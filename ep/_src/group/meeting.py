@@ -45,23 +45,14 @@ def digest(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """A process's view of a meeting.
+  """A process's view of a meeting."""
 
-  Attributes:
-    what: the function that the user called, for messages.
-    client: the client of the key-value store.
-    folder: the folder of the meeting, equal on all processes.
-    members: the processes, in ascending order.
-    me: this process.
-    timeout_s: seconds for which a process waits for the others.
-  """
-
-  what: str
-  client: Any
-  folder: str
-  members: Sequence[int]
-  me: int
-  timeout_s: float
+  what: str  # the function that the user called
+  client: Any  # of the key-value store
+  folder: str  # equal on all processes
+  members: Sequence[int]  # the processes, in ascending order
+  me: int  # this process
+  timeout_s: float  # for which a process waits for the others
 
   def fail(self, error: Exception) -> None:
     """Tells the others that this process has failed before the meeting."""
@@ -86,12 +77,7 @@ class Meeting:
     self.settle(terms)
     return self.introductions(domain) if introduction else {}
 
-  def publish(
-    self,
-    terms: Mapping[str, str],
-    introduction: Mapping[str, Any],
-    domain: int,
-  ) -> None:
+  def publish(self, terms, introduction, domain) -> None:
     """Publishes the arguments of `hold`."""
     self._set(f"terms/{self.me}", terms)
     if introduction:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import os
 import pathlib
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 
 from ep._src.base import compat
 from ep._src.base.backend import OPS
-from ep._src.native import gpus, shipped_files
+from ep._src.native import shipped_files
 
 # For each backend: the platform in its library's name, and XLA's platform name.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
@@ -74,7 +75,11 @@ def _packages(backend: str) -> tuple[list[str], str]:
   """Returns the packages that may have a library, and their wheels' names."""
   if backend == "host":
     return ["ep"], "jax-ep"
-  fitting = gpus.cuda_plugins()
+  fitting = [
+    version
+    for version in ("13", "12")
+    if importlib.util.find_spec(f"jax_cuda{version}_plugin")
+  ]
   versions = fitting or ["13", "12"]
   distributions = " or ".join(f"jax-ep-cuda{v}" for v in versions)
   if fitting:
@@ -130,36 +135,32 @@ def path_and_interface(backend: str) -> str:
   return f"{find_library(backend)} (interface {INTERFACE_VERSION})"
 
 
-def has_library(backend: str) -> bool:
-  """Returns whether a backend's library can be loaded; loads it if so."""
-  try:
-    library(backend)
-  except (OSError, NativeError):
-    return False
-  return True
-
-
-def is_native(ctx: Any) -> bool:
+def is_native(ctx: compat.LoweringContext) -> bool:
   """Returns whether the lowered program for CPUs can call the library.
 
   It can if it runs in this process and XLA does not partition it: XLA does not
   partition calls with side effects, and gathers the operands of other calls.
   """
-  is_here = compat.can_call_python(ctx) and has_library("host")
-  return is_here and not compat.is_partitioned(ctx)
+  if not compat.can_call_python(ctx) or compat.is_partitioned(ctx):
+    return False
+  try:
+    library("host")
+  except (OSError, NativeError):
+    return False
+  return True
 
 
 def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
   """Raises unless the library has the interface that this package calls."""
-  found: int | str = "none (it is from before libraries had one)"
+  found: int | str = "none (older libraries have none)"
   if hasattr(lib, "ep_interface_version"):
     found = lib.ep_interface_version()
   if found != INTERFACE_VERSION:
     raise NativeError(
       f"ep_bootstrap: {path} is of another version than this ep package, which"
-      f" calls the interface {INTERFACE_VERSION}; that of the library is"
-      f" {found}. Build //ep_ffi:{path.name} from the same sources as the"
-      f" package, or set ${_VARIABLE} to the library that came with it."
+      f" calls the interface {INTERFACE_VERSION}; the library has {found}."
+      f" Build //ep_ffi:{path.name} from the same sources as the package, or"
+      f" set ${_VARIABLE} to the library of the package's release."
     )
 
 

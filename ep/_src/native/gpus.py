@@ -52,15 +52,6 @@ def check_plugin() -> None:
     )
 
 
-def cuda_plugins() -> list[str]:
-  """Returns the CUDA versions of installed JAX plugins, newest first."""
-  return [
-    version
-    for version in ("13", "12")
-    if importlib.util.find_spec(f"jax_cuda{version}_plugin")
-  ]
-
-
 def visible() -> list[str]:
   """Returns CUDA's names of the GPUs that a new process would see."""
   chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -99,8 +99,8 @@ def find_nvcc(cuda: int) -> pathlib.Path:
         return pathlib.Path(path)
       raise RuntimeError(
         f"ep_bootstrap: {variable} = {name} is no program; set it to an nvcc of"
-        " CUDA 12 or newer, or unset it for the one that came with ep, or"
-        " PATH's. See docs/gpu.md."
+        " CUDA 12 or newer, or unset it to use the nvcc of a wheel or of PATH."
+        " See docs/gpu.md."
       )
   for variable in ("CUDA_HOME", "CUDA_PATH"):
     nvcc = pathlib.Path(os.environ.get(variable, ""), "bin/nvcc")
@@ -225,9 +225,9 @@ def _check_cache() -> None:
     folders = ", ".join(str(failure.parent) for failure in failures)
     raise RuntimeError(
       "ep_bootstrap: NCCL EP has failed to compile kernels before. It does not"
-      " try again, though the compiler works now, but ends the process. Delete"
-      f" what it remembers: {folders}. Or set {_CACHE_VARIABLE} to another"
-      " folder. See docs/gpu.md."
+      " try again, though the compiler works now, but terminates the process."
+      f" Delete its records of the failures: {folders}. Or set"
+      f" {_CACHE_VARIABLE} to another folder. See docs/gpu.md."
     )
 
 

@@ -112,11 +112,8 @@ class Lookout:
 def describe(answers: Mapping[int, Place], processes: list[int]) -> str:
   """Returns a sentence about the ranks for which others wait.
 
-  Ranks with the same answers get the same sentence.
-
-  Args:
-    answers: the place of each rank that answers.
-    processes: the process of each rank.
+  `answers` has the place of each rank that answers, and `processes` the process
+  of each rank. Ranks with the same answers get the same sentence.
   """
   furthest = max(p.num_ended + p.has_begun for p in answers.values())
   missing = {

@@ -147,10 +147,6 @@ def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
 
 
-def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
-  return _to_slots(dims, plan, is_sound, tokens, weights.reshape(-1))
-
-
 def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
   """Returns the row of each slot, from rows of tokens and of choices."""
   choices = plan.choices.sequence
@@ -162,7 +158,7 @@ def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
     is_sound,
     is_nan,
     (tokens, plans.div(choices, dims.K)),
-    *((array, choices) for array in weights),
+    *((array.reshape(-1), choices) for array in weights),
   )
 
 
@@ -211,7 +207,7 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
 
 _OPS: dict[str, Callable[..., Any]] = {
   "ep_prepare": _prepare,
-  "ep_dispatch": _dispatch,
+  "ep_dispatch": _to_slots,
   "ep_combine": _combine,
   "ep_dispatch_bwd": _dispatch_bwd,
   "ep_combine_bwd": _to_slots,

@@ -57,12 +57,9 @@ def check_routing(
 ) -> jax.Array:
   """Fails `ep_prepare` if any rank has an error; see `fail_if`.
 
-  Args:
-    dims: the sizes of the op.
-    dtype: the dtype of `topk_idx`.
-    faults: [P, n], `find_fault` of each rank.
-    configs: [P], the hash of each rank's configuration.
-    needed: [P], receive rows that each rank needs.
+  `dtype` is the dtype of `topk_idx`. Each rank has a row of `find_fault` in
+  `faults` [P, n], a hash of its configuration in `configs` [P], and the receive
+  rows that it needs in `needed` [P].
   """
   layer = dims.layer
   op = f'ep_prepare(layer "{layer.name}")'

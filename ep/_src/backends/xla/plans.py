@@ -30,21 +30,13 @@ _KEYS = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """The static values of an op; sizes have their names in docs/semantics.md.
-
-  Attributes:
-    layer: the layer's configuration.
-    T: tokens of a rank.
-    drop: whether rows past the capacity are dropped; otherwise prepare fails.
-    can_raise: whether the program can call Python to raise an error.
-    nan_tail: whether rows past the last slab are NaN; otherwise they are zero.
-  """
+  """The static values of an op; sizes have their names in docs/semantics.md."""
 
   layer: LayerConfig
-  T: int
-  drop: bool = True
-  can_raise: bool = True
-  nan_tail: bool = False
+  T: int  # tokens of a rank
+  drop: bool = True  # rows past the capacity; otherwise prepare fails
+  can_raise: bool = True  # whether the program can call Python
+  nan_tail: bool = False  # rows past the last slab are NaN; otherwise zero
 
   @property
   def axis(self) -> str:
