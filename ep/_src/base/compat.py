@@ -100,7 +100,7 @@ def vary_together(*xs, axes: Iterable[str] = ()):
 def is_batched(tree: Any) -> bool:
   """Returns whether `vmap` is the innermost transformation of a leaf.
 
-  It is not in `vmap(grad(f))`.
+  In `vmap(grad(f))` the innermost transformation is `grad`.
   """
   current = _core.trace_ctx.trace
   return any(

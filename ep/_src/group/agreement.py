@@ -9,18 +9,27 @@ process computes the EP domains from the mesh (meshes.py).
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+import functools
+import hashlib
 import itertools
+import os
+import pathlib
+import shlex
 from typing import Any
 import urllib.parse
 
 import jax
+import jaxlib
 
 from ep._src.base import backend, compat, meshes
 from ep._src.base.config import GroupConfig
 from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
-from ep._src.group.versions import compiler_settings, versions
+from ep._src.native import ffi
+
+# These flags of XLA do not change the compiled program.
+_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
 
 # Counters of the bootstraps, the meetings, and the files of one name, for each
 # set of processes. All processes of a set count equally.
@@ -130,7 +139,7 @@ def _meet(
   meeting = Meeting(what, client, folder, members, me, group.timeout_s)
   try:
     proposal, introduction = propose()
-    terms = proposal.texts() | versions(group.backend) | compiler_settings()
+    terms = proposal.texts() | versions(group.backend) | _compiler_settings()
     if meshes.has_devices(proposal.mesh):
       ids = [device.id for device in proposal.mesh.devices.flat]
       terms["mesh"] += f" of the devices {ids}"
@@ -143,3 +152,47 @@ def _meet(
   meeting.delete(_folders[who][:-1])
   del _folders[who][:-1]
   return proposal, answers
+
+
+@functools.cache
+def versions(backend: str) -> dict[str, str]:
+  """Returns the versions of the software of a backend, by name.
+
+  The versions of ep's files are digests.
+  """
+  package = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
+  found = {
+    "the version of jax": jax.__version__,
+    "the version of jaxlib": jaxlib.__version__,
+    "the digest of the ep package": _file_digest(package),
+  }
+  if backend in ffi.PLATFORMS:
+    library = ffi.find_library(backend)
+    found[f"the digest of {library.name}"] = _file_digest([library])
+  return found
+
+
+def _compiler_settings() -> dict[str, str]:
+  """Returns the options of XLA for all programs, by name.
+
+  XLA may copy an op (if a jitted function is called twice) and chooses the
+  order of the copies. The engine matches copies of ranks by this order.
+  """
+  return {"XLA_FLAGS": _xla_flags(), **compat.compiler_options()}
+
+
+def _xla_flags() -> str:
+  text = os.environ.get("XLA_FLAGS", "").strip()
+  if text and not text.startswith("-"):  # the name of a file of flags
+    text = pathlib.Path(text).read_text()
+  flags = shlex.split(text)
+  last = {flag.partition("=")[0]: flag for flag in flags}
+  names = [n for n in sorted(last) if not n.startswith(_HARMLESS_FLAGS)]
+  return " ".join(last[name] for name in names) or "(none)"
+
+
+def _file_digest(files: Iterable[pathlib.Path]) -> str:
+  digest = hashlib.sha256()
+  for file in files:
+    digest.update(file.read_bytes())
+  return digest.hexdigest()[:16]
