@@ -22,8 +22,7 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 
-# Packages whose frames `warn` skips. JAX calls functions of ep, and contextlib
-# leaves the contexts of ep.
+# Packages whose frames `warn` skips: JAX and contextlib call functions of ep.
 _NOT_OF_USERS = ("ep", "jax", "contextlib")
 
 

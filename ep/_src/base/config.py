@@ -75,6 +75,9 @@ class GroupConfig:
     def resolve(field: str, value: Any) -> None:
       object.__setattr__(self, field, value)
 
+    def check(condition: bool, message: str) -> None:
+      arguments.check(condition, what, message)
+
     given = [f for f in _OPTIONAL_SIZES if getattr(self, f) is not None]
     for field in (*given, "num_experts", "max_num_sms"):
       resolve(field, arguments.integer(what, field, getattr(self, field)))
@@ -85,36 +88,29 @@ class GroupConfig:
     arguments.string(what, "axis_name", self.axis_name)
     resolve("data_axes", arguments.strings(what, "data_axes", self.data_axes))
     axis, names = self.axis_name, self.mesh.axis_names
-    arguments.check(
+    check(
       axis in names,
-      what,
       f"axis_name = {axis!r}, but the mesh has the axes {names}; name one of"
       " them.",
     )
     others = tuple(a for a in names if a != axis)
-    arguments.check(
+    check(
       set(self.data_axes) <= set(others)
       and len(set(self.data_axes)) == len(self.data_axes),
-      what,
       f"data_axes = {self.data_axes}, but they must be distinct axes of the"
       f" mesh other than {axis!r}: {others}.",
     )
-    arguments.check(
+    check(
       self.num_experts >= 1 and self.num_experts % self.ep_size == 0,
-      what,
       f"num_experts = {self.num_experts}, but it must be a positive multiple of"
       f" the EP size {self.ep_size} (mesh axis {axis!r}).",
     )
     for field in ("max_tokens_per_rank", "hidden_dim"):
       value = getattr(self, field)
-      arguments.check(
-        value is None or value > 0,
-        what,
-        f"{field} = {value}, but it must be positive.",
-      )
-    arguments.check(
+      is_valid = value is None or value > 0
+      check(is_valid, f"{field} = {value}, but it must be positive.")
+    check(
       self.max_num_sms >= 0,
-      what,
       f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
       " positive number of streaming multiprocessors.",
     )
@@ -194,6 +190,9 @@ class LayerConfig:
     def resolve(field: str, value: Any) -> None:
       object.__setattr__(self, field, value)
 
+    def check(condition: bool, message: str) -> None:
+      arguments.check(condition, what, message)
+
     def inherit(field: str, default: Any) -> None:
       if getattr(self, field) is None:
         resolve(field, default)
@@ -205,9 +204,8 @@ class LayerConfig:
     inherit("name", "moe")
     arguments.label("EpLayerConfig", self.name)
     what = f'EpLayerConfig(name="{self.name}")'
-    arguments.check(
+    check(
       self.top_k is not None,
-      what,
       "neither the layer nor its group has a top_k; give the layer one, the"
       " choices of a token.",
     )
@@ -217,18 +215,16 @@ class LayerConfig:
       if (value := getattr(self, field)) is not None:
         resolve(field, arguments.integer(what, field, value))
     resolve("alignment", arguments.alignment(what, self.alignment))
-    arguments.check(
+    check(
       1 <= self.top_k <= group.num_experts,
-      what,
       f"top_k = {self.top_k}, but it must be in 1..num_experts ="
       f" {group.num_experts}.",
     )
     arguments.check_choices(
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS, wire=WIRES
     )
-    arguments.check(
+    check(
       self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),
-      what,
       f"drop_by = {self.drop_by!r} has no effect, because overflow ="
       f' {self.overflow!r} drops nothing; also pass overflow="drop", or'
       ' drop_by="slot".',
@@ -237,9 +233,8 @@ class LayerConfig:
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
     self.check_tokens(what, most)
     worst_case = self.worst_case(most)
-    arguments.check(
+    check(
       self.capacity_multiple > 0,
-      what,
       f"capacity_multiple = {self.capacity_multiple}, but it must be a positive"
       " number of rows.",
     )
@@ -250,9 +245,8 @@ class LayerConfig:
     # A rank needs a slab for each local expert, unless fewer rows can arrive.
     least = min(group.num_local_experts * self.alignment, worst_case)
     rows = self.capacity_for(most)
-    arguments.check(
+    check(
       rows >= least and rows % self.alignment == 0,
-      what,
       f"recv_capacity_per_rank = {rows}, but it must be a multiple of"
       f" alignment = {self.alignment} and at least {least}, an aligned slab for"
       f" each of the {group.num_local_experts} local experts; raise it, or pass"
@@ -340,9 +334,10 @@ class LayerConfig:
     )
 
   def rule(self, is_weighted: bool) -> str:
-    """Returns by which rule choices are kept: `drop_by`, or its default.
+    """Returns the rule that keeps choices: "slot", "weight" or "fair".
 
-    The default is "slot" without weights, or if no choice is ever dropped.
+    It is "slot" if `overflow` drops nothing, and else `drop_by`, whose default
+    is "fair" with weights and "slot" without.
     """
     if self.overflow != "drop":
       return "slot"

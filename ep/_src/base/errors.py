@@ -17,7 +17,7 @@ from ep._src.base import arguments, compat
 # a jitted function fails before it returns, JAX's C++ path raises a ValueError.
 EpError: tuple[type[Exception], ...] = (RuntimeError, ValueError)
 
-# The number of the first wrong choice if all choices are right.
+# The number that means that all choices are right. It exceeds all others.
 NO_FAULT = np.int32(arguments.INT32_MAX)
 
 

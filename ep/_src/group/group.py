@@ -166,8 +166,8 @@ class EpLayerConfig(_NotCopied):
 
   Args:
     group: the group whose ranks exchange tokens.
-    top_k: K, choices of a token. None inherits from the group; so do the other
-      arguments that may be None.
+    top_k: K, choices of a token. If `top_k`, `alignment` or `overflow` is None,
+      the layer inherits the value of the group.
     alignment: dispatch pads each expert's slab to a multiple of this number of
       rows; 0 and 1 do not pad.
     recv_capacity_per_rank: C, receive rows of a rank, a multiple of the
