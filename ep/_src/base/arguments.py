@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of public functions.
 
-`what` names the function that the user called; each message begins with it. A
-check raises `TypeError` if the argument has the wrong type, and `ValueError` if
-its value is out of range.
+Each message begins with `what`, the function that the user called. A check
+raises `TypeError` if the argument has the wrong type, and `ValueError` if its
+value is out of range.
 
 This module does not import JAX, because that would slow each launch by 1 s.
 """

@@ -87,14 +87,15 @@ class Connection:
 
   `Backend.connect` makes a connection on each process of the mesh. The
   connection is open until `close`, or until `release`, which Python calls when
-  it collects the user's `EpGroup`. The parameters of ops also refer to it.
+  it collects the user's `EpGroup`. The parameters of ops also refer to the
+  connection.
 
   A forked child can neither use nor close the connections of its parent.
 
   Attributes:
     group: the group as it was connected.
     weighs: whether "ep_combine" multiplies rows by weights. Otherwise the op is
-      lowered without weights, and multiplied rows are passed to it.
+      lowered without weights, for rows that were multiplied before.
     has_trace: whether the connection can be traced.
   """
 
@@ -118,7 +119,7 @@ class Connection:
   def closes_at_exit(self) -> bool:
     """Whether the connection closes when Python exits.
 
-    It must if a peer may wait for this process, or a trace is to be written.
+    True if a peer may wait for this process, or a trace is on.
     """
     return self._is_traced and not self._is_forked
 
@@ -240,7 +241,8 @@ class Connection:
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
     """Raises `ValueError` if `op` cannot run on `mesh`.
 
-    It has the axes of the group's mesh, but perhaps another order of devices.
+    `mesh` has the axes of the group's mesh, but perhaps another order of
+    devices.
     """
 
   def mem_bytes(self, params: OpParams) -> int:
@@ -283,7 +285,7 @@ class Join(Protocol):
 
 
 class Backend:
-  """A way to run the ops. It has no state."""
+  """A way to run the ops, without state."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     """Raises `CannotServe` if it cannot serve the mesh. Not collective."""

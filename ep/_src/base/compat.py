@@ -230,10 +230,7 @@ def local_device(ctx: LoweringContext) -> jax.Device | None:
 
 
 def leaves_axes_automatic(ctx: LoweringContext) -> bool:
-  """Returns whether this is a `shard_map` that leaves axes Auto.
-
-  JAX cannot call Python in it.
-  """
+  """Returns whether a `shard_map` leaves axes Auto, so cannot call Python."""
   context = ctx.module_context.axis_context
   if not isinstance(context, mlir.SPMDAxisContext):
     return False

@@ -336,8 +336,8 @@ class LayerConfig:
   def rule(self, is_weighted: bool) -> str:
     """Returns the rule that keeps choices: "slot", "weight" or "fair".
 
-    It is "slot" if `overflow` drops nothing, and else `drop_by`, whose default
-    is "fair" with weights and "slot" without.
+    Returns "slot" if `overflow` drops nothing. Otherwise returns `drop_by`,
+    whose default is "fair" with weights and "slot" without.
     """
     if self.overflow != "drop":
       return "slot"

@@ -50,8 +50,8 @@ def is_checked() -> bool:
 def tail(asked: str) -> str:
   """Returns the tail that ops traced here write past the last slab.
 
-  An unspecified tail is NaN in checked mode. It is zero under jax_debug_nans
-  and jax_debug_infs, because JAX would fail ops that return a NaN. JAX does not
+  An unspecified tail is NaN in checked mode, and zero under jax_debug_nans and
+  jax_debug_infs, because JAX would fail ops that return a NaN. JAX does not
   trace a function again when such an option changes.
   """
   if asked == "zero" or jax.debug_nans.value or jax.debug_infs.value:

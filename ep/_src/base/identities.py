@@ -27,7 +27,7 @@ def keep_routing(x: _Tree) -> _Tree:
       topk_idx = ep.keep_routing(my_router(x))
 
   Args:
-    x: an array, or a pytree of arrays. It gets no gradient.
+    x: an array, or a pytree of arrays, without a gradient.
 
   Returns:
     x, with the same values.
@@ -42,7 +42,7 @@ compat.run_once_in_remat(_keep_p)
 
 
 def reverse_mode_only(message: str, arrays: Any) -> Any:
-  """Returns the arrays; forward-mode derivatives of them raise `TypeError`.
+  """Returns the arrays; their forward-mode derivatives raise `TypeError`.
 
   Reverse mode linearizes a function and then transposes the result. So a linear
   op that refuses to run, but has a transpose, refuses only forward mode.

@@ -38,8 +38,8 @@ def new(
     on_cuda: another lowering for NVIDIA GPUs.
     static: the names of the parameters. Eager calls then compile once for each
       set of abstract values and parameters, also under `jax.disable_jit`.
-    cacheable: whether JAX may lower equal calls of a program only once. It must
-      not if each call has a separate position.
+    cacheable: whether JAX may lower equal calls of a program only once. False
+      if each call has a separate position.
   """
   primitive = compat.Primitive(name)
   primitive.multiple_results = True

@@ -332,8 +332,8 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
   Arrays, such as parameters, do not belong to a group, and remain valid.
 
   Args:
-    group: an open group. It stays open if the sizes are refused. It is closed
-      if the new group fails later, for example for lack of memory. If `group`
+    group: an open group. The call closes the group, except if the sizes are
+      refused: also if the new group fails for lack of memory. If `group`
       is used as a context manager, use the new group in the same way:
       `with ep.ep_resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and

@@ -26,9 +26,9 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
   """Waits until all programs that this process has launched have ended.
 
   A program may end with an error, and Python may have deleted its results. But
-  a device runs the programs of a thread in order, so this launches one more
-  program, and waits for it. For programs of other threads, this waits for their
-  live results. The programs may use `groups`.
+  a device runs the programs of a thread in order, so this function launches one
+  more program, and waits for that. For programs of other threads, the function
+  waits for live results. The programs may use `groups`.
 
   Raises:
     RuntimeError: a program has not ended within the largest `timeout_s`; the

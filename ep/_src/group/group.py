@@ -131,10 +131,10 @@ class EpGroup(_NotCopied):
   def waited(self) -> float:
     """Returns for how many seconds a rank has waited for others, in traces.
 
-    It counts while `ep.trace` is on or with EP_TRACE, so a dashboard can show
-    its increase in each step. It is a mean over the ranks of this process. In
-    an exchange, a rank waits from its arrival to the last arrival. It is 0
-    before the first trace, and with "nccl" and "xla".
+    The time increases while `ep.trace` is on, or with EP_TRACE; a dashboard can
+    show the increase in each step. The time is a mean over the ranks of this
+    process, and 0 with "nccl" and "xla". In an exchange, a rank waits from its
+    arrival to the last arrival.
     """
     self.connection.check_open("EpGroup.waited")
     return self.connection.waited()

@@ -138,8 +138,8 @@ def path_and_interface(backend: str) -> str:
 def is_native(ctx: compat.LoweringContext) -> bool:
   """Returns whether the lowered program for CPUs can call the library.
 
-  It can if it runs in this process and XLA does not partition it: XLA does not
-  partition calls with side effects, and gathers the operands of other calls.
+  A program must run in this process, and XLA must not partition the program,
+  because XLA gathers the operands of a call, or cannot partition the call.
   """
   if not compat.can_call_python(ctx) or compat.is_partitioned(ctx):
     return False
