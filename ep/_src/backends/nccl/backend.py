@@ -44,9 +44,8 @@ class NcclBackend(Backend):
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     mesh = connection.mesh_of_devices("nccl", mesh)
-    devices = mesh.devices
     what = 'ep_bootstrap: backend = "nccl" '
-    for device in devices.flat:
+    for device in mesh.devices.flat:
       if device.platform != "gpu":
         raise CannotServe(
           f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
@@ -58,27 +57,25 @@ class NcclBackend(Backend):
         f"{what}needs at least two ranks in a domain, but mesh axis"
         f" {axis_name!r} has one; give the axis more devices."
       )
-    counts = collections.Counter(d.process_index for d in devices.flat)
-    process, count = counts.most_common(1)[0]
-    if count > 1 and _communicator() == "own":
-      raise CannotServe(
-        f"{what}needs one process per GPU, but process {process} has {count}"
-        " GPUs of the mesh; start a process for each and give it one with"
-        " jax.distributed.initialize(local_device_ids=...) or"
-        f" CUDA_VISIBLE_DEVICES, or set {_COMMUNICATOR}=xla (docs/gpu.md)."
-      )
-    domains = collections.Counter(
-      process
-      for domain in meshes.domains(mesh, axis_name)
-      for process in {d.process_index for d in domain}
-    )
-    process, count = domains.most_common(1)[0]
-    if count > 1:
-      raise CannotServe(
-        f"{what}needs the GPUs of a process in one EP domain, but those of"
-        f" process {process} are in {count}; give mesh axis {axis_name!r} all"
-        " GPUs of a process, or start more processes (docs/gpu.md)."
-      )
+    of_process = collections.defaultdict(list)  # the domain of each of its GPUs
+    for domain, devices in enumerate(meshes.domains(mesh, axis_name)):
+      for device in devices:
+        of_process[device.process_index].append(domain)
+    for process, domains in of_process.items():
+      if len(domains) > 1 and _communicator() == "own":
+        raise CannotServe(
+          f"{what}needs one process per GPU, but process {process} has"
+          f" {len(domains)} GPUs of the mesh; start a process for each and give"
+          " it one with jax.distributed.initialize(local_device_ids=...) or"
+          f" CUDA_VISIBLE_DEVICES, or set {_COMMUNICATOR}=xla (docs/gpu.md)."
+        )
+      if len(set(domains)) > 1:
+        raise CannotServe(
+          f"{what}needs the GPUs of a process in one EP domain, but the GPUs of"
+          f" process {process} are in {len(set(domains))}; give mesh axis"
+          f" {axis_name!r} all GPUs of a process, or start more processes"
+          " (docs/gpu.md)."
+        )
 
   def check_sizes(self, group: GroupConfig) -> None:
     for name in ("max_tokens_per_rank", "hidden_dim"):
