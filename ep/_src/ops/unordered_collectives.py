@@ -127,7 +127,7 @@ class _Program:
             yield loop, x
 
   def _is_loose(self, x):
-    """Returns whether `x` may start a collective after it has returned."""
+    """Returns whether `x` may start a collective after its call returns."""
     if x.opcode == "while":
       return self._is(x, self._has_op) and self._is(x, self._has_collective)
     return any(map(self._starts_late, x.called))
