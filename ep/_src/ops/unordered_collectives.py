@@ -2,17 +2,17 @@
 """Finds collectives of XLA that nothing orders on CPUs.
 
 XLA:CPU matches the ranks' collectives by the order in which each rank starts
-them. A collective waits in place, so collectives of one computation start in
-program order. A loop is one step of this order, and the next step may start as
-soon as the loop's call returns. Our ops return before they are done (see "Why
-handlers never wait" in docs/architecture.md), and so does a loop around them:
-the rest of the loop runs in another thread, beside the program. A collective of
-the loop and a later collective of the program then start in any order, which
-may differ between ranks. Ranks exchange values of different collectives, and
-XLA ends the process if their sizes differ. A branch is like a loop if it has a
-collective after one of our ops.
+them. Collectives of one computation start in program order. A loop is one step
+of this order, and the next step may start as soon as the loop's call returns.
+Our ops return before they are done, and so does a loop around them: the rest of
+the loop runs in another thread. A collective of the loop and a later collective
+of the program then start in any order, which may differ between ranks. Ranks
+exchange values of different collectives, and XLA terminates the process if the
+sizes differ. The same holds for a branch with a collective after one of our
+ops.
 
-A loop in which both are is safe if all later collectives need its results.
+A loop with ops and collectives is safe if all later collectives need its
+results.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
   program. If the loop has collectives of XLA, such as the all-reduce of a
   gradient, and a collective after the loop does not need the loop's results,
   ranks may start the two in different orders. The ranks then exchange the
-  values of different collectives: results are wrong, or the process ends. In a
-  test of a training step,
+  values of different collectives: results are wrong, or the process terminates.
+  Call this in a test of a training step:
 
       compiled = jax.jit(step).lower(*args).compile()
       ep.assert_ordered_collectives(compiled)
 
-  Reads text, runs nothing, and is not collective. Backend "xla" has nothing to
-  find, since all of its collectives are of XLA.
+  It only reads the text of the program, and it is not collective. With backend
+  "xla" it finds nothing, since XLA orders all of its collectives.
 
   Args:
-    compiled: what `jax.jit(f).lower(...).compile()` returns, or its
+    compiled: the result of `jax.jit(f).lower(...).compile()`, or its
       `as_text()`.
 
   Raises:
-    AssertionError: there are such collectives; the message names each, its
-      loop, and what to change.
+    AssertionError: there are such collectives; the message names each with its
+      loop, and the cure.
     TypeError: `compiled` is not a compiled program.
   """
   program = _Program(as_text("assert_ordered_collectives", compiled))
@@ -77,7 +77,7 @@ def loops_with_collectives(compiled: jax.stages.Compiled | str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-  """An instruction, what it works on, and the computations that it calls."""
+  """An instruction, its operands, and the computations that it calls."""
 
   line: str
   opcode: str
@@ -112,7 +112,7 @@ class _Program:
           yield x
 
   def unordered(self) -> Iterable[tuple[_Instruction, _Instruction]]:
-    """Yields each of these with a later collective that does not need it."""
+    """Yields each of `loops` with a later collective that does not need it."""
     for instructions in self._computations.values():
       names = list(instructions)
       for i, loop in enumerate(instructions.values()):
