@@ -112,7 +112,7 @@ def ragged_all_to_all(
       recv_sizes=recv_sizes,
     ).items()
   ]
-  names = axis_name if isinstance(axis_name, (list, tuple)) else [axis_name]
+  names = axis_name if isinstance(axis_name, list | tuple) else [axis_name]
   check(
     len(names) > 0, _NAME, "axis_name is empty; name the axis of the ranks."
   )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls on GPUs, of XLA's own operations: a loop over tiles of rows.
+"""Grouped matmuls on GPUs, in XLA operations: a loop over tiles of rows.
 
-The functions are those of by_tiles.py, but the loop goes over the whole table
-of row_tiles.py, whose length is static: XLA would ask the device, from the
-host, after each turn whether one more follows. Tiles past the last slab
-multiply rows, and write none. Segments have no effect.
+The functions are the same as in by_tiles.py. The loop covers the whole table of
+row_tiles.py, whose length is static. With a dynamic length, the host would ask
+the device after each step whether another one follows. Tiles past the last slab
+compute products, but write no rows. Segments have no effect.
 
-Float32 is multiplied as such, and not in TF32, as XLA would by default.
+Float32 products are exact, not in TF32, the default of XLA.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 
 
 def expand(sizes, segments, rows, matrices, tail):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [_products(sizes, [rows], [w], 0, tail) for w in matrices]
 
 
 def contract(sizes, segments, outs, matrices, tail):
-  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products(sizes, outs, matrices, 1, tail)
 
 
 def outer(sizes, segments, rows, outs, dtype):
-  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
 
   def add(tile, sums):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls of XLA's own operations, for CPUs without the native library.
+"""Grouped matmuls in XLA operations, for CPUs without the native library.
 
 XLA:CPU computes `lax.ragged_dot` as one masked matmul per matrix, at a cost of
-rows x matrices. Here a loop over tiles of rows takes its place:
+rows x matrices. Here a loop covers only the used rows, in tiles:
 
     |---------------|---------------|---------------|---------------|
     |  slab 0                 |  slab 1     |  slab 2  |  unused ...
@@ -10,15 +10,14 @@ rows x matrices. Here a loop over tiles of rows takes its place:
                               |---------------|
     tile 0           tile 1   tile 2        tile 3
 
-All tiles have the same height. Each slab begins with a tile, and the last tile
-of a slab reads past its end and keeps only what is inside. The loop ends with
-the last tile of the last slab, so unused rows cost nothing and are never read.
+All tiles have the same height. A tile begins at the start of each slab. The
+last tile of a slab reads past the slab's end, and keeps only the rows inside.
+The loop ends with the last slab, so unused rows are never read.
 
-The bits of a result depend on its slab's rows alone: a dot of the same shape
-has the same rows at the same places, wherever these lie in the buffer. Rows are
-first summed in each segment of a slab. The sums of the segments are added as a
-balanced tree, so the tree of all segments is the sum of the trees of their two
-halves.
+The bits of a result depend on the rows of its slab alone: all dots have the
+same shape, with the same rows at the same places. `outer` first sums the rows
+of each segment of a slab, then adds the segments as a balanced tree. So the
+tree of all segments is the sum of the trees of their two halves.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def outer(sizes, segments, rows, outs, dtype):
   starts = _before(sizes)
 
   def sum_slab(slab, sums):
-    """Sets the sums of a slab, after those of each of its segments."""
+    """Computes the sums of the segments of a slab, then their sum."""
 
     def add(tile, parts):
       x, *ys = (tile.inside(_float32(tile.read(r))) for r in readers)
@@ -94,7 +93,7 @@ def outer(sizes, segments, rows, outs, dtype):
 
 
 def _map_tiles(fn, sizes, rows, matrices, widths, tail):
-  """Returns what `fn` makes of the rows of each tile, and of its matrices.
+  """Applies `fn` to the rows of each tile and the matrices of its slab.
 
   `fn` gets float32 and returns rows of `widths`, which are rounded to the dtype
   of `rows`.
@@ -123,9 +122,9 @@ def _float32(x):
 
 
 def _rounded(matrix, dtype):
-  """Returns a matrix in float32, rounded to `dtype` if its own is another.
+  """Returns a matrix in float32, rounded to `dtype` if it has another dtype.
 
-  XLA may leave out a conversion and its inverse, but not this.
+  XLA may remove a conversion and its inverse, but not `reduce_precision`.
   """
   if matrix.dtype == dtype:
     return _float32(matrix)
@@ -138,7 +137,7 @@ def _dot(x, y, x_axis, y_axis):
 
 
 class _Tile:
-  """Consecutive rows of a buffer, those from `first` to `end` of `slab`."""
+  """Consecutive rows of a buffer: rows `first` to `end` of `slab`."""
 
   def __init__(self, num_rows, slab, first, end):
     self.slab = slab
@@ -168,7 +167,7 @@ class _Tile:
 
 
 class _Tiles:
-  """All tiles of slabs of `sizes`, which lie one after another from `start`."""
+  """All tiles of consecutive slabs of `sizes`, the first one at `start`."""
 
   def __init__(self, start, sizes, num_rows):
     self._num_rows = num_rows
