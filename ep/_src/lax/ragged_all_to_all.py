@@ -103,15 +103,15 @@ def ragged_all_to_all(
       result.
   """
   operand, output = map(jnp.asarray, (operand, output))
-  slices = [
-    arrays.integers(_NAME, name, x)
+  slices = {
+    name: arrays.integers(_NAME, name, x)
     for name, x in dict(
       input_offsets=input_offsets,
       send_sizes=send_sizes,
       output_offsets=output_offsets,
       recv_sizes=recv_sizes,
     ).items()
-  ]
+  }
   names = axis_name if isinstance(axis_name, list | tuple) else [axis_name]
   check(
     len(names) > 0, _NAME, "axis_name is empty; name the axis of the ranks."
@@ -120,11 +120,20 @@ def ragged_all_to_all(
   if groups is not None:
     groups = tuple(map(tuple, groups))
   _check_rows(operand, output)
-  _check_slices(slices, _group_size(lax.axis_size(tuple(names)), groups))
+  ranks = _group_size(lax.axis_size(tuple(names)), groups)
+  size = slices["input_offsets"].size
+  for name, x in slices.items():
+    check(
+      x.shape == (size,) and size > 0 and size % ranks == 0,
+      _NAME,
+      f"{name} is {list(x.shape)}, but input_offsets, send_sizes,"
+      f" output_offsets and recv_sizes must all be [K], and K a multiple of the"
+      f" {ranks} ranks.",
+    )
   return _bind(
     operand,
     output,
-    *slices,
+    *slices.values(),
     axis_name=tuple(names),
     axis_index_groups=groups,
     back=False,
@@ -178,19 +187,6 @@ def _check_dtype(dtype: jnp.dtype) -> None:
       f"{_NAME}: operand is of {dtype}, which it cannot send; for keys, send"
       " jax.random.key_data(keys), and call jax.random.wrap_key_data on what"
       " comes."
-    )
-
-
-def _check_slices(slices: Sequence[jax.Array], ranks: int) -> None:
-  names = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
-  size = slices[0].size
-  for name, x in zip(names, slices, strict=True):
-    check(
-      x.shape == (size,) and size > 0 and size % ranks == 0,
-      _NAME,
-      f"{name} is {list(x.shape)}, but input_offsets, send_sizes,"
-      f" output_offsets and recv_sizes must all be [K], and K a multiple of the"
-      f" {ranks} ranks.",
     )
 
 

@@ -35,8 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ep._src.matmul import row_tiles
-
-_FILLINGS = {"zero": 0, "nan": jnp.nan}
+from ep._src.matmul.unwritten_rows import TAILS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _products(
 
         @pl.when(slab == num_slabs)
         def _():
-          store(jnp.full((b.rows, b.columns), _FILLINGS[tail], jnp.float32))
+          store(jnp.full((b.rows, b.columns), TAILS[tail], jnp.float32))
 
     num_columns = pl.cdiv(width, b.columns)
 

@@ -72,15 +72,13 @@ def grouped_matmul(
   """
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
   group_sizes = arrays.integers("grouped_matmul", "group_sizes", group_sizes)
-  shapes = f"rows {rows.shape}, matrices {matrices.shape}, group_sizes " + (
-    f"{group_sizes.shape}"
+  arguments.check(
+    (rows.ndim, matrices.ndim, group_sizes.ndim) == (2, 3, 1)
+    and matrices.shape[:2] == (*group_sizes.shape, rows.shape[1]),
+    "grouped_matmul",
+    f"got rows {rows.shape}, matrices {matrices.shape}, group_sizes"
+    f" {group_sizes.shape}; expected [C, F], [L, F, G] and [L].",
   )
-  if (rows.ndim, matrices.ndim, group_sizes.ndim) != (2, 3, 1) or (
-    matrices.shape[:2] != (*group_sizes.shape, rows.shape[1])
-  ):
-    raise ValueError(
-      f"grouped_matmul: got {shapes}; expected [C, F], [L, F, G] and [L]."
-    )
   if rows.dtype != matrices.dtype:
     raise ValueError(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "

@@ -110,13 +110,9 @@ def map_rows(
 
 def _of_block(fn, arrays):
   """Returns the jaxpr of `fn` for blocks, in float32 and without calls."""
-  rows, blocks = (
-    [jax.ShapeDtypeStruct(*of(x)) for x in arrays]
-    for of in (
-      lambda x: ((ROWS, *x.shape[1:]), x.dtype),
-      lambda x: (_block_shape(x), _wide(x.dtype)),
-    )
-  )
+  new = jax.ShapeDtypeStruct
+  rows = [new((ROWS, *x.shape[1:]), x.dtype) for x in arrays]
+  blocks = [new(_block_shape(x), _wide(x.dtype)) for x in arrays]
   # A block is on no mesh, so its values need no `reshard`.
   no_mesh = jax.sharding.AbstractMesh((), ())
   with jax.enable_x64(False), jax.sharding.use_abstract_mesh(no_mesh):
@@ -128,7 +124,8 @@ def _of_block(fn, arrays):
 
 def _check(jaxpr):
   """Raises unless the kernel can compute one block of columns after another."""
-  read = {v for e in jaxpr.eqns for v in e.invars if not _is_literal(v)}
+  variables = (v for e in jaxpr.eqns for v in e.invars)
+  read = {v for v in variables if not isinstance(v, compat.Literal)}
   sums = {e.outvars[0] for e in jaxpr.eqns if _is_sum(e)} - read
   for e in jaxpr.eqns:
     is_fine = e.primitive.name in _ELEMENTWISE or _repeats(e)
@@ -150,7 +147,7 @@ def _evaluate(traced, *operands):
   values |= zip(jaxpr.invars, operands, strict=True)
 
   def value(variable):
-    if _is_literal(variable):
+    if isinstance(variable, compat.Literal):
       return np.asarray(variable.val, _wide(variable.aval.dtype))
     return values[variable]
 
@@ -179,10 +176,6 @@ def _wide(dtype):
   return jnp.dtype(jnp.float32) if is_short else dtype
 
 
-def _is_literal(variable):
-  return isinstance(variable, compat.Literal)
-
-
 def _is_sum(equation):
   name, params = equation.primitive.name, equation.params
   return name == "reduce_sum" and params["axes"] == (1,)
@@ -191,10 +184,8 @@ def _is_sum(equation):
 def _repeats(equation):
   """Returns whether it broadcasts a scalar, or a value for each row."""
   name, params = equation.primitive.name, equation.params
-  return name == "broadcast_in_dim" and params["broadcast_dimensions"] in (
-    (),
-    (0,),
-  )
+  dims = params.get("broadcast_dimensions")
+  return name == "broadcast_in_dim" and dims in ((), (0,))
 
 
 def _block_shape(array):

@@ -22,7 +22,8 @@ from ep._src.base import compat, primitive
 from ep._src.base.arrays import iota
 from ep._src.native import ffi
 
-_TAILS = {"zero": 0, "nan": jnp.nan}
+# The values of rows after the last slab; "unspecified" is where XLA needs one.
+TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 _FILLED_ROWS = 128  # of a step
 
 
@@ -55,7 +56,7 @@ def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
     return _retyped(buffer, dtype, num_used)
   num_rows = buffer.shape[0]
   height = min(_FILLED_ROWS, num_rows)
-  filling = jnp.full((height, *buffer.shape[1:]), _TAILS[tail], dtype)
+  filling = jnp.full((height, *buffer.shape[1:]), TAILS[tail], dtype)
 
   def fill(i, buffer):
     start = jnp.minimum(num_used + i * height, num_rows - height)
@@ -70,7 +71,7 @@ def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
   if tail == "unspecified":
     return rows
   used = iota(rows.shape[0]) < num_used
-  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, _TAILS[tail])
+  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, TAILS[tail])
 
 
 class Reader:

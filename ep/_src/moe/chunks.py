@@ -76,19 +76,15 @@ def through_experts(
   token_chunks = min(token_chunks, num_tokens)
   if token_chunks > 1:
     out, handle = _in_chunks(exchange, experts, token_chunks, *args)
-    return _with_shared(out, shared, tokens), handle
-  handle = ep_prepare(exchange, topk_idx, topk_weights)
-  num_chunks = 1
-  if layer.overflow == "chunk" and capacity is None:
-    num_chunks = _num_chunks(layer, experts, num_tokens)
-  if num_chunks == 1:
-    return round_trip(handle, experts, *args, shared), handle
-  out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
-  return _with_shared(out, shared, tokens), handle
-
-
-def _with_shared(out, shared, tokens):
-  return out if shared is None else out + shared(tokens)
+  else:
+    handle = ep_prepare(exchange, topk_idx, topk_weights)
+    num_chunks = 1
+    if layer.overflow == "chunk" and capacity is None:
+      num_chunks = _num_chunks(layer, experts, num_tokens)
+    if num_chunks == 1:
+      return round_trip(handle, experts, *args, shared), handle
+    out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
+  return out if shared is None else out + shared(tokens), handle
 
 
 @dataclasses.dataclass(frozen=True)

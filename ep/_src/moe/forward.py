@@ -37,13 +37,12 @@ def of_rank(
   placement: Placement | None,
 ) -> tuple[jax.Array, losses.Metrics]:
   """Computes `ep.MoE` for the tokens and the parameters of a rank."""
-  others = bias, key, placement
-  if not config.deterministic:
-    return _layer(layer, config, x, mask, forced_idx, params, *others)
   # XLA would fuse the layer with the ops around it, which differ between the
   # views. Fused ops may round differently.
-  x, params = _apart((x, params))
-  return _apart(_layer(layer, config, x, mask, forced_idx, params, *others))
+  apart = _apart if config.deterministic else lambda arrays: arrays
+  x, params = apart((x, params))
+  others = bias, key, placement
+  return apart(_layer(layer, config, x, mask, forced_idx, params, *others))
 
 
 def _apart(arrays):

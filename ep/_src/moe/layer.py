@@ -206,8 +206,9 @@ class MoE:
     config, group = self.config, self.group
     op = f'MoE(layer "{self.ep_layer.name}")'
     arguments.flag(op, "pad", pad)
-    bias = _bias(op, state)
-    x, bias, mask = jax.tree.map(jnp.asarray, (x, bias, mask), is_leaf=_is_list)
+    bias, x = _bias(op, state), jnp.asarray(x)
+    if mask is not None:
+      mask = jnp.asarray(mask)
     if forced_idx is not None:
       forced_idx = arrays.array(op, "forced_idx", forced_idx)
     view = views.View.of(group, op)
@@ -280,10 +281,6 @@ def _bias(op, state):
   return arrays.float32(op, "state.bias", state.bias)
 
 
-def _is_list(x):
-  return isinstance(x, list)
-
-
 def _check_tokens(op, config, x, bias, mask, forced_idx):
   """Raises unless the arrays have the expected shapes and dtypes."""
   arguments.check(
@@ -292,17 +289,11 @@ def _check_tokens(op, config, x, bias, mask, forced_idx):
     f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
     " the config's hidden size.",
   )
-  lead = x.shape[:-1]
+  lead, choices = x.shape[:-1], (*x.shape[:-1], config.top_k)
   for name, array, shape, kind, what in [
     ("bias", bias, (config.num_experts,), jnp.floating, "a float"),
     ("mask", mask, lead, jnp.bool_, "a bool"),
-    (
-      "forced_idx",
-      forced_idx,
-      (*lead, config.top_k),
-      jnp.integer,
-      "an integer",
-    ),
+    ("forced_idx", forced_idx, choices, jnp.integer, "an integer"),
   ]:
     if array is None:
       continue

@@ -232,13 +232,13 @@ def move(
     check_placement(op, name, placement, E)
 
   def of(path, x, spec):
-    split = [i for i, axes in enumerate(spec) if _names(axes, group.axis_name)]
+    split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
     if not split:
       return x
     what = f"{op}: arrays{jax.tree_util.keystr(path)} of shape {x.shape}"
     (at,) = split
     arguments.check(
-      spec[at] in (group.axis_name, (group.axis_name,)),
+      _axes(spec[at]) == (group.axis_name,),
       what,
       f"is split by {spec[at]}, but experts are split over"
       f" {group.axis_name!r} alone; give it another spec.",
@@ -270,8 +270,8 @@ def move(
   return jax.tree.map_with_path(of, arrays, jax.tree.broadcast(specs, arrays))
 
 
-def _names(axes, name):
-  return axes == name or (isinstance(axes, tuple) and name in axes)
+def _axes(entry):
+  return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _moved(axis_name, at, old, new, x):

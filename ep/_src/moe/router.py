@@ -158,7 +158,14 @@ def route_topk(
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
     topk_idx = _best(order, top_k, allowed)
   else:
-    topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
+    topk_idx = arrays.integers(op, "forced_idx", forced_idx)
+    shape = *logits.shape[:-1], top_k
+    arguments.check(
+      topk_idx.shape == shape,
+      op,
+      f"forced_idx has shape {topk_idx.shape}; it must hold top_k ids for each "
+      f"token, shape {shape}.",
+    )
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
   topk_idx = keep_routing(topk_idx)
@@ -227,9 +234,10 @@ def check_choice(
   jitter: float,
 ) -> None:
   """Raises unless the arguments of a choice are valid and fit together."""
-  arguments.integer(op, "num_groups", num_groups)
-  arguments.integer(op, "top_groups", top_groups)
-  arguments.integer(op, "group_best", group_best)
+  for name, value in dict(
+    num_groups=num_groups, top_groups=top_groups, group_best=group_best
+  ).items():
+    arguments.integer(op, name, value)
   arguments.check(
     0 <= arguments.number(op, "jitter", jitter) < 1,
     op,
@@ -260,17 +268,6 @@ def check_choice(
     f"group_best = {group_best}, but groups have {size} experts; choose "
     f"between 1 and {size}.",
   )
-
-
-def _checked_choice(op, forced_idx, shape):
-  forced_idx = arrays.integers(op, "forced_idx", forced_idx)
-  arguments.check(
-    forced_idx.shape == shape,
-    op,
-    f"forced_idx has shape {forced_idx.shape}; it must hold top_k ids for each "
-    f"token, shape {shape}.",
-  )
-  return forced_idx
 
 
 @jax.custom_jvp

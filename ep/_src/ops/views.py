@@ -138,9 +138,9 @@ class View:
       names = local_fn.__code__.co_varnames[len(static) :]
       _check_places(group, op, names, args, in_kinds)
     kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
-    make = group.connection.cached if keep else _call
+    cached = functools.partial(group.connection.cached, _program)
+    make = cached if keep else _program
     program = make(
-      _program,
       op.partition("(")[0],
       local_fn,
       tuple(x.config if isinstance(x, EpLayerConfig) else x for x in static),
@@ -168,10 +168,6 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
     )
   if devices := compat.concrete_context_mesh():
     group.connection.check_places(op, devices)
-
-
-def _call(fn, *args):
-  return fn(*args)
 
 
 def _program(
