@@ -124,8 +124,7 @@ def _of_block(fn, arrays):
 
 def _check(jaxpr):
   """Raises unless the kernel can compute one block of columns after another."""
-  variables = (v for e in jaxpr.eqns for v in e.invars)
-  read = {v for v in variables if not isinstance(v, compat.Literal)}
+  read = {v for e in jaxpr.eqns for v in e.invars if not _is_literal(v)}
   sums = {e.outvars[0] for e in jaxpr.eqns if _is_sum(e)} - read
   for e in jaxpr.eqns:
     is_fine = e.primitive.name in _ELEMENTWISE or _repeats(e)
@@ -147,7 +146,7 @@ def _evaluate(traced, *operands):
   values |= zip(jaxpr.invars, operands, strict=True)
 
   def value(variable):
-    if isinstance(variable, compat.Literal):
+    if _is_literal(variable):
       return np.asarray(variable.val, _wide(variable.aval.dtype))
     return values[variable]
 
@@ -174,6 +173,10 @@ def _evaluate(traced, *operands):
 def _wide(dtype):
   is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
   return jnp.dtype(jnp.float32) if is_short else dtype
+
+
+def _is_literal(variable):
+  return isinstance(variable, compat.Literal)
 
 
 def _is_sum(equation):

@@ -39,20 +39,9 @@ def of_rank(
   """Computes `ep.MoE` for the tokens and the parameters of a rank."""
   # XLA would fuse the layer with the ops around it, which differ between the
   # views. Fused ops may round differently.
-  apart = _apart if config.deterministic else lambda arrays: arrays
-  x, params = apart((x, params))
-  others = bias, key, placement
-  return apart(_layer(layer, config, x, mask, forced_idx, params, *others))
-
-
-def _apart(arrays):
-  """Returns the arrays; XLA fuses no op across this point, or its gradient."""
-  return jax.tree.map(lax.optimization_barrier, arrays)
-
-
-def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
+  if config.deterministic:
+    x, params = jax.tree.map(lax.optimization_barrier, (x, params))
   params = _local_params(layer, config, params)
-
   x = x if mask is None else jnp.where(mask[..., None], x, 0)
   with jax.named_scope("route"):
     logits = jnp.matmul(
@@ -124,7 +113,9 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     metrics = losses.measure(
       layer, config, logits, topk_idx, mask, handle, held
     )
-    return y, metrics
+  if config.deterministic:
+    y, metrics = jax.tree.map(lax.optimization_barrier, (y, metrics))
+  return y, metrics
 
 
 def _local_params(layer, config, params):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import functools
 import re
 
 import jax
@@ -27,7 +28,7 @@ from ep._src.base.backend import OPS
 from ep._src.ops.hidden_collectives import as_text, op_name, OPCODES
 
 # The handlers of these targets return before they are done.
-_OP = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
+_TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
 
 
 def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
@@ -99,10 +100,7 @@ class _Program:
       computation: dict(_instructions(body, bodies))
       for computation, body in bodies.items()
     }
-    self._has_op = self._reaching(lambda x: _OP.search(x.line))
-    self._has_collective = self._reaching(
-      lambda x: x.opcode.removesuffix("-start") in OPCODES
-    )
+    self._runs = functools.cache(self._search)
 
   def loops(self) -> Iterable[_Instruction]:
     """Yields the loops and branches that start collectives after our ops."""
@@ -123,42 +121,35 @@ class _Program:
           x = instructions[later]
           if not needing.isdisjoint(x.operands):
             needing.add(later)
-          elif self._is(x, self._has_collective):
+          elif self._runs(x, _is_collective):
             yield loop, x
 
   def _is_loose(self, x):
     """Returns whether `x` may start a collective after its call returns."""
     if x.opcode == "while":
-      return self._is(x, self._has_op) and self._is(x, self._has_collective)
+      return self._runs(x, _is_op) and self._runs(x, _is_collective)
     return any(map(self._starts_late, x.called))
 
   def _starts_late(self, computation):
     is_late = False
     for x in self._computations[computation].values():
-      if (is_late and self._is(x, self._has_collective)) or self._is_loose(x):
+      if (is_late and self._runs(x, _is_collective)) or self._is_loose(x):
         return True
-      is_late |= self._is(x, self._has_op)
+      is_late |= self._runs(x, _is_op)
     return False
 
-  def _is(self, x, kind):
-    instructions, computations = kind
-    return x in instructions or not computations.isdisjoint(x.called)
+  def _search(self, x, is_kind):
+    """Returns whether `x`, or an instruction that it calls, is of a kind."""
+    called = (y for c in x.called for y in self._computations[c].values())
+    return is_kind(x) or any(self._runs(y, is_kind) for y in called)
 
-  def _reaching(self, is_kind):
-    """Returns instructions of a kind, and the computations that reach them."""
-    found: set[_Instruction] = set()
-    reaching: set[str] = set()
-    before = -1
-    for instructions in self._computations.values():
-      found.update(filter(is_kind, instructions.values()))
-    while len(reaching) > before:
-      before = len(reaching)
-      reaching.update(
-        computation
-        for computation, instructions in self._computations.items()
-        if any(self._is(x, (found, reaching)) for x in instructions.values())
-      )
-    return found, reaching
+
+def _is_op(x):
+  return bool(_TARGET.search(x.line))
+
+
+def _is_collective(x):
+  return x.opcode.removesuffix("-start") in OPCODES
 
 
 def _instructions(
