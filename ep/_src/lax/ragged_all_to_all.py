@@ -185,8 +185,8 @@ def _check_dtype(dtype: jnp.dtype) -> None:
   if jnp.issubdtype(dtype, jax.dtypes.extended):
     raise TypeError(
       f"{_NAME}: operand is of {dtype}, which it cannot send; for keys, send"
-      " jax.random.key_data(keys), and call jax.random.wrap_key_data on what"
-      " comes."
+      " jax.random.key_data(keys), and call jax.random.wrap_key_data on the"
+      " result."
     )
 
 

@@ -111,7 +111,7 @@ def _primitive(name, out_type, otherwise, **options):
   """Makes a primitive that lowers to the library's `name`, or to `otherwise`.
 
   It has no derivatives, because only lowerings of other primitives use it. The
-  options are those of the library's custom call.
+  options are passed to `jax.ffi.ffi_lowering`.
   """
   lower_otherwise = compat.lower_local(
     lambda *operands, **params: [otherwise(*operands, **params)]

@@ -171,7 +171,7 @@ def _checked(experts) -> np.ndarray:
     ),
     "ep.Placement",
     f"experts have shape {experts.shape}, but they must be [..., V], the expert"
-    " of each slot of each rank in turn, with each of 0..E-1 once or more.",
+    " of each slot, with each of 0..E-1 once or more.",
   )
   return experts.astype(np.int32)
 

@@ -99,8 +99,8 @@ def assert_no_hidden_collectives(
         f" {c.source or 'no source line'}"
         for c in hidden
       )
-      + "\nCheck the shardings of what they work on, or pass in `allow` the"
-      " opcodes, or scopes, of those that are meant."
+      + "\nCheck the shardings of their operands, or pass the opcodes or scopes"
+      " of the intended ones in `allow`."
     )
 
 

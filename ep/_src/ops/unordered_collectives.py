@@ -63,9 +63,9 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
   ]
   if unordered:
     raise AssertionError(
-      "on CPUs, nothing orders these collectives and those of a loop around ops"
-      f" of ep:{''.join(unordered)}\nLet the later collective need a result of"
-      " the loop, unroll the loop (lax.scan(..., unroll=True)), or use"
+      "on CPUs, nothing orders these collectives and the collectives of a loop"
+      f" around ops of ep:{''.join(unordered)}\nLet the later collective need a"
+      " result of the loop, unroll the loop (lax.scan(..., unroll=True)), or use"
       ' ep_bootstrap(backend="xla").'
     )
 

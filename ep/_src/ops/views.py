@@ -100,7 +100,7 @@ class View:
         f" and must be a multiple of {ranks} (mesh axes"
         f" {self.group.token_axes}). Pass pad=True to moe_layer or"
         " ep.MoE; to an op, add tokens whose ids are -1. Under jax.vmap"
-        " the first axis is that of the examples."
+        " the first axis is the axis of examples."
       )
     return (lead[0] // ranks, *lead[1:])
 
@@ -292,7 +292,7 @@ def _check_places(
     what = f"{op}: {name} of shape {x.shape} has the sharding {x.sharding}"
     if x.sharding.device_set != wanted.device_set:
       raise ValueError(
-        f"{what}, whose devices are not those of the group's mesh; the op needs"
+        f"{what}, whose devices differ from the group's mesh; the op needs"
         f" {wanted}. Put the array there with jax.device_put."
       )
     if not x.is_fully_replicated:
