@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from ep._src.base.arrays import iota
 from ep._src.matmul import ordered_sum, unwritten_rows
+from ep._src.matmul.unwritten_rows import slice_rows
 
 _HEIGHT = 64  # rows of a tile
 
@@ -151,7 +152,7 @@ class _Tile:
     """Returns _HEIGHT rows from `first` on, also those outside the slab."""
     rows = rows(self._start, self._stored)
     rows = jnp.pad(rows, ((0, _HEIGHT), (0, 0)))
-    return _slice(rows, self._early, _HEIGHT)
+    return slice_rows(rows, self._early, _HEIGHT)
 
   def inside(self, rows):
     """Returns the rows, with zeros for those outside the slab."""
@@ -160,7 +161,7 @@ class _Tile:
   def write(self, buffer, rows):
     """Returns the buffer with the rows inside the slab."""
     rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
-    rows = _slice(rows, self._stored - self._early, self._stored)
+    rows = slice_rows(rows, self._stored - self._early, self._stored)
     place = iota(self._stored) - self._early
     inside = (place >= 0) & (place < self._num_inside)
     return unwritten_rows.write(buffer, rows, self._start, inside)
@@ -194,14 +195,9 @@ def _before(counts):
   return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
-# JAX counts a negative index from the end, unless it is told that no index is
-# negative.
 _at = functools.partial(
   lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )
 _set_at = functools.partial(
   lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False
-)
-_slice = functools.partial(
-  lax.dynamic_slice_in_dim, allow_negative_indices=False
 )

@@ -14,6 +14,8 @@ A program without the library, or for another process, uses XLA's operations.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -27,6 +29,13 @@ TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 _FILLED_ROWS = 128  # of a step
 
 
+# JAX counts a negative index from the end, unless it is told that no index is
+# negative.
+slice_rows = functools.partial(
+  lax.dynamic_slice_in_dim, allow_negative_indices=False
+)
+
+
 def new(shape: tuple[int, ...], dtype) -> jax.Array:
   """Returns a buffer of unwritten rows of `dtype`."""
   return _unwritten_p.bind(shape=shape, dtype=_storage(dtype))[0]
@@ -38,7 +47,7 @@ def write(
   """Returns the buffer with `rows` at `start`, or only the rows `inside`."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
-    before = _slice(buffer, start, rows.shape[0])
+    before = slice_rows(buffer, start, rows.shape[0])
     inside = inside.reshape(-1, *[1] * (rows.ndim - 1))
     rows = jnp.where(inside, rows, before)
   return lax.dynamic_update_slice_in_dim(
@@ -82,14 +91,7 @@ class Reader:
     self._buffer = _retyped(rows, _storage(rows.dtype), num_used)
 
   def __call__(self, start: jax.Array, height: int) -> jax.Array:
-    rows = _slice(self._buffer, start, height)
-    return _retyped(rows, self._dtype)
-
-
-def _slice(array, start, height):
-  return lax.dynamic_slice_in_dim(
-    array, start, height, allow_negative_indices=False
-  )
+    return _retyped(slice_rows(self._buffer, start, height), self._dtype)
 
 
 def _retyped(array, dtype, num_used=None):

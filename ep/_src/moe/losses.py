@@ -66,8 +66,8 @@ def load_balancing_loss(
     topk_idx: integers `[..., K]`, -1 where a choice is unused.
     score: the `score` of `route_topk`. Scores other than "softmax" are divided
       by their sum over the experts.
-    mask: `[...]` bool; tokens where it is False count for nothing and get no
-      gradient. If no token counts, the loss is 0.
+    mask: `[...]` bool; tokens where it is False do not count and get no
+      gradient. Without other tokens the loss is 0.
     axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
       The loss is then the loss of the whole batch, equal on every rank; without
       axes, it is the loss of the rank's tokens. With `check_vma=True`, the
@@ -79,8 +79,8 @@ def load_balancing_loss(
     A float32 scalar.
 
   Raises:
-    ValueError: for a `score` or shape that cannot be.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError: `score` or a shape is invalid.
+    TypeError: the logits are no floats, or the mask has no bools.
   """
   return _batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
 
@@ -104,19 +104,14 @@ def sequence_balancing_loss(
     logits: `[..., S, E]`, any float dtype, of sequences of S tokens. In
       `jax.shard_map` a rank holds whole sequences.
     topk_idx: integers `[..., S, K]`, -1 where a choice is unused.
-    score: as in `load_balancing_loss`.
-    mask: `[..., S]` bool, as in `load_balancing_loss`. A sequence without any
-      token does not count.
-    axis_name: the axes that sequences are sharded over, as in
-      `load_balancing_loss`.
-    psum: as in `load_balancing_loss`.
+    mask: `[..., S]` bool; a sequence without unmasked tokens does not count.
+    score, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
 
   Raises:
-    ValueError: for a `score` or shape that cannot be.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError, TypeError: as in `load_balancing_loss`.
   """
   terms = _sequence_balance(logits, topk_idx, score, mask)
   return terms.over(axis_name, psum)
@@ -142,8 +137,7 @@ def router_z_loss(
     A float32 scalar.
 
   Raises:
-    ValueError: the mask has another shape than the tokens.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError, TypeError: as in `load_balancing_loss`.
   """
   return _logit_size(logits, mask).over(axis_name, psum)
 
@@ -161,15 +155,14 @@ def router_entropy(
   scores are equal.
 
   Args:
-    logits: `[..., E]`, any float dtype; -inf bars an expert.
+    logits: `[..., E]`, any float dtype; -inf excludes an expert.
     mask, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
 
   Raises:
-    ValueError: the mask has another shape than the tokens.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError, TypeError: as in `load_balancing_loss`.
   """
   return _score_entropy(logits, mask).over(axis_name, psum)
 

@@ -65,8 +65,8 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
     raise AssertionError(
       "on CPUs, nothing orders these collectives and the collectives of a loop"
       f" around ops of ep:{''.join(unordered)}\nLet the later collective need a"
-      " result of the loop, unroll the loop (lax.scan(..., unroll=True)), or use"
-      ' ep_bootstrap(backend="xla").'
+      " result of the loop, unroll the loop (lax.scan(..., unroll=True)), or"
+      ' use ep_bootstrap(backend="xla").'
     )
 
 
