@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiplies each slab of rows by its own matrix: a JAX primitive.
+"""Multiplies each slab of rows by its matrix: a JAX primitive.
 
 TPUs run `lax.ragged_dot`, which costs rows x matrices on CPUs and NVIDIA GPUs.
 CPUs run the native library (ep_ffi/matmul/), or by_tiles.py in programs that

@@ -24,7 +24,7 @@ from ep._src.base import compat, primitive
 from ep._src.base.arrays import iota
 from ep._src.native import ffi
 
-# The values of rows after the last slab; "unspecified" is where XLA needs one.
+# The value of rows after the last slab, if XLA has to write one.
 TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 _FILLED_ROWS = 128  # of a step
 

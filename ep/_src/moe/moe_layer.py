@@ -170,7 +170,7 @@ def _of_rank(layer, experts, params, tokens, topk_idx, topk_weights):
 
 
 def _check_lead(op, routed):
-  """Returns the leading axes of the tokens, which the routing must have too."""
+  """Returns the leading axes of the tokens; the routing must have the same."""
   _, ids, weights = routed
   if ids.shape != weights.shape:
     raise ValueError(
@@ -196,7 +196,7 @@ def _check_matrices(view, tokens, params):
     if name == "w_down":
       shape = (experts, inner, hidden)
     if matrices.shape != shape:
-      which = "a rank's own experts" if view.is_local else "all experts"
+      which = "a rank's experts" if view.is_local else "all experts"
       raise ValueError(
         f"{op}: {name} has shape {matrices.shape}, but {shape} is expected:"
         f" a matrix for each of {which}, for tokens of hidden size {hidden} and"

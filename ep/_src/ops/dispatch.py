@@ -58,7 +58,7 @@ def ep_dispatch(
             recv_topk_weights[rank][slot(t, k)] = topk_weights[t, k]
 
       # RECEIVE, on each rank: rows that no rank sent
-      recv_tokens[pads of slabs] = 0           # and weights
+      recv_tokens[padding of slabs] = 0        # and weights
       recv_tokens[sum(group_sizes):] = 0       # or unspecified; see `tail`
 
   For example, with two ranks, four experts (L = 2), two choices, alignment 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the JAX primitives of the ops, and declares which are linear.
+"""Makes the JAX primitives of the ops, and declares their linearity.
 
 Each primitive has one parameter, the frozen `OpParams`. Its operands are the
 arrays of one rank. The operands of a mover are the handle's `mem` and
