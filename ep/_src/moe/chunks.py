@@ -21,7 +21,6 @@ over other axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -87,35 +86,20 @@ def through_experts(
   return out if shared is None else out + shared(tokens), handle
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunks:
-  """Splits arrays of tokens [*lead, n] into `num` chunks of equal size.
-
-  Tokens stay in order. Tokens that choose no expert pad the last chunk.
-  """
-
-  lead: tuple[int, ...]
-  num: int
-
-  def split(self, x: jax.Array, fill: int = 0) -> jax.Array:
-    """Returns [num, tokens of a chunk, n] of x [*lead, n]."""
-    x = x.reshape(-1, x.shape[-1])
-    missing = -len(x) % self.num
-    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
-    return x.reshape(self.num, -1, x.shape[-1])
-
-  def join(self, x: jax.Array) -> jax.Array:
-    """Inverts `split`."""
-    rows = x.reshape(-1, x.shape[-1])[: math.prod(self.lead)]
-    return rows.reshape(*self.lead, -1)
-
-
 def _in_chunks(
   layer, experts, num_chunks, params, tokens, topk_idx, topk_weights
 ):
   """Runs one chunk after another; returns the output and the handles."""
-  chunks = _Chunks(topk_idx.shape[:-1], num_chunks)
-  ids = chunks.split(topk_idx, fill=-1)
+  lead = topk_idx.shape[:-1]
+
+  def split(x, fill=0):
+    """Returns [num_chunks, tokens of a chunk, n] of [*lead, n], padded."""
+    x = x.reshape(-1, x.shape[-1])
+    missing = -len(x) % num_chunks
+    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+    return x.reshape(num_chunks, -1, x.shape[-1])
+
+  ids = split(topk_idx, fill=-1)
   # No loop may have collectives of XLA beside ops: XLA:CPU would not order them
   # (unordered_collectives.py). With overflow="drop", `ep_prepare` has such
   # collectives, so that loop is unrolled. `vary_together` is a sum over mesh
@@ -123,7 +107,7 @@ def _in_chunks(
   _, handles = lax.scan(
     lambda _, routing: (None, ep_prepare(layer, *routing)),
     None,
-    (ids, chunks.split(topk_weights)),
+    (ids, split(topk_weights)),
     unroll=layer.overflow == "drop",
   )
   args = compat.vary_together(params, tokens, topk_weights, handles)
@@ -138,9 +122,10 @@ def _in_chunks(
       summed = jax.tree.map(_summed_as, params, sums)
       return round_trip(handle, experts, summed, *arrays)
 
-    arrays = chunks.split(tokens), ids, chunks.split(topk_weights)
+    arrays = split(tokens), ids, split(topk_weights)
     outs = lax.map(lambda chunk: of_chunk(sums, *chunk), (handles, *arrays))
-    return chunks.join(outs)
+    rows = outs.reshape(-1, outs.shape[-1])[: math.prod(lead)]
+    return rows.reshape(*lead, -1)
 
   return run(*args), handles
 

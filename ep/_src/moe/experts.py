@@ -138,9 +138,9 @@ def round_trip(
     rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
   if weights is not None and not handle.params.connection.weighs:
-    # Combine would compute the same product. But then its gradient would include
-    # the gradient of the product, and XLA would not overlap the shared experts
-    # with the exchange.
+    # Combine would compute the same product. But then its gradient would
+    # include the gradient of the product, and XLA would not overlap the shared
+    # experts with the exchange.
     rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
     weights = None
   if beside is not None:

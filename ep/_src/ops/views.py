@@ -199,9 +199,15 @@ def _program(
     of_rank = fn
     in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
 
+    def on_rank_arrays(change, kinds, arrays):
+      def of_kind(kind, xs):
+        return jax.tree.map(change, xs) if kind == RANK else xs
+
+      return jax.tree.map(of_kind, kinds, arrays)
+
     def of_ranks(*args):
-      args = jax.tree.map(_drop_rank_axis, in_kinds, args)
-      return jax.tree.map(_add_rank_axis, out_kinds, of_rank(*args))
+      args = on_rank_arrays(lambda x: x.reshape(x.shape[1:]), in_kinds, args)
+      return on_rank_arrays(lambda x: x[None], out_kinds, of_rank(*args))
 
     in_specs = _specs(group, in_kinds)
     mapped = jax.shard_map(
@@ -252,16 +258,6 @@ def _specs(group: GroupConfig, kinds: Any) -> Any:
     return PartitionSpec() if kind == REPLICATED else PartitionSpec(axes[kind])
 
   return jax.tree.map(spec, kinds)
-
-
-def _drop_rank_axis(kind, arrays):
-  if kind != RANK:
-    return arrays
-  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
-
-
-def _add_rank_axis(kind, arrays):
-  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
 
 
 def _check_places(
