@@ -101,7 +101,7 @@ def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
     asked.append(device.core_count)
     raise ImportError("no such name")
 
-  monkeypatch.setattr(on_cuda, "kernels", import_fails)
+  monkeypatch.setattr(on_cuda, "_kernels", import_fails)
 
   monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
   device = Device(compute_capability="9.0", core_count=7)
