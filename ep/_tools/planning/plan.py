@@ -117,7 +117,7 @@ def plan(
     cfg: the layer. Its sizes, groups, capacity_factor and drop_by count.
     cluster: the cluster, with a rank on each GPU. An EP domain is P consecutive
       ranks.
-    routing: the choices of the tokens, in one of five forms: "uniform"; "zipf:A"
+    routing: the choices of tokens, in one of five forms: "uniform"; "zipf:A"
       (the n-th largest load is proportional to n^-A, for A >= 0; a fixed seed
       shuffles the experts); loads [E]; expert ids of a step, int [R * T, K] in
       the order of the global view, or a list of such arrays; a folder of

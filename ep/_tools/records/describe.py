@@ -30,7 +30,7 @@ class RoutingSummary:
     token_counts: int32 [N, L], tokens that each local expert receives.
     group_sizes: int32 [N, L], rows of each expert segment within the capacity,
       padding included.
-    total_recv_tokens: int32 [N], rows wanted, padding and dropped rows included.
+    total_recv_tokens: int32 [N], rows wanted, with padding and dropped rows.
     dropped_counts: int32 [N, L], dropped tokens of each local expert.
   """
 

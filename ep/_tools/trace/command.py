@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says why steps are slow: python -m ep explain steps.json.gz.
 
-Of a folder, as $EP_TRACE names one, it explains each trace. It merges the parts
-that processes have left.
+It explains each trace of a folder, for instance of $EP_TRACE, after it has
+merged the files of the processes.
 """
 
 import argparse
@@ -12,13 +12,13 @@ from ep._tools.trace.explain import explain
 
 
 def main(args: list[str]) -> int | str:
-  """Prints explanations; returns the exit code, or what is wrong."""
+  """Prints explanations; returns the exit code, or an error text."""
   parser = argparse.ArgumentParser(
     prog="python -m ep explain",
     description="Says why the steps of a trace are slow.",
   )
   parser.add_argument(
-    "path", help="a file of ep.trace, or a folder, as EP_TRACE names one"
+    "path", help="a file of ep.trace, or a folder, such as $EP_TRACE"
   )
   try:
     paths = trace.files(parser.parse_args(args).path)
