@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep.testing._compare import Expected
+from ep.testing._declarations import Layer, Setting
 from ep.testing._round_trip import where_choice, where_token
-from ep.testing._subjects import Layer, Setting
 from ep.testing._trial import Oracle, Trial
 
 

@@ -21,9 +21,9 @@ import jax
 
 from ep import launch
 from ep.testing import _ranks
-from ep.testing._bench import Bench, Draw, USUAL, Variant
+from ep.testing._declarations import Subject
 from ep.testing._rules import error_of, RULES
-from ep.testing._subjects import Subject
+from ep.testing._variants import Bench, Draw, USUAL, Variant
 
 # A note tells _ranks.py what a process saw.
 Note = dict[str, Any]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from ep import launch
-from ep.testing._subjects import Subject
+from ep.testing._declarations import Subject
 
 PROCESSES, DEVICES = 2, 2
 _START_S = 120.0  # for imports and compilation

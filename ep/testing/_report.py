@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from ep.testing._bench import Bench, Variant
+from ep.testing._declarations import Layer, Subject, Transport
 from ep.testing._rules import Rule, RULES
-from ep.testing._subjects import Layer, Subject, Transport
+from ep.testing._variants import Bench, Variant
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from ep._src.ops import reference
 from ep.testing import _numbers
 from ep.testing._compare import Expected
-from ep.testing._subjects import Received, Setting, Transport
+from ep.testing._declarations import Received, Setting, Transport
 from ep.testing._trial import Oracle, Trial
 
 

@@ -21,12 +21,12 @@ import numpy as np
 
 from ep._src.base.quantizers import ROW_DTYPES, SCALE_DTYPES
 from ep.testing import _ranks
-from ep.testing._bench import Bench, Draw, Variant
 from ep.testing._compare import compare, Expected
+from ep.testing._declarations import Subject, Transport
 from ep.testing._footprint import Footprint
 from ep.testing._routings import draw
-from ep.testing._subjects import Subject, Transport
 from ep.testing._trial import Oracle
+from ep.testing._variants import Bench, Draw, Variant
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from ep.testing._compare import Expected
-from ep.testing._subjects import Setting
+from ep.testing._declarations import Setting
 
 
 class Oracle(abc.ABC):

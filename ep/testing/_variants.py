@@ -13,10 +13,10 @@ import jax
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
+from ep.testing._declarations import Layer, Setting, Subject, Transport
 from ep.testing._dense import LayerTrial
 from ep.testing._round_trip import RoundTrip
 from ep.testing._routings import ROUTINGS
-from ep.testing._subjects import Layer, Setting, Subject, Transport
 from ep.testing._trial import Oracle, Trial
 
 _Subject = TypeVar("_Subject", bound=Subject)
