@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a subject in one setting: its function, and derivatives of it.
+"""Runs the object under test in one setting, with its derivatives.
 
-The function takes `(route, inputs)` of global arrays, whose leading axis is
-split over the mesh, and returns `(tokens, received)`. A `Trial` compiles one
-program of it for each derivative. An `Oracle` computes the same for one
-routing, with NumPy arrays.
+A `Trial` compiles a function, and a program for each of its derivatives. The
+function takes `(route, inputs)`, global arrays whose leading axis is split over
+the mesh, and returns `(tokens, received)`. An `Oracle` computes the expected
+results for one routing, as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Oracle(abc.ABC):
   """The expected results for one routing of a setting.
 
   Attributes:
-    numbers: kinds of inputs for which the derivatives are known. "whole" ones
-      are small whole numbers: all sums of them are exact in any order, so that
-      results have the expected bits whatever the tolerance.
+    numbers: kinds of inputs with known derivatives. "whole" are small whole
+      numbers, whose sums are exact in any order, so that results have the
+      expected bits for any tolerance.
   """
 
   numbers: ClassVar[tuple[str, ...]]
@@ -36,7 +36,7 @@ class Oracle(abc.ABC):
 
   @abc.abstractmethod
   def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
-    """Draws inputs: tokens, weights of the choices, and perhaps parameters."""
+    """Draws tokens and weights; returns them with the parameters, if any."""
 
   @abc.abstractmethod
   def output(self, inputs: Any) -> Expected:
@@ -44,7 +44,7 @@ class Oracle(abc.ABC):
 
   @abc.abstractmethod
   def pullback(self, inputs: Any, g: np.ndarray) -> dict[str, Expected]:
-    """Returns the cotangents of the inputs by name, as far as specified."""
+    """Returns the specified cotangents of the inputs, by name."""
 
   @abc.abstractmethod
   def pushforward(self, inputs: Any, tangents: Any) -> Expected:
@@ -54,11 +54,11 @@ class Oracle(abc.ABC):
   def second_pullback(
     self, inputs: Any, g: np.ndarray, cotangents: Any
   ) -> dict[str, Expected]:
-    """Returns the cotangents of what a pullback takes: of inputs and of `g`."""
+    """Returns the cotangents of the arguments of a pullback, by name."""
 
 
 class Trial(abc.ABC):
-  """A subject, built for one setting."""
+  """The object under test, built for one setting."""
 
   def __init__(
     self, setting: Setting, function: Callable[[Any, Any], tuple[Any, Any]]
@@ -94,36 +94,36 @@ class Trial(abc.ABC):
     """Returns the oracle for choices `[P * T, K]`."""
 
   def forward(self, oracle: Oracle, inputs: Any) -> tuple[Any, Any]:
-    """Returns the tokens, and what was received."""
+    """Returns the tokens and the received rows."""
     return self.finish(self.start(oracle, inputs))
 
   def start(self, oracle: Oracle, inputs: Any) -> Any:
-    """Starts `forward`, and returns arrays that are still being computed."""
+    """Starts `forward`; pass the returned arrays to `finish`."""
     return self._function(*self._place(oracle.route, inputs))
 
   def pullback(self, oracle: Oracle, inputs: Any, g: Any) -> tuple[Any, Any]:
-    """Returns the cotangents of the inputs, and what was received."""
+    """Returns the cotangents of the inputs, and the received rows."""
     route, inputs, (g,) = self._place(oracle.route, inputs, (g,))
     return self.finish(self._pullback(route, inputs, g))
 
   def pushforward(
     self, oracle: Oracle, inputs: Any, tangents: Any
   ) -> tuple[Any, Any]:
-    """Returns the tangent of the tokens, and what was received."""
+    """Returns the tangent of the tokens, and the received rows."""
     args = self._place(oracle.route, inputs, tangents)
     return self.finish(self._pushforward(*args))
 
   def second_pullback(
     self, oracle: Oracle, inputs: Any, g: Any, cotangents: Any
   ) -> tuple[Any, Any]:
-    """Returns the cotangents of the inputs and of `g` in their gradients."""
+    """Returns the cotangents of the arguments of `pullback`."""
     route, inputs, (g,), cotangents = self._place(
       oracle.route, inputs, (g,), cotangents
     )
     return self.finish(self._second_pullback(route, inputs, g, cotangents))
 
   def finish(self, arrays: Any) -> Any:
-    """Waits, and returns whole NumPy arrays on every process."""
+    """Waits for arrays; returns whole NumPy arrays on every process."""
     if jax.process_count() == 1:
       return jax.tree.map(np.asarray, arrays)
     whole = self._replicate(arrays)
@@ -134,7 +134,7 @@ class Trial(abc.ABC):
   def _place(self, *groups: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Splits the first two arrays of each group over the ranks.
 
-    Parameters of a layer come after them, and are the same on every process.
+    Later entries are parameters, which are equal on every process.
     """
     spec = NamedSharding(self.setting.mesh, PartitionSpec("ep"))
 
@@ -145,7 +145,7 @@ class Trial(abc.ABC):
 
 
 def _as_integers(arrays):
-  """Returns the bits of arrays, which a collective leaves as they are."""
+  """Returns the bits of arrays as integers, which no collective changes."""
   return jax.tree.map(
     lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"),
     arrays,
