@@ -32,7 +32,10 @@ class Oracle(abc.ABC):
   """
 
   numbers: ClassVar[tuple[str, ...]]
-  route: tuple[np.ndarray, ...]
+
+  def __init__(self, setting: Setting, *route: np.ndarray):
+    self._setting = setting
+    self.route = route  # topk_idx [P * T, K], and more arrays of the function
 
   @abc.abstractmethod
   def inputs(self, rng: np.random.Generator, numbers: str) -> tuple[Any, ...]:
@@ -55,6 +58,19 @@ class Oracle(abc.ABC):
     self, inputs: Any, g: np.ndarray, cotangents: Any
   ) -> dict[str, Expected]:
     """Returns the cotangents of the arguments of a pullback, by name."""
+
+  def _where_token(self, at: tuple[int, ...]) -> str:
+    """Describes an index of an array `[P * T, H]`."""
+    return f"{self._token(at[0])}, column {at[1]}"
+
+  def _where_choice(self, at: tuple[int, ...]) -> str:
+    """Describes an index of an array `[P * T, K]`."""
+    return f"{self._token(at[0])}, choice {at[1]}"
+
+  def _token(self, index: int) -> str:
+    rank, t = divmod(index, self._setting.tokens)
+    experts = ", ".join(map(str, self.route[0][index]))
+    return f"rank {rank}, token {t} (of experts {experts})"
 
 
 class Trial(abc.ABC):
