@@ -17,22 +17,6 @@ import jax.numpy as jnp
 
 from ep._src.moe.config import MoEConfig
 
-__all__ = [
-  "BY_NAME",
-  "DEEPSEEK_V3",
-  "DEEPSEEK_V4_FLASH",
-  "DEEPSEEK_V4_PRO",
-  "GLM_4_5",
-  "GPT_OSS_120B",
-  "KIMI_K2",
-  "LLAMA_4_MAVERICK",
-  "LLAMA_4_SCOUT",
-  "MIXTRAL_8X7B",
-  "OLMOE_1B_7B",
-  "QWEN3_30B_A3B",
-  "scaled",
-]
-
 # Sizes: config.json of mistralai/Mixtral-8x7B-Instruct-v0.1 on Hugging Face,
 # revision eba92302. Router (a softmax over the chosen logits, which equals
 # normalized scores) and SwiGLU: Jiang et al., "Mixtral of Experts", arXiv
@@ -179,21 +163,9 @@ OLMOE_1B_7B = MoEConfig(
   hidden=2048, inner=1024, num_experts=64, top_k=8, normalize=False
 )
 
-BY_NAME = types.MappingProxyType(
-  {
-    "mixtral_8x7b": MIXTRAL_8X7B,
-    "qwen3_30b_a3b": QWEN3_30B_A3B,
-    "deepseek_v3": DEEPSEEK_V3,
-    "gpt_oss_120b": GPT_OSS_120B,
-    "olmoe_1b_7b": OLMOE_1B_7B,
-    "kimi_k2": KIMI_K2,
-    "glm_4_5": GLM_4_5,
-    "deepseek_v4_flash": DEEPSEEK_V4_FLASH,
-    "deepseek_v4_pro": DEEPSEEK_V4_PRO,
-    "llama_4_scout": LLAMA_4_SCOUT,
-    "llama_4_maverick": LLAMA_4_MAVERICK,
-  }
-)
+_PRESETS = {k: v for k, v in globals().items() if isinstance(v, MoEConfig)}
+BY_NAME = types.MappingProxyType({k.lower(): v for k, v in _PRESETS.items()})
+__all__ = list(_PRESETS) + ["BY_NAME", "scaled"]
 
 
 def scaled(cfg: MoEConfig, divisor: int) -> MoEConfig:

@@ -90,7 +90,7 @@ class RoundTrip(Trial):
   def with_scales(self, oracle: RoundTripOracle, inputs: Any) -> Rows:
     """Returns the received rows, weights and scales."""
     (topk_idx, _), (*inputs, scales) = oracle.route, inputs
-    (topk_idx,), inputs, (scales,) = self._place((topk_idx,), inputs, (scales,))
+    topk_idx, inputs, scales = self._place(topk_idx, tuple(inputs), scales)
     return self.finish(self._with_scales(topk_idx, *inputs, scales))
 
   def oracle(self, topk_idx: np.ndarray) -> RoundTripOracle:

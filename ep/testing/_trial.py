@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -97,10 +98,14 @@ class Trial(abc.ABC):
       _, vjp = jax.vjp(lambda *x: pullback(route, *x)[0], inputs, g)
       return vjp(cotangents)
 
+    # Each takes an oracle, inputs, and more arguments; see `_run`.
     self._function = jax.jit(function)
-    self._pullback = jax.jit(pullback)
-    self._pushforward = jax.jit(pushforward)
-    self._second_pullback = jax.jit(second_pullback)
+    self.forward = functools.partial(self._run, self._function)
+    self.pullback = functools.partial(self._run, jax.jit(pullback))
+    self.pushforward = functools.partial(self._run, jax.jit(pushforward))
+    self.second_pullback = functools.partial(
+      self._run, jax.jit(second_pullback)
+    )
     self._replicate = jax.jit(
       _as_integers, out_shardings=NamedSharding(setting.mesh, PartitionSpec())
     )
@@ -109,34 +114,13 @@ class Trial(abc.ABC):
   def oracle(self, topk_idx: np.ndarray) -> Oracle:
     """Returns the oracle for choices `[P * T, K]`."""
 
-  def forward(self, oracle: Oracle, inputs: Any) -> tuple[Any, Any]:
-    """Returns the tokens and the received rows."""
-    return self.finish(self.start(oracle, inputs))
-
   def start(self, oracle: Oracle, inputs: Any) -> Any:
     """Starts `forward`; pass the returned arrays to `finish`."""
     return self._function(*self._place(oracle.route, inputs))
 
-  def pullback(self, oracle: Oracle, inputs: Any, g: Any) -> tuple[Any, Any]:
-    """Returns the cotangents of the inputs, and the received rows."""
-    route, inputs, (g,) = self._place(oracle.route, inputs, (g,))
-    return self.finish(self._pullback(route, inputs, g))
-
-  def pushforward(
-    self, oracle: Oracle, inputs: Any, tangents: Any
-  ) -> tuple[Any, Any]:
-    """Returns the tangent of the tokens, and the received rows."""
-    args = self._place(oracle.route, inputs, tangents)
-    return self.finish(self._pushforward(*args))
-
-  def second_pullback(
-    self, oracle: Oracle, inputs: Any, g: Any, cotangents: Any
-  ) -> tuple[Any, Any]:
-    """Returns the cotangents of the arguments of `pullback`."""
-    route, inputs, (g,), cotangents = self._place(
-      oracle.route, inputs, (g,), cotangents
-    )
-    return self.finish(self._second_pullback(route, inputs, g, cotangents))
+  def _run(self, program: Callable, oracle: Oracle, *args: Any) -> Any:
+    """Returns the results of a program: its values, and the received rows."""
+    return self.finish(program(*self._place(oracle.route, *args)))
 
   def finish(self, arrays: Any) -> Any:
     """Waits for arrays; returns whole NumPy arrays on every process."""
@@ -147,17 +131,20 @@ class Trial(abc.ABC):
       lambda bits, x: np.asarray(bits).view(x.dtype), whole, arrays
     )
 
-  def _place(self, *groups: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Splits the first two arrays of each group over the ranks.
+  def _place(self, *args: Any) -> list[Any]:
+    """Splits arrays, or the first two arrays of tuples, over the ranks.
 
-    Later entries are parameters, which are equal on every process.
+    Later entries of a tuple are parameters, which are equal on every process.
     """
     spec = NamedSharding(self.setting.mesh, PartitionSpec("ep"))
 
     def split(x):
       return jax.make_array_from_callback(x.shape, spec, x.__getitem__)
 
-    return [(*map(split, x[:2]), *x[2:]) for x in groups]
+    return [
+      (*map(split, x[:2]), *x[2:]) if isinstance(x, tuple) else split(x)
+      for x in args
+    ]
 
 
 def _as_integers(arrays):

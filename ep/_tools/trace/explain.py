@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain: says for which rank the ranks of a trace waited, and why."""
+"""explain: says for which rank the ranks of a trace waited, and why.
+
+`python -m ep explain FOLDER` explains each trace of a folder, for instance of
+$EP_TRACE, after it has merged the files of the processes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import collections
 from collections.abc import Iterator
 import dataclasses
@@ -365,3 +370,27 @@ def _steps(exchanges):
     known.add((domain, program))
     ends[domain] = np.array(step[-1]["ended"])
   return steps
+
+
+def main(args: list[str]) -> int | str:
+  """Prints explanations; returns the exit code, or an error text."""
+  parser = argparse.ArgumentParser(
+    prog="python -m ep explain",
+    description="Says why the steps of a trace are slow.",
+  )
+  parser.add_argument(
+    "path", help="a file of ep.trace, or a folder, such as $EP_TRACE"
+  )
+  try:
+    paths = trace.files(parser.parse_args(args).path)
+  except ValueError as e:
+    return str(e)
+  code = 0
+  for path in paths:
+    try:
+      trace.merge_files(path)
+      found = str(explain(path))
+    except (OSError, ValueError) as e:
+      found, code = str(e), 1
+    print(f"{path}:\n{found}")
+  return code

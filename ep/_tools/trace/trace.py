@@ -95,7 +95,7 @@ def trace(group: EpGroup, path: str | os.PathLike[str]) -> Iterator[None]:
 
   def merge_on_first():
     if jax.process_index() == processes[0]:
-      merge_parts(path)
+      merge_files(path)
 
   with stack, contexts.in_trace(True):
     _do_on_all(group, start)
@@ -156,7 +156,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
   # Do not merge if the file exists: another process may have begun to write
   # the next trace to the same path.
   if file != pathlib.Path(path) or not file.exists():
-    merge_parts(file)
+    merge_files(file)
   data = file.read_bytes()
   try:
     if data.startswith(b"\x1f\x8b"):
@@ -179,7 +179,7 @@ def _process_files(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
   return sorted(folder.glob(f"{name}.part[0-9]*"))
 
 
-def merge_parts(path: pathlib.Path) -> None:
+def merge_files(path: pathlib.Path) -> None:
   """Writes a trace from the files of all processes, if there are any.
 
   An incomplete file is merged only if another file has a failure.
