@@ -148,8 +148,9 @@ def own_pids() -> Iterator[int]:
 
 def _read_process(pid: int) -> Process | None:
   records, faults, stacks = [], [], None
-  # A forked child inherits its parent's files, which contain the parent's pid.
-  inside = _pid_inside(pid)
+  # The id in the process's own namespace. A forked child inherits the files of
+  # its parent, which contain the parent's id.
+  inside = int((_status(pid, "NSpid") or str(pid)).split()[-1])
   for entry in os.scandir(f"/proc/{pid}/fd"):
     if _is_memory(entry.path, "ep_status"):
       try:
@@ -207,11 +208,6 @@ def _status(pid: int, name: str) -> str:
   text = pathlib.Path(f"/proc/{pid}/status").read_text()
   match = re.search(rf"^{name}:\s*(.*)$", text, re.MULTILINE)
   return match[1] if match else ""
-
-
-def _pid_inside(pid: int) -> int:
-  """Returns the id of a process in its own namespace."""
-  return int((_status(pid, "NSpid") or str(pid)).split()[-1])
 
 
 def _is_stopped(pid: int) -> bool:
@@ -286,21 +282,18 @@ class _Request:
 
 def _request(process: Process) -> _Request | None:
   """Asks an idle or stopped process for its stacks."""
-  try:
-    if _is_idle(process) or _is_stopped(process.pid):
-      return _Request(process)
-  except (OSError, ValueError):
-    pass  # the process has ended
-  return None
-
-
-def _is_idle(process: Process) -> bool:
   now = time.monotonic()
-  return not process.records or any(
+  is_idle = not process.records or any(
     now - other.since > _IDLE_S
     for record in process.records
     for other in record.others
   )
+  try:
+    if is_idle or _is_stopped(process.pid):
+      return _Request(process)
+  except (OSError, ValueError):
+    pass  # the process has ended
+  return None
 
 
 def _wait_for(requests: Iterable[_Request]) -> None:

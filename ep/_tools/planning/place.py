@@ -339,8 +339,10 @@ class _Search:
     while is_better:
       is_better = False
       for i in range(order.size):
-        if not self._is_busy(loads, i):
-          continue
+        if not any(
+          (y[:, self._blocks[n][i]] > 1 + _TOLERANCE).any() for n, y in loads
+        ):
+          continue  # no block of this copy is above the mean
         norms = self._norms_after_swaps(order, loads, i, power)
         j = norms.argmin()
         if norms[j] < norm * (1 - 1e-9):
@@ -359,12 +361,6 @@ class _Search:
       powers = (y / most[:, None]) ** power
       norm += self._weights @ (most * powers.sum(1) ** (1 / power))
     return norm
-
-  def _is_busy(self, loads, i):
-    """Returns whether a block of the copy at slot i is above the mean."""
-    return any(
-      (y[:, self._blocks[n][i]] > 1 + _TOLERANCE).any() for n, y in loads
-    )
 
   def _norms_after_swaps(self, order, loads, i, power):
     """Returns the norm [V] after a swap of slot i with each slot."""
