@@ -16,7 +16,8 @@ stacks do: a signal asks the process to write them. For groups of other
 backends, the command prints only the stacks.
 
 Any process of this user can publish such a file, so the command does not trust
-their contents. This file imports neither JAX nor the rest of the package.
+their contents. This file imports neither JAX nor the rest of the package, so on
+a busy machine one can also run it as a program.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import pathlib
 import re
 import signal
 import struct
+import sys
 import time
 import typing
 from typing import Any, BinaryIO, TypeVar
@@ -415,3 +417,7 @@ def main(args: list[str]) -> int | str:
   for line in report(processes):
     print(line)
   return 0
+
+
+if __name__ == "__main__":  # without JAX, whose import takes a second
+  sys.exit(main(sys.argv[1:]))
