@@ -13,7 +13,7 @@ html_show_copyright = False
 html_show_sphinx = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
-myst_heading_anchors = 4  # a code host gives these anchors, too
+myst_heading_anchors = 4  # as on a code host
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -47,7 +47,7 @@ def _signature(app, what, name, obj, options, signature, returns):
 
 def _to_rest(app, what, name, obj, options, lines):
   """Rewrites a docstring, which is Markdown, as reStructuredText."""
-  if what == "data":  # the docstring is that of its type
+  if what == "data":  # its docstring is its type's
     lines.clear()
   written, prose = [], []
   margin, code = 0, None  # indentation of the prose, and of a block of code

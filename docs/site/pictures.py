@@ -63,10 +63,10 @@ def layout() -> Svg:
   """Draws dispatch and combine of the worked example."""
   topk_idx = np.array([[[0, 2], [0, 3]], [[0, 1], [2, -1]]])
   routing = reference.prepare(topk_idx, num_experts=4, capacity=10, alignment=2)
-  svg = Svg(640, 372, "Tokens of two ranks, sorted into the slabs of experts")
+  svg = Svg(640, 372, "Tokens of two ranks, sorted into expert segments")
   cell, left, middle, right = 22, 30, 270, 530
   tops = 64, 226  # of the ranks
-  for x, title in (left, "tokens"), (middle, "slabs"), (right, "results"):
+  for x, title in (left, "tokens"), (middle, "expert segments"), (right, "results"):
     svg.text(x, 24, title, font_weight="bold")
   svg.text(195, 24, "ep_dispatch", "middle", _GRAY)
   svg.text(455, 24, "ep_combine", "middle", _GRAY)
@@ -111,7 +111,7 @@ def layout() -> Svg:
     svg.text(right + 45, y + 17, f"sum of {name}", "middle", "#fff")
   svg.text(left, 358, "a: 0, 2 is a token and the experts that it chose.")
   svg.rect(middle + 90, 346, 28, 16, _PALE)
-  svg.text(middle + 126, 358, "pads a slab to a multiple of 2.")
+  svg.text(middle + 126, 358, "pads a segment to a multiple of 2.")
   return svg
 
 
