@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
-from ep._src.base.contexts import tapping
-from ep._src.base.kept import keep_routing
+from ep._src.base.contexts import trace_callback
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
@@ -95,7 +95,7 @@ def ep_prepare(
       f'{op}: drop_by = "{layer.drop_by}" keeps the choices of the largest'
       " weights, but topk_weights is None; pass the weights of topk_idx."
     )
-  if not (is_ordered or tapping.value):
+  if not (is_ordered or trace_callback.value):
     topk_weights = None
 
   leaves = view.call(
@@ -140,10 +140,10 @@ def _prepare(
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
   results = [*sizes, kept.reshape(topk_idx.shape)]
-  tap = tapping.value
-  if tap is None:
+  callback = trace_callback.value
+  if callback is None:
     return results
-  return tap(layer, topk_idx, topk_weights, results)
+  return callback(layer, topk_idx, topk_weights, results)
 
 
 def _assigned_prepare(
