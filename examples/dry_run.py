@@ -146,7 +146,7 @@ def rehearse() -> None:
       f"  {backend}: loss and state are the dense model's, within {BOUND:g}"
     )
     ep.assert_no_hidden_collectives(compiled, allow=MEANT)
-    print(f"  {backend}: no collective but those that are meant")
+    print(f"  {backend}: only the intended collectives")
     memory, held = compiled.memory_analysis(), bytes_of_device(types)
     assert memory.argument_size_in_bytes == held, memory
     print(f"  {backend}: a device holds its shards, {held} bytes, and no more")

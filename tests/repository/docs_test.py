@@ -30,11 +30,10 @@ def _example(path, title):
   return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
 
 
-def test_the_programs_of_the_readme_under_the_launcher(tmp_path):
-  """They end well although one waits for no result, and one drops all."""
-  first, second = (
-    _example("README.md", title) for title in ("Twenty lines", "The layer")
-  )
+def test_programs_of_the_pages_under_the_launcher(tmp_path):
+  """They exit with code 0 although one waits for no result."""
+  first = _example("docs/tutorial.md", "Twenty lines")
+  second = _example("README.md", "The layer")
   code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"
   # Threads of Gloo write into the middle of lines of the process's own outputs.
   own_file = f"""import os, sys

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer's files contain what the documentation tells readers to write.
+"""A consumer's files contain the blocks that a page tells readers to write.
 
-    readme_test.py README.md MODULE.bazel [PAGE FILE...]
+    readme_test.py PAGE FILE [PAGE FILE...]
 
-Every block of README.md that begins with "# MODULE.bazel" is in that file,
-statement by statement or line by line, and the same holds for other pages and
-files.
+For a FILE named MODULE.bazel, each block of PAGE that begins with the line
+"# MODULE.bazel" is in FILE, statement by statement. A .bazelrc is compared line
+by line.
 """
 
 import ast
@@ -32,7 +32,7 @@ def parts(text: str, name: str) -> list[str]:
 
 
 def module_override(text: str) -> str:
-  """Replaces the README's git_override by the consumer's local override."""
+  """Replaces the page's git_override by the consumer's local override."""
   local = 'local_path_override(module_name = "jax_ep", path = "../../..")'
   return re.sub(r"^git_override\(.*?^\)$", local, text, flags=re.M | re.S)
 
