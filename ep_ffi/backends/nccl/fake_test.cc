@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tests what the tests of the backend rely on: that the fake finds violations
-// of the contracts of the real libraries.
+// Tests that the fake detects violations of the contracts of the real
+// libraries. The tests of the backend rely on this.
 
 #include "ep_ffi/backends/nccl/fake/fake.h"
 
@@ -33,7 +33,7 @@ class Current {
 
 class FakeTest : public NcclGroupTest {
  protected:
-  // Expects violations, and these words in the first of them.
+  // Expects violations, the first of which has these words.
   static void ExpectViolation(const std::string& words) {
     const std::vector<std::string> sentences = fake::TakeViolations();
     ExpectWords({words}, Status(Code::kInternal,
@@ -63,7 +63,7 @@ TEST_F(FakeTest, AnAbsentRankIsCaught) {
   ExpectViolation("timed out");
 }
 
-TEST_F(FakeTest, TwoStreamsAtOnceAreCaught) {
+TEST_F(FakeTest, ConcurrentStreamsAreCaught) {
   AllowLeaks();
   fake::TheMachine().timeout_s = 0.5;
   const Domain domain = MakeDomain(kWorld);
@@ -78,7 +78,7 @@ TEST_F(FakeTest, TwoStreamsAtOnceAreCaught) {
   ExpectViolation("two streams");
   AwaitStreams(domain);
   AwaitStreams(other);
-  (void)fake::TakeViolations();  // the other ranks have not come
+  (void)fake::TakeViolations();  // the other ranks are absent
 }
 
 TEST_F(FakeTest, AStaleAddressIsCaught) {
@@ -94,12 +94,12 @@ TEST_F(FakeTest, AStaleAddressIsCaught) {
   AwaitStreams(domain);
 }
 
-TEST_F(FakeTest, WhatIsInUseIsNotDestroyed) {
+TEST_F(FakeTest, ACommunicatorInUseIsNotDestroyed) {
   std::vector<std::shared_ptr<Lent>> lent;
   const auto groups = ConnectAll(/*timeout_s=*/10, &lent);
   const fake::Resources live = fake::CountResources();
-  for (const char* what : {"contexts", "communicators", "groups"}) {
-    EXPECT_LE(4u, live.at(what)) << what;
+  for (const char* kind : {"contexts", "communicators", "groups"}) {
+    EXPECT_LE(4u, live.at(kind)) << kind;
   }
   const Current current(/*device=*/0);
   ncclCommDestroy(lent[0]->comm());

@@ -31,14 +31,14 @@ void Stamps::Add(TracedOp op, const Routing& routing, int64_t row_bytes) {
   Collect(/*all_have=*/false);
   enqueued_.push_back({std::move(op), routing.number, row_bytes});
   if (enqueued_.back().number - enqueued_.front().number < kRing) return;
-  enqueued_.pop_front();  // the device will write the next op over it
+  enqueued_.pop_front();  // the next op overwrites its stamp
   trace_.Lose();
 }
 
 void Stamps::Collect(bool all_have) {
   const Progress progress = device_->ReadProgress();
   while (!enqueued_.empty()) {
-    // Only when the next op has begun, all kernels of this one have ended.
+    // All kernels of an op have ended once the next op has begun.
     const uint64_t number = enqueued_.front().number;
     const bool has_ended = progress.ended >= number && progress.begun > number;
     if (!all_have && !has_ended) break;

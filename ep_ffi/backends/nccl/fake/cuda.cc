@@ -70,7 +70,7 @@ void CUstream_st::Work() {
   while (true) {
     while (!closed_ && tasks_.empty()) changed_.Wait(mutex_);
     if (tasks_.empty()) return;
-    // Stays in place, since other threads only push to the back.
+    // The task keeps its address, because other threads only push to the back.
     const std::function<void()>& task = tasks_.front();
     mutex_.Unlock();
     task();
@@ -96,10 +96,6 @@ CUcontext ContextOf(int device) {
     return all;
   }();
   return &contexts->at(device);
-}
-
-CUstream MakeStream(CUcontext context) {
-  return LiveObjects<CUstream_st>::Get().Add(new CUstream_st(context));
 }
 
 }  // namespace
@@ -137,8 +133,9 @@ void RequireStream(Contract& contract, CUstream stream) {
 }
 
 std::shared_ptr<CUstream_st> NewStream(int device) {
-  return {MakeStream(ContextOf(device)),
-          [](CUstream ended) { ended->Close(); }};
+  return {
+      LiveObjects<CUstream_st>::Get().Add(new CUstream_st(ContextOf(device))),
+      [](CUstream stream) { stream->Close(); }};
 }
 
 void Synchronize(CUstream stream) { stream->Synchronize(); }
@@ -220,21 +217,6 @@ CUresult cuCtxSynchronize() {
   for (CUstream stream : LiveObjects<CUstream_st>::Get().All()) {
     if (stream->context() == CurrentContext()) stream->Synchronize();
   }
-  return CUDA_SUCCESS;
-}
-
-CUresult cuStreamCreate(CUstream* stream, unsigned) {
-  if (!MayWait(Contract("cuStreamCreate"))) return CUDA_ERROR_INVALID_CONTEXT;
-  *stream = MakeStream(CurrentContext());
-  return CUDA_SUCCESS;
-}
-
-CUresult cuStreamDestroy(CUstream stream) {
-  Contract contract("cuStreamDestroy");
-  contract.RequireNoHandler();
-  RequireStream(contract, stream);
-  if (!contract.kept()) return CUDA_ERROR_INVALID_HANDLE;
-  stream->Close();
   return CUDA_SUCCESS;
 }
 

@@ -20,11 +20,11 @@ namespace {
 
 constexpr int64_t kMaxRowBytes = 4096;
 
-// Rows of a group beyond the capacity of the layers in the suite: NCCL EP is
-// told of them, and writes none.
+// The rows of a group beyond the capacity of the suite's layers.
 constexpr int64_t kMoreRows = 8;
 
-// Waits until the threads that a test has left behind destroy nothing more.
+// Waits until the threads that earlier tests left behind destroy no more
+// objects.
 void AwaitThreadsOfEarlierTests() {
   fake::Resources now;
   while (now != fake::CountResources()) {
@@ -33,8 +33,7 @@ void AwaitThreadsOfEarlierTests() {
   }
 }
 
-// Checks after each test that there is no violation, and that the test has
-// destroyed what it created.
+// Checks after each test that there are no violations and no leaks.
 class FakeChecker : public ::testing::EmptyTestEventListener {
  public:
   static void AllowLeaks() { leaks_allowed_ = true; }
@@ -50,8 +49,7 @@ class FakeChecker : public ::testing::EmptyTestEventListener {
       ADD_FAILURE() << violation;
     }
     if (leaks_allowed_) return;
-    // A thread that has connected a group may destroy its objects a little
-    // later.
+    // The thread that connected a group may destroy its objects a little later.
     Await([this] { return fake::CountResources() == before_; });
     EXPECT_EQ(before_, fake::CountResources());
   }
@@ -89,7 +87,7 @@ std::vector<Domain> MakeWorld(const WorldOptions& options, bool is_lent) {
       domain.streams.push_back(streams[rank].get());
     }
     domain.groups.assign(groups.begin(), groups.end());
-    if (is_lent) {  // in one process with all GPUs
+    if (is_lent) {  // one process for all GPUs
       const auto all = std::make_shared<NcclRanks>(ranks);
       for (int32_t rank = 0; rank < ep_size; ++rank) {
         domain.groups[rank] = {all, all->OnDevice(domain.devices[rank])};
