@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual environment of packages that Bazel has fetched, for tests."""
+"""A virtual environment of packages from Bazel, for tests."""
 
 import importlib.util
 import os
@@ -10,13 +10,13 @@ import venv
 
 
 def packages(*names: str) -> str:
-  """Returns the folders that have these packages, one in a line."""
+  """Returns the folders with these packages, one per line."""
   places = {importlib.util.find_spec(name).origin for name in names}
   return "\n".join({str(pathlib.Path(p).parents[1]) for p in places})
 
 
 class Environment:
-  """A virtual environment, and the folder in which its programs run."""
+  """A virtual environment, and the current folder of its programs."""
 
   def __init__(self, folder: pathlib.Path):
     venv.create(folder / "venv", symlinks=True)
@@ -27,7 +27,7 @@ class Environment:
     self.work.mkdir()
 
   def run(self, *argv: object, **variables: str) -> str:
-    """Runs a command without variables of ours; returns what it prints."""
+    """Runs a command without our environment variables; returns its output."""
     done = subprocess.run(
       list(map(str, argv)),
       cwd=self.work,
@@ -47,12 +47,12 @@ class Environment:
     return done.stdout
 
   def run_tool(self, module: str, *argv: object, **variables: str) -> None:
-    """Runs one of our tools, which the environment does not have, on it."""
+    """Runs a tool that is not installed in the environment."""
     variables["PYTHONPATH"] = packages(module)
     self.run(sys.executable, "-m", module, *argv, **variables)
 
   def install(self, *options: str, **variables: str) -> None:
-    """Installs with pip, which downloads nothing."""
+    """Runs pip install without downloads."""
     self.run_tool(
       *("pip", "--python", self.python, "install", "--quiet", "--no-index"),
       *("--no-cache-dir", "--disable-pip-version-check", *options),

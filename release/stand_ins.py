@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wheels that tests give to pip, in place of those of an index."""
+"""Wheels that tests give to pip instead of the wheels of an index."""
 
 from collections.abc import Mapping
 import importlib.metadata
@@ -22,7 +22,7 @@ def write_wheel(
   files: Mapping[str, bytes],
   metadata: str = "",
 ) -> None:
-  """Writes a wheel of `files`, by their paths, with more lines of metadata."""
+  """Writes a wheel of `files`, by path, with additional lines of metadata."""
   stem = f"{name.replace('-', '_')}-{version}"
   info = f"{stem}.dist-info"
   about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}"
@@ -39,9 +39,10 @@ def write_wheel(
 
 
 def pack(folder: pathlib.Path, name: str) -> None:
-  """Writes the wheels of a package of this process and of what it requires.
+  """Writes wheels of an installed package and of its requirements.
 
-  What is not there is for another platform or Python.
+  Skips requirements that are not installed, which are for another platform or
+  Python.
   """
   try:
     found = importlib.metadata.distribution(name)
