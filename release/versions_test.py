@@ -22,8 +22,8 @@ def pins(path: str) -> set[str]:
 
 def main() -> None:
   project = tomllib.loads(read("pyproject.toml"))
-  # The sdist and Bazel compile against the same headers, from the oldest JAX that
-  # ep supports. The lock has this JAX for the oldest Python.
+  # The sdist and Bazel compile against the same headers, from the oldest JAX
+  # that ep supports. The lock has this JAX for the oldest Python.
   _, jaxlib = project["build-system"]["requires"]
   locked = pins("third_party/py/requirements_lock.txt")
   assert jaxlib in locked, f"{jaxlib} is not in the lock"

@@ -49,7 +49,7 @@ step() {
 ranks() {
   local count=$1
   shift
-  echo "$PYTHON" -m ep.launch "--num_processes=$count" \
+  echo "$PYTHON" -m ep launch "--num_processes=$count" \
     "--ranks_per_gpu=$count" "$@"
 }
 
@@ -59,7 +59,7 @@ OPS_TESTS="tests/ops/dispatch_test.py tests/ops/combine_test.py \
 
 : >"$OUT/summary.txt"
 step 1 60 card nvidia-smi
-step 1 120 libraries "$PYTHON" -m ep
+step 1 120 libraries "$PYTHON" -m ep check
 step 2 90 sharing_2 $(end 2 finalized_twice)
 step 2 90 sharing_4 $(end 4 finalized_twice)
 export XLA_FLAGS="$QUIET --xla_gpu_enable_command_buffer="

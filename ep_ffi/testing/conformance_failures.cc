@@ -92,7 +92,7 @@ TEST_P(FailureConformance, RanksThatPrepareDifferentLayersFail) {
         PrepareInputs(kDims, RandomChoices(random_, kDims));
     c.differ(&inputs[1]);
     ExpectFailureOnAll(ToFailure(c, backend_.checks_every_op),
-                       NewStep(domain, c.op, inputs));
+                       NewStep(domain, Op::kPrepare, inputs));
   }
   PrepareRandom(domain, kDims);
 }
