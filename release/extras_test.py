@@ -16,8 +16,7 @@ import sys
 import tempfile
 import zipfile
 
-from environment import Environment
-from stand_ins import write_wheel
+from environment import Environment, write_wheel
 
 
 def pins(wheel: pathlib.Path) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,7 @@ import tarfile
 import tempfile
 import tomllib
 
-from environment import Environment
-from stand_ins import pack, write_wheel
+from environment import Environment, pack, write_wheel
 
 
 def main() -> None:
