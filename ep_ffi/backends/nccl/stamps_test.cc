@@ -48,7 +48,7 @@ TEST_F(StampsTest, TheTraceOfARankHasItsTimesAndRows) {
   ForEachRank(domain.size(), [&](int64_t rank) {
     ExpectOk(domain.groups[rank]->StopTrace());
   });
-  (void)PrepareRandom(domain, dims);  // after it
+  (void)PrepareRandom(domain, dims);  // after the trace
 
   EXPECT_TRUE(routed.layout.Overflows(dims));
   const auto sum = [](const std::vector<int32_t>& values) {

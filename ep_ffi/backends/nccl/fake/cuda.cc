@@ -120,7 +120,7 @@ void RequireContext(Contract& contract, int device) {
   const CUcontext current = CurrentContext();
   if (contract.Require(current, "no context is current")) {
     contract.Require(current->device == device, "the context of device ",
-                     current->device, " is current, not that of ", device);
+                     current->device, " is current, expected device ", device);
   }
 }
 
