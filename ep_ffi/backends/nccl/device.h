@@ -73,21 +73,19 @@ class Device {
   Status LaunchBlocks(Kernel kernel, int64_t count, CUstream stream,
                       Routing* routing, Moved* moved = nullptr) const;
 
-  // Returns the address of report `i` on the device.
-  Report* device_report(int32_t i) const { return device_reports_ + i; }
+  // The reports, the counts of ops and the ring are in host memory, which the
+  // device accesses at the same addresses.
+  Report* report(int32_t i) const { return reports_ + i; }
   // Takes the outcome from report `i`. Returns false if the device has not yet
   // written an outcome with this ticket.
   bool TakeReport(int32_t i, uint64_t ticket, Outcome* out) const;
 
-  // Returns the address of the op counts on the device.
-  Progress* device_progress() const { return device_progress_; }
+  Progress* progress() const { return progress_; }
   Progress ReadProgress() const;
 
-  // Allocates host memory that the device accesses, which the destructor frees.
-  // Does nothing if the ring is allocated already.
+  // Allocates the ring, unless it is allocated already.
   Status AllocateRing(int64_t bytes);
   std::byte* ring() const { return ring_; }
-  std::byte* device_ring() const { return device_ring_; }
 
   // Waits until the device has run all enqueued work.
   Status Synchronize() const;
@@ -100,10 +98,8 @@ class Device {
   explicit Device(const Libraries& libraries) : libraries_(libraries) {}
 
   Status Init(int32_t ordinal, int32_t num_reports);
-  // Allocates `bytes` zeros. Returns the addresses on the host and on the
-  // device.
-  Status AllocateShared(int64_t bytes, std::byte** host,
-                        std::byte** device) const;
+  // Allocates `bytes` zeros in host memory that the device accesses.
+  Status AllocateShared(int64_t bytes, std::byte** out) const;
   Status LoadKernels();
   Status Launch(Kernel kernel, int64_t blocks, CUstream stream,
                 void** parameters) const;
@@ -114,13 +110,9 @@ class Device {
   int32_t shared_bytes_ = 0;
   CUmodule module_ = nullptr;
   CUfunction kernels_[kNumKernels] = {};
-  // Parts of one allocation of host memory.
   Progress* progress_ = nullptr;
-  Report* reports_ = nullptr;
-  Progress* device_progress_ = nullptr;
-  Report* device_reports_ = nullptr;
+  Report* reports_ = nullptr;  // in the allocation of progress_
   std::byte* ring_ = nullptr;
-  std::byte* device_ring_ = nullptr;
   bool leaked_ = false;
 };
 

@@ -14,23 +14,6 @@
 namespace ep::nccl {
 namespace {
 
-// Makes the context of a device current on this thread.
-class Current {
- public:
-  explicit Current(int device) : device_(device) {
-    CUcontext context;
-    cuDevicePrimaryCtxRetain(&context, device);
-    cuCtxPushCurrent(context);
-  }
-  ~Current() {
-    cuCtxPopCurrent(nullptr);
-    cuDevicePrimaryCtxRelease(device_);
-  }
-
- private:
-  const int device_;
-};
-
 class FakeTest : public NcclGroupTest {
  protected:
   // Expects violations, the first of which has these words.
@@ -101,7 +84,8 @@ TEST_F(FakeTest, ACommunicatorInUseIsNotDestroyed) {
   for (const char* kind : {"contexts", "communicators", "groups"}) {
     EXPECT_LE(4u, live.at(kind)) << kind;
   }
-  const Current current(/*device=*/0);
+  const std::shared_ptr<Device> device = OpenDevice(0);
+  const Device::Scope scope(*device);
   ncclCommDestroy(lent[0]->comm());
   ExpectViolation("a group of NCCL EP lives on it");
 }
@@ -110,7 +94,8 @@ TEST_F(FakeTest, WrongCallsAreCaught) {
   void* memory;
   cuMemHostAlloc(&memory, 8, 0);
   ExpectViolation("no context is current");
-  const Current current(/*device=*/1);
+  const std::shared_ptr<Device> device = OpenDevice(1);
+  const Device::Scope scope(*device);
   cuMemFreeHost(&memory);
   ExpectViolation("did not make it");
   {

@@ -30,7 +30,6 @@ namespace ep::nccl {
   F(cuMemFreeHost)             \
   F(cuMemGetInfo)              \
   F(cuMemHostAlloc)            \
-  F(cuMemHostGetDevicePointer) \
   F(cuModuleGetFunction)       \
   F(cuModuleLoadData)          \
   F(cuModuleUnload)

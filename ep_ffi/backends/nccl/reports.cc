@@ -13,7 +13,7 @@ namespace ep::nccl {
 
 void Reports::Begin(Routing* routing) {
   routing->ticket = ++last_ticket_;
-  routing->report = device_->device_report(routing->ticket % kWindow);
+  routing->report = device_->report(routing->ticket % kWindow);
 }
 
 void Reports::Add(const std::string& op, const Layer& layer) {

@@ -56,7 +56,7 @@ class Reports {
   bool TakeOldest(Status* out);
 
   // Returns the report of the other ops.
-  Report* shared() const { return device_->device_report(kShared); }
+  Report* shared() const { return device_->report(kShared); }
   // Returns the number of `op` in the shared report.
   int32_t NumberOf(const std::string& op);
   // Returns the fault in the shared report, and clears it.

@@ -11,19 +11,19 @@ Status Stamps::Start(const std::string& path) {
   return trace_.Start(path);
 }
 
-Stamp* Stamps::StampOf(uint64_t number, std::byte* ring) const {
-  return reinterpret_cast<Stamp*>(ring) + number % kRing;
+Stamp* Stamps::StampOf(uint64_t number) const {
+  return reinterpret_cast<Stamp*>(device_->ring()) + number % kRing;
 }
 
-int32_t* Stamps::CountsOf(uint64_t number, std::byte* ring) const {
-  return reinterpret_cast<int32_t*>(ring + kRing * sizeof(Stamp)) +
+int32_t* Stamps::CountsOf(uint64_t number) const {
+  return reinterpret_cast<int32_t*>(device_->ring() + kRing * sizeof(Stamp)) +
          number % kRing * 2 * sizes_.num_local();
 }
 
 void Stamps::Give(Routing* routing) {
   if (!trace_.is_on()) return;
-  routing->stamp = StampOf(routing->number, device_->device_ring());
-  routing->stamp_counts = CountsOf(routing->number, device_->device_ring());
+  routing->stamp = StampOf(routing->number);
+  routing->stamp_counts = CountsOf(routing->number);
 }
 
 void Stamps::Add(TracedOp op, const Routing& routing, int64_t row_bytes) {
@@ -48,7 +48,7 @@ void Stamps::Collect(bool all_have) {
 }
 
 void Stamps::Keep(Enqueued enqueued) {
-  const Stamp& stamp = *StampOf(enqueued.number, device_->ring());
+  const Stamp& stamp = *StampOf(enqueued.number);
   TracedExchange exchange;
   exchange.ended = stamp.ended * 1e-9;
   exchange.came.assign(sizes_.ep_size, exchange.ended);
@@ -57,7 +57,7 @@ void Stamps::Keep(Enqueued enqueued) {
   TracedRows& moved = exchange.moved[rank_];
   moved = {stamp.rows, 0, stamp.rows * enqueued.row_bytes, {}};
   if (enqueued.op.op == Op::kPrepare) {
-    const int32_t* tokens = CountsOf(enqueued.number, device_->ring());
+    const int32_t* tokens = CountsOf(enqueued.number);
     const int32_t* dropped = tokens + sizes_.num_local();
     moved.tokens.assign(tokens, dropped);
     moved.dropped =

@@ -56,9 +56,9 @@ class Stamps {
     int64_t row_bytes;
   };
 
-  // Return the stamp and the counts of an op in the ring at this address.
-  Stamp* StampOf(uint64_t number, std::byte* ring) const;
-  int32_t* CountsOf(uint64_t number, std::byte* ring) const;
+  // Return the stamp and the counts of an op.
+  Stamp* StampOf(uint64_t number) const;
+  int32_t* CountsOf(uint64_t number) const;
   // Writes an ended op to the trace.
   void Keep(Enqueued enqueued);
 

@@ -159,16 +159,8 @@ TEST_F(WatchdogTest, ClosingNamesTheOpThatTheGroupWaitsFor) {
   AwaitStreams(domain);
 }
 
-std::shared_ptr<Device> OpenDevice() {
-  Libraries libraries;
-  ExpectOk(Libraries::Load("", "", &libraries));
-  std::shared_ptr<Device> device;
-  ExpectOk(Device::Open(libraries, /*ordinal=*/0, /*num_reports=*/1, &device));
-  return device;
-}
-
 TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
-  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2,
                     /*exit_after_s=*/10);
   Routing routing = {};
   ::testing::internal::CaptureStderr();
@@ -182,7 +174,7 @@ TEST(WatchdogAloneTest, AnOpMayEndBeforeItIsAdded) {
 }
 
 TEST(WatchdogAloneTest, TheMessageHasTheSentenceAboutOtherRanks) {
-  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2,
+  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2,
                     /*exit_after_s=*/10);
   Routing routing = {};
   watchdog.Number(&routing);
@@ -197,7 +189,7 @@ TEST(WatchdogAloneTest, TheMessageHasTheSentenceAboutOtherRanks) {
 }
 
 TEST(WatchdogAloneTest, FindsThePlaceOfItsRank) {
-  Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/100,
+  Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/100,
                     /*exit_after_s=*/100);
   Routing routing = {};
   const auto expect = [&](int64_t num_ended, bool has_begun, int64_t num_left,
@@ -226,7 +218,7 @@ TEST(WatchdogAloneTest, FindsThePlaceOfItsRank) {
 TEST(WatchdogDeathTest, TerminatesTheProcessAfterExitAfterS) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   const auto wait = [](double exit_after_s) {
-    Watchdog watchdog(OpenDevice(), "rank 1", /*timeout_s=*/0.2, exit_after_s);
+    Watchdog watchdog(OpenDevice(0), "rank 1", /*timeout_s=*/0.2, exit_after_s);
     watchdog.Add("ep_dispatch");
     Sleep(1);
     std::_Exit(0);

@@ -39,7 +39,7 @@ void Watchdog::Stop() {
 
 void Watchdog::Number(Routing* routing) {
   MutexLock lock(mutex_);
-  routing->progress = device_->device_progress();
+  routing->progress = device_->progress();
   routing->number = num_added_ + 1;
 }
 

@@ -234,12 +234,6 @@ CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemHostGetDevicePointer(CUdeviceptr* address, void* memory,
-                                   unsigned) {
-  *address = reinterpret_cast<CUdeviceptr>(memory);
-  return CUDA_SUCCESS;
-}
-
 CUresult cuMemFreeHost(void* memory) {
   Contract contract("cuMemFreeHost");
   contract.RequireNoHandler();

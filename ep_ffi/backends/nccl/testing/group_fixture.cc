@@ -134,20 +134,25 @@ void AwaitStreams(const Domain& domain) {
   }
 }
 
-Lent::Lent(int32_t device, int32_t ep_size, int32_t rank,
-           const std::string& id) {
-  ExpectOk(Libraries::Load("", "", &nccl_));
-  ExpectOk(Device::Open(nccl_, device, /*num_reports=*/1, &device_));
+std::shared_ptr<Device> OpenDevice(int32_t ordinal) {
+  Libraries libraries;
+  ExpectOk(Libraries::Load("", "", &libraries));
+  std::shared_ptr<Device> device;
+  ExpectOk(Device::Open(libraries, ordinal, /*num_reports=*/1, &device));
+  return device;
+}
+
+Lent::Lent(int32_t device, int32_t ep_size, int32_t rank, const std::string& id)
+    : device_(OpenDevice(device)) {
   const Device::Scope scope(*device_);
   ncclUniqueId unique_id;
   std::memcpy(&unique_id, id.data(), sizeof(unique_id));
-  EXPECT_EQ(ncclSuccess,
-            nccl_.ncclCommInitRank(&comm_, ep_size, unique_id, rank));
+  EXPECT_EQ(ncclSuccess, ncclCommInitRank(&comm_, ep_size, unique_id, rank));
 }
 
 Lent::~Lent() {
   const Device::Scope scope(*device_);
-  EXPECT_EQ(ncclSuccess, nccl_.ncclCommDestroy(comm_));
+  EXPECT_EQ(ncclSuccess, ncclCommDestroy(comm_));
 }
 
 Sizes SizesFor(const PlanDims& dims) {

@@ -48,6 +48,9 @@ void AwaitStreams(const Domain& domain);
 // Returns the sizes of a group for layers with these dimensions.
 Sizes SizesFor(const PlanDims& dims);
 
+// Opens a device with one report.
+std::shared_ptr<Device> OpenDevice(int32_t ordinal);
+
 // A communicator that a test lends to a rank, in the role of XLA.
 class Lent {
  public:
@@ -58,8 +61,7 @@ class Lent {
   ncclComm_t comm() const { return comm_; }
 
  private:
-  Libraries nccl_;
-  std::shared_ptr<Device> device_;
+  const std::shared_ptr<Device> device_;
   ncclComm_t comm_ = nullptr;
 };
 
