@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The handlers of communicators that XLA lends: ep_request runs before each op
-// and makes XLA hold them while the program runs; ep_connect () -> ready [1]
-// gives a group the communicator of its domain, before the group's first op.
+// The handlers of borrowed communicators (borrowed_communicator.h):
+//
+//   ep_request  runs in the Prepare stage of each op. XLA then keeps the
+//               communicators while the program runs.
+//   ep_connect  () -> ready [1]. Gives a group the communicator of its domain,
+//               before the first op of the group.
 
 #include <string_view>
 
@@ -21,7 +24,7 @@ Status Ask(const XlaContext& xla, const ffi::Dictionary& attributes) {
   return RequestCommunicators(xla, domains);
 }
 
-// The other attributes are the op's.
+// Ignores the other attributes, which belong to the op.
 ffi::Error Request(XlaContext xla, ffi::Dictionary attributes) {
   return ToError(Ask(xla, attributes));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The context of a call on XLA:CPU is the id of the run, and a pool of threads.
+// Decodes the context of a call on XLA:CPU: the run id and the thread pool.
 
 #include "ep_ffi/handlers/op_call.h"
 #include "ep_ffi/handlers/thread_pool.h"

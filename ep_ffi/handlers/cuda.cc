@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The context of a call on XLA:GPU is the id of the run, a stream and, if XLA
-// lends them, a communicator.
+// Decodes the context of a call on XLA:GPU: the run id, the stream and the
+// borrowed communicator.
 
 #include "ep_ffi/handlers/op_call.h"
 
@@ -15,10 +15,10 @@ bool DecodePlatform(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
   if (!run_id || !stream) return false;
   call->run_id = run_id->run_id;
   call->stream = *stream;
-  const Status lent =
+  const Status found =
       FindCommunicator({api, ctx}, call->state->domains, &call->communicator);
-  if (!lent.ok()) diagnostic.Emit(lent.message());
-  return lent.ok();
+  if (!found.ok()) diagnostic.Emit(found.message());
+  return found.ok();
 }
 
 }  // namespace ep

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// These handlers are for ep/_src/matmul/unwritten_rows.py: XLA:CPU has no such
-// operations. They belong to no group.
+// Handlers for ep/_src/matmul/unwritten_rows.py: XLA:CPU has no such
+// operations. They have no group.
 
 #include <cstring>
 
@@ -10,13 +10,13 @@
 namespace ep {
 namespace {
 
-// Leaves the result as it is in fresh memory, so that pages that no row reaches
-// are never touched.
+// Leaves the result unwritten. The kernel then allocates no pages for rows that
+// no op writes.
 ffi::Error Unwritten(ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
 }
 
-// Copies the first `count` rows under another type of the same size.
+// Copies the first `count` rows into a buffer of another dtype of equal width.
 ffi::Error Retyped(ffi::AnyBuffer rows, ffi::BufferR0<ffi::DataType::S32> count,
                    ffi::Result<ffi::AnyBuffer> out) {
   const auto shape = rows.dimensions();

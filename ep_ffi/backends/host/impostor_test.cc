@@ -16,7 +16,7 @@
 #include "ep_ffi/backends/host/testing/groups.h"
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/transport/segment.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {

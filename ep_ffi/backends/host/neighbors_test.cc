@@ -23,7 +23,7 @@
 #include "ep_ffi/backends/host/testing/listener.h"
 #include "ep_ffi/backends/host/testing/processes.h"
 #include "ep_ffi/backends/host/transport/peers.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {

@@ -265,7 +265,7 @@ def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
-  """Returns how EP domains lie in a mesh, for ep_ffi/handlers/lent.h."""
+  """Returns how EP domains lie in a mesh, for ep_ffi/handlers/borrowed_communicator.h."""
   return dict(
     lent_mesh=np.array([*mesh.shape.values()], np.int64),
     lent_axis=np.int64([*mesh.shape].index(group.axis_name)),

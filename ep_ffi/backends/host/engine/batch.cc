@@ -10,7 +10,7 @@
 namespace ep::host {
 namespace {
 
-// Below this, to wake another thread takes longer than the work.
+// Below this size, waking another thread takes longer than the work.
 constexpr int64_t kBytesPerHelper = 32 << 10;
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The contribution of a rank to an exchange: arrays that its peers read, and
-// the work that it does once all ranks have posted.
+// The contribution of a rank to an exchange: arrays for its peers, and the work
+// of the rank after all ranks have posted.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_CONTRIBUTION_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_CONTRIBUTION_H_
@@ -12,15 +12,15 @@
 #include <vector>
 
 #include "ep_ffi/backends/host/movers/movers.h"
-#include "ep_ffi/backends/host/transport/signature.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/plan.h"
 #include "ep_ffi/core/status.h"
 #include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
-// The two arrays that a rank lets its peers read. The op decides which kind
-// they are; the other kind is null. Their sizes are in the rank's signature.
+// The two arrays of a rank that its peers read. The op determines their kind;
+// the other kind is null. The signature has their sizes.
 struct Arrays {
   RankRows rows = {};        // of a mover: rows and weights
   ChoicesView choices = {};  // of ep_prepare: starts and order
@@ -35,21 +35,20 @@ struct AllArrays {
 struct Contribution {
   Signature signature;
   Arrays arrays;
-  // Copies the parts of the arrays that other processes read to the places of
-  // the first and the second array in a segment. If it is null, both arrays are
-  // copied whole.
+  // Copies the parts of both arrays that other processes read to a segment.
+  // Null: copy both arrays whole.
   std::function<void(std::byte* first, std::byte* second)> stage;
-  // The work of this rank, in chunks that may run at the same time.
+  // The work of this rank, in chunks that may run concurrently.
   int64_t num_chunks = 0;
   std::function<Status(const AllArrays& ranks, int64_t chunk)> run;
-  // Returns what was moved, after the work; null for nothing.
+  // Returns the row counts for a trace, after the work; null for none.
   std::function<TracedRows()> moved;
 };
 
-// Copies the arrays of a contribution to a segment, which is large enough.
+// Copies the arrays of a contribution to a segment of sufficient size.
 void StageArrays(const Contribution& contribution, std::byte* segment);
 
-// Returns the arrays that a rank with this signature has staged in a segment.
+// Returns the arrays of a segment that a rank with this signature has staged.
 Arrays StagedArrays(const Signature& signature, const std::byte* segment);
 
 }  // namespace ep::host

@@ -16,7 +16,7 @@
 
 #include "ep_ffi/backends/host/fuzz/sample.h"
 #include "ep_ffi/backends/host/testing/groups.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/testing/fuzz.h"
 #include "ep_ffi/testing/ranks.h"
 

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "ep_ffi/backends/host/group.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/testing/expect.h"
 
 namespace ep::host {

@@ -16,7 +16,7 @@
 
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 
 namespace ep::host {
 

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/clock.h"
 
 namespace ep::host {

@@ -28,7 +28,7 @@
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/backends/host/transport/process_watch.h"
 #include "ep_ffi/backends/host/transport/segment.h"
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {

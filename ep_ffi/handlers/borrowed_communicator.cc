@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ep_ffi/handlers/lent.h"
+#include "ep_ffi/handlers/borrowed_communicator.h"
 
 #include <string>
 
@@ -11,19 +11,20 @@ namespace {
 constexpr int64_t kCollectives = 129;
 constexpr int32_t kMajorVersion = 0;
 constexpr int32_t kFlattenedId = 3;
-// The communicator of XLA's own collectives, with which our ops share a stream.
+// Names the communicator of XLA's collectives, which share a stream with our
+// ops.
 constexpr int64_t kCommunicationId = 0;
 
 constexpr int64_t kMostRanks = int64_t{1} << 31;
 
-// XLA's table of functions has this one behind the last one of our headers.
+// XLA's table of functions has this function after the last one of our headers.
 constexpr size_t kFindExtensionAt =
     offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get) + sizeof(void*);
 static_assert(kFindExtensionAt == sizeof(XLA_FFI_Api),
               "newer headers declare XLA_FFI_InvokeContext_FindExtension, "
               "and may declare the extension");
 
-// Takes an error of XLA, if there is one.
+// Converts and destroys an error of XLA. Null becomes Ok.
 Status Take(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* what) {
   if (!error) return Status();
   ErrorDetailsArgs details = {};
@@ -40,8 +41,7 @@ Status Take(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* what) {
   return status;
 }
 
-// Finds the extension of a version that this library knows. Null if there is
-// none of any version.
+// Finds the extension, and checks its version. Null if XLA has no extension.
 Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   *out = nullptr;
   if (xla.api->struct_size < kFindExtensionAt + sizeof(void*)) return Status();
@@ -69,8 +69,8 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
 }
 
 // Calls a function of XLA for the domains, with the first `struct_size` bytes
-// of its arguments. `communicator` is null if XLA lends none, or if there are
-// no domains.
+// of its arguments. `communicator` is null if XLA provides none, or if there
+// are no domains.
 Status CallXla(const XlaContext& xla, const Domains& domains,
                Function* Collectives::* function, size_t struct_size,
                const char* what, void** communicator) {

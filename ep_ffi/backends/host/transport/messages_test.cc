@@ -2,13 +2,12 @@
 
 // The messages of processes, and the signatures in them.
 
-#include "ep_ffi/backends/host/transport/wire.h"
+#include "ep_ffi/backends/host/transport/messages.h"
 
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "ep_ffi/backends/host/transport/signature.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {

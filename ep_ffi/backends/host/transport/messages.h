@@ -7,19 +7,60 @@
 // handshake.h). `Decode` checks its form, and engine/exchange.cc whether the
 // values make sense in the group.
 
-#ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
-#define EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
+#ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
+#define EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
 
 #include <sys/socket.h>
 #include <sys/un.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
-#include "ep_ffi/backends/host/transport/signature.h"
-
 namespace ep::host {
+
+// The values that must be equal on all ranks for an exchange to make sense, and
+// the sizes of the two arrays that each rank posts. They come from shapes and
+// attributes, except the fingerprint of the routing. A signature is sent in
+// messages as it is (wire.h).
+struct Signature {
+  enum Field {
+    kOp,
+    kExperts,
+    kTokens,
+    kTopK,
+    kWidth,
+    kDType,
+    kCapacity,
+    kAlignment,
+    kDrop,
+    kTail,
+    kWire,
+    kFingerprint,
+    kWeighted,
+    kRouting,
+    kFirstBytes,
+    kSecondBytes,
+    kNumFields,
+  };
+  int64_t values[kNumFields] = {};
+
+  int64_t operator[](Field field) const { return values[field]; }
+  int64_t& operator[](Field field) { return values[field]; }
+
+  // Return where the second array starts in a segment, and where it ends.
+  size_t second_offset() const;
+  size_t staged_bytes() const;
+  // Returns whether a segment of `bytes` can hold both arrays. Values that a
+  // peer sent may be any numbers.
+  bool FitsIn(size_t bytes) const;
+
+  std::optional<Field> FirstDifference(const Signature& other) const;
+  // Return the name of a field, and its value, as users know them.
+  static const char* Name(Field field);
+  std::string ValueOf(Field field) const;
+};
 
 // A launch as its process names it; see engine/launches.h.
 struct Launch {
@@ -78,4 +119,4 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address);
 
 }  // namespace ep::host
 
-#endif  // EP_FFI_BACKENDS_HOST_TRANSPORT_WIRE_H_
+#endif  // EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
