@@ -69,8 +69,8 @@ struct Layer {
   Tail tail;
   int64_t fingerprint = 0;  // a hash of the layer's and group's configurations
   bool checked = false;     // see ep/_src/base/checked.py
-  int64_t wire = 0;         // fp8 transport: an index of WIRES of base/config.py
-  std::string name = {};    // for messages
+  int64_t wire = 0;       // fp8 transport: an index of WIRES of base/config.py
+  std::string name = {};  // for messages
 };
 
 // One op in one compiled program. It lives as long as the executable.
@@ -182,8 +182,8 @@ class Group {
   // one process do not wait for each other.
   virtual Group* OnDevice(int32_t) { return this; }
 
-  // Computes the bytes of EpHandle.mem for a layer and a rank's tokens. Fails if
-  // the group cannot serve them.
+  // Computes the bytes of EpHandle.mem for a layer and a rank's tokens. Fails
+  // if the group cannot serve them.
   virtual Status MemBytes(const Layer& layer, int64_t num_tokens,
                           int64_t* out) const = 0;
 
@@ -218,9 +218,9 @@ class Group {
   // no op has reported.
   virtual Status Check() { return Status(); }
 
-  // Closes the group. Pending and later calls fail in this process, and calls of
-  // peers fail when they wait for this process. The group is closed even if this
-  // function fails because a peer already waits.
+  // Closes the group. Pending and later calls fail in this process, and calls
+  // of peers fail when they wait for this process. The group is closed even if
+  // this function fails because a peer already waits.
   virtual Status Close() = 0;
 };
 

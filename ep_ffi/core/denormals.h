@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Flushing of denormals. XLA:CPU's threads read denormal numbers as zero and
-// write zero instead of a denormal result. Our threads must do the same, so that
-// a sum has the same bits on every thread.
+// write zero instead of a denormal result. Our threads must do the same, so
+// that a sum has the same bits on every thread.
 
 #ifndef EP_FFI_CORE_DENORMALS_H_
 #define EP_FFI_CORE_DENORMALS_H_

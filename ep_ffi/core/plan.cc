@@ -29,15 +29,15 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Hashes the sizes that a reader of a plan relies on. The overflow policy is not
-// among them: a plan of a dropping layer may serve a layer that fails.
+// Hashes the sizes that a reader of a plan relies on. The overflow policy is
+// not among them: a plan of a dropping layer may serve a layer that fails.
 uint64_t HashDims(const PlanDims& d) {
   return Hash({d.num_experts, d.ep_size, d.num_tokens, d.top_k, d.capacity,
                d.alignment});
 }
 
-// Returns a weighted sum of the routes. Odd weights have an inverse modulo 2^64,
-// so every change of a single word changes the sum.
+// Returns a weighted sum of the routes. Odd weights have an inverse modulo
+// 2^64, so every change of a single word changes the sum.
 uint64_t SumOf(const Route* routes, int64_t count) {
   uint64_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {

@@ -16,7 +16,8 @@
 // tail past the last slab.
 //
 // docs/semantics.md defines the layout of the slots: expert-major slabs, each
-// padded to `alignment`; in a slab, tokens ascend by source rank, then by index.
+// padded to `alignment`; in a slab, tokens ascend by source rank, then by
+// index.
 
 #ifndef EP_FFI_CORE_PLAN_H_
 #define EP_FFI_CORE_PLAN_H_
@@ -92,7 +93,8 @@ Status BuildPlan(const PlanDims& dims, int64_t domain, int64_t rank,
                  const std::vector<ChoicesView>& choices,
                  const PlanOutputs& out);
 
-// Writes the checksum of a plan, for `BuildPlan` and for tests that alter routes.
+// Writes the checksum of a plan, for `BuildPlan` and for tests that alter
+// routes.
 void SealPlan(const PlanDims& dims, std::byte* mem);
 
 // A checked view of a plan's bytes.

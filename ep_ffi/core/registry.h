@@ -38,8 +38,8 @@ class Registry {
 
   // Returns the group of this name, or null.
   std::shared_ptr<Group> Find(const std::string& name);
-  // Fails if a live group has this name. `config` describes the group, above all
-  // its sizes: an exported program may find another group of the same name.
+  // Fails if a live group has this name. `config` describes the group, above
+  // all its sizes: an exported program may find another group of the same name.
   Status Add(const std::string& name, const std::string& config,
              std::shared_ptr<Group> group);
   // Removes and returns the group of this name, or null. Bound executables keep

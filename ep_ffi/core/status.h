@@ -25,7 +25,8 @@ enum class Code : uint8_t {
   kInternal,            // a bug in this library
 };
 
-// The exit code of a process that terminates because it would wait indefinitely.
+// The exit code of a process that terminates because it would wait
+// indefinitely.
 constexpr int kExitCode = 70;
 
 class [[nodiscard]] Status {

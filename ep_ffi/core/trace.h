@@ -83,8 +83,8 @@ class Trace {
   double Waited() EP_EXCLUDES(mutex_);
 
   // Writes all recorded exchanges and a line about a failure, because the
-  // process may terminate without a Stop. No effect if the trace is off, or after
-  // kFailed failures.
+  // process may terminate without a Stop. No effect if the trace is off, or
+  // after kFailed failures.
   void Fail(const TracedFailure& failure, const Status& status)
       EP_EXCLUDES(mutex_);
 

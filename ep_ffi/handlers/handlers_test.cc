@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "ep_ffi/backends/nccl/testing/group_fixture.h"
-#include "ep_ffi/handlers/collectives.h"
 #include "ep_ffi/handlers/borrowed_communicator.h"
+#include "ep_ffi/handlers/collectives.h"
 #include "ep_ffi/handlers/op_call.h"
 #include "xla/ffi/api/c_api.h"
 

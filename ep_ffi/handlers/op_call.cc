@@ -107,5 +107,4 @@ std::optional<DType> ToDType(ffi::DataType type) {
   }
 }
 
-
 }  // namespace ep

@@ -19,8 +19,8 @@
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/export.h"
 #include "ep_ffi/core/status.h"
-#include "ep_ffi/handlers/tsan.h"
 #include "ep_ffi/handlers/borrowed_communicator.h"
+#include "ep_ffi/handlers/tsan.h"
 #include "xla/ffi/api/ffi.h"
 
 // Defines a C function that ep/_src/native/ffi.py registers as a handler. XLA's

@@ -27,8 +27,8 @@ class Batch {
   // Returns how many of `num_threads` threads speed up the work; at least one.
   int64_t NumUsefulThreads(int64_t num_threads) const;
 
-  // Runs chunks until none is left. Returns true to one caller, after all chunks
-  // have ended. Only that caller may use the functions below.
+  // Runs chunks until none is left. Returns true to one caller, after all
+  // chunks have ended. Only that caller may use the functions below.
   bool Work();
 
   Exchange& exchange() { return *exchange_; }

@@ -151,8 +151,8 @@ void Exchanges::OnPost(int32_t process, const Message& m,
       return peers_->SendRelease(part.process, part.segment);
     }
     if (!complete) return;
-    // The worker owns this object, because the completed calls may drop the last
-    // other reference. The progress thread must not drop it, because the
+    // The worker owns this object, because the completed calls may drop the
+    // last other reference. The progress thread must not drop it, because the
     // destructor joins that thread. A destructor that has begun waits for this
     // function, which then does the work.
     std::shared_ptr<Exchanges> self = weak_from_this().lock();
@@ -218,8 +218,8 @@ void Exchanges::Run(ExchangePtr exchange, Executor* executor, int32_t own) {
   }
   exchange->complete_at = trace_.Time();
   const auto batch = std::make_shared<Batch>(std::move(exchange));
-  // `self` keeps this object alive for the executor's threads. It is null if the
-  // destructor waits for this thread; then there is no executor.
+  // `self` keeps this object alive for the executor's threads. It is null if
+  // the destructor waits for this thread; then there is no executor.
   const auto work = [this, self = weak_from_this().lock(), batch](int32_t own) {
     if (!batch->Work()) return;
     const Status status = batch->status();

@@ -3,10 +3,10 @@
 // How the ranks of an EP domain meet: the heart of the engine.
 //
 // Every op is an exchange. A rank *posts* a contribution: rows that its peers
-// may read, and work to run after all peers have posted. The last post completes
-// the exchange. Then the work of each local rank reads rows of its peers. After
-// all local work, the engine completes the calls of all local ranks (not
-// earlier: a peer may still read their buffers).
+// may read, and work to run after all peers have posted. The last post
+// completes the exchange. Then the work of each local rank reads rows of its
+// peers. After all local work, the engine completes the calls of all local
+// ranks (not earlier: a peer may still read their buffers).
 //
 //   same process       peers read the operand buffers: one copy
 //   another process    the poster stages its rows in a shared segment, and
@@ -57,9 +57,9 @@
 namespace ep::host {
 
 // Thread-safe. One lock guards all state that decides whether a post joins an
-// exchange. So each post either joins a pending exchange, which a failure finds,
-// or finds the failure. No thread holds the lock while it sends messages, runs
-// work or completes calls.
+// exchange. So each post either joins a pending exchange, which a failure
+// finds, or finds the failure. No thread holds the lock while it sends
+// messages, runs work or completes calls.
 class Exchanges : public std::enable_shared_from_this<Exchanges> {
  public:
   struct Options {
@@ -90,8 +90,9 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   Status StopTrace() { return trace_.Stop(); }
   double Waited() { return trace_.Waited(); }
 
-  // Fails all pending exchanges, and stops the trace. Returns an error if a peer
-  // has run an op that this process has not, unless a failed op explains that.
+  // Fails all pending exchanges, and stops the trace. Returns an error if a
+  // peer has run an op that this process has not, unless a failed op explains
+  // that.
   Status Close();
 
  private:
@@ -140,8 +141,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Names a launch of this process, after running the actions that WithRunId
   // deferred for this site.
   Launch NameLaunch(uint64_t site_id, int64_t run_id) EP_EXCLUDES(mutex_);
-  // Calls `act` with this process's run id of a peer's launch: now, or after the
-  // op has run in this process.
+  // Calls `act` with this process's run id of a peer's launch: now, or after
+  // the op has run in this process.
   void WithRunId(const Launch& launch, std::function<void(int64_t)> act)
       EP_EXCLUDES(mutex_);
 
@@ -163,8 +164,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   void TraceLeft(const PostedOp& op, int32_t domain, const Exchange* exchange,
                  const Status& status) EP_REQUIRES(mutex_);
   // Fails the pending exchanges for which `match` holds, and their runs on all
-  // ranks, because missing posts cannot arrive any more. (A rank that learns the
-  // reason in one exchange posts to no other exchange of its run.)
+  // ranks, because missing posts cannot arrive any more. (A rank that learns
+  // the reason in one exchange posts to no other exchange of its run.)
   template <typename Match>
   void FailPending(const Status& reason, Match match) EP_EXCLUDES(mutex_);
   void OnLeave(int32_t process, bool is_orderly, const std::string& its_reason)
@@ -174,8 +175,8 @@ class Exchanges : public std::enable_shared_from_this<Exchanges> {
   // Publishes the state, fails late exchanges, and warns once of an exchange
   // that lacks posts a third of timeout_s after its first post.
   //
-  // Terminates the process `exit_after_s` after a failed run, if the process has
-  // neither closed the group nor run another op on each of its devices: a
+  // Terminates the process `exit_after_s` after a failed run, if the process
+  // has neither closed the group nor run another op on each of its devices: a
   // device may wait for a failed rank in an XLA collective.
   void OnTick() EP_EXCLUDES(mutex_);
 

@@ -11,10 +11,10 @@
 // So a message contains the site id of the op, the sender's run id, and the
 // number of the launch, counted from the first launch that the sender has seen.
 // The receiver uses a run id directly if it is near the latest run id of one of
-// its executables; this is exact even if the first launches overtook each other.
-// Otherwise the receiver uses the number. The number counts by site, not by
-// module, because several executables of one module (from jax.export, or from
-// two compilations) have separate run ids.
+// its executables; this is exact even if the first launches overtook each
+// other. Otherwise the receiver uses the number. The number counts by site, not
+// by module, because several executables of one module (from jax.export, or
+// from two compilations) have separate run ids.
 
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_LAUNCHES_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_LAUNCHES_H_

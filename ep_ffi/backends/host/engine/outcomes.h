@@ -48,8 +48,9 @@ class Outcomes {
   bool FailRun(int64_t run_id, const Status& status);
 
   // A process closes its group (`is_orderly`), or dies; `status` is the error.
-  // With an orderly close, `its_reason` may report the death of another process,
-  // perhaps before this process knows it. Returns the reason for later errors.
+  // With an orderly close, `its_reason` may report the death of another
+  // process, perhaps before this process knows it. Returns the reason for later
+  // errors.
   Status Leave(int32_t process, bool is_orderly, const Status& status,
                const std::string& its_reason);
 
@@ -60,8 +61,9 @@ class Outcomes {
   void ReportError() { is_error_reported_ = true; }
   bool is_error_reported() const { return is_error_reported_; }
 
-  // Returns the reason that this group gives its peers when it closes: the first
-  // death, or the error of the last run that lacked a process, or nothing.
+  // Returns the reason that this group gives its peers when it closes: the
+  // first death, or the error of the last run that lacked a process, or
+  // nothing.
   const std::string& LeavingReason() const {
     return (first_death_.ok() ? last_unavailable_ : first_death_).message();
   }

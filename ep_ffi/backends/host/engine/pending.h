@@ -2,9 +2,9 @@
 
 // The exchanges that still lack posts.
 //
-// Posts match by key, never by arrival. In a loop a key recurs, but a rank posts
-// iteration i + 1 only after iteration i has completed. So a post belongs to the
-// oldest exchange of its key that lacks the rank's post.
+// Posts match by key, never by arrival. In a loop a key recurs, but a rank
+// posts iteration i + 1 only after iteration i has completed. So a post belongs
+// to the oldest exchange of its key that lacks the rank's post.
 //
 // This file knows neither processes nor messages nor failures.
 

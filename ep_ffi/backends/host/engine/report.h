@@ -45,8 +45,8 @@ Status Late(const Topology& topology, const Exchange& exchange,
             const LastPosts& last_posts, double timeout_s);
 
 // Returns the state of the group as JSON, for `python -m ep stuck`. Leaves out
-// entries to stay within `max_bytes`. Times are from Now. The group exists since
-// `since`.
+// entries to stay within `max_bytes`. Times are from Now. The group exists
+// since `since`.
 std::string Progress(const Topology& topology, const std::string& group_name,
                      const std::vector<const Exchange*>& pending,
                      const LastPosts& last_posts, double since,

@@ -20,8 +20,8 @@ namespace {
 using testing::Domain;
 using testing::WorldOptions;
 
-// Returns what all processes of a group have in common, but the addresses.
-// `process_of` has the process of each rank.
+// Returns the options of all processes of a group, without addresses.
+// `process_of` returns the process of a rank.
 HostGroup::Options CommonOptions(
     const WorldOptions& options,
     const std::function<int32_t(int32_t rank)>& process_of) {
@@ -36,7 +36,7 @@ HostGroup::Options CommonOptions(
   return common;
 }
 
-// Returns the domains of groups, which are given by process.
+// Returns the domains of a group. `groups` are indexed by process.
 std::vector<Domain> DomainsOf(
     const Topology& topology,
     const std::vector<std::shared_ptr<Group>>& groups) {
@@ -51,7 +51,7 @@ std::vector<Domain> DomainsOf(
 
 }  // namespace
 
-std::vector<Domain> MakeHostWorld(const WorldOptions& options,
+std::vector<Domain> MakeHostGroup(const WorldOptions& options,
                                   int32_t max_processes) {
   const int32_t num_processes = std::min<int32_t>(
       options.num_domains * options.dims.ep_size, max_processes);
@@ -101,7 +101,7 @@ void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
     c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
     std::memcpy(CMSG_DATA(c), fds.data(), fds.size() * sizeof(int));
   }
-  (void)sendmsg(socket_.get(), &header, MSG_NOSIGNAL);  // it may have hung up
+  (void)sendmsg(socket_.get(), &header, MSG_NOSIGNAL);  // process 0 may be gone
 }
 
 std::string Impostor::Receive() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// File descriptors that are closed with their owners.
+// Owned file descriptors, and errors of system calls.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_FD_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_FD_H_
@@ -33,8 +33,8 @@ class Fd {
   int fd_;
 };
 
-// Returns the error for a call of the system that has just failed: the reason,
-// from `errno`, and what to do.
+// Returns the error of a failed system call: the reason, from `errno`, and a
+// remedy.
 inline Status SystemError(const std::string& what) {
   const int error = errno;
   const std::string why = what + ": " + strerror(error);

@@ -31,7 +31,7 @@ constexpr const char* kNames[Signature::kNumFields] = {
     "bytes of rows",
     "bytes of weights"};
 
-// Returns a name, or the number if it has none; a peer may send any number.
+// Returns a name, or the number if it has no name.
 std::string OneOf(std::initializer_list<const char*> names, int64_t value) {
   return 0 <= value && value < static_cast<int64_t>(names.size())
              ? names.begin()[value]
@@ -125,7 +125,7 @@ void SplitNames(const std::string& text, std::string* layer,
 socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;
-  // An abstract name begins with a 0.
+  // An abstract name begins with a zero byte.
   const size_t size = std::min(name.size(), sizeof(address->sun_path) - 1);
   std::memcpy(address->sun_path + 1, name.data(), size);
   return offsetof(sockaddr_un, sun_path) + 1 + size;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The messages that processes of a group send on their sockets (peers.h says
-// when they are sent, handshake.h how processes connect).
+// Messages between the processes of a group. peers.h sends them on its sockets.
 //
-// A message is bytes from another process, and no value in it is trusted (see
-// handshake.h). `Decode` checks its form, and engine/exchange.cc whether the
-// values make sense in the group.
+// A message comes from another process, so no value in it is trusted (see
+// handshake.h). `Decode` checks its form, and engine/exchange.cc checks the
+// values against the group.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_MESSAGES_H_
@@ -20,10 +19,9 @@
 
 namespace ep::host {
 
-// The values that must be equal on all ranks for an exchange to make sense, and
-// the sizes of the two arrays that each rank posts. They come from shapes and
-// attributes, except the fingerprint of the routing. A signature is sent in
-// messages as it is (wire.h).
+// The values that must be equal on all ranks of an exchange, and the sizes of
+// the two arrays that each rank posts. They come from shapes and attributes,
+// except the hash of the routing. Messages contain the struct as it is.
 struct Signature {
   enum Field {
     kOp,
@@ -49,20 +47,20 @@ struct Signature {
   int64_t operator[](Field field) const { return values[field]; }
   int64_t& operator[](Field field) { return values[field]; }
 
-  // Return where the second array starts in a segment, and where it ends.
+  // Return the offset of the second array in a segment, and the end of it.
   size_t second_offset() const;
   size_t staged_bytes() const;
-  // Returns whether a segment of `bytes` can hold both arrays. Values that a
-  // peer sent may be any numbers.
+  // Returns whether a segment of `bytes` holds both arrays. A peer's values may
+  // be any numbers.
   bool FitsIn(size_t bytes) const;
 
   std::optional<Field> FirstDifference(const Signature& other) const;
-  // Return the name of a field, and its value, as users know them.
+  // Return the name and the value of a field, for messages.
   static const char* Name(Field field);
   std::string ValueOf(Field field) const;
 };
 
-// A launch as its process names it; see engine/launches.h.
+// A launch, as its process names it; see engine/launches.h.
 struct Launch {
   uint64_t site_id;  // see Site::id
   int64_t run_id;
@@ -72,11 +70,11 @@ struct Launch {
 //   kSegment  a new segment of the sender; carries its descriptor
 //   kPost     a rank of the sender has posted its rows in a segment
 //   kRelease  the sender has read a segment of the receiver
-//   kFail     a run failed on the sender; it fails on the receiver too
-//   kBye      the sender closes its group, perhaps for a reason, and sends no
-//             more
+//   kFail     a run failed on the sender, and fails on the receiver
+//   kBye      the sender closes its group, perhaps for a reason; its last
+//             message
 //
-// The fixed part of a message; `text_bytes` of text follow.
+// The fixed part of a message. `text_bytes` bytes of text follow.
 struct Message {
   enum Type : uint32_t { kSegment, kPost, kRelease, kFail, kBye };
 
@@ -84,37 +82,36 @@ struct Message {
   uint32_t text_bytes;
   int32_t code;          // kFail
   int32_t domain, rank;  // kPost
-  Launch launch;         // kPost, kFail: as the sender names it
-  int64_t position;      // kPost: of the op, for messages
-  uint64_t segment;      // kSegment, kPost, kRelease: of its owner
+  Launch launch;         // kPost, kFail: the sender's name of it
+  int64_t position;      // kPost: of the op in its program
+  uint64_t segment;      // kSegment, kPost, kRelease: number of its owner
   Signature signature;   // kPost
 };
 
 inline constexpr size_t kMaxText = 4096;  // of a message
 inline constexpr size_t kMaxMessage = sizeof(Message) + kMaxText;
 
-// Returns the bytes of a message. A text that is too long is cut.
+// Returns the bytes of a message. Cuts a text that is too long.
 std::string Encode(Message message, const std::string& text);
 
-// The text of kPost: the names of the op's layer and program. They are joined
-// by a zero byte, which ends the first one.
+// Join and split the text of kPost: the names of the op's layer and program,
+// separated by a zero byte.
 std::string JoinNames(const std::string& layer, const std::string& program);
 void SplitNames(const std::string& text, std::string* layer,
                 std::string* program);
 
-// Reads a message. Returns false unless `Encode` could have made these bytes,
-// the type is known, and the code of a kFail is an error.
+// Reads a message. Returns false unless `Encode` can make these bytes, the type
+// is known, and the code of a kFail is an error.
 bool Decode(const char* bytes, size_t size, Message* message,
             std::string* text);
 
-// The first message both ways on a new connection: the number of the sender in
-// the group.
+// The first message in both directions: the number of the sender in the group.
 struct Hello {
   int32_t process;
 };
 
-// Writes the abstract address of a name, and returns its size. A name that is
-// too long is cut.
+// Writes the abstract address of a name, and returns its size. Cuts a name that
+// is too long.
 socklen_t AddressOf(const std::string& name, sockaddr_un* address);
 
 }  // namespace ep::host

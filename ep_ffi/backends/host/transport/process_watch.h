@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How a process learns that another one on this host has ended.
+// Detects the end of another process of this host.
 
 #ifndef EP_FFI_BACKENDS_HOST_TRANSPORT_PROCESS_WATCH_H_
 #define EP_FFI_BACKENDS_HOST_TRANSPORT_PROCESS_WATCH_H_
@@ -16,11 +16,11 @@
 
 namespace ep::host {
 
-// Watches a process, which may have ended already. Where the system has no
-// descriptors of processes (before Linux 5.3), it never seems to end.
+// Watches a process, which may have ended already. Before Linux 5.3 there are
+// no descriptors of processes, and the process never seems to end.
 class ProcessWatch {
  public:
-  // Watches the process with the system's id `pid`, or nothing if that is 0.
+  // Watches the process `pid`, or no process if `pid` is 0.
   explicit ProcessWatch(int32_t pid) {
     if (pid == 0) return;
 #ifdef SYS_pidfd_open  // Linux 5.3
@@ -29,7 +29,7 @@ class ProcessWatch {
 #endif
   }
 
-  // Returns a descriptor that is readable once the process has ended, or -1.
+  // Returns a descriptor that is readable after the process has ended, or -1.
   int fd() const { return end_.get(); }
   bool HasEnded() const {
     pollfd p = {end_.get(), POLLIN, 0};
