@@ -24,28 +24,14 @@
 #define EP_THREAD_ANNOTATION(x)
 #endif
 
-// Declares a member that the mutex guards.
+// See the page above for each attribute.
 #define EP_GUARDED_BY(mutex) EP_THREAD_ANNOTATION(guarded_by(mutex))
-
-// Declares a pointer whose target the mutex guards.
 #define EP_PT_GUARDED_BY(mutex) EP_THREAD_ANNOTATION(pt_guarded_by(mutex))
-
-// Declares a function whose caller holds the mutex.
 #define EP_REQUIRES(...) EP_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
-
-// Declares a function whose caller must not hold the mutex.
 #define EP_EXCLUDES(...) EP_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
-
-// Declares a function that locks the mutex and returns with it locked.
 #define EP_ACQUIRE(...) EP_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
-
-// Declares a function that unlocks the mutex.
 #define EP_RELEASE(...) EP_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
-
-// Declares a class whose objects are mutexes.
 #define EP_CAPABILITY(name) EP_THREAD_ANNOTATION(capability(name))
-
-// Declares a class whose objects hold a mutex for their lifetime.
 #define EP_SCOPED_CAPABILITY EP_THREAD_ANNOTATION(scoped_lockable)
 
 namespace ep {

@@ -21,7 +21,7 @@ void Append(const Part& part, std::string* out) {
   } else if constexpr (std::is_same_v<Part, char>) {
     out->push_back(part);
   } else if constexpr (std::is_floating_point_v<Part>) {
-    // std::to_string would use the locale of the program.
+    // std::to_string uses the locale of the program for fractions.
     std::ostringstream stream;
     stream.imbue(std::locale::classic());
     stream << part;

@@ -25,7 +25,8 @@ static_assert(kFindExtensionAt == sizeof(XLA_FFI_Api),
               "and may declare the extension");
 
 // Converts and destroys an error of XLA. Null becomes Ok.
-Status Take(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* what) {
+Status ToStatus(const XLA_FFI_Api* api, XLA_FFI_Error* error,
+                const char* what) {
   if (!error) return Status();
   ErrorDetailsArgs details = {};
   details.struct_size = sizeof(details);
@@ -51,7 +52,8 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
   args.struct_size = sizeof(args);
   args.context = xla.context;
   args.type = kCollectives;
-  EP_RETURN_IF_ERROR(Take(xla.api, find(&args), "look for its communicators"));
+  EP_RETURN_IF_ERROR(
+      ToStatus(xla.api, find(&args), "look for its communicators"));
   if (!args.extension) return Status();
   if (args.extension->major_version != kMajorVersion ||
       args.extension->struct_size < sizeof(Collectives)) {
@@ -61,7 +63,7 @@ Status FindCollectives(const XlaContext& xla, const Collectives** out) {
                args.extension->major_version, ".",
                args.extension->minor_version,
                " of its interface, and this ep knows ", kMajorVersion,
-               ".1 and what is added to it; unset EP_NCCL_COMMUNICATOR, or "
+               ".1 and newer minor versions; unset EP_NCCL_COMMUNICATOR, or "
                "install an ep and a JAX that fit each other"));
   }
   *out = reinterpret_cast<const Collectives*>(args.extension);
@@ -87,7 +89,7 @@ Status CallXla(const XlaContext& xla, const Domains& domains,
   Args args = {struct_size,   nullptr,          kFlattenedId, groups.data(),
                groups.size(), kCommunicationId, nullptr};
   EP_RETURN_IF_ERROR(
-      Take(xla.api, (collectives->*function)(collectives, &args), what));
+      ToStatus(xla.api, (collectives->*function)(collectives, &args), what));
   *communicator = args.communicator;
   return Status();
 }

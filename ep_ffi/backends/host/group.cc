@@ -43,7 +43,7 @@ Contribution RowsContribution(const Call& call, const PlanDims& dims,
   c.signature[Signature::kFirstBytes] = rows.count * rows.row_bytes();
   c.signature[Signature::kSecondBytes] =
       weights ? num_weights * int64_t{sizeof(float)} : 0;
-  c.arrays.rows = {rows.data, weights};
+  c.arrays = {rows.data, weights};
   c.moved = [num_slots = plan.num_slots(), row_bytes = rows.row_bytes()] {
     return TracedRows{num_slots, 0, num_slots * row_bytes, {}};
   };
@@ -55,8 +55,13 @@ template <typename Place, typename Mover>
 void Post(const Call& call, const Place& place, Mover mover, Contribution c) {
   const auto shared = std::make_shared<const Mover>(std::move(mover));
   c.num_chunks = shared->num_chunks();
-  c.run = [shared](const AllArrays& ranks, int64_t chunk) {
-    return shared->RunChunk(ranks.rows, chunk);
+  c.run = [shared](const std::vector<Arrays>& ranks, int64_t chunk) {
+    std::vector<RankRows> rows;
+    for (const Arrays& rank : ranks) {
+      rows.push_back({static_cast<const std::byte*>(rank.first),
+                      static_cast<const float*>(rank.second)});
+    }
+    return shared->RunChunk(rows, chunk);
   };
   place.exchanges->Post(call, place.domain, place.rank, std::move(c));
 }
@@ -219,7 +224,7 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
   c.signature[Signature::kFingerprint] = call.site->layer.fingerprint;
   c.signature[Signature::kFirstBytes] = mine->starts.size() * sizeof(int32_t);
   c.signature[Signature::kSecondBytes] = mine->order.size() * sizeof(int32_t);
-  c.arrays.choices = {mine->starts.data(), mine->order.data()};
+  c.arrays = {mine->starts.data(), mine->order.data()};
   c.num_chunks = 1;
   c.moved = [args, experts = num_experts_ / ep_size()] {
     const int32_t* dropped = args.dropped_counts;
@@ -234,10 +239,12 @@ void HostGroup::Prepare(Call call, const PrepareArgs& args) {
     is_local.push_back(topology_.is_local(place.domain, r));
   }
   c.run = [dims, domain = args.place ? args.place[1] : 0, rank = place.rank,
-           args, mine, is_local](const AllArrays& ranks, int64_t) {
-    std::vector<ChoicesView> choices = ranks.choices;
+           args, mine, is_local](const std::vector<Arrays>& ranks, int64_t) {
+    std::vector<ChoicesView> choices;
     std::deque<SortedChoices> copies;
-    for (size_t r = 0; r < choices.size(); ++r) {
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      choices.push_back({static_cast<const int32_t*>(ranks[r].first),
+                         static_cast<const int32_t*>(ranks[r].second)});
       // Another process can write to its segment at any time. The copy keeps
       // the values that BuildPlan has checked.
       if (is_local[r]) continue;

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/contribution.h"
 #include "ep_ffi/backends/host/engine/pending.h"
 #include "ep_ffi/core/mutex.h"
 #include "ep_ffi/core/status.h"
@@ -43,8 +42,8 @@ class Batch {
   Status RunChunk(int64_t chunk) const;
 
   const ExchangePtr exchange_;
-  AllArrays arrays_;
-  std::vector<Share> shares_;  // of the local ranks
+  std::vector<Arrays> arrays_;  // by rank
+  std::vector<Share> shares_;   // of the local ranks
   int64_t num_chunks_ = 0;
   int64_t num_bytes_ = 0;
   std::atomic<int64_t> next_{0};

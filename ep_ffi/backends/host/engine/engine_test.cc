@@ -33,7 +33,8 @@ ExchangePtr MakeExchange(
     part.is_posted = true;
     part.done = [](const Status&) {};
     part.contribution.num_chunks = num_chunks[rank];
-    part.contribution.run = [run, rank](const AllArrays&, int64_t chunk) {
+    part.contribution.run = [run, rank](const std::vector<Arrays>&,
+                                        int64_t chunk) {
       return run(rank, chunk);
     };
   }

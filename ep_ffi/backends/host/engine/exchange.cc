@@ -20,6 +20,17 @@ TracedOp ForTrace(const PostedOp& op, int32_t domain) {
           domain};
 }
 
+// Copies the arrays of a contribution to a segment of sufficient size.
+void Stage(const Contribution& c, std::byte* segment) {
+  std::byte* second = segment + c.signature.second_offset();
+  if (c.stage) return c.stage(segment, second);
+  const auto copy = [](std::byte* to, const void* from, int64_t bytes) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+  };
+  copy(segment, c.arrays.first, c.signature[Signature::kFirstBytes]);
+  copy(second, c.arrays.second, c.signature[Signature::kSecondBytes]);
+}
+
 // Returns the size of the state's text: a few names of ops per rank.
 size_t MaxProgressBytes(size_t num_ranks) {
   return (size_t{64} << 10) + 1024 * num_ranks;
@@ -100,7 +111,7 @@ Status Exchanges::Announce(const Key& key, const PostedOp& op, int32_t rank,
   Segment* segment;
   EP_RETURN_IF_ERROR(
       peers_->Acquire(signature.staged_bytes(), readers, &segment));
-  StageArrays(contribution, segment->memory.data());
+  Stage(contribution, segment->memory.data());
 
   Message message = {};
   message.domain = key.domain;
@@ -142,7 +153,10 @@ void Exchanges::OnPost(int32_t process, const Message& m,
     });
   }
   part.contribution.signature = signature;
-  part.contribution.arrays = StagedArrays(signature, memory->data());
+  const std::byte* second = memory->data() + signature.second_offset();
+  part.contribution.arrays = {
+      memory->data(),
+      signature[Signature::kSecondBytes] > 0 ? second : nullptr};
   Note(m.domain, m.rank, part.op);
   WithRunId(m.launch, [this, m, part](int64_t run_id) {
     const Key key = {m.domain, m.launch.site_id, run_id};

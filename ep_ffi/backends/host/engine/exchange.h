@@ -40,7 +40,6 @@
 #include <string>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/contribution.h"
 #include "ep_ffi/backends/host/engine/launches.h"
 #include "ep_ffi/backends/host/engine/outcomes.h"
 #include "ep_ffi/backends/host/engine/pending.h"

@@ -99,12 +99,12 @@ class ExchangeTest : public ::testing::Test {
     Contribution c;
     c.signature[Signature::kOp] = static_cast<int64_t>(Op::kDispatch);
     c.signature[Signature::kFirstBytes] = sizeof(state->ints);
-    c.arrays.rows.rows = reinterpret_cast<const std::byte*>(state->ints);
+    c.arrays.first = state->ints;
     c.num_chunks = 1;
-    c.run = [state](const AllArrays& ranks, int64_t) {
-      for (const RankRows& rank : ranks.rows) {
+    c.run = [state](const std::vector<Arrays>& ranks, int64_t) {
+      for (const Arrays& rank : ranks) {
         int32_t ints[kInts];
-        std::memcpy(ints, rank.rows, sizeof(ints));
+        std::memcpy(ints, rank.first, sizeof(ints));
         for (int32_t i : ints) state->sum += i;
       }
       return Status();

@@ -11,6 +11,7 @@
 #ifndef EP_FFI_BACKENDS_HOST_ENGINE_PENDING_H_
 #define EP_FFI_BACKENDS_HOST_ENGINE_PENDING_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -20,13 +21,14 @@
 #include <utility>
 #include <vector>
 
-#include "ep_ffi/backends/host/engine/contribution.h"
 #include "ep_ffi/backends/host/transport/messages.h"
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/status.h"
+#include "ep_ffi/core/trace.h"
 
 namespace ep::host {
 
+// The op of a post.
 struct PostedOp {
   Op op = {};  // any number in a peer's message
   Launch launch = {};
@@ -60,6 +62,28 @@ struct Key {
 
   auto Tie() const { return std::tie(domain, site_id, run_id); }
   bool operator<(const Key& other) const { return Tie() < other.Tie(); }
+};
+
+// The two arrays of a rank that its peers read: of a mover, rows and weights;
+// of ep_prepare, the sorted choices. The signature has their sizes.
+struct Arrays {
+  const void* first = nullptr;
+  const void* second = nullptr;  // null if it is empty
+};
+
+// The contribution of a rank to an exchange: arrays for its peers, and the work
+// of the rank after all ranks have posted.
+struct Contribution {
+  Signature signature;
+  Arrays arrays;
+  // Copies the parts of both arrays that other processes read to a segment.
+  // Null: copy both arrays whole.
+  std::function<void(std::byte* first, std::byte* second)> stage;
+  // The work of this rank, in chunks that may run concurrently.
+  int64_t num_chunks = 0;
+  std::function<Status(const std::vector<Arrays>& ranks, int64_t chunk)> run;
+  // Returns the row counts for a trace, after the work; null for none.
+  std::function<TracedRows()> moved;
 };
 
 // The post of a rank.

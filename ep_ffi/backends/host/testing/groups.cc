@@ -7,7 +7,6 @@
 #include <sys/un.h>
 
 #include <algorithm>
-#include <cstring>
 #include <thread>
 
 #include "ep_ffi/backends/host/group.h"
@@ -87,21 +86,7 @@ Impostor::Impostor(
 }
 
 void Impostor::Send(const std::string& bytes, const std::vector<int>& fds) {
-  iovec iov = {const_cast<char*>(bytes.data()), bytes.size()};
-  msghdr header = {};
-  header.msg_iov = &iov;
-  header.msg_iovlen = 1;
-  std::vector<char> control(CMSG_SPACE(fds.size() * sizeof(int)));
-  if (!fds.empty()) {
-    header.msg_control = control.data();
-    header.msg_controllen = control.size();
-    cmsghdr* c = CMSG_FIRSTHDR(&header);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
-    std::memcpy(CMSG_DATA(c), fds.data(), fds.size() * sizeof(int));
-  }
-  (void)sendmsg(socket_.get(), &header, MSG_NOSIGNAL);  // process 0 may be gone
+  (void)SendMessage(socket_, bytes, fds, /*flags=*/0);  // the peer may be gone
 }
 
 std::string Impostor::Receive() {

@@ -22,7 +22,7 @@
 
 #include "ep_ffi/backends/host/group.h"
 #include "ep_ffi/backends/host/testing/listener.h"
-#include "ep_ffi/backends/host/transport/process_watch.h"
+#include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/core/clock.h"
 #include "ep_ffi/testing/samples.h"
 

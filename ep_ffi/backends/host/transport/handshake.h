@@ -31,7 +31,6 @@
 
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
-#include "ep_ffi/backends/host/transport/process_watch.h"
 #include "ep_ffi/core/status.h"
 
 namespace ep::host {

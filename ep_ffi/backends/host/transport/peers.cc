@@ -24,6 +24,15 @@ namespace {
 constexpr uint64_t kProcessEnd = uint64_t{1} << 32;
 constexpr uint64_t kStop = ~uint64_t{0};
 
+// Adds a descriptor to the events that `epoll` waits for, or modifies it.
+void Watch(const Fd& epoll, int operation, int fd, uint32_t events,
+           uint64_t source) {
+  epoll_event event = {};
+  event.events = events;
+  event.data.u64 = source;
+  epoll_ctl(epoll.get(), operation, fd, &event);
+}
+
 }  // namespace
 
 // The connection to one peer. The lock guards the queue: a message is sent only
@@ -51,29 +60,15 @@ struct Peers::Link {
   // Returns false if the socket is full. Returns true if the peer has left,
   // which the progress thread reports.
   bool TrySend(const Outgoing& out) EP_REQUIRES(mutex) {
-    iovec iov = {const_cast<char*>(out.bytes.data()), out.bytes.size()};
-    msghdr header = {};
-    header.msg_iov = &iov;
-    header.msg_iovlen = 1;
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    if (out.fd) {
-      header.msg_control = control;
-      header.msg_controllen = sizeof(control);
-      cmsghdr* c = CMSG_FIRSTHDR(&header);
-      c->cmsg_level = SOL_SOCKET;
-      c->cmsg_type = SCM_RIGHTS;
-      c->cmsg_len = CMSG_LEN(sizeof(int));
-      const int fd = out.fd->get();
-      std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
+    const std::vector<int> fds =
+        out.fd ? std::vector<int>{out.fd->get()} : std::vector<int>();
+    while (!SendMessage(socket, out.bytes, fds, MSG_DONTWAIT)) {
+      if (errno == EINTR) continue;
+      // ETOOMANYREFS: processes of this user have sent too many descriptors
+      // that are not received yet.
+      return errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS;
     }
-    ssize_t sent;
-    do {
-      sent = sendmsg(socket.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL);
-    } while (sent < 0 && errno == EINTR);
-    // ETOOMANYREFS: processes of this user have sent too many descriptors that
-    // are not received yet.
-    return sent >= 0 ||
-           (errno != EAGAIN && errno != ENOBUFS && errno != ETOOMANYREFS);
+    return true;
   }
 
   // Sends queued messages until the socket is full. Returns whether none is
@@ -102,10 +97,7 @@ Status Peers::Connect(Topology topology, int listener, double timeout_s,
   if (peers->epoll_.get() < 0 || peers->stop_.get() < 0) {
     return SystemError("cannot create the event queue of a group");
   }
-  epoll_event event = {};
-  event.events = EPOLLIN;
-  event.data.u64 = kStop;
-  epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, peers->stop_.get(), &event);
+  Watch(peers->epoll_, EPOLL_CTL_ADD, peers->stop_.get(), EPOLLIN, kStop);
 
   Handshake handshake(peers->topology_, listener, timeout_s, peers->watches_);
   const Status connected = handshake.Connect();
@@ -121,11 +113,10 @@ Status Peers::Connect(Topology topology, int listener, double timeout_s,
   }
   for (auto& link : peers->links_) {
     if (!link) continue;
-    event.data.u64 = link->process;
-    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD, link->socket.get(), &event);
-    event.data.u64 |= kProcessEnd;
-    epoll_ctl(peers->epoll_.get(), EPOLL_CTL_ADD,
-              peers->watches_[link->process].fd(), &event);
+    const uint64_t process = link->process;
+    Watch(peers->epoll_, EPOLL_CTL_ADD, link->socket.get(), EPOLLIN, process);
+    Watch(peers->epoll_, EPOLL_CTL_ADD, peers->watches_[process].fd(), EPOLLIN,
+          process | kProcessEnd);
   }
   *out = std::move(peers);
   return Status();
@@ -206,10 +197,8 @@ void Peers::Send(Link& link, const Message& message, const std::string& text,
   MutexLock lock(link.mutex);
   if (link.queue.empty() && link.TrySend(out)) return;
   link.queue.push_back(std::move(out));
-  epoll_event event = {};
-  event.events = EPOLLIN | EPOLLOUT;
-  event.data.u64 = link.process;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
+  Watch(epoll_, EPOLL_CTL_MOD, link.socket.get(), EPOLLIN | EPOLLOUT,
+        link.process);
 }
 
 void Peers::Progress() {
@@ -228,10 +217,7 @@ void Peers::Progress() {
       if (events[i].events & EPOLLOUT) {
         MutexLock lock(link.mutex);
         if (link.Flush()) {
-          epoll_event event = {};
-          event.events = EPOLLIN;
-          event.data.u64 = source;
-          epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link.socket.get(), &event);
+          Watch(epoll_, EPOLL_CTL_MOD, link.socket.get(), EPOLLIN, source);
         }
       }
       if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) Receive(link);

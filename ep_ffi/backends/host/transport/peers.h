@@ -5,7 +5,7 @@
 // Each pair of processes has one Unix socket (SOCK_SEQPACKET: whole messages,
 // in order), which carries messages (messages.h) and descriptors of segments.
 // Rows are in shared memory (segment.h). The socket reports that a peer closes
-// it or dies; process_watch.h reports a death even if a child of the peer's
+// it or dies; ProcessWatch reports a death even if a child of the peer's
 // process holds the socket open.
 //
 // One progress thread per group receives. It waits only for messages and the
@@ -27,7 +27,6 @@
 #include "ep_ffi/backends/host/topology.h"
 #include "ep_ffi/backends/host/transport/fd.h"
 #include "ep_ffi/backends/host/transport/messages.h"
-#include "ep_ffi/backends/host/transport/process_watch.h"
 #include "ep_ffi/backends/host/transport/segment.h"
 #include "ep_ffi/core/status.h"
 
