@@ -80,7 +80,7 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
     for folder in _FOLDERS
     for file in sorted(native.joinpath(folder).glob("*.cc"))
     if not file.name.endswith("_test.cc")
-    and file.name not in ("connect.cc", "cuda.cc")
+    and file.name != "cuda.cc"
   ]
 
   def compile(number: int, source: pathlib.Path) -> pathlib.Path:
