@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config, a layer and a call of it say in a sentence what they refuse."""
+"""Configurations, layers and their calls refuse bad arguments with a reason."""
 
 import copy
 import dataclasses
@@ -37,13 +37,13 @@ def test_equal_loads_move_no_bias(experts, load):
 
 
 @pytest.mark.parametrize("experts", [7, 60, 384])
-def test_loads_beside_their_mean_are_told_from_it(experts):
-  """Sums of loads, and products with E, are not whole numbers of float32."""
+def test_loads_next_to_the_mean_move_the_bias(experts):
+  """float32 cannot represent the sum of these loads, nor E times a load."""
   rng = np.random.default_rng(experts)
   load = rng.integers(0, 2_000_000, (200, experts))
   mean = load.mean(axis=1).astype(int)
   load[:, 1:4] = mean[:, None] + [-1, 0, 1]
-  load[:, 0] += experts * mean - load.sum(axis=1)  # so that it is the mean
+  load[:, 0] += experts * mean - load.sum(axis=1)  # makes `mean` exact
   load = load[(load[:, 0] >= 0) & (load[:, 0] < 2**24)]
   assert len(load) > 20 and (load.sum(axis=1) == experts * load[:, 2]).all()
   state = ep.moe.State(jnp.zeros(load.shape))
@@ -77,6 +77,9 @@ def test_a_bias_that_would_lose_its_steps():
     (dict(jitter=np.nan), "jitter = nan"),
     (dict(capacity_factor=np.inf), "capacity_factor = inf"),
     (dict(name="moe\0"), r"name = 'moe\\x00'"),
+    (dict(wire="fp8"), "wire = 'fp8'"),
+    (dict(wire="mxfp8", hidden=48), "rows have 48 elements"),
+    (dict(wire="fp8_block128", hidden=64), "rows have 64 elements"),
   ],
 )
 def test_a_config_that_cannot_be(change, message):
@@ -84,8 +87,8 @@ def test_a_config_that_cannot_be(change, message):
     dataclasses.replace(PLAIN, **{"name": "moe_3", **change})
 
 
-def test_ranks_that_hold_other_tokens_cannot_split_inner_sizes():
-  """Their outputs would be added, though they are those of other tokens."""
+def test_ranks_with_different_tokens_cannot_split_inner_sizes():
+  """The layer would add outputs of different tokens."""
   config = dataclasses.replace(PLAIN, tp_axis="dp")
   with pytest.raises(ValueError, match=r"splits tokens.*data_axes=\(\)"):
     ep.MoE(config, group("dp2_ep2"))

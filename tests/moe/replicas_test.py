@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts change no output, and gradients are sums in their order."""
+"""Expert copies change no output; gradients are sums in a fixed order."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from layer_steps import (
 
 _E = np.arange(E)
 
-# Logits of eight routings, from an even one to one of the experts of a rank.
+# Logits of eight routings, from an even load to a single busy rank.
 LOGITS = {
   "even": 0.0 * _E,
   "noise": np.random.default_rng(1).normal(size=E) / 4,
@@ -48,9 +48,10 @@ def arrays(name, config=PLAIN):
 
 
 def vose(rows, room, num_slots):
-  """Returns copies {(expert, rank): (slot, first, end)}, the turns it has.
+  """Returns the copies {(expert, rank): (slot, first, end)}.
 
-  It fills one rank after the other from the first of the fullest.
+  The copy takes the rows at positions first..end of its expert's queue. The
+  loop fills one rank after another with rows of the fullest ranks.
   """
   P, L = rows.shape
   load, has = rows.sum(1), rows.sum(1)
@@ -100,7 +101,7 @@ def without_rows(metrics):
 
 
 @pytest.mark.parametrize("name", LOGITS)
-def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
+def test_no_rank_exceeds_the_mean_and_outputs_have_the_same_bits(name):
   params, *tokens = arrays(name)
   y, metrics, grads, grad_x = run_step(layer_of(), params, *tokens)
   got, got_metrics, got_grads, got_x = run_step(
@@ -118,7 +119,7 @@ def test_any_routing_fits_the_mean_and_outputs_have_the_same_bits(name):
 
 @functools.cache
 def slot_gradients(layer):
-  """Returns a program of the gradients of parameters, some of each slot."""
+  """Returns a program of the gradients of the matrices, one per slot."""
 
   @jax.jit
   def gradients(params, x, ct, ids, weights):
@@ -134,17 +135,17 @@ def slot_gradients(layer):
 
 
 @pytest.mark.parametrize("name", ["zipf", "one_expert", "one_rank"])
-def test_gradients_are_of_the_home_and_then_of_its_copies(name):
-  """An ordinary layer of all slots computes them, and NumPy adds them.
+def test_gradients_add_the_home_slot_and_then_its_copies(name):
+  """A plain layer computes a gradient per slot, and NumPy adds the gradients.
 
-  It has no biases, so these are zeros.
+  The plain layer has no biases, so the biases here are zeros.
   """
   num_slots = E // R
   layer = layer_of(replica_slots=num_slots)
   params, x, ct = arrays(name)
   params |= {n: 0 * p for n, p in params.items() if n.startswith("b_")}
   _, metrics, grads, _ = run_step(layer, params, x, ct)
-  # A product of all tokens may round in another way than those of the ranks.
+  # One product of all tokens may round in another way than one per rank.
   logits = [
     jnp.matmul(part, params["router"], precision="highest")
     for part in np.split(x, R)
@@ -178,8 +179,8 @@ def test_gradients_are_of_the_home_and_then_of_its_copies(name):
     np.testing.assert_array_equal(grads[n], expected)
 
 
-def test_drops_are_of_experts_and_other_ids_are_refused():
-  """With fewer slots than it needs, an expert keeps what does not fit."""
+def test_drops_are_counted_by_expert_and_wrong_ids_are_refused():
+  """Rows that fit into no copy stay with the expert, which may drop them."""
   layer = layer_of(replica_slots=1, capacity_factor=1.0, overflow="drop")
   params, x, _ = arrays("one_rank")
   idx = np.argsort(-x @ params["router"])[:, :K].astype(np.int32)
@@ -223,7 +224,7 @@ def test_no_rank_has_more_than_the_mean(P, L):
 
 
 def test_derivatives_of_all_orders():
-  """Reverse over forward has what the layer without copies has."""
+  """Reverse over forward mode agrees with the layer without copies."""
   config = ep.MoEConfig(H, 5, E, K)
   params, *tokens = arrays("one_expert", config)
 
@@ -249,7 +250,7 @@ def test_derivatives_of_all_orders():
     np.testing.assert_allclose(got, expected[n], 1e-3, 1e-2, err_msg=n)
 
 
-def test_what_a_layer_with_replicas_refuses():
+def test_replicas_refuse():
   for options in (dict(deterministic=True), dict(token_chunks=2)):
     with pytest.raises(ValueError, match="replica_slots = 1 and"):
       dataclasses.replace(PLAIN, replica_slots=1, **options)
@@ -268,7 +269,7 @@ def test_what_a_layer_with_replicas_refuses():
     ep.MoE(config, wide)
 
 
-def test_tokens_that_visit_no_expert_take_no_room():
+def test_masked_tokens_need_no_rows():
   params, *tokens = arrays("one_expert")
   y, *_ = run_step(layer_of(), params, *tokens)
   layer = layer_of(replica_slots=E // R)
@@ -283,7 +284,7 @@ def test_tokens_that_visit_no_expert_take_no_room():
   [("ep4", 4, dict(alignment=4)), ("dp4_ep1", 1, dict(max_tokens_per_rank=E))],
   ids=["aligned", "alone"],
 )
-def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
+def test_the_capacity_includes_the_padding_of_slots(mesh, ranks, options):
   num_slots = E // ranks
   params, *tokens = arrays("one_rank")
   config = dataclasses.replace(PLAIN, replica_slots=num_slots)
@@ -296,8 +297,8 @@ def test_a_rank_has_room_for_the_padding_of_its_slots(mesh, ranks, options):
   np.testing.assert_array_equal(y, expected[0])
 
 
-def test_the_parts_of_matrices_are_copied():
-  """Ranks that split a matrix decide alike, and each copies its part."""
+def test_copies_of_tensor_parallel_experts():
+  """Ranks that split a matrix choose the same copies; each copies its shard."""
   params, x, ct = arrays("one_rank")
   _, metrics, expected, _ = run_step(layer_of(), params, x, ct)
   rows = metrics.load.reshape(2, -1).sum(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A handle is plain data: it can be used wherever a pytree of arrays can."""
+"""A handle is plain data, usable like any pytree of arrays."""
 
 import functools
 import pickle
@@ -13,8 +13,6 @@ import pytest
 from cases import assert_same, Case, expected
 from groups import layer, of_one_process
 from op_functions import (
-  block,
-  block_and_back,
   everything,
   handle_of,
   Ops,
@@ -61,7 +59,7 @@ def test_serialised_and_back(case):
 
 @of_one_process
 def test_donated_tokens_and_handle(case):
-  """A step can donate the state of a loop, and the next reuses its buffers."""
+  """A step can donate the handle and the tokens of a loop."""
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(handle, tokens, weights):
@@ -108,21 +106,3 @@ def test_scan(case, scan):
   grads = tuple(x * STEPS.sum(dtype=np.float32) for x in grads)
   actual = case.run(forward_and_back, tokens, weights, g)
   assert_same(actual, (np.stack(steps), grads))
-
-
-@of_one_process
-def test_checkpoint(case):
-  """A rematerialised block can take the handle."""
-
-  @jax.checkpoint
-  def checkpointed(handle, *x):
-    return block(Ops(handle), *x)
-
-  def program(ops, tokens, weights, g):
-    out, vjp = jax.vjp(lambda *x: checkpointed(ops.handle, *x), tokens, weights)
-    return out, vjp(g)
-
-  inputs = case.tokens(), case.weights(), case.tokens()
-  assert_same(
-    case.run(program, *inputs), expected(case, block_and_back, *inputs)
-  )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference agrees with simple loops over single rows.
 
-`RowByRow` appends rows to lists and pads them. It shares neither code nor
-method with the vectorised reference.
+`RowByRow` appends rows to lists and pads the lists. The vectorized reference
+uses another method.
 """
 
 import functools
@@ -19,7 +19,7 @@ L = E // P
 
 
 class RowByRow:
-  """Computes the contract one row at a time."""
+  """Computes the contract row by row."""
 
   def __init__(self, topk_idx, alignment, capacity):
     self.capacity = capacity
