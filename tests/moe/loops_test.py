@@ -27,8 +27,21 @@ FAIR = dict(overflow="drop", drop_by="fair", **TIGHT)
 SMALL, LARGE = {"dp": 2, "ep": 2}, {"dp": 2, "fsdp": 2, "ep": 2}
 
 
-def program_of(mesh, **options):
-  """Returns a compiled step of a layer, with gradients, and its arguments."""
+@pytest.mark.parametrize(
+  "mesh, options",
+  [
+    (SMALL, dict(balance="sequence", score="sigmoid", overlap=False)),
+    (SMALL, dict(deterministic=True)),
+    (SMALL, dict(replica_slots=1, **CHUNK)),
+    (SMALL, dict(token_chunks=2, wire="mxfp8", **FAIR)),
+    (LARGE, dict(replica_slots=1)),
+    (LARGE, dict(token_chunks=4)),
+    (LARGE, CHUNK),
+  ],
+  ids=str,
+)
+def test_launches_of_a_step_agree(mesh, options):
+  """All launches of one program give the same bits."""
   fsdp = "fsdp" if "fsdp" in mesh else None
   config = dataclasses.replace(PLAIN, fsdp_axis=fsdp, **options)
   layer = ep.MoE(
@@ -57,25 +70,7 @@ def program_of(mesh, **options):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
 
   args = params, x, state
-  return step.lower(*args).compile(), args
-
-
-@pytest.mark.parametrize(
-  "mesh, options",
-  [
-    (SMALL, dict(balance="sequence", score="sigmoid", overlap=False)),
-    (SMALL, dict(deterministic=True)),
-    (SMALL, dict(replica_slots=1, **CHUNK)),
-    (SMALL, dict(token_chunks=2, wire="mxfp8", **FAIR)),
-    (LARGE, dict(replica_slots=1)),
-    (LARGE, dict(token_chunks=4)),
-    (LARGE, CHUNK),
-  ],
-  ids=str,
-)
-def test_launches_of_a_step_agree(mesh, options):
-  """All launches of one program give the same bits."""
-  program, args = program_of(mesh, **options)
+  program = step.lower(*args).compile()
   if BACKEND != "xla":
     assert loops_with_collectives(program) == []
   first = whole(program(*args))

@@ -166,7 +166,7 @@ def test_a_placement_that_does_not_fit():
   ]:
     with pytest.raises(ValueError, match=words):
       layer(params, x, placement=ep.Placement(experts))
-    with pytest.raises(ValueError, match=words):  # also if JAX traces it
+    with pytest.raises(ValueError, match=words):  # also if traced
       jax.eval_shape(
         lambda p: layer(params, x, placement=p), ep.Placement(experts)
       )
@@ -181,6 +181,6 @@ def test_a_placement_is_a_pytree_of_its_experts():
   assert leaf is PLACEMENTS[1].experts
   assert jax.tree.unflatten(tree, [None]).experts is None
   np.testing.assert_array_equal(leaf[PLACEMENTS[1].slots], np.arange(E))
-  of_bytes = ep.Placement(np.arange(128, dtype=np.int8))  # 128 is none of int8
+  of_bytes = ep.Placement(np.arange(128, dtype=np.int8))  # int8 has no 128
   assert of_bytes.experts.dtype == np.int32
   assert "Placement(array([5, 6" in repr(PLACEMENTS[1])

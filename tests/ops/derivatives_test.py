@@ -31,12 +31,9 @@ def pullback(ops, tokens, weights, g):
   return jax.vjp(lambda *x: block(ops, *x), tokens, weights)[1](g)
 
 
-def pushforward(ops, tokens, weights, *tangents):
-  return jax.jvp(lambda *x: block(ops, *x), (tokens, weights), tangents)
-
-
 def forward(ops, tokens, weights, g):
-  return pushforward(ops, tokens, weights, g, weights)
+  primals, tangents = (tokens, weights), (g, weights)
+  return jax.jvp(lambda *x: block(ops, *x), primals, tangents)
 
 
 def linearized(ops, tokens, weights, g):
