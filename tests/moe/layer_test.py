@@ -26,13 +26,7 @@ from conftest import (
 )
 import ep
 from groups import BACKEND, E, group, H, K, of_one_process, T
-from layer_steps import (
-  draw_params,
-  in_slots,
-  put,
-  run_forward,
-  whole,
-)
+from layer_steps import draw_params, in_slots, put, run_forward, whole
 import quick_compiler
 
 F, S = 6, 4  # inner sizes of an expert and of a shared one

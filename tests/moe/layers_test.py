@@ -48,10 +48,7 @@ def test_two_groups_do_not_alias():
 
 def test_groups_over_different_axes_of_one_mesh():
   mesh = make_mesh({"x": 2, "y": 2})
-  with (
-    bootstrap(mesh, axis_name="x") as x,
-    bootstrap(mesh, axis_name="y") as y,
-  ):
+  with bootstrap(mesh, axis_name="x") as x, bootstrap(mesh, axis_name="y") as y:
     check(claim(ep.EpLayerConfig(x)), claim(ep.EpLayerConfig(y)))
 
 

@@ -159,12 +159,7 @@ def of_function(fn, *arrays, backend=None):
 def routes(_, logits, scale, marks):
   mask = jnp.arange(T) > 1
   topk_idx, weights = ep.route_topk(
-    logits,
-    K,
-    scale=scale[0],
-    num_groups=4,
-    top_groups=3,
-    mask=mask,
+    logits, K, scale=scale[0], num_groups=4, top_groups=3, mask=mask
   )
   loss = ep.sequence_balancing_loss(logits, topk_idx, mask=mask)
   return topk_idx, weights, loss, ep.topk_from_map(marks, logits, K)

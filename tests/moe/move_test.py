@@ -53,10 +53,7 @@ def mover(here, specs, view):
 
   if view == "local":
     move = jax.shard_map(
-      move,
-      mesh=here.mesh,
-      in_specs=(specs, P(), P()),
-      out_specs=specs,
+      move, mesh=here.mesh, in_specs=(specs, P(), P()), out_specs=specs
     )
   return move if view == "eager" else jax.jit(move)
 

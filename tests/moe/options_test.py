@@ -12,17 +12,7 @@ import numpy as np
 import pytest
 
 import ep
-from groups import (
-  BACKEND,
-  E,
-  failing,
-  GPU,
-  group,
-  K,
-  MESHES,
-  of_one_process,
-  T,
-)
+from groups import BACKEND, E, failing, GPU, group, K, MESHES, of_one_process, T
 from layer_steps import (
   assert_close,
   assert_same_bits,

@@ -12,14 +12,7 @@ import pytest
 from conftest import to_global
 import ep
 from groups import E, failing, group, H, K, T
-from layer_steps import (
-  draw_params,
-  in_slots,
-  put,
-  run_step,
-  step_of,
-  whole,
-)
+from layer_steps import draw_params, in_slots, put, run_step, step_of, whole
 
 F, S, R = 6, 3, 4  # inner sizes, and ranks
 PLAIN = ep.MoEConfig(

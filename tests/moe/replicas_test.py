@@ -14,13 +14,7 @@ from conftest import make_mesh, to_global
 import ep
 from ep._src.moe.replicas import divide
 from groups import bootstrap, E, failing, group, H, K, T
-from layer_steps import (
-  draw_params,
-  put,
-  run_forward,
-  run_step,
-  whole,
-)
+from layer_steps import draw_params, put, run_forward, run_step, whole
 
 _E = np.arange(E)
 

@@ -91,10 +91,7 @@ def segments(ops, tokens, weights):
   group_sizes = ops.sizes().group_sizes
   recv, recv_weights = ops.dispatch(tokens, weights)
   used = jnp.arange(recv.shape[1]) < group_sizes.sum(-1, keepdims=True)
-  return (
-    jnp.where(used[..., None], recv, 0),
-    jnp.where(used, recv_weights, 0),
-  )
+  return (jnp.where(used[..., None], recv, 0), jnp.where(used, recv_weights, 0))
 
 
 def test_segments_do_not_depend_on_the_tail():

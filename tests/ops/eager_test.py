@@ -90,8 +90,7 @@ def small_case():
 
 
 @pytest.mark.parametrize(
-  "of, transform",
-  [(of_ops, lambda fn: fn), (of_ops, vmap), (of_layer, grad)],
+  "of, transform", [(of_ops, lambda fn: fn), (of_ops, vmap), (of_layer, grad)]
 )
 def test_a_second_call_compiles_nothing(of, transform):
   fn, inputs = of(small_case())

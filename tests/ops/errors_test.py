@@ -123,9 +123,7 @@ def of_another_layer(handle, _):
 def of_another_group(handle, _):
   """Gives the handle a group of the same sizes, except for its experts."""
   larger = group(
-    num_experts=2 * E,
-    alignment=4,
-    recv_capacity_per_rank=handle.layer.capacity,
+    num_experts=2 * E, alignment=4, recv_capacity_per_rank=handle.layer.capacity
   )
   return dataclasses.replace(handle, layer=ep.EpLayerConfig(larger))
 

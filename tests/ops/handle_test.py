@@ -12,12 +12,7 @@ import pytest
 
 from cases import assert_same, Case, expected
 from groups import layer, of_one_process
-from op_functions import (
-  everything,
-  handle_of,
-  Ops,
-  round_trip,
-)
+from op_functions import everything, handle_of, Ops, round_trip
 
 STEPS = np.arange(1, 4)
 

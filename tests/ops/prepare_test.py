@@ -46,13 +46,6 @@ def test_shapes_without_running():
   assert (kept.shape, kept.dtype) == (case.topk_idx.shape, jnp.bool_)
 
 
-@of_one_process
-def test_weights_are_checked_where_no_drop_policy_reads_them():
-  ids = jnp.zeros((4 * T, K), jnp.int32)
-  with pytest.raises(TypeError, match="topk_weights is int32, but weights are"):
-    jax.eval_shape(lambda: ep.ep_prepare(layer(), ids, ids))
-
-
 def test_kept_has_the_axes_and_the_sharding_of_the_choices():
   config = layer("dp2_ep2", overflow="drop", recv_capacity_per_rank=4)
   case = Case(config, "to_one_expert", lead=(2, 2))

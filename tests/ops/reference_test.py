@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ep._src.ops import reference
+from layer_steps import assert_same_bits
 
 P, T, K, E, H = 3, 5, 3, 12, 7
 L = E // P
@@ -100,23 +101,13 @@ DTYPES = pytest.mark.parametrize(
 def routings(rng, alignment, capacity):
   idx = choices(rng)
   routing = reference.prepare(
-    idx,
-    num_experts=E,
-    capacity=capacity,
-    alignment=alignment,
+    idx, num_experts=E, capacity=capacity, alignment=alignment
   )
   return routing, RowByRow(idx, alignment, capacity)
 
 
 def normal(rng, *shape, dtype=np.float32):
   return rng.standard_normal(shape).astype(dtype)
-
-
-def assert_same_bits(actual, expected):
-  actual = np.asarray(actual)
-  assert actual.dtype == expected.dtype
-  assert actual.shape == expected.shape
-  assert actual.tobytes() == expected.tobytes()
 
 
 @LAYOUTS

@@ -56,9 +56,6 @@ def with_grads(fn, primals, g):
   return out, vjp(g)
 
 
-# --- Layers: scan and checkpoint ---------------------------------------------
-
-
 def residual_block(ops, x, weights, scale):
   recv, recv_weights = ops.dispatch(x, weights)
   return x + ops.combine(scale * recv, recv_weights)
@@ -141,8 +138,7 @@ def test_scan_over_layers_with_stacked_handles():
 
 
 @pytest.mark.parametrize(
-  "axis_type, view",
-  [(AxisType.Explicit, "local"), (AxisType.Auto, "global")],
+  "axis_type, view", [(AxisType.Explicit, "local"), (AxisType.Auto, "global")]
 )
 def test_checkpointed_layers(axis_type, view):
   """The backward pass does not exchange the routing again."""
@@ -163,9 +159,6 @@ def test_a_loop_of_unknown_length(case):
   args = [case.put(x) for x in (case.topk_idx, tokens, weights)]
   assert_same(program(0, *args), tokens)
   assert_same(program(1, *args), expected(case, round_trip, tokens, weights))
-
-
-# --- vmap --------------------------------------------------------------------
 
 
 def vmap_of_grad(f):
@@ -207,9 +200,6 @@ def test_each_example_has_its_gradients(case, transform, view):
   assert_same(actual, jax.tree.map(lambda *x: np.stack(x), *examples))
 
 
-# --- Ahead of time -----------------------------------------------------------
-
-
 def program_of(config):
   def round_trip_again(topk_idx, *x):
     return round_trip(prepared(config, topk_idx), *x)
@@ -234,8 +224,6 @@ def test_ahead_of_time(case):
   for out in outs:
     assert_same(out, expected(case, round_trip, *arrays[1:]))
 
-
-# --- jax.export --------------------------------------------------------------
 
 EXPORTED = dict(name="exported", top_k=2)
 DISABLED_CHECKS = [export.DisabledSafetyCheck.custom_call(op) for op in OPS]

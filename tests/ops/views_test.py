@@ -113,8 +113,7 @@ def test_vmap(view):
 
 
 @pytest.mark.parametrize(
-  "axes, view",
-  [(("ep", "tp"), "global"), (("tp", "ep"), "local_without_vma")],
+  "axes, view", [(("ep", "tp"), "global"), (("tp", "ep"), "local_without_vma")]
 )
 def test_an_orthogonal_axis_holds_copies(axes, view):
   with bootstrap(make_mesh(dict.fromkeys(axes, 2)), data_axes=()) as group:

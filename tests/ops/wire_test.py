@@ -13,14 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import (
-  assert_same,
-  Case,
-  expected,
-  global_view,
-  local_view,
-  rounded,
-)
+from cases import assert_same, Case, expected, global_view, local_view, rounded
 from conftest import assert_alike
 import ep
 from ep._src.base.backend import OPS
