@@ -9,7 +9,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from conftest import make_mesh, TIMEOUT_S
 import ep
 from ep._src.ops.unordered_collectives import loops_with_collectives
 from groups import BACKEND
-from layer_steps import whole
+from layer_steps import draw_params, put, whole
 
 HIDDEN, E, K, T = 32, 8, 2, 16
 PLAIN = ep.MoEConfig(HIDDEN, 16, E, K, biases=True, shared_inner=8)
@@ -51,14 +50,9 @@ def test_launches_of_a_step_agree(mesh, options):
     timeout_s=TIMEOUT_S,
     backend=BACKEND,
   )
-  params, state = layer.init(jax.random.key(0)), layer.init_state()
-  tokens = NamedSharding(
-    layer.group.mesh, PartitionSpec(layer.group.token_axes)
-  )
-  shape = layer.group.mesh.size, T, HIDDEN
-  x = jax.jit(jax.random.normal, static_argnums=1, out_shardings=tokens)(
-    jax.random.key(1), shape
-  )
+  rng = np.random.default_rng(0)
+  params = draw_params(config, lambda shape: rng.normal(size=shape) / 9)
+  x = rng.normal(size=(layer.group.mesh.size, T, HIDDEN)).astype(np.float32)
 
   @jax.jit
   def step(params, x, state):
@@ -69,7 +63,7 @@ def test_launches_of_a_step_agree(mesh, options):
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
 
-  args = params, x, state
+  args = *put(layer, params, x), layer.init_state()
   program = step.lower(*args).compile()
   if BACKEND != "xla":
     assert loops_with_collectives(program) == []
