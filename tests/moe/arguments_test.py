@@ -17,7 +17,7 @@ R = 4  # ranks
 PLAIN = ep.MoEConfig(H, 6, E, K, gated=False, activation=jax.nn.gelu)
 
 
-def test_a_bias_of_other_experts_than_the_load():
+def test_a_bias_and_a_load_of_different_shapes():
   with pytest.raises(ValueError, match=r"bias has shape \(3,\), but load \(4,"):
     ep.moe.State(jnp.zeros(3)).after(jnp.zeros(4))
 
@@ -30,7 +30,7 @@ def test_the_bias_rises_for_experts_below_the_mean_load():
 
 @pytest.mark.parametrize("experts", [7, 60, 384])
 @pytest.mark.parametrize("load", [0, 3, 1_000_003, 2**24 - 1, 2**26 + 8, 0.1])
-def test_equal_loads_move_no_bias(experts, load):
+def test_equal_loads_change_no_bias(experts, load):
   state = ep.moe.State(jnp.zeros(experts))
   after = jax.jit(ep.moe.State.after)(state, np.full(experts, load))
   np.testing.assert_array_equal(after.bias, state.bias)
@@ -52,7 +52,7 @@ def test_loads_next_to_the_mean_move_the_bias(experts):
   np.testing.assert_array_equal(after.bias, expected)
 
 
-def test_a_bias_that_would_lose_its_steps():
+def test_a_narrow_bias_is_refused():
   """In bfloat16, 100 steps of -0.001 from 0.5 end at 0.305."""
   state = ep.moe.State(jnp.full(E, 0.5, jnp.bfloat16))
   with pytest.raises(TypeError, match="bias is bfloat16, but float32 is exp"):
@@ -82,7 +82,7 @@ def test_a_bias_that_would_lose_its_steps():
     (dict(wire="fp8_block128", hidden=64), "rows have 64 elements"),
   ],
 )
-def test_a_config_that_cannot_be(change, message):
+def test_bad_values_of_a_config(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(PLAIN, **{"name": "moe_3", **change})
 
@@ -112,7 +112,7 @@ def test_a_copy_of_a_config_is_the_config():
     dict(capacity_factor="1.25"),
   ],
 )
-def test_a_field_of_another_type(change):
+def test_bad_types_of_a_config(change):
   (name,) = change
   with pytest.raises(TypeError, match=f"MoEConfig.*: {name} = .* is expected"):
     dataclasses.replace(PLAIN, **change)
@@ -152,7 +152,7 @@ def test_parameters_are_floats(dtype):
     ),
   ],
 )
-def test_arguments_that_do_not_fit(change, message):
+def test_bad_arguments_of_a_call(change, message):
   mesh_group = group("ep4")
   params = draw_params(PLAIN, np.zeros)
   args = dict(params=params, x=np.zeros((R, H), np.float32))

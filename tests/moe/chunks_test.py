@@ -106,13 +106,13 @@ run = functools.partial(run_moe_step, activation=jax.nn.relu)
   [("dp2_ep2", "global", 4), ("ep4", "local_unchecked", 1)],
 )
 def test_chunks_equal_a_capacity_that_fits_any_routing(mesh, view, alignment):
-  chunked, roomy = make_layers(mesh, alignment=alignment)
+  chunked, plain = make_layers(mesh, alignment=alignment)
   branches = []
   for topk_idx in make_routings(mesh):
     case = Case(chunked, topk_idx, whole=True)
     branches.append(needs_chunks(case))
     arrays = arrays_and_cotangent(case)
-    assert_same_bits(run(chunked, *arrays, view=view), run(roomy, *arrays))
+    assert_same_bits(run(chunked, *arrays, view=view), run(plain, *arrays))
   assert not branches[0].any() and branches[2].all()
   assert (branches[1].any() and not branches[1].all()) or mesh == "ep4"
 
@@ -126,7 +126,7 @@ def needs_chunks(case):
 def test_layers_of_a_model_in_a_scan():
   """In a scan, one layer needs chunks, one does not, and none drops."""
   config = ep.MoEConfig(H, F, E, K, capacity_factor=1.5)
-  chunked, roomy = (
+  chunked, plain = (
     ep.MoE(dataclasses.replace(config, **options), group("ep4"))
     for options in (dict(overflow="chunk"), dict(capacity_factor=None))
   )
@@ -134,7 +134,7 @@ def test_layers_of_a_model_in_a_scan():
   params = draw_params(config, lambda shape: rng.normal(size=(2, *shape)) / 3)
   # The router of the second layer prefers the experts of one rank.
   params["router"][1, :, :K] += 9
-  mesh, specs = roomy.group.mesh, roomy.specs(lead=1)
+  mesh, specs = plain.group.mesh, plain.specs(lead=1)
   params = {n: to_global(p, mesh, specs[n]) for n, p in params.items()}
   x = np.abs(rng.normal(size=(4 * T, H)))
   x = to_global(x.astype(np.float32), mesh, PartitionSpec("ep"))
@@ -154,7 +154,7 @@ def test_layers_of_a_model_in_a_scan():
     )
     return whole(((y, grads), metrics))
 
-  (got, metrics), (expected, _) = of_layers(chunked), of_layers(roomy)
+  (got, metrics), (expected, _) = of_layers(chunked), of_layers(plain)
   rows = metrics.max_rank_rows
   assert rows[0] <= chunked.ep_layer.capacity < rows[1]
   assert not metrics.dropped.any()
@@ -163,13 +163,13 @@ def test_layers_of_a_model_in_a_scan():
 
 def test_eager_calls_and_their_handle():
   """The returned handle describes one exchange, which would drop rows."""
-  chunked, roomy = make_layers("ep4")
+  chunked, plain = make_layers("ep4")
   case = Case(chunked, make_routings("ep4")[1], whole=True)
   topk_idx, tokens, weights, matrices, _ = arrays = arrays_and_cotangent(case)
   out, handle = moe_layer(
     chunked, tokens, topk_idx, weights, **matrices, return_handle=True
   )
-  assert_same_bits(whole(out), run(roomy, *arrays)[0])
+  assert_same_bits(whole(out), run(plain, *arrays)[0])
   assert handle.layer == chunked
   assert handle.max_recv_tokens[0, 0] > chunked.capacity
   assert np.asarray(handle.dropped_counts).any()
@@ -212,16 +212,16 @@ def test_gradients_of_gradients():
 
 def test_memory_follows_the_capacity():
   """The program has no array with rows for the worst case."""
-  chunked, roomy = make_layers("ep4")
+  chunked, plain = make_layers("ep4")
   case = Case(chunked, make_routings("ep4")[1], whole=True)
   arrays = put_moe(chunked, *arrays_and_cotangent(case))
   shapes = []
-  for config in (chunked, roomy):
+  for config in (chunked, plain):
     text = moe_step_of(config, activation=jax.nn.relu).lower(*arrays).as_text()
     found = re.findall(rf"tensor<(\d+)x(?:{H}|{F})xf32>", text)
     shapes.append(set(map(int, found)))
-  assert chunked.capacity in shapes[0] and roomy.capacity not in shapes[0]
-  assert roomy.capacity in shapes[1]
+  assert chunked.capacity in shapes[0] and plain.capacity not in shapes[0]
+  assert plain.capacity in shapes[1]
 
 
 def test_chunks_refuse():

@@ -384,7 +384,7 @@ def test_a_tight_capacity_drops_and_counts_the_drops():
 def test_vmap_over_examples_makes_one_exchange():
   """Results and gradients have the bits of one call with the whole batch.
 
-  Named scopes show profilers the parts of the layer.
+  Named scopes name the steps of the layer in profiles.
   """
   layer = ep.MoE(PLAIN, group("dp2_ep2"))
   args = put(layer, make_params(PLAIN), tokens(R, T))

@@ -59,7 +59,7 @@ def mover(here, specs, view):
 
 
 @pytest.mark.parametrize(
-  "mesh, view, moves, programs",
+  "mesh, view, placements, programs",
   [
     ("ep4", "global", [(ONE, TWO), (TWO, TWO)], 1),
     pytest.param(
@@ -68,7 +68,7 @@ def mover(here, specs, view):
     pytest.param("ep4", "eager", [(None, ONE)], None, marks=of_one_process),
   ],
 )
-def test_move_permutes_expert_arrays_only(mesh, view, moves, programs):
+def test_move_permutes_expert_arrays_only(mesh, view, placements, programs):
   """All placements share a program; old=None and new=None need others."""
   here = group(mesh)
   dp = here.data_axes[0] if here.data_axes else None
@@ -85,7 +85,7 @@ def test_move_permutes_expert_arrays_only(mesh, view, moves, programs):
     return whole | {"w": w, "m": [m]}
 
   run = mover(here, specs, view)
-  for old, new in moves:
+  for old, new in placements:
     arrays = put(here.mesh, placed(old), specs)
     got = run(arrays, old, new)
     check(got, placed(new))

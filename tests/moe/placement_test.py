@@ -93,7 +93,7 @@ def test_stacked_layers_are_scanned_with_their_placements():
 
 
 def test_moe_layer_takes_slots_and_refuses_other_ids():
-  """The tokens of an expert are sent to its copies in turn."""
+  """The tokens of an expert alternate between its copies."""
   placement = ep.place(
     1 / np.arange(1, E + 1), ep.Cluster.named("dgx_h100", 1, R), replicas=R
   )

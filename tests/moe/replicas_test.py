@@ -41,7 +41,7 @@ def arrays(name, config=PLAIN):
   return params, x, ct
 
 
-def vose(rows, room, num_slots):
+def vose(rows, capacity, num_slots):
   """Returns the copies {(expert, rank): (slot, first, end)}.
 
   The copy takes the rows at positions first..end of its expert's queue. The
@@ -50,43 +50,43 @@ def vose(rows, room, num_slots):
   P, L = rows.shape
   load, has = rows.sum(1), rows.sum(1)
   queue = sorted(range(P), key=lambda r: load[r])
-  takers = [r for r in queue if load[r] <= room]
-  donors = [r for r in reversed(queue) if load[r] > room]
-  left, given = sum(load[donors] - room), np.zeros(P, int)
+  takers = [r for r in queue if load[r] <= capacity]
+  donors = [r for r in reversed(queue) if load[r] > capacity]
+  left, given = sum(load[donors] - capacity), np.zeros(P, int)
   copies = {}
   while donors and takers:
     taker, donor = takers.pop(0), donors[0]
-    takes = room - has[taker]
-    if load[taker] <= room:
+    takes = capacity - has[taker]
+    if load[taker] <= capacity:
       takes = min(takes, left)
       left -= takes
     start, given[donor] = given[donor], given[donor] + takes
     has[taker], has[donor] = has[taker] + takes, has[donor] - takes
-    parts, first = [], 0
+    pieces, first = [], 0
     for j in np.argsort(-rows[donor], kind="stable"):
-      turns = np.clip([start - first, given[donor] - first], 0, rows[donor, j])
-      if turns[0] < turns[1]:
-        parts.append((turns[0] - turns[1], j, turns))
+      span = np.clip([start - first, given[donor] - first], 0, rows[donor, j])
+      if span[0] < span[1]:
+        pieces.append((span[0] - span[1], j, span))
       first += rows[donor, j]
-    for slot, (_, j, turns) in enumerate(sorted(parts, key=lambda p: p[:2])):
+    for slot, (_, j, span) in enumerate(sorted(pieces, key=lambda p: p[:2])):
       if slot < num_slots:
-        copies[donor * L + j, taker] = slot, *turns
-    if has[donor] <= room:
-      takers = [r for r in donors[:1] if has[r] < room] + takers
+        copies[donor * L + j, taker] = slot, *span
+    if has[donor] <= capacity:
+      takers = [r for r in donors[:1] if has[r] < capacity] + takers
       donors.pop(0)
   return copies
 
 
 def slots_of(idx, copies, num_slots, ranks):
   """Returns the slots of choices [N, K] of the tokens of a domain."""
-  L, turns, slots = E // ranks, np.zeros(E, int), np.zeros_like(idx)
+  L, positions, slots = E // ranks, np.zeros(E, int), np.zeros_like(idx)
   for t, k in np.ndindex(idx.shape):
     e = idx[t, k]
     slots[t, k] = e // L * (L + num_slots) + e % L
     for (expert, rank), (slot, first, end) in copies.items():
-      if expert == e and first <= turns[e] < end:
+      if expert == e and first <= positions[e] < end:
         slots[t, k] = rank * (L + num_slots) + L + slot
-    turns[e] += 1
+    positions[e] += 1
   return slots
 
 
@@ -181,12 +181,12 @@ def test_drops_are_counted_by_expert_and_wrong_ids_are_refused():
   _, metrics = run_forward(layer, params, x, idx)
   rows = metrics.load.reshape(R, -1).sum(1)
   copies = vose(metrics.load.astype(int).reshape(R, -1), T * K, 1)
-  moved = np.zeros(R, int)
+  change = np.zeros(R, int)
   for (expert, rank), (_, first, end) in copies.items():
-    moved[expert // (E // R)] -= end - first
-    moved[rank] += end - first
+    change[expert // (E // R)] -= end - first
+    change[rank] += end - first
   drops = metrics.drops.reshape(R, -1).sum(1)
-  np.testing.assert_array_equal(drops, (rows + moved - T * K).clip(0))
+  np.testing.assert_array_equal(drops, (rows + change - T * K).clip(0))
   assert drops.any()
   idx[3, 1] = E
   with failing(layer.group) as error:
@@ -202,19 +202,19 @@ def test_no_rank_has_more_than_the_mean(P, L):
     spread = rng.pareto(0.5, (P, L)) * 10, rng.poisson(99, (P, L))
     rows = np.clip(spread[i % 2], 0, 1e5).astype(np.int32)
     rows *= rng.random((P, L)) < 0.7
-    room = -(-rows.sum() // P) + 7 * (i % 3)
-    division = jax.tree.map(np.asarray, of(rows, room, L))
-    load, copies = rows.sum(1), vose(rows, room, L)
+    capacity = -(-rows.sum() // P) + 7 * (i % 3)
+    division = jax.tree.map(np.asarray, of(rows, capacity, L))
+    load, copies = rows.sum(1), vose(rows, capacity, L)
     for (expert, rank), (slot, first, end) in copies.items():
       donor, j = divmod(expert, L)
       assert (division.donor[rank], division.slots[rank, j]) == (donor, slot)
-      turns = division.start[rank], division.end[rank]
-      turns = (np.array(turns) - division.first[donor, j]).clip(
+      positions = division.start[rank], division.end[rank]
+      positions = (np.array(positions) - division.first[donor, j]).clip(
         0, rows[donor, j]
       )
-      np.testing.assert_array_equal(turns, [first, end])
+      np.testing.assert_array_equal(positions, [first, end])
       load[[donor, rank]] += [first - end, end - first]
-    assert (division.slots >= 0).sum() == len(copies) and load.max() <= room
+    assert (division.slots >= 0).sum() == len(copies) and load.max() <= capacity
 
 
 def test_derivatives_of_all_orders():

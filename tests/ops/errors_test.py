@@ -180,7 +180,7 @@ def combine_bwd(ops, cotangent):
 def test_a_handle_that_was_not_prepared(corrupt, op):
   """The op checks the bytes of a handle before it uses them as addresses."""
   if GPU and corrupt not in [*CORRUPTIONS][:5]:
-    pytest.skip("NCCL EP trusts its part of a handle")
+    pytest.skip("NCCL EP does not check its data in a handle")
   case, other = Case(layer(alignment=4)), Case(layer(alignment=4), "skewed")
   handles = [x.run(handle_of) for x in (case, other)]
   handle = jax.jit(CORRUPTIONS[corrupt])(*handles)

@@ -144,12 +144,12 @@ def test_outside_of_jit(recwarn):
   bound = layer(*EXPLICIT)
   check_outputs(everything(bound, *otherwise(bound.group.mesh, *inputs())))
   wrong = {"x", "tokens", "topk_idx", "topk_weights", "w_up", "w_gate"}
-  assert moved_arrays(recwarn) >= wrong
+  assert resharded_arrays(recwarn) >= wrong
 
 
-def moved_arrays(warnings):
-  moved = {str(w.message).split(" of shape")[0] for w in warnings}
-  return {m.rpartition(": ")[2] for m in moved if "layer" in m}
+def resharded_arrays(warnings):
+  resharded = {str(w.message).split(" of shape")[0] for w in warnings}
+  return {m.rpartition(": ")[2] for m in resharded if "layer" in m}
 
 
 def test_gradients_outside_of_jit(recwarn):
@@ -157,7 +157,7 @@ def test_gradients_outside_of_jit(recwarn):
   bound = layer(*EXPLICIT)
   with jax.set_mesh(bound.group.mesh):
     check(with_grads(bound, [moe_layer]), as_needed)
-  assert not moved_arrays(recwarn)
+  assert not resharded_arrays(recwarn)
 
 
 def test_an_array_of_one_device_is_refused():

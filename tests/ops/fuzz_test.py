@@ -43,7 +43,7 @@ def draw_layer(rng):
   tokens = int(rng.integers(1, 10))
   alignment = int(rng.choice([1, 2, 3, 4, 8]))
   worst = ep_size * tokens * min(top_k, local) + local * (alignment - 1)
-  slabs = int(rng.integers(local, max(local, worst // alignment) + 1))
+  segments = int(rng.integers(local, max(local, worst // alignment) + 1))
   overflow = str(rng.choice(["error", "drop"]))
   policies = ["slot", "slot", "weight", "fair"] if overflow == "drop" else []
   options = dict(
@@ -53,7 +53,7 @@ def draw_layer(rng):
     alignment=alignment,
     overflow=overflow,
     hidden_dim=int(rng.integers(1, 20)),
-    recv_capacity_per_rank=None if rng.random() < 0.4 else slabs * alignment,
+    recv_capacity_per_rank=None if rng.random() < 0.4 else segments * alignment,
     drop_by=str(rng.choice(policies or ["slot"])),
   )
   return Draw(mesh, options, DTYPES[rng.integers(len(DTYPES))])

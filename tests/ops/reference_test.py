@@ -28,23 +28,23 @@ class RowByRow:
     self.dropped_counts = []
     self.source = {}  # (rank, slot) -> (source rank, token, choice)
     for rank in range(P):
-      slabs = [self._slab(topk_idx, rank * L + j) for j in range(L)]
+      segments = [self._segment(topk_idx, rank * L + j) for j in range(L)]
       rows = []
-      for slab in slabs:
-        padding = [None] * (-len(slab) % alignment)
+      for segment in segments:
+        padding = [None] * (-len(segment) % alignment)
         start = len(rows)
-        rows += slab + padding
+        rows += segment + padding
         kept = rows[start:capacity]
         self.group_sizes.append(len(kept))
         self.token_counts.append(sum(r is not None for r in kept))
-        self.dropped_counts.append(len(slab) - self.token_counts[-1])
+        self.dropped_counts.append(len(segment) - self.token_counts[-1])
       self.total.append(len(rows))
       for slot, source in enumerate(rows[:capacity]):
         if source is not None:
           self.source[rank, slot] = source
 
   @staticmethod
-  def _slab(topk_idx, expert):
+  def _segment(topk_idx, expert):
     return [
       (p, t, k)
       for p in range(P)

@@ -28,7 +28,7 @@ def inputs(case, row_dtype="float8_e4m3fn", scale_dtype="float32", count=3):
   return rows, weights, any_bits((*lead, count), scale_dtype, 2)
 
 
-def moved(ops, *args):
+def copied(ops, *args):
   return Moved(dispatch(ops, *args))
 
 
@@ -43,14 +43,14 @@ def moved(ops, *args):
 )
 def test_dtypes_and_layers(options, row_dtype, scale_dtype, count):
   case = Case(layer(**options), "with_unused_choices")
-  case.check(moved, *inputs(case, row_dtype, scale_dtype, count))
+  case.check(copied, *inputs(case, row_dtype, scale_dtype, count))
 
 
 @pytest.mark.parametrize("view", [global_view, local_view])
 @EVERY_ROUTING
 def test_every_routing_in_both_views(routing, view):
   case = Case(layer(alignment=2), routing)
-  case.check(moved, *inputs(case), view=view)
+  case.check(copied, *inputs(case), view=view)
 
 
 def test_no_tokens():
@@ -65,7 +65,7 @@ def test_no_tokens():
 def test_dropped_rows_have_no_scales():
   options = dict(overflow="drop", drop_by="slot", recv_capacity_per_rank=8)
   case = Case(layer(**options), "skewed")
-  case.check(moved, *inputs(case))
+  case.check(copied, *inputs(case))
 
 
 def test_checked_mode_marks_the_tail():
@@ -96,8 +96,8 @@ def test_derivatives_of_weights():
     def of_floats(weights, scales):
       return ops.dispatch(rows, weights, scales)[1]
 
-    moves = 2 * weights, jnp.zeros_like(scales)
-    _, tangent = jax.jvp(of_floats, (weights, scales), moves)
+    tangents = 2 * weights, jnp.zeros_like(scales)
+    _, tangent = jax.jvp(of_floats, (weights, scales), tangents)
     _, vjp = jax.vjp(of_floats, weights, scales)
     return tangent, vjp(g)
 

@@ -52,9 +52,9 @@ def test_resharding_an_array_gives_a_warning(recwarn):
   mesh = config.group.mesh
   ep.ep_prepare(config, case.put(case.topk_idx))
   assert not [w for w in recwarn if "ep_prepare" in str(w.message)]
-  moved = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
+  resharded = to_global(case.topk_idx, mesh, PartitionSpec(("ep", "dp")))
   with pytest.warns(UserWarning) as warnings:
-    handle = ep.ep_prepare(config, moved)
+    handle = ep.ep_prepare(config, resharded)
   (warning,) = warnings
   assert warning.filename == __file__  # It points to the caller.
   message = str(warning.message)

@@ -93,14 +93,14 @@ def test_backward_of_dispatch():
 def test_tangents_are_sent_as_fp8_rows():
   case = case_of("mxfp8")
   tokens, weights = case.tokens(), case.weights()
-  moves = tokens[::-1].copy(), weights[::-1].copy()
+  tangents = tokens[::-1].copy(), weights[::-1].copy()
 
   def tangent(ops, *arrays):
     return jax.jvp(ops.dispatch, arrays[:2], arrays[2:])[1]
 
-  actual = case.run(tangent, tokens, weights, *moves)
-  moves = rounded("mxfp8", moves[0]), moves[1]
-  assert_same(actual, expected(case, dispatch, *moves))
+  actual = case.run(tangent, tokens, weights, *tangents)
+  tangents = rounded("mxfp8", tangents[0]), tangents[1]
+  assert_same(actual, expected(case, dispatch, *tangents))
 
 
 def test_unspecified_tail():
@@ -130,15 +130,15 @@ def test_bytes_per_row(folder):
     out, vjp = jax.vjp(of_tokens, tokens)
     return vjp(out)
 
-  moved = {}
+  sent = {}
   for name in None, "mxfp8":
     case = case_of(name)
     path = folder / f"{name}.json"
     with ep.trace(case.layer.group, path):
       arrays = case.tokens(jnp.bfloat16), case.weights()
       jax.block_until_ready(case.run(round_trip_and_back, *arrays))
-    moved[name] = bytes_by_op(path)
-  exact, narrow = moved.values()
+    sent[name] = bytes_by_op(path)
+  exact, narrow = sent.values()
   assert exact.keys() == narrow.keys() == set(OPS[1:])
   for op, count in exact.items():
     if op in ("ep_dispatch", "ep_combine_bwd"):
@@ -164,11 +164,11 @@ def test_vmap():
 
 def bytes_by_op(path):
   """Returns the bytes that all ranks sent in each op of a trace."""
-  moved = collections.Counter()
+  sent = collections.Counter()
   for exchange in json.loads(path.read_text())["ep"]["exchanges"]:
     if count := sum(exchange["bytes"]):
-      moved[exchange["op"]] += count
-  return moved
+      sent[exchange["op"]] += count
+  return sent
 
 
 def test_errors():
