@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A C++ program of another module includes each public header, and links their
-// functions and nothing else of jax_ep.
+// A C++ program of another module includes each public header and links only the
+// functions of these headers.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace {
 
-// Plans an exchange of one rank with itself: two tokens, and two experts, of
-// which the first token has chosen the second.
+// Plans an exchange of one rank with itself: two tokens and two experts. The first
+// token has chosen the second expert, and vice versa.
 ep::Status Run() {
   const ep::PlanDims dims = {/*num_experts=*/2, /*ep_size=*/1,
                              /*num_tokens=*/2,  /*top_k=*/1,

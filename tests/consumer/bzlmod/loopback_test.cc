@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A backend of another module: the ranks of one process, and the ops that move
-// tokens to slots. It makes no promise, and passes the tests that every backend
-// passes (ep_ffi/testing/conformance.h).
+// A backend of another module passes the conformance tests of all backends
+// (ep_ffi/testing/conformance.h). It serves the ranks of one process, and
+// implements the ops that copy tokens to slots.
 
 #include <gtest/gtest.h>
 
