@@ -319,7 +319,7 @@ def test_prepare_calls_the_compiler_as_nccl_ep_does(machine, monkeypatch):
   sources = machine / "nccl/ep/include/nccl_ep"
   nccl = machine / "nvidia/nccl/include"
   toolkit = machine / "nvidia/cu13/include"
-  assert (machine / "said").read_text().splitlines() == [
+  assert (machine / "arguments").read_text().splitlines() == [
     *("--cubin", "probe.cu", "-o", "probe.cubin"),
     *("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr"),
     "-arch=sm_103",

@@ -81,7 +81,7 @@ def test_a_group_without_an_id_waits_for_a_communicator():
 
 
 def test_the_watchdog_reports_the_progress_of_a_rank():
-  """The watchdog also takes the other ranks' progress, until the group closes."""
+  """The watchdog also takes other ranks' progress, until the group closes."""
   names = ["place0", "place1"]
   connect(names)
   *numbers, still_s, text = ffi.nccl_place("place0", 0, 'of "others"')

@@ -131,8 +131,8 @@ def test_ragged_where_the_platform_has_it():
     ragged, padded = "@ragged_all_to_all", "stablehlo.all_to_all"
     assert (ragged in text) == (platform != "cpu")
     assert (padded in text) == (platform == "cpu")
-    # Each exchange writes to a buffer that depends on its rows. XLA would move a
-    # constant buffer out of a loop, and copy the buffer in each iteration.
+    # Each exchange writes to a buffer that depends on its rows. XLA would move
+    # a constant buffer out of a loop, and copy it in each iteration.
     for call in re.finditer(rf"{ragged}\((%\w+), (%\w+),", text):
       sent, made = call.groups()
       while made != sent:

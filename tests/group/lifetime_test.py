@@ -24,8 +24,8 @@ LIFETIMES_OF_A_PROGRAM = 20
 KEPT_PROGRAMS = 2
 
 # Limits on the growth in all lifetimes after the warm-up. JAX 0.12 fills caches
-# of 1.2 MiB with the first 30 programs, and then stops. The last group's threads
-# may still be exiting.
+# of 1.2 MiB with the first 30 programs, and then stops. Threads of the last
+# group may still be exiting.
 MOST = Footprint(memory=4 << 10, heap=2 << 10, descriptors=0, threads=8)
 
 

@@ -26,8 +26,8 @@ EXPERTS = 2  # per rank
 TOKENS, TOP_K = 16, 3
 IN_FLIGHT = 4  # steps
 
-# A run has up to PARTS parts, and checks the last step of each. INPUTS is prime,
-# so these steps have different inputs.
+# A run has up to PARTS parts, and checks the last step of each. INPUTS is a
+# prime, so these steps have different inputs.
 PARTS = 20
 INPUTS = 23
 
