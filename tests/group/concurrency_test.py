@@ -30,11 +30,6 @@ def claim(routing="uniform", fn=block_and_back, scale=1, **options):
   return case, fn, tokens, case.weights(), case.tokens()
 
 
-def test_independent_branches():
-  """Four blocks run forward and backward in any order."""
-  check(*(claim(routing, scale=1 + i) for i, routing in enumerate(ROUTINGS)))
-
-
 def test_many_layers_of_two_groups(request):
   """12 layers of each group run a block each, in any order."""
   claims = [

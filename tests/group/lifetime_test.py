@@ -34,7 +34,7 @@ def lifetimes(request):
   return request.config.getoption("lifetimes")
 
 
-def check_lifetimes(times, use, capsys):
+def check_lifetimes(times, use):
   """Makes groups one after another, and checks the growth after a warm-up."""
   mesh = make_mesh({"ep": 4})
 
@@ -47,14 +47,11 @@ def check_lifetimes(times, use, capsys):
   before = Footprint.now()
   for _ in range(times):
     once()
-  growth = before.check_now(MOST)
-  with capsys.disabled():
-    if jax.process_index() == 0:
-      print(f"\n{times} groups: {growth}")
+  before.check_now(MOST)
 
 
-def test_groups(lifetimes, capsys):
-  check_lifetimes(lifetimes, lambda group: None, capsys)
+def test_groups(lifetimes):
+  check_lifetimes(lifetimes, lambda group: None)
 
 
 def a_case(group):
@@ -87,16 +84,14 @@ def want():
     return expected(case, round_trip, case.tokens(), case.weights())
 
 
-def test_a_program_is_released_with_its_function(lifetimes, want, capsys):
+def test_a_program_is_released_with_its_function(lifetimes, want):
   """The group is also released, even if JAX caches parts of the program."""
   check_lifetimes(
-    lifetimes // LIFETIMES_OF_A_PROGRAM,
-    lambda group: run_program(group, want),
-    capsys,
+    lifetimes // LIFETIMES_OF_A_PROGRAM, lambda group: run_program(group, want)
   )
 
 
-def test_groups_without_finalize(lifetimes, want, capsys):
+def test_groups_without_finalize(lifetimes, want):
   """A group closes when no reference to it and no program of it is left."""
   mesh = make_mesh({"ep": 4})
 
@@ -104,7 +99,7 @@ def test_groups_without_finalize(lifetimes, want, capsys):
     del group
     run_program(bootstrap(mesh), want)
 
-  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM // 2, use, capsys)
+  check_lifetimes(lifetimes // LIFETIMES_OF_A_PROGRAM // 2, use)
 
 
 only_native = not_with_xla("a group has no system resources")

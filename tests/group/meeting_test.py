@@ -112,10 +112,10 @@ def together(items, function):
     return [call.exception() or call.result() for call in calls]
 
 
-def test_a_process_makes_few_requests(service):
+@pytest.mark.parametrize("count, size", [(4, 2), (512, 8)])
+def test_a_process_makes_few_requests(service, count, size):
   """A process reads only the introductions of its domain."""
-  size = 8
-  clients = service(512)
+  clients = service(count)
   every = meetings(clients)
   held = together(every, lambda m: m.hold(TERMS, introduction(m), m.me // size))
   for m, found in zip(every, held, strict=True):
@@ -129,14 +129,14 @@ def test_a_process_makes_few_requests(service):
 @pytest.mark.parametrize("count", [4096, 16384])
 def test_the_bytes_of_a_process_do_not_grow_with_their_number(count):
   store = Store()
-  clients = [store if n % 8 else Counted(store) for n in range(count)]
+  clients = [store if n % 512 else Counted(store) for n in range(count)]
   every = meetings(clients)
   for m in every:
     m.publish(TERMS, introduction(m), m.me // 8)
-  for m in every:
+  for m in every[::512]:
     m.settle(TERMS)
     assert len(m.introductions(m.me // 8)) == 8
-  first, *others = clients[::8]
+  first, *others = clients[::512]
   assert {c.requests for c in others} == {5}
   assert max(c.bytes for c in others) < 5000
   assert first.requests == 6

@@ -10,8 +10,8 @@ import pytest
 
 import ep
 
-# From top to bottom. A package imports only packages of lower layers, and none of
-# its layer. Imports inside functions count.
+# From top to bottom. A package imports only packages of lower layers, and none
+# of its layer. Imports inside functions count.
 CORE = [
   {"moe"},
   {"ops"},

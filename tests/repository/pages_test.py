@@ -94,7 +94,7 @@ grouped_matmul = jax.vmap(ep.grouped_matmul, (0, None, 0))  # over ranks
 block = lambda x: ep.moe_layer(layer, x, topk_idx, topk_weights, **matrices)
 step = jax.jit(lambda state, batch: state + block(batch))
 """
-# Each block of these pages is a fragment. Other pages define the names they use.
+# Blocks of these pages are fragments. Other pages define the names they use.
 _FRAGMENTS = {
   f"docs/{page}.md"
   for page in ("architecture", "performance", "router", "sharp_bits")

@@ -127,7 +127,7 @@ def test_the_registry_tests_a_module_that_uses_this_one():
 
 
 def test_the_page_of_an_index_links_to_the_sources():
-  """Links to files become absolute links or plain text; code does not change."""
+  """Links to files become absolute links or plain text; code stays."""
   readme = (_ROOT / "README.md").read_text()
   url = "https://example.com/ep/blob/v1"
   linked = links.make_absolute(readme, "README.md", url)
