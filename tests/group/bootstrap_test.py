@@ -278,16 +278,12 @@ def test_the_attributes_of_a_group(mesh):
     hash(group)
 
 
-def test_a_copy_of_a_group_is_the_group():
+def test_copies():
   """No copy outlives its group."""
-  config = layer()
-  for value in config, config.group:
+  case = Case(layer())
+  for value in case.layer, case.layer.group:
     assert copy.copy(value) is value
     assert copy.deepcopy([value])[0] is value
-
-
-def test_a_copy_of_a_handle_has_its_layer():
-  case = Case(layer())
   handle = ep.ep_prepare(case.layer, case.put(case.topk_idx))
   for other in copy.copy(handle), copy.deepcopy(handle):
     assert other.layer is case.layer

@@ -50,12 +50,6 @@ def run_exit_handlers():
   weakref.finalize._exitfunc()
 
 
-def drop(group):
-  """Drops every reference to the group that a child can drop."""
-  vars(group).clear()
-  gc.collect()
-
-
 def expect_refused(group):
   """Checks that each use of the group raises an error with the owner's id."""
   owner = f"the id {os.getppid()}, of which this one is a forked child"
@@ -75,11 +69,12 @@ def test_the_parent_goes_on():
     case.check(round_trip, case.tokens(), case.weights())
 
   step()
-  for child in (
-    run_exit_handlers,
-    lambda: expect_refused(group),
-    lambda: drop(group),
-  ):
+
+  def drop():
+    vars(group).clear()
+    gc.collect()
+
+  for child in run_exit_handlers, lambda: expect_refused(group), drop:
     run_child(child)
     step()
   loader = multiprocessing.get_context("fork").Process(

@@ -164,11 +164,12 @@ starts_ranks = pytest.mark.skipif(
 )
 
 
-def run_alone(tmp_path, program, num_processes):
-  """Runs a program in new processes, and returns the log of rank 0."""
+def run_ranks(tmp_path, program, num_processes=2, code=0):
+  """Runs a program that exits with `code`, and returns its logs."""
   options = dict(num_processes=num_processes, timeout_s=60, log_dir=tmp_path)
-  assert not launch.launch(["-c", program], **options)
-  return (tmp_path / "rank_0.log").read_text()
+  assert launch.launch(["-c", program], **options) == code
+  logs = [tmp_path / f"rank_{rank}.log" for rank in range(num_processes)]
+  return [log.read_text() for log in logs]
 
 
 @starts_ranks
@@ -184,7 +185,7 @@ import ep
 ep.launch.initialize()
 group = ep.ep_bootstrap(jax.make_mesh((2,), ("ep",)), num_experts=2)
 """
-  log = run_alone(tmp_path, program, 2)
+  log, _ = run_ranks(tmp_path, program)
   assert log == "group is open: False\nfinalizers\n"
 
 
@@ -225,20 +226,20 @@ else:
 """
 
 
-def run_alone_at_exit(tmp_path, first, second, timeout_s):
-  """Returns the logs of two ranks, one of which exits with code 1."""
+def run_at_exit(tmp_path, first, second, timeout_s):
+  """Returns the logs of both ranks, which also contain lines of Gloo's threads.
+
+  A rank exits with code 1.
+  """
   program = _LAUNCH_ALONE.format(
     first=first, second=second, timeout_s=timeout_s
   )
-  options = dict(num_processes=2, timeout_s=45, log_dir=tmp_path)
-  assert launch.launch(["-c", program], **options) == 1
-  # The logs also contain lines of Gloo's threads.
-  return [(tmp_path / f"rank_{rank}.log").read_text() for rank in range(2)]
+  return run_ranks(tmp_path, program, code=1)
 
 
 @starts_ranks
 def test_at_exit_an_op_that_only_one_rank_ran_is_an_error(tmp_path):
-  logs = run_alone_at_exit(tmp_path, "prepare()", "time.sleep(4)", 60)
+  logs = run_at_exit(tmp_path, "prepare()", "time.sleep(4)", 60)
   assert "rank 0 (process 0) ran ep_prepare" in logs[1]
 
 
@@ -257,7 +258,7 @@ while not pathlib.Path({str(ended)!r}).exists():
   x = sleep()
   sys.excepthook = sys.__excepthook__
   1 / 0"""
-  logs = run_alone_at_exit(tmp_path, waits, exception, 3)
+  logs = run_at_exit(tmp_path, waits, exception, 3)
   assert "At exit: ep: programs that this process has" in logs[0]
   assert "by zero" in logs[1] and "At exit" not in logs[1]
 
@@ -287,16 +288,7 @@ program = jax.jit(jax.shard_map(
   steps, mesh=mesh, in_specs=shards, out_specs=shards, check_vma=False))
 print(program(jax.numpy.ones((32, 8))).shape)
 """
-  assert run_alone(tmp_path, program, 1) == "(32, 8)\n"
-
-
-def staged_bytes(case):
-  """Returns the largest number of bytes that an exchange stages."""
-  rows, weights = case.rows(), case.row_weights()
-  tokens, topk_weights = case.tokens(), case.weights()
-  ranks = len(rows)
-  slots = (rows.nbytes + weights.nbytes) // ranks
-  return max(slots, (tokens.nbytes + topk_weights.nbytes) // ranks) + 64
+  assert run_ranks(tmp_path, program, 1) == ["(32, 8)\n"]
 
 
 @pytest.mark.skipif(jax.process_count() > 1, reason="needs one process")
@@ -310,7 +302,10 @@ def test_ranks_of_a_process_need_no_segments():
 @pytest.mark.skipif(jax.process_count() == 1, reason="needs several processes")
 def test_segments_are_used_again():
   case = large_case("skewed")
-  bytes, inputs = staged_bytes(case), case.inputs()
+  tokens, weights, rows, row_weights = inputs = case.inputs()
+  # An exchange stages the tokens or the rows of a rank; see EpGroup.memory.
+  staged = (tokens.nbytes + weights.nbytes, rows.nbytes + row_weights.nbytes)
+  bytes = max(staged) // len(rows) + 64
   for _ in range(8):
     jax.block_until_ready(case.run(everything, *inputs))
     memory = case.layer.group.memory()

@@ -14,7 +14,6 @@ from conftest import assert_alike, assert_shards_equal, make_mesh, to_global
 import ep
 from ep import launch
 from groups import bootstrap
-import programs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -65,10 +64,7 @@ def test_pytest_under_the_launcher(tmp_path):
   code = "import jax\ndef test_it():\n  assert jax.process_count() == 2\n"
   test.write_text(code)
   pytest = ["-m", "pytest", "-p", "no:cacheprovider", test]
-  code, output = programs.run(
-    "-m", "ep", "launch", "--num_processes=2", *pytest
-  )
-  assert code == 0, output
+  assert not launch.launch(pytest, num_processes=2, log_dir=tmp_path)
 
 
 def test_the_backward_ops():

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -16,6 +17,8 @@
 
 #include "ep_ffi/core/backend.h"
 #include "ep_ffi/core/plan.h"
+#include "ep_ffi/core/status.h"
+#include "ep_ffi/core/str_cat.h"
 #include "ep_ffi/testing/conformance.h"
 
 namespace {
