@@ -37,44 +37,44 @@ LONG_S = 120.0  # timeout_s of scenarios that must not wait for it.
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def notes(tmp_path_factory):
   """Runs four ranks through one failure after another; returns their notes."""
-  notes = tmp_path_factory.mktemp("world")
+  notes = tmp_path_factory.mktemp("notes")
   run_traced(__file__, notes, "one_after_another", *IN_OPS)
   return notes
 
 
-def notes_of_errors(world, name, ranks):
+def notes_of_errors(notes, name, ranks):
   """Yields the error that each rank noted, after its delay in seconds."""
-  notes = {note.name: note.read_text() for note in world.glob(f"{name}_*")}
-  assert notes.keys() == {f"{name}_{rank}" for rank in ranks}
-  for note in notes.values():
-    seconds, message = note.split(" s: ", 1)
+  texts = {note.name: note.read_text() for note in notes.glob(f"{name}_*")}
+  assert texts.keys() == {f"{name}_{rank}" for rank in ranks}
+  for text in texts.values():
+    seconds, message = text.split(" s: ", 1)
     yield float(seconds), message
 
 
-def test_a_process_that_goes_on_after_a_failure_is_not_terminated(world):
-  assert len([*world.glob("went_on_*")]) == RANKS
+def test_a_process_that_goes_on_after_a_failure_is_not_terminated(notes):
+  assert len([*notes.glob("went_on_*")]) == RANKS
 
 
-def test_a_trace_tells_which_rank_differs(world):
-  found = failure(world, "differs")
+def test_a_trace_shows_which_rank_differs(notes):
+  found = failure(notes, "differs")
   assert (found.ranks, found.are_absent) == ((3,), False)
 
 
-def test_if_a_rank_has_no_library_all_ranks_raise_its_error_soon(world):
-  for seconds, message in notes_of_errors(world, "library", range(RANKS)):
+def test_if_a_rank_has_no_library_all_ranks_raise_its_error_soon(notes):
+  for seconds, message in notes_of_errors(notes, "library", range(RANKS)):
     assert seconds < LONG_S / 10
     assert "nowhere.so" in message
 
 
-def test_a_rank_that_never_arrives_at_an_op(world):
+def test_a_rank_that_never_arrives_at_an_op(notes):
   """The others fail after timeout_s; one of them warns earlier."""
-  for seconds, message in notes_of_errors(world, "alone", range(3)):
+  for seconds, message in notes_of_errors(notes, "alone", range(3)):
     assert TIMEOUT_S <= seconds < 3 * TIMEOUT_S
     for word in ["ep_prepare", '"moe_5"', "rank 3", "timeout_s"]:
       assert word in message
-  logs = [log.read_text() for log in (world / "logs").glob("rank_*.log")]
+  logs = [log.read_text() for log in (notes / "logs").glob("rank_*.log")]
   lines = [[x for x in log.splitlines() if "moe_5" in x] for log in logs]
   (warned,) = [x for x in lines if "a third of timeout_s" in str(x)]
   first, *others = warned
@@ -82,14 +82,14 @@ def test_a_rank_that_never_arrives_at_an_op(world):
   assert "waited timeout_s" in str(others) and "a third" not in str(others)
 
 
-def test_a_rank_that_is_late_for_bootstrap(world):
-  for _, message in notes_of_errors(world, "lost", range(RANKS)):
+def test_a_rank_that_is_late_for_bootstrap(notes):
+  for _, message in notes_of_errors(notes, "lost", range(RANKS)):
     for word in ["ep_bootstrap", "process 3", "timeout_s"]:
       assert word in message
 
 
-def test_survivors_of_deaths_get_an_error(world):
-  check_deaths(world, IN_OPS)
+def test_survivors_of_deaths_get_an_error(notes):
+  check_deaths(notes, IN_OPS)
 
 
 def refusal(monkeypatch, library):
