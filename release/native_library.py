@@ -4,7 +4,7 @@
 A library that is in the package already goes into the wheel; Bazel puts it
 there. Otherwise the hook compiles the library for CPUs, with the C++ compiler
 $CXX (default: c++) and $CXXFLAGS, against the FFI headers of the installed
-jaxlib.
+jaxlib. An editable installation has it in the checkout, beside the modules.
 """
 
 import concurrent.futures
@@ -45,7 +45,9 @@ class NativeLibrary(BuildHookInterface):
     build_data["tag"] = f"py3-none-{platform}"
     build_data["pure_python"] = False
     packages = self.build_config.packages
-    if version == "standard" and not any(
+    if version == "editable":
+      _build(root, root / "ep" / _NAME)
+    elif not any(
       list(root.glob(f"{package}/libep_ffi_*.so")) for package in packages
     ):
       self._folder = tempfile.TemporaryDirectory()
@@ -78,20 +80,23 @@ def _build(root: pathlib.Path, library: pathlib.Path) -> None:
   ]
 
   def compile(number: int, source: pathlib.Path) -> pathlib.Path:
-    target = library.with_name(f"{number}.o")
+    target = pathlib.Path(folder, f"{number}.o")
     subprocess.run(
       [*compiler, *options, "-c", source, "-o", target], check=True
     )
     return target
 
-  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+  ):
     objects = list(pool.map(compile, itertools.count(), sources))
-  subprocess.run(
-    [*compiler, "-shared", *objects, "-o", library, "-pthread"]
-    + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]
-    + ["-s"],
-    check=True,
-  )
+    subprocess.run(
+      [*compiler, "-shared", *objects, "-o", library, "-pthread"]
+      + [f"-Wl,--version-script={native / 'exports.lds'}", "-Wl,--no-undefined"]
+      + ["-s"],
+      check=True,
+    )
 
 
 def _copts(file: pathlib.Path) -> list[str]:
