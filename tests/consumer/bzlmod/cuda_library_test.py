@@ -11,7 +11,6 @@ import ctypes
 import os
 import sys
 
-
 library = ctypes.CDLL(os.path.abspath(sys.argv[1]))
 # One function of all backends, and one of the nccl backend.
 for name in "ep_interface_version", "ep_nccl_group_create":
