@@ -68,7 +68,7 @@ def test_the_calls_alone_are_on_the_stream_of_collectives(case):
 def test_the_program_names_the_communicators_to_borrow(case, monkeypatch):
   """The engine decodes these attributes, and ignores them."""
   assert "lent_mesh = array" not in program_text(case)
-  monkeypatch.setattr(HostEngine, "is_lent", True)
+  monkeypatch.setattr(HostEngine, "borrows", True)
   mesh = make_mesh({"dp": 2, "ep": 2})
   with bootstrap(mesh, hidden_dim=8) as group:
     lent = Case(ep.EpLayerConfig(group), hidden=8)

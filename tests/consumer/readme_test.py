@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a consumer's files contain the code blocks of the documentation.
 
-    readme_test.py README.md MODULE.bazel [PAGE FILE...]
+    readme_test.py PAGE FILE [PAGE FILE...]
 
-Compares each block of README.md that begins with "# MODULE.bazel" with that
-file, statement by statement or line by line; likewise other pages and files.
+For a FILE named MODULE.bazel, each block of PAGE that begins with the line
+"# MODULE.bazel" is in FILE, statement by statement. A .bazelrc is compared line
+by line.
 """
 
 import ast

@@ -20,7 +20,7 @@ from ep import launch
 from ep._src.native import gpus
 from ep.launch import _command as command
 from ep.launch import _launch
-from ep.launch import _room as room
+from ep.launch import _limits as limits
 from ep.launch import _supervision as supervision
 import programs
 
@@ -507,7 +507,7 @@ def test_launch_refuses(options, error, words):
 
 
 def test_a_flag_starts_more_ranks_than_the_host_can_hold(monkeypatch):
-  monkeypatch.setattr(room, "_RANKS_PER_PROCESSOR", 0)
+  monkeypatch.setattr(limits, "_RANKS_PER_PROCESSOR", 0)
   with pytest.raises(ValueError, match="can hold 0 such processes"):
     _launch_code("")
   flags = ["--num_processes=1", "--oversubscribe", "-m", "this"]

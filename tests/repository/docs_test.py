@@ -29,11 +29,10 @@ def _example(path, title):
   return re.search(r"```python\n(.*?)```", _section(path, title), re.DOTALL)[1]
 
 
-def test_the_programs_of_the_readme_under_the_launcher(tmp_path):
-  """The programs exit with 0, although one does not wait for its result."""
-  first, second = (
-    _example("README.md", title) for title in ("Twenty lines", "The layer")
-  )
+def test_programs_of_the_pages_under_the_launcher(tmp_path):
+  """They exit with code 0 although one waits for no result."""
+  first = _example("docs/tutorial.md", "Twenty lines")
+  second = _example("README.md", "The layer")
   code = f"{first}\ndef main():\n{textwrap.indent(second, '  ')}\nmain()\n"
   # Gloo's threads write into the middle of lines of stdout.
   own_file = f"""import os, sys

@@ -130,7 +130,7 @@ def test_the_page_of_an_index_links_to_the_sources():
     and f"({url}/docs/images/layout.svg?raw=true)" in linked
   )
   assert f"[Tutorial]({url}/docs/tutorial.md)" in linked
-  assert f"[`ep.launch`]({url}/README.md#without-bazel)" in linked
+  assert f"[not run there]({url}/README.md#status)" in linked
   assert (
     linked.replace(f"{url}/", "")
     .replace("?raw=true", "")
