@@ -11,7 +11,8 @@ import ctypes
 import os
 import sys
 
-library = ctypes.CDLL(os.path.abspath(sys.argv[1]))
-# One function of all backends, and one of the nccl backend.
-for name in "ep_interface_version", "ep_nccl_group_create":
-  ctypes.cast(getattr(library, name), ctypes.c_void_p)
+if __name__ == "__main__":
+  library = ctypes.CDLL(os.path.abspath(sys.argv[1]))
+  # One function of all backends, and one of the nccl backend.
+  for name in "ep_interface_version", "ep_nccl_group_create":
+    ctypes.cast(getattr(library, name), ctypes.c_void_p)
