@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ep._src.matmul import by_mosaic, mosaic_row_map
-from ep._src.matmul.mosaic_blocks import Blocks
+from ep._src.matmul.by_mosaic import Blocks
 from ep._src.matmul.mosaic_row_map import ROWS
 from ep._src.matmul.row_map import repeated, weighted
 

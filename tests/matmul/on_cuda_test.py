@@ -101,7 +101,7 @@ def test_a_jax_that_does_not_compile_the_kernels(monkeypatch, caplog):
     asked.append(device.core_count)
     raise ImportError("no such name")
 
-  monkeypatch.setattr(on_cuda, "kernels", import_fails)
+  monkeypatch.setattr(on_cuda, "_kernels", import_fails)
 
   monkeypatch.setattr(jax.sharding, "SingleDeviceSharding", lambda _: None)
   device = Device(compute_capability="9.0", core_count=7)
@@ -126,7 +126,6 @@ def test_an_exported_program_has_no_kernels():
 
 
 def test_the_loop_over_fewer_rows_than_a_tile():
-
   @jit_quickly
   def expand(sizes, rows, matrices):
     return by_static_tiles.expand(sizes, None, rows, [matrices], "zero")[0]

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lax.ragged_all_to_all`, which runs on CPUs here, too.
-
-The op is linear in `operand` and `output`, for the same slices. Its transpose
-in `operand` moves each slice back, and a row that was sent several times gets
-the sum of what comes back: it is the op with `back=True`. The map from `output`
-to the result keeps the rows that no slice is moved to, and is its own
-transpose.
+"""`lax.ragged_all_to_all`, also for CPUs.
 
 XLA:CPU has no such collective. There each rank gathers the operands of all
 ranks, and takes its rows.
+
+The op is linear in `operand` and `output`. Its transpose in `operand` is the op
+with `back=True`: it sends each slice back, and adds the slices that arrive at
+one row. Its transpose in `output` keeps the rows that no slice writes.
 """
 
 from __future__ import annotations
@@ -65,30 +63,30 @@ def ragged_all_to_all(
         recv_sizes = [1, 1]           recv_sizes = [2, 1]
         result = [1, 3, 0, 0]         result = [2, 2, 4, 0]
 
-  On platforms other than the CPU it becomes JAX's op. On CPUs each rank needs
-  memory for the operands of all ranks. It needs no group of `ep`, but the axes
-  of an enclosing `jax.shard_map`.
+  On other platforms than the CPU it lowers to JAX's op. On CPUs each rank needs
+  memory for the operands of all ranks. It needs the axes of an enclosing
+  `jax.shard_map`, but no group of `ep`.
 
   It has derivatives in both modes, of any order, by `operand` and `output`. A
   row of `operand` may be in several slices: on CPUs, its gradient is the sum
-  over these slices. (On other platforms that is left to JAX's op, which only
-  overwrites.) Where slices overlap in `output`, CPUs keep the last one, in the
-  order above, and derivatives are unspecified.
+  over these slices. (On other platforms JAX's op overwrites instead.) Where
+  slices overlap in `output`, CPUs keep the last one, in the order above, and
+  derivatives are unspecified.
 
   Args:
-    operand: [N, ...], the rows to send, of any dtype but those of PRNG keys.
-    output: [M, ...], with the dtype and row shape of `operand`: the rows that
-      the result has where none is received.
+    operand: [N, ...], the rows to send, of any dtype except PRNG keys.
+    output: [M, ...], with the dtype and row shape of `operand`: the rows of the
+      result where none is received.
     input_offsets: integers [K], the row of `operand` where each slice starts.
-    send_sizes: integers [K], how many rows are in each slice.
+    send_sizes: integers [K], the number of rows in each slice.
     output_offsets: integers [K], the row of the *receiver's* `output` where
       each slice starts.
-    recv_sizes: integers [K], how many rows are in each slice that this rank
+    recv_sizes: integers [K], the number of rows in each slice that this rank
       receives: `lax.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)`.
     axis_name: the axis, or axes, of the ranks.
     axis_index_groups: lists of axis indices, all of one length, which together
-      hold every index once. The ranks of a list exchange rows with each other,
-      and are counted in its order.
+      have every index once. The ranks of a list exchange rows with each other,
+      numbered by their position in it.
 
   Returns:
     [M, ...]: `output` with the rows that were received.
@@ -98,23 +96,23 @@ def ragged_all_to_all(
     TypeError: dtypes do not fit.
     NotImplementedError: it is the axis of a `vmap`.
     jax.errors.JaxRuntimeError: on CPUs, when the program runs, on all ranks of
-      the axis (or group): a slice that has rows leaves `operand` or `output`,
-      or both sides do not give it the same size. Two kinds of programs cannot
-      raise, and do not send such a slice: those from `jax.export`, and those
-      where `jax.shard_map` leaves an axis automatic. On other platforms such
-      slices do what JAX's op does with them.
+      the axis (or group): a slice with rows leaves `operand` or `output`, or
+      sender and receiver disagree about its size. Programs from `jax.export`,
+      and programs where `jax.shard_map` leaves an axis automatic, cannot raise,
+      and do not send such a slice. On other platforms JAX's op defines the
+      result.
   """
   operand, output = map(jnp.asarray, (operand, output))
-  slices = [
-    arrays.integers(_NAME, name, x)
+  slices = {
+    name: arrays.integers(_NAME, name, x)
     for name, x in dict(
       input_offsets=input_offsets,
       send_sizes=send_sizes,
       output_offsets=output_offsets,
       recv_sizes=recv_sizes,
     ).items()
-  ]
-  names = axis_name if isinstance(axis_name, (list, tuple)) else [axis_name]
+  }
+  names = axis_name if isinstance(axis_name, list | tuple) else [axis_name]
   check(
     len(names) > 0, _NAME, "axis_name is empty; name the axis of the ranks."
   )
@@ -122,11 +120,20 @@ def ragged_all_to_all(
   if groups is not None:
     groups = tuple(map(tuple, groups))
   _check_rows(operand, output)
-  _check_slices(slices, _group_size(lax.axis_size(tuple(names)), groups))
+  ranks = _group_size(lax.axis_size(tuple(names)), groups)
+  size = slices["input_offsets"].size
+  for name, x in slices.items():
+    check(
+      x.shape == (size,) and size > 0 and size % ranks == 0,
+      _NAME,
+      f"{name} is {list(x.shape)}, but input_offsets, send_sizes,"
+      f" output_offsets and recv_sizes must all be [K], and K a multiple of the"
+      f" {ranks} ranks.",
+    )
   return _bind(
     operand,
     output,
-    *slices,
+    *slices.values(),
     axis_name=tuple(names),
     axis_index_groups=groups,
     back=False,
@@ -141,16 +148,16 @@ def install() -> contextlib.ExitStack:
       with ep.lax.install():      # for a while
         train_step(state, batch)
 
-  On CPUs, JAX's op then runs as `ep.lax.ragged_all_to_all` does. Its rules,
-  such as those for derivatives, stay JAX's, and other platforms are left as
-  they are. It changes this process alone: call it in every process, at the same
-  place of the program. Where it is installed already, neither the call nor the
-  end of its context changes anything.
+  On CPUs, JAX's op then runs as `ep.lax.ragged_all_to_all` does. JAX's rules
+  for derivatives and other platforms do not change. The call changes only this
+  process: call it in every process, at the same place of the program. If it is
+  installed already, neither the call nor the end of its context changes
+  anything.
 
   Returns:
-    A context; its end, or its `close()`, restores what was there before. What
-    was compiled ahead of time goes on to work. A jitted function is traced
-    anew, when it is called before, in and after the context.
+    A context; its end, or its `close()`, restores the previous state. Programs
+    compiled ahead of time continue to work. JAX traces a jitted function again
+    when it is called before, in and after the context.
   """
   stack = contextlib.ExitStack()
   stack.callback(
@@ -178,21 +185,8 @@ def _check_dtype(dtype: jnp.dtype) -> None:
   if jnp.issubdtype(dtype, jax.dtypes.extended):
     raise TypeError(
       f"{_NAME}: operand is of {dtype}, which it cannot send; for keys, send"
-      " jax.random.key_data(keys), and call jax.random.wrap_key_data on what"
-      " comes."
-    )
-
-
-def _check_slices(slices: Sequence[jax.Array], ranks: int) -> None:
-  names = "input_offsets", "send_sizes", "output_offsets", "recv_sizes"
-  size = slices[0].size
-  for name, x in zip(names, slices, strict=True):
-    check(
-      x.shape == (size,) and size > 0 and size % ranks == 0,
-      _NAME,
-      f"{name} is {list(x.shape)}, but input_offsets, send_sizes,"
-      f" output_offsets and recv_sizes must all be [K], and K a multiple of the"
-      f" {ranks} ranks.",
+      " jax.random.key_data(keys), and call jax.random.wrap_key_data on the"
+      " result."
     )
 
 
@@ -257,7 +251,7 @@ def _batch(axis, operands, dims, *, axis_name, **params):
 
 
 def _on_others(operand, output, *slices, back, **axis):
-  """Computes the op by JAX's own, which overwrites rows and does not add."""
+  """Computes the op by JAX's op, which overwrites rows and does not add."""
 
   def move(operand, output, sources, sizes, targets, expected):
     if back:
@@ -292,26 +286,26 @@ def _on_cpu(
   sources, sizes, targets, expected = (every[..., i] for i in range(4))
   expected = expected.swapaxes(-2, -3)
 
-  rows, room = operand.shape[examples], output.shape[examples]
+  num_in, num_out = operand.shape[examples], output.shape[examples]
   if back:
-    rows, room = room, rows
+    num_in, num_out = num_out, num_in
   is_sound = (sources >= 0) & (targets >= 0) & (sizes >= 0)
-  is_sound &= (sizes <= rows - sources) & (sizes <= room - targets)
+  is_sound &= (sizes <= num_in - sources) & (sizes <= num_out - targets)
   is_sound = (sizes == expected) & (is_sound | (sizes == 0))
   members = np.asarray(axis_index_groups or [range(ranks)])
   places = jnp.asarray(np.argsort(members, axis=None))
   group, me = divmod(places[lax.axis_index(axis_name)], ranks)
   failed = fail_if(
     ~is_sound.all(),
-    functools.partial(_fail, rows, room),
+    functools.partial(_fail, num_in, num_out),
     *(jnp.asarray(members)[group], is_sound, sources, sizes, targets, expected),
     can_raise=can_raise,
   )
-  if not rows or not room:
+  if not num_in or not num_out:
     return [output]
 
   def mine(x):
-    """Returns the slices [..., K] that this rank gets, or gets back."""
+    """Returns the slices [..., K] that this rank receives."""
     x = lax.dynamic_index_in_dim(x, me, x.ndim - 3 + (not back), keepdims=False)
     return x.reshape(*x.shape[:-2], count)
 
@@ -326,16 +320,16 @@ def _on_cpu(
 
 
 def _take(rows, output, there, size, here, *, dtype, adds):
-  """Puts rows of all ranks, [P, N, ...], into `output`. All are bits.
+  """Writes rows of all ranks, [P, N, ...], into `output`. All are bits.
 
-  Slice k, of K, is size[k] rows of rank k // (K / P), from row there[k] on, and
-  its first row comes to row here[k]. If several slices come to a row, the last
-  one counts; if `adds`, their sum does, from the last to the first.
+  Slice k, of K, is size[k] rows of rank k // (K / P), from row there[k] on. Its
+  first row is written to row here[k]. Where slices overlap, the last one
+  counts; with `adds`, the sum from the last to the first.
   """
   at = arrays.iota(len(output))
 
   def before(k):
-    """Returns the last slice before k that comes to each row, or -1."""
+    """Returns the last slice before k that writes each row, or -1."""
 
     def step(i, last):
       place = at - here[i]
@@ -345,13 +339,13 @@ def _take(rows, output, there, size, here, *, dtype, adds):
     return lax.fori_loop(0, size.size, step, jnp.full_like(at, -1))
 
   def of(k):
-    # A row that no slice comes to reads some row, which is not used.
+    # A row that no slice writes reads some row, which is not used.
     row = jnp.where(k >= 0, there[k] + at - here[k], 0)
     return rows.at[k.clip(0) // (size.size // len(rows)), row].get(mode="clip")
 
   def put(k, x, otherwise):
-    comes = (k >= 0).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(comes, x, otherwise)
+    is_written = (k >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(is_written, x, otherwise)
 
   last = before(size.size)
   result = put(last, of(last), output)
@@ -367,19 +361,21 @@ def _take(rows, output, there, size, here, *, dtype, adds):
   return lax.while_loop(lambda state: (state[0] >= 0).any(), add, state)[1]
 
 
-def _fail(rows, room, members, is_sound, there, size, here, expected) -> None:
+def _fail(
+  num_in, num_out, members, is_sound, there, size, here, expected
+) -> None:
   at = tuple(np.argwhere(~is_sound)[0])
   source, target = members[list(at[-3:-1])]
   raise ValueError(
     f"{_NAME}: rank {source} sends {size[at]} rows to rank {target}, from row"
     f" {there[at]} of operand to row {here[at]} of output, and rank {target}"
-    f" expects {expected[at]}; operand has {rows} rows and output {room}. A"
-    " slice must lie in both, and send_sizes and recv_sizes must agree."
+    f" expects {expected[at]}; operand has {num_in} rows and output {num_out}."
+    " A slice must lie in both, and send_sizes and recv_sizes must agree."
   )
 
 
-# Floats are moved as whole numbers: XLA:CPU changes bits of NaNs and denormals
-# where it chooses between a bfloat16 and a constant (see xla/exchanges.py).
+# Floats are copied as integers: XLA:CPU changes bits of NaNs and denormals
+# where it chooses between a bfloat16 and a constant.
 def _to_bits(x: jax.Array) -> jax.Array:
   if not jnp.issubdtype(x.dtype, jnp.floating):
     return x

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on Hopper and Blackwell GPUs: kernels of Pallas Mosaic GPU.
 
-The functions are those of by_tiles.py, for bfloat16 and float16. A kernel runs
-one thread block on each multiprocessor, and each goes over blocks of the
-result. A pipeline copies blocks of the operands to shared memory (TMA), and the
-tensor cores add their products in float32: those of Hopper (WGMMA) in
-registers, those of Blackwell (tcgen05) in their own memory. A function named
-`accumulate` is all that differs.
+The functions are the same as in by_tiles.py, for bfloat16 and float16. A kernel
+runs one thread block on each multiprocessor; each thread block loops over
+blocks of the result. A pipeline copies blocks of the operands to shared memory
+(TMA), and the tensor cores add their products in float32. Hopper (WGMMA) adds
+in registers, Blackwell (tcgen05) in tensor memory: the function `accumulate`
+is the only difference.
 
-  * expand and contract go over the tiles of row_tiles.py. A tile may hold rows
-    of neighbours and unused ones. A product of a row depends on no other row,
-    and only those of the slab are stored.
-  * outer goes over the matrices. It sums over rows, so it sets those of others
-    to zero in both operands, whatever they hold: NaN times zero is NaN.
+  * expand and contract loop over the tiles of row_tiles.py. A tile may include
+    rows of other slabs and unused rows. Only the rows of its slab are stored.
+  * outer loops over the matrices and sums over rows. It sets the rows of other
+    slabs to zero in both operands, because NaN times zero is NaN.
 
 Tensor cores read blocks in shared memory by rows or by columns, so no matrix is
-transposed in memory. The last block of columns begins early enough to end with
-the matrix; it computes some columns twice, with the same bits.
+transposed in memory. The last block of columns ends with the matrix; it
+computes some columns twice, with the same bits.
 
-A copy to shared memory begins at a multiple of 8 rows and 64 columns, so there
-must be a multiple of 8 rows, 64 at least, and widths must be multiples of 64.
-On Blackwell 128 is the least, since a block of a result has 128 rows. Segments
-have no effect.
+A copy to shared memory begins at a multiple of 8 rows and 64 columns. So the
+number of rows must be a multiple of 8, and widths multiples of 64, both at
+least 64. On Blackwell both are at least 128, the rows of a block. Segments have
+no effect.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -35,13 +35,41 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ep._src.matmul import row_tiles
-from ep._src.matmul.mosaic_blocks import Blocks, blocks_for
+from ep._src.matmul.unwritten_rows import TAILS
 
-_FILLINGS = {"zero": 0, "nan": jnp.nan}
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+  """Block sizes of a kernel.
+
+  Attributes:
+    rows: of a block of the result, 64 or 128; on Blackwell 128.
+    columns: of a block of the result, a multiple of 64.
+    inner: columns (rows for `outer`) whose products one pipeline step adds. It
+      divides the number of columns.
+    steps: the pipeline steps whose blocks are in shared memory, 2 or more.
+    panel: adjacent column blocks that are computed before the next row of
+      blocks, so that their operands stay in the cache.
+  """
+
+  rows: int = 128
+  columns: int = 192
+  inner: int = 64
+  steps: int = 4
+  panel: int = 8
+
+  @classmethod
+  def of(cls, op: str, height: int, width: int) -> Blocks:
+    """Returns the blocks for results [height, width]."""
+    columns = (128, 64) if op == "outer" else (192, 128, 64)
+    return cls(
+      next(n for n in (128, 64) if n <= height),
+      next(n for n in columns if n <= width),
+    )
 
 
 def expand(sizes, segments, rows, matrices, tail, **options):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [
     _products("expand", sizes, [rows], [w], tail, **options) for w in matrices
@@ -49,13 +77,13 @@ def expand(sizes, segments, rows, matrices, tail, **options):
 
 
 def contract(sizes, segments, outs, matrices, tail, **options):
-  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products("contract", sizes, outs, matrices, tail, **options)
 
 
 def outer(sizes, segments, rows, outs, dtype, **options):
-  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
   return [_outer(sizes, rows, y, dtype, **options) for y in outs]
 
@@ -76,8 +104,8 @@ def _products(
   (num_rows, _), dtype = lefts[0].shape, lefts[0].dtype
   num_slabs, *shape = matrices[0].shape
   width = shape[0 if is_transposed else 1]
-  b = blocks or blocks_for(op, num_rows, width)
-  if tail != "unspecified":  # The tail is one more slab, which is filled.
+  b = blocks or Blocks.of(op, num_rows, width)
+  if tail != "unspecified":  # The tail is one more slab.
     sizes = jnp.append(sizes, num_rows - sizes.sum(dtype=jnp.int32))
   tiles = row_tiles.tiles(sizes, num_rows, b.rows)
 
@@ -114,7 +142,7 @@ def _products(
 
         @pl.when(slab == num_slabs)
         def _():
-          store(jnp.full((b.rows, b.columns), _FILLINGS[tail], jnp.float32))
+          store(jnp.full((b.rows, b.columns), TAILS[tail], jnp.float32))
 
     num_columns = pl.cdiv(width, b.columns)
 
@@ -124,7 +152,7 @@ def _products(
 
   out_type = jax.ShapeDtypeStruct((num_rows, width), dtype)
   operands = *tiles, *lefts, *(w.astype(dtype) for w in matrices)
-  return _run(body, out_type, num_cores, *operands)
+  return run(body, out_type, num_cores, *operands)
 
 
 def _outer(
@@ -139,7 +167,7 @@ def _outer(
 ):
   num_rows, height = rows.shape
   width = outs.shape[1]
-  b = blocks or blocks_for("outer", height, width)
+  b = blocks or Blocks.of("outer", height, width)
 
   def body(starts, begins, ends, left, right, out):
     def compute(slab, row, column):
@@ -184,15 +212,15 @@ def _outer(
 
   out_type = jax.ShapeDtypeStruct((len(sizes), height, width), dtype)
   slabs = row_tiles.slabs(sizes, num_rows)
-  return _run(body, out_type, num_cores, *slabs, rows, outs)
+  return run(body, out_type, num_cores, *slabs, rows, outs)
 
 
-def _run(body, out_type, num_cores, *operands):
-  """Returns what the kernel `body` writes, which has `num_cores` blocks."""
+def run(body, out_type, num_blocks, *operands):
+  """Runs the kernel `body` in `num_blocks` thread blocks."""
   kernel = plgpu.kernel(
     body,
     out_type=out_type,
-    grid=(num_cores,),
+    grid=(num_blocks,),
     grid_names=("core",),
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Warpgroup
@@ -203,7 +231,7 @@ def _run(body, out_type, num_cores, *operands):
 
 
 def _place(index, num_rows, num_columns, panel):
-  """Returns row and column of a block: by panels of columns, then by rows."""
+  """Returns row and column of block `index`: by panels, then by rows."""
   before = lax.div(index, num_rows * panel) * panel
   index -= before * num_rows
   columns = lax.min(jnp.int32(panel), num_columns - before)
@@ -211,7 +239,7 @@ def _place(index, num_rows, num_columns, panel):
 
 
 def _start(index, size, length):
-  """Returns where a block starts: the last one ends with the array."""
+  """Returns the start of a block; the last one ends with the array."""
   start = lax.min(index * size, jnp.int32(length - size))
   return pl.multiple_of(start, 64)
 
@@ -221,10 +249,11 @@ def _aligned_row(row):
 
 
 def in_registers(shape, add_all):
-  """Returns the products that `add_all` adds up, on Hopper.
+  """Returns the sum of the products of `add_all`, on Hopper.
 
-  `add_all(add, wait)` calls `add(step, x, y)` in pipelines, and after each
-  `wait(num_steps)`. A block may be overwritten after the step that follows.
+  `add_all(add, wait)` runs pipelines. Each calls `add(step, x, y)` in its
+  steps, then `wait(num_steps)`. The pipeline may overwrite the blocks of a step
+  after the next step.
   """
 
   def sums(acc):
@@ -237,7 +266,7 @@ def in_registers(shape, add_all):
 
 
 def in_tensor_memory(shape, add_all):
-  """Returns what `in_registers` does, on Blackwell."""
+  """Returns the sum of the products of `add_all`, on Blackwell."""
 
   def sums(acc, done):
     def wait(num_steps):
@@ -263,7 +292,10 @@ def in_tensor_memory(shape, add_all):
 
 
 def _pipeline(multiply, wait, num_steps, operands, max_concurrent_steps):
-  """Calls `multiply(step, *blocks)` for blocks of shape, along an axis."""
+  """Calls `multiply(step, *blocks)` for the blocks of operands.
+
+  Each operand is (ref, shape of a block, axis along which the steps go).
+  """
 
   def spec(shape, axis):
     def index(step):
@@ -283,7 +315,7 @@ def _pipeline(multiply, wait, num_steps, operands, max_concurrent_steps):
 def _store(values, out, rows, column):
   """Writes the rows of a block from `begin` to `end`.
 
-  The number of rows of a copy is static, so there is one for each power of two.
+  A copy has a static number of rows, so there is a copy for each power of two.
   """
   start, begin, end = rows
   height, width = values.shape

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls on GPUs and TPUs: `lax.ragged_dot`.
 
-The functions are those of by_tiles.py. XLA does not promise that `ragged_dot`
-does not read the unused rows, so these are zero where they could reach a sum.
-Nor does it promise an order of sums, so segments have no effect.
+The functions are the same as in by_tiles.py. XLA may read unused rows, so they
+are set to zero where they could reach a sum. XLA promises no order of sums, so
+segments have no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def expand(sizes, segments, rows, matrices, tail):
   """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   dots = (_dot(sizes, rows, w).astype(rows.dtype) for w in matrices)
-  return [cut(out, _sum(sizes), tail) for out in dots]
+  return [cut(out, sizes.sum(dtype=jnp.int32), tail) for out in dots]
 
 
 def contract(sizes, segments, outs, matrices, tail):
@@ -31,7 +31,7 @@ def contract(sizes, segments, outs, matrices, tail):
     for y, w in zip(outs, matrices, strict=True)
   ]
   rows = functools.reduce(jnp.add, terms).astype(outs[0].dtype)
-  return cut(rows, _sum(sizes), tail)
+  return cut(rows, sizes.sum(dtype=jnp.int32), tail)
 
 
 def outer(sizes, segments, rows, outs, dtype):
@@ -42,11 +42,12 @@ def outer(sizes, segments, rows, outs, dtype):
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
   )
-  rows = cut(rows, _sum(sizes), "zero")
+  used = sizes.sum(dtype=jnp.int32)
+  rows = cut(rows, used)
   return [
     lax.ragged_dot_general(
       rows,
-      cut(y, _sum(sizes), "zero"),
+      cut(y, used),
       sizes,
       dimensions,
       preferred_element_type=jnp.float32,
@@ -60,7 +61,3 @@ def _dot(sizes, rows, matrices):
   return lax.ragged_dot(
     rows, matrices, sizes, preferred_element_type=jnp.float32
   )
-
-
-def _sum(sizes):
-  return sizes.sum(dtype=jnp.int32)

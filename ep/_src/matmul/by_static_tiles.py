@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls on GPUs, of XLA's own operations: a loop over tiles of rows.
+"""Grouped matmuls on GPUs, in XLA operations: a loop over tiles of rows.
 
-The functions are those of by_tiles.py, but the loop goes over the whole table
-of row_tiles.py, whose length is static: XLA would ask the device, from the
-host, after each turn whether one more follows. Tiles past the last slab
-multiply rows, and write none. Segments have no effect.
+The functions are the same as in by_tiles.py. The loop covers the whole table of
+row_tiles.py, whose length is static. With a dynamic length, the host would ask
+the device after each step whether another one follows. Tiles past the last slab
+compute products, but write no rows. Segments have no effect.
 
-Float32 is multiplied as such, and not in TF32, as XLA would by default.
+Float32 products are exact, not in TF32, the default of XLA.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -19,25 +20,25 @@ import jax.numpy as jnp
 
 from ep._src.base.arrays import iota
 from ep._src.matmul import row_tiles
+from ep._src.matmul.unwritten_rows import TAILS
 
 _HEIGHT = 128  # rows of a tile
-_TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
 
 
 def expand(sizes, segments, rows, matrices, tail):
-  """Returns [C, G] for each of the matrices [L, F, G]: rows [C, F] times it."""
+  """Returns rows [C, F] times each of `matrices` [L, F, G]: list of [C, G]."""
   del segments
   return [_products(sizes, [rows], [w], 0, tail) for w in matrices]
 
 
 def contract(sizes, segments, outs, matrices, tail):
-  """Returns [C, F]: the sum of each of `outs` [C, G] times its [L, F, G]^T."""
+  """Returns [C, F]: the sum of outs [C, G] times matrices^T [L, G, F]."""
   del segments
   return _products(sizes, outs, matrices, 1, tail)
 
 
 def outer(sizes, segments, rows, outs, dtype):
-  """Returns [L, F, G] for each of `outs` [C, G]: a slab's rows^T times it."""
+  """Returns each slab's rows^T times each of `outs`: a list of [L, F, G]."""
   del segments
 
   def add(tile, sums):
@@ -65,32 +66,30 @@ def _products(sizes, lefts, matrices, axis, tail):
     return lax.dynamic_update_slice_in_dim(out, values, tile.start, 0)
 
   shape = num_rows, matrices[0].shape[2 - axis]
-  return _fold(write, sizes, num_rows, jnp.full(shape, _TAILS[tail], dtype))
+  return _fold(write, sizes, num_rows, jnp.full(shape, TAILS[tail], dtype))
 
 
-class _Tile:
-  """Tile number `i` of a table, of `height` rows."""
+class _Tile(NamedTuple):
+  """A tile: its slab, its first row, and a mask [height, 1] of slab's rows."""
 
-  def __init__(self, tiles: row_tiles.Tiles, i: jax.Array, height: int):
-    self.slab, self.start = tiles.slab[i], tiles.start[i]
-    row = iota(height)[:, None]
-    self.inside = (row >= tiles.begin[i]) & (row < tiles.end[i])
-    self._height = height
+  slab: jax.Array
+  start: jax.Array
+  inside: jax.Array
 
   def rows(self, array):
-    return lax.dynamic_slice_in_dim(array, self.start, self._height)
+    return lax.dynamic_slice_in_dim(array, self.start, len(self.inside))
 
 
 def _fold(step, sizes, num_rows, init):
   """Folds `step(tile, value)` over all tiles."""
   height = min(_HEIGHT, num_rows)
-  tiles = row_tiles.tiles(sizes, num_rows, height)
-  return lax.fori_loop(
-    0,
-    tiles.slab.shape[0],
-    lambda i, value: step(_Tile(tiles, i, height), value),
-    init,
-  )
+  tiles, row = row_tiles.tiles(sizes, num_rows, height), iota(height)[:, None]
+
+  def fold(i, value):
+    inside = (row >= tiles.begin[i]) & (row < tiles.end[i])
+    return step(_Tile(tiles.slab[i], tiles.start[i], inside), value)
+
+  return lax.fori_loop(0, len(tiles.slab), fold, init)
 
 
 def _dot(x, y, x_axis, y_axis):

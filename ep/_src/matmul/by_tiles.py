@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls of XLA's own operations, for CPUs without the native library.
+"""Grouped matmuls in XLA operations, for CPUs without the native library.
 
 XLA:CPU computes `lax.ragged_dot` as one masked matmul per matrix, at a cost of
-rows x matrices. Here a loop over tiles of rows takes its place:
+rows x matrices. Here a loop covers only the used rows, in tiles:
 
     |---------------|---------------|---------------|---------------|
     |  slab 0                 |  slab 1     |  slab 2  |  unused ...
@@ -10,15 +10,14 @@ rows x matrices. Here a loop over tiles of rows takes its place:
                               |---------------|
     tile 0           tile 1   tile 2        tile 3
 
-All tiles have the same height. Each slab begins with a tile, and the last tile
-of a slab reads past its end and keeps only what is inside. The loop ends with
-the last tile of the last slab, so unused rows cost nothing and are never read.
+All tiles have the same height. A tile begins at the start of each slab. The
+last tile of a slab reads past the slab's end, and keeps only the rows inside.
+The loop ends with the last slab, so unused rows are never read.
 
-The bits of a result depend on its slab's rows alone: a dot of the same shape
-has the same rows at the same places, wherever these lie in the buffer. Rows are
-first summed in each segment of a slab. The sums of the segments are added as a
-balanced tree, so the tree of all segments is the sum of the trees of their two
-halves.
+The bits of a result depend on the rows of its slab alone: all dots have the
+same shape, with the same rows at the same places. `outer` first sums the rows
+of each segment of a slab, then adds the segments as a balanced tree. So the
+tree of all segments is the sum of the trees of their two halves.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import jax.numpy as jnp
 
 from ep._src.base.arrays import iota
 from ep._src.matmul import ordered_sum, unwritten_rows
+from ep._src.matmul.unwritten_rows import slice_rows
 
 _HEIGHT = 64  # rows of a tile
 
@@ -68,7 +68,7 @@ def outer(sizes, segments, rows, outs, dtype):
   starts = _before(sizes)
 
   def sum_slab(slab, sums):
-    """Sets the sums of a slab, after those of each of its segments."""
+    """Computes the sums of the segments of a slab, then their sum."""
 
     def add(tile, parts):
       x, *ys = (tile.inside(_float32(tile.read(r))) for r in readers)
@@ -94,7 +94,7 @@ def outer(sizes, segments, rows, outs, dtype):
 
 
 def _map_tiles(fn, sizes, rows, matrices, widths, tail):
-  """Returns what `fn` makes of the rows of each tile, and of its matrices.
+  """Applies `fn` to the rows of each tile and the matrices of its slab.
 
   `fn` gets float32 and returns rows of `widths`, which are rounded to the dtype
   of `rows`.
@@ -123,9 +123,9 @@ def _float32(x):
 
 
 def _rounded(matrix, dtype):
-  """Returns a matrix in float32, rounded to `dtype` if its own is another.
+  """Returns a matrix in float32, rounded to `dtype` if it has another dtype.
 
-  XLA may leave out a conversion and its inverse, but not this.
+  XLA may remove a conversion and its inverse, but not `reduce_precision`.
   """
   if matrix.dtype == dtype:
     return _float32(matrix)
@@ -138,7 +138,7 @@ def _dot(x, y, x_axis, y_axis):
 
 
 class _Tile:
-  """Consecutive rows of a buffer, those from `first` to `end` of `slab`."""
+  """Consecutive rows of a buffer: rows `first` to `end` of `slab`."""
 
   def __init__(self, num_rows, slab, first, end):
     self.slab = slab
@@ -152,7 +152,7 @@ class _Tile:
     """Returns _HEIGHT rows from `first` on, also those outside the slab."""
     rows = rows(self._start, self._stored)
     rows = jnp.pad(rows, ((0, _HEIGHT), (0, 0)))
-    return _slice(rows, self._early, _HEIGHT)
+    return slice_rows(rows, self._early, _HEIGHT)
 
   def inside(self, rows):
     """Returns the rows, with zeros for those outside the slab."""
@@ -161,14 +161,14 @@ class _Tile:
   def write(self, buffer, rows):
     """Returns the buffer with the rows inside the slab."""
     rows = jnp.pad(rows, ((self._stored, 0), (0, 0)))
-    rows = _slice(rows, self._stored - self._early, self._stored)
+    rows = slice_rows(rows, self._stored - self._early, self._stored)
     place = iota(self._stored) - self._early
     inside = (place >= 0) & (place < self._num_inside)
     return unwritten_rows.write(buffer, rows, self._start, inside)
 
 
 class _Tiles:
-  """All tiles of slabs of `sizes`, which lie one after another from `start`."""
+  """All tiles of consecutive slabs of `sizes`, the first one at `start`."""
 
   def __init__(self, start, sizes, num_rows):
     self._num_rows = num_rows
@@ -195,14 +195,9 @@ def _before(counts):
   return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
-# JAX counts a negative index from the end, unless it is told that no index is
-# negative.
 _at = functools.partial(
   lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
 )
 _set_at = functools.partial(
   lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False
-)
-_slice = functools.partial(
-  lax.dynamic_slice_in_dim, allow_negative_indices=False
 )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiplies each slab of rows by its own matrix: a JAX primitive.
+"""Multiplies each slab of rows by its matrix: a JAX primitive.
 
-`lax.ragged_dot` is this operation, and is what TPUs run here. On CPUs and
-NVIDIA GPUs it costs rows x matrices. So the native library does it on CPUs
-(ep_ffi/matmul/), or the loops of by_tiles.py in programs that cannot call the
-library; on_cuda.py says what does it on GPUs.
+TPUs run `lax.ragged_dot`, which costs rows x matrices on CPUs and NVIDIA GPUs.
+CPUs run the native library (ep_ffi/matmul/), or by_tiles.py in programs that
+cannot call the library. on_cuda.py chooses the implementation on GPUs.
 
-Its derivatives come from one form, which is linear in each of three arguments:
+The derivatives come from one form, which is linear in each of three arguments:
 rows X [C, F], matrices W [L, F, G] and outputs Y [C, G],
 
     T(X, W, Y) = sum over slabs j of <X_j W_j, Y_j>
@@ -16,16 +15,14 @@ The gradient of T in one of them is a function of the other two:
     Y: expand(X, W) = X W      X: contract(Y, W) = Y W^T
     W: outer(X, Y) = X^T Y     (slab by slab)
 
-The primitive is this gradient, and `missing` says in which argument. It is
-bilinear. Its tangent is a sum: for each argument, the primitive of that
-argument's tangent and of the other argument. Its transpose in one argument,
-applied to a cotangent, is the gradient of T in that argument with the cotangent
-as the missing one. So derivatives of all orders, in both modes, are made of
-this primitive alone.
+The primitive is this gradient, in the argument `missing`. It is bilinear. Its
+tangent is a sum: for each argument, the primitive of that argument's tangent
+and the other argument. Its transpose in one argument, applied to a cotangent,
+is the gradient of T in that argument with the cotangent as the missing one. So
+derivatives of all orders, in both modes, need only this primitive.
 
-Several matrices may share the rows, as those of gates and values do. Then W and
-Y are lists, and T is the sum over them: the gradients of the rows are summed
-before they are rounded.
+Several matrices, such as w_gate and w_up, may share the rows. Then W and Y are
+lists, and T is the sum over them: the gradient of the rows is rounded once.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from ep._src.base.compat import ad
 from ep._src.matmul import by_ragged_dot, by_tiles, on_cuda
 from ep._src.native import ffi
 
-# The arguments of T, by their places in a triple of lists [X], Ws, Ys.
+# The arguments of T, by their position in a triple of lists [X], Ws, Ys.
 _ROWS, _MATRICES, _OUTS = range(3)
 
 
@@ -50,9 +47,8 @@ def grouped_matmul(
 ) -> jax.Array:
   """Returns `rows[r] @ matrices[j]` for every row r of slab j.
 
-  Slab j is the `group_sizes[j]` rows after those of slabs 0 to j - 1. Rows
-  after the last slab are never read, whatever they hold, NaN included: their
-  results and gradients are zero.
+  Slab j is the `group_sizes[j]` rows after slabs 0 to j - 1. Rows after the
+  last slab, even NaNs, are never read; their results and gradients are zero.
 
   Products are summed in float32 and rounded once to the dtype of `rows`.
   Differentiable in `rows` and `matrices`, in both modes, to any order.
@@ -68,22 +64,21 @@ def grouped_matmul(
   Raises:
     ValueError: if shapes or dtypes do not fit, or a size of NumPy or Python
       does not fit into 32 bits.
-    TypeError: if `group_sizes` holds no integers.
-    JaxRuntimeError: when a program for CPUs runs that calls the native library
-      (an exported one does not), if C > 0 and a size is negative or their sum
-      is above C. With C = 0, a call outside of programs raises `ValueError`.
+    TypeError: if `group_sizes` are no integers.
+    JaxRuntimeError: on CPUs, when the program runs, if C > 0 and a size is
+      negative or their sum is above C; but not in an exported program, which
+      does not call the native library. With C = 0, a call outside of programs
+      raises `ValueError`.
   """
   rows, matrices = jnp.asarray(rows), jnp.asarray(matrices)
   group_sizes = arrays.integers("grouped_matmul", "group_sizes", group_sizes)
-  shapes = f"rows {rows.shape}, matrices {matrices.shape}, group_sizes " + (
-    f"{group_sizes.shape}"
+  arguments.check(
+    (rows.ndim, matrices.ndim, group_sizes.ndim) == (2, 3, 1)
+    and matrices.shape[:2] == (*group_sizes.shape, rows.shape[1]),
+    "grouped_matmul",
+    f"got rows {rows.shape}, matrices {matrices.shape}, group_sizes"
+    f" {group_sizes.shape}; expected [C, F], [L, F, G] and [L].",
   )
-  if (rows.ndim, matrices.ndim, group_sizes.ndim) != (2, 3, 1) or (
-    matrices.shape[:2] != (*group_sizes.shape, rows.shape[1])
-  ):
-    raise ValueError(
-      f"grouped_matmul: got {shapes}; expected [C, F], [L, F, G] and [L]."
-    )
   if rows.dtype != matrices.dtype:
     raise ValueError(
       f"grouped_matmul: rows are {rows.dtype} and matrices {matrices.dtype}; "
@@ -111,17 +106,16 @@ def grouped_matmuls(
   """Returns `grouped_matmul(rows, m, group_sizes)` for each m of `matrices`.
 
   It rounds the sum of the gradients of the rows once. With
-  `tail="unspecified"` the rows after the last slab are not written, in results,
-  gradients and tangents alike.
+  `tail="unspecified"` it does not write the rows after the last slab, in
+  results, gradients and tangents.
 
   The matrices may have another dtype than the rows. They are multiplied in the
-  dtype of the rows, and their gradients are rounded to their own dtype.
+  dtype of the rows, and their gradients have the dtype of the matrices.
 
-  With `segments`, int32 [L, S], slab j begins with S segments of `segments[j]`
-  rows, and what follows these is zero. Then, on CPUs, the bits of a row's
-  result depend on that row and its matrix alone. The bits of a matrix's
-  gradient depend on the rows of each segment: the sums of the segments are
-  added as a balanced binary tree, in order.
+  With `segments`, int32 [L, S], slab j is S segments of `segments[j]` rows,
+  then rows of zeros. Then, on CPUs, the bits of a result row depend on that row
+  and its matrix alone. The gradient of a matrix is the sum of the segments'
+  gradients, added as a balanced binary tree, in order.
   """
   if segments is None:
     segments = jnp.zeros((*group_sizes.shape, 0), jnp.int32)
@@ -148,8 +142,7 @@ def _triple(operands, missing):
 def _gradient(slabs, triple, missing, pairs, **params):
   """Applies the primitive to a triple, with only some pairs of W and Y.
 
-  Returns the results with the places that they have in the list of the missing
-  argument.
+  Returns pairs: a position in the list of the missing argument, and a result.
   """
   places = {_ROWS: [0], _MATRICES: pairs, _OUTS: pairs}
   operands = [
@@ -177,7 +170,7 @@ def _types(sizes, segments, *avals, missing, matrix_dtype, tail):
 
 
 def _present(values):
-  """Returns the places of values that are not symbolic zeros."""
+  """Returns the positions of values that are not symbolic zeros."""
   return [i for i, x in enumerate(values) if type(x) is not ad.Zero]
 
 
@@ -193,8 +186,8 @@ def _jvp(primals, tangents, *, missing, **params):
       continue
     replaced = [ts if i == argument else x for i, x in enumerate(triple)]
     pairs = range(num_pairs) if argument == _ROWS else present
-    # In forward mode this adds all rows, unused ones included. A sum over the
-    # used ones would be one more loop for the transpose, which needs no sum.
+    # In forward mode this sum includes unused rows. A sum over used rows would
+    # add a loop to the transpose, which needs no sum.
     for place, term in _gradient(slabs, replaced, missing, pairs, **params):
       out_tangents[place] = ad.add_tangents(out_tangents[place], term)
   return outs, out_tangents

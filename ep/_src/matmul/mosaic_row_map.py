@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a function to used rows: a Pallas Mosaic GPU kernel, from Hopper on.
 
-Each thread block goes over blocks of rows, of which there are as many as the
-used rows need: the device reads their number, so that the host need not. In a
-block of rows, a pipeline copies one block of columns after another to shared
-memory (TMA).
+Each thread block loops over blocks of used rows; the device reads their number.
+In a block of rows, a pipeline copies one block of columns after another to
+shared memory (TMA).
 
-So the function must treat each element by itself. Arrays are [C, F], or [C]
-with one value for each row. A result [C] is a sum over the columns of a row.
+So the function must be elementwise. Arrays are [C, F], or [C] with one value
+for each row. A result [C] is a sum over the columns of a row.
 
-The function is computed in float32 and its results are rounded once, as XLA
-does with 16-bit floats in one of its own kernels.
+The kernel computes the function in float32 and rounds the results once, as
+XLA's kernels do with 16-bit floats.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import compat
-from ep._src.matmul import row_tiles
+from ep._src.matmul import by_mosaic, row_tiles
 
 ROWS = COLUMNS = 64  # of a block
 
 # Two thread blocks share a multiprocessor and its 227 KiB of shared memory:
-# while one begins a block of rows, the other works.
+# while one begins a block of rows, the other computes.
 _PER_CORE = 2
 _PIPELINE_BYTES = 80 << 10
-_MOST_STEPS = 4  # of the pipeline that are in shared memory at once
+_MOST_STEPS = 4  # pipeline steps whose blocks are in shared memory
 
 _ELEMENTWISE = frozenset(
   """abs add and atan2 clamp convert_element_type copy cos div eq erf exp exp2
@@ -56,9 +55,9 @@ def map_rows(
 ) -> list[jax.Array]:
   """Returns `fn(*arrays)`; rows after the last used block are unwritten.
 
-  There are at least ROWS rows, a multiple of 8, and columns are a multiple of
-  COLUMNS. Raises `NotImplementedError` if `fn` does not treat each element by
-  itself.
+  The number of rows is a multiple of 8, at least ROWS; the number of columns is
+  a multiple of COLUMNS. Raises `NotImplementedError` if `fn` is not
+  elementwise.
   """
   out_types = jax.eval_shape(fn, *arrays)
   num_rows, num_columns = next(x.shape for x in arrays if x.ndim == 2)
@@ -104,28 +103,16 @@ def map_rows(
       ]
       pl.run_scoped(functools.partial(write, rows), *memory)
 
-  kernel = plgpu.kernel(
-    body,
-    out_type=list(out_types),
-    grid=(_PER_CORE * num_cores,),
-    grid_names=("core",),
-    compiler_params=plgpu.CompilerParams(
-      lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
-  )
-  with jax.enable_x64(False):  # Pallas mixes Python's integers with int32.
-    return list(kernel(num_blocks[None], *arrays))
+  out_type, num_thread_blocks = list(out_types), _PER_CORE * num_cores
+  operands = num_blocks[None], *arrays
+  return list(by_mosaic.run(body, out_type, num_thread_blocks, *operands))
 
 
 def _of_block(fn, arrays):
-  """Returns the jaxpr of `fn` of blocks, in float32 and without calls."""
-  rows, blocks = (
-    [jax.ShapeDtypeStruct(*of(x)) for x in arrays]
-    for of in (
-      lambda x: ((ROWS, *x.shape[1:]), x.dtype),
-      lambda x: (_block_shape(x), _wide(x.dtype)),
-    )
-  )
+  """Returns the jaxpr of `fn` for blocks, in float32 and without calls."""
+  new = jax.ShapeDtypeStruct
+  rows = [new((ROWS, *x.shape[1:]), x.dtype) for x in arrays]
+  blocks = [new(_block_shape(x), _wide(x.dtype)) for x in arrays]
   # A block is on no mesh, so its values need no `reshard`.
   no_mesh = jax.sharding.AbstractMesh((), ())
   with jax.enable_x64(False), jax.sharding.use_abstract_mesh(no_mesh):
@@ -136,7 +123,7 @@ def _of_block(fn, arrays):
 
 
 def _check(jaxpr):
-  """Raises unless blocks of columns can be treated one after another."""
+  """Raises unless the kernel can compute one block of columns after another."""
   read = {v for e in jaxpr.eqns for v in e.invars if not _is_literal(v)}
   sums = {e.outvars[0] for e in jaxpr.eqns if _is_sum(e)} - read
   for e in jaxpr.eqns:
@@ -150,10 +137,9 @@ def _check(jaxpr):
 
 
 def _evaluate(traced, *operands):
-  """Evaluates the equations of rows for a block of columns, and in float32.
+  """Evaluates the equations of rows for a block of columns, in float32.
 
-  Mosaic GPU lowers neither all calls of functions nor the sums `add_any` of
-  derivatives.
+  It inlines calls and replaces `add_any`, which Mosaic GPU cannot lower.
   """
   jaxpr = traced.jaxpr
   values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
@@ -199,12 +185,10 @@ def _is_sum(equation):
 
 
 def _repeats(equation):
-  """Returns whether it repeats a number, or one for each row."""
+  """Returns whether it broadcasts a scalar, or a value for each row."""
   name, params = equation.primitive.name, equation.params
-  return name == "broadcast_in_dim" and params["broadcast_dimensions"] in (
-    (),
-    (0,),
-  )
+  dims = params.get("broadcast_dimensions")
+  return name == "broadcast_in_dim" and dims in ((), (0,))
 
 
 def _block_shape(array):
@@ -212,7 +196,7 @@ def _block_shape(array):
 
 
 def _place(array):
-  """Returns a function of a step of the pipeline: which block it reads."""
+  """Returns a function from a pipeline step to the index of its block."""
   return lambda step: (0, step)[: array.ndim]
 
 
@@ -221,7 +205,7 @@ def _load(block):
 
 
 def _laid_out(values):
-  """Returns values in registers where they can be summed by rows."""
+  """Returns values in a register layout in which rows can be summed."""
   layout = plgpu.Layout.WGMMA
   return plgpu.layout_cast(
     values, layout if values.ndim == 2 else layout.reduce(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses what NVIDIA GPUs run, when it is lowered.
+"""Chooses the implementation on NVIDIA GPUs, when an op is lowered.
 
 A grouped matmul runs
 
@@ -32,7 +32,7 @@ _logger = logging.getLogger("ep")
 _FEW = 2  # matrices for which products with all rows cost less than a loop
 _SHORT = (jnp.bfloat16, jnp.float16)
 
-# By compute capability: the function of by_mosaic.py that adds products up, and
+# By compute capability: the function of by_mosaic.py that adds products, and
 # the fewest rows and columns of its kernels.
 _SUMS = {
   "9.0": ("in_registers", 64),
@@ -42,17 +42,17 @@ _SUMS = {
 
 
 def choose(device: Any, rows: Any, matrices: tuple[int, int, int]) -> Any:
-  """Returns what has the functions expand, contract and outer; logs the choice.
+  """Returns a namespace with expand, contract and outer; logs the choice.
 
   Args:
-    device: one that the program will run on, or None if it is not known.
+    device: a device that the program will run on; None if unknown.
     rows: the shape and dtype of rows, or of their results.
     matrices: the shape of the matrices, [L, F, G].
   """
   is_short = rows.dtype in _SHORT
   obstacle = _misfit(device, rows, matrices[1:]) or _failure(device)
   if obstacle is None:
-    chosen, name = kernels(device), "kernels of Pallas Mosaic GPU"
+    chosen, name = _kernels(device), "kernels of Pallas Mosaic GPU"
   elif rows.shape[0] == 0 or (is_short and matrices[0] <= _FEW):
     chosen, name = by_ragged_dot, f"lax.ragged_dot, because {obstacle}"
   else:
@@ -68,16 +68,13 @@ def row_map(
   arrays: Sequence[Any],
   outs: Sequence[Any],
 ) -> Callable[..., Sequence[jax.Array]] | None:
-  """Returns how to apply `fn` to used rows alone, or None; logs the choice.
+  """Returns `map_rows` of mosaic_row_map.py, or None; logs the choice.
 
   Args:
     device: as in `choose`.
     fn: the function of rows.
-    arrays: the shapes and dtypes of what it is applied to.
+    arrays: the shapes and dtypes of its arguments.
     outs: the shapes and dtypes of its results.
-
-  Returns:
-    `map_rows` of mosaic_row_map.py.
   """
   obstacle = _obstacle_of_map(device, fn, arrays, outs)
   shapes = ", ".join(f"{x.dtype}{[*x.shape]}" for x in arrays)
@@ -115,7 +112,7 @@ def _misfit(device, rows, widths, fewest=None):
     )
   if rows.dtype not in _SHORT:
     return f"the kernels take bfloat16 and float16, not {rows.dtype}"
-  fewest = fewest or fewest_rows(device)
+  fewest = fewest or _SUMS[device.compute_capability][1]
   sizes = rows.shape[0], *widths
   if rows.shape[0] % 8 or min(sizes) < fewest or any(n % 64 for n in widths):
     return (
@@ -130,12 +127,12 @@ def _failure(device):
   """Compiles small kernels for a device; returns why it fails, or None."""
 
   def run(sizes, rows, matrices):
-    ops = kernels(device)
+    ops = _kernels(device)
     (outs,) = ops.expand(sizes, None, rows, [matrices], "zero")
     back = ops.contract(sizes, None, [outs], [matrices], "zero")
     return ops.outer(sizes, None, back, [outs], jnp.float32)
 
-  n = fewest_rows(device)
+  n = _SUMS[device.compute_capability][1]
   shapes = ((n, n), jnp.bfloat16), ((1, n, n), jnp.bfloat16)
   return _why_not(device, run, ((1,), jnp.int32), *shapes)
 
@@ -154,7 +151,7 @@ def _why_not(device, run, *types):
   """Compiles `run` for a device; returns why it fails, or None."""
   sharding = jax.sharding.SingleDeviceSharding(device)
   operands = [jax.ShapeDtypeStruct(*t, sharding=sharding) for t in types]
-  # Another thread is in none of the contexts of the program being lowered.
+  # Another thread has none of the contexts of the program being lowered.
   with futures.ThreadPoolExecutor(1) as pool:
     compiled = pool.submit(lambda: jax.jit(run).lower(*operands).compile())
     error = compiled.exception()
@@ -164,14 +161,9 @@ def _why_not(device, run, *types):
   return f"JAX {jax.__version__} does not compile the kernels: {reason}"
 
 
-def fewest_rows(device: Any) -> int:
-  """Returns the fewest rows and columns of the kernels for a device."""
-  return _SUMS[device.compute_capability][1]
-
-
-def kernels(device: Any) -> Any:
-  """Returns what has the functions of by_mosaic.py, for a device."""
-  # This imports names that not every JAX has.
+def _kernels(device):
+  """Returns a namespace with the functions of by_mosaic.py, for a device."""
+  # Imported here, because not every JAX has Pallas Mosaic GPU.
   from ep._src.matmul import by_mosaic
 
   name, _ = _SUMS[device.compute_capability]

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over ranks in an order that is fixed.
+"""Sums over ranks in a fixed order.
 
-The transport of `lax.psum` decides in which order it adds, and adding in
-another order rounds otherwise. Here neighbours are added first, then sums of
-neighbours:
+`lax.psum` adds in an order that depends on its transport, and the order changes
+the rounding. The sums here have the order
 
     ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))
 
-so the bits depend neither on the transport nor, if the sizes of the mesh axes
-are powers of two, on how ranks are split into axes: the sum over ("dp", "ep")
-is the sum over "dp" of the sums over "ep".
+so the bits do not depend on the transport. If the sizes of the mesh axes are
+powers of two, the bits do not depend on the mesh axes either: the sum over
+("dp", "ep") is the sum over "dp" of the sums over "ep".
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _Tree = TypeVar("_Tree")
 def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
   """Returns the sum of all ranks' arrays, with the same bits on each.
 
-  It gathers the arrays, so it needs memory for all of them and takes longer
-  than `lax.psum`, from which it differs by rounding alone.
+  It gathers the arrays of all ranks, so it needs more memory and time than
+  `lax.psum`. The results differ by rounding alone.
 
   Args:
-    x: an array or a pytree of arrays; each rank of `axis_name` has its own.
+    x: an array or a pytree of arrays.
     axis_name: axes of the enclosing `jax.shard_map`; with none, x is returned.
   """
   if not axis_name:
@@ -53,10 +52,10 @@ def ordered_psum(x: _Tree, axis_name: str | Sequence[str]) -> _Tree:
 def all_gather(
   x: jax.Array, axis_name: str | Sequence[str], **options: Any
 ) -> jax.Array:
-  """Returns `lax.all_gather`, known to be alike on all ranks.
+  """Returns `lax.all_gather`, with a result typed as equal on all ranks.
 
-  Its transpose takes a rank's part of a cotangent that is alike on all ranks;
-  the transpose of `lax.all_gather` adds up the ranks' cotangents.
+  Its transpose slices a cotangent that is equal on all ranks; the transpose of
+  `lax.all_gather` would add the ranks' cotangents.
   """
   to = "invarying" if compat.checks_vma() else "varying"
   return lax.all_gather(x, axis_name, to=to, **options)
@@ -71,11 +70,10 @@ def tree_sum(parts: jax.Array) -> jax.Array:
 
 
 def replicated(x: jax.Array, axis_name: Sequence[str]) -> jax.Array:
-  """Returns x, of which all ranks have a copy, with an ordered gradient.
+  """Returns x, which is equal on all ranks, with an ordered gradient.
 
-  The gradient is the `ordered_psum` of the gradients of the copies. But in a
-  `shard_map` with `check_vma=False` each rank gets the gradient of its own
-  copy, as JAX does it there, and the caller sums.
+  The gradient is the `ordered_psum` of the ranks' gradients. In a `shard_map`
+  with `check_vma=False` each rank gets only its gradient, and the caller adds.
   """
   if not compat.checks_vma() or not axis_name:
     return x
@@ -86,10 +84,9 @@ def _sum(x, *, axes):
   return [tree_sum(lax.all_gather(x, axes))]
 
 
-# The sum where JAX does not know over which axes values vary. Like `lax.psum`
-# there, it is its own transpose. The transpose of `lax.all_gather` would
-# scatter a sum: the transport decides in which order it adds, and Gloo's slows
-# what follows it (docs/sharp_bits.md).
+# The sum for `check_vma=False`. Like `lax.psum` there, it is its own transpose.
+# The transpose of `lax.all_gather` would be a reduce-scatter, whose transport
+# decides the order of the sum. Gloo's also slows later ops.
 _unchecked_psum_p = primitive.new(
   "ep_ordered_psum",
   lambda x, *, axes: [x],
@@ -103,8 +100,8 @@ compat.ad.deflinear2(
   ),
 )
 
-# The identity, but its result varies over the axes. It is linear, and its
-# transpose is an `ordered_psum`.
+# The identity, with a result that varies over the axes. Its transpose is an
+# `ordered_psum`.
 _replicated_p = primitive.new(
   "ep_replicated",
   lambda x, *, axes: [compat.varying_aval(x, axes)],

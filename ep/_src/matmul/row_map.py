@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a function to the used rows of arrays, not to all of their capacity.
 
-A rank's receive buffer is as large as the worst routing needs, and the rows
-that came are usually few of it. An activation of whole arrays would read and
-write all of that memory. `map_used_rows` goes over blocks of rows and ends with
-the last used one, and so do its derivatives: in a loop on CPUs, and on GPUs
-where there is a kernel for it (on_cuda.py).
+A receive buffer has the capacity for the worst routing, but usually only few of
+its rows are used. `map_used_rows` and its derivatives read and write only the
+blocks of used rows: in a loop on CPUs, and on GPUs where there is a kernel
+(on_cuda.py).
 
-It is one primitive, which has a function of blocks as its parameter. Its
-tangent is the same primitive with the tangent function, and its transpose the
-same one with the transposed function, so derivatives of all orders, in both
-modes, exist.
+It is one primitive, with a function of blocks as its parameter. Its tangent is
+the same primitive with the tangent function, and its transpose with the
+transposed function. So derivatives of all orders exist, in both modes.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from ep._src.base.compat import ad
 from ep._src.matmul import on_cuda, unwritten_rows
 from ep._src.matmul.unwritten_rows import cut
 
-# The rows of a block. Blocks of more rows take the same time. An array of fewer
-# rows is one block, which may round in another way; deterministic layers have
-# no such array (config.py).
+# The rows of a block. Larger blocks are not faster. An array of fewer rows is
+# one smaller block, which may round differently; deterministic layers have no
+# such array (config.py).
 HEIGHT = 128
 
 
@@ -40,26 +38,25 @@ def map_used_rows(
   *arrays: jax.Array,
   tail: str = "unspecified",
 ) -> Any:
-  """Returns `fn(*arrays)`, where `fn` treats each row by itself.
+  """Returns `fn(*arrays)`, where `fn` maps each row independently.
 
-  Differentiable in the arrays, in both modes, to any order, with the same
-  property: rows after the last slab affect no other, whatever they hold, NaN
-    included. With `tail="unspecified"` rows after the last used block are
-    neither read nor written, and what the rest of that block holds means
-    nothing.
+  Differentiable in the arrays, in both modes, to any order. Rows after the last
+  slab, even NaNs, affect no other row, in results and derivatives. With
+  `tail="unspecified"` rows after the last used block are neither read nor
+  written, and the unused rows of that block are unspecified.
 
   Args:
-    fn: a function of blocks [B, ...] of rows of each array, for any B, to one
-      array [B, ...] or a sequence of them. If `fn` is a new function object in
-      each call, an eager call compiles each time. If it closes over traced
-      values, it is applied to the whole arrays instead, which takes longer.
+    fn: maps blocks [B, ...] of each array, for any B, to one array [B, ...] or
+      a sequence of them. If `fn` is a new function object in each call, an
+      eager call compiles each time. If `fn` closes over traced values, it is
+      applied to the whole arrays instead, which takes longer.
     group_sizes: int32 [L], rows of slabs, of a sum up to C.
     *arrays: [C, ...].
-    tail: what results, tangents and gradients hold after the last slab:
+    tail: the rows of results, tangents and gradients after the last slab:
       "zero" or "unspecified".
 
   Returns:
-    What `fn` returns, with C for B.
+    The results of `fn`, with C for B.
   """
   num_used = group_sizes.sum(dtype=jnp.int32)
   blocks = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
@@ -73,7 +70,7 @@ def map_used_rows(
 
 
 def repeated(values: jax.Array, rows: jax.Array) -> jax.Array:
-  """Returns values [B] in all columns of an array like rows [B, H]."""
+  """Broadcasts values [B] to the shape of rows [B, H]."""
   return lax.broadcast_in_dim(values, rows.shape, (0,))
 
 
@@ -84,12 +81,12 @@ def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 # JAX's caches compare the functions that are parameters of the primitive. So
-# these are objects that are equal if their fields are.
+# these are dataclasses, which compare by value.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-  """The function that returns the leaves of what `fn` returns."""
+  """The function `fn`, with its result flattened to a list."""
 
   fn: Callable[..., Any]
 
@@ -99,27 +96,28 @@ class _Flat:
 
 @dataclasses.dataclass(frozen=True)
 class _Tangent:
-  """A function of blocks, and of tangents of the `moving` ones."""
+  """The tangent of `fn`: a function of blocks and tangents of the `active`."""
 
   fn: Callable[..., Any]
-  moving: tuple[int, ...]
+  active: tuple[int, ...]
 
   def __call__(self, *blocks_and_tangents):
-    split = len(blocks_and_tangents) - len(self.moving)
+    split = len(blocks_and_tangents) - len(self.active)
     blocks, tangents = blocks_and_tangents[:split], blocks_and_tangents[split:]
 
-    def of_moving(*values):
-      return self.fn(*_replaced(blocks, self.moving, values))
+    def of_active(*values):
+      return self.fn(*_replaced(blocks, self.active, values))
 
-    values = tuple(blocks[i] for i in self.moving)
-    return jax.jvp(of_moving, values, tangents)[1]
+    values = tuple(blocks[i] for i in self.active)
+    return jax.jvp(of_active, values, tangents)[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
-  """A function of the other operands, and of the `present` cotangents.
+  """The transpose of `fn`: a function of other operands and cotangents.
 
-  `fn` is linear in the operands `linear`, which have rows of `types`.
+  `fn` is linear in the operands `linear`, which have rows of `types`. Only the
+  cotangents `present` are not symbolic zeros.
   """
 
   fn: Callable[..., Any]
@@ -208,11 +206,11 @@ def _types(num_used, *arrays, fn, tail):
 def _jvp(primals, tangents, *, fn, tail):
   outs = _map_p.bind(*primals, fn=fn, tail=tail)
   tangents = tangents[1:]
-  moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+  active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
   out_tangents = _map_p.bind(
     *primals,
-    *(tangents[i] for i in moving),
-    fn=_Tangent(fn, moving),
+    *(tangents[i] for i in active),
+    fn=_Tangent(fn, active),
     tail=tail,
   )
   return outs, out_tangents

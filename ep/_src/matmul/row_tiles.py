@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts the slabs of a buffer into tiles of rows, for kernels on GPUs.
 
-A tile is `height` consecutive rows of the buffer, of which those from `begin`
-to `end` are of one slab:
+A tile is `height` consecutive rows of the buffer. Its rows `begin` to `end` are
+of one slab:
 
     |---------------|---------------|---------------|---------------|
     |  slab 0                 |  slab 1     |  slab 2  |  unused ...
@@ -11,12 +11,10 @@ to `end` are of one slab:
     tile 0          tile 1  tile 2        tile 3
 
 A kernel copies rows from a multiple of ALIGNMENT on, so a tile may begin with
-rows of the slab before. The last tiles begin early enough to end with the
-buffer.
+rows of the slab before. The last tiles end with the buffer.
 
-Which slab a tile is of is looked up here, once, and not in each block of the
-kernel. The table's length is static, and its used part is known to the device
-alone.
+The table of tiles has a static length; only the device knows how many of its
+entries are used.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ ALIGNMENT = 8
 
 
 class Slabs(NamedTuple):
-  """Rows of slabs, int32 [L]: those from `start + begin` to `start + end`.
+  """Slabs, int32 [L], of the rows from `start + begin` to `start + end`.
 
   `start` is a multiple of ALIGNMENT, and `begin` is less than that.
   """
@@ -45,8 +43,8 @@ class Slabs(NamedTuple):
 class Tiles(NamedTuple):
   """Tiles of slabs, of which the first `num_used` are used.
 
-  `num_used` is int32 [1], the others are int32 [N]. The rows of slab `slab` are
-  those from `start + begin` to `start + end`.
+  `num_used` is int32 [1], the others are int32 [N]. A tile has the rows of slab
+  `slab` from `start + begin` to `start + end`.
   """
 
   num_used: jax.Array
@@ -57,10 +55,7 @@ class Tiles(NamedTuple):
 
 
 def slabs(sizes: jax.Array, num_rows: int) -> Slabs:
-  """Returns the slabs of `sizes`, one after another, in a buffer of `num_rows`.
-
-  They are inside the buffer whatever the sizes are.
-  """
+  """Returns consecutive slabs of `sizes`, cut at the end of the buffer."""
   sizes = jnp.maximum(sizes, 0)
   ends = jnp.clip(jnp.cumsum(sizes, dtype=jnp.int32), 0, num_rows)
   firsts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -69,9 +64,9 @@ def slabs(sizes: jax.Array, num_rows: int) -> Slabs:
 
 
 def tiles(sizes: jax.Array, num_rows: int, height: int) -> Tiles:
-  """Returns tiles of `height` rows of a buffer of at least that many rows.
+  """Returns tiles of `height` rows of a buffer of `num_rows >= height`.
 
-  Tiles start at multiples of ALIGNMENT if both numbers are such.
+  If both are multiples of ALIGNMENT, so are the starts of tiles.
   """
   of = slabs(sizes, num_rows)
   counts = jnp.where(of.end > of.begin, -(-of.end // height), 0)

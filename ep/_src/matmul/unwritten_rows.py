@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of rows that a loop on XLA:CPU fills, block by block.
 
-XLA:CPU lacks two operations, for which it offers only slower ones:
+The native library has two operations that XLA:CPU lacks:
 
-  * an array that nobody writes. It fills one with zeros, so that each of its
-    pages takes time and memory, also the pages that no row ever reaches.
-  * slices of an array of 16-bit floats. It would convert the whole array to
-    float32, before a loop that reads it and in each step of one that writes it.
-    So loops read and write the bits of such rows as whole numbers, which are
-    copied before and after; XLA copies all of them, not only the used ones.
+  * an uninitialized array. XLA:CPU fills a new array with zeros, which takes
+    time and memory for all pages, also for pages without used rows.
+  * a bitcast of the used rows of an array. Loops access 16-bit floats as
+    integers, because XLA:CPU would convert the whole array to float32 in each
+    step. XLA's bitcast copies all rows.
 
-The native library has both. A program without the library, or for another
-process, takes XLA's way.
+A program without the library, or for another process, uses XLA's operations.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 from jax import lax
@@ -24,8 +24,16 @@ from ep._src.base import compat, primitive
 from ep._src.base.arrays import iota
 from ep._src.native import ffi
 
-_TAILS = {"zero": 0, "nan": jnp.nan}
-_FILLED_ROWS = 128  # at once
+# The value of rows after the last slab, if XLA has to write one.
+TAILS = {"unspecified": 0, "zero": 0, "nan": jnp.nan}
+_FILLED_ROWS = 128  # of a step
+
+
+# JAX counts a negative index from the end, unless it is told that no index is
+# negative.
+slice_rows = functools.partial(
+  lax.dynamic_slice_in_dim, allow_negative_indices=False
+)
 
 
 def new(shape: tuple[int, ...], dtype) -> jax.Array:
@@ -39,7 +47,7 @@ def write(
   """Returns the buffer with `rows` at `start`, or only the rows `inside`."""
   rows = _retyped(rows, buffer.dtype)
   if inside is not None:
-    before = _slice(buffer, start, rows.shape[0])
+    before = slice_rows(buffer, start, rows.shape[0])
     inside = inside.reshape(-1, *[1] * (rows.ndim - 1))
     rows = jnp.where(inside, rows, before)
   return lax.dynamic_update_slice_in_dim(
@@ -48,15 +56,16 @@ def write(
 
 
 def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
-  """Returns the rows of a buffer, of which the first `num_used` were written.
+  """Returns the rows of a buffer after the first `num_used` were written.
 
-  The others become zero or NaN, or stay unwritten if `tail` is "unspecified".
+  The other rows become zero or NaN, or stay unwritten if `tail` is
+  "unspecified".
   """
   if tail == "unspecified":
     return _retyped(buffer, dtype, num_used)
   num_rows = buffer.shape[0]
   height = min(_FILLED_ROWS, num_rows)
-  filling = jnp.full((height, *buffer.shape[1:]), _TAILS[tail], dtype)
+  filling = jnp.full((height, *buffer.shape[1:]), TAILS[tail], dtype)
 
   def fill(i, buffer):
     start = jnp.minimum(num_used + i * height, num_rows - height)
@@ -67,33 +76,26 @@ def finish(buffer: jax.Array, dtype, num_used: jax.Array, tail: str):
 
 
 def cut(rows: jax.Array, num_used: jax.Array, tail: str = "zero") -> jax.Array:
-  """Returns the rows, with a tail of zeros, NaNs, or as it is."""
+  """Returns the rows, with zeros or NaNs after the first `num_used`."""
   if tail == "unspecified":
     return rows
   used = iota(rows.shape[0]) < num_used
-  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, _TAILS[tail])
+  return jnp.where(used.reshape(-1, *[1] * (rows.ndim - 1)), rows, TAILS[tail])
 
 
 class Reader:
-  """Reads blocks of the first `num_used` rows of an array, as a function."""
+  """A function that reads blocks of the first `num_used` rows of an array."""
 
   def __init__(self, rows: jax.Array, num_used: jax.Array):
     self._dtype = rows.dtype
     self._buffer = _retyped(rows, _storage(rows.dtype), num_used)
 
   def __call__(self, start: jax.Array, height: int) -> jax.Array:
-    rows = _slice(self._buffer, start, height)
-    return _retyped(rows, self._dtype)
-
-
-def _slice(array, start, height):
-  return lax.dynamic_slice_in_dim(
-    array, start, height, allow_negative_indices=False
-  )
+    return _retyped(slice_rows(self._buffer, start, height), self._dtype)
 
 
 def _retyped(array, dtype, num_used=None):
-  """Returns the same bits of all rows, or at least of the used ones."""
+  """Returns the bits of all rows, or of at least the used rows, as `dtype`."""
   if array.dtype == dtype:
     return array
   if num_used is None:
@@ -108,10 +110,10 @@ def _storage(dtype):
 
 
 def _primitive(name, out_type, otherwise, **options):
-  """Makes a primitive that the library's `name` or `otherwise` computes.
+  """Makes a primitive that lowers to the library's `name`, or to `otherwise`.
 
-  It is for the lowerings of other primitives, so it has no derivatives. The
-  options go to the library's custom call.
+  It has no derivatives, because only lowerings of other primitives use it. The
+  options are passed to `jax.ffi.ffi_lowering`.
   """
   lower_otherwise = compat.lower_local(
     lambda *operands, **params: [otherwise(*operands, **params)]
@@ -135,8 +137,8 @@ _unwritten_p = _primitive(
   "ep_unwritten",
   lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype),
   lambda *, shape, dtype: jnp.zeros(shape, dtype),
-  # Otherwise XLA would make the array before a scan of layers, and copy it in
-  # each layer.
+  # Without a side effect, XLA would hoist the array out of a scan of layers,
+  # and copy it in each layer.
   has_side_effect=True,
 )
 _retyped_p = _primitive(

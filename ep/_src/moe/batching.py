@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a layer take any batch: of a `vmap`, or of too few tokens for the ranks.
+"""Batches of a `vmap`, and batches that do not divide over the ranks.
 
 `jax.vmap` of an op makes one exchange for each example, in order. A MoE layer
-need not: it treats tokens alike whatever axes they have, so all examples can
-share one exchange, as if the caller had passed the batch at once.
+makes one exchange of all examples, as if they were one array of tokens.
 
-In the global view the first axis of tokens is split over R ranks, in parts of
-one size. A batch of 1 or 6 cannot be split over 4 ranks, so tokens that visit
-no expert are added to it.
+In the global view the first axis of tokens is split over R ranks, in equal
+parts. A batch of 1 or 6 cannot be split over 4 ranks, so the layer adds tokens
+that visit no expert.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from ep._src.ops import views
 def examples(
   fn: Callable[..., tuple[Any, Any]], tokens: Any, others: Any
 ) -> tuple[Any, Any]:
-  """Returns `fn(tokens, others)`, one call for all examples of a `vmap`.
+  """Returns `fn(tokens, others)`, with one call for all examples of a `vmap`.
 
-  `fn` maps token arrays, whose leading axes may be any, and arrays without a
-  token axis, to token arrays and a summary of all tokens. Under `vmap` over
-  token arrays alone, each example gets the summary of all examples.
+  `fn` maps token arrays with any leading axes, and arrays without a token axis,
+  to token arrays and a summary of all tokens. Under `vmap` over token arrays
+  alone, each example gets the summary of all examples.
 
-  If the `vmap` is around a derivative (`vmap(grad(f))`), or around `jit` or
-  `scan`, or if `others` differ between examples, then examples must not or
-  cannot be seen together: each runs by itself, in order.
+  In three cases each example runs by itself, in order: the `vmap` is around a
+  derivative (`vmap(grad(f))`), it is around `jit` or `scan`, or `others` differ
+  between examples.
   """
   if compat.is_batched(others) or not compat.is_batched(tokens):
     return fn(tokens, others)
@@ -59,8 +58,8 @@ def examples(
   )
 
 
-# This primitive is bound only to the examples of a `vmap`, which applies the
-# batching rule at once. So it needs no other rule.
+# This primitive needs only a batching rule: it is bound to the examples of a
+# `vmap`, which applies the rule immediately.
 _examples_p = compat.Primitive("ep_examples")
 _examples_p.multiple_results = True
 
@@ -84,16 +83,15 @@ compat.batching.primitive_batchers[_examples_p] = _call_once
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-  """The tokens that are added to [*lead, ...] so that all ranks get as many.
+  """The tokens that are added to [*lead, ...] so that R divides their number.
 
-  No tokens are added, and arrays stay as they are, if the first axis is a
-  multiple of R already, and in the local view, where a rank has any number of
-  tokens. Differentiable.
+  Arrays do not change if the first axis is a multiple of R, or in the local
+  view, where a rank has any number of tokens. Differentiable.
 
   Attributes:
     lead: the leading axes of the tokens.
-    count: how many tokens are added to the flattened leading axes; None for
-      none.
+    count: the number of added tokens, after the flattened leading axes; None if
+      arrays do not change.
   """
 
   lead: tuple[int, ...]
@@ -110,7 +108,7 @@ class Padding:
   def add(self, array: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
     """Returns [*lead, ...] as [tokens, ...]; added tokens have `value`.
 
-    The result is not split over the ranks; `View.call` splits it.
+    The result is replicated; `View.call` splits it over the ranks.
     """
     if self.count is None:
       return array
@@ -120,9 +118,9 @@ class Padding:
     return jnp.pad(array, widths, constant_values=value)
 
   def remove(self, array: jax.Array) -> jax.Array:
-    """Returns [tokens, ...] as [*lead, ...], without those that were added.
+    """Returns [tokens, ...] as [*lead, ...], without the added tokens.
 
-    The result is not split over the ranks, because it cannot be.
+    The result is replicated, because it cannot be split over the ranks.
     """
     if self.count is None:
       return array
@@ -131,6 +129,6 @@ class Padding:
 
 
 def _whole(array: jax.Array) -> jax.Array:
-  """Returns the array with a type that splits it over no Explicit axis."""
+  """Returns the array, replicated over Explicit mesh axes."""
   mesh = jax.typeof(array).sharding.mesh
   return views.resharded(mesh, PartitionSpec(), array)

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a rank go through the experts in one exchange, or in chunks.
+"""Sends the tokens of a rank through the experts in one exchange, or in chunks.
 
-Buffers then have the rows of a chunk, in the forward and the backward pass. Of
-a chunk, only the routing is kept. The backward pass computes the rest again.
+With chunks, buffers have the rows of one chunk, in the forward and the backward
+pass. The forward pass keeps only the routing of each chunk. The backward pass
+computes the rest again.
 
-`token_chunks=n` runs n chunks in every step. `overflow="chunk"` runs chunks in
-a step that does not fit. Any routing of T' tokens of each rank fits into a
-capacity of C rows if
+`token_chunks=n` runs n chunks in every step. `overflow="chunk"` runs chunks
+only in a step that does not fit. Any routing of T' tokens of each rank fits
+into a capacity of C rows if
 
     P * T' * min(K, L) + L * (alignment - 1) <= C
 
-so that such a step needs no more chunks than this bound allows. If the bound
-holds for all tokens, there is nothing to decide. All ranks of a domain decide
-alike, because `ep_prepare` tells them the rows of the busiest rank. Ranks of
-other domains may decide otherwise. So neither way may have a collective over
-other axes.
+which gives the number of tokens of a chunk. If the bound holds for all tokens
+of a rank, the program has only one exchange. All ranks of a domain take the
+same branch, because `ep_prepare` returns the rows of the busiest rank. Ranks of
+other domains may take the other branch, so neither branch may have a collective
+over other axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -29,8 +29,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat, reverse_mode
-from ep._src.base.contexts import tapping
+from ep._src.base import arguments, compat, identities
+from ep._src.base.contexts import trace_callback
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import exchange_of
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
@@ -50,24 +50,24 @@ def through_experts(
   token_chunks: int = 1,
   capacity: int | None = None,
 ) -> tuple[jax.Array, EpHandle]:
-  """Sends tokens to their experts and sums what comes back. Local view.
+  """Sends tokens to their experts and sums the outputs. Local view.
 
   Args:
     layer: the layer's configuration.
     experts: the network of an expert.
-    params: w_up, w_down, and w_gate, b_up, b_gate, b_down if there are any, of
-      the rank's own experts.
+    params: w_up, w_down and optional w_gate, b_up, b_gate, b_down of the rank's
+      experts.
     tokens: [..., H].
     topk_idx: int [..., K], the slots of the choices.
     topk_weights: float [..., K].
     shared: an expert of all tokens, whose output is added.
-    token_chunks: the chunks of every step, or fewer if there are fewer tokens.
-    capacity: rows into which any routing of this step fits; None is the
-      layer's capacity, into which a step may not fit.
+    token_chunks: the number of chunks in every step, at most one per token.
+    capacity: rows into which any routing of this step fits. None is the layer's
+      capacity, which a step may exceed.
 
   Returns:
     The output [..., H], and the handle. With several `token_chunks`, the arrays
-    of the handle have an axis of chunks in front.
+    of the handle have a leading axis of chunks.
   """
   num_tokens = math.prod(topk_idx.shape[:-1])
   exchange = exchange_of(layer, capacity)
@@ -75,64 +75,44 @@ def through_experts(
   token_chunks = min(token_chunks, num_tokens)
   if token_chunks > 1:
     out, handle = _in_chunks(exchange, experts, token_chunks, *args)
-    return _with_shared(out, shared, tokens), handle
-  handle = ep_prepare(exchange, topk_idx, topk_weights)
-  num_chunks = 1
-  if layer.overflow == "chunk" and capacity is None:
-    num_chunks = _num_chunks(layer, experts, num_tokens)
-  if num_chunks == 1:
-    return round_trip(handle, experts, *args, shared), handle
-  out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
-  return _with_shared(out, shared, tokens), handle
-
-
-def _with_shared(out, shared, tokens):
-  return out if shared is None else out + shared(tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunks:
-  """Splits arrays of tokens [*lead, n] into `num` chunks of as many tokens.
-
-  Chunk i has the i-th part of the tokens, in order. Tokens that choose no
-  expert are added to the last one.
-  """
-
-  lead: tuple[int, ...]
-  num: int
-
-  def split(self, x: jax.Array, fill: int = 0) -> jax.Array:
-    """Returns [num, tokens of a chunk, n] of x [*lead, n]."""
-    x = x.reshape(-1, x.shape[-1])
-    missing = -len(x) % self.num
-    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
-    return x.reshape(self.num, -1, x.shape[-1])
-
-  def join(self, x: jax.Array) -> jax.Array:
-    """Returns the array of which `split` would have made x."""
-    rows = x.reshape(-1, x.shape[-1])[: math.prod(self.lead)]
-    return rows.reshape(*self.lead, -1)
+  else:
+    handle = ep_prepare(exchange, topk_idx, topk_weights)
+    num_chunks = 1
+    if layer.overflow == "chunk" and capacity is None:
+      num_chunks = _num_chunks(layer, experts, num_tokens)
+    if num_chunks == 1:
+      return round_trip(handle, experts, *args, shared), handle
+    out = _one_exchange_or_chunks(handle, experts, num_chunks, *args)
+  return out if shared is None else out + shared(tokens), handle
 
 
 def _in_chunks(
   layer, experts, num_chunks, params, tokens, topk_idx, topk_weights
 ):
-  """Returns the output of chunks in turn, and the handle of all of them."""
-  chunks = _Chunks(topk_idx.shape[:-1], num_chunks)
-  ids = chunks.split(topk_idx, fill=-1)
-  # No loop may have a collective of XLA's beside ops: XLA:CPU would not order
-  # it (unordered_collectives.py). A layer that drops gathers what ranks want.
-  # And a cast to vary over more mesh axes is a sum over them in the backward
-  # pass, which in the loop would be a collective for each chunk.
+  """Runs one chunk after another; returns the output and the handles."""
+  lead = topk_idx.shape[:-1]
+
+  def split(x, fill=0):
+    """Returns [num_chunks, tokens of a chunk, n] of [*lead, n], padded."""
+    x = x.reshape(-1, x.shape[-1])
+    missing = -len(x) % num_chunks
+    x = jnp.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+    return x.reshape(num_chunks, -1, x.shape[-1])
+
+  ids = split(topk_idx, fill=-1)
+  # No loop may have collectives of XLA beside ops: XLA:CPU would not order them
+  # (unordered_collectives.py). With overflow="drop", `ep_prepare` has such
+  # collectives, so that loop is unrolled. `vary_together` is a sum over mesh
+  # axes in the backward pass, so it is called outside of the loop.
   _, handles = lax.scan(
     lambda _, routing: (None, ep_prepare(layer, *routing)),
     None,
-    (ids, chunks.split(topk_weights)),
+    (ids, split(topk_weights)),
     unroll=layer.overflow == "drop",
   )
   args = compat.vary_together(params, tokens, topk_weights, handles)
 
-  # Without this, the chunks of the tokens would be kept beside the tokens.
+  # Without this, JAX would keep the chunks of the tokens and the tokens.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def run(params, tokens, topk_weights, handles):
     sums = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -142,16 +122,17 @@ def _in_chunks(
       summed = jax.tree.map(_summed_as, params, sums)
       return round_trip(handle, experts, summed, *arrays)
 
-    arrays = chunks.split(tokens), ids, chunks.split(topk_weights)
+    arrays = split(tokens), ids, split(topk_weights)
     outs = lax.map(lambda chunk: of_chunk(sums, *chunk), (handles, *arrays))
-    return chunks.join(outs)
+    rows = outs.reshape(-1, outs.shape[-1])[: math.prod(lead)]
+    return rows.reshape(*lead, -1)
 
   return run(*args), handles
 
 
 @jax.custom_jvp
 def _summed_as(x, wide):
-  """Returns x, whose gradients are added in the dtype of `wide`, an equal."""
+  """Returns x, with a gradient that goes to `wide`, x in a wider dtype."""
   del wide
   return x
 
@@ -175,14 +156,14 @@ _FORWARD = (
 
 
 def _num_chunks(layer, experts, num_tokens):
-  """Returns how many chunks of tokens a step may need; 1 is one exchange.
+  """Returns the largest number of chunks of a step; 1 is one exchange.
 
   Raises:
-    ValueError: it may need several, but not even one token fits, or the layer's
-      experts cannot work on chunks.
+    ValueError: a step may need several chunks, but not even one token fits, or
+      the layer's experts do not support chunks.
   """
   capacity, local = layer.capacity_for(num_tokens), layer.num_local_experts
-  # It is not negative: a capacity has a slab of the alignment for each expert.
+  # Not negative: a capacity has a slab of `alignment` rows for each expert.
   rows = capacity - local * (layer.alignment - 1)
   chunk_tokens = rows // (layer.ep_size * min(layer.top_k, local))
   if num_tokens <= chunk_tokens:
@@ -216,7 +197,7 @@ def _one_exchange_or_chunks(
   handle, experts, num_chunks, params, tokens, topk_idx, topk_weights
 ):
   """Returns the output of one exchange if its rows fit, and else of chunks."""
-  # All chunks have the capacity of the whole, whose factor is of all tokens.
+  # Each chunk has the capacity of the exchange of all tokens.
   layer = exchange_of(handle.layer, handle.capacity)
 
   def whole(floats, topk_idx, handle):
@@ -226,16 +207,16 @@ def _one_exchange_or_chunks(
   def chunks(floats, topk_idx, handle):
     del handle
     params, tokens, weights = floats
-    with tapping(None):  # the tap has read all tokens
+    with trace_callback(None):  # the callback got the routing of all tokens already
       args = params, tokens, topk_idx, weights
       return _in_chunks(layer, experts, num_chunks, *args)[0]
 
-  # A cast to vary over more mesh axes is a sum over them in the backward pass,
-  # in which all ranks take part. So it is done here, and in no branch.
+  # `vary_together` is a collective over mesh axes in the backward pass, so it
+  # is called outside of the branches.
   floats, *routing = compat.vary_together(
     (params, tokens, topk_weights), topk_idx, handle
   )
-  floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
+  floats = identities.reverse_mode_only(_FORWARD.format(layer.name), floats)
   return _either(whole, chunks)(floats, *routing)
 
 
@@ -244,10 +225,9 @@ def _either(
 ) -> Callable[..., jax.Array]:
   """Returns a function that is `whole` if all rows fit, and else `chunks`.
 
-  Its derivative is written by hand. The derivative of `lax.cond` would return a
-  copy of the matrices from the forward pass, for the backward pass to read.
-  This one keeps the arrays that JAX keeps, except the arguments, which exist
-  anyway.
+  Its derivative is written by hand, because the derivative of `lax.cond` would
+  keep a copy of the arguments, such as the expert weights, for the backward
+  pass.
   """
   branches = _Derivative(whole), _Derivative(chunks)
 
@@ -286,13 +266,13 @@ def _either(
 
 
 class _Derivative:
-  """Keeps the arrays that a function's derivative saves, but no argument."""
+  """Saves the residuals of a function's derivative, except its arguments."""
 
   def __init__(self, fn: Callable[..., jax.Array]):
     self._fn = fn
 
   def save(self, *args: Any) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the output, and the arrays to keep."""
+    """Returns the output and the residuals."""
     floats, *routing = args
     out, vjp = jax.vjp(lambda floats: self._fn(floats, *routing), floats)
     places = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
@@ -302,7 +282,7 @@ class _Derivative:
     return out, [x for x, place in pairs if place is None]
 
   def gradients(self, kept: list[jax.Array], args: Any, ct: jax.Array) -> Any:
-    """Returns the gradients of the floats, given what `save` returned."""
+    """Returns the gradients of the floats, given the residuals of `save`."""
     given, others = jax.tree.leaves(args), iter(kept)
     leaves = [next(others) if i is None else given[i] for i in self._places]
     (grads,) = jax.tree.unflatten(self._tree, leaves)(ct)

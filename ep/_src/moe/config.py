@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoEConfig describes a MoE layer; `layer_of` makes its layer of a group."""
+"""MoEConfig describes a MoE layer; `layer_of` makes its `EpLayerConfig`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FLAGS = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MoEConfig:
-  """A MoE layer: a router, experts, and perhaps shared experts.
+  """The configuration of a MoE layer: router, experts, shared experts.
 
-  Frozen and hashable. It knows neither mesh nor batch: `ep.MoE(config, mesh)`
-  is the layer on a mesh.
+  Frozen and hashable. It depends on no mesh and no batch size:
+  `ep.MoE(config, mesh)` is the layer on a mesh.
 
   Args:
     hidden: H, the size of a token.
@@ -37,57 +37,57 @@ class MoEConfig:
     top_k: K, experts of a token.
     gated: whether an expert multiplies `activation(x @ w_gate)` into its
       hidden activations, as in SwiGLU (silu) and GeGLU (gelu).
-    activation: an elementwise function, hashable and without state that
-      changes: compiled programs are kept by it.
+    activation: an elementwise function, hashable and without mutable state,
+      because it is a key of compiled programs.
     up_activation: with gates, an elementwise function of `x @ w_up`.
     biases: whether the matrices of experts have biases.
-    router_bias: whether the router's logits have one. It is a parameter with a
-      gradient, unlike the bias of `ep.moe.State`.
-    shared_inner: S, the inner size of an expert that every token visits besides
-      its own; 0 for none.
-    weigh: what routing weights multiply: "late", the outputs of experts as they
-      are summed; "early", the inputs of the last matrix, which differs by
-      rounding alone; "input", the tokens that experts receive, so that outputs
-      are summed without weights, as in Llama 4.
+    router_bias: whether the router's logits have a bias. It is a parameter with
+      a gradient, unlike the bias of `ep.moe.State`.
+    shared_inner: S, the inner size of the shared expert, which every token also
+      visits; 0 for none.
+    weigh: the factor of the routing weights: "late", the outputs of experts in
+      the sum; "early", the inputs of the last matrix, which differs by rounding
+      alone; "input", the tokens that experts receive, with an unweighted sum of
+      outputs, as in Llama 4.
     score, normalize, scale, jitter: as in `ep.route_topk`.
     num_groups, top_groups, group_best: as in `ep.route_topk`.
-    balance: which loss `Metrics.aux_loss` is: that of a whole "batch"
+    balance: the loss in `Metrics.aux_loss`: of a whole "batch"
       (`ep.load_balancing_loss`), or of each "sequence", the last axis but one
       of the tokens (`ep.sequence_balancing_loss`).
-    capacity_factor: rows that a rank can receive, over those of a step whose
-      tokens fill the ranks and spread evenly. None for room for any routing.
-    overflow: what happens to a step that needs more: "error", "drop" or
+    capacity_factor: rows that a rank can receive, relative to an even spread of
+      the largest batch. None reserves the rows of any routing.
+    overflow: policy for a step that needs more rows: "error", "drop" or
       "chunk", as in `ep.EpLayerConfig`; None inherits from the group.
-    drop_by: what "drop" drops: "slot", "weight" or "fair", as in
-      `ep.EpLayerConfig`; None inherits from the group, and if that has None,
-      too, is "fair".
-    token_chunks: n: the tokens of a rank go through the experts in n chunks of
-      as many tokens, one after another, forward and backward. A rank then has
-      room for the rows of a chunk. Outputs have the same bits for every n,
-      unless choices are dropped: the capacity is a chunk's. The gradients of
-      matrices are rounded for each chunk, and added in float32. It takes time:
-      the backward pass computes the experts again. Not with overflow = "chunk"
-      or `deterministic`.
-    wire: how tokens travel to experts, and the gradients of their sums in the
-      backward pass: "mxfp8" or "fp8_block128" for one byte an element, as in
+    drop_by: order for "drop": "slot", "weight" or "fair", as in
+      `ep.EpLayerConfig`; None inherits from the group, and there None is
+      "fair".
+    token_chunks: n, the number of chunks into which a rank splits its tokens.
+      They go through the experts one after another, forward and backward, in
+      buffers for the rows of one chunk. Outputs have the same bits for every n,
+      unless choices are dropped: the capacity is for one chunk. The gradients
+      of matrices are rounded for each chunk, and added in float32. It takes
+      time: the backward pass computes the experts again. Not with overflow =
+      "chunk" or `deterministic`.
+    wire: the fp8 transport of tokens to experts, and of the gradients of their
+      sums in the backward pass: "mxfp8" or "fp8_block128", as in
       `ep.EpLayerConfig`. `hidden` is then a multiple of 32, or 128.
-    overlap: whether the shared experts run while rows are under way, where the
-      backend can do both at a time; else they run after combine.
-    replica_slots: S, copies of other ranks' experts that a rank has room for.
-      Experts of the fullest ranks are copied in each step, and their tokens
-      divided among the copies, so that no rank has more rows than
-      `capacity_factor` says, or than the mean if that is None. With S = E / P,
-      that is so for any routing, and without a factor a rank has room for its
-      mean alone. With fewer, what stays too much is up to `overflow`.
-    tp_axis: a mesh axis over which inner sizes are split. It is none of the
-      group's token axes: its ranks hold the same tokens.
-    fsdp_axis: a mesh axis over which matrices are split as well. They are
-      gathered when they are used.
+    overlap: whether the shared experts run while rows are exchanged, if the
+      backend can do both in parallel; otherwise they run after combine.
+    replica_slots: S, the number of copies of other ranks' experts on a rank.
+      Each step copies experts of the fullest ranks and divides their tokens
+      among the copies, so that no rank has more rows than `capacity_factor`
+      allows, or than the mean if it is None. S = E / P is enough for any
+      routing; without a factor, buffers then have only the rows of the mean.
+      With fewer copies, `overflow` decides about the excess rows.
+    tp_axis: a mesh axis over which inner sizes are split. It is no token axis
+      of the group: its ranks hold the same tokens.
+    fsdp_axis: a mesh axis over which matrices are also split. They are gathered
+      when they are used.
     deterministic: whether gradients of parameters are added in an order that
-      depends on the number of ranks alone, so that losses of a training run
-      have the same bits for every split of the ranks into mesh axes whose
-      sizes are powers of two. A call refuses parameters that are not float32;
-      tokens need not be. It costs time and memory.
+      depends on the number of ranks alone. Losses of a training run then have
+      the same bits for every split of the ranks into mesh axes whose sizes are
+      powers of two. A call refuses parameters that are not float32; tokens may
+      have another dtype. It costs time and memory.
     name: for messages and traces.
 
   Raises:
@@ -192,7 +192,7 @@ class MoEConfig:
     )
 
   def __repr__(self) -> str:
-    """Leaves out what has its default."""
+    """Shows only the fields that differ from their defaults."""
     shown = {
       field.name: value
       for field in dataclasses.fields(self)
@@ -201,11 +201,11 @@ class MoEConfig:
     return short_repr("MoEConfig", shown)
 
   def __copy__(self) -> MoEConfig:
-    """Returns this very object, which never changes."""
+    """Returns the object itself, which is immutable."""
     return self
 
   def __deepcopy__(self, memo: Any) -> MoEConfig:
-    """Returns this very object: a copy of its functions would differ."""
+    """Returns the object itself: copies of its functions would not be equal."""
     return self
 
   @property
@@ -216,10 +216,7 @@ class MoEConfig:
     )
 
 
-_NO_REPLICAS = {
-  "token_chunks": 1,
-  "deterministic": False,
-}
+_NO_REPLICAS = {"token_chunks": 1, "deterministic": False}
 _CHOICES = {
   "overflow": (None, "error", "drop", "chunk"),
   "drop_by": (None, "slot", "weight", "fair"),
@@ -231,7 +228,7 @@ _CHOICES = {
 
 
 def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
-  """Returns the layer of a group that `config` describes.
+  """Returns the `EpLayerConfig` of a `MoEConfig` on a group.
 
   Raises:
     ValueError: the config does not fit the group; see `ep.MoE`.
@@ -257,16 +254,16 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
     not config.deterministic or group.backend != "nccl",
     what,
     'deterministic = True, but backend = "nccl" adds the outputs of experts in'
-    " an order of its own; pass deterministic=False, or bootstrap the group"
-    ' with backend="xla".',
+    " another order; pass deterministic=False, or bootstrap the group with"
+    ' backend="xla".',
   )
   _check_axes(what, group, config)
   most, local = group.max_tokens_per_rank, config.num_experts // group.ep_size
   arguments.check(
     not config.replica_slots or most is None or most >= local,
     what,
-    f"max_tokens_per_rank = {most}, but a copy sends a row of each of a rank's"
-    f" {local} experts at once; raise it to that at least.",
+    f"max_tokens_per_rank = {most}, but a copy sends a row of each of the"
+    f" {local} experts of a rank; raise it to that at least.",
   )
   arguments.check(
     config.drop_by in (None, "slot") or not _holds_any_routing(config, group),
@@ -277,7 +274,7 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   options: dict[str, Any] = dict(
     top_k=config.top_k,
     capacity_factor=config.capacity_factor,
-    # Blocks of rows then are alike, also the last one (row_map.py).
+    # All blocks of rows then have the same size (row_map.py).
     capacity_multiple=row_map.HEIGHT if config.deterministic else 1,
     overflow=config.overflow,
     drop_by=config.drop_by,
@@ -290,8 +287,8 @@ def layer_of(config: MoEConfig, group: EpGroup, name: str) -> EpLayerConfig:
   arguments.check(
     layer.overflow != "chunk",
     what,
-    f"token_chunks = {config.token_chunks} splits the tokens of every step,"
-    ' and overflow = "chunk" those of a step that does not fit; choose one.',
+    f"token_chunks = {config.token_chunks} splits the tokens of every step, and"
+    ' overflow = "chunk" the tokens of a step that does not fit; choose one.',
   )
   if most is None:  # then the capacity follows the tokens of each chunk
     return layer
@@ -304,14 +301,14 @@ def exchange_of(
 ) -> EpLayerConfig:
   """Returns the configuration of one exchange of a layer.
 
-  Any routing fits into `capacity` rows; None is the layer's own capacity.
+  Any routing fits into `capacity` rows; None is the capacity of the layer.
   """
   changes: dict[str, Any] = dict(tail="unspecified")
   if capacity is not None:
     changes |= dict(
       recv_capacity_per_rank=capacity, overflow="error", drop_by=None
     )
-  elif layer.overflow == "chunk":  # what a handle drops goes in chunks
+  elif layer.overflow == "chunk":  # chunks replace an exchange with drops
     changes |= dict(overflow="drop", drop_by="slot")
   return layer.replace(**changes)
 
@@ -319,9 +316,9 @@ def exchange_of(
 def room_for_mean(
   config: MoEConfig, layer: EpLayerConfig, num_tokens: int
 ) -> int | None:
-  """Returns a capacity for the mean of the ranks, or None if it is too little.
+  """Returns a capacity for the mean rows of the ranks; None if it may overflow.
 
-  Any routing fits into it if there are as many slots for copies as experts.
+  It suffices for any routing if a rank has as many slots for copies as experts.
   """
   L = config.num_experts // layer.ep_size
   if config.replica_slots < L or not _holds_any_routing(config, layer.group):
@@ -332,7 +329,7 @@ def room_for_mean(
 
 
 def _holds_any_routing(config, group):
-  """Returns whether nothing limits the capacity to less than any routing."""
+  """Returns whether the capacity is enough for any routing."""
   return config.capacity_factor is None and group.recv_capacity_per_rank is None
 
 

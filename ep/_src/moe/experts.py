@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer, and one round trip of tokens to them and back."""
+"""The experts of a layer, and one exchange: dispatch, experts, combine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat
-from ep._src.base.kept import keep_routing
+from ep._src.base.identities import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.row_map import map_used_rows, repeated, weighted
 from ep._src.ops.combine import ep_combine
@@ -38,11 +38,11 @@ class Experts:
   Attributes:
     activation: elementwise.
     up_activation: elementwise; None is the identity.
-    weigh: whether the routing weights multiply the outputs while they are
-      summed ("late"), or h ("early"), which gives the same but for rounding, or
-      x ("input"), which is another function.
+    weigh: the factor of the routing weights: the outputs in the sum ("late"), h
+      ("early"), which differs by rounding alone, or x ("input"), which is
+      another function.
     deterministic: whether gradients of parameters are sums over source ranks,
-      added as in ordered_sum.py.
+      in the order of ordered_sum.py.
   """
 
   activation: Activation = jax.nn.silu
@@ -53,7 +53,7 @@ class Experts:
   def is_traced(self) -> bool:
     """Returns whether its functions close over values that are traced now.
 
-    Then programs with it must not be kept: they would keep these values.
+    Programs with such functions must not be kept: they would keep the tracers.
     """
     block = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     return any(
@@ -64,7 +64,7 @@ class Experts:
     )
 
   def hidden(self, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-    """Returns h of the two products with x, biases included."""
+    """Returns h, given the products with x, biases included."""
     if gate is None:
       return self.activation(up)
     if self.up_activation is not None:
@@ -74,13 +74,13 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class SharedExpert:
-  """The expert of all tokens, in two halves: products before and after h.
+  """The expert of all tokens, in two halves: before and after h.
 
   Attributes:
     experts: the network of an expert.
     params: shared_up, shared_down, and shared_gate if there are gates.
     mask: bool [...]; the output is 0 where it is False.
-    overlap: whether it may run while rows are under way.
+    overlap: whether it may run while rows are exchanged.
   """
 
   experts: Experts
@@ -117,13 +117,12 @@ def round_trip(
   topk_weights: jax.Array,
   shared: SharedExpert | None = None,
 ) -> jax.Array:
-  """Sends tokens to their experts and sums what comes back.
+  """Sends tokens to their experts and sums the outputs.
 
-  `handle` is their routing, prepared by a layer of `tail="unspecified"`.
-  The output of `shared` is added. With its `overlap`, XLA may run its first
-  half while dispatch moves rows, and its second half while combine does. In the
-  backward pass, it may run the gradients of the second half while combine's
-  gradient moves, and those of the first half while that of dispatch does.
+  `handle` is their routing, prepared by a layer of `tail="unspecified"`. The
+  output of `shared` is added. With `shared.overlap`, XLA may run its first half
+  during dispatch and its second half during combine. In the backward pass, XLA
+  may run the gradients of each half during the gradient of the same exchange.
   """
   segments = None
   if experts.deterministic:
@@ -139,8 +138,9 @@ def round_trip(
     rows = _apply(experts, params, rows, early, handle, segments)
   weights = row_weights if experts.weigh == "late" else None
   if weights is not None and not handle.params.connection.weighs:
-    # Combine would do the same, but then XLA would have the gradients of this
-    # product to wait for, and would run no shared experts beside combine's.
+    # Combine would compute the same product. But then its gradient would
+    # include the gradient of the product, and XLA would not overlap the shared
+    # experts with the exchange.
     rows = map_used_rows(weighted, handle.group_sizes, rows, weights)
     weights = None
   if beside is not None:
@@ -155,16 +155,16 @@ def round_trip(
 
 
 def _together(*xs: jax.Array) -> tuple[jax.Array, ...]:
-  """Returns arrays, none of which XLA uses before it has computed all.
+  """Returns the arrays; XLA uses none of them before it has computed all.
 
-  The same holds for their cotangents. So where one array comes from an
-  exchange, the others are computed while rows are under way.
+  The same holds for their cotangents. So if one array is the result of an
+  exchange, XLA computes the others during the exchange.
   """
   return tuple(lax.optimization_barrier(compat.vary_together(*xs)))
 
 
 def _rows_by_source(handle, topk_idx):
-  """Returns int32 [L, P]: the rows of each slab by the rank they came from."""
+  """Returns int32 [L, P]: the rows of each slab by source rank."""
   layer = handle.layer
   experts, axis = layer.group.num_experts, layer.group.axis_name
   ids = jnp.where(handle.kept, topk_idx, experts).ravel()
@@ -175,7 +175,7 @@ def _rows_by_source(handle, topk_idx):
 
 
 def _holds_token(handle):
-  """Returns int32 [C], 0 for the rows that pad a slab and 1 for the others."""
+  """Returns int32 [C], 0 for padding rows and 1 for the others."""
   sizes, counts = handle.group_sizes, handle.token_counts
   start = jnp.cumsum(sizes) - sizes
   steps = jnp.zeros(handle.capacity, jnp.int32)
@@ -187,7 +187,7 @@ def _holds_token(handle):
 def _apply(experts, params, rows, weights, handle, segments):
   """Returns the experts' outputs, times `weights` unless these are None.
 
-  Rows after the last used block (row_map.py) are neither read nor written.
+  It neither reads nor writes rows after the last used block (row_map.py).
   """
   sizes = handle.group_sizes
   names = ["up", "gate"] if "w_gate" in params else ["up"]
@@ -198,13 +198,13 @@ def _apply(experts, params, rows, weights, handle, segments):
     return grouped_matmuls(rows, matrices, sizes, segments=segments)
 
   def of_biases(weights, *names):
-    """Returns [C, F] for each of the biases: a row's weight times it."""
+    """Returns, for each bias, its products with the rows' weights: [C, F]."""
     if weights is None:
       weights = jnp.ones(handle.capacity)
     weights = weights[:, None].astype(rows.dtype)
     return multiply(weights, *(params["b_" + n][:, None] for n in names))
 
-  # The hidden rows are as large as the products, and cheap to compute again.
+  # Hidden rows are as large as the products, and cheap to recompute.
   @jax.checkpoint
   def leave(products):
     blocks = [*products]
@@ -225,13 +225,12 @@ def _apply(experts, params, rows, weights, handle, segments):
 
 @dataclasses.dataclass(frozen=True)
 class _Hidden:
-  """A function of blocks: products, and what else there is, to hidden rows.
+  """Maps blocks of products to hidden rows.
 
-  After the products come their biases, which rows hold tokens, and weights, if
-  there are any. The products of rows that pad slabs are zeros that have no
-  gradient, whatever the derivative of an activation is there: it may be
-  infinite, and its product with the gradient of such a row, which is zero, a
-  NaN.
+  The operands are the products, then optionally their biases, a mask of the
+  rows with tokens, and weights. The products of padding rows are replaced by
+  constant zeros. Otherwise an activation with an infinite derivative there
+  would give NaN gradients.
   """
 
   experts: Experts

@@ -14,7 +14,7 @@ import numpy as np
 
 from ep._src.base import arrays, compat, errors, primitive
 from ep._src.base.errors import fail_if
-from ep._src.base.kept import keep_routing
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router
@@ -36,24 +36,12 @@ def of_rank(
   key: jax.Array | None,
   placement: Placement | None,
 ) -> tuple[jax.Array, losses.Metrics]:
-  """Returns what `ep.MoE` does, for the tokens and the parameters of a rank."""
-  others = bias, key, placement
-  if not config.deterministic:
-    return _layer(layer, config, x, mask, forced_idx, params, *others)
-  # What surrounds the layer and its gradients differs between the views. XLA
-  # would fuse it with parts of them, which then round in other ways.
-  x, params = _apart((x, params))
-  return _apart(_layer(layer, config, x, mask, forced_idx, params, *others))
-
-
-def _apart(arrays):
-  """Returns arrays. XLA fuses nothing later with them or their cotangents."""
-  return jax.tree.map(lax.optimization_barrier, arrays)
-
-
-def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
+  """Computes `ep.MoE` for the tokens and the parameters of a rank."""
+  # XLA would fuse the layer with the ops around it, which differ between the
+  # views. Fused ops may round differently.
+  if config.deterministic:
+    x, params = jax.tree.map(lax.optimization_barrier, (x, params))
   params = _local_params(layer, config, params)
-
   x = x if mask is None else jnp.where(mask[..., None], x, 0)
   with jax.named_scope("route"):
     logits = jnp.matmul(
@@ -86,10 +74,10 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     as_written &= config.token_chunks == 1
     if forced_idx is not None and not as_written:
       topk_idx = _checked_choices(layer, config.num_experts, topk_idx)
-  # Ranks of `tp_axis` multiply tokens and weights by different parts of the
-  # inner size. So tokens vary over that axis from here on, and weights from
-  # dispatch on. At these places their gradients are summed over the axis,
-  # because there the gradients are as small as the tokens.
+  # Ranks of `tp_axis` multiply tokens by different parts of the inner size. So
+  # tokens vary over that axis from here on, and routing weights from dispatch
+  # on. Gradients are summed over the axis at these points, where they have the
+  # size of the tokens.
   inner_axes = [config.tp_axis] if config.tp_axis else []
   (x_inner,) = compat.vary_together(x, axes=inner_axes)
   experts = {n: p for n, p in params.items() if n.startswith(("w_", "b_"))}
@@ -125,14 +113,16 @@ def _layer(layer, config, x, mask, forced_idx, params, bias, key, placement):
     metrics = losses.measure(
       layer, config, logits, topk_idx, mask, handle, held
     )
-    return y, metrics
+  if config.deterministic:
+    y, metrics = jax.tree.map(lax.optimization_barrier, (y, metrics))
+  return y, metrics
 
 
 def _local_params(layer, config, params):
-  """Returns a rank's parameters as they are multiplied.
+  """Returns a rank's parameters, gathered over `fsdp_axis`.
 
-  They are whole along the axis of `fsdp_axis`. The outputs of the ranks of
-  `tp_axis` are added, so only the first of them adds the last bias.
+  The outputs of the ranks of `tp_axis` are added, so only the first of these
+  ranks keeps `b_down`.
   """
   group = layer.group
   specs = parameters.partition_specs(config, group.axis_name)
@@ -159,10 +149,9 @@ def _checked_choices(
 ) -> jax.Array:
   """Returns choices int32 [..., K], or fails on all ranks as `ep_prepare` does.
 
-  `ep_prepare` checks the ids that it gets. If the layer gives it slots of
-  experts, or a chunk of the tokens, then its errors name slots, or tokens of
-  the chunk. And a token that repeats an expert may get two copies of it, which
-  are two slots.
+  `ep_prepare` checks slots, and only the tokens of a chunk. So its errors would
+  name a slot or a token of the chunk, and it would accept a token that repeats
+  an expert with two copies.
 
   Collective over the EP domain, over whose axis `ids` varies. A program that
   cannot call Python returns ids that `ep_prepare` refuses.

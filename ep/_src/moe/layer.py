@@ -28,7 +28,7 @@ from ep._src.ops import views
 
 @dataclasses.dataclass(frozen=True, init=False)
 class MoE:
-  """A MoE layer on a mesh: routes, exchanges, runs the experts, and sums.
+  """A MoE layer on a mesh: router, exchange, experts, sum, metrics.
 
       cfg = ep.MoEConfig(hidden=512, inner=1024, num_experts=16, top_k=2)
       layer = ep.MoE(cfg, mesh)
@@ -40,32 +40,32 @@ class MoE:
   Frozen and hashable, so programs may close over it. It holds no array.
 
   Args:
-    config: the layer's sizes and choices.
-    where: a mesh, or the `EpGroup` of one. A mesh gets a group for this layer,
-      as `ep_bootstrap` makes it: a collective call of all processes of the
-      mesh. All layers of a model can share a group, and memory:
+    config: the layer's configuration.
+    where: a mesh, or an `EpGroup`. For a mesh, `ep_bootstrap` creates a group
+      for this layer: a collective call of all processes of the mesh. All layers
+      of a model can share a group, and so its memory:
 
           first = ep.MoE(cfg, mesh, name="first")
           second = ep.MoE(cfg, first.group, name="second")
 
       The group of P ranks has E + P * `replica_slots` experts.
     name: for messages and traces; None is `config.name`.
-    **options: of `ep_bootstrap`, with a mesh, such as `max_tokens_per_rank` and
-      `backend`. `num_experts`, `top_k` and `hidden_dim` are those of `config`,
-      and tokens are not split over `config.tp_axis`.
+    **options: options of `ep_bootstrap` for a mesh, such as
+      `max_tokens_per_rank` and `backend`. `config` gives `num_experts`, `top_k`
+      and `hidden_dim`, and tokens are not split over `config.tp_axis`.
 
   Attributes:
     config: the configuration.
     ep_layer: the `EpLayerConfig` of the ops. `config.capacity_factor` gives its
-      capacity; with `config.replica_slots` and none, calls may take less: the
-      mean of the ranks, if copies suffice for it. If the group has no
+      capacity. Without a factor, but with enough `config.replica_slots`, the
+      capacity of a call is the mean of the ranks. If the group has no
       `max_tokens_per_rank`, the capacity follows the tokens of each call.
 
   Raises:
     ValueError: the config does not fit the group: another number of experts, a
       smaller hidden size, axes that cannot split parameters, or `deterministic`
       with "nccl".
-    TypeError: an argument has another type, or a group comes with options.
+    TypeError: an argument has another type, or options are given for a group.
   """
 
   config: MoEConfig
@@ -105,10 +105,10 @@ class MoE:
   def init(
     self, key: jax.Array, dtype: DTypeLike = jnp.float32
   ) -> dict[str, jax.Array]:
-    """Returns new parameters, as `ep.moe.init`, on the mesh by `specs`.
+    """Returns the parameters of `ep.moe.init` in the global view, by `specs`.
 
-    Every process of the mesh calls it; each device makes only its own part. In
-    the global view. `jax.vmap` over keys makes stacked layers.
+    Every process of the mesh calls it; each device creates only its part.
+    `jax.vmap` over keys creates stacked layers.
     """
     mesh = self.group.mesh
     shardings = {n: NamedSharding(mesh, s) for n, s in self.specs().items()}
@@ -119,16 +119,16 @@ class MoE:
     return init(key, self.config, dtype)
 
   def init_state(self) -> State:
-    """Returns the first state, of zeros, on all devices of the mesh."""
+    """Returns the initial state, zeros, replicated over the mesh."""
     E = self.config.num_experts
     zeros = functools.partial(jnp.zeros, E, jnp.float32)
     everywhere = NamedSharding(self.group.mesh, PartitionSpec())
     return State(jax.jit(zeros, out_shardings=everywhere)())
 
   def specs(self, lead: int = 0) -> dict[str, PartitionSpec]:
-    """Returns how each parameter is sharded; see `ep.moe.partition_specs`.
+    """Returns the sharding of each parameter; see `ep.moe.partition_specs`.
 
-    A state is whole on every device: its spec is `PartitionSpec()`.
+    A state is replicated: its spec is `PartitionSpec()`.
     """
     return parameters.partition_specs(
       self.config, self.group.axis_name, lead=lead
@@ -161,44 +161,43 @@ class MoE:
         activation(x @ w_gate + b_gate) * up_activation(x @ w_up + b_up)
         activation(x @ w_up + b_up)
 
-    Biases are there with `config.biases`; the shared expert, if there is one,
-    has none. Tokens and matrices are multiplied in the dtype of `x`, whatever
-    the dtype of the parameters; logits, scores and metrics are float32.
+    `config.biases` adds the biases; the shared expert has none. Tokens and
+    matrices are multiplied in the dtype of `x`, whatever the dtype of the
+    parameters; logits, scores and metrics are float32.
 
-    Works in the local view, in `jax.shard_map` with the parameters that `specs`
-    gives a rank, and in the global one. Differentiable in `params`, `x` and
-    through the losses of the metrics, in both modes. `jax.vmap` over `x` (and
-    `mask`) makes one exchange of all examples, and the metrics are of all
-    examples. Inside a `shard_map` with `check_vma=False`, the gradient of a
-    metric is the gradient of the sum of all ranks' copies: divide it by the
-    number of ranks.
+    Works in the local view, in `jax.shard_map` with parameters sharded by
+    `specs`, and in the global view. Differentiable in `params`, `x` and through
+    the losses of the metrics, in both modes. `jax.vmap` over `x` (and `mask`)
+    makes one exchange of all examples, and the metrics are of all examples.
+    Inside a `shard_map` with `check_vma=False`, the gradient of a metric is the
+    gradient of the sum of all ranks' copies: divide it by the number of ranks.
 
     Args:
-      params: as from `init`; of stacked layers, the parameters of one.
+      params: as from `init`; for stacked layers, the parameters of one layer.
       x: [..., H], float32, bfloat16 or float16.
-      state: as from `init_state`, or None for no bias when experts are chosen.
+      state: as from `init_state`, or None for a choice of experts without bias.
         It gets no gradient.
       mask: bool [...] or None. Tokens where it is False visit no expert, not
-        even the shared one, and do not count in the metrics: y is 0 there, and
-        what x holds, even NaN, reaches no value and no gradient.
-      forced_idx: int32 [..., K] or None, the experts to visit in the place of
-        those with the highest scores, as in `ep.route_topk`. With a placement,
+        even the shared one, and do not count in the metrics. There y is 0, and
+        values of x, even NaN, reach no value and no gradient.
+      forced_idx: int32 [..., K] or None, the experts to visit instead of those
+        with the highest scores, as in `ep.route_topk`. With a placement,
         `replica_slots` or `token_chunks`, a collective of XLA checks them.
       key: a key of `jax.random`, needed if `config.jitter` is not 0. Each rank
         folds in its number.
-      pad: whether x may have a first axis that does not divide over the ranks
-        in the global view, as in `moe_layer`. If it does not, then masked
-        tokens are added, y is not split over the ranks, and `Metrics.aux_loss`
-        is the loss of the batch whatever `config.balance` is.
-      placement: where experts are, of E slots; None is their own order. The
-        experts' parameters have the order of its slots along the first axis,
-        as `ep.moe.move` brings them there; all else numbers experts. Results
-        are as without it, up to rounding, unless they depend on the experts
+      pad: whether, in the global view, the first axis of x may not divide over
+        the ranks, as in `moe_layer`. If it does not, the layer adds masked
+        tokens, y is replicated, and `Metrics.aux_loss` is the loss of the
+        batch, whatever `config.balance` is.
+      placement: the placement of experts in E slots; None is slot e for expert
+        e. Along their first axis, the experts' parameters have the order of the
+        slots (see `ep.moe.move`). All other arguments and results use expert
+        ids. Results differ by rounding, and where they depend on the experts
         that share a rank: `max_rank_rows`, drops, chunks.
 
     Returns:
-      y, like `x`, and `Metrics`. What `overflow="chunk"` means is in
-      `moe_layer`; `config.deterministic` refuses it.
+      y, like `x`, and `Metrics`. `moe_layer` explains `overflow="chunk"`, which
+      `config.deterministic` refuses.
 
     Raises:
       ValueError, TypeError: an argument does not fit; it is named.
@@ -207,8 +206,9 @@ class MoE:
     config, group = self.config, self.group
     op = f'MoE(layer "{self.ep_layer.name}")'
     arguments.flag(op, "pad", pad)
-    bias = _bias(op, state)
-    x, bias, mask = jax.tree.map(jnp.asarray, (x, bias, mask), is_leaf=_is_list)
+    bias, x = _bias(op, state), jnp.asarray(x)
+    if mask is not None:
+      mask = jnp.asarray(mask)
     if forced_idx is not None:
       forced_idx = arrays.array(op, "forced_idx", forced_idx)
     view = views.View.of(group, op)
@@ -217,7 +217,7 @@ class MoE:
     arguments.check(
       placement is None or placement.experts.ndim == 1,
       op,
-      "placement is of several layers; pass that of one.",
+      "placement is of several layers; pass the placement of one layer.",
     )
     _check_tokens(op, config, x, bias, mask, forced_idx)
 
@@ -255,7 +255,7 @@ class MoE:
 
 
 def _bootstrap(config, mesh, options):
-  """Returns a group for a layer that is alone on its mesh."""
+  """Returns a new group for a layer."""
   axis = options.get("axis_name", "ep")
   if config.tp_axis is not None and "data_axes" not in options:
     others = (a for a in mesh.axis_names if a not in (axis, config.tp_axis))
@@ -281,29 +281,19 @@ def _bias(op, state):
   return arrays.float32(op, "state.bias", state.bias)
 
 
-def _is_list(x):
-  return isinstance(x, list)
-
-
 def _check_tokens(op, config, x, bias, mask, forced_idx):
-  """Raises unless the arrays of tokens have fitting shapes and dtypes."""
+  """Raises unless the arrays have the expected shapes and dtypes."""
   arguments.check(
     x.ndim > 0 and x.shape[-1] == config.hidden,
     op,
     f"x has shape {x.shape}, but [..., {config.hidden}] is expected: tokens of"
     " the config's hidden size.",
   )
-  lead = x.shape[:-1]
+  lead, choices = x.shape[:-1], (*x.shape[:-1], config.top_k)
   for name, array, shape, kind, what in [
     ("bias", bias, (config.num_experts,), jnp.floating, "a float"),
     ("mask", mask, lead, jnp.bool_, "a bool"),
-    (
-      "forced_idx",
-      forced_idx,
-      (*lead, config.top_k),
-      jnp.integer,
-      "an integer",
-    ),
+    ("forced_idx", forced_idx, choices, jnp.integer, "an integer"),
   ]:
     if array is None:
       continue
@@ -320,7 +310,7 @@ def _check_tokens(op, config, x, bias, mask, forced_idx):
 
 
 def _check_params(op, group, config, params, is_local):
-  """Raises unless the parameters are those of the config."""
+  """Raises unless names, shapes and dtypes of the parameters fit the config."""
   shapes = parameters.shapes(config)
   names = sorted(params) if isinstance(params, Mapping) else type(params)
   arguments.check(
@@ -346,7 +336,7 @@ def _check_params(op, group, config, params, is_local):
       params[name].shape == shape,
       op,
       f"params[{name!r}] has shape {params[name].shape}, but {shape} is"
-      f" expected, {part}. Of stacked layers, pass those of one.",
+      f" expected, {part}. For stacked layers, pass the parameters of one.",
     )
     dtype = jnp.result_type(params[name])
     if config.deterministic and dtype != jnp.float32:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer measures: losses and the entropy of its router, and metrics.
+"""Losses and entropy of the router, and the metrics of a layer.
 
-A loss is a mean over tokens, or over sequences. All take a `mask`, and give the
-whole batch's value on every rank when they are told the axes of the ranks.
+A loss is a mean over tokens, or over sequences. With the axes of the ranks, it
+is the loss of the whole batch, equal on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Psum = Callable[[Any, _Axes], Any]
 
 
 class _Terms(NamedTuple):
-  """What a loss sums over all ranks, and the loss as a function of the sums."""
+  """The sums of one rank, and the loss as a function of all ranks' sums."""
 
   sums: tuple[jax.Array, ...]  # float32, of one rank
   loss: Callable[..., jax.Array]
@@ -66,12 +66,12 @@ def load_balancing_loss(
     topk_idx: integers `[..., K]`, -1 where a choice is unused.
     score: the `score` of `route_topk`. Scores other than "softmax" are divided
       by their sum over the experts.
-    mask: `[...]` bool; tokens where it is False count for nothing and get no
-      gradient. If no token counts, the loss is 0.
+    mask: `[...]` bool; tokens where it is False do not count and get no
+      gradient. Without other tokens the loss is 0.
     axis_name: inside `jax.shard_map`, the axes that tokens are sharded over.
-      The loss is then the loss of the whole batch, the same on every rank;
-      without axes, it is the loss of the rank's own tokens. With
-      `check_vma=True`, the default, its gradient is of the whole batch, too.
+      The loss is then the loss of the whole batch, equal on every rank; without
+      axes, it is the loss of the rank's tokens. With `check_vma=True`, the
+      default, its gradient is also of the whole batch.
     psum: the function that adds over these axes; `ep.ordered_psum` adds in a
       fixed order.
 
@@ -79,8 +79,8 @@ def load_balancing_loss(
     A float32 scalar.
 
   Raises:
-    ValueError: for a `score` or shape that cannot be.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError: `score` or a shape is invalid.
+    TypeError: the logits are no floats, or the mask has no bools.
   """
   return _batch_balance(logits, topk_idx, score, mask).over(axis_name, psum)
 
@@ -94,29 +94,24 @@ def sequence_balancing_loss(
   axis_name: _Axes = (),
   psum: _Psum = lax.psum,
 ) -> jax.Array:
-  """Returns the mean over sequences of each one's `load_balancing_loss`.
+  """Returns the mean of the `load_balancing_loss` of each sequence.
 
-  It keeps single sequences from loading few experts, which a batch may hide
-  (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20 without the factor alpha;
-  its scores are "sigmoid").
+  It also balances the load of a sequence, not only of the batch (DeepSeek-V3,
+  arXiv 2412.19437, equations 17 to 20 without the factor alpha; its scores are
+  "sigmoid").
 
   Args:
     logits: `[..., S, E]`, any float dtype, of sequences of S tokens. In
       `jax.shard_map` a rank holds whole sequences.
     topk_idx: integers `[..., S, K]`, -1 where a choice is unused.
-    score: as in `load_balancing_loss`.
-    mask: `[..., S]` bool, as in `load_balancing_loss`. A sequence without any
-      token does not count.
-    axis_name: the axes that sequences are sharded over, as in
-      `load_balancing_loss`.
-    psum: as in `load_balancing_loss`.
+    mask: `[..., S]` bool; a sequence without unmasked tokens does not count.
+    score, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
 
   Raises:
-    ValueError: for a `score` or shape that cannot be.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError, TypeError: as in `load_balancing_loss`.
   """
   terms = _sequence_balance(logits, topk_idx, score, mask)
   return terms.over(axis_name, psum)
@@ -142,8 +137,7 @@ def router_z_loss(
     A float32 scalar.
 
   Raises:
-    ValueError: the mask has another shape than the tokens.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError, TypeError: as in `load_balancing_loss`.
   """
   return _logit_size(logits, mask).over(axis_name, psum)
 
@@ -161,15 +155,14 @@ def router_entropy(
   scores are equal.
 
   Args:
-    logits: `[..., E]`, any float dtype; -inf bars an expert.
+    logits: `[..., E]`, any float dtype; -inf excludes an expert.
     mask, axis_name, psum: as in `load_balancing_loss`.
 
   Returns:
     A float32 scalar.
 
   Raises:
-    ValueError: the mask has another shape than the tokens.
-    TypeError: the logits are no floats, or the mask holds no bools.
+    ValueError, TypeError: as in `load_balancing_loss`.
   """
   return _score_entropy(logits, mask).over(axis_name, psum)
 
@@ -211,11 +204,11 @@ def _score_entropy(logits, mask) -> _Terms:
 
 
 def _per_token(op, logits, topk_idx, score, mask):
-  """Returns what the balancing losses sum over tokens.
+  """Returns the terms of the balancing losses for each token.
 
-  These are the choices of each expert `[..., E]`, the scores that sum to 1
-  `[..., E]`, and the number of tokens `[...]`, which is 1; or zeros for tokens
-  that do not count. All are float32, so that one all-reduce sums them.
+  These are the choices of each expert `[..., E]`, the normalized scores
+  `[..., E]`, and ones `[...]`; or zeros for masked tokens. All are float32, so
+  that one all-reduce sums them.
   """
   router.check_score(op, score)
   topk_idx = arrays.integers(op, "topk_idx", topk_idx)
@@ -236,40 +229,37 @@ def _per_token(op, logits, topk_idx, score, mask):
 
 
 def _imbalance(choices, scores, tokens):
-  """Returns `E * sum_e f_e P_e` of sums over tokens; 0 if there is no token."""
+  """Returns `E * sum_e f_e P_e`, given sums over tokens; 0 without tokens."""
   f = choices / jnp.maximum(choices.sum(axis=-1, keepdims=True), 1.0)
   p = scores / jnp.maximum(tokens, 1.0)[..., None]
   return scores.shape[-1] * (f * p).sum(axis=-1)
 
 
 def _mean(values, mask):
-  """Returns the terms of the mean where `mask` is True, which is 0 without any.
-
-  The values are finite.
-  """
+  """Returns the terms of a mean of finite values where `mask` is True."""
   counts = _counts(values, mask)
   sums = (values * counts).sum(), counts.sum()
   return _Terms(sums, lambda total, count: total / jnp.maximum(count, 1.0))
 
 
 def _counts(values, mask):
-  """Returns float32 1 for each value that counts, and 0 for the others."""
+  """Returns float32 1 for each unmasked value, and 0 for the others."""
   return jnp.ones_like(values) if mask is None else mask.astype(jnp.float32)
 
 
 class Metrics(NamedTuple):
-  """Numbers of a layer in a step, over all ranks' tokens; equal on all ranks.
+  """Metrics of a layer in a step, over all ranks' tokens; equal on all ranks.
 
   Attributes:
-    load: float32 [E], choices that fell on each expert, dropped ones included.
+    load: float32 [E], choices of each expert, including dropped ones.
     aux_loss: float32 [], the balancing loss; 1 if the load is even. It has a
-      gradient, and so has `z_loss`.
+      gradient, like `z_loss`.
     z_loss: float32 [], the mean of `logsumexp(logits)**2`.
     entropy: float32 [], the mean entropy of the softmax of a token's logits, in
-      nats, from 0 to log E. It shows a router that never decides (near log E),
-      and one that is always certain (near 0).
-    drops: int32 [E], choices that found no row, by their expert.
-    max_rank_rows: int32 [], rows wanted by the busiest rank.
+      nats. Near log E the router is undecided, near 0 it is always certain.
+    drops: int32 [E], dropped choices of each expert.
+    max_rank_rows: int32 [], the rows of the busiest rank, including dropped
+      ones.
   """
 
   load: jax.Array
@@ -281,7 +271,7 @@ class Metrics(NamedTuple):
 
   @property
   def dropped(self) -> jax.Array:
-    """int32 [], choices that found no row."""
+    """int32 [], dropped choices of all experts."""
     return self.drops.sum(axis=-1, dtype=jnp.int32)
 
 
@@ -294,16 +284,16 @@ def measure(
   handle: EpHandle,
   experts: jax.Array,
 ) -> Metrics:
-  """Returns the metrics of a step. Collective over all ranks, one sum.
+  """Returns the metrics of a step, by one sum over all ranks.
 
-  The arrays of `handle` may have an axis of chunks in front. `experts` holds
-  the expert of each slot of the rank.
+  The arrays of `handle` may have a leading axis of chunks. `experts` is the
+  expert of each slot of the rank.
   """
   axes, E = layer.group.token_axes, config.num_experts
   load = jax.nn.one_hot(topk_idx, E, dtype=jnp.float32)
   dropped = handle.dropped_counts.reshape(-1, len(experts))
   drops = jnp.zeros(E, jnp.int32)
-  if layer.overflow != "chunk":  # else what the handle drops goes in chunks
+  if layer.overflow != "chunk":  # chunks replace an exchange with drops
     drops = drops.at[experts].add(dropped.sum(0, dtype=jnp.int32))
   rows = handle.total_recv_tokens.sum(dtype=jnp.int32)
   of_ranks = jnp.zeros(lax.axis_size(axes), jnp.int32)
@@ -330,17 +320,14 @@ def measure(
 
 
 def _halves(x):
-  """Returns float32 arrays whose sums over up to 4096 ranks are exact."""
+  """Splits int32 into float32 arrays with exact sums over 4096 ranks."""
   return (x >> 12).astype(jnp.float32), (x & 4095).astype(jnp.float32)
 
 
 def _whole(halves):
-  """Returns the integers of which `halves` are sums of `_halves`."""
+  """Returns the integers, given sums of `_halves`."""
   high, low = (x.astype(jnp.int32) for x in halves)
   return (high << 12) + low
 
 
-_BALANCE = {
-  "batch": _batch_balance,
-  "sequence": _sequence_balance,
-}
+_BALANCE = {"batch": _batch_balance, "sequence": _sequence_balance}

@@ -67,28 +67,28 @@ def moe_layer(
       (activation(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
   as in Mixtral and DeepSeek, or activation(x @ w_up[e]) @ w_down[e] without
-  gates. The routing can be that of `route_topk`:
+  gates. `route_topk` can choose the experts:
 
       topk = ep.route_topk(tokens @ w_router, layer.top_k)
       out = ep.moe_layer(layer, tokens, *topk, w_gate=..., w_up=..., w_down=...)
 
-  `ep.MoE` is the layer with a router, losses, biases and shared experts.
-  Both are `ep_prepare`, `ep_dispatch`, grouped matmuls and `ep_combine`, and
-  experts of another kind take the same steps. Differentiable in tokens,
-  weights and matrices, in both modes and to any order. `jax.vmap` over tokens
-  makes one exchange of all examples.
+  `ep.MoE` is the layer with a router, losses, biases and shared experts. Both
+  consist of `ep_prepare`, `ep_dispatch`, grouped matmuls and `ep_combine`; use
+  these for other kinds of experts. Differentiable in tokens, weights and
+  matrices, in both modes and to any order. `jax.vmap` over tokens makes one
+  exchange of all examples.
 
-  With `overflow="chunk"`, a step that needs more rows than the capacity C of
-  the layer on a rank is computed in chunks of tokens that fit with any routing,
-  `(C - L * (alignment - 1)) // (P * min(K, L))` of each rank or less, one after
-  another. Ranks of other EP domains need not do the same. The backward pass
-  exchanges and computes each chunk once more, and adds the gradients of
-  matrices in float32, those of the last chunk first. A layer with a capacity
-  below the worst case then has reverse mode, of any order, but no forward mode.
+  With `overflow="chunk"`, a step that needs more rows than the capacity C on a
+  rank runs in chunks of tokens that fit with any routing, one after another. A
+  chunk has at most `(C - L * (alignment - 1)) // (P * min(K, L))` tokens of
+  each rank. Each EP domain decides independently. The backward pass exchanges
+  and computes each chunk again, and adds the gradients of matrices in float32,
+  from the last chunk to the first. A layer with a capacity below the worst case
+  then has reverse mode, of any order, but no forward mode.
 
   Args:
-    layer: the layer's configuration. Its `tail` has no effect: rows after the
-      last slab are neither written nor read.
+    layer: the layer's configuration. Its `tail` has no effect: the layer
+      neither writes nor reads rows after the last slab.
     tokens: float32, bfloat16 or float16 [..., H].
     topk_idx: int32 or int64 [..., K], as in `ep_prepare`.
     topk_weights: float [..., K], as in `ep_dispatch`.
@@ -96,20 +96,18 @@ def moe_layer(
       over the EP axis; this and the next two have the tokens' dtype.
     w_down: [L, F, H], or [E, F, H].
     w_gate: like `w_up`, or None.
-    activation: an elementwise function, hashable and without state that
-      changes: compiled programs are kept by it. If it closes over values that
-      are traced, such as a learned slope, no program is kept, and all rows of
-      the capacity are activated.
-    return_handle: whether to return the handle as well, for `ep.describe` or
-      more ops of the same routing. With `overflow="chunk"` it is the handle of
-      one exchange of all tokens, as the ops alone make it. If its
-      `max_recv_tokens` exceeds its `capacity`, it counts drops, though the
-      layer dropped nothing.
-    pad: whether tokens whose first axis does not divide over the ranks may be
-      given in the global view, such as a batch of 1 when text is sampled.
-      Tokens that visit no expert are added, and the result is not split over
-      the ranks. A handle is of all tokens, the added ones included, in one
-      axis.
+    activation: an elementwise function, hashable and without mutable state,
+      because it is a key of compiled programs. If it closes over traced values,
+      such as a learned slope, no program is kept, and the activation is
+      computed for all rows of the capacity.
+    return_handle: whether to also return the handle, for `ep.describe` or more
+      ops of the same routing. With `overflow="chunk"` it is the handle of one
+      exchange of all tokens. If its `max_recv_tokens` exceeds its `capacity`,
+      it counts drops, although the layer dropped nothing.
+    pad: whether, in the global view, the first axis of the tokens may not
+      divide over the ranks, such as a batch of 1 when text is sampled. The
+      layer then adds tokens that visit no expert, and the result is replicated.
+      A handle is of all tokens, including the added ones, in one axis.
 
   Returns:
     [..., H], like `tokens`; with `return_handle`, a tuple of it and the
@@ -118,7 +116,7 @@ def moe_layer(
   Raises:
     ValueError, TypeError: a shape or dtype does not fit; with
       `overflow="chunk"`, one token of each rank may need more rows than the
-      capacity, or an activation closes over values that are traced.
+      capacity, or an activation closes over traced values.
     ep.EpError: when the program runs; see `ep_prepare`.
   """
   check_layer("moe_layer", layer)
@@ -172,7 +170,7 @@ def _of_rank(layer, experts, params, tokens, topk_idx, topk_weights):
 
 
 def _check_lead(op, routed):
-  """Returns the leading axes of the tokens, which the routing must have too."""
+  """Returns the leading axes of the tokens; the routing must have the same."""
   _, ids, weights = routed
   if ids.shape != weights.shape:
     raise ValueError(
@@ -198,7 +196,7 @@ def _check_matrices(view, tokens, params):
     if name == "w_down":
       shape = (experts, inner, hidden)
     if matrices.shape != shape:
-      which = "a rank's own experts" if view.is_local else "all experts"
+      which = "a rank's experts" if view.is_local else "all experts"
       raise ValueError(
         f"{op}: {name} has shape {matrices.shape}, but {shape} is expected:"
         f" a matrix for each of {which}, for tokens of hidden size {hidden} and"

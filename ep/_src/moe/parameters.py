@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters and the state of a MoE layer, which a checkpoint holds."""
+"""The parameters and the state of a MoE layer."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def init(
       shared_gate shared_up  [H, S]         b_gate b_up  [E, F]
       shared_down            [S, H]         b_down       [E, H]
 
-  It holds only the parameters that `config` asks for. Biases are zero. Matrices
-  are normal, of a variance of 1 / (rows of the matrix), as in LeCun's
+  It has only the parameters that `config` needs. Biases are zero. Matrices are
+  normal, with a variance of 1 / (rows of the matrix), as in LeCun's
   initialization. The router is float32, so that rounding changes no choice.
 
   Under `jax.jit` with `out_shardings` made of `partition_specs`, each device
-  makes only its own part. `jax.vmap` over keys makes stacked layers.
+  creates only its part. `jax.vmap` over keys creates stacked layers.
 
   Args:
     key: a key of `jax.random`.
     config: the configuration of the layer.
-    dtype: the dtype of all parameters but the router, any of floats.
+    dtype: a float dtype, for all parameters but the router.
 
   Raises:
-    TypeError: the dtype is none of floats.
+    TypeError: the dtype is no float dtype.
   """
   dtype = arrays.dtype("ep.moe.init", "dtype", dtype)
   if not jnp.issubdtype(dtype, jnp.floating):
@@ -63,16 +63,15 @@ def init(
 def partition_specs(
   config: MoEConfig, axis_name: str = "ep", *, lead: int = 0
 ) -> dict[str, PartitionSpec]:
-  """Returns how each parameter of `init` is sharded, by name.
+  """Returns the sharding of each parameter of `init`, by name.
 
-  Experts are split over the EP axis. With `config.tp_axis`, inner sizes are
-  split over that axis, and with `config.fsdp_axis`, hidden sizes of matrices
-  over that one. The router is whole on every device.
+  Experts are split over the EP axis, inner sizes over `config.tp_axis`, and
+  hidden sizes of matrices over `config.fsdp_axis`. The router is replicated.
 
   Args:
     config: the configuration of the layer.
     axis_name: the EP axis.
-    lead: axes in front of each array that are not split, such as 1 for layers
+    lead: the number of leading axes that are not split, such as 1 for layers
       that are stacked for `lax.scan`.
   """
   axes: dict[str | None, str | None] = {
@@ -92,7 +91,7 @@ def shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:
-  """Returns the shape of each parameter, and by what each dim is split."""
+  """Returns the shape and the kinds of dims of each parameter."""
   e, h, f = config.num_experts, config.hidden, config.inner
   s = config.shared_inner
   up, down = ("hidden", "inner"), ("inner", "hidden")
@@ -116,13 +115,13 @@ def _parameters(config: MoEConfig) -> dict[str, tuple[_Shape, _Dims]]:
 
 
 class State(NamedTuple):
-  """Holds what changes from step to step without a gradient.
+  """The state of a layer that changes between steps without a gradient.
 
-  A pytree, which belongs into a checkpoint with the parameters.
+  It is a pytree. Save it in checkpoints, with the parameters.
 
   Attributes:
-    bias: float32 [..., E], added to the scores when experts are chosen, and to
-      no weight. Axes in front are layers.
+    bias: float32 [..., E], added to the scores for the choice of experts, not
+      for the weights. Leading axes are layers.
   """
 
   bias: jax.Array
@@ -130,18 +129,16 @@ class State(NamedTuple):
   def after(self, load: jax.Array, rate: float = 1e-3) -> State:
     """Returns the state of the next step: the bias rises for idle experts.
 
-    Each entry moves by `rate`, up if the expert had less than the mean load and
-    down if it had more (Wang et al., "Auxiliary-Loss-Free Load Balancing
-    Strategy for Mixture-of-Experts", arXiv 2408.15664, algorithm 1; DeepSeek-V3
-    uses a rate of 0.001).
-
-    Loads are compared as whole numbers: an expert with exactly the mean keeps
-    its entry.
+    Each entry changes by `rate`: it rises if the expert had less than the mean
+    load, and falls if it had more (Wang et al., "Auxiliary-Loss-Free Load
+    Balancing Strategy for Mixture-of-Experts", arXiv 2408.15664, algorithm 1;
+    DeepSeek-V3 uses a rate of 0.001). The comparison is exact: an expert with
+    the mean load keeps its entry.
 
     Args:
       load: [..., E], the `Metrics.load` of the step, or the sum of the loads of
         its microbatches.
-      rate: how far an entry moves, in units of a score.
+      rate: the change of an entry, in units of a score.
 
     Raises:
       ValueError: the shapes differ.
@@ -156,8 +153,8 @@ class State(NamedTuple):
       f"bias has shape {bias.shape}, but load {load.shape}; pass the"
       " Metrics.load of the same layers.",
     )
-    # A mean of float32 rounds, and the product E * load, which needs no mean,
-    # would round as well. The sums of quotients and of remainders are small.
+    # A float32 mean rounds, and so does the product E * load. The sums of
+    # quotients and of remainders are small, so they are exact.
     experts = load.shape[-1]
     load -= load.min(axis=-1, keepdims=True)
     quotient = jnp.floor(load / experts)

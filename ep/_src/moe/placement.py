@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement says which expert each slot of each rank holds; move changes it."""
+"""Placement maps slots to experts; move reorders arrays of experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ep._src.ops import views
 
 @jax.tree_util.register_pytree_with_keys_class
 class Placement:
-  """Says which expert is where: rank r of P has slots r * L to r * L + L - 1.
+  """Maps slots to experts: rank r of P has slots r * L to r * L + L - 1.
 
       placement = ep.place(loads, cluster)      # or ep.Placement([2, 0, 3, 1])
       params = ep.moe.move(
@@ -29,27 +29,26 @@ class Placement:
       )
       y, metrics = layer(params, x, state, placement=placement)
 
-  A program numbers its experts as it likes; the ops number slots. A layer that
-  gets a placement takes the experts' numbers everywhere but in the leading axis
-  of its experts' parameters, which has the order of the slots.
+  The ops use slots. A layer with a placement uses expert ids everywhere except
+  in the leading axis of its experts' parameters, which has the order of the
+  slots.
 
-  It is a pytree of one array. So a jitted program gets another placement of as
-  many experts without being compiled again, and stacked layers, each with a
-  placement of its own, are scanned with it.
+  It is a pytree of one array. So a jitted program takes another placement
+  without compiling again, and `lax.scan` over stacked layers takes a placement
+  for each layer.
 
   Args:
-    experts: integers [..., V], the expert of each slot; axes in front are
-      layers. Each expert of 0..E-1 has a slot or several, which hold its
-      copies; `ep.MoE` takes V = E. An array of JAX's is not checked: each of
-      its experts must have one slot.
+    experts: integers [..., V], the expert of each slot; leading axes are
+      layers. Each expert of 0..E-1 has one slot or several copies; `ep.MoE`
+      takes V = E. A JAX array is not checked: each expert must have one slot.
 
   Attributes:
-    experts: int32 [..., V], NumPy's unless it was given as JAX's.
+    experts: int32 [..., V], a NumPy array unless a JAX array was given.
     num_experts: E.
 
   Raises:
     ValueError: an expert has no slot, or a number is negative.
-    TypeError: these are no integers.
+    TypeError: the experts are no integers.
   """
 
   experts: np.ndarray | jax.Array
@@ -68,7 +67,7 @@ class Placement:
     """int32 [..., E], the slot of each expert.
 
     Raises:
-      ValueError: an expert has several.
+      ValueError: an expert has several slots.
     """
     V, E = self.experts.shape[-1], self.num_experts
     arguments.check(
@@ -81,18 +80,18 @@ class Placement:
 
   @property
   def _by_expert(self) -> np.ndarray | jax.Array:
-    """int32 [..., V], the slots of expert 0, then those of 1, and so on."""
+    """int32 [..., V], the slots in the order of their experts."""
     return self.experts.argsort(axis=-1, stable=True).astype(np.int32)
 
   def slots_of(self, ids: jax.Array) -> jax.Array:
     """Returns the slots of experts, for `ep_prepare` and `ep.moe_layer`.
 
-    Their group has V experts. Tokens visit the n copies of an expert in turn:
-    token t of `ids` visits copy t % n.
+    Their group has V experts. If an expert has n copies, token t of `ids`
+    visits copy t % n.
 
     Args:
-      ids: integers [..., K]. What is no expert becomes no slot, which the op
-        refuses; -1 stays.
+      ids: integers [..., K], where -1 is an unused choice. An invalid id
+        becomes an invalid slot, which the op refuses.
 
     Returns:
       int32 [..., K].
@@ -124,13 +123,13 @@ class Placement:
     return f"Placement({self.experts!r})"
 
   def tree_flatten_with_keys(self) -> tuple[Any, int]:
-    """Returns the array, as JAX asks for it, and E."""
+    """Returns the array with its key, and E."""
     leaves = [(jax.tree_util.GetAttrKey("experts"), self.experts)]
     return leaves, self.num_experts
 
   @classmethod
   def tree_unflatten(cls, num_experts: int, leaves: Sequence[Any]) -> Placement:
-    """Returns a placement of what JAX has put in the place of the array."""
+    """Returns a placement without checks: leaves may be any objects."""
     self = object.__new__(cls)
     (self.experts,), self.num_experts = leaves, num_experts
     return self
@@ -152,7 +151,7 @@ def check_placement(
     slots[-1] == placement.num_experts == num_experts,
     what,
     f"{name} has slots {slots} and not one for each of {num_experts} experts;"
-    " copies of a step are those of MoEConfig.replica_slots.",
+    " for copies in each step, pass MoEConfig.replica_slots.",
   )
 
 
@@ -172,7 +171,7 @@ def _checked(experts) -> np.ndarray:
     ),
     "ep.Placement",
     f"experts have shape {experts.shape}, but they must be [..., V], the expert"
-    " of each slot of each rank in turn, with each of 0..E-1 once or more.",
+    " of each slot, with each of 0..E-1 once or more.",
   )
   return experts.astype(np.int32)
 
@@ -185,7 +184,7 @@ def move(
   old: Placement | None,
   new: Placement | None,
 ) -> Any:
-  """Moves arrays of experts from one placement to another, bit for bit.
+  """Reorders arrays of experts from one placement to another, bit for bit.
 
       new = ep.place(loads, cluster)
       params = ep.moe.move(
@@ -193,55 +192,53 @@ def move(
       )
       saved = ep.moe.move(layer.group, params, layer.specs(), old=new, new=None)
 
-  Collective over the EP domain. None is the order of the experts, which a
-  checkpoint should have, so that it does not depend on placements. Parameters
-  and whatever has their shape, such as an optimizer's moments, move alike.
+  Collective over the EP domain. None is the order of expert ids. Save
+  checkpoints in this order, so that they do not depend on placements. Apply
+  `move` also to arrays shaped like parameters, such as an optimizer's moments.
 
-  An array is one of experts if its spec names the EP axis. Experts that change
-  ranks are sent, each to its new rank alone, by `ep.lax.ragged_all_to_all`; on
-  CPUs each rank gathers all of them, one array after another. The result needs
-  memory of its own.
+  `move` reorders each array whose spec names the EP axis. It sends experts that
+  change ranks by `ep.lax.ragged_all_to_all`; on CPUs each rank gathers all
+  experts, one array after another. The result is a new array.
 
-  Works in both views, and outside of `jax.jit`, too, where it compiles a
-  program for each shape and dtype, which serves all placements. It has a
-  derivative.
+  Works in both views. Outside of `jax.jit` it compiles a program for each shape
+  and dtype, which takes any placement. It has a derivative.
 
   Args:
-    group: whose EP axis the experts are split over.
-    arrays: a pytree of arrays. Those of experts have E entries along the axis
-      that is split, or L in the local view, and any dtype.
-    specs: a `PartitionSpec` for each array, or a pytree of them whose leaves
-      stand for all arrays below.
-    old: where experts are now; None for their own order.
-    new: where they shall be. If both are None, nothing moves. If a placement
-      has axes of layers in front, arrays have the same axes in front of that of
-      the experts; a placement without them is that of all layers.
+    group: the group over whose EP axis the experts are split.
+    arrays: a pytree of arrays of any dtype. The axis of experts has E entries,
+      or L in the local view.
+    specs: a `PartitionSpec` for each array, or a pytree of them that is a
+      prefix of `arrays`.
+    old: the current placement of the experts.
+    new: the new placement. If both are None, `arrays` is returned. If a
+      placement has axes of layers, arrays have the same axes before the axis of
+      experts; a placement without them is for all layers.
 
   Returns:
-    A pytree like `arrays`, in which arrays of no experts are the same objects.
+    A pytree like `arrays`. Arrays without experts are the same objects.
 
   Raises:
     ValueError: a shape or spec does not fit; the array is named.
-    TypeError: a placement is none, or the dtype is that of keys.
+    TypeError: an argument is no placement, or the dtype is a dtype of keys.
   """
   op = "ep.moe.move"
   view = views.View.of(group, op)
   if old is None and new is None:
     return arrays
-  # The group of a layer with replica slots counts these, too.
+  # With replica slots, the group also counts these as experts.
   sizes = [p.experts.shape[-1] for p in (old, new) if isinstance(p, Placement)]
   E = min([group.num_experts, *sizes])
   for name, placement in dict(old=old, new=new).items():
     check_placement(op, name, placement, E)
 
   def of(path, x, spec):
-    split = [i for i, axes in enumerate(spec) if _names(axes, group.axis_name)]
+    split = [i for i, axes in enumerate(spec) if group.axis_name in _axes(axes)]
     if not split:
       return x
     what = f"{op}: arrays{jax.tree_util.keystr(path)} of shape {x.shape}"
     (at,) = split
     arguments.check(
-      spec[at] in (group.axis_name, (group.axis_name,)),
+      _axes(spec[at]) == (group.axis_name,),
       what,
       f"is split by {spec[at]}, but experts are split over"
       f" {group.axis_name!r} alone; give it another spec.",
@@ -273,15 +270,15 @@ def move(
   return jax.tree.map_with_path(of, arrays, jax.tree.broadcast(specs, arrays))
 
 
-def _names(axes, name):
-  return axes == name or (isinstance(axes, tuple) and name in axes)
+def _axes(entry):
+  return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _moved(axis_name, at, old, new, x):
   """Returns a rank's part [*layers, L, ...] of an array after the move.
 
-  Each expert of each layer is a slice for each rank, which has one row on its
-  new rank, and none on the others.
+  Each expert of each layer is a slice for each rank. The slice for its new rank
+  has one row, the others have none.
   """
   if not x.size:
     return x
@@ -290,27 +287,28 @@ def _moved(axis_name, at, old, new, x):
   to = jnp.broadcast_to(to, (*x.shape[:at], P * L)).reshape(-1, P, L)
   rank, me = iota(P)[:, None, None], lax.axis_index(axis_name)
   own = to[:, me]
-  goes, comes = own // L == rank, to.swapaxes(0, 1) // L == me  # [P, layers, L]
+  sent, received = own // L == rank, to.swapaxes(0, 1) // L == me
   first = L * iota(len(to))[:, None]
 
   def of_slices(values):
-    return jnp.broadcast_to(values, goes.shape).ravel().astype(jnp.int32)
+    """Returns values for each slice, from [P, layers, L]."""
+    return jnp.broadcast_to(values, sent.shape).ravel().astype(jnp.int32)
 
   rows = x.reshape(-1, *x.shape[at + 1 :])
   moved = ragged_all_to_all(
     rows,
     jnp.zeros_like(rows),
     of_slices(first + iota(L)),
-    of_slices(goes),
+    of_slices(sent),
     of_slices(first + own % L),
-    of_slices(comes),
+    of_slices(received),
     axis_name=axis_name,
   )
   return moved.reshape(x.shape)
 
 
 def _new_slots(old, new, num_experts):
-  """Returns [..., E], the new slot of what each old slot holds."""
+  """Returns [..., E], the new slot of the expert in each old slot."""
   experts = iota(num_experts) if old is None else jnp.asarray(old.experts)
   if new is None:
     return experts

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""replica_slots: hot experts are copied to ranks with room, in each step.
+"""replica_slots: each step copies hot experts to ranks with free rows.
 
-A group of such a layer has E + P * S slots: rank r of P has those of its L own
-experts, then S for copies. Everything is decided by whole numbers, on all ranks
-alike, from the choices of each expert by each rank.
+The group of such a layer has E + P * S slots: rank r of P has L slots for its
+experts, then S for copies. All ranks compute the same copies, in integers, from
+the number of choices of each expert by each rank.
 
-A rank with more rows than it has room for gives some away. They move as in
-Vose's alias method (1991): a rank with room is filled from one other rank, even
-if that one then has room itself and is filled from a third. So no rank has the
-experts of two others, and S = L slots are enough for any routing.
+A rank with more rows than its limit, a donor, gives rows to other ranks, as in
+Vose's alias method (1991): each rank takes rows of one donor only. A donor that
+gives more than its excess takes rows of another donor itself. So no rank has
+experts of two other ranks, and S = L slots are enough for any routing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 from ep._src.base.arrays import iota
-from ep._src.base.contexts import tapping
-from ep._src.base.kept import keep_routing
+from ep._src.base.contexts import trace_callback
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
@@ -35,14 +35,16 @@ from ep._src.ops.prepare import ep_prepare
 
 
 class Division(NamedTuple):
-  """Which rows go where. A donor's rows are a line: its largest expert first.
+  """The rows that each rank takes from its donor.
+
+  A donor's rows are numbered expert by expert, its largest expert first.
 
   Attributes:
-    first: int32 [P, L], where the rows of an expert begin on the line.
-    donor: int32 [P], the rank from which each rank takes rows.
-    start, end: int32 [P], the part of the donor's line that it takes.
-    slots: int32 [P, L], which slot of the rank has an expert of its donor, or
-      -1 if none has.
+    first: int32 [P, L], the number of the first row of each expert.
+    donor: int32 [P], the donor of each rank.
+    start, end: int32 [P], the numbers of the donor's rows that a rank takes.
+    slots: int32 [P, L], the slot for copies that has each expert of the rank's
+      donor, or -1.
   """
 
   first: jax.Array
@@ -52,27 +54,27 @@ class Division(NamedTuple):
   slots: jax.Array
 
 
-def divide(rows: jax.Array, room: jax.Array | int, num_slots: int) -> Division:
-  """Divides rows [P, L] of ranks' experts, so that ranks have `room` at most.
+def divide(rows: jax.Array, limit: jax.Array | int, num_slots: int) -> Division:
+  """Divides rows [P, L] of ranks' experts, so that no rank exceeds `limit`.
 
-  The fullest ranks give first, and the emptiest take first. On an axis of all
-  rows that move, `given[j]` is where rank j has given what it has too much of,
-  and `taken[i]` where rank i is full: a rank takes from the first rank that has
-  not given all. What it takes beyond makes room there, which is filled from the
-  next one. With fewer than L slots the largest parts move.
+  The fullest ranks give first, and the emptiest ranks take first. All rows that
+  change ranks are numbered: rank j gives up to `given[j]`, and rank i takes up
+  to `taken[i]`. A rank takes from the first donor that has excess rows left. If
+  it takes more than this excess, the donor takes from the next donor. With
+  fewer than L slots only the largest parts change ranks.
   """
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)
   order = jnp.argsort(load)
   rank = jnp.zeros(P, jnp.int32).at[order].set(iota(P))
-  given = jnp.maximum(load - room, 0)[order[::-1]].cumsum()
-  taken = jnp.maximum(room - load, 0)[order].cumsum()
+  given = jnp.maximum(load - limit, 0)[order[::-1]].cumsum()
+  taken = jnp.maximum(limit - load, 0)[order].cumsum()
   taken = jnp.minimum(taken, given[-1])
   from_, to = jnp.append(0, taken)[rank], taken[rank]
-  # A rank that has given all, and more, is filled from there on.
+  # A donor that gives more than its excess takes from that position on.
   all_given = given[P - 1 - rank]
   i = jnp.searchsorted(taken, all_given).clip(max=P - 1)
-  gives = load > room
+  gives = load > limit
   from_ = jnp.where(gives, all_given, from_)
   to = jnp.where(gives, jnp.maximum(taken[i], all_given), to)
   j = jnp.searchsorted(given, from_, side="right").clip(max=P - 1)
@@ -100,12 +102,12 @@ class Replicas:
   """The copies of a step, and the slots of a rank's choices.
 
   Attributes:
-    layer: the layer's, whose group counts slots.
+    layer: the configuration of the layer, whose group counts slots.
     ids: int [..., K], the slot of each choice.
-    copies: int32 [L, P], the slots on each rank that get a copy of each of this
-      rank's own experts, or -1.
-    experts: int32 [L + S], what each slot of this rank holds, by the number
-      that it has where each expert has one slot.
+    copies: int32 [L, P], the slot on each rank that gets a copy of each expert
+      of this rank, or -1.
+    experts: int32 [L + S], the expert in each slot of this rank, numbered by
+      its slot in a group without copies.
   """
 
   layer: EpLayerConfig
@@ -121,7 +123,7 @@ class Replicas:
     ids: jax.Array,
     placement: Placement | None,
   ) -> Replicas:
-    """Decides on copies for choices [..., K]. Collective over the EP domain."""
+    """Chooses copies for choices [..., K]. Collective over the EP domain."""
     ids = ids if placement is None else placement.slots_of(ids)
     E, S, P = config.num_experts, config.replica_slots, layer.ep_size
     L, me = E // P, lax.axis_index(layer.group.axis_name)
@@ -129,25 +131,25 @@ class Replicas:
     flat = jnp.where(is_expert, ids, E).ravel()
     sorted_ids, place = lax.sort((flat, iota(flat.size)), num_keys=1)
     start = jnp.searchsorted(sorted_ids, iota(E + 1)).astype(jnp.int32)
-    turn = jnp.zeros(flat.size, jnp.int32)
-    turn = turn.at[place].set(iota(flat.size) - start[sorted_ids])
+    position = jnp.zeros(flat.size, jnp.int32)
+    position = position.at[place].set(iota(flat.size) - start[sorted_ids])
     with jax.named_scope("ep_replicate"):
       counts = lax.all_gather(jnp.diff(start), layer.group.axis_name)
     counts = keep_routing(counts)
     rows = counts.sum(0, dtype=jnp.int32).reshape(P, L)
-    room = -(-rows.sum(dtype=jnp.int32) // P)
+    limit = -(-rows.sum(dtype=jnp.int32) // P)
     if config.capacity_factor is not None:
       num_tokens = math.prod(ids.shape[:-1])
       padding = layer.num_local_experts * (layer.alignment - 1)
-      room = layer.capacity_for(num_tokens) - padding
-    division = divide(rows, room, S)
+      limit = layer.capacity_for(num_tokens) - padding
+    division = divide(rows, limit, S)
     earlier = jnp.where(iota(P)[:, None] < me, counts, 0)
     earlier = earlier.sum(0, dtype=jnp.int32)
-    turn += jnp.append(earlier, 0)[flat]
-    slots = _slots_of_turns(division, rows, flat, turn, S)
+    position += jnp.append(earlier, 0)[flat]
+    slots = _slots(division, rows, flat, position, S)
     ids = jnp.where(is_expert, slots.reshape(ids.shape), ids)
 
-    slot = division.slots  # [P, L], of what the donor has
+    slot = division.slots
     number = iota(P)[:, None] * (L + S) + L + slot
     is_mine = (division.donor == me)[:, None] & (slot >= 0)
     taken = division.donor[me] * L + iota(L)
@@ -160,10 +162,11 @@ class Replicas:
   def copied(
     self, params: Mapping[str, jax.Array], hidden: int
   ) -> dict[str, jax.Array]:
-    """Returns parameters [L + S, ...] of slots, given a rank's own [L, ...].
+    """Returns parameters [L + S, ...] of slots, given a rank's [L, ...].
 
-    The entries of slots without a copy are zeros. Linear: a gradient is that of
-    the expert's own slot plus the sum of its copies', by ascending rank.
+    The entries of slots without a copy are zeros. Linear: the gradient of an
+    expert is the gradient of its first slot plus the sum of the gradients of
+    its copies, by ascending rank.
     """
     L, P = self.copies.shape
     S = self.layer.num_local_experts - L
@@ -183,13 +186,12 @@ class Replicas:
         name=f"{self.layer.name}.replicas",
       )
       ids = jnp.broadcast_to(self.copies[:, None], (L, height, P))
-      with tapping(None):  # these are no tokens
+      with trace_callback(None):  # the rows are parameters, not tokens
         return ep_prepare(layer, ids)
 
     def of(x):
-      # A cast to vary over more mesh axes is a sum over them in the backward
-      # pass. In the loop it would be a collective beside our op, which XLA:CPU
-      # does not order (unordered_collectives.py).
+      # In the backward pass `vary_together` is a collective. In the loop,
+      # XLA:CPU would not order it beside our op (unordered_collectives.py).
       x, _ = compat.vary_together(x, self.copies)
       rows = -(-math.prod(x.shape[1:]) // hidden)
       num_parts = -(-rows // (most or rows))
@@ -212,21 +214,21 @@ class Replicas:
     return {name: of(x) for name, x in params.items()}
 
 
-def _slots_of_turns(division, rows, ids, turn, num_slots):
-  """Returns [N] the slots of choices, of which each is an expert's n-th."""
+def _slots(division, rows, ids, position, num_slots):
+  """Returns the slots [N] of choices, given positions in experts' queues."""
   P, L = rows.shape
   load = rows.sum(1, dtype=jnp.int32)
-  base = load.cumsum() - load  # all lines are one, one after another
+  base = load.cumsum() - load  # rows of all ranks are numbered consecutively
   none = jnp.iinfo(jnp.int32).max
   start = (base[division.donor] + division.start).astype(jnp.int32)
   start = jnp.where(division.end > division.start, start, none)
   by_start = jnp.argsort(start).astype(jnp.int32)
   end = base[division.donor] + division.end
   rank, local = jnp.divmod(ids.clip(max=P * L - 1), L)
-  at = base[rank] + division.first[rank, local] + turn
+  at = base[rank] + division.first[rank, local] + position
   i = jnp.searchsorted(start[by_start], at, side="right") - 1
   taker = by_start[i.clip(0)]
   slot = division.slots[taker, local]
-  moves = (i >= 0) & (at < end[taker]) & (slot >= 0)
-  rank = jnp.where(moves, taker, rank)
-  return rank * (L + num_slots) + jnp.where(moves, L + slot, local)
+  is_taken = (i >= 0) & (at < end[taker]) & (slot >= 0)
+  rank = jnp.where(is_taken, taker, rank)
+  return rank * (L + num_slots) + jnp.where(is_taken, L + slot, local)

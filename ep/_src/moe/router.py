@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers, which turn logits into the experts and weights of each token.
+"""Routers choose the experts and weights of each token.
 
-Nothing here communicates, and a compiled program shards it as it shards the
-logits. Any function that returns ids and weights of these shapes can take the
-place of `route_topk`. `topk_from_map` takes the choices of a dense router.
+They do not communicate, and a compiled program shards them like the logits. Any
+function that returns ids and weights of these shapes can replace `route_topk`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments, arrays, compat
-from ep._src.base.kept import keep_routing
+from ep._src.base.identities import keep_routing
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -39,12 +38,12 @@ def route_topk(
   jitter: float = 0.0,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Chooses `top_k` experts for each token, and the weights to sum them with.
+  """Chooses `top_k` experts for each token, and their weights.
 
-  The scores of a token are `score(logits)`. Its experts are the ones with the
+  The scores of a token are `score(logits)`. It chooses the experts with the
   highest scores, best first; of equal scores, the lowest id first. Their
   weights are their scores, divided by their sum if `normalize`, times `scale`.
-  In the literature's terms:
+  Models use these arguments:
 
       Mixtral (softmax over the chosen logits)   the defaults
       Switch Transformer, OLMoE                  normalize=False
@@ -54,47 +53,46 @@ def route_topk(
                                                  selection_bias=bias,
                                                  num_groups=8, top_groups=4
 
-  Everything is computed in float32, and without the overflow or division by
-  zero that scores themselves could meet. Weights are differentiable in
-  `logits`; the choice has no gradient. The choice is the same as `lax.top_k`
-  makes, also with NaNs: a NaN of positive sign comes before all numbers, a NaN
-  of negative sign after them. The ids of a token are distinct even then, and
-  its weights are NaN.
+  The computation is in float32, without overflow or division by zero. Weights
+  are differentiable in `logits`; the choice has no gradient. The choice is the
+  same as `lax.top_k` makes, also with NaNs: a NaN of positive sign is before
+  all numbers, a NaN of negative sign after them. The ids of a token are
+  distinct even then, and its weights are NaN.
 
   Args:
     logits: `[..., E]`, any float dtype.
     top_k: K, from 1 to E.
     score: "softmax" over all experts, or of each expert alone: "sigmoid", or
       "sqrtsoftplus", the square root of softplus, as in DeepSeek-V4.
-    normalize: whether the weights of a token sum to `scale`. With one choice
-      its weight is then always `scale`, the router gets no gradient through
-      it, and a warning says so; models with one choice pass False.
-    scale: factor on all weights.
+    normalize: whether the weights of a token sum to `scale`. With top_k = 1 the
+      weight is then always `scale`, the router gets no gradient, and
+      `route_topk` warns: pass False.
+    scale: a factor of all weights.
     selection_bias: `[E]`, added to the scores for the choice, not for the
-      weights, so it gets no gradient. Raising it for idle experts and lowering
-      it for busy ones between steps balances load without a loss term (Wang et
-      al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
-      arXiv 2408.15664).
-    mask: `[...]` bool; a token where it is False, such as one that pads a
-      sequence, gets ids -1 and weights 0 and is sent nowhere. Its logits get no
+      weights, so it gets no gradient. To balance the load without a loss term,
+      raise it for idle experts and lower it for busy ones between steps (Wang
+      et al., "Auxiliary-Loss-Free Load Balancing Strategy for
+      Mixture-of-Experts", arXiv 2408.15664).
+    mask: `[...]` bool; tokens where it is False, such as the padding of a
+      sequence, get ids -1 and weights 0 and are not sent. Their logits get no
       gradient, and may be NaN.
-    num_groups: G; group g holds the experts from `g * E / G` to before
+    num_groups: G; group g has the experts from `g * E / G` to before
       `(g + 1) * E / G`. G divides E.
-    top_groups: the groups that a token may choose experts of, from 1 to G. It
-      takes the groups with the highest scores; of equal scores, the lowest
-      first.
-    group_best: a group's score is the sum of this many of its best scores, with
-      `selection_bias` added: 2 in DeepSeek-V3 (arXiv 2412.19437), 1 in
+    top_groups: the number of groups, from 1 to G, from which a token may choose
+      experts. It takes the groups with the highest scores; of equal scores, the
+      lowest first.
+    group_best: the score of a group is the sum of its `group_best` best scores,
+      with `selection_bias` added: 2 in DeepSeek-V3 (arXiv 2412.19437), 1 in
       DeepSeek-V2 (arXiv 2405.04434). It has no effect if `top_groups` is G.
     forced_idx: int `[..., K]`, the choice itself, for replaying a routing, for
-      tests and for generated loads. The arguments that concern only the choice
-      have no effect then. An entry of -1 is unused: its weight is 0, and the
-      others are normalized without it. Ids are checked by `ep_prepare`.
-    jitter: with j > 0, each logit is first multiplied by a number of its own,
+      tests and for generated loads. Arguments that affect only the choice are
+      then ignored. An entry of -1 is unused: its weight is 0, and the others
+      are normalized without it. `ep_prepare` checks the ids.
+    jitter: with j > 0, each logit is first multiplied by a random number,
       uniform in [1 - j, 1 + j), so that tokens explore (the noise of Fedus et
       al., "Switch Transformers", arXiv 2101.03961, and Zoph et al., "ST-MoE",
       arXiv 2202.08906, whose implementations multiply the input of the router
-      by it instead). At least 0 and less than 1; 0 means none.
+      instead). At least 0 and less than 1; 0 is no noise.
     key: `jax.random.key`, for `jitter`. In `jax.shard_map`, fold the rank in,
       or all ranks draw the same numbers.
 
@@ -103,8 +101,8 @@ def route_topk(
     float32 `[..., K]`.
 
   Raises:
-    ValueError: for a `top_k`, `score`, group, jitter or shape that cannot be.
-    TypeError: an integer, a number, a bool or a dtype is expected, and is none.
+    ValueError: `top_k`, `score`, a group, the jitter or a shape is invalid.
+    TypeError: an argument has another type or dtype.
   """
   op = "route_topk"
   num_experts = logits.shape[-1]
@@ -117,7 +115,7 @@ def route_topk(
   )
   check_score(op, score)
   arguments.flag(op, "normalize", normalize)
-  if isinstance(scale, jax.Array):  # as one that is learned
+  if isinstance(scale, jax.Array):  # such as a learned scale
     scale = scale.astype(jnp.float32)
   else:
     scale = arguments.number(op, "scale", scale)
@@ -151,7 +149,7 @@ def route_topk(
   log_scores = LOG_SCORES[score](logits)
   if forced_idx is None:
     order, scores = lax.stop_gradient((logits, jnp.exp(log_scores)))
-    # Logits have the order of their scores, and do not saturate.
+    # Logits have the same order as scores, but do not saturate.
     if selection_bias is not None:
       bias = lax.stop_gradient(selection_bias).astype(jnp.float32)
       order = scores = scores + bias
@@ -160,14 +158,21 @@ def route_topk(
       allowed = _of_best_groups(scores, num_groups, top_groups, group_best)
     topk_idx = _best(order, top_k, allowed)
   else:
-    topk_idx = _checked_choice(op, forced_idx, (*logits.shape[:-1], top_k))
+    topk_idx = arrays.integers(op, "forced_idx", forced_idx)
+    shape = *logits.shape[:-1], top_k
+    arguments.check(
+      topk_idx.shape == shape,
+      op,
+      f"forced_idx has shape {topk_idx.shape}; it must hold top_k ids for each "
+      f"token, shape {shape}.",
+    )
   if mask is not None:
     topk_idx = jnp.where(mask[..., None], topk_idx, -1)
   topk_idx = keep_routing(topk_idx)
   chosen = _chosen(log_scores, topk_idx)
 
-  # XLA:CPU may turn the division of `jax.nn.softmax` into a product, in one
-  # program and not in another. A difference of logarithms rounds alike in both.
+  # XLA:CPU may replace the division of `jax.nn.softmax` by a product in some
+  # programs. A difference of logarithms rounds equally in all programs.
   def weigh(chosen):
     if normalize:
       chosen -= lax.stop_gradient(chosen.max(-1, keepdims=True))
@@ -176,8 +181,8 @@ def route_topk(
 
   if mask is None and forced_idx is None:
     return topk_idx, weigh(chosen)
-  # An unused choice takes no part in a sum. It is finite, since a token without
-  # any choice must not divide by zero.
+  # An unused choice adds nothing to the sum. It is finite, because a token
+  # without choices must not divide by zero.
   used = topk_idx >= 0
   weights = weigh(jnp.where(used, chosen, jnp.finfo(jnp.float32).min))
   return topk_idx, jnp.where(used, weights, 0.0)
@@ -195,9 +200,9 @@ def check_score(op: str, score: Score) -> None:
 def masked_float32(
   op: str, logits: jax.Array, mask: jax.Array | None
 ) -> jax.Array:
-  """Returns float32 logits that are 0 for the tokens that `mask` leaves out.
+  """Returns float32 logits, with zeros for masked tokens.
 
-  So nothing that stands there, not even a NaN, reaches a value or a gradient.
+  So the logits of masked tokens, even NaNs, reach no value and no gradient.
   """
   if not jnp.issubdtype(logits.dtype, jnp.floating):
     raise TypeError(
@@ -228,10 +233,11 @@ def check_choice(
   group_best: int,
   jitter: float,
 ) -> None:
-  """Raises unless K experts can be chosen in this way."""
-  arguments.integer(op, "num_groups", num_groups)
-  arguments.integer(op, "top_groups", top_groups)
-  arguments.integer(op, "group_best", group_best)
+  """Raises unless the arguments of a choice are valid and fit together."""
+  for name, value in dict(
+    num_groups=num_groups, top_groups=top_groups, group_best=group_best
+  ).items():
+    arguments.integer(op, name, value)
   arguments.check(
     0 <= arguments.number(op, "jitter", jitter) < 1,
     op,
@@ -264,24 +270,12 @@ def check_choice(
   )
 
 
-def _checked_choice(op, forced_idx, shape):
-  forced_idx = arrays.integers(op, "forced_idx", forced_idx)
-  arguments.check(
-    forced_idx.shape == shape,
-    op,
-    f"forced_idx has shape {forced_idx.shape}; it must hold top_k ids for each "
-    f"token, shape {shape}.",
-  )
-  return forced_idx
-
-
 @jax.custom_jvp
 def _chosen(values, places):
   """Returns the values [..., K] at distinct places of [..., E].
 
-  Its derivative is a sum with one term or none that is not zero. The transpose
-  of the sum is one again, where that of a gather would be a scatter, which
-  XLA:CPU computes by a loop over all places.
+  Its derivative is a sum over a mask instead of a gather. The transpose of a
+  gather is a scatter, which XLA:CPU computes by a loop over all places.
   """
   return jnp.take_along_axis(values, places, axis=-1)
 
@@ -291,14 +285,14 @@ def _chosen_jvp(primals, tangents):
   return _chosen(*primals), _sum_of_chosen(tangents[0], primals[1])
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)  # keeps only places
+@functools.partial(jax.checkpoint, prevent_cse=False)  # saves only places
 def _sum_of_chosen(values, places):
   is_chosen = places[..., None] == arrays.iota(values.shape[-1])
   return jnp.where(is_chosen, values[..., None, :], 0.0).sum(axis=-1)
 
 
 def _of_best_groups(scores, num_groups, top_groups, group_best):
-  """Returns bool `[..., E]`: whether an expert's group is among the best."""
+  """Returns bool `[..., E]`, whether an expert is in one of the best groups."""
   lead, num_experts = scores.shape[:-1], scores.shape[-1]
   groups = scores.reshape(*lead, num_groups, num_experts // num_groups)
   best = jnp.take_along_axis(groups, _best(groups, group_best), axis=-1)
@@ -311,22 +305,20 @@ def _of_best_groups(scores, num_groups, top_groups, group_best):
 def _best(values, k, allowed=None):
   """Returns the places `[..., k]` of the best float32 values `[..., n]`.
 
-  They are the places that `lax.top_k` returns, in its order. But XLA gathers
-  the operand of `lax.top_k` on every device, while it shards reductions and
-  elementwise functions like their operands; so where arrays may be sharded,
-  these are k passes of argmax.
+  They are the indices of `lax.top_k`, in its order. But XLA gathers the operand
+  of `lax.top_k` on every device. So where arrays may be sharded, `_best` runs
+  argmax k times, which XLA shards like its operand.
 
   Args:
     values: float32 `[..., n]`.
-    k: at most the number of allowed places.
+    k: at most the number of allowed entries.
     allowed: bool `[..., n]`, or None for all.
   """
   if allowed is None and compat.is_on_one_device():
     return lax.top_k(values, k)[1]
-  # As whole numbers, floats have the order of `lax.top_k`: -NaN, numbers with
-  # -0 before +0, NaN. The least number is left free, for places that cannot be
-  # chosen, or were. (So the two negative NaNs of the largest payloads are
-  # equal.)
+  # Integer keys with the order of `lax.top_k`: -NaN, numbers with -0 before +0,
+  # NaN. The least integer marks entries that are not allowed, or were chosen.
+  # (So the two negative NaNs of the largest payloads have the same key.)
   least = jnp.iinfo(jnp.int32).min
   bits = lax.bitcast_convert_type(values, jnp.int32)
   keys = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
@@ -342,7 +334,7 @@ def _best(values, k, allowed=None):
 
 
 def _log_sqrtsoftplus(logits):
-  # To the last bit of float32, softplus(x) is exp(x) there, and may underflow.
+  # Below -16, softplus(x) rounds to exp(x) in float32, and may underflow.
   is_low = logits < -16
   logs = jnp.log(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
   return 0.5 * jnp.where(is_low, logits, logs)
@@ -358,24 +350,24 @@ LOG_SCORES: dict[Score, Callable[[jax.Array], jax.Array]] = {
 def topk_from_map(
   routing_map: jax.Array, probs: jax.Array, top_k: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the choices of a dense routing, as `ep_prepare` takes them.
+  """Converts a dense routing map to the choices that `ep_prepare` takes.
 
   A dense router, such as Megatron-LM's, marks the experts of each token in a
   map. The choices of a token are the experts that its row marks, in ascending
-  order, and their weights are its probabilities of them:
+  order, with the weights in `probs`:
 
       topk_idx, topk_weights = ep.topk_from_map(routing_map, probs, top_k=2)
       out = ep.moe_layer(layer, tokens, topk_idx, topk_weights, ...)
 
-  Works in both views and communicates nothing: a compiled program shards it as
-  it shards the map. Differentiable in `probs`, and a probability that the map
-  does not mark gets the gradient 0.
+  Works in both views without communication: a compiled program shards it like
+  the map. Differentiable in `probs`; probabilities of unmarked experts get the
+  gradient 0.
 
-  A row that marks more than `top_k` experts is an error. Where this process
-  knows the whole map, that is raised here. In a compiled program, and for a map
-  that other processes hold a part of, the row gets weights of NaN and, as ids,
-  minus the number of experts that it marks. `ep_prepare` refuses them on every
-  rank, with an error that names the rank and the token.
+  A row that marks more than `top_k` experts is an error. If this process has
+  the values of the whole map, the function raises. In a compiled program, or if
+  other processes have a part of the map, the row gets NaN weights and, as ids,
+  minus the number of marked experts. `ep_prepare` refuses them on every rank,
+  with an error that names the rank and the token.
 
   Args:
     routing_map: bool [..., E], True where the token visits the expert.
@@ -383,12 +375,12 @@ def topk_from_map(
     top_k: K, the largest number of experts of a token, from 1 to E.
 
   Returns:
-    `topk_idx` int32 [..., K], where -1 is an unused choice and stands after all
-    others, and `topk_weights` float32 [..., K], where an unused choice has 0.
+    `topk_idx` int32 [..., K], with unused choices (-1) after all others, and
+    `topk_weights` float32 [..., K], with 0 for unused choices.
 
   Raises:
     ValueError: a shape or `top_k` does not fit, or a row marks too many.
-    TypeError: the map is not bool, `probs` not of a float dtype, or `top_k` no
+    TypeError: the map is not bool, `probs` has no float dtype, or `top_k` is no
       integer.
   """
   op = "topk_from_map"

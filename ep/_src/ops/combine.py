@@ -23,10 +23,10 @@ def ep_combine(
   expert_out: jax.Array,
   weights: jax.Array | None = None,
 ) -> jax.Array:
-  """Sums, for each token, the rows that its experts made of it.
+  """Sums, for each token, the output rows of its experts.
 
-  Collective over the EP domain; brings back what `ep_dispatch` sent. With
-  `slot(t, k)` as there:
+  Collective over the EP domain; sends rows back along the routing of
+  `ep_dispatch`. With the same `slot(t, k)`:
 
       # RECEIVE, on each rank
       for t in range(T):
@@ -39,19 +39,19 @@ def ep_combine(
             sum += weights[expert // L][slot(t, k)] * row    # with weights
         out[t] = sum                                         # rounded once
 
-  So the result does not depend on how many ranks share the experts. Rows that
-  no choice points to (padding, tail) are never read.
+  So the result does not depend on the number of ranks. Rows without a choice
+  (padding, tail) are never read.
 
   The derivative sends `grad_out[t]` to the slots of token t, times their
-  weights if given; no sum is involved.
+  weights if given.
 
   Args:
     handle: from `ep_prepare`.
     expert_out: float32, bfloat16 or float16 [C, H] ([R, C, H] in the global
-      view), rows as `ep_dispatch` laid them out.
+      view), in the layout of `ep_dispatch`.
     weights: optional float [C] ([R, C]), usually the `recv_topk_weights` of
-      `ep_dispatch`: fuses the multiplication by them, in float32. (With
-      backend="nccl" the rows are scaled first, and rounded once more.)
+      `ep_dispatch`, by which each row is multiplied in float32. (With
+      backend="nccl" the products are rounded to the dtype of the rows.)
 
   Returns:
     [..., H] of the dtype of `expert_out`, leading dims as in `topk_idx`.
@@ -120,8 +120,8 @@ def _combine_bwd_types(params: OpParams, tokens):
   return [jax.ShapeDtypeStruct(shape, tokens.dtype)]
 
 
-# Combine is the transpose of the copy of rows in dispatch (see dispatch.py),
-# so its own transpose is that copy: grad_slots[slot(t, k)] = grad_out[t].
+# Combine is the transpose of the copy of rows in dispatch. So the transpose of
+# combine is that copy: grad_slots[slot(t, k)] = grad_out[t].
 _combine_bwd_bytes_p = primitives.mover(
   "ep_combine_bwd_bytes", _combine_bwd_types, target="ep_combine_bwd"
 )
@@ -142,7 +142,7 @@ primitives.linear_op(combine_bwd_p, transposed=combine_p)
 #   grad_x[slot] = w[slot] G[slot]        grad_w[slot] = <x[slot], G[slot]>
 #
 # T is also linear in (x, w), and symmetric: T(x, w; dx, dw) = T(dx, dw; x, w).
-# The sizes of slabs are an operand, so that gradients touch no unused slots.
+# `group_sizes` is an operand so that gradients touch no unused slots.
 _weighted_p = primitives.mover(
   "ep_weighted_combine", _combine_types, target="ep_combine"
 )

@@ -12,7 +12,7 @@ from ep._src.base import compat, quantizers
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
 from ep._src.base.config import LayerConfig
-from ep._src.ops import packing, primitives, views
+from ep._src.ops import fp8_transport, primitives, views
 from ep._src.ops.handle import check_handle, EpHandle
 from ep._src.ops.views import View
 
@@ -45,8 +45,8 @@ def ep_dispatch(
   Collective over the EP domain. Received rows are laid out for a grouped
   matmul: `lax.ragged_dot(recv_tokens, w, handle.group_sizes)`.
 
-  In pseudocode, with `slot(t, k)` the place that `ep_prepare` gave to the k-th
-  choice of token t on the rank of its expert:
+  In pseudocode, where `slot(t, k)` is the row that `ep_prepare` assigned to the
+  k-th choice of token t on the rank of its expert:
 
       # SEND, on each rank
       for t in range(T):
@@ -58,10 +58,10 @@ def ep_dispatch(
             recv_topk_weights[rank][slot(t, k)] = topk_weights[t, k]
 
       # RECEIVE, on each rank: rows that no rank sent
-      recv_tokens[pads of slabs] = 0           # and weights
+      recv_tokens[padding of slabs] = 0        # and weights
       recv_tokens[sum(group_sizes):] = 0       # or unspecified; see `tail`
 
-  For example two ranks, four experts (L = 2), two choices, alignment 2:
+  For example, with two ranks, four experts (L = 2), two choices, alignment 2:
 
       # rank 0: topk_idx = [[0, 2],        rank 1: topk_idx = [[0, 1],
       #                     [0, 3]]                            [2, -1]]
@@ -74,9 +74,9 @@ def ep_dispatch(
 
   The derivative sums, for each token, the cotangents of its slots, in float32
   and ascending k; the cotangent of a weight is the cotangent of its slot's
-  weight. The routing is not exchanged again.
+  weight. The derivative does not exchange the routing again.
 
-  Rows of one byte travel with their scales, and both arrive as they are:
+  Fp8 and int8 rows are sent with their scales; both arrive bit for bit:
 
       rows, scales = ep.quant.quantize(tokens, "mxfp8")
       recv, recv_weights, recv_scales = ep.ep_dispatch(
@@ -84,8 +84,9 @@ def ep_dispatch(
       )
       recv_tokens = ep.quant.dequantize(recv, recv_scales, tokens.dtype)
 
-  They have no derivative; the weights have one. A layer with a `wire` does
-  this by itself, straight through (see `EpLayerConfig`).
+  Such rows have no derivative; the weights have one. A layer with a `wire`
+  quantizes and dequantizes by itself, with a straight-through gradient (see
+  `EpLayerConfig`).
 
   Args:
     handle: from `ep_prepare`, for these tokens.
@@ -93,13 +94,13 @@ def ep_dispatch(
       `max_token_dtype`, H <= `hidden_dim`; leading dims as in `topk_idx`. With
       scales float8_e4m3fn, float8_e5m2, int8 or uint8.
     topk_weights: float [..., K]; converted to float32.
-    scales: float32, bfloat16 or float8_e8m0fnu [..., S], S scales of each row
-      of one byte.
+    scales: float32, bfloat16 or float8_e8m0fnu [..., S], S scales of each fp8
+      or int8 row.
 
   Returns:
     recv_tokens: [C, H] of the tokens' dtype ([R, C, H] in the global view).
     recv_topk_weights: float32 [C] ([R, C]).
-    recv_scales: with scales, [C, S] of their dtype ([R, C, S]), or not at all.
+    recv_scales: [C, S] of the dtype of `scales` ([R, C, S]), only with scales.
 
   Raises:
     ValueError, TypeError: shape or dtype does not fit the handle or the group.
@@ -157,20 +158,21 @@ def _dispatch(
   if scales is None:
     operands = mem, group_sizes, tokens, weights
     return primitives.bind(dispatch_p, params, *operands)
-  parts = tokens, scales.reshape(params.num_tokens, scales.shape[-1])
-  operands = mem, group_sizes, packing.packed(parts), weights
-  moved, weights = primitives.bind(dispatch_bytes_p, params, *operands)
-  tokens, scales = packing.unpacked(moved, packing.columns(parts))
+  scales = scales.reshape(params.num_tokens, scales.shape[-1])
+  operands = mem, group_sizes, fp8_transport.pack(tokens, scales), weights
+  packed, weights = primitives.bind(dispatch_bytes_p, params, *operands)
+  layout = fp8_transport.Layout.of(tokens, scales)
+  tokens, scales = fp8_transport.unpack(packed, layout)
   return [tokens, weights, scales]
 
 
 def check_rows(op: str, name: str, rows: jax.Array, layer: LayerConfig) -> None:
-  """Raises unless `rows` [..., H] have a dtype and size the layer allows."""
+  """Raises unless the layer allows the dtype and size of `rows` [..., H]."""
   group = layer.group
   if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
     raise TypeError(
       f"{op}: {name} is {rows.dtype}, but rows are float32, bfloat16 or"
-      " float16; convert them. (Rows of one byte go with scales=.)"
+      " float16; convert them. (Fp8 and int8 rows need scales=.)"
     )
   if rows.dtype.itemsize > group.max_token_dtype.itemsize:
     raise TypeError(
@@ -221,14 +223,12 @@ def _dispatch_bwd_types(params: OpParams, slots, slot_weights):
 
 
 # Dispatch copies: recv[slot(t, k)] = tokens[t], recv_w[slot(t, k)] = w[t, k].
-# As a matrix on rows it has a one at (slot(t, k), t) for each kept choice, and
-# on weights it is a partial permutation. Transposed:
+# Its transpose is ep_dispatch_bwd:
 #
 #   grad_tokens[t] = sum_k grad_recv[slot(t, k)]
 #   grad_w[t, k]   = grad_recv_w[slot(t, k)]
 #
-# which is what ep_dispatch_bwd computes, and its transpose is dispatch again.
-# The derivative does not see that a layer's wire rounds rows.
+# The derivative ignores that a layer's fp8 transport rounds rows.
 dispatch_bytes_p = primitives.mover(
   "ep_dispatch_bytes", _dispatch_types, target="ep_dispatch"
 )
@@ -241,8 +241,8 @@ primitives.linear_op(dispatch_bwd_p, transposed=dispatch_p)
 primitives.linear_op(dispatch_bytes_p, transposed=dispatch_bwd_p)
 
 
-# Of bytes, dispatch is linear in the weights alone. Engines move weights beside
-# rows, so the tangents of weights go beside rows of one zero.
+# Dispatch of packed rows is linear in the weights alone. Engines send weights
+# beside rows, so the tangents of weights are sent beside rows of one zero.
 def _dispatch_bytes_jvp(primals, tangents, *, params: OpParams):
   mem, group_sizes, *_ = primals
   recv, recv_weights = dispatch_bytes_p.bind(*primals, params=params)

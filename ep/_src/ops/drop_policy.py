@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which choices get a row where not all can.
+"""Decides which choices get a row if the capacity is too small for all.
 
-A choice gets a row if its expert has room: a free row in the last block of its
-slab, or a block of `alignment` rows that its rank has not given away. Choices
-are taken one after the other, and `drop_by` is the order; `reference.assign`
-is that loop. Here nothing is sequential, because blocks are alike. However
-choices are ordered, an expert keeps the first of its own, as many as fit into
-its blocks; so it is enough to know how many blocks each expert gets, its
+`reference.assign` defines the result by a loop over the choices in the order
+`drop_by`. A choice gets a row if its expert has a free row in the last block of
+its slab, or if its rank has a free block of `alignment` rows. The code here
+needs no loop: an expert keeps its first choices in that order, as many as fit
+into its blocks. So it computes the number of blocks of each expert, its
 *quota*.
 
-All ranks of a domain share their choices, which are valid, and compute the
-same. So the op is then given choices that fit, whatever the backend. By "slot",
-the op itself drops.
+All ranks of a domain gather all choices and compute the same result. `prepare`
+then passes only the choices that fit to the backend's op. With "slot", the op
+itself drops.
 """
 
 from __future__ import annotations
@@ -30,21 +29,16 @@ from ep._src.base.backend import OpParams
 from ep._src.base.config import LayerConfig
 
 
-def may_be_needed(params: OpParams) -> bool:
-  """Returns whether some routing of the tokens does not fit the capacity."""
-  return params.layer.worst_case(params.num_tokens) > params.capacity
-
-
 def dropped(
   layer: LayerConfig, tokens: np.ndarray, capacity: int
 ) -> np.ndarray:
-  """Returns how many tokens [N, L] of each rank's experts get no row, as [N].
+  """Returns the number of dropped tokens of each of N ranks, as [N].
 
-  It knows no weights: "weight" counts as "slot", and None as "fair".
+  Without weights, it counts "weight" as "slot", and None as "fair".
 
   Args:
-    layer: its alignment and policy count, and its capacity does not.
-    tokens: of each local expert, in NumPy.
+    layer: gives the alignment and the policy, but not the capacity.
+    tokens: NumPy [N, L], tokens of each local expert.
     capacity: C, rows of a rank.
   """
   wants, blocks = _blocks(layer, tokens), capacity // layer.alignment
@@ -58,10 +52,7 @@ def dropped(
 def assign(
   params: OpParams, topk_idx: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Assigns the choices of a rank. Collective over the EP domain.
-
-  Layers that are alike but for their names share one function in a program,
-  and JAX traces it once for all programs.
+  """Assigns rows to the choices of a rank. Collective over the EP domain.
 
   Args:
     params: the parameters of the op.
@@ -69,9 +60,10 @@ def assign(
     weights: float [T, K].
 
   Returns:
-    `topk_idx` as int32, with -1 for choices that are dropped, and int32 [L],
-    how many of the domain's choices of each local expert are dropped.
+    `topk_idx` as int32, with -1 for dropped choices, and int32 [L], the number
+    of the domain's choices of each local expert that are dropped.
   """
+  # Layers that differ only by name share one traced function.
   nameless = dataclasses.replace(params.layer, name="any")
   return _assign(nameless, topk_idx, weights)
 
@@ -102,7 +94,7 @@ def _assign(
 def _by_weight(weights: jax.Array) -> jax.Array:
   """Returns int32 numbers that ascend as weights descend; NaNs are last.
 
-  Zeros of both signs are equal. Whole numbers compare alike on all platforms.
+  Zeros of both signs are equal. Integers compare alike on all platforms.
   """
   weights = weights.astype(jnp.float32)
   largest = np.int32(np.iinfo(np.int32).max)
@@ -114,23 +106,19 @@ def _by_weight(weights: jax.Array) -> jax.Array:
 
 
 class _Choices(NamedTuple):
-  """[n] choices by expert, then in the order in which the expert takes them.
+  """Arrays [n] of choices, sorted by expert, then `order`, then `place`."""
 
-  Unused ones have the expert E.
-  """
-
-  expert: jax.Array
-  order: jax.Array  # choices are ordered by it, then by place
-  place: jax.Array  # among the n, before they were sorted
-  row: jax.Array  # its row in the slab, if all of the expert get one
+  expert: jax.Array  # E for unused choices
+  order: jax.Array
+  place: jax.Array  # the position before sorting
+  row: jax.Array  # in the expert's slab, if nothing were dropped
 
 
 def _place(layer, blocks, experts, order):
-  """Gives out the rows of all ranks, `blocks` of each, to the choices [n].
+  """Assigns the rows of all ranks, `blocks` of each, to the choices [n].
 
-  `order` has numbers by which the choices of an expert are taken, and equal
-  ones keep their order. Returns bool [n], whether each choice gets a row, and
-  int32 [E], how many get none.
+  An expert takes its choices by ascending `order`; the sort is stable. Returns
+  bool [n], whether each choice gets a row, and int32 [E], the dropped choices.
   """
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   experts, place = jnp.where(experts < 0, E, experts), iota(experts.size)
@@ -149,12 +137,12 @@ def _place(layer, blocks, experts, order):
 
 
 def _quota_fairly(blocks, wants):
-  """Returns the blocks [P, L] that experts get of those that they want.
+  """Returns the blocks [P, L] that experts get of the `wants` [P, L].
 
-  Each expert gets one block in turn, as long as it wants one. So all experts
-  are filled up to a common level of blocks, except that some want fewer. The
-  blocks that are left, fewer than one for each expert, go to the first experts
-  that want more. It takes NumPy arrays, too.
+  Experts get blocks in turn, one each, up to the number that they want. So each
+  expert gets the smaller of its `wants` and a common level. The remaining
+  blocks, fewer than one for each expert, go to the first experts that want
+  more. Also takes NumPy arrays.
   """
   xp = wants.__array_namespace__()
 
@@ -177,7 +165,7 @@ def _quota_fairly(blocks, wants):
 
 
 def _quota_by_weight(layer, blocks, choices):
-  """Gives blocks in the order of the choices that would open them: [E]."""
+  """Returns blocks [E], given in the order of the choices that open them."""
   P, L, E = layer.ep_size, layer.num_local_experts, layer.group.num_experts
   opens = (choices.row % layer.alignment == 0) & (choices.expert < E)
   rank = jnp.where(opens, choices.expert // L, P)
@@ -185,8 +173,8 @@ def _quota_by_weight(layer, blocks, choices):
     (rank, choices.order, choices.place, choices.expert), num_keys=3
   )
   start = jnp.searchsorted(rank, iota(P + 1)).astype(jnp.int32)
-  turn = iota(rank.size) - start[rank]
-  is_given = (turn < blocks) & (rank < P)
+  position = iota(rank.size) - start[rank]
+  is_given = (position < blocks) & (rank < P)
   expert = jnp.where(is_given, expert, E)
   return jnp.zeros(E, jnp.int32).at[expert].add(1, mode="drop")
 

@@ -21,33 +21,32 @@ LEAF_KINDS = [views.RANK] * 6 + [views.TOKENS]
 class EpHandle:
   """The routing that `ep_prepare` returns and the other ops need.
 
-  It is plain arrays and static data, so it crosses jit boundaries, `scan`,
-  `jax.checkpoint`, donation and serialisation. Shapes are those of the local
-  view; in the global view each leaf but `kept` has a leading axis of R ranks.
+  A handle holds plain arrays and static data, so it crosses jit boundaries,
+  `scan`, `jax.checkpoint`, donation and serialisation. The shapes below are of
+  the local view; in the global view each leaf but `kept` has a leading axis of
+  R ranks.
 
-  A refused routing that does not end the program (on GPUs, and in a program
-  that was exported with backend "xla") has sizes and counts of 0, totals of -1,
-  and keeps no choice.
+  An invalid routing does not terminate a program on GPUs, or a program that was
+  exported with backend "xla". Its handle has sizes and counts of 0, totals of
+  -1, and keeps no choice.
 
   Attributes:
-    mem: uint8 [M], the routing in the backend's own form.
+    mem: uint8 [M], the routing in a form that the backend defines.
     group_sizes: int32 [L], rows of each local expert's slab inside the
-      capacity, padding included; what `lax.ragged_dot` takes.
+      capacity, padding included, as `lax.ragged_dot` takes them.
     token_counts: int32 [L], rows of each slab that hold a token, without the
-      padding. TransformerEngine's array of this name includes the padding: code
-      that comes from there needs `group_sizes`, or looks for slabs in the wrong
-      places.
+      padding. TransformerEngine's `token_counts` includes the padding: code
+      from there must use `group_sizes` to find the slabs.
     total_recv_tokens: int32 [1], rows that this rank would receive with an
-      unlimited capacity, padding included. Those past the capacity are dropped.
+      unlimited capacity, padding included. Rows past the capacity are dropped.
     dropped_counts: int32 [L], tokens that chose each local expert and were
       dropped; it was chosen `token_counts + dropped_counts` times.
-    max_recv_tokens: int32 [1], the largest `total_recv_tokens` of the ranks of
-      the EP domain. It is equal on all of them, so that a program can take the
-      same branch on all.
+    max_recv_tokens: int32 [1], the largest `total_recv_tokens` in the EP
+      domain, equal on all its ranks: all can take the same branch.
     kept: bool [*token_shape, K], whether each choice has a row: False if it is
       unused (-1) or was dropped. In the global view it has the leading axes and
       the sharding of `topk_idx`.
-    layer: static; the configuration that it was prepared with.
+    layer: static; the configuration given to `ep_prepare`.
     token_shape: static; leading dims of this rank's tokens, whose product is T.
   """
 
@@ -64,7 +63,7 @@ class EpHandle:
 
   @property
   def leaves(self) -> list[jax.Array]:
-    """The arrays, which have `LEAF_KINDS`."""
+    """The arrays, of the kinds `LEAF_KINDS`."""
     fields = dataclasses.fields(self)
     return [getattr(self, field.name) for field in fields if not field.kw_only]
 
@@ -75,7 +74,7 @@ class EpHandle:
 
   @property
   def params(self) -> OpParams:
-    """The parameters of the ops on this handle."""
+    """The parameters of the ops that take this handle."""
     return self.layer.op_params(math.prod(self.token_shape))
 
 

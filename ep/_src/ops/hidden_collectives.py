@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the collectives of a compiled program that are no exchange of ours."""
+"""Finds the collectives of a compiled program besides the exchanges of `ep`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import jax
 
 from ep._src.base.backend import OPS
 
-# These are opcodes of HLO; an asynchronous collective counts by its start.
 OPCODES = (
   "all-gather",
   "all-reduce",
@@ -24,13 +23,10 @@ OPCODES = (
   "send",
 )
 
-_INSTRUCTION = re.compile(
-  r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?:\(.*?\)|\S+)"
-  rf" (?P<opcode>{'|'.join(OPCODES)})(?:-start)?\(.*$",
-  re.MULTILINE,
-)
+# An instruction, after its name. Asynchronous collectives count by their start.
+_COLLECTIVE = re.compile(rf"(?:\(.*?\)|\S+) ({'|'.join(OPCODES)})(?:-start)?\(")
 
-# A backend without custom calls names the scope of its collectives like the op.
+# Backend "xla" gives its collectives the scope of the op.
 _EXCHANGES = {
   *OPS,
   *("ep_assign", "ep_check", "ep_replicate", "ep_weighted_combine"),
@@ -44,15 +40,14 @@ class Collective:
   opcode: str  # like "all-reduce"
   name: str  # the instruction's, like "all-reduce.3"
   op_name: str  # the path of scopes and primitives that JAX gave it, or ""
-  # The path of what the partitioner made it for, or the name of an argument.
-  cause: str
-  source: str  # of op_name or cause, like "model.py:12", or ""
+  cause: str  # the path of the operand, or the name of an argument
+  source: str  # the source line of op_name or cause, like "model.py:12", or ""
 
   @property
   def scopes(self) -> set[str]:
     """The parts of `op_name`.
 
-    "transpose(jvp(x))" counts as x, too, and "ep_prepare[moe]" as ep_prepare.
+    "transpose(jvp(x))" also counts as x, and "ep_prepare[moe]" as ep_prepare.
     """
     parts = re.split(r"[/()]+", self.op_name)
     names = [part.partition("[")[0] for part in parts]
@@ -62,31 +57,32 @@ class Collective:
 def assert_no_hidden_collectives(
   compiled: jax.stages.Compiled | str, allow: Sequence[str] = ()
 ) -> None:
-  """Fails if a program has a collective that is no exchange of `ep`.
+  """Fails if a program has a collective besides the exchanges of `ep`.
 
   The partitioner inserts collectives where shardings do not fit: a replicated
-  array that should have been sharded costs an all-gather in each step, and
-  nothing says so. In a test of a training step,
+  array that should have been sharded silently costs an all-gather in each step.
+  Call this in a test of a training step:
 
       compiled = jax.jit(step).lower(*args).compile()
       ep.assert_no_hidden_collectives(compiled, allow=["all-reduce"])
 
-  Reads text, runs nothing, and is not collective.
+  It only reads the text of the program, and it is not collective.
 
   Args:
-    compiled: what `jax.jit(f).lower(...).compile()` returns, or its
+    compiled: the result of `jax.jit(f).lower(...).compile()`, or its
       `as_text()`.
-    allow: the collectives that are intended, by any number of
+    allow: the intended collectives, as a list of
       * opcodes: "all-gather", "all-reduce", "all-to-all",
         "collective-broadcast", "collective-permute", "ragged-all-to-all",
         "recv", "reduce-scatter", "send";
       * names of a scope in the path of the collective, such as "grad_sync" for
-        those under `jax.named_scope("grad_sync")`. (XLA may merge two
-        all-reduces into one, which has the path of either.)
+        `jax.named_scope("grad_sync")`. (XLA may merge two all-reduces into
+        one, which has the path of either.)
 
   Raises:
-    AssertionError: there are others; the message gives opcode, path and source
-      line of each. The partitioner's have those of what they work on.
+    AssertionError: the program has other collectives; the message gives opcode,
+      path and source line of each. A collective that the partitioner made has
+      the path and source line of its operand.
     TypeError: `compiled` is not a compiled program.
   """
   hidden = [
@@ -103,25 +99,25 @@ def assert_no_hidden_collectives(
         f" {c.source or 'no source line'}"
         for c in hidden
       )
-      + "\nCheck the shardings of what they work on, or pass in `allow` the"
-      " opcodes, or scopes, of those that are meant."
+      + "\nCheck the shardings of their operands, or pass the opcodes or scopes"
+      " of the intended ones in `allow`."
     )
 
 
 def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
-  """Returns the collectives that are no exchange of ours, in program order."""
+  """Returns the collectives besides our exchanges, in program order."""
   hlo = as_text("assert_no_hidden_collectives", compiled)
   sources = _Sources(hlo)
   instructions = dict(re.findall(r"^\s*(?:ROOT )?%?(\S+) = (.*)$", hlo, re.M))
   found = []
-  for match in _INSTRUCTION.finditer(hlo):
-    line = match[0]
-    if "is_host_transfer=true" in line:
+  for name, line in instructions.items():
+    match = _COLLECTIVE.match(line)
+    if match is None or "is_host_transfer=true" in line:
       continue
     named = _with_metadata(line, instructions)
     collective = Collective(
-      opcode=match["opcode"],
-      name=match["name"],
+      opcode=match[1],
+      name=name,
       op_name=op_name(line),
       cause=op_name(named) or "a value without a name",
       source=sources.of(named),
@@ -132,13 +128,13 @@ def collectives(compiled: jax.stages.Compiled | str) -> list[Collective]:
 
 
 def op_name(instruction: str) -> str:
-  """Returns the path of scopes that a line of HLO names, or an empty text."""
+  """Returns the path of scopes in a line of HLO, or "" if it has none."""
   found = re.search(r'op_name="([^"]*)"', instruction)
   return found[1] if found else ""
 
 
 def _with_metadata(instruction: str, instructions: dict[str, str]) -> str:
-  """Returns the instruction, or the nearest that it works on, with a name."""
+  """Returns the instruction, or its nearest operand that has an op_name."""
   while not op_name(instruction):
     operand = re.search(r"[\w-]+\(%([^\s,)]+)", instruction)
     if not operand or operand[1] not in instructions:
@@ -164,39 +160,30 @@ def as_text(function: str, compiled: object) -> str:
 class _Sources:
   """Finds the source lines of instructions.
 
-  A line is in the instruction itself or, in newer versions of XLA, in tables at
-  the top of the module: a stack frame has a location, which has a file.
+  An instruction has its source line itself or, in newer versions of XLA, a
+  stack frame. Tables in the head of the module map frames to locations, and
+  locations to files.
   """
 
   def __init__(self, hlo: str):
-    self._files = dict(
-      re.findall(r'^(\d+) "(.*)"$', _table(hlo, "FileNames"), re.M)
+    self._files = _table(hlo, "FileNames", r'"(.*)"$')
+    self._locations = _table(
+      hlo, "FileLocations", r"\{file_name_id=(\d+).*? line=(\d+)"
     )
-    self._locations = {
-      at: (file, line)
-      for at, file, line in re.findall(
-        r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)",
-        _table(hlo, "FileLocations"),
-        re.M,
-      )
-    }
-    self._frames = dict(
-      re.findall(
-        r"^(\d+) \{file_location_id=(\d+)", _table(hlo, "StackFrames"), re.M
-      )
-    )
+    self._frames = _table(hlo, "StackFrames", r"\{file_location_id=(\d+)")
 
   def of(self, instruction: str) -> str:
     """Returns "file:line" of an instruction, or "" if it is unknown."""
     if at := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction):
       return f"{at[1]}:{at[2]}"
     frame = re.search(r"stack_frame_id=(\d+)", instruction)
-    location = self._frames.get(frame[1]) if frame else None
-    file, line = self._locations.get(location, ("", ""))
-    return f"{self._files[file]}:{line}" if file in self._files else ""
+    (location,) = self._frames.get(frame[1] if frame else "", [""])
+    file, line = self._locations.get(location, ["", ""])
+    return f"{self._files[file][0]}:{line}" if file in self._files else ""
 
 
-def _table(hlo: str, title: str) -> str:
-  """Returns the lines below `title` in the head of a module."""
+def _table(hlo: str, title: str, row: str) -> dict[str, list[str]]:
+  """Returns the groups of `row` in each numbered line below `title`."""
   table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", hlo, re.M)
-  return table[1] if table else ""
+  rows = re.findall(rf"^(\d+) {row}", table[1] if table else "", re.M)
+  return {number: values for number, *values in rows}

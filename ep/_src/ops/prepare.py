@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
-from ep._src.base.contexts import tapping
-from ep._src.base.kept import keep_routing
+from ep._src.base.contexts import trace_callback
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
@@ -36,12 +36,12 @@ def ep_prepare(
 
   and holds its tokens by ascending source rank, then ascending token.
 
-  Where not all choices can have a row, `layer.overflow` and `layer.drop_by` say
-  which have one.
+  If the rows exceed the capacity, `layer.overflow` and `layer.drop_by` decide
+  which choices get a row.
 
-  `jax.checkpoint` saves the handle with any policy, so that a block which
-  prepares its own handle does not exchange the routing again in the backward
-  pass. See `ep.keep_routing` for the `topk_idx` of a router of your own.
+  `jax.checkpoint` saves the handle with any policy: a block that prepares its
+  handle does not exchange the routing again in the backward pass. Apply
+  `ep.keep_routing` to the `topk_idx` of your own router.
 
   Args:
     layer: the layer's configuration.
@@ -49,9 +49,9 @@ def ep_prepare(
       within a token; -1 is an unused choice. Outside `jax.shard_map` the first
       axis is global, sharded over the data axes and the EP axis.
     topk_weights: float, of the shape of `topk_idx`, as in `ep_dispatch`. Needed
-      if `layer.drop_by` is "weight" or "fair". If it is None and the layer
-      drops, choices are dropped by "fair" with weights, and by "slot" without.
-      `ep.record` reads them, too. The handle has no derivative.
+      if `layer.drop_by` is "weight" or "fair". If `layer.drop_by` is None, the
+      layer drops choices by "fair" with weights, and by "slot" without.
+      `ep.record` also reads the weights. The handle has no derivative.
 
   Returns:
     The handle; see `EpHandle` for its shapes.
@@ -70,12 +70,12 @@ def ep_prepare(
       f"{op}: topk_idx is {topk_idx.dtype}, but expert ids are int32 or int64;"
       " convert them."
     )
-  if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
-    raise ValueError(
-      f"{op}: topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
-      f" [..., {layer.top_k}] with at least one axis of tokens is"
-      " expected."
-    )
+  arguments.check(
+    topk_idx.ndim >= 2 and topk_idx.shape[-1] == layer.top_k,
+    op,
+    f"topk_idx has shape {topk_idx.shape}, but [..., top_k] ="
+    f" [..., {layer.top_k}] with at least one axis of tokens is expected.",
+  )
   arguments.check(
     layer.overflow != "chunk",
     op,
@@ -88,14 +88,26 @@ def ep_prepare(
   params = layer.op_params(math.prod(token_shape))
   layer.config.check_tokens(op, params.num_tokens)
   is_ordered = layer.config.rule(topk_weights is not None) != "slot"
+  arguments.check(
+    topk_weights is not None or not is_ordered,
+    op,
+    f'drop_by = "{layer.drop_by}" keeps the choices of the largest weights, but'
+    " topk_weights is None; pass the weights of topk_idx.",
+  )
   if topk_weights is not None:
-    topk_weights = _checked_weights(op, topk_idx, topk_weights)
-  elif is_ordered:
-    raise ValueError(
-      f'{op}: drop_by = "{layer.drop_by}" keeps the choices of the largest'
-      " weights, but topk_weights is None; pass the weights of topk_idx."
+    topk_weights = lax.stop_gradient(jnp.asarray(topk_weights))
+    arguments.check(
+      topk_weights.shape == topk_idx.shape,
+      op,
+      f"topk_weights has shape {topk_weights.shape}, but topk_idx"
+      f" {topk_idx.shape}; pass a weight for each id.",
     )
-  if not (is_ordered or tapping.value):
+    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+      raise TypeError(
+        f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
+        " point; convert them."
+      )
+  if not (is_ordered or trace_callback.value):
     topk_weights = None
 
   leaves = view.call(
@@ -109,53 +121,35 @@ def ep_prepare(
   return EpHandle(*leaves, layer=layer, token_shape=token_shape)
 
 
-def _checked_weights(op, topk_idx, topk_weights):
-  topk_weights = lax.stop_gradient(jnp.asarray(topk_weights))
-  if topk_weights.shape != topk_idx.shape:
-    raise ValueError(
-      f"{op}: topk_weights has shape {topk_weights.shape}, but topk_idx"
-      f" {topk_idx.shape}; pass a weight for each id."
-    )
-  if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
-    raise TypeError(
-      f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
-      " point; convert them."
-    )
-  return topk_weights
-
-
 def _prepare(
   params: OpParams, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> list[jax.Array]:
   """Returns the leaves of the handle."""
   layer = params.layer
   ids = topk_idx.reshape(params.num_tokens, layer.top_k)
-  may_assign = layer.rule(
-    is_weighted=True
-  ) != "slot" and drop_policy.may_be_needed(params)
-  if may_assign and topk_weights is not None:
+  may_overflow = layer.worst_case(params.num_tokens) > params.capacity
+  is_ordered = layer.rule(is_weighted=True) != "slot"
+  if may_overflow and is_ordered and topk_weights is not None:
     weights = topk_weights.reshape(ids.shape)
     leaves = primitives.bind(assigned_prepare_p, params, ids, weights)
   else:
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
   results = [*sizes, kept.reshape(topk_idx.shape)]
-  tap = tapping.value
-  if tap is None:
+  if (callback := trace_callback.value) is None:
     return results
-  return tap(layer, topk_idx, topk_weights, results)
+  return callback(layer, topk_idx, topk_weights, results)
 
 
 def _assigned_prepare(
-  params: OpParams, ids: jax.Array, weights: jax.Array
+  ids: jax.Array, weights: jax.Array, *, params: OpParams
 ) -> list[jax.Array]:
-  """Prepares the choices, and if rows are short, those that are assigned one.
+  """Prepares all choices; if they overflow, prepares the assigned ones again.
 
-  The first op keeps all choices, unless rows are short. Once it has succeeded,
-  all ranks have come, and their choices are valid. So it is the op that reports
-  a late rank or a wrong id, and no collective of XLA's waits before. Where an
-  op fails without ending the program, its totals are -1, and nothing is
-  assigned after it.
+  The first op reports late ranks and wrong ids. After it, all ranks have
+  arrived with valid choices, so the collectives of `assign` do not wait. An op
+  that fails without terminating the program returns totals of -1, and then
+  nothing is assigned.
   """
   first = prepare_p.bind(ids, params=params)
   *_, wanted_here, _, wanted, _ = first
@@ -196,6 +190,6 @@ def _out_types(params: OpParams, topk_idx, weights=None):
 
 
 prepare_p = primitives.op("ep_prepare", _out_types)
-assigned_prepare_p = primitives.of_rank(
-  "ep_assign", _out_types, _assigned_prepare
+assigned_prepare_p = primitives.composite(
+  "ep_assign", _assigned_prepare, _out_types
 )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns an op into a JAX primitive, and states what it is linear in.
+"""Makes the JAX primitives of the ops, and declares their linearity.
 
-A primitive has one parameter: the frozen `OpParams`. Its operands are arrays of
-one rank. For a mover these are first the handle's `mem` and `group_sizes`, then
-what it is linear in. Linearity is all that JAX needs to know: `linear_op`
-states the transpose, and forward mode, reverse mode, their compositions and
-`jax.checkpoint` follow. (A `custom_vjp` would lose forward mode and add
-nothing.)
+Each primitive has one parameter, the frozen `OpParams`. Its operands are the
+arrays of one rank. The operands of a mover are the handle's `mem` and
+`group_sizes`, then the operands in which it is linear. `linear_op` declares the
+transpose. From it JAX derives forward mode, reverse mode, their compositions
+and `jax.checkpoint`; a `custom_vjp` would have no forward mode.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import jax
 from ep._src.base import compat, primitive
 from ep._src.base.backend import OpParams
 from ep._src.base.compat import ad
-from ep._src.ops import wire
+from ep._src.ops import fp8_transport
 
 OutTypes = Callable[..., Sequence[jax.ShapeDtypeStruct]]
 
@@ -44,12 +43,13 @@ def mover(
   target: str | None = None,
   of_bytes: compat.Primitive | None = None,
 ) -> compat.Primitive:
-  """Makes the primitive of an op that moves rows `xs[0]`, and perhaps weights.
+  """Makes the primitive of an op that sends rows `xs[0]`, perhaps with weights.
 
-  Its operands are `(mem, group_sizes, *xs)`. `out_types(params, *xs)` returns
-  shapes and dtypes of the outputs; `target` is the connection's name of the op,
-  by default the same. `of_bytes` moves rows of bytes as this one moves those of
-  floats: it takes them if the layer has a `wire`.
+  Args:
+    name: the name of the primitive; its operands are `(mem, group_sizes, *xs)`.
+    out_types: `out_types(params, *xs)` returns the types of the outputs.
+    target: the connection's name of the op; None is `name`.
+    of_bytes: the same op for packed rows; a layer with a `wire` uses it.
   """
 
   def types(params: OpParams, mem, group_sizes, *xs):
@@ -59,8 +59,8 @@ def mover(
   def lower(ctx, mem, group_sizes, *xs, params: OpParams):
     format = params.layer.wire
     if of_bytes is not None and format is not None:
-      move = functools.partial(wire.move, of_bytes, format, params)
-      return compat.lower_local(move)(ctx, mem, group_sizes, *xs)
+      send = functools.partial(fp8_transport.send, of_bytes, format, params)
+      return compat.lower_local(send)(ctx, mem, group_sizes, *xs)
     of_mem, _, *of_xs = ctx.avals_in
     ctx = ctx.replace(avals_in=[of_mem, *of_xs])
     lower_op = params.connection.lower
@@ -69,33 +69,22 @@ def mover(
   return _new(name, types, lower)
 
 
-def of_rank(
+def composite(
   name: str,
-  out_types: OutTypes,
   fn: Callable[..., Sequence[jax.Array]],
+  out_types: OutTypes | None = None,
 ) -> compat.Primitive:
-  """Makes a primitive of `fn(params, *operands)`, which has no derivative.
+  """Makes a primitive of `fn(*operands, params)`, a function of ops.
 
-  `fn` works on the arrays of a rank and may call collectives, which have the
-  scope `name`.
+  The collectives of `fn` have the scope `name`. The caller adds derivatives.
+  Without `out_types`, JAX derives the output types from `fn`.
   """
 
-  def lower(ctx, *operands, params: OpParams):
-    scoped = jax.named_scope(name)(functools.partial(fn, params))
-    return compat.lower_local(scoped)(ctx, *operands)
-
-  return _new(name, out_types, lower)
-
-
-def composite(
-  name: str, fn: Callable[..., Sequence[jax.Array]]
-) -> compat.Primitive:
-  """Makes a primitive of a function of ops; the caller adds its rules."""
-
-  def out_types(params: OpParams, *avals):
+  def derived(params: OpParams, *avals):
     return jax.eval_shape(functools.partial(fn, params=params), *avals)
 
-  return _new(name, out_types, compat.mlir.lower_fun(fn, multiple_results=True))
+  lower = compat.lower_local(jax.named_scope(name)(fn))
+  return _new(name, out_types or derived, lower)
 
 
 def _new(
@@ -105,7 +94,7 @@ def _new(
     outs = out_types(params, *avals)
     return [compat.out_aval(o.shape, o.dtype, avals[0]) for o in outs]
 
-  # Not cacheable: each op of a program has its own position in it.
+  # Each op has its own position in a program, so JAX must not cache lowerings.
   return primitive.new(name, types, lower, cacheable=False)
 
 

@@ -1,33 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numeric contract of ep, on whole arrays: the results of every backend.
 
-NumPy arrays give NumPy arrays, by operations that have the contract's bits.
-Traced JAX arrays can be differentiated.
+NumPy arrays give NumPy arrays, with the bits of the contract. Traced JAX arrays
+can be differentiated.
 
-Arrays carry a leading axis for the `P` ranks of one EP domain. `T` tokens of a
+Arrays have a leading axis for the `P` ranks of one EP domain. `T` tokens of a
 rank, `K` choices of a token, `E` experts, `L = E / P` local experts (expert `e`
 lives on rank `e // L`), `C` receive capacity of a rank, `H` hidden size.
 
 * Layout: expert-major. The slab of local expert `j` starts at
   `offset[j] = sum_{i<j} roundup(count[i], alignment)`; its rows ascend by
-  source rank, then by source token. Rows and weights that pad a slab, and those
-  past the last slab, are zero.
-* Choices: -1 is an unused one. Slots at or past `C` are dropped, along with
+  source rank, then by source token. Padding rows, rows past the last slab, and
+  their weights are zero.
+* Choices: -1 is an unused choice. Slots at or past `C` are dropped, along with
   their weights and gradients; `total_recv_tokens` and `max_recv_tokens` include
   dropped slots and padding.
 * Sums: `sum_k row(t, k)` starts at +0.0, runs in float32 in ascending `k`, and
   is rounded once, to the dtype of the rows. A weighted row is a float32 product
   that is rounded before it is added. Denormal float32 numbers are zeros of
-  their sign, before and after each product and each addition. A sum that is
-  zero in the end is +0.
-* Derivatives: dispatch and combine move rows along the same routing in opposite
+  their sign, before and after each product and each addition. A final sum of
+  zero is +0.
+* Derivatives: dispatch and combine send rows along the same routing in opposite
   directions, so each is the other's transpose.
 
-XLA does not keep these bits: in one program it may contract the product and the
-sum into an FMA, which rounds once where the contract rounds twice, it takes
-`0 + x` for `x`, which keeps a -0 and a denormal, and XLA:CPU does not always
-move a bfloat16 unchanged. So results of JAX arrays are exact for whole numbers
-only.
+Results of JAX arrays are exact only for integers, because XLA does not keep
+these bits. It may contract a product and a sum into an FMA, which rounds once.
+It replaces `0 + x` by `x`, which may be -0 or a denormal. XLA:CPU may change
+the bits of a bfloat16 that it copies.
 """
 
 import itertools
@@ -45,9 +44,9 @@ class Routing(NamedTuple):
 
   rank: Array  # [P, T, K] destination rank; -1: unused or dropped
   slot: Array  # [P, T, K] row on that rank; -1: unused or dropped
-  group_sizes: Array  # [P, L] rows of each slab, cut at the capacity
+  group_sizes: Array  # [P, L] rows of each slab within the capacity
   token_counts: Array  # [P, L] rows of each slab that hold a token
-  total_recv_tokens: Array  # [P, 1] rows wanted, dropped ones included
+  total_recv_tokens: Array  # [P, 1] rows, dropped ones included
   dropped_counts: Array  # [P, L] tokens of each expert without a row
   max_recv_tokens: Array  # [P, 1] the largest total_recv_tokens of all ranks
   kept: Array  # [P, T, K] whether a choice has a slot
@@ -88,14 +87,14 @@ def assign(
   """Returns which choices get a row: bool [P, T, K].
 
   `topk_idx` are NumPy ids [P, T, K], and `weights` float [P, T, K], or None for
-  `drop_by="slot"`. The loop takes the choices one after the other, in the order
-  that `drop_by` names, and keeps what has room.
+  `drop_by="slot"`. The loop takes the choices in the order `drop_by`, and keeps
+  each one for which its rank has a free row.
   """
   L = num_experts // len(topk_idx)
   kept = np.zeros(topk_idx.shape, bool)
-  rows = np.zeros(num_experts, int)  # rows that each expert has given away
+  rows = np.zeros(num_experts, int)  # kept choices of each expert
 
-  def has_room(expert):
+  def has_free_row(expert):
     """Returns whether the slabs of its rank fit with one more row."""
     wanted = rows + (np.arange(num_experts) == expert)
     slabs = wanted.reshape(-1, L)[expert // L]
@@ -109,37 +108,37 @@ def assign(
     return (True, 0.0) if math.isnan(weight) else (False, -weight)
 
   def in_order(choices):
-    """Returns choices (r, t, k) in the order in which they are taken."""
+    """Returns choices (r, t, k) in the order `drop_by`."""
     if drop_by == "slot":
       return sorted(choices, key=expert)
     by_weight = sorted(choices, key=lightness)
     if drop_by == "weight":
       return by_weight
-    turns = []  # an expert gets one block of rows in each turn
+    blocks = []  # (number of the block in its expert's slab, choice)
     for _, own in itertools.groupby(sorted(by_weight, key=expert), expert):
-      turns += [(row // alignment, c) for row, c in enumerate(own)]
-    return [choice for _, choice in sorted(turns, key=lambda turn: turn[0])]
+      blocks += [(row // alignment, c) for row, c in enumerate(own)]
+    return [choice for _, choice in sorted(blocks, key=lambda block: block[0])]
 
   for choice in in_order([*zip(*np.nonzero(topk_idx >= 0), strict=True)]):
-    if has_room(expert(choice)):
+    if has_free_row(expert(choice)):
       rows[expert(choice)] += 1
       kept[choice] = True
   return kept
 
 
 def prepare_assigned(topk_idx, kept, *, num_experts, **sizes):
-  """Returns the routing of what `assign` has kept, in NumPy.
+  """Returns the routing of the choices that `assign` kept, in NumPy.
 
-  What is wanted, and what is dropped of it, is counted for all choices.
+  The totals and the dropped counts are of all choices.
   """
-  wanted = prepare(topk_idx, num_experts=num_experts, **sizes)
-  got = np.where(kept, topk_idx, -1)
+  every = prepare(topk_idx, num_experts=num_experts, **sizes)
+  assigned = np.where(kept, topk_idx, -1)
   dropped = topk_idx[(topk_idx >= 0) & ~kept]
   dropped_counts = np.bincount(dropped, minlength=num_experts)
-  return prepare(got, num_experts=num_experts, **sizes)._replace(
-    total_recv_tokens=wanted.total_recv_tokens,
+  return prepare(assigned, num_experts=num_experts, **sizes)._replace(
+    total_recv_tokens=every.total_recv_tokens,
     dropped_counts=dropped_counts.reshape(len(topk_idx), -1).astype(np.int32),
-    max_recv_tokens=wanted.max_recv_tokens,
+    max_recv_tokens=every.max_recv_tokens,
   )
 
 
@@ -175,11 +174,11 @@ def combine_bwd(routing, g, *, capacity):
 
 
 def _scatter(routing, x, capacity):
-  """Moves each choice to its slot: [P, T, K or 1, ...] to [P, C, ...]."""
+  """Copies each choice to its slot: [P, T, K or 1, ...] to [P, C, ...]."""
   xp = x.__array_namespace__()
   P, _, _, *rest = x.shape
   x = xp.broadcast_to(x, (*routing.slot.shape, *rest))
-  # Choices without a slot go to one more row, which is cut off.
+  # Choices without a slot are copied to one more row, which is cut off.
   at = routing.rank, xp.where(routing.kept, routing.slot, capacity)
   rows = xp.zeros((P, capacity + 1, *rest), x.dtype)
   if isinstance(rows, np.ndarray):
@@ -190,7 +189,7 @@ def _scatter(routing, x, capacity):
 
 
 def _gather(routing, rows):
-  """Moves each slot to its choice: [P, C, ...] to [P, T, K, ...]."""
+  """Copies each slot to its choice: [P, C, ...] to [P, T, K, ...]."""
   xp = rows.__array_namespace__()
   kept = routing.kept
   kept = kept.reshape(*kept.shape, *[1] * (rows.ndim - 2))

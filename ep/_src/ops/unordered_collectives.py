@@ -2,23 +2,24 @@
 """Finds collectives of XLA that nothing orders on CPUs.
 
 XLA:CPU matches the ranks' collectives by the order in which each rank starts
-them. A collective waits in place, so collectives of one computation start in
-program order. A loop is one step of this order, and the next step may start as
-soon as the loop's call returns. Our ops return before they are done (see "Why
-handlers never wait" in docs/architecture.md), and so does a loop around them:
-the rest of the loop runs in another thread, beside the program. A collective of
-the loop and a later collective of the program then start in any order, which
-may differ between ranks. Ranks exchange values of different collectives, and
-XLA ends the process if their sizes differ. A branch is like a loop if it has a
-collective after one of our ops.
+them. Collectives of one computation start in program order. A loop is one step
+of this order, and the next step may start as soon as the loop's call returns.
+Our ops return before they are done, and so does a loop around them: the rest of
+the loop runs in another thread. A collective of the loop and a later collective
+of the program then start in any order, which may differ between ranks. Ranks
+exchange values of different collectives, and XLA terminates the process if the
+sizes differ. The same holds for a branch with a collective after one of our
+ops.
 
-A loop in which both are is safe if all later collectives need its results.
+A loop with ops and collectives is safe if all later collectives need its
+results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import functools
 import re
 
 import jax
@@ -27,7 +28,7 @@ from ep._src.base.backend import OPS
 from ep._src.ops.hidden_collectives import as_text, op_name, OPCODES
 
 # The handlers of these targets return before they are done.
-_OP = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
+_TARGET = re.compile(f'custom_call_target="(?:{"|".join(OPS)})"')
 
 
 def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
@@ -37,22 +38,22 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
   program. If the loop has collectives of XLA, such as the all-reduce of a
   gradient, and a collective after the loop does not need the loop's results,
   ranks may start the two in different orders. The ranks then exchange the
-  values of different collectives: results are wrong, or the process ends. In a
-  test of a training step,
+  values of different collectives: results are wrong, or the process terminates.
+  Call this in a test of a training step:
 
       compiled = jax.jit(step).lower(*args).compile()
       ep.assert_ordered_collectives(compiled)
 
-  Reads text, runs nothing, and is not collective. Backend "xla" has nothing to
-  find, since all of its collectives are of XLA.
+  It only reads the text of the program, and it is not collective. With backend
+  "xla" it finds nothing, since XLA orders all of its collectives.
 
   Args:
-    compiled: what `jax.jit(f).lower(...).compile()` returns, or its
+    compiled: the result of `jax.jit(f).lower(...).compile()`, or its
       `as_text()`.
 
   Raises:
-    AssertionError: there are such collectives; the message names each, its
-      loop, and what to change.
+    AssertionError: there are such collectives; the message names each with its
+      loop, and the cure.
     TypeError: `compiled` is not a compiled program.
   """
   program = _Program(as_text("assert_ordered_collectives", compiled))
@@ -62,10 +63,10 @@ def assert_ordered_collectives(compiled: jax.stages.Compiled | str) -> None:
   ]
   if unordered:
     raise AssertionError(
-      "on CPUs, nothing orders these collectives and those of a loop around ops"
-      f" of ep:{''.join(unordered)}\nLet the later collective need a result of"
-      " the loop, unroll the loop (lax.scan(..., unroll=True)), or use"
-      ' ep_bootstrap(backend="xla").'
+      "on CPUs, nothing orders these collectives and the collectives of a loop"
+      f" around ops of ep:{''.join(unordered)}\nLet the later collective need a"
+      " result of the loop, unroll the loop (lax.scan(..., unroll=True)), or"
+      ' use ep_bootstrap(backend="xla").'
     )
 
 
@@ -77,7 +78,7 @@ def loops_with_collectives(compiled: jax.stages.Compiled | str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-  """An instruction, what it works on, and the computations that it calls."""
+  """An instruction, its operands, and the computations that it calls."""
 
   line: str
   opcode: str
@@ -99,10 +100,7 @@ class _Program:
       computation: dict(_instructions(body, bodies))
       for computation, body in bodies.items()
     }
-    self._has_op = self._reaching(lambda x: _OP.search(x.line))
-    self._has_collective = self._reaching(
-      lambda x: x.opcode.removesuffix("-start") in OPCODES
-    )
+    self._runs = functools.cache(self._search)
 
   def loops(self) -> Iterable[_Instruction]:
     """Yields the loops and branches that start collectives after our ops."""
@@ -112,7 +110,7 @@ class _Program:
           yield x
 
   def unordered(self) -> Iterable[tuple[_Instruction, _Instruction]]:
-    """Yields each of these with a later collective that does not need it."""
+    """Yields each of `loops` with a later collective that does not need it."""
     for instructions in self._computations.values():
       names = list(instructions)
       for i, loop in enumerate(instructions.values()):
@@ -123,42 +121,35 @@ class _Program:
           x = instructions[later]
           if not needing.isdisjoint(x.operands):
             needing.add(later)
-          elif self._is(x, self._has_collective):
+          elif self._runs(x, _is_collective):
             yield loop, x
 
   def _is_loose(self, x):
-    """Returns whether `x` may start a collective after it has returned."""
+    """Returns whether `x` may start a collective after its call returns."""
     if x.opcode == "while":
-      return self._is(x, self._has_op) and self._is(x, self._has_collective)
+      return self._runs(x, _is_op) and self._runs(x, _is_collective)
     return any(map(self._starts_late, x.called))
 
   def _starts_late(self, computation):
     is_late = False
     for x in self._computations[computation].values():
-      if (is_late and self._is(x, self._has_collective)) or self._is_loose(x):
+      if (is_late and self._runs(x, _is_collective)) or self._is_loose(x):
         return True
-      is_late |= self._is(x, self._has_op)
+      is_late |= self._runs(x, _is_op)
     return False
 
-  def _is(self, x, kind):
-    instructions, computations = kind
-    return x in instructions or not computations.isdisjoint(x.called)
+  def _search(self, x, is_kind):
+    """Returns whether `x`, or an instruction that it calls, is of a kind."""
+    called = (y for c in x.called for y in self._computations[c].values())
+    return is_kind(x) or any(self._runs(y, is_kind) for y in called)
 
-  def _reaching(self, is_kind):
-    """Returns instructions of a kind, and the computations that reach them."""
-    found: set[_Instruction] = set()
-    reaching: set[str] = set()
-    before = -1
-    for instructions in self._computations.values():
-      found.update(filter(is_kind, instructions.values()))
-    while len(reaching) > before:
-      before = len(reaching)
-      reaching.update(
-        computation
-        for computation, instructions in self._computations.items()
-        if any(self._is(x, (found, reaching)) for x in instructions.values())
-      )
-    return found, reaching
+
+def _is_op(x):
+  return bool(_TARGET.search(x.line))
+
+
+def _is_collective(x):
+  return x.opcode.removesuffix("-start") in OPCODES
 
 
 def _instructions(

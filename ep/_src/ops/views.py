@@ -2,16 +2,16 @@
 """The two views of an op: the global one is `shard_map` around the local one.
 
 Inside `jax.shard_map` with the EP axis manual, an op works on the arrays of
-its rank. Outside, it works on global arrays, and only this file maps one to the
-other. Four kinds of arrays occur, sharded along their first axis or not at all:
+its rank. Outside, it works on global arrays. Only this file maps one view to
+the other. Arrays have four kinds, by the sharding of their first axis:
 
   token arrays    [..., H] over (*data_axes, ep): ranks own consecutive tokens
   rank arrays     [R, ...] over (*data_axes, ep): one entry per rank; the local
                   view drops the axis
-  expert arrays   [E, ...] over ep, and alike on all else: [L, ...] locally
-  replicated      alike on all ranks
+  expert arrays   [E, ...] over ep, replicated over other axes: [L, ...] locally
+  replicated      equal on all ranks
 
-Any other sharding is written as a `PartitionSpec`.
+Any other sharding is given as a `PartitionSpec`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class View:
   Attributes:
     group: the group whose ranks run the op.
     op: its name, for messages.
-    mesh: the mesh of the global view; None in the local one.
+    mesh: the mesh of the global view; None in the local view.
   """
 
   group: EpGroup
@@ -52,7 +52,7 @@ class View:
 
   @classmethod
   def of(cls, group: EpGroup, op: str) -> View:
-    """Returns the view here, which is local if the EP axis is manual.
+    """Returns the local view if the EP axis is manual here, else the global.
 
     Raises:
       ValueError: the mesh in context does not fit the group.
@@ -78,13 +78,13 @@ class View:
 
   @property
   def is_local(self) -> bool:
-    """Whether arrays hold the part of one rank."""
+    """Whether arrays are parts of one rank."""
     return self.mesh is None
 
   def lead(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the leading dims of a rank's part of a token array.
+    """Returns the leading dims, all but the last, of a rank's token array.
 
-    `shape` [..., last] is of the array in this view; the last dim is dropped.
+    `shape` is the shape of the array in this view.
 
     Raises:
       ValueError: the first axis cannot be split over the ranks.
@@ -100,7 +100,7 @@ class View:
         f" and must be a multiple of {ranks} (mesh axes"
         f" {self.group.token_axes}). Pass pad=True to moe_layer or"
         " ep.MoE; to an op, add tokens whose ids are -1. Under jax.vmap"
-        " the first axis is that of the examples."
+        " the first axis is the axis of examples."
       )
     return (lead[0] // ranks, *lead[1:])
 
@@ -114,34 +114,33 @@ class View:
     *,
     keep: bool = True,
   ) -> Any:
-    """Returns `local_fn(*static, *args)`, run in this view.
+    """Runs `local_fn(*static, *args)` in this view and returns its result.
 
-    Calls that differ only in `args` share a jitted program, so that outside of
-    `jax.jit` only the first one compiles. Inside, the program is inlined: each
-    of its ops gets a position of its own. The group's connection keeps the
-    program, which must not keep the group open in turn. So the program holds
-    the configuration of a layer in `static`, and not the layer.
+    Calls that differ only in `args` share a jitted program: outside of
+    `jax.jit` only the first call compiles. Inside, JAX inlines the program, so
+    each op gets its own position. The group's connection keeps the program, and
+    the program must not keep the group open. So it holds the configuration of a
+    layer in `static` instead of the layer.
 
     Args:
-      local_fn: a function of a module, since a closure is new in each call. It
-        works on the arrays of a rank. Messages name its parameters.
+      local_fn: a module-level function of a rank's arrays; a closure would be a
+        new function in each call. Messages name its parameters.
       static: its first arguments.
       args: its other arguments, which are pytrees of arrays.
       in_kinds: for each of `args` TOKENS, RANK, EXPERTS, REPLICATED or a
-        `PartitionSpec`, or a pytree of these whose leaves stand for all arrays
-        below them.
+        `PartitionSpec`, or a pytree of these that is a prefix of the argument.
       out_kinds: the same for the result.
-      keep: whether to keep the program, which must be False if `static` refers
-        to values that are traced now.
+      keep: whether to keep the program. It must be False if `static` refers to
+        values that are traced now.
     """
     group, op = self.group, self.op
     if self.mesh is not None:
       names = local_fn.__code__.co_varnames[len(static) :]
       _check_places(group, op, names, args, in_kinds)
     kinds, tree = jax.tree.flatten((tuple(in_kinds), out_kinds))
-    make = group.connection.cached if keep else _call
+    cached = functools.partial(group.connection.cached, _program)
+    make = cached if keep else _program
     program = make(
-      _program,
       op.partition("(")[0],
       local_fn,
       tuple(x.config if isinstance(x, EpLayerConfig) else x for x in static),
@@ -156,11 +155,10 @@ class View:
 
 
 def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
-  """Raises unless the program's mesh puts each device where the group does.
+  """Raises unless the program's mesh has the group's devices in their order.
 
-  Without `jax.set_mesh` this is unknown while tracing, since the mesh of a
-  `shard_map` has no devices then. If places matter to the backend, ep_prepare
-  compares them when it runs.
+  Without `jax.set_mesh` the mesh of a `shard_map` has no devices while tracing.
+  If the order matters to the backend, ep_prepare compares it when it runs.
   """
   if dict(mesh.shape) != dict(group.mesh.shape):
     raise ValueError(
@@ -170,10 +168,6 @@ def _check_mesh(group: EpGroup, op: str, mesh: Mesh) -> None:
     )
   if devices := compat.concrete_context_mesh():
     group.connection.check_places(op, devices)
-
-
-def _call(fn, *args):
-  return fn(*args)
 
 
 def _program(
@@ -189,8 +183,7 @@ def _program(
 ) -> Callable[..., Any]:
   """Returns the jitted program of a call; without a mesh, of one rank.
 
-  JAX's caches do not depend on the tail of ops that are traced now, but this
-  program does.
+  `tail` is unused here, but a part of the key by which programs are kept.
   """
   del tail
   group = connection.group
@@ -206,9 +199,15 @@ def _program(
     of_rank = fn
     in_kinds, out_kinds = jax.tree.unflatten(tree, kinds)
 
+    def on_rank_arrays(change, kinds, arrays):
+      def of_kind(kind, xs):
+        return jax.tree.map(change, xs) if kind == RANK else xs
+
+      return jax.tree.map(of_kind, kinds, arrays)
+
     def of_ranks(*args):
-      args = jax.tree.map(_drop_rank_axis, in_kinds, args)
-      return jax.tree.map(_add_rank_axis, out_kinds, of_rank(*args))
+      args = on_rank_arrays(lambda x: x.reshape(x.shape[1:]), in_kinds, args)
+      return on_rank_arrays(lambda x: x[None], out_kinds, of_rank(*args))
 
     in_specs = _specs(group, in_kinds)
     mapped = jax.shard_map(
@@ -228,11 +227,10 @@ def _program(
 
 
 def resharded(mesh: Mesh, spec: PartitionSpec, arrays: Any) -> Any:
-  """Returns arrays whose type says the Explicit axes of `spec`.
+  """Returns arrays with the sharding of `spec` along Explicit mesh axes.
 
-  XLA places them along Auto axes as the program demands. An array that has this
-  sharding already does not move, and gradients get the sharding of the given
-  array.
+  XLA chooses the sharding along Auto axes. JAX does not copy an array that has
+  this sharding already. Gradients get the sharding of the given array.
   """
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   if AxisType.Explicit not in types.values():
@@ -262,16 +260,6 @@ def _specs(group: GroupConfig, kinds: Any) -> Any:
   return jax.tree.map(spec, kinds)
 
 
-def _drop_rank_axis(kind, arrays):
-  if kind != RANK:
-    return arrays
-  return jax.tree.map(lambda x: x.reshape(x.shape[1:]), arrays)
-
-
-def _add_rank_axis(kind, arrays):
-  return jax.tree.map(lambda x: x[None], arrays) if kind == RANK else arrays
-
-
 def _check_places(
   group: EpGroup,
   op: str,
@@ -279,10 +267,10 @@ def _check_places(
   args: Sequence[Any],
   kinds: Sequence[Any],
 ) -> None:
-  """Refuses arrays on other devices, and warns of arrays that JAX moves.
+  """Refuses arrays on other devices, and warns of arrays that JAX reshards.
 
-  It looks only at arrays with values: the sharding that XLA chooses for a
-  tracer is not known yet. A fully replicated array is not moved, but sliced.
+  Tracers are not checked: XLA has not chosen their sharding yet. JAX slices a
+  fully replicated array without communication.
   """
   mesh = compat.concrete_context_mesh() or group.mesh
   if not has_devices(mesh):
@@ -300,7 +288,7 @@ def _check_places(
     what = f"{op}: {name} of shape {x.shape} has the sharding {x.sharding}"
     if x.sharding.device_set != wanted.device_set:
       raise ValueError(
-        f"{what}, whose devices are not those of the group's mesh; the op needs"
+        f"{what}, whose devices differ from the group's mesh; the op needs"
         f" {wanted}. Put the array there with jax.device_put."
       )
     if not x.is_fully_replicated:

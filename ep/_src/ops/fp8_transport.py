@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs fp8 or int8 rows with their scales, and sends a layer's rows as fp8."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from ep._src.base import compat, quantizers
+from ep._src.base.backend import OpParams
+from ep._src.matmul.row_map import map_used_rows
+
+
+class Layout(NamedTuple):
+  """The sizes and dtypes of rows [n, H], one byte an element, and scales."""
+
+  width: int
+  dtype: str
+  num_scales: int
+  scale_dtype: str
+
+  @classmethod
+  def of(cls, rows: jax.Array, scales: jax.Array) -> Layout:
+    """Returns the layout of rows [n, H] and scales [n, S]."""
+    return cls(
+      *(rows.shape[1], rows.dtype.name), *(scales.shape[1], scales.dtype.name)
+    )
+
+
+def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:
+  """Returns each row and its scales side by side, as uint8 [n, bytes].
+
+  The number of bytes is even, because native backends copy pairs of bytes.
+  """
+  num_bytes = rows.shape[1] + scales.shape[1] * scales.dtype.itemsize
+  if not len(rows):
+    # Shardy of jaxlib 0.10.2 cannot partition a function all of whose operands
+    # are empty, unless it does not use them.
+    return jnp.zeros((0, num_bytes + num_bytes % 2), jnp.uint8)
+  parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in (rows, scales)]
+  packed = jnp.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
+  return jnp.pad(packed, ((0, 0), (0, num_bytes % 2)))
+
+
+def unpack(packed: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+  """Inverts `pack`: returns rows [n, H] and scales [n, S]."""
+  H, dtype, S, scale_dtype = layout
+  size = jnp.dtype(scale_dtype).itemsize
+  rows, scales, _ = jnp.split(packed, [H, H + S * size], axis=1)
+  shape = len(packed), S
+  scales = lax.bitcast_convert_type(scales.reshape(*shape, size), scale_dtype)
+  return lax.bitcast_convert_type(rows, dtype), scales.reshape(shape)
+
+
+def send(
+  of_bytes: compat.Primitive,
+  format: str,
+  params: OpParams,
+  mem: jax.Array,
+  group_sizes: jax.Array,
+  rows: jax.Array,
+  *weights: jax.Array,
+) -> list[jax.Array]:
+  """Quantizes rows [T, H], sends them by `of_bytes`, and dequantizes the slots.
+
+  Returns the slots of the rows, and of the weights if there are any.
+  """
+  quantized = quantizers.quantize(rows, format)
+  received, *weights = of_bytes.bind(
+    mem, group_sizes, pack(*quantized), *weights, params=params
+  )
+  # In one loop, XLA:CPU would compute a block's scale again for each element.
+  layout = Layout.of(*quantized)
+  factors = map_used_rows(_Factors(layout), group_sizes, received)
+  read = _Rows(layout, rows.dtype)
+  rows = map_used_rows(read, group_sizes, received, factors, tail=params.tail)
+  return [rows, *weights]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+  """Maps blocks of packed rows to the factors of their scales."""
+
+  layout: Layout
+
+  def __call__(self, packed: jax.Array) -> jax.Array:
+    rows, scales = unpack(packed, self.layout)
+    return quantizers.factors(scales, rows.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+  """Maps blocks of packed rows and their factors to rows of `dtype`."""
+
+  layout: Layout
+  dtype: jnp.dtype
+
+  def __call__(self, packed: jax.Array, factors: jax.Array) -> jax.Array:
+    rows, _ = unpack(packed, self.layout)
+    return quantizers.multiply(rows, factors, self.dtype)
