@@ -26,7 +26,14 @@ from conftest import (
 )
 import ep
 from groups import BACKEND, E, group, H, K, of_one_process, T
-from layer_steps import draw_params, in_slots, put, run_forward, whole
+from layer_steps import (
+  assert_same_bits,
+  draw_params,
+  in_slots,
+  put,
+  run_forward,
+  whole,
+)
 import quick_compiler
 
 F, S = 6, 4  # inner sizes of an expert and of a shared one
@@ -378,6 +385,27 @@ def test_a_tight_capacity_drops_and_counts_the_drops():
   by_rank = metrics.drops[experts].reshape(R, -1).sum(axis=1)
   np.testing.assert_array_equal(by_rank, dropped)
   assert (metrics.drops <= load).all()
+
+
+@of_one_process
+def test_fp8_rows_of_a_deterministic_layer_that_drops():
+  """fp8 represents -1, 0 and 1; a rank has more than one block of rows."""
+  dropping = dataclasses.replace(
+    BIASED,
+    hidden=32,
+    deterministic=DETERMINISTIC,
+    overflow="drop",
+    capacity_factor=0.75,
+  )
+  rng = np.random.default_rng(0)
+  x = rng.integers(-1, 2, (R * 200, 32)).astype(jnp.bfloat16)
+  outs = []
+  for wire in "mxfp8", None:
+    config = dataclasses.replace(dropping, wire=wire)
+    layer = ep.MoE(config, group(hidden_dim=32, max_tokens_per_rank=200))
+    outs.append(run_forward(layer, make_params(dropping), x))
+  assert_same_bits(*outs)
+  assert outs[0][1].dropped
 
 
 @of_one_process

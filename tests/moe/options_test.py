@@ -7,7 +7,6 @@ The numbers are small and whole, so fp8 rows represent them exactly.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -116,27 +115,6 @@ def test_results_equal_a_layer_without_options_on_one_domain(
   most = of_domains.max() * of_ranks / R
   assert rows < most or "replica_slots" not in options
   assert rows > T * K or "overflow" not in options
-
-
-@of_one_process
-def test_fp8_rows_of_a_deterministic_layer_that_drops():
-  """A rank has more than one block of rows."""
-  rng = np.random.default_rng(0)
-  params = draw_params(PLAIN, lambda shape: rng.normal(size=shape))
-  x = rng.integers(-1, 2, (R * 200, HIDDEN)).astype(jnp.bfloat16)
-  outs = []
-  for wire in "mxfp8", None:
-    config = dataclasses.replace(
-      PLAIN,
-      wire=wire,
-      deterministic=not GPU,
-      overflow="drop",
-      capacity_factor=0.75,
-    )
-    sizes = dict(hidden_dim=HIDDEN, max_tokens_per_rank=200)
-    outs.append(run_forward(ep.MoE(config, group(**sizes)), params, x))
-  assert_same_bits(*outs)
-  assert outs[0][1].dropped
 
 
 @pytest.mark.parametrize(
