@@ -41,7 +41,7 @@ from ep import presets as presets
 from ep import quant as quant
 from ep._src.base.contexts import checked as checked
 from ep._src.base.errors import EpError as EpError
-from ep._src.base.kept import keep_routing as keep_routing
+from ep._src.base.identities import keep_routing as keep_routing
 from ep._src.group.bootstrap import ep_bootstrap as ep_bootstrap
 from ep._src.group.bootstrap import ep_finalize as ep_finalize
 from ep._src.group.bootstrap import ep_resize as ep_resize

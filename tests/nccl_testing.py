@@ -48,10 +48,10 @@ def rank_threads(
 class HostEngine(NcclConnection):
   """Lowers as "nccl" does, to the host engine; checks what NCCL EP demands."""
 
-  is_lent = False
+  borrows = False
 
   def __init__(self, group):
-    super().__init__(group, self.is_lent, [])
+    super().__init__(group, self.borrows, [])
 
   def _lower_call(self, op, ctx, *operands, params):
     if op != "ep_prepare":

@@ -65,10 +65,10 @@ def test_the_calls_alone_are_on_the_stream_of_collectives(case):
       assert word in call
 
 
-def test_xla_is_told_whose_communicators_to_lend(case, monkeypatch):
+def test_ops_name_the_domains_that_borrow_communicators(case, monkeypatch):
   """The engine ignores that, but decodes it."""
   assert "lent_mesh = array" not in program_text(case)
-  monkeypatch.setattr(HostEngine, "is_lent", True)
+  monkeypatch.setattr(HostEngine, "borrows", True)
   mesh = make_mesh({"dp": 2, "ep": 2})
   with bootstrap(mesh, hidden_dim=8) as group:
     lent = Case(ep.EpLayerConfig(group), hidden=8)

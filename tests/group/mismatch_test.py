@@ -14,7 +14,7 @@ import pytest
 from cases import Case
 from conftest import make_mesh
 import ep
-from ep._src.group import agreement, versions
+from ep._src.group import agreement
 from groups import bootstrap, not_with_xla
 from op_functions import dispatch, round_trip, sizes
 
@@ -268,6 +268,6 @@ def test_other_options_of_jax(monkeypatch):
 )
 def test_other_versions(monkeypatch, name):
   if ODD:
-    theirs = versions.versions("host") | {name: "another"}
+    theirs = agreement.versions("host") | {name: "another"}
     monkeypatch.setattr(agreement, "versions", lambda _: theirs)
   expect_no_bootstrap(f"{name} = ", "another", "same versions")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="host": serves CPU devices of one host, over shared memory."""
+"""backend="host": CPU devices of one host, over shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import errno
 import os
 import secrets
 import socket
-from typing import Any
 
 import jax
 
@@ -23,17 +22,13 @@ class HostBackend(Backend):
   """Serves CPU devices of processes that share memory."""
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    del axis_name
-    devices = connection.mesh_of_devices("host", mesh).devices
-    platform = devices.flat[0].platform
+    mesh = connection.mesh_of_devices("host", mesh)
+    platform = mesh.devices.flat[0].platform
     if platform != "cpu":
       raise CannotServe(
         f'ep_bootstrap: backend = "host" needs a mesh of CPU devices, not of'
         f" {platform!r} devices; build the mesh from jax.devices('cpu')."
       )
-
-  def check_sizes(self, group: GroupConfig) -> None:
-    pass
 
   def probe(self) -> str:
     jax.local_devices(backend="cpu")
@@ -44,14 +39,14 @@ class HostBackend(Backend):
     listener: socket.socket
     with contextlib.ExitStack() as stack:
 
-      def introduce():  # a failure in here is told to the other processes
+      def introduce():  # `join` tells other processes of a failure in here
         ffi.library("host")
         nonlocal listener
         listener = stack.enter_context(_listen())
         return dict(
           host=[
             processes.boot_id(),
-            processes.namespace("net"),  # has the addresses of sockets
+            processes.namespace("net"),  # for the addresses of sockets
             processes.namespace("user"),
             os.geteuid(),
           ],
@@ -71,6 +66,11 @@ class HostBackend(Backend):
             ' host, as one user, or use backend="xla".'
           )
       members = list(answers)
+
+      def pid(answer):  # 0 for a process of another namespace
+        is_known = answer["namespace"] == processes.namespace()
+        return answer["pid"] if is_known else 0
+
       ffi.create_host_group(
         name=group.name,
         config=group.program_text,
@@ -83,7 +83,7 @@ class HostBackend(Backend):
         ],
         process=members.index(me),
         processes=[
-          (answer["address"], process, _pid(answer))
+          (answer["address"], process, pid(answer))
           for process, answer in answers.items()
         ],
         timeout_s=group.timeout_s,
@@ -93,7 +93,7 @@ class HostBackend(Backend):
 
 
 class HostConnection(connection.NativeConnection):
-  """The ranks of a group in this process, and sockets to the other ones."""
+  """A group of the host engine."""
 
 
 def _listen() -> socket.socket:
@@ -114,9 +114,3 @@ def _listen() -> socket.socket:
       f"ep_bootstrap: cannot listen for other processes: {e.strerror}; if there"
       " are too many open files, raise the limit (ulimit -n)."
     ) from e
-
-
-def _pid(answer: dict[str, Any]) -> int:
-  """Returns the system's id of a process; 0 if it has no meaning here."""
-  is_known = answer["namespace"] == processes.namespace()
-  return answer["pid"] if is_known else 0

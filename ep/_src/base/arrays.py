@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what users pass as arrays, dtypes and functions of arrays."""
+"""Checks arguments that are arrays, dtypes or functions of arrays.
+
+As in arguments.py, each message begins with `what`.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,20 @@ from ep._src.base import arguments
 
 
 def array(what: str, name: str, value: Any) -> jax.Array:
-  """Returns an argument as `jnp.asarray` does, but cuts no integer to 32 bits.
+  """Converts an argument like `jnp.asarray`, but truncates no integer.
 
-  The integers of NumPy and Python have 64 bits, of which JAX drops half unless
-  jax_enable_x64 is set.
+  Integers of NumPy and Python have 64 bits. Without jax_enable_x64, JAX drops
+  the upper 32 bits without an error.
 
-  Raises, with a message that begins with `what`:
+  Raises:
     ValueError: such an integer does not fit into 32 bits.
   """
-  for part in jax.tree.leaves(value):
-    if isinstance(part, jax.Array) or not arguments.is_integral(part):
+  for leaf in jax.tree.leaves(value):
+    if isinstance(leaf, jax.Array):
       continue
-    for x in map(int, [np.min(part, initial=0), np.max(part, initial=0)]):
+    if not isinstance(leaf, int) and np.asarray(leaf).dtype.kind not in "iu":
+      continue
+    for x in map(int, [np.min(leaf, initial=0), np.max(leaf, initial=0)]):
       arguments.check(
         -arguments.INT32_MAX <= x <= arguments.INT32_MAX,
         what,
@@ -35,13 +40,13 @@ def array(what: str, name: str, value: Any) -> jax.Array:
 
 
 def integers(what: str, name: str, value: Any) -> jax.Array:
-  """Returns an argument that is an array of integers as int32.
+  """Returns an array of integers as int32.
 
-  A value that is known only when the program runs, and does not fit, becomes
-  the nearest int32, which is not a valid id or number of rows either.
+  A traced value that does not fit becomes the nearest int32, which is no valid
+  id or number of rows.
 
-  Raises, with a message that begins with `what`:
-    TypeError: it holds no integers.
+  Raises:
+    TypeError: the argument is no array of integers.
     ValueError: as in `array`.
   """
   x = array(what, name, value)
@@ -53,7 +58,7 @@ def integers(what: str, name: str, value: Any) -> jax.Array:
 
 
 def float32(what: str, name: str, value: Any) -> jax.Array:
-  """Returns an argument that is an array of float32, or raises `TypeError`."""
+  """Returns an array of float32; raises `TypeError` for other dtypes."""
   x = jnp.asarray(value)
   if x.dtype != jnp.float32:
     raise TypeError(
@@ -65,10 +70,8 @@ def float32(what: str, name: str, value: Any) -> jax.Array:
 
 def int32(x: jax.Array) -> jax.Array:
   """Returns integers of any type as the nearest int32."""
-  has, room = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-  return x.clip(max(has.min, room.min), min(has.max, room.max)).astype(
-    jnp.int32
-  )
+  old, new = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+  return x.clip(max(old.min, new.min), min(old.max, new.max)).astype(jnp.int32)
 
 
 def iota(n: int) -> jax.Array:
@@ -77,7 +80,7 @@ def iota(n: int) -> jax.Array:
 
 
 def dtype(what: str, name: str, value: Any) -> np.dtype:
-  """Returns what names a dtype as that dtype, or raises `TypeError`."""
+  """Returns a dtype; raises `TypeError` unless `value` names one."""
   try:
     return jnp.dtype(value)
   except TypeError:
@@ -85,7 +88,7 @@ def dtype(what: str, name: str, value: Any) -> np.dtype:
 
 
 def function(what: str, name: str, value: Any) -> None:
-  """Raises `TypeError` unless an argument is a function that has a hash."""
+  """Raises `TypeError` unless an argument is a hashable function."""
   if not callable(value):
     expected = "a function of an array"
     if isinstance(value, str) and hasattr(jax.nn, value):
@@ -95,6 +98,6 @@ def function(what: str, name: str, value: Any) -> None:
     hash(value)
   except TypeError:
     raise TypeError(
-      f"{what}: {name} is a {type(value).__name__} without a hash, but programs"
-      " are kept by their functions; pass a function."
+      f"{what}: {name} is a {type(value).__name__} without a hash, but JAX"
+      " caches programs by their functions; pass a function."
     ) from None

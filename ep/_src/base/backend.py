@@ -7,7 +7,6 @@ The `Connection` that it returns lowers the group's ops until it is closed.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Hashable
 import dataclasses
 import functools
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ep._src.base import compat, meshes
+from ep._src.base import meshes
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
 
@@ -32,7 +32,7 @@ OPS = (
 )
 
 
-# A connection keeps this many programs, the ones that were used last.
+# `Connection.cached` keeps this many results, the most recently used ones.
 _CACHED = 256
 
 
@@ -41,11 +41,11 @@ class CannotServe(ValueError):
 
 
 class GroupMemory(NamedTuple):
-  """Memory of the host, in bytes.
+  """Host memory in bytes.
 
   Attributes:
     reserved: address space.
-    resident: the part of it that was ever touched.
+    resident: pages of it that were ever touched.
   """
 
   reserved: int
@@ -58,12 +58,12 @@ class OpParams:
 
   Attributes:
     connection: lowers the op.
-    layer: the layer's values.
+    layer: the layer's configuration.
     num_tokens: T, tokens of this rank.
-    drop: whether `ep_prepare` drops the rows past the capacity; if not, it
-      fails. The ops on a handle do not depend on it.
-    tail: what dispatch writes past the last slab: "zero", "unspecified" or, in
-      checked mode, "nan".
+    drop: whether `ep_prepare` drops rows past the capacity, or fails. The other
+      ops ignore it.
+    tail: the rows that dispatch writes past the last slab: "zero",
+      "unspecified" or, in checked mode, "nan".
     checked: whether the op was traced in checked mode.
     in_trace: whether the op was traced for a trace.
   """
@@ -78,25 +78,25 @@ class OpParams:
 
   @property
   def capacity(self) -> int:
-    """C: rows that a rank can receive."""
+    """C: receive rows of a rank."""
     return self.layer.capacity_for(self.num_tokens)
 
 
-class Connection(abc.ABC):
+class Connection:
   """Connects the ranks of a group, and lowers the group's ops.
 
-  `Backend.connect` makes it on each process of the mesh. It is open from then
-  on, until `close` or, if the user loses the group, `release`. The group of the
-  user and the parameters of ops refer to it, and neither closes it by itself.
+  `Backend.connect` makes a connection on each process of the mesh. The
+  connection is open until `close`, or until `release`, which Python calls when
+  it collects the user's `EpGroup`. The parameters of ops also refer to the
+  connection.
 
-  A forked child inherits connections that are its parent's: it can neither use
-  nor close them.
+  A forked child can neither use nor close the connections of its parent.
 
   Attributes:
     group: the group as it was connected.
-    weighs: whether its "ep_combine" multiplies by weights. Otherwise the op is
+    weighs: whether "ep_combine" multiplies rows by weights. Otherwise the op is
       lowered without weights, for rows that were multiplied before.
-    has_trace: whether it can be traced.
+    has_trace: whether the connection can be traced.
   """
 
   weighs = True
@@ -112,14 +112,14 @@ class Connection(abc.ABC):
 
   @property
   def is_open(self) -> bool:
-    """Whether it can be used: it is not closed, and not a forked child's."""
+    """Whether this process can use the connection."""
     return self._is_open and not self._is_forked
 
   @property
   def closes_at_exit(self) -> bool:
-    """Whether it closes when Python exits.
+    """Whether the connection closes when Python exits.
 
-    A peer may wait for it then, or its trace must be written.
+    True if a peer may wait for this process, or a trace is on.
     """
     return self._is_traced and not self._is_forked
 
@@ -128,7 +128,7 @@ class Connection(abc.ABC):
     return self._process != os.getpid()
 
   def cached(self, make: Callable[..., Any], *args: Hashable) -> Any:
-    """Returns `make(*args)`, and keeps the result until it is closed."""
+    """Returns `make(*args)`, and caches the result until `close`."""
     return self._cached(make, *args)
 
   def check_open(self, op: str) -> None:
@@ -147,11 +147,11 @@ class Connection(abc.ABC):
       )
 
   def close(self) -> None:
-    """Closes it: ops fail from now on. Idempotent; no effect in a forked child.
+    """Makes later ops fail. Idempotent; no effect in a forked child.
 
     Raises:
-      ValueError, RuntimeError: a peer is left waiting for an op. It is closed
-        all the same.
+      ValueError, RuntimeError: a peer waits for an op that this process has not
+        run. The connection is closed nevertheless.
     """
     if not self.is_open:
       return
@@ -193,24 +193,20 @@ class Connection(abc.ABC):
     self._is_traced = True
 
   def stop_trace(self) -> None:
-    """Ends the trace, if it is on, and writes the part."""
+    """Ends the trace, if it is on, and writes this process's file."""
     if self._is_open and self._is_traced:
       self._is_traced = False
       self._stop_trace()
 
   def _start_trace(self, part: str) -> None:
-    """Traces to a file that has a line about this process already."""
+    """Traces to a file whose first line describes this process."""
     raise NotImplementedError
 
   def _stop_trace(self) -> None:
     raise NotImplementedError
 
   def finalize(self) -> None:
-    """Checks it, then closes it in any case. Idempotent, like `close`.
-
-    Raises:
-      ValueError, RuntimeError: as `check` and `close` do.
-    """
+    """Calls `check`, then `close` in any case; raises what they raise."""
     if not self.is_open:
       return
     try:
@@ -219,15 +215,14 @@ class Connection(abc.ABC):
       self.close()
 
   def release(self) -> None:
-    """Closes it once no program uses it. No effect in a forked child."""
+    """Closes the connection once no program uses it. No effect in a child."""
     if self.is_open:
       _open.pop(self.group.name, None)
       self._cached.cache_clear()
       self._release()
 
-  @abc.abstractmethod
   def check(self) -> None:
-    """Waits for the device and raises what no op has reported.
+    """Waits for the device, and raises a failure that no op has reported.
 
     Collective where the failure may end the group.
 
@@ -235,52 +230,44 @@ class Connection(abc.ABC):
       ValueError, RuntimeError: the failure of an earlier op, once.
     """
 
-  @abc.abstractmethod
   def memory(self) -> GroupMemory:
     """Returns the host memory that this process keeps between ops."""
+    return GroupMemory(reserved=0, resident=0)
 
   def waited(self) -> float:
     """Returns for how many seconds a rank has waited; see `EpGroup.waited`."""
     return 0.0
 
-  @abc.abstractmethod
   def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
-    """Raises `ValueError` if `op` cannot run on a mesh of these places.
+    """Raises `ValueError` if `op` cannot run on `mesh`.
 
-    The mesh has the axes of the group's mesh, but may have the devices in
-    another order.
+    `mesh` has the axes of the group's mesh, but perhaps another order of
+    devices.
     """
 
-  @abc.abstractmethod
   def mem_bytes(self, params: OpParams) -> int:
     """Returns the bytes of `EpHandle.mem`.
 
     Raises:
-      ValueError: the layer or the number of tokens is beyond a limit.
+      ValueError: the layer or the number of tokens exceeds a limit.
     """
+    raise NotImplementedError
 
-  @abc.abstractmethod
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     """Lowers one of `OPS` to values of the module in `ctx`.
 
-    Operands and results are those of the op's primitive, in a rank's shapes.
-    "ep_combine" has a third operand, the weights, where the user passed them
-    and the connection `weighs`.
+    Operands and results have the shapes of one rank. "ep_combine" has a third
+    operand, the weights, if the user passed them and the connection `weighs`.
     """
+    raise NotImplementedError
 
-  @abc.abstractmethod
   def _close(self) -> None:
-    """Ends what `Backend.connect` began. Called at most once."""
+    """Disconnects this process. Called at most once."""
 
-  @abc.abstractmethod
   def _release(self) -> None:
-    """Ends the connection when no program that uses it is left."""
+    """Disconnects this process once no program uses the connection."""
 
 
 class Join(Protocol):
@@ -297,44 +284,41 @@ class Join(Protocol):
   ) -> dict[int, dict[str, Any]]: ...
 
 
-class Backend(abc.ABC):
-  """A way to run the ops. It has no state."""
+class Backend:
+  """A way to run the ops, without state."""
 
-  @abc.abstractmethod
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     """Raises `CannotServe` if it cannot serve the mesh. Not collective."""
 
-  @abc.abstractmethod
   def check_sizes(self, group: GroupConfig) -> None:
     """Raises `ValueError` if it needs a size that the group leaves open."""
 
-  @abc.abstractmethod
   def probe(self) -> str:
     """Returns the native software that it would use in this process, or "".
 
     Raises:
-      RuntimeError, ValueError, OSError: what it needs is not there. The message
-        says how to get it.
+      RuntimeError, ValueError, OSError: something that it needs is missing. The
+        message says how to get it.
     """
+    return ""
 
-  @abc.abstractmethod
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     """Connects the ranks of a group, which `check_mesh` has accepted.
 
     Collective over the processes of the mesh. The caller closes the result,
-    whose `group` may have defaults resolved that `group` leaves open. `join`
-    must be called once: it checks that all processes agree on the group, and
-    lets them introduce themselves to each other.
+    whose `group` may have resolved defaults that `group` leaves open. The
+    backend calls `join` once: it checks that all processes agree on the group,
+    and exchanges their introductions.
 
     Raises:
       CannotServe: on every process, if it cannot serve the processes.
       ValueError: the processes disagree, or the group's name is taken.
       RuntimeError: the processes cannot be connected.
     """
+    raise NotImplementedError
 
 
-# The connections of this process that are open and not released, by their
-# groups' names.
+# The open connections of this process that are not released, by group name.
 _open: dict[str, Connection] = {}
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps everything that JAX does not promise to keep.
+"""Wraps the parts of JAX that are not stable, for jax 0.10.2 and newer.
 
-Nothing else in the package imports `jax._src`, `jax.interpreters`,
-`jax.experimental` or `jax.extend`. Written for jax 0.10.2 and newer.
+No other module of the package imports `jax._src`, `jax.interpreters`,
+`jax.experimental` or `jax.extend`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval
+from jax.interpreters.ad import instantiate_zeros as instantiate_zeros
+from jax.interpreters.mlir import LoweringRuleContext as LoweringContext
 
 
 def manual_axes() -> frozenset[str]:
-  """Returns the mesh axes that are manual here, inside `jax.shard_map`."""
+  """Returns the manual mesh axes of the enclosing `jax.shard_map`s."""
   return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -47,18 +49,18 @@ def context_mesh():
 
 
 def is_on_one_device() -> bool:
-  """Returns whether arrays here are of one device, as in `shard_map`."""
+  """Returns whether arrays here belong to one device, as in `shard_map`."""
   mesh = context_mesh()
   return mesh is not None and manual_axes() == frozenset(mesh.axis_names)
 
 
 def in_a_program() -> bool:
-  """Returns whether what is called here becomes a part of a larger program."""
+  """Returns whether calls here are traced into a larger program."""
   return _core.unsafe_am_i_under_a_jit()
 
 
 def compiler_options() -> dict[str, str]:
-  """Returns the options of JAX that change what XLA makes of a program."""
+  """Returns the options of JAX that change how XLA compiles a program."""
   words = "optimization", "fitting", "effort", "remat_pass", "shardy"
   return {
     name: str(value)
@@ -73,32 +75,32 @@ def concrete_context_mesh():
   return None if mesh.empty else mesh
 
 
-def _varying(x) -> frozenset[str]:
-  return jax.typeof(x).mat.varying
-
-
 def vary_together(*xs, axes: Iterable[str] = ()):
   """Casts pytrees of values to vary over all their mesh axes and `axes`.
 
   Inside `shard_map(check_vma=True)` the operands of a primitive, and the carry
   of a loop before and after a step, must vary over the same mesh axes. The
-  transpose of the cast is the sum over those axes.
+  transpose of the cast is the sum over the added axes.
   """
   if not checks_vma():
     return xs
-  axes = frozenset(axes).union(*map(_varying, jax.tree.leaves(xs)))
+
+  def varying(x):
+    return jax.typeof(x).mat.varying
+
+  axes = frozenset(axes).union(*map(varying, jax.tree.leaves(xs)))
 
   def cast(x):
-    missing = tuple(sorted(axes - _varying(x)))
+    missing = tuple(sorted(axes - varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, xs)
 
 
 def is_batched(tree: Any) -> bool:
-  """Returns whether `vmap` is the next transformation that sees a leaf.
+  """Returns whether `vmap` is the innermost transformation of a leaf.
 
-  It is not the next if a derivative is taken inside of it: `vmap(grad(f))`.
+  In `vmap(grad(f))` the innermost transformation is `grad`.
   """
   current = _core.trace_ctx.trace
   return any(
@@ -108,7 +110,7 @@ def is_batched(tree: Any) -> bool:
 
 
 def checks_vma() -> bool:
-  """Returns whether JAX knows here over which mesh axes values vary."""
+  """Returns whether JAX tracks here over which mesh axes values vary."""
   return _config._check_vma.value
 
 
@@ -124,83 +126,58 @@ def out_aval(shape, dtype, like) -> Any:
 
 
 def varying_aval(aval, axes: Iterable[str]) -> Any:
-  """Returns an abstract value that varies over `axes` as well."""
+  """Returns an abstract value that also varies over `axes`."""
   varying = aval.mat.varying.union(axes)
   return aval.update(manual_axis_type=aval.mat.update(varying=varying))
 
 
-def compile_eager(primitive: Primitive, static: Sequence[str]) -> None:
-  """Makes eager calls of a primitive compile once for each kind of operands.
-
-  `static` names its parameters. `jax.disable_jit` has no effect on it.
-  """
-  program = jax.jit(primitive.bind, static_argnames=static)
-
-  def run(*operands, **params):
-    with jax.disable_jit(False):
-      return program(*operands, **params)
-
-  primitive.def_impl(run)
-
-
-def instantiate_zeros(tangent):
-  """Returns a tangent or cotangent, perhaps a symbolic zero, as an array."""
-  return ad.instantiate_zeros(tangent)
-
-
 def zero_tangent(x):
-  """Returns the tangent, a symbolic zero, of what has no other."""
+  """Returns the symbolic zero that is the tangent of `x`."""
   return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _implicit(mesh):
-  """Returns an abstract mesh with its Explicit axes made Auto."""
-  auto = jax.sharding.AxisType.Auto
-  return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
-
-
-def _unchecked(aval):
-  """Returns an abstract value whose type says nothing about sharding."""
-  spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
-  return aval.update(
-    manual_axis_type=type(aval.mat)(),
-    sharding=aval.sharding.update(
-      mesh=_implicit(aval.sharding.mesh), spec=spec
-    ),
-  )
-
-
 def lower_local(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a lowering to `fn` of one device's arrays.
+  """Returns a lowering to `fn`, a function of one device's arrays.
 
-  `fn` may call collectives: JAX lowers the body of a `shard_map` with its mesh
-  axes in scope, so their names mean in `fn` what they mean there. Over which of
-  these axes values vary was checked when the op was bound (`vary_together`):
-  `fn` does not know it, and it is not checked again. Explicit axes that are not
-  manual are automatic in `fn`.
+  `fn` may call collectives over the axes of the enclosing `shard_map`, because
+  JAX lowers the body with these axes in scope. `fn` ignores over which axes
+  values vary: `vary_together` checked that when the op was bound. In `fn`,
+  Explicit axes that are not manual are Auto.
   """
   lower = mlir.lower_fun(fn, multiple_results=True)
 
+  def auto(mesh):
+    auto = jax.sharding.AxisType.Auto
+    return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, auto))
+
+  def unsharded(aval):
+    spec = jax.sharding.PartitionSpec(*[None] * aval.ndim)
+    mesh = auto(aval.sharding.mesh)
+    return aval.update(
+      manual_axis_type=type(aval.mat)(),
+      sharding=aval.sharding.update(mesh=mesh, spec=spec),
+    )
+
   def lower_unchecked(ctx, *operands, **params):
-    avals = [_unchecked(a) for a in ctx.avals_in]
-    mesh = _implicit(jax.sharding.get_abstract_mesh())
+    avals = [unsharded(a) for a in ctx.avals_in]
+    mesh = auto(jax.sharding.get_abstract_mesh())
     with _config._check_vma(False), jax.sharding.use_abstract_mesh(mesh):
       return lower(ctx.replace(avals_in=avals), *operands, **params)
 
   return lower_unchecked
 
 
-# These primitives have a lowering of ours. They are a part of the key of JAX's
-# caches: otherwise JAX would continue to use what it lowered before.
+# The primitives whose lowering we replaced. The set is part of the key of JAX's
+# caches, so that JAX does not reuse older programs.
 _replaced = jax.make_user_context(default_value=frozenset())
 
 
 def lower_instead(
   primitive: Primitive, rule: Callable[..., Any], platform: str
 ) -> Callable[[], None]:
-  """Gives a primitive of JAX a lowering; returns a function that undoes it.
+  """Replaces the lowering of a primitive of JAX; returns a function to undo it.
 
-  If the primitive has been given a lowering already, this does nothing.
+  Does nothing if the lowering was replaced before.
   """
   replaced = _replaced.get_global()
   if primitive in replaced:
@@ -219,34 +196,32 @@ def lower_instead(
   return undo
 
 
-def next_position(ctx: mlir.LoweringRuleContext) -> int:
-  """Returns the next number of the module being lowered.
-
-  It is equal on every process.
-  """
+def next_position(ctx: LoweringContext) -> int:
+  """Returns the next number of the lowered module; equal on all processes."""
   return ctx.module_context.new_channel()
 
 
 def named_instruction(name: str) -> contextlib.AbstractContextManager[Any]:
   """Returns a context that names the instructions lowered in it.
 
-  XLA and profilers show the name. XLA replaces characters that cannot be in a
-  name by "_", and appends a number.
+  Profilers show the name, in which XLA replaces invalid characters by "_" and
+  to which it appends a number.
   """
   return mlir.ir.Location.name(name, childLoc=mlir.ir.Location.current)
 
 
-def can_call_python(ctx: mlir.LoweringRuleContext) -> bool:
+def can_call_python(ctx: LoweringContext) -> bool:
   """Returns whether the program being lowered will run in this process."""
   module = ctx.module_context
   exported = module.lowering_parameters.for_export
   return not exported and module.get_backend(optional=True) is not None
 
 
-def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
+def local_device(ctx: LoweringContext) -> jax.Device | None:
   """Returns a device of this process that will run the operation.
 
-  It is None if the program may run elsewhere, or XLA divides the operation.
+  Returns None if the program may run elsewhere, or XLA partitions the
+  operation.
   """
   if not can_call_python(ctx) or is_partitioned(ctx):
     return None
@@ -254,26 +229,23 @@ def local_device(ctx: mlir.LoweringRuleContext) -> jax.Device | None:
   return client.local_devices()[0] if client else None
 
 
-def leaves_axes_automatic(ctx: mlir.LoweringRuleContext) -> bool:
-  """Returns whether a `shard_map` leaves axes automatic.
-
-  JAX cannot call Python in such a `shard_map`.
-  """
+def leaves_axes_automatic(ctx: LoweringContext) -> bool:
+  """Returns whether a `shard_map` leaves axes Auto, so cannot call Python."""
   context = ctx.module_context.axis_context
   if not isinstance(context, mlir.SPMDAxisContext):
     return False
   return context.manual_axes != frozenset(context.mesh.axis_names)
 
 
-def program_mesh(ctx: mlir.LoweringRuleContext) -> Any:
-  """Returns the mesh of the program being lowered, within a `shard_map`."""
+def program_mesh(ctx: LoweringContext) -> Any:
+  """Returns the mesh of the `shard_map` that is lowered."""
   context = ctx.module_context.axis_context
   assert isinstance(context, mlir.SPMDAxisContext)
   return context.mesh
 
 
-def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
-  """Returns whether XLA divides the operation among devices."""
+def is_partitioned(ctx: LoweringContext) -> bool:
+  """Returns whether XLA partitions the operation among devices."""
   context = ctx.module_context.axis_context
   if isinstance(context, mlir.ShardingContext):
     return context.num_devices > 1
@@ -281,10 +253,7 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def run_once_in_remat(primitive: Primitive) -> None:
-  """Makes `jax.checkpoint` keep the results of a primitive with any policy.
-
-  So it does not run the primitive again in the backward pass.
-  """
+  """Makes `jax.checkpoint` save the results of a primitive with any policy."""
 
   def rule(saveable, unknown, instantiated, eqn):
     del saveable
@@ -302,16 +271,15 @@ def run_once_in_remat(primitive: Primitive) -> None:
 
 
 def lower_to_python(
-  ctx: mlir.LoweringRuleContext, fn: Callable[..., Any], *operands: Any
+  ctx: LoweringContext, fn: Callable[..., Any], *operands: Any
 ) -> Sequence[Any]:
-  """Lowers to a call of `fn`, which gets a device's arrays and returns arrays.
+  """Lowers to a call of `fn` with NumPy arrays, which returns NumPy arrays.
 
-  Arguments and results are NumPy arrays, and the arguments are valid only until
-  `fn` returns. An operation that uses a result waits for the call. The program
-  fails if `fn` raises. In contrast to `jax.debug.callback`, no array is put on
-  a device: that would take most of the callback's time, and might wait for a
-  thread that runs the callback. The program also has no effect that JAX knows
-  of: with one, JAX would launch the program from Python.
+  The arguments are valid until `fn` returns. An operation that uses a result
+  waits for the call. The program fails if `fn` raises. Unlike
+  `jax.debug.callback`, this puts no array on a device, which would take most of
+  the time and might wait for the thread that runs the callback, and adds no
+  effect, with which JAX would launch the program from Python.
   """
   results, *_ = mlir.emit_python_callback(
     ctx,
@@ -327,17 +295,17 @@ def lower_to_python(
 
 
 def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a lowering to a call of a function that holds what `lower` makes.
+  """Returns a lowering to a call of a function whose body `lower` makes.
 
-  XLA:GPU runs the call on the stream of its own collectives, in one order with
-  them, because two communicators that overlap may wait for each other without
-  end. TransformerEngine and
-  `jax.experimental.compute_on("gpu_stream:collective")` do the same; XLA knows
-  the name since JAX 0.10.1 (openxla/xla#39604).
+  XLA:GPU runs the call on the stream of its collectives, in one order with
+  them. Otherwise two communicators that overlap might wait for each other
+  indefinitely. TransformerEngine and
+  `jax.experimental.compute_on("gpu_stream:collective")` do the same
+  (openxla/xla#39604).
 
-  The function returns a tuple. From a call with several results XLA would make
-  one of a tuple and copy the annotation to what reads its elements, which then
-  would run on that stream, too.
+  The function returns a tuple. If the call had several results, XLA would copy
+  the annotation to the operations that read them, and would also run these
+  operations on that stream.
   """
 
   def lower_call(ctx, *operands, **params):
@@ -367,26 +335,21 @@ def on_collective_stream(lower: Callable[..., Any]) -> Callable[..., Any]:
   return lower_call
 
 
-def module_name(ctx: mlir.LoweringRuleContext) -> str:
-  """Returns the name of the module being lowered, like "jit_step"."""
-  name = ctx.module_context.module.operation.attributes["sym_name"]
-  return mlir.ir.StringAttr(name).value
-
-
 def module_note(
-  ctx: mlir.LoweringRuleContext, key: str, make: Callable[[], str]
+  ctx: LoweringContext, key: str, make: Callable[[str], str]
 ) -> str:
-  """Returns the module's attribute "ep.<key>", which `make` makes once.
+  """Returns the attribute "ep.<key>" of the lowered module.
 
-  The attribute lives as long as the module. An object in
-  `ModuleContext.keepalives` would too, but a module that has any cannot be
-  exported.
+  If it is not set, `make(name)` returns it, for the module's name, like
+  "jit_step". An object in `ModuleContext.keepalives` would live as long, but a
+  module that has such objects cannot be exported.
   """
   attributes = ctx.module_context.module.operation.attributes
-  name = f"ep.{key}"
-  if name not in attributes:
-    attributes[name] = mlir.ir.StringAttr.get(make())
-  return mlir.ir.StringAttr(attributes[name]).value
+  note = f"ep.{key}"
+  if note not in attributes:
+    name = mlir.ir.StringAttr(attributes["sym_name"]).value
+    attributes[note] = mlir.ir.StringAttr.get(make(name))
+  return mlir.ir.StringAttr(attributes[note]).value
 
 
 def distributed_client():
@@ -402,8 +365,8 @@ def distributed_process() -> int:
 def bind_cpu_collectives() -> None:
   """Binds XLA's collectives between CPUs to the coordinator's network.
 
-  By default Gloo binds to what the host's name stands for. That is often
-  127.0.0.1, which no other host reaches, or nothing, and then JAX has no CPU.
+  By default Gloo binds to the address of the host's name. Often that is
+  127.0.0.1, which no other host reaches. If there is none, JAX has no CPUs.
   """
   if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
     return
@@ -416,7 +379,7 @@ def bind_cpu_collectives() -> None:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
       probe.connect(address)  # sends nothing
       own = probe.getsockname()[0]
-  except OSError:  # an address of another kind
+  except OSError:  # the address is no host and port
     return
 
   def make_client():
@@ -431,9 +394,8 @@ def bind_cpu_collectives() -> None:
 def cluster_process_count() -> int | None:
   """Returns the number of processes of the cluster that JAX detects, or None.
 
-  `jax.distributed.initialize` asks the same cluster for the arguments that it
-  is not given. But a pod of Kubernetes counts only in an indexed job here: any
-  other pod has no number, and JAX fails in it.
+  `jax.distributed.initialize` asks the same cluster for missing arguments. A
+  Kubernetes pod outside an indexed job is ignored, because JAX fails in it.
   """
   for cluster in _clusters.ClusterEnv._cluster_types:
     if cluster.opt_in_only_method:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that describe a group and a layer, without any connection.
+"""The configurations of a group and a layer, without a connection.
 
-`EpGroup` and `EpLayerConfig` (group.py) hold them. Backends and the parameters
-of ops use only the values, because JAX's caches keep parameters longer than the
-functions that they belong to, and must not keep a group open.
+`EpGroup` and `EpLayerConfig` (group.py) hold them. The parameters of ops hold a
+`LayerConfig`, because JAX's caches keep parameters, and must not keep a group
+open.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _OPTIONAL_SIZES = (
   "recv_capacity_per_rank",
 )
 
-# A field has this value until it is resolved; its type is the resolved one.
+# The value of a field before it is resolved. The annotation of the field is the
+# type of the resolved value.
 _INHERITED: Any = None
 
-# The fields of a group that a compiled program relies on, besides the shape of
-# its mesh. The others travel with each op or do not change what it computes.
+# The fields of a group on which a compiled program depends, besides the shape
+# of its mesh. The others are attributes of each op, or do not change results.
 _OF_PROGRAMS = (
   "axis_name",
   "data_axes",
@@ -48,11 +49,7 @@ _OF_PROGRAMS = (
 
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
-  """The arguments of `ep_bootstrap`, with defaults resolved.
-
-  Raises:
-    ValueError, TypeError: an argument is wrong by itself or with the others.
-  """
+  """The arguments of `ep_bootstrap`, with defaults resolved and checked."""
 
   name: str
   mesh: Mesh
@@ -78,6 +75,9 @@ class GroupConfig:
     def resolve(field: str, value: Any) -> None:
       object.__setattr__(self, field, value)
 
+    def check(condition: bool, message: str) -> None:
+      arguments.check(condition, what, message)
+
     given = [f for f in _OPTIONAL_SIZES if getattr(self, f) is not None]
     for field in (*given, "num_experts", "max_num_sms"):
       resolve(field, arguments.integer(what, field, getattr(self, field)))
@@ -88,36 +88,29 @@ class GroupConfig:
     arguments.string(what, "axis_name", self.axis_name)
     resolve("data_axes", arguments.strings(what, "data_axes", self.data_axes))
     axis, names = self.axis_name, self.mesh.axis_names
-    arguments.check(
+    check(
       axis in names,
-      what,
       f"axis_name = {axis!r}, but the mesh has the axes {names}; name one of"
       " them.",
     )
     others = tuple(a for a in names if a != axis)
-    arguments.check(
+    check(
       set(self.data_axes) <= set(others)
       and len(set(self.data_axes)) == len(self.data_axes),
-      what,
       f"data_axes = {self.data_axes}, but they must be distinct axes of the"
       f" mesh other than {axis!r}: {others}.",
     )
-    arguments.check(
+    check(
       self.num_experts >= 1 and self.num_experts % self.ep_size == 0,
-      what,
       f"num_experts = {self.num_experts}, but it must be a positive multiple of"
       f" the EP size {self.ep_size} (mesh axis {axis!r}).",
     )
     for field in ("max_tokens_per_rank", "hidden_dim"):
       value = getattr(self, field)
-      arguments.check(
-        value is None or value > 0,
-        what,
-        f"{field} = {value}, but it must be positive.",
-      )
-    arguments.check(
+      is_valid = value is None or value > 0
+      check(is_valid, f"{field} = {value}, but it must be positive.")
+    check(
       self.max_num_sms >= 0,
-      what,
       f"max_num_sms = {self.max_num_sms}, but it must be 0 (automatic) or a"
       " positive number of streaming multiprocessors.",
     )
@@ -159,10 +152,10 @@ class GroupConfig:
 
   @property
   def program_text(self) -> str:
-    """Describes what programs of the group rely on, for messages.
+    """The fields on which programs of the group depend, as text.
 
-    A program that was exported names its group, and is refused by a live group
-    of that name for which this differs.
+    An exported program contains the name and this text of its group. A live
+    group of the same name with another text refuses the program.
     """
     mesh = ", ".join(f"{a} = {n}" for a, n in self.mesh.shape.items())
     texts = self.texts()
@@ -177,11 +170,7 @@ class GroupConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-  """The arguments of `EpLayerConfig`, with defaults resolved.
-
-  Raises:
-    ValueError, TypeError: as `EpLayerConfig` does.
-  """
+  """The arguments of `EpLayerConfig`, with defaults resolved and checked."""
 
   group: GroupConfig
   top_k: int = _INHERITED
@@ -201,6 +190,9 @@ class LayerConfig:
     def resolve(field: str, value: Any) -> None:
       object.__setattr__(self, field, value)
 
+    def check(condition: bool, message: str) -> None:
+      arguments.check(condition, what, message)
+
     def inherit(field: str, default: Any) -> None:
       if getattr(self, field) is None:
         resolve(field, default)
@@ -212,45 +204,37 @@ class LayerConfig:
     inherit("name", "moe")
     arguments.label("EpLayerConfig", self.name)
     what = f'EpLayerConfig(name="{self.name}")'
-    arguments.check(
+    check(
       self.top_k is not None,
-      what,
       "neither the layer nor its group has a top_k; give the layer one, the"
       " choices of a token.",
     )
     if self.capacity_factor is not None:
       arguments.capacity_factor(what, self.capacity_factor)
-    for field in (
-      "top_k",
-      "recv_capacity_per_rank",
-      "capacity_multiple",
-    ):
+    for field in ("top_k", "recv_capacity_per_rank", "capacity_multiple"):
       if (value := getattr(self, field)) is not None:
         resolve(field, arguments.integer(what, field, value))
     resolve("alignment", arguments.alignment(what, self.alignment))
-    arguments.check(
+    check(
       1 <= self.top_k <= group.num_experts,
-      what,
       f"top_k = {self.top_k}, but it must be in 1..num_experts ="
       f" {group.num_experts}.",
     )
     arguments.check_choices(
       what, self, overflow=_OVERFLOW, drop_by=_DROP_BY, tail=_TAILS, wire=WIRES
     )
-    arguments.check(
+    check(
       self.overflow == "drop" or self.drop_by in (None, "slot", group.drop_by),
-      what,
-      f"drop_by = {self.drop_by!r} says what is dropped, but overflow ="
-      f' {self.overflow!r} drops nothing; pass overflow="drop" as well, or'
+      f"drop_by = {self.drop_by!r} has no effect, because overflow ="
+      f' {self.overflow!r} drops nothing; also pass overflow="drop", or'
       ' drop_by="slot".',
     )
-    # Without a limit, an op may have as little as one token.
+    # Without a limit, an op may have as few as one token.
     most = 1 if group.max_tokens_per_rank is None else group.max_tokens_per_rank
     self.check_tokens(what, most)
     worst_case = self.worst_case(most)
-    arguments.check(
+    check(
       self.capacity_multiple > 0,
-      what,
       f"capacity_multiple = {self.capacity_multiple}, but it must be a positive"
       " number of rows.",
     )
@@ -261,9 +245,8 @@ class LayerConfig:
     # A rank needs a slab for each local expert, unless fewer rows can arrive.
     least = min(group.num_local_experts * self.alignment, worst_case)
     rows = self.capacity_for(most)
-    arguments.check(
+    check(
       rows >= least and rows % self.alignment == 0,
-      what,
       f"recv_capacity_per_rank = {rows}, but it must be a multiple of"
       f" alignment = {self.alignment} and at least {least}, an aligned slab for"
       f" each of the {group.num_local_experts} local experts; raise it, or pass"
@@ -271,7 +254,7 @@ class LayerConfig:
     )
 
   def __repr__(self) -> str:
-    """Names the group, and leaves out what the layer has from it."""
+    """Names the group, and leaves out values that the layer inherits."""
     others = dataclasses.fields(LayerConfig)[1:-1]
     defaults = {f.name: getattr(self.group, f.name, f.default) for f in others}
     values = {name: getattr(self, name) for name in defaults}
@@ -285,30 +268,22 @@ class LayerConfig:
 
   @property
   def capacity(self) -> int:
-    """C: rows that a rank can receive in an op, if all ops have the same.
+    """C: receive rows of a rank, if it is the same for all ops.
 
     Raises:
-      ValueError: it follows the tokens of each op; see `capacity_for`.
+      ValueError: C depends on the tokens of an op; see `capacity_for`.
     """
     arguments.check(
       self.recv_capacity_per_rank is not None,
       f'EpLayerConfig(name="{self.name}")',
       "the capacity follows the tokens of each op, because neither the layer"
       " has a recv_capacity_per_rank nor its group a max_tokens_per_rank; take"
-      " that of an op, handle.capacity or layer.capacity_for(num_tokens).",
+      " handle.capacity or layer.capacity_for(num_tokens).",
     )
     return self.capacity_for(0)
 
   def capacity_for(self, num_tokens: int) -> int:
-    """Returns C: rows that a rank can receive if T = `num_tokens`.
-
-    It is the same for all T if the layer has a capacity, or the group a limit
-    of tokens. If not, it is the capacity of one token at least.
-
-    Raises:
-      ValueError: `num_tokens` is negative.
-      TypeError: it is no integer.
-    """
+    """Returns C for T = `num_tokens`; see `EpLayerConfig.capacity_for`."""
     what = f'EpLayerConfig(name="{self.name}").capacity_for'
     num_tokens = arguments.integer(what, "num_tokens", num_tokens)
     arguments.check(
@@ -321,7 +296,7 @@ class LayerConfig:
     return self.rows_for(max(num_tokens, 1))
 
   def rows_for(self, num_tokens: int) -> int:
-    """Returns the capacity for T > 0 tokens if the layer states none."""
+    """Returns C for T > 0 tokens if the layer has no fixed capacity."""
     rows = self.group.recv_capacity_per_rank
     if rows is None:
       rows = self.worst_case(num_tokens)
@@ -359,10 +334,10 @@ class LayerConfig:
     )
 
   def rule(self, is_weighted: bool) -> str:
-    """Returns which choices find room: `drop_by`, or its default.
+    """Returns the rule that keeps choices: "slot", "weight" or "fair".
 
-    Without weights no choice comes before another, and if nothing is dropped,
-    none needs to.
+    Returns "slot" if `overflow` drops nothing. Otherwise returns `drop_by`,
+    whose default is "fair" with weights and "slot" without.
     """
     if self.overflow != "drop":
       return "slot"
@@ -380,7 +355,7 @@ class LayerConfig:
 
   @property
   def fingerprint(self) -> int:
-    """A hash, of 63 bits, of layer and group: equal on all processes."""
+    """A 63-bit hash of layer and group; equal on all processes."""
     own = {name: str(value) for name, value in vars(self).items()}
     texts = self.group.texts() | own
     del texts["group"]
@@ -388,7 +363,7 @@ class LayerConfig:
     return int.from_bytes(digest[:8], "little") >> 1
 
   def worst_case(self, num_tokens: int) -> int:
-    """Returns the rows that any routing of T = `num_tokens` fits into."""
+    """Returns the capacity that fits any routing of T = `num_tokens`."""
     local = self.num_local_experts
     tokens = self.ep_size * num_tokens
     rows = tokens * min(self.top_k, local) + local * (self.alignment - 1)
@@ -396,11 +371,11 @@ class LayerConfig:
 
 
 def token_dtype(what: str, name: str, value: Any) -> jnp.dtype:
-  """Returns what names a dtype of tokens as that dtype.
+  """Returns a dtype of tokens.
 
   Raises, with a message that begins with `what`:
-    TypeError: it names no dtype.
-    ValueError: it is another dtype.
+    TypeError: `value` names no dtype.
+    ValueError: it names a dtype that tokens cannot have.
   """
   dtype = arrays.dtype(what, name, value)
   arguments.check(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of ops: for `except`, by several backends, in XLA's programs."""
+"""EpError, and errors that several backends raise."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ import numpy as np
 
 from ep._src.base import arguments, compat
 
-# This is a tuple, not a class of our own, because JAX raises the failures of a
-# running program. Usually it raises `jax.errors.JaxRuntimeError`, a
-# RuntimeError. Where a repeated call of a jitted function fails before it
-# returns, JAX's C++ path raises a ValueError with the same message.
+# A tuple, because JAX chooses the class when a running program fails. Usually
+# JAX raises `jax.errors.JaxRuntimeError`, a RuntimeError. If a repeated call of
+# a jitted function fails before it returns, JAX's C++ path raises a ValueError.
 EpError: tuple[type[Exception], ...] = (RuntimeError, ValueError)
 
-# The number that backends compute in place of a fault where all choices are
-# right: it is above all of them.
+# The number that means that all choices are right. It exceeds all others.
 NO_FAULT = np.int32(arguments.INT32_MAX)
 
 
 def wrong_choice(
   what: str, fault: int, expert: int, top_k: int, num_experts: int
 ) -> ValueError:
-  """Returns the error of a choice, in the words of ep_ffi/core/faults.h.
+  """Returns the error of a choice of `expert`, as in ep_ffi/core/faults.h.
 
-  Args:
-    what: the op and the rank.
-    fault: twice the number of the choice among all K of all tokens; one more if
-      the expert is repeated, rather than out of range.
-    expert: the id.
-    top_k: K.
-    num_experts: E.
+  `fault` is twice the index of the choice in `topk_idx.reshape(-1)`, plus one
+  if the expert is repeated rather than out of range.
   """
   choice, repeats = divmod(fault, 2)
   token, k = divmod(choice, top_k)
@@ -58,11 +51,12 @@ def fail_if(
 ) -> jax.Array:
   """Raises an error from inside a jitted program that has no custom call.
 
-  If `failed`, it calls `fail`, which raises, with `args` as NumPy arrays.
+  If `failed`, which must be equal on all ranks, the program calls `fail` with
+  `args` as NumPy arrays, and `fail` raises.
 
-  Returns 0, or 1 where it failed and the program cannot call Python. `failed`
-  is alike on all ranks. Whatever the ranks exchange from here on must depend on
-  the result, so that no rank waits in an exchange for a rank that has failed.
+  Returns 0, or 1 if `failed` and the program cannot call Python. Later
+  exchanges must depend on the result, so that no rank waits in one for a rank
+  that has failed.
   """
   if not can_raise:
     return failed.astype(jnp.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a mesh into EP domains, and tells where its devices and processes are.
+"""EP domains, devices and processes of a mesh.
 
-Every process computes the same from the same mesh; nothing is exchanged here.
+All processes compute the same results from the same mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def has_devices(mesh: Mesh) -> TypeGuard[jax.sharding.Mesh]:
-  """Returns whether the mesh is more than shapes."""
+  """Returns whether the mesh has devices, unlike an `AbstractMesh`."""
   return not isinstance(mesh, jax.sharding.AbstractMesh)
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes JAX primitives, and names the programs in which they are lowered.
-
-The files that need derivatives add them.
-"""
+"""Makes JAX primitives, and names the programs in which they are lowered."""
 
 from __future__ import annotations
 
@@ -27,22 +24,22 @@ def new(
   static: Sequence[str] = (),
   cacheable: bool = True,
 ) -> compat.Primitive:
-  """Makes a primitive of several results.
+  """Makes a primitive with several results and no derivative.
 
-  `vmap` applies it to one example after another, unless the caller gives it
+  `vmap` applies it to one example after another, unless the caller registers
   another rule.
 
   Args:
     name: the name of the primitive in programs.
-    types: returns the abstract values of the results, given the abstract values
-      of the operands, and the parameters.
+    types: returns the abstract values of the results for the abstract values
+      of the operands and the parameters.
     lower: the lowering.
-    on_cpu: the lowering for CPUs, if it differs.
-    on_cuda: the lowering for NVIDIA GPUs, if it differs.
-    static: the names of the parameters, if eager calls are to compile once for
-      each kind of operands.
-    cacheable: whether JAX may lower equal calls in a program once. It must not
-      if each call has a position of its own.
+    on_cpu: another lowering for CPUs.
+    on_cuda: another lowering for NVIDIA GPUs.
+    static: the names of the parameters. Eager calls then compile once for each
+      set of abstract values and parameters, also under `jax.disable_jit`.
+    cacheable: whether JAX may lower equal calls of a program only once. False
+      if each call has a separate position.
   """
   primitive = compat.Primitive(name)
   primitive.multiple_results = True
@@ -54,7 +51,12 @@ def new(
         primitive, rule, platform, cacheable=cacheable
       )
   if static:
-    compat.compile_eager(primitive, static)
+    program = jax.jit(primitive.bind, static_argnames=static)
+
+    @primitive.def_impl
+    def run(*operands, **params):
+      with jax.disable_jit(False):
+        return program(*operands, **params)
 
   def batch(args, dims, **params):
     is_batched = [d is not None for d in dims]
@@ -80,7 +82,7 @@ def new(
 
 
 def batch_elementwise(primitive: compat.Primitive) -> None:
-  """Makes `vmap` apply a primitive of one operand to all examples at once."""
+  """Makes `vmap` apply a primitive of one operand to the batched operand."""
 
   def batch(args, dims, **params):
     return primitive.bind(*args, **params), dims
@@ -91,22 +93,19 @@ def batch_elementwise(primitive: compat.Primitive) -> None:
 class ProgramNames:
   """Numbers the programs of a group in the order of their lowering.
 
-  Ops of different ranks are matched by their program, among other things, and
-  two programs may have the same text: `jax.jit` of equal functions. The number
-  in the name makes their texts differ, and so the fingerprints that XLA derives
-  from them. Thread-safe.
+  The native engine matches ops of different ranks by XLA's fingerprint of their
+  program, and programs of equal functions would have equal fingerprints. The
+  number makes their texts, and so their fingerprints, differ. Thread-safe.
   """
 
   def __init__(self, group: str):
     self._group = group
-    # Two threads may lower at a time: `next` of a count is one atomic step.
+    # Two threads may lower concurrently: `next` of a count is atomic.
     self._count: collections.defaultdict[str, itertools.count[int]]
     self._count = collections.defaultdict(itertools.count)
 
-  def name(self, ctx: compat.mlir.LoweringRuleContext) -> str:
+  def name(self, ctx: compat.LoweringContext) -> str:
     """Returns the name of the program being lowered, like "jit_step#0"."""
-    return compat.module_note(ctx, self._group, lambda: self._next(ctx))
-
-  def _next(self, ctx: compat.mlir.LoweringRuleContext) -> str:
-    module = compat.module_name(ctx)
-    return f"{module}#{next(self._count[module])}"
+    return compat.module_note(
+      ctx, self._group, lambda module: f"{module}#{next(self._count[module])}"
+    )

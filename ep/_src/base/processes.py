@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes: which share a namespace, and how far each rank has come.
+"""The progress of each rank, for its launcher, and the namespaces of processes.
 
-A rank says how far it has come, and its launcher reads it. The launcher names a path in a variable. The rank writes a file for each state,
-whose path has the state's name at the end. The file holds the first time at
-which the rank said so:
+The launcher sets EP_LAUNCH_STATE to a path. When a rank reaches a state, the
+rank writes the time to the file `<path>.<state>`:
 
     joining   the rank waits for the other ranks in `ep.launch.initialize`
     joined    all ranks know each other
-    ending    the rank has begun to end
+    ending    the rank has begun to terminate
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ VARIABLE = "EP_LAUNCH_STATE"
 
 
 def tell(state: str) -> None:
-  """Tells the launcher that started this process, if one did."""
+  """Tells the launcher, if one started this process, that it is in a state."""
   if path := os.environ.get(VARIABLE):
-    # The file is there already, or that launcher has ended.
+    # The file exists already, or that launcher has terminated.
     with contextlib.suppress(OSError), open(f"{path}.{state}", "x") as file:
       file.write(str(time.monotonic()))
 
 
 def told(path: pathlib.Path, state: str) -> bool:
-  """Returns whether the rank with this path has said a state."""
+  """Returns whether the rank with this path has reached a state."""
   return _file(path, state).exists()
 
 
 def time_told(path: pathlib.Path, state: str) -> float | None:
-  """Returns when the rank said a state, by `time.monotonic`; None if not."""
+  """Returns when, by `time.monotonic`, the rank reached a state, or None."""
   try:
     return float(_file(path, state).read_text())
   except (OSError, ValueError):
@@ -48,19 +47,15 @@ def _file(path: pathlib.Path, state: str) -> pathlib.Path:
 
 @functools.cache
 def boot_id() -> str:
-  """Returns the id of this boot of the machine. Only Linux has one.
-
-  Raises:
-    OSError: this is another system.
-  """
+  """Returns the id of this boot of the machine; OSError if not on Linux."""
   return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @functools.cache
 def namespace(kind: str = "pid") -> str | None:
-  """Returns what identifies a namespace of this process, or None.
+  """Returns the id of this process's namespace of a kind; None if not on Linux.
 
-  Within one of the kind "pid", a process id has a meaning.
+  A process id is only valid in its namespace of the kind "pid".
   """
   try:
     return f"{boot_id()}/{os.readlink(f'/proc/self/ns/{kind}')}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the public modules: their names, and the JAX that they need."""
+"""Prepares the public modules: their names, and the JAX that they need."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _FLOOR = "0.10.2"
 def names(module: dict[str, Any]) -> list[str]:
   """Returns the public names of a module's globals, for its `__all__`.
 
-  Functions and classes of ep/_src, ep/_tools and the module's private files are
-  members of the module: in `help`, in tracebacks, and when they are pickled.
+  Makes functions and classes of private files members of the module, for
+  `help`, tracebacks and pickle.
   """
   private = "ep._src.", "ep._tools.", f"{module['__name__']}._"
   found = sorted(name for name in module if not name.startswith("_"))
   for value in map(module.__getitem__, found):
     if getattr(value, "__module__", "").startswith(private):
       if isinstance(value, type):
-        # As text, they would be looked up in the public module.
+        # Text annotations would be evaluated in the public module.
         hints = get_type_hints(value)
         value.__annotations__ = {n: hints[n] for n in value.__annotations__}
       value.__module__ = module["__name__"]
@@ -27,7 +27,7 @@ def names(module: dict[str, Any]) -> list[str]:
 
 
 def check_jax() -> None:
-  """Raises `ImportError` if JAX is missing, or too old for the package."""
+  """Raises `ImportError` if JAX is missing or too old."""
   try:
     import jax
   except ModuleNotFoundError as error:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers: rows of floats as rows of one byte, with a scale per block.
+"""Quantizers: float rows as fp8 rows, with a scale per block.
 
-Every compiler gives the same bits, because what it may compute in its own way
-is not left to it. Maxima, exponents and roundings are operations on whole
-numbers: a cast to float8 may round twice, a float operation may flush a
-denormal, and a division by a constant may become a product. What is left are a
-product and a sum for each element, which nothing can fuse, and for scales of
-float32 a quotient and a product for each block. None of them overflows or
-underflows where it matters.
+All compilers give the same bits, because maxima, exponents and roundings are
+integer operations. With float operations, a cast to float8 might round twice, a
+compiler might flush denormals, or turn a division by a constant into a product.
+The remaining float operations are a product and a sum for each element, which
+no compiler can fuse, and for float32 scales a quotient and a product for each
+block. Their overflows and underflows do not change a result.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 from ep._src.base import arguments
 
-# The least positive number of each dtype of rows.
+# The least positive number of each row dtype.
 _LEAST = {
   "float8_e4m3fn": 2.0**-9,
   "float8_e5m2": 2.0**-16,
@@ -43,9 +42,8 @@ class Format(NamedTuple):
 
   Attributes:
     block: consecutive elements of a row that share a scale.
-    scales: returns the scales of blocks, and the float32 numbers by which it
-      multiplies their elements, given the largest finite magnitude of each
-      block as the bits of a float32.
+    scales: maps the largest finite magnitude of each block, as the bits of a
+      float32, to the scales and the float32 factors of the elements.
   """
 
   block: int
@@ -55,9 +53,8 @@ class Format(NamedTuple):
 def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
   """Rounds rows to float8_e4m3fn, with a scale for each block of elements.
 
-  The element x of a block with the scale s becomes the multiple of s that is
-  nearest to x among those that float8_e4m3fn can hold, ties to even, up to
-  rounding in x / s. With a, the largest finite magnitude of the block:
+  An element x of a block with the scale s becomes x / s, rounded to the nearest
+  float8_e4m3fn, ties to even. With a, the largest finite magnitude of a block:
 
     "mxfp8": blocks of 32, s the least power of two with a / s <= 448, but at
       least 2^-117, as a float8_e8m0fnu. x / s is exact.
@@ -65,9 +62,9 @@ def quantize(x: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
       x / s = x * (448 / max(a, 2^-100)), rounded to float32 after each
       operation.
 
-  An infinity or a NaN becomes NaN and does not count in a. Denormal float32
-  numbers are zeros of their sign. The result has the same bits on every
-  backend, and no derivative.
+  An infinity or a NaN becomes NaN and is ignored in a. Denormal float32 numbers
+  become zeros of the same sign. The result has the same bits on every backend,
+  and no derivative.
 
   Args:
     x: float32, bfloat16 or float16 [..., H], H a multiple of the block.
@@ -109,8 +106,8 @@ def dequantize(
   The product is rounded to float32 and then to `dtype`. A scale counts as zero
   if its magnitude is below 2^-117 for rows of float8_e4m3fn, 2^-110 for
   float8_e5m2, or 2^-126 for int8 and uint8. So no product is a denormal
-  float32, which some compilers would flush to zero: the result has the same
-  bits on every backend, except those of a NaN. It has no derivative.
+  float32, which some compilers would flush to zero. The result has the same
+  bits on every backend, except for NaNs, and no derivative.
 
   Args:
     rows: float8_e4m3fn, float8_e5m2, int8 or uint8 [..., H].
@@ -140,7 +137,7 @@ def dequantize(
 def multiply(
   rows: jax.Array, factors: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """Returns what `dequantize` does, given the `factors` of the scales."""
+  """Returns the rows that `dequantize` returns, given `factors(scales)`."""
   is_default = rows.dtype == jnp.float8_e4m3fn
   blocks = _blocks(_values(rows) if is_default else rows, factors.shape[-1])
   products = blocks * factors[..., None]
@@ -148,7 +145,7 @@ def multiply(
 
 
 def check_format(what: str, field: str, format: str) -> None:
-  """Raises `ValueError` unless `format` is a quantizer's."""
+  """Raises `ValueError` unless `format` names a quantizer."""
   arguments.check(
     isinstance(format, str) and format in FORMATS,
     what,
@@ -157,7 +154,7 @@ def check_format(what: str, field: str, format: str) -> None:
 
 
 def check_width(what: str, width: int, format: str) -> None:
-  """Raises `ValueError` unless rows of so many elements have whole blocks."""
+  """Raises `ValueError` unless rows of this width have whole blocks."""
   block = FORMATS[format].block
   arguments.check(
     width > 0 and width % block == 0,
@@ -170,7 +167,7 @@ def check_width(what: str, width: int, format: str) -> None:
 def check_bytes(
   what: str, name: str, rows: jax.Array, scales: jax.Array
 ) -> None:
-  """Raises unless these are rows [..., H] of one byte, and scales [..., S]."""
+  """Raises unless these are fp8 or int8 rows [..., H] and scales [..., S]."""
   if rows.dtype.name not in ROW_DTYPES:
     raise TypeError(
       f"{what}: {name} is {rows.dtype}, but rows with scales are one of"
@@ -200,8 +197,8 @@ def _blocks(rows: jax.Array, count: int) -> jax.Array:
 def _largest(blocks: jax.Array) -> jax.Array:
   """Returns the maximum of each block [..., B].
 
-  It takes maxima of columns first, which compilers for CPUs vectorize. The
-  barrier keeps XLA from making one reduction of both.
+  Compilers for CPUs vectorize the first reduction. The barrier keeps XLA from
+  merging the two.
   """
   *lead, width = blocks.shape
   columns = blocks.reshape(*lead, width // 16, 16).max(-2)
@@ -211,13 +208,12 @@ def _largest(blocks: jax.Array) -> jax.Array:
 def _nearest(ratios: jax.Array) -> jax.Array:
   """Returns the bits of the float8_e4m3fn nearest to float32 in [0, 448].
 
-  From 2^-6 on, they are the upper bits of the float32, rounded, less a
-  constant; a carry goes to the exponent. Below, float8 has a fixed spacing,
-  2^-9, which float32 has from 2^14 on, so that a sum with 2^14 rounds. Both
-  parts are computed for the ratio or for 2^-6, if that is nearer to the part,
-  and the code of 2^-6, which is then in the sum twice, is taken off. The
-  minimum of whole numbers keeps compilers from fusing the product that made a
-  ratio with the sum.
+  From 2^-6 on, they are the rounded upper bits of the float32 minus a constant;
+  a carry increments the exponent. Below 2^-6, float8 has the spacing 2^-9, like
+  float32 above 2^14, so a sum with 2^14 rounds. `normal` clips the ratio to at
+  least 2^-6, `small` to at most 2^-6, and their sum contains the code of 2^-6
+  once more than the result. The integer minimum keeps compilers from fusing the
+  sum with the product that made the ratio.
   """
   bits = lax.bitcast_convert_type(ratios, jnp.uint32)
   normal = jnp.maximum(bits, _bits(2.0**-6))
@@ -228,10 +224,10 @@ def _nearest(ratios: jax.Array) -> jax.Array:
 
 
 def _values(rows: jax.Array) -> jax.Array:
-  """Returns float8_e4m3fn as float32, in fewer steps than XLA:CPU.
+  """Casts float8_e4m3fn to float32, in fewer steps than XLA:CPU.
 
-  The bits of a magnitude are those of a float32 that is twice as large, less a
-  constant. If the number has no leading one, that float32 has one, 2^-6.
+  The shifted bits of a magnitude plus a constant are a float32 twice as large.
+  For a denormal float8, this float32 is too large by 2^-6.
   """
   bits = lax.bitcast_convert_type(rows, jnp.uint8).astype(jnp.uint32)
   magnitude = bits & 0x7F
@@ -243,9 +239,9 @@ def _values(rows: jax.Array) -> jax.Array:
 
 
 def _e8m0_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-  # 448 is 1.75 * 2^8. So the least power of two that is no less than a / 448,
-  # for a = 1.m * 2^n, is 2^(n - 8), or 2^(n - 7) if 1.m > 1.75. The sum has a
-  # carry to the exponent then.
+  # 448 is 1.75 * 2^8. So for a = 1.m * 2^n, the least power of two that is at
+  # least a / 448 is 2^(n - 8), or 2^(n - 7) if 1.m > 1.75. In the second case
+  # the sum carries into the exponent.
   exponent = jnp.maximum(largest + 0x1FFFFF >> 23, _LEAST_E8M0 + 8) - 8
   scales = lax.bitcast_convert_type(
     exponent.astype(jnp.uint8), jnp.float8_e8m0fnu
@@ -259,7 +255,7 @@ def _float32_scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def factors(scales: jax.Array, row_dtype: jnp.dtype) -> jax.Array:
-  """Returns scales as float32, and those that count as zero as zeros."""
+  """Returns scales as float32; scales that count as zero become zero."""
   least = np.float32(2.0**-126 / _LEAST[row_dtype.name])
   if scales.dtype == jnp.float8_e8m0fnu:
     exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
@@ -278,8 +274,8 @@ def _float(bits: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# The exponent of 2^-117 as float8_e8m0fnu has it. The least positive
-# float8_e4m3fn, 2^-9, times that is the least normal float32.
+# The exponent of 2^-117 in float8_e8m0fnu. The least positive float8_e4m3fn,
+# 2^-9, times 2^-117 is the least normal float32.
 _LEAST_E8M0 = np.uint32(127 - 117)
 
 FORMATS = {

@@ -1,42 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the processes of a mesh agree on a group before they connect.
 
-Each process computes the EP domains from the mesh by itself (meshes.py), so
-processes exchange little, through JAX's key-value store: the configuration, in
-which they must agree, and what native groups need to find each other.
+Through JAX's key-value store, processes exchange the configuration, which must
+be equal, and the introductions with which native groups find each other. Each
+process computes the EP domains from the mesh (meshes.py).
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+import functools
+import hashlib
 import itertools
+import os
+import pathlib
+import shlex
 from typing import Any
 import urllib.parse
 
 import jax
+import jaxlib
 
 from ep._src.base import backend, compat, meshes
 from ep._src.base.config import GroupConfig
 from ep._src.group import liveness
 from ep._src.group.meeting import digest, Meeting
-from ep._src.group.versions import compiler_settings, versions
+from ep._src.native import ffi
 
-# For each set of processes these count the bootstraps, the meetings, or the
-# files of one name so far. The numbers are equal on all processes of the set.
+# These flags of XLA do not change the compiled program.
+_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump_")
+
+# Counters of the bootstraps, the meetings, and the files of one name, for each
+# set of processes. All processes of a set count equally.
 _serials: collections.defaultdict[str, itertools.count[int]]
 _serials = collections.defaultdict(itertools.count)
 
-# The folders of meetings that are over, by the set of processes.
+# The folders of past meetings, by the set of processes.
 _folders: collections.defaultdict[str, list[str]]
 _folders = collections.defaultdict(list)
 
 
 def group_name(mesh: meshes.Mesh, name: str | None) -> str:
-  """Returns the name of the next group, equal on all processes.
-
-  It is `name` unless that is None.
-  """
+  """Returns `name`, or a new name if it is None; equal on all processes."""
   if name is not None:
     return name
   members = meshes.processes(mesh)
@@ -44,11 +50,10 @@ def group_name(mesh: meshes.Mesh, name: str | None) -> str:
 
 
 def file_name(group: GroupConfig) -> str:
-  """Returns the name, without an ending, of a file about a new group.
+  """Returns the name, without an extension, of a file about a new group.
 
-  It is equal on all processes. No other group of the job gets it: neither a
-  later one with the same name, as `ep_resize` makes it, nor one of other
-  processes.
+  The name is equal on all processes of the group and unique in the job, also if
+  another group, like the result of `ep_resize`, has the same name.
   """
   ending = _ending(meshes.processes(group.mesh))
   name = group.name.removesuffix(ending) + ending
@@ -58,7 +63,7 @@ def file_name(group: GroupConfig) -> str:
 
 
 def _ending(members: Sequence[int]) -> str:
-  """Returns the end of names of groups that not all processes have."""
+  """Returns the suffix of names of groups without all processes."""
   if len(members) == jax.process_count():
     return ""
   return f"@{digest(members)}"
@@ -67,14 +72,14 @@ def _ending(members: Sequence[int]) -> str:
 def join(
   group: GroupConfig, introduce: Callable[[], dict[str, Any]], domain: int = 0
 ) -> dict[int, dict[str, Any]]:
-  """Returns what `introduce` returned on each process of the same domain.
+  """Returns the results of `introduce` on all processes of the same domain.
 
   Collective over the processes of the mesh.
 
   Raises:
-    ValueError, RuntimeError, or what `introduce` raises: on all processes, if
-      it raises on one, if they disagree on the group or on the versions of what
-      they run, if the name is taken, or if a process has died or is late.
+    ValueError, RuntimeError, or an error of `introduce`: on all processes, if
+      `introduce` raises on one, if they disagree on the group or on versions,
+      if the name is taken, or if a process has died or is late.
   """
 
   def propose():
@@ -91,12 +96,12 @@ def join(
 def agree(
   what: str, group: GroupConfig, propose: Callable[[], GroupConfig]
 ) -> GroupConfig:
-  """Returns what `propose` returned, the same on all processes of `group`.
+  """Returns the result of `propose`, which all processes of `group` agree on.
 
-  Collective over those processes, and changes nothing on any.
+  Collective over the processes of `group`.
 
   Raises:
-    ValueError, RuntimeError, or what `propose` raises: on all processes, like
+    ValueError, RuntimeError, or an error of `propose`: on all processes, like
       `join`, with a message that begins with `what`.
   """
   return _meet(what, group, lambda: (propose(), {}), domain=0)[0]
@@ -110,8 +115,7 @@ def _meet(
 ) -> tuple[GroupConfig, dict[int, dict[str, Any]]]:
   """Returns the group that all processes propose, and their introductions.
 
-  The processes of the mesh of `group` take part, and wait up to its
-  `timeout_s`.
+  Collective over the processes of the mesh of `group`, with its `timeout_s`.
   """
   me = jax.process_index()
   members = meshes.processes(group.mesh)
@@ -135,7 +139,10 @@ def _meet(
   meeting = Meeting(what, client, folder, members, me, group.timeout_s)
   try:
     proposal, introduction = propose()
-    terms = _terms(proposal) | versions(group.backend) | compiler_settings()
+    terms = proposal.texts() | versions(group.backend) | _compiler_settings()
+    if meshes.has_devices(proposal.mesh):
+      ids = [device.id for device in proposal.mesh.devices.flat]
+      terms["mesh"] += f" of the devices {ids}"
   except Exception as e:
     meeting.fail(e)
     raise
@@ -147,10 +154,45 @@ def _meet(
   return proposal, answers
 
 
-def _terms(group: GroupConfig) -> dict[str, str]:
-  """Returns the group's values, in which all processes must agree."""
-  terms = group.texts()
-  if meshes.has_devices(group.mesh):
-    ids = [device.id for device in group.mesh.devices.flat]
-    terms["mesh"] += f" of the devices {ids}"
-  return terms
+@functools.cache
+def versions(backend: str) -> dict[str, str]:
+  """Returns the versions of the software of a backend, by name.
+
+  The versions of ep's files are digests.
+  """
+  package = sorted(pathlib.Path(__file__).parents[2].rglob("*.py"))
+  found = {
+    "the version of jax": jax.__version__,
+    "the version of jaxlib": jaxlib.__version__,
+    "the digest of the ep package": _file_digest(package),
+  }
+  if backend in ffi.PLATFORMS:
+    library = ffi.find_library(backend)
+    found[f"the digest of {library.name}"] = _file_digest([library])
+  return found
+
+
+def _compiler_settings() -> dict[str, str]:
+  """Returns the options of XLA for all programs, by name.
+
+  XLA may copy an op (if a jitted function is called twice) and chooses the
+  order of the copies. The engine matches copies of ranks by this order.
+  """
+  return {"XLA_FLAGS": _xla_flags(), **compat.compiler_options()}
+
+
+def _xla_flags() -> str:
+  text = os.environ.get("XLA_FLAGS", "").strip()
+  if text and not text.startswith("-"):  # the name of a file of flags
+    text = pathlib.Path(text).read_text()
+  flags = shlex.split(text)
+  last = {flag.partition("=")[0]: flag for flag in flags}
+  names = [n for n in sorted(last) if not n.startswith(_HARMLESS_FLAGS)]
+  return " ".join(last[name] for name in names) or "(none)"
+
+
+def _file_digest(files: Iterable[pathlib.Path]) -> str:
+  digest = hashlib.sha256()
+  for file in files:
+    digest.update(file.read_bytes())
+  return digest.hexdigest()[:16]

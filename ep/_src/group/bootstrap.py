@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep_bootstrap and ep_finalize: how a group begins and ends.
+"""ep_bootstrap, ep_resize and ep_finalize.
 
-This is the only file that knows every backend.
+No other file knows all backends.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ BACKENDS: dict[str, Backend] = {
   "xla": XlaBackend(),
 }
 
-# If the user names no backend, the backend of the `jax.Device.platform` is
-# tried before "xla".
+# The backend for a `jax.Device.platform`, if the user names none. If it cannot
+# serve the mesh, "xla" does.
 NATIVE = {"cpu": "host", "gpu": "nccl"}
 
-# Usual names of axes along which tokens are replicated.
+# Common names of axes along which tokens are replicated.
 _MODEL_AXES = {"mp", "model", "pipe", "pp", "stage", "tensor", "tp"}
 
 _logger = logging.getLogger("ep")
 
 
-# Python calls this before JAX's own handlers, since JAX was imported earlier.
+# Python calls this before JAX's handlers, because JAX was imported earlier.
 # JAX's handlers may wait for peers that wait for this process.
 @atexit.register
 def _close_all() -> None:
-  """Closes the groups of several processes, after the programs that use them.
+  """Closes groups with peers or a trace, after the programs that use them.
 
-  If the program failed, its peers are told of its end at once.
+  After an uncaught exception it does not wait, so that peers fail immediately.
   """
   closing = [c for c in open_connections() if c.closes_at_exit]
   try:
@@ -71,16 +71,16 @@ def _close_all() -> None:
         ending.wait_for_programs("ep", groups + released())
   except Exception as e:
     print(f"At exit: {e}", file=sys.stderr)
-    # Python might end with the code 0.
+    # Otherwise Python might exit with the code 0.
     ending.exit_now(ending.exit_code())
 
 
 def _check(group: GroupConfig) -> Backend:
-  """Returns the backend that a group names, if it can serve such a group."""
+  """Returns the backend that a group names; raises if it cannot serve it."""
   chosen = BACKENDS[group.backend]
   chosen.check_mesh(group.mesh, group.axis_name)
   try:
-    # If the group has no top_k, the layer that needs the fewest rows is tried.
+    # Without a top_k, checks the layer that needs the fewest rows.
     LayerConfig(group, top_k=1 if group.top_k is None else group.top_k)
   except ValueError as e:
     raise ValueError(
@@ -90,7 +90,7 @@ def _check(group: GroupConfig) -> Backend:
 
 
 def _connect(group: GroupConfig) -> EpGroup:
-  """Connects a group by the backend that it names."""
+  """Connects a group with the backend that it names."""
   connection = _check(group).connect(group, agreement.join)
   stacks.offer()
   if folder := os.environ.get("EP_TRACE"):
@@ -101,7 +101,7 @@ def _connect(group: GroupConfig) -> EpGroup:
 
 
 def _trace(connection: Connection, folder: pathlib.Path) -> None:
-  """Traces a group from its begin to its end, to a file in a folder."""
+  """Traces a group until it closes, to a file in a folder."""
   if not connection.has_trace:
     _logger.warning(
       'EP_TRACE: the group "%s" has no devices', connection.group.name
@@ -117,7 +117,7 @@ def _trace(connection: Connection, folder: pathlib.Path) -> None:
 
 
 def _connect_by_platform(group: GroupConfig) -> EpGroup:
-  """Connects a group by the platform's native backend, or else by its own."""
+  """Connects a group with the platform's native backend, or else with "xla"."""
   if not meshes.has_devices(group.mesh):
     return _connect(group)
   platform = group.mesh.devices.flat[0].platform
@@ -154,67 +154,68 @@ def ep_bootstrap(
 ) -> EpGroup:
   """Builds the EP domains of a mesh and connects their ranks.
 
-  Collective: every process that has devices in the mesh calls it, with the
-  same arguments and in the same order among other bootstraps. A domain is the
+  Collective: all processes that have devices in the mesh call it, with the same
+  arguments and in the same order relative to other bootstraps. A domain is the
   set of ranks that differ only in their coordinate along `axis_name`.
 
   Args:
     mesh: a mesh of devices, with the axis `axis_name`. With an `AbstractMesh`
-      the group connects nothing and serves whatever needs no devices:
-      `jax.eval_shape`, lowering and `jax.export` for any platform; its backend
-      is "xla". Several processes need not agree on it.
+      the group connects nothing, its backend is "xla", and it is for work
+      without devices: `jax.eval_shape`, lowering and `jax.export` for any
+      platform. Processes need not agree on such a group.
     axis_name: the EP axis; its size is P.
-    data_axes: the other axes that shard tokens; default: all of them, with a
-      warning if the name of one (like "tp") says that it shards a model. Along
-      the remaining ones tokens are replicated, and each coordinate exchanges
-      its copy in a domain of its own.
+    data_axes: the other axes that shard tokens. Default: all other axes, with a
+      warning if the name of one, like "tp", suggests that it shards a model.
+      Along the remaining axes tokens are replicated, and each coordinate has a
+      separate domain for its copy.
     num_experts: E, a multiple of P; expert `e` lives on EP rank `e // (E / P)`.
     max_tokens_per_rank: the largest number of tokens T of a rank in one op, or
       None for no limit. "nccl" allocates buffers for it, and needs a number.
-    hidden_dim: the largest hidden size H, or None for no limit. "nccl" needs a
-      number here, too.
+    hidden_dim: the largest hidden size H, or None for no limit. "nccl" also
+      needs a number here.
     top_k: the default K of a layer; None if each layer states its own.
-    recv_capacity_per_rank: the default capacity C of a layer, in rows; None is
+    recv_capacity_per_rank: the default capacity C of a layer, in rows. None is
       the worst case of `max_tokens_per_rank`, or else of the tokens of each op,
-      so that nothing overflows. "nccl" allocates buffers for it, or else for
+      so that no op overflows. "nccl" allocates buffers for C, by default for
       the worst case of `top_k` and `alignment`, so it needs this or `top_k`; a
-      layer may have less, and not more.
-    alignment: the default alignment of a layer's slabs, in rows; 0, like 1, is
-      none.
+      layer may have a smaller C, but no larger one.
+    alignment: the default alignment of a layer's slabs, in rows; 0 and 1 are no
+      alignment.
     max_token_dtype: the widest dtype of tokens: float32, bfloat16 or float16.
-      Buffers of "nccl" have rows of this width: with bfloat16 or float16 they
-      are half as large. With other backends a wider dtype costs nothing.
+      Buffers of "nccl" have rows of this dtype. With other backends a wider
+      dtype costs nothing.
     overflow: the default policy of a layer: "error", "drop" or "chunk"; see
       `EpLayerConfig`.
     drop_by: which choices a layer drops by default, "slot", "weight", "fair" or
       None; see `EpLayerConfig`.
     backend: "host" (CPU devices of one host), "nccl" (NVIDIA GPUs from Hopper
-      on, one process for each, P > 1) or "xla" (whatever XLA runs on, without
-      native code). None picks "host" or "nccl" by platform; where that cannot
-      serve the mesh it picks "xla", and logs why to the logger "ep".
+      on, one process for each, P > 1) or "xla" (all platforms of XLA, without
+      native code). None picks "host" or "nccl" by platform. If that backend
+      cannot serve the mesh, None picks "xla", and logs the reason to the logger
+      "ep".
     max_num_sms: streaming multiprocessors that "nccl" may use, at most 16; 0
       lets it choose. No effect on CPU.
-    timeout_s: seconds until a rank that waits for its peers gives up, here, in
-      every op and at exit; `math.inf` for never.
-    exit_after_s: seconds after the failure of an op, on whatever rank, until a
-      process of "host" ends with exit code 70 and a message that has the
-      failure; `math.inf` for never. It does not end if it has closed the group
-      by then, or run another op of it on each of its devices. Without this, a
-      device that waits for a failed rank in a collective of XLA may wait for
-      ever, and its process raises nothing. A process of "nccl" ends if an op
-      has stood still on its GPU for `timeout_s`, and then for `exit_after_s`.
-      No effect with "xla".
-    name: the group's, unique among the live groups of the process and equal on
-      all processes; it is part of the compiled program. Default: a serial
-      number.
+    timeout_s: seconds until a rank that waits for its peers raises an error,
+      here, in every op and at exit; `math.inf` for never.
+    exit_after_s: seconds after the failure of an op on any rank until a process
+      of "host" terminates, with exit code 70 and the failure as message;
+      `math.inf` for never. The process does not terminate if it has closed the
+      group by then, or has run another op of the group on each of its devices.
+      Without this limit, a device that waits for a failed rank in a collective
+      of XLA may wait indefinitely, and its process raises no error. A process
+      of "nccl" terminates if an op has made no progress on its GPU for
+      `timeout_s + exit_after_s`. No effect with "xla".
+    name: the name of the group, unique among the live groups of the process and
+      equal on all processes; it is part of the compiled program. Default: a
+      serial number.
 
   Returns:
     The group. Close it with `ep_finalize`, or use it as a context manager.
 
   Raises:
-    ValueError: an argument is out of range, differs between processes, or the
+    ValueError: an argument is out of range or differs between processes, or the
       name is taken.
-    TypeError: a size is no integer, or a time no number.
+    TypeError: an argument has a wrong type.
     RuntimeError: the processes cannot be connected.
     FileNotFoundError: the native library is missing.
   """
@@ -248,13 +249,13 @@ def ep_bootstrap(
     timeout_s=timeout_s,
     exit_after_s=exit_after_s,
   )
-  # Only what is right takes a serial number.
+  # Only valid arguments take a serial number.
   group = dataclasses.replace(group, name=agreement.group_name(mesh, name))
   return _connect(group) if backend else _connect_by_platform(group)
 
 
 def _warn_of_model_axes(mesh: meshes.Mesh, axes: tuple[str, ...]) -> None:
-  """Warns if one of the axes that shard tokens has the name of another kind."""
+  """Warns if an axis that shards tokens has a name of a model axis."""
   of_model = [a for a in axes if a in _MODEL_AXES and mesh.shape[a] > 1]
   if of_model:
     rest = tuple(a for a in axes if a not in of_model)
@@ -268,17 +269,16 @@ def _warn_of_model_axes(mesh: meshes.Mesh, axes: tuple[str, ...]) -> None:
 def ep_finalize(group: EpGroup) -> None:
   """Closes a group: later ops on it fail, on every rank. Idempotent.
 
-  In a forked child of the process that bootstrapped the group it does nothing.
+  No effect in a forked child of the process that bootstrapped the group.
 
-  Ops that are under way fail at once: wait for their results first, or leave a
-  `with group` block, which waits. Compiled programs that use the group may live
-  on, and keep nothing of it but its name; there is no need to clear JAX's
-  caches.
+  Running ops fail immediately: wait for their results first, or use a `with
+  group` block, which waits. You need not clear JAX's caches, because compiled
+  programs keep only the name of the group.
 
   Raises:
-    ValueError, RuntimeError: an op has failed and none has reported it (see
+    ValueError, RuntimeError: an op has failed and no op has reported it (see
       `EpGroup.check`), or a peer has run ops that this process has not. The
-      group is closed all the same.
+      group is closed nevertheless.
   """
   group.connection.finalize()
 
@@ -295,7 +295,7 @@ class Sizes(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _named_resize() -> Iterator[None]:
-  """Names `ep_resize` in errors of code that it shares with `ep_bootstrap`."""
+  """Replaces "ep_bootstrap" by "ep_resize" in errors."""
   try:
     yield
   except (ValueError, TypeError, RuntimeError) as e:
@@ -310,45 +310,44 @@ def ep_resize(group: EpGroup, **sizes: Unpack[Sizes]) -> EpGroup:
       group = ep.ep_resize(group, max_tokens_per_rank=8192)
       layer = ep.MoE(cfg, group)  # and trace the programs again
 
-  Collective: every process of the mesh calls it, with the same sizes. The
-  processes first wait for the programs that they have launched, and agree on
-  the sizes. Then it closes the group as `ep_finalize` does, before the new one
-  allocates anything, and does what `ep_bootstrap` does with the arguments of
-  the old one and these sizes.
+  Collective: all processes of the mesh call it with the same sizes. The
+  processes wait for the programs that they have launched, and agree on the
+  sizes. Then `ep_resize` closes the group like `ep_finalize`, and calls
+  `ep_bootstrap` with the old arguments and the new sizes.
 
-  With "nccl" a larger step needs it, because buffers have the sizes of the
-  group. With "host" and "xla" it does the same, so that a program for GPUs runs
-  on CPUs, but nothing there needs it: without `max_tokens_per_rank` and
-  `hidden_dim` a group has no limit that could grow.
+  A larger step needs it with "nccl", whose buffers have the sizes of the group.
+  With "host" and "xla" it does the same, so that a program for GPUs runs on
+  CPUs. There, a group without `max_tokens_per_rank` and `hidden_dim` has no
+  limits.
 
-  The new group has the name of the old one, and nothing else of the old one
-  works with it:
+  The new group has the name of the old one. Objects of the old group do not
+  work with it:
 
-  * layers must be made again, from the new group. Those of the old one, and
-    their handles, refuse to be traced;
-  * a program that was compiled for the old group fails, as it does after
-    `ep_finalize`: call `jax.jit` on functions that use the new layers. With
-    "xla" it still runs, because it is made of XLA's collectives alone.
+  * make layers again, from the new group. Tracing an old layer or its handles
+    raises an error;
+  * call `jax.jit` on functions that use the new layers. A program that was
+    compiled for the old group fails, as after `ep_finalize`. With "xla" it
+    still runs, because it consists of XLA's collectives.
 
-  Arrays, such as parameters, do not belong to a group, and stay as they are.
+  Arrays, such as parameters, do not belong to a group, and remain valid.
 
   Args:
-    group: an open group. It stays open if the sizes are refused, and is closed
-      if the new one fails later, as for lack of memory. If it is used as a
-      context manager, use the new group as one, too:
+    group: an open group. The call closes the group, except if the sizes are
+      refused: also if the new group fails for lack of memory. If `group`
+      is used as a context manager, use the new group in the same way:
       `with ep.ep_resize(group, ...) as larger:`.
     **sizes: `max_tokens_per_rank`, `hidden_dim`, `max_token_dtype`, `top_k` and
-      `recv_capacity_per_rank`, as in `ep_bootstrap`. Those that are left out
-      stay as they are, except for `recv_capacity_per_rank`: it belongs to the
-      other sizes, so give it again unless it is the worst case.
+      `recv_capacity_per_rank`, as in `ep_bootstrap`. The defaults are the
+      values of `group`, except for `recv_capacity_per_rank`, whose default is
+      the worst case of the new sizes.
 
   Returns:
     The new group.
 
   Raises:
-    ValueError, TypeError, RuntimeError: on all processes, if a size of one is
-      wrong, their sizes differ, or a program does not end within `timeout_s`;
-      or as `ep_finalize` and `ep_bootstrap` do.
+    ValueError, TypeError, RuntimeError: on all processes, if a size is wrong or
+      differs between processes, or a program does not end within `timeout_s`;
+      or like `ep_finalize` and `ep_bootstrap`.
     TypeError: a keyword is none of the sizes.
   """
   if unknown := sizes.keys() - Sizes.__annotations__.keys():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends what this process runs: in order, or at once."""
+"""Waits for programs of this process, or terminates the process."""
 
 from __future__ import annotations
 
@@ -25,24 +25,20 @@ _POLL_S = 0.005
 def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
   """Waits until all programs that this process has launched have ended.
 
-  A program may end with an error. A launch returns before its program has run,
-  and the results may have been dropped since. But a device runs the programs of
-  a thread in order, so one more program ends after all of them. For programs of
-  other threads, this waits for the results that still exist.
-
-  Args:
-    what: the operation that waits, for the message.
-    groups: the groups that the programs may use; the limit is their largest
-      `timeout_s`.
+  A program may end with an error, and Python may have deleted its results. But
+  a device runs the programs of a thread in order, so this function launches one
+  more program, and waits for that. For programs of other threads, the function
+  waits for live results. The programs may use `groups`.
 
   Raises:
-    RuntimeError: they have not ended after `timeout_s`.
+    RuntimeError: a program has not ended within the largest `timeout_s`; the
+      message begins with `what`.
   """
   groups = [group for group in groups if meshes.has_devices(group.mesh)]
   results: list[jax.Array] = []
   for platform in {g.mesh.devices.flat[0].platform for g in groups}:
     devices = np.array(jax.local_devices(backend=platform))
-    with jax.set_mesh(Mesh(devices, "device")):  # instead of the user's
+    with jax.set_mesh(Mesh(devices, "device")):  # overrides the user's
       places = PartitionSpec("device")
       last = jax.jit(jnp.zeros, static_argnums=0, out_shardings=places)
       results += [last(devices.size), *jax.live_arrays(platform)]
@@ -62,16 +58,16 @@ def wait_for_programs(what: str, groups: Iterable[GroupConfig]) -> None:
 
 
 def take_over() -> None:
-  """Changes how this process, one of several ranks, ends from now on.
+  """Changes how this process, one of several ranks, terminates from now on.
 
-  An uncaught exception ends it immediately. The launcher hears of an end before
-  other ranks can, so that it knows which rank was the first. `exit_now` uses
-  the code that the program has given to `sys.exit`.
+  An uncaught exception terminates it immediately. The rank tells its launcher
+  before other ranks can notice, so that the launcher knows which rank was the
+  first. `exit_code` returns the last code that was passed to `sys.exit`.
   """
   rank, report, leave = os.getpid(), sys.excepthook, sys.exit
 
   def tell():
-    if os.getpid() == rank:  # this is no forked child
+    if os.getpid() == rank:  # not a forked child
       processes.tell("ending")
 
   def report_and_exit(*exc_info):
@@ -89,13 +85,13 @@ def take_over() -> None:
 
 
 def exit_code() -> int:
-  """Returns the code of the last `sys.exit` if that is a failure, or else 1."""
+  """Returns the code of the last `sys.exit` if it is a failure, otherwise 1."""
   status = getattr(sys.exit, "status", None)
   return status if isinstance(status, int) and status else 1
 
 
 def exit_now(code: int) -> NoReturn:
-  """Ends this process with a code, and runs no further exit handler."""
+  """Terminates this process without running further exit handlers."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EpGroup and EpLayerConfig: what is fixed before a program is traced."""
+"""EpGroup and EpLayerConfig: the static values of a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class _Held(Generic[_T]):
-  """An attribute of the configuration that an object holds."""
+  """An attribute that forwards to the `config` of its object."""
 
   def __set_name__(self, owner: type, name: str) -> None:
     self._name = name
@@ -34,18 +34,30 @@ class _Held(Generic[_T]):
     return self if holder is None else getattr(holder.config, self._name)
 
 
+class _NotCopied:
+  """An object whose copies are the object itself.
+
+  Python closes a group that it collects, and program names must be unique.
+  """
+
+  def __copy__(self) -> Self:
+    return self
+
+  def __deepcopy__(self, memo: Any) -> Self:
+    return self
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class EpGroup:
+class EpGroup(_NotCopied):
   """The EP domains of a mesh and their communicators. Made by `ep_bootstrap`.
 
-  Frozen and hashable, so programs may close over it. A context manager that
-  waits for all programs that this process has launched, for at most
-  `timeout_s`, and calls `ep_finalize`. An exception closes the group
-  immediately.
+  Frozen and hashable, so programs may close over it. As a context manager, it
+  waits at most `timeout_s` for all programs that this process has launched, and
+  calls `ep_finalize`. After an exception, it closes the group immediately.
 
   The attributes are the arguments of `ep_bootstrap`, with defaults resolved,
-  and what follows from them: `ep_size` is P, `num_local_experts` L,
-  `token_axes` are the mesh axes that shard tokens, and `num_token_ranks` is R.
+  and derived values: `ep_size` is P, `num_local_experts` L, `token_axes` are
+  the mesh axes that shard tokens, and `num_token_ranks` is R.
   """
 
   connection: Connection
@@ -81,12 +93,12 @@ class EpGroup:
     return repr(self.config).replace("GroupConfig", "EpGroup", 1)
 
   def check(self) -> None:
-    """Raises what the device has found wrong and no op has reported.
+    """Waits for the device, and raises failures that no op has reported.
 
-    On a GPU an op is enqueued and done, and a bad id or an overflow is found
-    later: outputs are NaN then, and one of the next `ep_prepare` fails. This
-    waits for the device and tells now. Collective, since it may end the group;
-    where ops report their own failures it does nothing.
+    On a GPU, an op only enqueues work, and the device finds a bad id or an
+    overflow later. Then outputs are NaN, and one of the next `ep_prepare`
+    fails. Collective, because it may close the group. No effect with "host" and
+    "xla", whose ops report all failures.
 
     Raises:
       ValueError, RuntimeError: the failure of an earlier op, once.
@@ -97,21 +109,21 @@ class EpGroup:
   def memory(self) -> GroupMemory:
     """Returns the host memory that this process keeps for the group.
 
-    With "host", shared memory in which a rank stages what ranks in other
-    processes read; with one process there is none. An exchange stages b bytes,
-    of T tokens or C slots and their weights:
+    With "host" and several processes, a rank copies rows to shared memory for
+    ranks of other processes. An exchange copies T tokens or C slots and their
+    weights, in b bytes:
 
         dispatch, backward of combine:   T * (H * itemsize + 4 * K) + 64
         combine, backward of dispatch:   C * (H * itemsize + 4) + 64
 
-    in a segment of at least 64 KiB whose size is the next power of two, and of
-    it only the slots that arrived are touched. Segments are used again, by what
-    needs no less than a quarter of one. So with at most n exchanges of the
-    process's ranks under way at once, none larger than b,
+    to a segment of at least 64 KiB, whose size is the next power of two. Only
+    the pages of arrived slots become resident. An exchange that needs at least
+    a quarter of a free segment reuses it. So with at most n concurrent
+    exchanges of the process's ranks, each of at most b bytes,
 
         reserved < 4 * n * max(b, 64 KiB)
 
-    With "nccl" and "xla" it is 0: NCCL EP and XLA keep memory of their own.
+    With "nccl" and "xla" it is 0: NCCL EP and XLA manage other memory.
     """
     self.connection.check_open("EpGroup.memory")
     return self.connection.memory()
@@ -119,21 +131,13 @@ class EpGroup:
   def waited(self) -> float:
     """Returns for how many seconds a rank has waited for others, in traces.
 
-    For a dashboard: what it grew by in a step is what the step waited, while
-    `ep.trace` is on or with EP_TRACE. A mean over the ranks of this process; an
-    exchange counts from a rank's arrival to the last one. It is 0 before the
-    first trace, and with "nccl" and "xla".
+    The time increases while `ep.trace` is on, or with EP_TRACE; a dashboard can
+    show the increase in each step. The time is a mean over the ranks of this
+    process, and 0 with "nccl" and "xla". In an exchange, a rank waits from its
+    arrival to the last arrival.
     """
     self.connection.check_open("EpGroup.waited")
     return self.connection.waited()
-
-  def __copy__(self) -> EpGroup:
-    """Returns this group itself, since losing the object closes the group."""
-    return self
-
-  def __deepcopy__(self, memo: Any) -> EpGroup:
-    """Returns this group itself, so that no two programs get the same name."""
-    return self
 
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
@@ -146,7 +150,7 @@ class EpGroup:
 
   def __exit__(self, exc_type: Any, *exc: Any) -> None:
     if exc_type is not None:
-      # The user gets the exception of the block, and no other.
+      # The user gets only the exception of the block.
       with contextlib.suppress(ValueError, RuntimeError):
         return self.connection.close()
     try:
@@ -157,45 +161,45 @@ class EpGroup:
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
-class EpLayerConfig:
+class EpLayerConfig(_NotCopied):
   """The static configuration of one MoE layer. Frozen and hashable.
 
   Args:
     group: the group whose ranks exchange tokens.
-    top_k: K, choices of a token; None inherits from the group, and so for the
-      others that may be None.
-    alignment: rows to a multiple of which each expert's slab is padded; 0, like
-      1, does not pad.
-    recv_capacity_per_rank: C, rows that a rank can receive, a multiple of the
-      alignment. If None here and in the group: enough for any routing, i.e.
+    top_k: K, choices of a token. If `top_k`, `alignment` or `overflow` is None,
+      the layer inherits the value of the group.
+    alignment: dispatch pads each expert's slab to a multiple of this number of
+      rows; 0 and 1 do not pad.
+    recv_capacity_per_rank: C, receive rows of a rank, a multiple of the
+      alignment. If None here and in the group, C is enough for any routing:
       `P * T * min(K, L)` rows for `T = group.max_tokens_per_rank`, plus
       `L * (alignment - 1)`, rounded up to the alignment. If the group has no
-      such limit, T are the tokens of each op; see `capacity_for`.
-    capacity_factor: f, with which C is `f * T * K` rows in the place of the
-      worst case: at least a slab for each local expert, and at most what the
-      group allows or any routing needs. A `recv_capacity_per_rank` of the layer
-      takes its place.
-    capacity_multiple: rows to a multiple of which a C that the layer does not
-      state is rounded up.
-    overflow: what to do when a rank would receive more: "error" fails on every
-      rank, "drop" drops the choices that find no room, and with "chunk"
-      `moe_layer` and `ep.MoE` send the tokens of such a step in chunks,
-      of which any routing fits. The ops by themselves refuse "chunk".
-    drop_by: which choices find room, if `overflow` is "drop": "slot" drops the
-      slots past the capacity, hence the last experts of a rank first; "weight"
-      keeps the choices of the largest weights; "fair" gives the experts of a
-      rank equal shares of its capacity, and an expert keeps its choices of the
-      largest weights. The last two need the weights in `ep_prepare`, and if
-      some rank overflows, a collective of XLA's and a second exchange. None
-      inherits from the group, and if that has None, too, it is "fair" where
-      `ep_prepare` gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
-    tail: what dispatch writes past the last slab: "zero", or nothing
-      ("unspecified": never read those rows).
-    wire: how dispatch sends float rows, and the backward pass of combine its
-      gradient: "mxfp8" and "fp8_block128" round them as `ep.quant.quantize`
-      does, and send about half the bytes of bfloat16; None sends them as they
-      are. Derivatives do not see the rounding.
-    name: for messages and traces; default "moe".
+      such limit, T is the number of tokens of each op; see `capacity_for`.
+    capacity_factor: f, with which C is `f * T * K` rows instead of the worst
+      case: at least a slab for each local expert, and at most the capacity of
+      the group or of the worst case. Ignored if the layer has a
+      `recv_capacity_per_rank`.
+    capacity_multiple: unless the layer has a `recv_capacity_per_rank`, C is
+      rounded up to a multiple of this number of rows.
+    overflow: the policy if a rank would receive more than C rows: "error" fails
+      on every rank, "drop" drops the choices for which no rows are free, and
+      with "chunk" `moe_layer` and `ep.MoE` send the tokens of such a step in
+      chunks, each of which fits for any routing. The ops refuse "chunk".
+    drop_by: which choices are kept, if `overflow` is "drop": "slot" drops slots
+      past the capacity, hence the last experts of a rank first; "weight" keeps
+      the choices with the largest weights; "fair" gives the experts of a rank
+      equal shares of its capacity, and an expert keeps its choices with the
+      largest weights. The last two need weights in `ep_prepare` and, if a rank
+      overflows, a collective of XLA and a second exchange. None inherits from
+      the group. If the group also has None, it is "fair" where `ep_prepare`
+      gets weights, as in `ep.MoE` and `moe_layer`, else "slot".
+    tail: the rows past the last slab after dispatch: "zero", or "unspecified",
+      if the program never reads them.
+    wire: the fp8 transport of dispatch, and of gradients in the backward pass
+      of combine: "mxfp8" and "fp8_block128" round float rows like
+      `ep.quant.quantize`, and send about half the bytes of bfloat16; None does
+      not round. Derivatives ignore the rounding.
+    name: the name in messages and traces; default "moe".
 
   Raises:
     ValueError: a value is out of range or conflicts with the group.
@@ -251,16 +255,13 @@ class EpLayerConfig:
       wire=wire,
       name=name,
     )
-    self._hold(group, LayerConfig(group.config, **values))
-
-  def _hold(self, group: EpGroup, config: LayerConfig) -> None:
-    vars(self).update(group=group, config=config)
+    vars(self).update(group=group, config=LayerConfig(group.config, **values))
 
   @classmethod
   def of(cls, connection: Connection, config: LayerConfig) -> EpLayerConfig:
     """Returns a layer that does not keep the group of the user open."""
     layer = cls.__new__(cls)
-    layer._hold(EpGroup(connection), config)
+    vars(layer).update(group=EpGroup(connection), config=config)
     return layer
 
   def replace(self, **changes: Any) -> EpLayerConfig:
@@ -280,25 +281,17 @@ class EpLayerConfig:
   def capacity_for(self, num_tokens: int) -> int:
     """Returns C: rows that a rank can receive if T = `num_tokens`.
 
-    It is the same for all T if the layer has a capacity, or the group a limit
-    of tokens. If not, it is the capacity of one token at least.
+    C is the same for all T if the layer has a capacity or the group has a
+    limit of tokens. Otherwise T = 0 has the capacity of T = 1.
 
     Raises:
       ValueError: `num_tokens` is negative.
-      TypeError: it is no integer.
+      TypeError: `num_tokens` is no integer.
     """
     return self.config.capacity_for(num_tokens)
 
   def __repr__(self) -> str:
     return f"Ep{self.config}"
-
-  def __copy__(self) -> EpLayerConfig:
-    """Returns this layer itself, as a copy of its group is that group."""
-    return self
-
-  def __deepcopy__(self, memo: Any) -> EpLayerConfig:
-    """Returns this layer itself."""
-    return self
 
   def __reduce__(self) -> NoReturn:
     raise arguments.cannot_pickle(
@@ -311,7 +304,7 @@ class EpLayerConfig:
   def op_params(self, num_tokens: int) -> OpParams:
     """Returns the parameters of an op that is traced now.
 
-    They do not keep the group open, since JAX's caches keep them.
+    JAX's caches keep the parameters, so they do not keep the group open.
     """
     return OpParams(
       connection=self.group.connection,

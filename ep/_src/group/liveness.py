@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which processes of the job have died, as far as this host can see.
+"""Finds dead processes of the job on this host.
 
-JAX takes minutes to notice a death, and a socket notices only a death after it
-was connected. So each process publishes, in JAX's key-value store, its process
-id in the operating system.
+JAX takes minutes to notice a death, and a socket notices only deaths after it
+was connected. So each process publishes its process id of the operating system
+in JAX's key-value store.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from ep._src.base import compat, processes
 
 
 def announce() -> None:
-  """Publishes the identity of this process, if it has joined. Idempotent."""
+  """Publishes the identity of this process if it has joined. Idempotent."""
   if client := compat.distributed_client():
     processes.tell("joined")
     key = _key(compat.distributed_process())
-    client.key_value_set(key, json.dumps(_identity()), allow_overwrite=True)
+    pid, namespace = os.getpid(), processes.namespace()
+    identity = dict(namespace=namespace, pid=pid, start=_start(pid))
+    text = json.dumps(identity if namespace else {})
+    client.key_value_set(key, text, allow_overwrite=True)
 
 
 def dead(client: Any, processes: Collection[int]) -> list[int]:
   """Returns which of the processes are known to have died; one request."""
   if len(processes) == 1:
     (process,) = processes
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is not there
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # unpublished
       found = client.key_value_try_get(_key(process))
       return [] if _lives(found) else [process]
     return []
@@ -45,19 +48,8 @@ def _key(process: int | str) -> str:
   return f"ep/process/{process}"
 
 
-def _identity() -> dict[str, Any]:
-  """Returns the identity of this process; empty if the namespace is unknown."""
-  if processes.namespace() is None:
-    return {}
-  pid = os.getpid()
-  return dict(namespace=processes.namespace(), pid=pid, start=_start(pid))
-
-
 def _lives(published: str) -> bool:
-  """Returns False if a process that published this identity has ended.
-
-  True if its id has no meaning in this namespace.
-  """
+  """Returns False if a process with this identity is known to have ended."""
   theirs = json.loads(published)
   is_near = theirs.get("namespace") == processes.namespace() and theirs
   return not is_near or _start(theirs["pid"]) == theirs["start"]
@@ -66,12 +58,12 @@ def _lives(published: str) -> bool:
 def _start(pid: int) -> int | None:
   """Returns when a process started; None if it has ended.
 
-  An id alone does not identify a process, since the system uses ids again.
+  The system reuses process ids, so the start identifies a process.
   """
   try:
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
     return None
-  # These are the fields 3, 4, ... of proc(5).
+  # The fields 3, 4... of proc(5).
   state, *fields = stat.rpartition(")")[2].split()
   return None if state in "ZX" else int(fields[18])

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A meeting: processes find out whether they agree, and introduce themselves.
+"""A meeting: processes check that they agree, and introduce themselves.
 
-It goes through JAX's key-value store, in a folder that the first process
+A meeting uses a folder of JAX's key-value store, which the first process
 deletes at the next meeting:
 
     terms/<process>                    the values on which all must agree
-    introduction/<domain>/<process>    what its domain must know of it
-    digest/<process>                   of the terms, or why it failed; the last
+    introduction/<domain>/<process>    the data for processes of its domain
+    digest/<process>                   a hash of the terms, or an error
     verdict                            of the first process
 
-The first process alone reads all digests, with one request however many there
-are. If they differ it reads the terms of one that differs, and its verdict says
-what is different. So a process makes the same number of requests in any world,
-and what it reads grows with its own domain only.
+A process publishes its digest last. The first process reads all digests in one
+request. If one differs, the first process reads the terms of that process, and
+its verdict names the difference. So the number of requests of a process does
+not depend on the number of processes, and a process reads only data of its
+domain.
 """
 
 from __future__ import annotations
@@ -29,37 +30,29 @@ import jax
 
 from ep._src.group import liveness
 
-# The first process looks for digests after these, and for dead processes.
+# First and longest interval, in seconds, at which the first process polls for
+# digests. It polls for dead processes at the longest one.
 _SOON_S, _LOOK_AFTER_S = 0.01, 0.5
-# The others look this often whether the first process has died: at first, and
-# in a long wait.
+# First and longest interval, in seconds, at which another process polls for the
+# death of the first process.
 _PATIENT_S, _RARELY_S = 2.0, 8.0
 
 
 def digest(value: object) -> str:
-  """Returns 16 hexadecimal digits that differ for other values."""
+  """Returns a hash of a value, as 16 hexadecimal digits."""
   return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """One meeting, seen from one process.
+  """A process's view of a meeting."""
 
-  Attributes:
-    what: the function that the user called, for messages.
-    client: of the key-value store.
-    folder: of the meeting, the same on all processes.
-    members: the processes, in ascending order.
-    me: this one.
-    timeout_s: how long a process waits for the others.
-  """
-
-  what: str
-  client: Any
-  folder: str
-  members: Sequence[int]
-  me: int
-  timeout_s: float
+  what: str  # the function that the user called
+  client: Any  # of the key-value store
+  folder: str  # equal on all processes
+  members: Sequence[int]  # the processes, in ascending order
+  me: int  # this process
+  timeout_s: float  # for which a process waits for the others
 
   def fail(self, error: Exception) -> None:
     """Tells the others that this process has failed before the meeting."""
@@ -74,30 +67,25 @@ class Meeting:
     introduction: Mapping[str, Any],
     domain: int,
   ) -> dict[int, dict[str, Any]]:
-    """Returns the introductions of this domain's processes; none if empty.
+    """Returns the introductions of this domain's processes; {} if empty.
 
     Raises:
       ValueError: on all processes, if their terms differ.
-      RuntimeError: on all processes, if one failed, died or did not come.
+      RuntimeError: on all processes, if one failed, died or did not arrive.
     """
     self.publish(terms, introduction, domain)
     self.settle(terms)
     return self.introductions(domain) if introduction else {}
 
-  def publish(
-    self,
-    terms: Mapping[str, str],
-    introduction: Mapping[str, Any],
-    domain: int,
-  ) -> None:
-    """Tells the others what `hold` was given."""
+  def publish(self, terms, introduction, domain) -> None:
+    """Publishes the arguments of `hold`."""
     self._set(f"terms/{self.me}", terms)
     if introduction:
       self._set(f"introduction/{domain}/{self.me}", introduction)
     self._set(f"digest/{self.me}", dict(terms=digest([*terms.items()])))
 
   def settle(self, terms: Mapping[str, str]) -> None:
-    """Waits until all have published; raises what `hold` raises."""
+    """Waits until all have published; raises the errors of `hold`."""
     if self._is_first:
       verdict = self._judge(terms)
       self._set("verdict", verdict)
@@ -108,13 +96,13 @@ class Meeting:
       raise error(f"{self.what}: {verdict['text']}")
 
   def introductions(self, domain: int) -> dict[int, dict[str, Any]]:
-    """Returns the introductions of a domain's processes, which have settled."""
+    """Returns the introductions of a domain, after `settle`."""
     return dict(sorted(self._get(f"introduction/{domain}").items()))
 
   def delete(self, folders: Sequence[str]) -> None:
     """Deletes folders of earlier meetings, if this process is the first.
 
-    Every process came to this meeting after it had read those.
+    All processes have read them, because all have published in this meeting.
     """
     if self._is_first:
       for folder in folders:
@@ -125,7 +113,7 @@ class Meeting:
     return self.me == self.members[0]
 
   def _judge(self, terms: Mapping[str, str]) -> dict[str, str]:
-    """Returns the verdict: empty if all agree, or the error of all."""
+    """Returns the verdict: {} if all agree, or the error."""
     mine = digest([*terms.items()])
     deadline = time.monotonic() + self.timeout_s
     look_at = time.monotonic() + _LOOK_AFTER_S
@@ -166,7 +154,6 @@ class Meeting:
 
   def _wait_for_verdict(self) -> dict[str, str]:
     first = self.members[0]
-    # The first process may have come later, and it waits for `timeout_s`, too.
     deadline = time.monotonic() + self.timeout_s
     wait_s = _PATIENT_S
     while True:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets `python -m ep stuck` see the Python stacks of this process.
+"""Lets `python -m ep stuck` read the Python stacks of this process.
 
-faulthandler writes the stacks when the process gets a signal. Unlike a thread
-of Python, it also does so while another thread holds Python's lock in native
-code. The signal is a real-time signal, which neither Python nor JAX uses, and
-a program that uses it before it bootstraps a group keeps it.
+faulthandler writes the stacks when the process gets a signal. Unlike a Python
+thread, it does so even if a thread in native code holds Python's lock. The
+signal is a real-time signal, which neither Python nor JAX uses. If the program
+uses the signal before it bootstraps a group, ep does not.
 
-The stacks go to an anonymous file. Its name, ep_stacks_<signal>_<pid>, is what
-a reader finds among the descriptors of the process. A forked child has the
-descriptor, too, and no groups. The default action of the signal would end a
-process, so a reader must see in /proc/<pid>/status that it is caught.
+The stacks go to an anonymous file. A reader finds the file by its name,
+ep_stacks_<signal>_<pid>, among the descriptors of the process. A forked child
+inherits the descriptor. The default action of the signal terminates a process,
+so a reader must check in /proc/<pid>/status that the process catches it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import signal
 
 @functools.cache
 def offer() -> None:
-  """Writes stacks from now on, if this system can and the signal is free."""
+  """Registers the signal handler, on Linux and if the signal is unused."""
   if not hasattr(os, "memfd_create"):
     return  # not Linux
   number = signal.SIGRTMAX - 7
@@ -34,9 +34,9 @@ def offer() -> None:
   try:
     file = os.memfd_create(f"ep_stacks_{number}_{os.getpid()}")
   except OSError:
-    return  # A group that needs a descriptor will say that there is none.
+    return  # too many open files: the group will raise an error if it needs one
   os.fchmod(file, 0o600)
-  # A reader empties the file, and then the next stacks are at its begin.
+  # After a reader empties the file, the next stacks begin at offset 0.
   fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
   faulthandler.register(number, file, all_threads=True)
 
@@ -44,7 +44,7 @@ def offer() -> None:
 def _is_used(number: int) -> bool:
   """Returns whether this process catches or ignores a signal.
 
-  `signal.getsignal` does not know of handlers in native code.
+  `signal.getsignal` does not see handlers of native code.
   """
   status = pathlib.Path("/proc/self/status").read_text()
   masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)", status, re.MULTILINE)

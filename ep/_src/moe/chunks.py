@@ -29,8 +29,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from ep._src.base import arguments, compat, reverse_mode
-from ep._src.base.contexts import tapping
+from ep._src.base import arguments, compat, identities
+from ep._src.base.contexts import trace_callback
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import exchange_of
 from ep._src.moe.experts import Experts, round_trip, SharedExpert
@@ -207,7 +207,9 @@ def _one_exchange_or_chunks(
   def chunks(floats, topk_idx, handle):
     del handle
     params, tokens, weights = floats
-    with tapping(None):  # the callback got the routing of all tokens already
+    with trace_callback(
+      None
+    ):  # the callback got the routing of all tokens already
       args = params, tokens, topk_idx, weights
       return _in_chunks(layer, experts, num_chunks, *args)[0]
 
@@ -216,7 +218,7 @@ def _one_exchange_or_chunks(
   floats, *routing = compat.vary_together(
     (params, tokens, topk_weights), topk_idx, handle
   )
-  floats = reverse_mode.only(_FORWARD.format(layer.name), floats)
+  floats = identities.reverse_mode_only(_FORWARD.format(layer.name), floats)
   return _either(whole, chunks)(floats, *routing)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from ep._src.base import compat
-from ep._src.base.kept import keep_routing
+from ep._src.base.identities import keep_routing
 from ep._src.matmul.grouped_matmul import grouped_matmuls
 from ep._src.matmul.row_map import map_used_rows, repeated, weighted
 from ep._src.ops.combine import ep_combine

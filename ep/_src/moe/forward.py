@@ -14,7 +14,7 @@ import numpy as np
 
 from ep._src.base import arrays, compat, errors, primitive
 from ep._src.base.errors import fail_if
-from ep._src.base.kept import keep_routing
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.matmul import ordered_sum
 from ep._src.moe import losses, parameters, router

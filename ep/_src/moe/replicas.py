@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from ep._src.base import compat
 from ep._src.base.arrays import iota
-from ep._src.base.contexts import tapping
-from ep._src.base.kept import keep_routing
+from ep._src.base.contexts import trace_callback
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import EpLayerConfig
 from ep._src.moe.config import MoEConfig
 from ep._src.moe.placement import Placement
@@ -186,7 +186,7 @@ class Replicas:
         name=f"{self.layer.name}.replicas",
       )
       ids = jnp.broadcast_to(self.copies[:, None], (L, height, P))
-      with tapping(None):  # the rows are parameters, not tokens
+      with trace_callback(None):  # the rows are parameters, not tokens
         return ep_prepare(layer, ids)
 
     def of(x):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments, arrays, compat
-from ep._src.base.kept import keep_routing
+from ep._src.base.identities import keep_routing
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 

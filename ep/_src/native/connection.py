@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection of the backends that call a native library."""
+"""The connection of backends that call a native library."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ import numpy as np
 
 from ep._src.base import backend, compat, meshes
 from ep._src.base.backend import GroupMemory, OpParams
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, WIRES
 from ep._src.base.meshes import Mesh
 from ep._src.base.primitive import ProgramNames
 from ep._src.native import ffi
 
-# The abstract value of what `_place` returns.
+# The abstract value of the result of `_place`.
 _PLACE = jax.core.ShapedArray((2,), jnp.int32)
 
-# The last group of each backend that this process has released.
+# The last released group of each backend in this process.
 _released: dict[str, GroupConfig] = {}
 os.register_at_fork(after_in_child=_released.clear)
 
 
 class NativeConnection(backend.Connection):
-  """A group of a native library.
-
-  The library has created the group already, and knows it by its name.
-  """
+  """A group that exists in a native library under its name."""
 
   has_trace = True
 
@@ -42,10 +40,9 @@ class NativeConnection(backend.Connection):
 
   @property
   def closes_at_exit(self) -> bool:
-    # Without another process no peer waits, and the programs that still run
-    # come to their end.
-    is_apart = len(meshes.processes(self.group.mesh)) > 1
-    return super().closes_at_exit or (not self._is_forked and is_apart)
+    # In a group of one process no peer waits, and running programs complete.
+    has_peers = len(meshes.processes(self.group.mesh)) > 1
+    return super().closes_at_exit or (not self._is_forked and has_peers)
 
   def check(self) -> None:
     ffi.check_group(self.group.backend, self.group.name)
@@ -79,11 +76,7 @@ class NativeConnection(backend.Connection):
     )
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     if op == "ep_prepare":
       place = compat.lower_local(lambda *_: [_place(params.layer.group)])
@@ -92,15 +85,11 @@ class NativeConnection(backend.Connection):
     return self._lowering(op)(ctx, *operands, params=params)
 
   def _lowering(self, op: str) -> Callable[..., Any]:
-    """Returns the lowering to a call of the FFI target `op`, and no more."""
+    """Returns the lowering to a call of the FFI target `op`."""
     return functools.partial(self._lower_call, op)
 
   def _lower_call(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     layer = params.layer
     with compat.named_instruction(f"{op}[{layer.name}]"):
@@ -122,11 +111,11 @@ class NativeConnection(backend.Connection):
           checked=params.checked,
           wire=np.int64(WIRES.index(layer.wire)),
         ),
-        **self._lent(ctx),
+        **self._borrowed_domains(ctx),
       )
 
-  def _lent(self, ctx: compat.mlir.LoweringRuleContext) -> dict[str, Any]:
-    """Returns for which domains XLA lends communicators: here for none."""
+  def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
+    """Returns the attributes of domains that borrow communicators: none."""
     del ctx
     return dict(lent_mesh=np.zeros(0, np.int64), lent_axis=np.int64(0))
 
@@ -146,12 +135,12 @@ class NativeConnection(backend.Connection):
 
 
 def released() -> list[GroupConfig]:
-  """Returns one released group of each backend that has such groups."""
+  """Returns one released group of each backend that has released any."""
   return list(_released.values())
 
 
 def close_released() -> None:
-  """Closes the groups that were released and that programs still use."""
+  """Closes released groups that programs still use."""
   with contextlib.ExitStack() as stack:
     for name in _released:
       stack.callback(ffi.close_released, name)
@@ -168,10 +157,10 @@ def mesh_of_devices(name: str, mesh: Mesh) -> jax.sharding.Mesh:
 
 
 def _place(group: GroupConfig) -> jax.Array:
-  """Returns where this rank is in the mesh of the program, for `PrepareArgs`.
+  """Returns the place of this rank in the mesh of the program.
 
-  The native group knows a rank by its device, so it can tell a program whose
-  mesh has the devices in another order.
+  The native group knows each rank's device, so it refuses a program whose mesh
+  has another order of devices.
   """
   mesh = group.mesh
   domain_and_rank = meshes.index_of_rank(mesh, group.axis_name)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the native libraries, registers their handlers, calls their functions.
 
-There is one library for each native backend. It is loaded when the first group
-of that backend is built, not when the package is imported.
+Each native backend has one library. Its first group loads it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import os
 import pathlib
 from typing import Any
@@ -17,9 +17,9 @@ import jax
 
 from ep._src.base import compat
 from ep._src.base.backend import OPS
-from ep._src.native import gpus, shipped_files
+from ep._src.native import shipped_files
 
-# For each backend: the platform in its library's name, and XLA's name of it.
+# For each backend: the platform in its library's name, and XLA's platform name.
 PLATFORMS = {"host": ("cpu", "cpu"), "nccl": ("cuda", "CUDA")}
 
 # kInterfaceVersion of ep_ffi/core/export.h, which says when to raise it.
@@ -42,11 +42,11 @@ def find_library(backend: str) -> pathlib.Path:
   """Returns the path of a backend's library.
 
   Raises:
-    FileNotFoundError: there is none; the message names all places.
+    FileNotFoundError: there is none; the message lists the searched places.
   """
   name = f"libep_ffi_{PLATFORMS[backend][0]}.so"
   packages, distributions = _packages(backend)
-  if override := os.environ.get(_VARIABLE):  # a user who sets it wants no other
+  if override := os.environ.get(_VARIABLE):  # then no other place is searched
     path = pathlib.Path(override)
     if path.is_dir():
       path /= name
@@ -72,10 +72,14 @@ def find_library(backend: str) -> pathlib.Path:
 
 
 def _packages(backend: str) -> tuple[list[str], str]:
-  """Returns the packages that may hold a library, and what pip installs."""
+  """Returns the packages that may have a library, and their wheels' names."""
   if backend == "host":
     return ["ep"], "jax-ep"
-  fitting = gpus.cuda_plugins()
+  fitting = [
+    version
+    for version in ("13", "12")
+    if importlib.util.find_spec(f"jax_cuda{version}_plugin")
+  ]
   versions = fitting or ["13", "12"]
   distributions = " or ".join(f"jax-ep-cuda{v}" for v in versions)
   if fitting:
@@ -87,9 +91,8 @@ def _packages(backend: str) -> tuple[list[str], str]:
 def library(backend: str) -> ctypes.CDLL:
   """Loads a backend's library and registers its ops for its platform."""
   path = find_library(backend)
-  # This makes JAX's clients, before anything is registered. A client that was
-  # made later would get the handlers before the type of their state, and fail:
-  # XLA refuses handlers whose state has an unknown type.
+  # Create JAX's clients before the registration. JAX would give a later client
+  # the handlers before the type of their state, which XLA refuses.
   jax.local_devices()
   lib = ctypes.CDLL(str(path))
   _check_interface(lib, path)
@@ -127,65 +130,59 @@ def library(backend: str) -> ctypes.CDLL:
 
 
 def path_and_interface(backend: str) -> str:
-  """Loads a backend's library; returns its path and its interface."""
+  """Loads a backend's library; returns its path and interface as text."""
   library(backend)
   return f"{find_library(backend)} (interface {INTERFACE_VERSION})"
 
 
-def has_library(backend: str) -> bool:
-  """Returns whether a backend's library can be loaded; loads it if so."""
+def is_native(ctx: compat.LoweringContext) -> bool:
+  """Returns whether the lowered program for CPUs can call the library.
+
+  A program must run in this process, and XLA must not partition the program,
+  because XLA gathers the operands of a call, or cannot partition the call.
+  """
+  if not compat.can_call_python(ctx) or compat.is_partitioned(ctx):
+    return False
   try:
-    library(backend)
+    library("host")
   except (OSError, NativeError):
     return False
   return True
 
 
-def is_native(ctx: Any) -> bool:
-  """Returns whether a program for CPUs being lowered can call the library.
-
-  A program can if it runs in this process, and XLA does not divide it among
-  devices: XLA divides no call that has a side effect, and gathers the operands
-  of every other call on each device.
-  """
-  is_here = compat.can_call_python(ctx) and has_library("host")
-  return is_here and not compat.is_partitioned(ctx)
-
-
 def _check_interface(lib: ctypes.CDLL, path: pathlib.Path) -> None:
-  """Raises if the library is not of the version that this package calls."""
-  found: int | str = "none (it is from before libraries had one)"
+  """Raises unless the library has the interface that this package calls."""
+  found: int | str = "none (older libraries have none)"
   if hasattr(lib, "ep_interface_version"):
     found = lib.ep_interface_version()
   if found != INTERFACE_VERSION:
     raise NativeError(
       f"ep_bootstrap: {path} is of another version than this ep package, which"
-      f" calls the interface {INTERFACE_VERSION}; that of the library is"
-      f" {found}. Build //ep_ffi:{path.name} from the same sources as the"
-      f" package, or set ${_VARIABLE} to the library that came with it."
+      f" calls the interface {INTERFACE_VERSION}; the library has {found}."
+      f" Build //ep_ffi:{path.name} from the same sources as the package, or"
+      f" set ${_VARIABLE} to the library of the package's release."
     )
 
 
-def call(lib: ctypes.CDLL, function: str, *args: Any) -> None:
-  """Calls a C function that can fail; see ep_ffi/core/export.h."""
+def call(
+  lib: ctypes.CDLL, function: str, *args: Any, op: str | None = None
+) -> None:
+  """Calls a C function that can fail; see ep_ffi/core/export.h.
+
+  Errors begin with `op`, a function of the user, unless it is None.
+  """
   error = ctypes.create_string_buffer(_ERROR_BYTES)
   code = getattr(lib, function)(*args, error, ctypes.c_int64(_ERROR_BYTES))
   if code:
     kind = ValueError if code == _INVALID_ARGUMENT else NativeError
-    raise kind(error.value.decode())
+    text = error.value.decode()
+    raise kind(f"{op}: {text}" if op else text)
 
 
-def _call(backend: str, function: str, *args: Any) -> None:
-  call(library(backend), function, *args)
-
-
-def _call_for(op: str, backend: str, function: str, *args: Any) -> None:
-  """Calls like `_call`; errors begin with `op`, a function of the user."""
-  lib = library(backend)
-  try:
-    call(lib, function, *args)
-  except (ValueError, NativeError) as e:
-    raise type(e)(f"{op}: {e}") from e
+def _call(
+  backend: str, function: str, *args: Any, op: str | None = None
+) -> None:
+  call(library(backend), function, *args, op=op)
 
 
 class _HostProcess(ctypes.Structure):
@@ -226,11 +223,10 @@ def create_host_group(
   ranks: list[tuple[int, int]],
   **fields: float,
 ) -> None:
-  """Creates the native group `name`; `_HostGroup` has the other `fields`.
+  """Creates the native group `name`; see `_HostGroup` for the other `fields`.
 
-  `processes` lists (address, JAX's id, the system's id). `ranks` lists (index
-  in `processes`, device id), domain-major. On CPU XLA tells a handler the id
-  that JAX knows, not an ordinal in the process.
+  `processes` lists (address, JAX's process id, operating system's id). `ranks`
+  lists (index in `processes`, JAX's device id), domain-major.
   """
   known = [_HostProcess(a.encode(), id, pid) for a, id, pid in processes]
   group = _HostGroup(
@@ -242,25 +238,20 @@ def create_host_group(
     num_ranks=len(ranks),
     **fields,
   )
-  _call_for("ep_bootstrap", "host", "ep_host_group_create", ctypes.byref(group))
+  args = ctypes.byref(group)
+  _call("host", "ep_host_group_create", args, op="ep_bootstrap")
 
 
 def new_nccl_id(nccl: str, nccl_ep: str) -> bytes:
   """Returns a new id of an EP domain.
 
-  `nccl` and `nccl_ep` are the libraries to load if the process has loaded none
-  yet; "" loads the system's.
+  `nccl` and `nccl_ep` are the paths of libraries to load if the process has
+  loaded none; "" loads the system's.
   """
   unique_id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-  _call_for(
-    "ep_bootstrap",
-    "nccl",
-    "ep_nccl_unique_id",
-    nccl.encode(),
-    nccl_ep.encode(),
-    unique_id,
-    ctypes.c_int64(_UNIQUE_ID_BYTES),
-  )
+  args = nccl.encode(), nccl_ep.encode(), unique_id
+  size = ctypes.c_int64(_UNIQUE_ID_BYTES)
+  _call("nccl", "ep_nccl_unique_id", *args, size, op="ep_bootstrap")
   return unique_id.raw
 
 
@@ -283,14 +274,13 @@ def create_nccl_group(
 ) -> None:
   """Creates the native group `name`; see ep_ffi/backends/nccl/bootstrap.cc.
 
-  `ranks` has the ordinals of GPUs in this process by their ranks in the
-  `domain` whose ranks share `unique_id`, which is b"" if ep_connect gives each
-  rank a communicator; `nccl` and `nccl_ep` as for `new_nccl_id`.
+  `ranks` maps the ranks of this process in the `domain` to ordinals of GPUs.
+  `unique_id` is the id of the domain, or b"" if ep_connect gives each rank a
+  borrowed communicator. For `nccl` and `nccl_ep` see `new_nccl_id`.
   """
   sizes = num_experts, ep_size, max_tokens, capacity, max_row_bytes, max_num_sms
   array = ctypes.c_int32 * len(ranks)
-  _call_for(
-    "ep_bootstrap",
+  _call(
     "nccl",
     "ep_nccl_group_create",
     name.encode(),
@@ -306,16 +296,16 @@ def create_nccl_group(
     ctypes.c_int64(len(unique_id)),
     nccl.encode(),
     nccl_ep.encode(),
+    op="ep_bootstrap",
   )
 
 
 def nccl_place(
   name: str, i: int, others: str
 ) -> tuple[int, bool, int, float, str]:
-  """Returns where a rank stands, the i-th of `ranks` of this process's.
+  """Returns the fields of `peers.Place` of the i-th rank of this process.
 
-  See ep/_src/backends/nccl/peers.py. Its watchdog gets `others`, a sentence
-  about the other ranks.
+  Gives its watchdog `others`, a sentence about the other ranks.
   """
   numbers = (ctypes.c_double * 4)()
   text = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -327,26 +317,19 @@ def nccl_place(
   return int(num_ended), bool(has_begun), int(num_left), still_s, words
 
 
-def mem_bytes(
-  backend: str,
-  name: str,
-  num_tokens: int,
-  top_k: int,
-  alignment: int,
-  capacity: int,
-) -> int:
-  """Returns the bytes of `EpHandle.mem` in the group `name`."""
-  sizes = map(ctypes.c_int64, (num_tokens, top_k, alignment, capacity))
+def mem_bytes(backend: str, name: str, *sizes: int) -> int:
+  """Returns the bytes of `EpHandle.mem` in the group `name`.
+
+  The sizes are num_tokens, top_k, alignment and capacity.
+  """
+  args = name.encode(), *map(ctypes.c_int64, sizes)
   out = ctypes.c_int64()
-  _call(backend, "ep_group_mem_bytes", name.encode(), *sizes, ctypes.byref(out))
+  _call(backend, "ep_group_mem_bytes", *args, ctypes.byref(out))
   return out.value
 
 
 def group_memory(backend: str, name: str) -> tuple[int, int]:
-  """Returns how many bytes a group has reserved, and how many are resident.
-
-  See `HostMemory` of ep_ffi/core/backend.h.
-  """
+  """Returns the reserved and the resident bytes of a group."""
   reserved, resident = ctypes.c_int64(), ctypes.c_int64()
   out = ctypes.byref(reserved), ctypes.byref(resident)
   _call(backend, "ep_group_memory", name.encode(), *out)
@@ -354,35 +337,35 @@ def group_memory(backend: str, name: str) -> tuple[int, int]:
 
 
 def start_trace(backend: str, name: str, path: str) -> None:
-  """Starts to trace a group, at the end of a file."""
+  """Starts to trace a group to the end of a file."""
   args = name.encode(), os.fsencode(path)
-  _call_for("ep.trace", backend, "ep_group_trace_start", *args)
+  _call(backend, "ep_group_trace_start", *args, op="ep.trace")
 
 
 def stop_trace(backend: str, name: str) -> None:
-  """Ends the trace of a group, if that is open, and writes the file."""
-  _call_for("ep.trace", backend, "ep_group_trace_stop", name.encode())
+  """Ends the trace of a group, if the group is open, and writes the file."""
+  _call(backend, "ep_group_trace_stop", name.encode(), op="ep.trace")
 
 
 def waited(backend: str, name: str) -> float:
-  """Returns for how long ranks of a traced group have waited, in seconds."""
+  """Returns for how many seconds ranks of a traced group have waited."""
   out = ctypes.c_double()
   _call(backend, "ep_group_waited", name.encode(), ctypes.byref(out))
   return out.value
 
 
 def check_group(backend: str, name: str) -> None:
-  """Waits for the device; raises a failure that no op has reported."""
+  """Waits for the device, and raises a failure that no op has reported."""
   _call(backend, "ep_group_check", name.encode())
 
 
 def close_group(backend: str, name: str) -> None:
-  """Closes a group; raises if a peer is left waiting."""
-  _call_for("ep_finalize", backend, "ep_group_close", name.encode())
+  """Closes a group; raises if a peer still waits for this process."""
+  _call(backend, "ep_group_close", name.encode(), op="ep_finalize")
 
 
 def release_group(backend: str, name: str) -> None:
-  """Makes a group close when the programs that use it have died."""
+  """Makes a group close once no program uses it."""
   _call(backend, "ep_group_release", name.encode())
 
 

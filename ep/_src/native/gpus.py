@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each rank of this host a GPU of its own, or a share of one.
+"""Assigns each rank of this host a GPU, or a share of one.
 
-This module does not import JAX: the launcher must not hold the ranks' devices.
+This module does not import JAX, because the launcher must not occupy devices.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import os
 import pkgutil
 import subprocess
 
-# The variable for the fraction of a GPU's memory that XLA takes, and its
-# default in JAX.
+# The fraction of a GPU's memory that XLA allocates, and JAX's default.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_FRACTION = 0.75
 
-# NCCL allows at most this many ranks on a GPU, unless the thread blocks of each
-# rank are limited: the blocks of more ranks might wait for one another to be
-# scheduled.
+# NCCL allows at most this many ranks on a GPU unless the thread blocks of each
+# rank are limited. Otherwise blocks of a rank might wait for blocks of another
+# rank that the GPU cannot schedule.
 _RANKS_WITHOUT_LIMIT = 2
 _MAX_BLOCKS = "NCCL_MAX_CTAS"
 _BLOCKS_OF_A_GPU = 16
@@ -33,10 +32,10 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def check_plugin() -> None:
-  """Raises `RuntimeError` if JAX must run on GPUs and has no plugin at all.
+  """Raises `RuntimeError` if JAX must run on GPUs but has no plugin.
 
-  JAX itself raises an AssertionError without a message where it sees no GPU,
-  and says that "cuda" is unknown where it sees one.
+  JAX would raise an AssertionError without a message, or say that "cuda" is
+  unknown.
   """
   if not wanted(os.environ) or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
     return
@@ -53,17 +52,8 @@ def check_plugin() -> None:
     )
 
 
-def cuda_plugins() -> list[str]:
-  """Returns the versions of CUDA that JAX has plugins for, newest first."""
-  return [
-    version
-    for version in ("13", "12")
-    if importlib.util.find_spec(f"jax_cuda{version}_plugin")
-  ]
-
-
 def visible() -> list[str]:
-  """Returns CUDA's names of the GPUs that a process of this host would see."""
+  """Returns CUDA's names of the GPUs that a new process would see."""
   chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
   if chosen is not None:
     return [name.strip() for name in chosen.split(",") if name.strip()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the files that a build or a package brings along."""
+"""Finds files of Bazel's runfiles and of installed packages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,16 @@ def in_runfiles(path: str) -> pathlib.Path | None:
     return None
   found = runfiles.Create()
   place = found and found.Rlocation(path, source_repo=found.CurrentRepository())
-  return _existing(place and pathlib.Path(place))
+  return pathlib.Path(place) if place and pathlib.Path(place).exists() else None
 
 
 def in_package(package: str, path: str) -> pathlib.Path | None:
-  """Returns the path of an installed package's file, or None.
-
-  The package is not imported.
-  """
+  """Returns the path of a package's file, or None; does not import it."""
   try:
     spec = importlib.util.find_spec(package)
-  except ModuleNotFoundError:  # the package's parent is not there
+  except ModuleNotFoundError:  # there is no parent package
     return None
   for folder in (spec and spec.submodule_search_locations) or ():
-    if found := _existing(pathlib.Path(folder, path)):
-      return found
+    if (file := pathlib.Path(folder, path)).exists():
+      return file
   return None
-
-
-def _existing(path: pathlib.Path | None) -> pathlib.Path | None:
-  return path if path and path.exists() else None

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ep._src.base import arguments, arrays
 from ep._src.base.backend import OpParams
-from ep._src.base.contexts import tapping
-from ep._src.base.kept import keep_routing
+from ep._src.base.contexts import trace_callback
+from ep._src.base.identities import keep_routing
 from ep._src.group.group import check_layer, EpLayerConfig
 from ep._src.ops import drop_policy, primitives, views
 from ep._src.ops.handle import EpHandle, LEAF_KINDS
@@ -107,7 +107,7 @@ def ep_prepare(
         f"{op}: topk_weights is {topk_weights.dtype}, but weights are floating"
         " point; convert them."
       )
-  if not (is_ordered or tapping.value):
+  if not (is_ordered or trace_callback.value):
     topk_weights = None
 
   leaves = view.call(
@@ -136,7 +136,7 @@ def _prepare(
     leaves = primitives.bind(prepare_p, params, ids)
   *sizes, kept = leaves
   results = [*sizes, kept.reshape(topk_idx.shape)]
-  if (callback := tapping.value) is None:
+  if (callback := trace_callback.value) is None:
     return results
   return callback(layer, topk_idx, topk_weights, results)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.base import arguments, compat, primitive
-from ep._src.base.contexts import tapping
+from ep._src.base.contexts import trace_callback
 from ep._src.base.errors import EpError
 from ep._src.base.primitive import ProgramNames
 from ep._tools.records import files
@@ -77,14 +77,14 @@ def record(
     RuntimeError: the same, on leaving.
   """
   if path is None:
-    with tapping(None):
+    with trace_callback(None):
       yield
     return
   recorder = _Recorder(
     pathlib.Path(path).absolute(), layers, weights, calls_per_step, flush_s
   )
   try:
-    with tapping(recorder):
+    with trace_callback(recorder):
       yield
     for array in jax.live_arrays():
       # The failure of a program is told to those who use its results.
@@ -96,7 +96,7 @@ def record(
 
 
 class _Recorder:
-  """A context's tap: its programs add their calls, and a thread writes them.
+  """A trace callback: programs add their calls, and a thread writes them.
 
   It has a primitive of its own, because a `jax.debug.callback` costs four times
   as much, has no order for the examples of a `vmap`, and is one site where a

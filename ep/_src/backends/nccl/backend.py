@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="nccl": serves NVIDIA GPUs from Hopper on, through NCCL EP."""
+"""backend="nccl": NVIDIA GPUs from Hopper on, through NCCL EP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep._src.backends.nccl import installation
-from ep._src.backends.nccl.peers import Lookout, Place
+from ep._src.backends.nccl.peers import Lookout
 from ep._src.base import compat, meshes
 from ep._src.base.backend import (
   Backend,
@@ -25,31 +25,27 @@ from ep._src.base.backend import (
   Join,
   OpParams,
 )
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig, LayerConfig
 from ep._src.base.meshes import Mesh
 from ep._src.native import connection, ffi
 
 _MIN_COMPUTE_CAPABILITY = 9.0
 
-# Elements of which NCCL EP's rows have a multiple; of bytes, which it takes for
-# bfloat16, twice as many.
-_WIDTH_MULTIPLE = 8
-
-# If it is "xla", groups borrow communicators of XLA.
+# "xla": groups borrow XLA's communicators; "own": they create communicators.
 _COMMUNICATOR = "EP_NCCL_COMMUNICATOR"
 
 
 class NcclBackend(Backend):
   """Serves GPUs that NCCL EP supports, one for each process.
 
-  With XLA's communicators, a process may have several of one EP domain.
+  With borrowed communicators, a process may have several GPUs of one EP domain.
   """
 
   def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
     mesh = connection.mesh_of_devices("nccl", mesh)
-    devices = mesh.devices
     what = 'ep_bootstrap: backend = "nccl" '
-    for device in devices.flat:
+    for device in mesh.devices.flat:
       if device.platform != "gpu":
         raise CannotServe(
           f"{what}needs a mesh of NVIDIA GPUs, not of {device.platform!r}"
@@ -61,27 +57,25 @@ class NcclBackend(Backend):
         f"{what}needs at least two ranks in a domain, but mesh axis"
         f" {axis_name!r} has one; give the axis more devices."
       )
-    counts = collections.Counter(d.process_index for d in devices.flat)
-    process, count = counts.most_common(1)[0]
-    if count > 1 and _communicator() == "own":
-      raise CannotServe(
-        f"{what}needs one process per GPU, but process {process} has {count}"
-        " GPUs of the mesh; start a process for each and give it one with"
-        " jax.distributed.initialize(local_device_ids=...) or"
-        f" CUDA_VISIBLE_DEVICES, or set {_COMMUNICATOR}=xla (docs/gpu.md)."
-      )
-    domains = collections.Counter(
-      process
-      for domain in meshes.domains(mesh, axis_name)
-      for process in {d.process_index for d in domain}
-    )
-    process, count = domains.most_common(1)[0]
-    if count > 1:
-      raise CannotServe(
-        f"{what}needs the GPUs of a process in one EP domain, but those of"
-        f" process {process} are in {count}; give mesh axis {axis_name!r} all"
-        " GPUs of a process, or start more processes (docs/gpu.md)."
-      )
+    of_process = collections.defaultdict(list)  # the domain of each of its GPUs
+    for domain, devices in enumerate(meshes.domains(mesh, axis_name)):
+      for device in devices:
+        of_process[device.process_index].append(domain)
+    for process, domains in of_process.items():
+      if len(domains) > 1 and _communicator() == "own":
+        raise CannotServe(
+          f"{what}needs one process per GPU, but process {process} has"
+          f" {len(domains)} GPUs of the mesh; start a process for each and give"
+          " it one with jax.distributed.initialize(local_device_ids=...) or"
+          f" CUDA_VISIBLE_DEVICES, or set {_COMMUNICATOR}=xla (docs/gpu.md)."
+        )
+      if len(set(domains)) > 1:
+        raise CannotServe(
+          f"{what}needs the GPUs of a process in one EP domain, but the GPUs of"
+          f" process {process} are in {len(set(domains))}; give mesh axis"
+          f" {axis_name!r} all GPUs of a process, or start more processes"
+          " (docs/gpu.md)."
+        )
 
   def check_sizes(self, group: GroupConfig) -> None:
     for name in ("max_tokens_per_rank", "hidden_dim"):
@@ -120,7 +114,7 @@ class NcclBackend(Backend):
     ranks = {int(r): domains[domain, r] for r in places[:, 1]}
     device = next(iter(ranks.values()))
 
-    def introduce():  # the others are told of a failure in here
+    def introduce():  # `join` tells other processes of a failure in here
       self.check_sizes(group)
       ffi.library("nccl")
       libraries = installation.prepare(device)
@@ -137,7 +131,7 @@ class NcclBackend(Backend):
         f"ep_bootstrap: processes differ in ${_COMMUNICATOR}: {kinds}; set it"
         " alike for all of them."
       )
-    is_lent = kinds[me] == "xla"
+    borrows = kinds[me] == "xla"
     capacity = LayerConfig(group, top_k=group.top_k or 1).capacity
     group = dataclasses.replace(group, recv_capacity_per_rank=capacity)
     founder = answers[domains[domain, 0].process_index]
@@ -156,30 +150,29 @@ class NcclBackend(Backend):
       max_num_sms=group.max_num_sms,
       timeout_s=group.timeout_s,
       exit_after_s=group.exit_after_s,
-      unique_id=b"" if is_lent else base64.b64decode(founder["id"]),
+      unique_id=b"" if borrows else base64.b64decode(founder["id"]),
       nccl=nccl,
       nccl_ep=nccl_ep,
     )
-    if is_lent:
+    if borrows:
       try:
         _borrow(group, mesh)
       except Exception:
         ffi.close_group("nccl", group.name)
         raise
-    return NcclConnection(
-      group,
-      is_lent,
-      [
-        Lookout(
-          f"ep/place/{group.name}/{domain}",
-          rank,
-          [d.process_index for d in domains[domain]],
-          group.timeout_s,
-          functools.partial(_place, group.name, i),
-        )
-        for i, rank in enumerate(ranks)
-      ],
-    )
+    key = f"ep/place/{group.name}/{domain}"
+    members = [d.process_index for d in domains[domain]]
+    lookouts = [
+      Lookout(
+        key,
+        rank,
+        members,
+        group.timeout_s,
+        functools.partial(ffi.nccl_place, group.name, i),
+      )
+      for i, rank in enumerate(ranks)
+    ]
+    return NcclConnection(group, borrows, lookouts)
 
 
 class NcclConnection(connection.NativeConnection):
@@ -188,19 +181,15 @@ class NcclConnection(connection.NativeConnection):
   weighs = False
 
   def __init__(
-    self, group: GroupConfig, is_lent: bool, lookouts: list[Lookout]
+    self, group: GroupConfig, borrows: bool, lookouts: list[Lookout]
   ):
-    """`is_lent` tells whether communicators are XLA's."""
+    """`borrows` tells whether the group borrows XLA's communicators."""
     super().__init__(group)
-    self._is_lent = is_lent
+    self._borrows = borrows
     self._lookouts = lookouts
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     lower = functools.partial(super().lower, op, params=params)
     if op != "ep_prepare":
@@ -210,9 +199,9 @@ class NcclConnection(connection.NativeConnection):
   def _lowering(self, op: str) -> Callable[..., Any]:
     return compat.on_collective_stream(super()._lowering(op))
 
-  def _lent(self, ctx: compat.mlir.LoweringRuleContext) -> dict[str, Any]:
-    if not self._is_lent:
-      return super()._lent(ctx)
+  def _borrowed_domains(self, ctx: LoweringContext) -> dict[str, Any]:
+    if not self._borrows:
+      return super()._borrowed_domains(ctx)
     return _domains(self.group, compat.program_mesh(ctx))
 
   def _close(self) -> None:
@@ -228,12 +217,8 @@ class NcclConnection(connection.NativeConnection):
       lookout.stop()
 
 
-def _place(name: str, i: int, others: str) -> Place:
-  return Place(*ffi.nccl_place(name, i, others))
-
-
 def _communicator() -> str:
-  """Returns whose communicator groups of this process use: "own" or "xla"."""
+  """Returns the kind of communicators in this process: "own" or "xla"."""
   value = os.environ.get(_COMMUNICATOR) or "own"
   if value not in ("own", "xla"):
     raise ValueError(
@@ -246,16 +231,16 @@ def _communicator() -> str:
 def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
   """Gives the native group XLA's communicator. Collective over the mesh.
 
-  XLA lends communicators to programs only, so this runs one.
+  Runs a program, because XLA lends communicators only to programs.
   """
 
-  def ready():
+  def connect():
     shape = jax.ShapeDtypeStruct((1,), jnp.int32)
     call = jax.ffi.ffi_call("ep_connect", shape, has_side_effect=True)
     return call(group=group.name, **_domains(group, mesh))
 
   program = jax.shard_map(
-    ready,
+    connect,
     mesh=mesh,
     in_specs=(),
     out_specs=jax.sharding.PartitionSpec(mesh.axis_names),
@@ -265,7 +250,7 @@ def _borrow(group: GroupConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
-  """Returns how EP domains lie in a mesh, for ep_ffi/handlers/lent.h."""
+  """Returns the place of EP domains in a mesh, for the handlers."""
   return dict(
     lent_mesh=np.array([*mesh.shape.values()], np.int64),
     lent_axis=np.int64([*mesh.shape].index(group.axis_name)),
@@ -273,7 +258,7 @@ def _domains(group: GroupConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 def _size(group: GroupConfig, name: str) -> int:
-  """Returns a size of the group; raises `ValueError` if it is open."""
+  """Returns a size of the group; raises `ValueError` if it is None."""
   size = getattr(group, name)
   if size is None:
     raise ValueError(
@@ -285,18 +270,16 @@ def _size(group: GroupConfig, name: str) -> int:
 
 
 def _padded_width(hidden: int, itemsize: int = 2) -> int:
-  """Returns the elements of the rows that NCCL EP moves."""
-  multiple = _WIDTH_MULTIPLE * (2 if itemsize == 1 else 1)
+  """Returns the width to which NCCL EP wants rows padded, in elements."""
+  multiple = 16 if itemsize == 1 else 8
   return -(-hidden // multiple) * multiple
 
 
 def _with_fitting_rows(
-  lower: Callable[..., Any],
-  ctx: compat.mlir.LoweringRuleContext,
-  *operands: Any,
+  lower: Callable[..., Any], ctx: LoweringContext, *operands: Any
 ) -> Any:
-  """Lowers an op that moves rows: `lower` gets them in a width of NCCL EP."""
-  rows: Any  # not any `AbstractValue`, which has no shape
+  """Lowers an op on rows, padded to a width that NCCL EP supports."""
+  rows: Any  # an `AbstractValue` with a shape
   (_, rows, *_), (moved, *others) = ctx.avals_in, ctx.avals_out
   hidden = rows.shape[1]
   width = _padded_width(hidden, rows.dtype.itemsize)
@@ -321,19 +304,14 @@ def _with_fitting_rows(
 
 
 def _check_capability(device: jax.Device) -> None:
-  # Other vendors have a name here, like "gfx942".
   capability = getattr(device, "compute_capability", "none")
-  if _version(capability) < _MIN_COMPUTE_CAPABILITY:
+  try:
+    is_enough = float(capability) >= _MIN_COMPUTE_CAPABILITY
+  except ValueError:  # a name, like "gfx942" of another vendor
+    is_enough = False
+  if not is_enough:
     raise CannotServe(
       'ep_bootstrap: backend = "nccl" needs compute capability'
       f" {_MIN_COMPUTE_CAPABILITY} (Hopper) or newer, but {device}"
       f" ({device.device_kind}) has {capability}."
     )
-
-
-def _version(capability: str) -> float:
-  """Returns a compute capability as a number; 0 if it is none."""
-  try:
-    return float(capability)
-  except ValueError:
-    return 0.0

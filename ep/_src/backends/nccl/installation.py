@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the files of NCCL and NCCL EP, and the compiler that NCCL EP calls.
 
-NCCL EP compiles its kernels when they are first launched. It takes compiler and
-headers from environment variables; variables that are not set are set here, to
-the files of the Bazel runfiles or of the installed wheels. If it cannot compile
-a kernel then, it ends the process; so everything that it will use is tried
-here.
+NCCL EP compiles each kernel at its first launch, with the compiler and headers
+that environment variables name. This module sets the missing variables to files
+of the Bazel runfiles or installed wheels. NCCL EP terminates the process if it
+cannot compile a kernel, so this module tries the compiler and headers before.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ import jax
 
 from ep._src.native import shipped_files
 
-# NCCL EP 0.2.0 was built with headers of this NCCL_VERSION_CODE. Its kernels
-# must be compiled with the same: see ep_ffi/backends/nccl/libraries.cc.
+# The NCCL_VERSION_CODE of the headers with which NCCL EP 0.2.0 was built. Its
+# kernels need the same headers: see ep_ffi/backends/nccl/libraries.cc.
 _NCCL_VERSION = 23007
 
-# Each of NCCL EP's kernels includes this header, and has these flags.
+# All kernels of NCCL EP include this header, and are compiled with these flags.
 _PROBE = '#include "device/ht_ep.cuh"\n'
 _OPTIONS = ("--std=c++17", "--extended-lambda", "--expt-relaxed-constexpr")
 _TIMEOUT_S = 120
@@ -39,7 +38,7 @@ _CACHE_VARIABLE = "NCCL_EP_JIT_CACHE_DIR"
 
 
 def prepare(device: jax.Device) -> tuple[str, str]:
-  """Sets NCCL EP up for the CUDA version of a device's client.
+  """Sets up NCCL EP for the CUDA version of a device's client.
 
   Returns:
     Paths of libnccl and libnccl_ep, or "" for the system's.
@@ -93,15 +92,15 @@ def _prepare(cuda: int, sm: str) -> tuple[str, str]:
 
 
 def find_nvcc(cuda: int) -> pathlib.Path:
-  """Returns the nvcc for NCCL EP: the user's, else ours, else PATH's."""
+  """Returns the nvcc that the user set, else a wheel's, else PATH's."""
   for variable in ("NCCL_EP_JIT_NVCC", "NVCC"):
     if name := os.environ.get(variable):
       if path := shutil.which(name):
         return pathlib.Path(path)
-      raise RuntimeError(
-        f"ep_bootstrap: {variable} = {name} is no program; set it to an nvcc of"
-        " CUDA 12 or newer, or unset it for the one that came with ep, or"
-        " PATH's. See docs/gpu.md."
+      raise _error(
+        f"{variable} = {name} is no program; set it to an nvcc of CUDA 12 or"
+        " newer, or unset it to use the nvcc of the installed packages or of"
+        " PATH."
       )
   for variable in ("CUDA_HOME", "CUDA_PATH"):
     nvcc = pathlib.Path(os.environ.get(variable, ""), "bin/nvcc")
@@ -110,11 +109,15 @@ def find_nvcc(cuda: int) -> pathlib.Path:
   ours = _find(f"ep_cuda{cuda}/bin/nvcc", (f"nvidia.cu{cuda}", "bin/nvcc"))
   if found := ours or shutil.which("nvcc"):
     return pathlib.Path(found)
-  raise RuntimeError(
-    "ep_bootstrap: NCCL EP compiles kernels when they first run, but there is"
-    " no nvcc; install nvidia-cuda-nvcc (CUDA 13) or a CUDA toolkit, and set"
-    " NCCL_EP_JIT_NVCC or CUDA_HOME to it. See docs/gpu.md."
+  raise _error(
+    "NCCL EP compiles kernels when they first run, but there is no nvcc;"
+    " install nvidia-cuda-nvcc (CUDA 13) or a CUDA toolkit, and set"
+    " NCCL_EP_JIT_NVCC or CUDA_HOME to it."
   )
+
+
+def _error(text: str) -> RuntimeError:
+  return RuntimeError(f"ep_bootstrap: {text} See docs/gpu.md.")
 
 
 def _find(runfile: str, packaged: tuple[str, str]) -> pathlib.Path | None:
@@ -129,10 +132,10 @@ def _default(
   """Returns the folder that a variable names; sets it to `ours` if unset."""
   folder = pathlib.Path(os.environ.get(variable) or ours or "")
   if not (folder.name and folder.exists()):
-    raise RuntimeError(
-      f"ep_bootstrap: NCCL EP compiles kernels with {what}, but they were not"
-      f" found{f' in {folder}' if folder.name else ''}; install {package}, or"
-      f" set {variable} to their folder. See docs/gpu.md."
+    raise _error(
+      f"NCCL EP compiles kernels with {what}, but they were not found"
+      f"{f' in {folder}' if folder.name else ''}; install {package}, or set"
+      f" {variable} to their folder."
     )
   os.environ[variable] = str(folder)
   return folder
@@ -148,12 +151,12 @@ def _check_nccl_headers(folder: pathlib.Path, cuda: int) -> None:
   found = re.search(r"#define NCCL_VERSION_CODE (\d+)", text)
   if found and int(found[1]) == _NCCL_VERSION:
     return
-  raise RuntimeError(
-    "ep_bootstrap: NCCL EP must compile its kernels with the headers of NCCL"
-    f" {_text(_NCCL_VERSION)}, but {header} is"
-    f" {f'of NCCL {_text(int(found[1]))}' if found else 'not one of them'};"
-    f" install nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}, or set"
-    " NCCL_EP_JIT_BUILD_INCLUDE_DIR to their folder. See docs/gpu.md."
+  version = f"of NCCL {_text(int(found[1]))}" if found else "not one of them"
+  raise _error(
+    "NCCL EP must compile its kernels with the headers of NCCL"
+    f" {_text(_NCCL_VERSION)}, but {header} is {version}; install"
+    f" nvidia-nccl-cu{cuda}=={_text(_NCCL_VERSION)}, or set"
+    " NCCL_EP_JIT_BUILD_INCLUDE_DIR to their folder."
   )
 
 
@@ -162,8 +165,7 @@ def _check_compiler(
 ) -> None:
   """Raises `RuntimeError` if nvcc cannot compile the header of all kernels.
 
-  The compiler, headers or a host compiler may be missing, or too old for one
-  another or for the GPU.
+  The compiler, a header or the host compiler may be missing or too old.
   """
   with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "probe.cu").write_text(_PROBE)
@@ -183,13 +185,12 @@ def _check_compiler(
       )
     except (OSError, subprocess.SubprocessError) as e:
       output = (getattr(e, "stdout", None) or b"").decode(errors="replace")
-      raise RuntimeError(
-        "ep_bootstrap: NCCL EP compiles kernels when they first run, but"
-        f" {nvcc} cannot compile what they include: {e} {output} Set"
-        " NCCL_EP_JIT_NVCC to an nvcc of CUDA 12 or newer that works, and"
-        " install a C++ compiler and the headers that are missing"
-        " (nvidia-cuda-cccl, nvidia-cuda-runtime, nvidia-cuda-crt). See"
-        " docs/gpu.md."
+      raise _error(
+        f"NCCL EP compiles kernels when they first run, but {nvcc} cannot"
+        f" compile their headers: {e} {output} Set NCCL_EP_JIT_NVCC to an nvcc"
+        " of CUDA 12 or newer that works, and install a C++ compiler and the"
+        " headers that are missing (nvidia-cuda-cccl, nvidia-cuda-runtime,"
+        " nvidia-cuda-crt)."
       ) from e
 
 
@@ -200,13 +201,12 @@ def _flags(variable: str) -> Sequence[str]:
 def _check_cache() -> None:
   """Makes the folder of compiled kernels, which NCCL EP loads and runs.
 
-  By default each host has its own, because NCCL EP's locks and temporary names
-  are those of one host, and home folders may be shared.
+  The default folder is different for each host, because hosts may share home
+  folders, and NCCL EP's locks and temporary names are unique only in a host.
 
   Raises:
-    RuntimeError: the folder cannot be made; another user can write to it; or a
-      file in it says that a kernel did not compile, which NCCL EP would not try
-      again.
+    RuntimeError: the folder cannot be made; another user can write to it; or
+      NCCL EP has failed to compile a kernel, and would not try again.
   """
   try:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -216,38 +216,38 @@ def _check_cache() -> None:
     ).absolute()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=cache).close()
-  except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home
-    raise RuntimeError(
-      "ep_bootstrap: NCCL EP has no folder to write the kernels to that it"
-      f" compiles: {e}; set {_CACHE_VARIABLE} to one. See docs/gpu.md."
+  except (OSError, RuntimeError) as e:  # RuntimeError: there is no home folder
+    raise _error(
+      f"NCCL EP has no folder for the kernels that it compiles: {e}; set"
+      f" {_CACHE_VARIABLE} to one."
     ) from e
   os.environ[_CACHE_VARIABLE] = str(cache)
   _check_private(cache)
   failures = sorted(cache.glob("*/compile.failed"))
   if failures:
     folders = ", ".join(str(failure.parent) for failure in failures)
-    raise RuntimeError(
-      "ep_bootstrap: NCCL EP has failed to compile kernels before. It does not"
-      " try again, though the compiler works now, but ends the process. Delete"
-      f" what it remembers: {folders}. Or set {_CACHE_VARIABLE} to another"
-      " folder. See docs/gpu.md."
+    raise _error(
+      "NCCL EP has failed to compile kernels before. It does not try again,"
+      " though the compiler works now, but terminates the process. Delete its"
+      f" records of the failures: {folders}. Or set {_CACHE_VARIABLE} to"
+      " another folder."
     )
 
 
 def _check_private(cache: pathlib.Path) -> None:
   """Raises `RuntimeError` if a user other than root can replace kernels."""
-  what = f"ep_bootstrap: NCCL EP loads and runs the kernels in {cache}, but"
-  cure = f"set {_CACHE_VARIABLE} to a folder of your own. See docs/gpu.md."
+  what = f"NCCL EP loads and runs the kernels in {cache}, but"
+  cure = f"set {_CACHE_VARIABLE} to a private folder."
   folder = cache.resolve()
   links = [path for path in (cache, *cache.parents) if path.is_symlink()]
   for path in (*links, folder):
     if _owner(path) not in {0, os.geteuid()}:
-      raise RuntimeError(f"{what} {path} belongs to another user; {cure}")
+      raise _error(f"{what} {path} belongs to another user; {cure}")
   mode = stat.S_IMODE(folder.stat().st_mode)
   if mode & (stat.S_IWGRP | stat.S_IWOTH):
-    raise RuntimeError(
+    raise _error(
       f"{what} its mode {mode:o} lets other users write to it; delete it, or,"
-      f" if all in it is yours, chmod go-w it; or {cure}"
+      f" if all files in it are yours, chmod go-w it; or {cure}"
     )
 
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the ranks that a rank waits for, for the native watchdog.
+"""Finds the ranks for which a rank waits, for messages of the watchdog.
 
-The kernels of NCCL EP wait for their peers, and so does the program, in XLA. So
-each rank has a thread that looks where the rank stands. After a while without
-a change the thread publishes that, again and again, in JAX's key-value store: a
-rank that others wait for need not know it. A rank that waits also reads what
-its peers have published, and gives the watchdog a sentence for its message.
+NCCL EP's kernels wait for peers, and XLA waits for the kernels. So a thread of
+each rank polls the progress of the rank. After a while without progress the
+thread publishes the place of its rank periodically in JAX's key-value store,
+because a rank may not know that others wait for it. The thread of a rank that
+waits also reads the published places, and gives the watchdog a sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import json
 import math
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,7 +25,7 @@ _NAMED = 8  # ranks in a message, at most
 
 
 class Place(NamedTuple):
-  """Where a rank stands: `Watchdog::Place` of ep_ffi/backends/nccl."""
+  """The progress of a rank: `Watchdog::Place` of ep_ffi/backends/nccl."""
 
   num_ended: int
   has_begun: bool
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Lookout:
-  """A thread that publishes where a rank stands, and reads of the others."""
+  """A thread that publishes the place of its rank, and reads the others'."""
 
   def __init__(
     self,
@@ -43,17 +43,18 @@ class Lookout:
     rank: int,
     processes: list[int],
     timeout_s: float,
-    look: Callable[[str], Place],
+    look: Callable[[str], Iterable[Any]],
   ):
     """Starts the thread.
 
     Args:
-      key: the domain's, which only one live domain has.
+      key: the folder of the domain in the key-value store, unique among live
+        domains.
       rank: this rank of the domain.
       processes: the process of each rank.
-      timeout_s: after which the watchdog speaks.
-      look: takes the sentence about the others, and returns where this rank
-        stands. It raises `NativeError` when the group is closed.
+      timeout_s: seconds without progress until the watchdog prints.
+      look: takes the sentence about other ranks, and returns the fields of the
+        `Place` of this rank. Raises `NativeError` when the group is closed.
     """
     self._key = key
     self._rank = rank
@@ -62,21 +63,21 @@ class Lookout:
     self._look = look
     self._is_stopped = threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
-    if math.isfinite(timeout_s):  # or else the watchdog never speaks
+    if math.isfinite(timeout_s):  # otherwise the watchdog never prints
       self._thread.start()
 
   def stop(self) -> None:
-    """Ends the thread, but does not wait for a store that does not answer."""
+    """Stops the thread; waits 1 s at most, because the store may not answer."""
     self._is_stopped.set()
     if self._thread.is_alive():
       self._thread.join(timeout=1)
 
   def _run(self) -> None:
     others = ""
-    first: dict[int, Place] = {}  # what was read first in this wait
+    first: dict[int, Place] = {}  # the first place of each rank in this wait
     while not self._is_stopped.wait(self._timeout_s / 16):
       try:
-        place = self._look(others)
+        place = Place(*self._look(others))
       except ffi.NativeError:
         return
       others = ""
@@ -84,7 +85,9 @@ class Lookout:
         first = {}
         continue
       try:
-        self._publish(place)
+        compat.distributed_client().key_value_set(
+          f"{self._key}/{self._rank}", json.dumps(place), allow_overwrite=True
+        )
         if place.num_left and place.still_s > self._timeout_s / 2:
           now = self._read() | {self._rank: place}
           first = now | first
@@ -97,13 +100,8 @@ class Lookout:
       except jax.errors.JaxRuntimeError as e:
         others = f"Of the other ranks nothing is known: {e}."
 
-  def _publish(self, place: Place) -> None:
-    compat.distributed_client().key_value_set(
-      f"{self._key}/{self._rank}", json.dumps(place), allow_overwrite=True
-    )
-
   def _read(self) -> dict[int, Place]:
-    """Returns what all ranks have published last."""
+    """Returns the last place that each rank has published."""
     found = compat.distributed_client().key_value_dir_get(self._key)
     return {
       int(key.rpartition("/")[2]): Place(*json.loads(value))
@@ -112,13 +110,10 @@ class Lookout:
 
 
 def describe(answers: Mapping[int, Place], processes: list[int]) -> str:
-  """Returns a sentence about the ranks that others wait for.
+  """Returns a sentence about the ranks for which others wait.
 
-  It is the same on all ranks that have the same answers.
-
-  Args:
-    answers: where the ranks stand, by rank, without those that do not answer.
-    processes: the process of each rank.
+  `answers` has the place of each rank that answers, and `processes` the process
+  of each rank. Ranks with the same answers get the same sentence.
   """
   furthest = max(p.num_ended + p.has_begun for p in answers.values())
   missing = {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": `lax` collectives and gathers alone, on whatever XLA runs on.
+"""backend="xla": `lax` collectives and gathers, on every platform of XLA.
 
-An op is a function of one rank's arrays, and its primitive is lowered to it.
-`ep_prepare` shares how many tokens of each rank chose each expert, from which
-every rank computes its plan (xla/plans.py). Dispatch sends rows along the plan,
-combine sends them back (xla/exchanges.py).
+The primitive of an op is lowered to a function of one rank's arrays.
+`ep_prepare` shares the number of tokens of each rank for each expert, from
+which every rank computes its plan (xla/plans.py). Dispatch sends rows along the
+plan, and combine sends them back (xla/exchanges.py).
 """
 
 from __future__ import annotations
@@ -21,29 +21,14 @@ from ep._src.backends.xla import checks, exchanges, plans, stamps
 from ep._src.backends.xla.plans import Dims, Plan
 from ep._src.base import compat, meshes
 from ep._src.base.arrays import iota
-from ep._src.base.backend import (
-  Backend,
-  Connection,
-  GroupMemory,
-  Join,
-  OpParams,
-)
+from ep._src.base.backend import Backend, Connection, Join, OpParams
+from ep._src.base.compat import LoweringContext
 from ep._src.base.config import GroupConfig
-from ep._src.base.meshes import Mesh
 from ep._src.base.primitive import ProgramNames
 
 
 class XlaBackend(Backend):
   """Serves any mesh."""
-
-  def check_mesh(self, mesh: Mesh, axis_name: str) -> None:
-    pass
-
-  def check_sizes(self, group: GroupConfig) -> None:
-    pass
-
-  def probe(self) -> str:
-    return ""
 
   def connect(self, group: GroupConfig, join: Join) -> Connection:
     join(group, dict)  # checks that all processes agree
@@ -51,7 +36,7 @@ class XlaBackend(Backend):
 
 
 class XlaConnection(Connection):
-  """Lowers ops to XLA's collectives. It holds nothing but a trace."""
+  """Lowers ops to XLA's collectives. Its only state is a trace."""
 
   def __init__(self, group: GroupConfig):
     super().__init__(group)
@@ -59,24 +44,11 @@ class XlaConnection(Connection):
     self._stamps = stamps.Stamps(group)
     self._programs = ProgramNames(group.name)
 
-  def check(self) -> None:
-    pass  # ops report their own failures
-
-  def memory(self) -> GroupMemory:
-    return GroupMemory(reserved=0, resident=0)
-
-  def check_places(self, op: str, mesh: jax.sharding.Mesh) -> None:
-    pass  # a rank is known by its place, on whatever device
-
   def mem_bytes(self, params: OpParams) -> int:
     return plans.mem_bytes(Dims(params.layer, params.num_tokens))
 
   def lower(
-    self,
-    op: str,
-    ctx: compat.mlir.LoweringRuleContext,
-    *operands: Any,
-    params: OpParams,
+    self, op: str, ctx: LoweringContext, *operands: Any, params: OpParams
   ) -> Any:
     dims = Dims(
       params.layer,
@@ -85,7 +57,6 @@ class XlaConnection(Connection):
       can_raise=compat.can_call_python(ctx),
       nan_tail=params.tail == "nan",
     )
-
     site = None
     if params.in_trace and self.has_trace and dims.can_raise:
       site = stamps.Site(
@@ -93,11 +64,11 @@ class XlaConnection(Connection):
         params.layer.name,
         self._programs.name(ctx),
         compat.next_position(ctx),
-        _row_bytes(ctx.avals_in),
+        _row_bytes(*ctx.avals_in),
       )
 
     def fn(*operands):
-      if not dims.T:  # nothing is sent, and nothing can be wrong
+      if not dims.T:
         return [jnp.zeros(out.shape, out.dtype) for out in ctx.avals_out]
       if site:
         operands = self._stamps.before(site, operands)
@@ -122,16 +93,11 @@ class XlaConnection(Connection):
   def _close(self) -> None:
     self._stamps.stop()
 
-  def _release(self) -> None:
-    pass
 
-
-def _row_bytes(avals_in) -> int:
-  """Returns the bytes of a row that an op moves; 0 for ep_prepare."""
-  if len(avals_in) < 2:
-    return 0
-  rows = avals_in[1]
-  return rows.shape[-1] * rows.dtype.itemsize
+def _row_bytes(mem, rows=None, *_) -> int:
+  """Returns the bytes of a row that an op sends; 0 for ep_prepare."""
+  del mem
+  return 0 if rows is None else rows.shape[-1] * rows.dtype.itemsize
 
 
 def _counts(op: str, plan: Plan, outs: list[jax.Array]) -> jax.Array:
@@ -175,18 +141,14 @@ def _prepare(dims: Dims, idx: jax.Array) -> list[jax.Array]:
 
 
 def _open(dims: Dims, op: str, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Returns the plan of a handle, and whether it is one of this rank's."""
+  """Returns the plan of a handle, and whether this rank packed it."""
   checks.check_mem(dims, op, mem)
   plan, is_sound = plans.unpack(dims, mem)
   return plan, checks.check_plan(dims, op, plan.routing, is_sound)
 
 
-def _dispatch(dims: Dims, plan, is_sound, tokens, weights) -> list[jax.Array]:
-  return _to_slots(dims, plan, is_sound, tokens, weights.reshape(-1))
-
-
 def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
-  """Returns the rows of each slot, from those of tokens and of choices."""
+  """Returns the row of each slot, from rows of tokens and of choices."""
   choices = plan.choices.sequence
   is_nan = dims.nan_tail & (iota(dims.C) >= plan.used)
   return exchanges.exchange(
@@ -196,7 +158,7 @@ def _to_slots(dims: Dims, plan, is_sound, tokens, *weights) -> list[jax.Array]:
     is_sound,
     is_nan,
     (tokens, plans.div(choices, dims.K)),
-    *((array, choices) for array in weights),
+    *((array.reshape(-1), choices) for array in weights),
   )
 
 
@@ -211,7 +173,7 @@ def _dispatch_bwd(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
 
 
 def _to_choices(dims: Dims, plan, is_sound, *arrays) -> list[jax.Array]:
-  """Returns the rows of each choice, from arrays of the slots."""
+  """Returns the row of each choice, from arrays of slots."""
   parts = [(array, plan.slots.sequence) for array in arrays]
   return exchanges.exchange(
     dims, plan.slots, plan.choices, is_sound, jnp.bool_(False), *parts
@@ -222,7 +184,7 @@ def _sum(dims: Dims, rows: jax.Array, weights=None) -> jax.Array:
   """Returns the sum of the rows [T * K, H] of each token."""
   terms = _flush(rows.astype(jnp.float32))
   if weights is not None:
-    # XLA contracts no product and sum into one where bits are masked between.
+    # The mask between product and sum keeps XLA from fusing them.
     terms = _flush(terms * _flush(weights)[:, None])
   terms = terms.reshape(dims.T, dims.K, -1)
   out = terms[:, 0]
@@ -232,10 +194,10 @@ def _sum(dims: Dims, rows: jax.Array, weights=None) -> jax.Array:
 
 
 def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
-  """Returns float32 `x` with each denormal, and zero, as a zero of its sign.
+  """Returns float32 `x` with denormals replaced by zeros of the same sign.
 
-  With `sign=0` all these are +0. The bits are changed as whole numbers, because
-  XLA takes `0 + x` for `x`, and platforms differ in what they flush.
+  With `sign=0` all zeros become +0. Uses integer operations, because XLA
+  simplifies `0 + x` to `x`, and platforms flush different denormals.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   is_small = bits & np.uint32(0x7F800000) == 0
@@ -245,7 +207,7 @@ def _flush(x: jax.Array, sign: int = 1 << 31) -> jax.Array:
 
 _OPS: dict[str, Callable[..., Any]] = {
   "ep_prepare": _prepare,
-  "ep_dispatch": _dispatch,
+  "ep_dispatch": _to_slots,
   "ep_combine": _combine,
   "ep_dispatch_bwd": _dispatch_bwd,
   "ep_combine_bwd": _to_slots,

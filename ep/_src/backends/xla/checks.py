@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": finds what is wrong on any rank, and raises it on all.
+"""backend="xla": raises the errors of any rank on all ranks.
 
-An op fails by a call of Python that raises. A program that cannot call Python
-goes on, with results that are NaN.
+An op calls Python, which raises. In a program that cannot call Python, the
+results are NaN instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ep._src.base.errors import fail_if
 def find_fault(dims: Dims, idx: jax.Array, choices: Choices) -> jax.Array:
   """Returns [fault, id...] of the first wrong id; see `errors.wrong_choice`.
 
-  The fault is `errors.NO_FAULT` if there is none. The id takes as many words as
-  its dtype.
+  The fault is `errors.NO_FAULT` if all ids are right. The id has one or two
+  words, like its dtype.
   """
   flat = idx.reshape(-1)
   is_wrong = (flat < -1) | (flat >= dims.E)
@@ -55,14 +55,11 @@ def check_routing(
   configs: jax.Array,
   needed: jax.Array,
 ) -> jax.Array:
-  """Fails `ep_prepare` if a rank is at fault; see `fail_if`.
+  """Fails `ep_prepare` if any rank has an error; see `fail_if`.
 
-  Args:
-    dims: the sizes of the op.
-    dtype: the dtype of `topk_idx`.
-    faults: [P, n], `find_fault` of each rank.
-    configs: [P], the hash of each rank's configuration.
-    needed: [P], the rows that each rank needs.
+  `dtype` is the dtype of `topk_idx`. Each rank has a row of `find_fault` in
+  `faults` [P, n], a hash of its configuration in `configs` [P], and the receive
+  rows that it needs in `needed` [P].
   """
   layer = dims.layer
   op = f'ep_prepare(layer "{layer.name}")'
@@ -109,8 +106,8 @@ def check_plan(
 ) -> jax.Array:
   """Returns `is_sound`; on CPUs, fails unless all ranks have sound plans.
 
-  The plans must be of one routing. On other platforms a check would make the
-  program wait for its host in every op, so there results are NaN instead.
+  The plans must have the same routing. On other platforms, where a check would
+  make each op wait for the host, results are NaN instead.
   """
   what = f'{op}(layer "{dims.layer.name}")'
 

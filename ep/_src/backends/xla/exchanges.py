@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": moves rows between the ranks of a domain, along a plan.
+"""backend="xla": sends rows between the ranks of a domain, along a plan.
 
-Rows travel as whole numbers, so that no platform flushes a denormal or changes
-a NaN.
+Rows are sent as integers, so that no platform flushes a denormal or changes a
+NaN.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ def exchange(
   is_nan: jax.Array,
   *parts: tuple[jax.Array, jax.Array],
 ) -> list[jax.Array]:
-  """Sends rows, stream by stream, and returns the wanted rows.
+  """Sends rows, stream by stream, and returns the received rows.
 
-  A row has columns from each part, which are an array and a sequence: it sends
-  `array[sequence]`. XLA takes as long to compile an exchange of one column as
-  of many, so all parts travel together.
+  A part is an array and a sequence: a row has columns from `array[sequence]` of
+  each part. All parts share one exchange, because XLA compiles an exchange of
+  one column no faster.
 
-  On a rank where `is_sound` is False, i.e. whose plan is not its own, every row
-  that is sent or returned is NaN. Any index is kept in range, whatever the plan
-  says.
+  On a rank where `is_sound` is False, all rows that it sends or returns are
+  NaN. All indices are clipped, so a wrong plan cannot read out of bounds.
   """
   arrays = [array for array, _ in parts]
-  # Bytes travel in pairs. XLA refuses programs in which it would simplify two
-  # casts, uint8 [n, 4] to float32 [n] and that to uint16 [n, 2], to one.
+  # Bytes are sent in pairs. XLA rejects a program if it merges the casts of
+  # uint8 [n, 4] to float32 [n] and of float32 [n] to uint16 [n, 2].
   unit = f"uint{8 * max(2, min(array.dtype.itemsize for array in arrays))}"
   bits = [_words(x, unit) for x in arrays]
   nan = jnp.array(jnp.iinfo(unit).max, unit)
   B, codes = dims.B, receiver.codes
 
   def rows(bits, at=None):
-    """Returns all rows in sequence, or those at some places of it."""
+    """Returns the rows in sequence, or only the rows at the indices `at`."""
     columns = [
       take(x, sequence if at is None else take(sequence, at))
       for x, (_, sequence) in zip(bits, parts, strict=True)
@@ -60,23 +59,21 @@ def exchange(
   def ragged(*bits):
     """Sends each stream in its own length."""
     sent = rows(bits)
-    room = codes.size
+    num = codes.size
     start = sender.start.clip(0, len(sent))
-    remote_start = receiver.remote.clip(0, room)
-    size = sender.size.clip(0)
-    size = jnp.minimum(
-      size, jnp.minimum(len(sent) - start, room - remote_start)
-    )
-    # Rows that no rank writes are never read, so any value will do. XLA would
-    # build a constant once, outside of a loop, and copy it in each turn.
-    unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (room, *sent.shape[1:]))
+    remote_start = receiver.remote.clip(0, num)
+    most = jnp.minimum(len(sent) - start, num - remote_start)
+    size = jnp.minimum(sender.size.clip(0), most)
+    # No one reads rows that no rank writes, so they may have any value. XLA
+    # would build a constant outside of a loop, and copy it in each iteration.
+    unwritten = jnp.broadcast_to(sent.reshape(-1)[0], (num, *sent.shape[1:]))
     received = lax.ragged_all_to_all(
       sent,
       unwritten,
       start,
       size,
       remote_start,
-      receiver.size.clip(0, room),
+      receiver.size.clip(0, num),
       axis_name=dims.axis,
     )
     rank = div(codes, B)
@@ -88,14 +85,13 @@ def exchange(
   else:
     out = lax.platform_dependent(*bits, cpu=padded, default=ragged)
 
-  # In bfloat16 this selects between two variables, for with a constant XLA:CPU
-  # loses bits. In the last element, denormals are flushed and NaNs quietened by
+  # The filler is a variable, because XLA:CPU loses bits of a bfloat16 that it
+  # selects beside a constant: for a traced bool s and uint16 [7] x,
   #
   #   bitcast_convert_type(jnp.where(s, x, jnp.uint16(65535)), jnp.bfloat16)
   #
-  # for a traced bool s and uint16 [7] x: a cast of a choice with a constant is
-  # to LLVM a choice of casts, and if a bfloat16 is not only loaded and stored,
-  # but one of two in a register, its code for x86 goes by way of float32.
+  # flushes a denormal, and makes a NaN quiet, in the last element. LLVM selects
+  # after the cast, and on x86 it converts the bfloat16 to float32 and back.
   is_row = is_sound & (codes < dims.no_code)
   filler = jnp.where(is_nan | ~is_sound, nan, jnp.zeros_like(nan))
   out = jnp.where(is_row[:, None], out, filler.reshape(-1, 1))
@@ -112,7 +108,7 @@ def _words(array: jax.Array, unit: str) -> jax.Array:
 
 
 def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns rows of words as rows like those of an array."""
+  """Returns words [n, m] as rows of the shape and dtype of `like`."""
   shape = len(words), *like.shape[1:]
   if like.dtype.itemsize > words.dtype.itemsize:
     words = words.reshape(*shape, -1)
@@ -120,7 +116,7 @@ def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def share(dims: Dims, *arrays: jax.Array) -> list[jax.Array]:
-  """Returns vectors of all ranks, as [P, n], in one collective."""
+  """Gathers vectors of all ranks, as [P, n], in one collective."""
   mine = jnp.concatenate(arrays)[None]
   if dims.P > 1:
     mine = lax.all_gather(mine, dims.axis, tiled=True)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="xla": the plan of a routing, and how `EpHandle.mem` holds it.
+"""backend="xla": the plan of a routing, and its form in `EpHandle.mem`.
 
 The choices of a rank, sorted by expert, are P streams of rows: one for each
-destination, in the order of the slots there. A row is known on both sides by a
-*code*: on the sender `d * B + i` is the i-th of the stream to rank d, on the
-receiver `s * B + i` is the i-th of the stream from rank s, where B is the
-length of the longest stream that there can be. All ranks compute their plans
-from the same table: how many tokens of each rank chose each expert.
+destination, in the order of its slots. A *code* identifies a row: on the
+sender, `d * B + i` is the i-th row of the stream to rank d; on the receiver,
+`s * B + i` is the i-th row of the stream from rank s. B is the largest length
+of a stream. All ranks compute their plans from the same table: the number of
+tokens of each rank that chose each expert.
 """
 
 from __future__ import annotations
@@ -23,27 +23,20 @@ import numpy as np
 from ep._src.base.arrays import iota
 from ep._src.base.config import LayerConfig
 
-# A choice and its expert are sorted as one word, if that has so many values.
+# The values of a word. If they suffice, a choice and its expert are sorted as
+# one word.
 _KEYS = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """The static values of an op; sizes have their names in docs/semantics.md.
-
-  Attributes:
-    layer: the layer's values.
-    T: tokens of a rank.
-    drop: whether rows past the capacity are dropped; otherwise prepare fails.
-    can_raise: whether the program can call Python, for it to raise.
-    nan_tail: whether rows past the last slab are NaN; otherwise they are zero.
-  """
+  """The static values of an op; sizes have their names in docs/semantics.md."""
 
   layer: LayerConfig
-  T: int
-  drop: bool = True
-  can_raise: bool = True
-  nan_tail: bool = False
+  T: int  # tokens of a rank
+  drop: bool = True  # rows past the capacity; otherwise prepare fails
+  can_raise: bool = True  # whether the program can call Python
+  nan_tail: bool = False  # rows past the last slab are NaN; otherwise zero
 
   @property
   def axis(self) -> str:
@@ -71,7 +64,7 @@ class Dims:
 
   @property
   def B(self) -> int:
-    """Rows of the longest stream that there can be."""
+    """Rows of the longest possible stream."""
     return min(self.T * min(self.K, self.L), self.C)
 
   @property
@@ -81,28 +74,28 @@ class Dims:
 
 
 class End(NamedTuple):
-  """One of the two ends between which rows travel: the choices or the slots.
+  """One end of an exchange of rows: the choices or the slots.
 
-  Rows are sent, and received, in sequence: stream after stream. All are int32.
+  Rows are sent and received in sequence, stream after stream. All are int32.
   """
 
-  sequence: jax.Array  # [n] the choices, or slots; those without a row last
+  sequence: jax.Array  # [n] choices, or slots; the ones without a row are last
   codes: jax.Array  # [n] code of each choice, or slot
-  start: jax.Array  # [P] where the stream to, or from, each rank starts
+  start: jax.Array  # [P] start of the stream to, or from, each rank
   size: jax.Array  # [P] rows of the stream to, or from, each rank
-  remote: jax.Array  # [P] on each rank, `start` for this rank
+  remote: jax.Array  # [P] `start` on each rank of the stream to, or from, here
 
 
 class Plan(NamedTuple):
-  """The source and destination of each row, seen from one rank.
+  """The source and destination of each row of one rank.
 
-  A choice is known by its index in `topk_idx.reshape(-1)`.
+  A choice is an index in `topk_idx.reshape(-1)`.
   """
 
   choices: End  # n = T * K
   slots: End  # n = C
   used: jax.Array  # int32 [1] slots before the tail
-  routing: jax.Array  # int32 [1] a digest of all choices, alike on all ranks
+  routing: jax.Array  # int32 [1] a digest of all choices, equal on all ranks
 
 
 class Choices(NamedTuple):
@@ -110,16 +103,16 @@ class Choices(NamedTuple):
 
   order: jax.Array  # [T * K] the choices
   expert: jax.Array  # [T * K] the expert of each; E if it is unused or invalid
-  start: jax.Array  # [E + 1] where the choices of each expert start
+  start: jax.Array  # [E + 1] start of the choices of each expert
 
 
 class Slabs(NamedTuple):
-  """The slabs of each rank, int32, seen from the ranks that send to them."""
+  """The slabs of all ranks, int32."""
 
   start: jax.Array  # [P, E + 1] `Choices.start` of each rank
   counts: jax.Array  # [P, L, P] tokens for an expert of a rank, by source
-  before: jax.Array  # [P, L, P + 1] those from the ranks before
-  offset: jax.Array  # [P, L + 1] first slot of each slab, and after the last
+  before: jax.Array  # [P, L, P + 1] sums of `counts` over earlier sources
+  offset: jax.Array  # [P, L + 1] first slot of each slab; end of the last slab
 
 
 def sort_choices(dims: Dims, idx: jax.Array) -> Choices:
@@ -151,12 +144,12 @@ def make_slabs(dims: Dims, start: jax.Array) -> Slabs:
 def make_plan(
   dims: Dims, choices: Choices, slabs: Slabs, digests: jax.Array
 ) -> Plan:
-  """Returns the plan of this rank; `digests` [P] has one of each rank's ids."""
+  """Returns the plan of this rank; `digests` [P] are digests of `topk_idx`."""
   P, L = dims.P, dims.L
   me = lax.axis_index(dims.axis)
   slot = slabs.offset[:, :-1, None] + slabs.before[..., :-1]
   size = jnp.clip(dims.C - slot, 0, slabs.counts)
-  # Rows that the capacity drops are the last ones of their stream.
+  # The capacity drops the last rows of a stream.
   from_start = _sums(size.mT.reshape(P, -1), L)
   size = jnp.diff(from_start)  # [destination, source]
   to_start = slabs.start[:, :-1:L]  # [source, destination]
@@ -164,7 +157,7 @@ def make_plan(
   of_choice = div(choices.expert, L)
   to_codes = _codes(dims, of_choice, to_start[me], size[:, me])
 
-  # The runs of rows from each rank for each expert, in sequence.
+  # The start of the rows from each rank for each expert, in sequence.
   first = lax.dynamic_slice_in_dim(slabs.start, me * L, L, 1)
   first = first - first[:, :1] + from_start[me, :-1, None]
   first = jnp.minimum(first, from_start[me, 1:, None]).reshape(-1)
@@ -198,13 +191,13 @@ def make_plan(
 def _codes(
   dims: Dims, rank: jax.Array, start: jax.Array, size: jax.Array
 ) -> jax.Array:
-  """Returns the codes of rows in sequence, to or from these ranks [n]."""
+  """Returns the codes of rows in sequence, sent to or received from `rank`."""
   row = iota(rank.size) - take(start, rank)
   return jnp.where(row < take(size, rank), rank * dims.B + row, dims.no_code)
 
 
 def _by_place(dims: Dims, sequence: jax.Array, codes: jax.Array) -> jax.Array:
-  """Returns the code of each place, for those of places in sequence."""
+  """Returns the code of each choice or slot, given the codes in sequence."""
   none = jnp.full_like(codes, dims.no_code)
   return none.at[sequence].set(codes, mode="drop")
 
@@ -216,10 +209,7 @@ def pack(dims: Dims, plan: Plan) -> jax.Array:
 
 
 def unpack(dims: Dims, mem: jax.Array) -> tuple[Plan, jax.Array]:
-  """Returns the plan in `mem`, and whether it is one that this rank packed.
-
-  `mem` has the bytes of `pack`, for these `dims`.
-  """
+  """Returns the plan in `mem`, and whether this rank packed it."""
   words = lax.bitcast_convert_type(mem.reshape(-1, 4), jnp.int32)
   leaves = jnp.split(words[1:], np.cumsum(_sizes(dims))[:-1])
   plan = Plan(End(*leaves[:5]), End(*leaves[5:10]), *leaves[10:])
@@ -239,7 +229,7 @@ def _sizes(dims: Dims) -> list[int]:
 
 
 def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
-  """Returns a word that differs for other layers, tokens, ranks and bodies."""
+  """Returns a word that depends on the sizes, the rank and the body."""
   sizes = dims.P, dims.E, dims.T, dims.K, dims.C, dims.layer.alignment
   kind = np.int32(zlib.crc32(repr(sizes).encode()) >> 1)
   rank = lax.axis_index(dims.axis) * np.int32(0x61C88647)
@@ -247,22 +237,23 @@ def _stamp(dims: Dims, body: jax.Array) -> jax.Array:
 
 
 def digest(words: jax.Array) -> jax.Array:
-  """Returns a sum of int32 words that differs for nearly all other words.
+  """Returns a hash of int32 words.
 
-  Any change of one word changes it, for factors are odd. High bits are added to
-  low ones, since the high bits of two words may cancel each other in a sum.
+  A change of one word always changes the hash, because factors are odd. High
+  bits are mixed into low bits, since high bits of two words may cancel in a
+  sum.
   """
   factors = jnp.arange(1, 2 * words.size, 2, dtype=jnp.int32)
   return _sum((words ^ lax.shift_right_logical(words, np.int32(16))) * factors)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns `x[index]`; an index out of range is taken for the nearest one."""
+  """Returns `x[index]`, with indices clipped to the valid range."""
   return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def div(x: jax.Array, n: int) -> jax.Array:
-  """Returns `x // n` of int32 that are not negative, in one instruction."""
+  """Returns `x // n` of int32 >= 0, in one instruction."""
   return lax.div(x, np.int32(n))
 
 
@@ -275,7 +266,7 @@ def _sum(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 def _sums(x: jax.Array, step: int = 1) -> jax.Array:
-  """Returns the sums of the first 0, `step`, 2 * `step`... of the last axis."""
+  """Returns sums of the first 0, `step`, 2 * `step`... of the last axis."""
   n = x.shape[-1]
   ends = jnp.arange(0, n + 1, step, dtype=jnp.int32)
   is_before = iota(n) < ends[:, None]
@@ -283,10 +274,10 @@ def _sums(x: jax.Array, step: int = 1) -> jax.Array:
 
 
 def _last_at_most(table: jax.Array, num: int) -> jax.Array:
-  """Returns the places of the last words that are at most 0, 1... `num` - 1.
+  """Returns the index of the last word <= i, for i = 0, 1... `num` - 1.
 
-  The table is sorted and begins with 0. The steps of the search are unrolled: a
-  loop would have several kernels.
+  The table is sorted and begins with 0. The binary search is unrolled, because
+  a loop would run several kernels.
   """
   words = iota(num)
   last = jnp.zeros_like(words)

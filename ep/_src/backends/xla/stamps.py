@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """backend="xla": the trace of a group, which programs write by calling Python.
 
-XLA does not say when a rank waits and when it moves rows. So a program that is
-traced for a trace calls Python before each op, once all operands are there, and
-after it. The last rank to come begins the move of all.
+XLA does not report when a rank waits and when it sends rows. So in a trace, a
+program calls Python when all operands of an op are ready, and after the op. The
+exchange begins when the last rank arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from ep._src.base import compat, meshes
 from ep._src.base.config import GroupConfig
 
-_KEPT = 1 << 18  # exchanges, as with "host"
+_KEPT = 1 << 18  # exchanges, at most, as with "host"
 
 
 class Site(NamedTuple):
@@ -38,10 +38,10 @@ class Site(NamedTuple):
 
 
 class Stamps:
-  """The times of the ops of a group's ranks in this process. Thread-safe.
+  """The times of ops of a group's ranks in this process. Thread-safe.
 
-  A rank runs an op of a program again and again, in loops or in launches, and
-  all ranks do so equally often: this number is the step.
+  A rank may run an op of a program repeatedly, in loops and launches. The step
+  is the number of earlier runs, which is equal on all ranks.
   """
 
   def __init__(self, group: GroupConfig):
@@ -50,7 +50,7 @@ class Stamps:
     self._group = group
 
   def start(self, path: str) -> None:
-    """Keeps times for the file from now on."""
+    """Records times from now on, for this file."""
     with self._lock:
       self._path = pathlib.Path(path)
       self._runs: collections.Counter[Any] = collections.Counter()
@@ -59,7 +59,7 @@ class Stamps:
       self._lost = 0
 
   def stop(self) -> None:
-    """Adds to the file, in the form of trace.h. No effect if it is off."""
+    """Appends the records to the file, in the format of trace.h; idempotent."""
     with self._lock:
       if self._path:
         lines = [json.dumps(line) + "\n" for line in self._lines()]
@@ -70,7 +70,7 @@ class Stamps:
   def before(
     self, site: Site, operands: Sequence[jax.Array]
   ) -> tuple[jax.Array, ...]:
-    """Returns the operands; whatever uses the first one runs after a call."""
+    """Returns the operands; the first one depends on a call of Python."""
     nothing = compat.io_callback(
       functools.partial(self._came, site),
       jax.ShapeDtypeStruct((), jnp.int32),
@@ -78,12 +78,12 @@ class Stamps:
       *_starts(operands),
     )
     first, *others = operands
-    return first + nothing.astype(first.dtype), *others  # whole numbers
+    return first + nothing.astype(first.dtype), *others  # integers
 
   def after(
     self, site: Site, outs: Sequence[jax.Array], counts: jax.Array
   ) -> None:
-    """Calls Python once `outs` are there.
+    """Calls Python once `outs` are ready.
 
     `counts` are int32: slots, dropped tokens, and tokens of each local expert.
     """
@@ -128,8 +128,8 @@ class Stamps:
       ends = self._ends[site, domain, step]
       mine = {r for r, d in enumerate(devices[domain]) if d.process_index == me}
       if not begins.keys() == ends.keys() == mine:
-        continue  # it has not ended, or not begun in the trace
-      # No op ends before all ranks came.
+        continue  # it did not run entirely in the trace
+      # No op ends before all ranks arrive.
       seen = min(end for end, _ in ends.values())
       counts = [
         ends[r][1] if r in mine else [] for r in range(self._group.ep_size)
@@ -141,7 +141,7 @@ class Stamps:
         site=f"{site.program}/{site.position}",
         step=step,
         domain=domain,
-        began=None,  # merged
+        began=None,  # until the files of all processes are merged
         ended=max(end for end, _ in ends.values()),
         came=[begins.get(r, seen) for r in range(len(counts))],
         rows=[c[0] if c else -1 for c in counts],
